@@ -19,7 +19,6 @@ LANDING = (
     "tests/integration/test_master_run.py",
     "tests/integration/test_own_loop.py",
     "tests/integration/test_trainer_run.py",
-    "tests/integration/test_worker_client.py",
     "tests/faults/test_corruptions.py",
     "tests/faults/test_fault_network.py",
     "tests/faults/test_kills.py",

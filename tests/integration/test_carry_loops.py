@@ -13,9 +13,8 @@ import pytest
 import zmq
 from support import keyed_port
 from support.run_for_workers import CHUNK_BYTES, RUN, DataSlave
-from support.waiting import NO_LIMIT_S
 
-from dips.core.chunks import checksum, chunks_of, digest_of_array
+from dips.core.chunks import chunks_of, digest_of_array
 from dips.core.clock import ManualClock, SystemClock
 from dips.core.errors import ConfigError, RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
@@ -92,7 +91,6 @@ def vector(seed: int) -> np.ndarray:
 
 
 def part(flat: np.ndarray, slave: Slave) -> np.ndarray:
-    """The slave's share of a vector."""
     return np.concatenate([flat[block.start_elem : block.stop_elem] for block in slave.blocks])
 
 
@@ -142,16 +140,6 @@ def once(*indices: int) -> Callable[[], bool]:
     return lambda: next(calls) in indices
 
 
-def test_a_chunk_that_is_refused_is_sent_again(common: Common, slaves: list[Slave], push: Push) -> None:
-    flat, refuses = vector(1), once(7, 8, 20)
-    damaged = Refusal(RefusalCode.CHUNK, "the checksum is wrong")
-    slaves[0].hook = lambda header: damaged if header.op is DataOp.PUT_CHUNK and refuses() else None
-    transfer = push(common, flat)
-    assert transfer.done
-    assert transfer.moved()["s0"].refusals["CHUNK"] >= 1
-    assert_pushed(flat, slaves, transfer)
-
-
 def test_a_push_survives_a_silence_and_sends_only_the_rest(common: Common, slaves: list[Slave], push: Push) -> None:
     flat, heard = vector(2), threading.Event()
 
@@ -192,28 +180,7 @@ def test_a_pull_survives_a_slave_that_comes_back(common: Common, slaves: list[Sl
     assert into.tobytes() == flat.tobytes()
 
 
-def test_a_slow_slave_holds_nobody_else_up(common: Common, slaves: list[Slave], push: Push) -> None:
-    """The second slave answers its chunks only when the first one has everything."""
-    flat, first_is_done = vector(4), threading.Event()
-
-    def note(header: DataHeader) -> None:
-        n_landed = len(slaves[0].landed.get(PUSH, {}))
-        if header.op is DataOp.PUT_CHUNK and n_landed == len(chunks_of(slaves[0].blocks, CHUNK_BYTES)) - 1:
-            first_is_done.set()
-
-    def wait(header: DataHeader) -> None:
-        if header.op is DataOp.PUT_CHUNK:
-            assert first_is_done.wait(NO_LIMIT_S)
-
-    slaves[0].hook, slaves[1].hook = note, wait
-    transfer = push(common, flat)
-    assert transfer.done
-    assert transfer.reconnects == 0
-    assert_pushed(flat, slaves, transfer)
-
-
 def _flip(frames: list[bytes]) -> list[list[bytes]]:
-    """A chunk with one wrong bit."""
     payload = bytearray(frames[1])
     payload[len(payload) // 2] ^= 1
     return [[frames[0], bytes(payload)]]
@@ -244,44 +211,6 @@ def test_a_chunk_that_is_not_what_was_asked_for_is_asked_for_again(
     assert transfer.done
     assert into.tobytes() == flat.tobytes()
     assert sum(header.op is DataOp.GET_CHUNK for header in slaves[1].heard) == N_CHUNKS + 3
-
-
-def test_rubbish_between_the_answers_changes_nothing(
-    common: Common, slaves: list[Slave], push: Push, pull: Pull
-) -> None:
-    """Frames that are no header, of another run, too many of them, repeated, and answers to no request."""
-
-    def with_rubbish(frames: list[bytes]) -> list[list[bytes]]:
-        header = DataHeader.decode(frames[0])
-        other_run, unasked = replace(header, run_id="another"), replace(header, request=header.request + (1 << 40))
-        rubbish = [[b""], [b"x" * 60_000], [frames[0], b"", b"", b""], [frames[0][:-1]]]
-        return [*rubbish, [other_run.encode(), *frames[1:]], frames, frames, [unasked.encode(), *frames[1:]]]
-
-    flat = vector(6)
-    into = np.zeros_like(flat)
-    for slave in slaves:
-        slave.spoil = with_rubbish
-    transfer = push(common, flat)
-    assert transfer.done
-    assert_pushed(flat, slaves, transfer)
-    fetched = pull(common, flat, into)
-    assert fetched.done
-    assert into.tobytes() == flat.tobytes()
-
-
-def test_a_share_with_a_wrong_digest_is_fetched_again(common: Common, slaves: list[Slave], pull: Pull) -> None:
-    """Its chunks fit their headers, and yet one is not of the version."""
-    flat, lies = vector(7), once(5)
-
-    def lie(frames: list[bytes]) -> list[list[bytes]]:
-        payload = bytes(len(frames[1]))
-        return [[replace(DataHeader.decode(frames[0]), checksum=checksum(payload)).encode(), payload]]
-
-    into = np.zeros_like(flat)
-    slaves[0].spoil = lambda frames: lie(frames) if lies() else [frames]
-    transfer = pull(common, flat, into)
-    assert transfer.done
-    assert into.tobytes() == flat.tobytes()
 
 
 @pytest.mark.parametrize("codec", [Codec.BF16, Codec.INT8, Codec.INT4])
@@ -324,7 +253,6 @@ def test_differences_to_a_snapshot_that_is_still_written_are_taken_once_it_is_th
 def assert_differences(
     codec: Codec, now: np.ndarray, base: np.ndarray, residual: np.ndarray | None, slaves: list[Slave]
 ) -> None:
-    """Each slave has its chunks as the reference encodes them."""
     for slave in slaves:
         assert slave.codecs[PUSH] is codec
         for chunk in chunks_of(slave.blocks, CHUNK_BYTES):
@@ -399,9 +327,6 @@ def test_each_loop_of_a_worker_speaks_with_each_of_a_slave(common: Common, of_sl
         assert transfer.done
         assert is_compiled(transfer) is (common.loop == "compiled")
         assert fetched.tobytes() == keyed_port.THETA.tobytes()
-
-
-# ---- which loop ----
 
 
 def is_compiled(transfer: PushTransfer | PullTransfer) -> bool:

@@ -25,7 +25,6 @@ SITES = str(ROOT / "examples/04-plan-a-schedule/sites.toml")
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Of an end that answers until the test has ended."""
     ended = threading.Event()
     server = listening("127.0.0.1", 0)
     number: int = server.getsockname()[1]

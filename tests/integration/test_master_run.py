@@ -16,24 +16,9 @@ from support.master_process import MasterProcess
 from support.scripted_master_state import HELLO
 from support.waiting import NO_LIMIT_S, until
 
+from dips.core import messages
 from dips.core.errors import TERMINATED, RefusalCode, Refused
 from dips.core.layout import Layout, Parameter
-from dips.core.messages import (
-    Caller,
-    DataMode,
-    DataPlan,
-    JoinReply,
-    JoinRequest,
-    LeaveRequest,
-    OperatorRequest,
-    Promised,
-    SlaveCommand,
-    SlaveHello,
-    SlaveMessage,
-    StatusReply,
-    StatusRequest,
-    Welcome,
-)
 from dips.core.net.codec_protobuf import decode, encode, from_message, to_message
 from dips.core.net.grpc_calls import channel_options, refused_from
 from dips.core.observe.tape import read_tape
@@ -56,13 +41,15 @@ class Client:
         self.clusters: Any = clusters_pb2_grpc.ClustersStub(channel)
         self.operator: Any = operator_pb2_grpc.OperatorStub(channel)
 
-    def join(self, name: str, run_id: str = "demo") -> JoinReply:
-        plan = DataPlan(DataMode.OWN)
-        request = JoinRequest(Caller(run_id, 0, name), HELLO, LAYOUT, LAYOUT.layout_hash, plan)
-        return from_message(self.clusters.Join(to_message(request), timeout=NO_LIMIT_S), JoinReply)
+    def join(self, name: str, run_id: str = "demo") -> messages.JoinReply:
+        plan = messages.DataPlan(messages.DataMode.OWN)
+        request = messages.JoinRequest(messages.Caller(run_id, 0, name), HELLO, LAYOUT, LAYOUT.layout_hash, plan)
+        return from_message(self.clusters.Join(to_message(request), timeout=NO_LIMIT_S), messages.JoinReply)
 
-    def status(self) -> StatusReply:
-        return from_message(self.operator.Status(to_message(StatusRequest()), timeout=NO_LIMIT_S), StatusReply)
+    def status(self) -> messages.StatusReply:
+        return from_message(
+            self.operator.Status(to_message(messages.StatusRequest()), timeout=NO_LIMIT_S), messages.StatusReply
+        )
 
 
 @contextlib.contextmanager
@@ -72,12 +59,12 @@ def attached(address: str) -> Iterator[None]:
     with grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
         attach: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream("/dips.v1.Slaves/Attach")
         down = attach(iter(up.get, None), timeout=NO_LIMIT_S)
-        hello = SlaveHello(HELLO, "tcp://127.0.0.1:5000", 1 << 30, 0)
-        up.put(encode(SlaveMessage(Caller("demo", 0, "s0"), hello)))
-        command = decode(next(down), SlaveCommand)
-        assert isinstance(command.body, Welcome)
-        me = Caller("demo", command.epoch, "s0", command.incarnation)
-        up.put(encode(SlaveMessage(me, Promised(command.epoch))))
+        hello = messages.SlaveHello(HELLO, "tcp://127.0.0.1:5000", 1 << 30, 0)
+        up.put(encode(messages.SlaveMessage(messages.Caller("demo", 0, "s0"), hello)))
+        command = decode(next(down), messages.SlaveCommand)
+        assert isinstance(command.body, messages.Welcome)
+        me = messages.Caller("demo", command.epoch, "s0", command.incarnation)
+        up.put(encode(messages.SlaveMessage(me, messages.Promised(command.epoch))))
         try:
             yield
         finally:
@@ -130,9 +117,9 @@ def test_a_refused_join_gets_its_reason_and_the_master_goes_on(master: MasterPro
 
 def test_an_operators_stop_ends_the_process_with_0(master: MasterProcess, client: Client) -> None:
     joined = client.join("a")
-    client.operator.Stop(to_message(OperatorRequest("demo", "enough")), timeout=NO_LIMIT_S)
-    caller = Caller("demo", joined.epoch, "a", joined.incarnation)
-    client.clusters.Leave(to_message(LeaveRequest(caller, "told to")), timeout=NO_LIMIT_S)
+    client.operator.Stop(to_message(messages.OperatorRequest("demo", "enough")), timeout=NO_LIMIT_S)
+    caller = messages.Caller("demo", joined.epoch, "a", joined.incarnation)
+    client.clusters.Leave(to_message(messages.LeaveRequest(caller, "told to")), timeout=NO_LIMIT_S)
     assert master.popen.wait() == 0
     assert "enough" in master.log
     assert "Traceback" not in master.log

@@ -26,30 +26,11 @@ from support.scripted_master_state import (
 )
 from support.waiting import NO_LIMIT_S
 
+from dips.core import messages
 from dips.core.clock import SystemClock
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
 from dips.core.ids import ClusterId, Incarnation, PushId
 from dips.core.layout import Layout, Parameter
-from dips.core.messages import (
-    AwaitVerdictReply,
-    AwaitVerdictRequest,
-    Busy,
-    DataMode,
-    DataPlan,
-    DrainRequest,
-    EvictRequest,
-    ExtendRequest,
-    HeartbeatReply,
-    HeartbeatRequest,
-    JoinRequest,
-    LeaveReply,
-    OperatorReply,
-    OperatorRequest,
-    SlaveCommand,
-    StatusReply,
-    StatusRequest,
-    WatchRequest,
-)
 from dips.core.net.codec_protobuf import decode, encode, from_message, to_message
 from dips.core.net.grpc_calls import channel_options, refused_from
 from dips.core.net.security import INSECURE
@@ -57,30 +38,16 @@ from dips.core.observe.failpoints import armed, hits
 from dips.core.observe.tape import Tape, read_tape
 from dips.master.access import Access
 from dips.master.rpc.server import MasterServer
-from dips.master.rpc.services import CALLS
 from dips.master.shell import MasterShell
+from dips.master.state import events
 from dips.master.state.effects import BeginAgain, CloseLink, Effect, Halt, Refuse, Reply, ToSlave
-from dips.master.state.events import (
-    BeatsEnded,
-    CallGone,
-    ClusterCall,
-    Event,
-    OperatorCall,
-    Pause,
-    Resume,
-    SlaveLinkDown,
-    SlaveSaid,
-    Stop,
-)
 from dips.protos import clusters_pb2, clusters_pb2_grpc, operator_pb2, operator_pb2_grpc, slaves_pb2
 
 MAX_MESSAGE_BYTES = 1 << 20
-BEAT = HeartbeatReply(1, None, 0, 16, False, "idle")
+BEAT = messages.HeartbeatReply(1, None, 0, 16, False, "idle")
 
 
 class Served:
-    """A master on a port of its own, and a channel to it."""
-
     def __init__(self, directory: Path) -> None:
         self.machine = ScriptedMachine()
         self.tape_path = directory / "tape.jsonl"
@@ -99,17 +66,15 @@ class Served:
         return operator_pb2_grpc.OperatorStub(self.channel)
 
     def raw(self, path: str) -> grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]:
-        """A method of one request and one reply, in raw bytes."""
         return self.channel.unary_unary(path)
 
     def raw_stream(self, path: str) -> grpc.aio.StreamStreamMultiCallable[bytes, bytes]:
         return self.channel.stream_stream(path)
 
     def attach(self) -> Any:
-        """A slave's stream, in raw bytes."""
         return self.channel.stream_stream("/dips.v1.Slaves/Attach")()
 
-    def reacts(self, react: Callable[[Event], Sequence[Effect]]) -> None:
+    def reacts(self, react: Callable[[events.Event], Sequence[Effect]]) -> None:
         self.machine.react = react
 
 
@@ -126,10 +91,11 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     made.tape.close()
 
 
-def answering(event: Event) -> list[Effect]:
-    """Leave and Heartbeat get their replies."""
-    if isinstance(event, ClusterCall):
-        return [Reply(event.token, BEAT if isinstance(event.request, HeartbeatRequest) else LeaveReply())]
+def answering(event: events.Event) -> list[Effect]:
+    if isinstance(event, events.ClusterCall):
+        return [
+            Reply(event.token, BEAT if isinstance(event.request, messages.HeartbeatRequest) else messages.LeaveReply())
+        ]
     return []
 
 
@@ -142,38 +108,35 @@ async def failed(call: Any) -> Refused | RetryLater:
 async def still_serves(served: Served) -> None:
     served.reacts(answering)
     await served.clusters.Leave(to_message(leave("after all that")), timeout=NO_LIMIT_S)
-    assert served.machine.of(ClusterCall)[-1].request == leave("after all that")
+    assert served.machine.of(events.ClusterCall)[-1].request == leave("after all that")
 
 
 async def test_the_end_of_a_clusters_beats_is_told_once_no_stream_of_it_is_open(served: Served) -> None:
     served.reacts(answering)
-    beat = to_message(HeartbeatRequest(caller()))
+    beat = to_message(messages.HeartbeatRequest(caller()))
     first, second = served.clusters.Heartbeat(timeout=NO_LIMIT_S), served.clusters.Heartbeat(timeout=NO_LIMIT_S)
     for stream in (first, second):
         await stream.write(beat)
         await stream.read()
     first.cancel()
     await served.clusters.Leave(to_message(leave("the cancelling has arrived before this")), timeout=NO_LIMIT_S)
-    assert not served.machine.of(BeatsEnded)
+    assert not served.machine.of(events.BeatsEnded)
     second.cancel()
-    assert await served.machine.until(BeatsEnded) == BeatsEnded(caller().name, caller().incarnation)
-    assert len(served.machine.of(BeatsEnded)) == 1
-
-
-# ---- calls of clusters ----
+    assert await served.machine.until(events.BeatsEnded) == events.BeatsEnded(caller().name, caller().incarnation)
+    assert len(served.machine.of(events.BeatsEnded)) == 1
 
 
 async def test_a_request_arrives_whole_and_the_reply_goes_back(served: Served) -> None:
     layout = Layout((Parameter("w", (3, 4), "bfloat16", "l0"),), 16)
-    plan = DataPlan(DataMode.LEASED, b"\x01\x02", 10_000, 512)
-    request = JoinRequest(caller(), HELLO, layout, b"hash", plan, 12.5)
-    served.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, ClusterCall) else [])
+    plan = messages.DataPlan(messages.DataMode.LEASED, b"\x01\x02", 10_000, 512)
+    request = messages.JoinRequest(caller(), HELLO, layout, b"hash", plan, 12.5)
+    served.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, events.ClusterCall) else [])
     await failed(served.clusters.Join(to_message(request), timeout=NO_LIMIT_S))
-    assert served.machine.of(ClusterCall)[0].request == request
+    assert served.machine.of(events.ClusterCall)[0].request == request
 
 
 async def test_a_refusal_comes_back_with_code_sentence_and_retry(served: Served) -> None:
-    served.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, ClusterCall) else [])
+    served.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, events.ClusterCall) else [])
     with pytest.raises(grpc.RpcError) as caught:
         await served.clusters.Leave(to_message(leave()), timeout=NO_LIMIT_S)
     assert caught.value.code() is grpc.StatusCode.ABORTED
@@ -195,7 +158,7 @@ async def test_bytes_that_make_no_sense_are_refused_and_change_nothing(
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.MALFORMED
     assert method in error.sentence
-    assert served.machine.of(ClusterCall) == []
+    assert served.machine.of(events.ClusterCall) == []
     assert [line["code"] for line in read_tape(served.tape_path)] == ["MALFORMED"]
     await still_serves(served)
 
@@ -204,7 +167,7 @@ async def test_a_message_over_the_limit_is_refused_and_the_master_goes_on(served
     error = await failed(served.clusters.Leave(to_message(leave("x" * MAX_MESSAGE_BYTES)), timeout=NO_LIMIT_S))
     assert isinstance(error, Refused)
     assert "larger than max" in error.sentence
-    assert served.machine.of(ClusterCall) == []
+    assert served.machine.of(events.ClusterCall) == []
     await still_serves(served)
 
 
@@ -214,84 +177,76 @@ async def test_an_unknown_method_is_told_apart_from_garbage(served: Served) -> N
     assert error.code is RefusalCode.PROTOCOL_VERSION
 
 
-async def test_every_method_of_the_protocol_is_served(served: Served) -> None:
+async def test_every_method_of_the_protocol_is_served_and_passes_its_failpoint(served: Served) -> None:
     services = [
         module.DESCRIPTOR.services_by_name[name]
         for module, name in ((clusters_pb2, "Clusters"), (slaves_pb2, "Slaves"), (operator_pb2, "Operator"))
     ]
-    for service in services:
-        for method in service.methods:
-            path = f"/{service.full_name}/{method.name}"
+    for method in (method for service in services for method in service.methods):
+        path = f"/{method.containing_service.full_name}/{method.name}"
+        is_unary = not (method.client_streaming or method.server_streaming)
+        with armed(f"master.rpc.before_{method.name}=note" if is_unary else ""):
             call = served.raw_stream(path)(timeout=NO_LIMIT_S)
             await call.write(b"\xff\xff")
             error = await failed(call.read())
             assert isinstance(error, Refused)
             assert error.code is RefusalCode.MALFORMED, f"{path}: {error.sentence}"
+            assert hits() == ({f"master.rpc.before_{method.name}": 1} if is_unary else {})
 
 
 async def test_a_held_call_is_answered_later(served: Served) -> None:
     push = PushId(ClusterId("a"), Incarnation(1, 1), 4)
     waiting = asyncio.ensure_future(
-        served.clusters.AwaitVerdict(to_message(AwaitVerdictRequest(caller(), push, 5.0)), timeout=NO_LIMIT_S)
+        served.clusters.AwaitVerdict(to_message(messages.AwaitVerdictRequest(caller(), push, 5.0)), timeout=NO_LIMIT_S)
     )
-    held = await served.machine.until(ClusterCall)
-    assert held.request == AwaitVerdictRequest(caller(), push, 5.0)
-    reply = AwaitVerdictReply(Busy(1.0, "the round is still open"))
+    held = await served.machine.until(events.ClusterCall)
+    assert held.request == messages.AwaitVerdictRequest(caller(), push, 5.0)
+    reply = messages.AwaitVerdictReply(messages.Busy(1.0, "the round is still open"))
     served.reacts(
         lambda event: (
-            [Reply(held.token, reply), Reply(event.token, LeaveReply())] if isinstance(event, ClusterCall) else []
+            [Reply(held.token, reply), Reply(event.token, messages.LeaveReply())]
+            if isinstance(event, events.ClusterCall)
+            else []
         )
     )
     await served.clusters.Leave(to_message(leave()), timeout=NO_LIMIT_S)
-    assert from_message(await waiting, AwaitVerdictReply) == reply
+    assert from_message(await waiting, messages.AwaitVerdictReply) == reply
 
 
 async def test_a_caller_that_hangs_up_is_told_to_the_state(served: Served) -> None:
     call = served.clusters.Leave(to_message(leave()), timeout=NO_LIMIT_S)
-    held = await served.machine.until(ClusterCall)
+    held = await served.machine.until(events.ClusterCall)
     call.cancel()
-    assert await served.machine.until(CallGone) == CallGone(held.token)
+    assert await served.machine.until(events.CallGone) == events.CallGone(held.token)
 
 
 async def test_a_caller_whose_deadline_passes_is_told_to_the_state(served: Served) -> None:
     error = await failed(served.clusters.Leave(to_message(leave()), timeout=0.2))
     assert isinstance(error, RetryLater)
-    held = await served.machine.until(ClusterCall)
-    assert await served.machine.until(CallGone) == CallGone(held.token)
-
-
-# ---- heartbeats ----
+    held = await served.machine.until(events.ClusterCall)
+    assert await served.machine.until(events.CallGone) == events.CallGone(held.token)
 
 
 async def test_each_beat_of_a_stream_is_one_call_and_gets_one_reply(served: Served) -> None:
     served.reacts(answering)
     stream = served.clusters.Heartbeat(timeout=NO_LIMIT_S)
     for steps in (16, 32, 48):
-        await stream.write(to_message(HeartbeatRequest(caller(), "training", steps)))
-        assert from_message(await stream.read(), HeartbeatReply) == BEAT
+        await stream.write(to_message(messages.HeartbeatRequest(caller(), "training", steps)))
+        assert from_message(await stream.read(), messages.HeartbeatReply) == BEAT
     await stream.done_writing()
     assert await stream.read() is grpc.aio.EOF
-    beats = [call.request for call in served.machine.of(ClusterCall)]
-    assert [beat.steps for beat in beats if isinstance(beat, HeartbeatRequest)] == [16, 32, 48]
-    assert len({call.token for call in served.machine.of(ClusterCall)}) == 3
+    beats = [call.request for call in served.machine.of(events.ClusterCall)]
+    assert [beat.steps for beat in beats if isinstance(beat, messages.HeartbeatRequest)] == [16, 32, 48]
+    assert len({call.token for call in served.machine.of(events.ClusterCall)}) == 3
 
 
 async def test_a_refused_beat_ends_the_stream_with_its_reason(served: Served) -> None:
-    served.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, ClusterCall) else [])
+    served.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, events.ClusterCall) else [])
     stream = served.clusters.Heartbeat(timeout=NO_LIMIT_S)
-    await stream.write(to_message(HeartbeatRequest(caller())))
+    await stream.write(to_message(messages.HeartbeatRequest(caller())))
     error = await failed(stream.read())
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.FENCED
-
-
-async def test_a_garbled_beat_ends_the_stream_and_nothing_else(served: Served) -> None:
-    stream = served.raw_stream("/dips.v1.Clusters/Heartbeat")(timeout=NO_LIMIT_S)
-    await stream.write(b"\xff\xff")
-    error = await failed(stream.read())
-    assert isinstance(error, Refused)
-    assert error.code is RefusalCode.MALFORMED
-    await still_serves(served)
 
 
 async def test_a_hundred_clusters_beat_at_once(served: Served) -> None:
@@ -300,64 +255,61 @@ async def test_a_hundred_clusters_beat_at_once(served: Served) -> None:
     async def beat(number: int) -> int:
         stream = served.clusters.Heartbeat(timeout=NO_LIMIT_S)
         for steps in range(10):
-            await stream.write(to_message(HeartbeatRequest(caller(f"c{number}"), "training", steps)))
-            assert from_message(await stream.read(), HeartbeatReply) == BEAT
+            await stream.write(to_message(messages.HeartbeatRequest(caller(f"c{number}"), "training", steps)))
+            assert from_message(await stream.read(), messages.HeartbeatReply) == BEAT
         await stream.done_writing()
         return number
 
     assert sorted(await asyncio.gather(*(beat(number) for number in range(100)))) == list(range(100))
-    names = [call.request.caller.name for call in served.machine.of(ClusterCall)]
+    names = [call.request.caller.name for call in served.machine.of(events.ClusterCall)]
     assert {names.count(f"c{number}") for number in range(100)} == {10}
 
 
-# ---- slaves ----
-
-
 async def test_a_slave_is_heard_and_commanded_over_one_stream(served: Served) -> None:
-    def react(event: Event) -> list[Effect]:
-        if isinstance(event, SlaveSaid):
+    def react(event: events.Event) -> list[Effect]:
+        if isinstance(event, events.SlaveSaid):
             return [ToSlave(event.link, command(text)) for text in ("one", "two", "three")]
         return []
 
     served.reacts(react)
     stream = served.attach()
     await stream.write(encode(slave_hello()))
-    said = await served.machine.until(SlaveSaid)
+    said = await served.machine.until(events.SlaveSaid)
     assert said.message == slave_hello()
-    got = [decode(await stream.read(), SlaveCommand) for _ in range(3)]
+    got = [decode(await stream.read(), messages.SlaveCommand) for _ in range(3)]
     assert got == [command("one"), command("two"), command("three")]
     await stream.write(encode(slave_message()))
-    second = await served.machine.until(SlaveSaid, 2)
+    second = await served.machine.until(events.SlaveSaid, 2)
     assert (second.link, second.message) == (said.link, slave_message())
     await stream.done_writing()
-    assert await served.machine.until(SlaveLinkDown) == SlaveLinkDown(said.link)
+    assert await served.machine.until(events.SlaveLinkDown) == events.SlaveLinkDown(said.link)
 
 
 async def test_a_slave_that_vanishes_is_told_to_the_state(served: Served) -> None:
     stream = served.attach()
     await stream.write(encode(slave_hello()))
-    said = await served.machine.until(SlaveSaid)
+    said = await served.machine.until(events.SlaveSaid)
     stream.cancel()
-    assert await served.machine.until(SlaveLinkDown) == SlaveLinkDown(said.link)
+    assert await served.machine.until(events.SlaveLinkDown) == events.SlaveLinkDown(said.link)
 
 
 async def test_two_slaves_have_links_of_their_own(served: Served) -> None:
     first, second = served.attach(), served.attach()
     await first.write(encode(slave_hello()))
-    one = await served.machine.until(SlaveSaid)
+    one = await served.machine.until(events.SlaveSaid)
     await second.write(encode(slave_hello()))
-    two = await served.machine.until(SlaveSaid, 2)
+    two = await served.machine.until(events.SlaveSaid, 2)
     assert one.link != two.link
     served.reacts(
         lambda event: (
             [ToSlave(two.link, command("second")), ToSlave(one.link, command("first"))]
-            if isinstance(event, SlaveSaid)
+            if isinstance(event, events.SlaveSaid)
             else []
         )
     )
     await first.write(encode(slave_message()))
-    assert decode(await first.read(), SlaveCommand) == command("first")
-    assert decode(await second.read(), SlaveCommand) == command("second")
+    assert decode(await first.read(), messages.SlaveCommand) == command("first")
+    assert decode(await second.read(), messages.SlaveCommand) == command("second")
     first.cancel()
     second.cancel()
 
@@ -366,13 +318,13 @@ async def test_a_link_that_the_state_closes_ends_with_the_reason(served: Served)
     served.reacts(
         lambda event: (
             [ToSlave(event.link, command("last")), CloseLink(event.link, refusal("another took over"))]
-            if isinstance(event, SlaveSaid)
+            if isinstance(event, events.SlaveSaid)
             else []
         )
     )
     stream = served.attach()
     await stream.write(encode(slave_hello()))
-    assert decode(await stream.read(), SlaveCommand) == command("last")
+    assert decode(await stream.read(), messages.SlaveCommand) == command("last")
     error = await failed(stream.read())
     assert isinstance(error, Refused)
     assert (error.code, error.sentence) == (RefusalCode.FENCED, "another took over")
@@ -382,55 +334,58 @@ async def test_a_link_that_the_state_closes_ends_with_the_reason(served: Served)
 async def test_a_garbled_message_ends_that_link_alone(served: Served, garbage: bytes) -> None:
     good, bad = served.attach(), served.attach()
     await good.write(encode(slave_hello()))
-    link = (await served.machine.until(SlaveSaid)).link
+    link = (await served.machine.until(events.SlaveSaid)).link
     await bad.write(garbage)
     error = await failed(bad.read())
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.MALFORMED
-    down = await served.machine.until(SlaveLinkDown)
+    down = await served.machine.until(events.SlaveLinkDown)
     assert down.link != link
     await good.write(encode(slave_message()))
-    assert (await served.machine.until(SlaveSaid, 2)).link == link
+    assert (await served.machine.until(events.SlaveSaid, 2)).link == link
     good.cancel()
 
 
 async def test_slaves_learn_that_the_master_ends(served: Served) -> None:
     stream = served.attach()
     await stream.write(encode(slave_hello()))
-    await served.machine.until(SlaveSaid)
+    await served.machine.until(events.SlaveSaid)
     served.executor.stop(Halt(0, "stopped"))
     error = await failed(stream.read())
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.BUSY
 
 
-# ---- operators ----
-
-STATUS = StatusReply("demo", 3, None, 1234, 0, "idle", None, 0.5, 0.0, "waiting for slave s1")
+STATUS = messages.StatusReply("demo", 3, None, 1234, 0, "idle", None, 0.5, 0.0, "waiting for slave s1")
 
 
-def operating(event: Event) -> list[Effect]:
-    if isinstance(event, OperatorCall):
-        return [Reply(event.token, STATUS if isinstance(event.action, StatusRequest) else OperatorReply("done"))]
+def operating(event: events.Event) -> list[Effect]:
+    if isinstance(event, events.OperatorCall):
+        return [
+            Reply(
+                event.token,
+                STATUS if isinstance(event.action, messages.StatusRequest) else messages.OperatorReply("done"),
+            )
+        ]
     return []
 
 
 async def test_status_is_answered(served: Served) -> None:
     served.reacts(operating)
-    reply = await served.operator.Status(to_message(StatusRequest("demo")), timeout=NO_LIMIT_S)
-    assert from_message(reply, StatusReply).waiting_for == "waiting for slave s1"
-    assert served.machine.of(OperatorCall)[0].action == StatusRequest("demo")
+    reply = await served.operator.Status(to_message(messages.StatusRequest("demo")), timeout=NO_LIMIT_S)
+    assert from_message(reply, messages.StatusReply).waiting_for == "waiting for slave s1"
+    assert served.machine.of(events.OperatorCall)[0].action == messages.StatusRequest("demo")
 
 
 @pytest.mark.parametrize(
     ("method", "request_", "action"),
     [
-        ("Pause", OperatorRequest("demo", "r"), Pause(OperatorRequest("demo", "r"))),
-        ("Resume", OperatorRequest("demo", "r"), Resume(OperatorRequest("demo", "r"))),
-        ("Stop", OperatorRequest("demo", "r"), Stop(OperatorRequest("demo", "r"))),
-        ("Evict", EvictRequest("demo", "a", "r"), EvictRequest("demo", "a", "r")),
-        ("Drain", DrainRequest("demo", "a", "r"), DrainRequest("demo", "a", "r")),
-        ("Extend", ExtendRequest("demo", 7, True, "r"), ExtendRequest("demo", 7, True, "r")),
+        ("Pause", messages.OperatorRequest("demo", "r"), events.Pause(messages.OperatorRequest("demo", "r"))),
+        ("Resume", messages.OperatorRequest("demo", "r"), events.Resume(messages.OperatorRequest("demo", "r"))),
+        ("Stop", messages.OperatorRequest("demo", "r"), events.Stop(messages.OperatorRequest("demo", "r"))),
+        ("Evict", messages.EvictRequest("demo", "a", "r"), messages.EvictRequest("demo", "a", "r")),
+        ("Drain", messages.DrainRequest("demo", "a", "r"), messages.DrainRequest("demo", "a", "r")),
+        ("Extend", messages.ExtendRequest("demo", 7, True, "r"), messages.ExtendRequest("demo", 7, True, "r")),
     ],
 )
 async def test_each_action_reaches_the_state_as_itself(
@@ -438,21 +393,21 @@ async def test_each_action_reaches_the_state_as_itself(
 ) -> None:
     served.reacts(operating)
     reply = await getattr(served.operator, method)(to_message(request_), timeout=NO_LIMIT_S)
-    assert from_message(reply, OperatorReply) == OperatorReply("done")
-    assert [call.action for call in served.machine.of(OperatorCall)] == [action]
+    assert from_message(reply, messages.OperatorReply) == messages.OperatorReply("done")
+    assert [call.action for call in served.machine.of(events.OperatorCall)] == [action]
 
 
 async def test_watch_sends_a_status_for_each_interval(served: Served) -> None:
     served.reacts(operating)
-    stream = served.operator.Watch(to_message(WatchRequest("demo", 0.1)), timeout=NO_LIMIT_S)
+    stream = served.operator.Watch(to_message(messages.WatchRequest("demo", 0.1)), timeout=NO_LIMIT_S)
     for _ in range(3):
-        assert from_message(await stream.read(), StatusReply).tokens == 1234
+        assert from_message(await stream.read(), messages.StatusReply).tokens == 1234
     stream.cancel()
 
 
 async def test_watch_ends_at_once_when_the_master_ends(served: Served) -> None:
     served.reacts(operating)
-    stream = served.operator.Watch(to_message(WatchRequest("demo", 3600)), timeout=NO_LIMIT_S)
+    stream = served.operator.Watch(to_message(messages.WatchRequest("demo", 3600)), timeout=NO_LIMIT_S)
     await stream.read()
     served.executor.stop(Halt(0, "stopped"))
     error = await failed(stream.read())
@@ -462,14 +417,11 @@ async def test_watch_ends_at_once_when_the_master_ends(served: Served) -> None:
 
 @pytest.mark.parametrize("interval_s", [-1.0, 0.001, 1e9, float("nan"), float("inf")])
 async def test_a_watch_interval_that_makes_no_sense_is_refused(served: Served, interval_s: float) -> None:
-    stream = served.operator.Watch(to_message(WatchRequest("demo", interval_s)), timeout=NO_LIMIT_S)
+    stream = served.operator.Watch(to_message(messages.WatchRequest("demo", interval_s)), timeout=NO_LIMIT_S)
     error = await failed(stream.read())
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.MALFORMED
     assert "interval_s" in error.sentence
-
-
-# ---- the port ----
 
 
 async def test_a_port_in_use_is_named_with_a_remedy(served: Served) -> None:
@@ -500,24 +452,6 @@ async def test_an_address_that_others_reach_is_never_bound(address: str) -> None
     await server.stop()
 
 
-# ---- failpoints ----
-
-
-UNARY = [f"Clusters/{name}" for name in CALLS] + [
-    f"Operator/{name}" for name in ("Status", "Evict", "Drain", "Pause", "Resume", "Stop", "Extend")
-]
-
-
-@pytest.mark.parametrize("path", UNARY)
-async def test_every_call_passes_its_failpoint(served: Served, path: str) -> None:
-    method = path.partition("/")[2]
-    with armed(f"master.rpc.before_{method}=note"):
-        error = await failed(served.raw(f"/dips.v1.{path}")(b"\xff\xff", timeout=NO_LIMIT_S))
-        assert isinstance(error, Refused)
-        assert error.code is RefusalCode.MALFORMED
-        assert hits() == {f"master.rpc.before_{method}": 1}
-
-
 async def test_an_answer_can_be_lost_after_the_call_was_decided(served: Served) -> None:
     served.reacts(answering)
     with armed("master.rpc.after_Leave=1*drop"):
@@ -525,26 +459,26 @@ async def test_an_answer_can_be_lost_after_the_call_was_decided(served: Served) 
         assert isinstance(error, RetryLater)
         assert "a failpoint loses the answer of Leave" in str(error)
         await served.clusters.Leave(to_message(leave("not lost")), timeout=NO_LIMIT_S)
-    assert [call.request for call in served.machine.of(ClusterCall)] == [leave("lost"), leave("not lost")]
+    assert [call.request for call in served.machine.of(events.ClusterCall)] == [leave("lost"), leave("not lost")]
 
 
 async def test_a_beat_whose_answer_is_lost_ends_its_stream(served: Served) -> None:
     served.reacts(answering)
-    beat = to_message(HeartbeatRequest(caller(), "training", 1))
+    beat = to_message(messages.HeartbeatRequest(caller(), "training", 1))
     stream = served.clusters.Heartbeat(timeout=NO_LIMIT_S)
     with armed("master.rpc.after_Heartbeat=1*off->drop"):
         await stream.write(beat)
-        assert from_message(await stream.read(), HeartbeatReply) == BEAT
+        assert from_message(await stream.read(), messages.HeartbeatReply) == BEAT
         await stream.write(beat)
         assert isinstance(await failed(stream.read()), RetryLater)
-    assert len(served.machine.of(ClusterCall)) == 2
+    assert len(served.machine.of(events.ClusterCall)) == 2
 
 
 async def test_what_a_slave_says_and_hears_can_be_lost_or_doubled(served: Served) -> None:
     served.reacts(
         lambda event: (
             [ToSlave(event.link, command(text)) for text in ("one", "two", "three")]
-            if isinstance(event, SlaveSaid) and len(served.machine.of(SlaveSaid)) == 2
+            if isinstance(event, events.SlaveSaid) and len(served.machine.of(events.SlaveSaid)) == 2
             else []
         )
     )
@@ -552,25 +486,22 @@ async def test_what_a_slave_says_and_hears_can_be_lost_or_doubled(served: Served
     with armed("master.slave_stream.before_hear=1*drop->1*dup;master.slave_stream.before_send=1*drop->1*dup"):
         await stream.write(encode(slave_hello()))
         await stream.write(encode(slave_message()))
-        await served.machine.until(SlaveSaid, 2)
-        got = [decode(await stream.read(), SlaveCommand) for _ in range(3)]
-    assert [said.message for said in served.machine.of(SlaveSaid)] == [slave_message(), slave_message()]
+        await served.machine.until(events.SlaveSaid, 2)
+        got = [decode(await stream.read(), messages.SlaveCommand) for _ in range(3)]
+    assert [said.message for said in served.machine.of(events.SlaveSaid)] == [slave_message(), slave_message()]
     assert got == [command("two"), command("two"), command("three")]
     stream.cancel()
 
 
 async def test_a_watch_whose_answer_is_lost_ends(served: Served) -> None:
     status = run_status(clusters=())
-    served.reacts(lambda event: [Reply(event.token, status)] if isinstance(event, OperatorCall) else [])
-    watching = served.operator.Watch(to_message(WatchRequest(interval_s=0.1)), timeout=NO_LIMIT_S)
+    served.reacts(lambda event: [Reply(event.token, status)] if isinstance(event, events.OperatorCall) else [])
+    watching = served.operator.Watch(to_message(messages.WatchRequest(interval_s=0.1)), timeout=NO_LIMIT_S)
     with armed("master.rpc.after_Watch=1*off->drop;master.rpc.before_Watch=note"):
-        assert from_message(await watching.read(), StatusReply) == status
+        assert from_message(await watching.read(), messages.StatusReply) == status
         assert isinstance(await failed(watching.read()), RetryLater)
         assert hits() == {"master.rpc.after_Watch": 2, "master.rpc.before_Watch": 2}
-    assert len(served.machine.of(OperatorCall)) == 2
-
-
-# ---- one executor after the other ----
+    assert len(served.machine.of(events.OperatorCall)) == 2
 
 
 async def test_another_executor_is_served_on_the_same_port(served: Served) -> None:
@@ -584,10 +515,10 @@ async def test_another_executor_is_served_on_the_same_port(served: Served) -> No
     later.start()
     await served.server.start(later)
     await served.clusters.Leave(to_message(leave("again")), timeout=NO_LIMIT_S)
-    assert machine.of(ClusterCall)[-1].request == leave("again")
+    assert machine.of(events.ClusterCall)[-1].request == leave("again")
     stream = served.attach()
     await stream.write(encode(slave_hello()))
-    assert (await machine.until(SlaveSaid)).message == slave_hello()
+    assert (await machine.until(events.SlaveSaid)).message == slave_hello()
     stream.cancel()
     later.stop(Halt(0, "the test is over"))
     await later.close()

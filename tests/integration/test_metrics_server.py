@@ -121,9 +121,6 @@ def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     server.stop()
 
 
-# ---- snapshots of a loop ----
-
-
 def test_a_loop_makes_its_snapshot_itself_and_one_that_stands_still_shows_as_503() -> None:
     loop, made_on = asyncio.new_event_loop(), []
     thread = threading.Thread(target=loop.run_forever)
@@ -181,9 +178,6 @@ def test_clients_that_say_nothing_are_bounded_and_do_not_stop_the_server(server:
     for connection in silent:
         connection.close()
     until(lambda: can_read(server.address), "the room of connections that were closed is free again")
-
-
-# ---- keys ----
 
 
 def test_beyond_loopback_both_sides_show_certificates(keys: Path) -> None:

@@ -30,8 +30,6 @@ ROUNDS = 3
 
 
 class Served:
-    """A slave's port over versions 0 to ROUNDS, of which the two newest can be read."""
-
     def __init__(self, pull_wire: str, loop: LoopName) -> None:
         shard, self.codec = Shard(pull_wire), WIRE_DTYPES[pull_wire]
         self.held = [shard.theta.copy()]
@@ -74,7 +72,6 @@ class Served:
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """No transfer waits for a compiler."""
     wire_numba.warm_up()
     serve_numba.warm_up()
     carry_numba.warm_up()

@@ -52,8 +52,6 @@ def push_id(cluster: str) -> PushId:
 
 
 class Served:
-    """A data server with memory for two pushes and one version."""
-
     def __init__(self, data_threads: int, loop: LoopName) -> None:
         self.staged: list[PushStaged] = []
         self.is_staged = threading.Event()
@@ -94,7 +92,6 @@ class Served:
         assert done.wait(NO_LIMIT_S)
 
     def open(self, push: PushId, slot: int, opening: int) -> None:
-        """Returns when the data thread knows of it."""
         self.server.open(Slot(push, 1, slot, opening))
         self.told(self.server._post)
 
@@ -265,23 +262,24 @@ def test_messages_of_too_many_frames_are_counted_at_once_though_nothing_else_com
         until(lambda n=number: served.server.beat().refused_connections == n, f"{number} of them")  # type: ignore[misc]
 
 
-def ask_for_much(served: Served, peer: zmq.Socket[bytes]) -> None:
-    """As much as a peer may leave unanswered: more than sockets buffer. Returns when the slave has served it."""
-    for number in range(MAX_WINDOW_CHUNKS):
-        peer.send(get_frame(number % 9, number))
-    other = served.peer()
-    while served.server.beat().served_bytes < MAX_WINDOW_CHUNKS * CHUNK_BYTES:
-        other.send(DataHeader("run", 1, DataOp.QUERY_MISSING, 1, push=push_id("z")).encode())
-        assert DataHeader.decode(other.recv_multipart()[0]).op is DataOp.REFUSED
-
-
-def test_a_peer_that_never_reads_holds_up_no_buffer_and_what_it_reads_late_is_seen_to_be_wrong(served: Served) -> None:
-    """I15: the version leaves and its memory is written again, though answers that refer to it were never read."""
+def asked_for_much(served: Served) -> zmq.Socket[bytes]:
+    """A peer that reads nothing, and was served all that one may leave unanswered: more than sockets buffer."""
     lazy = served.peer()
     lazy.setsockopt(zmq.RCVHWM, 1)
     lazy.disconnect(served.server.endpoint)
     lazy.connect(served.server.endpoint)
-    ask_for_much(served, lazy)
+    for number in range(MAX_WINDOW_CHUNKS):
+        lazy.send(get_frame(number % 9, number))
+    other = served.peer()
+    while served.server.beat().served_bytes < MAX_WINDOW_CHUNKS * CHUNK_BYTES:
+        other.send(DataHeader("run", 1, DataOp.QUERY_MISSING, 1, push=push_id("z")).encode())
+        assert DataHeader.decode(other.recv_multipart()[0]).op is DataOp.REFUSED
+    return lazy
+
+
+def test_a_peer_that_never_reads_holds_up_no_buffer_and_what_it_reads_late_is_seen_to_be_wrong(served: Served) -> None:
+    """I15: the version leaves and its memory is written again, though answers that refer to it were never read."""
+    lazy = asked_for_much(served)
     assert served.memory is not None
     assert served.memory.current is not None
     theta = served.memory.current.theta
@@ -304,11 +302,7 @@ def test_a_peer_that_never_reads_holds_up_no_buffer_and_what_it_reads_late_is_se
 
 def test_memory_that_goes_away_is_not_held_by_peers_that_do_not_read(served: Served) -> None:
     """I16: another model is loaded; messages to a peer that never reads would hold the one before."""
-    lazy = served.peer()
-    lazy.setsockopt(zmq.RCVHWM, 1)
-    lazy.disconnect(served.server.endpoint)
-    lazy.connect(served.server.endpoint)
-    ask_for_much(served, lazy)
+    asked_for_much(served)
     assert served.memory is not None
     assert served.memory.current is not None
     freed = threading.Event()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,7 @@ import torch
 from support.run_for_workers import F32, FlatModel, RunForWorkers
 from support.trainer_models import Model, same_cut
 
-import dips
-from dips.core.errors import ConfigError
 from dips.core.ids import Version
-from dips.core.layout import Layout
 from dips.core.messages import BeginPushRequest, DataMode, DataPlan, VerdictKind
 from dips.core.observe import failpoints
 from dips.core.observe.tape import read_tape
@@ -64,7 +61,6 @@ def train(client: ClusterShell, model: FlatModel, steps: int) -> None:
 
 
 def checkpoint(run: RunForWorkers, client: ClusterShell, folder: Path) -> None:
-    """Take one, of now, and wait until it is on disk."""
     before = len(records(folder, "checkpoint"))
     wait_for(run, lambda: written(client))
     client.checkpoint_if_due()
@@ -88,7 +84,6 @@ def records(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def _settled(client: ClusterShell) -> bool:
-    """A step boundary without a step, so that what has arrived is handled."""
     client._settle()
     return False
 
@@ -185,128 +180,3 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(
         train(client, model, 4)
         assert client.version == Version(1, 1)
     assert "no space left; training goes on" in caplog.text
-
-
-# ---- a user's own loop ----
-
-
-class Walk(torch.nn.Module):
-    """Has the very layout of support.run_for_workers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(5))
-        for layer in self.layers:
-            layer.w = torch.nn.Parameter(torch.zeros(6000))
-
-
-class Matrices(Walk):
-    """The same as matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for layer in self.layers:
-            layer.w = torch.nn.Parameter(torch.zeros(60, 100))
-
-
-def step(model: Walk, optimizers: Sequence[torch.optim.Optimizer]) -> float:
-    """The random input tells whether the generators came back."""
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    target = torch.randn(6000)
-    loss = torch.stack([(w.reshape(6000) - target).square().mean() for w in model.parameters()]).sum()
-    loss.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    return loss.item()
-
-
-def adamw(model: Walk) -> list[torch.optim.Optimizer]:
-    return [torch.optim.AdamW(model.parameters(), lr=1e-2)]
-
-
-def muon_and_adamw(model: Walk) -> list[torch.optim.Optimizer]:
-    """Muon for two of the matrices."""
-    first, second, *others = model.parameters()
-    return [torch.optim.Muon([first, second], lr=1e-2), torch.optim.AdamW(others, lr=1e-2)]
-
-
-MakeOptimizers = Callable[[Walk], list[torch.optim.Optimizer]]
-
-
-def loop(
-    run: RunForWorkers, folder: Path, losses: list[float], steps: int, model: Walk, make: MakeOptimizers
-) -> dips.DiLoCo:
-    """A loop with a scheduler and a place in its data; takes a checkpoint before each step, and ends as if killed."""
-    optimizers = make(model)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.9)
-    with dips.DiLoCo(
-        model, optimizers, tokens_per_step=10, steps=steps, checkpoint_dir=folder, checkpoint_every_s=0.0,
-        resume=True, state={"scheduler": scheduler},
-    ) as sync:  # fmt: skip
-        while not sync.done:
-            losses.append(step(model, optimizers))
-            scheduler.step()
-            wait_for(run, lambda: sync.shell is not None and written(sync.shell))
-        assert sync.shell is not None
-        sync.shell._finished = Finished("killed")
-    return sync
-
-
-@pytest.mark.parametrize(("make_model", "make"), [(Walk, adamw), (Matrices, muon_and_adamw)])
-def test_a_users_loop_goes_on_with_its_scheduler_and_random_numbers(
-    run: RunForWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_model: type[Walk], make: MakeOptimizers
-) -> None:
-    monkeypatch.setenv("DIPS_MASTER", run.address)
-    monkeypatch.setenv("DIPS_INSECURE", "1")
-    monkeypatch.setenv("DIPS_CLUSTER", "a")
-    monkeypatch.setattr(torch_model, "Layout", lambda parameters, block_elems: Layout(parameters, 4000))
-    run.settings = replace(run.settings, sync_every_steps=100)
-    torch.manual_seed(5)
-    whole: list[float] = []
-    loop(run, tmp_path / "whole", whole, 9, make_model(), make)
-    torch.manual_seed(5)
-    parts: list[float] = []
-    first = loop(run, tmp_path / "parts", parts, 4, make_model(), make)
-    torch.manual_seed(99)
-    second = loop(run, tmp_path / "parts", parts, 9, make_model(), make)
-    assert (first.steps, second.steps) == (4, 9)
-    assert second.shell is not None
-    assert second.shell.resumed
-    assert parts == whole
-
-
-def test_an_optimizer_that_the_loop_does_not_know_is_a_warning(
-    run: RunForWorkers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch_model, "Layout", lambda parameters, block_elems: Layout(parameters, 4000))
-    model = Matrices()
-    muon, other = muon_and_adamw(model)
-    for given, n_warnings in ((muon, 1), ([muon, other], 0)):
-        caplog.clear()
-        with dips.DiLoCo(
-            model, given, tokens_per_step=10, steps=0, master=run.address, cluster_id="a", insecure=True
-        ) as sync:
-            assert sync.done
-        warnings = [
-            each.message for each in caplog.records if "the optimizers of this loop do not step" in each.message
-        ]
-        assert len(warnings) == n_warnings
-        assert all("3 of the parameters that require gradients ('layers.2.w')" in each for each in warnings)
-
-
-def test_a_state_without_the_two_methods_is_refused(run: RunForWorkers, tmp_path: Path) -> None:
-    model = Walk()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    sync = dips.DiLoCo(
-        model, optimizer, tokens_per_step=1, master=run.address, cluster_id="a", checkpoint_dir=tmp_path,
-        state={"loader": object()},  # type: ignore[dict-item]
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"'loader' is a object: give an object with state_dict\(\)"):
-        sync.__enter__()
-
-
-def test_resuming_needs_a_directory(run: RunForWorkers) -> None:
-    config = ClientConfig(master=run.address, cluster_id="a", resume=True, insecure=True)
-    with pytest.raises(ConfigError, match="give --checkpoint-dir"):
-        ClusterShell(config, FlatModel(1), FlatModel(1).layout(), OWN)

@@ -1,16 +1,19 @@
-"""The carriers over real sockets: each chunk once, nothing lost, and training that goes on while a version lands."""
+"""The worker over real sockets: each chunk once, nothing lost, training while a version lands, and differences."""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
+from support.ports import own_port
 from support.run_for_workers import (
     CHUNK_BYTES,
     RUN,
@@ -20,20 +23,27 @@ from support.run_for_workers import (
     part_of,
     until_version_changes,
 )
+from support.run_for_workers import LAYOUT as SMALL
+from support.waiting import NO_LIMIT_S
 
 from dips.core.chunks import Chunk, chunks_of, digest_of_array
 from dips.core.clock import SystemClock
-from dips.core.errors import RefusalCode
+from dips.core.errors import ConfigError, RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
-from dips.core.messages import DataMode, DataPlan, PlacementSpec, PullGrant, Refusal, SlaveAddress, Ticket
-from dips.core.net import carriers
-from dips.core.net.carriers import Common, carry_pull, carry_push
+from dips.core.math import wire_numpy
+from dips.core.messages import DataMode, DataPlan, PlacementSpec, Refusal, SlaveAddress, Ticket
+from dips.core.net import addresses, carriers
+from dips.core.net.carriers import Common, carry_push
 from dips.core.net.data_header import DataHeader, DataOp
+from dips.core.net.security import INSECURE
 from dips.core.net.transfer import TransferSettings, digests_of
+from dips.core.wire import WIRE_DTYPES, Codec, encoded_bytes
 from dips.worker.config import ClientConfig
 from dips.worker.parameters import ChunkSums
+from dips.worker.reader import fetch_version
 from dips.worker.shell import ClusterShell
+from dips.worker.vectors import F32, chunk_spans
 
 N_CHUNKS = 300
 LAYOUT = Layout((Parameter("l.0.w", (N_CHUNKS * CHUNK_BYTES // 4,), "float32", "l.0"),), 16 * CHUNK_BYTES // 4)
@@ -87,55 +97,7 @@ def test_a_push_of_many_chunks_sends_each_once(
     assert digests == (("s0", digest_of_array(flat, LAYOUT.blocks, CHUNK_BYTES)),)
 
 
-def test_a_later_attempt_reads_no_chunk_that_the_slave_has(
-    slave: DataSlave, context: zmq.Context[zmq.Socket[bytes]], common: Common
-) -> None:
-    flat, known = theta(), dict[object, int]()
-    stop = threading.Event()
-
-    def cancel(header: DataHeader) -> None:
-        if header.op is DataOp.PUT_CHUNK and len(slave.heard) > N_CHUNKS // 2:
-            slave.mute = True
-            stop.set()
-
-    slave.hook = cancel
-    first = Ticket(1, placement(slave), ORDER)
-    transfer = carry_push(context, common, flat, PUSH, first, SystemClock(), stop, checksums=known)  # type: ignore[arg-type]
-    assert not transfer.done
-    slave.hook, slave.mute = lambda header: None, False
-    held = set(slave.landed[PUSH])
-    second = Ticket(2, placement(slave), ORDER)
-    transfer = carry_push(
-        context, common, flat, PUSH, second, SystemClock(), threading.Event(), checksums=known  # type: ignore[arg-type]
-    )  # fmt: skip
-    assert transfer.done
-    sent = {(h.block, h.offset_bytes) for h in slave.heard if h.op is DataOp.PUT_CHUNK and h.attempt == 2}
-    assert held
-    assert not sent & held
-    digests = digests_of(LAYOUT, placement(slave), CHUNK_BYTES, transfer.known())
-    assert digests == (("s0", digest_of_array(flat, LAYOUT.blocks, CHUNK_BYTES)),)
-
-
-def test_a_pull_of_many_chunks_asks_for_each_once(
-    slave: DataSlave, context: zmq.Context[zmq.Socket[bytes]], common: Common
-) -> None:
-    flat, version = theta(), Version(1, 3)
-    slave.versions[version] = flat
-    digest = digest_of_array(flat, LAYOUT.blocks, CHUNK_BYTES)
-    grant = PullGrant(
-        version, 0, 1, placement(slave), ORDER, (("s0", digest),), 0, 1, None, CHUNK_BYTES, 1, RUN
-    )  # fmt: skip
-    into = np.zeros_like(flat)
-    transfer = carry_pull(context, common, into, grant, SystemClock(), threading.Event())
-    assert transfer.done
-    assert transfer.reconnects == 0
-    assert into.tobytes() == flat.tobytes()
-    assert sum(h.op is DataOp.GET_CHUNK for h in slave.heard) == N_CHUNKS
-
-
 class Gate:
-    """Lets a snapshot be seen part by part, and remembers what was waited for."""
-
     def __init__(self) -> None:
         self.waited: list[tuple[int, int]] = []
 
@@ -172,22 +134,23 @@ class LiveModel(FlatModel):
         return [self.theta[:777], self.theta[777:]]
 
 
-def config(run: RunForWorkers) -> ClientConfig:
-    return ClientConfig(master=run.address, cluster_id="a", data_silence_s=5.0, data_stall_s=60.0, insecure=True)
+def shell(run: RunForWorkers, model: FlatModel, **knobs: Any) -> ClusterShell:
+    given = {"master": run.address, "cluster_id": "a", "data_silence_s": 5.0, "data_stall_s": 60.0, "insecure": True}
+    return ClusterShell(ClientConfig(**given | knobs), model, model.layout(), DataPlan(DataMode.OWN))
 
 
 @pytest.fixture
 def run() -> Iterator[RunForWorkers]:
     run = RunForWorkers(theta=FlatModel(7).theta)
+    run.settings = replace(run.settings, verdict_wait_s=60.0)
     yield run
     run.close()
 
 
 @pytest.mark.usefixtures("common")
 def test_no_copy_is_made_for_a_push_while_training_waits(run: RunForWorkers) -> None:
-    run.settings = replace(run.settings, verdict_wait_s=60.0)
     model = LiveModel(1)
-    with ClusterShell(config(run), model, model.layout(), DataPlan(DataMode.OWN)) as client:
+    with shell(run, model) as client:
         for number in (1, 2, 3):
             for _ in range(4):
                 model.theta += 1
@@ -201,8 +164,6 @@ def test_no_copy_is_made_for_a_push_while_training_waits(run: RunForWorkers) -> 
 
 
 class HashedModel(LiveModel):
-    """Its parameters are copied out with checksums."""
-
     def begin_snapshot(self, into: np.ndarray, sums: ChunkSums | None = None) -> None:
         assert sums is not None, "each copy of this test is a push's"
         for start in range(0, self.theta.size, 777):
@@ -221,7 +182,7 @@ def test_a_copy_that_was_hashed_is_sent_with_its_checksums(run: RunForWorkers, m
     monkeypatch.setattr("dips.worker.data.carry_push", carry)
     run.settings = replace(run.settings, overlap="push")
     model = HashedModel(1)
-    with ClusterShell(config(run), model, model.layout(), DataPlan(DataMode.OWN)) as client:
+    with shell(run, model) as client:
         for _ in range(4):
             model.theta += 1
             pushed = model.theta.copy()
@@ -239,7 +200,7 @@ def test_a_push_that_training_does_not_wait_for_any_more_goes_on_from_a_copy(run
     released = threading.Event()
     busy = Refusal(RefusalCode.BUSY, "not now", 0.05)
     model = LiveModel(1)
-    with ClusterShell(config(run), model, model.layout(), DataPlan(DataMode.OWN)) as client:
+    with shell(run, model) as client:
 
         def hook(header: DataHeader) -> Refusal | None:
             late = header.op is DataOp.PUT_CHUNK and header.block % 3 == 1
@@ -266,11 +227,10 @@ def test_a_loop_that_interrupts_its_wait_and_goes_on_changes_nothing_of_its_push
     run: RunForWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C in the middle of the wait, caught by the user's loop."""
-    run.settings = replace(run.settings, verdict_wait_s=60.0)
     busy = Refusal(RefusalCode.BUSY, "not now", 0.05)
     released = threading.Event()
     model = LiveModel(1)
-    with ClusterShell(config(run), model, model.layout(), DataPlan(DataMode.OWN)) as client:
+    with shell(run, model) as client:
         for slave in run.slaves:
             slave.hook = lambda header: busy if header.op is DataOp.PUT_CHUNK and not released.is_set() else None
         for _ in range(3):
@@ -293,3 +253,171 @@ def test_a_loop_that_interrupts_its_wait_and_goes_on_changes_nothing_of_its_push
         assert client.version == Version(1, 1)
         assert run.theta_of(next(iter(run.verdicts))).tobytes() == pushed.tobytes()
         assert model.theta.tobytes() == (pushed + (moved - pushed)).tobytes()
+
+
+DTYPES = ("bfloat16", "int8", "int4")
+SPANS = chunk_spans(SMALL, CHUNK_BYTES)
+
+
+def train(client: ClusterShell, model: FlatModel, seed: int) -> F32:
+    rng = np.random.default_rng(seed)
+    for _ in range(4):
+        model.theta += rng.normal(size=model.theta.size).astype(np.float32) * np.float32(0.01)
+        pushed: F32 = model.theta.copy()
+        client.step(100)
+    return pushed
+
+
+def rounded(codec: Codec, now: F32, base: F32, residual: F32 | None) -> F32:
+    out = np.empty_like(now)
+    for start, stop in SPANS:
+        payload = np.empty(encoded_bytes(codec, stop - start), np.uint8)
+        part = None if residual is None else residual[start:stop]
+        wire_numpy.encode(codec, now[start:stop], base[start:stop], part, payload)
+        wire_numpy.decode(codec, base[start:stop], payload, out[start:stop])
+    return out
+
+
+def keep(codec: Codec, now: F32, base: F32, residual: F32) -> None:
+    for start, stop in SPANS:
+        wire_numpy.keep_residual(codec, now[start:stop], base[start:stop], residual[start:stop])
+
+
+@pytest.mark.parametrize("wire_dtype", DTYPES)
+def test_rounds_in_fewer_bits_with_error_feedback(run: RunForWorkers, wire_dtype: str) -> None:
+    codec, model = WIRE_DTYPES[wire_dtype], FlatModel(1)
+    residual: F32 | None = None
+    with shell(run, model, wire_dtype=wire_dtype) as client:
+        for number in (1, 2, 3):
+            base = model.theta.copy()
+            pushed = train(client, model, number)
+            assert client.version == Version(1, number)
+            push = list(run.verdicts)[-1]
+            assert all(slave.codecs[push] is codec for slave in run.slaves)
+            assert run.theta_of(push).tobytes() == rounded(codec, pushed, base, residual).tobytes()
+            residual = np.zeros_like(base) if residual is None else residual
+            keep(codec, pushed, base, residual)
+            kept = part_of(client).vectors.residual
+            assert kept is not None
+            assert kept.tobytes() == residual.tobytes()
+        assert part_of(client).vectors.n_vectors == 3, "theta_base, the push that becomes the pull, the residual"
+    payload_bytes = sum(len(p) for slave in run.slaves for p in slave.landed[push].values())
+    assert payload_bytes == sum(encoded_bytes(codec, stop - start) for start, stop in SPANS)
+
+
+def test_a_residual_outlives_the_process(run: RunForWorkers, tmp_path: Path) -> None:
+    model = FlatModel(1)
+    knobs = {"checkpoint_dir": tmp_path, "checkpoint_every_s": 0.0}
+    with shell(run, model, wire_dtype="int8", **knobs) as client:
+        train(client, model, 1)
+        client.checkpoint_if_due()
+        kept = part_of(client).vectors.residual
+        assert kept is not None
+        residual = kept.copy()
+    again = FlatModel(2)
+    with shell(run, again, wire_dtype="int8", resume_required=True, **knobs) as client:
+        assert client.resumed
+        kept = part_of(client).vectors.residual
+        assert kept is not None
+        assert kept.tobytes() == residual.tobytes()
+
+
+def test_a_push_whose_base_is_gone_is_sent_again_as_parameters(run: RunForWorkers) -> None:
+    gone = Refusal(RefusalCode.BASE_GONE, "that version is not here any more")
+    run.slaves[1].hook = lambda header: gone if header.codec is Codec.INT8 else None
+    model = FlatModel(1)
+    real = run._BeginPush
+
+    def begin(request: object) -> object:
+        """A new opening of the staging, as real slaves make for another codec."""
+        reply = real(request)  # type: ignore[arg-type]
+        for slave in run.slaves:
+            slave.landed.clear()
+            slave.codecs.clear()
+        return reply
+
+    run._BeginPush = begin  # type: ignore[method-assign,assignment]
+    with shell(run, model, wire_dtype="int8") as client:
+        pushed = train(client, model, 1)
+        until_version_changes(client)
+        push = next(iter(run.verdicts))
+        assert run.attempts[push] == 2
+        for slave in run.slaves:
+            parts = [pushed[block.start_elem : block.stop_elem] for block in slave.blocks]
+            assert slave.versions[Version(1, 1)].tobytes() == np.concatenate(parts).tobytes()
+        assert part_of(client).vectors.residual is None, "float32 loses nothing"
+
+
+def quick(run: RunForWorkers, model: FlatModel, leave_wait_s: float = 5.0) -> ClusterShell:
+    waits = {"data_silence_s": 0.3, "call_deadline_s": 2.0, "retry_max_s": 0.3, "connect_wait_s": 10.0}
+    return shell(run, model, **waits, leave_wait_s=leave_wait_s)
+
+
+def steps(client: ClusterShell, model: FlatModel, number: int) -> None:
+    for _ in range(number):
+        model.theta += 1
+        client.step(100)
+
+
+def test_no_step_is_counted_while_the_exchanges_thread_looks_at_the_last_ones(
+    run: RunForWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which it does for a heartbeat, under the lock, while the training thread goes on to its next step."""
+    model, alone = FlatModel(1), list[bool]()
+    with quick(run, model) as client, ThreadPoolExecutor(1) as exchange:
+        counted = client._pace.stepped
+
+        def may_look() -> bool:
+            taken = client._lock.acquire(blocking=False)
+            if taken:
+                client._lock.release()
+            return taken
+
+        def stepped(tokens: int, loss: float, now_s: float, steps: int) -> None:
+            alone.append(not exchange.submit(may_look).result())
+            counted(tokens, loss, now_s, steps)
+
+        monkeypatch.setattr(client._pace, "stepped", stepped)
+        steps(client, model, 2)
+    assert alone == [True, True]
+
+
+def test_a_slave_that_comes_back_on_another_port_is_found_through_the_master(run: RunForWorkers) -> None:
+    slave = run.slaves[0]
+    model = FlatModel(1)
+    with quick(run, model) as client:
+        steps(client, model, 3)
+        slave.hang_up()
+        old = slave.endpoint
+        slave._port = own_port()
+
+        def come_back() -> None:
+            run.wait_for(lambda: max(run.attempts.values(), default=0) >= 1)
+            slave.listen()
+
+        helper = threading.Thread(target=come_back)
+        helper.start()
+        steps(client, model, 1)
+        until_version_changes(client)
+        helper.join()
+        assert slave.endpoint != old
+
+
+def test_a_cluster_that_is_sent_to_its_own_loopback_ends_and_leaves(
+    run: RunForWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "is_elsewhere", lambda address: address == run.address)
+    first = FlatModel(1)
+    with pytest.raises(ConfigError, match="which only its own machine reaches"), quick(run, first):
+        pass
+    assert len(run.leaves) == 1
+    with pytest.raises(ConfigError, match="which only its own machine reaches"):
+        fetch_version(run.address, None, "reader", INSECURE, deadline_s=NO_LIMIT_S)
+
+
+def test_close_without_a_master_is_quick(run: RunForWorkers) -> None:
+    client = quick(run, FlatModel(1), leave_wait_s=NO_LIMIT_S)
+    client.start()
+    run.down()
+    client.close()  # the first call that fails is the last
+    client.close()

@@ -28,7 +28,7 @@ WITH_PROCESSES = {
     f"test_{name}.py"
     for name in (
         *("exchange", "master_run", "metrics_server", "own_loop", "recorded_run", "trainer_run", "warm_up"),
-        *("whole_run", "worker_client_torch"),
+        "whole_run",
     )
 }
 """Live runs, whose processes no fault reaches."""

@@ -49,13 +49,10 @@ _VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "DELETE": "delete"}
 
 
 def _resource(kind: str) -> str:
-    """As sentences of the server name a kind."""
     return ".".join(part for part in (PLURALS[kind], _group(kind)) if part)
 
 
 class Refusal(Exception):
-    """An answer that is no success: status and the sentence of the Status object."""
-
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
         self.code = code
@@ -75,7 +72,6 @@ class Right:
 
 
 def rights_of(role: Object) -> Iterator[Right]:
-    """Every single right of a Role, kinds by their plural names."""
     for rule in role["rules"]:
         for resource in rule["resources"]:
             kind = resource if resource == EXEC else KIND_OF[resource]
@@ -136,8 +132,6 @@ class StandIn:
         (found,) = [one for (_, k, n), one in self.objects.items() if (k, n) == (kind, name)]
         return found
 
-    # ---- commands in pods ----
-
     def command_in_pod(self, path: str, query: str) -> tuple[str, list[str], Path | None]:
         """Pod and command of a request, and the folder that is the pod's volume. Raises Refusal."""
         name = path.split("/")[-2]
@@ -154,8 +148,6 @@ class StandIn:
                 folder = self.volumes / volume["persistentVolumeClaim"]["claimName"]
                 folder.mkdir(parents=True, exist_ok=True)
         return name, [word.replace(STATE, str(folder)) for word in parse_qs(query)["command"]], folder
-
-    # ---- what a request does ----
 
     def serve(self, method: str, path: str, query: dict[str, str], body: Object | None) -> Object:
         if path.rstrip("/") == "/version":
@@ -184,7 +176,6 @@ class StandIn:
         return {**told, "major": major, "minor": minor, "gitVersion": f"v{self.told_version}.0"}
 
     def _place(self, path: str) -> tuple[str, str, str]:
-        """Kind, namespace and name; only where this kind is served."""
         parts = path.strip("/").split("/")
         root, rest = ("v1", parts[2:]) if parts[0] == "api" else ("/".join(parts[1:3]), parts[3:])
         if len(rest) <= 2:  # namespaces themselves
@@ -327,8 +318,6 @@ class StandIn:
         except Unfit as error:
             raise Refusal(422, f'{kind} "{name}" is invalid: {error}') from error
 
-    # ---- what other parts of a cluster would do, at once ----
-
     def _give_ports(self, body: Object) -> None:
         taken = {
             port["nodePort"]: name
@@ -349,7 +338,6 @@ class StandIn:
         body["spec"].setdefault("sessionAffinity", "None")
 
     def _control(self, kind: str, namespace: str, body: Object) -> None:
-        """Defaults and status as a cluster in which everything is well."""
         spec, generation = body.get("spec", {}), body["metadata"].get("generation", 1)
         if kind in ("StatefulSet", "Deployment"):
             n = spec.setdefault("replicas", 1)
@@ -372,8 +360,6 @@ class StandIn:
                 claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "spec": template["spec"]}
                 claim["metadata"] = {"name": name, "labels": labels, "uid": uuid.uuid4().hex}
                 self.objects.setdefault((namespace, "PersistentVolumeClaim", name), claim)
-
-    # ---- HTTP ----
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         stand_in = self
@@ -433,7 +419,6 @@ class StandIn:
                 self.close_connection = True
 
             def _run(self, command: list[str]) -> int:
-                """With standard input, output and errors on their channels; its exit code."""
                 pipe = subprocess.PIPE
                 command = [sys.executable if word == "python" else word for word in command]
                 with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
@@ -447,7 +432,6 @@ class StandIn:
                     return process.wait()
 
             def _feed(self, pipe: IO[bytes]) -> None:
-                """Frames from the client: masked, of channel 0, until it closes the connection."""
                 with contextlib.suppress(OSError, ValueError):
                     while len(head := self.rfile.read(2)) == 2:
                         size = head[1] & 0x7F
@@ -490,7 +474,6 @@ def write_kubeconfig(file: Path, urls: dict[str, str]) -> None:
 
 
 def _merged(target: Object, patch: Object) -> Object:
-    """RFC 7396."""
     for key, value in patch.items():
         if value is None:
             target.pop(key, None)

@@ -27,8 +27,6 @@ SILENCE_S = 30.0
 
 @dataclass(frozen=True)
 class Bulk:
-    """n_tensors tensors of tensor_elems float32, each a layer of its own, cut into blocks of block_elems."""
-
     n_tensors: int
     tensor_elems: int
     block_elems: int
@@ -53,7 +51,6 @@ class Bulk:
         return sum(-(-block.n_bytes // self.chunk_bytes) for block in self.layout.blocks)
 
     def placement(self, endpoint: str) -> PlacementSpec:
-        """All on one slave."""
         placed = Placement((SlaveId(SLAVE),), tuple(0 for _ in self.layout.blocks))
         return PlacementSpec((SlaveAddress(SLAVE, endpoint),), placed.slave_of_block, placed.placement_hash)
 
@@ -61,12 +58,10 @@ class Bulk:
         return TransferSettings(self.chunk_bytes, window_chunks, silence_s=SILENCE_S, stall_s=2 * SILENCE_S)
 
     def fill(self, flat: F32) -> None:
-        """flat: (n_elems,)."""
         for place, values in self._tiles():
             flat[place] = values
 
     def wrong_elems(self, flat: F32) -> int:
-        """How many elements are not those that fill() wrote."""
         return sum(int(np.count_nonzero(flat[place] != values)) for place, values in self._tiles())
 
     def _tiles(self) -> Iterator[tuple[slice, F32]]:

@@ -17,7 +17,6 @@ ROUNDING = 1e-4
 
 
 def start_alone(processes: Processes, parallel: str = "", **changes: object) -> str:
-    """Plain training; its name. Rows end with their chunk: batches are of several widths."""
     train = WIDE.model_copy(update={"parallel": parallel, "steps": STEPS, "chunk_tokens": 1000, **changes})
     name = parallel or "one"
     processes.start_train(name, train)
@@ -25,7 +24,6 @@ def start_alone(processes: Processes, parallel: str = "", **changes: object) -> 
 
 
 def losses(processes: Processes, name: str) -> list[float]:
-    """Of each step, and last of the held-out text."""
     assert processes.exit_code(name) == 0, processes.log(name)[-3000:]
     (heldout,) = processes.records(name, "heldout")
     return [record["loss"] for record in (*processes.records(name, "step"), heldout)]
@@ -37,9 +35,6 @@ def losses_of_one(folder: Path, **changes: object) -> list[float]:
         found = losses(processes, start_alone(processes, "", **changes))
     assert len(found) == STEPS + 1
     return found
-
-
-# ---- killed and resumed ----------------------------------------------------------------------------------------------
 
 
 LAST = 4
@@ -92,7 +87,6 @@ def kill_ranks(processes: Processes) -> None:
 
 
 def _lives(processes: Processes) -> list[dict[int, float]]:
-    """For each life of the cluster, the losses of its steps by number."""
     records = [*processes.records("a", "step"), *processes.records("a", "joined")]
     made: list[dict[int, float]] = []
     for record in sorted(records, key=lambda record: record["wall_s"]):

@@ -6,7 +6,6 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterable
-from types import TracebackType
 
 PIECE_BYTES = 1 << 18
 
@@ -43,21 +42,17 @@ class ByteTap:
             return [bytes(piece) for piece in self._pieces]
 
     def holds(self, needle: bytes) -> bool:
-        """Whether these bytes passed in the clear."""
         assert len(needle) >= 4, "shorter ones are found in random bytes too"
         return any(needle in piece for piece in self.seen())
 
     def found(self, needles: Iterable[bytes]) -> list[bytes]:
-        """Those of them that passed in the clear."""
         seen = self.seen()
         return [needle for needle in needles if any(needle in piece for piece in seen)]
 
     def __enter__(self) -> ByteTap:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._closed = True
         for end in (self._listener, *self._connections):
             with contextlib.suppress(OSError):

@@ -64,8 +64,6 @@ class Differs(AssertionError):
 
 
 class Time:
-    """A clock of whole nanoseconds, for Python and for the twins."""
-
     def __init__(self) -> None:
         self.ns = 5_000_000_000
 
@@ -101,7 +99,6 @@ class Links:
         """No monitor has news."""
 
     def answer(self, slave: str) -> Iterator[tuple[str, bytes, memoryview | None]]:
-        """As SlaveSockets.receive() gives what this slave has sent."""
         inbox = self._sockets[slave].inbox
         while inbox:
             (header, *rest), _ = inbox.popleft()
@@ -116,8 +113,6 @@ def full_now_and_then() -> Callable[[], int]:
 
 
 class End:
-    """One loop: a carrier with its links, over this vector."""
-
     def __init__(self, make: Callable[[Links], _Carrier], sockets: Mapping[str, FakeSocket], time: Time) -> None:
         self.sockets, self._time = sockets, time
         self.links = Links(sockets)
@@ -140,7 +135,6 @@ class End:
         return bool(self.transfer.done or self.transfer.failure)
 
     def step_in_python(self) -> None:
-        """Send what may be sent, and take what came."""
         self._act(requests=True)
         for slave in self.transfer.slaves:
             for message in self.links.answer(slave):
@@ -293,7 +287,6 @@ class Transfers:
             self.n_done += plain.transfer.done
 
     def _compare(self, plain: End, twin: End) -> list[tuple[str, list[bytes]]]:
-        """The requests that both have sent since the last call."""
         sent: list[tuple[str, list[bytes]]] = []
         for name in SLAVES:
             expected, found = plain.sockets[name].sent, twin.sockets[name].sent
@@ -373,11 +366,7 @@ class Transfers:
             yield libzmq, memory
 
 
-# ---- for a process of its own ----
-
-
 def answer_hostile(seed: int, n_transfers: int) -> None:
-    """So many transfers of each kind, each with a seed of its own."""
     logging.disable(logging.CRITICAL)
     for number in range(n_transfers):
         for kind in ("pull", "push", "INT8", "pull INT4"):

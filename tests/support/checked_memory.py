@@ -32,8 +32,6 @@ from numpy.typing import NDArray
 from dips.core.math import simd_numba
 from dips.core.net import zmq_numba
 
-# ---- twins ----
-
 
 class Outside(AssertionError):
     """An access outside the buffers, or to one in a way that is not allowed."""
@@ -74,8 +72,6 @@ class Address(int):
 
 
 class Memory:
-    """The buffers that may be accessed."""
-
     def __init__(self) -> None:
         self._spans: dict[int, Span] = {}
         self._seen: dict[tuple[int, int], Span] = {}
@@ -100,7 +96,6 @@ class Memory:
         return Address.into(self._seen.setdefault((span.start, span.stop), span), start)
 
     def forget(self) -> None:
-        """Arrays of the kernel that has ended."""
         self._seen.clear()
 
     def check(self, place: int, n_bytes: int, *, write: bool = False) -> None:
@@ -203,7 +198,6 @@ class Twins:
             self._know(original, twin)
 
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The twin of a compiled function. As in compiled code, overflow and NaN are no warnings in it."""
         twin = self._of(function)
 
         def run(*arguments: Any) -> Any:
@@ -221,7 +215,6 @@ class Twins:
         return twin
 
     def _of(self, value: Any) -> Any:
-        """The twin of anything that a kernel can name; most things are their own."""
         if id(value) in self._known:
             return self._known[id(value)]
         if isinstance(value, Dispatcher):
@@ -236,7 +229,6 @@ class Twins:
         return value
 
     def _twin(self, function: python_types.FunctionType) -> Callable[..., Any]:
-        """The same code with other names."""
         twin = python_types.FunctionType(
             function.__code__,
             self._globals_of(function),
@@ -248,7 +240,6 @@ class Twins:
         return twin
 
     def _globals_of(self, function: python_types.FunctionType) -> dict[str, Any]:
-        """The names of its module, with twins in the place of functions."""
         module = function.__globals__
         names = self._globals.get(id(module))
         if names is None:
@@ -366,9 +357,6 @@ def _intrinsics(memory: Memory) -> dict[Any, Callable[..., Any]]:
     }
 
 
-# ---- guarded memory ----
-
-
 class Guarded:
     """A buffer of n_bytes between two forbidden pages: ends at the second, or begins behind the first."""
 
@@ -387,16 +375,13 @@ class Guarded:
             self.seal()
 
     def seal(self) -> None:
-        """From now on a write ends the process."""
         _protect(*self._inside, mmap.PROT_READ)
 
     def array(self, dtype: type) -> NDArray[Any]:
-        """The whole buffer as one array."""
         return self.bytes.view(dtype)
 
 
 def guarded(data: bytes, *, at_end: bool = True) -> NDArray[np.uint8]:
-    """These bytes, read-only, in guarded memory."""
     buffer = Guarded(len(data), at_end=at_end)
     buffer.bytes[:] = np.frombuffer(data, np.uint8)
     buffer.seal()
@@ -404,7 +389,6 @@ def guarded(data: bytes, *, at_end: bool = True) -> NDArray[np.uint8]:
 
 
 def in_guards(array: NDArray[Any]) -> NDArray[Any]:
-    """A copy of the array that ends where guarded memory ends."""
     copy: NDArray[Any] = Guarded(array.nbytes).bytes.view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy

@@ -35,8 +35,6 @@ class _State(Enum):
 
 @dataclass
 class _Message:
-    """What lies in a zmq_msg_t."""
-
     state: _State = _State.LIVE
     data: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
     place: int = 0
@@ -49,8 +47,6 @@ class _Message:
 
 @dataclass
 class FakeSocket:
-    """One end: what a peer sent to it, and what was sent by it. underlying: as of a zmq.Socket."""
-
     underlying: int
     inbox: deque[tuple[list[bytes], str]] = field(default_factory=deque)
     """Messages, each with the user id of its connection."""
@@ -85,7 +81,6 @@ class CheckedZmq:
 
     @property
     def n_open(self) -> int:
-        """Messages for which zmq_msg_close() is still to be called."""
         return sum(message.state is _State.LIVE for message in self._messages.values())
 
     def give_back(self) -> bool:
@@ -106,8 +101,6 @@ class CheckedZmq:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(zmq_numba, "_call", call)
             yield
-
-    # ---- messages ----
 
     def zmq_msg_init(self, place: int) -> int:
         return self._new(place, np.zeros(0, np.uint8), writable=False)
@@ -163,8 +156,6 @@ class CheckedZmq:
             return 0
         return self.memory.of_array(message.user)
 
-    # ---- sockets ----
-
     def zmq_msg_recv(self, place: int, socket: int, flags: int) -> int:
         message, end = self._at(place, _State.LIVE), self._sockets[int(socket)]
         if flags != zmq.DONTWAIT:
@@ -208,8 +199,6 @@ class CheckedZmq:
 
     def zmq_errno(self) -> int:
         return self._errno
-
-    # ---- within ----
 
     def _send(self, socket: int, data: bytes, flags: int) -> int:
         end = self._sockets[socket]

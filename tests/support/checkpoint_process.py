@@ -82,8 +82,6 @@ class OneShare:
 
 
 class Rank:
-    """One rank with a model, an optimizer and a loader."""
-
     def __init__(self, kind: str, of: str, folder: Path, group: dist.ProcessGroup, place: int) -> None:
         """kind: of this rank; of: of the ranks that write the checkpoint."""
         self.part: Part = part_of(kind)
@@ -132,7 +130,6 @@ class Rank:
         self.close()
 
     def set(self, factor: int) -> None:
-        """Parameters and optimizer's state as the rule says, times a factor."""
         with torch.no_grad():
             for (_, parameter), places in zip(self.part.parameters, self.part.places, strict=True):
                 local(parameter).copy_(factor * rule(places, THETA, 1))
@@ -151,7 +148,6 @@ class Rank:
             self.part.after_step()
 
     def load(self, *, shares_again: bool) -> list[str]:
-        """What is not as it was saved."""
         said = self.checkpoints.find(1)
         if any(said):
             return said

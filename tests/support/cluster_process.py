@@ -36,7 +36,6 @@ def command(name: str, master: str, **options: object) -> list[str]:
 
 
 def layout_of(n_elems: int) -> Layout:
-    """Six layers of together about n_elems parameters, in blocks of an eighth."""
     rows = max(1, n_elems // (6 * 8))
     layers = tuple(Parameter(f"layers.{i}.w", (rows, 5 + i), "float32", f"layers.{i}") for i in range(6))
     return Layout(layers, block_elems=max(50, n_elems // 8))
@@ -72,7 +71,6 @@ def _config(told: argparse.Namespace) -> ClientConfig:
 
 
 def _train(told: argparse.Namespace) -> str:
-    """Until its part has ended; why it did."""
     layout = LAYOUT if told.elems is None else layout_of(told.elems)
     model = NumpyModel(sum(told.name.encode()), layout)
     driver = ClusterShell(_config(told), model, layout, DataPlan(DataMode.OWN) if told.own_data else LEASED)

@@ -30,7 +30,6 @@ def void(n: int, *pushes: PushFact) -> RoundFact:
 def record(
     method: str = "dips", seed: int = 1, loss: float | None = 2.0, virtual_s: float = 100.0, **given: object
 ) -> RunRecord:
-    """Two clusters, a round of both, one of a alone which is clipped, and a curve that falls to `loss`."""
     rounds = (
         committed(1, push("a", 1), push("b", 1, staleness=1)),
         committed(2, push("a", 2, staleness=2), kappa=0.25),

@@ -54,11 +54,7 @@ def judged(run: Path) -> tuple[int, str]:
     return report.exit_code, "\n".join([report.verdict, *said])
 
 
-# ---- how ----
-
-
 def commits(records: list[Record]) -> list[Record]:
-    """Those that were judged."""
     return [record for record in records if record["kind"] == "COMMIT" and record["judgement"]]
 
 
@@ -110,8 +106,6 @@ def in_line(name: str, kind: str, index: int = -1, *, rechain: bool = True, **fi
 
 
 def without_lines(name: str, *kinds: str, rechain: bool = True, index: int | None = None) -> Apply:
-    """Without all lines of these kinds, or one of them."""
-
     def change(lines: list[Record]) -> None:
         gone = [line for line in lines if line["kind"] in kinds]
         gone = gone if index is None else [gone[index]]
@@ -157,8 +151,6 @@ def remove(*patterns: str) -> Apply:
 
 
 def swap(*names: str) -> Apply:
-    """Files of the same names in two slaves' directories."""
-
     def apply(run: Path) -> None:
         pairs = {path.relative_to(run / "s0") for name in names for path in (run / "s0").glob(name)}
         assert pairs, f"nothing is called {names}"
@@ -177,8 +169,6 @@ def newest_manifest(run: Path, slave: str = "s0") -> Path:
 
 
 def in_manifest(change: Callable[[Record], object], *, resum: bool = True) -> Apply:
-    """Change the newest manifest of s0; with resum its checksum and the hash of its record fit."""
-
     def apply(run: Path) -> None:
         path = newest_manifest(run)
         outer = json.loads(path.read_bytes())
@@ -201,8 +191,6 @@ def in_record_of_manifest(**fields: object) -> Callable[[Record], object]:
 
 
 def in_round(change: Callable[[Record], object], *, resum: bool = True) -> Apply:
-    """Change the newest recorded round of s0."""
-
     def apply(run: Path) -> None:
         path = rounds(run)[-1]
         told = json.loads(path.read_bytes())
@@ -249,8 +237,6 @@ def only_the_first_round(run: Path) -> None:
 
 
 def small(name: str, **fields: object) -> Apply:
-    """Change a small file of s0, with its checksum."""
-
     def apply(run: Path) -> None:
         body = json.loads((run / "s0" / name).read_bytes())
         body.pop("xxh3_128")
@@ -288,9 +274,6 @@ def other_tokens(lines: list[str]) -> None:
 
 def swapped_lines(lines: list[Any]) -> None:
     lines[2], lines[3] = lines[3], lines[2]
-
-
-# ---- what ----
 
 
 CORRUPTIONS = (
@@ -421,9 +404,6 @@ OF_A_LONG_RUN: tuple[Corruption, ...] = (
 """Of one that has leases and an archive, and keeps few snapshots."""
 
 
-# ---- single bits ----
-
-
 @dataclass(frozen=True)
 class Flips:
     """One kind of durable file. prepare: before a bit is flipped."""
@@ -458,7 +438,6 @@ def _json_content(path: Path) -> object:
 
 
 def content(path: Path) -> object:
-    """What a file means."""
     if path.name.startswith(FILE_NAME):
         return _journal_content(path)
     return _json_content(path) if path.suffix == ".json" else path.read_bytes()
@@ -477,7 +456,6 @@ def live_bytes(path: Path) -> int:
 
 
 def flip(path: Path, rng: random.Random) -> tuple[int, int]:
-    """Change one bit; returns which."""
     data = bytearray(path.read_bytes())
     at, bit = rng.randrange(live_bytes(path)), rng.randrange(8)
     data[at] ^= 1 << bit

@@ -24,8 +24,6 @@ _HISTOGRAM_PART = re.compile(r"_(?:bucket|sum|count)$")
 
 @dataclass(frozen=True)
 class Expression:
-    """One expression of a panel or a rule. where: "overview / Version", "alert DipsStale"."""
-
     where: str
     expr: str
 
@@ -35,8 +33,6 @@ class Expression:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule of Prometheus: a record or an alarm, whichever has a name."""
-
     record: str
     alert: str
     expr: str
@@ -53,7 +49,6 @@ def dashboard(file: Path) -> dict[str, Any]:
 
 
 def panels(file: Path) -> list[dict[str, Any]]:
-    """Without rows."""
     return [panel for panel in dashboard(file)["panels"] if panel["type"] != "row"]
 
 
@@ -79,7 +74,6 @@ def rules() -> list[Rule]:
 
 
 def metric_names(expr: str) -> set[str]:
-    """Names of metrics and records, those of a histogram's parts without their ending."""
     return {_HISTOGRAM_PART.sub("", name) for name in _NAME.findall(_without_strings(expr))}
 
 

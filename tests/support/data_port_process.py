@@ -19,7 +19,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import zmq
@@ -54,16 +53,10 @@ GUARDED_SLOTS = 2
 
 
 def push_command(bulk: Bulk, endpoint: str, window_chunks: int) -> list[str]:
-    """The command line of the cluster's side."""
     return [sys.executable, "-m", "support.data_port_process", "push", bulk.to_json(), endpoint, str(window_chunks)]
 
 
-# ---- as a test sees them ----
-
-
 class _PortProcess:
-    """A process that answers lines. `with` ends it."""
-
     def __init__(self, *arguments: str) -> None:
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "support.data_port_process", *arguments],
@@ -91,9 +84,7 @@ class _PortProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         try:
             self._popen.communicate(timeout=NO_LIMIT_S)
         finally:
@@ -132,9 +123,6 @@ class GuardedPort(_PortProcess):
         """Until the guard has looked so many times more, however busy this machine is."""
         first = self.count()["looks"]
         until(lambda: self.count()["looks"] >= first + n_looks, f"{n_looks} looks of the guard")
-
-
-# ---- the processes ----
 
 
 class _BulkSlave:

@@ -76,13 +76,11 @@ def written(folder: Path, text: str = SMALL, changes: Mapping[str, str] | None =
 
 
 def example(folder: Path, changes: Mapping[str, str] | None = None) -> Path:
-    """The example of three sites, with keys in the folder."""
     text = EXAMPLE.read_text().replace("runs/three-sites/keys", "KEYS")
     return written(folder, text, changes)
 
 
 def with_keys(file: Path) -> Deployment:
-    """The deployment of a file, all of its identities made."""
     deployment = read_deploy_file(file)
     names = {role: [one.name for one in wanted(deployment) if one.role is role] for role in Role}
     ensure_keys(deployment.run.keys, names[Role.CLUSTER], names[Role.SLAVE], names[Role.OPERATOR])

@@ -22,7 +22,6 @@ APPLY = ("--yes", "--no-reach")
 
 
 def deploy(*words: object) -> int:
-    """The exit code of `dips deploy` with these words."""
     return run(["deploy", *map(str, words)])
 
 
@@ -38,8 +37,6 @@ def contexts(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> Iter
 
 @dataclass
 class Master:
-    """What the operator's service answers, and what it was asked. Blocks move within two looks."""
-
     slaves: list[str]
     clusters: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
@@ -73,7 +70,6 @@ class Master:
 
 
 def opened(deployment: Deployment) -> tuple[dict[str, KubernetesApi], Rollout]:
-    """Its API servers, and a rollout that says nothing and whose clock goes on a second with each look."""
     apis = {name: open_context(name, deployment.run.namespace) for name in plan.contexts(deployment)}
     seconds = iter(range(10**6))
     return apis, Rollout(apis, lambda words: None, 60.0, True, lambda pause_s: None, lambda: float(next(seconds)))

@@ -19,5 +19,4 @@ def diloco(theta: F32, momentum: F32, pushed: list[F32], kappa: float = 1.0) -> 
 
 
 def trained(cluster: NumpyCluster) -> list[F32]:
-    """What it pushed, without the seed."""
     return [pushed for pushed in cluster.model.pushed if not np.array_equal(pushed, cluster.model.installed[0])]

@@ -37,12 +37,10 @@ WHOLE_RUNS = ("up", "demo", "compare")
 
 
 def dips(*arguments: object, **added: str) -> subprocess.CompletedProcess[str]:
-    """Run one command to its end."""
     return run_python("-m", "dips.cli", *arguments, **added)
 
 
 def run_python(*arguments: object, **added: str) -> subprocess.CompletedProcess[str]:
-    """Run Python to its end."""
     command, env = [sys.executable, *map(str, arguments)], environment(added)
     with live.run(live.HEAVY) if {*WHOLE_RUNS} & {*command[:4]} else contextlib.nullcontext():
         return subprocess.run(command, capture_output=True, text=True, env=env, check=False, cwd=ROOT)
@@ -71,25 +69,21 @@ def dips_started(*arguments: object, log: Path, **added: str) -> Iterator[subpro
 
 
 def pid_of(run_dir: Path, name: str, start: int = 1) -> int:
-    """The process that `dips up` started under this name for the nth time, by the launcher's tape."""
     wanted = {"kind": "child_started", "child": name, "life": start}
     return next(int(line["pid"]) for line in records(tape_path(run_dir, LAUNCH_TAPE)) if wanted.items() <= line.items())
 
 
 def published(run_dir: Path) -> int:
-    """Number of the version that was published last, by the master's tape; -1 for none."""
     lines = records(run_dir / "master" / TAPE_NAME)
     return max((parse_version(line["version"]).v for line in lines if line["kind"] == "publish"), default=-1)
 
 
 def ended(process: subprocess.Popen[bytes], log: Path) -> int:
-    """The exit code of a process that is to end by itself."""
     until(lambda: process.poll() is not None, "the end of the process", log)
     return int(process.returncode)
 
 
 def master_file(run_dir: Path) -> dict[str, Any]:
-    """The address file of a run's master; empty while there is none."""
     try:
         told: dict[str, Any] = json.loads((run_dir / "master" / "master.json").read_text())
         return told
@@ -98,7 +92,6 @@ def master_file(run_dir: Path) -> dict[str, Any]:
 
 
 def operator_of(run_dir: Path) -> OperatorClient:
-    """A connection to the master of a run that is served, with the operator's keys that `dips up` made."""
     told = master_file(run_dir)
     return OperatorClient(told["address"], told["run_id"], 30.0, security=load_identity(run_dir / "keys" / "operator"))
 
@@ -116,7 +109,6 @@ def end_at_a_limit(run_dir: Path) -> None:
 
 
 def children(pid: int) -> set[int]:
-    """The processes that this one started and that still run."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -127,7 +119,6 @@ def children(pid: int) -> set[int]:
 
 
 def is_running(pid: int) -> bool:
-    """False for a process that is gone, or only waits to be collected."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

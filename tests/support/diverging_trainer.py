@@ -28,8 +28,6 @@ _step = InnerTrainer.step
 
 
 class Wayward:
-    """The steps of a trainer."""
-
     def __init__(self) -> None:
         self._installed, self._trained, self._left = torch.empty(0), torch.empty(0), torch.empty(0)
 

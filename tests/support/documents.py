@@ -27,8 +27,6 @@ _HEADER_COMMAND = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. `note` is the HTML comment directly above it, or nothing."""
-
     file: Path
     line: int
     language: str
@@ -37,7 +35,6 @@ class Block:
 
     @property
     def not_run(self) -> str:
-        """Why it is not run; empty when it is."""
         return self.note.removeprefix("not run:").strip() if self.note.startswith("not run:") else ""
 
     def __str__(self) -> str:
@@ -45,7 +42,6 @@ class Block:
 
 
 def documents() -> list[Path]:
-    """Every document that a person reads, the README first."""
     top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
     return [*top, *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -56,7 +52,6 @@ def blocks(file: Path) -> list[Block]:
 
 
 def blocks_below(file: Path, heading: str) -> list[Block]:
-    """The blocks of one section of the second level, with those of its own sections."""
     before, found, below = file.read_text().partition(f"\n## {heading}\n")
     assert found, f"{file.name} has no heading {heading!r}"
     first = before.count("\n") + 2
@@ -71,12 +66,10 @@ def _block(file: Path, text: str, match: re.Match[str]) -> Block:
 
 
 def prose(file: Path) -> str:
-    """The document without its fenced blocks."""
     return _FENCE.sub("", file.read_text())
 
 
 def spans(file: Path) -> list[str]:
-    """What stands between single backticks."""
     return _SPAN.findall(prose(file))
 
 
@@ -85,20 +78,17 @@ def links(file: Path) -> list[str]:
 
 
 def anchors(file: Path) -> set[str]:
-    """The names under which a reader's browser finds the headings, as GitHub makes them."""
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in _HEADING.findall(prose(file)))
     return {heading.replace(" ", "-") for heading in plain}
 
 
 def shell_lines(block: Block) -> list[str]:
-    """The commands of a shell block; continued lines joined, remarks cut off."""
     joined = block.text.replace("\\\n", " ")
     lines = (shlex.join(shlex.split(line, comments=True)) for line in joined.splitlines())
     return [line for line in lines if line]
 
 
 def without_environment(command: str) -> list[str]:
-    """A command's words, without NAME=VALUE in front."""
     words = shlex.split(command)
     while words and _ASSIGNMENT.match(words[0]):
         words = words[1:]
@@ -120,7 +110,6 @@ def _comment_lines(text: str) -> Iterator[str]:
 
 
 def table(file: Path, heading: str) -> list[list[str]]:
-    """The cells of the first table below a heading, without its own head."""
     below = file.read_text().partition(f"## {heading}\n")[2]
     rows = re.search(r"(?:^\|.*\|$\n?)+", below, re.MULTILINE)
     assert rows, f"{file.name} has no table below {heading!r}"
@@ -133,7 +122,6 @@ def mistakes() -> list[list[str]]:
 
 
 def walks() -> list[Path]:
-    """The documents with shell blocks that run."""
     return sorted({block.file for file in documents() for block in blocks(file) if _runs(block)})
 
 

@@ -92,8 +92,6 @@ ARROW_HARMS = ("crash", "stop", "sleep")
 
 @dataclass(frozen=True)
 class Fault:
-    """One planned harm: `process` at `point`."""
-
     process: str
     point: str
     harm: str
@@ -134,13 +132,11 @@ def _evict(run: FaultRun, fault: Fault) -> None:
 
 
 def _end_cluster(run: FaultRun, fault: Fault) -> None:
-    """It leaves in order, and comes back as a new process."""
     run.will_end(_cluster_of(fault))
     run.children[_cluster_of(fault)].terminate()
 
 
 def _drain(run: FaultRun, fault: Fault) -> None:
-    """It leaves after its last push, and comes back as a new process."""
     name = _cluster_of(fault)
     run.may_die.add(name)
     with run.operator() as client:
@@ -167,7 +163,6 @@ def _restart_master(run: FaultRun, _: Fault) -> None:
 
 
 def _restart_slave(run: FaultRun, fault: Fault) -> None:
-    """It is armed from the first moment of its new life, if it is the one to be harmed."""
     name = fault.process if fault.process in SLAVES else "s0"
     run.will_end(name)
     if name == fault.process:
@@ -209,7 +204,6 @@ def trigger_of(point: str) -> Trigger | None:
 
 
 def planned(points: list[str], harm: str) -> Iterator[Fault]:
-    """One fault for each point; slaves and clusters take turns."""
     of_role = {"master": ("master",), "slave": SLAVES, "worker": CLUSTERS}
     turns = {role: itertools.cycle(names) for role, names in of_role.items()}
     for point in points:
@@ -289,13 +283,11 @@ def _bring_there(run: FaultRun, fault: Fault) -> int:
 
 
 def _fired(run: FaultRun, fault: Fault) -> list[int]:
-    """The processes in which this fault happened."""
     lines = [line.split() for line in run.fired(fault.process)]
     return [int(pid) for point, harm, pid in lines if (point, harm) == (fault.point, fault.harm)]
 
 
 def tried(wish: Callable[[], None]) -> bool:
-    """Whether it was granted; refused where the master dies just now, or the cluster is away."""
     try:
         wish()
     except (Refused, RetryLater):

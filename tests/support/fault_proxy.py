@@ -16,7 +16,6 @@ import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from enum import Enum
-from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -37,8 +36,6 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class Harm(Enum):
-    """What a relay does to the bytes that pass."""
-
     CUT = "cut"
     """Connections end at once, and new ones are closed as soon as they are made."""
     SILENCE = "silence"
@@ -129,14 +126,11 @@ class FaultProxy:
         host, port = self._listener.getsockname()[:2]
         return f"{host}:{port}"
 
-    # ---- on the loop ----
-
     def start(self) -> None:
         self._calm.set()
         self._spawn(self._accept())
 
     async def harm(self, fault: NetFault) -> None:
-        """Begin; ends at heal(). A replay is over when it returns."""
         self.bites = []
         self._fault, self._left = fault, fault.times
         if fault.harm in (Harm.CUT, Harm.DUPLICATE):
@@ -185,7 +179,6 @@ class FaultProxy:
                 self._spawn(self._carry(client))
 
     async def _dial(self) -> socket.socket:
-        """Raises OSError when nothing listens."""
         server = socket.socket()
         server.setblocking(False)
         try:
@@ -221,7 +214,6 @@ class FaultProxy:
             link.close()
 
     async def _pump(self, link: _Link, way: Way) -> None:
-        """One direction: a reader that stamps pieces with the time at which they are due, and a writer."""
         pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUE_PIECES)
         await asyncio.gather(self._read(link, way, pieces), self._write(link, way, pieces))
 
@@ -291,7 +283,6 @@ class FaultProxy:
             await self._loop.sock_sendall(link.twin, data)
 
     async def _drain(self, end: socket.socket) -> None:
-        """Read what a server says and forget it."""
         with contextlib.suppress(OSError, ValueError):
             while await self._loop.sock_recv(end, PIECE_BYTES):
                 pass
@@ -313,8 +304,6 @@ class FaultProxy:
 
 
 class Proxies:
-    """Relays and their thread. Use as a context manager."""
-
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
@@ -324,9 +313,7 @@ class Proxies:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         for proxy in self._proxies.values():
             self._do(proxy.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -337,8 +324,6 @@ class Proxies:
         return self._proxies[name]
 
     def add(self, name: str, target: tuple[str, int]) -> FaultProxy:
-        """A relay before `target` ("host", port), on a port of its own."""
-
         async def make() -> FaultProxy:
             proxy = FaultProxy(name, target, self._loop)
             proxy.start()

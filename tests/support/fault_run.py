@@ -16,7 +16,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from support import live
 from support.fault_proxy import Proxies
@@ -57,9 +56,7 @@ MAX_QUICK_DEATHS = 60
 """More of them in a row are a crash loop."""
 
 
-class FaultRun:
-    """Use as a context manager. Harms are arm() or whatever a test does to files and links; then recovered()."""
-
+class FaultRun(live.Entered):
     def __init__(
         self,
         directory: Path,
@@ -106,20 +103,10 @@ class FaultRun:
         self._seen_bytes: dict[str, int] = {}
         self._tape = TapeTail(directory / "master" / TAPE_NAME)
 
-    # ---- its processes ----
-
-    def __enter__(self) -> FaultRun:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(live.run())
-            stack.callback(self._end)
-            self._begin()
-            self._entered = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.close()
+    def _enter(self, stack: contextlib.ExitStack) -> None:
+        stack.enter_context(live.run())
+        stack.callback(self._end)
+        self._begin()
 
     def _begin(self) -> None:
         for name in ("logs", "tapes", "slaves", "checkpoints"):
@@ -139,12 +126,10 @@ class FaultRun:
             child.wait(30)
 
     def place(self, name: str) -> Path:
-        """The directory that a process writes: journal, ring or checkpoints."""
         folder = "slaves" if name in SLAVES else "checkpoints"
         return self.directory / "master" if name == "master" else self.directory / folder / name
 
     def start(self, name: str) -> None:
-        """A new life."""
         self.lives[name] += 1
         self._born_s[name] = time.monotonic()
         environment = self._security_of(name)
@@ -157,7 +142,6 @@ class FaultRun:
         self.children[name] = self._fork_server.start(name, arguments, self.log_path(name), environment)
 
     def _security_of(self, name: str) -> dict[str, str]:
-        """What the environment says of keys."""
         return {INSECURE_VARIABLE: "1"} if self._keys is None else {KEYS_VARIABLE: str(self._keys / name)}
 
     def _arguments(self, name: str) -> list[str]:
@@ -185,18 +169,15 @@ class FaultRun:
         return direct if self._proxies is None else self._proxies[relay].address
 
     def hold(self, name: str) -> None:
-        """Kill it, and leave it dead until release()."""
         self.will_end(name)
         self._held.add(name)
         self.kill(name)
 
     def release(self, name: str, *more: str) -> None:
-        """Let it live again; more: words of its command in this life alone."""
         self._more[name] = list(more)
         self._held.discard(name)
 
     def kill(self, name: str) -> None:
-        """SIGKILL, at whatever line it is; tend() starts it again."""
         self.children[name].kill()
         self.children[name].wait(30)
 
@@ -210,15 +191,11 @@ class FaultRun:
         return self.directory / "logs" / f"{name}.failpoints"
 
     def will_end(self, name: str) -> None:
-        """It is going to end, and to be started again."""
         self.may_die.add(name)
         self.ending[name] = self.lives[name]
 
     def at_birth(self, name: str, spec: str) -> None:
-        """What failpoints do in its next life, from the start."""
         self._births.setdefault(name, []).append(spec)
-
-    # ---- failpoints ----
 
     def arm(self, name: str, spec: str) -> None:
         """Tell a living process what its failpoints do from now on; "" ends it."""
@@ -232,19 +209,15 @@ class FaultRun:
         self.until(armed, f"{name} takes {spec!r}", lambda: why_not)
 
     def fired(self, name: str) -> list[str]:
-        """Lines `failpoint action pid` since the last mark()."""
         log = self.fired_log(name)
         return log.read_text()[self._seen_bytes.get(name, 0) :].splitlines() if log.exists() else []
 
     def fired_at_s(self, name: str) -> float:
-        """The wall time of the last line."""
         return self.fired_log(name).stat().st_mtime
 
     def mark(self, name: str) -> None:
         log = self.fired_log(name)
         self._seen_bytes[name] = log.stat().st_size if log.exists() else 0
-
-    # ---- what goes on ----
 
     def tend(self) -> None:
         """Start again what died and may, let go on what stood still long enough. No other may end."""
@@ -259,7 +232,6 @@ class FaultRun:
                 self._start_again(name)
 
     def _start_again(self, name: str) -> None:
-        """At once; more slowly when it dies again and again, as a supervisor does."""
         lived_s = time.monotonic() - self._born_s[name]
         quick = self._quick_deaths[name] + 1
         if lived_s < min(LONGEST_PAUSE_S, quick * PAUSE_S):
@@ -281,8 +253,6 @@ class FaultRun:
             child.send_signal(signal.SIGCONT)
 
     def until(self, happened: Callable[[], bool], what: str, state: Callable[[], str] | None = None) -> None:
-        """Tend until it happened."""
-
         def look() -> bool:
             self.tend()
             return happened()
@@ -290,7 +260,6 @@ class FaultRun:
         until(look, what, state or self.where_it_stands)
 
     def status(self) -> StatusReply | None:
-        """None while the master does not answer."""
         try:
             with self.operator(call_s=1.0) as client:
                 return client.status()
@@ -302,7 +271,6 @@ class FaultRun:
         return OperatorClient(self.address, call_s=call_s, security=security)
 
     def incarnations(self) -> dict[str, Incarnation | None]:
-        """Of clusters; empty while the master does not answer."""
         status = self.status()
         return {} if status is None else {cluster.cluster_id: cluster.incarnation for cluster in status.clusters}
 
@@ -332,11 +300,8 @@ class FaultRun:
         logs = "\n".join(f"--- {name}\n{self.log(name, 1500)}" for name in NAMES)
         return f"{stands}; lives {self.lives}\n{logs}"
 
-    # ---- after a harm ----
-
     def began(self) -> None:
-        """Wait until every process is there and a version is published."""
-        self.until(lambda: self.everyone_is_back({}), "not every process came")
+        self.until(lambda: self.everyone_is_back({}), "not everybody came")
         self.until(lambda: self._tape.published_since(0.0), "nothing was published")
 
     def recovered(
@@ -352,17 +317,14 @@ class FaultRun:
         return self._tape.phase_at(fired_s)
 
     def healed(self, *slow: str) -> None:
-        """From now on no process ends by itself; `slow`: but for these, which may still be about to end."""
         self.may_die = set(slow)
         self.ending.clear()
 
     def wait(self, for_s: float) -> None:
-        """Tend for so long."""
         end_s = time.monotonic() + for_s
         self.until(lambda: time.monotonic() >= end_s, "time stands still")
 
     def until_versions(self, count: int) -> None:
-        """Wait until so many more versions were published."""
         for _ in range(count):
             now_s = time.time()
             self.until(functools.partial(self.published_since, now_s), "nothing is published")
@@ -387,7 +349,6 @@ class FaultRun:
         return report.replayed.versions
 
     def stop(self) -> None:
-        """End the run as an operator does; every process ends with 0."""
         self.ends_with_run = True
 
         def asked() -> bool:
@@ -414,7 +375,6 @@ def _state_of(pid: int) -> str:
 
 
 def records(master: Path) -> list[dict[str, object]]:
-    """The journal's records, archived ones among them."""
     from dips.master.journal import read_records
 
     return [json.loads(record.record_json) for record in read_records(master)]
@@ -446,7 +406,6 @@ class TapeTail:
         return bool(self._published) and self._published[-1] >= wall_s
 
     def first_published(self, since_s: float) -> float:
-        """When the first version after this was published. To be called once there is one."""
         self._look()
         return next(at_s for at_s in self._published if at_s >= since_s)
 
@@ -486,8 +445,6 @@ PHASES = tuple(phase.value for phase in RoundPhase)
 
 
 class Tally:
-    """Faults that happened and were judged. Safe for several threads."""
-
     def __init__(self) -> None:
         self.fell: Counter[tuple[str, str]] = Counter()
         """By kind and phase."""
@@ -520,7 +477,6 @@ class Tally:
         return [phase for phase in PHASES if phase not in fell]
 
     def table(self) -> Iterator[str]:
-        """Lines for people."""
         kinds = sorted({kind for kind, _ in self.fell} | set(self.others))
         width = max(map(len, kinds), default=4)
         yield f"{self.fired} faults fired and survived; {self.judgements} times judged by dips verify --replay, which "

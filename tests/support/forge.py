@@ -33,7 +33,6 @@ def journal_sql(master: Path) -> Iterator[sqlite3.Cursor]:
 
 
 def _rows(cursor: sqlite3.Cursor, master: Path) -> dict[Path | None, list[JournalRecord]]:
-    """All records, by the archive's file that holds them; None: the journal's own file."""
     rows: dict[Path | None, list[JournalRecord]] = {item.path: list(item.records()) for item in segments(master)}
     rows[None] = [JournalRecord(*row) for row in cursor.execute(journal_file.RECORDS, (None, 0))]
     return rows

@@ -19,7 +19,6 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from support.repository import ROOT
@@ -30,8 +29,6 @@ MAX_WORDS = 1 << 16
 
 
 class ForkedProcess:
-    """A process of a fork server, like subprocess.Popen. returncode: as there; None while it runs."""
-
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
@@ -41,7 +38,6 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Raises subprocess.TimeoutExpired."""
         if not self._ended.wait(timeout):
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return self.returncode
@@ -63,8 +59,6 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Use as a context manager; its children end with it. Safe for several threads."""
-
     def __init__(self, *, torch: bool = False) -> None:
         """torch: its children may be ranks of support.parallel_process."""
         self._words = ["torch"] if torch else []
@@ -91,9 +85,7 @@ class ForkServer:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         assert self._parent.stdin is not None
         for child in list(self._children.values()):
             child.kill()
@@ -117,7 +109,6 @@ class ForkServer:
             return self._children[self._started.pop()]
 
     def arm(self, child: ForkedProcess, spec: str, log: Path) -> str:
-        """Set what the failpoints of a running child do from now on; "" for nothing. Returns "" or why it could not."""
         with self._ordering:
             return self._arm(child, spec, log)
 
@@ -149,9 +140,6 @@ class ForkServer:
 
 def _control_address(key: str, pid: int) -> str:
     return f"\0dips-{key}-{pid}"
-
-
-# ---- the parent process, and its children ----
 
 
 def main(key: str, *imported: str) -> None:
@@ -221,7 +209,6 @@ def _import_everything() -> None:
 
 
 def _run_child(key: str, order: dict[str, Any]) -> None:
-    """The child. Does not return."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -263,7 +250,6 @@ def _work(arguments: list[str]) -> int:
 
 
 def _take_orders(key: str) -> None:
-    """Arm failpoints as ordered, for as long as the process runs."""
     from dips.core.errors import DipsError
     from dips.core.observe.failpoints import clear, set_failpoints
 

@@ -31,8 +31,6 @@ Said = Mapping[str, object]
 
 
 class World:
-    """Four ranks. mesh, halves: ranks 0 and 1, ranks 2 and 3, as a mesh and as groups."""
-
     def __init__(self, rank: int, folder: Path, master: str) -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
         self.rank = rank
@@ -70,7 +68,6 @@ class World:
 
 
 def digest_of(model: torch.nn.Module) -> str:
-    """Of the full tensors, by torch's own means."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         whole: Any = parameter.detach()
@@ -106,7 +103,6 @@ def one(world: World) -> Said:
 
 
 def strangers(world: World) -> Said:
-    """Ranks 2 and 3 enter the first half's loop, which has no master."""
     world.master, master = "", world.master
     try:
         return world.train(full_model(), world.halves[0], "a")
@@ -131,18 +127,15 @@ def kind_of_group(world: World) -> Said:
 
 
 def gradients(world: World) -> Said:
-    """Averaged over both clusters."""
     return world.train(DistributedDataParallel(full_model()), world.halves[world.rank // 2], world.name)
 
 
 def shards(world: World) -> Said:
-    """Over both clusters."""
     mesh = init_device_mesh("cpu", (4,))
     return world.train(sharded(mesh), world.mesh["rank"], world.name)
 
 
 def data(world: World) -> Said:
-    """Ranks with different data that are in both clusters."""
     return world.train(full_model(), world.mesh["rank"], world.name, data_mesh=world.mesh["cluster"])
 
 

@@ -34,8 +34,6 @@ KINDS = ("pull", "push", "parts", "INT8", "BF16", "pull INT4")
 
 
 class Wire:
-    """In the place of SlaveSockets: DEALERs of a worker, and the ROUTERs of slaves, in one process."""
-
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._routers = {slave: self._context.socket(zmq.ROUTER) for slave in SLAVES}
@@ -47,8 +45,6 @@ class Wire:
         for slave, router in self._routers.items():
             router.bind(f"inproc://{slave}")
             self.reconnect(slave)
-
-    # ---- for the carrier ----
 
     def reconnect(self, slave: str) -> None:
         if slave in self._dealers:
@@ -69,17 +65,13 @@ class Wire:
     def look(self) -> None:
         """No monitor has news."""
 
-    # ---- for slaves ----
-
     def requests(self, slave: str) -> list[list[bytes]]:
-        """The peer and the frames of each message that arrived."""
         found = []
         while self._routers[slave].poll(0):
             found.append(self._routers[slave].recv_multipart())
         return found
 
     def answer(self, slave: str, peer: bytes, frames: Sequence[bytes]) -> None:
-        """Each frame is received where it lies, now at the end of its memory, now at the beginning."""
         router, message = self._routers[slave], address(self._message)
         router.send(peer, zmq.SNDMORE)
         for index, frame in enumerate(frames):
@@ -93,7 +85,6 @@ class Wire:
         self._frames = [(room, given_back) for room, given_back in self._frames if not given_back[0]]
 
     def close(self) -> int:
-        """Returns how many frames were not closed."""
         self._context.destroy(linger=0)
         return sum(not given_back[0] for _, given_back in self._frames)
 
@@ -156,7 +147,6 @@ class GuardedTransfers(Transfers):
         return carrier
 
     def _check(self, frames: Sequence[bytes]) -> None:
-        """Of a push: what was sent has the checksum of its header, and is the vector's where it is one."""
         header = DataHeader.decode(frames[0])
         if header.op is DataOp.PUT_CHUNK:
             assert checksum(frames[1]) == header.checksum
@@ -166,17 +156,12 @@ class GuardedTransfers(Transfers):
 
 
 def _all_in_guards(value: Any) -> Any:
-    """The array, or all arrays of the (nested) tuple."""
     if isinstance(value, np.ndarray):
         return in_guards(value)
     return type(value)(*map(_all_in_guards, value))
 
 
-# ---- for a process of its own ----
-
-
 def answer_guarded(kind: str, seed: int, n_transfers: int) -> None:
-    """So many transfers, each with a seed of its own."""
     logging.disable(logging.CRITICAL)
     n_answers = n_done = 0
     for number in range(n_transfers):

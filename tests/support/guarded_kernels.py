@@ -15,13 +15,11 @@ def read_byte(place: int) -> int:
 
 
 def touch(at_end: bool, *offsets: int) -> None:
-    """Read these bytes of a guarded buffer of 100 bytes, or beside it."""
     buffer = Guarded(100, at_end=at_end)
     for offset in offsets:
         read_byte(address(buffer.bytes) + offset)
 
 
 def overwrite() -> None:
-    """Write into bytes that may only be read."""
     address_of = address(guarded(b"abc"))
     landing_numba.copy_hashed(address_of, address(np.zeros(3, np.uint8)), 3, np.empty(8, np.uint64))

@@ -29,8 +29,6 @@ from dips.worker.parallel.untrained import untrained_of_ranks
 
 
 class Group:
-    """All ranks of torch's default group."""
-
     def __init__(self) -> None:
         self.rank, self.n_ranks = dist.get_rank(), dist.get_world_size()
 
@@ -50,7 +48,6 @@ class Group:
 
 
 def parameter_of(tensor: torch.Tensor) -> torch.nn.Module:
-    """A module with this parameter."""
     module = torch.nn.Module()
     module.register_parameter("w", torch.nn.Parameter(tensor))
     return module
@@ -83,7 +80,6 @@ def half2() -> torch.nn.Module:
 
 
 def alone2() -> torch.nn.Module | None:
-    """Rank 1 has no master."""
     return None if dist.get_rank() == 1 else parameter_of(_whole())
 
 

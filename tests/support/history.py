@@ -41,8 +41,6 @@ def digest(*words: object) -> str:
 
 @dataclass
 class Step:
-    """One fact. source: "journal", "master", "slave", "worker" or "manifest"."""
-
     source: str
     who: str
     kind: str
@@ -88,7 +86,6 @@ class Script:
         self.add("journal", "", "JOIN", epoch=self.epoch, cluster=cluster, incarnation=[*self.incarnation[cluster]])
 
     def push(self, cluster: str, tokens: int = CHUNK_TOKENS) -> dict[str, Any]:
-        """Ticket, staging and the cluster's own word; returns the participant of a record."""
         self.seqs[cluster] += 1
         epoch, n = self.incarnation[cluster]
         name = f"{cluster}/{epoch}.{n}#{self.seqs[cluster]}"
@@ -125,7 +122,6 @@ class Script:
         return f"r{self.epoch}.{self.rounds}"
 
     def commit(self, *participants: dict[str, Any]) -> None:
-        """A round to its end: prepared, COMMIT, committed, published, told, pulled."""
         before = self.version
         self.version = (before[0], before[1] + 1) if before else (self.epoch, 0)
         round_name = self.next_round()
@@ -208,7 +204,6 @@ class Script:
         self.add("slave", slave, "configured", **made)
 
     def roll_back(self, origin: tuple[int, int], taken: list[list[Any]]) -> None:
-        """To an older version, on the timeline of the epoch."""
         before, lost = self.version, self.tokens - self.tokens_at[origin]
         assert before is not None, "there is something to lose"
         self.version = (self.epoch, origin[1])
@@ -277,7 +272,6 @@ def _gram(participants: Sequence[dict[str, Any]]) -> list[list[float]]:
 
 
 def usual_run() -> Script:
-    """A seed, three rounds, a slave's and the master's restart, and another round."""
     script = Script()
     script.start_master()
     script.join("a")
@@ -296,7 +290,6 @@ def usual_run() -> Script:
 
 
 def rolled_back_run() -> Script:
-    """The slaves lose the newest version: it is given up, and its push taken back."""
     script = Script()
     script.start_master()
     script.join("a")
@@ -326,7 +319,6 @@ def changed(script: Script, change: Change) -> list[Step]:
 
 
 def nth(steps: list[Step], source: str, kind: str, index: int = 0) -> Step:
-    """The index-th fact of a kind, or counted from the end."""
     return [step for step in steps if (step.source, step.kind) == (source, kind)][index]
 
 
@@ -340,7 +332,6 @@ def feed(checker: Checker, step: Step) -> list[Violation]:
 
 
 def check(steps: list[Step], **options: Any) -> Checker:
-    """A checker that was fed all of them in order, and finished."""
     checker = Checker(**options)
     for step in steps:
         feed(checker, step)

@@ -26,7 +26,6 @@ HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:
-    """One ZMTP frame."""
     if len(body) > 255:
         return struct.pack(">BQ", flags | LONG, len(body)) + body
     return struct.pack(">BB", flags, len(body)) + body
@@ -40,13 +39,11 @@ def ready(socket_type: bytes = b"DEALER", identity: bytes = b"") -> bytes:
 
 
 def connect(endpoint: str) -> socket.socket:
-    """A plain connection to "tcp://host:port" or "host:port"."""
     host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
     return socket.create_connection((host, int(port)), timeout=NO_LIMIT_S)
 
 
 def dealer(endpoint: str, identity: bytes = b"") -> socket.socket:
-    """A connection that has shaken hands as a DEALER."""
     peer = connect(endpoint)
     peer.sendall(GREETING + ready(identity=identity))
     heard = b""
@@ -85,7 +82,6 @@ def many_frames(peer: socket.socket, n: int) -> None:
 
 
 def hung_up(peer: socket.socket) -> bool:
-    """Wait for the other side's next word; whether it is its end."""
     try:
         return peer.recv(1) == b""
     except ConnectionError:
@@ -93,7 +89,6 @@ def hung_up(peer: socket.socket) -> bool:
 
 
 def garbage_connections(endpoint: str, payloads: Iterable[bytes]) -> list[socket.socket]:
-    """One connection for each payload, which is sent and nothing else; the caller closes them."""
     found = []
     for payload in payloads:
         peer = connect(endpoint)
@@ -111,5 +106,4 @@ def own_memory_bytes(pid: int) -> int:
 
 
 def n_files(pid: int) -> int:
-    """Files and sockets that a process has open."""
     return len(os.listdir(f"/proc/{pid}/fd"))

@@ -25,8 +25,6 @@ PUSHES = {"a": Codec.F32, "b": Codec.INT8, "c": Codec.F32, "d": Codec.BF16}
 
 @dataclass(frozen=True)
 class Traffic:
-    """What correct peers of one slave send."""
-
     chunk_bytes: int
     epoch: int = 1
 
@@ -41,7 +39,6 @@ class Traffic:
         )  # fmt: skip
 
     def payload(self, rng: random.Random, cluster: str, chunk: Chunk) -> bytes:
-        """Numbers between 0 and 2, or a difference of nothing."""
         n = chunk.length_bytes // 4
         if PUSHES[cluster] is Codec.F32:
             return rng.choice((b"\x00\x00\x80\x3f", b"\x00\x00\x00\x40", b"\x01\x02\x03\x3e")) * n
@@ -54,7 +51,6 @@ class Traffic:
         )  # fmt: skip
 
     def right(self, rng: random.Random) -> list[bytes]:
-        """The frames of a message."""
         chunk, what = rng.choice(self.chunks()), rng.random()
         request = rng.randrange(1, 2**32)
         if what < 0.3:
@@ -72,7 +68,6 @@ class Traffic:
         return [self.put(cluster, chunk, payload, request).encode(), payload]
 
     def hostile(self, rng: random.Random) -> list[bytes]:
-        """A right message, with something that is not right, most often."""
         frames = self.right(rng)
         match rng.randrange(8):
             case 0:

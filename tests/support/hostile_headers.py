@@ -38,7 +38,6 @@ def some_header(rng: random.Random) -> DataHeader:
 
 
 def changed_headers(seed: int, n: int) -> list[bytes]:
-    """Right ones and changed ones, most of them with the checksum of their bytes."""
     rng = random.Random(seed)
     frames = []
     for number in range(n):

@@ -13,8 +13,6 @@ from dips.master.journal import read_records
 
 
 class JudgedRun(WholeRun):
-    """Use as a context manager; judge() it once all processes have ended in order."""
-
     def start_master(self) -> None:
         for name in ("slaves", "tapes"):
             (self.directory / name).mkdir(parents=True, exist_ok=True)
@@ -39,7 +37,6 @@ class JudgedRun(WholeRun):
         assert counted == self.commits()[-1]["tokens"], "the tokens of the applied pushes do not add up to the run's"
 
     def commits(self) -> list[dict[str, Any]]:
-        """What the journal says of each round that was committed, oldest first."""
         records = (json.loads(record.record_json) for record in read_records(self.directory / "master"))
         return [record for record in records if record["kind"] == "COMMIT"]
 
@@ -48,7 +45,6 @@ class JudgedRun(WholeRun):
         return [part for commit in self.commits() for part in commit["participants"]]
 
     def applied(self) -> list[dict[str, Any]]:
-        """Those that are in the model."""
         return [part for part in self.parts() if part["verdict"] == "APPLIED"]
 
     def applied_tokens(self, name: str) -> int:

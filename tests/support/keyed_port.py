@@ -6,27 +6,18 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import numpy as np
 import zmq
 from numpy.typing import NDArray
 from support.waiting import NO_LIMIT_S
 
+from dips.core import messages
 from dips.core.chunks import shard_digest
 from dips.core.clock import SystemClock
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.layout import Block, Layout, Parameter
 from dips.core.math import outer_numba
-from dips.core.messages import (
-    AllowedKey,
-    KeyRole,
-    PlacementSpec,
-    PullGrant,
-    SlaveAddress,
-    SnapshotInfo,
-    Ticket,
-)
 from dips.core.net.carriers import Common, LoopChoice, carry_pull, carry_push
 from dips.core.net.transfer import PullTransfer, PushTransfer, TransferSettings
 from dips.core.net.zmq_sockets import CurvePair
@@ -67,8 +58,6 @@ def fresh_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 
 class KeyedPort:
-    """One slave's data port; curve None: without keys. loop: of DataServer. `with` ends it."""
-
     def __init__(
         self, curve: CurvePair | None, *, loop: LoopName = "auto", blocks: Sequence[Block] = LAYOUT.blocks, theta: F32 =
         THETA, chunk_bytes: int = CHUNK_BYTES, host: str = "127.0.0.1",
@@ -87,7 +76,7 @@ class KeyedPort:
         self._memory.take().theta[:] = theta
         sums = chunk_checksums(theta, blocks, chunk_bytes)
         self.digest = shard_digest(sums)
-        info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", self.digest, committed=True)
+        info = messages.SnapshotInfo(V0, RoundId(1, 1), b"", b"", self.digest, committed=True)
         self._memory.name_shadow(info, sums)
         self._memory.flip(info)
         self._slots = 0
@@ -100,13 +89,13 @@ class KeyedPort:
         self.settle()
 
     def allow(self, *clusters: Cluster, readers: tuple[Cluster, ...] = ()) -> None:
-        """Returns once the list is in force."""
-        keys = [AllowedKey(KeyRole.CLUSTER, c.name, c.public) for c in clusters]
-        self.server.set_allowed([*keys, *(AllowedKey(KeyRole.READER, c.name, c.public) for c in readers)])
+        keys = [messages.AllowedKey(messages.KeyRole.CLUSTER, c.name, c.public) for c in clusters]
+        self.server.set_allowed(
+            [*keys, *(messages.AllowedKey(messages.KeyRole.READER, c.name, c.public) for c in readers)]
+        )
         self.settle()
 
     def open(self, cluster: str, wire: Codec = Codec.F32) -> None:
-        """Open a slot for the cluster's push. wire: differences are to the version that is served."""
         base = None if wire is Codec.F32 else V0
         self.server.open(Slot(push_id(cluster), 1, self._slots, 1, wire, base))
         self._slots += 1
@@ -134,17 +123,13 @@ class KeyedPort:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.server.stop()
         assert not self.crashed
 
 
 @dataclass
 class Cluster:
-    """A process that pushes and pulls. server_key: as the master would name it; endpoint None: the port's own."""
-
     name: str
     curve: CurvePair | None
     port: KeyedPort
@@ -159,9 +144,8 @@ class Cluster:
         return self.curve.public
 
     def push(self, of: str | None = None) -> PushTransfer:
-        """Its own push, or as if it were the push of another cluster."""
         name = of or self.name
-        ticket = Ticket(1, self._placement(), ORDER)
+        ticket = messages.Ticket(1, self._placement(), ORDER)
         with fresh_context() as context:
             transfer = carry_push(
                 context, self._common(), pushed(name), push_id(name), ticket, SystemClock(), self.cancelled
@@ -170,7 +154,7 @@ class Cluster:
 
     def pull(self) -> tuple[PullTransfer, F32]:
         flat = np.zeros(LAYOUT.n_elems, np.float32)
-        grant = PullGrant(
+        grant = messages.PullGrant(
             V0, 1, 1, self._placement(), ORDER, (("s0", self.port.digest),), 0, 1, None, CHUNK_BYTES, 1, RUN
         )
         with fresh_context() as context:
@@ -180,9 +164,9 @@ class Cluster:
     def _common(self) -> Common:
         return Common(RUN, 1, "cause", LAYOUT, SETTINGS, curve=self.curve, loop=self.loop)
 
-    def _placement(self) -> PlacementSpec:
+    def _placement(self) -> messages.PlacementSpec:
         key = self.server_key
         if key is None:
             key = b"" if self.port.curve is None else self.port.curve.public
-        address = SlaveAddress("s0", self.endpoint or self.port.server.endpoint, key)
-        return PlacementSpec((address,), (0,) * len(LAYOUT.blocks), b"")
+        address = messages.SlaveAddress("s0", self.endpoint or self.port.server.endpoint, key)
+        return messages.PlacementSpec((address,), (0,) * len(LAYOUT.blocks), b"")

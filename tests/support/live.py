@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 PLACE = Path("/tmp/dips-live")
 LOOK_S = 0.05
@@ -43,6 +44,22 @@ def run(weight: int = LIGHT) -> Iterator[None]:
             _runs -= 1
             while not _runs and _held:
                 os.close(_held.pop())
+
+
+class Entered:
+    """Used as a context manager: _enter() puts on the stack what is to be ended, also where it fails half-way."""
+
+    def _enter(self, stack: contextlib.ExitStack) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self._enter(stack)
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._entered.close()
 
 
 def _tokens(weight: int) -> list[int]:

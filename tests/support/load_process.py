@@ -26,7 +26,6 @@ from dips.trainer.sizes import SIZES
 
 
 def loss_of(model: torch.nn.Module) -> float:
-    """Of a batch that is the same everywhere."""
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = model(tokens[:, :-1])
@@ -35,7 +34,6 @@ def loss_of(model: torch.nn.Module) -> float:
 
 
 def byte_batch() -> Batch:
-    """Four rows of 16 bytes and those after them."""
     text = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(2))
     return Batch(text[:, :-1], text[:, 1:], (DataRange(0, 0, 0, 0, 64),))
 

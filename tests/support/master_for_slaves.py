@@ -13,27 +13,9 @@ import grpc
 import grpc.aio
 from support.waiting import NO_LIMIT_S
 
+from dips.core import messages
 from dips.core.errors import Refused
 from dips.core.ids import Incarnation
-from dips.core.messages import (
-    Caller,
-    CommandBody,
-    Commit,
-    Configure,
-    Flipped,
-    Hello,
-    Prepare,
-    Prepared,
-    Promised,
-    Ready,
-    Settings,
-    SlaveBeat,
-    SlaveBody,
-    SlaveCommand,
-    SlaveHello,
-    SlaveMessage,
-    Welcome,
-)
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.grpc_calls import abort, channel_options
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
@@ -43,45 +25,40 @@ B = TypeVar("B")
 
 
 class SlaveLink:
-    """One stream of one slave, from its hello on."""
-
     def __init__(self, master: MasterForSlaves) -> None:
         self._master = master
-        self._in: asyncio.Queue[SlaveMessage | None] = asyncio.Queue()
-        self._out: asyncio.Queue[SlaveCommand | Refused | None] = asyncio.Queue()
-        self.beats: list[SlaveBeat] = []
+        self._in: asyncio.Queue[messages.SlaveMessage | None] = asyncio.Queue()
+        self._out: asyncio.Queue[messages.SlaveCommand | Refused | None] = asyncio.Queue()
+        self.beats: list[messages.SlaveBeat] = []
         self._beaten = asyncio.Condition()
-        self.callers: list[Caller] = []
+        self.callers: list[messages.Caller] = []
         self.incarnation: Incarnation | None = None
         self.epoch = 0
 
-    async def hello(self) -> SlaveHello:
-        return await self.expect(SlaveHello)
+    async def hello(self) -> messages.SlaveHello:
+        return await self.expect(messages.SlaveHello)
 
-    async def welcome(self, epoch: int = 1, n: int = 1, settings: Settings | None = None) -> None:
-        """Welcome the slave and wait for its promise."""
+    async def welcome(self, epoch: int = 1, n: int = 1, settings: messages.Settings | None = None) -> None:
         self.epoch, self.incarnation = epoch, Incarnation(epoch, n)
-        hello = Hello(PROTOCOL_MIN, PROTOCOL_VERSION)
-        self.send(Welcome(hello, settings or self._master.settings))
-        assert (await self.expect(Promised)).epoch == epoch
+        hello = messages.Hello(PROTOCOL_MIN, PROTOCOL_VERSION)
+        self.send(messages.Welcome(hello, settings or self._master.settings))
+        assert (await self.expect(messages.Promised)).epoch == epoch
 
-    async def configured(self, configure: Configure, epoch: int = 1) -> SlaveHello:
+    async def configured(self, configure: messages.Configure, epoch: int = 1) -> messages.SlaveHello:
         """What the slave said first; it has taken its blocks then, and serves."""
         hello = await self.hello()
         await self.welcome(epoch)
         self.send(configure)
-        await self.expect(Ready)
+        await self.expect(messages.Ready)
         return hello
 
-    async def publish(self, prepare: Prepare, commit_hash: bytes = b"h", record: bytes = b"{}") -> None:
-        """A version, from its prepare to its flip."""
+    async def publish(self, prepare: messages.Prepare, commit_hash: bytes = b"h", record: bytes = b"{}") -> None:
         self.send(prepare)
-        await self.expect(Prepared)
-        self.send(Commit(prepare.round, prepare.to_version, commit_hash, record))
-        await self.expect(Flipped)
+        await self.expect(messages.Prepared)
+        self.send(messages.Commit(prepare.round, prepare.to_version, commit_hash, record))
+        await self.expect(messages.Flipped)
 
-    def send(self, body: CommandBody, **changes: Any) -> None:
-        """Send a command; `changes` overwrite the command's own fields (epoch, run_id, incarnation)."""
+    def send(self, body: messages.CommandBody, **changes: Any) -> None:
         fields: dict[str, Any] = {
             "run_id": self._master.run_id,
             "epoch": self.epoch,
@@ -89,43 +66,36 @@ class SlaveLink:
             "cause_id": "test",
             "body": body,
         }
-        self._out.put_nowait(SlaveCommand(**(fields | changes)))
+        self._out.put_nowait(messages.SlaveCommand(**(fields | changes)))
 
     def refuse(self, refused: Refused) -> None:
-        """End the stream with a refusal."""
         self._out.put_nowait(refused)
 
     def close(self) -> None:
-        """End the stream in peace."""
         self._out.put_nowait(None)
 
     async def expect(self, kind: type[B]) -> B:
-        """The next message that is not a beat; it must be of this kind."""
         body = await self.any()
         assert isinstance(body, kind), f"{kind.__name__} was expected, came {body}"
         return body
 
-    async def any(self) -> SlaveBody:
-        """The body of the next message that is not a beat."""
+    async def any(self) -> messages.SlaveBody:
         message = await self.next()
         assert message is not None, "the stream ended"
         return message.body
 
-    async def next(self) -> SlaveMessage | None:
-        """The next message that is not a beat, None at the end of the stream."""
+    async def next(self) -> messages.SlaveMessage | None:
         while True:
             message = await asyncio.wait_for(self._in.get(), NO_LIMIT_S)
-            if message is None or not isinstance(message.body, SlaveBeat):
+            if message is None or not isinstance(message.body, messages.SlaveBeat):
                 return message
 
-    async def beat(self, after: int = 0) -> SlaveBeat:
-        """Wait for a beat beyond the first `after` ones."""
+    async def beat(self, after: int = 0) -> messages.SlaveBeat:
         async with asyncio.timeout(NO_LIMIT_S), self._beaten:
             await self._beaten.wait_for(lambda: len(self.beats) > after)
         return self.beats[-1]
 
     async def run(self, requests: AsyncIterator[Any], context: Any) -> None:
-        """Carry messages both ways until either side ends."""
         reader = asyncio.create_task(self._read(requests))
         try:
             while (command := await self._next_command(reader)) is not None:
@@ -136,7 +106,7 @@ class SlaveLink:
             reader.cancel()
             self._in.put_nowait(None)
 
-    async def _next_command(self, reader: asyncio.Task[None]) -> SlaveCommand | Refused | None:
+    async def _next_command(self, reader: asyncio.Task[None]) -> messages.SlaveCommand | Refused | None:
         getter = asyncio.create_task(self._out.get())
         await asyncio.wait({getter, reader}, return_when=asyncio.FIRST_COMPLETED)
         if getter.done():
@@ -146,9 +116,9 @@ class SlaveLink:
 
     async def _read(self, requests: AsyncIterator[Any]) -> None:
         async for request in requests:
-            message = from_message(request, SlaveMessage)
+            message = from_message(request, messages.SlaveMessage)
             self.callers.append(message.caller)
-            if isinstance(message.body, SlaveBeat):
+            if isinstance(message.body, messages.SlaveBeat):
                 async with self._beaten:
                     self.beats.append(message.body)
                     self._beaten.notify_all()
@@ -158,9 +128,9 @@ class SlaveLink:
 class MasterForSlaves(slaves_pb2_grpc.SlavesServicer):
     """`async with MasterForSlaves() as master: link = await master.accept()`."""
 
-    def __init__(self, run_id: str = "run", settings: Settings | None = None) -> None:
+    def __init__(self, run_id: str = "run", settings: messages.Settings | None = None) -> None:
         self.run_id = run_id
-        self.settings = settings or Settings(heartbeat_s=0.1, chunk_bytes=1024)
+        self.settings = settings or messages.Settings(heartbeat_s=0.1, chunk_bytes=1024)
         self._links: asyncio.Queue[SlaveLink] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
         self.address = ""
@@ -184,7 +154,6 @@ class MasterForSlaves(slaves_pb2_grpc.SlavesServicer):
             await self._server.stop(grace=None)
 
     async def accept(self) -> SlaveLink:
-        """The next stream that a slave opens."""
         return await asyncio.wait_for(self._links.get(), NO_LIMIT_S)
 
     async def Attach(self, request_iterator: AsyncIterator[Any], context: Any) -> None:

@@ -29,8 +29,6 @@ from dips.master.process import run, serve
 
 
 class MasterProcess:
-    """The process; its log is `directory`.log. module: what runs instead of this one."""
-
     def __init__(
         self,
         directory: Path,
@@ -54,7 +52,6 @@ class MasterProcess:
         return self.log_path.read_text()
 
     def started(self) -> MasterAddress:
-        """Wait until this very process has said where it serves."""
         until(lambda: self._told() is not None, "the master's address", self.log_path)
         address = self._told()
         assert address is not None

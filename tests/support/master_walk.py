@@ -79,10 +79,7 @@ class Walk(SeedRun):
         assert isinstance(master, WalkMaster)
         return master
 
-    # ---- the course of a walk ----
-
     def walk(self, n_events: int) -> None:
-        """Until the master has handled so many events."""
         self._boot()
         self.kernel.after(TRAINS_S, None, self._strike)
         self._until(lambda: bool(self.ended) or self.n_events >= n_events, math.inf)
@@ -102,7 +99,6 @@ class Walk(SeedRun):
         self._heal_and_publish()
 
     def ends(self) -> None:
-        """An operator stops the run; why it ended stands in `ended`."""
         self._stop()
         self.judge.finish()
 
@@ -131,8 +127,6 @@ class Walk(SeedRun):
         master.dispatch(ClusterCall(token, request))
         return True
 
-    # ---- what happened ----
-
     def requested(self, request: ClusterRequest) -> None:
         super().requested(request)
         self._asked.append(request)
@@ -155,7 +149,6 @@ class Walk(SeedRun):
             self._check(master)
 
     def told(self, verdict: Verdict) -> None:
-        """Anybody, in an answer of the master's: what the durable journal says, and nothing else."""
         self._durable.follow(self.disk.entries)
         known = self._durable.verdicts.get(verdict.push)
         if known != verdict.kind and (known is not None or verdict.kind is not VerdictKind.ABORTED):
@@ -200,12 +193,10 @@ class WalkMaster(MasterHost):
 
     @property
     def pending(self) -> list[StoredEntry]:
-        """Handed to the disk, not yet confirmed."""
         return self._on_its_way
 
     @property
     def stuck(self) -> bool:
-        """Whether entries wait for a disk that takes no more."""
         return len(self.disk.entries) == self.stops_writing_at and bool(self.pending)
 
     def die_with(self, written: int) -> None:
@@ -220,7 +211,6 @@ class WalkMaster(MasterHost):
 
     @property
     def waiting(self) -> set[int]:
-        """The tokens of the calls that are not answered yet."""
         return set(self._calls)
 
     def _answer(self, token: int, body: Any) -> None:

@@ -41,7 +41,6 @@ def _function(target: str) -> FunctionType:
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
-    """The function runs with the bug inside this context, wherever it was imported to."""
     function = _function(mutant.target)
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(mutant.old) == 1, f"mutant {mutant.name!r}: {mutant.old!r} is not once in {mutant.target}"

@@ -56,5 +56,4 @@ class BowlLearner:
 
 
 def bowl_loss(theta: F32) -> float:
-    """Mean square distance to TARGET."""
     return float(np.mean(np.square(theta.astype(np.float64) - TARGET)))

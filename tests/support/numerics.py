@@ -17,8 +17,6 @@ SPECIAL = (np.nan, np.inf, -np.inf, -0.0, 1e-45, -1e-40, 1.1754942e-38, 3.4e38, 
 
 @dataclass
 class Shard:
-    """What one slave holds of n elements, with staging for `slots` clusters."""
-
     theta: F32
     momentum: F32
     staging: F32
@@ -39,7 +37,6 @@ class Shard:
         return shard
 
     def outputs(self) -> tuple[F32, F32]:
-        """Two arrays for theta and momentum to be written, filled with a mark."""
         return np.full_like(self.theta, 77.0), np.full_like(self.momentum, 77.0)
 
 

@@ -19,8 +19,6 @@ META = "__meta_kubernetes"
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod as its controller makes it. containers: the names of their ports and the ports, by container."""
-
     name: str
     namespace: str
     labels: Mapping[str, str]
@@ -28,7 +26,6 @@ class Pod:
 
 
 def pods(objects: Iterable[Object]) -> Iterator[Pod]:
-    """All pods that run when everything is well."""
     for one in objects:
         name, spec = one["metadata"]["name"], one.get("spec", {})
         match one["kind"]:
@@ -183,7 +180,6 @@ def live_job(objects: Sequence[Object], kind: str, name: str, address: str, in_c
 
 
 def targets(monitor: Object, objects: Sequence[Object]) -> list[Labels]:
-    """The labels of all targets of one monitor, among the objects of its context."""
     config = scrape_config(monitor)
     found = (relabelled(one, config) for one in discovered(monitor["kind"], objects))
     return [one for one in found if one is not None]

@@ -58,8 +58,6 @@ KILLED_FOR_S = 4.0
 
 
 class PageRun:
-    """Use as a context manager. `url` is the page's link."""
-
     def __init__(self, folder: Path) -> None:
         file = folder / "run.toml"
         file.write_text(RUN_FILE.format(directory=folder / "run"))
@@ -90,12 +88,10 @@ class PageRun:
         self._live.__exit__(kind, error, trace)
 
     def check(self) -> None:
-        """Raise what ended the run, if something did."""
         if self._error is not None:
             raise self._error
 
     def kill(self, name: str) -> None:
-        """SIGKILL; its supervisor starts it again after a while."""
         self._asked.put(lambda local: _killed(local, name))
 
     def stop_master(self, for_s: float) -> None:

@@ -49,16 +49,12 @@ LEADERS_PHASES: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class Death:
-    """One kill that happened. codes: of all ranks, as they ended."""
-
     rank: int
     phase: str
     codes: list[int | None]
 
 
 class RankKillRun(JudgedRun):
-    """Use as a context manager. Cluster `a` has the ranks, `b` is one process that is never harmed."""
-
     def __init__(self, directory: Path, server: ForkServer, kind: str) -> None:
         super().__init__(
             directory, 2, server=server, chunk_bytes=4096, grace_s=0.2, linger_s=2.0, round_timeout_s=4.0,
@@ -82,8 +78,6 @@ class RankKillRun(JudgedRun):
             for process in cluster.ranks:
                 process.kill()
         super()._end()
-
-    # ---- kills ----
 
     def kill(self, rank: int, phase: str, failpoint: str) -> Death:  # type: ignore[override]
         """Kill a rank at a failpoint; returns once the ranks, started again, have had a part in a published version."""
@@ -119,22 +113,17 @@ class RankKillRun(JudgedRun):
         return now is not None and now != before
 
     def _incarnation(self) -> Incarnation | None:
-        """Of cluster a; None while it takes no part or the master is busy."""
         try:
             found = [each for each in self.status().clusters if each.cluster_id == "a" and each.alive]
         except (Refused, RetryLater):
             return None
         return found[0].incarnation if found else None
 
-    # ---- its end ----
-
     def judge(self) -> None:
-        """Nothing was lost, and nothing counted twice. To be called once the run has ended."""
         super().judge()
         assert 0 < self.applied_tokens("a") <= TOKENS * self.steps_made(), "more tokens were counted than trained"
 
     def stop(self, *clusters: NumpyCluster) -> None:
-        """End the run as an operator does; all processes end with 0."""
         super().stop()
         for cluster in (self.ranked, self.other):
             codes = cluster.codes()
@@ -145,8 +134,6 @@ class RankKillRun(JudgedRun):
     def steps_made(self) -> int:
         """Of cluster a in all its lives; a step that only some ranks began counts."""
         return sum(max(path.stat().st_size for path in folder.glob("steps-*")) for folder in self.folders)
-
-    # ---- its processes ----
 
     def _trainers(self) -> list[ForkedProcess]:
         return [*self.ranked.ranks, *self.other.ranks]

@@ -84,8 +84,6 @@ class Block(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """The full model, or a stage of it: a stage lacks modules, and those that it has keep their names."""
-
     embed: torch.nn.Embedding | None
     norm: torch.nn.LayerNorm | None
     head: torch.nn.Linear | None
@@ -120,7 +118,6 @@ class Model(torch.nn.Module):
 
 
 def full_model(*, tied: bool = False) -> Model:
-    """The whole model; each trained element has the number of its place in the flat vector as its value."""
     model, start = Model(tied=tied), 0
     with torch.no_grad():
         for parameter in model.parameters():
@@ -155,9 +152,6 @@ def stage_of(model: Model, blocks: Sequence[int]) -> Model:
     return stage
 
 
-# ---- values ----
-
-
 def rule(places: torch.Tensor, step: int, cluster: int) -> torch.Tensor:
     """What a step adds to the elements with these places: float32 numbers in [-1, 1) that use all of their bits."""
     mixed = (places * 7919 + step * 104_729 + cluster * 1_299_709 + places * places * 31) % 16_777_213
@@ -165,7 +159,6 @@ def rule(places: torch.Tensor, step: int, cluster: int) -> torch.Tensor:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank itself holds of a tensor; shares its memory."""
     held = tensor.detach()
     return held.to_local() if isinstance(held, DTensor) else held
 
@@ -200,9 +193,6 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.after_update()
 
 
-# ---- one rank's part ----
-
-
 @dataclass
 class Part:
     """What one rank of a cluster holds. forward_and_backward: of a batch, by torch's own means."""
@@ -231,7 +221,6 @@ class Part:
         self.places = [local(p).long() for _, p in self.parameters]
 
     def optimizers(self, cluster: int) -> list[RuleOptimizer]:
-        """One for each module, as interleaved stages have."""
         made, at = [], 0
         for model in self.models:
             n = sum(p.requires_grad for p in model.parameters())
@@ -350,7 +339,6 @@ def _fsdp_tp() -> Part:
 
 
 def _pipeline(tied: bool = False, n_data: int = 1) -> Part:
-    """Two stages; with n_data 2 each is a replica on two ranks."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     mesh = init_device_mesh(DEVICE, (2, n_data), mesh_dim_names=("pp", "dp"))
@@ -439,7 +427,6 @@ def _mapped() -> Part:
                 module.register_parameter(name, torch.nn.Parameter(cut))
 
     def step() -> None:
-        """Torch cannot step it without Megatron's layers: the gradients are made up."""
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.ones_like(parameter)
@@ -512,7 +499,6 @@ def ranks_of(kind: str) -> int:
 
 
 def part_of(kind: str) -> Part:
-    """This rank's part. All ranks call it together."""
     return KINDS[kind][1]()
 
 

@@ -60,7 +60,6 @@ class Record:
 
 
 def wait_for(path: Path) -> None:
-    """Until the test has made this file."""
     until(path.exists, f"the test makes {path.name}")
 
 
@@ -79,7 +78,6 @@ def only_torch(part: Part, record: Record) -> None:
 
 
 def train(part: Part, record: Record, told: argparse.Namespace) -> None:
-    """A cluster's loop, whose steps add what the rule says."""
     optimizers = part.optimizers(told.number)
     optimizers[-1].after_update = record.note_trained
     for optimizer in optimizers:
@@ -112,7 +110,6 @@ def train(part: Part, record: Record, told: argparse.Namespace) -> None:
 
 
 def _mistake(part: Part, name: str, rank: int) -> None:
-    """What a user may do wrong, often on one rank alone."""
     model = part.models[0]
     if name == "unmapped":
         del part.arguments["shards"]

@@ -20,8 +20,6 @@ F32 = NDArray[np.float32]
 
 @dataclass
 class RankedCluster:
-    """One cluster: its ranks as processes, and their folder."""
-
     kind: str
     folder: Path
     ranks: list[ForkedProcess] = field(default_factory=list)
@@ -55,17 +53,14 @@ class RankedCluster:
         return "\n".join(f"rank {rank}: {self.log(rank)[-3000:]}" for rank in range(len(self.ranks)))
 
     def is_settled(self) -> bool:
-        """Whether every rank is in its loop, or one has ended."""
         entered = all((self.folder / f"entered-{rank}").exists() for rank in range(len(self.ranks)))
         return entered or any(rank.poll() is not None for rank in self.ranks)
 
     def codes(self) -> list[int | None]:
-        """Exit codes of all ranks, which end by themselves."""
         until(lambda: all(rank.poll() is not None for rank in self.ranks), f"the ranks of {self.kind} end", self.logs)
         return [rank.returncode for rank in self.ranks]
 
     def records(self) -> list[dict[str, Any]]:
-        """What each rank recorded. Raises AssertionError, with the logs, where one did not end well."""
         codes = self.codes()
         assert codes == [0] * len(self.ranks), f"{self.kind}: {codes}\n{self.logs()}"
         return [torch.load(self.folder / f"rank-{rank}.pt") for rank in range(len(self.ranks))]
@@ -79,7 +74,6 @@ class RankedCluster:
 
 
 def flat_of(full: Mapping[str, torch.Tensor], *, tied: bool = False) -> F32:
-    """The flat vector, in the order of a one-process cluster of this model."""
     names = [name for name, p in full_model(tied=tied).named_parameters() if p.requires_grad]
     assert sorted(names) == sorted(full)
     flat: F32 = torch.cat([full[name].reshape(-1) for name in names]).numpy()

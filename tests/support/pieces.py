@@ -17,7 +17,6 @@ def whole(layout: Layout, parameter: int) -> Piece:
 
 
 def cut(layout: Layout, parameter: int, dim: int, n: int, each: int | None = None) -> list[Piece]:
-    """n pieces along a dimension, as torch cuts: of the same size, but the last ones, which may be empty."""
     shape = layout.spans[parameter].parameter.shape
     size = -(-shape[dim] // n) if each is None else each
     pieces = []
@@ -28,9 +27,6 @@ def cut(layout: Layout, parameter: int, dim: int, n: int, each: int | None = Non
         starts[dim], sizes[dim] = start, stop - start
         pieces.append(Piece(parameter, tuple(starts), tuple(sizes)))
     return pieces
-
-
-# ---- any cluster -----------------------------------------------------------------------------------------------------
 
 
 def layout_of(*shapes: tuple[int, ...], averaged: int = 0, block_elems: int = 16) -> Layout:
@@ -64,11 +60,7 @@ def clusters(draw: st.DrawFn) -> tuple[Layout, Held]:
     return layout, held
 
 
-# ---- kinds of parallelism --------------------------------------------------------------------------------------------
-
-
 def transformer(width: int = 64, n_layers: int = 12) -> Layout:
-    """Matrices and vectors as in a transformer; a block is 4,096 elements."""
     rows = [Parameter("embed.weight", (16 * width, width), "float32", "embed")]
     for i in range(n_layers):
         shapes = {

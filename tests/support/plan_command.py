@@ -25,7 +25,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def printed(pieces: Iterable[RenderableType]) -> str:
-    """What a wide terminal shows of these, in one line."""
     console = Console(width=160, record=True, file=io.StringIO())
     for piece in pieces:
         console.print(piece)

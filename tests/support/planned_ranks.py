@@ -32,7 +32,6 @@ def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def trained_alone(n_layers: int, rows: int, steps: int) -> nn.Sequential:
-    """The whole model after `steps` steps, and with the gradients of one more."""
     whole = nn.Sequential(*(block(layer, CPU) for layer in range(n_layers)))
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
     inputs, targets = batch(rows)
@@ -45,7 +44,6 @@ def trained_alone(n_layers: int, rows: int, steps: int) -> nn.Sequential:
 
 
 def difference(layers: dict[int, nn.Module], whole: nn.Sequential) -> float:
-    """Of parameters and gradients."""
     found = 0.0
     for number, layer in layers.items():
         for ours, true in zip(layer.parameters(), whole[number].parameters(), strict=True):

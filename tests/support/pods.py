@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from support.api_stand_in import StandIn
@@ -30,15 +29,12 @@ NAMESPACE = "dips"
 
 @dataclass
 class PlayedPod:
-    """One pod that was started. replaces: pods of this index before it."""
-
     index: int
     replaces: int
     process: subprocess.Popen[bytes]
     log: Path
 
     def kill(self) -> None:
-        """End every process of it at once, as a lost node does."""
         for pid in _family(self.process.pid):
             os.kill(pid, signal.SIGKILL)
         self.process.wait(10)
@@ -63,16 +59,13 @@ class JobPlayer:
             self._start(index, 0)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         for pod in self.pods:
             if pod.process.poll() is None:
                 pod.kill()
 
     @property
     def live(self) -> list[PlayedPod]:
-        """The newest pod of each index."""
         return list({pod.index: pod for pod in self.pods}.values())
 
     @property
@@ -154,5 +147,4 @@ class JobPlayer:
 
 
 def _family(pid: int) -> list[int]:
-    """A process and all below it."""
     return [pid, *(below for child in children(pid) for below in _family(child))]

@@ -20,7 +20,6 @@ def double(number: int, tell: Progress) -> int:
 
 
 def threads(_: int, tell: Progress) -> tuple[str | None, bool]:
-    """The thread setting, and whether ctrl-C is kept from this process."""
     return os.environ.get("OMP_NUM_THREADS"), signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
@@ -40,7 +39,6 @@ def die(number: int, tell: Progress) -> int:
 
 
 def hang(file: Path, tell: Progress) -> int:
-    """Notes its process and never ends by itself."""
     file.write_text(str(os.getpid()))
     tell(1, 1.0)
     threading.Event().wait()

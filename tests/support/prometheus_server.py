@@ -11,7 +11,6 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import yaml
@@ -68,9 +67,7 @@ class Prometheus:
         until(self._is_ready, "Prometheus is ready", self._log)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait(30)
@@ -89,7 +86,6 @@ class Prometheus:
             return False
 
     def ask(self, path: str, **parameters: object) -> Any:
-        """The `data` of an answer. Raises AssertionError with Prometheus's own words when it refuses."""
         query = urllib.parse.urlencode({name: str(value) for name, value in parameters.items()})
         try:
             with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=NO_LIMIT_S) as answer:
@@ -98,12 +94,10 @@ class Prometheus:
             raise AssertionError(f"{path} {parameters}: {error.read().decode()}") from error
 
     def range(self, expr: str, begin_s: float, end_s: float, step_s: float = 2.0) -> list[dict[str, Any]]:
-        """All series of an expression over a time; each has `metric` and `values`. NaN counts as no value."""
         found = self.ask("query_range", query=expr, start=begin_s, end=end_s, step=step_s)["result"]
         return [one for one in found if _has_value(one)]
 
     def now(self, expr: str) -> list[dict[str, Any]]:
-        """The series of an expression at this moment, without those that are NaN."""
         found: list[dict[str, Any]] = self.ask("query", query=expr)["result"]
         return [one for one in found if _has_value({**one, "values": [one["value"]]})]
 

@@ -40,9 +40,6 @@ def _definitions(folder: str, version: str) -> Any:
     return (Resource.from_contents(schema_contents(f"{folder}/_definitions.json", version)) @ Registry()).crawl()
 
 
-# ---- the Prometheus operator ----
-
-
 OPERATOR_MODELS = "cloudcoil.models.prometheus_operator"
 OPERATOR_GROUP = "monitoring.coreos.com/"
 
@@ -75,9 +72,6 @@ def _leaves(value: Any, path: str = "") -> set[str]:
     if isinstance(value, list):
         return {leaf for index, item in enumerate(value) for leaf in _leaves(item, f"{path}[{index}]")}
     return {f"{path} = {value!r}"}
-
-
-# ---- JobSet ----
 
 
 JOBSET_GROUP = "jobset.x-k8s.io/"

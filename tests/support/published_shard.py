@@ -37,7 +37,6 @@ class Shard:
         self._make(Version(1, 0), None)
 
     def next(self) -> None:
-        """One round."""
         assert self.memory.current is not None
         assert self.memory.current.info is not None
         before = self.memory.current.info.version

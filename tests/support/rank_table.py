@@ -26,8 +26,6 @@ class _Table:
 
 
 class Seat:
-    """One rank."""
-
     def __init__(self, rank: int, n_ranks: int, table: _Table) -> None:
         self.rank, self.n_ranks, self._table = rank, n_ranks, table
 
@@ -40,7 +38,6 @@ class Seat:
         return parts
 
     def copy(self, tensor: torch.Tensor, ranks: Sequence[int]) -> None:
-        """Overwrite the tensor of all these ranks with the first one's."""
         for target in ranks[1:]:
             if self.rank == ranks[0]:
                 self._table.wires[ranks[0], target].put(tensor.clone())
@@ -49,8 +46,6 @@ class Seat:
 
 
 class RankTable:
-    """Ranks that call the same things together."""
-
     def __init__(self, n_ranks: int) -> None:
         self._table = _Table(n_ranks)
         self.seats = [Seat(rank, n_ranks, self._table) for rank in range(n_ranks)]
@@ -60,8 +55,6 @@ class RankTable:
         return self._table.n_gathers
 
     def together(self, what: Callable[[Seat], T]) -> list[T | str]:
-        """What each rank returns, or the sentence of its error."""
-
         def one(seat: Seat) -> T | str:
             try:
                 return what(seat)

@@ -76,7 +76,6 @@ command = {command}
 
 
 def record(folder: Path) -> Path:
-    """Make the run; returns its directory."""
     loop, file, run_dir, log = folder / "loop.py", folder / "run.toml", folder / "run", folder / "up.log"
     loop.write_text(LOOP)
     command = json.dumps([sys.executable, str(loop)])
@@ -95,7 +94,6 @@ def record(folder: Path) -> Path:
 
 
 def joins(run_dir: Path, cluster: str) -> int:
-    """How often a cluster joined, by the master's tape."""
     return sum(line["kind"] == "join" and line["cluster"] == cluster for line in tape_of_master(run_dir))
 
 
@@ -119,7 +117,6 @@ def numbers_of(run_dir: Path) -> dict[str, object]:
 
 
 def last_version(run_dir: Path) -> dict[str, object]:
-    """The newest version on the slaves' disks, and the digest of each slave's part of it."""
     found = []
     for path in run_dir.rglob("manifest-*.json"):
         body = json.loads(path.read_text())["body"]
@@ -132,7 +129,6 @@ def last_version(run_dir: Path) -> dict[str, object]:
 
 
 def unpacked(folder: Path) -> Path:
-    """The recorded run, its files where tests/support/whole_run.py has them."""
     with tarfile.open(ARCHIVE) as tar:
         tar.extractall(folder, filter="data")
     run = folder / "run"
@@ -145,7 +141,6 @@ def unpacked(folder: Path) -> Path:
 
 
 def pack(run_dir: Path, archive: Path) -> None:
-    """All files of the run, without owners. The run has no keys."""
     if (run_dir / "keys").exists():
         raise RuntimeError(f"{run_dir / 'keys'}: keys must not be published")
 

@@ -11,12 +11,10 @@ PACKAGES = sorted(folder.parent.name for folder in SOURCE.glob("*/__init__.py"))
 
 
 def modules() -> list[Path]:
-    """Every hand-written module of the package, by its real path."""
     return sorted(path for path in SOURCE.rglob("*.py") if "_pb2" not in path.name)
 
 
 def texts() -> list[Path]:
-    """Every hand-written text file that belongs to the project."""
     folders = ["src/dips", "tests", "docs", "examples", "benchmarks", "deploy", ".ci"]
     inside = (path for folder in folders for path in (ROOT / folder).rglob("*"))
     top = (path for path in ROOT.iterdir() if path.name not in ("LICENSE", ".git"))  # .git is a file in a worktree

@@ -22,8 +22,6 @@ def along(norm: float, axis: int = 0, size: int = 8) -> Vector:
 
 @dataclass
 class Push:
-    """What one cluster brings to a round. vector: theta_v - theta_j; since_base: theta_base - theta_v, empty: zero."""
-
     vector: Vector
     tokens: float = 1000.0
     nonfinite_elems: int = 0
@@ -33,19 +31,15 @@ class Push:
 
     @property
     def moved(self) -> Vector:
-        """s_j: how far the model went since the base."""
         return self.since_base or [0.0] * len(self.vector)
 
     @property
     def way(self) -> Vector:
-        """p_j = theta_base - theta_j: how far the cluster went."""
         return [a + b for a, b in zip(self.vector, self.moved, strict=True)]
 
 
 @dataclass
 class Master:
-    """Judges rounds and keeps the state that their record would carry."""
-
     config: PenaltyConfig = field(default_factory=PenaltyConfig)
     live: frozenset[str] = frozenset("abcd")
     round_tokens: float = 4000.0
@@ -63,7 +57,6 @@ class Master:
         return judge(self.state, self.config, participants, gram, live, self.round_tokens, directions)
 
     def round(self, pushes: Mapping[str, Push]) -> Judgement:
-        """Judge and record: COMMIT when something is accepted, else VOID."""
         judgement = self.judge(pushes)
         self.state = judgement.next_state_if_committed if judgement.accepted else judgement.next_state_if_void
         return judgement

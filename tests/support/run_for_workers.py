@@ -18,45 +18,12 @@ from numpy.typing import NDArray
 from support.ports import own_port, release
 from support.waiting import until
 
+from dips.core import messages
 from dips.core.chunks import checksum, chunks_of, digest_of_array, shard_digest
 from dips.core.errors import RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.layout import Block, Layout, Parameter
 from dips.core.math.wire_numpy import decode
-from dips.core.messages import (
-    Admitted,
-    AwaitVerdictReply,
-    AwaitVerdictRequest,
-    BeginPullReply,
-    BeginPullRequest,
-    BeginPushReply,
-    BeginPushRequest,
-    Busy,
-    DataRange,
-    FinishPullReply,
-    FinishPullRequest,
-    FinishPushReply,
-    FinishPushRequest,
-    HeartbeatReply,
-    HeartbeatRequest,
-    Hello,
-    JoinReply,
-    JoinRequest,
-    LeaseDataReply,
-    LeaseDataRequest,
-    LeaveReply,
-    LeaveRequest,
-    PlacementSpec,
-    PullGrant,
-    Refusal,
-    ReturnDataReply,
-    ReturnDataRequest,
-    Settings,
-    SlaveAddress,
-    Ticket,
-    Verdict,
-    VerdictKind,
-)
 from dips.core.net.codec_protobuf import encode, from_message, to_message
 from dips.core.net.data_header import DataHeader, DataOp, MissingChunk
 from dips.core.net.grpc_calls import REFUSAL_KEY
@@ -75,7 +42,6 @@ LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (N_ELEMS,), "float32", f"layers
 
 
 def part_of(shell: ClusterShell) -> ModelPart:
-    """The part of a cluster of one process."""
     assert isinstance(shell._part, ModelPart)
     return shell._part
 
@@ -118,7 +84,6 @@ def _bound(router: zmq.Socket[bytes], endpoint: str) -> bool:
 
 
 def until_version_changes(client: ClusterShell) -> None:
-    """By steps that change nothing."""
     before = client.version
 
     def changed() -> bool:
@@ -138,7 +103,7 @@ class DataSlave:
         self.codecs: dict[PushId, Codec] = {}
         self.versions: dict[Version, F32] = {}
         self.mute = False
-        self.hook: Callable[[DataHeader], Refusal | None] = lambda header: None
+        self.hook: Callable[[DataHeader], messages.Refusal | None] = lambda header: None
         self.heard: list[DataHeader] = []
         self._context = zmq.Context()
         self._port = own_port()
@@ -150,7 +115,6 @@ class DataSlave:
         return f"tcp://127.0.0.1:{self._port}"
 
     def listen(self) -> None:
-        """Bind (the same port again after hang_up)."""
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.LINGER, 0)
         self._stop.clear()
@@ -159,7 +123,6 @@ class DataSlave:
         self._thread.start()
 
     def hang_up(self) -> None:
-        """Close the data socket: connections break, whatever is under way is lost."""
         self._stop.set()
         self._thread.join()
 
@@ -169,7 +132,6 @@ class DataSlave:
         self._context.destroy(linger=0)
 
     def digest(self, push: PushId) -> bytes | None:
-        """Of a complete push; None while chunks lack."""
         landed = self.landed.get(push, {})
         chunks = chunks_of(self.blocks, CHUNK_BYTES)
         if any((c.block_id, c.offset_bytes) not in landed for c in chunks):
@@ -241,11 +203,9 @@ class DataSlave:
 
 
 class RefuseCall(Exception):
-    """Ends a call with a refusal."""
-
     def __init__(self, code: RefusalCode, sentence: str, retry_after_s: float = 0.0) -> None:
         super().__init__(sentence)
-        self.refusal = Refusal(code, sentence, retry_after_s)
+        self.refusal = messages.Refusal(code, sentence, retry_after_s)
 
 
 class RunForWorkers:
@@ -253,7 +213,9 @@ class RunForWorkers:
 
     slave_kind: type[DataSlave] = DataSlave
 
-    def __init__(self, settings: Settings | None = None, theta: F32 | None = None, *, layout: Layout = LAYOUT) -> None:
+    def __init__(
+        self, settings: messages.Settings | None = None, theta: F32 | None = None, *, layout: Layout = LAYOUT
+    ) -> None:
         """theta: of the version that is published already; None: the first cluster seeds the run."""
         half = len(layout.blocks) // 2
         indices = tuple(0 if block.block_id < half else 1 for block in layout.blocks)
@@ -261,27 +223,26 @@ class RunForWorkers:
         blocks = [[b for b in layout.blocks if indices[b.block_id] == i] for i in range(2)]
         self.slaves = [self.slave_kind(f"s{i}", own) for i, own in enumerate(blocks)]
         self._indices = indices
-        self.settings = settings or Settings(
+        self.settings = settings or messages.Settings(
             sync_every_steps=4, heartbeat_s=0.05, verdict_wait_s=5.0, chunk_bytes=CHUNK_BYTES, window_chunks=4
         )
-        self.decide: Callable[[PushId], VerdictKind | None] = lambda push: VerdictKind.APPLIED
+        self.decide: Callable[[PushId], messages.VerdictKind | None] = lambda push: messages.VerdictKind.APPLIED
         self.version: Version | None = None
         self.tokens = 0
         self.fence = 0
         self.epoch = 1
         self.n = 0
         self.stop = False
-        self.false_digests = False
         self.donate: Version | None = None
         self.attempts: dict[PushId, int] = {}
-        self.pushes: list[BeginPushRequest] = []
-        self.verdicts: dict[PushId, Verdict] = {}
-        self.joins: list[JoinRequest] = []
-        self.leaves: list[LeaveRequest] = []
-        self.beats: list[HeartbeatRequest] = []
-        self.returned: list[DataRange] = []
-        self.pulls: list[BeginPullRequest] = []
-        self.released: list[FinishPullRequest] = []
+        self.pushes: list[messages.BeginPushRequest] = []
+        self.verdicts: dict[PushId, messages.Verdict] = {}
+        self.joins: list[messages.JoinRequest] = []
+        self.leaves: list[messages.LeaveRequest] = []
+        self.beats: list[messages.HeartbeatRequest] = []
+        self.returned: list[messages.DataRange] = []
+        self.pulls: list[messages.BeginPullRequest] = []
+        self.released: list[messages.FinishPullRequest] = []
         self.hook: Callable[[str, Any], None] = lambda method, request: None
         self._lock = threading.RLock()
         self._port = own_port()
@@ -290,14 +251,11 @@ class RunForWorkers:
             self.publish(theta)
         self.up()
 
-    # ---- what the test does ----
-
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self._port}"
 
     def up(self) -> None:
-        """Serve (on the same port again after down)."""
         options = [("grpc.so_reuseport", 0)]
         self._server = grpc.server(ThreadPoolExecutor(16), options=options)
         clusters_pb2_grpc.add_ClustersServicer_to_server(_Servicer(self), self._server)
@@ -330,7 +288,6 @@ class RunForWorkers:
                 slave.versions[self.version] = np.concatenate(parts).astype(np.float32)
 
     def theta_of(self, push: PushId) -> F32:
-        """What the slaves hold of a push, as one vector."""
         theta = np.empty(self.layout.n_elems, np.float32)
         base = next((request.base for request in self.pushes if self._id(request, request.seq) == push), None)
         for slave in self.slaves:
@@ -341,10 +298,7 @@ class RunForWorkers:
         return theta
 
     def wait_for(self, what: Callable[[], bool]) -> None:
-        """Until another thread has done its part."""
         until(what, "another thread's part", lambda: f"{len(self.beats)} beats, {self.attempts}, {self.verdicts}")
-
-    # ---- the calls ----
 
     def call(self, method: str, request: Any) -> Any:
         self.hook(method, request)
@@ -357,99 +311,101 @@ class RunForWorkers:
                     raise RefuseCall(RefusalCode.FENCED, f"incarnation {caller.incarnation} is over: join again")
             return getattr(self, f"_{method}")(request)
 
-    def _Join(self, request: JoinRequest) -> JoinReply:
+    def _Join(self, request: messages.JoinRequest) -> messages.JoinReply:
         self.joins.append(request)
         self.n += 1
         last = next(reversed(self.verdicts.values()), None)
-        return JoinReply(
-            self.epoch, Incarnation(self.epoch, self.n), Hello(1, 1, (RANKS,)), self.settings, self.version is None,
-            self.fence, last, self.version, self.tokens, self.settings.sync_every_steps, RUN, request.held_ranges,
+        return messages.JoinReply(
+            self.epoch, Incarnation(self.epoch, self.n), messages.Hello(1, 1, (RANKS,)), self.settings,
+            self.version is None, self.fence, last, self.version, self.tokens, self.settings.sync_every_steps, RUN,
+            request.held_ranges,
         )  # fmt: skip
 
-    def _Heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
+    def _Heartbeat(self, request: messages.HeartbeatRequest) -> messages.HeartbeatReply:
         self.beats.append(request)
         steps = self.settings.sync_every_steps
-        return HeartbeatReply(self.epoch, self.version, self.tokens, steps, self.stop, "IDLE", self.donate, self.stop)
+        return messages.HeartbeatReply(
+            self.epoch, self.version, self.tokens, steps, self.stop, "IDLE", self.donate, self.stop
+        )
 
-    def _BeginPush(self, request: BeginPushRequest) -> BeginPushReply:
+    def _BeginPush(self, request: messages.BeginPushRequest) -> messages.BeginPushReply:
         push = self._id(request, request.seq)
         if push in self.verdicts:
-            return BeginPushReply(self.verdicts[push])
+            return messages.BeginPushReply(self.verdicts[push])
         if push not in self.attempts and self.stop:
             raise RefuseCall(RefusalCode.STOPPING, "no more pushes: the run has reached its end")
         if push not in self.attempts:
             self.pushes.append(request)
         self.attempts[push] = self.attempts.get(push, 0) + 1
-        return BeginPushReply(
-            Ticket(self.attempts[push], self._placement(), tuple(range(len(self.layout.blocks))), request.wire)
+        return messages.BeginPushReply(
+            messages.Ticket(self.attempts[push], self._placement(), tuple(range(len(self.layout.blocks))), request.wire)
         )
 
-    def _FinishPush(self, request: FinishPushRequest) -> FinishPushReply:
+    def _FinishPush(self, request: messages.FinishPushRequest) -> messages.FinishPushReply:
         push = self._id(request, request.seq)
         for slave in self.slaves:
             digest = slave.digest(push)
             if digest is None:
-                return FinishPushReply(Busy(0.05, f"slave {slave.slave_id} has not all of it"))
+                return messages.FinishPushReply(messages.Busy(0.05, f"slave {slave.slave_id} has not all of it"))
             assert dict(request.digest_of_slave)[slave.slave_id] == digest
-        return FinishPushReply(Admitted(RoundId(self.epoch, 1), 0.1))
+        return messages.FinishPushReply(messages.Admitted(RoundId(self.epoch, 1), 0.1))
 
-    def _AwaitVerdict(self, request: AwaitVerdictRequest) -> AwaitVerdictReply:
+    def _AwaitVerdict(self, request: messages.AwaitVerdictRequest) -> messages.AwaitVerdictReply:
         push = request.push
         kind = self.decide(push)
         if push not in self.verdicts and kind is not None:
             self._apply(push, kind)
         if push in self.verdicts:
-            return AwaitVerdictReply(self.verdicts[push])
-        return AwaitVerdictReply(Busy(0.05, "the round goes on"))
+            return messages.AwaitVerdictReply(self.verdicts[push])
+        return messages.AwaitVerdictReply(messages.Busy(0.05, "the round goes on"))
 
-    def _apply(self, push: PushId, kind: VerdictKind) -> None:
-        if kind is VerdictKind.APPLIED:
+    def _apply(self, push: PushId, kind: messages.VerdictKind) -> None:
+        if kind is messages.VerdictKind.APPLIED:
             self.publish(self.theta_of(push))
             self.tokens += self.pushes[-1].tokens
-        if kind is not VerdictKind.ABORTED:
+        if kind is not messages.VerdictKind.ABORTED:
             self.fence += 1
-        version = None if kind is VerdictKind.ABORTED else self.version
-        self.verdicts[push] = Verdict(push, kind, version, kind.name, kind is VerdictKind.EXCLUDED)
+        version = None if kind is messages.VerdictKind.ABORTED else self.version
+        self.verdicts[push] = messages.Verdict(push, kind, version, kind.name, kind is messages.VerdictKind.EXCLUDED)
 
-    def _BeginPull(self, request: BeginPullRequest) -> BeginPullReply:
+    def _BeginPull(self, request: messages.BeginPullRequest) -> messages.BeginPullReply:
         wanted = request.at_least
         if self.version is None or (wanted is not None and wanted > self.version):
-            return BeginPullReply(Busy(0.05, "no such version is published yet"))
+            return messages.BeginPullReply(messages.Busy(0.05, "no such version is published yet"))
         version = wanted if request.exact and wanted is not None else self.version
         if version not in self.slaves[0].versions:
             raise RefuseCall(RefusalCode.VERSION_GONE, f"version {version} is not kept")
-        blocks = [(s, s.blocks[:1] if self.false_digests else s.blocks) for s in self.slaves]
-        digests = tuple((s.slave_id, digest_of_array(s.versions[version], b, CHUNK_BYTES)) for s, b in blocks)
+        digests = tuple((s.slave_id, digest_of_array(s.versions[version], s.blocks, CHUNK_BYTES)) for s in self.slaves)
         self.pulls.append(request)
-        return BeginPullReply(
-            PullGrant(
+        return messages.BeginPullReply(
+            messages.PullGrant(
                 version, self.fence, len(self.pulls), self._placement(), tuple(range(len(self.layout.blocks))), digests,
                 self.tokens, self.settings.sync_every_steps, self.layout if request.reader else None, CHUNK_BYTES,
                 self.epoch, RUN,
             )
         )  # fmt: skip
 
-    def _FinishPull(self, request: FinishPullRequest) -> FinishPullReply:
+    def _FinishPull(self, request: messages.FinishPullRequest) -> messages.FinishPullReply:
         self.released.append(request)
-        return FinishPullReply(self.settings.sync_every_steps)
+        return messages.FinishPullReply(self.settings.sync_every_steps)
 
-    def _LeaseData(self, request: LeaseDataRequest) -> LeaseDataReply:
-        return LeaseDataReply((DataRange(1, 0, 0, 0, request.want_tokens),))
+    def _LeaseData(self, request: messages.LeaseDataRequest) -> messages.LeaseDataReply:
+        return messages.LeaseDataReply((messages.DataRange(1, 0, 0, 0, request.want_tokens),))
 
-    def _ReturnData(self, request: ReturnDataRequest) -> ReturnDataReply:
+    def _ReturnData(self, request: messages.ReturnDataRequest) -> messages.ReturnDataReply:
         self.returned += request.ranges
-        return ReturnDataReply()
+        return messages.ReturnDataReply()
 
-    def _Leave(self, request: LeaveRequest) -> LeaveReply:
+    def _Leave(self, request: messages.LeaveRequest) -> messages.LeaveReply:
         self.leaves.append(request)
-        return LeaveReply()
+        return messages.LeaveReply()
 
     def _id(self, request: Any, seq: int) -> PushId:
         return PushId(ClusterId(request.caller.name), request.caller.incarnation, seq)
 
-    def _placement(self) -> PlacementSpec:
-        addresses = tuple(SlaveAddress(s.slave_id, s.endpoint) for s in self.slaves)
-        return PlacementSpec(addresses, self._indices, b"placement")
+    def _placement(self) -> messages.PlacementSpec:
+        addresses = tuple(messages.SlaveAddress(s.slave_id, s.endpoint) for s in self.slaves)
+        return messages.PlacementSpec(addresses, self._indices, b"placement")
 
 
 class _Servicer(clusters_pb2_grpc.ClustersServicer):
@@ -458,7 +414,7 @@ class _Servicer(clusters_pb2_grpc.ClustersServicer):
 
     def Heartbeat(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         for message in requests:
-            yield self._answer("Heartbeat", HeartbeatRequest, message, context)
+            yield self._answer("Heartbeat", messages.HeartbeatRequest, message, context)
 
     def _answer(self, method: str, kind: type[Any], message: Any, context: grpc.ServicerContext) -> Any:
         try:
@@ -476,14 +432,14 @@ def _add(method: str, kind: type[Any]) -> None:
 
 
 for _method, _kind in {
-    "Join": JoinRequest,
-    "BeginPush": BeginPushRequest,
-    "FinishPush": FinishPushRequest,
-    "AwaitVerdict": AwaitVerdictRequest,
-    "BeginPull": BeginPullRequest,
-    "FinishPull": FinishPullRequest,
-    "LeaseData": LeaseDataRequest,
-    "ReturnData": ReturnDataRequest,
-    "Leave": LeaveRequest,
+    "Join": messages.JoinRequest,
+    "BeginPush": messages.BeginPushRequest,
+    "FinishPush": messages.FinishPushRequest,
+    "AwaitVerdict": messages.AwaitVerdictRequest,
+    "BeginPull": messages.BeginPullRequest,
+    "FinishPull": messages.FinishPullRequest,
+    "LeaseData": messages.LeaseDataRequest,
+    "ReturnData": messages.ReturnDataRequest,
+    "Leave": messages.LeaveRequest,
 }.items():
     _add(_method, _kind)

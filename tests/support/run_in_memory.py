@@ -39,8 +39,6 @@ MOST_IDLE = 20_000
 
 
 class CallEnded(grpc.RpcError):
-    """As gRPC raises it."""
-
     def __init__(self, status: grpc.StatusCode, sent: RefuseCall | None = None) -> None:
         super().__init__(status.name)
         self._status, self._sent = status, sent
@@ -75,8 +73,6 @@ class Done(Future[Any]):
 
 
 class AtOnce:
-    """A pool of threads that has none."""
-
     def __init__(self, run: RunInMemory, *, transfers: bool = False) -> None:
         self._run, self._transfers = run, transfers
 
@@ -99,8 +95,6 @@ class AtOnce:
 
 
 class Recorder(PushRecorder):
-    """Makes records at once."""
-
     def record(self, job: int, record: PushRecord) -> None:
         self._wanted = record
         self._record(job, record)
@@ -166,8 +160,6 @@ class Waits(queue.SimpleQueue[Any]):
 
 @dataclass
 class Failure:
-    """Of a transfer."""
-
     failure: str
     base_gone: bool = False
     corrupt: bool = False
@@ -183,8 +175,6 @@ class Carried(Failure):
 
 
 class RunInMemory(RunForWorkers):
-    """Master and slaves. failures: of the transfers to come, in order; ""; none."""
-
     slave_kind = MemorySlave
 
     def __init__(self, settings: Settings | None = None, theta: F32 | None = None, **given: Any) -> None:
@@ -218,7 +208,6 @@ class RunInMemory(RunForWorkers):
         self.while_waiting()
 
     def go_on(self) -> None:
-        """Transfers that were held are made, on this thread."""
         held, self.held = self.held, []
         for each in held:
             each.make()
@@ -227,8 +216,6 @@ class RunInMemory(RunForWorkers):
         """Returns when the thread that waits for this queue has taken all that was put there."""
         with self.resting:
             assert self.resting.wait_for(lambda: id(waits) in self.rests and waits.empty(), timeout=20)
-
-    # ---- in place of gRPC ----
 
     def channel(self, address: str, security: object) -> Any:
         @contextmanager
@@ -258,8 +245,6 @@ class RunInMemory(RunForWorkers):
                 return call
 
         return Stub()
-
-    # ---- in place of the data flow ----
 
     def carry_push(
         self, context: object, common: Common, flat: F32 | ParameterSource, push: PushId, ticket: Ticket, clock: object,
@@ -324,7 +309,6 @@ class RunInMemory(RunForWorkers):
 
 
 def in_memory(monkeypatch: pytest.MonkeyPatch, run: RunInMemory) -> RunInMemory:
-    """The worker of this process talks to this run."""
     for module in ("control", "reader"):
         monkeypatch.setattr(f"dips.worker.{module}.channel_to", run.channel)
     monkeypatch.setattr("dips.worker.control.clusters_pb2_grpc", SimpleNamespace(ClustersStub=run.stub))

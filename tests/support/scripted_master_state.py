@@ -11,58 +11,44 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from dips.core import messages
 from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation
-from dips.core.messages import (
-    Caller,
-    Hello,
-    LeaveReply,
-    LeaveRequest,
-    Refusal,
-    SlaveBeat,
-    SlaveBody,
-    SlaveCommand,
-    SlaveHello,
-    SlaveMessage,
-    StopSlave,
-)
 from dips.master.state.effects import BeginAgain, Effect, Reply, WriteJournal
 from dips.master.state.events import ClusterCall, Event, JournalWritten
 from dips.master.state.shared import RunConfig
 
 E = TypeVar("E")
 
-HELLO = Hello(1, 1)
+HELLO = messages.Hello(1, 1)
 AGAIN = "begin again at "
 
 
-def caller(name: str = "a", cause_id: str = "c1") -> Caller:
-    return Caller("demo", 1, name, Incarnation(1, 1), cause_id)
+def caller(name: str = "a", cause_id: str = "c1") -> messages.Caller:
+    return messages.Caller("demo", 1, name, Incarnation(1, 1), cause_id)
 
 
-def leave(reason: str = "done") -> LeaveRequest:
-    return LeaveRequest(caller(), reason)
+def leave(reason: str = "done") -> messages.LeaveRequest:
+    return messages.LeaveRequest(caller(), reason)
 
 
-def slave_message(body: SlaveBody | None = None) -> SlaveMessage:
-    return SlaveMessage(caller("s0"), body or SlaveBeat(staging_bytes=7))
+def slave_message(body: messages.SlaveBody | None = None) -> messages.SlaveMessage:
+    return messages.SlaveMessage(caller("s0"), body or messages.SlaveBeat(staging_bytes=7))
 
 
-def slave_hello() -> SlaveMessage:
-    return slave_message(SlaveHello(HELLO, "tcp://127.0.0.1:5000", 1 << 30, 0))
+def slave_hello() -> messages.SlaveMessage:
+    return slave_message(messages.SlaveHello(HELLO, "tcp://127.0.0.1:5000", 1 << 30, 0))
 
 
-def command(reason: str) -> SlaveCommand:
-    return SlaveCommand("demo", 1, Incarnation(1, 1), "c1", StopSlave(reason))
+def command(reason: str) -> messages.SlaveCommand:
+    return messages.SlaveCommand("demo", 1, Incarnation(1, 1), "c1", messages.StopSlave(reason))
 
 
-def refusal(sentence: str = "because of a test") -> Refusal:
-    return Refusal(RefusalCode.FENCED, sentence, 2.5)
+def refusal(sentence: str = "because of a test") -> messages.Refusal:
+    return messages.Refusal(RefusalCode.FENCED, sentence, 2.5)
 
 
 class ScriptedMachine:
-    """Notes every event with its time; `react` says which effects follow."""
-
     def __init__(self, react: Callable[[Event], Sequence[Effect]] = lambda event: ()) -> None:
         self.react = react
         self.first: Sequence[Effect] = ()
@@ -88,11 +74,9 @@ class ScriptedMachine:
         return False
 
     def of(self, kind: type[E]) -> list[E]:
-        """The events of one kind, oldest first."""
         return [event for event, _ in self.seen if isinstance(event, kind)]
 
     async def until(self, kind: type[E], n: int = 1) -> E:
-        """Wait for the n-th event of one kind (the test's own time-out bounds it)."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self.of(kind)) >= n)
         return self.of(kind)[n - 1]
@@ -137,13 +121,13 @@ class Leaves:
 
     def handle(self, event: Event, now_s: float) -> Sequence[Effect]:
         match event:
-            case ClusterCall(_, LeaveRequest(_, reason)) if reason.startswith(AGAIN):
+            case ClusterCall(_, messages.LeaveRequest(_, reason)) if reason.startswith(AGAIN):
                 return [BeginAgain(int(reason.removeprefix(AGAIN)), reason)]
-            case ClusterCall(token, LeaveRequest(_, reason)):
+            case ClusterCall(token, messages.LeaveRequest(_, reason)):
                 entry_id = next(self._entry_ids)
                 self._token_of_entry[entry_id] = token
                 self._reasons.append(reason)
                 return [WriteJournal(entry_id, "LEAVE", json.dumps(reason), json.dumps(self._reasons))]
             case JournalWritten(entry_id):
-                return [Reply(self._token_of_entry.pop(entry_id), LeaveReply())]
+                return [Reply(self._token_of_entry.pop(entry_id), messages.LeaveReply())]
         return ()

@@ -67,7 +67,6 @@ def note() -> None:
 
 
 def read_log(text: str) -> Seen:
-    """What all processes noted together: in how many of them each was seen."""
     seen = Seen()
     for line in text.splitlines():
         match json.loads(line):

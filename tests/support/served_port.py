@@ -83,17 +83,14 @@ class Port:
             self.port.open(Slot(push_id(cluster), 1, number, opening=1, wire=codec, base=base))
 
     def answer(self, frames: Sequence[bytes | memoryview], peer: bytes) -> list[bytes]:
-        """The frames of the answer."""
         answer = self.port.answer([memoryview(frame) for frame in frames], peer, self.user)
         return [answer.header.encode(), *([] if answer.payload is None else [bytes(answer.payload)])]
 
     def facts(self) -> object:
-        """What must be the same whoever served."""
         figures = self.port.figures()
         return figures.beat, figures.refused, figures.staged_of, self.port.last_refusal, self.staged
 
     def sums(self) -> Sums:
-        """What was noted of landed chunks."""
         receipts = self.port.view().receipts
         assert receipts is not None
         return receipts.sums
@@ -107,7 +104,6 @@ class BehindLoop(ABC):
         loop.renew(port.port)
 
     def answer(self, frames: Sequence[bytes]) -> list[bytes]:
-        """The frames of the answer, as data_server's _turn_compiled() finds it."""
         self.put_in(frames)
         why = self.loop.serve(-math.inf, 0.0)
         any_served = self.loop.settle(self.port.port)
@@ -192,7 +188,6 @@ class TwinLoop(BehindLoop):
 
     @property
     def n_open(self) -> int:
-        """Messages that were not closed."""
         return self._zmq.n_open
 
     def put_in(self, frames: Sequence[bytes]) -> None:
@@ -260,8 +255,6 @@ MOST_FRAMES = 8
 
 
 class Both:
-    """A port behind a loop and one alone."""
-
     def __init__(
         self, traffic: Traffic, behind: type[TwinLoop] | type[GuardedLoop], instead: Replaced | None = None, *,
         keyed: bool = False,
@@ -302,15 +295,11 @@ def _without_credit(answer: Sequence[bytes]) -> tuple[DataHeader, list[bytes]]:
 
 
 def told(frames: Sequence[bytes]) -> str:
-    """For people: the header, and how long the others are."""
     try:
         header = repr(DataHeader.decode(frames[0])) if frames else "nothing"
     except Refused as refused:
         header = f"{frames[0].hex()} ({refused.sentence})"
     return f"{header} with {[len(frame) for frame in frames[1:]]} bytes"
-
-
-# ---- for a process of its own ----
 
 
 def flip_every_bit(chunk_bytes: int) -> None:

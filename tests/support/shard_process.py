@@ -31,7 +31,6 @@ UNIT_BYTES = 64
 
 
 def store_of(agreed: Agreed, group: dist.ProcessGroup) -> tuple[ShardParameters, Share]:
-    """This rank's store, and its share."""
     shares = shares_of_ranks(agreed.layout, agreed.held, UNIT_BYTES)
     resets: list[None] = []
     store = ShardParameters(agreed, shares, group, lambda: resets.append(None))
@@ -42,7 +41,6 @@ def store_of(agreed: Agreed, group: dist.ProcessGroup) -> tuple[ShardParameters,
 
 
 def owned(share: Share, flat: F32) -> F32:
-    """A share's vector, of the whole model's."""
     return np.concatenate([np.empty(0, np.float32), *(flat[start:stop] for start, stop in share.runs())])
 
 

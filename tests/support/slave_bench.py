@@ -6,25 +6,9 @@ from typing import Any, TypeVar
 
 from support.slave_wire import LAYOUT, RUN, configure_for, open_staging, placement_over, prepare_of, push_id
 
+from dips.core import messages
 from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation, PushId, RoundId, Version
-from dips.core.messages import (
-    BlockGram,
-    CommandBody,
-    Commit,
-    Configure,
-    Hello,
-    Measure,
-    Measured,
-    Prepare,
-    Refusal,
-    Settings,
-    SlaveBody,
-    SlaveCommand,
-    SnapshotInfo,
-    StagedPush,
-    Welcome,
-)
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.slave.state import effects, events
 from dips.slave.state.effects import Effect, JobCommand
@@ -38,8 +22,8 @@ R1, R2, R3 = (RoundId(1, n) for n in (1, 2, 3))
 A, B = push_id("a"), push_id("b")
 
 
-def snapshot(version: Version, round_id: RoundId, committed: bool = True, digest: bytes = b"") -> SnapshotInfo:
-    return SnapshotInfo(
+def snapshot(version: Version, round_id: RoundId, committed: bool = True, digest: bytes = b"") -> messages.SnapshotInfo:
+    return messages.SnapshotInfo(
         version,
         round_id,
         LAYOUT.layout_hash,
@@ -50,7 +34,7 @@ def snapshot(version: Version, round_id: RoundId, committed: bool = True, digest
     )
 
 
-def configure(info: SnapshotInfo | None = None, **changes: Any) -> Configure:
+def configure(info: messages.SnapshotInfo | None = None, **changes: Any) -> messages.Configure:
     if info is not None:
         changes |= {"load": info.version, "load_round": info.round, "load_digest": info.digest, "commit_hash": b"hash"}
     return configure_for(PLACEMENT, **changes)
@@ -61,21 +45,21 @@ class SlaveBench:
 
     def __init__(
         self,
-        snapshots: tuple[SnapshotInfo, ...] = (),
+        snapshots: tuple[messages.SnapshotInfo, ...] = (),
         promised: int = 0,
         memory_bytes: int = 1 << 20,
-        settings: Settings | None = None,
+        settings: messages.Settings | None = None,
         curve_key: bytes = b"",
         snapshots_kept: int = 3,
     ) -> None:
-        self.settings = settings or Settings()
+        self.settings = settings or messages.Settings()
         self.state = SlaveMachine(
             RUN, "s0", "tcp://127.0.0.1:1", memory_bytes, 1 << 20, promised, snapshots, curve_key,
             snapshots_kept=snapshots_kept,
         )  # fmt: skip
         self.now_s = 0.0
         self.epoch, self.incarnation = 1, Incarnation(1, 1)
-        self.disk: tuple[SnapshotInfo, ...] = snapshots
+        self.disk: tuple[messages.SnapshotInfo, ...] = snapshots
 
     @property
     def phase(self) -> ShardPhase:
@@ -91,18 +75,17 @@ class SlaveBench:
         assert len(only(out, effects.Run)) <= 1
         return out
 
-    def command(self, body: CommandBody, **changes: Any) -> list[Effect]:
+    def command(self, body: messages.CommandBody, **changes: Any) -> list[Effect]:
         fields: dict[str, Any] = {"run_id": RUN, "epoch": self.epoch, "incarnation": self.incarnation}
-        return self.give(events.Commanded(SlaveCommand(**(fields | changes), cause_id="cause", body=body)))
+        return self.give(events.Commanded(messages.SlaveCommand(**(fields | changes), cause_id="cause", body=body)))
 
     def link(self) -> list[Effect]:
         return self.give(events.Linked())
 
-    def welcome(self, epoch: int = 1, n: int = 1, settings: Settings | None = None) -> list[Effect]:
-        """Welcome and the durable promise."""
+    def welcome(self, epoch: int = 1, n: int = 1, settings: messages.Settings | None = None) -> list[Effect]:
         self.epoch, self.incarnation = epoch, Incarnation(epoch, n)
-        hello = Hello(PROTOCOL_MIN, PROTOCOL_VERSION)
-        out = self.command(Welcome(hello, settings or self.settings))
+        hello = messages.Hello(PROTOCOL_MIN, PROTOCOL_VERSION)
+        out = self.command(messages.Welcome(hello, settings or self.settings))
         return out + self.give(events.PromiseSaved(epoch))
 
     def attach(self, epoch: int = 1, n: int = 1) -> None:
@@ -113,32 +96,32 @@ class SlaveBench:
         assert self.state.shard.job is not None
         return self.state.shard.job.number
 
-    def loaded(self, info: SnapshotInfo | None = None) -> list[Effect]:
+    def loaded(self, info: messages.SnapshotInfo | None = None) -> list[Effect]:
         return self.give(events.Done(self.job(), info, self.disk))
 
     def measured(self) -> list[Effect]:
         job = self.state.shard.job
         assert job is not None
-        assert isinstance(job.command, Measure)
-        return self.give(events.Done(job.number, Measured(job.command.round, (BlockGram(0, (1.0,), (0,)),))))
+        assert isinstance(job.command, messages.Measure)
+        return self.give(
+            events.Done(job.number, messages.Measured(job.command.round, (messages.BlockGram(0, (1.0,), (0,)),)))
+        )
 
-    def prepared(self, info: SnapshotInfo) -> list[Effect]:
+    def prepared(self, info: messages.SnapshotInfo) -> list[Effect]:
         self.disk = (info, *self.disk)
         return self.give(events.Done(self.job(), info, self.disk))
 
-    def flipped(self, info: SnapshotInfo) -> list[Effect]:
-        """Committed in memory, and nothing on disk."""
+    def flipped(self, info: messages.SnapshotInfo) -> list[Effect]:
         return self.give(events.Done(self.job(), info, self.disk))
 
-    def committed(self, info: SnapshotInfo) -> list[Effect]:
+    def committed(self, info: messages.SnapshotInfo) -> list[Effect]:
         self.disk = (info, *(other for other in self.disk if other.version != info.version))
         return self.give(events.Done(self.job(), info, self.disk))
 
-    def failed(self, refusal: Refusal) -> list[Effect]:
+    def failed(self, refusal: messages.Refusal) -> list[Effect]:
         return self.give(events.Failed(self.job(), refusal))
 
-    def ready(self, info: SnapshotInfo | None = None) -> None:
-        """Attached, configured and at this version."""
+    def ready(self, info: messages.SnapshotInfo | None = None) -> None:
         self.attach()
         if info is not None:
             self.disk = self.state.shard.snapshots = (info,)
@@ -146,7 +129,6 @@ class SlaveBench:
         self.loaded(info)
 
     def stage(self, push: PushId, slot: int, attempt: int = 1) -> list[Effect]:
-        """Open a slot and complete the push."""
         (opened,) = only(self.command(open_staging(push, slot, attempt)), effects.OpenSlot)
         return self.give(events.PushStaged(opened.slot, b"digest"))
 
@@ -154,16 +136,18 @@ class SlaveBench:
         return self.command(prepare(round_id, to, from_version))
 
 
-def prepare(round_id: RoundId = R2, to: Version = V1, from_version: Version | None = V0, **changes: Any) -> Prepare:
+def prepare(
+    round_id: RoundId = R2, to: Version = V1, from_version: Version | None = V0, **changes: Any
+) -> messages.Prepare:
     return prepare_of(round_id, to, [A], from_version, **changes)
 
 
-def measure(round_id: RoundId = R2, version: Version = V0, *pushes: PushId) -> Measure:
-    return Measure(round_id, version, tuple(StagedPush(push, 1) for push in pushes or (A,)))
+def measure(round_id: RoundId = R2, version: Version = V0, *pushes: PushId) -> messages.Measure:
+    return messages.Measure(round_id, version, tuple(messages.StagedPush(push, 1) for push in pushes or (A,)))
 
 
-def commit(round_id: RoundId = R2, version: Version = V1) -> Commit:
-    return Commit(round_id, version, b"hash", b"{}")
+def commit(round_id: RoundId = R2, version: Version = V1) -> messages.Commit:
+    return messages.Commit(round_id, version, b"hash", b"{}")
 
 
 def only(out: list[Effect], kind: type[E]) -> list[E]:
@@ -171,17 +155,21 @@ def only(out: list[Effect], kind: type[E]) -> list[E]:
 
 
 def runs(out: list[Effect], kind: type[JobCommand]) -> list[effects.Run]:
-    """The jobs that begin with a command of this kind."""
     return [run for run in only(out, effects.Run) if isinstance(run.command, kind)]
 
 
-def said(out: list[Effect]) -> list[SlaveBody]:
-    """What went up to the master."""
+def said(out: list[Effect]) -> list[messages.SlaveBody]:
     return [effect.body for effect in only(out, effects.SendUp)]
+
+
+def answer(out: list[Effect], kind: type[E]) -> E:
+    (body,) = said(out)
+    assert isinstance(body, kind)
+    return body
 
 
 BASE = snapshot(V0, R1)
 SHADOW = snapshot(V1, R2, committed=False)
 NEXT = snapshot(V1, R2)
-FULL = Refusal(RefusalCode.DISK, "the disk is full")
-FULL_NOW = Refusal(RefusalCode.DISK, "the disk is full", 1.5)
+FULL = messages.Refusal(RefusalCode.DISK, "the disk is full")
+FULL_NOW = messages.Refusal(RefusalCode.DISK, "the disk is full", 1.5)

@@ -24,8 +24,6 @@ class PowerLossError(BaseException):
 
 @dataclass(eq=False)
 class Inode:
-    """now: what the process reads. pending: (offset, bytes) written and not synced, on top of `safe`."""
-
     now: bytes = b""
     safe: bytes = b""
     pending: list[tuple[int, bytes]] = field(default_factory=list)
@@ -78,8 +76,6 @@ class CrashDisk:
                 image = {name: content for (name, _), content in zip(files, contents, strict=True)}
                 found[tuple(image.items())] = image
         return list(found.values())
-
-    # ---- the Disk protocol ----
 
     def where(self, name: str) -> str:
         return f"disk:{name}"

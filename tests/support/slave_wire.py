@@ -42,6 +42,11 @@ def push_id(cluster: str, seq: int = 1) -> PushId:
     return PushId(ClusterId(cluster), Incarnation(1, 1), seq)
 
 
+def put_of(chunk: Chunk, push: PushId, body: bytes, attempt: int = 1) -> DataHeader:
+    place = (chunk.block_id, chunk.offset_bytes, chunk.length_bytes)
+    return DataHeader(RUN, 1, DataOp.PUT_CHUNK, 1, push, attempt, None, *place, Codec.F32, checksum(body))
+
+
 def placement_over(*slaves: str, layout: Layout = LAYOUT) -> Placement:
     """The layout's blocks dealt to the slaves in turn."""
     names = tuple(SlaveId(slave) for slave in slaves)
@@ -78,7 +83,6 @@ def prepare_of(
 
 
 def shard_of(values: F32, placement: Placement, slave: str, layout: Layout = LAYOUT) -> F32:
-    """A slave's part of the flat model, as it stands in its memory."""
     blocks = placement.blocks_of(SlaveId(slave), layout)
     return np.concatenate([values[block.start_elem : block.stop_elem] for block in blocks])
 
@@ -107,7 +111,6 @@ class DataClient:
         return shard.tobytes()[start : start + chunk.length_bytes]
 
     async def ask(self, header: DataHeader, *payload: bytes) -> tuple[DataHeader, bytes]:
-        """Send one message and wait for the answer with the same request number."""
         self._requests += 1
         await self.send_frames(replace(header, request=self._requests).encode(), *payload)
         answer, body = await self.receive()
@@ -122,20 +125,8 @@ class DataClient:
         return DataHeader.decode(frames[0]), frames[1] if len(frames) > 1 else b""
 
     def put_header(self, push: PushId, shard: F32, chunk: Chunk, attempt: int = 1, epoch: int = 1) -> DataHeader:
-        payload = self.payload(shard, chunk)
-        return DataHeader(
-            self.run_id,
-            epoch,
-            DataOp.PUT_CHUNK,
-            0,
-            push=push,
-            attempt=attempt,
-            block=chunk.block_id,
-            offset_bytes=chunk.offset_bytes,
-            length_bytes=chunk.length_bytes,
-            codec=Codec.F32,
-            checksum=checksum(payload),
-        )
+        header = put_of(chunk, push, self.payload(shard, chunk), attempt)
+        return replace(header, run_id=self.run_id, epoch=epoch, request=0)
 
     async def put(self, push: PushId, shard: F32, chunk: Chunk, attempt: int = 1, epoch: int = 1) -> DataHeader:
         header = self.put_header(push, shard, chunk, attempt, epoch)
@@ -143,7 +134,6 @@ class DataClient:
         return answer
 
     async def put_all(self, push: PushId, shard: F32, attempt: int = 1, epoch: int = 1) -> bytes:
-        """Send every chunk; returns the digest that the slave must report."""
         for chunk in self.chunks():
             answer = await self.put_patiently(push, shard, chunk, attempt, epoch)
             assert answer.op is DataOp.ACK, answer.refusal
@@ -180,7 +170,6 @@ class DataClient:
         )
 
     async def pull(self, version: Version) -> F32:
-        """The whole shard of a version, each chunk verified."""
         parts = []
         for chunk in self.chunks():
             answer, body = await self.get(version, chunk)
@@ -197,7 +186,6 @@ def slave_config(directory: Path, master: str, slave_id: str = "s0", **knobs: An
 
 @contextlib.asynccontextmanager
 async def slave_here(config: SlaveConfig) -> AsyncIterator[asyncio.Task[bool]]:
-    """The slave in this process, on this event loop, ended in peace at the end."""
     stop = asyncio.Event()
     task = asyncio.create_task(serve(config, stop))
     try:
@@ -215,8 +203,6 @@ PROGRAM = (
 
 @dataclass
 class SlaveProcess:
-    """The slave as a process of its own."""
-
     process: asyncio.subprocess.Process
 
     @classmethod
@@ -228,7 +214,6 @@ class SlaveProcess:
         return cls(process)
 
     async def kill(self) -> None:
-        """SIGKILL: nothing is said, nothing is flushed."""
         self.process.send_signal(signal.SIGKILL)
         await self.process.communicate()
 

@@ -23,7 +23,6 @@ Row = dict[str, Any]
 def problem(
     sites: Sequence[Row], links: Sequence[Row], layers: int = 8, batch: int = 8, **training: Any
 ) -> ClusterFile:
-    """A problem of GPT-2's widths, and few layers."""
     tables = {
         "model": {
             "name": "small", "layers": layers, "hidden": 768, "heads": 12, "mlp_width": 3072, "gated_mlp": False,
@@ -39,7 +38,6 @@ def problem(
 
 
 def all_links(names: Sequence[str], rate: Any) -> list[Row]:
-    """A link for each pair of sites; rate(a, b): its Gbit/s."""
     return [{"sender": a, "receiver": b, "bandwidth_gbps": rate(a, b)} for a, b in combinations(names, 2)]
 
 
@@ -75,7 +73,6 @@ def grouped(setup: ClusterFile) -> tuple[Group, ...]:
 
 
 def candidates(level: Level) -> Iterator[Candidate]:
-    """All orders of the groups, with all divisions of the layers."""
     n, units = len(level.groups), level.work.units
     for order in permutations(range(n)):
         for cuts in combinations(range(1, units), n - 1):

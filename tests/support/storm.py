@@ -41,16 +41,12 @@ WITHIN_NATS = 0.05
 
 @dataclass(frozen=True)
 class Kill:
-    """Kill `victim` once this share of the run's tokens is applied."""
-
     at_share: float
     victim: str
 
 
 @dataclass(frozen=True)
 class Death:
-    """A kill that came. phase: of the master's round at that time."""
-
     victim: str
     phase: str
 
@@ -67,8 +63,6 @@ class ClusterNumbers:
 
 @dataclass
 class Storm:
-    """What happened. wrong: a sentence for each violation."""
-
     kills: list[Kill] = field(default_factory=list)
     deaths: list[Death] = field(default_factory=list)
     clusters: dict[str, ClusterNumbers] = field(default_factory=dict)
@@ -128,7 +122,6 @@ def play(local: LocalRun, kills: Iterable[Kill], tokens: int, tell: Callable[[st
 
 
 def merged_rounds(run_dir: Path) -> list[frozenset[str]]:
-    """The clusters whose pushes were merged, for each round that was committed."""
     judged: dict[str, frozenset[str]] = {}
     committed: list[frozenset[str]] = []
     for record in read_tape(run_dir / "master" / TAPE_NAME):
@@ -140,7 +133,6 @@ def merged_rounds(run_dir: Path) -> list[frozenset[str]]:
 
 
 def miscounted(storm: Storm, at_least: int) -> list[str]:
-    """A sentence for each thing that is wrong with the run's tokens."""
     counted = sum(numbers.tokens for numbers in storm.clusters.values())
     wrong = []
     if counted != storm.tokens:
@@ -178,7 +170,6 @@ def worse_than_calm(calm: Sequence[HeldoutPoint], storm: Sequence[HeldoutPoint])
 
 
 def table(clusters: Mapping[str, ClusterNumbers], deaths: Sequence[Death]) -> list[str]:
-    """The three numbers of each cluster, and how often it was killed."""
     kills = Counter(death.victim for death in deaths)
     lines = [f"{'cluster':<9}{'kills':>6}{'live':>7}{'participating':>15}{'tokens committed':>18}"]
     for name, n in sorted(clusters.items()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ from support.run_for_workers import LAYOUT, RunForWorkers
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import Dataset
 
+from dips.core.ids import Version
 from dips.core.layout import Layout
+from dips.worker.torch_model import TorchParameters
 
 LENGTH = 8
 
@@ -33,8 +36,6 @@ class Layer(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """Its loss depends on every parameter and every token."""
-
     def __init__(self, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
@@ -50,15 +51,12 @@ class Model(torch.nn.Module):
 
 
 def flat_of(model: torch.nn.Module) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """All of its parameters. Where ranks have parts, all of them call it."""
     held = (parameter.detach() for parameter in model.parameters())
     whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in held]
     return torch.cat([each.flatten() for each in whole]).numpy().copy()
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Rows of numbers from 0 to 9."""
-
     def __init__(self, n_rows: int = 400) -> None:
         self.rows = torch.randint(10, (n_rows, LENGTH), generator=torch.Generator().manual_seed(5))
 
@@ -75,5 +73,28 @@ def same_cut(parameters: Any, block_elems: int = 0) -> Layout:
 
 
 def applied_tokens(run: RunForWorkers) -> list[int]:
-    """Of each push that the run has seen, the seed first."""
     return [push.tokens for push in run.pushes]
+
+
+VERSION = Version(1, 7)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """As dips.worker.reader fetches a version."""
+
+    layout: Layout
+    flat: np.ndarray[Any, np.dtype[np.float32]]
+    run_id: str = "mine"
+    version: Version = VERSION
+    tokens: int = 12345
+
+
+def snapshot_of(parameters: TorchParameters, *of_run: Any) -> Fetched:
+    flat = np.empty(parameters.layout().n_elems, np.float32)
+    parameters.snapshot(flat)
+    return Fetched(parameters.layout(), flat, *of_run)
+
+
+def fetched_of(model: torch.nn.Module, *of_run: Any) -> Fetched:
+    return snapshot_of(TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1)), *of_run)

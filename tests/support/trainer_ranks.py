@@ -41,8 +41,6 @@ RANK = int(os.environ["RANK"])
 
 @dataclass
 class Watch:
-    """What the loop says after each step; ends the process where the test wants it."""
-
     folder: Path
     killed_at: int | None
     version: str = ""
@@ -60,9 +58,6 @@ class Watch:
         is_cut = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         told = {"steps": steps, "model": digest, "version": self.version, "progress": self.progress, "talks": talks}
         (self.folder / f"rank-{RANK}.json").write_text(json.dumps({**told, "ended": self.ended, "is_cut": is_cut}))
-
-
-# ---- Hugging Face ----
 
 
 def hugging_face(watch: Watch, steps: int, cut: str) -> None:
@@ -128,9 +123,6 @@ def _accelerate_knows_tensor_parallelism_on_a_cpu() -> None:
     ParallelismConfig._validate_accelerator = lambda self, accelerator: None
 
 
-# ---- Lightning ----
-
-
 def lightning(watch: Watch, steps: int, cut: str) -> None:
     """cut: ddp, or fsdp and tp by ModelParallelStrategy. endless: ddp, and a minimum of epochs."""
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -185,9 +177,6 @@ def _cut(model: Model, cut: str, mesh: DeviceMesh) -> None:
             fully_shard(layer, mesh=mesh)
         else:
             layer.w = torch.nn.Parameter(distribute_tensor(layer.w.detach(), mesh, [Shard(0)]))
-
-
-# ---- Accelerate ----
 
 
 def accelerate(watch: Watch, steps: int, cut: str) -> None:

@@ -9,8 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from support import live
 from support.dips_command import published
@@ -26,7 +25,7 @@ from dips.trainer.config import TrainConfig
 TRAIN = TrainConfig(max_bytes=1_500_000, heldout_max_bytes=8192, warmup_tokens=4000, log_every_steps=4)
 
 
-class Processes:
+class Processes(live.Entered):
     """Context manager: `dips` commands as children, one log each. `dips verify` reads the folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -35,20 +34,11 @@ class Processes:
         self.address = ""
         """Of the master that start_master() started."""
 
-    def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(live.run(live.HEAVY))
-            stack.callback(self.kill_all)
-            self._entered = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.close()
+    def _enter(self, stack: contextlib.ExitStack) -> None:
+        stack.enter_context(live.run(live.HEAVY))
+        stack.callback(self.kill_all)
 
     def start_master(self, *knobs: str) -> str:
-        """Its address, once it serves."""
         self._master = MasterProcess(self._folder / "master", "grace_s=0.2", "linger_s=600", *knobs)
         self._running["master"] = self._master.popen
         self.address = self._master.started().address
@@ -65,7 +55,6 @@ class Processes:
         until(look, f"version {v}", lambda: "\n".join(self.log(name)[-1500:] for name in self._running))
 
     def stop_run(self, *clusters: str) -> None:
-        """As an operator does; these clusters end with 0."""
         with OperatorClient(self.address, security=INSECURE) as client:
             client.stop("the test has seen what it wants")
         for name in clusters:
@@ -76,7 +65,6 @@ class Processes:
         self.start_python(name, ["-m", "dips.cli", *arguments], environment)
 
     def start_train(self, name: str, train: TrainConfig, client: Sequence[str] = (), **environment: str) -> None:
-        """`dips train`, under torchrun where train.parallel says so."""
         command, n_ranks = ["-m", "dips"], train.parallelism.n_ranks
         if n_ranks > 1:
             command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks), *command]
@@ -86,7 +74,6 @@ class Processes:
         )
 
     def start_python(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Any program of Python, not of `dips` alone."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
         with (self._folder / f"{name}.log").open("ab") as log:
             command = [sys.executable, *arguments]
@@ -110,12 +97,10 @@ class Processes:
         return self._running[name].wait()
 
     def kill(self, name: str) -> None:
-        """SIGKILL, and wait for the end."""
         self._running[name].kill()
         self._running[name].wait()
 
     def signal(self, name: str, number: signal.Signals) -> int:
-        """Its exit code after this signal."""
         self._running[name].send_signal(number)
         return self.exit_code(name)
 
@@ -137,12 +122,9 @@ class Processes:
         return self._folder / f"{name}.jsonl"
 
     def records(self, name: str, kind: str) -> list[dict[str, Any]]:
-        """What a child has recorded of this kind up to now."""
         return records(self.tape(name), kind) if self.tape(name).exists() else []
 
     def until(self, name: str, happened: Callable[[], bool], what: str = "what the test wants") -> None:
-        """Wait for something that a running child does; fails with its log when it ends before."""
-
         def look() -> bool:
             if not happened():
                 self._check(name)

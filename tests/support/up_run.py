@@ -7,9 +7,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from support import live
 from support.dips_command import dips, dips_started, ended, master_file, published, started
 from support.waiting import until
 
@@ -42,7 +41,7 @@ def endless(example: Path, folder: Path, its_steps: str) -> Path:
     return copy
 
 
-class UpRun:
+class UpRun(live.Entered):
     """Context manager: a launcher, and a program for each cluster; logs lie in `folder`."""
 
     def __init__(
@@ -55,25 +54,17 @@ class UpRun:
         self._file = folder / "run.toml"
         self._file.write_text(RUN.format(directory=self.directory, slaves=slaves, master=master))
 
-    def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            self._running[self.log] = stack.enter_context(dips_started("up", self._file, log=self.log))
-            until(lambda: "address" in master_file(self.directory), "the master's address", self.log)
-            for name, command in self._programs.items():
-                there = {
-                    "DIPS_MASTER": master_file(self.directory)["address"], "DIPS_CLUSTER": name,
-                    "DIPS_KEYS": str(self.directory / "keys" / name),
-                    "DIPS_WORKER_TAPE": str(self.directory / "tapes" / f"{name}.tape.jsonl"),
-                }  # fmt: skip
-                log = self.logs[name]
-                self._running[log] = stack.enter_context(started(*command, log=log, cwd=self._folder, **there))
-            self._entered = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.close()
+    def _enter(self, stack: contextlib.ExitStack) -> None:
+        self._running[self.log] = stack.enter_context(dips_started("up", self._file, log=self.log))
+        until(lambda: "address" in master_file(self.directory), "the master's address", self.log)
+        for name, command in self._programs.items():
+            there = {
+                "DIPS_MASTER": master_file(self.directory)["address"], "DIPS_CLUSTER": name,
+                "DIPS_KEYS": str(self.directory / "keys" / name),
+                "DIPS_WORKER_TAPE": str(self.directory / "tapes" / f"{name}.tape.jsonl"),
+            }  # fmt: skip
+            log = self.logs[name]
+            self._running[log] = stack.enter_context(started(*command, log=log, cwd=self._folder, **there))
 
     def until_version(self, v: int) -> None:
         def is_there() -> bool:
@@ -84,7 +75,6 @@ class UpRun:
         until(is_there, f"version {v}", self.log)
 
     def stop(self) -> None:
-        """As an operator does; every process ends with 0."""
         told = dips("stop", self.directory)
         assert told.returncode == 0, told.stderr
         for log, process in reversed(self._running.items()):

@@ -45,8 +45,6 @@ TRAIN = (
 
 
 class WatchedRun:
-    """Use as a context manager; every method returns when what it does has happened."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ports = {name: own_port() for name in ("master", *SLAVES)}
@@ -54,8 +52,6 @@ class WatchedRun:
         self._proxies = Proxies()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._way = folder / "way"
-
-    # ---- its processes ----
 
     def __enter__(self) -> WatchedRun:
         self.folder.mkdir(parents=True)
@@ -128,17 +124,13 @@ class WatchedRun:
     def _log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
-    # ---- what it does ----
-
     def status(self) -> StatusReply | None:
-        """None while the master does not answer."""
         address, identity = f"127.0.0.1:{self.ports['master']}", load_identity(self.folder / "keys" / "me")
         with contextlib.suppress(DipsError), OperatorClient(address, call_s=2.0, security=identity) as client:
             return client.status()
         return None
 
     def until(self, happened: Callable[[StatusReply], bool], what: str) -> StatusReply:
-        """Wait for it. Raises AssertionError when a process ends."""
         found: list[StatusReply] = []
 
         def look() -> bool:
@@ -156,7 +148,6 @@ class WatchedRun:
         return "\n".join(f"--- {name}\n{self._log(name).read_text(errors='replace')[-1500:]}" for name in names)
 
     def versions(self, count: int) -> None:
-        """Wait until so many more versions were published."""
         begun = self.until(lambda status: status.published is not None, "a first version")
         target = begun.rounds_committed + count
         self.until(lambda status: status.rounds_committed >= target, f"{count} more versions")
@@ -166,7 +157,6 @@ class WatchedRun:
         self._running.pop(name).wait(30)
 
     def lose_master(self) -> None:
-        """SIGKILL; it is away for a while, and comes back."""
         self.kill("master")
         time.sleep(AWAY_S)
         self.start("master")
@@ -197,7 +187,6 @@ class WatchedRun:
         self.everyone()
 
     def everyone(self) -> None:
-        """Wait until all are here."""
         self.until(
             lambda status: (
                 [slave.alive and slave.phase == "READY" for slave in status.slaves] == [True] * len(SLAVES)
@@ -233,7 +222,6 @@ class WatchedRun:
         self.stray("")
 
     def pause(self) -> None:
-        """An operator pauses the run for a while; before, a client with a cluster's keys tries to, and is refused."""
         address = f"127.0.0.1:{self.ports['master']}"
         for keys, code in (("a", 3), ("me", 0)):
             asked = _dips("pause", address, "--keys", self.folder / "keys" / keys, "--reason", "a look")
@@ -244,14 +232,12 @@ class WatchedRun:
         subprocess.run(resumed, check=True, capture_output=True)
 
     def slow_link(self, begin: bool) -> None:
-        """Everything between the clusters and slave s1."""
         if begin:
             self._proxies.harm("data", NetFault(Harm.THROTTLE, bytes_per_s=SLOW_BYTES_PER_S))
         else:
             self._proxies.heal("data")
 
     def cut(self, for_s: float) -> None:
-        """The wayward cluster's control flow, and whatever travels to and from slave s1."""
         for relay in ("control", "data"):
             self._proxies.harm(relay, NetFault(Harm.CUT))
         time.sleep(for_s)
@@ -293,7 +279,6 @@ def _spoil_newest_snapshot(slave: Path) -> None:
 
 
 def targets_of(run: WatchedRun) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What Prometheus is to scrape, as its file_sd_configs has it: in the clear, and in TLS."""
     roles = {"master": "master", "heldout": "evaluator", **dict.fromkeys(SLAVES, "slave")}
     found: list[dict[str, Any]] = [
         {"targets": [address], "labels": {"run": RUN, "role": roles.get(name, "cluster"), "name": name}}

@@ -16,8 +16,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,7 +118,7 @@ class NumpyCluster:
         self.driver.step(sum(item.tokens for item in ranges), ranges, loss)
 
 
-class WholeRun:
+class WholeRun(live.Entered):
     """Context manager: starts a master and slaves under `directory`; ends everything at the end.
 
     A test that has seen what it wants calls stop(), as an operator does.
@@ -163,18 +161,10 @@ class WholeRun:
         self.client: dict[str, object] = {}
         """More knobs of every cluster."""
 
-    def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(live.run(self.weight))
-            stack.callback(self._end)
-            self._begin()
-            self._entered = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.close()
+    def _enter(self, stack: contextlib.ExitStack) -> None:
+        stack.enter_context(live.run(self.weight))
+        stack.callback(self._end)
+        self._begin()
 
     def _begin(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -211,7 +201,6 @@ class WholeRun:
         self._spawn(name, ["slave", *option_words({**knobs, "tape": directory / "tape.jsonl", **self.slave, **more})])
 
     def kill(self, name: str) -> None:
-        """SIGKILL: at whatever line it is."""
         self.processes[name].send_signal(signal.SIGKILL)
         self.processes[name].wait()
 
@@ -226,8 +215,6 @@ class WholeRun:
         return OperatorClient(self.address, security=self.security("operator"))
 
     def stop(self, *clusters: NumpyCluster) -> None:
-        """End the run as an operator does, until these clusters have left."""
-
         def asked() -> bool:
             with contextlib.suppress(Refused, RetryLater), self.operator() as client:
                 client.stop("the test has seen what it wants")
@@ -242,11 +229,9 @@ class WholeRun:
         return INSECURE if self.keys is None else load_identity(self.keys / name)
 
     def of(self, name: str) -> dict[str, object]:
-        """The knobs that say who a process is."""
         return {"insecure": True} if self.keys is None else {"keys": self.keys / name}
 
     def version(self) -> int:
-        """The published version's number; -1 while there is none or no answer."""
         try:
             published = self.status().published
         except Exception:
@@ -272,7 +257,6 @@ class WholeRun:
 
 
 def option_words(knobs: Mapping[str, object]) -> list[str]:
-    """A command's options: `some_knob` becomes `--some-knob VALUE`, a switch `--some-knob` or `--no-some-knob`."""
     words: list[str] = []
     for name, value in knobs.items():
         option = "--" + name.replace("_", "-")

@@ -59,7 +59,6 @@ _MADE: dict[type[Any], st.SearchStrategy[Any]] = {Parameter: parameters, Layout:
 
 
 def values_of(kind: type[Any]) -> st.SearchStrategy[Any]:
-    """Any value of a class of CODECS that the wire can carry."""
     found = _MADE.get(kind)
     if found is None:
         found = _MADE[kind] = st.builds(kind, **_fields_of(kind))

@@ -10,14 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.wire_values import values_of
 
+from dips.core import messages
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import PushId, Version
-from dips.core.messages import (
-    BeginPushReply,
-    Caller,
-    FinishPushRequest,
-    Refusal,
-)
 from dips.core.net.codec_protobuf import decode, encode
 from dips.core.net.messages_pb2 import CODECS
 from dips.protos import common_pb2
@@ -63,7 +58,7 @@ def _value_or_refusal(data: bytes, kind: type[Any]) -> Any:
 
 def test_a_oneof_with_nothing_set_is_refused_when_something_must_be() -> None:
     with pytest.raises(Refused, match=r"BeginPushReply\.answer: none of its alternatives is set") as caught:
-        decode(b"", BeginPushReply)
+        decode(b"", messages.BeginPushReply)
     assert caught.value.code is RefusalCode.MALFORMED
 
 
@@ -76,7 +71,7 @@ def test_an_enum_number_that_nobody_knows_is_refused() -> None:
     message = common_pb2.Refusal(sentence="?")
     message.code = typing.cast(Any, 999)
     with pytest.raises(Refused, match=r"Refusal\.code: 999 is not a known RefusalCode"):
-        decode(message.SerializeToString(), Refusal)
+        decode(message.SerializeToString(), messages.Refusal)
 
 
 def test_fields_of_a_newer_peer_are_ignored() -> None:
@@ -86,6 +81,6 @@ def test_fields_of_a_newer_peer_are_ignored() -> None:
 
 
 def test_a_map_comes_back_sorted() -> None:
-    caller = Caller("run", 1, "a")
-    request = FinishPushRequest(caller, 1, 1, (("s-1", b"b"), ("s-0", b"a")))
-    assert decode(encode(request), FinishPushRequest).digest_of_slave == (("s-0", b"a"), ("s-1", b"b"))
+    caller = messages.Caller("run", 1, "a")
+    request = messages.FinishPushRequest(caller, 1, 1, (("s-1", b"b"), ("s-0", b"a")))
+    assert decode(encode(request), messages.FinishPushRequest).digest_of_slave == (("s-0", b"a"), ("s-1", b"b"))

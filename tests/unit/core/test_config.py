@@ -14,8 +14,6 @@ from dips.core.units import Bytes, Seconds
 
 
 class Oven(Knobs):
-    """Settings of nothing in particular."""
-
     name: str = Field(description="what it is called")
     heat_s: Seconds = Field(60.0, description="how long it heats")
     grace_s: Literal["auto"] | Seconds = Field("auto", description="how long it waits")
@@ -119,9 +117,6 @@ def test_a_field_without_description_is_a_bug_of_ours() -> None:
 
         class Bare(Knobs):
             x: int = 1
-
-
-# ---- refusals: each names the place, the key and the remedy ----
 
 
 def sentence(file: Path | None = None, environment: dict[str, str] | None = None, **overrides: object) -> str:

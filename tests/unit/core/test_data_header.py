@@ -26,19 +26,9 @@ from dips.protos import data_pb2
 
 PUSH = PushId(ClusterId("a"), Incarnation(3, 2), 7)
 PUT = DataHeader(
-    "run",
-    4,
-    DataOp.PUT_CHUNK,
-    9,
-    push=PUSH,
-    attempt=2,
-    block=5,
-    offset_bytes=1024,
-    length_bytes=512,
-    codec=Codec.F32,
-    checksum=2**64 - 1,
-    cause_id="c",
-)
+    *("run", 4, DataOp.PUT_CHUNK, 9, PUSH),
+    attempt=2, block=5, offset_bytes=1024, length_bytes=512, codec=Codec.F32, checksum=2**64 - 1, cause_id="c",
+)  # fmt: skip
 GET = DataHeader("run", 4, DataOp.GET_CHUNK, 1, version=Version(1, 0), block=0, length_bytes=8)
 
 
@@ -93,7 +83,6 @@ def test_the_longest_honest_header_fits() -> None:
 
 
 def code_of(data: bytes) -> RefusalCode | None:
-    """What reading these bytes is refused with; None when they are a header."""
     try:
         DataHeader.decode(data)
     except Refused as refused:

@@ -41,9 +41,6 @@ def disarmed() -> Iterator[None]:
     failpoints.clear()
 
 
-# ---- the language ----
-
-
 @pytest.mark.parametrize(
     ("text", "terms"),
     [
@@ -103,9 +100,6 @@ def test_a_mistake_is_named_with_a_remedy(text: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert [word for word in ["DIPS_FAILPOINTS", *words] if word not in str(caught.value)] == []
-
-
-# ---- what happens ----
 
 
 def test_error_raises_and_hits_are_counted() -> None:
@@ -173,9 +167,6 @@ def test_an_arrow_is_hit_before_the_phase_changes() -> None:
     assert seen == [RoundPhase.IDLE, RoundPhase.WINDOW]
     phase.move("push admitted", RoundPhase.WINDOW, 3.0)
     assert len(seen) == 2, "they are not looked at again"
-
-
-# ---- the environment ----
 
 
 def test_a_process_arms_only_its_own_names_and_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -59,7 +59,6 @@ class FlowControl:
         assert slot_of(self.columns, self._lane[slave], self._number[slave, request]) == slot
 
     def answered(self, slave: str, request: int, now_s: float, credit: int = 0) -> None:
-        """An answer that comes late, or twice, changes nothing."""
         slot = slot_of(self.columns, self._lane[slave], self._number.get((slave, request), 999_999))
         if slot >= 0:
             note_answered(self.columns, slot, now_s, credit)
@@ -83,7 +82,6 @@ def control_of(*slaves: str, cap: int = CAP) -> FlowControl:
 
 
 def fill(flow: FlowControl, slave: str, now_s: float = 0.0, first: int = 1, n_bytes: int = CHUNK) -> list[int]:
-    """Send as much as it may get; the requests."""
     requests: list[int] = []
     while flow.may_send(slave):
         requests.append(first + len(requests))
@@ -227,9 +225,6 @@ def test_whatever_happens_counts_stay_true(steps: list[tuple[str, str]]) -> None
     assert len(fill(flow, "a", 1e6, 10_000)) + len(fill(flow, "b", 1e6, 20_000)) >= START_CHUNKS
 
 
-# ---- over links ----
-
-
 @dataclass
 class Road:
     """This side's uplink and each slave's link, first come first served, with a delay each way; times in seconds."""
@@ -240,7 +235,6 @@ class Road:
     free_s: dict[str, float] = field(default_factory=dict)
 
     def carry(self, slave: str, n_bytes: int, now_s: float) -> float:
-        """When the answer to a chunk that is sent now is here."""
         left_s = self._pass("up", n_bytes, now_s, self.uplink_bits_per_s)
         there_s = self._pass(slave, n_bytes, left_s + self.delay_s, self.slave_bits_per_s[slave])
         return there_s + self.delay_s

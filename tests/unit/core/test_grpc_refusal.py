@@ -21,8 +21,6 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 class FailedCall(grpc.RpcError):
-    """What grpc raises: an error that knows its status, details and trailing metadata."""
-
     def __init__(self, status: grpc.StatusCode, details: str | None = "", metadata: Metadata | None = ()) -> None:
         self._answers = (status, details, metadata)
 

@@ -28,14 +28,12 @@ PUSH = PushId(ClusterId("a"), Incarnation(3, 2), 7)
 
 
 def parsed(frame: bytes) -> tuple[np.ndarray, np.ndarray] | None:
-    """The fields of a plain header; None for another frame."""
     memory = np.frombuffer(frame, np.uint8)
     value, length = np.full(header_numba.N_FIELDS, 77, np.int64), np.full(header_numba.N_FIELDS, 77, np.int64)
     return (value, length) if header_numba.parse(address(memory), len(frame), value, length) else None
 
 
 def fields_of(frame: bytes) -> dict[str, object] | None:
-    """The same with names, and the bytes of texts and parts in the place of addresses; None for another frame."""
     memory = np.frombuffer(frame, np.uint8)
     found = parsed(frame)
     if found is None:

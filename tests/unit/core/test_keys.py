@@ -19,13 +19,6 @@ from cryptography.x509 import load_pem_x509_certificate
 
 from dips.core.errors import ConfigError
 from dips.core.net import keys
-from dips.core.net.keys import (
-    UsedKeys,
-    load_identity,
-    read_revoked,
-    reloaded,
-    security_from,
-)
 from dips.core.net.security import INSECURE, Role, SecurityKnobs
 from dips.local.authority import Authority, ensure_keys
 
@@ -34,7 +27,6 @@ NOW = datetime.now(UTC)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Keys of two authorities: `ours` and `theirs`, each with a cluster a and a slave s0."""
     folder = tmp_path_factory.mktemp("keys")
     for name in ("ours", "theirs"):
         ensure_keys(folder / name, ["a"], ["s0"])
@@ -43,13 +35,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def identity(made: Path, tmp_path: Path) -> Path:
-    """A copy of our cluster's directory, to spoil."""
     return Path(shutil.copytree(made / "ours" / "a", tmp_path / "a"))
 
 
 def refused(directory: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_identity(directory)
+        keys.load_identity(directory)
     sentence = str(caught.value)
     assert str(directory) in sentence
     assert "\n" not in sentence
@@ -57,10 +48,10 @@ def refused(directory: Path) -> str:
 
 
 def test_an_identity_says_role_and_name_and_shows_no_key(made: Path) -> None:
-    found = load_identity(made / "ours" / "a")
+    found = keys.load_identity(made / "ours" / "a")
     assert (found.role, found.name, str(found)) == (Role.CLUSTER, "a", "cluster a")
     assert "BEGIN" not in repr(found)
-    assert load_identity(made / "ours" / "master").role is Role.MASTER
+    assert keys.load_identity(made / "ours" / "master").role is Role.MASTER
 
 
 @pytest.mark.parametrize("name", ["ca.crt", "tls.crt", "tls.key"])
@@ -127,33 +118,33 @@ def test_keys_or_insecure_and_never_both_nor_nothing(made: Path, insecure: bool)
     with pytest.raises(ValueError, match=r"--keys \(or DIPS_KEYS\) and --insecure \(or DIPS_INSECURE\)"):
         SecurityKnobs(keys=made / "ours" / "a", insecure=True)
     if insecure:
-        assert security_from(None, True, "the test") is INSECURE
+        assert keys.security_from(None, True, "the test") is INSECURE
     else:
         with pytest.raises(ConfigError, match=r"the test has no keys: give --keys DIR .* or say --insecure"):
-            security_from(None, False, "the test")
+            keys.security_from(None, False, "the test")
 
 
 def test_renewed_keys_are_seen_and_bad_ones_change_nothing(made: Path, identity: Path) -> None:
-    first = load_identity(identity)
-    used = UsedKeys(first)
+    first = keys.load_identity(identity)
+    used = keys.UsedKeys(first)
     assert not used.renewed
-    assert reloaded(first) == first
+    assert keys.reloaded(first) == first
     (identity / "tls.crt").write_bytes(b"half a certifi")
     assert used.renewed
-    assert reloaded(first) is first
+    assert keys.reloaded(first) is first
     shutil.copytree(made / "ours" / "s0", identity, dirs_exist_ok=True)
-    assert reloaded(first) is first  # keys, but another process's
+    assert keys.reloaded(first) is first  # keys, but another process's
     shutil.copytree(made / "ours" / "a", identity, dirs_exist_ok=True)
-    assert reloaded(first) == first
+    assert keys.reloaded(first) == first
     (identity / "tls.crt").unlink()
-    assert UsedKeys(first).renewed is False
-    assert not UsedKeys(INSECURE).renewed
+    assert keys.UsedKeys(first).renewed is False
+    assert not keys.UsedKeys(INSECURE).renewed
 
 
 def test_the_list_of_revoked_certificates(tmp_path: Path) -> None:
     file = tmp_path / "revoked.json"
     file.write_text(json.dumps({"revoked": [{"serial": "ff", "reason": "x" * 1000}, {"serial": "10"}]}))
-    assert read_revoked(file) == {255: "x" * 200, 16: ""}
+    assert keys.read_revoked(file) == {255: "x" * 200, 16: ""}
 
 
 @pytest.mark.parametrize(
@@ -164,11 +155,10 @@ def test_a_list_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "revoked.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match="is not a list of revoked certificates"):
-        read_revoked(file)
+        keys.read_revoked(file)
 
 
 def certificate_for(*uris: str) -> bytes:
-    """Signed by itself, for these holders."""
     key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
     builder = x509.CertificateBuilder(name, name, key.public_key(), 7, NOW, NOW + timedelta(days=1))
     names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri) for uri in uris])
@@ -207,7 +197,6 @@ def test_a_certificate_whose_key_is_no_point_of_its_curve_is_refused(identity: P
 
 
 def spoil(file: Path, old: bytes, new: bytes) -> None:
-    """Replace bytes of a certificate, once."""
     der = load_pem_x509_certificate(file.read_bytes()).public_bytes(Encoding.DER)
     assert old in der
     wrong = base64.encodebytes(der.replace(old, new, 1))

@@ -31,8 +31,6 @@ VALUES = (THETA + RNG.standard_normal(MOST).astype(np.float32)).astype(np.float3
 
 
 class Target:
-    """A place for n elements, any multiple of 4 bytes behind the begin of a line, with known bytes around it."""
-
     def __init__(self, n_elems: int, shift_elems: int) -> None:
         self._memory = np.full(n_elems + 64, 7.0, np.float32)
         lines_begin = -(self._memory.ctypes.data // 4) % 16
@@ -45,7 +43,6 @@ class Target:
 
 
 def frame(payload: bytes, shift_bytes: int) -> memoryview:
-    """The payload, read-only, shift_bytes behind the begin of a line of the cache."""
     memory = np.zeros(len(payload) + 128, np.uint8)
     first = -memory.ctypes.data % 64 + shift_bytes
     memory[first : first + len(payload)] = np.frombuffer(payload, np.uint8)

@@ -176,8 +176,6 @@ def test_the_layer_is_named_up_to_the_first_number(name: str, layer: str) -> Non
     assert layer_of(name) == layer
 
 
-# ---- averaged buffers ----
-
 MEAN = Parameter("norm.mean", (9,), "float32", AVERAGED_LAYER, averaged=True)
 BUFFERED = Layout((*SMALL.parameters, MEAN), SMALL.block_elems)
 

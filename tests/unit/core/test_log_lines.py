@@ -1,4 +1,5 @@
-"""Both forms of a log line say the same, can be read back, and let no process write in another's name."""
+"""Both forms of a log line say the same, can be read back, and let nobody write in another's name; a reason is
+said once."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dips.core.errors import ConfigError
 from dips.core.observe.logs import (
+    CHANGE_KEYS,
     LEVELS,
     ChangeLogger,
     LineFormatter,
@@ -94,12 +97,8 @@ def test_a_time_beyond_all_bounds_is_still_a_time() -> None:
     assert timestamp(1e300).startswith("9999-12-31")
 
 
-# ---- the log of a process ----
-
-
 @pytest.fixture
 def root(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
-    """The root logger with its handlers put back afterwards, and the hook for crashes."""
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", root.handlers[:])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -149,3 +148,60 @@ def test_a_crash_is_one_line_where_lines_are_for_machines(
     told = json.loads(line)
     assert told["sentence"] == "ZeroDivisionError: by zero"
     assert told["exception"].startswith("Traceback")
+
+
+def test_a_reason_is_logged_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    changes = ChangeLogger(logging.getLogger("test"))
+    caplog.set_level(logging.DEBUG)
+    told = [
+        changes.report("a", "waits for b"),
+        changes.report("a", "waits for b"),
+        changes.report("c", "waits for b"),
+        changes.report("a", "waits for d", logging.WARNING),
+        changes.report("a", "waits for b", "error"),
+    ]
+    assert told == [True, False, True, True, True]
+    assert caplog.messages == ["waits for b", "waits for b", "waits for d", "waits for b"]
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO", "WARNING", "ERROR"]
+
+
+def test_a_matter_that_is_settled_is_logged_again_when_it_returns(caplog: pytest.LogCaptureFixture) -> None:
+    changes = ChangeLogger(logging.getLogger("test"))
+    caplog.set_level(logging.INFO)
+    assert [changes.report("a", text) for text in ("", "100 % slow", "", "", "100 % slow")] == [
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert caplog.messages == ["100 % slow", "100 % slow"]
+
+
+def test_the_memory_for_reasons_is_bounded() -> None:
+    changes = ChangeLogger(logging.getLogger("test"))
+    for n in range(CHANGE_KEYS + 1):
+        changes.report(f"key-{n}", "x")
+    assert not changes.report(f"key-{CHANGE_KEYS}", "x")
+    assert changes.report("key-0", "x")
+
+
+def test_configuring_twice_does_not_say_everything_twice(
+    root: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging("a", "b")
+    configure_logging("c", "d", "WARNING")
+    root.info("not this")
+    root.warning("%d of %d", 1, 2)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.endswith("Z W c d: 1 of 2\n")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("level", ["", "LOUD", "info "])
+def test_an_unknown_level_is_refused(root: logging.Logger, level: str) -> None:
+    before = root.handlers[:]
+    with pytest.raises(ConfigError, match="is unknown: choose DEBUG, INFO, WARNING or ERROR"):
+        configure_logging("a", "b", level)
+    assert root.handlers == before

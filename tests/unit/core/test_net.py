@@ -9,14 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.core.errors import ConfigError
-from dips.core.net.addresses import (
-    dialable,
-    format_address,
-    needs_ipv6,
-    parse_address,
-    require_loopback,
-    shown_listening,
-)
+from dips.core.net import addresses
 
 
 @pytest.mark.parametrize(
@@ -30,7 +23,7 @@ from dips.core.net.addresses import (
     ],
 )
 def test_an_address_is_a_host_and_a_port(text: str, address: tuple[str, int]) -> None:
-    assert parse_address(text) == address
+    assert addresses.parse_address(text) == address
 
 
 @pytest.mark.parametrize(
@@ -53,17 +46,17 @@ def test_an_address_is_a_host_and_a_port(text: str, address: tuple[str, int]) ->
 )
 def test_anything_else_is_refused_with_its_name_and_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--master .* is not an address: ") as caught:
-        parse_address(text, "--master")
+        addresses.parse_address(text, "--master")
     assert repr(text) in str(caught.value)
 
 
 @given(st.text(max_size=30))
 def test_no_text_breaks_the_parser(text: str) -> None:
     try:
-        host, port = parse_address(text)
+        host, port = addresses.parse_address(text)
     except ConfigError:
         return
-    assert parse_address(format_address(host, port)) == (host, port)
+    assert addresses.parse_address(addresses.format_address(host, port)) == (host, port)
 
 
 @pytest.mark.parametrize(
@@ -71,14 +64,14 @@ def test_no_text_breaks_the_parser(text: str) -> None:
     [("0.0.0.0:5", "127.0.0.1:5"), ("[::]:5", "[::1]:5"), ("10.0.0.1:5", "10.0.0.1:5"), ("localhost:5", "localhost:5")],
 )
 def test_a_wildcard_is_reached_by_the_loopback(bound: str, here: str) -> None:
-    assert dialable(bound) == here
+    assert addresses.dialable(bound) == here
 
 
 @pytest.mark.parametrize(
     "address", ["127.0.0.1:0", "127.0.0.1", "localhost:80", "[::1]:80", "[::1]", "::1", "tcp://127.0.0.1:5"]
 )
 def test_this_machine_is_served(address: str) -> None:
-    require_loopback(address, "listen")
+    addresses.require_loopback(address, "listen")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +79,7 @@ def test_this_machine_is_served(address: str) -> None:
 )
 def test_another_machine_is_refused_with_the_reason(address: str) -> None:
     with pytest.raises(ConfigError, match=r"^listen is .* not a loopback address: .*, or use 127\.0\.0\.1$"):
-        require_loopback(address, "listen")
+        addresses.require_loopback(address, "listen")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +91,7 @@ def test_another_machine_is_refused_with_the_reason(address: str) -> None:
     ],
 )
 def test_a_process_that_listens_on_all_addresses_says_so(listen: str, dialled: str, text: str) -> None:
-    assert shown_listening(listen, dialled) == text
+    assert addresses.shown_listening(listen, dialled) == text
 
 
 @pytest.mark.parametrize(
@@ -119,6 +112,6 @@ def test_a_name_is_dialled_over_ipv6_where_it_has_nothing_else(
         return [(family, socket.SOCK_STREAM, 6, "", ()) for family in families]
 
     monkeypatch.setattr(socket, "getaddrinfo", answered)
-    assert needs_ipv6("tcp://slave-0.example.org:29500") is wanted
-    assert needs_ipv6("tcp://[2001:db8::7]:29500")
-    assert not needs_ipv6("tcp://192.0.2.7:29500")
+    assert addresses.needs_ipv6("tcp://slave-0.example.org:29500") is wanted
+    assert addresses.needs_ipv6("tcp://[2001:db8::7]:29500")
+    assert not addresses.needs_ipv6("tcp://192.0.2.7:29500")

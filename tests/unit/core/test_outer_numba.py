@@ -3,7 +3,7 @@ placement."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -31,55 +31,45 @@ def _compiled() -> None:
     outer_numba.warm_up()
 
 
+def both(shard: Shard, k: int, twin: Any, call: Callable[..., Any], outputs: Callable[[], Any] | None = None) -> None:
+    """call: of a module, the slots, their weights and the outputs."""
+    drawn, results = random_slots(k, k, len(shard.staging)), []
+    for module in (outer_numpy, twin):
+        written = (outputs or shard.outputs)()
+        results.append((*written, call(module, *drawn, *written)))
+    (theta, momentum, bad), (found_theta, found_momentum, found_bad) = results
+    assert_same_bits(found_theta, theta)
+    assert_same_bits(found_momentum, momentum)
+    assert found_bad == bad
+
+
 def both_steps(
     shard: Shard, k: int, start: int, stop: int, scale: float = 0.4, weight: float = 1.0, twin: Any = outer_numba
 ) -> None:
-    slots, weights = random_slots(k, k, len(shard.staging))
-    results = []
-    for module in (outer_numpy, twin):
-        theta, momentum = shard.outputs()
-        bad = module.outer_step(
-            *(shard.theta, shard.momentum, shard.staging, slots, weights),
-            *(scale, 0.7, 0.8, 0.75, weight, theta, momentum, start, stop),
-        )
-        results.append((theta, momentum, bad))
-    assert_same_bits(results[1][0], results[0][0])
-    assert_same_bits(results[1][1], results[0][1])
-    assert results[1][2] == results[0][2]
+    def step(module: Any, slots: Any, weights: F32, *written: F32) -> Any:
+        inputs = (shard.theta, shard.momentum, shard.staging, slots, weights)
+        return module.outer_step(*inputs, scale, 0.7, 0.8, 0.75, weight, *written, start, stop)
 
-
-def memory_of(n: int, offset: int) -> F32:
-    """n elements, the first of them `offset` elements behind the beginning of a line of the cache."""
-    return zeros(n + offset)[offset:]
+    both(shard, k, twin, step)
 
 
 def both_steps_of_chunks(shard: Shard, k: int, edges: Sequence[int], offset: int = 0, twin: Any = outer_numba) -> None:
     """offset: elements by which the outputs begin beside a line of the cache."""
-    slots, weights = random_slots(k, k, len(shard.staging))
-    n, at = len(shard.theta), np.array(edges, np.int64)
-    results = []
-    for module in (outer_numpy, twin):
-        theta, momentum = (memory_of(n, offset) for _ in range(2))
-        bad, checksums = module.step_chunks(
-            *(shard.theta, shard.momentum, shard.staging, slots, weights, 0.4, 0.7, 0.8, 0.75, 0.5, theta, momentum, at)
-        )
+
+    def step(module: Any, slots: Any, weights: F32, theta: F32, momentum: F32) -> Any:
+        inputs = (shard.theta, shard.momentum, shard.staging, slots, weights, 0.4, 0.7, 0.8, 0.75, 0.5)
+        bad, checksums = module.step_chunks(*inputs, theta, momentum, np.array(edges, np.int64))
         assert checksums.tolist() == [checksum(theta[a:b]) for a, b in pairwise(edges)]
-        results.append((theta, momentum, bad))
-    assert_same_bits(results[1][0], results[0][0])
-    assert_same_bits(results[1][1], results[0][1])
-    assert results[1][2] == results[0][2]
+        return bad
+
+    both(shard, k, twin, step, lambda: [zeros(len(shard.theta) + offset)[offset:] for _ in range(2)])
 
 
 def both_averages(shard: Shard, k: int, start: int, stop: int, share: float = 0.3, twin: Any = outer_numba) -> None:
-    slots, weights = random_slots(k, k, len(shard.staging))
-    results = []
-    for module in (outer_numpy, twin):
-        theta, momentum = shard.outputs()
-        bad = module.average_step(shard.theta, shard.staging, slots, weights, share, theta, momentum, start, stop)
-        results.append((theta, momentum, bad))
-    assert_same_bits(results[1][0], results[0][0])
-    assert_same_bits(results[1][1], results[0][1])
-    assert results[1][2] == results[0][2]
+    def step(module: Any, slots: Any, weights: F32, *written: F32) -> Any:
+        return module.average_step(shard.theta, shard.staging, slots, weights, share, *written, start, stop)
+
+    both(shard, k, twin, step)
 
 
 def both_grams(shard: Shard, k: int, start: int, stop: int, twin: Any = outer_numba) -> None:
@@ -166,16 +156,6 @@ def test_edges_of_chunks_that_do_not_fit_are_refused() -> None:
                     *(shard.theta, shard.momentum, shard.staging, one, weights, 1.0, 1.0, 0.0, 0.0, 1.0),
                     *(theta, momentum, np.array(edges, np.int64)),
                 )
-
-
-@given(values=st.lists(st.floats(width=32), min_size=1, max_size=80), seed=st.integers(0, 2**20))
-def test_any_float32_values(values: list[float], seed: int) -> None:
-    """Bit patterns that hypothesis thinks of: each array is a shuffle of them."""
-    rng = np.random.default_rng(seed)
-    pool = np.array(values, np.float32)
-    shard = Shard(rng.permutation(pool), rng.permutation(pool), np.stack([rng.permutation(pool) for _ in range(3)]))
-    both_steps(shard, 3, 0, len(values))
-    both_grams(shard, 3, 0, len(values))
 
 
 @pytest.mark.parametrize("special", [False, True])

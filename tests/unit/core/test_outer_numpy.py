@@ -270,9 +270,6 @@ def test_a_seed_that_does_not_fit_is_refused() -> None:
         outer_numpy.seed_step(np.zeros((1, 4), np.float32), 1, good, good.copy(), 0, 4)
 
 
-# ---- averaged buffers ----
-
-
 def averaged(theta: F32, rows: F32, weights: list[float], share: float) -> F32:
     out, momentum = np.full_like(theta, 7.0), np.full_like(theta, 7.0)
     slots, w = np.arange(len(rows)), np.array(weights, np.float32)

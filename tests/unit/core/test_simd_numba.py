@@ -9,57 +9,46 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.core.math.simd_numba import (
-    address,
-    atomic_add,
-    atomic_get,
-    compiled,
-    mulhi_fold,
-    peek8,
-    peek32,
-    peek64,
-    poke8,
-    poke64,
-)
+from dips.core.math import simd_numba
 
 WORD = 0xF1E2D3C4B5A69788
 
 
-@compiled
+@simd_numba.compiled
 def peeked(at: int) -> tuple[int, int, int]:
-    return peek8(at), peek32(at), peek64(at)
+    return simd_numba.peek8(at), simd_numba.peek32(at), simd_numba.peek64(at)
 
 
-@compiled
+@simd_numba.compiled
 def poked(at: int, low: int, high: int) -> None:
-    poke8(at, np.uint64(low))
-    poke64(at + 1, np.uint64(high))
+    simd_numba.poke8(at, np.uint64(low))
+    simd_numba.poke64(at + 1, np.uint64(high))
 
 
-@compiled
+@simd_numba.compiled
 def counted(at: int, n: int) -> int:
     last = 0
     for _ in range(n):
-        last = atomic_add(at, 3)
+        last = simd_numba.atomic_add(at, 3)
     return last
 
 
-@compiled
+@simd_numba.compiled
 def counter(at: int) -> int:
-    found: int = atomic_get(at)
+    found: int = simd_numba.atomic_get(at)
     return found
 
 
-@compiled
+@simd_numba.compiled
 def folded(a: int, b: int) -> int:
-    found: int = mulhi_fold(np.uint64(a), np.uint64(b))
+    found: int = simd_numba.mulhi_fold(np.uint64(a), np.uint64(b))
     return found
 
 
 @pytest.mark.parametrize("shift", range(9))
 def test_memory_is_read_and_written_at_any_address_and_nowhere_else(shift: int) -> None:
     memory = np.full(32, 7, np.uint8)
-    at = address(memory) + shift
+    at = simd_numba.address(memory) + shift
     poked(at, 0x1FF, WORD)
     wanted = b"\xff" + WORD.to_bytes(8, "little")
     assert memory.tobytes() == bytes([7]) * shift + wanted + bytes([7]) * (32 - shift - len(wanted))
@@ -68,13 +57,13 @@ def test_memory_is_read_and_written_at_any_address_and_nowhere_else(shift: int) 
 
 def test_threads_that_count_at_once_lose_nothing() -> None:
     place = np.zeros(1, np.int64)
-    threads = [threading.Thread(target=counted, args=(address(place), 20_000)) for _ in range(4)]
+    threads = [threading.Thread(target=counted, args=(simd_numba.address(place), 20_000)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert counter(address(place)) == place[0] == 3 * 4 * 20_000
-    assert counted(address(place), 1) == 3 * 4 * 20_000, "the value before"
+    assert counter(simd_numba.address(place)) == place[0] == 3 * 4 * 20_000
+    assert counted(simd_numba.address(place), 1) == 3 * 4 * 20_000, "the value before"
 
 
 @given(a=st.integers(0, 2**64 - 1), b=st.integers(0, 2**64 - 1))

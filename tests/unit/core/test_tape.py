@@ -1,9 +1,8 @@
-"""The tape holds every event in full up to a kill; the log says a reason once."""
+"""The tape holds every event in full up to a kill."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import resource
 import threading
@@ -17,7 +16,6 @@ import pytest
 from dips.core.clock import ManualClock
 from dips.core.errors import ConfigError, FatalError, RefusalCode
 from dips.core.ids import Version
-from dips.core.observe.logs import CHANGE_KEYS, ChangeLogger, configure_logging
 from dips.core.observe.tape import Tape, read_chained, read_tape
 
 
@@ -130,7 +128,6 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 @contextmanager
 def room_for(path: Path, more_bytes: int) -> Iterator[None]:
-    """No file may grow past the tape's size and so many bytes: what a full disk does to it."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + more_bytes, limits[1]))
     try:
@@ -174,7 +171,6 @@ def test_a_damaged_tape_is_named_with_its_line(path: Path) -> None:
 
 
 def written(path: Path, count: int = 4) -> list[bytes]:
-    """A tape of two lives of a process, as lines."""
     for life in range(2):
         with Tape(path, "r", "n", ManualClock()) as tape:
             for number in range(count // 2):
@@ -210,73 +206,3 @@ def test_lines_of_a_release_without_digests_are_read_and_told_apart(path: Path) 
     path.write_bytes(path.read_bytes() + old[0])
     with pytest.raises(ConfigError, match=r"line 4 of tape .* is not an event"):
         list(read_tape(path))
-
-
-# ---- the log ----
-
-
-@pytest.fixture
-def root() -> Iterator[logging.Logger]:
-    """The root logger, put back afterwards as pytest had it."""
-    logger = logging.getLogger()
-    handlers, level = logger.handlers[:], logger.level
-    yield logger
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
-
-
-def test_a_reason_is_logged_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
-    changes = ChangeLogger(logging.getLogger("test"))
-    caplog.set_level(logging.DEBUG)
-    told = [
-        changes.report("a", "waits for b"),
-        changes.report("a", "waits for b"),
-        changes.report("c", "waits for b"),
-        changes.report("a", "waits for d", logging.WARNING),
-        changes.report("a", "waits for b", "error"),
-    ]
-    assert told == [True, False, True, True, True]
-    assert caplog.messages == ["waits for b", "waits for b", "waits for d", "waits for b"]
-    assert [record.levelname for record in caplog.records] == ["INFO", "INFO", "WARNING", "ERROR"]
-
-
-def test_a_matter_that_is_settled_is_logged_again_when_it_returns(caplog: pytest.LogCaptureFixture) -> None:
-    changes = ChangeLogger(logging.getLogger("test"))
-    caplog.set_level(logging.INFO)
-    assert [changes.report("a", text) for text in ("", "100 % slow", "", "", "100 % slow")] == [
-        False,
-        True,
-        False,
-        False,
-        True,
-    ]
-    assert caplog.messages == ["100 % slow", "100 % slow"]
-
-
-def test_the_memory_for_reasons_is_bounded() -> None:
-    changes = ChangeLogger(logging.getLogger("test"))
-    for n in range(CHANGE_KEYS + 1):
-        changes.report(f"key-{n}", "x")
-    assert not changes.report(f"key-{CHANGE_KEYS}", "x")
-    assert changes.report("key-0", "x")
-
-
-def test_configuring_twice_does_not_say_everything_twice(
-    root: logging.Logger, capsys: pytest.CaptureFixture[str]
-) -> None:
-    configure_logging("a", "b")
-    configure_logging("c", "d", "WARNING")
-    root.info("not this")
-    root.warning("%d of %d", 1, 2)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.endswith("Z W c d: 1 of 2\n")
-    assert captured.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("level", ["", "LOUD", "info "])
-def test_an_unknown_level_is_refused(root: logging.Logger, level: str) -> None:
-    before = root.handlers[:]
-    with pytest.raises(ConfigError, match="is unknown: choose DEBUG, INFO, WARNING or ERROR"):
-        configure_logging("a", "b", level)
-    assert root.handlers == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,8 +18,10 @@ from dips.core.layout import Layout, Parameter
 from dips.core.messages import PlacementSpec, Refusal, SlaveAddress
 from dips.core.net.data_header import MAX_MISSING, MissingChunk
 from dips.core.net.transfer import (
+    TURNED_AWAY_S,
     PullTransfer,
     PushTransfer,
+    Reconnect,
     SlaveRequest,
     Transfer,
     TransferSettings,
@@ -40,7 +43,6 @@ def shares() -> dict[str, list[Chunk]]:
 
 
 def sum_of(chunk: Chunk) -> int:
-    """A chunk's checksum, as both ends compute it."""
     return hash((chunk.block_id, chunk.offset_bytes)) & 0xFFFF
 
 
@@ -347,13 +349,6 @@ def test_a_share_with_another_digest_is_fetched_again_and_then_refused() -> None
     assert sum(a.slave == "s0" for a in network.asks) == len(shares()["s0"])
 
 
-def test_parts_of_shares_have_no_digest_of_their_own() -> None:
-    transfer = PullTransfer(shares(), None, SETTINGS, 0.0, arrays=arrays)
-    Network(transfer).run()
-    assert transfer.done
-    assert all(transfer.columns.chunks.moved)
-
-
 def test_late_and_unasked_answers_change_nothing() -> None:
     transfer = push()
     asks = [a for a in transfer.actions(0.0) if isinstance(a, SlaveRequest)]
@@ -381,3 +376,69 @@ def test_no_progress_ends_a_transfer_with_the_last_reason() -> None:
     network.run()
     assert transfer.failure == "no progress for 5 s: slave s0 refuses: no room" or "s1" in transfer.failure
     assert 5.0 <= network.now_s < 6.0
+
+
+WHY = "slave s0 does not know this key"
+
+
+@pytest.fixture(params=[push, pull])
+def transfer(request: pytest.FixtureRequest) -> Transfer:
+    made: Transfer = request.param()
+    return made
+
+
+def asked(transfer: Transfer, now_s: float) -> tuple[list[str], list[str]]:
+    actions = transfer.actions(now_s)
+    again = [action.slave for action in actions if isinstance(action, Reconnect)]
+    return again, sorted({action.slave for action in actions if isinstance(action, SlaveRequest)})
+
+
+def test_what_was_asked_is_asked_again_over_a_new_connection(transfer: Transfer) -> None:
+    assert asked(transfer, 0.0) == ([], ["s0", "s1"])
+    transfer.turned_away("s0", WHY, 0.1)
+    pause_s = transfer.next_deadline_s() - 0.1
+    assert 0 < pause_s < 0.1
+    again, asks = asked(transfer, 0.1)
+    assert (again, "s0" in asks) == ([], False)
+    again, asks = asked(transfer, 0.1 + pause_s)
+    assert (again, "s0" in asks) == (["s0"], True)
+    assert asked(transfer, 0.1 + pause_s)[0] == [], "once for each time"
+
+
+def test_the_other_slaves_go_on(transfer: Transfer) -> None:
+    asked(transfer, 0.0)
+    windows = transfer.columns.flow.windows
+    in_flight = windows.n_in_flight[1]
+    assert in_flight
+    transfer.turned_away("s0", WHY, 0.1)
+    assert (windows.n_in_flight[0], windows.n_in_flight[1]) == (0, in_flight)
+
+
+def test_pauses_grow_and_after_a_second_the_master_is_asked(transfer: Transfer) -> None:
+    now_s, times = 0.0, []
+    while not transfer.failure:
+        transfer.actions(now_s)
+        transfer.turned_away("s0", WHY, now_s)
+        times.append(now_s)
+        assert now_s <= 3 * TURNED_AWAY_S
+        now_s = max(transfer.next_deadline_s(), transfer.columns.lanes.resume_at_s[0])
+    pauses = [after - before for before, after in itertools.pairwise(times)]
+    assert pauses == sorted(pauses)
+    assert TURNED_AWAY_S <= times[-1] <= 3 * TURNED_AWAY_S
+    assert transfer.failure == WHY
+
+
+def test_an_answer_ends_the_count(transfer: Transfer) -> None:
+    asked(transfer, 0.0)
+    transfer.turned_away("s0", WHY, 0.1)
+    again_s = transfer.next_deadline_s()
+    request = next(a.request for a in transfer.actions(again_s) if isinstance(a, SlaveRequest) and a.slave == "s0")
+    transfer.refused("s0", request, Refusal(RefusalCode.BUSY, "starting", 0.1), again_s)
+    transfer.turned_away("s0", WHY, again_s + 2 * TURNED_AWAY_S)
+    assert not transfer.failure
+
+
+def test_a_push_of_somebody_else_is_for_the_master_to_settle(transfer: Transfer) -> None:
+    request = next(a.request for a in transfer.actions(0.0) if isinstance(a, SlaveRequest))
+    transfer.refused("s0", request, Refusal(RefusalCode.KEY, "not yours"), 0.1)
+    assert "not yours" in transfer.failure

@@ -72,7 +72,6 @@ def share_of(chunks: Sequence[Chunk]) -> Share:
 
 
 def shares_by(owners: Sequence[int], n_ranks: int) -> list[Share]:
-    """owners: the rank that owns each chunk."""
     return [share_of([c for c, owner in zip(CHUNKS, owners, strict=True) if owner == rank]) for rank in range(n_ranks)]
 
 
@@ -113,8 +112,6 @@ class Slave:
 
 
 class Cluster:
-    """Ranks that push their shares to these slaves over a bad network."""
-
     def __init__(self, owners: Sequence[int], n_ranks: int, n_slaves: int, seed: int = 0, loss: float = 0.0) -> None:
         self.random, self.loss, self.jitter, self.now_s = random.Random(seed), loss, 1.0, 0.0
         self.placement = placement_over(n_slaves)
@@ -141,7 +138,6 @@ class Cluster:
         return PushTransfer(shares, SETTINGS, self.now_s, is_share=True, arrays=arrays)
 
     def attempt(self, ranks: Sequence[int], *, arrays: bool = False) -> dict[int, PushTransfer]:
-        """One transfer of each of these ranks, until all have ended."""
         transfers = {rank: self.transfer(rank, arrays=arrays) for rank in ranks}
         while running := [rank for rank, t in transfers.items() if not (t.done or t.failure)]:
             for rank in running:
@@ -278,14 +274,6 @@ def test_a_later_attempt_sends_only_what_is_missing(
         assert sum(slave.carried_bytes for slave in progress) == sum(c.length_bytes for c in own - held)
 
 
-def test_a_rank_that_owns_nothing_is_done_at_once() -> None:
-    world = Cluster([0] * len(CHUNKS), 2, 2)
-    transfer = world.transfer(1, arrays=False)
-    assert transfer.done
-    assert transfer.actions(0.0) == []
-    assert transfer.known() == {}
-
-
 def test_a_query_begins_at_the_first_chunk_that_may_be_lacking() -> None:
     """Rank 1 owns the last chunks of the only slave: it never asks for what comes before."""
     n_own = 7
@@ -326,9 +314,6 @@ def test_chunks_of_others_in_an_answer_are_left_to_them() -> None:
     transfer.missing("s0", ask.request, others, False, 0.1)
     assert transfer.done
     assert transfer.moved()["s0"].resumed_bytes == FLOAT32_BYTES * own.n_elems
-
-
-# ---- pulls, digests, order ----
 
 
 @settings(max_examples=40)

@@ -16,7 +16,6 @@ Hooked = tuple[type[BaseException], BaseException, TracebackType | None]
 
 @pytest.fixture
 def former(monkeypatch: pytest.MonkeyPatch) -> list[Hooked]:
-    """What reached the hook that was there before."""
     seen: list[Hooked] = []
     monkeypatch.setattr(sys, "excepthook", lambda *what: seen.append(what))
     end_with_one_sentence()
@@ -24,7 +23,6 @@ def former(monkeypatch: pytest.MonkeyPatch) -> list[Hooked]:
 
 
 def leave_uncaught(error: BaseException) -> None:
-    """As the interpreter does with what was not caught."""
     try:
         raise error
     except BaseException as caught:

@@ -25,7 +25,6 @@ def test_the_durable_text_says_the_same(frozen: tuple[TensorDigest, ...], buffer
 
 
 def test_the_text_of_a_large_model_is_short() -> None:
-    """Every entry of the journal holds it."""
     rows = [TensorDigest(f"model.layers.{n // 9}.mlp.experts.{n % 9}.weight", n * 2**40 + n) for n in range(20_000)]
     assert len(Untrained(tuple(rows)).to_text()) < 30 * len(rows)
 

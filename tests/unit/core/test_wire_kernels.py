@@ -178,9 +178,6 @@ def test_arguments_that_do_not_fit_are_refused(module: object) -> None:
         module.keep_residual(Codec.INT8, x, x, np.zeros(65, np.float32))  # type: ignore[attr-defined]
 
 
-# ---- published versions ----
-
-
 def published_twice(codec: Codec, now: F32, base: F32, residual: U8, twin: Any = wire_numba) -> tuple[F32, U8, U8, int]:
     """What both twins publish, once they agree: the version, its difference, the next residual, elements not finite."""
     results = []

@@ -28,7 +28,6 @@ BODY = prepare_of(R2, V1, PUSHES, V0, weights=(0.3, 0.7), scale=0.5)
 
 
 def memory_of(slave: str, *slaves: str) -> ShardMemory:
-    """A slave's memory at THETA and MOMENTUM with X in row 2 and Y in row 0."""
     placement = placement_over(*slaves)
     memory = ShardMemory(placement.blocks_of(SlaveId(slave), LAYOUT), 1024, 3, 1 << 20)
     memory.momentum[:] = shard_of(MOMENTUM, placement, slave)
@@ -68,7 +67,6 @@ SLOTS = 4
 
 
 def big_memory(seed: int) -> tuple[ShardMemory, F32]:
-    """Four staging rows with an element that is not finite, and theta."""
     rng = np.random.default_rng(seed)
     memory = ShardMemory(BIG.blocks, CHUNK_BYTES, SLOTS, 100 << 20)
     memory.staging[:] = rng.standard_normal(memory.staging.shape)
@@ -170,8 +168,6 @@ def test_a_slave_without_blocks_measures_and_prepares_nothing() -> None:
     assert calculation.directions(memory, V0, nothing, [2, 0], [V0, V0]) == (0.0,) * 10
     assert calculation.prepare(memory, nothing, nothing, BODY, [2, 0]) == []
 
-
-# ---- averaged buffers ----
 
 BUFFERED = Layout(
     (

@@ -36,8 +36,6 @@ def welcome(epoch: int) -> SlaveCommand:
 
 
 class Ended(grpc.RpcError):
-    """How a call ends on the caller's side."""
-
     def __init__(self, status: grpc.StatusCode, refusal: Refused | None = None) -> None:
         self._status, self._refusal = status, refusal
 
@@ -56,8 +54,6 @@ def refused(code: RefusalCode, retry_after_s: float = 0.0) -> Ended:
 
 
 class Stream:
-    """One call of Attach. `heard`: what the slave wrote; `say`: commands, or an error, or EOF as the end."""
-
     def __init__(self) -> None:
         self.heard: asyncio.Queue[SlaveMessage] = asyncio.Queue()
         self._said: asyncio.Queue[object] = asyncio.Queue()
@@ -86,8 +82,6 @@ class Stream:
 
 
 class Shell:
-    """The real state machine; the effects that concern the stream are carried out."""
-
     def __init__(self) -> None:
         self.state = SlaveBench().state
         self.seen: list[events.Event] = []
@@ -116,7 +110,6 @@ class Shell:
         self.n_beats += 1
 
     def ends(self) -> list[str]:
-        """Why streams have ended."""
         return [event.why for event in self.seen if isinstance(event, events.Unlinked)]
 
 
@@ -128,8 +121,6 @@ class Data:
 
 
 class Master:
-    """Streams in their order; the next one opens when the slave attaches."""
-
     def __init__(self) -> None:
         self.shell, self.data = Shell(), Data()
         self.streams: asyncio.Queue[Stream] = asyncio.Queue()

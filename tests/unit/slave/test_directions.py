@@ -28,7 +28,6 @@ def memory_of(staging: F32) -> ShardMemory:
 
 
 def keep(memory: ShardMemory, version: Version, theta: F32) -> None:
-    """Measure a push from nowhere."""
     assert np.isnan(directions(memory, version, theta, [0], [None])).all()
 
 

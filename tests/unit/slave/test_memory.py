@@ -35,7 +35,6 @@ def stated(pins: int) -> int:
 
 
 def publish(memory: ShardMemory, v: int) -> ThetaBuffer:
-    """One round: write v everywhere in the shadow, flip, and let the data port follow."""
     buffer = memory.take()
     buffer.theta.fill(v)
     memory.next_momentum.fill(-v)
@@ -132,9 +131,6 @@ def test_a_second_shadow_is_a_bug() -> None:
     memory.take()
     with pytest.raises(LocalProtocolError, match="second shadow"):
         memory.take()
-
-
-# ---- in files ----
 
 
 @pytest.mark.parametrize("which", ["stagings", "versions"])

@@ -44,7 +44,6 @@ def disk() -> Iterator[ThreadPoolExecutor]:
 
 
 def mover_of(ring: Ring, disk: ThreadPoolExecutor, body: MoveBlocks = MOVE) -> Mover:
-    """Of slave s0, which has every block in memory."""
     memory = ShardMemory(LAYOUT.blocks, 1024, 2, 1 << 20)
     memory.take().theta[:] = THETA
     memory.next_momentum[:] = MOMENTUM

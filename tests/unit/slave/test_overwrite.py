@@ -24,15 +24,12 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pages() -> memoryview:
-    """Memory that begins with a page, with bytes that tell one place from another."""
     view = memoryview(mmap.mmap(-1, 1 << 16))
     view[:] = (np.arange(1 << 16) % 251).astype(np.uint8).data
     return view
 
 
 class Writes:
-    """Counts the bytes that go each way. refuse: the error of the direct way."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refuse: int = 0, most: int = 1 << 30) -> None:
         self.direct: list[int] = []
         self.plain: list[int] = []

@@ -30,9 +30,6 @@ CHUNKS = chunks_of(BLOCKS, CHUNK_BYTES)
 NAMES = sorted(name for name, codec in WIRE_DTYPES.items() if codec in DIFFERENCES)
 
 
-# ---- computing ----
-
-
 @pytest.mark.parametrize("pull_wire", NAMES)
 def test_a_version_is_the_references_rounded_step(pull_wire: str) -> None:
     shard = Shard(pull_wire)
@@ -75,9 +72,6 @@ def test_a_difference_that_overflows_is_refused() -> None:
     assert refused.value.code is RefusalCode.NONFINITE
 
 
-# ---- memory ----
-
-
 @pytest.mark.parametrize("pins", [0, 2])
 @pytest.mark.parametrize("pull_wire", NAMES)
 def test_exactly_the_stated_memory_is_enough(pull_wire: str, pins: int) -> None:
@@ -102,9 +96,6 @@ def test_settings_that_cannot_be_are_refused() -> None:
         check_memory(buffers.blocks, body, Settings(pull_wire="int8"), 1 << 30)
     assert refused.value.code is RefusalCode.CONFIG
     check_memory(buffers.blocks, body, Settings(), 1 << 30)
-
-
-# ---- snapshots ----
 
 
 def ring_at(directory: Path) -> Ring:
@@ -149,12 +140,7 @@ def test_a_shard_that_moves_has_a_residual_of_zeros(tmp_path: Path) -> None:
     assert not residual.any()
 
 
-# ---- the data port ----
-
-
 class Served:
-    """A data port over a shard, and a reader who is at version `base`."""
-
     def __init__(self, pull_wire: str) -> None:
         self.shard = Shard(pull_wire)
         self.codec = WIRE_DTYPES[pull_wire]

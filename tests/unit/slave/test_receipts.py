@@ -42,8 +42,6 @@ def push_id(row: int) -> PushId:
 
 
 class Port:
-    """A data port with an open push in every row."""
-
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.chunk_bytes = chunk_bytes
         self.port = DataPort("run", lambda staged: None)
@@ -81,7 +79,6 @@ class Port:
 
 
 def sums(version: Version, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Piece sums, block by block, by the reference."""
     parts = []
     for block in BLOCKS:
         part = slice(block.start_elem, block.stop_elem)
@@ -139,8 +136,6 @@ def test_products_of_another_pair_that_lands_while_they_are_read_are_not_taken_f
     known, landed = port.known(), list[int]()
 
     class Landing(np.ndarray):
-        """Push 3 lands right after a row was read."""
-
         def __getitem__(self, key: Any) -> Any:
             found = np.array(super().__getitem__(key))
             if isinstance(key, int) and not landed:

@@ -27,7 +27,6 @@ def info(v: int, timeline: int = 1, n: int | None = None, digest: int | None = N
 
 
 def arrays(what: SnapshotInfo) -> tuple[np.ndarray, np.ndarray]:
-    """Every digest has its own bytes."""
     rng = np.random.default_rng(list(what.digest))
     return rng.standard_normal(N).astype(np.float32), rng.standard_normal(N).astype(np.float32)
 
@@ -42,8 +41,6 @@ def record_of(what: SnapshotInfo) -> bytes:
 
 @dataclass
 class Said:
-    """What a slave has told its master when the power is lost; all of it must still be true."""
-
     committed: dict[Key, SnapshotInfo] = field(default_factory=dict)
     shadow: SnapshotInfo | None = None
     under_way: SnapshotInfo | None = None
@@ -53,8 +50,6 @@ class Said:
 
 
 class Life:
-    """Commands of a master, carried out on a ring, and what was answered."""
-
     def __init__(self, disk: CrashDisk) -> None:
         self.said = Said()
         self.ring = Ring(disk, "run", "s0", KEPT)
@@ -181,8 +176,6 @@ def test_a_version_that_leaves_is_never_named_by_a_manifest_while_its_file_chang
     ]
 
 
-# ---- rollback ----
-
 ORIGIN = info(3, n=51)
 NAMED = replace(info(3, timeline=7, n=1), digest=ORIGIN.digest)
 LOST = (info(4, n=52), info(5, n=53))
@@ -204,7 +197,6 @@ def roll_back(ring: Ring) -> SnapshotInfo:
 
 
 def before_rollback() -> Image:
-    """1:3 and 1:4 committed, and a shadow of 1:5."""
     disk = CrashDisk()
     rounds(Life(disk))
     (image,) = disk.images()
@@ -256,9 +248,6 @@ def test_a_rolled_back_snapshot_can_be_rolled_back_again() -> None:
     found = found_on(disk.images()[0])
     assert again in found.infos()
     assert again.version == Version(9, 3)
-
-
-# ---- the promise ----
 
 
 def test_a_promise_that_was_said_is_never_lost() -> None:

@@ -31,7 +31,6 @@ def ring_on(disk: CrashDisk) -> Ring:
 
 
 def start(ring: Ring, n: int = 4) -> None:
-    """Two committed versions on three files."""
     ring.make(n)
     for what in (replace(OLD, version=Version(1, 2), round=RoundId(1, 3)), OLD):
         ring.write_shadow(what, *arrays(n, what.round.n))
@@ -39,7 +38,6 @@ def start(ring: Ring, n: int = 4) -> None:
 
 
 def stream(ring: Ring, n: int) -> None:
-    """Both tensors in pieces, as blocks come."""
     opened = ring.begin_stream(NEW, n)
     for tensor in arrays(n, 9):
         data = bytes_of(tensor)

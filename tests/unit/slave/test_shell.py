@@ -15,44 +15,12 @@ import pytest
 from support.slave_bench import commit
 from support.slave_wire import LAYOUT, RUN, configure_for, open_staging, placement_over, prepare_of, push_id
 
+from dips.core import messages
 from dips.core.chunks import checksum, chunks_of, digest_of_array
 from dips.core.clock import ManualClock
 from dips.core.errors import ConfigError, DipsError, FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.math.outer_numpy import gram, outer_step
-from dips.core.messages import (
-    AbortRound,
-    Allow,
-    AllowedKey,
-    CloseStaging,
-    CommandBody,
-    Commit,
-    CommitRecord,
-    ConfigureRefused,
-    Flipped,
-    Hello,
-    KeyRole,
-    ListShard,
-    Measure,
-    Measured,
-    MoveBlocks,
-    Prepared,
-    Promised,
-    Ready,
-    Retain,
-    RoundRefused,
-    SendCommitRecord,
-    Settings,
-    ShardList,
-    SlaveBeat,
-    SlaveCommand,
-    SlaveHello,
-    SlaveMessage,
-    Staged,
-    StagedPush,
-    StopSlave,
-    Welcome,
-)
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.observe.tape import Tape, read_tape
 from dips.core.wire import Codec
@@ -67,7 +35,7 @@ from dips.slave.state.slave import SlaveMachine
 
 B = TypeVar("B")
 CHUNK_BYTES = 1024
-SETTINGS = Settings(chunk_bytes=CHUNK_BYTES)
+SETTINGS = messages.Settings(chunk_bytes=CHUNK_BYTES)
 PLACEMENT = placement_over("s0")
 BLOCKS = list(LAYOUT.blocks)
 V0, V1, V2 = (Version(1, v) for v in range(3))
@@ -85,10 +53,10 @@ class Data:
 
     def __init__(self, staged: Callable[[events.PushStaged], None]) -> None:
         self.port = DataPort(RUN, staged)
-        self.allowed: Sequence[AllowedKey] = ()
+        self.allowed: Sequence[messages.AllowedKey] = ()
         self.reading: asyncio.Queue[Callable[[], None]] | None = None
         """When there is one: what waits until the port reads older versions no more."""
-        self.away, self.last_refusal = SlaveBeat(), ""
+        self.away, self.last_refusal = messages.SlaveBeat(), ""
         for name in ("set_epoch", "open", "close", "close_all", "known"):
             setattr(self, name, getattr(self.port, name))
 
@@ -105,17 +73,15 @@ class Data:
         else:
             self.reading.put_nowait(done)
 
-    def set_allowed(self, keys: Sequence[AllowedKey]) -> None:
+    def set_allowed(self, keys: Sequence[messages.AllowedKey]) -> None:
         self.allowed = keys
 
-    def beat(self) -> SlaveBeat:
+    def beat(self) -> messages.SlaveBeat:
         return self.away
 
 
 class Slave:
-    """A slave without sockets: `tell` says a master's command, `hear` awaits the next answer."""
-
-    def __init__(self, directory: Path, settings: Settings, clock: ManualClock) -> None:
+    def __init__(self, directory: Path, settings: messages.Settings, clock: ManualClock) -> None:
         self.store = SnapshotStore(directory, RUN, "s0", 3)
         self.problems = self.store.scan()
         self.tape_file = directory.parent / "s0.tape.jsonl"
@@ -128,21 +94,21 @@ class Slave:
         self.shell = SlaveShell(
             state, "s0", 1 << 20, self.store, cast(DataServer, self.data), self.tape, clock, evidence, compute_threads=1
         )
-        self.heard: asyncio.Queue[SlaveMessage] = asyncio.Queue()
+        self.heard: asyncio.Queue[messages.SlaveMessage] = asyncio.Queue()
         self.closed: list[str] = []
         self.shell.send, self.shell.close_link = self.heard.put_nowait, self.closed.append
         self.settings, self.epoch = settings, 1
 
-    def tell(self, body: CommandBody) -> None:
+    def tell(self, body: messages.CommandBody) -> None:
         incarnation = Incarnation(self.epoch, 1)
-        self.shell.handle(events.Commanded(SlaveCommand(RUN, self.epoch, incarnation, "cause", body)))
+        self.shell.handle(events.Commanded(messages.SlaveCommand(RUN, self.epoch, incarnation, "cause", body)))
 
     async def hear(self, kind: type[B]) -> B:
         message = await asyncio.wait_for(asyncio.shield(self._next()), 60)
         assert isinstance(message.body, kind), message.body
         return message.body
 
-    async def _next(self) -> SlaveMessage:
+    async def _next(self) -> messages.SlaveMessage:
         """What is said next; raises the error that ends the slave instead."""
         said = asyncio.ensure_future(self.heard.get())
         either: list[asyncio.Future[Any]] = [said, self.shell.ended]
@@ -152,12 +118,12 @@ class Slave:
         said.cancel()
         raise AssertionError(self.shell.ended.result())
 
-    async def join(self, epoch: int = 1) -> SlaveHello:
+    async def join(self, epoch: int = 1) -> messages.SlaveHello:
         self.epoch = epoch
         self.shell.handle(events.Linked())
-        hello = await self.hear(SlaveHello)
-        self.tell(Welcome(Hello(1, 1), self.settings))
-        assert await self.hear(Promised) == Promised(epoch)
+        hello = await self.hear(messages.SlaveHello)
+        self.tell(messages.Welcome(messages.Hello(1, 1), self.settings))
+        assert await self.hear(messages.Promised) == messages.Promised(epoch)
         return hello
 
     async def stage(self, push: PushId, slot: int, values: F32) -> None:
@@ -171,21 +137,21 @@ class Slave:
             )
             answer = self.data.port.answer([memoryview(header.encode()), memoryview(payload)])
             assert answer.header.op is DataOp.ACK, answer.header.refusal
-        assert await self.hear(Staged) == Staged(push, 1, digest_of_array(values, BLOCKS, CHUNK_BYTES))
+        assert await self.hear(messages.Staged) == messages.Staged(
+            push, 1, digest_of_array(values, BLOCKS, CHUNK_BYTES)
+        )
 
     async def round(self, round_id: RoundId, to: Version, from_version: Version | None, *pushes: PushId) -> bytes:
-        """PREPARE and COMMIT; the digest."""
         self.tell(prepare_of(round_id, to, pushes, from_version))
-        digest = (await self.hear(Prepared)).digest
-        self.tell(Commit(round_id, to, HASH, RECORD))
-        assert await self.hear(Flipped) == Flipped(round_id, to)
+        digest = (await self.hear(messages.Prepared)).digest
+        self.tell(messages.Commit(round_id, to, HASH, RECORD))
+        assert await self.hear(messages.Flipped) == messages.Flipped(round_id, to)
         return digest
 
     async def seeded(self) -> None:
-        """At version 0, which is SEED."""
         await self.join()
         self.tell(configure_for(PLACEMENT))
-        assert await self.hear(Ready) == Ready(None)
+        assert await self.hear(messages.Ready) == messages.Ready(None)
         await self.stage(push_id("a"), 0, SEED)
         await self.round(R1, V0, None, push_id("a"))
 
@@ -197,7 +163,7 @@ class Slave:
 
 
 @asynccontextmanager
-async def slave_on(tmp_path: Path, settings: Settings = SETTINGS) -> AsyncIterator[Slave]:
+async def slave_on(tmp_path: Path, settings: messages.Settings = SETTINGS) -> AsyncIterator[Slave]:
     slave = Slave(tmp_path / "s0", settings, ManualClock())
     try:
         yield slave
@@ -212,8 +178,8 @@ async def test_a_round_measures_computes_keeps_evidence_and_serves_what_the_refe
         await slave.seeded()
         for slot, (push, values) in enumerate(zip((A, B_PUSH), OURS, strict=True), 1):
             await slave.stage(push, slot, values)
-        slave.tell(Measure(R2, V0, (StagedPush(A, 1), StagedPush(B_PUSH, 1))))
-        measured, staging = await slave.hear(Measured), np.stack(OURS)
+        slave.tell(messages.Measure(R2, V0, (messages.StagedPush(A, 1), messages.StagedPush(B_PUSH, 1))))
+        measured, staging = await slave.hear(messages.Measured), np.stack(OURS)
         expected = [gram(SEED, staging, np.arange(2), b.start_elem, b.stop_elem)[0] for b in BLOCKS]
         assert [found.gram for found in measured.blocks] == [(g[0, 0], g[0, 1], g[1, 1]) for g in expected]
         assert np.isnan(measured.directions).all(), "from no version that is known"
@@ -227,13 +193,13 @@ async def test_a_round_measures_computes_keeps_evidence_and_serves_what_the_refe
         np.testing.assert_array_equal(slave.theta(V0), SEED)
         assert slave.data.port.view().current == V1
         assert digest == digest_of_array(theta, BLOCKS, CHUNK_BYTES)
-        slave.tell(ListShard(R3, V1))
+        slave.tell(messages.ListShard(R3, V1))
         sums = [
             [checksum(whole[4 * BLOCKS[c.block_id].start_elem + c.offset_bytes :][: c.length_bytes])
              for c in chunks_of(BLOCKS, CHUNK_BYTES)]
             for whole in (theta.tobytes(), momentum.tobytes())
         ]  # fmt: skip
-        assert await slave.hear(ShardList) == ShardList(R3, tuple(sums[0]), tuple(sums[1]))
+        assert await slave.hear(messages.ShardList) == messages.ShardList(R3, tuple(sums[0]), tuple(sums[1]))
         names = {path.name for path in (tmp_path / "s0" / "pushes").iterdir()}
         assert names == {"round-r1.1.json", "r1.1-0.safetensors", "round-r1.2.json", "r1.2-0.safetensors",
                          "r1.2-1.safetensors"}  # fmt: skip
@@ -241,26 +207,26 @@ async def test_a_round_measures_computes_keeps_evidence_and_serves_what_the_refe
         samples = slave.shell.look().counted.collect()["job_seconds"].samples
         jobs = {sample.labels["kind"]: sample.value for sample in samples if sample.name.endswith("_count")}
         assert jobs == {"load": 1, "prepare": 2, "commit": 2, "measure": 1, "list": 1}
-        slave.tell(SendCommitRecord(V1, R2))
-        assert await slave.hear(CommitRecord) == CommitRecord(V1, R2, RECORD)
+        slave.tell(messages.SendCommitRecord(V1, R2))
+        assert await slave.hear(messages.CommitRecord) == messages.CommitRecord(V1, R2, RECORD)
         slave.tell(prepare_of(R3, V2, [A], V1))
-        await slave.hear(Prepared)
-        slave.tell(Commit(R3, V2, b"not its hash", RECORD))
-        await slave.hear(Flipped)
+        await slave.hear(messages.Prepared)
+        slave.tell(messages.Commit(R3, V2, b"not its hash", RECORD))
+        await slave.hear(messages.Flipped)
         for asked, code in (((V2, R3), RefusalCode.DIGEST), ((V2, R2), RefusalCode.VERSION_GONE)):
-            slave.tell(SendCommitRecord(*asked))
-            refusal = (await slave.hear(CommitRecord)).refusal
+            slave.tell(messages.SendCommitRecord(*asked))
+            refusal = (await slave.hear(messages.CommitRecord)).refusal
             assert refusal is not None
             assert refusal.code is code
-        slave.tell(StopSlave("the run is over"))
+        slave.tell(messages.StopSlave("the run is over"))
         assert await slave.shell.ended == "the run is over"
 
 
 async def test_a_later_start_loads_what_was_committed_and_refuses_what_has_another_digest(tmp_path: Path) -> None:
     async with slave_on(tmp_path) as slave:
         await slave.seeded()
-        slave.tell(Commit(R1, V0, b"not its hash", RECORD))
-        assert await slave.hear(Flipped) == Flipped(R1, V0)
+        slave.tell(messages.Commit(R1, V0, b"not its hash", RECORD))
+        assert await slave.hear(messages.Flipped) == messages.Flipped(R1, V0)
     digest = digest_of_array(SEED, BLOCKS, CHUNK_BYTES)
     load: dict[str, Any] = {
         "load": V0,
@@ -274,7 +240,7 @@ async def test_a_later_start_loads_what_was_committed_and_refuses_what_has_anoth
         hello = await slave.join(epoch=2)
         assert (hello.promised_epoch, [info.version for info in hello.snapshots]) == (1, [V0])
         slave.tell(configure_for(PLACEMENT, **load))
-        assert await slave.hear(Ready) == Ready(V0, digest)
+        assert await slave.hear(messages.Ready) == messages.Ready(V0, digest)
         np.testing.assert_array_equal(slave.theta(V0), SEED)
         (line,) = slave.tape_says("snapshot_loaded")
         assert (line["version"], line["round"], line["digest"]) == ("1:0", "r1.1", digest.hex())
@@ -286,7 +252,7 @@ async def test_a_later_start_loads_what_was_committed_and_refuses_what_has_anoth
             "origin_round": R1,
         }
         slave.tell(configure_for(PLACEMENT, **named))
-        assert await slave.hear(Ready) == Ready(Version(3, 0), digest)
+        assert await slave.hear(messages.Ready) == messages.Ready(Version(3, 0), digest)
         assert [info.version for info in slave.store.ring.infos()] == [Version(3, 0)]
     async with slave_on(tmp_path) as slave:
         await slave.join(epoch=3)
@@ -294,7 +260,7 @@ async def test_a_later_start_loads_what_was_committed_and_refuses_what_has_anoth
             file.seek(-1, 2)
             file.write(b"?")
         slave.tell(configure_for(PLACEMENT, **named))
-        assert (await slave.hear(ConfigureRefused)).refusal.code is RefusalCode.DISK
+        assert (await slave.hear(messages.ConfigureRefused)).refusal.code is RefusalCode.DISK
         assert slave.store.ring.infos() == ()
         assert len(slave.closed) == 1, "the next hello lacks it"
 
@@ -304,15 +270,15 @@ async def test_a_round_that_was_given_up_leaves_no_shadow_in_memory_or_on_the_di
         await slave.seeded()
         await slave.stage(A, 1, OURS[0])
         slave.tell(prepare_of(R2, V1, [A], V0))
-        await slave.hear(Prepared)
+        await slave.hear(messages.Prepared)
         assert [info.version for info in slave.store.ring.infos()] == [V1, V0]
-        slave.tell(AbortRound(R2, "a slave was lost"))
+        slave.tell(messages.AbortRound(R2, "a slave was lost"))
         slave.tell(prepare_of(R3, V1, [A], V0, scale=3e38, outer_lr=1e5))
-        refused = await slave.hear(RoundRefused)
+        refused = await slave.hear(messages.RoundRefused)
         assert (refused.command, refused.refusal.code) == ("prepare", RefusalCode.NONFINITE)
         assert [info.version for info in slave.store.ring.infos()] == [V0]
         await slave.round(RoundId(1, 4), V1, V0, A)
-        slave.tell(CloseStaging(A))
+        slave.tell(messages.CloseStaging(A))
         assert slave.data.port.beat().staging_open == 1
 
 
@@ -321,12 +287,12 @@ async def test_a_move_of_blocks_is_sealed_on_the_disk_and_leaves_it_when_it_is_g
         await slave.seeded()
         here = configure_for(PLACEMENT).placement
         digests = (digest_of_array(of, BLOCKS, CHUNK_BYTES) for of in (SEED, np.zeros_like(SEED)))
-        slave.tell(MoveBlocks(R2, V0, V1, LAYOUT, LAYOUT.layout_hash, here, here, 4, 2, *digests))
-        assert await slave.hear(Prepared) == Prepared(R2, digest_of_array(SEED, BLOCKS, CHUNK_BYTES))
+        slave.tell(messages.MoveBlocks(R2, V0, V1, LAYOUT, LAYOUT.layout_hash, here, here, 4, 2, *digests))
+        assert await slave.hear(messages.Prepared) == messages.Prepared(R2, digest_of_array(SEED, BLOCKS, CHUNK_BYTES))
         assert [info.version for info in slave.store.ring.infos()] == [V1, V0]
-        slave.tell(AbortRound(R2, "the operator took it back"))
-        slave.tell(SendCommitRecord(V0, R1))  # by the same thread of the disk
-        assert (await slave.hear(CommitRecord)).record == RECORD
+        slave.tell(messages.AbortRound(R2, "the operator took it back"))
+        slave.tell(messages.SendCommitRecord(V0, R1))  # by the same thread of the disk
+        assert (await slave.hear(messages.CommitRecord)).record == RECORD
         assert [info.version for info in slave.store.ring.infos()] == [V0]
 
 
@@ -334,23 +300,23 @@ async def test_versions_stay_readable_while_they_are_retained_and_until_the_port
     async with slave_on(tmp_path) as slave:
         await slave.join()
         slave.tell(configure_for(PLACEMENT, pinned_versions=1))
-        await slave.hear(Ready)
+        await slave.hear(messages.Ready)
         await slave.stage(A, 0, SEED)
         await slave.round(R1, V0, None, A)
-        slave.tell(Retain((V0,)))
+        slave.tell(messages.Retain((V0,)))
         for n in (2, 3):
             await slave.round(RoundId(1, n), Version(1, n - 1), Version(1, n - 2), A)
         assert set(slave.data.port.view().readable) == {V0, V1, V2}
-        slave.tell(Retain(()))
+        slave.tell(messages.Retain(()))
         assert set(slave.data.port.view().readable) == {V1, V2}
         slave.data.reading = asyncio.Queue()
         slave.tell(prepare_of(RoundId(1, 4), Version(1, 3), [A], V2))
-        await slave.hear(Prepared)
+        await slave.hear(messages.Prepared)
         slave.tell(commit(RoundId(1, 4), Version(1, 3)))
         left = await asyncio.wait_for(slave.data.reading.get(), 60)
         assert slave.shell.state.shard.busy, "the data port still reads the version that leaves"
         left()
-        assert await slave.hear(Flipped) == Flipped(RoundId(1, 4), Version(1, 3))
+        assert await slave.hear(messages.Flipped) == messages.Flipped(RoundId(1, 4), Version(1, 3))
 
 
 async def test_versions_are_saved_behind_the_rounds_and_a_disk_that_fails_is_tried_again(
@@ -388,15 +354,15 @@ async def test_a_promise_that_cannot_be_kept_and_a_bug_end_the_slave(
     async with slave_on(tmp_path) as slave:
         monkeypatch.setattr(slave.store.promise, "save", broken)
         slave.shell.handle(events.Linked())
-        slave.tell(Welcome(Hello(1, 1), SETTINGS))
+        slave.tell(messages.Welcome(messages.Hello(1, 1), SETTINGS))
         with pytest.raises(FatalError, match="epoch 1 cannot be promised"):
             await slave.shell.ended
     async with slave_on(tmp_path) as slave:
         await slave.seeded()
         monkeypatch.setattr(slave.store.ring, "drop_shadow", broken)
         slave.tell(prepare_of(R2, V1, [push_id("a")], V0))
-        await slave.hear(Prepared)
-        slave.tell(AbortRound(R2, "x"))
+        await slave.hear(messages.Prepared)
+        slave.tell(messages.AbortRound(R2, "x"))
         with pytest.raises(LocalProtocolError, match="a bug in the slave: OSError"):
             await slave.shell.ended
     for error, kind in ((ConfigError("first"), ConfigError), (ValueError("first"), LocalProtocolError)):
@@ -411,16 +377,16 @@ async def test_what_the_machine_wants_of_link_and_keys_is_done(tmp_path: Path) -
     async with slave_on(tmp_path) as slave:
         await slave.join(epoch=4)
         assert slave.data.port.view().epoch == 4
-        keys = (AllowedKey(KeyRole.CLUSTER, "a", b"k" * 32),)
-        slave.tell(Allow(keys))
+        keys = (messages.AllowedKey(messages.KeyRole.CLUSTER, "a", b"k" * 32),)
+        slave.tell(messages.Allow(keys))
         assert slave.data.allowed == keys
         slave.tell(configure_for(placement_over("s1")))
-        assert (await slave.hear(ConfigureRefused)).refusal.code is RefusalCode.CONFIG
+        assert (await slave.hear(messages.ConfigureRefused)).refusal.code is RefusalCode.CONFIG
         slave.epoch = 3
-        slave.tell(Welcome(Hello(1, 1), SETTINGS))
+        slave.tell(messages.Welcome(messages.Hello(1, 1), SETTINGS))
         assert len(slave.closed) == 1
         slave.epoch = 5
-        slave.tell(Welcome(Hello(7, 9), SETTINGS))
+        slave.tell(messages.Welcome(messages.Hello(7, 9), SETTINGS))
         with pytest.raises(Refused) as refused:
             await slave.shell.ended
         assert refused.value.code is RefusalCode.PROTOCOL_VERSION
@@ -430,7 +396,7 @@ async def test_refused_messages_and_connections_are_on_the_tape_once_a_beat(tmp_
     async with slave_on(tmp_path) as slave:
         slave.shell.note_refusals()
         for total in (3, 3, 7):
-            slave.data.away = SlaveBeat(
+            slave.data.away = messages.SlaveBeat(
                 refused_chunks=total, refused_connections=total + 1, refused_connection="no key"
             )
             slave.data.last_refusal = "a wrong chunk"

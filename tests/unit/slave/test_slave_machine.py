@@ -22,6 +22,7 @@ from support.slave_bench import (
     A,
     B,
     SlaveBench,
+    answer,
     commit,
     configure,
     measure,
@@ -33,42 +34,20 @@ from support.slave_bench import (
 )
 from support.slave_wire import LAYOUT, configure_for, open_staging, placement_over
 
+from dips.core import messages
 from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation, RoundId
 from dips.core.layout import Layout, Parameter
-from dips.core.messages import (
-    AbortRound,
-    CloseStaging,
-    CommandBody,
-    Commit,
-    Configure,
-    ConfigureRefused,
-    Hello,
-    Measure,
-    Prepare,
-    Promised,
-    Ready,
-    Retain,
-    RoundRefused,
-    Settings,
-    SlaveHello,
-    Staged,
-    StopSlave,
-    Welcome,
-)
 from dips.core.placement import shard_bytes_needed
 from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import Codec
 from dips.slave.state import effects, events
 from dips.slave.state.shard import ShardPhase
 
-# ---- the bond ----
-
 
 def test_hello_says_promise_and_snapshots() -> None:
     bench = SlaveBench((BASE,), promised=4)
-    (hello,) = said(bench.link())
-    assert isinstance(hello, SlaveHello)
+    hello = answer(bench.link(), messages.SlaveHello)
     assert (hello.promised_epoch, hello.snapshots, hello.memory_bytes) == (4, (BASE,), 1 << 20)
     caller = bench.state.caller()
     assert (caller.epoch, caller.incarnation, caller.name) == (4, None, "s0")
@@ -78,12 +57,12 @@ def test_a_promise_is_said_only_when_it_is_durable() -> None:
     bench = SlaveBench()
     bench.link()
     bench.epoch, bench.incarnation = 7, Incarnation(7, 1)
-    out = bench.command(Welcome(Hello(1, 1), Settings()))
+    out = bench.command(messages.Welcome(messages.Hello(1, 1), messages.Settings()))
     assert only(out, effects.SavePromise) == [effects.SavePromise(7)]
     assert said(out) == []
     assert bench.state.caller().epoch == 0
     out = bench.give(events.PromiseSaved(7))
-    assert said(out) == [Promised(7)]
+    assert said(out) == [messages.Promised(7)]
     assert effects.Serve(7) in out
     assert bench.state.caller().epoch == 7
 
@@ -92,7 +71,7 @@ def test_an_older_master_is_refused_for_ever() -> None:
     bench = SlaveBench(promised=5)
     bench.link()
     bench.epoch = 4
-    out = bench.command(Welcome(Hello(1, 1), Settings()))
+    out = bench.command(messages.Welcome(messages.Hello(1, 1), messages.Settings()))
     assert only(out, effects.SavePromise) == []
     (closed,) = only(out, effects.CloseLink)
     assert "epoch 4 is older than 5" in closed.sentence
@@ -102,16 +81,16 @@ def test_an_older_master_is_refused_for_ever() -> None:
 def test_a_welcome_that_is_overtaken_is_not_promised_aloud() -> None:
     bench = SlaveBench()
     bench.link()
-    bench.command(Welcome(Hello(1, 1), Settings()), epoch=1)
-    bench.command(Welcome(Hello(1, 1), Settings()), epoch=2)
+    bench.command(messages.Welcome(messages.Hello(1, 1), messages.Settings()), epoch=1)
+    bench.command(messages.Welcome(messages.Hello(1, 1), messages.Settings()), epoch=2)
     assert said(bench.give(events.PromiseSaved(1))) == []
-    assert said(bench.give(events.PromiseSaved(2))) == [Promised(2)]
+    assert said(bench.give(events.PromiseSaved(2))) == [messages.Promised(2)]
 
 
 def test_a_promise_saved_after_the_stream_ended_counts_but_is_not_said() -> None:
     bench = SlaveBench()
     bench.link()
-    bench.command(Welcome(Hello(1, 1), Settings()))
+    bench.command(messages.Welcome(messages.Hello(1, 1), messages.Settings()))
     bench.give(events.Unlinked("lost"))
     assert said(bench.give(events.PromiseSaved(1))) == []
     assert bench.state.link.promised_epoch == 1
@@ -120,10 +99,10 @@ def test_a_promise_saved_after_the_stream_ended_counts_but_is_not_said() -> None
 def test_a_promise_that_is_still_being_saved_refuses_an_older_master_over_the_next_stream() -> None:
     bench = SlaveBench()
     bench.link()
-    bench.command(Welcome(Hello(1, 1), Settings()), epoch=3)
+    bench.command(messages.Welcome(messages.Hello(1, 1), messages.Settings()), epoch=3)
     bench.give(events.Unlinked("lost"))
     bench.link()
-    out = bench.command(Welcome(Hello(1, 1), Settings()), epoch=2)
+    out = bench.command(messages.Welcome(messages.Hello(1, 1), messages.Settings()), epoch=2)
     assert only(out, effects.SavePromise) == []
     (closed,) = only(out, effects.CloseLink)
     assert "epoch 2 is older than 3" in closed.sentence
@@ -141,7 +120,7 @@ def test_a_promise_that_is_still_being_saved_refuses_an_older_master_over_the_ne
 )
 def test_nothing_from_elsewhere_changes_state(bench: SlaveBench, changes: dict[str, Any], why: str) -> None:
     out = bench.command(measure(), **changes)
-    assert not runs(out, Measure)
+    assert not runs(out, messages.Measure)
     assert bench.phase is ShardPhase.READY
     (record,) = only(out, effects.Record)
     assert why in str(record.fields["reason"])
@@ -150,20 +129,22 @@ def test_nothing_from_elsewhere_changes_state(bench: SlaveBench, changes: dict[s
 def test_a_command_before_welcome_is_not_obeyed() -> None:
     bench = SlaveBench()
     bench.link()
-    assert not runs(bench.command(configure()), Configure)
+    assert not runs(bench.command(configure()), messages.Configure)
 
 
 def test_a_master_of_another_protocol_ends_the_slave() -> None:
     bench = SlaveBench()
     bench.link()
-    (given_up,) = only(bench.command(Welcome(Hello(7, 9), Settings())), effects.GiveUp)
+    (given_up,) = only(bench.command(messages.Welcome(messages.Hello(7, 9), messages.Settings())), effects.GiveUp)
     assert given_up.refusal.code is RefusalCode.PROTOCOL_VERSION
 
 
 def test_a_welcome_without_incarnation_closes_the_stream() -> None:
     bench = SlaveBench()
     bench.link()
-    assert only(bench.command(Welcome(Hello(1, 1), Settings()), incarnation=None), effects.CloseLink)
+    assert only(
+        bench.command(messages.Welcome(messages.Hello(1, 1), messages.Settings()), incarnation=None), effects.CloseLink
+    )
 
 
 def test_the_same_incarnation_keeps_stagings_and_says_them_again(bench: SlaveBench) -> None:
@@ -171,7 +152,7 @@ def test_the_same_incarnation_keeps_stagings_and_says_them_again(bench: SlaveBen
     bench.link()
     assert bench.state.caller().incarnation == bench.incarnation
     out = bench.welcome(1, 1)
-    assert said(out) == [Promised(1), Staged(A, 1, b"digest")]
+    assert said(out) == [messages.Promised(1), messages.Staged(A, 1, b"digest")]
     assert not only(out, effects.CloseAllSlots)
 
 
@@ -180,9 +161,8 @@ def test_a_new_incarnation_has_no_stagings(bench: SlaveBench) -> None:
     bench.link()
     out = bench.welcome(2, 1)
     assert only(out, effects.CloseAllSlots)
-    assert said(out) == [Promised(2)]
-    (refused,) = said(bench.command(measure(RoundId(2, 1))))
-    assert isinstance(refused, RoundRefused)
+    assert said(out) == [messages.Promised(2)]
+    refused = answer(bench.command(measure(RoundId(2, 1))), messages.RoundRefused)
     assert refused.refusal.code is RefusalCode.UNKNOWN_PUSH
 
 
@@ -193,52 +173,49 @@ def test_a_fenced_slave_asks_for_a_new_incarnation(bench: SlaveBench) -> None:
 
 def test_stop_is_obeyed_at_once_also_during_a_job(bench: SlaveBench) -> None:
     bench.command(measure())
-    assert bench.command(StopSlave("the run ended")) == [StopSlave("the run ended")]
-
-
-# ---- configure ----
+    assert bench.command(messages.StopSlave("the run ended")) == [messages.StopSlave("the run ended")]
 
 
 def test_configure_without_a_version_makes_empty_memory() -> None:
     bench = SlaveBench()
     bench.attach()
-    (load,) = runs(bench.command(configure()), Configure)
+    (load,) = runs(bench.command(configure()), messages.Configure)
     assert load.source is None
-    assert said(bench.loaded()) == [Ready(None)]
+    assert said(bench.loaded()) == [messages.Ready(None)]
 
 
 def test_configure_loads_the_committed_snapshot() -> None:
     bench = SlaveBench((NEXT, BASE))
     bench.attach()
-    (load,) = runs(bench.command(configure(BASE)), Configure)
+    (load,) = runs(bench.command(configure(BASE)), messages.Configure)
     assert load.source == BASE
 
 
 def test_configure_promotes_a_shadow_on_disk_whose_commit_was_never_seen() -> None:
     bench = SlaveBench((SHADOW, BASE))
     bench.attach()
-    (load,) = runs(bench.command(configure(SHADOW)), Configure)
+    (load,) = runs(bench.command(configure(SHADOW)), messages.Configure)
     assert load.source == SHADOW
-    assert said(bench.loaded(NEXT)) == [Ready(V1, NEXT.digest)]
+    assert said(bench.loaded(NEXT)) == [messages.Ready(V1, NEXT.digest)]
 
 
 def test_configure_promotes_a_shadow_in_memory(prepared_bench: SlaveBench) -> None:
     prepared_bench.give(events.Unlinked("reset"))
     prepared_bench.attach(2)
-    (run,) = runs(prepared_bench.command(configure(SHADOW)), Configure)
+    (run,) = runs(prepared_bench.command(configure(SHADOW)), messages.Configure)
     assert run.shadow == SHADOW
-    assert said(prepared_bench.committed(NEXT)) == [Ready(V1, NEXT.digest)]
+    assert said(prepared_bench.committed(NEXT)) == [messages.Ready(V1, NEXT.digest)]
 
 
 def test_configure_with_the_current_version_keeps_the_shadow(prepared_bench: SlaveBench) -> None:
-    assert said(prepared_bench.command(configure(BASE))) == [Ready(V0, BASE.digest)]
-    assert runs(prepared_bench.command(commit()), Commit)
+    assert said(prepared_bench.command(configure(BASE))) == [messages.Ready(V0, BASE.digest)]
+    assert runs(prepared_bench.command(commit()), messages.Commit)
 
 
 def test_configure_to_an_older_version_loads_it_again(bench: SlaveBench) -> None:
     older = snapshot(V0, RoundId(1, 7), digest=b"other bytes")
     bench.state.shard.snapshots = (BASE, older)
-    (load,) = runs(bench.command(configure(older)), Configure)
+    (load,) = runs(bench.command(configure(older)), messages.Configure)
     assert load.source == older
 
 
@@ -257,8 +234,7 @@ def test_an_impossible_configure_is_refused(body: Any, code: RefusalCode, words:
     bench = SlaveBench((BASE,))
     bench.attach()
     out = bench.command(body)
-    (refused,) = said(out)
-    assert isinstance(refused, ConfigureRefused)
+    refused = answer(out, messages.ConfigureRefused)
     assert refused.refusal.code is code
     assert words in refused.refusal.sentence
     assert only(out, effects.Log)
@@ -266,13 +242,13 @@ def test_an_impossible_configure_is_refused(body: Any, code: RefusalCode, words:
 
 
 def test_a_model_too_big_for_the_stated_memory_is_refused_before_anything_is_made() -> None:
-    needed = shard_bytes_needed([block.n_elems for block in LAYOUT.blocks], Settings().chunk_bytes, 4, 2)
+    needed = shard_bytes_needed([block.n_elems for block in LAYOUT.blocks], messages.Settings().chunk_bytes, 4, 2)
     for memory_bytes in (needed, needed - 1):
         bench = SlaveBench(memory_bytes=memory_bytes)
         bench.attach()
         out = bench.command(configure(pinned_versions=2))
-        assert len(runs(out, Configure)) == (memory_bytes == needed)
-        assert [answer.refusal.code for answer in said(out) if isinstance(answer, ConfigureRefused)] == (
+        assert len(runs(out, messages.Configure)) == (memory_bytes == needed)
+        assert [answer.refusal.code for answer in said(out) if isinstance(answer, messages.ConfigureRefused)] == (
             [RefusalCode.MEMORY] if memory_bytes < needed else []
         )
 
@@ -281,28 +257,27 @@ def test_another_layout_than_its_hash_is_refused() -> None:
     bench = SlaveBench()
     bench.attach()
     other = Layout((Parameter("w", (8,), "float32", "w"),))
-    (refused,) = said(bench.command(configure(layout_hash=other.layout_hash)))
-    assert isinstance(refused, ConfigureRefused)
+    refused = answer(bench.command(configure(layout_hash=other.layout_hash)), messages.ConfigureRefused)
     assert refused.refusal.code is RefusalCode.LAYOUT
 
 
 @pytest.mark.parametrize(
     ("settings", "right"),
     [
-        (Settings(chunk_bytes=1 << 20), True),
-        (Settings(chunk_bytes=(1 << 20) + 4), False),
-        (Settings(chunk_bytes=1024), True),
-        (Settings(chunk_bytes=1020), False),
-        (Settings(chunk_bytes=1026), False),
-        (Settings(window_chunks=MAX_WINDOW_CHUNKS + 1), False),
+        (messages.Settings(chunk_bytes=1 << 20), True),
+        (messages.Settings(chunk_bytes=(1 << 20) + 4), False),
+        (messages.Settings(chunk_bytes=1024), True),
+        (messages.Settings(chunk_bytes=1020), False),
+        (messages.Settings(chunk_bytes=1026), False),
+        (messages.Settings(window_chunks=MAX_WINDOW_CHUNKS + 1), False),
     ],
 )
-def test_settings_that_the_data_port_cannot_serve_are_refused(settings: Settings, right: bool) -> None:
+def test_settings_that_the_data_port_cannot_serve_are_refused(settings: messages.Settings, right: bool) -> None:
     bench = SlaveBench(settings=settings)
     bench.attach()
     out = bench.command(configure())
-    assert bool(runs(out, Configure)) is right
-    assert [answer.refusal.code for answer in said(out) if isinstance(answer, ConfigureRefused)] == (
+    assert bool(runs(out, messages.Configure)) is right
+    assert [answer.refusal.code for answer in said(out) if isinstance(answer, messages.ConfigureRefused)] == (
         [] if right else [RefusalCode.CONFIG]
     )
 
@@ -311,12 +286,9 @@ def test_a_load_that_fails_leaves_an_empty_slave_that_can_be_configured_again() 
     bench = SlaveBench((BASE,))
     bench.attach()
     bench.command(configure(BASE))
-    assert said(bench.failed(FULL)) == [ConfigureRefused(FULL)]
+    assert said(bench.failed(FULL)) == [messages.ConfigureRefused(FULL)]
     assert bench.phase is ShardPhase.EMPTY
-    assert runs(bench.command(configure(BASE)), Configure)
-
-
-# ---- stagings ----
+    assert runs(bench.command(configure(BASE)), messages.Configure)
 
 
 def test_staged_is_said_once_and_with_the_newest_attempt(bench: SlaveBench) -> None:
@@ -324,17 +296,16 @@ def test_staged_is_said_once_and_with_the_newest_attempt(bench: SlaveBench) -> N
     (adopted,) = only(bench.command(open_staging(B, 1, attempt=2)), effects.OpenSlot)
     assert adopted.slot.opening == opened.slot.opening
     assert said(bench.give(events.PushStaged(opened.slot, b"d"))) == []
-    assert said(bench.give(events.PushStaged(adopted.slot, b"d"))) == [Staged(B, 2, b"d")]
+    assert said(bench.give(events.PushStaged(adopted.slot, b"d"))) == [messages.Staged(B, 2, b"d")]
 
 
 def test_news_of_an_earlier_opening_is_dropped(bench: SlaveBench) -> None:
     (first,) = only(bench.command(open_staging(B, 1)), effects.OpenSlot)
-    bench.command(CloseStaging(B))
+    bench.command(messages.CloseStaging(B))
     (second,) = only(bench.command(open_staging(B, 1)), effects.OpenSlot)
     assert second.slot.opening != first.slot.opening
     assert said(bench.give(events.PushStaged(first.slot, b"d"))) == []
-    (refused,) = said(bench.command(measure(R2, V0, B)))
-    assert isinstance(refused, RoundRefused)
+    refused = answer(bench.command(measure(R2, V0, B)), messages.RoundRefused)
     assert "not complete" in refused.refusal.sentence
 
 
@@ -350,7 +321,7 @@ def test_a_push_that_is_written_in_another_way_begins_with_nothing(bench: SlaveB
     assert again.slot == replace(adopted.slot, attempt=3, opening=first.slot.opening + 1, **other)
     late = replace(first.slot, attempt=3)
     assert said(bench.give(events.PushStaged(late, b"d"))) == [], "it was complete as it was written before"
-    assert said(bench.give(events.PushStaged(again.slot, b"d"))) == [Staged(B, 3, b"d")]
+    assert said(bench.give(events.PushStaged(again.slot, b"d"))) == [messages.Staged(B, 3, b"d")]
     assert not only(bench.command(differences), effects.OpenSlot), "an older attempt, however it is written"
 
 
@@ -363,47 +334,43 @@ def test_an_older_attempt_and_a_wrong_slot_open_nothing(bench: SlaveBench) -> No
 
 def test_a_new_push_takes_the_slot_of_the_old_one(bench: SlaveBench) -> None:
     bench.stage(B, 0)
-    (refused,) = said(bench.command(measure()))
-    assert isinstance(refused, RoundRefused)
+    refused = answer(bench.command(measure()), messages.RoundRefused)
     assert "it is not here" in refused.refusal.sentence
-    assert runs(bench.command(measure(R2, V0, B)), Measure)
+    assert runs(bench.command(measure(R2, V0, B)), messages.Measure)
 
 
 def test_slots_that_a_job_reads_are_not_reopened_until_it_ends(bench: SlaveBench) -> None:
     bench.command(measure())
-    assert not only(bench.command(CloseStaging(A)), CloseStaging)
+    assert not only(bench.command(messages.CloseStaging(A)), messages.CloseStaging)
     assert not only(bench.command(open_staging(B, 0)), effects.OpenSlot)
     out = bench.measured()
-    assert only(out, CloseStaging) == [CloseStaging(A)]
+    assert only(out, messages.CloseStaging) == [messages.CloseStaging(A)]
     assert [opened.slot.push for opened in only(out, effects.OpenSlot)] == [B]
 
 
 def test_other_slots_are_opened_while_a_job_runs(bench: SlaveBench) -> None:
     bench.command(measure())
     assert only(bench.command(open_staging(B, 1)), effects.OpenSlot)
-    assert only(bench.command(CloseStaging(B)), CloseStaging)
+    assert only(bench.command(messages.CloseStaging(B)), messages.CloseStaging)
 
 
-# ---- the tables ----
-
-
-_COMMANDS: list[CommandBody] = [
+_COMMANDS: list[messages.CommandBody] = [
     measure(R2),
     measure(R3),
     prepare(R2),
     prepare(R3),
     commit(R2),
     commit(R3),
-    AbortRound(R2, "x"),
-    AbortRound(R3, "x"),
+    messages.AbortRound(R2, "x"),
+    messages.AbortRound(R3, "x"),
     configure(BASE),
     configure(NEXT),
     configure(snapshot(V1, R3)),
     open_staging(A, 0),
     open_staging(A, 0, attempt=2),
     open_staging(B, 0),
-    CloseStaging(A),
-    Retain((V0,)),
+    messages.CloseStaging(A),
+    messages.Retain((V0,)),
 ]
 
 
@@ -431,21 +398,20 @@ def test_no_sequence_of_commands_and_completions_breaks_the_machine(steps: list[
 
 
 def _finish(bench: SlaveBench) -> None:
-    """Let the job under way end well."""
     job = bench.state.shard.job
     if job is None:
         return
     match bench.phase:
         case ShardPhase.LOADING:
             body = job.command
-            assert isinstance(body, Configure)
+            assert isinstance(body, messages.Configure)
             assert body.load is not None
             assert body.load_round is not None
             bench.loaded(snapshot(body.load, body.load_round))
         case ShardPhase.MEASURING:
             bench.measured()
         case ShardPhase.PREPARING:
-            assert isinstance(job.command, Prepare)
+            assert isinstance(job.command, messages.Prepare)
             bench.prepared(snapshot(V1, job.command.round, committed=False))
         case ShardPhase.COMMITTING:
             shadow = bench.state.shard.shadow

@@ -16,6 +16,7 @@ from support.slave_bench import (
     V1,
     V2,
     SlaveBench,
+    answer,
     configure,
     measure,
     only,
@@ -24,40 +25,26 @@ from support.slave_bench import (
 )
 from support.slave_wire import LAYOUT, configure_for, placement_over
 
+from dips.core import messages
 from dips.core.errors import RefusalCode
-from dips.core.messages import (
-    AbortRound,
-    Configure,
-    Hello,
-    ListShard,
-    MoveBlocks,
-    PlacementSpec,
-    Prepared,
-    Ready,
-    RoundRefused,
-    Settings,
-    ShardList,
-    SlaveAddress,
-    SlaveHello,
-    SnapshotInfo,
-    Welcome,
-)
 from dips.core.placement import Placement
 from dips.slave.state import effects, events
 from dips.slave.state.shard import ShardPhase
 
 WIDER = placement_over("s0", "s1")
 ELSEWHERE = placement_over("s1")
-MOVED = SnapshotInfo(V1, R2, LAYOUT.layout_hash, WIDER.placement_hash, b"theta", False)
+MOVED = messages.SnapshotInfo(V1, R2, LAYOUT.layout_hash, WIDER.placement_hash, b"theta", False)
 
 
-def spec(placement: Placement, endpoint: str = "tcp://127.0.0.1:1") -> PlacementSpec:
-    addresses = tuple(SlaveAddress(slave, endpoint) for slave in placement.slaves)
-    return PlacementSpec(addresses, placement.slave_of_block, placement.placement_hash)
+def spec(placement: Placement, endpoint: str = "tcp://127.0.0.1:1") -> messages.PlacementSpec:
+    addresses = tuple(messages.SlaveAddress(slave, endpoint) for slave in placement.slaves)
+    return messages.PlacementSpec(addresses, placement.slave_of_block, placement.placement_hash)
 
 
-def move(**changes: object) -> MoveBlocks:
-    body = MoveBlocks(R2, V0, V1, LAYOUT, LAYOUT.layout_hash, spec(WIDER), spec(PLACEMENT), 4, 2, b"theta", b"momentum")
+def move(**changes: object) -> messages.MoveBlocks:
+    body = messages.MoveBlocks(
+        R2, V0, V1, LAYOUT, LAYOUT.layout_hash, spec(WIDER), spec(PLACEMENT), 4, 2, b"theta", b"momentum"
+    )
     return replace(body, **changes)  # type: ignore[arg-type]
 
 
@@ -79,53 +66,51 @@ def ready() -> SlaveBench:
 
 
 def test_the_checksums_of_the_current_version_are_listed(ready: SlaveBench) -> None:
-    (work,) = runs(ready.command(ListShard(R2, V0)), ListShard)
+    (work,) = runs(ready.command(messages.ListShard(R2, V0)), messages.ListShard)
     assert phase_of(ready) is ShardPhase.LISTING
-    out = ready.give(events.Done(work.number, ShardList(R2, (1, 2), (3, 4))))
-    assert said(out) == [ShardList(R2, (1, 2), (3, 4))]
+    out = ready.give(events.Done(work.number, messages.ShardList(R2, (1, 2), (3, 4))))
+    assert said(out) == [messages.ShardList(R2, (1, 2), (3, 4))]
     assert phase_of(ready) is ShardPhase.READY
 
 
 def test_another_version_than_the_current_one_is_not_listed(ready: SlaveBench) -> None:
-    (refused,) = said(ready.command(ListShard(R2, V1)))
-    assert isinstance(refused, RoundRefused)
+    refused = answer(ready.command(messages.ListShard(R2, V1)), messages.RoundRefused)
     assert (refused.command, refused.refusal.code) == ("listshard", RefusalCode.VERSION_GONE)
 
 
 def test_the_new_shard_is_prepared_and_then_loaded_under_the_new_placement(ready: SlaveBench) -> None:
-    (work,) = runs(ready.command(move()), MoveBlocks)
+    (work,) = runs(ready.command(move()), messages.MoveBlocks)
     assert work.command == move()
-    assert said(moved(ready)) == [Prepared(R2, b"theta")]
+    assert said(moved(ready)) == [messages.Prepared(R2, b"theta")]
     assert ready.state.shard.current == BASE, "the old shard serves until the record is written"
     out = ready.command(configure_for(WIDER, load=V1, load_round=R2, load_digest=b"theta", commit_hash=b"hash"))
-    (load,) = runs(out, Configure)
+    (load,) = runs(out, messages.Configure)
     assert load.source == MOVED
-    assert said(ready.loaded(replace(MOVED, committed=True))) == [Ready(V1, b"theta")]
+    assert said(ready.loaded(replace(MOVED, committed=True))) == [messages.Ready(V1, b"theta")]
 
 
 def test_the_same_command_again_is_answered_again(ready: SlaveBench) -> None:
     ready.command(move())
     moved(ready)
-    assert said(ready.command(move())) == [Prepared(R2, b"theta")]
+    assert said(ready.command(move())) == [messages.Prepared(R2, b"theta")]
 
 
 def test_a_slave_without_blocks_begins_with_a_move() -> None:
     bench = SlaveBench()
     bench.attach()
-    (work,) = runs(bench.command(move(sources=spec(ELSEWHERE))), MoveBlocks)
+    (work,) = runs(bench.command(move(sources=spec(ELSEWHERE))), messages.MoveBlocks)
     assert work.command == move(sources=spec(ELSEWHERE))
     moved(bench)
     assert bench.phase is ShardPhase.EMPTY
     out = bench.command(configure_for(WIDER, load=V1, load_round=R2, load_digest=b"theta", commit_hash=b"hash"))
-    assert runs(out, Configure)[0].source == MOVED
+    assert runs(out, messages.Configure)[0].source == MOVED
 
 
 def test_a_slave_without_blocks_whose_move_fails_has_none_still() -> None:
     bench = SlaveBench()
     bench.attach()
     bench.command(move(sources=spec(ELSEWHERE)))
-    (refused,) = said(bench.failed(FULL))
-    assert isinstance(refused, RoundRefused)
+    refused = answer(bench.failed(FULL), messages.RoundRefused)
     assert (refused.round, refused.command, bench.phase) == (R2, "moveblocks", ShardPhase.EMPTY)
 
 
@@ -146,24 +131,22 @@ def test_a_move_that_cannot_be_is_refused_before_anything_is_done(
     ready: SlaveBench, changes: dict[str, object], code: RefusalCode
 ) -> None:
     out = ready.command(move(**changes))
-    (refused,) = said(out)
-    assert isinstance(refused, RoundRefused)
+    refused = answer(out, messages.RoundRefused)
     assert (refused.command, refused.refusal.code) == ("moveblocks", code)
-    assert not runs(out, MoveBlocks)
+    assert not runs(out, messages.MoveBlocks)
     assert ready.phase is ShardPhase.READY
 
 
 def test_a_move_in_chunks_that_the_data_port_cannot_serve_is_refused() -> None:
-    bench = SlaveBench(settings=Settings(chunk_bytes=1022))
+    bench = SlaveBench(settings=messages.Settings(chunk_bytes=1022))
     bench.attach()
-    (refused,) = said(bench.command(move(sources=spec(ELSEWHERE))))
-    assert isinstance(refused, RoundRefused)
+    refused = answer(bench.command(move(sources=spec(ELSEWHERE))), messages.RoundRefused)
     assert refused.refusal.code is RefusalCode.CONFIG
 
 
 def test_an_abort_ends_a_move_under_way_and_frees_its_file(ready: SlaveBench) -> None:
     ready.command(move())
-    out = ready.command(AbortRound(R2, "the operator took it back"))
+    out = ready.command(messages.AbortRound(R2, "the operator took it back"))
     assert only(out, effects.CancelMove) == [effects.CancelMove(ready.job())]
     moved(ready)  # it was done already when the word came
     assert ready.state.shard.moved is None
@@ -190,31 +173,30 @@ def test_a_later_round_and_another_configure_free_the_file(ready: SlaveBench) ->
     ready.give(events.Done(ready.job(), bench_info, ready.disk))
     out = ready.command(configure(BASE))
     assert only(out, effects.DropMoved) == [effects.DropMoved(bench_info)]
-    assert said(out) == [Ready(V0, BASE.digest)]
+    assert said(out) == [messages.Ready(V0, BASE.digest)]
 
 
 def test_after_a_restart_the_file_is_offered_and_loaded(ready: SlaveBench) -> None:
     bench = SlaveBench((MOVED, BASE))
-    (hello,) = said(bench.link())
-    assert isinstance(hello, SlaveHello)
+    hello = answer(bench.link(), messages.SlaveHello)
     assert MOVED in hello.snapshots
     bench.welcome(epoch=2)
     out = bench.command(configure_for(WIDER, load=V1, load_round=R2, load_digest=b"theta", commit_hash=b"hash"))
-    assert runs(out, Configure)[0].source == MOVED
+    assert runs(out, messages.Configure)[0].source == MOVED
 
 
 def test_with_durability_async_nothing_is_saved_while_a_moved_shard_stands() -> None:
-    bench = SlaveBench(settings=Settings(durability="async"))
+    bench = SlaveBench(settings=messages.Settings(durability="async"))
     bench.ready(BASE)
     bench.state.shard.saving.committed(replace(BASE, version=V0, round=R1, digest=b"newer"), b"{}", durable=False)
     bench.state.shard.saving.durable = None
     bench.command(move())
     assert not only(moved(bench), effects.SaveVersion)
-    out = bench.command(AbortRound(R2, "x"))
+    out = bench.command(messages.AbortRound(R2, "x"))
     assert only(out, effects.SaveVersion), "it goes on once the file is free"
 
 
 def test_the_new_master_is_heard_although_a_move_runs(ready: SlaveBench) -> None:
     ready.command(move())
-    out = ready.command(Welcome(Hello(1, 1), Settings()), epoch=2)
+    out = ready.command(messages.Welcome(messages.Hello(1, 1), messages.Settings()), epoch=2)
     assert only(out, effects.SavePromise) == [effects.SavePromise(2)]

@@ -54,7 +54,6 @@ def made_store(directory: Path, slave: str = "s0", kept: int = 3) -> SnapshotSto
 
 
 def reopened(directory: Path) -> tuple[tuple[SnapshotInfo, ...], list[str]]:
-    """What a start finds, and what it complains of."""
     with closing(SnapshotStore(directory, "run", "s0", 3)) as store:
         problems = store.scan()
         return store.ring.infos(), problems
@@ -69,7 +68,6 @@ def manifest_file(directory: Path, slot: int) -> Path:
 
 
 def two_versions(directory: Path) -> None:
-    """Versions 0 and 1 in slots 0 and 1."""
     with closing(made_store(directory)) as store:
         for v in (0, 1):
             write(store, v)
@@ -118,8 +116,6 @@ def test_an_empty_shard_is_a_snapshot_too(tmp_path: Path) -> None:
         assert store.scan() == []
         store.ring.load(committed, nothing, nothing)
 
-
-# ---- damage ----
 
 TEXT_END = 1000
 """Within the header's blanks: its text is shorter than this."""
@@ -285,9 +281,6 @@ def test_files_of_another_slave_in_the_directory_are_skipped_and_their_room_used
     assert reopened(tmp_path / "b") == ((mine,), [])
 
 
-# ---- the ring ----
-
-
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.suffix in (".safetensors", ".json"))
 
@@ -365,9 +358,6 @@ def test_dropping_a_shadow_frees_its_file_and_never_a_committed_one(store: Snaps
     store.ring.drop_shadow(shadow)
     store.ring.drop_shadow(committed)
     assert store.ring.infos() == (committed,)
-
-
-# ---- a disk that is full or fails ----
 
 
 def no_space(*args: object) -> None:

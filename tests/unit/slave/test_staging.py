@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.slave_wire import LAYOUT, push_id
+from support.slave_wire import LAYOUT, push_id, put_of
 
 from dips.core.chunks import Chunk, chunks_of, digest_of_array
-from dips.core.chunks import checksum as checksum_of
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import PushId
 from dips.core.layout import Block
-from dips.core.net.data_header import MAX_MISSING, DataHeader, DataOp, MissingChunk
-from dips.core.wire import Codec
+from dips.core.net.data_header import MAX_MISSING, DataHeader, MissingChunk
 from dips.slave.data_port import rows_of_arrays
 from dips.slave.state.staging import ShardMap, Slot, StagingTable
 
@@ -34,23 +32,10 @@ def payload(chunk: Chunk) -> bytes:
 
 
 def put(chunk: Chunk, push: PushId = A, attempt: int = 1) -> DataHeader:
-    return DataHeader(
-        "run",
-        1,
-        DataOp.PUT_CHUNK,
-        1,
-        push=push,
-        attempt=attempt,
-        block=chunk.block_id,
-        offset_bytes=chunk.offset_bytes,
-        length_bytes=chunk.length_bytes,
-        codec=Codec.F32,
-        checksum=checksum_of(payload(chunk)),
-    )
+    return put_of(chunk, push, payload(chunk), attempt)
 
 
 def arrays(shard: ShardMap) -> StagingTable:
-    """As the data port keeps it: three slots."""
     return StagingTable(shard, rows_of_arrays(3, shard.n_chunks).cleared)
 
 
@@ -68,7 +53,6 @@ def check(table: StagingTable) -> None:
 
 
 def land(table: StagingTable, header: DataHeader) -> bool:
-    """As the data port does it; returns whether this chunk completed the push."""
     staging, landing, landed = table.admit(header, header.length_bytes)
     check(table)
     return False if landed else table.land(staging, landing, header.checksum)

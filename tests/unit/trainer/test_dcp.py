@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import save_file
+from support.trainer_models import Fetched, fetched_of
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from dips.core.errors import ConfigError
-from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.local.model_folder import as_folder, write_folder
 from dips.trainer import dcp
@@ -24,28 +23,8 @@ from dips.trainer.dcp import PIECE_BYTES, CheckpointFolder
 from dips.trainer.export import read_state
 from dips.trainer.model import ByteModel
 from dips.trainer.sizes import SIZES
-from dips.worker.torch_model import TorchParameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
-VERSION = Version(1, 7)
-
-
-@dataclass(frozen=True)
-class Fetched:
-    layout: Layout
-    flat: NDArray[np.float32]
-    run_id: str = "mine"
-    version: Version = VERSION
-    tokens: int = 12345
-
-
-def fetched(model: torch.nn.Module) -> Fetched:
-    """What a run of this model publishes."""
-    parameters = TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    flat = np.empty(parameters.layout().n_elems, np.float32)
-    parameters.snapshot(flat)
-    return Fetched(parameters.layout(), flat)
 
 
 def loaded(model: torch.nn.Module, folder: Path, **more: Any) -> torch.nn.Module:
@@ -58,7 +37,7 @@ def loaded(model: torch.nn.Module, folder: Path, **more: Any) -> torch.nn.Module
 def test_a_model_comes_back_to_the_bit(tmp_path: Path, piece_bytes: int) -> None:
     """Also in pieces of some rows, of which the last has fewer."""
     model, other = ByteModel(SIZES["tiny"], seed=1), ByteModel(SIZES["tiny"], seed=2)
-    write_folder(CheckpointFolder(fetched(model), piece_bytes=piece_bytes), tmp_path / "new" / "model")
+    write_folder(CheckpointFolder(fetched_of(model), piece_bytes=piece_bytes), tmp_path / "new" / "model")
     loaded(other, tmp_path / "new" / "model")
     for (name, mine), its in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, its), name
@@ -101,7 +80,7 @@ def test_one_piece_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(dcp._Pieces, "take", noted)
     model, other = ByteModel(SIZES["tiny"], seed=1), ByteModel(SIZES["tiny"], seed=2)
-    write_folder(CheckpointFolder(fetched(model), piece_bytes=4_000), tmp_path / "m")
+    write_folder(CheckpointFolder(fetched_of(model), piece_bytes=4_000), tmp_path / "m")
     assert len(pieces) > 100
     loaded(other, tmp_path / "m")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
@@ -118,32 +97,29 @@ def test_a_checkpoint_that_lacks_a_piece_is_no_export(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(dcp._Pieces, "take", emptied)
     with pytest.raises(RuntimeError, match="and its tensors have"):
-        write_folder(CheckpointFolder(fetched(ByteModel(SIZES["tiny"]))), tmp_path / "m")
+        write_folder(CheckpointFolder(fetched_of(ByteModel(SIZES["tiny"]))), tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_was_filled_in_keeps_its_type(tmp_path: Path) -> None:
     base = {"table": torch.arange(4), "base": torch.randn(6, 5).bfloat16(), "mask": torch.tensor([True, False])}
     save_file(base, tmp_path / "base.safetensors")
-    content = CheckpointFolder(fetched(torch.nn.Linear(3, 4)), read_state(tmp_path / "base.safetensors"))
+    content = CheckpointFolder(fetched_of(torch.nn.Linear(3, 4)), read_state(tmp_path / "base.safetensors"))
     write_folder(content, tmp_path / "m")
     state = {name: torch.zeros_like(tensor) for name, tensor in base.items()}
     load(state, checkpoint_id=tmp_path / "m")
     assert all(torch.equal(state[name], base[name]) for name in base)
 
 
-# ---- where ----
-
-
 def test_what_stands_there_is_replaced_only_if_somebody_says_so(tmp_path: Path) -> None:
     """Also a folder for transformers, of which nothing is left then."""
     first, second = ByteModel(SIZES["tiny"], seed=1), ByteModel(SIZES["tiny"], seed=2)
     folder = tmp_path / "model"
-    write_folder(as_folder(fetched(first)), folder)
+    write_folder(as_folder(fetched_of(first)), folder)
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="is not empty: give another folder, or --force"):
-        write_folder(CheckpointFolder(fetched(second)), folder)
-    write_folder(CheckpointFolder(fetched(second)), folder, force=True)
+        write_folder(CheckpointFolder(fetched_of(second)), folder)
+    write_folder(CheckpointFolder(fetched_of(second)), folder, force=True)
     assert sorted(path.name for path in folder.iterdir()) == [
         ".metadata", "__0_0.distcp", "dips_version.json", "notes.txt",
     ]  # fmt: skip
@@ -152,7 +128,7 @@ def test_what_stands_there_is_replaced_only_if_somebody_says_so(tmp_path: Path) 
 
 
 def test_a_disk_that_is_full_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, content = tmp_path / "model", CheckpointFolder(fetched(ByteModel(SIZES["tiny"])))
+    folder, content = tmp_path / "model", CheckpointFolder(fetched_of(ByteModel(SIZES["tiny"])))
     write_folder(content, folder)
     before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
 

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
+from support.trainer_models import Fetched, snapshot_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dips.cli import model as command_model
 from dips.core.errors import ConfigError
-from dips.core.ids import Version
-from dips.core.layout import MAX_DESCRIPTION_CHARS, Layout
+from dips.core.layout import MAX_DESCRIPTION_CHARS
 from dips.core.model_description import Lacking, ModelDescription, description_from_json
 from dips.local.model_folder import as_folder, write_folder
 from dips.trainer.export import export_model, fill
 from dips.worker.torch_model import TorchParameters, description_of, untrained_of
 
-VERSION = Version(1, 7)
-
 
 class Adapted(torch.nn.Module):
-    """A frozen base of bfloat16, an adapter, a table, and a layer with running statistics."""
-
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -37,27 +30,14 @@ class Adapted(torch.nn.Module):
         self.register_buffer("table", torch.arange(4) + seed)
 
 
-@dataclass(frozen=True)
-class Fetched:
-    layout: Layout
-    flat: NDArray[np.float32]
-    run_id: str = "mine"
-    version: Version = VERSION
-    tokens: int = 12345
-
-
 def fetched(model: torch.nn.Module, buffers: str = "own") -> Fetched:
-    """What a run of this model publishes."""
     parameters = TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1), buffers=buffers)
     untrained = untrained_of(model, parameters.ids)
     parameters.describe(description_of(model, parameters.ids, untrained))
-    flat = np.empty(parameters.layout().n_elems, np.float32)
-    parameters.snapshot(flat)
-    return Fetched(parameters.layout(), flat)
+    return snapshot_of(parameters)
 
 
 def written(state: dict[str, torch.Tensor], form: str, folder: Path) -> Path:
-    """A file, or a folder, with this state."""
     path = folder / ("base.safetensors" if form == "file" else "base/one.safetensors")
     path.parent.mkdir(exist_ok=True)
     save_file(state, path)

@@ -38,9 +38,6 @@ def chunks_of_pass(source: ChunkedText, pass_index: int) -> list[bytes]:
     return [source.tokens_of(whole(chunk, pass_index))[:-1].tobytes() for chunk in range(n_chunks)]
 
 
-# ---- the plan and the chunks ----
-
-
 def test_the_plan_counts_whole_chunks() -> None:
     plan = text().plan
     n_bytes = sum(len(d.text) for d in documents()) + 29
@@ -120,9 +117,6 @@ def test_old_passes_can_still_be_read() -> None:
     assert source.tokens_of(whole(7, 0)).tobytes() == first
 
 
-# ---- batches ----
-
-
 def test_inputs_and_targets_are_the_text_shifted_by_one() -> None:
     source = text()
     batch = make_batch(source, [whole(2), whole(5)])
@@ -193,9 +187,6 @@ def test_training_alone_takes_every_chunk_of_every_pass_once() -> None:
     taken = [next(source) for _ in range(2 * n_chunks)]
     assert {(part.pass_index, part.chunk) for part in taken} == {(p, c) for p in (0, 1) for c in range(n_chunks)}
     assert sum(part.tokens for part in taken) == 2 * plan.total_tokens
-
-
-# ---- in the next life ----
 
 
 def taken(batches: LeasedBatches, n: int) -> list[tuple[DataRange, ...]]:

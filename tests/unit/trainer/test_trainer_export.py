@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +13,31 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
+from support.trainer_models import Fetched, fetched_of
 
 from dips.core.errors import ConfigError
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.trainer.config import TrainConfig
-from dips.trainer.evaluate import EVAL_BATCH, Evaluator, heldout_loss, model_from_flat, windows_of
+from dips.trainer.evaluate import EVAL_BATCH, Evaluator, heldout_loss, windows_of
 from dips.trainer.export import export_model, read_export
 from dips.trainer.model import ByteModel
 from dips.trainer.sizes import SIZES, ModelConfig
-from dips.worker.torch_model import TorchParameters
-
-
-@dataclass(frozen=True)
-class Fetched:
-    run_id: str
-    layout: Layout
-    version: Version
-    tokens: int
-    flat: NDArray[np.float32]
 
 
 def fetched(config: ModelConfig = SIZES["tiny"], seed: int = 0) -> Fetched:
-    model = ByteModel(config, seed)
-    parameters = TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    flat = np.empty(parameters.layout().n_elems, np.float32)
-    parameters.snapshot(flat)
-    return Fetched("run-1", parameters.layout(), Version(3, 17), 12345, flat)
+    return fetched_of(ByteModel(config, seed), "run-1", Version(3, 17))
 
 
 def own_model() -> Fetched:
     layout = Layout((Parameter("w", (3, 4), "bfloat16", "w"), Parameter("b", (), "float32", "b")))
-    return Fetched("mine", layout, Version(1, 2), 7, np.arange(13, dtype=np.float32))
+    return Fetched(layout, np.arange(13, dtype=np.float32), version=Version(1, 2), tokens=7)
 
 
 @pytest.fixture
-def train(tmp_path: Path) -> TrainConfig:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for number in range(12):
-        words = np.random.default_rng(number).choice(["def ", "return ", "x", " = ", "y\n", "class "], 800)
-        (folder / f"{number}.txt").write_text("".join(words))
+def train(text: Path) -> TrainConfig:
     small: dict[str, Any] = {"heldout_max_bytes": 1500, "chunk_tokens": 64, "sequence_tokens": 64}
-    return TrainConfig(data=(folder,), heldout_fraction=0.2, **small)
+    return TrainConfig(data=(text,), heldout_fraction=0.2, **small)
 
 
 @pytest.fixture
@@ -63,9 +45,6 @@ def restored_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-# ---- the held-out loss ----
 
 
 def test_windows_cover_the_text_and_share_their_ends() -> None:
@@ -89,20 +68,6 @@ def test_the_loss_is_the_mean_over_all_bytes() -> None:
         logits = model(torch.from_numpy(windows[:, :-1])).double().log_softmax(-1)
     picked = logits.gather(-1, torch.from_numpy(windows[:, 1:, None])).mean().item()
     assert heldout_loss(model, windows) == pytest.approx(-picked, abs=1e-6)
-
-
-@pytest.mark.usefixtures("restored_threads")
-def test_the_loss_does_not_depend_on_threads() -> None:
-    model = ByteModel(ModelConfig(64, 1, 64))
-    windows = np.random.default_rng(0).integers(0, 256, (EVAL_BATCH + 3, 65))
-    losses = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        losses.append(heldout_loss(model, windows))
-    assert max(losses) - min(losses) < 1e-6
-
-
-# ---- export ----
 
 
 def test_an_export_gives_back_every_bit(tmp_path: Path) -> None:
@@ -137,15 +102,6 @@ def test_an_exported_model_has_the_loss_that_was_reported_for_it(tmp_path: Path,
         evaluated = Evaluator(train.model_copy(update={"threads": threads}))(read_export(tmp_path / "m"))
         assert evaluated.loss == pytest.approx(reported.loss, abs=1e-6)
         assert replace(evaluated, loss=reported.loss) == reported
-
-
-def test_the_model_of_an_export_predicts_as_the_exported_one(tmp_path: Path) -> None:
-    export_model(fetched(seed=4), tmp_path / "m")
-    exported = read_export(tmp_path / "m")
-    model = model_from_flat(exported.layout, exported.flat)
-    tokens = torch.arange(20).view(1, 20)
-    assert torch.equal(model(tokens), ByteModel(SIZES["tiny"], seed=4)(tokens))
-    assert exported.version == Version(3, 17)
 
 
 def test_an_export_replaces_an_older_one_and_leaves_nothing_else(tmp_path: Path) -> None:

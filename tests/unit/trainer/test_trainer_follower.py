@@ -46,8 +46,6 @@ def status(published: Version | None, stopped: bool = False) -> StatusReply:
 
 
 class Run:
-    """A run that publishes by a script: each status call takes the next entry; the last one stays."""
-
     def __init__(self, *script: StatusReply | RetryLater | Refused, kept: int = 2) -> None:
         self.script = list(script)
         self.kept = kept
@@ -72,8 +70,6 @@ class Run:
 
 
 class Waits:
-    """wait() that moves a clock; says stop after `limit` calls, so that no test runs for ever."""
-
     def __init__(self, clock: ManualClock, limit: int = 200) -> None:
         self.clock = clock
         self.calls = 0

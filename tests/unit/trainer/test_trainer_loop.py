@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,8 +35,6 @@ CLIENT = ClientConfig(master="127.0.0.1:1", cluster_id="a")
 
 
 class ScriptedDriver:
-    """Lends whole chunks and counts; `at_step` may do anything, such as ending the run."""
-
     last: ScriptedDriver
     end_after: int = 6
     lends_tokens: int | None = None
@@ -123,14 +120,9 @@ def _keep_pytests_logging(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def train(tmp_path: Path) -> TrainConfig:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for number in range(10):
-        words = np.random.default_rng(number).choice(["if ", "else ", "for x in y:\n", "    "], 600)
-        (folder / f"{number}.txt").write_text("".join(words))
+def train(text: Path) -> TrainConfig:
     knobs: dict[str, Any] = {"chunk_tokens": CHUNK, "sequence_tokens": 16, "batch_size": 2, "log_every_steps": 2}
-    return TrainConfig(data=(folder,), heldout_fraction=0.2, device="cpu", **knobs)
+    return TrainConfig(data=(text,), heldout_fraction=0.2, device="cpu", **knobs)
 
 
 def test_one_run_claims_what_it_trained_on_and_its_tape_tells_of_it(
@@ -333,9 +325,6 @@ def test_a_rank_that_is_alone_says_whether_a_person_must_act(
         run(train.model_copy(update={"parallel": "data=2", "steps": 1}), ClientConfig())
 
 
-# ---- without a master ----
-
-
 def test_without_a_master_it_trains_for_so_many_steps(train: TrainConfig, tmp_path: Path) -> None:
     """And again to the bit."""
     records: list[dict[str, Any]] = []
@@ -356,9 +345,6 @@ def test_without_a_master_it_trains_for_so_many_steps(train: TrainConfig, tmp_pa
 def test_without_a_master_and_steps_both_remedies_are_named(train: TrainConfig) -> None:
     with pytest.raises(ConfigError, match=r"--master HOST:PORT .* or --steps N"):
         run(train, ClientConfig())
-
-
-# ---- checkpoints ----
 
 
 def test_a_resumed_loop_makes_the_batches_that_were_to_come(driver: type[ScriptedDriver], train: TrainConfig) -> None:

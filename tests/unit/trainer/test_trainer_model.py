@@ -99,9 +99,6 @@ def test_training_works_after_an_evaluation_in_the_same_process() -> None:
     assert model.embedding.weight.grad is not None
 
 
-# ---- the configuration from the layout ----
-
-
 @pytest.mark.parametrize("config", [SMALLEST, *SIZES.values()])
 def test_a_layout_tells_the_configuration(config: ModelConfig) -> None:
     assert ModelConfig.from_layout(layout_of(ByteModel(config))) == config

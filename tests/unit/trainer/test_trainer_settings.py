@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,22 +23,9 @@ from dips.trainer.sizes import ModelConfig
 from dips.trainer.train import InnerTrainer, device_of, make_optimizers
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for number in range(10):
-        words = np.random.default_rng(number).choice(["if ", "else ", "for x in y:\n", "    "], 600)
-        (folder / f"{number}.txt").write_text("".join(words))
-    return folder
-
-
 def config(text: Path, **changes: object) -> TrainConfig:
     given = {"data": (text,), "chunk_tokens": 64, "sequence_tokens": 32, "batch_size": 2, **changes}
     return load(TrainConfig, SECTION, environment={}, overrides=given).value
-
-
-# ---- settings ----
 
 
 def test_text_settings_are_read_as_written_on_a_command_line() -> None:
@@ -82,18 +67,6 @@ def test_a_cuda_device_is_taken_unless_the_cpu_is_asked_for(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert device_of(TrainConfig(device=device)).type == kind
-
-
-# ---- the inner step ----
-
-
-def test_steps_lower_the_loss(text: Path) -> None:
-    inner = InnerTrainer(config(text, device="cpu"))
-    batches = LeasedBatches(inner.text, 4, 32)
-    batches.add(part for part, _ in zip(all_ranges(inner.text.plan), range(40), strict=False))
-    losses = [inner.step(batches.next(), 3e-3) for _ in range(16)]
-    assert losses[0] == pytest.approx(math.log(256), abs=0.5)
-    assert losses[-1] < losses[0] - 1.0
 
 
 def test_the_learning_rate_of_a_step_is_the_one_given(text: Path) -> None:
@@ -164,9 +137,6 @@ def test_threads_are_set(text: Path) -> None:
         torch.set_num_threads(before)
 
 
-# ---- calibration ----
-
-
 def test_the_speed_is_measured_and_printed_as_json(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--data", str(text), "--chunk-tokens", "64", "--sequence-tokens", "32", "--emulate-gap", "0.9"]
     assert calibrate.main(["--json", "--seconds", "0.05", *options]) == 0
@@ -189,9 +159,6 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(
     assert says in err
     assert err.startswith("dips: ")
     assert len(err.splitlines()) == 1
-
-
-# ---- signals ----
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

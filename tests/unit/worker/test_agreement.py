@@ -20,7 +20,6 @@ from dips.worker.torch_model import TorchParameters
 
 
 def module(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
-    """With these parameters, in this order; a dot makes a module."""
     root = torch.nn.Module()
     for name, tensor in tensors.items():
         *path, key = name.split(".")
@@ -41,7 +40,6 @@ def held(tensors: Mapping[str, torch.Tensor], **arguments: Any) -> Held:
 def agreed(
     *ranks: Held | Exception | None, settings: Sequence[Mapping[str, object]] | None = None, **arguments: Any
 ) -> list[Agreed | str | None]:
-    """What each rank gets, or the sentence that refuses it."""
     table = RankTable(len(ranks))
 
     def one(seat: Seat) -> Agreed | None:
@@ -54,7 +52,6 @@ def agreed(
 
 
 def refused(*ranks: Held | Exception | None, **arguments: Any) -> str:
-    """The one sentence that every rank gets."""
     said = agreed(*ranks, **arguments)
     assert len(set(map(str, said))) == 1, said
     assert isinstance(said[0], str)
@@ -73,9 +70,6 @@ FULL = {"embed.w": torch.arange(12.0).view(4, 3), "layers.0.w": torch.arange(8.0
 def layout_of_one_process(tensors: Mapping[str, torch.Tensor]) -> bytes:
     made = module(tensors)
     return TorchParameters(made, torch.optim.SGD(made.parameters(), lr=0.1)).layout().layout_hash
-
-
-# ---- the layout ----
 
 
 def test_replicas_have_the_layout_of_one_process_and_train_on_different_data() -> None:
@@ -152,9 +146,6 @@ def test_cells_are_cut_where_any_box_begins_or_ends() -> None:
     assert cells_of({whole_tensor: [0], left: [1, 3], right: [2]}) == {left: [0, 1, 3], right: [0, 2]}
     assert cells_of({Box((), ()): [0, 1]}) == {Box((), ()): [0, 1]}
     assert cells_of({}) == {}
-
-
-# ---- refusals ----
 
 
 def part(start: int, values: torch.Tensor) -> Held:
@@ -237,7 +228,6 @@ def held_again(known: Held) -> Held:
 
 
 def with_mesh(mesh: tuple[int, ...], values: torch.Tensor) -> Held:
-    """As DTensors have."""
 
     class OnMesh(Held):
         @property
@@ -273,9 +263,6 @@ def test_a_mapping_that_cannot_be_is_refused(tensors: dict[str, torch.Tensor], s
     with pytest.raises(ConfigError) as caught:
         held(tensors, shards=shards)
     assert str(caught.value).startswith(sentence)
-
-
-# ---- several modules, master copies, buffers ----
 
 
 def test_several_modules_of_a_rank_and_their_mappings() -> None:
@@ -353,9 +340,6 @@ def test_another_models_optimizer_is_refused() -> None:
         held_here([module(FULL)], [torch.optim.SGD(module(FULL).parameters(), lr=0.1)])
 
 
-# ---- data coordinates ----
-
-
 def on_data(of: Held, data: DataPlace | None = None, fsdp: DataPlace | None = None) -> Held:
     of.data, of.fsdp = data, fsdp
     return of
@@ -380,9 +364,6 @@ def test_ranks_with_equal_pieces_train_on_different_data_and_others_share_theirs
 def test_ranks_that_disagree_on_their_data_are_refused() -> None:
     said = refused(on_data(held(FULL), DataPlace(0, 2)), on_data(held(FULL)))
     assert said.startswith("rank 1 trains on data of no mesh, and rank 0 on data dealt to 2 ranks: give all ranks data")
-
-
-# ---- values ----
 
 
 def replicas_of(

@@ -8,36 +8,10 @@ from dataclasses import replace
 import pytest
 from support.cluster_bench import DIGESTS, SETTINGS, TICKET, ClusterBench, session_config
 
+from dips.core import messages
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import RoundId, Version
-from dips.core.messages import (
-    Admitted,
-    AwaitVerdictReply,
-    AwaitVerdictRequest,
-    BeginPullReply,
-    BeginPullRequest,
-    BeginPushReply,
-    BeginPushRequest,
-    Busy,
-    FinishPushReply,
-    FinishPushRequest,
-    PullGrant,
-    VerdictKind,
-)
-from dips.worker.state.effects import (
-    Beat,
-    CopyBase,
-    CopyParameters,
-    Done,
-    Event,
-    Failed,
-    Install,
-    InstallMode,
-    SendPush,
-    Stepped,
-    StopWanted,
-    Tick,
-)
+from dips.worker.state import effects
 from dips.worker.state.shared import SessionPhase
 from dips.worker.state.waiting import BRIEF_SHARE_IN_STEPS, ExchangeStage, WaitPolicy
 
@@ -46,78 +20,75 @@ FULL = replace(SETTINGS, overlap="full")
 
 @pytest.fixture
 def life() -> ClusterBench:
-    """A cluster that trains through its exchanges, with a push that is asked for."""
     life = ClusterBench(session_config(answers_in_steps=True), FULL)
     life.begin()
     life.push_begun()
     return life
 
 
-def in_step(life: ClusterBench, event: Event) -> None:
-    """Handle it as a driver does in the middle of a step."""
+def in_step(life: ClusterBench, event: effects.Event) -> None:
     assert life.session.may_take_in_step(event)
-    effects = life.say(event)
-    assert not [effect for effect in effects if isinstance(effect, CopyParameters | Install | CopyBase)]
+    told = life.say(event)
+    assert not [
+        effect for effect in told if isinstance(effect, effects.CopyParameters | effects.Install | effects.CopyBase)
+    ]
 
 
 def to_admitted(life: ClusterBench) -> None:
-    in_step(life, Done(life.job(BeginPushRequest)[0], BeginPushReply(TICKET)))
-    sending = life.job(SendPush)[0]
-    assert not life.session.may_take_in_step(Done(sending + 1, DIGESTS, 0.2)), "a transfer that was given up"
-    in_step(life, Done(sending, DIGESTS, 0.2))
-    in_step(life, Done(life.job(FinishPushRequest)[0], FinishPushReply(Admitted(RoundId(1, 1), 1.0))))
-
-
-def grant(life: ClusterBench) -> BeginPullReply:
-    assert life.published is not None
-    return BeginPullReply(
-        PullGrant(
-            life.published, life.fence, 7, TICKET.placement, (0, 1, 2, 3), DIGESTS, life.tokens, life.local_steps, None,
-            1 << 20, life.epoch, "run",
-        )
-    )  # fmt: skip
+    in_step(life, effects.Done(life.job(messages.BeginPushRequest)[0], messages.BeginPushReply(TICKET)))
+    sending = life.job(effects.SendPush)[0]
+    assert not life.session.may_take_in_step(effects.Done(sending + 1, DIGESTS, 0.2)), "a transfer that was given up"
+    in_step(life, effects.Done(sending, DIGESTS, 0.2))
+    in_step(
+        life,
+        effects.Done(
+            life.job(messages.FinishPushRequest)[0], messages.FinishPushReply(messages.Admitted(RoundId(1, 1), 1.0))
+        ),
+    )
 
 
 def test_a_whole_exchange_goes_on_during_one_step_and_the_install_waits_for_its_end(life: ClusterBench) -> None:
     to_admitted(life)
-    verdict, job = life.verdict(VerdictKind.APPLIED), life.job(AwaitVerdictRequest)[0]
+    verdict, job = life.verdict(messages.VerdictKind.APPLIED), life.job(messages.AwaitVerdictRequest)[0]
     other = replace(verdict, push=replace(verdict.push, seq=9))
-    assert not life.session.may_take_in_step(Done(job, AwaitVerdictReply(other)))
-    in_step(life, Done(job, AwaitVerdictReply(verdict)))
-    in_step(life, Done(life.job(BeginPullRequest)[0], grant(life)))
-    there = Done(life.job(PullGrant)[0], None, 0.2)
+    assert not life.session.may_take_in_step(effects.Done(job, messages.AwaitVerdictReply(other)))
+    in_step(life, effects.Done(job, messages.AwaitVerdictReply(verdict)))
+    in_step(life, effects.Done(life.job(messages.BeginPullRequest)[0], life.granted()))
+    there = effects.Done(life.job(messages.PullGrant)[0], None, 0.2)
     assert not life.session.may_take_in_step(there)
-    life.say(Stepped(100, (), 2.0))
+    life.say(effects.Stepped(100, (), 2.0))
     pending = life.session.shared.work.pending
     assert (pending.steps, pending.tokens) == (1, 100), "the step that was made meanwhile counts for the next push"
     life.say(there)
-    assert life.take(Install).mode is InstallMode.REBASE_FROM_PUSH
+    assert life.take(effects.Install).mode is effects.InstallMode.REBASE_FROM_PUSH
     assert life.phase is SessionPhase.TRAINING
 
 
-@pytest.mark.parametrize("kind", [kind for kind in VerdictKind if kind is not VerdictKind.APPLIED])
+@pytest.mark.parametrize("kind", [kind for kind in messages.VerdictKind if kind is not messages.VerdictKind.APPLIED])
 def test_a_verdict_that_drops_or_repeats_steps_waits_for_the_end_of_the_step(
-    life: ClusterBench, kind: VerdictKind
+    life: ClusterBench, kind: messages.VerdictKind
 ) -> None:
     to_admitted(life)
     verdict = life.verdict(kind)
-    assert not life.session.may_take_in_step(Done(life.job(AwaitVerdictRequest)[0], AwaitVerdictReply(verdict)))
+    assert not life.session.may_take_in_step(
+        effects.Done(life.job(messages.AwaitVerdictRequest)[0], messages.AwaitVerdictReply(verdict))
+    )
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        lambda job: Failed(job, "no answer"),
-        lambda job: Done(job, Refused(RefusalCode.BUSY, "later", 1.0)),
-        lambda job: Done(job, BeginPushReply(Busy(1.0, "later"))),
-        lambda job: Done(job + 7, BeginPushReply(TICKET)),
-        lambda job: Tick(),
-        lambda job: StopWanted("enough"),
+        lambda job: effects.Failed(job, "no answer"),
+        lambda job: effects.Done(job, Refused(RefusalCode.BUSY, "later", 1.0)),
+        lambda job: effects.Done(job, messages.BeginPushReply(messages.Busy(1.0, "later"))),
+        lambda job: effects.Done(job + 7, messages.BeginPushReply(TICKET)),
+        lambda job: effects.Tick(),
+        lambda job: effects.StopWanted("enough"),
     ],
     ids=["failed", "refused", "busy", "late", "tick", "stop"],
 )
-def test_all_else_waits_for_the_end_of_the_step(life: ClusterBench, event: Callable[[int], Event]) -> None:
-    assert not life.session.may_take_in_step(event(life.job(BeginPushRequest)[0]))
+def test_all_else_waits_for_the_end_of_the_step(life: ClusterBench, event: Callable[[int], effects.Event]) -> None:
+    assert not life.session.may_take_in_step(event(life.job(messages.BeginPushRequest)[0]))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +96,7 @@ def test_all_else_waits_for_the_end_of_the_step(life: ClusterBench, event: Calla
     [
         lambda life: life.beat(donate=Version(1, 4)),
         lambda life: life.beat(stop=True),
-        lambda life: life.say(StopWanted("enough")),
+        lambda life: life.say(effects.StopWanted("enough")),
     ],
     ids=["asked to donate", "drained", "leaves"],
 )
@@ -134,8 +105,8 @@ def test_a_heartbeat_waits_and_so_does_an_answer_once_more_is_under_way(
 ) -> None:
     incarnation = life.session.shared.terms.incarnation
     assert incarnation is not None
-    assert not life.session.may_take_in_step(Beat(incarnation, Refused(RefusalCode.FENCED, "evicted")))
-    ticket = Done(life.job(BeginPushRequest)[0], BeginPushReply(TICKET))
+    assert not life.session.may_take_in_step(effects.Beat(incarnation, Refused(RefusalCode.FENCED, "evicted")))
+    ticket = effects.Done(life.job(messages.BeginPushRequest)[0], messages.BeginPushReply(TICKET))
     assert life.session.may_take_in_step(ticket)
     happens(life)
     assert not life.session.may_take_in_step(ticket)
@@ -149,7 +120,6 @@ def test_a_call_is_waited_for_only_if_the_last_one_was_short() -> None:
     now_s = round_s
 
     def waits(answered_s: float) -> bool:
-        """Whether a call is waited for, which is then answered in so many seconds."""
         nonlocal now_s
         wait.enter(ExchangeStage.BEGIN, FULL, now_s)
         found = wait.until_s > now_s

@@ -28,7 +28,6 @@ F32 = NDArray[np.float32]
 
 
 def checksums_of(layout: Layout, chunk_bytes: int, flat: F32) -> dict[Chunk, int]:
-    """Of the vector's bytes, chunk by chunk, from the vector itself."""
     start_elem = [block.start_elem for block in layout.blocks]
     found = {}
     for chunk in chunks_of(layout.blocks, chunk_bytes):
@@ -113,7 +112,6 @@ class Odd(torch.nn.Module):
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small models are treated as large ones are."""
     monkeypatch.setattr("dips.worker.torch_model.LARGE_ELEMS", 600)
     monkeypatch.setattr("dips.worker.torch_model.GROUP_ELEMS", 4000)
     monkeypatch.setattr("dips.core.net.payloads.WORTH_COMPILING_BYTES", 0)

@@ -69,17 +69,21 @@ def facts(n: int, steps: int = 0) -> HeartbeatRequest:
     return HeartbeatRequest(Caller("run", 1, "a", Incarnation(1, n), "a/1"), phase="TRAINING", steps=steps, loss=2.0)
 
 
+def beating(master: Master, told: queue.SimpleQueue[Beat], monkeypatch: pytest.MonkeyPatch) -> Heartbeat:
+    monkeypatch.setattr("dips.worker.control.clusters_pb2_grpc", master)
+    monkeypatch.setattr("dips.worker.control.channel_to", lambda address, security: nullcontext())
+    for name in ("FIRST_PAUSE_S", "MAX_PAUSE_S"):
+        monkeypatch.setattr(f"dips.worker.control.{name}", 0.001)
+    return Heartbeat("m", INSECURE, told.put, master.clock)  # type: ignore[arg-type]
+
+
 def test_news_are_delivered_once_and_a_fenced_incarnation_beats_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, told = ManualClock(50.0), queue.SimpleQueue[Beat]()
     master = Master(
         clock, reply(1), reply(1), reply(2), None, reply(2), reply(3), 0.01, RefuseCall(RefusalCode.FENCED, "evicted"),
         reply(3),
     )  # fmt: skip
-    monkeypatch.setattr("dips.worker.control.clusters_pb2_grpc", master)
-    monkeypatch.setattr("dips.worker.control.channel_to", lambda address, security: nullcontext())
-    for name in ("FIRST_PAUSE_S", "MAX_PAUSE_S"):
-        monkeypatch.setattr(f"dips.worker.control.{name}", 0.001)
-    beats = Heartbeat("m", INSECURE, told.put, clock)  # type: ignore[arg-type]
+    beats = beating(master, told, monkeypatch)
     beats.tell(facts(1, steps=7), SETTINGS)
     try:
         got = [told.get(timeout=60) for _ in range(4)]
@@ -105,10 +109,7 @@ def test_a_master_that_is_silent_for_as_long_as_it_would_evict_is_hung_up_on(mon
     clock, told = ManualClock(50.0), queue.SimpleQueue[Beat]()
     silent_s = SETTINGS.heartbeat_s * SETTINGS.evict_after_beats
     master = Master(clock, reply(1), silent_s, 1e-6, reply(2))
-    monkeypatch.setattr("dips.worker.control.clusters_pb2_grpc", master)
-    monkeypatch.setattr("dips.worker.control.channel_to", lambda address, security: nullcontext())
-    monkeypatch.setattr("dips.worker.control.FIRST_PAUSE_S", 0.001)
-    beats = Heartbeat("m", INSECURE, told.put, clock)  # type: ignore[arg-type]
+    beats = beating(master, told, monkeypatch)
     beats.tell(facts(1), SETTINGS)
     try:
         assert [told.get(timeout=60).answer for _ in range(2)] == [reply(1), reply(2)]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from support.cluster_bench import LEASED, SETTINGS, TK_MAX, ClusterBench, phase_of, session_config
 
+from dips.core import messages
 from dips.core.errors import (
     NAME_TAKEN_EXIT,
     ConfigError,
@@ -16,49 +17,8 @@ from dips.core.errors import (
     Refused,
 )
 from dips.core.ids import Incarnation, RoundId, Version
-from dips.core.messages import (
-    Admitted,
-    AwaitVerdictReply,
-    AwaitVerdictRequest,
-    BeginPullReply,
-    BeginPullRequest,
-    BeginPushReply,
-    BeginPushRequest,
-    Busy,
-    DataRange,
-    FinishPullReply,
-    FinishPullRequest,
-    FinishPushReply,
-    FinishPushRequest,
-    Hello,
-    JoinRequest,
-    LeaseDataReply,
-    LeaseDataRequest,
-    LeaveRequest,
-    PullGrant,
-    Stale,
-    StaleKind,
-    TokenLimit,
-    VerdictKind,
-)
 from dips.core.protocol import MAX_LEASED_CHUNKS, PROTOCOL_VERSION, RANKS
-from dips.worker.state.effects import (
-    Beat,
-    Cancel,
-    CopyParameters,
-    Done,
-    Failed,
-    Finished,
-    Install,
-    InstallMode,
-    LeaseWanted,
-    Log,
-    Record,
-    SendPush,
-    Started,
-    Stepped,
-    StopWanted,
-)
+from dips.worker.state import effects
 from dips.worker.state.shared import SessionPhase
 
 
@@ -69,19 +29,15 @@ def life() -> ClusterBench:
     return life
 
 
-# ---- the start ----
-
-
 def test_a_new_cluster_joins_pulls_and_may_train() -> None:
-    life = ClusterBench()
-    life.say(Started())
+    life = ClusterBench().started()
     assert life.waits
     request = life.join()
     assert (request.caller.run_id, request.caller.name, request.caller.incarnation) == ("run", "a", None)
     assert request.hello.protocol_max == PROTOCOL_VERSION
     assert request.layout_hash == request.layout.layout_hash
     assert life.waits, "there is nothing to train on yet"
-    assert life.pulled() == Install(InstallMode.REPLACE, False)
+    assert life.pulled() == effects.Install(effects.InstallMode.REPLACE, False)
     assert not life.waits
     assert life.session.shared.base == Version(1, 5)
 
@@ -89,19 +45,18 @@ def test_a_new_cluster_joins_pulls_and_may_train() -> None:
 def test_the_first_cluster_seeds_with_no_work_and_pulls_what_became_of_it() -> None:
     life = ClusterBench()
     life.published = None
-    life.say(Started())
+    life.say(effects.Started())
     life.join(seed=True)
-    life.take(CopyParameters)
-    request = life.asked(BeginPushRequest)
+    life.take(effects.CopyParameters)
+    request = life.asked(messages.BeginPushRequest)
     assert (request.base, request.ranges, request.tokens, request.steps, request.fence) == (None, (), 0, 0, 0)
-    life.sent(life.ticket())
-    life.admitted()
+    life.goes_on("await")
     life.pass_s(1000)
     assert life.waits, "no cluster trains on parameters that are not published"
     life.published = Version(1, 0)
-    verdict = replace(life.verdict(VerdictKind.APPLIED), version=Version(1, 0))
-    life.answer(AwaitVerdictRequest, AwaitVerdictReply(verdict))
-    assert life.pulled().mode is InstallMode.REPLACE
+    verdict = replace(life.verdict(messages.VerdictKind.APPLIED), version=Version(1, 0))
+    life.answer(messages.AwaitVerdictRequest, messages.AwaitVerdictReply(verdict))
+    assert life.pulled().mode is effects.InstallMode.REPLACE
     assert life.phase is SessionPhase.TRAINING
 
 
@@ -109,29 +64,28 @@ def test_the_first_cluster_seeds_with_no_work_and_pulls_what_became_of_it() -> N
 def test_an_aborted_seed_is_pushed_again_under_a_new_number(stage: str) -> None:
     life = ClusterBench()
     life.published = None
-    life.say(Started())
+    life.say(effects.Started())
     life.join(seed=True)
     life.goes_on(stage)
-    life.judged(stage, life.verdict(VerdictKind.ABORTED))
-    request = life.asked(BeginPushRequest)
+    life.judged(stage, life.verdict(messages.VerdictKind.ABORTED))
+    request = life.asked(messages.BeginPushRequest)
     assert (request.seq, request.base) == (2, None)
 
 
 def test_nobody_seeds_over_a_version() -> None:
     life = ClusterBench()
     life.published = None
-    life.say(Started())
+    life.say(effects.Started())
     life.join(seed=True)
-    life.refuse(BeginPushRequest, RefusalCode.SEED_EXISTS)
+    life.refuse(messages.BeginPushRequest, RefusalCode.SEED_EXISTS)
     life.published = Version(1, 0)
-    assert life.pulled().mode is InstallMode.REPLACE
+    assert life.pulled().mode is effects.InstallMode.REPLACE
 
 
 def test_busy_pull_is_repeated_until_a_version_is_there() -> None:
-    life = ClusterBench()
-    life.say(Started())
+    life = ClusterBench().started()
     life.join()
-    life.answer(BeginPullRequest, BeginPullReply(Busy(0.5, "no version is published yet")))
+    life.answer(messages.BeginPullRequest, messages.BeginPullReply(messages.Busy(0.5, "no version is published yet")))
     assert life.session.waiting_for() == "no version is published yet"
     assert life.session.next_deadline_s() == pytest.approx(0.5)
     life.pass_s(0.5)
@@ -141,11 +95,11 @@ def test_busy_pull_is_repeated_until_a_version_is_there() -> None:
 def test_a_cluster_that_waits_may_be_told_to_join_again_as_seed() -> None:
     life = ClusterBench()
     life.published = None
-    life.say(Started())
+    life.say(effects.Started())
     life.join()
-    life.refuse(BeginPullRequest, RefusalCode.FENCED)
+    life.refuse(messages.BeginPullRequest, RefusalCode.FENCED)
     life.join(seed=True)
-    assert life.asked(BeginPushRequest).base is None
+    assert life.asked(messages.BeginPushRequest).base is None
 
 
 @pytest.mark.parametrize(
@@ -153,64 +107,51 @@ def test_a_cluster_that_waits_may_be_told_to_join_again_as_seed() -> None:
     [RefusalCode.LAYOUT, RefusalCode.RUN_ID, RefusalCode.PROTOCOL_VERSION, RefusalCode.DATA_PLAN, RefusalCode.FENCED],
 )
 def test_a_refused_join_ends_with_the_masters_sentence(code: RefusalCode) -> None:
-    life = ClusterBench()
-    life.say(Started())
-    life.refuse(JoinRequest, code)
-    assert life.finished is not None
-    assert isinstance(life.finished.error, Refused)
-    assert life.finished.error.code is code
+    life = ClusterBench().started()
+    life.refuse(messages.JoinRequest, code)
+    assert life.ended_with(Refused).code is code
 
 
 def test_a_join_that_is_put_off_is_repeated() -> None:
-    life = ClusterBench()
-    life.say(Started())
-    life.refuse(JoinRequest, RefusalCode.BUSY, retry_after_s=5.0)
+    life = ClusterBench().started()
+    life.refuse(messages.JoinRequest, RefusalCode.BUSY, retry_after_s=5.0)
     life.pass_s(4.9)
-    assert not life.asks(JoinRequest)
+    assert not life.asks(messages.JoinRequest)
     life.pass_s(0.1)
     life.join()
 
 
 def test_joining_a_run_that_has_ended_is_no_failure() -> None:
-    life = ClusterBench()
-    life.say(Started())
-    life.refuse(JoinRequest, RefusalCode.STOPPING)
+    life = ClusterBench().started()
+    life.refuse(messages.JoinRequest, RefusalCode.STOPPING)
     assert life.finished is not None
     assert life.finished.error is None
-    assert life.take(Log) == Log(logging.WARNING, "join", "this cluster cannot join: refused: STOPPING", "a/join")
+    assert life.take(effects.Log) == effects.Log(
+        logging.WARNING, "join", "this cluster cannot join: refused: STOPPING", "a/join"
+    )
 
 
 def test_a_master_of_another_protocol_is_left() -> None:
-    life = ClusterBench()
-    life.say(Started())
-    life.answer(JoinRequest, replace(life.join_reply(), hello=Hello(90, 91)))
+    life = ClusterBench().started()
+    life.answer(messages.JoinRequest, replace(life.join_reply(), hello=messages.Hello(90, 91)))
     life.left()
-    assert life.finished is not None
-    assert isinstance(life.finished.error, Refused)
-    assert life.finished.error.code is RefusalCode.PROTOCOL_VERSION
+    assert life.ended_with(Refused).code is RefusalCode.PROTOCOL_VERSION
 
 
 def test_join_names_the_other_ranks_and_their_keys() -> None:
     keys = (b"1" * 32, b"2" * 32)
-    life = ClusterBench(session_config(curve_key=b"0" * 32, rank_keys=keys, pushers=3))
-    life.say(Started())
-    request = life.answer(JoinRequest, replace(life.join_reply(), hello=Hello(1, 1, (RANKS,))))
-    assert isinstance(request, JoinRequest)
+    life = ClusterBench(session_config(curve_key=b"0" * 32, rank_keys=keys, pushers=3)).started()
+    request = life.answer(messages.JoinRequest, replace(life.join_reply(), hello=messages.Hello(1, 1, (RANKS,))))
+    assert isinstance(request, messages.JoinRequest)
     assert (request.curve_key, request.rank_keys, request.pushers) == (b"0" * 32, keys, 3)
     assert life.finished is None
 
 
 def test_a_cluster_of_several_ranks_leaves_a_master_that_does_not_know_them() -> None:
-    life = ClusterBench(session_config(pushers=2))
-    life.say(Started())
-    life.answer(JoinRequest, replace(life.join_reply(), hello=Hello(1, 1, ("codec-f32",))))
+    life = ClusterBench(session_config(pushers=2)).started()
+    life.answer(messages.JoinRequest, replace(life.join_reply(), hello=messages.Hello(1, 1, ("codec-f32",))))
     life.left()
-    assert life.finished is not None
-    assert isinstance(life.finished.error, ConfigError)
-    assert "this cluster has 2 ranks" in str(life.finished.error)
-
-
-# ---- waiting, bounded ----
+    assert "this cluster has 2 ranks" in str(life.ended_with(ConfigError))
 
 
 def test_the_wait_for_an_exchange_is_bounded(life: ClusterBench) -> None:
@@ -222,18 +163,18 @@ def test_the_wait_for_an_exchange_is_bounded(life: ClusterBench) -> None:
     life.pass_s(0.2)
     assert not life.waits
     life.train(20)  # trains on, far beyond H, with one undecided push
-    assert not life.asks(BeginPushRequest)
-    life.decide(VerdictKind.APPLIED)
+    assert not life.asks(messages.BeginPushRequest)
+    life.decide(messages.VerdictKind.APPLIED)
     assert life.waits, "the pull is waited for again"
-    assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
-    assert life.asked(BeginPushRequest).steps == 20
+    assert life.pulled().mode is effects.InstallMode.REBASE_FROM_PUSH
+    assert life.asked(messages.BeginPushRequest).steps == 20
 
 
 def test_an_absent_master_ends_the_wait_and_is_asked_again_with_growing_pauses(life: ClusterBench) -> None:
     first = life.push_begun()
     pauses = []
     for _ in range(8):
-        assert life.fail(BeginPushRequest) == first
+        assert life.fail(messages.BeginPushRequest) == first
         assert not life.waits, "training goes on"
         life.train(1)
         pause_s = life.session.next_deadline_s() - life.now_s
@@ -244,11 +185,11 @@ def test_an_absent_master_ends_the_wait_and_is_asked_again_with_growing_pauses(l
     assert life.phase is SessionPhase.TRANSFERRING
 
 
-@pytest.mark.parametrize("kind", [FinishPushRequest, AwaitVerdictRequest])
+@pytest.mark.parametrize("kind", [messages.FinishPushRequest, messages.AwaitVerdictRequest])
 def test_an_unanswered_call_is_repeated_as_it_was(life: ClusterBench, kind: type) -> None:
     life.push_begun()
     life.sent(life.ticket())
-    if kind is AwaitVerdictRequest:
+    if kind is messages.AwaitVerdictRequest:
         life.admitted()
     request = life.fail(kind)
     life.pass_s(0.2)
@@ -257,84 +198,80 @@ def test_an_unanswered_call_is_repeated_as_it_was(life: ClusterBench, kind: type
 
 def test_a_late_answer_of_an_old_call_is_ignored(life: ClusterBench) -> None:
     life.awaiting()
-    job, _ = life.job(AwaitVerdictRequest)
+    job, _ = life.job(messages.AwaitVerdictRequest)
     life.beat(epoch=2)
     life.epoch = 2
-    life.say(Done(job, AwaitVerdictReply(life.verdict(VerdictKind.APPLIED))))
+    life.say(effects.Done(job, messages.AwaitVerdictReply(life.verdict(messages.VerdictKind.APPLIED))))
     assert life.phase is SessionPhase.JOINING
-
-
-# ---- transfers ----
 
 
 def test_a_failed_push_transfer_takes_a_new_attempt_of_the_same_push(life: ClusterBench) -> None:
     first = life.push_begun()
     start = life.ticket()
-    life.say(Failed(start[0], "slave s0 answers nothing"))
+    life.say(effects.Failed(start[0], "slave s0 answers nothing"))
     assert not life.waits
     life.pass_s(0.2)
-    assert life.asked(BeginPushRequest) == first
+    assert life.asked(messages.BeginPushRequest) == first
     second = life.ticket(attempt=2)
     assert (second[1].push, second[1].ticket.attempt) == (start[1].push, 2)
-    assert sum(isinstance(effect, CopyParameters) for effect in life.every) == 1
+    assert sum(isinstance(effect, effects.CopyParameters) for effect in life.every) == 1
 
 
 def test_an_incomplete_push_is_completed_with_the_same_ticket(life: ClusterBench) -> None:
     life.push_begun()
     start = life.ticket()
     life.sent(start)
-    life.answer(FinishPushRequest, FinishPushReply(Busy(0.2, "slave s1 has not all")))
-    again = life.job(SendPush)
+    life.answer(messages.FinishPushRequest, messages.FinishPushReply(messages.Busy(0.2, "slave s1 has not all")))
+    again = life.job(effects.SendPush)
     assert again[1].ticket == start[1].ticket
     assert again[0] != start[0]
     life.sent(start)  # the old transfer's end counts no more
     assert life.phase is SessionPhase.TRANSFERRING
     life.sent(again)
-    assert not life.asks(FinishPushRequest)
+    assert not life.asks(messages.FinishPushRequest)
     life.pass_s(0.2)
     life.admitted()
 
 
 def test_a_version_that_is_gone_is_replaced_by_the_newest(life: ClusterBench) -> None:
     life.awaiting()
-    life.decide(VerdictKind.APPLIED)
-    life.refuse(BeginPullRequest, RefusalCode.VERSION_GONE)
+    life.decide(messages.VerdictKind.APPLIED)
+    life.refuse(messages.BeginPullRequest, RefusalCode.VERSION_GONE)
     life.pass_s(1.0)
-    assert life.asked(BeginPullRequest).at_least is None
+    assert life.asked(messages.BeginPullRequest).at_least is None
 
 
 def test_fencing_cancels_the_transfer(life: ClusterBench) -> None:
     life.push_begun()
     start = life.ticket()
-    life.say(Beat(Incarnation(1, 1), Refused(RefusalCode.FENCED, "evicted")))
-    assert life.take(Cancel).job == start[0]
-    life.say(Done(start[0], (), 0.1))
+    life.say(effects.Beat(Incarnation(1, 1), Refused(RefusalCode.FENCED, "evicted")))
+    assert life.take(effects.Cancel).job == start[0]
+    life.say(effects.Done(start[0], (), 0.1))
     assert life.phase is SessionPhase.JOINING
 
 
 def test_a_fence_of_an_older_incarnation_is_ignored(life: ClusterBench) -> None:
-    life.say(Beat(Incarnation(1, 0), Refused(RefusalCode.FENCED, "evicted")))
+    life.say(effects.Beat(Incarnation(1, 0), Refused(RefusalCode.FENCED, "evicted")))
     assert life.phase is SessionPhase.TRAINING
 
 
 def test_a_revoked_cluster_ends_with_the_masters_sentence_and_trains_no_further(life: ClusterBench) -> None:
-    life.say(Beat(Incarnation(1, 1), Refused(RefusalCode.IDENTITY, "your certificate was revoked")))
+    life.say(effects.Beat(Incarnation(1, 1), Refused(RefusalCode.IDENTITY, "your certificate was revoked")))
     assert phase_of(life) is SessionPhase.LEAVING
-    life.refuse(LeaveRequest, RefusalCode.IDENTITY)
+    life.refuse(messages.LeaveRequest, RefusalCode.IDENTITY)
     assert phase_of(life) is SessionPhase.LEFT
-    finished = life.take(Finished)
+    finished = life.take(effects.Finished)
     assert isinstance(finished.error, Refused)
     assert "revoked" in finished.error.sentence
 
 
 def test_a_second_process_of_a_name_waits_while_it_is_told_to_and_then_ends() -> None:
-    life = ClusterBench(session_config(process_id=b"mine", host="process 7 on here"))
-    life.say(Started())
-    request = life.refuse(JoinRequest, RefusalCode.NAME_TAKEN, retry_after_s=0.5)
+    life = ClusterBench(session_config(process_id=b"mine", host="process 7 on here")).started()
+    request = life.refuse(messages.JoinRequest, RefusalCode.NAME_TAKEN, retry_after_s=0.5)
     assert (request.process_id, request.host) == (b"mine", "process 7 on here")
     assert life.finished is None
     life.pass_s(0.6)
-    assert life.refuse(JoinRequest, RefusalCode.NAME_TAKEN).process_id == b"mine"
+    assert life.refuse(messages.JoinRequest, RefusalCode.NAME_TAKEN).process_id == b"mine"
     finished = life.finished
     assert finished is not None
     assert isinstance(finished.error, Refused)
@@ -342,39 +279,36 @@ def test_a_second_process_of_a_name_waits_while_it_is_told_to_and_then_ends() ->
 
 
 def test_another_refused_heartbeat_is_only_said(life: ClusterBench) -> None:
-    life.say(Beat(Incarnation(1, 1), Refused(RefusalCode.MALFORMED, "strange")))
+    life.say(effects.Beat(Incarnation(1, 1), Refused(RefusalCode.MALFORMED, "strange")))
     assert life.phase is SessionPhase.TRAINING
-    assert any(isinstance(effect, Log) and "strange" in effect.sentence for effect in life.effects)
-
-
-# ---- data ----
+    assert any(isinstance(effect, effects.Log) and "strange" in effect.sentence for effect in life.effects)
 
 
 def test_leases_are_handed_out_once_and_survive_an_absent_master() -> None:
     life = ClusterBench(session_config(data_plan=LEASED))
     life.begin()
-    life.say(LeaseWanted(500))
-    life.fail(LeaseDataRequest)
+    life.say(effects.LeaseWanted(500))
+    life.fail(messages.LeaseDataRequest)
     life.pass_s(0.2)
-    assert life.asked(LeaseDataRequest).want_tokens == 500
-    assert life.asked(LeaseDataRequest).request == 1, "the same request: its answer may have been lost"
-    lent = (DataRange(3, 0, 1, 0, 1024),)
-    life.answer(LeaseDataRequest, LeaseDataReply(lent))
+    assert life.asked(messages.LeaseDataRequest).want_tokens == 500
+    assert life.asked(messages.LeaseDataRequest).request == 1, "the same request: its answer may have been lost"
+    lent = (messages.DataRange(3, 0, 1, 0, 1024),)
+    life.answer(messages.LeaseDataRequest, messages.LeaseDataReply(lent))
     assert life.session.take_leased() == list(lent)
     assert life.session.take_leased() == []
     life.pass_s(100)
-    assert not life.asks(LeaseDataRequest)
+    assert not life.asks(messages.LeaseDataRequest)
 
 
 def test_what_is_used_up_is_not_kept_for_a_loop_that_goes_by_what_it_holds() -> None:
     life = ClusterBench(session_config(data_plan=LEASED), replace(SETTINGS, sync_every_steps=1000))
     life.begin()
     for chunk in range(50):
-        lent = DataRange(chunk, 0, chunk, 0, 100)
-        life.say(LeaseWanted(100))
-        life.answer(LeaseDataRequest, LeaseDataReply((lent,)))
+        lent = messages.DataRange(chunk, 0, chunk, 0, 100)
+        life.say(effects.LeaseWanted(100))
+        life.answer(messages.LeaseDataRequest, messages.LeaseDataReply((lent,)))
         assert life.session.lease_pending
-        life.say(Stepped(100, (lent,), 1.0))
+        life.say(effects.Stepped(100, (lent,), 1.0))
         assert not life.session.lease_pending
     assert life.session.take_leased() == []
 
@@ -383,38 +317,38 @@ def test_no_more_is_asked_for_at_once_than_is_lent() -> None:
     """H 64 with steps of 32 Ki tokens is two million, more than one call may have of chunks of a thousand."""
     life = ClusterBench(session_config(data_plan=LEASED))
     life.begin()
-    life.say(LeaseWanted(1 << 21))
-    assert life.asked(LeaseDataRequest).want_tokens == MAX_LEASED_CHUNKS * LEASED.chunk_tokens < 1 << 21
+    life.say(effects.LeaseWanted(1 << 21))
+    assert life.asked(messages.LeaseDataRequest).want_tokens == MAX_LEASED_CHUNKS * LEASED.chunk_tokens < 1 << 21
 
 
 def test_a_lease_that_is_not_there_yet_is_asked_for_again() -> None:
     life = ClusterBench(session_config(data_plan=LEASED))
     life.begin()
-    life.say(LeaseWanted(500))
-    life.answer(LeaseDataRequest, LeaseDataReply(()))
-    assert (life.asks(LeaseDataRequest), life.session.waiting_for()) == (False, "all data is leased")
+    life.say(effects.LeaseWanted(500))
+    life.answer(messages.LeaseDataRequest, messages.LeaseDataReply(()))
+    assert (life.asks(messages.LeaseDataRequest), life.session.waiting_for()) == (False, "all data is leased")
     life.pass_s(0.5)
-    life.answer(LeaseDataRequest, LeaseDataReply((DataRange(3, 0, 1, 0, 1024),)))
+    life.answer(messages.LeaseDataRequest, messages.LeaseDataReply((messages.DataRange(3, 0, 1, 0, 1024),)))
     assert len(life.session.take_leased()) == 1
 
 
 def test_a_lease_asked_for_while_joining_again_is_asked_after_it() -> None:
     life = ClusterBench(session_config(data_plan=LEASED))
     life.begin()
-    life.say(LeaseWanted(500))
-    life.refuse(LeaseDataRequest, RefusalCode.STALE_EPOCH)
-    assert not life.asks(LeaseDataRequest)
+    life.say(effects.LeaseWanted(500))
+    life.refuse(messages.LeaseDataRequest, RefusalCode.STALE_EPOCH)
+    assert not life.asks(messages.LeaseDataRequest)
     life.join()
-    assert life.asked(LeaseDataRequest).caller.incarnation == Incarnation(1, 2)
+    assert life.asked(messages.LeaseDataRequest).caller.incarnation == Incarnation(1, 2)
 
 
 def test_a_step_must_account_for_its_tokens() -> None:
     life = ClusterBench(session_config(data_plan=LEASED))
     life.begin()
     with pytest.raises(LocalProtocolError, match="hold 0"):
-        life.say(Stepped(100))
+        life.say(effects.Stepped(100))
     with pytest.raises(LocalProtocolError, match="does not hold"):
-        life.say(Stepped(10, (DataRange(9, 0, 0, 0, 10),)))
+        life.say(effects.Stepped(10, (messages.DataRange(9, 0, 0, 0, 10),)))
     assert life.session.shared.work.tokens == 0
 
 
@@ -432,17 +366,14 @@ def test_progress_never_runs_back_on_one_timeline(life: ClusterBench) -> None:
     assert life.session.shared.terms.tokens == 500
 
 
-# ---- the end ----
-
-
 def test_the_runs_end_pulls_the_last_version_and_leaves(life: ClusterBench) -> None:
     life.train(2)
     life.published = Version(1, 9)
     life.run_ends()
     assert phase_of(life) is SessionPhase.PULLING
     assert life.waits
-    assert life.asked(BeginPullRequest).at_least == Version(1, 9)
-    assert life.pulled().mode is InstallMode.REPLACE
+    assert life.asked(messages.BeginPullRequest).at_least == Version(1, 9)
+    assert life.pulled().mode is effects.InstallMode.REPLACE
     assert life.left().reason == "the run has ended"
     assert life.finished is not None
     assert life.finished.error is None
@@ -454,15 +385,15 @@ def test_a_version_that_came_out_during_the_last_pull_is_pulled_too(life: Cluste
     life.grant()
     life.published = Version(1, 6)
     life.run_ends()
-    life.say(Done(life.job(PullGrant)[0], None, 0.1))
-    assert life.asked(BeginPullRequest).at_least == Version(1, 6)
+    life.say(effects.Done(life.job(messages.PullGrant)[0], None, 0.1))
+    assert life.asked(messages.BeginPullRequest).at_least == Version(1, 6)
     life.pulled()
-    assert life.asks(LeaveRequest) or life.asks(FinishPullRequest)
+    assert life.asks(messages.LeaveRequest) or life.asks(messages.FinishPullRequest)
 
 
 def test_a_push_refused_because_the_run_ends_waits_for_the_heartbeats_word(life: ClusterBench) -> None:
     life.push_begun()
-    life.refuse(BeginPushRequest, RefusalCode.STOPPING)
+    life.refuse(messages.BeginPushRequest, RefusalCode.STOPPING)
     assert phase_of(life) is SessionPhase.BEGINNING_PUSH
     life.run_ends()
     assert phase_of(life) is SessionPhase.PULLING
@@ -472,9 +403,9 @@ def test_a_push_refused_because_the_run_ends_waits_for_the_heartbeats_word(life:
 def test_a_stop_from_outside_leaves_at_once_where_nothing_is_undecided(life: ClusterBench, stretch: str) -> None:
     if stretch == "pulling":
         life.awaiting()
-        life.decide(VerdictKind.APPLIED)
+        life.decide(messages.VerdictKind.APPLIED)
         life.grant()
-    life.say(StopWanted("SIGTERM"))
+    life.say(effects.StopWanted("SIGTERM"))
     assert life.left().reason == "SIGTERM"
     assert life.finished is not None
     assert "lost" not in said(life)
@@ -482,47 +413,41 @@ def test_a_stop_from_outside_leaves_at_once_where_nothing_is_undecided(life: Clu
 
 def test_leaving_comes_after_the_small_calls(life: ClusterBench) -> None:
     life.awaiting()
-    life.decide(VerdictKind.APPLIED)
+    life.decide(messages.VerdictKind.APPLIED)
     life.grant()
-    life.say(Done(life.job(PullGrant)[0], None, 0.1))
-    life.say(StopWanted("enough"))
-    assert not life.asks(LeaveRequest)
-    life.answer(FinishPullRequest, FinishPullReply(4))
+    life.say(effects.Done(life.job(messages.PullGrant)[0], None, 0.1))
+    life.say(effects.StopWanted("enough"))
+    assert not life.asks(messages.LeaveRequest)
+    life.answer(messages.FinishPullRequest, messages.FinishPullReply(4))
     life.left()
 
 
 def test_a_stop_before_the_join_is_answered_leaves_at_once() -> None:
-    life = ClusterBench()
-    life.say(Started())
-    life.say(StopWanted("ctrl-C"))
+    life = ClusterBench().started()
+    life.say(effects.StopWanted("ctrl-C"))
     assert life.finished is not None
     assert life.phase is SessionPhase.LEFT
 
 
 def test_a_push_that_can_never_be_accepted_ends_the_session_with_the_sentence(life: ClusterBench) -> None:
     life.push_begun()
-    life.refuse(BeginPushRequest, RefusalCode.TOKENS)
+    life.refuse(messages.BeginPushRequest, RefusalCode.TOKENS)
     life.left()
-    assert life.finished is not None
-    assert isinstance(life.finished.error, Refused)
+    life.ended_with(Refused)
 
 
 def test_every_record_names_its_cause(life: ClusterBench) -> None:
     life.awaiting()
-    life.decide(VerdictKind.APPLIED)
+    life.decide(messages.VerdictKind.APPLIED)
     life.pulled()
-    records = [effect for effect in life.every if isinstance(effect, Record)]
+    records = [effect for effect in life.every if isinstance(effect, effects.Record)]
     kinds = [record.kind for record in records]
     assert kinds == ["joined", "installed", "push_begun", "push_sent", "admitted", "verdict", "installed"]
     assert {record.cause for record in records[2:]} == {"a/1.1#1"}
 
 
-# ---- what leaving finishes first ----
-
-
 def said(life: ClusterBench) -> dict[str, str]:
-    """The newest sentence of each key."""
-    return {effect.key: effect.sentence for effect in life.every if isinstance(effect, Log)}
+    return {effect.key: effect.sentence for effect in life.every if isinstance(effect, effects.Log)}
 
 
 @pytest.mark.parametrize("stage", ["begun", "sending", "sent", "admitted"])
@@ -530,21 +455,19 @@ def test_leaving_finishes_the_open_push_and_pushes_what_came_after_it(life: Clus
     life.push_begun()
     life.train(2)
     if stage == "begun":
-        life.say(StopWanted("enough"))
+        life.say(effects.StopWanted("enough"))
     start = life.ticket()
     if stage == "sending":
-        life.say(StopWanted("enough"))
+        life.say(effects.StopWanted("enough"))
     life.sent(start)
     if stage == "sent":
-        life.say(StopWanted("enough"))
+        life.say(effects.StopWanted("enough"))
     life.admitted()
-    life.say(StopWanted("enough"))
-    life.decide(VerdictKind.APPLIED)
-    assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
-    assert life.asked(BeginPushRequest).steps == 2
-    life.sent(life.ticket())
-    life.admitted()
-    life.decide(VerdictKind.APPLIED)
+    life.say(effects.StopWanted("enough"))
+    life.decide(messages.VerdictKind.APPLIED)
+    assert life.pulled().mode is effects.InstallMode.REBASE_FROM_PUSH
+    assert life.asked(messages.BeginPushRequest).steps == 2
+    life.merged()
     life.left()
     assert "lost" not in said(life)
 
@@ -552,9 +475,9 @@ def test_leaving_finishes_the_open_push_and_pushes_what_came_after_it(life: Clus
 def test_after_an_error_the_open_push_is_decided_and_later_steps_are_said_to_be_lost(life: ClusterBench) -> None:
     life.awaiting()
     life.train(2)
-    life.say(StopWanted("ValueError: no", push_pending=False))
-    assert not life.asks(LeaveRequest)
-    life.decide(VerdictKind.APPLIED)
+    life.say(effects.StopWanted("ValueError: no", push_pending=False))
+    assert not life.asks(messages.LeaveRequest)
+    life.decide(messages.VerdictKind.APPLIED)
     life.left()
     assert said(life)["lost"] == (
         "leaving (ValueError) without 2 steps with 200 tokens: they were made since the last push, and the "
@@ -564,10 +487,10 @@ def test_after_an_error_the_open_push_is_decided_and_later_steps_are_said_to_be_
 
 def test_what_cannot_be_pushed_in_time_is_said_with_the_reason(life: ClusterBench) -> None:
     life.train(3)
-    life.say(StopWanted("enough"))
-    life.answer(BeginPushRequest, BeginPushReply(Busy(0.5, "slave s0 is away")))
+    life.say(effects.StopWanted("enough"))
+    life.answer(messages.BeginPushRequest, messages.BeginPushReply(messages.Busy(0.5, "slave s0 is away")))
     life.pass_s(29.9)
-    assert not life.asks(LeaveRequest)
+    assert not life.asks(messages.LeaveRequest)
     life.pass_s(0.2)
     life.left()
     assert said(life)["lost"] == "leaving (enough) without 3 steps with 300 tokens: slave s0 is away"
@@ -576,17 +499,15 @@ def test_what_cannot_be_pushed_in_time_is_said_with_the_reason(life: ClusterBenc
 def test_an_excluded_last_push_is_said_with_what_it_held(life: ClusterBench) -> None:
     life.push_begun()
     life.train(1)
-    life.say(StopWanted("enough"))
-    life.sent(life.ticket())
-    life.admitted()
-    life.decide(VerdictKind.EXCLUDED)
+    life.say(effects.StopWanted("enough"))
+    life.merged(messages.VerdictKind.EXCLUDED)
     life.left()
     assert "without 5 steps with 500 tokens: push a/1.1#1 was EXCLUDED: because EXCLUDED" in said(life)["lost"]
 
 
 def test_an_undecided_last_push_is_said_to_be_one(life: ClusterBench) -> None:
     life.awaiting()
-    life.say(StopWanted("enough"))
+    life.say(effects.StopWanted("enough"))
     life.pass_s(31.1)
     life.left()
     assert "4 steps with 400 tokens: no verdict of push a/1.1#1 came in time; it may come yet" in said(life)["lost"]
@@ -598,9 +519,9 @@ def test_leaving_waits_for_the_window_that_the_master_named(life: ClusterBench) 
         life = ClusterBench(config)
         life.begin()
         life.train(1)
-        life.say(StopWanted("enough"))
+        life.say(effects.StopWanted("enough"))
         life.sent(life.ticket())
-        life.answer(FinishPushRequest, FinishPushReply(Admitted(RoundId(1, 1), 100.0)))
+        life.answer(messages.FinishPushRequest, messages.FinishPushReply(messages.Admitted(RoundId(1, 1), 100.0)))
         life.pass_s(waits_s - 0.1)
         assert phase_of(life) is SessionPhase.AWAITING
         life.pass_s(0.2)
@@ -609,41 +530,41 @@ def test_leaving_waits_for_the_window_that_the_master_named(life: ClusterBench) 
 
 def test_a_stale_last_push_is_rebased_and_pushed(life: ClusterBench) -> None:
     life.train(2)
-    life.say(StopWanted("enough"))
-    life.answer(BeginPushRequest, BeginPushReply(Stale(StaleKind.VERSIONS, "too old")))
-    assert life.pulled().mode is InstallMode.REBASE_FROM_BASE
-    assert life.asked(BeginPushRequest).steps == 2
+    life.say(effects.StopWanted("enough"))
+    life.answer(
+        messages.BeginPushRequest, messages.BeginPushReply(messages.Stale(messages.StaleKind.VERSIONS, "too old"))
+    )
+    assert life.pulled().mode is effects.InstallMode.REBASE_FROM_BASE
+    assert life.asked(messages.BeginPushRequest).steps == 2
 
 
 def test_a_master_that_restarts_while_a_cluster_leaves_is_joined_again_for_the_last_push(life: ClusterBench) -> None:
     life.train(2)
-    life.say(StopWanted("enough"))
+    life.say(effects.StopWanted("enough"))
     life.beat(epoch=2)
     life.epoch = 2
     life.join()
-    assert life.asked(BeginPushRequest).steps == 2
+    assert life.asked(messages.BeginPushRequest).steps == 2
 
 
 def test_a_push_that_is_aborted_again_and_again_is_not_begun_in_a_loop(life: ClusterBench) -> None:
     life.train(2)
-    life.say(StopWanted("enough"))
+    life.say(effects.StopWanted("enough"))
     for _ in range(2):
-        life.answer(BeginPushRequest, BeginPushReply(life.verdict(VerdictKind.ABORTED)))
+        life.answer(messages.BeginPushRequest, messages.BeginPushReply(life.verdict(messages.VerdictKind.ABORTED)))
     assert phase_of(life) is SessionPhase.TRAINING
-    assert not life.asks(BeginPushRequest)
+    assert not life.asks(messages.BeginPushRequest)
     life.pass_s(1.1)
-    assert life.asks(BeginPushRequest)
+    assert life.asks(messages.BeginPushRequest)
 
 
 def test_a_drained_cluster_pushes_its_last_steps_and_pulls_the_last_version(life: ClusterBench) -> None:
     life.train(3)
     life.beat(stop=True)
     assert life.waits
-    assert life.asked(BeginPushRequest).steps == 3
-    life.sent(life.ticket())
-    life.admitted()
-    life.decide(VerdictKind.APPLIED)
-    assert life.pulled().mode is InstallMode.REPLACE
+    assert life.asked(messages.BeginPushRequest).steps == 3
+    life.merged()
+    assert life.pulled().mode is effects.InstallMode.REPLACE
     life.left()
     assert "lost" not in said(life)
 
@@ -652,7 +573,7 @@ def test_a_run_that_was_stopped_takes_no_last_push_and_its_last_version_is_pulle
     """Its master said so in the same way as to a cluster that is drained."""
     life.train(3)
     life.beat(stop=True)
-    life.refuse(BeginPushRequest, RefusalCode.STOPPING)
+    life.refuse(messages.BeginPushRequest, RefusalCode.STOPPING)
     assert phase_of(life) is SessionPhase.PULLING
     life.pulled()
     assert life.left().reason == "the run has ended"
@@ -666,29 +587,27 @@ def test_the_last_steps_after_the_operator_moved_the_limit_are_pushed(life: Clus
     life.beat()
     life.train(3)
     if who == "the process":
-        life.say(StopWanted("the training loop has ended"))
+        life.say(effects.StopWanted("the training loop has ended"))
     else:
         life.beat(stop=True)
-    assert life.asked(BeginPushRequest).steps == 3
+    assert life.asked(messages.BeginPushRequest).steps == 3
 
 
 def test_an_end_that_is_taken_back_is_one_no_longer(life: ClusterBench) -> None:
     life.push_begun()
-    life.refuse(BeginPushRequest, RefusalCode.STOPPING)
+    life.refuse(messages.BeginPushRequest, RefusalCode.STOPPING)
     life.beat()
     life.pass_s(1.0)
-    life.sent(life.ticket())
-    life.admitted()
-    life.decide(VerdictKind.APPLIED)
+    life.merged()
     life.pulled()
     life.train(3)
-    life.say(StopWanted("the training loop has ended"))
-    assert life.asked(BeginPushRequest).steps == 3
+    life.say(effects.StopWanted("the training loop has ended"))
+    assert life.asked(messages.BeginPushRequest).steps == 3
 
 
 def test_a_heartbeat_moves_the_runs_limit(life: ClusterBench) -> None:
     for limit in (2 * TK_MAX, 0):
-        life.beat(limit=TokenLimit(limit))
+        life.beat(limit=messages.TokenLimit(limit))
         life.beat()
         assert life.session.shared.terms.settings.tk_max_tokens == limit
 
@@ -700,7 +619,7 @@ def test_a_last_push_of_a_drained_cluster_that_takes_too_long_leaves_time_for_th
     life.beat(stop=True)
     start = life.ticket()
     life.pass_s(15.1)
-    assert life.take(Cancel).job == start[0]
+    assert life.take(effects.Cancel).job == start[0]
     assert phase_of(life) is SessionPhase.PULLING
 
 
@@ -711,11 +630,11 @@ def long_transfers(life: ClusterBench) -> None:
     life.pass_s(60.0)
     life.sent(sending)
     life.admitted()
-    life.decide(VerdictKind.APPLIED)
+    life.decide(messages.VerdictKind.APPLIED)
     life.grant()
     life.pass_s(60.0)
     life.pull_ends()
-    life.answer(FinishPullRequest, FinishPullReply(life.local_steps))
+    life.answer(messages.FinishPullRequest, messages.FinishPullReply(life.local_steps))
     assert phase_of(life) is SessionPhase.TRAINING
 
 
@@ -725,8 +644,8 @@ def test_the_last_pull_of_a_run_may_take_as_long_as_the_one_before(life: Cluster
     life.grant()
     life.pass_s(100.0)
     assert phase_of(life) is SessionPhase.PULLING
-    assert life.pull_ends().mode is InstallMode.REPLACE
-    life.answer(FinishPullRequest, FinishPullReply(life.local_steps))
+    assert life.pull_ends().mode is effects.InstallMode.REPLACE
+    life.answer(messages.FinishPullRequest, messages.FinishPullReply(life.local_steps))
     assert life.left().reason == "the run has ended"
 
 
@@ -741,13 +660,13 @@ def test_a_drained_clusters_last_push_and_pull_may_take_as_long_as_those_before(
     sending = life.ticket()
     life.pass_s(100.0)
     life.sent(sending)
-    life.answer(FinishPushRequest, FinishPushReply(Admitted(RoundId(1, 1), window_s)))
+    life.answer(messages.FinishPushRequest, messages.FinishPushReply(messages.Admitted(RoundId(1, 1), window_s)))
     life.pass_s(window_s)
-    life.decide(VerdictKind.APPLIED)
+    life.decide(messages.VerdictKind.APPLIED)
     life.grant()
     life.pass_s(100.0)
-    assert life.pull_ends().mode is InstallMode.REPLACE
-    life.answer(FinishPullRequest, FinishPullReply(life.local_steps))
+    assert life.pull_ends().mode is effects.InstallMode.REPLACE
+    life.answer(messages.FinishPullRequest, messages.FinishPullReply(life.local_steps))
     life.left()
     assert "lost" not in said(life)
 
@@ -772,11 +691,11 @@ def test_a_cluster_that_leaves_without_the_last_version_warns_of_it_in_time(
 ) -> None:
     life.beat(stop=True, no_more_pushes=no_more_pushes)
     assert said(life)["stop"] == f"{who}: pulling the last version, then leaving"
-    life.answer(BeginPullRequest, BeginPullReply(Busy(0.5, "slave s0 is away")))
+    life.answer(messages.BeginPullRequest, messages.BeginPullReply(messages.Busy(0.5, "slave s0 is away")))
     life.pass_s(29.9)
     assert phase_of(life) is SessionPhase.PULLING
     life.pass_s(0.1)
     assert "could not be pulled" in life.left().reason
-    (warning,) = (e.sentence for e in life.every if isinstance(e, Log) and e.level == logging.WARNING)
+    (warning,) = (e.sentence for e in life.every if isinstance(e, effects.Log) and e.level == logging.WARNING)
     assert (warning.startswith(who), "(slave s0 is away)" in warning) == (True, True)
     assert "lost" not in said(life)

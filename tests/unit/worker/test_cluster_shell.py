@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from prometheus_client import Metric
 from support.run_for_workers import FlatModel, RefuseCall, part_of
-from support.run_in_memory import Failure, RunInMemory, in_memory
+from support.run_in_memory import Failure, RunInMemory
 
 from dips.core.errors import (
     ConfigError,
@@ -38,13 +38,6 @@ OWN = DataPlan(DataMode.OWN)
 LEASED = DataPlan(DataMode.LEASED, b"d", 100_000, 1000)
 TOKENS, STEP_S = 100, 0.5
 BASE = FlatModel(7).theta
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunInMemory]:
-    run = in_memory(monkeypatch, RunInMemory(theta=BASE))
-    yield run
-    run.close()
 
 
 def shell_of(run: RunInMemory, model: FlatModel, plan: DataPlan = OWN, **knobs: object) -> ClusterShell:
@@ -126,9 +119,6 @@ def test_the_first_cluster_seeds_the_run(run: RunInMemory) -> None:
     with shell_of(run, model) as shell:
         assert run.theta_of(first(run)).tobytes() == FlatModel(3).theta.tobytes()
         assert (shell.version, model.installs) == (Version(1, 0), 1)
-
-
-# ---- training goes on ----
 
 
 def held_push(run: RunInMemory, shell: ClusterShell, model: FlatModel) -> None:
@@ -272,9 +262,6 @@ def test_a_lost_version_is_given_back_to_the_bit(run: RunInMemory) -> None:
         assert model.theta.tobytes() == BASE.tobytes(), "its own steps are dropped"
 
 
-# ---- the end ----
-
-
 def test_the_masters_stop_ends_the_loop_with_the_last_version(run: RunInMemory) -> None:
     model, last = FlatModel(1), FlatModel(11).theta
     with shell_of(run, model) as shell:
@@ -366,9 +353,6 @@ def test_why_a_block_was_left(
     assert (reason_of(kind, error), is_orderly(kind)) == (reason, orderly)
 
 
-# ---- refusals ----
-
-
 def refuses(method: str, code: RefusalCode) -> Callable[[str, Any], None]:
     def hook(asked: str, request: Any) -> None:
         if asked == method:
@@ -431,9 +415,6 @@ def test_leased_data_is_lent_counted_and_pushed_by_name(run: RunInMemory) -> Non
         assert (run.pushes[0].ranges, run.pushes[0].tokens, shell.held_ranges) == ((lent,), 400, ())
         assert shell.steps_per_s == pytest.approx(1 / STEP_S), "waits for data are left out"
         assert shell.times_forgotten == 0
-
-
-# ---- checkpoints ----
 
 
 def die(shell: ClusterShell) -> None:
@@ -534,9 +515,6 @@ def test_resuming_takes_the_newest_whole_one_or_none(run: RunInMemory, kept: dic
     with pytest.raises(ConfigError, match="of cluster a, this is cluster b"):
         other.__enter__()
     assert not math.isnan(shell.steps_per_s)
-
-
-# ---- metrics ----
 
 
 def test_a_scrape_finds_what_the_loop_did(

@@ -5,24 +5,9 @@ from __future__ import annotations
 import pytest
 from support.cluster_bench import DIGESTS, ClusterBench, LeasedClusterBench, phase_of
 
+from dips.core import messages
 from dips.core.errors import RefusalCode
 from dips.core.ids import PushId, Version
-from dips.core.messages import (
-    AwaitVerdictReply,
-    AwaitVerdictRequest,
-    BeginPullRequest,
-    BeginPushReply,
-    BeginPushRequest,
-    Busy,
-    FinishPullReply,
-    FinishPullRequest,
-    JoinRequest,
-    LeaseDataRequest,
-    PullGrant,
-    ReturnDataRequest,
-    Verdict,
-    VerdictKind,
-)
 from dips.worker.state.effects import Cancel, CopyBase, CopyParameters, InstallMode, Record, Stepped
 from dips.worker.state.shared import SessionPhase
 
@@ -41,13 +26,15 @@ def taken(life: ClusterBench, push: PushId) -> None:
     """The donated version is the run's again, on a new timeline; the rollback raised every fence."""
     life.published = NEW
     life.fence += 1
-    life.answer(AwaitVerdictRequest, AwaitVerdictReply(Verdict(push, VerdictKind.APPLIED, NEW)))
+    life.answer(
+        messages.AwaitVerdictRequest,
+        messages.AwaitVerdictReply(messages.Verdict(push, messages.VerdictKind.APPLIED, NEW)),
+    )
 
 
 def fails(life: LeasedClusterBench, push: PushId, at: str) -> None:
-    """The donation is aborted at this stage."""
     life.goes_on(at)
-    life.judged(at, life.verdict(VerdictKind.ABORTED, push))
+    life.judged(at, life.verdict(messages.VerdictKind.ABORTED, push))
 
 
 each_stage = pytest.mark.parametrize("at", ["begin", "finish", "await"])
@@ -58,7 +45,7 @@ def test_the_base_is_pushed_unchanged_and_without_work(life: LeasedClusterBench)
     push = life.donate()
     assert life.take(CopyBase) == CopyBase()
     assert not life.has(CopyParameters)
-    request = life.asked(BeginPushRequest)
+    request = life.asked(messages.BeginPushRequest)
     assert (request.base, request.donates, request.fence) == (None, Version(1, 5), 0)
     assert (request.ranges, request.tokens, request.steps, request.seq) == ((), 0, 0, 1)
     assert life.session.shared.work.pending.steps == 2, "its own work waits for what becomes of the run"
@@ -74,13 +61,12 @@ def test_the_base_is_pushed_unchanged_and_without_work(life: LeasedClusterBench)
 def test_once_taken_the_work_is_dropped_and_the_leases_are_settled_anew(life: LeasedClusterBench) -> None:
     life.train(2)
     push = life.donate()
-    life.sent(life.ticket())
-    life.admitted()
+    life.goes_on("await")
     taken(life, push)
     assert phase_of(life) is SessionPhase.PULLING
     assert life.waits
     assert life.session.shared.work.tokens == 0
-    assert not life.asks(ReturnDataRequest), "the rollback freed every lease"
+    assert not life.asks(messages.ReturnDataRequest), "the rollback freed every lease"
     told = [e for e in life.every if isinstance(e, Record)][-1]
     assert (told.kind, told.fields["push"], told.fields["verdict"]) == ("verdict", str(push), "APPLIED")
     assert life.grant().at_least == NEW
@@ -92,7 +78,7 @@ def test_once_taken_the_work_is_dropped_and_the_leases_are_settled_anew(life: Le
     assert life.session.shared.work.times_forgotten == 1
     life.effects.clear()
     life.say_lease(500)
-    assert life.asks(LeaseDataRequest)
+    assert life.asks(messages.LeaseDataRequest)
 
 
 def test_another_version_than_the_base_is_not_donated(life: LeasedClusterBench) -> None:
@@ -114,23 +100,27 @@ def test_a_donation_that_is_not_taken_changes_nothing_and_is_tried_again_while_i
     life.train(2)
     push = life.donate()
     if how in ("refused", "not wanted"):
-        life.refuse(BeginPushRequest, RefusalCode.SEED_EXISTS if how == "refused" else RefusalCode.VERSION_GONE)
+        life.refuse(
+            messages.BeginPushRequest, RefusalCode.SEED_EXISTS if how == "refused" else RefusalCode.VERSION_GONE
+        )
     else:
         fails(life, push, how)
     assert life.phase is SessionPhase.TRAINING
     assert life.session.shared.work.pending.steps == 2
     assert life.session.pushing.last_verdict is None, "Join never names a donation as the last push"
     life.pass_s(4.99)
-    assert not life.asks(BeginPushRequest)
+    assert not life.asks(messages.BeginPushRequest)
     life.pass_s(0.01)
-    assert [life.asked(BeginPushRequest).seq for _ in range(life.asks(BeginPushRequest))] == [2] * (how != "not wanted")
+    assert [life.asked(messages.BeginPushRequest).seq for _ in range(life.asks(messages.BeginPushRequest))] == [2] * (
+        how != "not wanted"
+    )
 
 
 def test_busy_repeats_the_donation(life: LeasedClusterBench) -> None:
     life.donate()
-    life.answer(BeginPushRequest, BeginPushReply(Busy(1.0, "the slaves are not ready")))
+    life.answer(messages.BeginPushRequest, messages.BeginPushReply(messages.Busy(1.0, "the slaves are not ready")))
     life.pass_s(1.0)
-    assert life.asked(BeginPushRequest).donates == Version(1, 5)
+    assert life.asked(messages.BeginPushRequest).donates == Version(1, 5)
 
 
 @each_stage
@@ -139,12 +129,12 @@ def test_a_pull_of_what_is_lost_is_given_up_and_made_after_all_if_the_donation_f
 ) -> None:
     life.awaiting()
     life.train(1)
-    life.decide(VerdictKind.APPLIED)
+    life.decide(messages.VerdictKind.APPLIED)
     life.grant()
-    transfer = life.job(PullGrant)[0]
+    transfer = life.job(messages.PullGrant)[0]
     push = life.donate()
     assert life.take(Cancel).job == transfer
-    life.answer(FinishPullRequest, FinishPullReply(4))
+    life.answer(messages.FinishPullRequest, messages.FinishPullReply(4))
     fails(life, push, at)
     # theta_at_push is overwritten, so the later step cannot be kept.
     assert life.phase is SessionPhase.PULLING
@@ -158,8 +148,7 @@ def test_a_push_that_is_sealed_for_ever_is_set_aside(life: LeasedClusterBench) -
     life.train(1)
     push = life.donate()
     assert push != sealed
-    life.sent(life.ticket())
-    life.admitted()
+    life.goes_on("await")
     taken(life, push)
     life.grant()
     assert life.pull_ends().mode is InstallMode.REPLACE
@@ -167,9 +156,9 @@ def test_a_push_that_is_sealed_for_ever_is_set_aside(life: LeasedClusterBench) -
 
 
 @each_stage
-@pytest.mark.parametrize("kind", [VerdictKind.APPLIED, VerdictKind.ABORTED])
+@pytest.mark.parametrize("kind", [messages.VerdictKind.APPLIED, messages.VerdictKind.ABORTED])
 def test_a_sealed_push_is_awaited_again_when_the_donation_fails(
-    life: LeasedClusterBench, kind: VerdictKind, at: str
+    life: LeasedClusterBench, kind: messages.VerdictKind, at: str
 ) -> None:
     life.awaiting()
     sealed = life.push_id
@@ -178,9 +167,9 @@ def test_a_sealed_push_is_awaited_again_when_the_donation_fails(
     assert life.phase is SessionPhase.AWAITING
     assert life.push_id == sealed
     verdict = life.verdict(kind, sealed)
-    life.answer(AwaitVerdictRequest, AwaitVerdictReply(verdict))
+    life.answer(messages.AwaitVerdictRequest, messages.AwaitVerdictReply(verdict))
     # Without theta_at_push nothing of the later steps can be kept; the push's own ranges follow its verdict.
-    returned = [life.span(400, 500)] if kind is VerdictKind.APPLIED else [life.span(0, 500)]
+    returned = [life.span(400, 500)] if kind is messages.VerdictKind.APPLIED else [life.span(0, 500)]
     assert list(life.give_back_answered()) == returned
     assert life.pulled().mode is InstallMode.REPLACE
 
@@ -189,7 +178,7 @@ def test_a_new_join_ends_the_donation_and_the_sealed_push_is_open_again(life: Le
     life.awaiting()
     sealed = life.push_id
     life.donate()
-    life.refuse(BeginPushRequest, RefusalCode.FENCED)
+    life.refuse(messages.BeginPushRequest, RefusalCode.FENCED)
     life.join(sealed)
     assert life.phase is SessionPhase.AWAITING
     assert life.push_id == sealed
@@ -198,7 +187,7 @@ def test_a_new_join_ends_the_donation_and_the_sealed_push_is_open_again(life: Le
 def test_a_new_join_while_donating_keeps_the_work_if_the_base_stands(life: LeasedClusterBench) -> None:
     life.train(2)
     life.donate()
-    life.refuse(BeginPushRequest, RefusalCode.FENCED)
+    life.refuse(messages.BeginPushRequest, RefusalCode.FENCED)
     assert life.join().held_ranges == (life.span(0, 200), life.span(200, 100_000))
     assert life.phase is SessionPhase.TRAINING
     assert life.session.shared.work.pending.steps == 2
@@ -208,20 +197,20 @@ def test_a_new_join_while_donating_keeps_the_work_if_the_base_stands(life: Lease
 def test_the_end_of_the_run_ends_a_donation(life: LeasedClusterBench) -> None:
     life.donate()
     life.run_ends()
-    assert life.asks(BeginPullRequest)
+    assert life.asks(messages.BeginPullRequest)
 
 
 def test_a_rollback_noticed_at_a_pull_drops_what_a_rebase_would_have_kept(life: LeasedClusterBench) -> None:
     life.awaiting()
     life.train(1)
-    life.decide(VerdictKind.APPLIED)
-    life.refuse(BeginPullRequest, RefusalCode.VERSION_GONE)
+    life.decide(messages.VerdictKind.APPLIED)
+    life.refuse(messages.BeginPullRequest, RefusalCode.VERSION_GONE)
     life.pass_s(2)
     life.published, life.fence = NEW, life.fence + 1
     life.grant()
     assert life.pull_ends().mode is InstallMode.REPLACE
     assert life.session.shared.work.tokens == 0
-    assert life.asks(JoinRequest)
+    assert life.asks(messages.JoinRequest)
 
 
 def test_own_data_needs_no_second_join_after_a_rollback() -> None:
@@ -229,8 +218,7 @@ def test_own_data_needs_no_second_join_after_a_rollback() -> None:
     life.begin()
     life.say(Stepped(10))
     push = life.donate()
-    life.sent(life.ticket())
-    life.admitted()
+    life.goes_on("await")
     taken(life, push)
     assert life.pulled().mode is InstallMode.REPLACE
     assert life.phase is SessionPhase.TRAINING

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.run_for_workers import FlatModel
-from support.run_in_memory import RunInMemory, in_memory
-from support.trainer_models import Model, same_cut
+from support.run_in_memory import RunInMemory
+from support.trainer_models import Model
 
 from dips.core.errors import ConfigError
 from dips.core.ids import Version
@@ -25,24 +23,12 @@ ARGUMENTS: dict[str, Any] = {
 
 
 class Losing(Model):
-    """Its loss is the mean of its input."""
-
     def forward(self, input_ids: torch.Tensor, **given: Any) -> Any:  # type: ignore[override]
         first = next(self.parameters())
         return SimpleNamespace(loss=input_ids.float().mean() + 0 * first.sum())
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunInMemory]:
-    monkeypatch.setattr("dips.worker.torch_model.Layout", same_cut)
-    run = in_memory(monkeypatch, RunInMemory(theta=FlatModel(7).theta))
-    yield run
-    run.close()
-
-
 class Trainer:
-    """Calls its callback as transformers does."""
-
     def __init__(self, run: RunInMemory, folder: Path, step: int = 0, **changes: Any) -> None:
         given = {"master": run.address, "cluster_id": "a", "insecure": True, **changes.pop("loop", {})}
         self.callback = HuggingFaceCallback(**given)

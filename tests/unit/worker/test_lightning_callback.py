@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,21 +11,12 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from support.run_for_workers import FlatModel
-from support.run_in_memory import RunInMemory, in_memory
-from support.trainer_models import Model, same_cut
+from support.run_in_memory import RunInMemory
+from support.trainer_models import Model
 
 from dips.core.errors import TERMINATED, ConfigError
 from dips.core.ids import Version
 from dips.worker.integrations.lightning import LightningCallback
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunInMemory]:
-    monkeypatch.setattr("dips.worker.torch_model.Layout", same_cut)
-    run = in_memory(monkeypatch, RunInMemory(theta=FlatModel(7).theta))
-    yield run
-    run.close()
 
 
 class Trainer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.run_for_workers import F32, FlatModel, RefuseCall
-from support.run_in_memory import Failure, RunInMemory, in_memory
-from support.trainer_models import Model, same_cut
+from support.run_in_memory import Failure, RunInMemory
+from support.trainer_models import Model
 
 import dips
-from dips.core.errors import TERMINATED, DipsError, RefusalCode
+from dips.core.errors import TERMINATED, ConfigError, DipsError, RefusalCode
 from dips.core.ids import Version
 from dips.core.messages import VerdictKind
 from dips.core.observe.tape import read_tape
@@ -30,17 +30,7 @@ BASE = FlatModel(7).theta
 T = TypeVar("T")
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunInMemory]:
-    monkeypatch.setattr("dips.worker.torch_model.Layout", same_cut)
-    monkeypatch.setattr("dips.worker.parallel.agreement.Layout", same_cut)
-    run = in_memory(monkeypatch, RunInMemory(theta=BASE))
-    yield run
-    run.close()
-
-
 def together(monkeypatch: pytest.MonkeyPatch, n_ranks: int, rank_does: Callable[[int], T]) -> list[T | str]:
-    """What each rank returns, or the sentence of its error."""
     here, store = threading.local(), dist.HashStore()  # type: ignore[attr-defined]
     monkeypatch.setattr(dist, "get_rank", lambda: here.rank)
     monkeypatch.setattr("dips.worker.loop.ranks_here", lambda group, cut: Ranks(tuple(range(n_ranks)), store))
@@ -89,6 +79,16 @@ def after(n_steps: int, start: F32 = BASE) -> bytes:
 
 
 ROUND = ["push_begun", "push_sent", "admitted", "verdict", "installed"]
+
+
+class Place:
+    n = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.n = state["n"]
 
 
 def test_two_replicas_push_their_shares_and_all_get_the_version(
@@ -156,25 +156,36 @@ def test_ranks_go_on_from_their_checkpoint_to_the_bit(
 ) -> None:
     folder = tmp_path / "kept"
 
-    def one(rank: int) -> tuple[bytes, int, bool]:
-        loop = Loop(run, rank, checkpoint_dir=folder, checkpoint_every_s=0.0, resume=True)
-        with loop.sync as sync:
-            begins = flat(loop.model).tobytes()
-            loop.steps(3 - sync.steps % 4)
-            return begins, sync.steps, bool(list(folder.glob("checkpoint-*.json")))
+    def looping(rank: int, **given: Any) -> tuple[Loop, Place]:
+        place = Place()
+        kept = {"checkpoint_dir": folder, "checkpoint_every_s": 0.0, "resume": True, "state": {"place": place}}
+        return Loop(run, rank, **kept, **given), place
 
-    assert together(monkeypatch, 2, one) == [(BASE.tobytes(), 3, True)] * 2
+    def one(rank: int) -> tuple[bytes, int, int, bool]:
+        loop, place = looping(rank)
+        with loop.sync as sync:
+            begins, at = flat(loop.model).tobytes(), place.n
+            place.n = 7
+            loop.steps(3 - sync.steps % 4)
+            return begins, at, sync.steps, bool(list(folder.glob("checkpoint-*.json")))
+
+    assert together(monkeypatch, 2, one) == [(BASE.tobytes(), 0, 3, True)] * 2
     assert [push.steps for push in run.pushes] == [3]
     run.verdicts.clear()  # the push that was made after the checkpoint came to nothing
     run.fence, run.version = 0, Version(1, 0)
-    assert together(monkeypatch, 2, one) == [(after(3), 3, True)] * 2
+    assert together(monkeypatch, 2, one) == [(after(3), 7, 3, True)] * 2
     assert [push.steps for push in run.pushes] == [3, 3]
     run.verdicts.clear()
     run.fence, run.version = 0, Version(1, 0)
     monkeypatch.setattr("dips.worker.loop.ranks_here", lambda group, cut: None)
-    alone = Loop(run, 0, replicas=False, checkpoint_dir=folder, checkpoint_every_s=0.0, resume=True)
+    alone, place = looping(0, replicas=False)
     with alone.sync as sync:  # one process goes on from what several ranks have written
-        assert (flat(alone.model).tobytes(), sync.steps) == (after(3), 3)
+        assert (flat(alone.model).tobytes(), sync.steps, place.n) == (after(3), 3, 7)
+        place.n = 8
+        alone.steps(1)
+    alone, place = looping(0, replicas=False)
+    with alone.sync as sync:  # and from what it has written itself
+        assert (sync.steps, place.n) == (4, 8)
 
 
 def test_a_leader_that_cannot_join_ends_all_ranks_with_its_error(
@@ -233,9 +244,6 @@ def test_a_sigterm_of_one_rank_ends_all_after_the_same_step_with_all_their_work(
     assert (0 < steps < 6, [leave.reason for leave in run.leaves]) == (True, ["SIGTERM"])
 
 
-# ---- one process ----
-
-
 @pytest.mark.parametrize(
     ("how", "raised", "pushed", "reason"),
     [
@@ -285,3 +293,39 @@ def test_how_a_loop_ends_decides_what_becomes_of_its_last_steps(
         assert getattr(ended.value, "code", TERMINATED) == TERMINATED
     assert ([push.steps for push in run.pushes], [leave.reason for leave in run.leaves]) == (pushed, [reason])
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_users_own_handler_of_sigterm_stays(run: RunInMemory) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    try:
+        loop = Loop(run, 0, replicas=False, steps=2)
+        with loop.sync as sync:
+            while not sync.done:
+                loop.steps(1)
+                os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (len(heard), sync.steps, run.tokens) == (2, 2, 20)
+
+
+def test_an_optimizer_that_the_loop_does_not_know_is_a_warning(
+    run: RunInMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model(0)
+    first, second, *others = model.parameters()
+    some, rest = torch.optim.SGD([first, second], lr=0.1), torch.optim.SGD(others, lr=0.1)
+    for given, n_warnings in ((some, 1), ([some, rest], 0)):
+        caplog.clear()
+        arguments: dict[str, Any] = {"master": run.address, "cluster_id": "a", "insecure": True}
+        with dips.DiLoCo(model, given, tokens_per_step=10, steps=0, **arguments) as sync:
+            assert sync.done
+        told = [each.message for each in caplog.records if "the optimizers of this loop do not step" in each.message]
+        assert len(told) == n_warnings
+        assert all("3 of the parameters that require gradients ('layers.2.w')" in each for each in told)
+
+
+def test_a_state_without_the_two_methods_is_refused(run: RunInMemory, tmp_path: Path) -> None:
+    loop = Loop(run, 0, replicas=False, checkpoint_dir=tmp_path, state={"loader": object()})
+    with pytest.raises(ConfigError, match=r"'loader' is a object: give an object with state_dict\(\)"):
+        loop.sync.__enter__()

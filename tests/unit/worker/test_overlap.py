@@ -9,20 +9,9 @@ from typing import Any
 import pytest
 from support.cluster_bench import SETTINGS, ClusterBench, LeasedClusterBench, phase_of
 
+from dips.core import messages
 from dips.core.errors import RemoteProtocolError
-from dips.core.messages import (
-    BeginPullReply,
-    BeginPullRequest,
-    BeginPushReply,
-    BeginPushRequest,
-    Busy,
-    JoinRequest,
-    PullGrant,
-    Stale,
-    StaleKind,
-    VerdictKind,
-)
-from dips.worker.state.effects import Failed, Install, InstallMode, Run, SendPush, Started
+from dips.worker.state.effects import Failed, Install, InstallMode, Run, SendPush
 from dips.worker.state.shared import SessionPhase
 from dips.worker.state.waiting import BRIEF_MOST_S, BRIEF_SHARE, RULES, ExchangeStage
 
@@ -33,7 +22,6 @@ SHORT_S, LONG_S = 0.9 * BRIEF_S, 1.1 * BRIEF_S
 
 
 def living(overlap: str, dynamic: bool = False) -> LeasedClusterBench:
-    """A cluster that trains, in a run with this overlap."""
     life = LeasedClusterBench()
     life.settings = replace(SETTINGS, overlap=overlap, dynamic_local_steps=dynamic)
     life.begin()
@@ -52,7 +40,7 @@ def ripe(overlap: str, transfer_s: float = LONG_S) -> LeasedClusterBench:
 
 def whole_round(life: LeasedClusterBench) -> None:
     life.awaiting()
-    life.decide(VerdictKind.APPLIED)
+    life.decide(messages.VerdictKind.APPLIED)
     life.pulled()
     assert life.phase is SessionPhase.TRAINING
 
@@ -77,7 +65,7 @@ def awaiting(life: LeasedClusterBench) -> None:
 
 def asking_to_pull(life: LeasedClusterBench) -> None:
     life.awaiting()
-    life.decide(VerdictKind.APPLIED)
+    life.decide(messages.VerdictKind.APPLIED)
 
 
 def fetching(life: LeasedClusterBench) -> None:
@@ -117,9 +105,6 @@ WAITS_S = {
 each_overlap = pytest.mark.parametrize("overlap", OVERLAPS)
 each_stage = pytest.mark.parametrize("stage", ExchangeStage, ids=lambda stage: stage.name)
 that_overlap = pytest.mark.parametrize("overlap", ["push", "full"])
-
-
-# ---- who waits when ----
 
 
 @each_overlap
@@ -172,7 +157,7 @@ def test_no_stage_waits_while_nobody_can_be_reached(overlap: str, stage: Exchang
             assert transfer.job is not None
             life.say(Failed(transfer.job, "the slave is away"))
         case ExchangeStage.FETCH:
-            life.say(Failed(life.job(PullGrant)[0], "the slave is away"))
+            life.say(Failed(life.job(messages.PullGrant)[0], "the slave is away"))
         case _:
             life.say(Failed(life.take(Run).job, "the master is away"))
     assert not life.waits
@@ -191,11 +176,11 @@ def test_a_brief_wait_has_a_most(overlap: str) -> None:
 def test_a_master_that_is_busy_is_not_waited_for_longer_than_for_an_answer(overlap: str) -> None:
     life = ripe(overlap)
     life.push_begun()
-    life.answer(BeginPushRequest, BeginPushReply(Busy(5.0, "the run is paused")))
+    life.answer(messages.BeginPushRequest, messages.BeginPushReply(messages.Busy(5.0, "the run is paused")))
     life.pass_s(BRIEF_S)
     assert not life.waits
     life.pass_s(5.0)
-    assert life.asked(BeginPushRequest)
+    assert life.asked(messages.BeginPushRequest)
     assert not life.waits, "asked again later, not waited for"
 
 
@@ -204,8 +189,7 @@ def test_a_donation_is_never_waited_for(overlap: str) -> None:
     life = ripe(overlap)
     life.now_s += 2 * FULL_WAIT_S
     life.donate()
-    life.sent(life.ticket())
-    life.admitted()
+    life.goes_on("await")
     life.pass_s(BRIEF_MOST_S)
     assert life.phase is SessionPhase.AWAITING
     assert not life.waits
@@ -215,16 +199,10 @@ def test_a_donation_is_never_waited_for(overlap: str) -> None:
     "setting", [{"overlap": "half"}, *({"overlap_share": share} for share in (-0.1, 1.5, float("nan")))]
 )
 def test_a_setting_that_this_release_does_not_know_is_an_error_with_a_remedy(setting: dict[str, Any]) -> None:
-    life = ClusterBench(settings=replace(SETTINGS, **setting))
-    life.say(Started())
+    life = ClusterBench(settings=replace(SETTINGS, **setting)).started()
     life.join()
     life.left()
-    assert life.finished is not None
-    assert isinstance(life.finished.error, RemoteProtocolError)
-    assert "install the same release" in str(life.finished.error)
-
-
-# ---- what becomes of the steps made meanwhile ----
+    assert "install the same release" in str(life.ended_with(RemoteProtocolError))
 
 
 def test_the_share_of_the_run_is_kept_of_steps_made_during_the_exchange_alone() -> None:
@@ -234,15 +212,16 @@ def test_the_share_of_the_run_is_kept_of_steps_made_during_the_exchange_alone() 
     life.begin()
     life.awaiting()
     life.train(1)
-    life.decide(VerdictKind.APPLIED)
+    life.decide(messages.VerdictKind.APPLIED)
     assert life.pulled() == Install(InstallMode.REBASE_FROM_PUSH, reset_inner=False, share=0.25)
     life.push_begun()
-    life.answer(BeginPushRequest, BeginPushReply(Stale(StaleKind.VERSIONS, "too old")))
+    life.answer(
+        messages.BeginPushRequest, messages.BeginPushReply(messages.Stale(messages.StaleKind.VERSIONS, "too old"))
+    )
     assert life.pulled() == Install(InstallMode.REBASE_FROM_BASE, reset_inner=False, share=1.0)
 
 
-def through(life: LeasedClusterBench, kind: VerdictKind, steps: int = 2) -> tuple[int, SendPush]:
-    """A push and its verdict, with `steps` steps in each stage up to it."""
+def through(life: LeasedClusterBench, kind: messages.VerdictKind, steps: int = 2) -> tuple[int, SendPush]:
     life.push_begun()
     life.train(steps)
     start = life.ticket()
@@ -259,7 +238,7 @@ def through(life: LeasedClusterBench, kind: VerdictKind, steps: int = 2) -> tupl
 def test_a_busy_pull_is_trained_through_by_full_alone(overlap: str, trains: bool) -> None:
     life = ripe(overlap)
     asking_to_pull(life)
-    life.answer(BeginPullRequest, BeginPullReply(Busy(1.0, "slaves are away")))
+    life.answer(messages.BeginPullRequest, messages.BeginPullReply(messages.Busy(1.0, "slaves are away")))
     life.pass_s(BRIEF_MOST_S)
     assert life.waits == (not trains)
 
@@ -288,7 +267,7 @@ def test_at_the_run_s_end_everybody_leaves_with_its_last_version_to_the_bit(over
     if heard == "before the verdict":
         life.run_ends()
         assert life.phase is SessionPhase.AWAITING
-    life.decide(VerdictKind.APPLIED)
+    life.decide(messages.VerdictKind.APPLIED)
     if heard == "after it":
         life.train(1)
         life.run_ends()
@@ -310,28 +289,25 @@ def test_leaving_in_the_middle_ends_everything(stage: ExchangeStage) -> None:
     assert life.phase is SessionPhase.LEAVING
     assert life.waits
     life.pass_s(10.0)
-    assert not life.asks(BeginPullRequest)
-    assert not life.asks(BeginPushRequest)
+    assert not life.asks(messages.BeginPullRequest)
+    assert not life.asks(messages.BeginPushRequest)
     life.left()
     assert life.finished is not None
     assert life.finished.error is None
 
 
-# ---- dynamic local steps ----
-
-
 @each_overlap
 def test_dynamic_steps_count_from_the_pull(overlap: str) -> None:
     life = living(overlap, dynamic=True)
-    through(life, VerdictKind.APPLIED, steps=1)
+    through(life, messages.VerdictKind.APPLIED, steps=1)
     life.local_steps = 3
     life.grant()
     life.train(1)
     assert life.pull_ends().mode is InstallMode.REBASE_FROM_PUSH
     life.train(2)
-    assert not life.asks(BeginPushRequest)
+    assert not life.asks(messages.BeginPushRequest)
     life.train(1)
-    push = life.asked(BeginPushRequest)
+    push = life.asked(messages.BeginPushRequest)
     assert (push.steps, push.tokens) == (8, 800), "with those made since the push before"
 
 
@@ -340,7 +316,7 @@ def test_a_master_that_comes_back_with_another_overlap_is_obeyed(overlap: str) -
     life = living(overlap)
     life.epoch, life.settings = 2, replace(life.settings, overlap="none")
     life.beat(epoch=2)
-    assert life.asks(JoinRequest)
+    assert life.asks(messages.JoinRequest)
     life.join(None)
     life.push_begun()
     assert life.waits

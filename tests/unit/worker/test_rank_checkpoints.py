@@ -6,7 +6,7 @@ import errno
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,13 +46,7 @@ from dips.worker.vectors import Vectors
 CHUNK_BYTES = 32
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models wait for each other's threads longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Net(torch.nn.Module):
@@ -77,8 +71,6 @@ class Counter:
 
 
 class Loop:
-    """A model in training, as the only rank of a cluster."""
-
     def __init__(self, steps: int, optimizer: str = "AdamW", **options: Any) -> None:
         torch.manual_seed(steps)
         self.net = Net()
@@ -101,8 +93,6 @@ class Loop:
 
 
 class Part:
-    """What checkpoints use of a ModelPart."""
-
     def __init__(self, loop: Loop) -> None:
         self.parameters = TorchParameters(loop.net, loop.optimizer)
         self.layout: Layout = self.parameters.layout()
@@ -118,9 +108,6 @@ def saved_in_one_file(state: RankState, folder: Path) -> tuple[dict[str, Any], S
     told, shards = state.capture()
     saved = SavedShards(folder, [write_shards(folder, 0, shards)])
     return merged([json.loads(json.dumps(told))]), saved
-
-
-# ---- the state of a rank ----
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "NAdam", "Adagrad", "RMSprop"])
@@ -156,8 +143,6 @@ def test_what_was_captured_does_not_change_while_training_goes_on(tmp_path: Path
 
 
 class Counts(torch.optim.SGD):
-    """Keeps a number that is no tensor for each parameter."""
-
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["seen"] = self.state[parameter].get("seen", 0) + 1
@@ -172,8 +157,6 @@ def test_numbers_that_an_optimizer_keeps_go_on(tmp_path: Path, monkeypatch: pyte
 
 
 class Factored(torch.optim.SGD):
-    """Keeps state that is not shaped as its parameters."""
-
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -181,8 +164,6 @@ class Factored(torch.optim.SGD):
 
 
 class Tells(Factored):
-    """Keeps state that belongs to no parameter."""
-
     def step(self, closure: Any = None) -> Any:
         cast(Any, self.state)["all"] = {"seen": 1}
 
@@ -270,9 +251,6 @@ def test_running_statistics_of_replicas_are_written_by_one_of_them() -> None:
     assert dealt([held, held], evenly=False) == [held, []]
 
 
-# ---- one rank's part, and the leader's ----
-
-
 def test_the_installed_version_of_ranks_that_own_parameters_in_fewer_bits_is_enough(tmp_path: Path) -> None:
     """The others need none; so ranks of another cut, and one process, must not ask for all of it."""
     shares = [Share.of_runs([(0, 12)]), Share.of_runs([(12, 20)])]
@@ -313,8 +291,6 @@ class OneRank:
 
 
 class Cluster:
-    """A process with a loop and its checkpoints."""
-
     def __init__(self, folder: Path, steps: int, **config: Any) -> None:
         self.loop = Loop(steps)
         self.part = Part(self.loop)

@@ -21,8 +21,6 @@ FIRST, SECOND, THIRD = (DataRange(number, 0, number, 0, 8) for number in (1, 2, 
 
 
 class Shell:
-    """A leader's session."""
-
     done, released, version, progress, steps_to_push, steps_per_s, exit_reason = False, False, None, 16, 1, 1.0, ""
     local_steps, total_tokens, times_forgotten, resumed = 4, 100, 0, False
     settings = Settings(chunk_bytes=4096)

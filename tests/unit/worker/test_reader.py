@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.run_for_workers import LAYOUT, FlatModel, RefuseCall
-from support.run_in_memory import Failure, RunInMemory, in_memory
+from support.run_in_memory import Failure, RunInMemory
 
 from dips.core.errors import DipsError, RefusalCode, Refused, RemoteProtocolError, RetryLater
 from dips.core.ids import Version
@@ -52,16 +51,11 @@ def test_bytes_count_once() -> None:
     assert not any(renewal.due(1 << 30, BEGAN_S + 20.0 + s) for s in range(200))
 
 
-# ---- a version is read ----
-
-
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunInMemory]:
-    run = in_memory(monkeypatch, RunInMemory(theta=FlatModel(7).theta))
+def run(run: RunInMemory, monkeypatch: pytest.MonkeyPatch) -> RunInMemory:
     monkeypatch.setattr("dips.worker.reader.time", SimpleNamespace(sleep=run.passes))
     run.publish(FlatModel(8).theta)
-    yield run
-    run.close()
+    return run
 
 
 def fetch(run: RunInMemory, deadline_s: float = 10.0, **given: Any) -> FetchedModel:

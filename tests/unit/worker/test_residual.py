@@ -1,27 +1,25 @@
-"""Pushes as differences: what the cluster asks for, what it is told, and what becomes of what rounding lost."""
+"""Pushes and pulls as differences: what the cluster asks for, what it is told, what becomes of what rounding lost."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from support.cluster_bench import LEASED, TICKET, LeasedClusterBench, session_config
+from support.cluster_bench import (
+    LEASED,
+    SETTINGS,
+    TICKET,
+    ClusterBench,
+    LeasedClusterBench,
+    session_config,
+)
 
+from dips.core import messages
 from dips.core.errors import RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
-from dips.core.messages import (
-    BeginPullRequest,
-    BeginPushReply,
-    BeginPushRequest,
-    FinishPushReply,
-    FinishPushRequest,
-    PullGrant,
-    Stale,
-    StaleKind,
-    Verdict,
-    VerdictKind,
-)
+from dips.core.messages import BeginPullRequest, PullGrant, VerdictKind
 from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.state.effects import (
     ClearResidual,
@@ -49,17 +47,15 @@ class WireLife(LeasedClusterBench):
 
     def ticket(self, attempt: int = 1, wire: Codec | None = None) -> tuple[int, SendPush]:
         granted = self.wire if wire is None else wire
-        self.answer(BeginPushRequest, BeginPushReply(replace(TICKET, attempt=attempt, wire=granted)))
+        self.answer(messages.BeginPushRequest, messages.BeginPushReply(replace(TICKET, attempt=attempt, wire=granted)))
         return self.job(SendPush)
 
     def residual_effects(self) -> list[Effect]:
-        """Every one so far, in order."""
         return [effect for effect in self.every if isinstance(effect, KeepResidual | ClearResidual)]
 
     def applied(self) -> None:
-        """One push from its beginning to the pull after its APPLIED."""
         self.awaiting()
-        self.decide(VerdictKind.APPLIED)
+        self.decide(messages.VerdictKind.APPLIED)
         self.pulled()
 
 
@@ -72,16 +68,12 @@ def life() -> WireLife:
 
 @pytest.fixture
 def owing() -> WireLife:
-    """One push was applied as differences: a residual stands."""
     life = WireLife()
     life.begin()
     life.applied()
     assert life.session.shared.residual
     life.every.clear()
     return life
-
-
-# ---- how a push is written ----
 
 
 @pytest.mark.parametrize("wire", [Codec.F32, *sorted(DIFFERENCES)])
@@ -96,7 +88,7 @@ def test_a_push_asks_for_the_clusters_codec_and_is_sent_as_the_ticket_says(wire:
         assert sending[1].ticket.wire is (wire if granted is None else Codec.F32)
         life.sent(sending)
         life.admitted()
-        life.decide(VerdictKind.APPLIED)
+        life.decide(messages.VerdictKind.APPLIED)
         life.pulled()
     differences = granted is None and wire is not Codec.F32
     assert life.residual_effects() == ([KeepResidual(wire)] * 2 if differences else [])
@@ -105,7 +97,7 @@ def test_a_push_asks_for_the_clusters_codec_and_is_sent_as_the_ticket_says(wire:
 
 def test_a_codec_that_was_not_offered_ends_the_session(life: WireLife) -> None:
     life.push_begun()
-    life.answer(BeginPushRequest, BeginPushReply(replace(TICKET, wire=Codec.INT4)))
+    life.answer(messages.BeginPushRequest, messages.BeginPushReply(replace(TICKET, wire=Codec.INT4)))
     assert life.phase is SessionPhase.LEAVING
     failed = [effect for effect in life.every if isinstance(effect, Record) and effect.kind == "failed"]
     assert "INT4" in str(failed[0].fields["reason"])
@@ -116,9 +108,9 @@ def test_seeds_and_donations_are_float32(owing: WireLife) -> None:
     life.published = None
     life.say(Started())
     life.join(seed=True)
-    assert life.job(BeginPushRequest)[1].wire is Codec.F32
+    assert life.job(messages.BeginPushRequest)[1].wire is Codec.F32
     owing.donate()
-    assert owing.job(BeginPushRequest)[1].wire is Codec.F32
+    assert owing.job(messages.BeginPushRequest)[1].wire is Codec.F32
 
 
 @pytest.mark.parametrize(
@@ -132,26 +124,23 @@ def test_a_transfer_that_failed_is_written_as_before_unless_its_base_is_gone(
     life.push_begun()
     life.say(Failed(life.ticket(wire=first)[0], "why", base_gone=base_gone))
     life.pass_s(1.0)
-    assert life.asked(BeginPushRequest).wire is second
+    assert life.asked(messages.BeginPushRequest).wire is second
     _, sending = life.ticket(attempt=2, wire=second)
     assert (sending.push, sending.ticket.wire) == (life.push_id, second)
 
 
-# ---- what becomes of the residual: the verdict table's last column ----
-
-
 def test_applied_keeps_what_rounding_lost_before_anything_is_overwritten(life: WireLife) -> None:
     life.awaiting()
-    life.decide(VerdictKind.APPLIED)
+    life.decide(messages.VerdictKind.APPLIED)
     life.pulled()
     steps = [e.command if isinstance(e, Run) else e for e in life.every]
-    order = [e for e in steps if isinstance(e, CopyParameters | SendPush | KeepResidual | PullGrant | Install)]
-    assert [type(effect) for effect in order[-4:]] == [SendPush, KeepResidual, PullGrant, Install]
+    order = [e for e in steps if isinstance(e, CopyParameters | SendPush | KeepResidual | messages.PullGrant | Install)]
+    assert [type(effect) for effect in order[-4:]] == [SendPush, KeepResidual, messages.PullGrant, Install]
     assert order[-3] == KeepResidual(Codec.INT8)
     assert life.session.shared.residual
 
 
-def decided(kind: VerdictKind, wire: Codec | None = None) -> Callable[[WireLife], None]:
+def decided(kind: messages.VerdictKind, wire: Codec | None = None) -> Callable[[WireLife], None]:
     def told(life: WireLife) -> None:
         life.push_begun()
         life.sent(life.ticket(wire=wire))
@@ -161,17 +150,17 @@ def decided(kind: VerdictKind, wire: Codec | None = None) -> Callable[[WireLife]
     return told
 
 
-def stale(kind: StaleKind) -> Callable[[WireLife], None]:
+def stale(kind: messages.StaleKind) -> Callable[[WireLife], None]:
     def told(life: WireLife) -> None:
         life.push_begun()
-        life.answer(BeginPushRequest, BeginPushReply(Stale(kind, "not your base")))
+        life.answer(messages.BeginPushRequest, messages.BeginPushReply(messages.Stale(kind, "not your base")))
         life.grant()
         life.pull_ends()
 
     return told
 
 
-def joined(kind: VerdictKind | None, fences: int = 0) -> Callable[[WireLife], None]:
+def joined(kind: messages.VerdictKind | None, fences: int = 0) -> Callable[[WireLife], None]:
     def told(life: WireLife) -> None:
         life.awaiting()
         life.fenced()
@@ -183,12 +172,12 @@ def joined(kind: VerdictKind | None, fences: int = 0) -> Callable[[WireLife], No
 
 def refused(life: WireLife) -> None:
     life.push_begun()
-    life.refuse(BeginPushRequest, RefusalCode.RANGES)
+    life.refuse(messages.BeginPushRequest, RefusalCode.RANGES)
 
 
 def rolled_back_since(life: WireLife) -> None:
     life.awaiting()
-    life.decide(VerdictKind.APPLIED)
+    life.decide(messages.VerdictKind.APPLIED)
     life.published = Version(2, 1)
     life.grant()
     life.pull_ends()
@@ -197,7 +186,9 @@ def rolled_back_since(life: WireLife) -> None:
 def donated(life: WireLife) -> None:
     donation = life.donate()
     life.sent(life.ticket(wire=Codec.F32))
-    life.answer(FinishPushRequest, FinishPushReply(life.verdict(VerdictKind.APPLIED, donation)))
+    life.answer(
+        messages.FinishPushRequest, messages.FinishPushReply(life.verdict(messages.VerdictKind.APPLIED, donation))
+    )
 
 
 def late_end(life: WireLife) -> None:
@@ -208,40 +199,37 @@ KEPT, CLEARED = KeepResidual(Codec.INT8), ClearResidual()
 
 
 @pytest.mark.parametrize(
-    ("what", "effects"),
+    ("what", "wanted"),
     [
-        (decided(VerdictKind.APPLIED), [KEPT]),
-        (decided(VerdictKind.APPLIED, Codec.F32), []),
-        (decided(VerdictKind.ABORTED), []),
-        (decided(VerdictKind.EXCLUDED), [CLEARED]),
-        (decided(VerdictKind.ROLLED_BACK), [CLEARED]),
-        (stale(StaleKind.VERSIONS), []),
-        (stale(StaleKind.FENCE), [CLEARED]),
-        (stale(StaleKind.TIMELINE), [CLEARED]),
+        (decided(messages.VerdictKind.APPLIED), [KEPT]),
+        (decided(messages.VerdictKind.APPLIED, Codec.F32), []),
+        (decided(messages.VerdictKind.ABORTED), []),
+        (decided(messages.VerdictKind.EXCLUDED), [CLEARED]),
+        (decided(messages.VerdictKind.ROLLED_BACK), [CLEARED]),
+        (stale(messages.StaleKind.VERSIONS), []),
+        (stale(messages.StaleKind.FENCE), [CLEARED]),
+        (stale(messages.StaleKind.TIMELINE), [CLEARED]),
         (refused, [CLEARED]),
         (rolled_back_since, [KEPT, CLEARED]),
         (donated, [CLEARED]),
         (late_end, []),
-        (joined(VerdictKind.ABORTED), []),
+        (joined(messages.VerdictKind.ABORTED), []),
         (joined(None, fences=3), [CLEARED]),
-        (joined(VerdictKind.APPLIED), [KEPT]),
+        (joined(messages.VerdictKind.APPLIED), [KEPT]),
     ],
 )
 def test_the_residual_advances_stays_or_is_cleared(
-    owing: WireLife, what: Callable[[WireLife], None], effects: list[Effect]
+    owing: WireLife, what: Callable[[WireLife], None], wanted: list[Effect]
 ) -> None:
     what(owing)
-    assert owing.residual_effects() == effects
-    assert owing.session.shared.residual is (CLEARED not in effects)
+    assert owing.residual_effects() == wanted
+    assert owing.session.shared.residual is (CLEARED not in wanted)
 
 
 def test_what_is_clear_is_not_cleared_again(life: WireLife) -> None:
     life.awaiting()
-    life.decide(VerdictKind.EXCLUDED)
+    life.decide(messages.VerdictKind.EXCLUDED)
     assert not life.residual_effects()
-
-
-# ---- another process ----
 
 
 def resumed(life: WireLife, wire: Codec = Codec.INT8) -> WireLife:
@@ -263,16 +251,18 @@ def test_the_residual_outlives_the_process(owing: WireLife) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "effects", "stands"),
-    [(VerdictKind.ABORTED, [], True), (VerdictKind.APPLIED, [ClearResidual()], False)],
+    ("kind", "wanted", "stands"),
+    [(messages.VerdictKind.ABORTED, [], True), (messages.VerdictKind.APPLIED, [ClearResidual()], False)],
 )
-def test_a_push_of_a_life_that_ended(owing: WireLife, kind: VerdictKind, effects: list[Effect], stands: bool) -> None:
+def test_a_push_of_a_life_that_ended(
+    owing: WireLife, kind: messages.VerdictKind, wanted: list[Effect], stands: bool
+) -> None:
     """In which codec its last ticket had it written, the checkpoint may not know: nothing wrong is carried on."""
     owing.awaiting()
     push = owing.push_id
     second = resumed(owing)
     second.join(second.verdict(kind, push))
-    assert second.residual_effects() == effects
+    assert second.residual_effects() == wanted
     assert second.session.shared.residual is stands
 
 
@@ -287,6 +277,73 @@ def test_a_push_of_an_earlier_life_that_was_applied_clears_what_a_fresh_process_
     second = WireLife()
     second.say(Started())
     foreign = PushId(ClusterId("a"), Incarnation(1, 1), 1)
-    second.join(Verdict(foreign, VerdictKind.APPLIED, Version(1, 5)))
-    assert second.asks(BeginPullRequest)
+    second.join(messages.Verdict(foreign, messages.VerdictKind.APPLIED, Version(1, 5)))
+    assert second.asks(messages.BeginPullRequest)
     assert not second.residual_effects()
+
+
+def life_of(pull_wire: str = "int8", **config: Any) -> ClusterBench:
+    """A cluster that has installed version 5, and whose push was applied to version 6."""
+    life = ClusterBench(session_config(**config), replace(SETTINGS, pull_wire=pull_wire))
+    life.begin()
+    life.awaiting()
+    life.decide(VerdictKind.APPLIED)
+    return life
+
+
+BASE = Version(1, 5)
+INT8: dict[str, Any] = {"wire": Codec.INT8, "base": BASE}
+
+
+def installed(life: ClusterBench) -> list[str]:
+    return [str(e.fields["wire"]) for e in life.every if isinstance(e, Record) and e.kind == "installed"]
+
+
+def test_the_first_pull_asks_for_parameters_and_the_next_names_the_base() -> None:
+    life = life_of()
+    assert installed(life) == ["F32"]
+    assert life.asked(BeginPullRequest).base == Version(1, 5)
+    life.grant(**INT8)
+    life.pull_ends()
+    assert installed(life) == ["F32", "INT8"]
+
+
+@pytest.mark.parametrize(("pull_wire", "config"), [("float32", {}), ("int8", {"takes_differences": False})])
+def test_where_none_are_to_be_had_no_base_is_named(pull_wire: str, config: dict[str, Any]) -> None:
+    assert life_of(pull_wire, **config).asked(BeginPullRequest).base is None
+
+
+def test_differences_that_are_gone_are_followed_by_parameters_at_once_and_then_by_differences_again() -> None:
+    life = life_of()
+    life.grant(**INT8)
+    life.say(Failed(life.job(PullGrant)[0], "the differences are gone", base_gone=True))
+    life.pass_s(0.0)
+    assert life.asked(BeginPullRequest).base is None
+    life.grant(wire=Codec.F32)
+    life.pull_ends()
+    assert installed(life) == ["F32", "F32"]
+    life.awaiting()
+    life.decide(VerdictKind.APPLIED)
+    assert life.asked(BeginPullRequest).base == Version(1, 6)
+
+
+def test_a_pull_that_fails_otherwise_asks_for_differences_again() -> None:
+    life = life_of()
+    life.grant(**INT8)
+    life.say(Failed(life.job(PullGrant)[0], "the slave is silent"))
+    life.pass_s(1.0)
+    assert life.asked(BeginPullRequest).base == Version(1, 5)
+
+
+@pytest.mark.parametrize("base", [None, Version(1, 4), Version(1, 6), Version(2, 5)])
+def test_differences_to_what_is_not_here_end_the_session(base: Version | None) -> None:
+    life = life_of()
+    life.grant(wire=Codec.INT8, base=base)
+    assert life.phase is SessionPhase.LEAVING
+
+
+def test_a_master_of_an_earlier_release_says_nothing_and_means_float32() -> None:
+    life = life_of()
+    life.grant()
+    life.pull_ends()
+    assert installed(life) == ["F32", "F32"]

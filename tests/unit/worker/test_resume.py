@@ -8,18 +8,10 @@ from dataclasses import replace
 import pytest
 from support.cluster_bench import LEASED, ClusterBench, LeasedClusterBench, session_config
 
+from dips.core import messages
 from dips.core.errors import ConfigError, RefusalCode, RetryLater
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
-from dips.core.messages import (
-    AwaitVerdictReply,
-    AwaitVerdictRequest,
-    BeginPushRequest,
-    JoinRequest,
-    ReturnDataRequest,
-    Verdict,
-    VerdictKind,
-)
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Cancel, Delayed, Done, InstallMode, PushRecord, Run, Started
 from dips.worker.state.shared import SessionConfig, SessionPhase
@@ -44,11 +36,11 @@ def test_there_is_nothing_to_save_before_the_first_version_and_after_the_end(lif
 
 def test_row_rolled_back_drops_everything(life: LeasedClusterBench) -> None:
     life.awaiting()
-    verdict = replace(life.verdict(VerdictKind.ROLLED_BACK), version=Version(4, 5))
+    verdict = replace(life.verdict(messages.VerdictKind.ROLLED_BACK), version=Version(4, 5))
     life.published = Version(4, 5)
     life.reborn()
     life.join(verdict, kept=())
-    assert not life.asks(ReturnDataRequest), "the rollback has freed all leases"
+    assert not life.asks(messages.ReturnDataRequest), "the rollback has freed all leases"
     assert life.pulled().mode is InstallMode.REPLACE
     assert life.session.held == ()
 
@@ -57,11 +49,10 @@ def test_a_checkpoint_older_than_an_applied_push_is_dropped_by_its_fence(life: L
     life.train(2)
     old = life.session.saved()
     life.train(2)
-    life.sent(life.ticket())
-    life.admitted()
+    life.goes_on("await")
     record = life.session.pushing.open
     assert record is not None
-    verdict = life.verdict(VerdictKind.APPLIED)
+    verdict = life.verdict(messages.VerdictKind.APPLIED)
     life.reborn(old, record.record)
     request = life.join(verdict, kept=())
     assert request.held_ranges == (life.span(0, 200), life.span(200, 100_000))
@@ -75,14 +66,15 @@ def test_a_checkpoint_older_than_an_undecided_push_never_trains_on_its_data_agai
     life.train(2)
     old = life.session.saved()
     life.train(2)
-    life.sent(life.ticket())
-    life.admitted()
+    life.goes_on("await")
     push = life.session.pushing.open
     assert push is not None
     life.reborn(old, push.record)
     life.join(push.id)
     assert life.session.held == (life.span(200, 100_000),)
-    life.answer(AwaitVerdictRequest, AwaitVerdictReply(life.verdict(VerdictKind.APPLIED, push.id)))
+    life.answer(
+        messages.AwaitVerdictRequest, messages.AwaitVerdictReply(life.verdict(messages.VerdictKind.APPLIED, push.id))
+    )
     assert list(life.session.held) == []
     assert life.session.take_leased() == []
     assert list(life.give_back_answered()) == [life.span(400, 100_000)], "0 to 400 are applied"
@@ -94,13 +86,13 @@ def test_a_checkpoint_older_than_an_aborted_push_keeps_its_own_work(life: Leased
     life.train(2)
     old = life.session.saved()
     life.train(2)
-    verdict = life.verdict(VerdictKind.ABORTED)
+    verdict = life.verdict(messages.VerdictKind.ABORTED)
     life.used = 200
     life.reborn(old)
     life.join(verdict)
     assert life.phase is SessionPhase.TRAINING
     life.train(2)
-    assert life.asked(BeginPushRequest).ranges == (life.span(0, 400),)
+    assert life.asked(messages.BeginPushRequest).ranges == (life.span(0, 400),)
 
 
 def test_trained_ranges_that_are_not_lent_any_more_count_as_stale(life: LeasedClusterBench) -> None:
@@ -108,7 +100,7 @@ def test_trained_ranges_that_are_not_lent_any_more_count_as_stale(life: LeasedCl
     life.reborn()
     life.join(kept=(life.span(200, 100_000),))
     assert life.phase is SessionPhase.PULLING
-    assert not life.asks(ReturnDataRequest), "they are another cluster's"
+    assert not life.asks(messages.ReturnDataRequest), "they are somebody else's"
     assert life.pulled().mode is InstallMode.REPLACE
     assert life.session.shared.work.tokens == 0
     assert not life.session.shared.work.lost
@@ -136,9 +128,9 @@ def test_what_a_second_join_takes_back_is_not_handed_out(life: LeasedClusterBenc
     assert life.session.take_leased() == []
 
 
-@pytest.mark.parametrize("kind", [VerdictKind.APPLIED, VerdictKind.ABORTED])
+@pytest.mark.parametrize("kind", [messages.VerdictKind.APPLIED, messages.VerdictKind.ABORTED])
 def test_later_steps_on_lost_ranges_are_dropped_whatever_the_push_became(
-    life: LeasedClusterBench, kind: VerdictKind
+    life: LeasedClusterBench, kind: messages.VerdictKind
 ) -> None:
     life.awaiting()
     life.train(1)
@@ -146,18 +138,18 @@ def test_later_steps_on_lost_ranges_are_dropped_whatever_the_push_became(
     life.reborn()
     life.join(push, kept=(life.span(0, 400), life.span(500, 100_000)))
     verdict = life.verdict(kind, push)
-    life.answer(AwaitVerdictRequest, AwaitVerdictReply(verdict))
-    if kind is VerdictKind.ABORTED:
+    life.answer(messages.AwaitVerdictRequest, messages.AwaitVerdictReply(verdict))
+    if kind is messages.VerdictKind.ABORTED:
         assert list(life.give_back_answered()) == [life.span(0, 400)]
     else:
-        assert not life.asks(ReturnDataRequest)
+        assert not life.asks(messages.ReturnDataRequest)
     assert life.pulled().mode is InstallMode.REPLACE
 
 
 def test_a_later_life_that_left_no_checkpoint_does_not_lock_this_one_out(life: LeasedClusterBench) -> None:
     life.train(2)
     life.reborn()
-    assert life.refuse(JoinRequest, RefusalCode.FENCED).caller.incarnation == Incarnation(1, 1)
+    assert life.refuse(messages.JoinRequest, RefusalCode.FENCED).caller.incarnation == Incarnation(1, 1)
     request = life.join()
     assert request.caller.incarnation is None
     assert request.held_ranges == (life.span(0, 200), life.span(200, 100_000))
@@ -172,27 +164,22 @@ def test_the_record_of_a_push_may_know_a_later_life_than_the_checkpoint(life: Le
     life.reborn(saved, PushRecord(push, Version(1, 7), 3, saved.pending))
     assert life.join().caller.incarnation == Incarnation(2, 4)
     life.train(4)
-    assert life.asked(BeginPushRequest).seq == 10
+    assert life.asked(messages.BeginPushRequest).seq == 10
 
 
 def test_no_master_is_given_up_on_as_at_any_start(life: LeasedClusterBench) -> None:
     life.reborn()
     life.now_s += 1000
-    life.fail(JoinRequest)
-    assert life.finished is not None
-    assert isinstance(life.finished.error, RetryLater)
-
-
-# ---- checkpoints of something else ----
+    life.fail(messages.JoinRequest)
+    life.ended_with(RetryLater)
 
 
 def test_another_run_is_refused_with_the_remedy(life: LeasedClusterBench) -> None:
     life.reborn()
-    life.refuse(JoinRequest, RefusalCode.RUN_ID)
-    assert life.finished is not None
-    assert isinstance(life.finished.error, ConfigError)
-    assert "checkpoint is of run run" in str(life.finished.error)
-    assert "--checkpoint-dir" in str(life.finished.error)
+    life.refuse(messages.JoinRequest, RefusalCode.RUN_ID)
+    error = life.ended_with(ConfigError)
+    assert "checkpoint is of run run" in str(error)
+    assert "--checkpoint-dir" in str(error)
 
 
 def test_a_new_run_of_the_same_name_is_not_seeded_from_a_checkpoint(life: LeasedClusterBench) -> None:
@@ -200,10 +187,8 @@ def test_a_new_run_of_the_same_name_is_not_seeded_from_a_checkpoint(life: Leased
     life.published = None
     life.join(seed=True)
     life.left()
-    assert life.finished is not None
-    assert isinstance(life.finished.error, ConfigError)
-    assert "--rebuild" in str(life.finished.error)
-    assert not life.asks(BeginPushRequest)
+    assert "--rebuild" in str(life.ended_with(ConfigError))
+    assert not life.asks(messages.BeginPushRequest)
 
 
 OTHER_LAYOUT = Layout((Parameter("w", (3,), "float32", "w"),))
@@ -229,9 +214,6 @@ def test_what_is_not_this_clusters_is_refused(
     assert "--checkpoint-dir" in str(refused.value)
 
 
-# ---- a number is written down before it is used ----
-
-
 @pytest.fixture
 def durable() -> LeasedClusterBench:
     life = LeasedClusterBench(session_config(data_plan=LEASED, durable_pushes=True))
@@ -242,7 +224,7 @@ def durable() -> LeasedClusterBench:
 def begun(life: LeasedClusterBench) -> tuple[int, PushRecord]:
     life.train(4)
     assert life.phase is SessionPhase.BEGINNING_PUSH
-    assert not life.asks(BeginPushRequest), "the number is not used before it is on disk"
+    assert not life.asks(messages.BeginPushRequest), "the number is not used before it is on disk"
     return life.job(PushRecord)
 
 
@@ -251,9 +233,9 @@ def test_a_push_begins_once_its_record_is_durable(durable: LeasedClusterBench) -
     job, record = begun(life)
     assert (record.base, record.fence, record.work.ranges) == (Version(1, 5), 0, (life.span(0, 400),))
     life.say(Done(job))
-    assert life.asked(BeginPushRequest).seq == record.id.seq
+    assert life.asked(messages.BeginPushRequest).seq == record.id.seq
     life.say(Done(job))
-    assert sum(1 for e in life.effects if isinstance(e, Run) and isinstance(e.command, BeginPushRequest)) == 1
+    assert sum(1 for e in life.effects if isinstance(e, Run) and isinstance(e.command, messages.BeginPushRequest)) == 1
 
 
 def test_a_disk_that_fails_is_said_and_training_goes_on(durable: LeasedClusterBench) -> None:
@@ -264,9 +246,9 @@ def test_a_disk_that_fails_is_said_and_training_goes_on(durable: LeasedClusterBe
     assert not life.waits
     assert "No space left on device" in life.session.waiting_for()
     life.train(2)
-    assert not life.asks(BeginPushRequest)
+    assert not life.asks(messages.BeginPushRequest)
     life.say(Done(job))
-    assert life.asked(BeginPushRequest).tokens == 400
+    assert life.asked(messages.BeginPushRequest).tokens == 400
 
 
 def _fenced(life: LeasedClusterBench) -> None:
@@ -286,7 +268,7 @@ def test_a_record_that_comes_too_late_begins_nothing(
     meanwhile(life)
     assert not life.has(Cancel), "a record is still written"
     life.say(Done(job))
-    assert not life.asks(BeginPushRequest)
+    assert not life.asks(messages.BeginPushRequest)
 
 
 def test_a_donation_is_written_down_too(durable: LeasedClusterBench) -> None:
@@ -303,15 +285,15 @@ def test_a_seed_is_written_down_too() -> None:
     job, record = life.job(PushRecord)
     assert (record.base, record.donates) == (None, None)
     life.say(Done(job))
-    assert life.asked(BeginPushRequest).base is None
+    assert life.asked(messages.BeginPushRequest).base is None
 
 
 def test_an_earlier_verdict_is_remembered_so_that_it_is_not_acted_on_twice(life: LeasedClusterBench) -> None:
     life.awaiting()
-    applied = life.decide(VerdictKind.APPLIED)
+    applied = life.decide(messages.VerdictKind.APPLIED)
     life.pulled()
     life.train(1)
     life.reborn()
-    life.join(Verdict(applied.push, VerdictKind.APPLIED, applied.version))
+    life.join(messages.Verdict(applied.push, messages.VerdictKind.APPLIED, applied.version))
     assert life.phase is SessionPhase.TRAINING
     assert life.session.shared.work.pending.tokens == 100

@@ -14,7 +14,7 @@ from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.messages import DataRange, Verdict, VerdictKind
 from dips.worker.state.effects import InstallMode, PushRecord
 from dips.worker.state.pulling import PullPlan
-from dips.worker.state.saved import SavedSession, SavedStateError, push_from_json, push_to_json
+from dips.worker.state.saved import SavedSession, SavedStateError
 from dips.worker.state.work import Work
 
 counts = st.integers(0, 2**40)
@@ -25,8 +25,6 @@ losses = st.floats(allow_nan=False, allow_infinity=False)
 
 
 def works(chunks: range) -> st.SearchStrategy[Work]:
-    """Work on ranges of these chunks, each of another chunk."""
-
     def build(spans: list[tuple[int, int, int]], steps: int, loss_sum: float) -> Work:
         ranges = tuple(DataRange(1, 0, chunk, begin, begin + length) for chunk, begin, length in spans)
         return Work(ranges, sum(item.tokens for item in ranges), steps, loss_sum, steps)
@@ -72,11 +70,6 @@ def test_a_session_comes_back_through_json(saved: SavedSession) -> None:
     assert SavedSession.from_json(json.loads(json.dumps(saved.to_json(), allow_nan=False))) == saved
 
 
-@given(pushes)
-def test_a_push_comes_back_through_json(push: PushRecord) -> None:
-    assert push_from_json(json.loads(json.dumps(push_to_json(push), allow_nan=False))) == push
-
-
 def example() -> dict[str, Any]:
     push_id = PushId(ClusterId("a"), Incarnation(1, 2), 3)
     work = Work((DataRange(1, 0, 5, 0, 10),), 10, 1, 2.5, 1)
@@ -94,7 +87,6 @@ PENDING = {"ranges": [[1, 0, 6, 0, 10]], "tokens": 10, "steps": 1, "loss_sum": 2
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The place of every value inside, containers included."""
     inside = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else [])
     return [path] * bool(path) + [found for key, item in inside for found in paths(item, (*path, key))]
 

@@ -43,7 +43,6 @@ trees = st.recursive(
 
 
 def same(one: Any, two: Any) -> bool:
-    """Equal, and of the same types all the way down."""
     if type(one) is not type(two):
         return False
     if isinstance(one, dict):

@@ -21,9 +21,6 @@ MEASURED = replace(SETTINGS, verdict_wait_measured=True)
 """verdict_wait_s stays the most."""
 
 
-# ---- times that need no setting ----
-
-
 def test_the_defaults_follow_from_a_heartbeat_of_two_seconds_and_a_round_of_thirty() -> None:
     times = asdict(times_of(session_config(), Settings()))
     assert times == {
@@ -66,9 +63,6 @@ def test_what_was_set_stands_and_others_follow_it(knobs: dict[str, float], heart
     times = asdict(times_of(session_config(**knobs), settings))
     assert times | knobs == times
     assert not violations("worker", times)
-
-
-# ---- how long an exchange may hold up training ----
 
 
 def wait_of(patience: WaitPolicy, began_s: float, took_s: float) -> None:
@@ -126,10 +120,8 @@ def test_push_and_pull_are_one_wait() -> None:
 
 
 def exchange(life: ClusterBench, takes_s: float) -> None:
-    """H steps and a push whose version is installed after takes_s."""
     life.train(4)
-    life.sent(life.ticket())
-    life.admitted()
+    life.goes_on("await")
     life.pass_s(takes_s)
     life.decide(VerdictKind.APPLIED)
     assert isinstance(life.pulled(), Install)
@@ -141,8 +133,7 @@ def test_a_cluster_waits_for_a_dead_run_no_longer_than_it_waited_for_a_live_one(
     for _ in range(3):
         exchange(life, 2.0)
     life.train(4)
-    life.sent(life.ticket())
-    life.admitted()
+    life.goes_on("await")
     assert life.waits
     life.pass_s(2.0)
     assert life.waits
@@ -163,9 +154,7 @@ def test_a_push_that_fails_ends_the_wait_and_is_not_taken_for_the_usual_time() -
     life.say(Failed(life.ticket()[0], "the slave is away"))
     assert not life.waits
     life.pass_s(60.0)
-    life.sent(life.ticket())
-    life.admitted()
-    life.decide(VerdictKind.APPLIED)
+    life.merged()
     life.pulled()
     assert life.session.shared.patience.bound_s(MEASURED) < 2.0
     assert not math.isinf(life.session.shared.patience.until_s)

@@ -13,8 +13,6 @@ from dips.worker.step_checks import TokenCheck
 
 
 class Anything(torch.nn.Module):
-    """Takes whatever it is called with."""
-
     def forward(self, *args: Any, **kwargs: Any) -> None:
         return None
 

@@ -15,8 +15,6 @@ from dips.worker.torch_model import TorchParameters, _groups, wait_for
 
 
 class Tied(torch.nn.Module):
-    """Two layers by name, one frozen parameter, one tied one, one buffer."""
-
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(7, 4, dtype=dtype)
@@ -98,7 +96,6 @@ def test_dtypes_that_are_not_served_are_named() -> None:
 
 
 def holding(*parameters: torch.nn.Parameter) -> torch.nn.Module:
-    """A model whose parameters are a, b, and so on."""
     model = torch.nn.Module()
     for name, parameter in zip("abcdef", parameters, strict=False):
         model.register_parameter(name, parameter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,10 @@ from dips.core.errors import ConfigError
 from dips.worker.checkpoint_files import read_tensors, write_tensors
 from dips.worker.torch_state import StateTreeError, TorchState
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models wait for each other's threads longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Part:
-    """Whatever a loop keeps."""
-
     def __init__(self, state: Any = None) -> None:
         self.state = state
 
@@ -82,7 +73,6 @@ OPTIMIZERS: dict[str, Maker] = {
 
 
 def saved(state: TorchState, folder: Path) -> tuple[Any, Any]:
-    """Through a real file."""
     skeleton, tensors = state.capture()
     stamp = write_tensors(folder / "x.safetensors", tensors)
     text = json.dumps(skeleton, allow_nan=False)
@@ -90,8 +80,6 @@ def saved(state: TorchState, folder: Path) -> tuple[Any, Any]:
 
 
 class Both(torch.optim.SGD):
-    """Makes the steps of several optimizers, for train()."""
-
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         super().__init__([torch.zeros(1)])
         self.optimizers = optimizers

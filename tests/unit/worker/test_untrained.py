@@ -1,19 +1,26 @@
-"""What a torch model holds besides its trained parameters: which contents count, and which do not."""
+"""What torch models hold besides their trained parameters: which contents count; ranks have digests and descriptions of
+one process."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 
 import pytest
 import torch
+from support.rank_table import RankTable, Seat
 
-from dips.core.model_description import Untrained, difference
-from dips.worker.torch_model import untrained_of
+from dips.core.messages import TensorDigest
+from dips.core.model_description import Lacking, ModelDescription, Untrained, difference
+from dips.worker.parallel import untrained
+from dips.worker.parallel.agreement import agree
+from dips.worker.parallel.held import Held, ShardOf, held_here
+from dips.worker.parallel.untrained import merged_description, untrained_of_ranks, windows
+from dips.worker.torch_model import description_of, untrained_of
 
 
 class Adapted(torch.nn.Module):
-    """A frozen base with an adapter, a constant, and a layer with running statistics."""
-
     def __init__(self, seed: int = 0, table: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -80,3 +87,97 @@ def test_what_cannot_be_read_is_said(caplog: pytest.LogCaptureFixture) -> None:
         found = listed(model)
     assert [item.name for item in found.frozen] == ["weight", "bias"]
     assert "the values of 'weight' cannot be read and are not compared" in caplog.text
+
+
+class Adapter(torch.nn.Module):
+    def __init__(self, base: torch.Tensor) -> None:
+        super().__init__()
+        self.adapter = torch.nn.Parameter(torch.ones(3))
+        self.base = torch.nn.Parameter(base.clone(), requires_grad=False)
+        self.register_buffer("table", torch.arange(4))
+        self.register_buffer("angles", torch.ones(2), persistent=False)
+
+
+BASE = torch.arange(7 * 6, dtype=torch.bfloat16).view(7, 6)
+
+
+def held(base: torch.Tensor, starts: tuple[int, int] | None = None) -> Held:
+    model = Adapter(base)
+    shards = None if starts is None else {"base": ShardOf("base", (7, 6), starts)}
+    return held_here([model], [torch.optim.SGD([model.adapter], lr=0.1)], shards=shards)
+
+
+def together(*ranks: Held) -> list[tuple[Untrained, str] | str]:
+    table = RankTable(len(ranks))
+
+    def one(seat: Seat) -> tuple[Untrained, str]:
+        mine = agree(seat, ranks[seat.rank], {})
+        assert mine is not None
+        return untrained_of_ranks(seat, seat.copy, mine)
+
+    return table.together(one)
+
+
+@pytest.mark.parametrize("bucket_bytes", [8, 24, 1 << 20])
+def test_a_tensor_that_is_cut_has_the_digest_of_the_whole_one(
+    bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(untrained, "BUCKET_BYTES", bucket_bytes)
+    whole = Adapter(BASE)
+    expected = untrained_of(whole, {id(whole.adapter)})
+    described = description_of(whole, {id(whole.adapter)}, expected)
+    rows = together(held(BASE[:4], (0, 0)), held(BASE[4:], (4, 0)))
+    columns = together(held(BASE[:, :2], (0, 0)), held(BASE[:, 2:], (0, 2)), held(BASE[:, 2:], (0, 2)))
+    assert rows == [(expected, described)] * 2
+    assert columns == [(expected, described)] * 3
+    assert together(held(BASE), held(BASE)) == [(expected, described)] * 2
+
+
+def test_a_frozen_tensor_that_is_two_or_incomplete_is_refused_on_all_ranks() -> None:
+    said = together(held(BASE), held(BASE[:4]))
+    assert said[0] == said[1]
+    assert str(said[0]).startswith("frozen parameter 'base' is bfloat16 of shape [4, 6] on rank 1, and bfloat16 of")
+    said = together(held(BASE[:4], (0, 0)), held(BASE[5:], (5, 0)))
+    assert said[0] == said[1]
+    assert str(said[0]).startswith("no rank holds 6 of the 42 elements of 'base', which is not trained: ")
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 3, 4), (7, 1, 5)])
+@pytest.mark.parametrize("max_elems", [1, 3, 10, 1000])
+def test_windows_are_the_tensor_in_logical_order(shape: tuple[int, ...], max_elems: int) -> None:
+    whole = torch.arange(math.prod(shape)).view(shape)
+    parts = []
+    for box in windows(shape, max_elems):
+        part = whole
+        for dim, (start, size) in enumerate(zip(*box, strict=True)):
+            part = part.narrow(dim, start, size)
+        assert part.numel() <= max_elems
+        parts.append(part.reshape(-1))
+    assert torch.equal(torch.cat(parts), whole.reshape(-1))
+
+
+def test_descriptions_of_stages_are_one() -> None:
+    def lacks(*names: str) -> tuple[Lacking, ...]:
+        return tuple(Lacking(name, (1,), "float32", 7) for name in names)
+
+    first = ModelDescription({}, "", ("a",), 2, lacks("a", "shared"))
+    second = ModelDescription({"model_type": "x"}, "", ("shared",), 2, lacks("shared", "b"))
+    said = json.loads(merged_description([first.to_json(), second.to_json()]))
+    assert [row[0] for row in said["lacks"]] == ["a", "shared", "b"]
+    assert (said["n_absent"], said["config"]) == (3, {"model_type": "x"})
+    assert merged_description([]) == ""
+    too_many = ModelDescription({}, "", ("a",), 900)
+    assert json.loads(merged_description([first.to_json(), too_many.to_json()]))["n_absent"] == 900
+
+
+def test_a_stage_that_names_its_tensors_otherwise_has_the_names_of_the_full_model() -> None:
+    stage = Adapter(BASE)
+    optimizer = torch.optim.SGD([stage.adapter], lr=0.1)
+    names = {name: ShardOf(f"layers.3.{name}") for name in ("adapter", "base", "table", "angles")}
+    (said,) = together(held_here([stage], [optimizer], shards=names))
+    assert isinstance(said, tuple), said
+    found, described = said
+    assert [item.name for item in found.frozen] == ["layers.3.base"]
+    expected = untrained_of(stage, {id(stage.adapter)})
+    assert found.buffers == tuple(TensorDigest(f"layers.3.{b.name}", b.digest) for b in expected.buffers)
+    assert [row[0] for row in json.loads(described)["lacks"]] == ["layers.3.base", "layers.3.table"]

@@ -22,8 +22,6 @@ N = 6
 
 
 class Flat:
-    """A ParameterStore that is only a vector."""
-
     def __init__(self, theta: F32) -> None:
         self.theta = theta.copy()
 
@@ -59,8 +57,6 @@ class Streaming(Flat):
 
 
 class Plain(Streaming):
-    """Its parameters are two arrays that can be read where they are."""
-
     def begin_snapshot(self, into: F32, sums: ChunkSums | None = None) -> None:
         into[:] = self.theta
 
@@ -81,7 +77,6 @@ class Late:
 
 
 def at_base(theta: float = 1.0) -> tuple[Flat, Vectors]:
-    """A cluster that has pulled its first version."""
     store, vectors = Flat(np.zeros(N, np.float32)), Vectors(N)
     vectors.landing()[:] = theta
     vectors.install(store, InstallMode.REPLACE)

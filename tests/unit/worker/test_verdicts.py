@@ -9,22 +9,9 @@ from typing import Any
 import pytest
 from support.cluster_bench import SETTINGS, TICKET, TOKENS, ClusterBench, LeasedClusterBench, phase_of
 
+from dips.core import messages
 from dips.core.errors import RefusalCode, RemoteProtocolError
 from dips.core.ids import Incarnation, PushId, Version
-from dips.core.messages import (
-    AwaitVerdictReply,
-    AwaitVerdictRequest,
-    BeginPullRequest,
-    BeginPushReply,
-    BeginPushRequest,
-    Busy,
-    FinishPushRequest,
-    ReturnDataRequest,
-    Stale,
-    StaleKind,
-    Verdict,
-    VerdictKind,
-)
 from dips.worker.state.effects import CopyParameters, InstallMode, Started
 from dips.worker.state.shared import SessionPhase
 
@@ -38,8 +25,6 @@ def life() -> LeasedClusterBench:
     return life
 
 
-# ---- the rows of the table, heard in every way ----
-
 STAGES = ("begin", "send", "finish", "await")
 WAYS = [
     *((stage, "answer") for stage in STAGES if stage != "send"),
@@ -47,7 +32,7 @@ WAYS = [
 ]
 
 
-def hear(life: ClusterBench, stage: str, how: str, kind: VerdictKind | None, **changes: Any) -> None:
+def hear(life: ClusterBench, stage: str, how: str, kind: messages.VerdictKind | None, **changes: Any) -> None:
     """kind None: no verdict, the master knows no such push."""
     push = life.push_id
     verdict = None if kind is None else life.verdict(kind, **changes)
@@ -62,9 +47,9 @@ def hear(life: ClusterBench, stage: str, how: str, kind: VerdictKind | None, **c
     if how.endswith("undecided"):
         life.join(push)
         assert life.phase is SessionPhase.AWAITING
-        assert life.asked(AwaitVerdictRequest).push == push
+        assert life.asked(messages.AwaitVerdictRequest).push == push
         assert verdict is not None
-        life.answer(AwaitVerdictRequest, AwaitVerdictReply(verdict))
+        life.answer(messages.AwaitVerdictRequest, messages.AwaitVerdictReply(verdict))
     else:
         life.join(verdict)
 
@@ -86,15 +71,15 @@ class Fate:
 
 def fate(life: LeasedClusterBench) -> Fate:
     returned, install = None, None
-    if life.asks(ReturnDataRequest):
+    if life.asks(messages.ReturnDataRequest):
         (gone,) = life.give_back_answered()
         returned = gone.begin_tokens, gone.end_tokens
-    if life.asks(BeginPullRequest):
-        at_least, done = life.asked(BeginPullRequest).at_least, life.pulled()
+    if life.asks(messages.BeginPullRequest):
+        at_least, done = life.asked(messages.BeginPullRequest).at_least, life.pulled()
         install = done.mode, done.reset_inner, at_least
-    while not life.asks(BeginPushRequest):
+    while not life.asks(messages.BeginPushRequest):
         life.train(1)
-    push = life.asked(BeginPushRequest)
+    push = life.asked(messages.BeginPushRequest)
     ((pushed,), incarnation) = push.ranges, push.caller.incarnation
     assert push.tokens == push.steps * TOKENS
     assert push.mean_loss == pytest.approx(2.0)
@@ -109,11 +94,11 @@ def fate(life: LeasedClusterBench) -> Fate:
 OLD, NEW = Version(1, 5), Version(1, 6)
 FATES = {
     # H = 4 counts from the push: two later steps, and two more.
-    VerdictKind.APPLIED: Fate(None, (InstallMode.REBASE_FROM_PUSH, False, NEW), NEW, 1, 4, (400, 800), 1),
-    VerdictKind.EXCLUDED: Fate((400, 600), (InstallMode.REPLACE, True, OLD), OLD, 1, 4, (600, 1000), 1),
+    messages.VerdictKind.APPLIED: Fate(None, (InstallMode.REBASE_FROM_PUSH, False, NEW), NEW, 1, 4, (400, 800), 1),
+    messages.VerdictKind.EXCLUDED: Fate((400, 600), (InstallMode.REPLACE, True, OLD), OLD, 1, 4, (600, 1000), 1),
     # At once: the work has waited long enough.
-    VerdictKind.ABORTED: Fate(None, None, OLD, 0, 6, (0, 600), 1),
-    VerdictKind.ROLLED_BACK: Fate((0, 600), (InstallMode.REPLACE, False, OLD), OLD, 1, 4, (600, 1000), 1),
+    messages.VerdictKind.ABORTED: Fate(None, None, OLD, 0, 6, (0, 600), 1),
+    messages.VerdictKind.ROLLED_BACK: Fate((0, 600), (InstallMode.REPLACE, False, OLD), OLD, 1, 4, (600, 1000), 1),
     None: Fate(None, None, OLD, 0, 6, (0, 600), 1),
 }
 CASES = [
@@ -127,7 +112,7 @@ CASES = [
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize(("stage", "how", "kind"), CASES)
 def test_a_push_of_four_steps_and_two_later_ones_fare_as_the_table_says(
-    stage: str, how: str, kind: VerdictKind | None, overlap: str
+    stage: str, how: str, kind: messages.VerdictKind | None, overlap: str
 ) -> None:
     life = LeasedClusterBench()
     life.settings = replace(SETTINGS, overlap=overlap)
@@ -135,8 +120,8 @@ def test_a_push_of_four_steps_and_two_later_ones_fare_as_the_table_says(
     life.push_begun()
     life.goes_on(stage)
     life.train(2)
-    hear(life, stage, how, kind, **({"reset_inner_optimizer": True} if kind is VerdictKind.EXCLUDED else {}))
-    drops = kind in (VerdictKind.EXCLUDED, VerdictKind.ROLLED_BACK)
+    hear(life, stage, how, kind, **({"reset_inner_optimizer": True} if kind is messages.VerdictKind.EXCLUDED else {}))
+    drops = kind in (messages.VerdictKind.EXCLUDED, messages.VerdictKind.ROLLED_BACK)
     life.pass_s(100.0)
     assert life.waits == drops, "steps made now would be dropped"
     assert fate(life) == replace(FATES[kind], incarnation=1 if how == "answer" else 2)
@@ -145,7 +130,7 @@ def test_a_push_of_four_steps_and_two_later_ones_fare_as_the_table_says(
 
 def test_applied_without_later_steps_installs_the_pulled_bits(life: LeasedClusterBench) -> None:
     life.awaiting()
-    life.decide(VerdictKind.APPLIED)
+    life.decide(messages.VerdictKind.APPLIED)
     install = life.pulled()
     assert (install.mode, install.reset_inner) == (InstallMode.REPLACE, False)
 
@@ -153,60 +138,53 @@ def test_applied_without_later_steps_installs_the_pulled_bits(life: LeasedCluste
 def test_what_is_aborted_again_and_again_is_pushed_at_once_only_the_first_time(life: LeasedClusterBench) -> None:
     life.awaiting()
     for aborts in (1, 2, 3):
-        life.decide(VerdictKind.ABORTED)
+        life.decide(messages.VerdictKind.ABORTED)
         if aborts > 1:
             assert life.phase is SessionPhase.TRAINING, "it may fail for ever, and costs a transfer each time"
             life.train(4)
-        life.sent(life.ticket())
-        life.admitted()
-    life.decide(VerdictKind.APPLIED)
+        life.goes_on("await")
+    life.decide(messages.VerdictKind.APPLIED)
     life.pulled()
     life.train(4)
-    life.sent(life.ticket())
-    life.admitted()
-    life.decide(VerdictKind.ABORTED)
-    assert life.asks(BeginPushRequest), "a push that was decided ends the row"
+    life.merged(messages.VerdictKind.ABORTED)
+    assert life.asks(messages.BeginPushRequest), "a push that was decided ends the row"
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("kind", StaleKind)
-def test_a_stale_push_is_rebased_with_all_its_steps_or_dropped(kind: StaleKind, overlap: str) -> None:
+@pytest.mark.parametrize("kind", messages.StaleKind)
+def test_a_stale_push_is_rebased_with_all_its_steps_or_dropped(kind: messages.StaleKind, overlap: str) -> None:
     life = LeasedClusterBench()
     life.settings = replace(SETTINGS, overlap=overlap)
     life.begin()
     life.push_begun()
     life.train(1)
-    life.answer(BeginPushRequest, BeginPushReply(Stale(kind, "not your base")))
+    life.answer(messages.BeginPushRequest, messages.BeginPushReply(messages.Stale(kind, "not your base")))
     life.published = Version(1, 30)
     assert life.phase is SessionPhase.PULLING
-    if kind is StaleKind.VERSIONS:
+    if kind is messages.StaleKind.VERSIONS:
         life.train(2)
     life.pass_s(100.0)
     rebased = Fate(None, (InstallMode.REBASE_FROM_BASE, False, None), Version(1, 30), 0, 7, (0, 700), 1)
     dropped = Fate((0, 500), (InstallMode.REPLACE, False, None), Version(1, 30), 0, 4, (500, 900), 1)
-    assert life.waits == (kind is not StaleKind.VERSIONS)
-    assert fate(life) == (rebased if kind is StaleKind.VERSIONS else dropped)
+    assert life.waits == (kind is not messages.StaleKind.VERSIONS)
+    assert fate(life) == (rebased if kind is messages.StaleKind.VERSIONS else dropped)
 
 
-@pytest.mark.parametrize("kind", [VerdictKind.EXCLUDED, VerdictKind.ROLLED_BACK])
+@pytest.mark.parametrize("kind", [messages.VerdictKind.EXCLUDED, messages.VerdictKind.ROLLED_BACK])
 def test_a_step_begun_before_the_loop_heard_is_dropped_with_the_others(
-    life: LeasedClusterBench, kind: VerdictKind
+    life: LeasedClusterBench, kind: messages.VerdictKind
 ) -> None:
     life.awaiting()
     life.decide(kind)
-    returned = len(life.give_back_answered()) if life.asks(ReturnDataRequest) else 0
-    assert returned == (kind is VerdictKind.ROLLED_BACK)
+    returned = len(life.give_back_answered()) if life.asks(messages.ReturnDataRequest) else 0
+    assert returned == (kind is messages.VerdictKind.ROLLED_BACK)
     life.grant()
     life.train(1)
     assert life.pull_ends().mode is InstallMode.REPLACE
     assert life.session.shared.work.tokens == 0
 
 
-# ---- a new Join, in this process or in the next one ----
-
-
 def joins_anew(life: LeasedClusterBench, how: str) -> None:
-    """It has sent its Join."""
     if how == "join":
         life.fenced()
     else:
@@ -239,9 +217,8 @@ def test_another_fence_or_timeline_drops_all_work(life: LeasedClusterBench, how:
     life.train(2)
     if pushed:
         life.train(2)
-        life.sent(life.ticket())
-        life.admitted()
-    aborted = life.verdict(VerdictKind.ABORTED) if pushed else None
+        life.goes_on("await")
+    aborted = life.verdict(messages.VerdictKind.ABORTED) if pushed else None
     joins_anew(life, how)
     if what == "fence":
         life.fence += 1
@@ -261,13 +238,13 @@ def test_another_fence_or_timeline_drops_all_work(life: LeasedClusterBench, how:
 def test_a_pull_that_a_verdict_asked_for_goes_on(life: LeasedClusterBench, how: str, fetches: bool) -> None:
     life.awaiting()
     life.train(2)
-    verdict = life.decide(VerdictKind.APPLIED)
+    verdict = life.decide(messages.VerdictKind.APPLIED)
     if fetches:
         life.grant()
     joins_anew(life, how)
     life.join(verdict)
     assert life.phase is SessionPhase.PULLING
-    assert fate(life) == replace(FATES[VerdictKind.APPLIED], incarnation=2)
+    assert fate(life) == replace(FATES[messages.VerdictKind.APPLIED], incarnation=2)
 
 
 @each_way
@@ -295,46 +272,42 @@ def test_a_master_that_has_not_published_again_yet_leaves_it_to_the_fence(
 
 def test_rolled_back_after_applied_is_learnt_at_join(life: LeasedClusterBench) -> None:
     life.awaiting()
-    applied = life.decide(VerdictKind.APPLIED)
+    applied = life.decide(messages.VerdictKind.APPLIED)
     life.pulled()
     life.train(1)
     life.beat(epoch=2)
     life.epoch, life.published = 2, Version(2, 3)
     life.fence += 1
-    life.join(Verdict(applied.push, VerdictKind.ROLLED_BACK, Version(2, 3)))
+    life.join(messages.Verdict(applied.push, messages.VerdictKind.ROLLED_BACK, Version(2, 3)))
     assert list(life.give_back_answered()) == [life.span(400, 500)]
     assert life.pulled().mode is InstallMode.REPLACE
 
 
-# ---- other answers ----
-
-
 def test_busy_repeats_the_very_same_push(life: LeasedClusterBench) -> None:
     first = life.push_begun()
-    life.answer(BeginPushRequest, BeginPushReply(Busy(2.0, "slaves are away")))
+    life.answer(messages.BeginPushRequest, messages.BeginPushReply(messages.Busy(2.0, "slaves are away")))
     assert life.session.waiting_for() == "slaves are away"
     life.train(1)
-    assert not life.asks(BeginPushRequest)
+    assert not life.asks(messages.BeginPushRequest)
     life.pass_s(2.0)
-    again = life.job(BeginPushRequest)[1]
+    again = life.job(messages.BeginPushRequest)[1]
     assert again == first
     assert sum(isinstance(effect, CopyParameters) for effect in life.every) == 1
 
 
 def test_undecided_push_of_an_earlier_life_is_awaited_first() -> None:
-    life = ClusterBench()
-    life.say(Started())
+    life = ClusterBench().started()
     earlier = PushId(life.session.config.cluster_id, Incarnation(1, 9), 4)
     life.join(earlier)
     assert life.phase is SessionPhase.AWAITING
-    verdict = life.verdict(VerdictKind.APPLIED, earlier)
-    life.answer(AwaitVerdictRequest, AwaitVerdictReply(verdict))
+    verdict = life.verdict(messages.VerdictKind.APPLIED, earlier)
+    life.answer(messages.AwaitVerdictRequest, messages.AwaitVerdictReply(verdict))
     request = life.grant()
     assert request.at_least == verdict.version
 
 
-@pytest.mark.parametrize("kind", VerdictKind)
-def test_a_verdict_of_another_process_says_nothing_about_this_ones_parameters(kind: VerdictKind) -> None:
+@pytest.mark.parametrize("kind", messages.VerdictKind)
+def test_a_verdict_of_another_process_says_nothing_about_this_ones_parameters(kind: messages.VerdictKind) -> None:
     life = LeasedClusterBench()
     life.published = Version(1, 8)
     life.say(Started())
@@ -346,26 +319,28 @@ def test_a_verdict_of_another_process_says_nothing_about_this_ones_parameters(ki
 
 def test_undecided_answer_for_our_own_push_awaits_it(life: LeasedClusterBench) -> None:
     life.push_begun()
-    life.answer(BeginPushRequest, BeginPushReply(life.push_id))  # the admission's answer was lost
+    life.answer(messages.BeginPushRequest, messages.BeginPushReply(life.push_id))  # the admission's answer was lost
     assert phase_of(life) is SessionPhase.AWAITING
-    life.decide(VerdictKind.APPLIED)
+    life.decide(messages.VerdictKind.APPLIED)
     assert phase_of(life) is SessionPhase.PULLING
 
 
 def test_undecided_answer_for_another_push_keeps_the_work(life: LeasedClusterBench) -> None:
     life.push_begun()
     other = PushId(life.session.config.cluster_id, Incarnation(1, 1), 99)
-    life.answer(BeginPushRequest, BeginPushReply(other))
-    assert life.asked(AwaitVerdictRequest).push == other
-    life.answer(AwaitVerdictRequest, AwaitVerdictReply(life.verdict(VerdictKind.ABORTED, other)))
-    assert life.job(BeginPushRequest)[1].ranges == (life.span(0, 400),)
+    life.answer(messages.BeginPushRequest, messages.BeginPushReply(other))
+    assert life.asked(messages.AwaitVerdictRequest).push == other
+    life.answer(
+        messages.AwaitVerdictRequest, messages.AwaitVerdictReply(life.verdict(messages.VerdictKind.ABORTED, other))
+    )
+    assert life.job(messages.BeginPushRequest)[1].ranges == (life.span(0, 400),)
 
 
 each_call = pytest.mark.parametrize("stage", ["begin", "finish"])
 
 
 def refuse(life: LeasedClusterBench, stage: str, code: RefusalCode) -> None:
-    life.refuse(BeginPushRequest if stage == "begin" else FinishPushRequest, code)
+    life.refuse(messages.BeginPushRequest if stage == "begin" else messages.FinishPushRequest, code)
 
 
 @each_call
@@ -383,7 +358,7 @@ def test_a_used_number_is_replaced_by_the_next(life: LeasedClusterBench, stage: 
     life.push_begun()
     life.goes_on(stage)
     refuse(life, stage, RefusalCode.SEQ)
-    request = life.job(BeginPushRequest)[1]
+    request = life.job(messages.BeginPushRequest)[1]
     assert (request.seq, request.ranges) == (2, (life.span(0, 400),))
 
 
@@ -391,20 +366,18 @@ def test_a_used_number_is_replaced_by_the_next(life: LeasedClusterBench, stage: 
 def test_a_lost_attempt_is_begun_again(life: LeasedClusterBench, code: RefusalCode) -> None:
     first = life.push_begun()
     life.sent(life.ticket())
-    life.refuse(FinishPushRequest, code)
+    life.refuse(messages.FinishPushRequest, code)
     assert life.phase is SessionPhase.BEGINNING_PUSH
     life.pass_s(1.0)
-    assert life.job(BeginPushRequest)[1] == first
+    assert life.job(messages.BeginPushRequest)[1] == first
 
 
 def test_tickets_that_do_not_fit_the_layout_end_the_session(life: LeasedClusterBench) -> None:
     life.push_begun()
     broken = replace(TICKET, placement=replace(TICKET.placement, slave_of_block=(0, 1)))
-    life.answer(BeginPushRequest, BeginPushReply(broken))
+    life.answer(messages.BeginPushRequest, messages.BeginPushReply(broken))
     life.left()
-    assert life.finished is not None
-    assert isinstance(life.finished.error, RemoteProtocolError)
-    assert "layout" in str(life.finished.error)
+    assert "layout" in str(life.ended_with(RemoteProtocolError))
 
 
 def test_fixed_h_counts_from_the_push_and_dynamic_h_from_the_pull() -> None:
@@ -413,7 +386,7 @@ def test_fixed_h_counts_from_the_push_and_dynamic_h_from_the_pull() -> None:
         life.begin()
         life.awaiting()
         life.train(2)
-        life.decide(VerdictKind.APPLIED)
+        life.decide(messages.VerdictKind.APPLIED)
         life.pulled()
         life.train(more - 1)
         assert phase_of(life) is SessionPhase.TRAINING

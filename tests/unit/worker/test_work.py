@@ -9,37 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cluster_bench import LEASED, TICKET, TOKENS, ClusterBench, session_config
 
+from dips.core import messages
 from dips.core.errors import LocalProtocolError, RefusalCode
 from dips.core.ids import Version
-from dips.core.messages import (
-    AwaitVerdictReply,
-    AwaitVerdictRequest,
-    BeginPullRequest,
-    BeginPushReply,
-    BeginPushRequest,
-    DataRange,
-    FinishPullReply,
-    FinishPullRequest,
-    FinishPushRequest,
-    JoinRequest,
-    LeaseDataReply,
-    LeaseDataRequest,
-    PullGrant,
-    ReturnDataReply,
-    ReturnDataRequest,
-    Stale,
-    StaleKind,
-    VerdictKind,
-)
 from dips.worker.state.effects import Done, Failed, LeaseWanted, Run, SendPush, Started, Stepped
 from dips.worker.state.work import Work, WorkBook, joined
 
 
-def piece(begin: int, end: int, lease: int = 1) -> DataRange:
-    return DataRange(lease, 0, lease, begin, end)
+def piece(begin: int, end: int, lease: int = 1) -> messages.DataRange:
+    return messages.DataRange(lease, 0, lease, begin, end)
 
 
-def tokens_of(ranges: Iterable[DataRange]) -> list[tuple[int, int]]:
+def tokens_of(ranges: Iterable[messages.DataRange]) -> list[tuple[int, int]]:
     """Every single token, as (lease, position)."""
     return sorted((r.lease_id, at) for r in ranges for at in range(r.begin_tokens, r.end_tokens))
 
@@ -100,17 +81,17 @@ class RandomLife(ClusterBench):
 
     def __init__(self) -> None:
         super().__init__(session_config(data_plan=LEASED))
-        self.lent: list[DataRange] = []
-        self.unused: list[DataRange] = []
-        self.settled: list[DataRange] = []
-        self.said_push: tuple[DataRange, ...] = ()
+        self.lent: list[messages.DataRange] = []
+        self.unused: list[messages.DataRange] = []
+        self.settled: list[messages.DataRange] = []
+        self.said_push: tuple[messages.DataRange, ...] = ()
 
     def lease(self) -> None:
         self.say(LeaseWanted(5 * TOKENS))
-        if self.asks(LeaseDataRequest):
+        if self.asks(messages.LeaseDataRequest):
             lease = len(self.lent) + 1
-            new = DataRange(lease, 0, lease, 0, 5 * TOKENS)
-            self.answer(LeaseDataRequest, LeaseDataReply((new,)))
+            new = messages.DataRange(lease, 0, lease, 0, 5 * TOKENS)
+            self.answer(messages.LeaseDataRequest, messages.LeaseDataReply((new,)))
             self.lent.append(new)
             self.unused += self.session.take_leased()
 
@@ -118,14 +99,18 @@ class RandomLife(ClusterBench):
         if not self.unused or self.waits:
             return
         first = self.unused.pop(0)
-        used = DataRange(first.lease_id, 0, first.chunk, first.begin_tokens, first.begin_tokens + TOKENS)
+        used = messages.DataRange(first.lease_id, 0, first.chunk, first.begin_tokens, first.begin_tokens + TOKENS)
         if used.end_tokens < first.end_tokens:
-            self.unused.insert(0, DataRange(first.lease_id, 0, first.chunk, used.end_tokens, first.end_tokens))
+            self.unused.insert(0, messages.DataRange(first.lease_id, 0, first.chunk, used.end_tokens, first.end_tokens))
         self.say(Stepped(TOKENS, (used,), 1.0))
 
     def act(self, what: int) -> None:
-        """One thing of the outside world happens, if it can."""
-        kinds = [VerdictKind.APPLIED, VerdictKind.EXCLUDED, VerdictKind.ABORTED, VerdictKind.ROLLED_BACK]
+        kinds = [
+            messages.VerdictKind.APPLIED,
+            messages.VerdictKind.EXCLUDED,
+            messages.VerdictKind.ABORTED,
+            messages.VerdictKind.ROLLED_BACK,
+        ]
         self.note_push()
         match what % 12:
             case 0 | 1 | 2:
@@ -137,15 +122,15 @@ class RandomLife(ClusterBench):
             case 6:
                 self.restart(what // 12)
             case 7:
-                self.stale(list(StaleKind)[what // 12 % 3])
+                self.stale(list(messages.StaleKind)[what // 12 % 3])
             case 8:
                 self.fail_something(what // 12)
             case 9:
                 self.pass_s(0.5 + what // 12)
-            case 10 if self.session.shared.base is not None and not self.asks(JoinRequest):
+            case 10 if self.session.shared.base is not None and not self.asks(messages.JoinRequest):
                 self.beat(local_steps=1 + what // 12 % 6)
-            case 11 if self.asks(PullGrant):
-                self.say(Failed(self.job(PullGrant)[0], "lost"))
+            case 11 if self.asks(messages.PullGrant):
+                self.say(Failed(self.job(messages.PullGrant)[0], "lost"))
             case _:
                 pass
         self.collect_returns()
@@ -155,31 +140,31 @@ class RandomLife(ClusterBench):
         push = self.session.pushing.open
         self.said_push = push.work.ranges if push else ()
 
-    def progress(self, kind: VerdictKind) -> None:
+    def progress(self, kind: messages.VerdictKind) -> None:
         """The exchange goes one step on, in the best case."""
-        if self.asks(JoinRequest):
+        if self.asks(messages.JoinRequest):
             self.join()
-        elif self.asks(BeginPushRequest):
-            self.answer(BeginPushRequest, BeginPushReply(TICKET))
+        elif self.asks(messages.BeginPushRequest):
+            self.answer(messages.BeginPushRequest, messages.BeginPushReply(TICKET))
         elif self.asks(SendPush):
             self.sent(self.job(SendPush))
-        elif self.asks(FinishPushRequest):
+        elif self.asks(messages.FinishPushRequest):
             self.admitted()
-        elif self.asks(AwaitVerdictRequest):
+        elif self.asks(messages.AwaitVerdictRequest):
             ranges = self.said_push
-            self.answer(AwaitVerdictRequest, AwaitVerdictReply(self.verdict(kind)))
-            if kind in (VerdictKind.APPLIED, VerdictKind.EXCLUDED):
+            self.answer(messages.AwaitVerdictRequest, messages.AwaitVerdictReply(self.verdict(kind)))
+            if kind in (messages.VerdictKind.APPLIED, messages.VerdictKind.EXCLUDED):
                 self.settled += ranges
-        elif self.asks(BeginPullRequest):
+        elif self.asks(messages.BeginPullRequest):
             self.grant()
-        elif self.asks(PullGrant):
-            self.say(Done(self.job(PullGrant)[0], None, 0.1))
-            if self.asks(FinishPullRequest):
-                self.answer(FinishPullRequest, FinishPullReply(self.local_steps))
+        elif self.asks(messages.PullGrant):
+            self.say(Done(self.job(messages.PullGrant)[0], None, 0.1))
+            if self.asks(messages.FinishPullRequest):
+                self.answer(messages.FinishPullRequest, messages.FinishPullReply(self.local_steps))
 
     def restart(self, what: int) -> None:
         """The master restarts; the open push turns out APPLIED, EXCLUDED, undecided, or unknown."""
-        if self.asks(JoinRequest) or self.session.shared.terms.incarnation is None:
+        if self.asks(messages.JoinRequest) or self.session.shared.terms.incarnation is None:
             return
         self.epoch += 1
         if what % 5 == 4:
@@ -187,10 +172,10 @@ class RandomLife(ClusterBench):
         self.returned += self.on_the_way()  # Join frees what it does not name
         self.beat(epoch=self.epoch)
         self.effects = [
-            e for e in self.effects if not (isinstance(e, Run) and isinstance(e.command, SendPush | PullGrant))
+            e for e in self.effects if not (isinstance(e, Run) and isinstance(e.command, SendPush | messages.PullGrant))
         ]
         self.effects = [e for e in self.effects if not self.is_given_up(e)]
-        if not self.asks(JoinRequest):
+        if not self.asks(messages.JoinRequest):
             return
         push, ranges = self.session.pushing.open, self.said_push
         if push is None or what % 5 in (3, 4):
@@ -198,37 +183,42 @@ class RandomLife(ClusterBench):
         elif what % 5 == 2:
             self.join(push.id)
         else:
-            kind = (VerdictKind.APPLIED, VerdictKind.EXCLUDED)[what % 5]
+            kind = (messages.VerdictKind.APPLIED, messages.VerdictKind.EXCLUDED)[what % 5]
             self.join(self.verdict(kind))
             self.settled += ranges
 
     def is_given_up(self, effect: object) -> bool:
-        """Whether this is a job whose end the session no longer waits for."""
         push = self.session.pushing.open
         awaited = (push.job if push else None, self.session.pulling.job)
         if not isinstance(effect, Run) or effect.job in awaited:
             return False
         return self.session.shared.lane_of(effect.job) is None
 
-    def stale(self, kind: StaleKind) -> None:
-        if self.asks(BeginPushRequest) and self.session.pushing.open is not None:
-            self.answer(BeginPushRequest, BeginPushReply(Stale(kind, "stale")))
+    def stale(self, kind: messages.StaleKind) -> None:
+        if self.asks(messages.BeginPushRequest) and self.session.pushing.open is not None:
+            self.answer(messages.BeginPushRequest, messages.BeginPushReply(messages.Stale(kind, "stale")))
 
     def fail_something(self, what: int) -> None:
         if self.asks(SendPush) and what % 2:
             self.say(Failed(self.job(SendPush)[0], "lost"))
             return
-        for kind in (BeginPushRequest, FinishPushRequest, AwaitVerdictRequest, BeginPullRequest, JoinRequest):
+        for kind in (
+            messages.BeginPushRequest,
+            messages.FinishPushRequest,
+            messages.AwaitVerdictRequest,
+            messages.BeginPullRequest,
+            messages.JoinRequest,
+        ):
             if self.asks(kind):
-                if what % 3 == 0 and kind is FinishPushRequest:
+                if what % 3 == 0 and kind is messages.FinishPushRequest:
                     self.refuse(kind, RefusalCode.UNKNOWN_PUSH)
                 else:
                     self.fail(kind)
                 return
 
     def collect_returns(self) -> None:
-        while self.asks(ReturnDataRequest):
-            request = self.answer(ReturnDataRequest, ReturnDataReply())
+        while self.asks(messages.ReturnDataRequest):
+            request = self.answer(messages.ReturnDataRequest, messages.ReturnDataReply())
             self.returned += request.ranges
         self.effects = [e for e in self.effects if not self.is_given_up(e)]
 
@@ -242,10 +232,10 @@ class RandomLife(ClusterBench):
         assert work.pending.tokens == sum(r.tokens for r in work.pending.ranges)
         assert tokens_of(self.unused) == tokens_of(work.held)
 
-    def on_the_way(self) -> list[DataRange]:
+    def on_the_way(self) -> list[messages.DataRange]:
         """Ranges in a ReturnData that waits behind another small call."""
         waiting = [build() for build in self.session.shared._side_queue]
-        return [r for request in waiting if isinstance(request, ReturnDataRequest) for r in request.ranges]
+        return [r for request in waiting if isinstance(request, messages.ReturnDataRequest) for r in request.ranges]
 
 
 @settings(max_examples=60)
@@ -255,6 +245,6 @@ def test_no_order_of_events_loses_a_range(script: list[int]) -> None:
     life.say(Started())
     life.join()
     life.grant()
-    life.say(Done(life.job(PullGrant)[0], None, 0.1))
+    life.say(Done(life.job(messages.PullGrant)[0], None, 0.1))
     for what in script:
         life.act(what)

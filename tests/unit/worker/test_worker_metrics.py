@@ -14,19 +14,8 @@ from dips.core.messages import Caller, DataMode, DataPlan, LeaveReply, LeaveRequ
 from dips.core.net.security import INSECURE
 from dips.core.net.transfer import SlaveProgress
 from dips.core.wire import Codec
+from dips.worker import metrics
 from dips.worker.link_counts import LinkCounts, TransferDirection
-from dips.worker.metrics import (
-    DATA,
-    EXCHANGE,
-    HELDOUT,
-    METRICS,
-    PREFIX,
-    Collector,
-    Counts,
-    Evaluated,
-    View,
-    heldout_families,
-)
 from dips.worker.pace import StepTimer
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Done, Failed, Run, SendPush, Stepped
@@ -41,26 +30,30 @@ def session() -> ClusterMachine:
 
 
 @pytest.fixture
-def counts() -> Counts:
-    return Counts()
+def counts() -> metrics.Counts:
+    return metrics.Counts()
 
 
 def scraped(
-    view: View,
-    counts: Counts,
+    view: metrics.View,
+    counts: metrics.Counts,
     links: LinkCounts | None = None,
     checkpoint_s: float = math.nan,
     answered_s: float | None = None,
     now_s: float = 100.0,
 ) -> dict[tuple[str, ...], float]:
-    families = Collector("a").families(view, counts.made, links or LinkCounts(), checkpoint_s, answered_s, now_s)
-    labels = {PREFIX + spec.name: spec.labels for spec in METRICS}
+    families = metrics.Collector("a").families(
+        view, counts.made, links or LinkCounts(), checkpoint_s, answered_s, now_s
+    )
+    labels = {metrics.PREFIX + spec.name: spec.labels for spec in metrics.METRICS}
     found = {}
     for family in families:
         for sample in family.samples:
             name = sample.name.removesuffix("_count") if family.type == "histogram" else sample.name
             if name in labels and "le" not in sample.labels:
-                found[name.removeprefix(PREFIX), *(sample.labels[label] for label in labels[name])] = sample.value
+                found[name.removeprefix(metrics.PREFIX), *(sample.labels[label] for label in labels[name])] = (
+                    sample.value
+                )
     return found
 
 
@@ -68,7 +61,7 @@ PUSH = PushId(ClusterId("a"), Incarnation(1, 1), 1)
 TICKET = Ticket(2, PlacementSpec((), (), b""), (), Codec.F32)
 
 
-def test_steps_calls_and_transfers_are_counted(counts: Counts) -> None:
+def test_steps_calls_and_transfers_are_counted(counts: metrics.Counts) -> None:
     call, push = LeaveRequest(Caller("test", 1, "a"), "done"), SendPush(PUSH, TICKET)
     for job in range(3):
         counts.gave(Run(job, call, ""))
@@ -96,7 +89,7 @@ def test_steps_calls_and_transfers_are_counted(counts: Counts) -> None:
     assert ("base_version",) not in found
 
 
-def test_verdicts_stale_pushes_joins_and_retries_are_counted_from_effects(counts: Counts) -> None:
+def test_verdicts_stale_pushes_joins_and_retries_are_counted_from_effects(counts: metrics.Counts) -> None:
     counts.gave(Run(1, SendPush(PUSH, TICKET), ""))
     counts.gave(VerdictReceived("", push=PUSH, verdict="EXCLUDED", version=None, reason=""))
     counts.gave(BaseStale("", push=PUSH, stale_kind="FENCE", reason=""))
@@ -120,22 +113,22 @@ def test_verdicts_stale_pushes_joins_and_retries_are_counted_from_effects(counts
     assert found["push_retries_total",] == 1
 
 
-def test_waits_count_while_they_last_and_once(counts: Counts) -> None:
-    counts.waits(EXCHANGE, 10.0)
-    counts.waits(EXCHANGE, 12.0)
+def test_waits_count_while_they_last_and_once(counts: metrics.Counts) -> None:
+    counts.waits(metrics.EXCHANGE, 10.0)
+    counts.waits(metrics.EXCHANGE, 12.0)
     found = scraped(counts.view(session(), StepTimer()), counts, now_s=15.0)
     assert found["waiting",] == 1
-    assert found["waited_seconds_total", EXCHANGE] == 5.0
+    assert found["waited_seconds_total", metrics.EXCHANGE] == 5.0
     counts.goes_on(16.0)
     counts.goes_on(17.0)
-    counts.waits(DATA, 20.0)
+    counts.waits(metrics.DATA, 20.0)
     counts.goes_on(21.0)
     found = scraped(counts.view(session(), StepTimer()), counts, now_s=30.0)
     assert found["waiting",] == 0
-    assert (found["waited_seconds_total", EXCHANGE], found["waited_seconds_total", DATA]) == (6.0, 1.0)
+    assert (found["waited_seconds_total", metrics.EXCHANGE], found["waited_seconds_total", metrics.DATA]) == (6.0, 1.0)
 
 
-def test_staleness_is_known_on_the_published_timeline_alone(counts: Counts) -> None:
+def test_staleness_is_known_on_the_published_timeline_alone(counts: metrics.Counts) -> None:
     view = counts.view(session(), StepTimer())
     behind = replace(view, base=Version(1, 3), published=Version(1, 5), loss=2.5)
     found = scraped(behind, counts)
@@ -143,7 +136,7 @@ def test_staleness_is_known_on_the_published_timeline_alone(counts: Counts) -> N
     assert ("staleness_versions",) not in scraped(replace(behind, published=Version(2, 5)), counts)
 
 
-def test_beats_and_checkpoints_have_ages_once_there_were_any(counts: Counts) -> None:
+def test_beats_and_checkpoints_have_ages_once_there_were_any(counts: metrics.Counts) -> None:
     view = counts.view(session(), StepTimer())
     none = scraped(view, counts)
     assert ("beat_age_seconds",) not in none
@@ -154,7 +147,7 @@ def test_beats_and_checkpoints_have_ages_once_there_were_any(counts: Counts) -> 
     assert found["checkpoint_seconds",] == 1
 
 
-def test_links_add_up_over_transfers_and_forget_slaves_of_an_earlier_placement(counts: Counts) -> None:
+def test_links_add_up_over_transfers_and_forget_slaves_of_an_earlier_placement(counts: metrics.Counts) -> None:
     links = LinkCounts()
     push = links.begin(TransferDirection.PUSH, Codec.F32, ["s0", "s1"], 0.0)
     push.tell({"s0": SlaveProgress(400, 0, 0, {}, None), "s1": SlaveProgress(0, 0, 1, {"BUSY": 2}, None)}, 1.0)
@@ -176,7 +169,7 @@ def test_links_add_up_over_transfers_and_forget_slaves_of_an_earlier_placement(c
     assert set(links.view) == {"s1"}
 
 
-def test_what_each_rank_moved_adds_up_over_transfers(counts: Counts) -> None:
+def test_what_each_rank_moved_adds_up_over_transfers(counts: metrics.Counts) -> None:
     links = LinkCounts()
     links.ranks_moved(TransferDirection.PUSH, {0: (100, 2.0), 1: (90, 2.5)})
     links.ranks_moved(TransferDirection.PUSH, {0: (100, 1.0), 1: (90, 3.5)})
@@ -188,12 +181,14 @@ def test_what_each_rank_moved_adds_up_over_transfers(counts: Counts) -> None:
 
 
 def test_an_evaluator_says_what_it_found() -> None:
-    def values(evaluated: Evaluated | None) -> dict[str, float]:
-        families = heldout_families(evaluated, INSECURE, 30.0)
-        return {sample.name.removeprefix(PREFIX): sample.value for family in families for sample in family.samples}
+    def values(evaluated: metrics.Evaluated | None) -> dict[str, float]:
+        families = metrics.heldout_families(evaluated, INSECURE, 30.0)
+        return {
+            sample.name.removeprefix(metrics.PREFIX): sample.value for family in families for sample in family.samples
+        }
 
     assert values(None) == {"heldout_evaluations_total": 0.0}
-    found = values(Evaluated(Version(1, 7), 1000, 2.25, 25.0, 4))
+    found = values(metrics.Evaluated(Version(1, 7), 1000, 2.25, 25.0, 4))
     assert found == {
         "heldout_loss": 2.25,
         "heldout_version": 7,
@@ -201,4 +196,4 @@ def test_an_evaluator_says_what_it_found() -> None:
         "heldout_age_seconds": 5.0,
         "heldout_evaluations_total": 4,
     }
-    assert set(found) < {spec.name for spec in HELDOUT}
+    assert set(found) < {spec.name for spec in metrics.HELDOUT}
