@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 from pathlib import Path
@@ -62,6 +63,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*FREED_SELDOM)
+    _let_pass_on_records()
+
+
+def _let_pass_on_records() -> None:
+    """pytest adds its handlers to each logger that passes nothing on, six times a test; torch alone has 50 of these.
+    Where they pass records on, its handlers at the root see the same."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and not name.startswith("dips"):
+            logger.propagate = True
 
 
 @pytest.hookimpl(trylast=True)

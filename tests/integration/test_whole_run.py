@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.diloco import diloco, trained
+from support.fork_server import ForkServer
 from support.trainer_run import records
 from support.waiting import until
 from support.whole_run import LAYOUT, LEASED, WholeRun
@@ -19,10 +21,20 @@ from dips.worker.reader import fetch_version
 ROUNDS = 5
 
 
+@pytest.fixture(scope="module")
+def fork_server() -> Iterator[ForkServer]:
+    """Its processes need not import everything, which takes most of the time of these runs."""
+    with ForkServer() as fork_server:
+        yield fork_server
+
+
 @pytest.mark.parametrize("n_slaves", [1, 4])
-def test_rounds_with_all_clusters_equal_diloco_in_plain_torch_to_the_last_bit(n_slaves: int, tmp_path: Path) -> None:
+def test_rounds_with_all_clusters_equal_diloco_in_plain_torch_to_the_last_bit(
+    n_slaves: int, fork_server: ForkServer, tmp_path: Path
+) -> None:
     """Two clusters in step, each round merging both with equal tokens; the clip never acts."""
-    with WholeRun(tmp_path, n_slaves, min_clusters=2, clip_norm=1e6) as run:
+    server = fork_server if n_slaves > 1 else None  # the other run's processes start from nothing, as users start them
+    with WholeRun(tmp_path, n_slaves, server=server, min_clusters=2, clip_norm=1e6) as run:
         a, b = run.cluster("a", 1), run.cluster("b", 2)
         run.wait_for_version(ROUNDS)
         run.stop(a, b)
@@ -35,8 +47,10 @@ def test_rounds_with_all_clusters_equal_diloco_in_plain_torch_to_the_last_bit(n_
     assert np.array_equal(a.model.theta, b.model.theta), "both end with the last version"
 
 
-def test_slave_and_master_that_are_killed_come_back_and_every_token_counts(tmp_path: Path) -> None:
-    run = WholeRun(tmp_path, plan=LEASED, preset="dynamic", overlap="full")
+def test_slave_and_master_that_are_killed_come_back_and_every_token_counts(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    run = WholeRun(tmp_path, plan=LEASED, server=fork_server, preset="dynamic", overlap="full")
     run.slave = {"record_pushes": True}
     with run:
         clusters = [run.cluster("a", 1, step_s=0.005), run.cluster("b", 2, step_s=0.008)]
@@ -69,8 +83,10 @@ def test_slave_and_master_that_are_killed_come_back_and_every_token_counts(tmp_p
     assert report.ok, report.violations
 
 
-def test_cluster_that_diverges_is_excluded_and_dropped_back_to_the_published_model(tmp_path: Path) -> None:
-    with WholeRun(tmp_path, preset="dynamic", overlap="full") as run:
+def test_cluster_that_diverges_is_excluded_and_dropped_back_to_the_published_model(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    with WholeRun(tmp_path, server=fork_server, preset="dynamic", overlap="full") as run:
         good, bad = run.cluster("a", 1, step_s=0.01), run.cluster("b", 2, step_s=0.01)
         run.wait_for_version(2)
         bad.model.target[:] = np.nan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import functools
 import importlib
 import re
@@ -100,6 +101,7 @@ def test_an_examples_header_tells_only_what_the_documents_tell_too(example: Path
 # ---- commands ----
 
 
+@functools.cache
 def commands_of(file: Path) -> set[str]:
     lines = {line for block in blocks(file) if block.language in SHELL for line in shell_lines(block)}
     lines |= {span for span in spans(file) if not any(span == row[0].strip("`") for row in MISTAKES)}
@@ -107,7 +109,9 @@ def commands_of(file: Path) -> set[str]:
 
 
 def without_quotes_error(line: str) -> list[str]:
-    """The words of a code span; none when it is no command line at all."""
+    """The words of a code span; none when it is no command line of ours at all."""
+    if "dips" not in line and "make" not in line:
+        return []
     try:
         return without_environment(line)
     except ValueError:
@@ -215,7 +219,8 @@ def test_files_that_are_named_exist(file: Path) -> None:
             found = [*ROOT.glob(span.rstrip("/")), *SOURCE.glob(span.rstrip("/"))]  # code is named without src/dips/
             assert found, f"{file.name} names {span}"
         elif span.endswith((".py", ".proto", ".txt")):
-            assert any(Path(name).match(span) for name in names), f"{file.name} names {span}"
+            assert "/" not in span, f"{file.name} names {span}"
+            assert fnmatch.filter(names, span), f"{file.name} names {span}"
 
 
 def test_every_step_of_the_ten_flows_is_a_function_in_its_file() -> None:

@@ -6,6 +6,7 @@ The places are found in the sources: every flush and rename of a file, every SQL
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +61,24 @@ def own_nodes(function: FunctionNode) -> Iterator[ast.AST]:
         waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, FunctionNode)]
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def calls_of(path: Path) -> list[ast.Call]:
+    return [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
+
+
 def called(call: ast.Call) -> str:
     """The dotted name of what is called; of a getattr(stub, name)(...) the text as it stands."""
-    return ast.unparse(call.func)
+    names, node = list[str](), call.func
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    first = node.id if isinstance(node, ast.Name) else ast.unparse(node)  # which takes long
+    return ".".join((first, *reversed(names)))
 
 
 def loses(call: ast.Call, uses_grpc: bool) -> bool:
@@ -83,6 +99,7 @@ def loses(call: ast.Call, uses_grpc: bool) -> bool:
     return of_a_stub or (name.startswith("getattr(") and "stub" in name.lower())
 
 
+@functools.cache
 def edges(tree: ast.Module) -> list[FunctionNode]:
     """The functions in which a failpoint must stand."""
     imports = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
@@ -125,9 +142,8 @@ def _part(part: ast.expr) -> str:
 def uses() -> list[Use]:
     found = []
     for path in MODULES:
-        tree = ast.parse(path.read_text())
-        bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and is_failpoint(node)]
+        calls = list(filter(is_failpoint, calls_of(path)))
+        bare = {id(node.value) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Expr)} if calls else set()
         found += [Use(path, pattern_of(call), id(call) not in bare) for call in calls]
     return found
 
@@ -139,14 +155,14 @@ USES = uses()
 def test_a_failpoint_stands_wherever_something_can_be_half_done(path: Path) -> None:
     bare = [
         f"{path.relative_to(SOURCE)}:{function.lineno} {function.name}"
-        for function in edges(ast.parse(path.read_text()))
+        for function in edges(tree_of(path))
         if not any(map(is_failpoint, own_nodes(function)))
     ]
     assert not bare
 
 
 def test_places_of_every_kind_were_found() -> None:
-    found = {path.relative_to(SOURCE).as_posix() for path in MODULES if edges(ast.parse(path.read_text()))}
+    found = {path.relative_to(SOURCE).as_posix() for path in MODULES if edges(tree_of(path))}
     assert found >= {"master/journal.py", "master/directory.py", "master/rpc/services.py", "slave/control.py"}
     assert found >= {"slave/disk.py", "worker/control.py"}
 
@@ -188,8 +204,8 @@ def test_state_machines_have_no_failpoints_but_their_arrows() -> None:
 def test_every_table_is_known_with_the_role_that_walks_it() -> None:
     found: dict[str, str] = {}
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and called(node) == "TransitionTable":
+        for node in calls_of(path):
+            if called(node) == "TransitionTable":
                 [name, *_] = node.args
                 assert isinstance(name, ast.Constant)
                 found[str(name.value).replace(" ", "_")] = path.relative_to(SOURCE).parts[0]

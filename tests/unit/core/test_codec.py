@@ -21,7 +21,7 @@ each_class = pytest.mark.parametrize("kind", CODECS, ids=lambda kind: kind.__nam
 
 
 @each_class
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_a_value_survives_the_wire(kind: type[Any], data: st.DataObject) -> None:
     value = data.draw(values_of(kind))
@@ -30,7 +30,7 @@ def test_a_value_survives_the_wire(kind: type[Any], data: st.DataObject) -> None
 
 
 @each_class
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(junk=st.binary(max_size=200))
 def test_random_bytes_are_a_value_or_refused(kind: type[Any], junk: bytes) -> None:
     result = _value_or_refusal(junk, kind)
@@ -38,7 +38,7 @@ def test_random_bytes_are_a_value_or_refused(kind: type[Any], junk: bytes) -> No
 
 
 @each_class
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_a_damaged_message_is_a_value_or_refused(kind: type[Any], data: st.DataObject) -> None:
     good = encode(data.draw(values_of(kind)))

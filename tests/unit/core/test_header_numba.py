@@ -79,15 +79,16 @@ def check(frame: bytes) -> bool:
 
 def test_a_plain_header_is_read_as_python_reads_it() -> None:
     rng = random.Random(1)
-    for _ in range(20_000):
+    for _ in range(3000):
         assert check(some_header(rng).encode())
 
 
-def test_what_is_nearly_a_header_never_means_another_thing() -> None:
+@pytest.mark.parametrize("n", [30, pytest.param(1000, marks=pytest.mark.long)])
+def test_what_is_nearly_a_header_never_means_another_thing(n: int) -> None:
     """Whatever the compiled parser accepts, decode() accepts, reads equally and would have written."""
     rng = random.Random(2)
     accepted = refused = 0
-    for _ in range(200):
+    for _ in range(n):
         bodies = [some_header(rng).encode()[: -header_numba.TRAILER_BYTES] for _ in range(20)]
         for number in range(1000):
             body = shaken(rng, bodies)
@@ -95,8 +96,8 @@ def test_what_is_nearly_a_header_never_means_another_thing() -> None:
                 accepted += 1
             else:
                 refused += 1
-    assert accepted > 9_000
-    assert refused > 100_000
+    assert accepted > 45 * n
+    assert refused > 500 * n
 
 
 PLAIN = DataHeader(
@@ -195,7 +196,7 @@ def test_ours_is_what_check_common_lets_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "n"), [(header_numba, 3000), (Interpreted(header_numba), 60)], ids=["compiled", "interpreted"]
+    ("kernels", "n"), [(header_numba, 1000), (Interpreted(header_numba), 60)], ids=["compiled", "interpreted"]
 )
 def test_whole_headers_have_the_bytes_of_encode(kernels: Any, n: int) -> None:
     """Requests, and the answers to them; where the buffer is too short there is none, and nothing behind it changes."""

@@ -67,9 +67,7 @@ LACKING = [
     ("list", "NetworkPolicy"),
     ("get", "Secret"),
     ("create", "StatefulSet"),
-    ("create", "RoleBinding"),
     ("patch", "ConfigMap"),
-    ("delete", "Job"),
     ("delete", "PersistentVolumeClaim"),
 ]
 

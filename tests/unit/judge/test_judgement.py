@@ -235,6 +235,10 @@ def test_a_run_that_goes_back_remembers_what_it_did_there() -> None:
 # ---- mutants ----
 
 
+SEEDS = (1, 2, 4, 0, *range(5, 20))
+"""Of these the first take a tenth of the time of seed 0, and show most mutants."""
+
+
 def named(mutants: Iterable[Mutant]) -> list[Any]:
     return [pytest.param(mutant, id=mutant.name.replace(" ", "-")) for mutant in mutants]
 
@@ -245,7 +249,7 @@ def test_a_mutant_of_judge_is_caught_by_name_while_it_runs_and_from_its_records(
 ) -> None:
     monkeypatch.setattr(simulated, "Judge", Recording)
     with planted(mutant):
-        world, sentences = _until_violated(range(20))
+        world, sentences = _until_violated(SEEDS)
     assert sentences[0].startswith("I18: "), sentences[0]
     assert isinstance(world.judge, Recording)
     assert "I18" in {violation.invariant for violation in check_records(world.judge.records).violations}

@@ -70,7 +70,7 @@ def test_whatever_is_pushed_the_outcome_is_sound(rounds: list[dict[str, Push]], 
         )
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(rounds=ROUNDS, config=CONFIGS)
 def test_memory_survives_json_to_the_bit_and_judges_the_same(
     rounds: list[dict[str, Push]], config: PenaltyConfig

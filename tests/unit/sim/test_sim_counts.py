@@ -19,7 +19,7 @@ def unaccounted(counts: RunCounts) -> dict[str, int]:
     return {kind: n for kind, n in counts.planned.items() if n != counts.begun[kind] + idle[kind]}
 
 
-@pytest.mark.parametrize("seed", range(24, 30))
+@pytest.mark.parametrize("seed", range(24, 28))
 def test_every_planned_fault_struck_or_has_a_reason(seed: int) -> None:
     counts = SeedRun(seed).run().counts
     assert unaccounted(counts) == {}

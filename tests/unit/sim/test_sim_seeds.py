@@ -16,8 +16,8 @@ from dips.sim import run_plan
 from dips.sim import seeds as run_seeds
 from dips.sim.seed_run import SeedRun
 
-N_SEEDS = 20
-IN_ONE_TEST = 10
+N_SEEDS = 10
+IN_ONE_TEST = 5
 
 OF_EACH_SHAPE = [
     next(seed for seed in range(3, 500) if run_plan.of_seed(seed) is shape)
@@ -47,8 +47,10 @@ def test_a_seed_is_one_run_bit_for_bit() -> None:
 
 
 def test_the_order_of_sets_and_dictionaries_of_objects_does_not_matter() -> None:
-    here = [SeedRun(seed).run().trace_hash for seed in OF_EACH_SHAPE]
-    assert hashes_in_another_process(OF_EACH_SHAPE, "1") == hashes_in_another_process(OF_EACH_SHAPE, "2") == here
+    here = [SeedRun(seed).run() for seed in OF_EACH_SHAPE]
+    assert {outcome.seed: outcome.violations for outcome in here if outcome.violations} == {}
+    other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    assert hashes_in_another_process(OF_EACH_SHAPE, other) == [outcome.trace_hash for outcome in here]
 
 
 def test_telling_the_story_changes_nothing() -> None:
