@@ -1,7 +1,8 @@
 """Small faults in functions: where they can be made, how they read, and the code of a module that has one.
 
 A fault is one change of one place: see _expression() and _statement(). Not changed: messages (f-strings, what is raised
-or logged), annotations, decorators, asserts, __repr__, code outside of functions, and functions that only numba calls.
+or logged), failpoints, annotations, decorators, asserts and strict=, __repr__, code outside of functions, and functions
+that only numba calls.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ IN_ORDER = {"isinstance", "issubclass", "getattr", "hasattr", "setattr", "cast",
 """Calls whose arguments are not swapped by mistake, or not without an error at once."""
 
 LOGS = {"debug", "info", "warning", "error", "exception", "critical", "warn", "log"}
+"""Methods of what is called log or logger."""
+
+NO_EFFECT = {"failpoint", "log", "say", "_say"}
+"""Statements that call one of these only say something, or are there for tests."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Loop = ast.For | ast.AsyncFor | ast.While
@@ -235,8 +240,17 @@ def _is_left_alone(node: ast.AST) -> bool:
         case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING")):
             return True
         case ast.Expr(value=value) | ast.Expr(value=ast.Await(value=value)):
-            return isinstance(value, ast.Constant) or _is_log(value)
+            return isinstance(value, ast.Constant) or _is_log(value) or _called(value) in NO_EFFECT
+        case ast.keyword(arg="strict"):  # of zip: an assertion
+            return True
     return _is_log(node)
+
+
+def _called(node: ast.AST) -> str:
+    match node:
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return name
+    return ""
 
 
 def _is_log(node: ast.AST) -> bool:
