@@ -28,6 +28,13 @@ LANDING = (
     "tests/slow/test_master_process.py",
     "tests/slow/test_slave_restart.py",
     "tests/slow/test_verify_run.py",
+    # Seconds of a processor each, for which a newcomer would wait.
+    "tests/integration/test_carry_loops.py",
+    "tests/integration/test_slave_data_server.py",
+    "tests/unit/core/test_carry_memory.py",
+    "tests/unit/deploy/test_deploy_client.py",
+    "tests/unit/deploy/test_deploy_move.py",
+    "tests/unit/planner/test_published_numbers.py",
     # They ask promtool, which a newcomer's machine has not.
     "tests/unit/containers/test_dashboards.py",
     "tests/unit/deploy/test_deploy_monitors.py",
