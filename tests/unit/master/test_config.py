@@ -234,6 +234,7 @@ def test_times_that_just_fit_are_accepted() -> None:
         ("run_id", "../up"),
         ("listen", "127.0.0.1"),
         ("listen", "127.0.0.1:99999"),
+        ("page_listen", "nonsense"),
         ("pinned_versions", -1),
     ],
 )
@@ -245,9 +246,10 @@ def test_a_value_that_cannot_be_is_refused_by_name(name: str, value: object) -> 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:4700", "192.168.1.7:0", "[::]:0", "example.org:4700"])
 def test_an_address_that_others_can_reach_is_refused(listen: str) -> None:
-    sentence = refused(listen=listen, insecure=True)
-    assert "not a loopback address" in sentence
-    assert "127.0.0.1" in sentence
+    for knob in ("listen", "page_listen"):
+        sentence = refused(**{knob: listen}, insecure=True)
+        assert f"{knob} is '{listen}', which is not a loopback address" in sentence
+        assert "127.0.0.1" in sentence
     assert configured(listen=listen, keys="keys/master").listen == listen
 
 

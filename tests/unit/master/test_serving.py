@@ -179,7 +179,7 @@ async def test_epochs_follow_each_other_at_one_address_and_the_end_is_said(made:
     master = made()
     await master.start()
     assert read_address(master.folder) == master.here == MasterAddress(master.here.address, "demo", os.getpid(), 1)
-    assert master.made == [(master.config.to_run_config(), 1, None, 1000.0)]
+    assert [given[3] for given in master.made] == [1000.0]
     first, page = master.here.address, read_page_url(master.folder)
     assert page is not None
     kept = WriteJournal(1, "LEAVE", '{"n": 1}', '"kept"')
@@ -187,10 +187,15 @@ async def test_epochs_follow_each_other_at_one_address_and_the_end_is_said(made:
     master.shell.dispatch(Tick())
     await master.begun()
     assert (master.here.address, master.here.epoch) == (first, 7)
-    assert [(epoch, snapshot) for _, epoch, snapshot, _ in master.made] == [(1, None), (7, '"kept"')]
+    run = master.config.to_run_config()
+    assert [given[:3] for given in master.made] == [(run, 1, None), (run, 7, '"kept"')]
     await master.ask("Clusters/Leave", leave())
     assert len(master.machines[1].of(ClusterCall)) == 1
+    master.machine.react = lambda event: []
+    held = asyncio.create_task(master.refused("Clusters/Leave", leave()))
+    await master.machine.until(ClusterCall, 2)
     assert await master.end(3) == Halt(3, "the test is over")
+    assert (await held).retry_after_s > 0
     assert (read_address(master.folder), read_page_url(master.folder)) == (None, None)
     assert [line["epoch"] for line in master.tape("master-started")] == [1, 7]
     assert [line["exit_code"] for line in master.tape("master-ended")] == [3]
@@ -378,6 +383,10 @@ async def test_the_page_shows_the_run_and_nothing_else_and_to_its_own_names_only
         pass
     index = await browser.ask("/")
     assert (index.status, "<title>Di-PS</title>" in index.text) == (200, True)
+    policy = index.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+    assert ("unsafe" in policy, "frame-ancestors 'none'" in policy) == (False, True)
+    assert (index.headers["X-Content-Type-Options"], index.headers["Referrer-Policy"]) == ("nosniff", "no-referrer")
     script = await browser.ask("/static/page.js")
     assert (script.status, script.headers["Content-Type"]) == (200, "text/javascript; charset=utf-8")
     same = await browser.ask("/static/page.js", If_None_Match=script.headers["Etag"])
@@ -387,6 +396,9 @@ async def test_the_page_shows_the_run_and_nothing_else_and_to_its_own_names_only
         ("GET", "/static/../page.py", 404),
         ("GET", "/static/nothing.js", 404),
         ("GET", "/master.json", 404),
+        ("GET", "/static//etc/passwd", 404),
+        ("PUT", "/snapshot.json", 405),
+        ("DELETE", "/events", 405),
         ("POST", "/steer", 404),
         ("POST", "/", 405),
     ):
@@ -394,7 +406,7 @@ async def test_the_page_shows_the_run_and_nothing_else_and_to_its_own_names_only
         assert (answer.status, path in answer.text) == (status, False)
         assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")
     for host, status in (("evil.example", 421), ("localhost", 200), ("status.example", 200)):
-        for path in ("/", "/snapshot.json", "/static/page.js"):
+        for path in ("/", "/snapshot.json", "/events", "/static/page.js")[: 4 if status == 421 else 2]:
             assert (await browser.ask(path, Host=host)).status == status, (host, path)
     assert (await browser.ask("/healthz", Host="evil.example")).text == "ok\n"
     shown = json.loads((await browser.ask("/snapshot.json")).text)
@@ -405,7 +417,9 @@ async def test_the_page_shows_the_run_and_nothing_else_and_to_its_own_names_only
         assert [event async for event in events][-1] == ("ended", "the master has ended")
 
 
-async def test_a_page_that_may_steer_is_asked_by_its_own_script_only(made: Make) -> None:
+async def test_a_page_that_may_steer_is_asked_by_its_own_script_only(
+    made: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     master = made(page_steer=True)
     await master.start()
     browser = Browser(master)
@@ -420,8 +434,10 @@ async def test_a_page_that_may_steer_is_asked_by_its_own_script_only(made: Make)
     assert [(await steer(body)).status for body in ("{", "[]", '{"action": "stop"}', "[" * 1000, "x" * 2000)] == [
         *(400, 409, 409, 400, 413),
     ]
+    assert (await steer(pause, Host="evil.example")).status == 421
     assert not master.machine.of(OperatorCall)
     told = await steer(pause)
+    assert "pause was asked for on the status page by this machine" in caplog.text
     assert (told.status, json.loads(told.text)) == (200, {"sentence": "Pause"})
     asked = master.machine.of(OperatorCall)[-1].action
     assert isinstance(asked, Pause)
@@ -433,7 +449,10 @@ async def test_a_page_that_may_steer_is_asked_by_its_own_script_only(made: Make)
     assert (told.status, json.loads(told.text)) == (409, {"sentence": "because of a test"})
 
 
-async def test_a_page_with_keys_is_opened_by_its_link_or_an_operators_certificate(made: Make, keys: Path) -> None:
+async def test_a_page_with_keys_is_opened_by_its_link_or_an_operators_certificate(
+    made: Make, keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     master = made(keys=keys)
     await master.start()
     browser = Browser(master)
@@ -442,6 +461,9 @@ async def test_a_page_with_keys_is_opened_by_its_link_or_an_operators_certificat
     assert (locked.status, "This page is for operators" in locked.text) == (401, True)
     for path in ("/snapshot.json", "/events", "/?link=wrong", f"/snapshot.json{browser.link}"):
         assert (await browser.ask(path)).status == 401, path
+    assert "the status page was not shown to 127.0.0.1" in caplog.text
+    assert browser.link.rpartition("=")[2] not in caplog.text
+    assert (await browser.ask("/healthz")).text == "ok\n"
     let_in = await browser.ask(f"/{browser.link}")
     assert (let_in.status, let_in.headers["Location"]) == (303, "/")
     cookie, *flags = let_in.headers["Set-Cookie"].split("; ")
@@ -453,3 +475,7 @@ async def test_a_page_with_keys_is_opened_by_its_link_or_an_operators_certificat
     async with Browser(master, "me").events() as events:
         Authority(keys).revoke("me", "left the team")
         assert [kind async for kind, _ in events].count("ended") == 0, "the stream is cut"
+    assert (await Browser(master, "me").ask("/snapshot.json")).status == 401
+    browser.base, browser.tls = browser.base.replace("https", "http"), {}
+    with pytest.raises(aiohttp.ClientError):
+        await browser.ask("/healthz")
