@@ -97,20 +97,3 @@ def test_a_version_before_the_last_can_be_exported(report: dict[str, Any], demo_
     told = dips("export", demo_dir, "--to", tmp_path / "m.safetensors", "--version", before)
     assert told.returncode == 0, told.stderr
     assert f"version {before}" in told.stdout
-
-
-def test_a_data_path_that_does_not_exist_is_told_at_once(tmp_path: Path) -> None:
-    told = dips("demo", "--run-dir", tmp_path / "run", "--data", "/nowhere/at/all")
-    assert told.returncode == 2
-    assert told.stdout == ""
-    last = told.stderr.splitlines()[-1]
-    assert last.startswith("dips: ")
-    assert "/nowhere/at/all" in last
-
-
-def test_a_directory_with_something_else_is_refused_and_kept(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("important")
-    told = dips("demo", "--run-dir", tmp_path)
-    assert told.returncode == 2
-    assert "holds no run of dips" in told.stderr
-    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,10 +11,6 @@ from pathlib import Path
 import pytest
 from support.dips_command import children, dips, dips_started, ended, is_running, master_file
 from support.waiting import until
-
-
-def command_of(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @dataclass(frozen=True)
@@ -82,50 +77,11 @@ def test_status_can_be_watched_by_a_script(served: Served, tmp_path: Path) -> No
     assert "Traceback" not in log.read_text()
 
 
-def test_pause_and_resume(served: Served) -> None:
-    assert dips("pause", served.run_dir, "--reason", "a look").returncode == 0
-    assert json.loads(dips("status", served.run_dir, "--json").stdout)["paused"] is True
-    assert dips("resume", served.run_dir).returncode == 0
-    assert json.loads(dips("status", served.run_dir, "--json").stdout)["paused"] is False
-
-
-@pytest.mark.parametrize("wish", ["evict", "drain"])
-def test_a_cluster_that_is_not_there(served: Served, wish: str) -> None:
-    told = dips(wish, served.address, "ghost", "--keys", served.keys)
-    assert told.returncode == 3
-    assert "no cluster 'ghost' is here" in told.stderr
-
-
-def test_another_run_is_refused(served: Served) -> None:
-    told = dips("status", served.address, "--keys", served.keys, "--run-id", "other")
-    assert told.returncode == 3
-    assert "'other'" in told.stderr
-    assert "served" in told.stderr
-
-
-def test_another_runs_directory_is_refused(served: Served) -> None:
-    told = dips("demo", "--run-dir", served.run_dir)
-    assert told.returncode == 2
-    assert "belongs to run 'served' of `dips up`" in told.stderr
-
-
 def test_there_is_nothing_to_export_yet(served: Served) -> None:
     told = dips("export", served.run_dir, "--to", served.run_dir / "m.safetensors", "--wait", "0.5")
     assert told.returncode == 4
     assert "slaves s0, s1 wait for the model's layout" in told.stderr or "no version" in told.stderr
     assert not (served.run_dir / "m.safetensors").exists()
-
-
-def test_a_slave_that_is_killed_by_anyone_comes_back(served: Served) -> None:
-    def endpoint_of_s1() -> str | None:
-        slaves = json.loads(dips("status", served.run_dir, "--json").stdout)["slaves"]
-        return next((slave["data_endpoint"] for slave in slaves if slave["slave_id"] == "s1" and slave["alive"]), None)
-
-    before = endpoint_of_s1()
-    (victim,) = [pid for pid in children(served.pid) if b"--slave-id\0s1\0" in command_of(pid)]
-    os.kill(victim, signal.SIGKILL)
-    until(lambda: endpoint_of_s1() not in (None, before), "another life of s1")
-    assert not is_running(victim)
 
 
 def test_a_launcher_that_is_told_to_end_ends_everything(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -56,17 +55,6 @@ def polled(supervisor: ProcessSupervisor, true: Callable[[], bool]) -> Callable[
     return poll_then_ask
 
 
-def test_a_process_that_is_killed_by_others_is_started_again(
-    supervisor: ProcessSupervisor, events: list[ChildEvent], tmp_path: Path
-) -> None:
-    first = supervisor.start(spec("s0", SLEEP, tmp_path))
-    os.kill(first, signal.SIGKILL)
-    until(polled(supervisor, lambda: supervisor.starts("s0") == 2), "a second start")
-    assert supervisor.pid("s0") != first
-    assert [event.kind for event in events] == ["started", "failed", "started"]
-    assert "ended by SIGKILL" in events[1].sentence
-
-
 def test_a_command_that_does_not_exist_is_told(supervisor: ProcessSupervisor, tmp_path: Path) -> None:
     supervisor.start(ChildSpec("a", ("/nowhere/at/all",), tmp_path / "a.log", restart=False))
     until(polled(supervisor, lambda: supervisor.ended(["a"])), "the end")
@@ -92,34 +80,6 @@ def test_stop_ends_stages_in_order_and_kills_who_does_not_listen(
     assert not any(is_running(pid) for pid in pids.values())
     supervisor.stop()
     assert len([event for event in events if event.kind == "stopped"]) == 3
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a child's life to its parent's")
-def test_no_child_outlives_a_supervisor_that_is_itself_killed(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    code = f"""
-import subprocess, sys, time
-from pathlib import Path
-from dips.local.supervisor import wrapped
-children = [subprocess.Popen(wrapped([sys.executable, "-c", {SLEEP!r}]), stdout=subprocess.PIPE) for _ in range(2)]
-for child in children:
-    assert child.stdout.readline() == b"up\\n"
-Path({str(pids)!r}).write_text(" ".join(str(child.pid) for child in children))
-time.sleep(60)
-"""
-    parent = subprocess.Popen(python(code))
-    try:
-        until(pids.exists, "the children")
-        until(lambda: len(pids.read_text().split()) == 2, "their pids")
-        children = [int(pid) for pid in pids.read_text().split()]
-        assert all(is_running(pid) for pid in children)
-        parent.kill()
-        parent.wait()
-        until(lambda: not any(is_running(pid) for pid in children), "the children's end")
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            parent.kill()
-        parent.wait()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a child's life to its parent's")

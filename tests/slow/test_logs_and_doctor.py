@@ -144,22 +144,3 @@ def test_a_taken_port_is_one_sentence_and_nothing_is_made(tmp_path: Path) -> Non
     assert not (tmp_path / "run").exists()
     assert doctored.returncode == 1
     assert f"FAIL  ports: the master cannot listen at 127.0.0.1:{port}" in doctored.stdout
-
-
-def test_a_key_of_somebody_else_is_one_sentence(told_run: tuple[Path, str, str], tmp_path: Path) -> None:
-    file = write(tmp_path)
-    (tmp_path / "run").mkdir()
-    mark = {"run_id": "told", "made_by": "dips up", "command": "dips up"}
-    (tmp_path / "run" / "run.json").write_text(json.dumps(mark))
-    keys = tmp_path / "run" / "keys"
-    keys.mkdir()
-    (told_run[0] / "keys" / "a").rename(tmp_path / "taken")
-    try:
-        (keys / "s0").symlink_to(tmp_path / "taken")
-        told = dips("up", file)
-    finally:
-        (tmp_path / "taken").rename(told_run[0] / "keys" / "a")
-    assert told.returncode == 2
-    (line,) = told.stderr.splitlines()
-    assert "holds the keys of cluster a, not of slave s0: take the directory that `dips keys` made for it" in line
-    assert sorted(entry.name for entry in (tmp_path / "run").iterdir()) == ["keys", "run.json"]

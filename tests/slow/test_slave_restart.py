@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +31,6 @@ from dips.core.messages import (
     SlaveHello,
     SnapshotInfo,
     Staged,
-    StopSlave,
 )
 from dips.core.observe.tape import read_tape
 from dips.slave.config import SlaveConfig
@@ -100,20 +98,6 @@ async def pulled(endpoint: str, version: Version) -> np.ndarray:
     return values
 
 
-async def test_killed_it_comes_back_with_its_committed_version(master: MasterForSlaves, config: SlaveConfig) -> None:
-    process, _, _ = await seeded(master, config)
-    await process.kill()
-    process = await SlaveProcess.start(config)
-    link, hello = await meet(master, 2)
-    assert hello.promised_epoch == 1
-    (info,) = hello.snapshots
-    assert (info.version, info.round, info.committed, info.commit_hash) == (V0, R1, True, b"hash0")
-    link.send(configure_for(PLACEMENT, **load(info)))
-    assert await link.expect(Ready) == Ready(V0, info.digest)
-    np.testing.assert_array_equal(await pulled(hello.data_endpoint, V0), VALUES)
-    assert (await process.end())[0] == TERMINATED
-
-
 async def test_killed_between_prepare_and_commit_the_shadow_is_promoted(
     master: MasterForSlaves, config: SlaveConfig
 ) -> None:
@@ -161,23 +145,6 @@ async def _uninterrupted(directory: Path) -> bytes:
         return prepared.digest
 
 
-async def test_a_shadow_that_was_not_committed_gives_way_to_the_older_version(
-    master: MasterForSlaves, config: SlaveConfig
-) -> None:
-    process, link, endpoint = await seeded(master, config)
-    await stage(link, endpoint, OTHER, 2)
-    link.send(prepare_of(R2, V1, [push_id("a", 2)], V0))
-    await link.expect(Prepared)
-    await process.kill()
-    process = await SlaveProcess.start(config)
-    link, hello = await meet(master, 2)
-    base = next(info for info in hello.snapshots if info.committed)
-    link.send(configure_for(PLACEMENT, **load(base)))
-    assert await link.expect(Ready) == Ready(V0, base.digest)
-    np.testing.assert_array_equal(await pulled(hello.data_endpoint, V0), VALUES)
-    await process.end()
-
-
 async def test_a_damaged_newest_snapshot_is_skipped_and_said(master: MasterForSlaves, config: SlaveConfig) -> None:
     process, link, endpoint = await seeded(master, config)
     await stage(link, endpoint, OTHER, 2)
@@ -215,28 +182,3 @@ async def test_a_master_without_its_journal_cannot_seed_over_what_a_slave_holds(
     refused = await link.expect(ConfigureRefused)
     assert refused.refusal.code is RefusalCode.SEED_EXISTS
     await process.end()
-
-
-async def test_the_tape_tells_the_life_of_a_version(master: MasterForSlaves, config: SlaveConfig) -> None:
-    process, link, _ = await seeded(master, config)
-    link.send(StopSlave("the run has reached its end"))
-    assert (await process.wait())[0] == 0
-    assert config.tape is not None
-    lines = list(read_tape(config.tape))
-    kinds = [line["kind"] for line in lines]
-    for kind in ("started", "incarnation", "configured", "staged", "prepared", "committed", "stopped"):
-        assert kind in kinds
-    assert kinds.index("staged") < kinds.index("prepared") < kinds.index("committed")
-
-
-async def test_a_port_in_use_ends_it_with_one_sentence(config: SlaveConfig) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        process = await SlaveProcess.start(config.model_copy(update={"data_port": port}))
-        code, said = await process.wait()
-    assert code == 2
-    assert f"cannot bind tcp://127.0.0.1:{port}" in said
-    assert "choose another data_port" in said
-    assert "Traceback" not in said
