@@ -13,27 +13,9 @@ import grpc
 import grpc.aio
 from support.waiting import NO_LIMIT_S
 
+from dips.core import messages as m
 from dips.core.errors import Refused
 from dips.core.ids import Incarnation
-from dips.core.messages import (
-    Caller,
-    CommandBody,
-    Commit,
-    Configure,
-    Flipped,
-    Hello,
-    Prepare,
-    Prepared,
-    Promised,
-    Ready,
-    Settings,
-    SlaveBeat,
-    SlaveBody,
-    SlaveCommand,
-    SlaveHello,
-    SlaveMessage,
-    Welcome,
-)
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.grpc_calls import abort, channel_options
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
@@ -47,40 +29,40 @@ class SlaveLink:
 
     def __init__(self, master: MasterForSlaves) -> None:
         self._master = master
-        self._in: asyncio.Queue[SlaveMessage | None] = asyncio.Queue()
-        self._out: asyncio.Queue[SlaveCommand | Refused | None] = asyncio.Queue()
-        self.beats: list[SlaveBeat] = []
+        self._in: asyncio.Queue[m.SlaveMessage | None] = asyncio.Queue()
+        self._out: asyncio.Queue[m.SlaveCommand | Refused | None] = asyncio.Queue()
+        self.beats: list[m.SlaveBeat] = []
         self._beaten = asyncio.Condition()
-        self.callers: list[Caller] = []
+        self.callers: list[m.Caller] = []
         self.incarnation: Incarnation | None = None
         self.epoch = 0
 
-    async def hello(self) -> SlaveHello:
-        return await self.expect(SlaveHello)
+    async def hello(self) -> m.SlaveHello:
+        return await self.expect(m.SlaveHello)
 
-    async def welcome(self, epoch: int = 1, n: int = 1, settings: Settings | None = None) -> None:
+    async def welcome(self, epoch: int = 1, n: int = 1, settings: m.Settings | None = None) -> None:
         """Welcome the slave and wait for its promise."""
         self.epoch, self.incarnation = epoch, Incarnation(epoch, n)
-        hello = Hello(PROTOCOL_MIN, PROTOCOL_VERSION)
-        self.send(Welcome(hello, settings or self._master.settings))
-        assert (await self.expect(Promised)).epoch == epoch
+        hello = m.Hello(PROTOCOL_MIN, PROTOCOL_VERSION)
+        self.send(m.Welcome(hello, settings or self._master.settings))
+        assert (await self.expect(m.Promised)).epoch == epoch
 
-    async def configured(self, configure: Configure, epoch: int = 1) -> SlaveHello:
+    async def configured(self, configure: m.Configure, epoch: int = 1) -> m.SlaveHello:
         """What the slave said first; it has taken its blocks then, and serves."""
         hello = await self.hello()
         await self.welcome(epoch)
         self.send(configure)
-        await self.expect(Ready)
+        await self.expect(m.Ready)
         return hello
 
-    async def publish(self, prepare: Prepare, commit_hash: bytes = b"h", record: bytes = b"{}") -> None:
+    async def publish(self, prepare: m.Prepare, commit_hash: bytes = b"h", record: bytes = b"{}") -> None:
         """A version, from its prepare to its flip."""
         self.send(prepare)
-        await self.expect(Prepared)
-        self.send(Commit(prepare.round, prepare.to_version, commit_hash, record))
-        await self.expect(Flipped)
+        await self.expect(m.Prepared)
+        self.send(m.Commit(prepare.round, prepare.to_version, commit_hash, record))
+        await self.expect(m.Flipped)
 
-    def send(self, body: CommandBody, **changes: Any) -> None:
+    def send(self, body: m.CommandBody, **changes: Any) -> None:
         """Send a command; `changes` overwrite the command's own fields (epoch, run_id, incarnation)."""
         fields: dict[str, Any] = {
             "run_id": self._master.run_id,
@@ -89,7 +71,7 @@ class SlaveLink:
             "cause_id": "test",
             "body": body,
         }
-        self._out.put_nowait(SlaveCommand(**(fields | changes)))
+        self._out.put_nowait(m.SlaveCommand(**(fields | changes)))
 
     def refuse(self, refused: Refused) -> None:
         """End the stream with a refusal."""
@@ -105,20 +87,20 @@ class SlaveLink:
         assert isinstance(body, kind), f"{kind.__name__} was expected, came {body}"
         return body
 
-    async def any(self) -> SlaveBody:
+    async def any(self) -> m.SlaveBody:
         """The body of the next message that is not a beat."""
         message = await self.next()
         assert message is not None, "the stream ended"
         return message.body
 
-    async def next(self) -> SlaveMessage | None:
+    async def next(self) -> m.SlaveMessage | None:
         """The next message that is not a beat, None at the end of the stream."""
         while True:
             message = await asyncio.wait_for(self._in.get(), NO_LIMIT_S)
-            if message is None or not isinstance(message.body, SlaveBeat):
+            if message is None or not isinstance(message.body, m.SlaveBeat):
                 return message
 
-    async def beat(self, after: int = 0) -> SlaveBeat:
+    async def beat(self, after: int = 0) -> m.SlaveBeat:
         """Wait for a beat beyond the first `after` ones."""
         async with asyncio.timeout(NO_LIMIT_S), self._beaten:
             await self._beaten.wait_for(lambda: len(self.beats) > after)
@@ -136,7 +118,7 @@ class SlaveLink:
             reader.cancel()
             self._in.put_nowait(None)
 
-    async def _next_command(self, reader: asyncio.Task[None]) -> SlaveCommand | Refused | None:
+    async def _next_command(self, reader: asyncio.Task[None]) -> m.SlaveCommand | Refused | None:
         getter = asyncio.create_task(self._out.get())
         await asyncio.wait({getter, reader}, return_when=asyncio.FIRST_COMPLETED)
         if getter.done():
@@ -146,9 +128,9 @@ class SlaveLink:
 
     async def _read(self, requests: AsyncIterator[Any]) -> None:
         async for request in requests:
-            message = from_message(request, SlaveMessage)
+            message = from_message(request, m.SlaveMessage)
             self.callers.append(message.caller)
-            if isinstance(message.body, SlaveBeat):
+            if isinstance(message.body, m.SlaveBeat):
                 async with self._beaten:
                     self.beats.append(message.body)
                     self._beaten.notify_all()
@@ -158,9 +140,9 @@ class SlaveLink:
 class MasterForSlaves(slaves_pb2_grpc.SlavesServicer):
     """`async with MasterForSlaves() as master: link = await master.accept()`."""
 
-    def __init__(self, run_id: str = "run", settings: Settings | None = None) -> None:
+    def __init__(self, run_id: str = "run", settings: m.Settings | None = None) -> None:
         self.run_id = run_id
-        self.settings = settings or Settings(heartbeat_s=0.1, chunk_bytes=1024)
+        self.settings = settings or m.Settings(heartbeat_s=0.1, chunk_bytes=1024)
         self._links: asyncio.Queue[SlaveLink] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
         self.address = ""

@@ -7,16 +7,7 @@ from pathlib import Path
 
 from dips.local.plan_run import PlanSource, job_of
 from dips.planner.ir import Kind, Op, Schedule
-from dips.planner.run.links import (
-    BACK,
-    BOARD_FILE,
-    FORTH,
-    Iteration,
-    LinkBoard,
-    RankPace,
-    board_sizes,
-    parse_cells,
-)
+from dips.planner.run import links
 
 
 class RankClock:
@@ -34,15 +25,15 @@ class RankClock:
             self.ns = ns + self._late_ns
 
 
-def play(folder: Path, source: PlanSource, late_ns: int = 0) -> list[Iteration]:
+def play(folder: Path, source: PlanSource, late_ns: int = 0) -> list[links.Iteration]:
     """One iteration, as each rank notes it."""
     job = job_of(source, 1, "gloo", 1.0)
-    cells = parse_cells(job.csv, "the plan")
-    sizes = board_sizes(job, cells.n_stages, cells.n_microbatches)
-    LinkBoard.make(folder / BOARD_FILE, *sizes)
-    with LinkBoard(folder / BOARD_FILE, *sizes) as board:
+    cells = links.parse_cells(job.csv, "the plan")
+    sizes = links.board_sizes(job, cells.n_stages, cells.n_microbatches)
+    links.LinkBoard.make(folder / links.BOARD_FILE, *sizes)
+    with links.LinkBoard(folder / links.BOARD_FILE, *sizes) as board:
         clocks = [RankClock(late_ns) for _ in cells.orders]
-        paces = [RankPace(job, cells, rank, board, clock) for rank, clock in enumerate(clocks)]
+        paces = [links.RankPace(job, cells, rank, board, clock) for rank, clock in enumerate(clocks)]
         for pace in paces:
             pace.begin(0)
         _play(cells, clocks, paces, board, job.lasts_ns)
@@ -52,8 +43,8 @@ def play(folder: Path, source: PlanSource, late_ns: int = 0) -> list[Iteration]:
 def _play(
     cells: Schedule,
     clocks: list[RankClock],
-    paces: list[RankPace],
-    board: LinkBoard,
+    paces: list[links.RankPace],
+    board: links.LinkBoard,
     lasts_ns: tuple[tuple[int, int, int], ...],
 ) -> None:
     left = [list(row) for row in cells.orders]
@@ -63,7 +54,7 @@ def _play(
         for rank, row in enumerate(left):
             if not row or (bytes_ns := _bytes_there_ns(row[0], cells, ended)) is None:
                 continue
-            direction = FORTH if row[0].kind == "F" else BACK
+            direction = links.FORTH if row[0].kind == "F" else links.BACK
             noted_ns = board.arrives_ns(0, direction, row[0].stage, row[0].microbatch) if row[0].kind != "W" else 0
             start_ns = max(clocks[rank].ns, bytes_ns, noted_ns)
             ready.append((start_ns + _lasts_ns(row[0], lasts_ns), rank, bytes_ns))

@@ -21,19 +21,10 @@ from support.master_bench import Bench
 from support.run_status import run_status
 from support.scripted_master_state import ScriptedMachine, caller, leave, refusal
 
+from dips.core import messages as m
 from dips.core.clock import ManualClock
 from dips.core.config import load
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, RefusalCode, Refused
-from dips.core.messages import (
-    HeartbeatReply,
-    HeartbeatRequest,
-    LeaveReply,
-    LeaveRequest,
-    OperatorReply,
-    OperatorRequest,
-    StatusReply,
-    StatusRequest,
-)
 from dips.core.net.addresses import parse_address
 from dips.core.net.codec_protobuf import decode, encode
 from dips.core.net.grpc_calls import refused_from
@@ -60,7 +51,7 @@ from dips.master.state.shared import RunConfig
 from dips.master.state.status import RunView
 from dips.master.state.tape import EpochBegun
 
-BEAT = HeartbeatReply(1, None, 0, 16, False, "idle")
+BEAT = m.HeartbeatReply(1, None, 0, 16, False, "idle")
 
 
 class Shown(ScriptedMachine):
@@ -81,14 +72,14 @@ class Shown(ScriptedMachine):
     @staticmethod
     def answer(event: Event) -> list[Effect]:
         match event:
-            case ClusterCall(token, HeartbeatRequest()):
+            case ClusterCall(token, m.HeartbeatRequest()):
                 return [Reply(token, BEAT)]
             case ClusterCall(token):
-                return [Reply(token, LeaveReply())]
-            case OperatorCall(token, StatusRequest()):
+                return [Reply(token, m.LeaveReply())]
+            case OperatorCall(token, m.StatusRequest()):
                 return [Reply(token, run_status())]
             case OperatorCall(token, action):
-                return [Reply(token, OperatorReply(type(action).__name__))]
+                return [Reply(token, m.OperatorReply(type(action).__name__))]
         return []
 
 
@@ -250,7 +241,7 @@ async def test_a_signal_ends_the_master_with_0_once_the_run_is_over(
 async def test_calls_reach_the_state_and_what_makes_no_sense_is_refused_counted_and_on_the_tape(made: Make) -> None:
     master = made()
     await master.start()
-    assert decode(await master.ask("Clusters/Leave", leave()), LeaveReply) == LeaveReply()
+    assert decode(await master.ask("Clusters/Leave", leave()), m.LeaveReply) == m.LeaveReply()
     assert master.machine.of(ClusterCall)[0].request == leave()
     error = await master.refused("Clusters/Join", b"\xff\xff")
     assert (error.code, "Join" in error.sentence) == (RefusalCode.MALFORMED, True)
@@ -296,15 +287,15 @@ async def test_certificates_say_who_may_call_and_one_that_is_revoked_ends_open_c
     await master.ask("Clusters/Leave", leave(), "a")
     error = await master.refused("Clusters/Leave", leave(), "b")
     assert (error.code, "says it comes from 'a'" in error.sentence) == (RefusalCode.IDENTITY, True)
-    error = await master.refused("Operator/Stop", OperatorRequest("demo"), "a")
+    error = await master.refused("Operator/Stop", m.OperatorRequest("demo"), "a")
     assert (error.code, "may not call" in error.sentence) == (RefusalCode.IDENTITY, True)
-    status = decode(await master.ask("Operator/Status", StatusRequest("demo"), "me"), StatusReply)
+    status = decode(await master.ask("Operator/Status", m.StatusRequest("demo"), "me"), m.StatusReply)
     assert (status.refused_calls, "may not call" in status.refused_call) == (1, True)
     assert [line["code"] for line in master.tape("refused")] == ["IDENTITY"] * 2
     async with master.channel("b") as channel:
         beats: Any = channel.stream_stream("/dips.v1.Clusters/Heartbeat")(timeout=60)
-        await beats.write(encode(HeartbeatRequest(caller("b"))))
-        assert decode(await beats.read(), HeartbeatReply) == BEAT
+        await beats.write(encode(m.HeartbeatRequest(caller("b"))))
+        assert decode(await beats.read(), m.HeartbeatReply) == BEAT
         Authority(keys).revoke("b", "stolen")
         assert await master.machine.until(Revoked) == Revoked("cluster", "b", "stolen")
         with pytest.raises(grpc.RpcError) as caught:
@@ -312,7 +303,7 @@ async def test_certificates_say_who_may_call_and_one_that_is_revoked_ends_open_c
         assert "was revoked (stolen)" in str(refused_from(caught.value))
     Authority(keys).renew("b", new_key=True)
     Authority(keys).renew("master")
-    await master.ask("Clusters/Leave", encode(LeaveRequest(caller("b"), "with its new key")), "b")
+    await master.ask("Clusters/Leave", encode(m.LeaveRequest(caller("b"), "with its new key")), "b")
 
 
 async def test_a_master_has_the_keys_of_a_master(made: Make, keys: Path) -> None:
@@ -443,7 +434,7 @@ async def test_a_page_that_may_steer_is_asked_by_its_own_script_only(
     assert isinstance(asked, Pause)
     assert (asked.request.run_id, asked.request.reason[:8], len(asked.request.reason)) == ("demo", "a lookkk", 200)
     await steer('{"action": "resume"}')
-    assert master.machine.of(OperatorCall)[-1].action == Resume(OperatorRequest("demo", ""))
+    assert master.machine.of(OperatorCall)[-1].action == Resume(m.OperatorRequest("demo", ""))
     master.machine.react = lambda event: [Refuse(event.token, refusal())] if isinstance(event, OperatorCall) else []
     told = await steer(pause)
     assert (told.status, json.loads(told.text)) == (409, {"sentence": "because of a test"})
