@@ -77,10 +77,13 @@ def test_toml_can_be_read(block: Block) -> None:
 
 
 @each_document
-def test_reasons_name_tests_that_exist(file: Path) -> None:
+def test_reasons_links_and_python_names_are_right(file: Path) -> None:
     for block in blocks(file):
         for name in re.findall(r"tests/[\w/]+\.py|\.ci/\w+", block.not_run):
             assert (ROOT / name).is_file(), f"{block}: {name}"
+    for span in spans(file):
+        if re.fullmatch(r"dips(\.\w+)+", span):
+            importable(span)
 
 
 def test_the_examples_address_is_that_of_the_documents() -> None:
@@ -243,13 +246,6 @@ def defined_in(path: Path) -> frozenset[str]:
                 yield from names(node.body, f"{node.name}.")
 
     return frozenset(names(ast.parse(path.read_text()).body))
-
-
-@each_document
-def test_python_names_exist(file: Path) -> None:
-    for span in spans(file):
-        if re.fullmatch(r"dips(\.\w+)+", span):
-            importable(span)
 
 
 def importable(name: str) -> None:

@@ -168,9 +168,7 @@ loops = pytest.mark.parametrize(("loop", "of_slave"), [("python", "python"), ("c
 @loops
 @pytest.mark.parametrize(("n_ranks", "n_slaves"), [(2, 1), (3, 2), (4, 3)])
 @pytest.mark.parametrize("with_keys", [False, True])
-def test_ranks_push_and_pull_what_one_process_would(
-    loop: LoopChoice, of_slave: LoopName, n_ranks: int, n_slaves: int, with_keys: bool
-) -> None:
+def test_push_and_pull(loop: LoopChoice, of_slave: LoopName, n_ranks: int, n_slaves: int, with_keys: bool) -> None:
     with run_of(n_ranks, n_slaves, loop, of_slave, with_keys=with_keys) as run:
         pushed = run.push(lambda rank: of_share(PUSHED, run.shares[rank]), range(n_ranks))
         expected = whole_digests(PUSHED, n_slaves)

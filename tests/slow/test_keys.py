@@ -79,9 +79,7 @@ def test_keys_of_another_run_are_told_so(run: WholeRun, capsys: pytest.CaptureFi
     assert "these keys belong to another run" in error
 
 
-def test_a_foreign_certificate_is_refused_on_its_screen_and_in_the_masters_log(
-    run: WholeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_foreign_certificate_is_refused(run: WholeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = foreign(run, "a", tmp_path / "a")
     before = log_of_master(run).count("unable to get local issuer certificate")
     code, error = said(capsys, "status", run.address, "--keys", where)

@@ -95,6 +95,9 @@ def test_what_kustomize_builds_fits_the_schemas(folder: Path) -> None:
             fits(one, version)
     without = sum(not is_of_kubernetes(one) for one in found)
     print(f"\n{folder.relative_to(ROOT)}: {len(found)} objects, {without} without a schema, {', '.join(VERSIONS)}")
+    groups = {one["apiVersion"] for one in built(folder) if not is_of_kubernetes(one)}
+    asks = folder == MONITORING or "/prometheus-operator" in _without_comments(folder / "kustomization.yaml")
+    assert groups == ({"monitoring.coreos.com/v1"} if asks else set())
 
 
 @pytest.mark.parametrize("file", [EXAMPLE, BASE, ONE_CLUSTER], ids=lambda file: file.name)
@@ -111,14 +114,6 @@ def test_what_comes_of_every_knob_fits_the_schemas(tmp_path: Path) -> None:
 
 
 # ---- what a cluster must have ----
-
-
-@needs_kustomize
-@pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=lambda folder: folder.relative_to(FOLDER).as_posix())
-def test_only_what_asks_for_the_prometheus_operator_needs_it(folder: Path) -> None:
-    groups = {one["apiVersion"] for one in built(folder) if not is_of_kubernetes(one)}
-    asks = folder == MONITORING or "/prometheus-operator" in _without_comments(folder / "kustomization.yaml")
-    assert groups == ({"monitoring.coreos.com/v1"} if asks else set())
 
 
 def _without_comments(file: Path) -> str:

@@ -18,7 +18,7 @@ from support.master_for_slaves import MasterForSlaves, SlaveLink
 from support.waiting import NO_LIMIT_S
 
 from dips.core import messages as m
-from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, FatalError, LocalProtocolError, RefusalCode, Refused
+from dips.core.errors import NAME_TAKEN_EXIT, FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import RoundId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.math import outer_numba
@@ -78,9 +78,7 @@ async def ended_by(master: MasterForSlaves, config: SlaveConfig, play: Callable[
     return slave.exception()
 
 
-async def test_a_full_disk_under_the_tape_ends_the_slave_instead_of_a_push_that_is_never_staged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_under_the_tape_ends_the_slave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -144,13 +142,6 @@ async def test_beats_go_on_while_a_round_is_computed(tmp_path: Path, monkeypatch
         go_on.set()
         await link.expect(m.Measured)
         client.close()
-
-
-async def test_a_master_and_a_data_host_elsewhere_are_refused(tmp_path: Path) -> None:
-    good = slave_wire.slave_config(tmp_path / "s0", "127.0.0.1:1")
-    for change in ({"master": "10.0.0.1:1"}, {"data_host": "0.0.0.0"}):
-        with pytest.raises(ConfigError, match="not a loopback address"):
-            await serve(good.model_copy(update=change), asyncio.Event())
 
 
 async def test_only_a_stop_by_the_master_ends_the_process_with_zero(tmp_path: Path) -> None:

@@ -81,9 +81,7 @@ async def pulled(endpoint: str, version: Version) -> np.ndarray:
     return values
 
 
-async def test_killed_between_prepare_and_commit_the_shadow_is_promoted(
-    master: MasterForSlaves, config: SlaveConfig
-) -> None:
+async def test_killed_before_the_commit_the_shadow_is_promoted(master: MasterForSlaves, config: SlaveConfig) -> None:
     process, link, endpoint = await seeded(master, config)
     await stage(link, endpoint, OTHER, 2)
     link.send(slave_wire.prepare_of(R2, V1, [slave_wire.push_id("a", 2)], V0))
@@ -154,9 +152,7 @@ async def test_a_damaged_newest_snapshot_is_skipped_and_said(master: MasterForSl
     assert any(line["kind"] == "snapshot_skipped" for line in read_tape(config.tape))
 
 
-async def test_a_master_without_its_journal_cannot_seed_over_what_a_slave_holds(
-    master: MasterForSlaves, config: SlaveConfig
-) -> None:
+async def test_nobody_seeds_over_what_a_slave_holds(master: MasterForSlaves, config: SlaveConfig) -> None:
     process, _, _ = await seeded(master, config)
     await process.kill()
     process = await slave_wire.SlaveProcess.start(config)

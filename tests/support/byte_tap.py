@@ -6,7 +6,6 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterable
-from types import TracebackType
 
 PIECE_BYTES = 1 << 18
 
@@ -55,9 +54,7 @@ class ByteTap:
     def __enter__(self) -> ByteTap:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._closed = True
         for end in (self._listener, *self._connections):
             with contextlib.suppress(OSError):

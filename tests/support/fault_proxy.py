@@ -16,7 +16,6 @@ import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from enum import Enum
-from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -324,9 +323,7 @@ class Proxies:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         for proxy in self._proxies.values():
             self._do(proxy.close())
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -6,7 +6,6 @@ Directories are as `dips up` makes them, so that `dips verify` can judge the run
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import signal
@@ -16,7 +15,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from support import live
 from support.fault_proxy import Proxies
@@ -57,7 +55,7 @@ MAX_QUICK_DEATHS = 60
 """More of them in a row are a crash loop."""
 
 
-class FaultRun:
+class FaultRun(live.Run):
     """Use as a context manager. Harms are arm() or whatever a test does to files and links; then recovered()."""
 
     def __init__(
@@ -107,19 +105,6 @@ class FaultRun:
         self._tape = TapeTail(directory / "master" / TAPE_NAME)
 
     # ---- its processes ----
-
-    def __enter__(self) -> FaultRun:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(live.run())
-            stack.callback(self._end)
-            self._begin()
-            self._entered = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.close()
 
     def _begin(self) -> None:
         for name in ("logs", "tapes", "slaves", "checkpoints"):

@@ -19,7 +19,6 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from support.repository import ROOT
@@ -91,9 +90,7 @@ class ForkServer:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         assert self._parent.stdin is not None
         for child in list(self._children.values()):
             child.kill()

@@ -6,7 +6,6 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import numpy as np
 import zmq
@@ -18,15 +17,7 @@ from dips.core.clock import SystemClock
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.layout import Block, Layout, Parameter
 from dips.core.math import outer_numba
-from dips.core.messages import (
-    AllowedKey,
-    KeyRole,
-    PlacementSpec,
-    PullGrant,
-    SlaveAddress,
-    SnapshotInfo,
-    Ticket,
-)
+from dips.core.messages import AllowedKey, KeyRole, PlacementSpec, PullGrant, SlaveAddress, SnapshotInfo, Ticket
 from dips.core.net.carriers import Common, LoopChoice, carry_pull, carry_push
 from dips.core.net.transfer import PullTransfer, PushTransfer, TransferSettings
 from dips.core.net.zmq_sockets import CurvePair
@@ -134,9 +125,7 @@ class KeyedPort:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.server.stop()
         assert not self.crashed
 

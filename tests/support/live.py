@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 PLACE = Path("/tmp/dips-live")
 LOOK_S = 0.05
@@ -43,6 +44,28 @@ def run(weight: int = LIGHT) -> Iterator[None]:
             _runs -= 1
             while not _runs and _held:
                 os.close(_held.pop())
+
+
+class Run:
+    """Context manager: begins once it has its processors, and ends whatever it has begun."""
+
+    weight = LIGHT
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(run(self.weight))
+            stack.callback(self._end)
+            self._begin()
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.close()
+
+    def _begin(self) -> None: ...
+
+    def _end(self) -> None:
+        raise NotImplementedError
 
 
 def _tokens(weight: int) -> list[int]:

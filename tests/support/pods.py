@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from support.api_stand_in import StandIn
@@ -63,9 +62,7 @@ class JobPlayer:
             self._start(index, 0)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         for pod in self.pods:
             if pod.process.poll() is None:
                 pod.kill()

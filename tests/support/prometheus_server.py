@@ -11,7 +11,6 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import yaml
@@ -68,9 +67,7 @@ class Prometheus:
         until(self._is_ready, "Prometheus is ready", self._log)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait(30)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from support import live
 from support.dips_command import published
@@ -26,26 +24,16 @@ from dips.trainer.config import TrainConfig
 TRAIN = TrainConfig(max_bytes=1_500_000, heldout_max_bytes=8192, warmup_tokens=4000, log_every_steps=4)
 
 
-class Processes:
+class Processes(live.Run):
     """Context manager: `dips` commands as children, one log each. `dips verify` reads the folder."""
+
+    weight = live.HEAVY
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self.address = ""
         """Of the master that start_master() started."""
-
-    def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(live.run(live.HEAVY))
-            stack.callback(self.kill_all)
-            self._entered = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.close()
 
     def start_master(self, *knobs: str) -> str:
         """Its address, once it serves."""
@@ -154,7 +142,7 @@ class Processes:
     def _check(self, name: str) -> None:
         assert self._running[name].poll() is None, f"{name} has ended: {self.log(name)[-3000:]}"
 
-    def kill_all(self) -> None:
+    def _end(self) -> None:
         for process in self._running.values():
             process.kill()
         for process in self._running.values():

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from support.dips_command import dips, dips_started, ended, master_file, published, started
@@ -70,9 +69,7 @@ class UpRun:
             self._entered = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._entered.close()
 
     def until_version(self, v: int) -> None:

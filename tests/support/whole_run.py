@@ -16,8 +16,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,13 +118,11 @@ class NumpyCluster:
         self.driver.step(sum(item.tokens for item in ranges), ranges, loss)
 
 
-class WholeRun:
+class WholeRun(live.Run):
     """Context manager: starts a master and slaves under `directory`; ends everything at the end.
 
     A test that has seen what it wants calls stop(), as an operator does.
     """
-
-    weight = live.LIGHT
 
     def __init__(
         self,
@@ -162,19 +158,6 @@ class WholeRun:
         """More knobs of every slave."""
         self.client: dict[str, object] = {}
         """More knobs of every cluster."""
-
-    def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(live.run(self.weight))
-            stack.callback(self._end)
-            self._begin()
-            self._entered = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.close()
 
     def _begin(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)

@@ -52,9 +52,7 @@ def test_auto_becomes_the_device_that_is_there(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("no_cuda")
-def test_a_device_that_is_missing_is_one_sentence_and_no_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_device_is_one_sentence_and_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for what in (["--methods", "dips"], ["--figure", "2b"]):
         assert main.run(["compare", *what, "--device", "cuda", "--run-dir", str(tmp_path / "run")]) == 2
         told = capsys.readouterr()

@@ -20,7 +20,7 @@ def result(setup: ComparisonSetup, *columns: str) -> speed.SpeedResult:
     return speed.SpeedResult(setup, [(column, speed_comparison(setup)) for column in columns])
 
 
-def test_figure_9_varies_the_last_link_of_both_set_ups() -> None:
+def test_what_figures_9_and_10_vary() -> None:
     figure = speed.SPEED_FIGURES["9"]
     jobs = speed.speed_jobs(figure, [load_setup(name) for name in figure.setups], 1, 8)
     assert [job.title for job in jobs[:2]] == ["emulated, 1 Gbit/s", "emulated, 2 Gbit/s"]
@@ -28,9 +28,6 @@ def test_figure_9_varies_the_last_link_of_both_set_ups() -> None:
     assert [job.setup.up_bits_per_s[-1] for job in jobs[:4]] == [1e9, 2e9, 5e9, 10e9]
     assert {job.setup.down_bits_per_s[0] for job in jobs} == {10e9}
     assert {job.rounds for job in jobs} == {8}
-
-
-def test_figure_10_adds_clusters_one_after_another() -> None:
     jobs = speed.speed_jobs(speed.SPEED_FIGURES["10"], [WEAK], 1)
     assert [(job.column, job.setup.n_clusters) for job in jobs] == [(str(n), n) for n in range(1, 8)]
     assert jobs[-1].setup.clusters.gaps == WEAK.clusters.gaps
@@ -44,9 +41,6 @@ def test_shares_and_gains() -> None:
     assert found.ideal_gains() == pytest.approx([1.25, 1.25])
     assert speed.share_table(speed.SPEED_FIGURES["9"], found).row_count == len(SHARES)
     assert speed.gain_table(found).row_count == len(SHARES) + 1, "and the ideal"
-
-
-def test_one_cluster_alone_has_nothing_to_scale() -> None:
     alone = speed.SpeedResult(WEAK, [("1", speed_comparison(WEAK))])
     assert "one cluster" in speed.SPEED_FIGURES["10"].reading(alone)
     columns = [("1", speed_comparison(WEAK, dict.fromkeys(SHARES, 1.0))), *[(n, speed_comparison(WEAK)) for n in "23"]]

@@ -240,7 +240,7 @@ def with_knobs(folder: Path, *lines: str) -> Deployment:
         (("gpus = 8", "shm = 0"), 0),
     ],
 )
-def test_pods_with_accelerators_or_several_ranks_have_shared_memory(
+def test_accelerators_and_several_ranks_have_shared_memory(
     tmp_path: Path, lines: tuple[str, ...], size_bytes: int
 ) -> None:
     deployment = with_knobs(tmp_path, *lines)

@@ -148,9 +148,7 @@ def test_what_stands_there_is_not_overwritten_unless_somebody_says_so(tmp_path: 
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_disk_that_is_full_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
-) -> None:
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool) -> None:
     folder, model = tmp_path / "model", as_folder(fetched(LlamaForCausalLM(CONFIG)))
     if exists:
         write_folder(model, folder)

@@ -114,9 +114,6 @@ def test_what_cannot_be_has_a_reason(problem: Problem) -> None:
     assert reasons_of[plan_ways.PIPELINE] == "no link"
     assert "no link from stockholm to milan" in reasons_of["without amsterdam"]
     assert {way.without for way in ways.left_out} == {"stockholm", "milan"}
-
-
-def test_one_site_and_one_system_have_no_ways(problem: Problem) -> None:
     assert decide(problem, (System.CROSSPIPE,), sensitivity=False).ways is None
     alone = replace(problem, setup=replace(problem.setup, sites=problem.setup.sites[:1], links=()))
     found = decide(alone.with_training(pipeline=2), ASKED, sensitivity=False)

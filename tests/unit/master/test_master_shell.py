@@ -187,9 +187,7 @@ async def test_a_slave_that_does_not_read_is_cut_off_at_the_bound(bench: Bench) 
 # ---- journal ----
 
 
-async def test_a_journal_that_fails_ends_the_master_with_its_sentence(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_journal_that_fails_ends_the_master(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     bench.journal.fail_with = FatalError("a newer master runs")
     bench.reacts(lambda event: [WriteJournal(1, "K", "{}", "{}")] if isinstance(event, events.Tick) else [])
     bench.executor.dispatch(events.Tick())
@@ -288,9 +286,7 @@ async def test_each_event_gets_the_clocks_time_and_after_a_pause_a_tick_comes_fi
     [(50.01, TICK_S), (None, 0.01), (1e9, 0.01), (0.0, TICK_S)],
     ids=["deadline", "tick", "tick before the deadline", "deadline long over"],
 )
-async def test_the_timer_rings_at_the_deadline_or_the_tick(
-    tmp_path: Path, deadline_s: float | None, tick_s: float
-) -> None:
+async def test_the_timer_rings_at_deadline_or_tick(tmp_path: Path, deadline_s: float | None, tick_s: float) -> None:
     machine, clock = ScriptedMachine(), ManualClock(50.0)
     machine.deadline_s = deadline_s
     executor = MasterShell(machine, MemoryJournal().append_all, Tape(None, "master", "demo"), clock, tick_s)
@@ -313,7 +309,7 @@ async def test_an_event_that_brings_a_deadline_nearer_rearms_the_timer(bench: Be
 # ---- people ----
 
 
-async def test_a_log_effect_is_written_when_its_sentence_changes_and_a_record_stands_on_the_tape(
+async def test_a_log_effect_is_written_when_its_sentence_changes(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     sentences = iter(["waiting for slave b", "waiting for slave b", "all there"])
@@ -347,7 +343,7 @@ async def test_a_tape_that_cannot_be_written_ends_the_master(bench: Bench, monke
 # ---- the end ----
 
 
-async def test_halt_ends_the_master_after_the_effects_that_came_with_it_and_what_was_decided_is_written(
+async def test_halt_ends_the_master_after_its_effects_and_what_was_decided_is_written(
     bench: Bench,
 ) -> None:
     link, entry = bench.executor.open_link(), WriteJournal(1, "COMMIT", "{}", '"s"')
@@ -403,9 +399,7 @@ async def test_nothing_is_handled_after_the_end(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("error", [LocalProtocolError("no transition"), KeyError("x"), AssertionError()])
-async def test_a_bug_in_the_state_ends_the_process_with_70_and_its_story(
-    bench: Bench, caplog: pytest.LogCaptureFixture, error: Exception
-) -> None:
+async def test_a_bug_ends_the_process_with_70(bench: Bench, caplog: pytest.LogCaptureFixture, error: Exception) -> None:
     def react(event: events.Event) -> list[Effect]:
         if isinstance(event, events.ClusterCall):
             raise error

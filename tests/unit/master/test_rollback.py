@@ -208,9 +208,7 @@ def test_version_that_was_given_up_is_never_taken_again() -> None:
         (None, 0.0),
     ],
 )
-def test_snapshot_that_cannot_be_loaded_or_is_another_is_lost_unless_the_disk_fails_only_for_a_while(
-    code: RefusalCode | None, retry_after_s: float
-) -> None:
+def test_snapshot_that_cannot_be_loaded_is_lost(code: RefusalCode | None, retry_after_s: float) -> None:
     bench = at(1, "a")
     slave = bench.slaves[0]
     slave.die()

@@ -38,15 +38,7 @@ from dips.master.page.access import read_page_url
 from dips.master.process import serve
 from dips.master.shell import MasterShell
 from dips.master.state.effects import BeginAgain, Effect, Halt, Refuse, Reply, WriteJournal
-from dips.master.state.events import (
-    ClusterCall,
-    Event,
-    OperatorCall,
-    Pause,
-    Resume,
-    Revoked,
-    Tick,
-)
+from dips.master.state.events import ClusterCall, Event, OperatorCall, Pause, Resume, Revoked, Tick
 from dips.master.state.shared import RunConfig
 from dips.master.state.status import RunView
 from dips.master.state.tape import EpochBegun
@@ -203,9 +195,7 @@ async def test_epochs_follow_each_other_at_one_address_and_the_end_is_said(made:
     await again.end()
 
 
-async def test_a_port_that_is_taken_is_the_operators_error_unless_it_was_only_that_of_the_last_start(
-    made: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_taken_port_is_an_error_unless_of_the_last_start(made: Make, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         for knob, words in (("listen", f"port {port} is in use"), ("page_listen", "page cannot listen")):
@@ -225,9 +215,7 @@ async def test_a_port_that_is_taken_is_the_operators_error_unless_it_was_only_th
     ("number", "over", "code"),
     [(signal.SIGTERM, False, TERMINATED), (signal.SIGINT, False, INTERRUPTED), (signal.SIGTERM, True, 0)],
 )
-async def test_a_signal_ends_the_master_with_0_once_the_run_is_over(
-    made: Make, number: signal.Signals, over: bool, code: int
-) -> None:
+async def test_a_signal_ends_the_master(made: Make, number: signal.Signals, over: bool, code: int) -> None:
     master = made(page_listen=None)
     await master.start()
     master.machine.over = over
@@ -408,9 +396,7 @@ async def test_the_page_shows_the_run_and_nothing_else_and_to_its_own_names_only
         assert [event async for event in events][-1] == ("ended", "the master has ended")
 
 
-async def test_a_page_that_may_steer_is_asked_by_its_own_script_only(
-    made: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_page_that_may_steer_is_asked_by_its_script(made: Make, caplog: pytest.LogCaptureFixture) -> None:
     master = made(page_steer=True)
     await master.start()
     browser = Browser(master)
@@ -440,7 +426,7 @@ async def test_a_page_that_may_steer_is_asked_by_its_own_script_only(
     assert (told.status, json.loads(told.text)) == (409, {"sentence": "because of a test"})
 
 
-async def test_a_page_with_keys_is_opened_by_its_link_or_an_operators_certificate(
+async def test_a_page_with_keys_is_opened_by_an_operator(
     made: Make, keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

@@ -87,14 +87,11 @@ def test_operations_of_a_whole_training(name: str, tokens: float, sequence: int,
     assert operations(model, sequence) * tokens / sequence == pytest.approx(published, rel=0.05)
 
 
-def test_crosspipes_forward_time_of_llama_3_405b() -> None:
+def test_work_of_models() -> None:
     """Section 5.2: a stage of 1/16 on 8 GPUs of 500 TFLOP/s takes about 109 ms (of 128 layers, the embedding and the
     output being layers too)."""
     work = layer_work(read_model("llama3-405b"), 0, 8192, 8192)
     assert 8 * work.forward / (8 * 500e12) == pytest.approx(0.109, rel=0.01)
-
-
-def test_a_mixture_computes_what_a_token_goes_through() -> None:
     model = read_model("mixtral-8x7b")
     assert operations(model, 4096) / 4096 == pytest.approx(6 * model.parameters(active=True), rel=0.08)
 
@@ -118,14 +115,11 @@ def test_korthikantis_activations_of_gpt_3(tensor: int) -> None:
     assert layer_activation_bytes(model, 0, training(**shape, recompute="full")) == 2 * s * model.hidden / tensor
 
 
-def test_flash_attention_saves_what_selective_recomputation_does() -> None:
+def test_memory_of_models() -> None:
     """70 % for GPT-3 (arXiv:2205.05198, section 5)."""
     model = read_model("gpt3-175b")
     whole = layer_activation_bytes(model, 0, training(flash_attention=False))
     assert 1 - layer_activation_bytes(model, 0, training()) / whole == pytest.approx(0.70, abs=0.005)
-
-
-def test_experts_are_spread_over_their_group() -> None:
     model = read_model("deepseek-v3")
     alone = layer_state_bytes(model, 10, training(data=64))
     spread = layer_state_bytes(model, 10, training(data=64, expert=64))

@@ -64,7 +64,7 @@ def test_the_best_of_each_kind_the_fastest_first(tmp_path: Path) -> None:
         assert split.tensor * split.context * split.pipeline * split.data == 16
 
 
-def test_one_building_has_no_placement(tmp_path: Path) -> None:
+def test_one_building_and_too_little_memory(tmp_path: Path) -> None:
     topology = small(tmp_path)
     alone = replace(
         topology,
@@ -73,20 +73,23 @@ def test_one_building_has_no_placement(tmp_path: Path) -> None:
         zones=(topology.zones[0].model_copy(update={"accelerators": 16}),),
     )
     assert {choice.case.kind[:2] for choice in search.explore(alone).best} == {(Outermost.DP, Sharding.FSDP)}
-
-
-def test_too_little_memory(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"no configuration of .* fits in memory_gib = 1 and in the buildings"):
         search.explore(small(tmp_path, memory_gib=1))
 
 
-def test_parts_add_up(tmp_path: Path) -> None:
+def test_parts_add_up_and_degrees_are_the_default_ones(tmp_path: Path) -> None:
+    """TP is the accelerators of a server; a part of a sequence has 2,048 tokens at least."""
     topology = small(tmp_path)
     for choice in search.explore(topology, links=True).best:
         parts = search.parts_of(topology, choice, links=True)
         assert sum(parts) == pytest.approx(choice.links_s)
         assert parts.computing_s > 0
         assert min(parts) >= 0
+    found = list(search.splits(read(tmp_path)))
+    assert {split.tensor for split in found} == {8}
+    assert {split.context for split in found} == {1, 2, 4}
+    assert {split.expert for split in found} == {1}
+    assert Split(8, 1, 1, 2, 4, 2) in found
 
 
 def test_the_bandwidth_at_which_another_is_as_fast(tmp_path: Path) -> None:
@@ -105,21 +108,9 @@ def test_the_bandwidth_at_which_another_is_as_fast(tmp_path: Path) -> None:
     assert search.catches_up(topology, slowest, best, links=True) == (search.FACTORS[0], True)
 
 
-def test_the_default_degrees(tmp_path: Path) -> None:
-    """TP is the accelerators of a server; a part of a sequence has 2,048 tokens at least."""
-    found = list(search.splits(read(tmp_path)))
-    assert {split.tensor for split in found} == {8}
-    assert {split.context for split in found} == {1, 2, 4}
-    assert {split.expert for split in found} == {1}
-    assert Split(8, 1, 1, 2, 4, 2) in found
-
-
-def test_counts_of_chunks() -> None:
+def test_chunks_and_divisions() -> None:
     assert search.counts_of_chunks(9, 2) == [1, 2, 3, 4]
     assert search.counts_of_chunks(62, 2) == [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 31]
-
-
-def test_divisions_keep_their_layers_and_their_ratio() -> None:
     rng = np.random.default_rng(0)
     rows = search.sampled(50, 8, 3.0, 100, rng)
     more = search.varied(rows, 3.0, 20, rng)

@@ -223,16 +223,13 @@ def test_a_message_takes_as_long_as_on_the_link_of_a_plan(tmp_path: Path) -> Non
     )  # fmt: skip
 
 
-def test_gradients_share_the_link_too(tmp_path: Path) -> None:
+def test_gradients_and_free_networks(tmp_path: Path) -> None:
     """DP-out: a replica of each stage sends on at the building's edge, three stages of two devices."""
     topology = of_problem(two_sites(tmp_path))
     ring = ways_of(topology, Outermost.DP, Sharding.FSDP, Split(2, 1, 1, 3, 3, 1)).ring
     assert ring.bytes_per_s == pytest.approx(50e9 / 8 / 6)
     wide = topology.with_bandwidth(1e4)
     assert wide.way(0, 8, 6).bytes_per_s == 800e9 / 8
-
-
-def test_a_network_that_costs_nothing_stays_free(tmp_path: Path) -> None:
     setup = two_sites(tmp_path, **{"network_gbps = 1600\n": "", "network_gbps = 3200\n": ""})
     assert of_problem(setup).accelerators.network_gbps == FREE_GBPS
 
@@ -255,13 +252,10 @@ def test_what_cannot_be_counted_is_refused(tmp_path: Path, old: str, new: str, s
         of_problem(two_sites(tmp_path, **{old: new}))
 
 
-def test_every_pair_of_sites_needs_a_link(tmp_path: Path) -> None:
+def test_sites_without_a_link_and_devices_without_a_group(tmp_path: Path) -> None:
     setup = two_sites(tmp_path)
     with pytest.raises(PlanError, match="no link from amsterdam to stockholm, which ScaleAcross Explorer needs"):
         of_problem(replace(setup, links=()))
-
-
-def test_devices_without_a_whole_group_are_said(tmp_path: Path) -> None:
     setup = two_sites(tmp_path, **{"devices = 8": "devices = 9", "memory_gib = 80": "memory_gib = 40"})
     assert of_problem(setup).notes == (
         "1 devices of amsterdam are not used: no whole group of 2",

@@ -189,14 +189,11 @@ def test_the_greedy_makes_a_schedule_within_memory_whatever_things_cost(
         assert timeline.makespan_ns >= max(n * sum(t) for t in stage_times[:devices])
 
 
-def test_more_memory_never_slows_the_greedy_on_the_grid() -> None:
+def test_memory_and_the_greedy() -> None:
     for case in cases([4], [8], [2, 4], [0, 0.5, 2], [0, 1], [1]):
         wide = Case(case.n_pp, case.n_mb, case.n_sites, case.latency, case.bandwidth, 2)
         spans = [simulate(cross_ud(4, 8, c.costs(), c.limits()), c.costs()).makespan_ns for c in (case, wide)]
         assert spans[1] <= spans[0]
-
-
-def test_a_device_that_holds_no_microbatch_is_refused() -> None:
     with pytest.raises(PlanError, match="stage 0 holds 1048576 for one microbatch, its memory allows 5: make"):
         cross_ud(2, 2, uniform(2, 1), [5, 5])
 
@@ -244,12 +241,9 @@ def test_the_validator_names_the_cell(schedule: Schedule, sentence: str) -> None
         validate(schedule, uniform(schedule.n_stages, 1))
 
 
-def test_the_validator_holds_the_memory_limit() -> None:
+def test_the_validator_holds_memory_and_costs_fit() -> None:
     with pytest.raises(PlanError, match=r"1f1b: device 0 holds 4194304 .* its memory allows 3145728"):
         validate(one_f_one_b(4, 8), uniform(4, 1, activation=UNIT), [3 * UNIT] * 4)
-
-
-def test_costs_must_fit_the_schedule() -> None:
     with pytest.raises(PlanError, match="costs of 3 stages for a schedule of 4"):
         simulate(one_f_one_b(4, 8), uniform(3, 1))
 
