@@ -54,9 +54,6 @@ MISTAKES = mistakes()
 each_document = pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
 
 
-# ---- what is told to be typed ----
-
-
 def test_there_is_something_to_check() -> None:
     assert len(SHELL_BLOCKS) >= 15
     assert {block.language for block in BLOCKS} <= {*SHELL, "python", "yaml", "toml", "ini", "mermaid", ""}
@@ -98,9 +95,6 @@ def test_an_examples_header_tells_only_what_the_documents_tell_too(example: Path
     assert commands
     told = {" ".join(without_environment(line)) for block in SHELL_BLOCKS for line in shell_lines(block)}
     assert {" ".join(without_environment(command)) for command in commands} <= told
-
-
-# ---- commands ----
 
 
 def commands_of(file: Path) -> set[str]:
@@ -159,9 +153,6 @@ def test_the_documents_name_every_command() -> None:
         assert f"`{command.name}`" in changes or f"`dips {command.name}`" in changes, command.name
 
 
-# ---- mistakes, exit codes, refusals ----
-
-
 def kinds(base: type[DipsError] = DipsError) -> list[type[DipsError]]:
     return [base, *(kind for below in base.__subclasses__() for kind in kinds(below))]
 
@@ -179,9 +170,6 @@ def test_every_refusal_is_explained() -> None:
     told = set(re.findall(r"`([A-Z_]{3,})`", text)) & {code.name for code in RefusalCode}
     assert told == {code.name for code in RefusalCode} - {"UNSPECIFIED"}
     assert all(all(row) for row in table(START, "When another process says no"))
-
-
-# ---- what is named ----
 
 
 @each_document
@@ -255,9 +243,6 @@ def importable(name: str) -> None:
         importlib.import_module(name)
     except ModuleNotFoundError:
         getattr(importlib.import_module(module), last)
-
-
-# ---- the README's own words ----
 
 
 def test_defaults_that_the_readme_tells() -> None:

@@ -1,7 +1,4 @@
-"""The mistakes of a first hour with a loop of one's own, on real processes: what each prints, and its exit code.
-
-Two more are in test_own_program_ends.py: a clock that is a day off, and no server at the address.
-"""
+"""The mistakes of a first hour with a loop of one's own, on real processes: what each prints, and its exit code."""
 
 from __future__ import annotations
 
@@ -21,7 +18,8 @@ from support.whole_run import WholeRun
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
 
 LOOP = """
-import time, torch, dips
+import atexit, time, torch, dips
+atexit.register(print, "atexit")
 torch.manual_seed(SEED)
 torch.set_num_threads(1)
 model = torch.nn.Linear(4, 4)
@@ -85,16 +83,12 @@ def there(run: WholeRun, cluster: str) -> dict[str, str]:
     return {"DIPS_MASTER": run.address, "DIPS_INSECURE": "1", "DIPS_CLUSTER": cluster}
 
 
-# ---- before anything is dialled --------------------------------------------------------------------------------------
-
-
 def test_a_wrong_argument(tmp_path: Path) -> None:
     file = written(tmp_path, ("tokens_per_step=8, steps=40", "tokens_per_step=8.5"))
-    said = one_sentence(run_to_its_end(file, DIPS_MASTER="127.0.0.1:1", DIPS_INSECURE="1"), ConfigError.exit_code)
+    done = run_to_its_end(file, DIPS_MASTER="127.0.0.1:1", DIPS_INSECURE="1")
+    assert done.stdout == "atexit\n"
+    said = one_sentence(done, ConfigError.exit_code)
     assert "dips: tokens_per_step is 8.5: give the tokens of one optimizer.step(), a whole number" in said
-
-
-# ---- addresses -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -125,9 +119,6 @@ def test_another_model(tmp_path: Path, run: WholeRun) -> None:
     assert "dips: the model of cluster 'b' is not this run's: parameter 'weight' has shape [5, 4]" in said
 
 
-# ---- in the loop -----------------------------------------------------------------------------------------------------
-
-
 def test_an_error_of_the_loop_itself_keeps_its_trace_and_says_what_is_lost(tmp_path: Path, run: WholeRun) -> None:
     file = written(tmp_path, (STEP, STEP + "        1 / (12 - sync.steps)\n"))
     done = run_to_its_end(file, **there(run, "b"))
@@ -148,7 +139,7 @@ def test_ctrl_c_is_one_sentence(tmp_path: Path, run: WholeRun, joined: bool) -> 
         until(lambda: ("step 5" if joined else "trying again") in log.read_text(), "the loop", log)
         process.send_signal(signal.SIGINT)
         assert ended(process, log) == -signal.SIGINT  # a shell says 130
-    said = [line for line in log.read_text().splitlines() if not line.startswith("step ")]
+    said = [line for line in log.read_text().splitlines() if not line.startswith(("step ", "atexit"))]
     if joined:
         assert said[0] == "ctrl-C: this cluster leaves the run; a second one ends the process at once"
         what = "and has left the run; started again, it goes on from the newest version"

@@ -93,9 +93,6 @@ def test_no_key_and_no_text_is_in_a_log(told_run: Path) -> None:
     assert "PRIVATE KEY" not in said
 
 
-# ---- what is refused, with nothing made ----
-
-
 def test_a_taken_port_is_one_sentence_and_nothing_is_made(tmp_path: Path) -> None:
     with taken_port() as port:
         file = write(tmp_path, port)

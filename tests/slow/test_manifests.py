@@ -113,9 +113,6 @@ def test_what_comes_of_every_knob_fits_the_schemas(tmp_path: Path) -> None:
     check_all(planned(written(tmp_path, changes=EVERY_KNOB)))
 
 
-# ---- what a cluster must have ----
-
-
 def _without_comments(file: Path) -> str:
     return "\n".join(line for line in file.read_text().splitlines() if not line.lstrip().startswith("#"))
 
@@ -137,9 +134,6 @@ def test_a_component_adds_the_monitors_of_its_folder(component: Path, tmp_path: 
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
     kinds = [one["kind"] for one in built(tmp_path) if not is_of_kubernetes(one)]
     assert kinds == (["ServiceMonitor"] * 2 if name == "servers" else ["PodMonitor"])
-
-
-# ---- the Prometheus operator and Grafana ----
 
 
 def of_the_operator() -> list[Object]:
@@ -203,9 +197,6 @@ def test_a_training_sites_pods_are_as_many_as_torchrun_waits_for_and_know_the_se
     outside = servers["Service", "dips-master-outside"]["metadata"]["annotations"]
     name = outside["external-dns.alpha.kubernetes.io/hostname"]
     assert {one["name"]: one.get("value") for one in container["env"]}["DIPS_MASTER"] == f"{name}:29400"
-
-
-# ---- scripts for sites without Kubernetes ----
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,6 @@ from dips.worker.config import ClientConfig
 from dips.worker.shell import ClusterShell
 from dips.worker.state.effects import Finished
 
-# ---- a driver against a run that the test controls: which arithmetic is made ----
-
 OWN = DataPlan(DataMode.OWN)
 TOKENS = 100
 

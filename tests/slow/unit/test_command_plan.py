@@ -9,8 +9,6 @@ import pytest
 from support.plan_command import told
 from support.repository import ROOT
 
-# ---- plans ----
-
 EXAMPLE = ROOT / "examples" / "04-plan-a-schedule"
 FEW = "crosspipe-figure-8"
 """A shipped setting that is planned at once."""

@@ -125,9 +125,6 @@ def test_free_networks_inside_of_sites_make_no_advice(problem: Problem) -> None:
     assert alone.why[1].endswith("cost nothing: give network_gbps there")
 
 
-# ---- asynchronous clusters ----
-
-
 def test_a_round_is_that_of_dips_size(problem: Problem) -> None:
     found = asynchronous_clusters(assuming(problem, sync_every=100, overlap="push"))
     one = found.clusters[0]

@@ -29,9 +29,6 @@ from dips.planner.simulate import simulate
 NOTHING_GIVEN: dict[str, float | None] = dict.fromkeys(plan_run.CASE)
 
 
-# ---- what is run ----
-
-
 @pytest.mark.parametrize(
     ("name", "makespan"),
     [
@@ -104,9 +101,6 @@ def test_a_job_says_all_to_its_ranks(tmp_path: Path) -> None:
     ways = {(link.source, link.target): link.resource for link in job.links}
     assert ways[3, 0] == ways[2, 1] != ways[1, 2] == ways[0, 3]
     assert set(ways.values()) == set(range(len(set(ways.values()))))
-
-
-# ---- what is told ----
 
 
 def outcome_of(folder: Path, name: str, error: float = 1e-15, late_ns: int = 0) -> plan_run.PlanRunOutcome:
@@ -182,8 +176,6 @@ def test_the_trace_has_the_prediction_and_the_run(tmp_path: Path) -> None:
     assert spans[False] == pytest.approx(outcome.predicted.makespan_ns / 1e3)
     assert spans[True] == pytest.approx(outcome.median.makespan_ns / 1e3)
 
-
-# ---- what goes wrong ----
 
 GONE = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:38191"
 

@@ -55,9 +55,6 @@ def played(folder: Path, change: plan_swap.Change, late_ns: int = 0) -> tuple[pl
     return run, plan_swap.SwapOutcome(change, "gloo", 80.0, run.profile, run.verdict, run.parts(), run.layers, 0.05)
 
 
-# ---- the whole run ----
-
-
 def test_a_pipeline_that_a_slow_link_hurts_gets_the_plan_for_that_link(tmp_path: Path) -> None:
     """ZB-V, best without delay, has two stages on each device; the new plan has one, so most layers move."""
     _, outcome = played(tmp_path, plan_swap.change_of_name("zb_v", NEAR, 2.0, 1.0))
@@ -157,9 +154,6 @@ def test_the_files_of_a_run(tmp_path: Path) -> None:
     assert [file.name for file in files][:4] == ["run.json", "profile.json", "plan.json", "plan.csv"]
     again = read_running((tmp_path / "plan" / "plan.json").read_text(), "plan.json")
     assert again.name == outcome.verdict.new.name
-
-
-# ---- what is run ----
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

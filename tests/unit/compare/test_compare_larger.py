@@ -39,9 +39,6 @@ def with_lines(figures: Mapping[str, tuple[str, ...]]) -> ComparisonSetup:
     return LARGER.model_copy(update={"figures": figures})
 
 
-# ---- device and threads ----
-
-
 def test_auto_becomes_the_device_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LARGER.run.device == "auto"
     for available, device in ((False, "cpu"), (True, "cuda")):
@@ -78,9 +75,6 @@ def test_a_result_of_another_device_is_not_taken(tmp_path: Path) -> None:
 def test_cores_without_a_run_become_threads(at_once: int, n_cores: int, threads: int) -> None:
     assert threads_of(LARGER, at_once, n_cores) == threads
     assert threads_of(load_setup("small"), at_once, n_cores) == 1
-
-
-# ---- figures ----
 
 
 @pytest.mark.parametrize(

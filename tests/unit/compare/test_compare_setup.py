@@ -30,9 +30,6 @@ def changed(cluster: str, at: str = "'5 s'", **values: object) -> str:
     return "\n".join(["[[changes]]", *lines, ""])
 
 
-# ---- files ----
-
-
 def test_the_small_set_up_is_the_one_of_the_convergence_tables() -> None:
     """Four clusters, 0 to 50 % longer steps, 96 pushes of 16 steps of 512 tokens."""
     setup = load_setup("small")
@@ -107,8 +104,6 @@ def test_an_unknown_set_up_is_refused_with_those_that_are_there() -> None:
         load_setup("smal")
 
 
-# ---- changes in the run ----
-
 CHANGING = (
     changed("b", at="'10 s'", presence="'comes'")
     + changed("a", at="'20 s'", step_factor=2, jitter=0.25)
@@ -158,9 +153,6 @@ def test_set_ups_that_do_not_fit_a_method_or_figure(tmp_path: Path) -> None:
         speed_jobs(SPEED_FIGURES["9"], [load_setup("changing-speed")], 1)
 
 
-# ---- changes from the command line ----
-
-
 def test_overrides_change_what_they_name_and_must_fit() -> None:
     setup = load_setup("small")
     other = setup.with_overrides(gaps=[0.0, 2.0], inner_steps=64, tokens=1000, master={"outer_lr": 0.5})
@@ -187,9 +179,6 @@ def test_the_digest_is_of_what_decides_and_not_of_words(tmp_path: Path) -> None:
     assert renamed.digest() == setup.digest()
     assert setup.with_overrides(tokens=1000).digest() != setup.digest()
     assert setup.with_overrides(inner_optimizer="muon").digest() != setup.digest()
-
-
-# ---- methods ----
 
 
 def test_methods_are_found_by_name_or_refused_with_the_nearest() -> None:
@@ -237,9 +226,6 @@ def test_a_method_of_fewer_bytes_differs_from_the_default_in_its_wire_types_alon
         assert config == replace(plain, settings=replace(plain.settings, pull_wire=pulled))
     assert {len(names) for names in wires.values()} == {1}
     assert wires["int4", "int4"] == ["dips-both-int4"]
-
-
-# ---- what is simulated ----
 
 
 def test_links_of_a_plan_carry_the_large_model_that_a_small_one_stands_for() -> None:

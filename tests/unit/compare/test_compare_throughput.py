@@ -14,8 +14,6 @@ from dips.compare.record import PushFact, RoundFact, RunRecord
 from dips.compare.setup import load_setup
 from dips.core.errors import ConfigError
 
-# ---- formulas ----
-
 
 @pytest.mark.parametrize(
     ("name", "gbps", "stated"), [("emulated", 10, 2.03), ("emulated", 1, 10.35), ("real", 10, 1.15), ("real", 1, 2.51)]
@@ -54,9 +52,6 @@ def test_last_links_and_rates() -> None:
     record = RunRecord("dips", 1, "", 0, "finished", None, 100.0, 0, 0, judged=tuple(rounds))
     rates = {name: speed.rate_of(pushes) for name, pushes in speed.steady_pushes(record).items()}
     assert rates == {"a": 100 / 10, "b": 50 / 20}
-
-
-# ---- the steady rate ----
 
 
 def round_of(at_s: float, cluster: str, tokens: int, verdict: str) -> RoundFact:

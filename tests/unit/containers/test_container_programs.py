@@ -38,8 +38,6 @@ up = program("compose/up.py")
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-# ---- the Dockerfile and what it installs ----
-
 
 def test_which_packages_an_image_holds() -> None:
     def names(*extras: str) -> set[str]:
@@ -76,9 +74,6 @@ def test_images_and_the_context_of_a_build() -> None:
     base = re.search(r"^ARG BASE=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert base is not None
     assert {*named, base[1]} == {*up.PULLED, *up.BUILT}
-
-
-# ---- the health check ----
 
 
 @pytest.fixture
@@ -119,9 +114,6 @@ def test_metrics_can_be_shown(answered: list[object], capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == "dips_master_version 3\n"
 
 
-# ---- keys ----
-
-
 def volumes(folder: Path, *names: str) -> Path:
     for name in ("ca", "master", *names):
         (folder / name).mkdir(mode=0o700)
@@ -158,9 +150,6 @@ def test_an_identity_without_a_volume_is_told_in_a_sentence(tmp_path: Path, caps
     assert "name it in the build argument IDENTITIES" in capsys.readouterr().err
 
 
-# ---- links ----
-
-
 def test_rates_and_buckets() -> None:
     """A bucket holds what the kernel sends at once, and 10 ms of fast links."""
     rates = ("10mbit", "1gbit", "0.5mbit", "64kbit")
@@ -194,9 +183,6 @@ def test_what_cannot_be_limited_is_said(monkeypatch: pytest.MonkeyPatch, capsys:
     link.Link("cluster-a", "10mbit").look(["eth0"])
     told = "link of cluster-a, eth0: pushes 10mbit, pulls NOT limited (Error: TC classifier not found.)\n"
     assert capsys.readouterr().out == told
-
-
-# ---- what a person is told before anything starts ----
 
 
 def fake_docker(folder: Path, *lines: str) -> None:

@@ -62,16 +62,10 @@ def exported() -> set[str]:
 KNOWN = exported() | RECORDS | OF_PROMETHEUS | OF_PROCESSES
 
 
-# ---- dashboards ----
-
-
 def test_the_dashboards_are_what_make_makes_of_them() -> None:
     command = [sys.executable, str(ROOT / "deploy" / "grafana" / "make.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-
-
-# ---- expressions ----
 
 
 @each_dashboard
@@ -103,9 +97,6 @@ def test_rules_and_records() -> None:
     assert asked >= RECORDS
 
 
-# ---- alarms ----
-
-
 def test_an_alarm_says_for_whom_it_is_and_where_to_read_on() -> None:
     sections = anchors(OPERATIONS)
     for rule in ALERTS:
@@ -116,9 +107,6 @@ def test_an_alarm_says_for_whom_it_is_and_where_to_read_on() -> None:
         assert rule.alert.lower() in sections, rule
     headings = re.findall(r"^#### (\w+)$", OPERATIONS.read_text(), flags=re.MULTILINE)
     assert sorted(headings) == sorted(rule.alert for rule in ALERTS)
-
-
-# ---- Prometheus' own checks ----
 
 
 def promtool(*arguments: object) -> str:

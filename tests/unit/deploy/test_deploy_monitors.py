@@ -128,9 +128,6 @@ def test_prometheus_itself_makes_the_same_of_them(tmp_path: Path) -> None:
         assert sorted(found, key=lambda one: one["pod"]) == sorted(expected, key=lambda one: one["pod"])
 
 
-# ---- where they are made ----
-
-
 def test_a_monitor_finds_its_keys_in_its_own_context(tmp_path: Path) -> None:
     for deployment in (THREE_SITES, read_deploy_file(BASE)):
         for objects in by_context(deployment).values():

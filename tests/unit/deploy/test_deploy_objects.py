@@ -216,9 +216,6 @@ def test_the_table_of_secrets_is_what_the_pods_mount(tmp_path: Path) -> None:
     assert told == made
 
 
-# ---- clusters ----
-
-
 def variables(deployment: Deployment, name: str) -> dict[str, str]:
     (one,) = dict(pods(deployment))[name]["containers"]
     return {variable["name"]: variable.get("value", "") for variable in one["env"]}

@@ -108,8 +108,6 @@ def test_no_second_slave_is_ended_while_one_starts() -> None:
     assert watch.look(BOTH_AWAY, 140.0, dict(starting)) is None
 
 
-# ---- the pods as the API gives them ----
-
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 

@@ -99,9 +99,6 @@ def test_a_clock_that_differs_is_told(
     assert doctored.ahead_of_us_s("yesterday", 0.0) is None
 
 
-# ---- ranks ----
-
-
 RANKS = 'id = "a"\nnodes = 2\nprocesses = 4\ntorchrun = true\nimage = "mine:1"\ncommand = ["python", "train.py"]'
 REACHES = {"findings": [{"check": "slaves", "grade": "OK", "sentence": "the data port answers", "remedy": ""}]}
 DOES_NOT = {

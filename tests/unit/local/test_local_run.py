@@ -182,9 +182,6 @@ def test_the_end_of_a_process_is_told_unless_it_was_asked_to_end(tmp_path: Path)
     ]
 
 
-# ---- the start ----
-
-
 class Process:
     """A process that runs until it is asked to end. begun: names in the order of their starts."""
 

@@ -145,9 +145,6 @@ def test_following_tells_what_comes_and_takes_in_new_files(run_dir: Path) -> Non
     assert told[6:] == ["nine", "later", "ten", "once"]
 
 
-# ---- what is wanted ----
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -126,9 +126,6 @@ def test_program_files_that_are_not_there_are_not_named(tmp_path: Path) -> None:
     assert folder.config["architectures"] == ["LlamaForCausalLM"]
 
 
-# ---- where ----
-
-
 def test_what_stands_there_is_not_overwritten_unless_somebody_says_so(tmp_path: Path) -> None:
     first, second = LlamaForCausalLM(CONFIG), LlamaForCausalLM(CONFIG)
     folder = tmp_path / "model"

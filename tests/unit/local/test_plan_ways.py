@@ -45,9 +45,6 @@ def with_third(problem: Problem, gbps: float, devices: int = 16) -> Problem:
     return replace(problem, setup=setup)
 
 
-# ---- computed ----
-
-
 def test_a_days_tokens_are_those_of_a_batch_over_the_iteration(problem: Problem) -> None:
     found = decide(problem, ASKED, sensitivity=False)
     assert found.ways is not None
@@ -119,9 +116,6 @@ def test_what_cannot_be_has_a_reason(problem: Problem) -> None:
     found = decide(alone.with_training(pipeline=2), ASKED, sensitivity=False)
     assert found.ways is None
     assert decision_json(found)["ways"] is None
-
-
-# ---- told ----
 
 
 def way(tokens_per_day: float, synchronous: bool, **more: object) -> plan_ways.Way:

@@ -34,7 +34,7 @@ def test_training_losses_and_missing_tapes(tmp_path: Path) -> None:
     )
     assert training_losses(path) == [LossPoint(100, 5.5), LossPoint(180, 4.5)]
     assert [*heldout_losses(tmp_path / "none"), *training_losses(tmp_path / "none")] == []
-    path = write(tmp_path / "a.tape.jsonl", {"kind": "step", "tokens": 1, "loss": 2.0})
+    path = write(tmp_path / "torn.tape.jsonl", {"kind": "step", "tokens": 1, "loss": 2.0})
     with path.open("a") as tape:
         tape.write(json.dumps({"kind": "step", "tokens": 2, "loss": 1.0})[:-5])
     assert training_losses(path) == [LossPoint(1, 2.0)]

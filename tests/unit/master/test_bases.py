@@ -56,9 +56,6 @@ def opened(bench: Bench) -> m.OpenStaging:
     return [c for c in bench.slaves[0].commands if isinstance(c, m.OpenStaging)][-1]
 
 
-# ---- what is granted ----
-
-
 @pytest.mark.parametrize("wire", sorted(CODECS))
 def test_a_push_on_the_current_version_is_written_as_its_cluster_wishes(wire: Codec) -> None:
     bench = bench_of("a")
@@ -110,9 +107,6 @@ def test_after_the_masters_restart_the_newest_version_will_do() -> None:
     assert begin(bench, "a", base=base, fence=fence).wire is Codec.INT8
 
 
-# ---- a new attempt ----
-
-
 def test_a_base_that_is_gone_is_followed_by_float32() -> None:
     bench = bench_of("a")
     begin(bench, "a")
@@ -149,9 +143,6 @@ def test_a_ticket_that_is_asked_for_again_does_not_live_on_what_had_landed_befor
     bench.slaves[0].say(m.SlaveBeat(progress=(m.StagingProgress(push, 2, 1000),)))
     bench.advance(3.0)
     assert bench.state.shared.members["a"].push is None
-
-
-# ---- what is kept ----
 
 
 def test_the_base_of_an_open_push_stays_readable_until_its_verdict() -> None:

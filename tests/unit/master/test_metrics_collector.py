@@ -228,9 +228,6 @@ def test_a_counter_of_a_number_that_falls_never_falls_and_a_key_that_is_gone_is_
     assert rising.look({tokens: 3, ("here", ""): 2}) == {tokens: 3, ("here", ""): 2}
 
 
-# ---- slaves without blocks ----
-
-
 def test_a_slave_without_blocks_is_up_while_it_waits_and_not_shown_when_it_is_gone(tmp_path: Path) -> None:
     bench = ReshardBench()
     run = Scraped(bench, tmp_path)

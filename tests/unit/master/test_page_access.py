@@ -52,9 +52,6 @@ def certificate(keys: Path, name: str) -> bytes:
     return (keys / name / "tls.crt").read_bytes()
 
 
-# ---- the Host header ----
-
-
 @pytest.mark.parametrize(
     ("header", "name"),
     [
@@ -95,9 +92,6 @@ def test_only_names_of_this_master_answer(header: str | None, insecure: bool, wi
     assert keyed(keys, "Status.example").host_is_ours(header) is with_keys
 
 
-# ---- tokens and certificates ----
-
-
 @pytest.mark.parametrize("token", ["", "x", TOKEN[:-1], TOKEN + "t", "\u00fc" * 43, TOKEN.upper()])
 def test_another_token_is_refused(token: str, keys: Path) -> None:
     gate = keyed(keys)
@@ -110,9 +104,6 @@ def test_without_keys_there_is_nobody_to_tell_apart() -> None:
     gate = PageAccess(Access(INSECURE), TOKEN, 1)
     assert gate.admit(None, None, {}).who == "this machine"
     assert not gate.checks
-
-
-# ---- files ----
 
 
 def test_the_token_stays_its_owners_or_is_refused(tmp_path: Path) -> None:
@@ -136,9 +127,6 @@ def test_a_torn_token_is_made_anew(content: str, tmp_path: Path) -> None:
     (tmp_path / gates.SECRET_NAME).write_text(content)
     (tmp_path / gates.SECRET_NAME).chmod(0o600)
     assert len(load_secret(tmp_path).token) == 43
-
-
-# ---- the page's own files ----
 
 
 def test_charts_are_the_published_library_with_its_licence() -> None:

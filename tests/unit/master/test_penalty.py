@@ -18,9 +18,6 @@ def reason_of(judgement: Judgement, cluster: str) -> str:
     return judgement.rejected[cluster].sentence
 
 
-# ---- what no detector accepts ----
-
-
 @pytest.mark.parametrize(
     ("push", "complaint", "code"),
     [
@@ -54,18 +51,12 @@ def test_pushes_that_are_no_known_norm() -> None:
     assert Master().round(pushes).accepted == ("a", "b")
 
 
-# ---- the hard gate ----
-
-
 def test_the_gate_is_exclusive_at_ten_times() -> None:
     master = Master(live=frozenset("abc"))
     for _ in range(3):
         master.norms(a=1.0, b=1.0, c=1.0)
     assert master.judge({"d": Push(along(10.0))}).accepted == ("d",)
     assert master.judge({"d": Push(along(10.001))}).accepted == ()
-
-
-# ---- scores ----
 
 
 @pytest.mark.parametrize(
@@ -86,9 +77,6 @@ def test_slow_drift_of_the_local_steps_restarts_too() -> None:
     for steps in (70, 76, 82):
         master.round({"a": Push(along(1.0), local_steps=steps)})
     assert master.state.of("a").steps == 82
-
-
-# ---- the merge ----
 
 
 def test_pushes_against_each_other_and_no_clip() -> None:
@@ -134,9 +122,6 @@ def test_judging_changes_nothing_by_itself() -> None:
     assert master.judge({"a": Push(along(30.0)), "b": Push(along(1.0, 1))}) == first
 
 
-# ---- the ways back ----
-
-
 def test_rejections_above_the_gate_break_the_row() -> None:
     master = Master().warmed_up(20)
     for _ in range(7):
@@ -180,9 +165,6 @@ def test_three_flags_quarantine_and_the_first_accepted_push_ends_it() -> None:
     assert master.state.of("a").flags_in_a_row == 0
 
 
-# ---- other detectors ----
-
-
 def test_literal_flags_a_large_part_of_steady_norms_and_the_repaired_rule_none() -> None:
     """As printed: the first score is 0, so the threshold stays near 0 and ordinary pushes are flagged."""
     flagged = {}
@@ -224,9 +206,6 @@ def test_edit_weights_are_a_softmax_of_the_negative_norms() -> None:
 def test_detector_off_merges_whatever_is_finite() -> None:
     master = Master(PenaltyConfig(detector="off")).warmed_up()
     assert master.norms(a=1e6, b=1.0).accepted == ("a", "b")
-
-
-# ---- arguments ----
 
 
 @pytest.mark.parametrize("names", [[], ["b", "a"], ["a", "a"]])

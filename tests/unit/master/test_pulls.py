@@ -91,8 +91,6 @@ def test_pins_are_released_replaced_and_run_out() -> None:
     assert not bench.state.shared.pins
 
 
-# ---- pins of readers ----
-
 KEY = b"k" * 32
 
 
@@ -210,9 +208,6 @@ def test_pull_waits_for_the_version_that_a_restarted_slave_holds_already() -> No
 def test_finish_pull_of_any_pin_answers_with_the_steps_to_make(finished: int) -> None:
     bench = Bench().running("a")
     assert bench.ask(m.FinishPullRequest(bench.caller("a"), finished)).local_steps == 64
-
-
-# ---- pulls as differences ----
 
 
 def rounding(pull_wire: str = "int8", **config: Any) -> Bench:

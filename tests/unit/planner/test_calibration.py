@@ -75,9 +75,6 @@ def of(timeline: Timeline, late_ns: Callable[[int], int] = lambda ns: ns) -> Mea
     )
 
 
-# ---- the fit ----
-
-
 @settings(max_examples=60)
 @given(
     st.sampled_from(("1f1b", "gpipe", "zb_h1", "zb_v", "cross_ud/1", "interleaved_1f1b")),
@@ -161,12 +158,6 @@ def test_intervals_and_overheads_that_costs_have() -> None:
     assert interval_text(2.0, 0.1) == "1.8 s to 2.2 s"
     assert interval_text(2.0, None) == "uncalibrated"
     assert calibration_text(0.0123).endswith("+- 1.23%")
-
-
-# ---- intervals ----
-
-
-# ---- the file ----
 
 
 def file_of(schedule: Schedule, costs: Costs) -> dict[str, Any]:

@@ -56,9 +56,6 @@ def test_memory_decides_what_is_held() -> None:
         compact_zb(2, 4, chain((0, 0), (0, 0)), [ACTIVATION] * 2)
 
 
-# ---- Figure 6 ----
-
-
 @pytest.mark.parametrize("latency", [0.5, 0.75, 1, 2, 5])
 @pytest.mark.parametrize("bandwidth", [0, 0.5, 1, 2, 5])
 def test_six_microbatches_over_slow_links(latency: float, bandwidth: float) -> None:
@@ -87,9 +84,6 @@ def test_what_the_text_says_of_the_groups_in_figure_6() -> None:
     at = third.index("I2")
     assert third[at : at + 4] == ["I2", "W0", "F5", "I3"]
     assert {"W1", "W2"} <= set(third[at + 4 :])
-
-
-# ---- priorities ----
 
 
 def ready_ns(timeline: Timeline, costs: Costs) -> dict[Op, int]:

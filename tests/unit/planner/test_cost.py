@@ -31,9 +31,6 @@ def training(**keys: Any) -> Training:
     return Training(**{**given, **keys})
 
 
-# ---- parameters ----
-
-
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -61,9 +58,6 @@ def test_parameters_as_they_are_told(name: str, billions: float, active_billions
     model = read_model(name)
     assert model.parameters() / 1e9 == pytest.approx(billions, rel=0.001)
     assert model.parameters(active=True) / 1e9 == pytest.approx(active_billions, rel=0.005)
-
-
-# ---- operations ----
 
 
 def test_megatrons_formula() -> None:
@@ -96,9 +90,6 @@ def test_work_of_models() -> None:
     assert operations(model, 4096) / 4096 == pytest.approx(6 * model.parameters(active=True), rel=0.08)
 
 
-# ---- memory ----
-
-
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
 def test_zeros_figure_1(stage: int, gigabytes: float) -> None:
     """7.5B parameters on 64 devices (arXiv:1910.02054, Figure 1)."""
@@ -129,9 +120,6 @@ def test_memory_of_models() -> None:
     assert layer_state_bytes(model, 0, training(data=64)) == layer_state_bytes(model, 0, training(data=64, expert=64))
 
 
-# ---- messages ----
-
-
 @pytest.mark.parametrize(
     ("name", "tokens", "size", "megabytes"),
     [
@@ -151,9 +139,6 @@ def test_jeeves_section_2_2() -> None:
     assert model.parameters() / GB == pytest.approx(175, rel=0.003)
     message = pipeline_message_bytes(model, training(activation_bytes=1))
     assert 3096 * message / GB == pytest.approx(75, rel=0.05)
-
-
-# ---- descriptions that cannot be ----
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,6 @@ def spans(timeline: Timeline) -> list[tuple[int, bool, float, float]]:
     return [(one.stage, one.before, one.start_ns / NS, one.ends_ns / NS) for one in timeline.exchanges]
 
 
-# ---- by hand: 1F1B of two stages and two microbatches takes 9; stage 1 ends at 7 ----
-
-
 def test_weights_come_first_and_gradients_last() -> None:
     """Each device its own network: everything 2 later, and the gradients of stage 0 at the end."""
     timeline = validate(one_f_one_b(2, 2), costs_of((0, 1), 2, 1))
@@ -114,9 +111,6 @@ def test_waits_and_deadlocks() -> None:
         simulate(schedule, costs_of((0, 1), 2, 1))
 
 
-# ---- what is checked ----
-
-
 def test_a_wrong_exchange_is_named() -> None:
     costs = costs_of((0, 1), 2, 1, shared=True)
     done = list(simulate(one_f_one_b(2, 2), costs).exchanges)
@@ -135,9 +129,6 @@ def test_a_wrong_exchange_is_named() -> None:
         check_exchanges([done[0], early, *done[2:]], costs.exchanges, first, last)
     with pytest.raises(PlanError, match="exchanges of 1 stages for 2 stages"):
         replace(uniform(2, 1), exchanges=(Exchange(0, 1, 1),))
-
-
-# ---- solved ----
 
 
 @pytest.mark.parametrize(("shared", "best"), [(False, 11), (True, 15)])
@@ -167,9 +158,6 @@ def test_the_solver_beats_static_schedules(
     two = costs_of(wave(2), gather, reduce, latency, shared, apart)
     found = optimal("best", wave(2), 3, two, [3 << 20] * 2, zb_v(2, 3))
     assert found.lower_bound_ns <= validate(found.schedule, two).makespan_ns <= validate(zb_v(2, 3), two).makespan_ns
-
-
-# ---- of which size ----
 
 
 def small(**changes: object) -> Problem:

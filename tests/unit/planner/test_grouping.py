@@ -46,9 +46,6 @@ def measured(
     )
 
 
-# ---- the paper's examples ----
-
-
 def test_the_settings_of_section_4_1() -> None:
     """By the text's networks two groups in setting 1 (Figure 12 speaks of four), and one in setting 2."""
     first, second = (group(measured_of(read_setup(name))) for name in SETTINGS[1:])
@@ -59,9 +56,6 @@ def test_the_settings_of_section_4_1() -> None:
     )
     assert plain(first) == [[cloud], [edge, end]]
     assert plain(second) == [[cloud, edge, end]]
-
-
-# ---- three cloud regions ----
 
 
 def test_near_and_far_regions() -> None:
@@ -93,9 +87,6 @@ def test_a_merge_within_what_measurements_are_off_is_no_surprise() -> None:
     assert round(clean.steps[-1].apart, 3) == 0.249
     assert clean.margins[0].error < 0.07
     assert {len(group(shaken(clean.measured, 0.1, seed)).groups) for seed in range(60)} == {1, 2}
-
-
-# ---- what decides ----
 
 
 def test_a_merge_is_decided_by_the_mean_time_of_a_message() -> None:
@@ -179,9 +170,6 @@ def test_no_error_within_the_margin_changes_anything(data: st.DataObject) -> Non
     assume(all(margin.error > 0.05 for margin in clean.margins))
     noisy = group(shaken(clean.measured, 0.05, data.draw(st.integers(0, 1000))))
     assert plain(noisy) == plain(clean)
-
-
-# ---- from files ----
 
 
 def test_times_and_speeds_of_a_profile(tmp_path: Path) -> None:

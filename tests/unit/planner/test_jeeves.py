@@ -29,9 +29,6 @@ def costs(busy: float, latency: float, n: int = 4, hold: float = 0.0) -> Costs:
     return uniform(n, 1, wires=wires, activation=UNIT)
 
 
-# ---- the greedy ----
-
-
 def test_without_delay_it_is_1f1b() -> None:
     """Backward first, and no more forward passes than memory holds."""
     free = uniform(4, 1, activation=UNIT)
@@ -93,9 +90,6 @@ def test_what_cannot_run_is_named() -> None:
     bad = Schedule("bad", good.device_of_stage, 2, (good.orders[0][::-1], good.orders[1]))
     with pytest.raises(PlanError, match="replica 1: the schedule cannot end: device 0 waits at cell 1"):
         simulate_fleet([good, bad], uniform(2, 1))
-
-
-# ---- replicas ----
 
 
 def test_replicas_of_one_and_of_many() -> None:

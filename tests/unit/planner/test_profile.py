@@ -21,9 +21,6 @@ def problem(folder: Path, *changes: tuple[str, str]) -> Problem:
     return Problem(read_setup(files(folder, *changes)))
 
 
-# ---- what a problem makes of it ----
-
-
 def test_each_layer_has_its_time_on_each_kind_of_device(tmp_path: Path) -> None:
     found = problem(tmp_path)
     costs = found.costs((1, 1, 1, 1))
@@ -147,9 +144,6 @@ def test_a_newer_measurement_of_what_changed_is_enough(tmp_path: Path) -> None:
     since = ("latency_ms = 5", "latency_ms = 5\nsince = 2026-03-02T00:00:00+01:00")
     dated = [(f"latency_ms = {ms}\n", f"latency_ms = {ms}\nat = 2026-03-01T23:00:00Z\n") for ms in (7, 8)]
     assert read_setup(files(tmp_path, since, *dated)).links[0].latency_ms == 7
-
-
-# ---- the file ----
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -83,9 +83,6 @@ def test_an_unknown_name(tmp_path: Path) -> None:
         read_topology("nowhere")
 
 
-# ---- traffic ----
-
-
 def test_what_latency_and_loss_cost() -> None:
     for size in (1.0, 1e6, 1e9):
         for latency_s in (50e-6, 1e-3):

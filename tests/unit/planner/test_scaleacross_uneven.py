@@ -45,9 +45,6 @@ def uneven(folder: Path, numbers: tuple[int, ...] = (16, 32, 16, 24), **changes:
     return read(folder, text)
 
 
-# ---- places ----
-
-
 def test_replicas_and_stages_go_to_buildings_in_proportion(tmp_path: Path) -> None:
     """32 and 56 accelerators, in groups of 8: 4 and 7 groups."""
     topology = uneven(tmp_path)
@@ -113,9 +110,6 @@ def test_experts_that_do_not_divide_are_refused(tmp_path: Path) -> None:
         check_places(uneven(tmp_path), case)
 
 
-# ---- the search ----
-
-
 def test_a_search_says_what_it_leaves_over(tmp_path: Path) -> None:
     """32 and 56 accelerators are 11 groups of 8; 64 sequences divide among 1, 2, 4, 8 replicas."""
     topology = uneven(tmp_path)
@@ -140,9 +134,6 @@ def test_the_slowest_zone_counts_and_that_is_said(tmp_path: Path) -> None:
         "all accelerators count with the least sustained_tflops, 300 TFLOP/s of zone b2",
         "all accelerators count with the least memory_gib, 80 GiB of zone a1",
     )
-
-
-# ---- a problem's file ----
 
 
 def two_sites(folder: Path, **changes: str) -> ClusterFile:

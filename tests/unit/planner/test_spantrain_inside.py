@@ -55,9 +55,6 @@ def whole(planner: Planner) -> Inside:
     return found
 
 
-# ---- the paper's examples ----
-
-
 def test_tiles_follow_the_powers_and_other_powers_are_no_grid() -> None:
     """The nearest grid would give a device more than 12 % too much; three devices have no grid at all."""
     found = tiles([4, 1, 2, 2])
@@ -103,9 +100,6 @@ def test_figure_7c_in_a_plan() -> None:
     assert [parts[site].data * parts[site].tensor * 9 for site in range(4)] == list(powers)
 
 
-# ---- shares ----
-
-
 def test_whole_shares_are_the_fastest_of_all() -> None:
     for total, powers in ((1, (1.0, 2.0)), (7, (1.0, 2.0, 4.0)), (8, (3.0, 3.0, 1.0)), (5, (1.0, 1.0, 1.0))):
         found = whole_shares(total, powers)
@@ -122,9 +116,6 @@ def test_a_microbatch_needs_a_sequence_for_each_device() -> None:
     assert not planned(setup, 6).has_teams(0)
     assert planned(setup, 7).has_teams(0)
     assert planned(setup, 6, rules=Rules(idle=True)).has_teams(0)
-
-
-# ---- teams ----
 
 
 def test_equal_devices_choose_tensor_or_data_parallel_by_what_is_sent() -> None:
@@ -162,9 +153,6 @@ def test_a_part_of_a_microbatch_takes_its_part_of_the_time() -> None:
     assert alone == pytest.approx(planner.work.times_s[0][-1].total_s / 4)
 
 
-# ---- memory ----
-
-
 def test_memory_of_a_device_by_hand() -> None:
     setup = lan({"sustained_tflops": 1, "memory_gib": 4}, {"sustained_tflops": 3})
     planner = planned(setup, 4)
@@ -195,9 +183,6 @@ def test_memory_that_is_too_small_or_not_given() -> None:
     setup = problem([{"name": "a", "memory_gib": None, "sustained_tflops": 1}], [])
     with pytest.raises(PlanError, match=r"problem.toml \[\[sites\]\] 1: memory_gib of a is not given"):
         work_of(setup, 1)
-
-
-# ---- lines ----
 
 
 def all_insides(planner: Planner, group: int) -> list[Inside]:

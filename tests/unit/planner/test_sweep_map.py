@@ -101,9 +101,6 @@ def test_the_picture_names_each_best_schedule_each_time(rows: list[sweep.SweepRo
     assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 20
 
 
-# ---- the command ----
-
-
 GRID: Sequence[str] = ("--latency", "0,2", "--bandwidth", "0,2")
 
 

@@ -103,9 +103,6 @@ def test_a_batch_that_does_not_divide() -> None:
     assert {(s.pipeline, s.data) for s in splits(odd)} == {(1, 4), (2, 2), (4, 1)}
 
 
-# ---- groups of sites ----
-
-
 def four_sites(across: bool = True) -> Problem:
     """CrossPipe's four data centres in a ring; across: with links to the opposite ones, too."""
     setup = read_setup("crosspipe-m70-4dc")
@@ -179,6 +176,3 @@ def test_groups_that_cannot_be() -> None:
     problem = Problem(read_setup("crosspipe-figure-8")).with_memory(0.01).with_options(schedules=["1f1b"])
     with pytest.raises(PlanError, match="no way to split is possible: 1 x 4: "):
         tradeoff(problem)
-
-
-# ---- CrossPipe's cases of memory and recomputation ----

@@ -123,9 +123,6 @@ def test_a_transfer_in_pieces_takes_as_long_as_its_slower_link(kilobytes: list[i
     assert total / slower - 1e-4 <= ended_s <= total / slower + max(kilobytes) * 0.008 / faster + 1e-3
 
 
-# ---- the ring ----
-
-
 def test_a_ring_carries_twice_all_but_one_part_at_its_slowest_links_pace() -> None:
     """4 clusters: 2 x 3 steps of a quarter of the bytes each."""
     assert all_reduce_s(1e9, (8e9,) * 4, (8e9,) * 4, 0.0) == pytest.approx(1.5)
