@@ -22,16 +22,7 @@ from support.storm import Kill, Storm, compared, planned, play, table, worse_tha
 from dips.core.clock import SystemClock
 from dips.core.errors import DipsError
 from dips.judge.verify import verify_or_say
-from dips.local.demo import (
-    RUN_ID,
-    DemoOptions,
-    cluster_names,
-    make_plan,
-    measure_tokens_per_s,
-    speed_gaps,
-    tokens_to_train,
-    train_settings,
-)
+from dips.local import demo
 from dips.local.local_run import LocalRun
 from dips.local.log_files import HELDOUT_TAPE, HeldoutPoint, heldout_losses, tape_path
 from dips.local.options import command_line
@@ -58,12 +49,12 @@ def main() -> int:
 
 def soak(minutes: float, seed: int, directory: Path) -> int:
     """Both runs, and what is to be said of them; the exit code."""
-    wish = DemoOptions(minutes=CALM_SHARE * minutes, faults=False)
-    train, names = train_settings(wish), cluster_names(wish.clusters)
-    gaps, cores = speed_gaps(wish.clusters), os.cpu_count() or 1
+    wish = demo.DemoOptions(minutes=CALM_SHARE * minutes, faults=False)
+    train, names = demo.train_settings(wish), demo.cluster_names(wish.clusters)
+    gaps, cores = demo.speed_gaps(wish.clusters), os.cpu_count() or 1
     say(f"measuring how fast this machine trains ({cores} cores, load {os.getloadavg()[0]:.1f})")
-    speed = measure_tokens_per_s(command_line(train), CALIBRATION_S, min(cores, wish.clusters))
-    tokens = tokens_to_train(speed, gaps, cores, wish.minutes)
+    speed = demo.measure_tokens_per_s(command_line(train), CALIBRATION_S, min(cores, wish.clusters))
+    tokens = demo.tokens_to_train(speed, gaps, cores, wish.minutes)
     servers = ["master", *(f"s{i}" for i in range(wish.slaves))]
     kills = planned(names, servers, int(60 * CALM_SHARE * minutes / SECONDS_A_KILL), random.Random(seed))
     say(f"{tokens} tokens each; {len(kills)} kills are planned, seed {seed}")
@@ -78,14 +69,14 @@ def soak(minutes: float, seed: int, directory: Path) -> int:
     return 1 if wrong else 0
 
 
-def run(wish: DemoOptions, directory: Path, tokens: int, kills: list[Kill]) -> tuple[Storm, list[HeldoutPoint]]:
+def run(wish: demo.DemoOptions, directory: Path, tokens: int, kills: list[Kill]) -> tuple[Storm, list[HeldoutPoint]]:
     """One run to so many tokens, verified; what happened, and its held-out losses."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     clock = SystemClock()
-    wish = DemoOptions(**{**vars(wish), "run_dir": directory})
-    plan = make_plan(wish, train_settings(wish), tk_max=0)
+    wish = demo.DemoOptions(**{**vars(wish), "run_dir": directory})
+    plan = demo.make_plan(wish, demo.train_settings(wish), tk_max=0)
     name = directory.name
-    with claim(directory, Mark(RUN_ID, DEMO, "soak")) as claimed:
+    with claim(directory, Mark(demo.RUN_ID, DEMO, "soak")) as claimed:
         with LocalRun(plan, claimed, clock, lambda sentence: None, STALL_S) as local:
             local.start()
             storm = play(local, kills, tokens, lambda sentence: say(f"{name}: {sentence}"))

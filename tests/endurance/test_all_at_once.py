@@ -25,9 +25,7 @@ TOKENS = 10 * EVERY  # of one push: sync_every steps of 10 tokens
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rounds", [3, pytest.param(25, marks=pytest.mark.long)])
-def test_eight_clusters_push_to_four_slaves_and_pull_from_them_together(
-    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eight_clusters_and_four_slaves_together(rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     connects: list[str] = []
     opened: list[int] = []
     connect, open_all = SlaveSockets.reconnect, SlaveSockets.open

@@ -80,7 +80,7 @@ class Cluster(threading.Thread):
 
 
 @pytest.mark.parametrize(("buffers", "is_usable"), [("average", True), ("own", False)])
-def test_the_exported_model_in_eval_mode_is_as_good_as_while_training(
+def test_an_exported_model_in_eval_mode_is_as_good_as_in_training(
     tmp_path: Path, buffers: str, is_usable: bool
 ) -> None:
     torch.set_num_threads(1)

@@ -46,8 +46,6 @@ def test_the_greedy_is_within_five_percent_of_the_best_in_every_case_of_four_dev
 
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(("n_sites", "latency", "bandwidth"), [(2, 0.25, 0), (4, 0.5, 0.5), (4, 0.25, 2)])
-def test_with_eight_devices_the_solver_is_never_worse_than_others_of_its_kind(
-    n_sites: int, latency: float, bandwidth: float
-) -> None:
+def test_eight_devices_the_solver_is_never_worse_than_others(n_sites: int, latency: float, bandwidth: float) -> None:
     for memory in (1, 2):
         check_grid(rows_of(Case(8, 16, n_sites, latency, bandwidth, memory), optimal_s=10.0))

@@ -132,24 +132,3 @@ def test_a_rank_is_killed_and_both_go_on_from_the_checkpoints_of_both(tmp_path: 
         assert_one_cluster(tmp_path)
         tokens = [steps * KINDS[kind] * RANK_TOKENS for steps in PUSHED_STEPS]
         assert applied_tokens(run) == tokens, "none is lost, none counted twice"
-
-
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        pytest.param(
-            "hugging_face-uncut-fsdp",
-            "dips: fsdp is set, and FSDP2 has not cut the model",
-            marks=pytest.mark.long,
-        ),
-        ("lightning-endless", "dips: min_epochs and min_steps would train on"),
-    ],
-)
-def test_what_cannot_be_a_cluster_is_one_sentence(tmp_path: Path, kind: str, says: str) -> None:
-    with run_for(kind, tmp_path) as run:
-        code, said = train(run, kind, tmp_path)  # torchrun ends the other rank, if the first one's end is earlier
-        assert code != 0
-        assert says in said, said[-3000:]
-        assert "exitcode  : 2 " in said.partition("Root Cause")[2], said[-3000:]
-        assert "ConfigError" not in said, "no stack trace"
-        assert run.joins == []

@@ -306,9 +306,7 @@ BACKUPS: Mapping[str, tuple[str, ...]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "names"), BACKUPS.items(), ids=lambda value: str(value).replace(" ", "-"))
-def test_a_run_survives_disks_put_back_from_an_old_backup(
-    kind: str, names: tuple[str, ...], fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_an_old_backup_is_put_back(kind: str, names: tuple[str, ...], fork_server: ForkServer, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with FaultRun(directory, fork_server) as run:
         run.began()
@@ -324,7 +322,7 @@ def test_a_run_survives_disks_put_back_from_an_old_backup(
 
 
 @pytest.mark.long
-def test_master_and_slave_put_back_at_once_wait_and_say_so_until_the_slave_has_its_own_disk(
+def test_master_and_slave_put_back_at_once_wait_for_the_slaves_own_disk(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
     """More than the promise covers: no version is on every slave, and the journal knows the digest of none that is."""

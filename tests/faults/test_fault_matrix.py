@@ -86,9 +86,7 @@ def test_what_is_reached_elsewhere_exists(name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("lanes", LANES, ids=lambda lanes: "+".join(segment.name for segment in lanes))
-def test_a_run_survives_every_harm_at_every_failpoint(
-    lanes: tuple[Segment, ...], fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_every_harm_at_every_failpoint(lanes: tuple[Segment, ...], fork_server: ForkServer, tmp_path: Path) -> None:
     given_up.clear()
     with ThreadPoolExecutor(len(lanes)) as pool:
         runs = [pool.submit(play, tmp_path / segment.name, fork_server, segment) for segment in lanes]

@@ -145,9 +145,7 @@ def test_a_run_survives_every_harm_on_the_data_path(keys: Path | None, fork_serv
 
 
 @pytest.mark.long
-def test_a_run_survives_every_harm_on_the_control_path(
-    keys: Path | None, fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_every_harm_on_the_control_path(keys: Path | None, fork_server: ForkServer, tmp_path: Path) -> None:
     """Flipped bits need keys: without them TCP's checksum is all there is (docs/security.md)."""
     play(tmp_path / "run", fork_server, ON_CONTROL + (FLIPS_ON_CONTROL if keys else ()), keys)
 

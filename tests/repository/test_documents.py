@@ -55,9 +55,6 @@ MISTAKES = mistakes()
 each_document = pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
 
 
-# ---- what is told to be typed ----
-
-
 def test_there_is_something_to_check() -> None:
     assert len(SHELL_BLOCKS) >= 15
     assert {block.language for block in BLOCKS} <= {*SHELL, "python", "yaml", "toml", "ini", "mermaid", ""}
@@ -78,10 +75,13 @@ def test_toml_can_be_read(block: Block) -> None:
 
 
 @each_document
-def test_reasons_name_tests_that_exist(file: Path) -> None:
+def test_reasons_links_and_python_names_are_right(file: Path) -> None:
     for block in blocks(file):
         for name in re.findall(r"tests/[\w/]+\.py|\.ci/\w+", block.not_run):
             assert (ROOT / name).is_file(), f"{block}: {name}"
+    for span in spans(file):
+        if re.fullmatch(r"dips(\.\w+)+", span):
+            importable(span)
 
 
 def test_the_examples_address_is_that_of_the_documents() -> None:
@@ -98,10 +98,6 @@ def test_an_examples_header_tells_only_what_the_documents_tell_too(example: Path
     assert {" ".join(without_environment(command)) for command in commands} <= told
 
 
-# ---- commands ----
-
-
-@functools.cache
 def commands_of(file: Path) -> set[str]:
     lines = {line for block in blocks(file) if block.language in SHELL for line in shell_lines(block)}
     lines |= {span for span in spans(file) if not any(span == row[0].strip("`") for row in MISTAKES)}
@@ -160,9 +156,6 @@ def test_the_documents_name_every_command() -> None:
         assert f"`{command.name}`" in changes or f"`dips {command.name}`" in changes, command.name
 
 
-# ---- mistakes, exit codes, refusals ----
-
-
 def kinds(base: type[DipsError] = DipsError) -> list[type[DipsError]]:
     return [base, *(kind for below in base.__subclasses__() for kind in kinds(below))]
 
@@ -180,9 +173,6 @@ def test_every_refusal_is_explained() -> None:
     told = set(re.findall(r"`([A-Z_]{3,})`", text)) & {code.name for code in RefusalCode}
     assert told == {code.name for code in RefusalCode} - {"UNSPECIFIED"}
     assert all(all(row) for row in table(START, "When another process says no"))
-
-
-# ---- what is named ----
 
 
 @each_document
@@ -250,13 +240,6 @@ def defined_in(path: Path) -> frozenset[str]:
     return frozenset(names(ast.parse(path.read_text()).body))
 
 
-@each_document
-def test_python_names_exist(file: Path) -> None:
-    for span in spans(file):
-        if re.fullmatch(r"dips(\.\w+)+", span):
-            importable(span)
-
-
 def importable(name: str) -> None:
     """Raises when no module, or nothing in a module, has this name."""
     module, _, last = name.rpartition(".")
@@ -264,9 +247,6 @@ def importable(name: str) -> None:
         importlib.import_module(name)
     except ModuleNotFoundError:
         getattr(importlib.import_module(module), last)
-
-
-# ---- the README's own words ----
 
 
 def test_defaults_that_the_readme_tells() -> None:

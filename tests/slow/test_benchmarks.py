@@ -94,9 +94,6 @@ def test_a_small_one_runs_and_measures(name: str, tmp_path: Path) -> None:
         CHECKED[name](found, tmp_path)
 
 
-# ---- what holds on any machine ----
-
-
 def _adapter(found: dict[str, Any], folder: Path) -> None:
     assert found["observation_us"] > 0, MONITOR_NS
     for row in found["traces"]:
@@ -181,9 +178,6 @@ def test_what_cannot_be_measured_is_refused_with_a_sentence(name: str, options: 
 def test_what_a_switch_replaces_is_there(name: str) -> None:
     done = run_python(BENCHMARKS / "peers" / "switches.py", name, "--version")
     assert (done.returncode, bool(done.stdout.strip())) == (0, True), done.stderr
-
-
-# ---- the work that is compared ----
 
 
 @pytest.mark.parametrize("n_params", [1, 767, 1_000_000, 100_000_000])

@@ -67,7 +67,7 @@ def test_a_link_says_that_its_slave_is_gone(context: zmq.Context[zmq.Socket[byte
 
 
 @pytest.mark.parametrize("loop", ["python", "compiled"])
-def test_a_transfer_from_a_slave_that_died_is_given_up_without_its_silence(
+def test_a_transfer_from_a_slave_that_died_is_given_up(
     context: zmq.Context[zmq.Socket[bytes]], loop: LoopChoice
 ) -> None:
     slave = Mute()

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from unittest.mock import ANY
 
 import numpy as np
@@ -25,7 +25,7 @@ from dips.core.ids import Incarnation
 from dips.core.layout import FLOAT32_BYTES, Block, Layout, Parameter
 from dips.core.messages import AllowedKey, Caller, KeyRole, PlacementSpec, PullGrant, Settings, SlaveAddress, Ticket
 from dips.core.net.carriers import Common, LoopChoice, carry_pull, carry_push
-from dips.core.net.payloads import F32, Difference, ParameterSource, SnapshotReady
+from dips.core.net.payloads import F32, Difference, ParameterSource
 from dips.core.net.transfer import PullTransfer, PushTransfer, Transfer, TransferSettings, chunks_by_slave
 from dips.core.net.zmq_sockets import CurvePair
 from dips.core.share import Share
@@ -43,7 +43,6 @@ LAYOUT = Layout(tuple(Parameter(f"w{i}", (n,), "float32", f"w{i}") for i, n in e
 """13 blocks, 116 chunks, few of them full blocks of full chunks."""
 ORDER = tuple(reversed(range(len(LAYOUT.blocks))))
 SETTINGS = TransferSettings(CHUNK_BYTES, 6, silence_s=20.0, stall_s=60.0)
-HASTY = replace(SETTINGS, silence_s=0.4)
 CLUSTER = "a"
 THETA, PUSHED, RESIDUAL = np.random.default_rng(3).standard_normal((3, LAYOUT.n_elems), np.float32)
 
@@ -81,10 +80,6 @@ class Run:
     loop: LoopChoice
     layout: Layout = LAYOUT
     settings: TransferSettings = SETTINGS
-    known: list[dict[Chunk, int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.known = [{} for _ in self.shares]
 
     @property
     def placement(self) -> PlacementSpec:
@@ -107,19 +102,15 @@ class Run:
 
     def push(
         self, source: Callable[[int], F32 | ParameterSource], ranks: Sequence[int], *, wire: Codec = Codec.F32,
-        difference: Callable[[int], Difference] | None = None, stop: threading.Event | None = None, ready:
-        Callable[[int], SnapshotReady | None] = lambda rank: None, stopped: Sequence[int] = (),
+        difference: Callable[[int], Difference] | None = None,
     ) -> list[Transfer]:  # fmt: skip
-        """stopped: the ranks that `stop` cancels."""
         ticket = Ticket(1, self.placement, ORDER, wire=wire)
 
         def carry(rank: int) -> PushTransfer:
-            cancelled = stop if stop is not None and rank in stopped else threading.Event()
             with fresh_context() as context:
                 return carry_push(
-                    context, self.common(rank), source(rank), push_id(CLUSTER), ticket, SystemClock(), cancelled,
-                    difference=None if difference is None else difference(rank), ready=ready(rank),
-                    checksums=self.known[rank],
+                    context, self.common(rank), source(rank), push_id(CLUSTER), ticket, SystemClock(),
+                    threading.Event(), difference=None if difference is None else difference(rank),
                 )  # fmt: skip
 
         return self.together(carry, ranks)
@@ -177,9 +168,7 @@ loops = pytest.mark.parametrize(("loop", "of_slave"), [("python", "python"), ("c
 @loops
 @pytest.mark.parametrize(("n_ranks", "n_slaves"), [(2, 1), (3, 2), (4, 3)])
 @pytest.mark.parametrize("with_keys", [False, True])
-def test_ranks_push_and_pull_what_one_process_would(
-    loop: LoopChoice, of_slave: LoopName, n_ranks: int, n_slaves: int, with_keys: bool
-) -> None:
+def test_push_and_pull(loop: LoopChoice, of_slave: LoopName, n_ranks: int, n_slaves: int, with_keys: bool) -> None:
     with run_of(n_ranks, n_slaves, loop, of_slave, with_keys=with_keys) as run:
         pushed = run.push(lambda rank: of_share(PUSHED, run.shares[rank]), range(n_ranks))
         expected = whole_digests(PUSHED, n_slaves)
@@ -215,7 +204,7 @@ def test_differences_of_shares_are_those_of_the_whole(loop: LoopChoice, wire: Co
 
     def pushed_by(shares: list[Share]) -> tuple[dict[str, bytes], list[bytes]]:
         with run_of(len(shares), 2, loop, wire=wire) as run:
-            run.shares, run.known = shares, [{} for _ in shares]
+            run.shares = shares
             run.curves = [None] * len(shares)
 
             def difference(rank: int) -> Difference:
@@ -239,85 +228,6 @@ def test_live_parameters_of_a_share_are_sent_from_where_they_lie(loop: LoopChoic
         assert run.staged() == whole_digests(PUSHED, 2)
 
 
-class StopsAt:
-    """A snapshot of which everything is there; calls `act` before the chunk of this number is read."""
-
-    def __init__(self, number: int, act: Callable[[], None], n_elems: int) -> None:
-        self._left, self._act, self._n_elems = number, act, n_elems
-
-    def wait(self, start_elem: int, stop_elem: int) -> None:
-        assert 0 <= start_elem < stop_elem <= self._n_elems, "places in the share's own vector"
-        self._left -= 1
-        if self._left == 0:
-            self._act()
-
-
-@loops
-def test_a_rank_that_was_killed_sends_the_rest_in_its_next_attempt(loop: LoopChoice, of_slave: LoopName) -> None:
-    with run_of(3, 2, loop, of_slave) as run:
-        stop = threading.Event()
-
-        def source(rank: int) -> F32:
-            return of_share(PUSHED, run.shares[rank])
-
-        def ready(rank: int) -> SnapshotReady | None:
-            return StopsAt(12, stop.set, run.shares[1].n_elems) if rank == 1 else None
-
-        first = run.push(source, range(3), stop=stop, ready=ready, stopped=[1])
-        assert [transfer.done for transfer in first] == [True, False, True]
-        assert run.staged() == {}, "as long as one rank has not sent its share"
-        run.known[1] = {}  # another process
-        again = run.push(source, range(3))
-        assert all(transfer.done for transfer in again)
-        assert run.staged() == whole_digests(PUSHED, 2)
-        for rank in (0, 2):
-            assert sum(slave.carried_bytes for slave in again[rank].moved().values()) == 0
-        resumed = sum(slave.resumed_bytes for slave in again[1].moved().values())
-        assert 0 < resumed < FLOAT32_BYTES * run.shares[1].n_elems
-        end = combined(ends_of(again), 3, run.chunks())
-        assert isinstance(end, Done), "an attempt that sent nothing knows all checksums too"
-
-
-@loops
-def test_a_slave_that_was_started_again_gets_all_shares(loop: LoopChoice, of_slave: LoopName) -> None:
-    """Ranks that had sent everything to it send it again, as soon as the master's answer has them try again."""
-    with run_of(3, 2, loop, of_slave) as run, ExitStack() as stack:
-        run.settings = HASTY
-        gone = run.ports[1]
-
-        def source(rank: int) -> F32:
-            return of_share(PUSHED, run.shares[rank])
-
-        def ready(rank: int) -> SnapshotReady | None:
-            return StopsAt(15, gone.server.stop, run.shares[0].n_elems) if rank == 0 else None
-
-        first = run.push(source, range(3), ready=ready)
-        assert not first[0].done
-        assert "s1" in first[0].failure
-        run.ports[1] = stack.enter_context(port_of(1, 2, of_slave))
-        run.ports[1].open(CLUSTER)
-        again = run.push(source, range(3))
-        assert all(transfer.done for transfer in again)
-        assert run.staged() == whole_digests(PUSHED, 2)
-        assert isinstance(combined(ends_of(again), 3, run.chunks()), Done)
-
-
-@pytest.mark.parametrize("loop", ["python", "compiled"])
-def test_a_rank_that_owns_nothing_opens_no_connection(loop: LoopChoice) -> None:
-    placement = PlacementSpec((SlaveAddress("s0", "tcp://127.0.0.1:1"),), (0,) * len(LAYOUT.blocks), b"")
-    common = Common(RUN, 1, "cause", LAYOUT, SETTINGS, loop=loop, share=Share.of_runs([]), rank=1)
-    empty, never = np.zeros(0, np.float32), threading.Event()
-    with fresh_context() as context:
-        pushed = carry_push(
-            context, common, empty, push_id(CLUSTER), Ticket(1, placement, ORDER), SystemClock(), never
-        )  # fmt: skip
-        grant = PullGrant(V0, 1, 1, placement, ORDER, (("s0", b""),), 0, 1, None, CHUNK_BYTES, 1, RUN)
-        pulled = carry_pull(context, common, empty, grant, SystemClock(), never)
-    for transfer in (pushed, pulled):
-        assert transfer.done
-        assert transfer.known() == {}
-
-
 def test_a_share_of_other_chunks_is_refused_before_anything_is_sent() -> None:
     placement = PlacementSpec((SlaveAddress("s0", "tcp://127.0.0.1:1"),), (0,) * len(LAYOUT.blocks), b"")
     common = Common(RUN, 1, "cause", LAYOUT, SETTINGS, share=Share.of_runs([(0, 7)]))
@@ -326,22 +236,6 @@ def test_a_share_of_other_chunks_is_refused_before_anything_is_sent() -> None:
         carry_push(
             context, common, np.zeros(7, np.float32), push_id(CLUSTER), ticket, SystemClock(), threading.Event()
         )  # fmt: skip
-
-
-@loops
-def test_more_chunks_than_one_answer_names(loop: LoopChoice, of_slave: LoopName) -> None:
-    """Three ranks, whose chunks alternate; one answer names 2048 of them all."""
-    layout = Layout((Parameter("w", (48_001,), "float32", "w"),))
-    flat = np.random.default_rng(4).standard_normal(layout.n_elems, np.float32)
-    with KeyedPort(
-        None, loop=of_slave, blocks=layout.blocks, theta=np.zeros_like(flat), chunk_bytes=32
-    ) as port:  # fmt: skip
-        port.open(CLUSTER)
-        run = Run([port], [None] * 3, shares_of(3, layout, 32), loop, layout, replace(SETTINGS, chunk_bytes=32))
-        transfers = run.push(lambda rank: of_share(flat, run.shares[rank]), range(3))
-        assert all(transfer.done for transfer in transfers), [transfer.failure for transfer in transfers]
-        assert run.staged() == {"s0": digest_of_array(flat, layout.blocks, 32)}
-        assert port.landed(0).tobytes() == flat.tobytes()
 
 
 # ---- on the data threads of ranks ----

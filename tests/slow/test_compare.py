@@ -32,8 +32,6 @@ warmup_tokens = 5_000
 up = "10 Gbps"
 down = "10 Gbps"
 """
-KNOWS_NOTHING = 5.55
-"""ln 256: the loss, in nats per byte, of who guesses."""
 
 
 @pytest.fixture(scope="module")
@@ -64,47 +62,10 @@ def spoilt(folder: Path, clean: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_every_method_trains_on_as_many_tokens(clean: dict[str, Any]) -> None:
-    assert list(clean) == ["dp", "diloco-clip", "async", "dips"]
-    for method in clean.values():
-        assert method["seeds"]["1"]["tokens"] == 26_624
-        assert method["seeds"]["1"]["virtual_s"] > 0
-    for name in ("dp", "diloco-clip", "dips"):
-        assert clean[name]["seeds"]["1"]["ended"] == "finished"
-        assert clean[name]["loss_mean"] < KNOWS_NOTHING - 1
-        assert clean[name]["seeds"]["1"]["curve"][-1][0] >= 26_624
-
-
 def test_asynchronous_training_costs_little_with_the_penalty_and_much_without(clean: dict[str, Any]) -> None:
     assert abs(clean["dips"]["minus"]["diloco-clip"]) < 0.5
     naive = clean["async"]["loss_mean"]
     assert naive is None or naive > clean["dips"]["loss_mean"] + 0.5
-
-
-def test_nobody_waits_for_the_slowest(clean: dict[str, Any]) -> None:
-    if clean["async"]["seeds"]["1"]["ended"] == "finished":  # another processor's rounding may lose it on the way
-        assert clean["async"]["virtual_s"] < clean["diloco-clip"]["virtual_s"]
-    assert clean["dips"]["virtual_s"] < clean["diloco-clip"]["virtual_s"]
-    assert clean["diloco-clip"]["share_of_ideal"] == pytest.approx(1 / 1.23, abs=0.03)
-
-
-def test_rounds_are_what_the_method_says(clean: dict[str, Any]) -> None:
-    synchronous, naive, ours = (clean[name]["seeds"]["1"] for name in ("diloco-clip", "async", "dips"))
-    assert (synchronous["merged_per_round"], synchronous["staleness_max"]) == (4.0, 0)
-    assert naive["merged_per_round"] == 1.0
-    assert 1.0 < ours["merged_per_round"] < 4.0
-    assert naive["staleness_mean"] > ours["staleness_mean"] > 0
-    assert (naive["clipped"], ours["flags"]["false"]) == (0.0, 0)
-
-
-def test_spoilt_pushes_are_kept_out_and_no_others(spoilt: dict[str, Any], clean: dict[str, Any]) -> None:
-    seed = spoilt["seeds"]["1"]
-    assert seed["flags"]["true"] >= 5
-    assert (seed["flags"]["false"], seed["flags"]["missed"]) == (0, 0)
-    assert seed["ended"] == "finished"
-    assert spoilt["minus_clean"] == pytest.approx(spoilt["loss_mean"] - clean["dips"]["loss_mean"])
-    assert abs(spoilt["minus_clean"]) < 0.3
-    assert any(about.startswith("quarantine") for _, about, _ in seed["alarms"])
 
 
 def test_files_are_left(spoilt: dict[str, Any], folder: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.pool_work import die, double, fail_at_two, hang, stumble, threads
+from support.pool_work import die, double, hang, threads
 
 from dips.compare.pool import PoolJobFailed, run_jobs
 
@@ -50,22 +50,6 @@ def test_a_process_has_one_thread_and_ctrl_c_is_not_for_it() -> None:
     before = os.environ.get("OMP_NUM_THREADS")
     assert dict(run_jobs([1], threads, 1, Told())) == {0: ("1", True)}
     assert os.environ.get("OMP_NUM_THREADS") == before
-
-
-def test_a_job_that_cannot_be_done_ends_all_with_its_sentence() -> None:
-    told = Told()
-    running = run_jobs([1, 2, 3], fail_at_two, 1, told)
-    assert next(running) == (0, 1)
-    with pytest.raises(PoolJobFailed, match="two is too much: give one") as failed:
-        next(running)
-    assert (failed.value.index, failed.value.trace) == (1, "")
-    assert ("began", 2) not in told.notes
-
-
-def test_a_bug_brings_its_trace() -> None:
-    with pytest.raises(PoolJobFailed, match="a bug: ZeroDivisionError") as failed:
-        list(run_jobs([1], stumble, 1, Told()))
-    assert "pool_work.py" in failed.value.trace
 
 
 def test_a_process_that_is_killed_is_noticed() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,6 @@ def under_nccl(*kinds: str) -> list[Any]:
 
 
 COPIED = ["fsdp2", "fsdp2-unsharded", "tp2", "pp2", "interleaved2", "ep2", "masters2", "narrow", "masters"]
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    with Processes(tmp_path) as children:
-        yield children
 
 
 @pytest.fixture

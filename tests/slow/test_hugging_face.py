@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from support.run_for_workers import RunForWorkers
-from support.trainer_models import LENGTH, Model, Rows, applied_tokens, same_cut
+from support.trainer_models import LENGTH, Killed, Model, Rows, applied_tokens, kill
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import dips
-from dips.core.errors import ConfigError
 from dips.core.messages import VerdictKind
-from dips.worker import torch_model
-from dips.worker.state.effects import Finished
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     # torch's own: a loader that would pin memory on a machine without an accelerator.
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
 ]
 
 BATCH, ACCUMULATED = 2, 2
 STEP_TOKENS = BATCH * ACCUMULATED * LENGTH
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing that would be said at an end is said."""
 
 
 class KillAt(TrainerCallback):
@@ -40,36 +33,7 @@ class KillAt(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if state.global_step == self._step:
-            assert self._ours.sync is not None
-            assert self._ours.sync.shell is not None
-            self._ours.sync.shell._finished = Finished("killed")
-            self._ours.close()
-            raise Killed
-
-
-@pytest.fixture(autouse=True)
-def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch_model, "Layout", same_cut)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def new_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], RunForWorkers]]:
-    """Another run at each call, which trainings from then on take part in."""
-    runs: list[RunForWorkers] = []
-
-    def made() -> RunForWorkers:
-        runs.append(RunForWorkers())
-        for name, value in (("MASTER", runs[-1].address), ("INSECURE", "1"), ("CLUSTER", "a")):
-            monkeypatch.setenv(f"DIPS_{name}", value)
-        return runs[-1]
-
-    yield made
-    for run in runs:
-        run.close()
+            kill(self._ours)
 
 
 @pytest.fixture
@@ -110,9 +74,7 @@ def test_without_a_master_nothing_changes(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "trainer" / "dips").exists()
 
 
-def test_steps_are_counted_with_the_tokens_of_all_their_batches_and_none_of_the_evaluation(
-    run: RunForWorkers, tmp_path: Path
-) -> None:
+def test_steps_count_the_tokens_of_all_their_batches_and_no_evaluation(run: RunForWorkers, tmp_path: Path) -> None:
     callback = dips.HuggingFaceCallback()
     heard = Heard(callback)
     ours = trainer(tmp_path, callback, heard, eval_strategy="steps", eval_steps=3, logging_steps=1)
@@ -139,9 +101,7 @@ def test_the_trainer_ends_with_the_run_and_has_its_last_version(run: RunForWorke
 
 
 @pytest.mark.parametrize("killed_at", [6, 9])
-def test_a_killed_training_goes_on_as_if_it_had_not_been(
-    tmp_path: Path, new_run: Callable[[], RunForWorkers], killed_at: int
-) -> None:
+def test_a_killed_training_goes_on(tmp_path: Path, new_run: Callable[[], RunForWorkers], killed_at: int) -> None:
     """At 6 inside of a round; at 9 a round further than the checkpoint (of 5): what was not saved is made again."""
     models, tokens = [], []
     for name in ("whole", "killed"):
@@ -168,7 +128,7 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been(
         assert tokens == [18 * STEP_TOKENS, (8 + 13) * STEP_TOKENS]
 
 
-def test_an_older_checkpoint_of_the_trainer_takes_none_of_ours_but_its_own(
+def test_an_older_checkpoint_takes_its_own(
     run: RunForWorkers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours = trainer(tmp_path, dips.HuggingFaceCallback(checkpoints_kept=1), save_strategy="steps", save_steps=2)
@@ -212,30 +172,3 @@ def test_an_excluded_push_is_dropped_and_training_goes_on(run: RunForWorkers, tm
     ours = trainer(tmp_path, dips.HuggingFaceCallback(), max_steps=8)
     ours.train()
     assert [verdict.kind for verdict in run.verdicts.values()][1:] == [VerdictKind.EXCLUDED, VerdictKind.APPLIED]
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"load_best_model_at_end": True}, "dips export"),
-        ({"torch_compile": True}, "give tokens_per_step="),
-        ({"deepspeed": "zero3.json"}, "DeepSpeed cuts the model.* leave out deepspeed"),
-        ({"fsdp": "full_shard"}, "FSDP2 has not cut the model.* on accelerators only.*DistributedConfig"),
-    ],
-)
-def test_what_cannot_be_a_cluster_is_refused(
-    run: RunForWorkers, tmp_path: Path, changes: dict[str, Any], says: str
-) -> None:
-    ours = trainer(tmp_path, dips.HuggingFaceCallback())
-    for name, value in changes.items():
-        setattr(ours.args, name, value)  # after the Trainer was made, which would want their packages
-    with pytest.raises(ConfigError, match=says):
-        ours.train()
-    assert run.joins == []
-
-
-def test_arguments_that_the_trainer_decides_are_refused() -> None:
-    with pytest.raises(ConfigError, match="resume is set by your trainer"):
-        dips.HuggingFaceCallback(resume=True)
-    with pytest.raises(ConfigError, match="give at least 1"):
-        dips.HuggingFaceCallback(tokens_per_step=0)

@@ -1,8 +1,7 @@
-"""Real processes: what dies is started again, what cannot live is given up, and nothing is left behind."""
+"""Real processes under a supervisor: what cannot be started is told, and nothing is left behind."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -16,16 +15,8 @@ from support.waiting import until
 
 from dips.core.clock import SystemClock
 from dips.local.child import WHOEVER_STARTS_IT, wrapped
-from dips.local.supervisor import (
-    ChildEvent,
-    ChildSpec,
-    ProcessSupervisor,
-    RestartPolicy,
-    StopStage,
-    log_tail,
-)
+from dips.local.supervisor import ChildSpec, ProcessSupervisor, log_tail
 
-QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.02, quick_s=10.0, quick_failures_max=3)
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 
 
@@ -33,18 +24,9 @@ def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
 
 
-def spec(name: str, code: str, folder: Path, stage: StopStage = StopStage.FIRST, restart: bool = True) -> ChildSpec:
-    return ChildSpec(name, python(code), folder / f"{name}.log", stage=stage, restart=restart)
-
-
 @pytest.fixture
-def events() -> list[ChildEvent]:
-    return []
-
-
-@pytest.fixture
-def supervisor(events: list[ChildEvent]) -> Iterator[ProcessSupervisor]:
-    with ProcessSupervisor(SystemClock(), events.append, QUICK) as made:
+def supervisor() -> Iterator[ProcessSupervisor]:
+    with ProcessSupervisor(SystemClock(), lambda event: None) as made:
         yield made
 
 
@@ -56,70 +38,11 @@ def polled(supervisor: ProcessSupervisor, true: Callable[[], bool]) -> Callable[
     return poll_then_ask
 
 
-def test_a_process_that_is_killed_by_others_is_started_again(
-    supervisor: ProcessSupervisor, events: list[ChildEvent], tmp_path: Path
-) -> None:
-    first = supervisor.start(spec("s0", SLEEP, tmp_path))
-    os.kill(first, signal.SIGKILL)
-    until(polled(supervisor, lambda: supervisor.starts("s0") == 2), "a second start")
-    assert supervisor.pid("s0") != first
-    assert [event.kind for event in events] == ["started", "failed", "started"]
-    assert "ended by SIGKILL" in events[1].sentence
-
-
 def test_a_command_that_does_not_exist_is_told(supervisor: ProcessSupervisor, tmp_path: Path) -> None:
     supervisor.start(ChildSpec("a", ("/nowhere/at/all",), tmp_path / "a.log", restart=False))
     until(polled(supervisor, lambda: supervisor.ended(["a"])), "the end")
     assert supervisor.exit_code("a") == 127
     assert "/nowhere/at/all cannot be started" in log_tail(tmp_path / "a.log")
-
-
-def test_stop_ends_stages_in_order_and_kills_who_does_not_listen(
-    supervisor: ProcessSupervisor, events: list[ChildEvent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dips.local.supervisor._STOP_TERMINATE_S", 0.5)
-    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
-    pids = {
-        "master": supervisor.start(spec("master", SLEEP, tmp_path, StopStage.LAST)),
-        "slave": supervisor.start(spec("slave", deaf, tmp_path, StopStage.SECOND)),
-        "cluster": supervisor.start(spec("cluster", SLEEP, tmp_path)),
-    }
-    until(lambda: all(log_tail(tmp_path / f"{name}.log").endswith("up") for name in pids), "all are up")
-    supervisor.stop()
-    stopped = [event for event in events if event.kind == "stopped"]
-    assert [event.name for event in stopped] == ["cluster", "slave", "master"]
-    assert [event.exit_code for event in stopped] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGTERM]
-    assert not any(is_running(pid) for pid in pids.values())
-    supervisor.stop()
-    assert len([event for event in events if event.kind == "stopped"]) == 3
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a child's life to its parent's")
-def test_no_child_outlives_a_supervisor_that_is_itself_killed(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    code = f"""
-import subprocess, sys, time
-from pathlib import Path
-from dips.local.supervisor import wrapped
-children = [subprocess.Popen(wrapped([sys.executable, "-c", {SLEEP!r}]), stdout=subprocess.PIPE) for _ in range(2)]
-for child in children:
-    assert child.stdout.readline() == b"up\\n"
-Path({str(pids)!r}).write_text(" ".join(str(child.pid) for child in children))
-time.sleep(60)
-"""
-    parent = subprocess.Popen(python(code))
-    try:
-        until(pids.exists, "the children")
-        until(lambda: len(pids.read_text().split()) == 2, "their pids")
-        children = [int(pid) for pid in pids.read_text().split()]
-        assert all(is_running(pid) for pid in children)
-        parent.kill()
-        parent.wait()
-        until(lambda: not any(is_running(pid) for pid in children), "the children's end")
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            parent.kill()
-        parent.wait()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a child's life to its parent's")

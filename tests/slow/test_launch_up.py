@@ -9,12 +9,11 @@ import urllib.request
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
-from support.dips_command import ROOT, children, dips, dips_started, end_at_a_limit, ended, started
+from support.dips_command import children, dips, dips_started, end_at_a_limit, ended
 from support.waiting import until
 
 from dips.local.log_files import heldout_losses, tape_path
 
-OWN_LOOP = ROOT / "examples" / "own_loop.py"
 TEXT = Path(asyncio.__file__).parent
 SLAVE = '[slave]\nmemory_bytes = "64 MiB"\n'
 
@@ -40,18 +39,6 @@ def scraped(run_dir: Path, name: str) -> dict[str, float]:
     return {sample.name: sample.value for family in families for sample in family.samples}
 
 
-def test_own_loop_without_a_master_is_ordinary_training(tmp_path: Path) -> None:
-    log = tmp_path / "loop.log"
-    with started(sys.executable, OWN_LOOP, log=log, cwd=tmp_path) as loop:
-        assert ended(loop, log) == 0
-    losses = [
-        float(line.partition("loss ")[2].partition(",")[0]) for line in log.read_text().splitlines() if "loss" in line
-    ]
-    assert len(losses) == 10
-    assert losses[-1] < losses[0] - 0.3  # unseeded: it falls by 1.0 give or take 0.1
-    assert list(tmp_path.iterdir()) == [log]
-
-
 def test_up_runs_clusters_evaluates_ends_and_is_not_begun_twice(tmp_path: Path) -> None:
     text = (
         '[master]\nsync_every = 8\npreset = "dynamic"\nmin_clusters = 2\n'
@@ -73,30 +60,6 @@ def test_up_runs_clusters_evaluates_ends_and_is_not_begun_twice(tmp_path: Path) 
     again = dips("up", file)
     assert again.returncode == 2
     assert "has ended after" in again.stderr
-
-
-def test_a_data_path_that_does_not_exist_ends_the_run_with_the_reason(tmp_path: Path) -> None:
-    text = '[train]\ndata = ["/nowhere/at/all"]\n[[clusters]]\nid = "a"\n'
-    told = dips("up", write(tmp_path, text))
-    assert told.returncode == 2
-    assert "a refused its configuration" in told.stderr
-    assert "/nowhere/at/all" in told.stderr
-    assert "Traceback" not in told.stderr
-
-
-def test_a_cluster_command_of_ones_own_is_told_where_the_run_is(tmp_path: Path) -> None:
-    seen = tmp_path / "seen.json"
-    code = (
-        "import json, os, pathlib; found = {k: v for k, v in os.environ.items() if k.startswith('DIPS_')}; "
-        f"pathlib.Path({str(seen)!r}).write_text(json.dumps(found))"
-    )
-    command = json.dumps([sys.executable, "-c", code])
-    told = dips("up", write(tmp_path, f'[[clusters]]\nid = "x"\ncommand = {command}\n'))
-    assert told.returncode == 0, told.stderr  # the only cluster has ended, so the run is stopped
-    found = json.loads(seen.read_text())
-    assert (found["DIPS_CLUSTER"], found["DIPS_RUN"]) == ("x", "mine")
-    assert found["DIPS_MASTER"].startswith("127.0.0.1:")
-    assert found["DIPS_KEYS"] == str(tmp_path / "run" / "keys" / "x")
 
 
 def test_a_run_that_its_clusters_left_goes_on_and_a_stopped_one_only_when_that_is_asked_for(tmp_path: Path) -> None:

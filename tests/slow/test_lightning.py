@@ -14,16 +14,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.run_for_workers import RunForWorkers
-from support.trainer_models import LENGTH, Model, Rows, applied_tokens, same_cut
+from support.trainer_models import LENGTH, Killed, Model, Rows, applied_tokens, kill
 from torch.utils.data import DataLoader
 
 import dips
-from dips.core.errors import ConfigError
-from dips.worker import torch_model
-from dips.worker.integrations import lightning as lightning_callback
-from dips.worker.state.effects import Finished
 
-pytestmark = [
+pytestmark = [pytest.mark.usefixtures("one_thread")] + [
     pytest.mark.filterwarnings(reason)
     for reason in (
         # Lightning's advice, on what may be meant: loaders without workers, a module without validation.
@@ -37,10 +33,6 @@ BATCH, ACCUMULATED = 2, 2
 STEP_TOKENS = BATCH * ACCUMULATED * LENGTH
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing that would be said at an end is said."""
-
-
 class KillAt(Callback):
     """Ends a training after a step as if its process had been killed."""
 
@@ -49,11 +41,7 @@ class KillAt(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *given: Any) -> None:
         if trainer.global_step == self._step:
-            assert self._ours.sync is not None
-            assert self._ours.sync.shell is not None
-            self._ours.sync.shell._finished = Finished("killed")
-            self._ours.close()
-            raise Killed
+            kill(self._ours)
 
 
 class Module(LightningModule):
@@ -116,31 +104,6 @@ class Heard(Callback):
             self.loss = self._ours.sync.shell._pace.loss
 
 
-@pytest.fixture(autouse=True)
-def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch_model, "Layout", same_cut)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def new_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], RunForWorkers]]:
-    """Another run at each call, which trainings from then on take part in."""
-    runs: list[RunForWorkers] = []
-
-    def made() -> RunForWorkers:
-        runs.append(RunForWorkers())
-        for name, value in (("MASTER", runs[-1].address), ("INSECURE", "1"), ("CLUSTER", "a")):
-            monkeypatch.setenv(f"DIPS_{name}", value)
-        return runs[-1]
-
-    yield made
-    for run in runs:
-        run.close()
-
-
 @pytest.fixture
 def run(new_run: Callable[[], RunForWorkers]) -> RunForWorkers:
     return new_run()
@@ -174,9 +137,7 @@ def test_without_a_master_nothing_changes(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "dips").exists()
 
 
-def test_steps_are_counted_with_the_tokens_of_all_their_batches_and_none_of_the_validation(
-    run: RunForWorkers, tmp_path: Path
-) -> None:
+def test_steps_count_the_tokens_of_all_their_batches_and_no_validation(run: RunForWorkers, tmp_path: Path) -> None:
     callback, module = dips.LightningCallback(), Module(1)
     heard = Heard(callback)
     ours = trainer(tmp_path, callback, heard, val_check_interval=3, check_val_every_n_epoch=None)
@@ -199,9 +160,7 @@ class TermAt(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_sigterm_which_lightning_handles_itself_pushes_the_last_steps_and_is_told_in_the_exit_code(
-    run: RunForWorkers, tmp_path: Path
-) -> None:
+def test_sigterm_pushes_the_last_steps_and_is_told_in_the_exit_code(run: RunForWorkers, tmp_path: Path) -> None:
     ours = trainer(tmp_path, dips.LightningCallback(), TermAt(2 * ACCUMULATED))
     with pytest.raises(SystemExit) as ended:
         ours.fit(Module(1), Batches())
@@ -230,9 +189,7 @@ def test_the_trainer_ends_with_the_run_and_has_its_last_version(run: RunForWorke
 
 
 @pytest.mark.parametrize("killed_at", [6, 9])
-def test_a_killed_training_goes_on_as_if_it_had_not_been(
-    tmp_path: Path, new_run: Callable[[], RunForWorkers], killed_at: int
-) -> None:
+def test_a_killed_training_goes_on(tmp_path: Path, new_run: Callable[[], RunForWorkers], killed_at: int) -> None:
     """At 6 inside of a round; at 9 a round further than the checkpoint (of 5): what was not saved is made again."""
     models, tokens = [], []
     for name in ("whole", "killed"):
@@ -266,23 +223,3 @@ def test_an_error_in_the_training_leaves_the_run(run: RunForWorkers, tmp_path: P
     with pytest.raises(ValueError, match="a bug of the user's"):
         trainer(tmp_path, dips.LightningCallback(), Fails()).fit(Module(1), Batches())
     assert len(run.leaves) == 1
-
-
-def test_what_cannot_be_a_cluster_is_refused(run: RunForWorkers, tmp_path: Path) -> None:
-    class Two(Module):
-        def configure_optimizers(self) -> Any:
-            self.automatic_optimization = False
-            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
-
-    with pytest.raises(ConfigError, match="the module has 2 optimizers"):
-        trainer(tmp_path, dips.LightningCallback()).fit(Two(1), Batches())
-    with pytest.raises(ConfigError, match="would train on after the run has ended"):
-        trainer(tmp_path, dips.LightningCallback(), min_epochs=2).fit(Module(1), Batches())
-    assert run.joins == []
-
-
-def test_a_strategy_that_shards_is_refused(run: RunForWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lightning_callback, "SingleDeviceStrategy", type("Another", (), {}))
-    with pytest.raises(ConfigError, match=r"SingleDeviceStrategy may cut the model.* use ModelParallelStrategy"):
-        trainer(tmp_path, dips.LightningCallback()).fit(Module(1), Batches())
-    assert run.joins == []

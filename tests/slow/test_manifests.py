@@ -95,6 +95,9 @@ def test_what_kustomize_builds_fits_the_schemas(folder: Path) -> None:
             fits(one, version)
     without = sum(not is_of_kubernetes(one) for one in found)
     print(f"\n{folder.relative_to(ROOT)}: {len(found)} objects, {without} without a schema, {', '.join(VERSIONS)}")
+    groups = {one["apiVersion"] for one in built(folder) if not is_of_kubernetes(one)}
+    asks = folder == MONITORING or "/prometheus-operator" in _without_comments(folder / "kustomization.yaml")
+    assert groups == ({"monitoring.coreos.com/v1"} if asks else set())
 
 
 @pytest.mark.parametrize("file", [EXAMPLE, BASE, ONE_CLUSTER], ids=lambda file: file.name)
@@ -108,17 +111,6 @@ def test_what_a_plan_prints_fits_the_schemas(file: Path) -> None:
 
 def test_what_comes_of_every_knob_fits_the_schemas(tmp_path: Path) -> None:
     check_all(planned(written(tmp_path, changes=EVERY_KNOB)))
-
-
-# ---- what a cluster must have ----
-
-
-@needs_kustomize
-@pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=lambda folder: folder.relative_to(FOLDER).as_posix())
-def test_only_what_asks_for_the_prometheus_operator_needs_it(folder: Path) -> None:
-    groups = {one["apiVersion"] for one in built(folder) if not is_of_kubernetes(one)}
-    asks = folder == MONITORING or "/prometheus-operator" in _without_comments(folder / "kustomization.yaml")
-    assert groups == ({"monitoring.coreos.com/v1"} if asks else set())
 
 
 def _without_comments(file: Path) -> str:
@@ -142,9 +134,6 @@ def test_a_component_adds_the_monitors_of_its_folder(component: Path, tmp_path: 
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
     kinds = [one["kind"] for one in built(tmp_path) if not is_of_kubernetes(one)]
     assert kinds == (["ServiceMonitor"] * 2 if name == "servers" else ["PodMonitor"])
-
-
-# ---- the Prometheus operator and Grafana ----
 
 
 def of_the_operator() -> list[Object]:
@@ -208,9 +197,6 @@ def test_a_training_sites_pods_are_as_many_as_torchrun_waits_for_and_know_the_se
     outside = servers["Service", "dips-master-outside"]["metadata"]["annotations"]
     name = outside["external-dns.alpha.kubernetes.io/hostname"]
     assert {one["name"]: one.get("value") for one in container["env"]}["DIPS_MASTER"] == f"{name}:29400"
-
-
-# ---- scripts for sites without Kubernetes ----
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,12 @@ BFLOAT16_ROUNDING = 1e-3
 
 
 @pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    with Processes(tmp_path) as children:
-        yield children
-
-
-@pytest.fixture
 def address(processes: Processes) -> str:
     return processes.start_master(*NO_MERGE)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("pipeline=2", marks=pytest.mark.long), "fsdp=2,tensor=2"])
-def test_ranks_that_cut_the_matrices_have_the_losses_of_one_process(
-    processes: Processes, tmp_path: Path, kind: str
-) -> None:
+def test_ranks_that_cut_the_matrices_have_one_processs_losses(processes: Processes, tmp_path: Path, kind: str) -> None:
     """Muon needs whole matrices. Its products are in bfloat16, and are summed in another order: not to the bit."""
     expected = losses_of_one(tmp_path, **MUON)
     cut = losses(processes, start_alone(processes, kind, **MUON))
@@ -59,9 +50,7 @@ def test_clusters_with_muon_train_in_a_run(processes: Processes, clusters: dict[
         assert processes.records(name, "verdict"), processes.log(name)[-3000:]
 
 
-def test_a_killed_cluster_makes_the_same_steps_again_to_the_bit(
-    processes: Processes, address: str, tmp_path: Path
-) -> None:
+def test_a_killed_cluster_makes_the_same_steps_again(processes: Processes, address: str, tmp_path: Path) -> None:
     check_resumption(processes, address, tmp_path, "", "", rounding=0.0, **MUON)
 
 

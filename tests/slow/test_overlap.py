@@ -23,8 +23,6 @@ from dips.worker.config import ClientConfig
 from dips.worker.shell import ClusterShell
 from dips.worker.state.effects import Finished
 
-# ---- a driver against a run that the test controls: which arithmetic is made ----
-
 OWN = DataPlan(DataMode.OWN)
 TOKENS = 100
 
@@ -62,74 +60,12 @@ def settle(client: ClusterShell, done: Callable[[], bool]) -> None:
     until(look, "the exchange does not end")
 
 
-def test_a_pull_is_rebased_by_the_steps_made_while_it_was_under_way(fake: RunForWorkers) -> None:
-    """The push and the pull are each held up until three more steps are made."""
-    fake.settings = replace(fake.settings, overlap="full", verdict_wait_s=1000.0)
-    held = threading.Event()
-    holds = {DataOp.PUT_CHUNK: threading.Event(), DataOp.GET_CHUNK: threading.Event()}
-
-    def hook(header: DataHeader) -> Refusal | None:
-        event = holds.get(header.op)
-        if event is None or event.is_set():
-            return None
-        held.set()
-        return Refusal(RefusalCode.BUSY, "the test holds it up", 0.05)
-
-    other = FlatModel(9).theta  # what the round made of the push and of others
-    model = FlatModel(1)
-    with driver(fake, model) as client:
-        for slave in fake.slaves:
-            slave.hook = hook
-        fake.hook = lambda method, request: fake.publish(other) if method == "BeginPull" else None
-        train(client, model, 4)
-        pushed = model.theta.copy()
-        settle(client, held.is_set)
-        assert client.phase == "TRANSFERRING"
-        train(client, model, 3)
-        holds[DataOp.PUT_CHUNK].set()
-        held.clear()
-        settle(client, held.is_set)
-        assert client.phase == "PULLING"
-        push = next(iter(fake.verdicts))
-        assert fake.theta_of(push).tobytes() == pushed.tobytes(), "what was pushed is of when the push began"
-        train(client, model, 3)
-        later = model.theta.copy()
-        holds[DataOp.GET_CHUNK].set()
-        settle(client, lambda: client.version == Version(1, 2))
-        assert np.array_equal(model.theta, other + (later - pushed))
-        assert client.progress == client.tokens_global + 6 * TOKENS
-
-
-def test_an_exchange_goes_on_while_one_step_is_made(fake: RunForWorkers) -> None:
-    """No step ends between the push's begin and the arrival of the version; then it is rebased by that step alone."""
-    fake.settings = replace(fake.settings, overlap="full", verdict_wait_s=1000.0)
-    pulled, other, model = threading.Event(), FlatModel(9).theta, FlatModel(1)
-    with driver(fake, model) as client:
-
-        def hook(method: str, request: object) -> None:
-            if method == "BeginPull":
-                fake.publish(other)
-                pulled.set()
-
-        fake.hook = hook
-        train(client, model, 4)
-        pushed = model.theta.copy()
-        model.theta += 1  # a long step
-        until(pulled.is_set, f"the exchange waits: {client.phase}")
-        later = model.theta.copy()
-        assert np.array_equal(later, pushed + 1), "nothing is installed in the middle of a step"
-        client.step(TOKENS, loss=2.0)
-        settle(client, lambda: client.version == Version(1, 2))
-        assert np.array_equal(model.theta, other + (later - pushed))
-        assert client.progress == client.tokens_global + TOKENS
-
-
 def checkpoints(directory: Path) -> int:
     return sum(event["kind"] == "checkpoint" for event in read_tape(directory / "tape"))
 
 
 @pytest.mark.parametrize("stage", [DataOp.PUT_CHUNK, DataOp.GET_CHUNK], ids=["pushing", "pulling"])
-def test_a_checkpoint_in_the_middle_of_an_exchange_goes_on_in_another_process(
+def test_a_checkpoint_of_an_exchange_goes_on_in_another_process(
     fake: RunForWorkers, tmp_path: Path, stage: DataOp
 ) -> None:
     fake.settings = replace(fake.settings, overlap="full", verdict_wait_s=1000.0)

@@ -5,7 +5,6 @@ pushes NaN and is excluded, one is drained; what is left is what `dips verify --
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,6 @@ LONG = 1_000_000
 """Steps of a loop that the run ends."""
 
 WIRES = {"float32": "F32", "bfloat16": "BF16", "int8": "INT8", "int4": "INT4"}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(torch=True) as server:
-        yield server
 
 
 def start(server: ForkServer, run: JudgedRun, name: str, kind: str, wire: str, **options: object) -> RankedCluster:

@@ -16,12 +16,6 @@ WHOLE = {"DIPS_INSECURE": "1", "DIPS_CLUSTER": "a"}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(torch=True) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def run(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeRun]:
     with WholeRun(tmp_path_factory.mktemp("mistakes") / "run", server=server) as run:
         yield run

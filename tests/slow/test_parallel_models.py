@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +9,6 @@ import pytest
 from support.fork_server import ForkServer
 from support.parallel_models import KINDS, full_model, ranks_of
 from support.parallel_run import RankedCluster
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(torch=True) as server:
-        yield server
 
 
 @pytest.mark.parametrize("kind", KINDS)

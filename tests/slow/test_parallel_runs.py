@@ -7,7 +7,7 @@ in which gradients are added up.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,12 +31,6 @@ F32 = NDArray[np.float32]
 STEPS, EVERY = 6, 2
 PATIENT_S = 600.0
 """Rounds wait for both clusters, and clusters for their verdicts: so a run is the same each time."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(torch=True) as server:
-        yield server
 
 
 @dataclass
@@ -147,7 +141,7 @@ def test_one_process_clusters_move_and_push_what_they_trained(reference: Played)
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda kind: kind)
-def test_clusters_of_two_parallelisms_train_one_model(
+def test_two_parallelisms_train_one(
     server: ForkServer, reference: Played, tmp_path: Path, one: str, other: str
 ) -> None:
     check_same(play(server, tmp_path / "run", {"a": one, "b": other}), reference)

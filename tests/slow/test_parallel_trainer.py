@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,6 @@ from support.dips_command import dips, dips_started
 from support.ports import own_port
 from support.trainer_run import Processes
 from support.waiting import until
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    with Processes(tmp_path) as children:
-        yield children
 
 
 @pytest.fixture
@@ -90,25 +83,6 @@ def test_ranks_without_their_fellow_end_with_one_sentence(processes: Processes) 
     assert processes.exit_code("a") == 1
     log = processes.log("a")
     assert "dips: rank 0 of this cluster has lost another rank, which ended: its own error says why" in log
-
-
-@pytest.mark.parametrize(
-    ("parallel", "sentence"),
-    [
-        ("", "2 processes were started and nothing says how they share the model: give --parallel fsdp=2"),
-        ("fsdp=4", "parallel fsdp=4 is for 4 processes and 2 were started"),
-        ("tensor=2", "the 3 heads of model_size tiny cannot be dealt evenly to 2 tensor-parallel processes"),
-    ],
-)
-def test_a_wrong_use_is_one_sentence_of_each_rank(tmp_path: Path, parallel: str, sentence: str) -> None:
-    # Started as torchrun does, which would end the second rank at the first one's end.
-    given = ["--parallel", parallel] if parallel else []
-    for rank in "01":
-        told = dips("train", "--steps", 1, *given, WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank)
-        assert told.returncode == 2
-        assert told.stderr.count("dips: ") == 1
-        assert sentence in told.stderr
-        assert "Traceback" not in told.stderr
 
 
 def rank_of_two(rank: int, port: int, log: Path, **added: str) -> contextlib.AbstractContextManager[Any]:

@@ -7,7 +7,7 @@ with its rounding, with those of a one-process cluster under the same script, to
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -34,12 +34,6 @@ SCRIPT = ("seed", "applied", "excluded", "aborted", "applied", "rolled back", "l
 
 STEPS = EVERY * (len(SCRIPT) - 3)
 """The seed and the donation hold no steps, and an aborted push is sent again at once."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(torch=True) as server:
-        yield server
 
 
 class ScriptedRun(RunForWorkers):

@@ -128,9 +128,7 @@ def test_a_sigterm_of_a_follower_is_heard_while_the_cluster_waits_for_a_verdict(
         run.close()
 
 
-def test_ranks_that_hold_shards_are_refused_on_every_rank_and_none_is_overwritten(
-    run: RunForWorkers, tmp_path: Path
-) -> None:
+def test_ranks_that_hold_shards_are_refused_and_none_is_overwritten(run: RunForWorkers, tmp_path: Path) -> None:
     ended = both_ranks(run, tmp_path, "shards", "shapes", "group", "seed")
     assert [code for code, _ in ended] == [ConfigError.exit_code] * 2, ended
     said, other_said = (out for _, out in ended)
@@ -209,13 +207,10 @@ def said_by(program: str) -> str:
     return done.stdout
 
 
-def test_a_missing_trainer_names_the_extra() -> None:
+def test_a_missing_trainer_names_the_extra_and_none_is_loaded() -> None:
     said = said_by(WITHOUT)
     assert "needs transformers: pip install 'dips-training[huggingface]'" in said
     assert "pip install 'dips-training[lightning]'" in said
-
-
-def test_a_loop_of_ones_own_loads_no_trainer() -> None:
     assert said_by(LAZY) == "[]\n"
 
 

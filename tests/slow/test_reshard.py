@@ -10,8 +10,7 @@ import pytest
 from support.waiting import until
 from support.whole_run import LEASED, NumpyCluster, WholeRun
 
-from dips.core.errors import Refused, RetryLater
-from dips.core.net.security import INSECURE
+from dips.core.errors import RetryLater
 from dips.judge.verify import verify_run
 from dips.local.authority import ensure_keys
 from dips.local.operator_client import OperatorClient
@@ -89,28 +88,6 @@ def test_whoever_is_killed_while_blocks_move_the_reshard_is_done_in_the_end(tmp_
             run.start_slave(victim)
         until(lambda: placed(run) == ["s1", "s2"], "the RESHARD was not done")
         check_run(tmp_path, run, clusters, 1)
-
-
-def test_operator_who_asks_for_what_cannot_be_is_told_why(tmp_path: Path) -> None:
-    with WholeRun(tmp_path, n_slaves=1) as run:
-        cluster = run.cluster("a", 1, step_s=0.002)
-        run.wait_for_version(1)
-        for add, remove, why in (
-            ((), ("s0",), "a run needs a slave"),
-            ((), ("s7",), "no slave 's7' holds blocks"),
-            (("s0",), (), "slave s0 holds blocks already"),
-            (("S 2",), (), "slave id"),
-        ):
-            with pytest.raises(Refused, match=why):
-                reshard(run, add, remove)
-        with OperatorClient(run.address, security=INSECURE) as client:
-            reshard(run, add=("s1",))
-            with pytest.raises(Refused, match="is under way"):
-                client.reshard(["s2"], [], "test")
-            assert "is taken back" in client.take_back_reshard()
-            assert "nothing to take back" in client.take_back_reshard()
-            client.stop("enough")
-        cluster.join()
 
 
 def _tape_says(slave: Path, kind: str) -> bool:

@@ -83,9 +83,7 @@ async def pushes_all(port: GuardedPort) -> None:
 
 
 @pytest.mark.parametrize("frame_bytes", [0, 1000, 60_000])
-async def test_a_message_without_an_end_costs_its_sender_the_connection(
-    filled_port: GuardedPort, frame_bytes: int
-) -> None:
+async def test_a_message_without_an_end_ends_the_connection(filled_port: GuardedPort, frame_bytes: int) -> None:
     port = filled_port
     before = port.count()["connections"]
     with Peak(port.pid) as peak:

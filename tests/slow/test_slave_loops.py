@@ -220,7 +220,7 @@ def assert_same(python: End, compiled: End) -> None:
 
 @pytest.mark.parametrize("chunk_bytes", [WHOLE_PIECES, PARTS_OF_PIECES])
 @pytest.mark.parametrize("current", [V0, V1, None])
-def test_pushes_of_every_codec_land_and_are_summed_alike(
+def test_pushes_of_all_codecs_land_and_are_summed_alike(
     end: MakeEnd, chunk_bytes: int, current: Version | None
 ) -> None:
     """Chunk by chunk in any order, each twice now and then, products between pushes included, and a version that flips

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from support.run_for_workers import CHUNK_BYTES, RUN, DataSlave
 from support.waiting import NO_LIMIT_S
 
@@ -20,7 +19,7 @@ from dips.core.clock import SystemClock
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import RoundId, SlaveId, Version
 from dips.core.layout import Block, Layout, Parameter
-from dips.core.messages import MoveBlocks, PlacementSpec, Refusal, SlaveAddress, SnapshotInfo
+from dips.core.messages import MoveBlocks, PlacementSpec, SlaveAddress, SnapshotInfo
 from dips.core.net import carry_numba
 from dips.core.net.carriers import Common
 from dips.core.net.data_header import DataHeader
@@ -30,7 +29,6 @@ from dips.slave.mover import Mover
 from dips.slave.ring import Ring
 from dips.slave.state.moves import WINDOW_CHUNKS
 
-F32 = NDArray[np.float32]
 BLOCK_ELEMS = 3 * WINDOW_CHUNKS * CHUNK_BYTES // 4
 LAYOUT = Layout((Parameter("w", (3 * BLOCK_ELEMS - 5,), "float32", "w"),), BLOCK_ELEMS)
 VERSION = Version(1, 3)
@@ -132,32 +130,6 @@ def test_blocks_come_from_the_slaves_that_have_them(moving: Moving, sources: lis
 def test_damaged_chunks_are_asked_for_again(moving: Moving, sources: list[Source]) -> None:
     sources[0].n_spoilt = sources[1].n_spoilt = 3
     moving.assert_moved(moving.run(move_of(sources)))
-
-
-def test_a_slave_that_is_busy_is_asked_again(moving: Moving, sources: list[Source]) -> None:
-    left = [Refusal(RefusalCode.BUSY, "not now", 0.1)] * 3
-    sources[1].hook = lambda header: left.pop() if left else None
-    moving.assert_moved(moving.run(move_of(sources)))
-    assert not left
-
-
-@pytest.mark.parametrize(
-    ("code", "ends_with"),
-    [
-        (RefusalCode.VERSION_GONE, RefusalCode.VERSION_GONE),
-        (RefusalCode.RUN_ID, RefusalCode.RUN_ID),
-        (RefusalCode.STALE_EPOCH, RefusalCode.BUSY),
-        (RefusalCode.KEY, RefusalCode.BUSY),
-    ],
-)
-def test_what_pausing_cannot_help_ends_the_move(
-    moving: Moving, sources: list[Source], code: RefusalCode, ends_with: RefusalCode
-) -> None:
-    sources[1].hook = lambda header: Refusal(code, "not here")
-    refused = moving.refused(move_of(sources))
-    assert refused.code is ends_with
-    assert refused.sentence == "slave s1 refuses: not here"
-    assert (refused.retry_after_s > 0) == (ends_with is RefusalCode.BUSY)
 
 
 def test_a_cancelled_move_ends_while_it_waits(moving: Moving, sources: list[Source]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,38 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import slave_wire
 from support.master_for_slaves import MasterForSlaves, SlaveLink
-from support.slave_wire import (
-    LAYOUT,
-    DataClient,
-    SlaveProcess,
-    configure_for,
-    open_staging,
-    placement_over,
-    prepare_of,
-    push_id,
-    slave_config,
-)
 
+from dips.core import messages as m
 from dips.core.errors import TERMINATED, RefusalCode
 from dips.core.ids import RoundId, Version
-from dips.core.messages import (
-    ConfigureRefused,
-    Prepared,
-    Ready,
-    SlaveHello,
-    SnapshotInfo,
-    Staged,
-    StopSlave,
-)
 from dips.core.observe.tape import read_tape
 from dips.slave.config import SlaveConfig
 
-A = push_id("a")
-BLOCKS = list(LAYOUT.blocks)
-PLACEMENT = placement_over("s0")
+A = slave_wire.push_id("a")
+BLOCKS = list(slave_wire.LAYOUT.blocks)
+PLACEMENT = slave_wire.placement_over("s0")
 RNG = np.random.default_rng(6)
-VALUES, OTHER = (RNG.standard_normal(LAYOUT.n_elems).astype(np.float32) for _ in range(2))
+VALUES, OTHER = (RNG.standard_normal(slave_wire.LAYOUT.n_elems).astype(np.float32) for _ in range(2))
 V0, V1 = Version(1, 0), Version(1, 1)
 R1, R2 = RoundId(1, 1), RoundId(1, 2)
 
@@ -54,10 +35,10 @@ async def master() -> AsyncIterator[MasterForSlaves]:
 
 @pytest.fixture
 def config(tmp_path: Path, master: MasterForSlaves) -> SlaveConfig:
-    return slave_config(tmp_path / "s0", master.address, tape=tmp_path / "tape.jsonl")
+    return slave_wire.slave_config(tmp_path / "s0", master.address, tape=tmp_path / "tape.jsonl")
 
 
-async def meet(master: MasterForSlaves, epoch: int) -> tuple[SlaveLink, SlaveHello]:
+async def meet(master: MasterForSlaves, epoch: int) -> tuple[SlaveLink, m.SlaveHello]:
     link = await master.accept()
     hello = await link.hello()
     await link.welcome(epoch)
@@ -65,25 +46,25 @@ async def meet(master: MasterForSlaves, epoch: int) -> tuple[SlaveLink, SlaveHel
 
 
 async def stage(link: SlaveLink, endpoint: str, values: np.ndarray, seq: int, epoch: int = 1) -> None:
-    client = DataClient(endpoint, BLOCKS)
-    link.send(open_staging(push_id("a", seq), 0))
-    await client.put_all(push_id("a", seq), values, epoch=epoch)
-    await link.expect(Staged)
+    client = slave_wire.DataClient(endpoint, BLOCKS)
+    link.send(slave_wire.open_staging(slave_wire.push_id("a", seq), 0))
+    await client.put_all(slave_wire.push_id("a", seq), values, epoch=epoch)
+    await link.expect(m.Staged)
     client.close()
 
 
-async def seeded(master: MasterForSlaves, config: SlaveConfig) -> tuple[SlaveProcess, SlaveLink, str]:
+async def seeded(master: MasterForSlaves, config: SlaveConfig) -> tuple[slave_wire.SlaveProcess, SlaveLink, str]:
     """A new slave process that has committed version 0."""
-    process = await SlaveProcess.start(config)
+    process = await slave_wire.SlaveProcess.start(config)
     link, hello = await meet(master, 1)
-    link.send(configure_for(PLACEMENT))
-    await link.expect(Ready)
+    link.send(slave_wire.configure_for(PLACEMENT))
+    await link.expect(m.Ready)
     await stage(link, hello.data_endpoint, VALUES, 1)
-    await link.publish(prepare_of(R1, V0, [A], None), b"hash0", b'{"round": 1}')
+    await link.publish(slave_wire.prepare_of(R1, V0, [A], None), b"hash0", b'{"round": 1}')
     return process, link, hello.data_endpoint
 
 
-def load(info: SnapshotInfo) -> dict[str, Any]:
+def load(info: m.SnapshotInfo) -> dict[str, Any]:
     return {
         "load": info.version,
         "load_round": info.round,
@@ -94,55 +75,39 @@ def load(info: SnapshotInfo) -> dict[str, Any]:
 
 
 async def pulled(endpoint: str, version: Version) -> np.ndarray:
-    client = DataClient(endpoint, BLOCKS)
+    client = slave_wire.DataClient(endpoint, BLOCKS)
     values = await client.pull(version)
     client.close()
     return values
 
 
-async def test_killed_it_comes_back_with_its_committed_version(master: MasterForSlaves, config: SlaveConfig) -> None:
-    process, _, _ = await seeded(master, config)
-    await process.kill()
-    process = await SlaveProcess.start(config)
-    link, hello = await meet(master, 2)
-    assert hello.promised_epoch == 1
-    (info,) = hello.snapshots
-    assert (info.version, info.round, info.committed, info.commit_hash) == (V0, R1, True, b"hash0")
-    link.send(configure_for(PLACEMENT, **load(info)))
-    assert await link.expect(Ready) == Ready(V0, info.digest)
-    np.testing.assert_array_equal(await pulled(hello.data_endpoint, V0), VALUES)
-    assert (await process.end())[0] == TERMINATED
-
-
-async def test_killed_between_prepare_and_commit_the_shadow_is_promoted(
-    master: MasterForSlaves, config: SlaveConfig
-) -> None:
+async def test_killed_before_the_commit_the_shadow_is_promoted(master: MasterForSlaves, config: SlaveConfig) -> None:
     process, link, endpoint = await seeded(master, config)
     await stage(link, endpoint, OTHER, 2)
-    link.send(prepare_of(R2, V1, [push_id("a", 2)], V0))
-    prepared = await link.expect(Prepared)
+    link.send(slave_wire.prepare_of(R2, V1, [slave_wire.push_id("a", 2)], V0))
+    prepared = await link.expect(m.Prepared)
     await process.kill()
 
-    process = await SlaveProcess.start(config)
+    process = await slave_wire.SlaveProcess.start(config)
     link, hello = await meet(master, 2)
     shadow, base = hello.snapshots
     assert (shadow.version, shadow.round, shadow.committed, shadow.digest) == (V1, R2, False, prepared.digest)
     assert base.version == V0
-    link.send(configure_for(PLACEMENT, **load(shadow)))
-    assert await link.expect(Ready) == Ready(V1, prepared.digest)
+    link.send(slave_wire.configure_for(PLACEMENT, **load(shadow)))
+    assert await link.expect(m.Ready) == m.Ready(V1, prepared.digest)
     after = await pulled(hello.data_endpoint, V1)
     await process.kill()
 
-    process = await SlaveProcess.start(config)
+    process = await slave_wire.SlaveProcess.start(config)
     link, hello = await meet(master, 3)
     promoted = hello.snapshots[0]
     assert (promoted.version, promoted.committed, promoted.commit_hash) == (V1, True, b"hash1")
-    link.send(configure_for(PLACEMENT, **load(promoted)))
-    await link.expect(Ready)
+    link.send(slave_wire.configure_for(PLACEMENT, **load(promoted)))
+    await link.expect(m.Ready)
     np.testing.assert_array_equal(await pulled(hello.data_endpoint, V1), after)
     await stage(link, hello.data_endpoint, VALUES, 3, epoch=3)
-    link.send(prepare_of(RoundId(3, 1), Version(1, 2), [push_id("a", 3)], V1))
-    resumed = await link.expect(Prepared)
+    link.send(slave_wire.prepare_of(RoundId(3, 1), Version(1, 2), [slave_wire.push_id("a", 3)], V1))
+    resumed = await link.expect(m.Prepared)
     assert await _uninterrupted(config.directory.parent) == resumed.digest
     assert (await process.end())[0] == TERMINATED
 
@@ -150,53 +115,36 @@ async def test_killed_between_prepare_and_commit_the_shadow_is_promoted(
 async def _uninterrupted(directory: Path) -> bytes:
     """The digest of the third version when no process is killed: momentum must have come back to the bit too."""
     async with MasterForSlaves() as master:
-        config = slave_config(directory / "unkilled", master.address)
+        config = slave_wire.slave_config(directory / "unkilled", master.address)
         process, link, endpoint = await seeded(master, config)
         await stage(link, endpoint, OTHER, 2)
-        await link.publish(prepare_of(R2, V1, [push_id("a", 2)], V0), b"hash1")
+        await link.publish(slave_wire.prepare_of(R2, V1, [slave_wire.push_id("a", 2)], V0), b"hash1")
         await stage(link, endpoint, VALUES, 3)
-        link.send(prepare_of(RoundId(1, 3), Version(1, 2), [push_id("a", 3)], V1))
-        prepared = await link.expect(Prepared)
+        link.send(slave_wire.prepare_of(RoundId(1, 3), Version(1, 2), [slave_wire.push_id("a", 3)], V1))
+        prepared = await link.expect(m.Prepared)
         await process.end()
         return prepared.digest
-
-
-async def test_a_shadow_that_was_not_committed_gives_way_to_the_older_version(
-    master: MasterForSlaves, config: SlaveConfig
-) -> None:
-    process, link, endpoint = await seeded(master, config)
-    await stage(link, endpoint, OTHER, 2)
-    link.send(prepare_of(R2, V1, [push_id("a", 2)], V0))
-    await link.expect(Prepared)
-    await process.kill()
-    process = await SlaveProcess.start(config)
-    link, hello = await meet(master, 2)
-    base = next(info for info in hello.snapshots if info.committed)
-    link.send(configure_for(PLACEMENT, **load(base)))
-    assert await link.expect(Ready) == Ready(V0, base.digest)
-    np.testing.assert_array_equal(await pulled(hello.data_endpoint, V0), VALUES)
-    await process.end()
 
 
 async def test_a_damaged_newest_snapshot_is_skipped_and_said(master: MasterForSlaves, config: SlaveConfig) -> None:
     process, link, endpoint = await seeded(master, config)
     await stage(link, endpoint, OTHER, 2)
-    await link.publish(prepare_of(R2, V1, [push_id("a", 2)], V0), b"hash1")
+    await link.publish(slave_wire.prepare_of(R2, V1, [slave_wire.push_id("a", 2)], V0), b"hash1")
     await process.kill()
     newest = config.directory / "ring-1.safetensors"
     data = bytearray(newest.read_bytes())
     data[-7] ^= 1
     newest.write_bytes(data)
 
-    process = await SlaveProcess.start(config)
+    process = await slave_wire.SlaveProcess.start(config)
     link, hello = await meet(master, 2)
     assert [info.version for info in hello.snapshots] == [V0]
     wanted = replace(hello.snapshots[0], version=V1, round=R2)
-    link.send(configure_for(PLACEMENT, **load(wanted)))
-    refused = await link.expect(ConfigureRefused)
+    link.send(slave_wire.configure_for(PLACEMENT, **load(wanted)))
+    refused = await link.expect(m.ConfigureRefused)
     assert refused.refusal.code is RefusalCode.VERSION_GONE
-    link.send(configure_for(PLACEMENT, **load(hello.snapshots[0])))
-    await link.expect(Ready)
+    link.send(slave_wire.configure_for(PLACEMENT, **load(hello.snapshots[0])))
+    await link.expect(m.Ready)
     code, said = await process.end()
     assert code == TERMINATED
     assert f"snapshot skipped: {newest}" in said
@@ -204,39 +152,12 @@ async def test_a_damaged_newest_snapshot_is_skipped_and_said(master: MasterForSl
     assert any(line["kind"] == "snapshot_skipped" for line in read_tape(config.tape))
 
 
-async def test_a_master_without_its_journal_cannot_seed_over_what_a_slave_holds(
-    master: MasterForSlaves, config: SlaveConfig
-) -> None:
+async def test_nobody_seeds_over_what_a_slave_holds(master: MasterForSlaves, config: SlaveConfig) -> None:
     process, _, _ = await seeded(master, config)
     await process.kill()
-    process = await SlaveProcess.start(config)
+    process = await slave_wire.SlaveProcess.start(config)
     link, _ = await meet(master, 2)
-    link.send(configure_for(PLACEMENT))
-    refused = await link.expect(ConfigureRefused)
+    link.send(slave_wire.configure_for(PLACEMENT))
+    refused = await link.expect(m.ConfigureRefused)
     assert refused.refusal.code is RefusalCode.SEED_EXISTS
     await process.end()
-
-
-async def test_the_tape_tells_the_life_of_a_version(master: MasterForSlaves, config: SlaveConfig) -> None:
-    process, link, _ = await seeded(master, config)
-    link.send(StopSlave("the run has reached its end"))
-    assert (await process.wait())[0] == 0
-    assert config.tape is not None
-    lines = list(read_tape(config.tape))
-    kinds = [line["kind"] for line in lines]
-    for kind in ("started", "incarnation", "configured", "staged", "prepared", "committed", "stopped"):
-        assert kind in kinds
-    assert kinds.index("staged") < kinds.index("prepared") < kinds.index("committed")
-
-
-async def test_a_port_in_use_ends_it_with_one_sentence(config: SlaveConfig) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        process = await SlaveProcess.start(config.model_copy(update={"data_port": port}))
-        code, said = await process.wait()
-    assert code == 2
-    assert f"cannot bind tcp://127.0.0.1:{port}" in said
-    assert "choose another data_port" in said
-    assert "Traceback" not in said

@@ -34,17 +34,11 @@ def done(checkout: Path, *command: str | Path) -> str:
     return ended.stdout
 
 
-def test_the_package_is_found_and_its_command_runs(checkout: Path) -> None:
+def test_the_package_and_its_tests_work_there(checkout: Path) -> None:
     where = done(checkout, sys.executable, "-c", "import dips; print(dips.__file__)")
     assert Path(where.strip()) == checkout / "src" / "dips" / "__init__.py"
     assert "Usage: dips up" in done(checkout, sys.executable, "-m", "dips.cli", "up", "--help")
-
-
-def test_the_order_of_packages_is_checked_there(checkout: Path) -> None:
     said = done(checkout, Path(sys.executable).with_name("lint-imports"), "--no-cache")
     assert "0 broken" in said
-
-
-def test_tests_of_the_repository_pass_there(checkout: Path) -> None:
     files = ("tests/repository/test_layers.py", "tests/repository/test_sources.py", "tests/repository/test_protos.py")
     assert " passed" in done(checkout, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files)

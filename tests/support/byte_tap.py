@@ -52,7 +52,7 @@ class ByteTap:
     def __enter__(self) -> ByteTap:
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self._closed = True
         for end in (self._listener, *self._connections):
             with contextlib.suppress(OSError):

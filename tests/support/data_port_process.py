@@ -2,9 +2,7 @@
 
 `bulk BULK`: a slave's port with one open push, for what support.bulk sends. `guarded ROOM_BYTES FILES LOOP`: a port
 with its connection guard and a limit on open files. Both say their endpoint, then answer each line of their input with
-a line of JSON, and end with their input; `BulkPort` and `GuardedPort` are what a test sees. `push BULK ENDPOINT
-WINDOW`: the cluster's side; it pushes all of BULK and prints the digest of what the slave holds then. DIPS_FAILPOINTS
-may kill it on the way; its successor goes on from where the slave stands.
+a line of JSON, and end with their input; `BulkPort` and `GuardedPort` are what a test sees.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-import zmq
 from support import slave_wire
 from support.bulk import EPOCH, PUSH, RUN, Bulk
 from support.repository import TESTS
@@ -29,13 +26,8 @@ from support.waiting import NO_LIMIT_S, until
 
 from dips.core import allocator
 from dips.core.chunks import checksum, chunks_of, shard_digest
-from dips.core.clock import SystemClock
 from dips.core.ids import Version
 from dips.core.math import landing_numba, outer_numba
-from dips.core.messages import Ticket
-from dips.core.net.carriers import Common, carry_push
-from dips.core.net.transfer import digests_of
-from dips.core.observe.failpoints import install
 from dips.slave import serve_numba
 from dips.slave.connections import ConnectionGuard
 from dips.slave.data_port import Answer, DataPort
@@ -52,8 +44,7 @@ GUARDED_CHUNK_BYTES = 1024
 GUARDED_SLOTS = 2
 
 
-def push_command(bulk: Bulk, endpoint: str, window_chunks: int) -> list[str]:
-    return [sys.executable, "-m", "support.data_port_process", "push", bulk.to_json(), endpoint, str(window_chunks)]
+# ---- as a test sees them ----
 
 
 class _PortProcess:
@@ -84,7 +75,7 @@ class _PortProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         try:
             self._popen.communicate(timeout=NO_LIMIT_S)
         finally:
@@ -234,25 +225,6 @@ def _guarded(room_bytes: str, n_files: str, loop: LoopName) -> int:
     return 0
 
 
-def _push(text: str, endpoint: str, window_chunks: str) -> int:
-    install("worker")
-    bulk = Bulk.from_json(text)
-    flat = allocator.zeros(bulk.n_elems)
-    bulk.fill(flat)
-    blocks = tuple(block.block_id for block in bulk.layout.blocks)
-    ticket = Ticket(1, bulk.placement(endpoint), blocks)
-    common = Common(RUN, EPOCH, "bulk", bulk.layout, bulk.settings(int(window_chunks)))
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    transfer = carry_push(context, common, flat, PUSH, ticket, SystemClock(), threading.Event())
-    context.destroy(linger=0)
-    if not transfer.done:
-        print(transfer.failure, file=sys.stderr)
-        return 1
-    ((_, digest),) = digests_of(bulk.layout, ticket.placement, bulk.chunk_bytes, transfer.known())
-    print(digest.hex())
-    return 0
-
-
 def _crashed(error: BaseException) -> None:
     traceback.print_exception(error)
     os._exit(1)
@@ -262,7 +234,7 @@ def _say(**told: object) -> None:
     print(json.dumps(told), flush=True)
 
 
-ROLES: dict[str, Callable[..., int]] = {"bulk": _bulk, "guarded": _guarded, "push": _push}
+ROLES: dict[str, Callable[..., int]] = {"bulk": _bulk, "guarded": _guarded}
 
 if __name__ == "__main__":
     sys.exit(ROLES[sys.argv[1]](*sys.argv[2:]))

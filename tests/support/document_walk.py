@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from support import live
 from support.dips_command import environment
@@ -44,9 +44,7 @@ class Walk:
         self._live.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         for _, process, _ in reversed(self._running):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
@@ -55,7 +53,7 @@ class Walk:
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-        self._live.__exit__(kind, error, trace)
+        self._live.__exit__(*error)
 
     def type(self, block: Block) -> None:
         """Run one block as its comment says. Raises AssertionError with what it said when it does not go well."""

@@ -313,7 +313,7 @@ class Proxies:
         self._thread.start()
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         for proxy in self._proxies.values():
             self._do(proxy.close())
         self._loop.call_soon_threadsafe(self._loop.stop)

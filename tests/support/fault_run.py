@@ -6,7 +6,6 @@ Directories are as `dips up` makes them, so that `dips verify` can judge the run
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import signal
@@ -56,7 +55,9 @@ MAX_QUICK_DEATHS = 60
 """More of them in a row are a crash loop."""
 
 
-class FaultRun(live.Entered):
+class FaultRun(live.Run):
+    """Use as a context manager. Harms are arm() or whatever a test does to files and links; then recovered()."""
+
     def __init__(
         self,
         directory: Path,
@@ -103,10 +104,7 @@ class FaultRun(live.Entered):
         self._seen_bytes: dict[str, int] = {}
         self._tape = TapeTail(directory / "master" / TAPE_NAME)
 
-    def _enter(self, stack: contextlib.ExitStack) -> None:
-        stack.enter_context(live.run())
-        stack.callback(self._end)
-        self._begin()
+    # ---- its processes ----
 
     def _begin(self) -> None:
         for name in ("logs", "tapes", "slaves", "checkpoints"):

@@ -85,7 +85,7 @@ class ForkServer:
         self._thread.start()
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         assert self._parent.stdin is not None
         for child in list(self._children.values()):
             child.kill()

@@ -15,7 +15,7 @@ from typing import Any
 
 from support.master_bench import LEASED, Bench
 
-from dips.core import messages
+from dips.core import messages as m
 from dips.core.errors import Refused
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.layout import Layout
@@ -28,7 +28,7 @@ LEFT_OUT = {
     "layout", "layout_hash", "placement", "placement_hash", "hello", "settings", "commit_hash", "commit_record",
     "record", "block_order", "data_endpoint", "memory_bytes", "caller", "data_plan", "chunk_bytes", "blocks", "run_id",
 }  # fmt: skip
-QUIET = (messages.SlaveBeat, messages.StatusReply)
+QUIET = (m.SlaveBeat, m.StatusReply)
 
 
 class Transcript(Bench):
@@ -174,9 +174,9 @@ def _value(value: Any) -> str:
             return f"{value:g}"
         case tuple() | list():
             return "[" + ", ".join(_value(item) for item in value) + "]"
-        case messages.SnapshotInfo():
+        case m.SnapshotInfo():
             return f"{value.version}{'' if value.committed else ' (shadow)'}"
-        case Layout() | messages.Caller() | messages.Hello() | messages.PlacementSpec() | messages.Settings():
+        case Layout() | m.Caller() | m.Hello() | m.PlacementSpec() | m.Settings():
             return type(value).__name__
         case _ if is_dataclass(value):
             return _brief(value)
@@ -237,14 +237,14 @@ def round_of_two() -> Transcript:
 @scenario
 def late_push_joins_the_next_window() -> Transcript:
     bench = standing("a", "b", "c")
-    bench.slaves[0].hold.add(messages.Prepare)
+    bench.slaves[0].hold.add(m.Prepare)
     bench.say("a and b push, c does not; the grace ends; c's push comes while the round is prepared")
     bench.push("a")
     bench.push("b")
     bench.advance(2.0)
     bench.push("c")
     bench.say("the round commits; the window of c's push opens at once")
-    bench.slaves[0].release(messages.Prepare)
+    bench.slaves[0].release(m.Prepare)
     bench.advance(2.0)
     return bench
 
@@ -275,7 +275,7 @@ def void_round() -> Transcript:
 @scenario
 def abort_by_slave_loss() -> Transcript:
     bench = standing("a")
-    bench.slaves[1].hold.add(messages.Prepare)
+    bench.slaves[1].hold.add(m.Prepare)
     bench.push("a")
     bench.say("a slave dies in PREPARE: the round is aborted, and so is the push, which lost its staging")
     bench.slaves[1].die()
@@ -292,7 +292,7 @@ def abort_by_slave_loss() -> Transcript:
 def commit_driven_forward_after_restart() -> Transcript:
     bench = standing("a")
     for slave in bench.slaves:
-        slave.hold.add(messages.Commit)
+        slave.hold.add(m.Commit)
     bench.push("a")
     bench.say("the COMMIT is journaled, no slave has flipped, the master dies")
     for slave in bench.slaves:
@@ -328,7 +328,7 @@ def rejoin_keeps_work() -> Transcript:
     ranges = bench.lease("a", 100)
     bench.begin_push("a", 100, ranges)
     bench.say("a is evicted in mid-transfer; the push is aborted, the lease is kept")
-    bench.operate(messages.EvictRequest("", "a", "as a test"))
+    bench.operate(m.EvictRequest("", "a", "as a test"))
     bench.say("it joins again with what it holds and pushes it from the same base")
     base, fence = bench.clusters["a"].base, bench.clusters["a"].fence
     bench.join("a", previous=bench.clusters["a"].join.incarnation, held=ranges)
@@ -402,7 +402,7 @@ def lease_and_return() -> Transcript:
     bench = standing("a", plan=LEASED)
     ranges = bench.lease("a", 200)
     bench.say("a gives back one of two ranges, and may not push it any more")
-    bench.ask(messages.ReturnDataRequest(bench.caller("a"), ranges[1:]))
+    bench.ask(m.ReturnDataRequest(bench.caller("a"), ranges[1:]))
     refused(lambda: bench.begin_push("a", 200, ranges))
     bench.push("a", 100, ranges[:1])
     return bench
@@ -413,7 +413,7 @@ def drain() -> Transcript:
     bench = standing("a", "b")
     bench.push("a")
     bench.say("a is drained: its open push is decided, it is told to stop, pushes the steps made since, and leaves")
-    bench.operate(messages.DrainRequest("", "a", "maintenance"))
+    bench.operate(m.DrainRequest("", "a", "maintenance"))
     bench.push("b")
     bench.pull("a")
     bench.beat("a")
@@ -421,7 +421,7 @@ def drain() -> Transcript:
     bench.advance(1.5)
     bench.pull("a")
     bench.beat("a")
-    bench.ask(messages.LeaveRequest(bench.caller("a"), "drained"))
+    bench.ask(m.LeaveRequest(bench.caller("a"), "drained"))
     return bench
 
 
@@ -429,7 +429,7 @@ def drain() -> Transcript:
 def pause_outlives_the_master() -> Transcript:
     bench = standing("a")
     bench.say("paused: a push is admitted, no round begins, not even after a restart")
-    bench.operate(Pause(messages.OperatorRequest("", "the operator looks")))
+    bench.operate(Pause(m.OperatorRequest("", "the operator looks")))
     bench.push("a")
     bench.advance(3.0)
     bench.restart()
@@ -438,7 +438,7 @@ def pause_outlives_the_master() -> Transcript:
     bench.push("a")
     bench.advance(3.0)
     bench.say("resumed")
-    bench.operate(Resume(messages.OperatorRequest("")))
+    bench.operate(Resume(m.OperatorRequest("")))
     return bench
 
 
@@ -446,11 +446,11 @@ def pause_outlives_the_master() -> Transcript:
 def stop() -> Transcript:
     bench = standing("a")
     bench.push("a")
-    bench.say("the operator stops the run: the last version is pulled, the cluster leaves, every process ends")
-    bench.operate(Stop(messages.OperatorRequest("", "enough")))
+    bench.say("the operator stops the run: the last version is pulled, the cluster leaves, everybody ends")
+    bench.operate(Stop(m.OperatorRequest("", "enough")))
     bench.pull("a")
     bench.beat("a")
-    bench.ask(messages.LeaveRequest(bench.caller("a"), "the run has ended"))
+    bench.ask(m.LeaveRequest(bench.caller("a"), "the run has ended"))
     while bench.halted is None:
         bench.advance(0.5)
     return bench
@@ -458,7 +458,7 @@ def stop() -> Transcript:
 
 @scenario
 def async_lag() -> Transcript:
-    bench = standing("a", settings=messages.Settings(durability="async"), async_lag_versions=1)
+    bench = standing("a", settings=m.Settings(durability="async"), async_lag_versions=1)
     bench.say("in async mode slaves write versions later: rounds wait when a disk is too far behind")
     for _ in range(3):
         bench.push("a")
@@ -467,7 +467,7 @@ def async_lag() -> Transcript:
             bench.pull("a")
     bench.say("the disks catch up, and the round begins")
     for slave in bench.slaves:
-        slave.say(messages.SlaveBeat(durable=V2))
+        slave.say(m.SlaveBeat(durable=V2))
     return bench
 
 

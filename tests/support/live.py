@@ -46,20 +46,26 @@ def run(weight: int = LIGHT) -> Iterator[None]:
                 os.close(_held.pop())
 
 
-class Entered:
-    """Used as a context manager: _enter() puts on the stack what is to be ended, also where it fails half-way."""
+class Run:
+    """Context manager: begins once it has its processors, and ends whatever it has begun."""
 
-    def _enter(self, stack: contextlib.ExitStack) -> None:
-        raise NotImplementedError
+    weight = LIGHT
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            self._enter(stack)
+            stack.enter_context(run(self.weight))
+            stack.callback(self._end)
+            self._begin()
             self._entered = stack.pop_all()
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self._entered.close()
+
+    def _begin(self) -> None: ...
+
+    def _end(self) -> None:
+        raise NotImplementedError
 
 
 def _tokens(weight: int) -> list[int]:

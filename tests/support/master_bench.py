@@ -14,22 +14,34 @@ from typing import Any
 
 import pytest
 
-from dips.core import messages
+from dips.core import messages as m
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
-from dips.master.state import effects, events
+from dips.master.state import events
+from dips.master.state.effects import (
+    BeginAgain,
+    CloseLink,
+    Effect,
+    Halt,
+    Log,
+    Record,
+    Refuse,
+    Reply,
+    ToSlave,
+    WriteJournal,
+)
 from dips.master.state.master import MasterMachine
 from dips.master.state.shared import RunConfig
 
 WALL_OFFSET_S = 1e6
 TAPE_HEAD = {"wall_s", "monotonic_s", "role", "name", "kind", "cause"}
-HELLO = messages.Hello(1, 1, ("codec-f32",))
+HELLO = m.Hello(1, 1, ("codec-f32",))
 LAYOUT = Layout(
     tuple(Parameter(f"layers.{i}.w", (4, 4), "float32", f"layers.{i}") for i in range(4)),
 )
-OWN = messages.DataPlan(messages.DataMode.OWN)
-LEASED = messages.DataPlan(messages.DataMode.LEASED, b"corpus", 1000, 100)
+OWN = m.DataPlan(m.DataMode.OWN)
+LEASED = m.DataPlan(m.DataMode.LEASED, b"corpus", 1000, 100)
 
 
 class Unanswered(AssertionError):
@@ -49,24 +61,24 @@ class BenchSlave:
     link: int = 0
     incarnation: Incarnation | None = None
     promised: int = 0
-    configure: messages.Configure | None = None
-    staging: dict[PushId, messages.OpenStaging] = field(default_factory=dict)
-    snapshots: dict[Version, messages.SnapshotInfo] = field(default_factory=dict)
+    configure: m.Configure | None = None
+    staging: dict[PushId, m.OpenStaging] = field(default_factory=dict)
+    snapshots: dict[Version, m.SnapshotInfo] = field(default_factory=dict)
     records: dict[Version, bytes] = field(default_factory=dict)
-    prepared: dict[Any, messages.Prepare] = field(default_factory=dict)
+    prepared: dict[Any, m.Prepare] = field(default_factory=dict)
     staged: dict[PushId, bytes] = field(default_factory=dict)
     digests: dict[Version, bytes] = field(default_factory=dict)
     reattaches: bool = True
-    hello: messages.Hello = HELLO
+    hello: m.Hello = HELLO
     commands: list[Any] = field(default_factory=list)
     hold: set[type] = field(default_factory=set)
-    refuse: dict[str, messages.Refusal] = field(default_factory=dict)
+    refuse: dict[str, m.Refusal] = field(default_factory=dict)
     alive: bool = False
     directory_id: bytes = b""
 
     def say(self, body: Any) -> None:
-        caller = messages.Caller(self.bench.run_id, self.bench.epoch, self.name, self.incarnation, f"{self.name}")
-        self.bench.event(events.SlaveSaid(self.link, messages.SlaveMessage(caller, body)))
+        caller = m.Caller(self.bench.run_id, self.bench.epoch, self.name, self.incarnation, f"{self.name}")
+        self.bench.event(events.SlaveSaid(self.link, m.SlaveMessage(caller, body)))
 
     def attach(self) -> None:
         self.link = self.bench.new_link()
@@ -75,7 +87,7 @@ class BenchSlave:
         self.staging.clear()
         snapshots = tuple(self.snapshots.values())
         endpoint, key = f"tcp://127.0.0.1:{5000 + self.link}", self.bench.key_of(self.name)
-        self.say(messages.SlaveHello(self.hello, endpoint, 1 << 30, self.promised, snapshots, key, self.directory_id))
+        self.say(m.SlaveHello(self.hello, endpoint, 1 << 30, self.promised, snapshots, key, self.directory_id))
 
     def die(self) -> None:
         self.alive = False
@@ -92,14 +104,15 @@ class BenchSlave:
         self.attach()
 
     def say_refused(self, code: RefusalCode, retry_after_s: float) -> None:
-        self.say(messages.ConfigureRefused(messages.Refusal(code, "the file is not what it was", retry_after_s)))
+        """It cannot load what Configure names."""
+        self.say(m.ConfigureRefused(m.Refusal(code, "the file is not what it was", retry_after_s)))
 
-    def refuse_commit(self, refusal: messages.Refusal) -> None:
-        commit = [c for c in self.commands if isinstance(c, messages.Commit)][-1]
-        self.hold.discard(messages.Commit)
-        self.say(messages.RoundRefused(commit.round, "commit", refusal))
+    def refuse_commit(self, refusal: m.Refusal) -> None:
+        commit = [c for c in self.commands if isinstance(c, m.Commit)][-1]
+        self.hold.discard(m.Commit)
+        self.say(m.RoundRefused(commit.round, "commit", refusal))
 
-    def on(self, command: messages.SlaveCommand) -> None:
+    def on(self, command: m.SlaveCommand) -> None:
         self.incarnation = command.incarnation
         self.commands.append(command.body)
         if type(command.body) not in self.hold:
@@ -117,21 +130,21 @@ class BenchSlave:
     def digest(self, what: object) -> bytes:
         return f"{self.name}:{what}".encode()
 
-    def _welcome(self, body: messages.Welcome) -> None:
+    def _welcome(self, body: m.Welcome) -> None:
         self.promised = self.bench.epoch
-        self.say(messages.Promised(self.bench.epoch))
+        self.say(m.Promised(self.bench.epoch))
 
-    def _configure(self, body: messages.Configure) -> None:
+    def _configure(self, body: m.Configure) -> None:
         if "configure" in self.refuse:
-            self.say(messages.ConfigureRefused(self.refuse["configure"]))
+            self.say(m.ConfigureRefused(self.refuse["configure"]))
             return
         self.configure = body
         if body.load is not None:
             found = self.snapshots.get(body.load) or self._renamed(body)
             self._hold(replace(found, committed=True, commit_hash=body.commit_hash), body.commit_record)
-        self.say(messages.Ready(body.load, body.load_digest))
+        self.say(m.Ready(body.load, body.load_digest))
 
-    def _renamed(self, body: messages.Configure) -> messages.SnapshotInfo:
+    def _renamed(self, body: m.Configure) -> m.SnapshotInfo:
         """After a ROLLBACK its origin becomes the version that is asked for."""
         assert body.origin is not None, f"{self.name} has no {body.load}"
         assert body.load is not None
@@ -140,30 +153,30 @@ class BenchSlave:
         assert (found.round, found.digest) == (body.origin_round, body.load_digest)
         return replace(found, version=body.load, round=body.load_round)
 
-    def _hold(self, info: messages.SnapshotInfo, record: bytes) -> None:
+    def _hold(self, info: m.SnapshotInfo, record: bytes) -> None:
         self.snapshots[info.version], self.records[info.version] = info, record
         self.bench.contents[self.name, info.version] = info.digest
 
-    def _sendcommitrecord(self, body: messages.SendCommitRecord) -> None:
+    def _sendcommitrecord(self, body: m.SendCommitRecord) -> None:
         if "record" in self.refuse:
-            self.say(messages.CommitRecord(body.version, body.round, b"", self.refuse["record"]))
+            self.say(m.CommitRecord(body.version, body.round, b"", self.refuse["record"]))
         else:
-            self.say(messages.CommitRecord(body.version, body.round, self.records[body.version]))
+            self.say(m.CommitRecord(body.version, body.round, self.records[body.version]))
 
-    def _openstaging(self, body: messages.OpenStaging) -> None:
+    def _openstaging(self, body: m.OpenStaging) -> None:
         self.staging[body.push] = body
 
-    def _closestaging(self, body: messages.CloseStaging) -> None:
+    def _closestaging(self, body: m.CloseStaging) -> None:
         self.staging.pop(body.push, None)
 
     def stage(self, push: PushId, digest: bytes | None = None) -> None:
         opened = self.staging[push]
         self.staged[push] = digest if digest is not None else self.digest(push)
-        self.say(messages.Staged(push, opened.attempt, self.staged[push]))
+        self.say(m.Staged(push, opened.attempt, self.staged[push]))
 
-    def _measure(self, body: messages.Measure) -> None:
+    def _measure(self, body: m.Measure) -> None:
         if "measure" in self.refuse:
-            self.say(messages.RoundRefused(body.round, "measure", self.refuse["measure"]))
+            self.say(m.RoundRefused(body.round, "measure", self.refuse["measure"]))
             return
         assert self.configure is not None
         own = [b for b, s in enumerate(self.configure.placement.slave_of_block) if self._is_mine(s)]
@@ -171,7 +184,7 @@ class BenchSlave:
         names = [p.push.cluster for p in body.participants]
         gram = self.bench.gram(names)
         grams = tuple(self._block(b, gram, blocks, names) for b in own)
-        self.say(messages.Measured(body.round, grams, self._directions(names)))
+        self.say(m.Measured(body.round, grams, self._directions(names)))
 
     def _directions(self, names: Sequence[str]) -> tuple[float, ...]:
         """Every cluster's base is the current version; each slave holds an equal part."""
@@ -188,40 +201,40 @@ class BenchSlave:
         assert self.configure is not None
         return self.configure.placement.slaves[index].slave_id == self.name
 
-    def _block(self, block: int, gram: Sequence[float], blocks: int, names: Sequence[str]) -> messages.BlockGram:
+    def _block(self, block: int, gram: Sequence[float], blocks: int, names: Sequence[str]) -> m.BlockGram:
         bad = tuple(self.bench.nonfinite.get(name, 0) if block == 0 else 0 for name in names)
-        return messages.BlockGram(block, tuple(value / blocks for value in gram), bad)
+        return m.BlockGram(block, tuple(value / blocks for value in gram), bad)
 
-    def _prepare(self, body: messages.Prepare) -> None:
+    def _prepare(self, body: m.Prepare) -> None:
         if "prepare" in self.refuse:
-            self.say(messages.RoundRefused(body.round, "prepare", self.refuse["prepare"]))
+            self.say(m.RoundRefused(body.round, "prepare", self.refuse["prepare"]))
             return
         assert self.configure is not None
         self.prepared[body.round] = body
         digest = self.staged[body.accepted[0].push] if self.configure.empty else self.digest(body.to_version)
         digest = self.digests.get(body.to_version, digest)
         hashes = (self.configure.layout_hash, self.configure.placement.placement_hash)
-        info = messages.SnapshotInfo(body.to_version, body.round, *hashes, digest, False)
+        info = m.SnapshotInfo(body.to_version, body.round, *hashes, digest, False)
         self.snapshots[body.to_version] = info
-        self.say(messages.Prepared(body.round, digest))
+        self.say(m.Prepared(body.round, digest))
 
-    def _abortround(self, body: messages.AbortRound) -> None:
+    def _abortround(self, body: m.AbortRound) -> None:
         shadow = self.prepared.pop(body.round, None)
         if shadow is not None:
             self.snapshots.pop(shadow.to_version, None)
 
-    def _commit(self, body: messages.Commit) -> None:
+    def _commit(self, body: m.Commit) -> None:
         found = self.snapshots[body.version]
         self._hold(replace(found, committed=True, commit_hash=body.commit_hash), body.commit_record)
         assert self.configure is not None
         self.configure = replace(self.configure, empty=False)
-        self.say(messages.Flipped(body.round, body.version))
+        self.say(m.Flipped(body.round, body.version))
 
 
 @dataclass
 class BenchCluster:
     name: str
-    join: messages.JoinReply
+    join: m.JoinReply
     base: Version | None = None
     fence: int = 0
     seq: int = 0
@@ -233,22 +246,22 @@ class BenchCluster:
 
 class Bench:
     def __init__(
-        self, n_slaves: int = 2, plan: messages.DataPlan = OWN, settings: messages.Settings | None = None, **config: Any
+        self, n_slaves: int = 2, plan: m.DataPlan = OWN, settings: m.Settings | None = None, **config: Any
     ) -> None:
         self.run_id = "test"
         self.plan = plan
-        self.config = RunConfig(self.run_id, n_slaves, settings or messages.Settings(), **config)
+        self.config = RunConfig(self.run_id, n_slaves, settings or m.Settings(), **config)
         self.now_s = 1000.0
         self.epoch = 0
         self.snapshot: str | None = None
         self.journal: list[effects.WriteJournal] = []
         self.hold_journal = False
         self.replies: dict[int, Any] = {}
-        self.refusals: dict[int, messages.Refusal] = {}
-        self.records: list[effects.Record] = []
-        self.logs: list[effects.Log] = []
-        self.halted: effects.Halt | None = None
-        self.closed: dict[int, messages.Refusal] = {}
+        self.refusals: dict[int, m.Refusal] = {}
+        self.records: list[Record] = []
+        self.logs: list[Log] = []
+        self.halted: Halt | None = None
+        self.closed: dict[int, m.Refusal] = {}
         self.by_link: dict[int, BenchSlave] = {}
         self.contents: dict[tuple[str, Version], bytes] = {}
         self.began_again: effects.BeginAgain | None = None
@@ -306,7 +319,7 @@ class Bench:
                 case effects.BeginAgain():
                     self.began_again = effect
 
-    def _hung_up(self, link: int, refusal: messages.Refusal) -> None:
+    def _hung_up(self, link: int, refusal: m.Refusal) -> None:
         slave = self.by_link.get(link)
         comes_back = refusal.code is RefusalCode.FENCED
         if comes_back and slave is not None and slave.link == link and slave.alive and slave.reattaches:
@@ -327,7 +340,7 @@ class Bench:
             self.now_s = min(end_s, self.now_s + step_s)
             for slave in self.slaves:
                 if slave.alive:
-                    slave.say(messages.SlaveBeat())
+                    slave.say(m.SlaveBeat())
             for name in list(self.clusters):
                 if name not in self.silent:
                     self.beat(name)
@@ -336,6 +349,8 @@ class Bench:
     def jump(self, seconds: float) -> None:
         self.now_s += seconds
         self.event(events.Tick())
+
+    # ---- calls ----
 
     def call(self, request: Any) -> int:
         self._token += 1
@@ -358,13 +373,13 @@ class Bench:
         self.event(events.OperatorCall(self._token, action))
         return self.result(self._token)
 
-    def status(self) -> messages.StatusReply:
-        reply = self.operate(messages.StatusRequest(""))
-        assert isinstance(reply, messages.StatusReply)
+    def status(self) -> m.StatusReply:
+        reply = self.operate(m.StatusRequest(""))
+        assert isinstance(reply, m.StatusReply)
         return reply
 
-    def caller(self, name: str) -> messages.Caller:
-        return messages.Caller(self.run_id, self.epoch, name, self.clusters[name].join.incarnation, f"c-{name}")
+    def caller(self, name: str) -> m.Caller:
+        return m.Caller(self.run_id, self.epoch, name, self.clusters[name].join.incarnation, f"c-{name}")
 
     def key_of(self, name: str) -> bytes:
         """The data key of each process, where the run uses them."""
@@ -375,15 +390,10 @@ class Bench:
             slave.attach()
 
     def join(
-        self,
-        name: str,
-        *,
-        previous: Incarnation | None = None,
-        held: tuple[messages.DataRange, ...] = (),
-        **changes: Any,
-    ) -> messages.JoinReply:
+        self, name: str, *, previous: Incarnation | None = None, held: tuple[m.DataRange, ...] = (), **changes: Any
+    ) -> m.JoinReply:
         fields: dict[str, Any] = {
-            "caller": messages.Caller(self.run_id, 0, name, previous, f"join-{name}"),
+            "caller": m.Caller(self.run_id, 0, name, previous, f"join-{name}"),
             "hello": HELLO,
             "layout": LAYOUT,
             "layout_hash": LAYOUT.layout_hash,
@@ -391,16 +401,14 @@ class Bench:
             "held_ranges": held,
             "curve_key": self.key_of(name),
         }
-        reply = self.ask(messages.JoinRequest(**(fields | changes)))
-        assert isinstance(reply, messages.JoinReply)
+        reply = self.ask(m.JoinRequest(**(fields | changes)))
+        assert isinstance(reply, m.JoinReply)
         self.clusters[name] = BenchCluster(name, reply, fence=reply.fence)
         return reply
 
     def beat(self, name: str, **fields: Any) -> Any:
         told = {"base": self.clusters[name].base} | fields
-        return (
-            self.result(self.call(messages.HeartbeatRequest(self.caller(name), **told))) if self.alive(name) else None
-        )
+        return self.result(self.call(m.HeartbeatRequest(self.caller(name), **told))) if self.alive(name) else None
 
     def entries(self, kind: str) -> list[dict[str, Any]]:
         return [json.loads(entry.record_json) for entry in self.journal if entry.kind == kind]
@@ -416,17 +424,16 @@ class Bench:
         member = self.state.shared.members.get(name)
         return member is not None and member.incarnation == self.clusters[name].join.incarnation
 
-    def lease(self, name: str, tokens: int) -> tuple[messages.DataRange, ...]:
-        ranges: tuple[messages.DataRange, ...] = self.ask(messages.LeaseDataRequest(self.caller(name), tokens)).ranges
+    def lease(self, name: str, tokens: int) -> tuple[m.DataRange, ...]:
+        ranges: tuple[m.DataRange, ...] = self.ask(m.LeaseDataRequest(self.caller(name), tokens)).ranges
         return ranges
 
-    def begin_push(
-        self, name: str, tokens: int = 100, ranges: tuple[messages.DataRange, ...] = (), **changes: Any
-    ) -> Any:
+    def begin_push(self, name: str, tokens: int = 100, ranges: tuple[m.DataRange, ...] = (), **changes: Any) -> Any:
+        """The answer to BeginPush for the cluster's next seq."""
         cluster = self.clusters[name]
         cluster.seq += 1
         fields = {"base": cluster.base, "fence": cluster.fence, "ranges": ranges, "tokens": tokens, "steps": 16}
-        request = messages.BeginPushRequest(self.caller(name), cluster.seq, **(fields | changes))
+        request = m.BeginPushRequest(self.caller(name), cluster.seq, **(fields | changes))
         return self.ask(request).answer
 
     def stage(self, name: str) -> None:
@@ -437,35 +444,34 @@ class Bench:
     def finish_push(self, name: str, attempt: int = 1, digests: dict[str, bytes] | None = None) -> int:
         push = self.clusters[name].push_id
         sent = digests or {slave.name: slave.digest(push) for slave in self.slaves}
-        request = messages.FinishPushRequest(
-            self.caller(name), self.clusters[name].seq, attempt, tuple(sorted(sent.items()))
-        )
+        request = m.FinishPushRequest(self.caller(name), self.clusters[name].seq, attempt, tuple(sorted(sent.items())))
         return self.call(request)
 
-    def push(self, name: str, tokens: int = 100, ranges: tuple[messages.DataRange, ...] = (), **changes: Any) -> PushId:
+    def push(self, name: str, tokens: int = 100, ranges: tuple[m.DataRange, ...] = (), **changes: Any) -> PushId:
+        """Ticket, transfer and admission."""
         self.begin_push(name, tokens, ranges, **changes)
         self.stage(name)
         answer = self.result(self.finish_push(name)).answer
-        assert isinstance(answer, messages.Admitted), answer
+        assert isinstance(answer, m.Admitted), answer
         return self.clusters[name].push_id
 
     def await_verdict(self, name: str, push: PushId | None = None, wait_s: float = 30.0) -> int:
-        return self.call(messages.AwaitVerdictRequest(self.caller(name), push or self.clusters[name].push_id, wait_s))
+        return self.call(m.AwaitVerdictRequest(self.caller(name), push or self.clusters[name].push_id, wait_s))
 
-    def verdict(self, name: str, push: PushId | None = None) -> messages.Verdict:
+    def verdict(self, name: str, push: PushId | None = None) -> m.Verdict:
         answer = self.result(self.await_verdict(name, push)).answer
-        assert isinstance(answer, messages.Verdict), answer
+        assert isinstance(answer, m.Verdict), answer
         return answer
 
-    def pull(self, name: str) -> messages.PullGrant:
-        grant = self.ask(messages.BeginPullRequest(self.caller(name))).answer
-        assert isinstance(grant, messages.PullGrant), grant
-        self.ask(messages.FinishPullRequest(self.caller(name), grant.pin_id))
+    def pull(self, name: str) -> m.PullGrant:
+        grant = self.ask(m.BeginPullRequest(self.caller(name))).answer
+        assert isinstance(grant, m.PullGrant), grant
+        self.ask(m.FinishPullRequest(self.caller(name), grant.pin_id))
         self.clusters[name].base, self.clusters[name].fence = grant.version, grant.fence
         return grant
 
     def leave(self, name: str) -> int:
-        return self.call(messages.LeaveRequest(self.caller(name), "done"))
+        return self.call(m.LeaveRequest(self.caller(name), "done"))
 
     def seed(self, name: str) -> None:
         self.begin_push(name, 0, base=None)

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 from support.waiting import NO_LIMIT_S
 
-from dips.core import messages
+from dips.core import messages as m
 from dips.core.errors import Refused
 from dips.core.ids import Incarnation
 from dips.core.net.codec_protobuf import from_message, to_message
@@ -27,38 +27,41 @@ B = TypeVar("B")
 class SlaveLink:
     def __init__(self, master: MasterForSlaves) -> None:
         self._master = master
-        self._in: asyncio.Queue[messages.SlaveMessage | None] = asyncio.Queue()
-        self._out: asyncio.Queue[messages.SlaveCommand | Refused | None] = asyncio.Queue()
-        self.beats: list[messages.SlaveBeat] = []
+        self._in: asyncio.Queue[m.SlaveMessage | None] = asyncio.Queue()
+        self._out: asyncio.Queue[m.SlaveCommand | Refused | None] = asyncio.Queue()
+        self.beats: list[m.SlaveBeat] = []
         self._beaten = asyncio.Condition()
-        self.callers: list[messages.Caller] = []
+        self.callers: list[m.Caller] = []
         self.incarnation: Incarnation | None = None
         self.epoch = 0
 
-    async def hello(self) -> messages.SlaveHello:
-        return await self.expect(messages.SlaveHello)
+    async def hello(self) -> m.SlaveHello:
+        return await self.expect(m.SlaveHello)
 
-    async def welcome(self, epoch: int = 1, n: int = 1, settings: messages.Settings | None = None) -> None:
+    async def welcome(self, epoch: int = 1, n: int = 1, settings: m.Settings | None = None) -> None:
+        """Welcome the slave and wait for its promise."""
         self.epoch, self.incarnation = epoch, Incarnation(epoch, n)
-        hello = messages.Hello(PROTOCOL_MIN, PROTOCOL_VERSION)
-        self.send(messages.Welcome(hello, settings or self._master.settings))
-        assert (await self.expect(messages.Promised)).epoch == epoch
+        hello = m.Hello(PROTOCOL_MIN, PROTOCOL_VERSION)
+        self.send(m.Welcome(hello, settings or self._master.settings))
+        assert (await self.expect(m.Promised)).epoch == epoch
 
-    async def configured(self, configure: messages.Configure, epoch: int = 1) -> messages.SlaveHello:
+    async def configured(self, configure: m.Configure, epoch: int = 1) -> m.SlaveHello:
         """What the slave said first; it has taken its blocks then, and serves."""
         hello = await self.hello()
         await self.welcome(epoch)
         self.send(configure)
-        await self.expect(messages.Ready)
+        await self.expect(m.Ready)
         return hello
 
-    async def publish(self, prepare: messages.Prepare, commit_hash: bytes = b"h", record: bytes = b"{}") -> None:
+    async def publish(self, prepare: m.Prepare, commit_hash: bytes = b"h", record: bytes = b"{}") -> None:
+        """A version, from its prepare to its flip."""
         self.send(prepare)
-        await self.expect(messages.Prepared)
-        self.send(messages.Commit(prepare.round, prepare.to_version, commit_hash, record))
-        await self.expect(messages.Flipped)
+        await self.expect(m.Prepared)
+        self.send(m.Commit(prepare.round, prepare.to_version, commit_hash, record))
+        await self.expect(m.Flipped)
 
-    def send(self, body: messages.CommandBody, **changes: Any) -> None:
+    def send(self, body: m.CommandBody, **changes: Any) -> None:
+        """Send a command; `changes` overwrite the command's own fields (epoch, run_id, incarnation)."""
         fields: dict[str, Any] = {
             "run_id": self._master.run_id,
             "epoch": self.epoch,
@@ -66,7 +69,7 @@ class SlaveLink:
             "cause_id": "test",
             "body": body,
         }
-        self._out.put_nowait(messages.SlaveCommand(**(fields | changes)))
+        self._out.put_nowait(m.SlaveCommand(**(fields | changes)))
 
     def refuse(self, refused: Refused) -> None:
         self._out.put_nowait(refused)
@@ -79,18 +82,21 @@ class SlaveLink:
         assert isinstance(body, kind), f"{kind.__name__} was expected, came {body}"
         return body
 
-    async def any(self) -> messages.SlaveBody:
+    async def any(self) -> m.SlaveBody:
+        """The body of the next message that is not a beat."""
         message = await self.next()
         assert message is not None, "the stream ended"
         return message.body
 
-    async def next(self) -> messages.SlaveMessage | None:
+    async def next(self) -> m.SlaveMessage | None:
+        """The next message that is not a beat, None at the end of the stream."""
         while True:
             message = await asyncio.wait_for(self._in.get(), NO_LIMIT_S)
-            if message is None or not isinstance(message.body, messages.SlaveBeat):
+            if message is None or not isinstance(message.body, m.SlaveBeat):
                 return message
 
-    async def beat(self, after: int = 0) -> messages.SlaveBeat:
+    async def beat(self, after: int = 0) -> m.SlaveBeat:
+        """Wait for a beat beyond the first `after` ones."""
         async with asyncio.timeout(NO_LIMIT_S), self._beaten:
             await self._beaten.wait_for(lambda: len(self.beats) > after)
         return self.beats[-1]
@@ -106,7 +112,7 @@ class SlaveLink:
             reader.cancel()
             self._in.put_nowait(None)
 
-    async def _next_command(self, reader: asyncio.Task[None]) -> messages.SlaveCommand | Refused | None:
+    async def _next_command(self, reader: asyncio.Task[None]) -> m.SlaveCommand | Refused | None:
         getter = asyncio.create_task(self._out.get())
         await asyncio.wait({getter, reader}, return_when=asyncio.FIRST_COMPLETED)
         if getter.done():
@@ -116,9 +122,9 @@ class SlaveLink:
 
     async def _read(self, requests: AsyncIterator[Any]) -> None:
         async for request in requests:
-            message = from_message(request, messages.SlaveMessage)
+            message = from_message(request, m.SlaveMessage)
             self.callers.append(message.caller)
-            if isinstance(message.body, messages.SlaveBeat):
+            if isinstance(message.body, m.SlaveBeat):
                 async with self._beaten:
                     self.beats.append(message.body)
                     self._beaten.notify_all()
@@ -128,9 +134,9 @@ class SlaveLink:
 class MasterForSlaves(slaves_pb2_grpc.SlavesServicer):
     """`async with MasterForSlaves() as master: link = await master.accept()`."""
 
-    def __init__(self, run_id: str = "run", settings: messages.Settings | None = None) -> None:
+    def __init__(self, run_id: str = "run", settings: m.Settings | None = None) -> None:
         self.run_id = run_id
-        self.settings = settings or messages.Settings(heartbeat_s=0.1, chunk_bytes=1024)
+        self.settings = settings or m.Settings(heartbeat_s=0.1, chunk_bytes=1024)
         self._links: asyncio.Queue[SlaveLink] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
         self.address = ""

@@ -26,6 +26,7 @@ class RankClock:
 
 
 def play(folder: Path, source: PlanSource, late_ns: int = 0) -> list[links.Iteration]:
+    """One iteration, as each rank notes it."""
     job = job_of(source, 1, "gloo", 1.0)
     cells = links.parse_cells(job.csv, "the plan")
     sizes = links.board_sizes(job, cells.n_stages, cells.n_microbatches)

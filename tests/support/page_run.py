@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from support import live
 
@@ -80,12 +80,10 @@ class PageRun:
         self.check()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._end.set()
         self._thread.join()
-        self._live.__exit__(kind, error, trace)
+        self._live.__exit__(*error)
 
     def check(self) -> None:
         if self._error is not None:

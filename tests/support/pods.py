@@ -59,7 +59,7 @@ class JobPlayer:
             self._start(index, 0)
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         for pod in self.pods:
             if pod.process.poll() is None:
                 pod.kill()

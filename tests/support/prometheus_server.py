@@ -67,7 +67,7 @@ class Prometheus:
         until(self._is_ready, "Prometheus is ready", self._log)
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait(30)

@@ -8,7 +8,7 @@ from typing import Any
 import xxhash
 from support.master_bench import LAYOUT, Bench, BenchSlave
 
-from dips.core import messages
+from dips.core import messages as m
 from dips.core.chunks import chunks_of, shard_digest
 from dips.core.ids import Version
 from dips.core.layout import Block
@@ -26,54 +26,54 @@ class MovingSlave(BenchSlave):
             return super().digest(what)
         return shard_digest(self.sums(what, self.configure.placement))
 
-    def sums(self, version: Version, placement: messages.PlacementSpec, kind: str = "theta") -> list[int]:
+    def sums(self, version: Version, placement: m.PlacementSpec, kind: str = "theta") -> list[int]:
         content = self.bench.content_of.get(version, version)  # type: ignore[attr-defined]
         return [
             xxhash.xxh3_64_intdigest(f"{kind} {content} {chunk}".encode())
             for chunk in chunks_of(self.blocks(placement), 1 << 20)
         ]
 
-    def blocks(self, placement: messages.PlacementSpec) -> list[Block]:
+    def blocks(self, placement: m.PlacementSpec) -> list[Block]:
         own = {i for i, address in enumerate(placement.slaves) if address.slave_id == self.name}
         return [block for block in LAYOUT.blocks if placement.slave_of_block[block.block_id] in own]
 
-    def _listshard(self, body: messages.ListShard) -> None:
+    def _listshard(self, body: m.ListShard) -> None:
         if "list" in self.refuse:
-            self.say(messages.RoundRefused(body.round, "listshard", self.refuse["list"]))
+            self.say(m.RoundRefused(body.round, "listshard", self.refuse["list"]))
             return
         assert self.configure is not None
         placement = self.configure.placement
         theta, momentum = (tuple(self.sums(body.version, placement, kind)) for kind in ("theta", "momentum"))
-        self.say(messages.ShardList(body.round, theta, momentum))
+        self.say(m.ShardList(body.round, theta, momentum))
 
-    def _moveblocks(self, body: messages.MoveBlocks) -> None:
+    def _moveblocks(self, body: m.MoveBlocks) -> None:
         if "move" in self.refuse:
-            self.say(messages.RoundRefused(body.round, "moveblocks", self.refuse["move"]))
+            self.say(m.RoundRefused(body.round, "moveblocks", self.refuse["move"]))
             return
         self.bench.content_of[body.to_version] = body.from_version  # type: ignore[attr-defined]
         theta = shard_digest(self.sums(body.from_version, body.placement))
         assert shard_digest(self.sums(body.from_version, body.placement, "momentum")) == body.momentum_digest
         theta = self.digests.get(body.to_version, theta)
-        info = messages.SnapshotInfo(
+        info = m.SnapshotInfo(
             body.to_version, body.round, body.layout_hash, body.placement.placement_hash, theta, committed=False
         )
         self.moved[body.round] = body.to_version
         self.snapshots[body.to_version] = info
-        self.say(messages.Prepared(body.round, theta))
+        self.say(m.Prepared(body.round, theta))
 
-    def _abortround(self, body: messages.AbortRound) -> None:
+    def _abortround(self, body: m.AbortRound) -> None:
         super()._abortround(body)
         version = self.moved.pop(body.round, None)
         if version is not None and not self.snapshots[version].committed:
             del self.snapshots[version]
 
-    def _configure(self, body: messages.Configure) -> None:
+    def _configure(self, body: m.Configure) -> None:
         if body.load is not None and body.load in self.snapshots:
             assert self.snapshots[body.load].digest == body.load_digest
             assert self.snapshots[body.load].placement_hash == body.placement.placement_hash
         super()._configure(body)
 
-    def _stopslave(self, body: messages.StopSlave) -> None:
+    def _stopslave(self, body: m.StopSlave) -> None:
         self.stopped, self.alive = True, False
 
 
@@ -101,7 +101,7 @@ class ReshardBench(Bench):
         self.slaves = [slave for slave in self.slaves if slave.alive]
 
     def reshard(self, add: tuple[str, ...] = (), remove: tuple[str, ...] = ()) -> str:
-        sentence: str = self.operate(messages.ReshardRequest("", add, remove, reason="test")).sentence
+        sentence: str = self.operate(m.ReshardRequest("", add, remove, reason="test")).sentence
         return sentence
 
     def placed(self) -> tuple[str, ...]:

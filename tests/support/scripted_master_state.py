@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from dips.core import messages
+from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation
 from dips.master.state.effects import BeginAgain, Effect, Reply, WriteJournal
@@ -20,32 +20,32 @@ from dips.master.state.shared import RunConfig
 
 E = TypeVar("E")
 
-HELLO = messages.Hello(1, 1)
+HELLO = m.Hello(1, 1)
 AGAIN = "begin again at "
 
 
-def caller(name: str = "a", cause_id: str = "c1") -> messages.Caller:
-    return messages.Caller("demo", 1, name, Incarnation(1, 1), cause_id)
+def caller(name: str = "a", cause_id: str = "c1") -> m.Caller:
+    return m.Caller("demo", 1, name, Incarnation(1, 1), cause_id)
 
 
-def leave(reason: str = "done") -> messages.LeaveRequest:
-    return messages.LeaveRequest(caller(), reason)
+def leave(reason: str = "done") -> m.LeaveRequest:
+    return m.LeaveRequest(caller(), reason)
 
 
-def slave_message(body: messages.SlaveBody | None = None) -> messages.SlaveMessage:
-    return messages.SlaveMessage(caller("s0"), body or messages.SlaveBeat(staging_bytes=7))
+def slave_message(body: m.SlaveBody | None = None) -> m.SlaveMessage:
+    return m.SlaveMessage(caller("s0"), body or m.SlaveBeat(staging_bytes=7))
 
 
-def slave_hello() -> messages.SlaveMessage:
-    return slave_message(messages.SlaveHello(HELLO, "tcp://127.0.0.1:5000", 1 << 30, 0))
+def slave_hello() -> m.SlaveMessage:
+    return slave_message(m.SlaveHello(HELLO, "tcp://127.0.0.1:5000", 1 << 30, 0))
 
 
-def command(reason: str) -> messages.SlaveCommand:
-    return messages.SlaveCommand("demo", 1, Incarnation(1, 1), "c1", messages.StopSlave(reason))
+def command(reason: str) -> m.SlaveCommand:
+    return m.SlaveCommand("demo", 1, Incarnation(1, 1), "c1", m.StopSlave(reason))
 
 
-def refusal(sentence: str = "because of a test") -> messages.Refusal:
-    return messages.Refusal(RefusalCode.FENCED, sentence, 2.5)
+def refusal(sentence: str = "because of a test") -> m.Refusal:
+    return m.Refusal(RefusalCode.FENCED, sentence, 2.5)
 
 
 class ScriptedMachine:
@@ -121,13 +121,13 @@ class Leaves:
 
     def handle(self, event: Event, now_s: float) -> Sequence[Effect]:
         match event:
-            case ClusterCall(_, messages.LeaveRequest(_, reason)) if reason.startswith(AGAIN):
+            case ClusterCall(_, m.LeaveRequest(_, reason)) if reason.startswith(AGAIN):
                 return [BeginAgain(int(reason.removeprefix(AGAIN)), reason)]
-            case ClusterCall(token, messages.LeaveRequest(_, reason)):
+            case ClusterCall(token, m.LeaveRequest(_, reason)):
                 entry_id = next(self._entry_ids)
                 self._token_of_entry[entry_id] = token
                 self._reasons.append(reason)
                 return [WriteJournal(entry_id, "LEAVE", json.dumps(reason), json.dumps(self._reasons))]
             case JournalWritten(entry_id):
-                return [Reply(self._token_of_entry.pop(entry_id), messages.LeaveReply())]
+                return [Reply(self._token_of_entry.pop(entry_id), m.LeaveReply())]
         return ()

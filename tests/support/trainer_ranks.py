@@ -62,8 +62,7 @@ class Watch:
 
 def hugging_face(watch: Watch, steps: int, cut: str) -> None:
     """cut: ddp: by the Trainer. loaded-fsdp, loaded-tp: a Llama that transformers cuts when it loads it. fsdp: one that
-    Accelerate cuts. uncut-fsdp: one that Accelerate should cut, and does not on a CPU.
-    """
+    Accelerate cuts."""
     from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     class Look(TrainerCallback):
@@ -77,9 +76,8 @@ def hugging_face(watch: Watch, steps: int, cut: str) -> None:
     llama = watch.folder / "llama"
     if cut == "ddp":
         model: torch.nn.Module = Model(RANK)
-    elif cut in ("fsdp", "uncut-fsdp"):
-        if cut == "fsdp":
-            _accelerate_cuts_on_a_cpu()
+    elif cut == "fsdp":
+        _accelerate_cuts_on_a_cpu()
         model = LlamaForCausalLM.from_pretrained(llama)
         given = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
     else:
@@ -124,7 +122,7 @@ def _accelerate_knows_tensor_parallelism_on_a_cpu() -> None:
 
 
 def lightning(watch: Watch, steps: int, cut: str) -> None:
-    """cut: ddp, or fsdp and tp by ModelParallelStrategy. endless: ddp, and a minimum of epochs."""
+    """cut: ddp, or fsdp and tp by ModelParallelStrategy."""
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import ModelParallelStrategy
@@ -162,7 +160,6 @@ def lightning(watch: Watch, steps: int, cut: str) -> None:
     trainer = Trainer(
         max_steps=steps, accumulate_grad_batches=ACCUMULATED, accelerator="cpu", devices=2,
         strategy=ModelParallelStrategy(*sizes[cut]) if cut in sizes else "ddp",
-        min_epochs=2 if cut == "endless" else None,
         default_root_dir=watch.folder, logger=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[callback, keeper, look],
     )  # fmt: skip

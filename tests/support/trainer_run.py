@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -25,18 +24,16 @@ from dips.trainer.config import TrainConfig
 TRAIN = TrainConfig(max_bytes=1_500_000, heldout_max_bytes=8192, warmup_tokens=4000, log_every_steps=4)
 
 
-class Processes(live.Entered):
+class Processes(live.Run):
     """Context manager: `dips` commands as children, one log each. `dips verify` reads the folder."""
+
+    weight = live.HEAVY
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self.address = ""
         """Of the master that start_master() started."""
-
-    def _enter(self, stack: contextlib.ExitStack) -> None:
-        stack.enter_context(live.run(live.HEAVY))
-        stack.callback(self.kill_all)
 
     def start_master(self, *knobs: str) -> str:
         self._master = MasterProcess(self._folder / "master", "grace_s=0.2", "linger_s=600", *knobs)
@@ -136,7 +133,7 @@ class Processes(live.Entered):
     def _check(self, name: str) -> None:
         assert self._running[name].poll() is None, f"{name} has ended: {self.log(name)[-3000:]}"
 
-    def kill_all(self) -> None:
+    def _end(self) -> None:
         for process in self._running.values():
             process.kill()
         for process in self._running.values():

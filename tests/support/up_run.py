@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from support import live
 from support.dips_command import dips, dips_started, ended, master_file, published, started
@@ -54,17 +55,23 @@ class UpRun(live.Entered):
         self._file = folder / "run.toml"
         self._file.write_text(RUN.format(directory=self.directory, slaves=slaves, master=master))
 
-    def _enter(self, stack: contextlib.ExitStack) -> None:
-        self._running[self.log] = stack.enter_context(dips_started("up", self._file, log=self.log))
-        until(lambda: "address" in master_file(self.directory), "the master's address", self.log)
-        for name, command in self._programs.items():
-            there = {
-                "DIPS_MASTER": master_file(self.directory)["address"], "DIPS_CLUSTER": name,
-                "DIPS_KEYS": str(self.directory / "keys" / name),
-                "DIPS_WORKER_TAPE": str(self.directory / "tapes" / f"{name}.tape.jsonl"),
-            }  # fmt: skip
-            log = self.logs[name]
-            self._running[log] = stack.enter_context(started(*command, log=log, cwd=self._folder, **there))
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self._running[self.log] = stack.enter_context(dips_started("up", self._file, log=self.log))
+            until(lambda: "address" in master_file(self.directory), "the master's address", self.log)
+            for name, command in self._programs.items():
+                there = {
+                    "DIPS_MASTER": master_file(self.directory)["address"], "DIPS_CLUSTER": name,
+                    "DIPS_KEYS": str(self.directory / "keys" / name),
+                    "DIPS_WORKER_TAPE": str(self.directory / "tapes" / f"{name}.tape.jsonl"),
+                }  # fmt: skip
+                log = self.logs[name]
+                self._running[log] = stack.enter_context(started(*command, log=log, cwd=self._folder, **there))
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.close()
 
     def until_version(self, v: int) -> None:
         def is_there() -> bool:

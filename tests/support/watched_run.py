@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from support import live
@@ -73,15 +72,13 @@ class WatchedRun:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         for process in self._running.values():
             process.kill()
         for process in self._running.values():
             process.wait(30)
-        self._proxies.__exit__(kind, error, trace)
-        self._live.__exit__(kind, error, trace)
+        self._proxies.__exit__(*error)
+        self._live.__exit__(*error)
 
     def start(self, name: str) -> None:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}

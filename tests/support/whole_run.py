@@ -118,13 +118,11 @@ class NumpyCluster:
         self.driver.step(sum(item.tokens for item in ranges), ranges, loss)
 
 
-class WholeRun(live.Entered):
+class WholeRun(live.Run):
     """Context manager: starts a master and slaves under `directory`; ends everything at the end.
 
     A test that has seen what it wants calls stop(), as an operator does.
     """
-
-    weight = live.LIGHT
 
     def __init__(
         self,
@@ -160,11 +158,6 @@ class WholeRun(live.Entered):
         """More knobs of every slave."""
         self.client: dict[str, object] = {}
         """More knobs of every cluster."""
-
-    def _enter(self, stack: contextlib.ExitStack) -> None:
-        stack.enter_context(live.run(self.weight))
-        stack.callback(self._end)
-        self._begin()
 
     def _begin(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)

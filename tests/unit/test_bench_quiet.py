@@ -34,9 +34,7 @@ def test_foreign_work_is_the_machines_less_ones_own(monkeypatch: pytest.MonkeyPa
     assert (foreign.cores(), foreign.niced()) == (0.5, 0.25)
 
 
-def test_without_proc_stat_nothing_is_known_and_nothing_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_proc_stat_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(quiet, "STAT", tmp_path / "stat")
     slept: list[float] = []
     monkeypatch.setattr(quiet, "time", SimpleNamespace(monotonic=time.monotonic, sleep=slept.append))

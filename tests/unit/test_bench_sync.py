@@ -30,9 +30,7 @@ def failing(kind: type[Exception]) -> Callable[[Path], object]:
 
 
 @pytest.mark.parametrize("kind", ["Failed", "Wrong"])
-def test_another_system_that_does_not_do_the_work_costs_its_own_cycles_alone(
-    bench_sync: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_others_failures_cost_their_cycles(bench_sync: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     series = [bench_sync.Series("hivemind", failing(getattr(bench_sync, kind)))]
     monkeypatch.setattr(bench_sync, "systems", lambda options: series)
     results, left_out = bench_sync.measure(OPTIONS)
@@ -43,9 +41,7 @@ def test_another_system_that_does_not_do_the_work_costs_its_own_cycles_alone(
     ]
 
 
-def test_a_cycle_that_fails_in_its_last_round_leaves_nothing_behind(
-    bench_sync: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cycle_that_fails_leaves_nothing_behind(bench_sync: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds count from the third on. In the first cycle the third is measured, and the fourth fails."""
     monkeypatch.setattr(bench_sync, "_check", lambda party, turn, turns: None)
     took_s = {1: 99.0, 2: 3.0}
@@ -73,7 +69,7 @@ def test_a_cycle_that_fails_in_its_last_round_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("name", ["dips", "dips, sync"])
-def test_our_own_wrong_result_ends_the_measurement(
+def test_our_wrong_result_ends_the_measurement(
     bench_sync: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     series = [bench_sync.Series(name, failing(bench_sync.Wrong))]

@@ -176,9 +176,7 @@ def test_everybody_was_scraped_in_the_clear_and_in_tls(watched: Watched, capsys:
 
 
 @pytest.mark.parametrize("file", DASHBOARDS, ids=lambda file: file.stem)
-def test_every_expression_of_every_panel_has_data(
-    file: Path, watched: Watched, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_expression_of_a_panel_has_data(file: Path, watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
     found = list(panel_expressions(file))
     empty = [str(one) for one in found if not has_data(watched, filled(one.expr, RUN, RATE_INTERVAL))]
     with capsys.disabled():
@@ -207,9 +205,7 @@ def test_everything_that_alarms_look_at_has_data(watched: Watched, capsys: pytes
     assert not empty
 
 
-def test_the_alarms_of_what_was_done_to_the_run_are_true_at_some_moment(
-    watched: Watched, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_alarms_of_what_was_done_are_true_at_some_moment(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
     of = {rule.alert: rule.expr for rule in rules() if rule.alert}
     true = {name for name, expr in of.items() if has_data(watched, expr)}
     with capsys.disabled():

@@ -136,9 +136,6 @@ def test_the_api_server_takes_everything_and_nothing_is_left_to_change(file: Pat
     until(lambda: server.get("PersistentVolumeClaim", "e2e-cluster-a") is None, "the volume's end")
 
 
-# ---- with pods ----
-
-
 @contextlib.contextmanager
 def master_of(file: Path) -> Iterator[str]:
     """The master's address through a port-forward."""

@@ -50,7 +50,7 @@ def test_the_list_names_methods_with_their_settings_and_set_ups(capsys: pytest.C
     assert "--preset safe" in out
 
 
-def test_the_default_methods_run_with_the_shipped_set_up(
+def test_the_default_methods_run(
     tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _ = told(capsys, "--run-dir", tmp_path)
@@ -62,9 +62,7 @@ def test_the_default_methods_run_with_the_shipped_set_up(
     assert str(tmp_path / "loss-time.png") in out
 
 
-def test_what_is_said_is_what_is_run(
-    tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_said_is_run(tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]) -> None:
     wish = "--methods dips,dynamic,dips --seeds 3,1 --gaps 0,50% --inner-steps 8 --tokens 20k --inject x30"
     code, out, _ = told(capsys, *wish.split(), "--run-dir", tmp_path)
     assert code == 0
@@ -87,7 +85,7 @@ def test_files_and_json(tmp_path: Path, asked: list[ComparisonJob], capsys: pyte
         assert (tmp_path / "new" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_clean_runs_of_before_stand_beside_spoilt_ones(
+def test_clean_runs_beside_spoilt(
     tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = ["--methods", "dips", "--json", "--run-dir", tmp_path]
@@ -109,9 +107,7 @@ def test_a_figure_of_losses(tmp_path: Path, asked: list[ComparisonJob], capsys: 
     assert json.loads(out) == json.loads((tmp_path / "figure-12.json").read_text())
 
 
-def test_a_figure_of_throughput(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_throughput_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ComparisonSetup] = []
 
     def run_speed(figure: SpeedFigure, setups: Sequence[ComparisonSetup], seed: int, *_: Any) -> list[SpeedResult]:

@@ -27,36 +27,26 @@ def text(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_first_seed_of_all_methods_comes_first(text: Path) -> None:
+def test_jobs_of_methods_and_seeds(text: Path) -> None:
     jobs = jobs_of(["dp", "dips"], [1, 2], SETUP, [text])
     assert [(job.method, job.seed) for job in jobs] == [("dp", 1), ("dips", 1), ("dp", 2), ("dips", 2)]
     assert len({job.text for job in jobs}) == 1
-
-
-def test_data_parallel_runs_clean_beside_an_injection(text: Path) -> None:
     dp, dips = jobs_of(["dp", "dips"], [1], SETUP, [text], "nan")
     assert (dp.inject, dips.inject) == ("", "nan")
     assert (dp.name, dips.name) == ("dp-1", "dips-nan-1")
     assert dips.title == "dips nan, seed 1"
-
-
-def test_settings_that_no_master_takes_are_refused_before_anything_runs(text: Path) -> None:
     setup = SETUP.with_overrides(master={"momentum_scaling": "tokens"})
     assert jobs_of(["dips"], [1], setup, [text])
     with pytest.raises(ConfigError, match="set-up small, method averaging"):
         jobs_of(["dips", "averaging"], [1], setup, [text])
 
 
-def test_a_kept_result_is_found_again(tmp_path: Path) -> None:
+def test_a_kept_result_is_found_again_by_the_same_run_alone(tmp_path: Path) -> None:
     results = Results(tmp_path)
     assert results.load(JOB) is None
     results.keep(JOB, record())
     assert results.load(JOB) == record()
     assert json.loads((tmp_path / "runs" / "dips-1.json").read_text())["schema"] == "dips-compare-run/1"
-
-
-def test_the_result_of_another_run_is_not_used(tmp_path: Path) -> None:
-    results = Results(tmp_path)
     results.keep(JOB, record())
     assert results.load(replace(JOB, setup=SETUP.with_overrides(inner_steps=8))) is None
     assert results.load(replace(JOB, text="other")) is None
@@ -98,7 +88,7 @@ def test_what_computes_a_run_is_in_its_digest_and_what_only_shows_it_is_not() ->
     assert len(program_digest()) == 32
 
 
-def test_another_source_of_a_module_that_computes_is_another_program(
+def test_other_source_of_a_module_that_computes_is_another_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = program_digest.__wrapped__()

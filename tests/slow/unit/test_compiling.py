@@ -42,9 +42,6 @@ def lock_of(folder: Path) -> Path:
     return found
 
 
-# ---- what is kept ----
-
-
 def test_the_second_process_loads_what_the_first_compiled(tmp_path: Path) -> None:
     first = said(started(tmp_path))
     assert first[0] == "compiles avalanche"
@@ -95,9 +92,6 @@ def test_code_of_an_earlier_release_is_not_run_though_the_disk_was_full_after_an
     warning, result = said(started(tmp_path, full + run))
     assert ("cannot be kept" in warning, result) == (True, "21")
     assert said(started(tmp_path, run)) == ["21"]
-
-
-# ---- one process at a time ----
 
 
 def test_who_comes_second_waits_says_so_and_loads(tmp_path: Path) -> None:

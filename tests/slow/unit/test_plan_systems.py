@@ -125,9 +125,6 @@ def test_free_networks_inside_of_sites_make_no_advice(problem: Problem) -> None:
     assert alone.why[1].endswith("cost nothing: give network_gbps there")
 
 
-# ---- asynchronous clusters ----
-
-
 def test_a_round_is_that_of_dips_size(problem: Problem) -> None:
     found = asynchronous_clusters(assuming(problem, sync_every=100, overlap="push"))
     one = found.clusters[0]
@@ -144,16 +141,12 @@ def test_a_round_is_that_of_dips_size(problem: Problem) -> None:
     assert one.tokens_per_s(100) == pytest.approx(100 * one.tokens / (100 * one.step_s + one.stall_s))
 
 
-def test_a_cluster_of_slower_devices_takes_longer_steps(problem: Problem) -> None:
+def test_slower_and_fewer_devices_of_a_cluster(problem: Problem) -> None:
     first, second = problem.setup.sites
     slow = second.model_copy(update={"sustained_tflops": 200.0})
     a, b = asynchronous_clusters(replace(problem, setup=replace(problem.setup, sites=(first, slow)))).clusters
     assert b.step_s == pytest.approx(2 * a.step_s, rel=1e-6)
     assert a.tokens == b.tokens
-
-
-def test_a_cluster_of_fewer_devices_takes_a_smaller_part_of_the_batch(problem: Problem) -> None:
-    first, second = problem.setup.sites
     small = second.model_copy(update={"devices": 16})
     setup = replace(problem.setup, sites=(first.model_copy(update={"devices": 48}), small))
     a, b = asynchronous_clusters(replace(problem, setup=setup)).clusters
@@ -191,7 +184,7 @@ def test_times_of_a_stage_are_of_the_first_site_and_scaled_to_others() -> None:
     assert b.step_s == pytest.approx(3 * a.step_s, rel=1e-6)
 
 
-def test_servers_are_where_the_links_and_the_speed_are(problem: Problem) -> None:
+def test_servers_are_where_the_links_are_and_every_pair_needs_one(problem: Problem) -> None:
     first, second = problem.setup.sites
     third = second.model_copy(update={"name": "milan", "devices": 8})
     (link,) = problem.setup.links
@@ -199,9 +192,6 @@ def test_servers_are_where_the_links_and_the_speed_are(problem: Problem) -> None
     slow = link.model_copy(update={"sender": "amsterdam", "receiver": "milan", "bandwidth_gbps": 1.0})
     setup = replace(problem.setup, sites=(first, second, third), links=(link, fast, slow))
     assert asynchronous_clusters(replace(problem, setup=setup)).servers_at == "stockholm"
-
-
-def test_clusters_need_a_link_between_all_sites(problem: Problem) -> None:
     first, second = problem.setup.sites
     third = second.model_copy(update={"name": "milan"})
     setup = replace(problem.setup, sites=(first, second, third))

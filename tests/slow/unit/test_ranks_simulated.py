@@ -97,9 +97,6 @@ def test_faults_of_single_ranks_break_no_promise(fault: str, shows: str) -> None
     assert fired[shows]
 
 
-# ---- what sessions of several ranks go through ----
-
-
 class Counted(SeedRun):
     """Counts what the sessions of clusters of several ranks decide."""
 
@@ -171,9 +168,6 @@ def test_a_follower_that_misses_a_command_is_noticed(kind: str, monkeypatch: pyt
     monkeypatch.setattr(Ranks, "_follow", follow)
     found = [sentence for seed in (1, 5, 7) for sentence in Counted(seed, "full").run().violations]
     assert any(MISSED[kind] in sentence for sentence in found), found
-
-
-# ---- checkpoints ----
 
 
 def test_a_cluster_goes_on_with_another_number_of_ranks() -> None:

@@ -47,9 +47,6 @@ def test_a_run_takes_every_arrow_of_the_table_and_records_say_where_blocks_were(
     assert kinds["RESHARD"] >= 3
 
 
-# ---- mistakes that must be found ----
-
-
 def violations_of(*seeds: int) -> list[str]:
     return [sentence for seed in seeds for sentence in resharded(seed)[0].violations[:1]]
 

@@ -14,8 +14,6 @@ from dips.planner.scaleacross.search import explore
 @pytest.mark.parametrize(
     ("layers", "oversubscription", "km"), [(6, 1, 0), (7, 8, 10), (8, 64, 200), (9, 4, 1000), (8, 1000, 0)]
 )
-def test_the_best_is_within_2_percent_of_all(
-    tmp_path: Path, layers: int, oversubscription: float, km: float, links: bool
-) -> None:
+def test_within_2_percent_of_all(tmp_path: Path, layers: int, oversubscription: float, km: float, links: bool) -> None:
     topology = small(tmp_path, layers, oversubscription, km=km)
     assert explore(topology, links).best[0].seconds(links) <= 1.02 * best_of_all(topology, links)

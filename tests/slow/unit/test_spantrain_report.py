@@ -36,7 +36,7 @@ def found() -> Report:
     return report_of(two_regions(data=1))
 
 
-def test_every_device_and_layer_is_there_once(found: Report) -> None:
+def test_devices_layers_and_memory(found: Report) -> None:
     rows = found.devices()
     assert sum(row.devices for row in rows) == 4
     layers = {row.stage: (row.first_layer, row.layers) for row in rows}
@@ -50,9 +50,6 @@ def test_every_device_and_layer_is_there_once(found: Report) -> None:
         tensor = {row.tensor for row in shares}
         if tensor == {"1"}:
             assert sum(row.sequences * row.devices for row in shares) == found.best.chain.sequences
-
-
-def test_memory_at_the_peak_is_within_the_devices(found: Report) -> None:
     for row in found.devices():
         assert 0 < row.activation_bytes
         assert row.state_bytes + row.activation_bytes <= row.memory_bytes
@@ -159,13 +156,10 @@ def test_the_lines_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "with group 1 alone an iteration takes 2.957 s" in " ".join(setting.unseen)
 
 
-def test_a_network_that_is_not_given_is_named() -> None:
+def test_a_missing_network_is_named_and_mistakes_are_one_sentence() -> None:
     setup = problem([{"name": "a", "devices": 2, "sustained_tflops": 1}], [], 4, 4)
     said = report_of(setup, alternatives=False).unseen
     assert "network_gbps of a is not given: collectives and messages inside take no time" in said
-
-
-def test_mistakes_are_one_sentence() -> None:
     lonely = problem([{"name": "a", "sustained_tflops": 1}, {"name": "b", "sustained_tflops": 1}], [])
     with pytest.raises(PlanError, match="no link from a to b, which groups need of every pair of sites"):
         report_of(lonely)

@@ -10,9 +10,7 @@ from dips.sim import seed_run as simulated
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_records_read_source_by_source_prove_what_was_true_all_along(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_read_source_by_source_prove_what_was_true(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated, "Judge", Recording)
     world = simulated.SeedRun(seed)
     outcome = world.run()

@@ -54,9 +54,7 @@ def write_run(folder: Path, source: PlanSource, forward_ms: float | None = 80.0)
     (folder / "measured.json").write_text(json.dumps(measured_json("a test", forward_ms, [ran] * 3)))
 
 
-def test_overheads_go_from_a_run_into_later_plans(
-    problem: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_overheads_go_into_later_plans(problem: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan, run, profile = tmp_path / "plan" / "plan.json", tmp_path / "measured.json", tmp_path / "profile.toml"
     assert "(uncalibrated), bubble" in told(capsys, problem, "--no-sensitivity", "--system", "crosspipe")[1]
     code, out, _ = told(capsys, "calibrate", plan, run, "--out", profile)
@@ -78,7 +76,7 @@ def test_overheads_go_from_a_run_into_later_plans(
     )
 
 
-def test_a_run_may_be_fitted_again_from_a_calibrated_plan(
+def test_a_run_may_be_fitted_again_from_a_plan(
     problem: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Overheads that a plan has already are fitted again, not on top; what the profile has of links and dates stays."""
@@ -101,9 +99,7 @@ def test_a_run_may_be_fitted_again_from_a_calibrated_plan(
 LINKS = '[[links]]\nsender = "amsterdam"\nreceiver = "stockholm"\nbandwidth_gbps = 7\nlatency_ms = 1\n\n'
 
 
-def test_a_sweep_counts_the_overheads_of_a_profile(
-    problem: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_counts_a_profiles_overheads(problem: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = tmp_path / "profile.toml"
     told(capsys, "calibrate", tmp_path / "plan" / "plan.json", tmp_path / "measured.json", "--out", profile)
     profile.write_text(profile.read_text().replace("error = ", "error = 0.05 # "))
@@ -121,7 +117,7 @@ def test_a_sweep_counts_the_overheads_of_a_profile(
 
 
 @pytest.mark.parametrize("error", [-0.1, "much", True, float("nan"), 11])
-def test_an_error_that_cannot_be_is_refused_where_a_plan_is_read(
+def test_no_error_of_a_calibration(
     error: object, problem: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = tmp_path / "plan" / "plan.json"

@@ -13,7 +13,8 @@ from support.repository import ROOT
 EXAMPLE = ROOT / "examples" / "04-plan-a-schedule" / "sites.toml"
 
 
-def test_groups_subgroups_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_subgroups_and_why_and_thresholds_decide(capsys: pytest.CaptureFixture[str]) -> None:
+    """Links of 0.1 Gbit/s make one group of all; the subgroups of one device more are then alike, too."""
     code, out, error = told(capsys, "groups", "spantrain-figure-5")
     assert (code, error) == (0, "")
     lines = [" ".join(line.split()) for line in out.splitlines()]
@@ -35,10 +36,6 @@ def test_groups_subgroups_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert "end-1 x 1 end-2 x 1 0.9975 merged" in lines
     assert "end-1 x 1, end-2 x 1 edge-1 x 2, edge-2 x 1, edge-3 x 1 0.09951 refused" in lines
     assert "3 edge-1 x 2 edge-2 x 1 38.7% refused" in lines
-
-
-def test_thresholds_decide(capsys: pytest.CaptureFixture[str]) -> None:
-    """Links of 0.1 Gbit/s make one group of all; the subgroups of one device more are then alike, too."""
     code, out, _ = told(capsys, "groups", "spantrain-figure-5", "--threshold", "0.09", "--alike", "2000", "--json")
     found = json.loads(out)
     assert code == 0

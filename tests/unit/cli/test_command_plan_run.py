@@ -17,22 +17,7 @@ from support.repository import ROOT
 
 from dips.cli import main
 from dips.core.errors import ConfigError, FatalError
-from dips.local.plan_run import (
-    ALONE,
-    CASE,
-    PlanRunOutcome,
-    PlanSource,
-    failure,
-    gradients_of,
-    job_of,
-    log_of,
-    outcome_json,
-    scaled,
-    source_of,
-    tell,
-    timelines,
-    write_files,
-)
+from dips.local import plan_run
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS, Costs
 from dips.planner.errors import PlanError
@@ -41,10 +26,7 @@ from dips.planner.problem import Problem
 from dips.planner.run.links import RankReport, read_job, read_report, write_job, write_report
 from dips.planner.simulate import simulate
 
-NOTHING_GIVEN: dict[str, float | None] = dict.fromkeys(CASE)
-
-
-# ---- what is run ----
+NOTHING_GIVEN: dict[str, float | None] = dict.fromkeys(plan_run.CASE)
 
 
 @pytest.mark.parametrize(
@@ -60,15 +42,15 @@ NOTHING_GIVEN: dict[str, float | None] = dict.fromkeys(CASE)
     ],
 )
 def test_a_name_is_a_schedule_with_the_costs_of_the_sweep(name: str, makespan: float) -> None:
-    source = source_of(name, NOTHING_GIVEN)
+    source = plan_run.source_of(name, NOTHING_GIVEN)
     assert simulate(source.schedule, source.costs).makespan_ns / NS == makespan
     assert source.sites == ("site 0", "site 0", "site 1", "site 1")
 
 
 def test_parts_become_stages_that_take_as_long_together() -> None:
     """An odd number of nanoseconds: parts differ by one, and backward passes go through them the other way."""
-    whole = source_of("cross_ud/1", NOTHING_GIVEN)
-    cut = source_of("cross_ud/4", NOTHING_GIVEN)
+    whole = plan_run.source_of("cross_ud/1", NOTHING_GIVEN)
+    cut = plan_run.source_of("cross_ud/4", NOTHING_GIVEN)
     assert cut.schedule.parts == 1
     assert cut.schedule.device_of_stage == tuple(d for d in range(4) for _ in range(4))
     assert sum(stage.f_ns for stage in cut.costs.stages) == sum(stage.f_ns for stage in whole.costs.stages)
@@ -85,7 +67,7 @@ def planned() -> dict[str, Any]:
 def test_a_plan_json_is_run_with_its_own_costs(tmp_path: Path, planned: dict[str, Any]) -> None:
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(planned))
-    source = source_of(str(file), NOTHING_GIVEN)
+    source = plan_run.source_of(str(file), NOTHING_GIVEN)
     predicted = simulate(source.schedule, source.costs)
     assert predicted.makespan_ns / NS == pytest.approx(planned["chosen"]["iteration_s"], rel=1e-9)
     assert set(source.sites) == {"amsterdam", "stockholm"}
@@ -97,22 +79,22 @@ def test_a_plan_whose_replicas_take_turns_says_what_is_run(tmp_path: Path, plann
     planned["chosen"]["sharing"] = "coordinated"
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(planned))
-    assert source_of(str(file), NOTHING_GIVEN).note == ALONE
+    assert plan_run.source_of(str(file), NOTHING_GIVEN).note == plan_run.ALONE
 
 
 def test_a_plan_csv_takes_its_links_from_the_options(tmp_path: Path) -> None:
     file = tmp_path / "plan.csv"
-    named = source_of("interleaved_1f1b", NOTHING_GIVEN)
+    named = plan_run.source_of("interleaved_1f1b", NOTHING_GIVEN)
     file.write_text(named.schedule.to_csv())
-    read = source_of(str(file), NOTHING_GIVEN)
+    read = plan_run.source_of(str(file), NOTHING_GIVEN)
     assert (read.schedule.orders, read.costs.wires) == (named.schedule.orders, named.costs.wires)
-    later = source_of(str(file), {**NOTHING_GIVEN, "latency": 2.0})
+    later = plan_run.source_of(str(file), {**NOTHING_GIVEN, "latency": 2.0})
     assert {wire.latency_ns for wire in later.costs.wires.values()} == {2 * NS}
 
 
 def test_a_job_says_all_to_its_ranks(tmp_path: Path) -> None:
-    source = source_of("interleaved_1f1b", NOTHING_GIVEN)
-    job = job_of(source, 3, "gloo", 2.5)
+    source = plan_run.source_of("interleaved_1f1b", NOTHING_GIVEN)
+    job = plan_run.job_of(source, 3, "gloo", 2.5)
     write_job(tmp_path, job)
     assert read_job(tmp_path) == job
     assert job.csv == source.schedule.to_csv()
@@ -121,24 +103,21 @@ def test_a_job_says_all_to_its_ranks(tmp_path: Path) -> None:
     assert set(ways.values()) == set(range(len(set(ways.values()))))
 
 
-# ---- what is told ----
-
-
-def outcome_of(folder: Path, name: str, error: float = 1e-15, late_ns: int = 0) -> PlanRunOutcome:
+def outcome_of(folder: Path, name: str, error: float = 1e-15, late_ns: int = 0) -> plan_run.PlanRunOutcome:
     """As if the ranks had run twice, once with a clock that is late."""
-    source = source_of(name, NOTHING_GIVEN)
-    source = PlanSource(source.schedule, scaled(source.costs, 4, 80.0), source.sites)
+    source = plan_run.source_of(name, NOTHING_GIVEN)
+    source = plan_run.PlanSource(source.schedule, plan_run.scaled(source.costs, 4, 80.0), source.sites)
     once, again = play(folder, source), play(folder, source, late_ns)
     for rank, pair in enumerate(zip(once, again, strict=True)):
         write_report(folder, rank, RankReport(pair, 6, error, 256))
     reports = [read_report(folder, rank) for rank in range(4)]
-    return PlanRunOutcome(
+    return plan_run.PlanRunOutcome(
         source=source,
         backend="gloo",
         forward_ms=80.0,
         predicted=simulate(source.schedule, source.costs),
-        measured=timelines(source, reports),
-        gradients=gradients_of(reports),
+        measured=plan_run.timelines(source, reports),
+        gradients=plan_run.gradients_of(reports),
         tolerance=0.05,
         message_bytes=256,
     )
@@ -146,7 +125,7 @@ def outcome_of(folder: Path, name: str, error: float = 1e-15, late_ns: int = 0) 
 
 def test_a_run_that_keeps_its_plan(tmp_path: Path) -> None:
     outcome = outcome_of(tmp_path, "zb_v", late_ns=500_000)
-    found = outcome_json(outcome)
+    found = plan_run.outcome_json(outcome)
     assert found["good"]
     assert found["predicted_s"] == pytest.approx(29.25 * 0.08)
     assert found["measured_s"][0] == found["predicted_s"] < found["measured_s"][1] == found["median_s"]
@@ -158,30 +137,32 @@ def test_a_run_that_keeps_its_plan(tmp_path: Path) -> None:
     assert middle["messages"] == 16
     assert middle["bytes"] == 16 * 256
     assert middle["occupied_s"] == pytest.approx(16 * 0.02)
-    assert "within 5 %" in printed(tell(outcome))
-    assert "those of 24 parameters equal those of one process" in printed(tell(outcome))
+    assert "within 5 %" in printed(plan_run.tell(outcome))
+    assert "those of 24 parameters equal those of one process" in printed(plan_run.tell(outcome))
 
 
 def test_a_run_that_misses_its_plan_says_that_the_machine_is_busy(tmp_path: Path) -> None:
     outcome = outcome_of(tmp_path, "1f1b", late_ns=20_000_000)
     assert not outcome.good
     assert outcome.error > 0.05
-    assert "OUTSIDE OF 5 %" in printed(tell(outcome))
-    assert "longer than their times: this machine is busy with something else" in printed(tell(outcome))
+    assert "OUTSIDE OF 5 %" in printed(plan_run.tell(outcome))
+    assert "longer than their times: this machine is busy with something else" in printed(plan_run.tell(outcome))
 
 
 def test_gradients_that_differ_are_no_success(tmp_path: Path) -> None:
     outcome = replace(outcome_of(tmp_path, "1f1b", error=1e-3), measured=())
     assert not outcome.good
-    assert "24 parameters DIFFER from those of one process: largest difference 1.0e-03" in printed(tell(outcome))
-    assert "measured_s" not in outcome_json(outcome)
+    assert "24 parameters DIFFER from those of one process: largest difference 1.0e-03" in printed(
+        plan_run.tell(outcome)
+    )
+    assert "measured_s" not in plan_run.outcome_json(outcome)
 
 
 def test_the_trace_has_the_prediction_and_the_run(tmp_path: Path) -> None:
     outcome = outcome_of(tmp_path, "1f1b", late_ns=500_000)
-    files = write_files(outcome, tmp_path)
+    files = plan_run.write_files(outcome, tmp_path)
     assert [file.name for file in files] == ["run.json", "trace.json", "measured.json"]
-    assert json.loads(files[0].read_text()) == json.loads(json.dumps(outcome_json(outcome)))
+    assert json.loads(files[0].read_text()) == json.loads(json.dumps(plan_run.outcome_json(outcome)))
     events = json.loads(files[1].read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert "predicted, rank 2, site 1" in names
@@ -195,8 +176,6 @@ def test_the_trace_has_the_prediction_and_the_run(tmp_path: Path) -> None:
     assert spans[False] == pytest.approx(outcome.predicted.makespan_ns / 1e3)
     assert spans[True] == pytest.approx(outcome.median.makespan_ns / 1e3)
 
-
-# ---- what goes wrong ----
 
 GONE = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:38191"
 
@@ -214,8 +193,8 @@ def test_the_rank_that_failed_first_is_told(
     tmp_path: Path, codes: list[int | None], logs: list[str], kind: type[Exception], sentence: str
 ) -> None:
     for rank, log in enumerate(logs):
-        log_of(tmp_path, rank).write_text(log + "\n")
-    error = failure(codes, tmp_path)
+        plan_run.log_of(tmp_path, rank).write_text(log + "\n")
+    error = plan_run.failure(codes, tmp_path)
     assert type(error) is kind
     with pytest.raises(kind, match=sentence):
         raise error
@@ -263,10 +242,10 @@ def test_a_persons_mistake_is_one_sentence(
 
 
 def test_forward_passes_without_a_time_cannot_be_timed() -> None:
-    source = source_of("1f1b", NOTHING_GIVEN)
+    source = plan_run.source_of("1f1b", NOTHING_GIVEN)
     idle = Costs(tuple(replace(stage, f_ns=0) for stage in source.costs.stages))
     with pytest.raises(PlanError, match="forward passes of the plan take no time"):
-        scaled(idle, 4, 80.0)
+        plan_run.scaled(idle, 4, 80.0)
 
 
 def test_without_torch_the_command_says_what_to_install(

@@ -15,23 +15,8 @@ import pytest
 from support.paced_play import play
 from support.plan_command import printed, refused
 
+from dips.local import plan_swap
 from dips.local.plan_run import CASE, source_of, stretched
-from dips.local.plan_swap import (
-    BEFORE,
-    BEST,
-    NEW,
-    OLD,
-    Change,
-    SwapOutcome,
-    SwapRun,
-    change_json,
-    change_of_file,
-    change_of_name,
-    measured_profile,
-    problem_of,
-    tell_change,
-    write_change,
-)
 from dips.planner.api import make
 from dips.planner.costs import NS
 from dips.planner.errors import PlanError
@@ -45,7 +30,7 @@ NOTHING_GIVEN: dict[str, float | None] = dict.fromkeys(CASE)
 NEAR: dict[str, float | None] = {**NOTHING_GIVEN, "latency": 0.0, "bandwidth": 0.0}
 
 
-def reports_of_play(folder: Path, run: SwapRun, number: int, late_ns: int = 0) -> None:
+def reports_of_play(folder: Path, run: plan_swap.SwapRun, number: int, late_ns: int = 0) -> None:
     """The ranks do job `number` twice."""
     source, stretch = run.sources[number], 0.08
     timed = replace(source, costs=stretched(source.costs, stretch))
@@ -55,27 +40,24 @@ def reports_of_play(folder: Path, run: SwapRun, number: int, late_ns: int = 0) -
         write_report(folder, rank, RankReport(pair, 6, 1e-15, 256, skipped=3, taken_ns=-rank), number)
 
 
-def played(folder: Path, change: Change, late_ns: int = 0) -> tuple[SwapRun, SwapOutcome]:
-    run = SwapRun(folder, change, 80.0, 2, 2, "gloo")
+def played(folder: Path, change: plan_swap.Change, late_ns: int = 0) -> tuple[plan_swap.SwapRun, plan_swap.SwapOutcome]:
+    run = plan_swap.SwapRun(folder, change, 80.0, 2, 2, "gloo")
     for number, job in enumerate(run.jobs):
         write_job(folder, job, number)
-    for number in (BEFORE, OLD):
+    for number in (plan_swap.BEFORE, plan_swap.OLD):
         run()
         assert run.verdict is None, "the old plan was not yet measured on the changed links"
         reports_of_play(folder, run, number, late_ns)
     run()
     assert run.verdict is not None
-    for number in (NEW, BEST) if run.verdict.advised else ():
+    for number in (plan_swap.NEW, plan_swap.BEST) if run.verdict.advised else ():
         reports_of_play(folder, run, number, late_ns)
-    return run, SwapOutcome(change, "gloo", 80.0, run.profile, run.verdict, run.parts(), run.layers, 0.05)
-
-
-# ---- the whole run ----
+    return run, plan_swap.SwapOutcome(change, "gloo", 80.0, run.profile, run.verdict, run.parts(), run.layers, 0.05)
 
 
 def test_a_pipeline_that_a_slow_link_hurts_gets_the_plan_for_that_link(tmp_path: Path) -> None:
     """ZB-V, best without delay, has two stages on each device; the new plan has one, so most layers move."""
-    _, outcome = played(tmp_path, change_of_name("zb_v", NEAR, 2.0, 1.0))
+    _, outcome = played(tmp_path, plan_swap.change_of_name("zb_v", NEAR, 2.0, 1.0))
     before, old, new, best = outcome.parts
     assert [round(part.median_s / 0.08, 2) for part in (before, old, best)] == [25.5, 52.0, 39.0]
     assert new.median_s == best.median_s
@@ -84,21 +66,23 @@ def test_a_pipeline_that_a_slow_link_hurts_gets_the_plan_for_that_link(tmp_path:
     assert outcome.good
     jobs = [read_job(tmp_path, number) for number in range(4)]
     assert [job.last for job in jobs] == [False, False, False, True]
-    assert jobs[BEFORE].csv == jobs[OLD].csv
-    assert jobs[BEFORE].links == ()
-    assert {(link.busy_ns, link.latency_ns) for link in jobs[OLD].links} == {(80_000_000, 160_000_000)}
+    assert jobs[plan_swap.BEFORE].csv == jobs[plan_swap.OLD].csv
+    assert jobs[plan_swap.BEFORE].links == ()
+    assert {(link.busy_ns, link.latency_ns) for link in jobs[plan_swap.OLD].links} == {(80_000_000, 160_000_000)}
     assert {sum(job.layers) for job in jobs} == {32}
-    found = change_json(outcome)
+    found = plan_swap.change_json(outcome)
     assert json.loads(json.dumps(found)) == found
     assert (found["recovered"], found["iterations_while_planning"], found["verdict"]["advised"]) == (1, 3, True)
-    assert "6 of 8 layers moved" in printed(tell_change(outcome))
-    assert "recovered: 100.0% of what a plan for these links saves, at least 80%" in printed(tell_change(outcome))
+    assert "6 of 8 layers moved" in printed(plan_swap.tell_change(outcome))
+    assert "recovered: 100.0% of what a plan for these links saves, at least 80%" in printed(
+        plan_swap.tell_change(outcome)
+    )
 
 
 @pytest.mark.parametrize("late_ns", [0, 800_000])
 def test_what_is_measured_is_what_the_ranks_saw(tmp_path: Path, late_ns: int) -> None:
     """The link's numbers come out of the times of messages; a clock that is late makes it later by that."""
-    run, outcome = played(tmp_path, change_of_name("1f1b", NEAR, 2.0, 0.5), late_ns)
+    run, outcome = played(tmp_path, plan_swap.change_of_name("1f1b", NEAR, 2.0, 0.5), late_ns)
     links, stages = run.profile["links"], run.profile["stages"]
     assert [(link["sender"], link["receiver"]) for link in links] == [("site 0", "site 1"), ("site 1", "site 0")]
     late_ms = late_ns / 0.08 / 1e6
@@ -112,19 +96,21 @@ def test_what_is_measured_is_what_the_ranks_saw(tmp_path: Path, late_ns: int) ->
 
 
 def test_a_link_for_whose_messages_no_one_waited_is_left_as_planned(tmp_path: Path) -> None:
-    change = change_of_name("1f1b", NEAR, 2.0, 0.5)
-    run = SwapRun(tmp_path, change, 80.0, 1, 1, "gloo")
-    timed = replace(run.sources[OLD], costs=stretched(run.sources[OLD].costs, 0.08))
+    change = plan_swap.change_of_name("1f1b", NEAR, 2.0, 0.5)
+    run = plan_swap.SwapRun(tmp_path, change, 80.0, 1, 1, "gloo")
+    timed = replace(run.sources[plan_swap.OLD], costs=stretched(run.sources[plan_swap.OLD].costs, 0.08))
     rows = play(tmp_path, timed)
     early = tuple(one._replace(arrives_ns=-1) for one in rows[2].sent)  # to rank 1, which has something to do before
     rows[2] = replace(rows[2], sent=early)
-    found = measured_profile(change.running, timed, [RankReport((row,), 6, 0.0, 0) for row in rows], 0.08)
+    found = plan_swap.measured_profile(change.running, timed, [RankReport((row,), 6, 0.0, 0) for row in rows], 0.08)
     assert [(link["sender"], link["receiver"]) for link in found["links"]] == [("site 0", "site 1")]
 
 
 def test_a_link_that_becomes_free_is_noticed(tmp_path: Path) -> None:
     """No message waits for its link any longer, and receivers begin as soon as senders have ended."""
-    run, outcome = played(tmp_path, change_of_name("cross_ud/1", {**NEAR, "latency": 2.0, "bandwidth": 1.0}, 0.0, 0.0))
+    run, outcome = played(
+        tmp_path, plan_swap.change_of_name("cross_ud/1", {**NEAR, "latency": 2.0, "bandwidth": 1.0}, 0.0, 0.0)
+    )
     assert {link["latency_ms"] for link in run.profile["links"]} == {0}
     assert outcome.verdict.advised
     assert outcome.verdict.new.name == "zb_v"
@@ -132,43 +118,42 @@ def test_a_link_that_becomes_free_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_change_that_no_plan_answers_is_no_swap(tmp_path: Path) -> None:
-    _, outcome = played(tmp_path, change_of_name("cross_ud/1", {**NEAR, "latency": 2.0, "bandwidth": 2.0}, 2.1, 2.0))
+    _, outcome = played(
+        tmp_path, plan_swap.change_of_name("cross_ud/1", {**NEAR, "latency": 2.0, "bandwidth": 2.0}, 2.1, 2.0)
+    )
     assert not outcome.verdict.advised
     assert len(outcome.parts) == 2
     assert outcome.recovered is None
     assert outcome.good
-    last = read_job(tmp_path, NEW)
+    last = read_job(tmp_path, plan_swap.NEW)
     assert (last.repeats, last.last) == (0, True)
-    assert not job_file(tmp_path, BEST).exists()
-    assert "no swap: " in printed(tell_change(outcome))
-    assert change_json(outcome)["pause_s"] is None
+    assert not job_file(tmp_path, plan_swap.BEST).exists()
+    assert "no swap: " in printed(plan_swap.tell_change(outcome))
+    assert plan_swap.change_json(outcome)["pause_s"] is None
 
 
 def test_a_swap_that_recovers_too_little_or_other_gradients_are_no_success(tmp_path: Path) -> None:
-    _, outcome = played(tmp_path, change_of_name("1f1b", NEAR, 2.0, 0.5))
+    _, outcome = played(tmp_path, plan_swap.change_of_name("1f1b", NEAR, 2.0, 0.5))
     before, old, new, best = outcome.parts
     slow = replace(outcome, parts=(before, old, replace(old, source=new.source), best))
     assert slow.recovered == 0
     assert not slow.good
-    assert "recovered: 0.0% of what a plan for these links saves, LESS THAN 80%" in printed(tell_change(slow))
+    assert "recovered: 0.0% of what a plan for these links saves, LESS THAN 80%" in printed(plan_swap.tell_change(slow))
     same = replace(outcome, parts=(before, old, old, old))
     assert same.recovered is None
     assert not same.good
-    assert "recovered: NOTHING" in printed(tell_change(same))
+    assert "recovered: NOTHING" in printed(plan_swap.tell_change(same))
     wrong = replace(outcome, parts=(before, old, replace(new, gradient_error=1e-3), best))
     assert not wrong.good
-    assert "gradients: DIFFER from those of one process" in printed(tell_change(wrong))
+    assert "gradients: DIFFER from those of one process" in printed(plan_swap.tell_change(wrong))
 
 
 def test_the_files_of_a_run(tmp_path: Path) -> None:
-    _, outcome = played(tmp_path, change_of_name("1f1b", NEAR, 2.0, 0.5))
-    files = write_change(outcome, tmp_path)
+    _, outcome = played(tmp_path, plan_swap.change_of_name("1f1b", NEAR, 2.0, 0.5))
+    files = plan_swap.write_change(outcome, tmp_path)
     assert [file.name for file in files][:4] == ["run.json", "profile.json", "plan.json", "plan.csv"]
     again = read_running((tmp_path / "plan" / "plan.json").read_text(), "plan.json")
     assert again.name == outcome.verdict.new.name
-
-
-# ---- what is run ----
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -176,12 +161,12 @@ def test_the_files_of_a_run(tmp_path: Path) -> None:
 def test_a_name_with_sites_is_the_case_of_the_sweep(name: str, sites: int) -> None:
     case = Case(4, 8, sites, 0.5, 0.25, 1)
     schedule, costs = case.schedule(name)
-    problem = problem_of(case, 2)
+    problem = plan_swap.problem_of(case, 2)
     division = problem.uniform(schedule.n_stages)
     ours = problem.costs(division, schedule.device_of_stage)
     assert simulate(schedule, ours).makespan_ns == simulate(schedule, costs).makespan_ns
     options: dict[str, float | None] = {**NOTHING_GIVEN, "sites": sites}
-    running = change_of_name(name, options, 1.0, None).running
+    running = plan_swap.change_of_name(name, options, 1.0, None).running
     assert running.iteration_s(running.problem) == simulate(schedule, costs).makespan_ns / NS
 
 
@@ -234,16 +219,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_plan_json_and_its_links(tmp_path: Path, folder: Path) -> None:
-    change = change_of_file(str(folder / "plan" / "plan.json"), folder / "links.toml", NOTHING_GIVEN)
-    run = SwapRun(tmp_path, change, 80.0, 2, 3, "gloo")
+    change = plan_swap.change_of_file(str(folder / "plan" / "plan.json"), folder / "links.toml", NOTHING_GIVEN)
+    run = plan_swap.SwapRun(tmp_path, change, 80.0, 2, 3, "gloo")
     assert [job.repeats for job in run.jobs] == [2, 3]
-    assert sum(run.jobs[BEFORE].layers) == 4 * 32
+    assert sum(run.jobs[plan_swap.BEFORE].layers) == 4 * 32
     bits = change.running.problem.message_bytes * 8
-    forward_ns = sum(stage.f_ns for stage in run.sources[OLD].costs.stages)
+    forward_ns = sum(stage.f_ns for stage in run.sources[plan_swap.OLD].costs.stages)
     stretch = 4 * 80e6 / forward_ns
-    busy_ns = max(link.busy_ns for link in run.jobs[OLD].links)
+    busy_ns = max(link.busy_ns for link in run.jobs[plan_swap.OLD].links)
     assert busy_ns == pytest.approx(bits / 2 * stretch, rel=1e-6)
-    assert {sum(row) for row in run.jobs[OLD].lasts_ns} == {sum(row) for row in run.jobs[BEFORE].lasts_ns}
+    assert {sum(row) for row in run.jobs[plan_swap.OLD].lasts_ns} == {
+        sum(row) for row in run.jobs[plan_swap.BEFORE].lasts_ns
+    }
 
 
 @pytest.mark.parametrize(
@@ -292,4 +279,4 @@ def test_a_mistake_is_one_sentence(
 def test_a_schedule_that_is_only_run_has_no_plan_to_swap() -> None:
     assert source_of("dora_pp", NOTHING_GIVEN).schedule.n_stages == 16
     with pytest.raises(PlanError, match="go with a schedule's name, and dora_pp is none: choose one of gpipe"):
-        change_of_name("dora_pp", NOTHING_GIVEN, 1.0, None)
+        plan_swap.change_of_name("dora_pp", NOTHING_GIVEN, 1.0, None)

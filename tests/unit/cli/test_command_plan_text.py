@@ -108,7 +108,7 @@ def test_all_that_is_printed(
     assert " ".join(" ".join(ruled).split()) == " ".join(text.split())
 
 
-def test_json_is_that_of_the_planner(
+def test_json_is_the_planners(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -151,7 +151,5 @@ def test_published_numbers_beside_ours(capsys: pytest.CaptureFixture[str], monke
         (["validate", "--seconds", "0"], "--seconds 0 is no time"),
     ],
 )
-def test_a_mistake_about_plans_is_one_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert sentence in refused(capsys, *arguments)

@@ -52,9 +52,7 @@ def test_help_is_asked_for_in_three_ways(words: list[str], capsys: pytest.Captur
     assert f"Usage: dips {' '.join(words)} " in text
 
 
-def test_the_process_ends_with_the_commands_code_and_unwinds_when_it_is_asked_to_end(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_process_ends_with_the_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     handlers: dict[int, Callable[[int, None], None]] = {}
     monkeypatch.setattr("signal.signal", handlers.__setitem__)
     for words, code in ((["--version"], 0), (["nonsense"], 2)):
@@ -80,9 +78,7 @@ def test_the_process_ends_with_the_commands_code_and_unwinds_when_it_is_asked_to
         (["evict", "b"], "Missing argument 'CLUSTER'"),
     ],
 )
-def test_wrong_usage_is_one_sentence_with_a_hint_and_exit_code_2(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, error = told(capsys, *arguments)
     assert (code, out) == (2, "")
     assert error.startswith("dips: ")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -33,9 +32,7 @@ class Master:
     def __enter__(self) -> Master:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.asked.append("closed")
 
     def status(self) -> StatusReply:

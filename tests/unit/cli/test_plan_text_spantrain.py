@@ -19,7 +19,7 @@ def lines_of(found: Report) -> list[str]:
     return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
 
 
-def test_groups_devices_and_limits() -> None:
+def test_groups_devices_limits_and_the_out_of_order_variant() -> None:
     lines = lines_of(report_of(read_setup("spantrain-setting-1")))
     assert lines[0] == "SpanTrain: gpt2, 0.1244B parameters, 22 devices in 2 groups"
     assert lines[1] == "batch 256: 64 microbatches of 4 sequences, schedule compact_zb"
@@ -31,9 +31,6 @@ def test_groups_devices_and_limits() -> None:
     assert any(line.startswith("2,1 6,6 256 4 17.41 s ") for line in lines)
     assert lines[lines.index("what SpanTrain does not see or say:") + 1].startswith("Equation 1 says 18.83 s")
     assert not any("OUT OF ORDER" in line for line in lines)
-
-
-def test_the_out_of_order_variant() -> None:
     lines = lines_of(report_of(read_setup("spantrain-setting-1"), out_of_order=True, alternatives=False))
     assert lines[1].endswith("schedule compact_zb, OUT OF ORDER")
     assert "without a drain: 16.11 s from one iteration to the next, 7.5% less than with one" in lines

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -36,9 +35,7 @@ def report(**changes: Any) -> VerifyReport:
     return replace(VerifyReport(Path("r"), "mine", rows, []), **changes)
 
 
-def test_a_verification_is_told_with_all_that_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[Any] = []
     found = report(
         problems=["a tape is torn"],
@@ -71,7 +68,7 @@ def test_a_verification_is_told_with_all_that_is_wrong(
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(found.to_json()))
 
 
-def test_many_violations_are_cut(
+def test_violations_are_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     violations = [Violation("I1", f"violation {n}", "") for n in range(32)]
@@ -150,7 +147,7 @@ def test_the_end_of_a_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert row == ["b", "16%", "4400", "480", "400k", "12", "1", "2"]
 
 
-def test_a_demo_in_which_something_does_not_hold(
+def test_a_demo_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fault = {"what": "b killed", "when": 40.0, "back_when": None, "when_tokens": 350_000}
@@ -208,9 +205,7 @@ class PlayedRun:
     def __enter__(self) -> PlayedRun:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.asked.append("closed")
 
     def start(self, extend: bool) -> str:

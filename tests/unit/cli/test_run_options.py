@@ -30,9 +30,7 @@ def name_of(security: object) -> str:
     return security.name
 
 
-def test_the_option_wins_over_the_environment_and_that_over_the_runs_own(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_option_wins_over_the_environment_and_the_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = run_dir / KEYS
     assert name_of(asked_security(None, False, run_dir)) == "operator"
     monkeypatch.setenv("DIPS_KEYS", str(keys / "me"))

@@ -20,16 +20,11 @@ def test_the_list_names_every_set_up(capsys: pytest.CaptureFixture[str]) -> None
     assert [line.partition(":")[0] for line in shown.splitlines()] == ["defaults-33-days", "paper-33-days", "two-sites"]
 
 
-def test_json_goes_to_standard_output_and_progress_elsewhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_goes_to_standard_output_and_people_get_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["simulate", str(write_setup(tmp_path)), "--hours", "1", "--json"]) == 0
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["hours"] == 1.0
-    assert "100%" in shown.err
-
-
-def test_people_get_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, error = capsys.readouterr()
+    assert json.loads(out)["hours"] == 1.0
+    assert "100%" in error
     assert main.run(["simulate", str(write_setup(tmp_path)), "--hours", "1", "--seed", "2"]) == 0
     shown = capsys.readouterr().out
     assert "(seed 2, 1 h)" in shown
@@ -37,12 +32,9 @@ def test_people_get_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert words in shown
 
 
-def test_without_a_set_up_the_names_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_simulated_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["simulate"]) == 2
     assert "paper-33-days" in capsys.readouterr().err
-
-
-def test_a_set_up_and_seeds_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["simulate", "two-sites", "--seeds", "3"]) == 2
     assert "leave the set-up out" in capsys.readouterr().err
 

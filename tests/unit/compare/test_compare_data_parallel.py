@@ -82,10 +82,6 @@ def test_every_step_is_one_batch_of_all_clusters_and_no_token_comes_twice() -> N
     assert record.cluster_tokens == dict.fromkeys("abcd", record.tokens // 4)
     assert record.cluster_steps == dict.fromkeys("abcd", 24)
     assert (record.rounds, record.voids, record.ended, record.judged) == (24, 0, "finished", ())
-
-
-def test_a_batch_mixes_chunks() -> None:
-    learner = Counter()
     ran(small(), learner)
     assert all(len({row.chunk for row in rows}) == 4 * BATCH for rows in learner.rows)
 
@@ -101,14 +97,11 @@ def test_a_step_takes_its_slowest_cluster_and_the_exchange() -> None:
     assert record.waited_s["d"] == pytest.approx(24 * exchange)
 
 
-def test_jitter_makes_the_slowest_slower_and_hangs_on_the_seed_alone() -> None:
+def test_jitter_and_points_of_the_curve() -> None:
     setup = small(gaps=(0.0, 0.0, 0.0, 0.0), jitter=0.2)
     one, again, other = (ran(setup, Counter(), seed).virtual_s for seed in (1, 1, 2))
     assert one == again != other
     assert 24 < one - 24 * setup.all_reduce_s(N_ELEMS) < 24 * 1.2
-
-
-def test_the_curve_has_as_many_points_as_the_set_up_says() -> None:
     record = ran(small(evaluations=6), Counter())
     assert [point.tokens for point in record.curve] == [4 * n * STEP_TOKENS for n in range(1, 7)]
     assert [point.loss for point in record.curve] == pytest.approx([9.6, 9.2, 8.8, 8.4, 8.0, 7.6])

@@ -10,14 +10,7 @@ import pytest
 from support.compare_records import record
 from support.papers import SOURCES_OF_DI_PS
 
-from dips.compare.figures import (
-    FIGURES,
-    FigureResult,
-    figure_jobs,
-    figure_json,
-    run_figure,
-    write_figure,
-)
+from dips.compare.figures import FIGURES, FigureResult, figure_jobs, figure_json, run_figure, write_figure
 from dips.compare.jobs import ComparisonJob
 from dips.compare.record import RunRecord
 from dips.compare.setup import load_setup
@@ -83,9 +76,7 @@ def test_a_sweep_of_h_leaves_the_files_of_other_comparisons_alone(text: Path) ->
         ("12", dict.fromkeys((f"H {h}" for h in (4, 8, 16, 32, 64, 128)), None), ["no run ended with a finite loss"]),
     ],
 )
-def test_a_figure_says_what_its_losses_mean(
-    name: str, losses: dict[str, float | None], words: list[str], text: Path
-) -> None:
+def test_a_figure_explains_its_losses(name: str, losses: dict[str, float | None], words: list[str], text: Path) -> None:
     result = found(name, text, losses)
     told = result.figure.reading(result.summaries)
     assert [word for word in words if word not in told] == []

@@ -27,13 +27,10 @@ def spoilt(kind: str, n_push: int = BAD, seed: int = 1) -> tuple[F32, F32, F32]:
     return sent, push, base
 
 
-def test_which_pushes_are_bad() -> None:
+def test_which_pushes_are_bad_and_good_ones_stay() -> None:
     injection = Injection("nan")
     bad = [n for n in range(1, 35) if injection.is_bad(n)]
     assert bad == [10, 11, 12, 13, 14, 18, 19, 20, 21, 22, 26, 27, 28, 29, 30, 34]
-
-
-def test_a_good_push_is_left_as_it_is() -> None:
     push, base = vectors()
     sent = push.copy()
     injector = Injector(Injection("x30"), seed=1)
@@ -41,24 +38,15 @@ def test_a_good_push_is_left_as_it_is() -> None:
     assert np.array_equal(sent, push)
 
 
-def test_nan_is_a_handful_of_elements() -> None:
+def test_each_kind_of_bad_push() -> None:
     sent, push, _ = spoilt("nan")
     wrong = np.isnan(sent)
     assert 1 <= wrong.sum() <= NAN_ELEMS
     assert np.array_equal(sent[~wrong], push[~wrong])
-
-
-def test_x30_goes_thirty_times_as_far() -> None:
     sent, push, base = spoilt("x30")
     np.testing.assert_allclose(sent - base, HUGE * (push - base), rtol=1e-3, atol=1e-5)
-
-
-def test_flip_goes_the_way_back() -> None:
     sent, push, base = spoilt("flip")
     np.testing.assert_allclose(sent - base, base - push, atol=1e-6)
-
-
-def test_noise_is_as_long_and_has_nothing_to_do_with_the_push() -> None:
     sent, push, base = spoilt("noise")
     way, noise = (np.asarray(v - base, dtype=np.float64) for v in (push, sent))
     assert np.linalg.norm(noise) == pytest.approx(np.linalg.norm(way), rel=1e-3)

@@ -39,9 +39,6 @@ def with_lines(figures: Mapping[str, tuple[str, ...]]) -> ComparisonSetup:
     return LARGER.model_copy(update={"figures": figures})
 
 
-# ---- device and threads ----
-
-
 def test_auto_becomes_the_device_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LARGER.run.device == "auto"
     for available, device in ((False, "cpu"), (True, "cuda")):
@@ -52,9 +49,7 @@ def test_auto_becomes_the_device_that_is_there(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("no_cuda")
-def test_a_device_that_is_missing_is_one_sentence_and_no_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_device_is_one_sentence_and_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for what in (["--methods", "dips"], ["--figure", "2b"]):
         assert main.run(["compare", *what, "--device", "cuda", "--run-dir", str(tmp_path / "run")]) == 2
         told = capsys.readouterr()
@@ -80,9 +75,6 @@ def test_a_result_of_another_device_is_not_taken(tmp_path: Path) -> None:
 def test_cores_without_a_run_become_threads(at_once: int, n_cores: int, threads: int) -> None:
     assert threads_of(LARGER, at_once, n_cores) == threads
     assert threads_of(load_setup("small"), at_once, n_cores) == 1
-
-
-# ---- figures ----
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_losses_stand_beside_the_references() -> None:
     assert dips[-1] == "1.10x"
 
 
-def test_a_lost_run_is_shown_as_lost() -> None:
+def test_runs_that_ended_early_are_shown_as_what_they_are() -> None:
     found = comparison([*THREE, record("async", 1, None)])
     *_, row = shown(loss_table(found))
     assert " ".join(row) == "async not finite - - - - -", "nor a time that would look short"
@@ -57,9 +57,6 @@ def test_a_lost_run_is_shown_as_lost() -> None:
     assert (
         loss_text(by_method([record(), record(seed=2, loss=None)], SETUP.ideal_tokens)["dips"]) == "not finite (1 of 2)"
     )
-
-
-def test_a_run_that_the_penalty_locked_out_did_not_lose_its_model() -> None:
     found = comparison([*THREE, record("paper-literal", 1, None, ended="locked out")], "nan")
     assert loss_text(found.summaries["paper-literal"]) == "locked out"
     (told,) = [sentence for sentence in readings(found) if "paper-literal" in sentence]

@@ -30,9 +30,6 @@ def changed(cluster: str, at: str = "'5 s'", **values: object) -> str:
     return "\n".join(["[[changes]]", *lines, ""])
 
 
-# ---- files ----
-
-
 def test_the_small_set_up_is_the_one_of_the_convergence_tables() -> None:
     """Four clusters, 0 to 50 % longer steps, 96 pushes of 16 steps of 512 tokens."""
     setup = load_setup("small")
@@ -107,8 +104,6 @@ def test_an_unknown_set_up_is_refused_with_those_that_are_there() -> None:
         load_setup("smal")
 
 
-# ---- changes in the run ----
-
 CHANGING = (
     changed("b", at="'10 s'", presence="'comes'")
     + changed("a", at="'20 s'", step_factor=2, jitter=0.25)
@@ -124,7 +119,7 @@ def changing(tmp_path: Path, text: str = CHANGING) -> ComparisonSetup:
     return load_setup(written(tmp_path, tables + text))
 
 
-def test_a_change_holds_until_the_next_one_of_its_kind(tmp_path: Path) -> None:
+def test_a_change_holds_until_the_next_one_and_ideal_counts_who_is_there(tmp_path: Path) -> None:
     setup = changing(tmp_path)
     assert [one.present for one in setup.conditions(0.0)] == [True, False, True]
     assert setup.first_names == ("a", "c")
@@ -135,20 +130,12 @@ def test_a_change_holds_until_the_next_one_of_its_kind(tmp_path: Path) -> None:
     assert (a.step_s, a.jitter, a.down_bits_per_s, c.present, c.up_bits_per_s) == (1.0, 0.25, 4e6, True, 3e6)
     assert setup.least_bits_per_s == 3e6
     assert setup.master_config(find_method("dips")).min_clusters == 2
-
-
-def test_what_is_ideal_counts_only_clusters_that_are_there(tmp_path: Path) -> None:
-    setup = changing(tmp_path)
     assert setup.ideal_tokens(10.0) == pytest.approx(10 * (1 + 1 / 4))
     assert setup.ideal_tokens(25.0) == pytest.approx(10 * (1 + 1 / 4) + 10 * (1 + 1 / 2 + 1 / 4) + 5 * (1 / 2 + 1 / 2))
     assert setup.present_s(50.0) == {"a": 50.0, "b": 40.0, "c": 30.0}
     assert setup.least_tokens_per_s == 1.0
     steady = load_setup("small")
     assert steady.ideal_tokens(7.0) == pytest.approx(7 * steady.ideal_tokens_per_s)
-
-
-def test_overrides_keep_changes_and_the_digest_knows_them(tmp_path: Path) -> None:
-    setup = changing(tmp_path)
     assert setup.with_overrides(tokens=1000).changes == setup.changes
     assert setup.digest() != changing(tmp_path, "").digest()
     words = dict(setup.describe())["changes"]
@@ -157,22 +144,16 @@ def test_overrides_keep_changes_and_the_digest_knows_them(tmp_path: Path) -> Non
         setup.with_overrides(gaps=[0, 1])
 
 
-def test_data_parallel_needs_all_clusters(tmp_path: Path) -> None:
+def test_set_ups_that_do_not_fit_a_method_or_figure(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"method dp needs every cluster in every step.*leave dp out of --methods"):
         changing(tmp_path).check(find_method("dp"))
     load_setup("changing-speed").check(find_method("dp"))
     changing(tmp_path).check(find_method("dips"))
-
-
-def test_a_figure_about_throughput_refuses_a_set_up_that_changes() -> None:
     with pytest.raises(ConfigError, match="set-up changing-speed changes in the run"):
         speed_jobs(SPEED_FIGURES["9"], [load_setup("changing-speed")], 1)
 
 
-# ---- changes from the command line ----
-
-
-def test_overrides_change_what_they_name_and_nothing_else() -> None:
+def test_overrides_change_what_they_name_and_must_fit() -> None:
     setup = load_setup("small")
     other = setup.with_overrides(gaps=[0.0, 2.0], inner_steps=64, tokens=1000, master={"outer_lr": 0.5})
     assert (other.step_s, other.run.inner_steps, other.run.tokens) == ((1.0, 3.0), 64, 1000)
@@ -182,9 +163,6 @@ def test_overrides_change_what_they_name_and_nothing_else() -> None:
     warmer = setup.with_overrides(lr=1e-3)
     assert (warmer.inner.lr, warmer.inner.grad_clip, warmer.run) == (1e-3, setup.inner.grad_clip, setup.run)
     assert warmer.digest() != setup.digest()
-
-
-def test_overrides_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="4 rates for 3 clusters"):
         load_setup("emulated").with_overrides(gaps=[0, 1, 2])
     with pytest.raises(ConfigError, match="inner_steps"):
@@ -201,9 +179,6 @@ def test_the_digest_is_of_what_decides_and_not_of_words(tmp_path: Path) -> None:
     assert renamed.digest() == setup.digest()
     assert setup.with_overrides(tokens=1000).digest() != setup.digest()
     assert setup.with_overrides(inner_optimizer="muon").digest() != setup.digest()
-
-
-# ---- methods ----
 
 
 def test_methods_are_found_by_name_or_refused_with_the_nearest() -> None:
@@ -227,11 +202,17 @@ def test_each_method_of_a_shipped_set_up_is_a_master_that_would_start(name: str)
         assert set(flags) <= set(MasterConfig.model_fields)
 
 
-def test_flags_are_written_as_a_shell_takes_them() -> None:
+def test_flags_and_wire_types() -> None:
     flags = find_method("diloco").flags()
     assert "--no-participation-scaling" in flags
     assert "--grace-s '6 h'" in flags
     assert "--clip-norm inf" in flags
+    method = find_method("dips-int8")
+    assert method.flags_of_clusters() == ("--wire-dtype int8",)
+    assert find_method("dips").flags_of_clusters() == ()
+    setup = load_setup("small")
+    plan = plan_of(setup, method, timing_layout(setup), timing_data(setup))
+    assert {plan.session_config(name).wire for name in plan.clusters} == {Codec.INT8}
 
 
 def test_a_method_of_fewer_bytes_differs_from_the_default_in_its_wire_types_alone() -> None:
@@ -245,18 +226,6 @@ def test_a_method_of_fewer_bytes_differs_from_the_default_in_its_wire_types_alon
         assert config == replace(plain, settings=replace(plain.settings, pull_wire=pulled))
     assert {len(names) for names in wires.values()} == {1}
     assert wires["int4", "int4"] == ["dips-both-int4"]
-
-
-def test_a_wire_type_is_told_to_every_cluster() -> None:
-    method = find_method("dips-int8")
-    assert method.flags_of_clusters() == ("--wire-dtype int8",)
-    assert find_method("dips").flags_of_clusters() == ()
-    setup = load_setup("small")
-    plan = plan_of(setup, method, timing_layout(setup), timing_data(setup))
-    assert {plan.session_config(name).wire for name in plan.clusters} == {Codec.INT8}
-
-
-# ---- what is simulated ----
 
 
 def test_links_of_a_plan_carry_the_large_model_that_a_small_one_stands_for() -> None:

@@ -71,12 +71,18 @@ def test_every_service_is_confined(name: str) -> None:
         assert "cap_add" not in service
 
 
-def test_clusters_share_no_network_and_have_no_way_out() -> None:
+def test_who_reaches_whom_and_who_stops_when() -> None:
+    """`stop` ends a service before what it depends on, and `run` starts what it depends on."""
     networks = [SERVICES[name]["networks"] for name in CLUSTERS]
     assert sorted(networks) == [["site-a"], ["site-b"], ["site-c"]]
     assert all(COMPOSE["networks"][network]["internal"] is True for [network] in networks)
     assert len({SERVICES[name]["environment"]["LINK_RATE"] for name in LINKS}) == len(LINKS)
     assert [SERVICES[name]["network_mode"] for name in LINKS] == [f"service:{name}" for name in CLUSTERS]
+    servers = {"master", *SLAVES}
+    for name in CLUSTERS:
+        assert servers <= set(SERVICES[name]["depends_on"])
+    for name in ("operator", *servers):
+        assert not servers & set(SERVICES[name]["depends_on"])
 
 
 def test_a_process_sees_its_own_keys_and_no_others() -> None:
@@ -149,15 +155,6 @@ def test_the_page_reads_the_tape_from_a_folder_that_the_image_gives_to_its_user(
     assert master.page_heldout is not None
     [made] = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if "install -d -o 10001" in line][:1]
     assert str(master.page_heldout.parent) in made.split()
-
-
-def test_servers_stop_after_those_who_push_to_them_and_a_look_at_the_run_starts_none() -> None:
-    """`stop` ends a service before what it depends on, and `run` starts what it depends on."""
-    servers = {"master", *SLAVES}
-    for name in CLUSTERS:
-        assert servers <= set(SERVICES[name]["depends_on"])
-    for name in ("operator", *servers):
-        assert not servers & set(SERVICES[name]["depends_on"])
 
 
 def test_roles_that_die_are_started_again_and_those_that_ended_are_not() -> None:

@@ -40,17 +40,15 @@ def deployment(tmp_path: Path) -> Deployment:
 
 
 @each_node
-def test_a_node_is_confined_and_started_again_as_other_clusters_are(name: str) -> None:
+def test_a_node_is_confined_and_runs_what_a_deployment_runs(name: str, deployment: Deployment) -> None:
     node, other = RANKS["services"][name], BASE["services"]["cluster-a"]
     own = {"command", "environment", "volumes", "networks", "healthcheck", "hostname", "build"}
     assert {key: node[key] for key in node if key not in own} == {key: other[key] for key in other if key not in own}
     assert node["hostname"] == name
-
-
-@each_node
-def test_a_node_runs_what_a_deployment_of_two_nodes_runs(name: str, deployment: Deployment) -> None:
     [cluster] = deployment.clusters
     assert words(RANKS["services"][name]) == command(deployment, cluster, "/etc/dips/run.toml", NODES[0], name)
+    node = RANKS["services"][name]
+    assert int(node["environment"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) + 10 <= int(node["stop_grace_period"][:-1])
 
 
 @each_node
@@ -64,12 +62,6 @@ def test_a_nodes_settings_are_settings(name: str, deployment: Deployment) -> Non
     assert train.parallelism.n_ranks == len(NODES)
     [cluster] = deployment.clusters
     assert set(environment(deployment, cluster, "/etc/dips/keys")) - set(variables) == {"DIPS_RUN"}  # run.toml says it
-
-
-@each_node
-def test_torchrun_gives_its_ranks_less_time_to_end_than_the_container_has(name: str) -> None:
-    node = RANKS["services"][name]
-    assert int(node["environment"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) + 10 <= int(node["stop_grace_period"][:-1])
 
 
 def test_both_see_the_keys_of_their_cluster_and_one_folder_of_checkpoints() -> None:

@@ -38,10 +38,8 @@ up = program("compose/up.py")
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-# ---- the Dockerfile and what it installs ----
 
-
-def test_only_the_workers_image_holds_torch() -> None:
+def test_which_packages_an_image_holds() -> None:
     def names(*extras: str) -> set[str]:
         return {line.split(">")[0].split("[")[0] for line in requirements.requirements(PROJECT, extras)}
 
@@ -49,14 +47,11 @@ def test_only_the_workers_image_holds_torch() -> None:
     assert "torch" not in names("slave") | names("master", "deploy")
     assert {"numba", "grpcio", "pyzmq"} <= names("slave")
     assert names("demo") >= names("master") | names("slave") | names("worker")  # extras that name one another
-
-
-def test_an_extra_that_does_not_exist_is_no_empty_list() -> None:
     with pytest.raises(KeyError):
         requirements.requirements(PROJECT, ["slaves"])
 
 
-def test_the_dockerfile_needs_no_frontend_and_pins_what_it_installs() -> None:
+def test_what_the_dockerfile_pins_and_who_runs() -> None:
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     assert not lines[0].startswith("# syntax")
     installs = [line for line in "\n".join(lines).replace("\\\n", " ").splitlines() if " install --" in line]
@@ -64,9 +59,6 @@ def test_the_dockerfile_needs_no_frontend_and_pins_what_it_installs() -> None:
     for line in installs:
         if "apt-get" not in line and "useradd" not in line and "pip" in line:
             assert "--constraint constraints.txt" in line or "--no-deps /wheels" in line, line
-
-
-def test_every_image_of_a_role_ends_as_the_common_user() -> None:
     stages = (ROOT / "Dockerfile").read_text().split("\nFROM ")
     for target in ("master", "keys", "slave", "worker"):
         [stage] = [text for text in stages if text.partition("\n")[0].endswith(f" AS {target}")]
@@ -74,13 +66,14 @@ def test_every_image_of_a_role_ends_as_the_common_user() -> None:
         assert users[-1] == "10001:10001"
 
 
-def test_the_context_of_a_build_holds_no_tests_and_no_keys() -> None:
+def test_images_and_the_context_of_a_build() -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert not allowed & {"tests", "runs", ".git", ".venv", "docs"}
     assert "src" in allowed
-
-
-# ---- the health check ----
+    named = set(re.findall(r"^ +image: (\S+)$", (ROOT / "docker-compose.yml").read_text(), re.MULTILINE))
+    base = re.search(r"^ARG BASE=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert base is not None
+    assert {*named, base[1]} == {*up.PULLED, *up.BUILT}
 
 
 @pytest.fixture
@@ -121,9 +114,6 @@ def test_metrics_can_be_shown(answered: list[object], capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == "dips_master_version 3\n"
 
 
-# ---- keys ----
-
-
 def volumes(folder: Path, *names: str) -> Path:
     for name in ("ca", "master", *names):
         (folder / name).mkdir(mode=0o700)
@@ -158,9 +148,6 @@ def test_an_identity_without_a_volume_is_told_in_a_sentence(tmp_path: Path, caps
     place = volumes(tmp_path, "s0", "me", "watcher")
     assert keys.main(WISH, place) == 2
     assert "name it in the build argument IDENTITIES" in capsys.readouterr().err
-
-
-# ---- links ----
 
 
 def test_rates_and_buckets() -> None:
@@ -198,9 +185,6 @@ def test_what_cannot_be_limited_is_said(monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().out == told
 
 
-# ---- what a person is told before anything starts ----
-
-
 def fake_docker(folder: Path, *lines: str) -> None:
     script = folder / "docker"
     script.write_text("\n".join([f"#!{sys.executable}", "import sys", *lines, ""]))
@@ -232,7 +216,7 @@ def test_a_machine_that_lacks_docker_or_a_part_of_it_is_told(
     assert said.count("\n") == 1
 
 
-def test_a_taken_port_is_told_with_another_one(
+def test_a_taken_port_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_docker(tmp_path, "")
@@ -268,13 +252,6 @@ def test_what_is_pulled_and_built_is_said_first(tmp_path: Path, monkeypatch: pyt
     assert unknown == "to pull: grafana/grafana:11.6.0, whose size the registry does not tell"
     assert build.startswith("to build, which takes minutes: dips-keys, dips-master, dips-slave, dips-worker, with giga")
     assert "CUDA" not in up.announcement({"TORCH_INDEX": "https://download.pytorch.org/whl/cpu"})[-1]
-
-
-def test_images_are_those_of_the_compose_file_and_of_the_dockerfile() -> None:
-    named = set(re.findall(r"^ +image: (\S+)$", (ROOT / "docker-compose.yml").read_text(), re.MULTILINE))
-    base = re.search(r"^ARG BASE=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-    assert base is not None
-    assert {*named, base[1]} == {*up.PULLED, *up.BUILT}
 
 
 def test_a_port_is_free_until_somebody_listens() -> None:

@@ -62,16 +62,10 @@ def exported() -> set[str]:
 KNOWN = exported() | RECORDS | OF_PROMETHEUS | OF_PROCESSES
 
 
-# ---- dashboards ----
-
-
 def test_the_dashboards_are_what_make_makes_of_them() -> None:
     command = [sys.executable, str(ROOT / "deploy" / "grafana" / "make.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-
-
-# ---- expressions ----
 
 
 @each_dashboard
@@ -92,21 +86,15 @@ def test_panels_ask_for_metrics_that_exist_and_of_the_chosen_run(file: Path) -> 
         assert {target["datasource"]["uid"] for target in (panel, *panel["targets"])} == {"${datasource}"}
 
 
-def test_rules_ask_for_metrics_that_exist() -> None:
+def test_rules_and_records() -> None:
     for rule in rules():
         assert metric_names(rule.expr), rule
         assert metric_names(rule.expr) <= KNOWN, rule
-
-
-def test_a_record_says_what_and_how_and_somebody_asks_for_it() -> None:
     asked = {name for one in EXPRESSIONS for name in metric_names(one.expr)}
     asked |= {name for rule in rules() for name in metric_names(rule.expr)}
     for record in RECORDS:
         assert re.fullmatch(r"dips:[a-z_]+:[a-z0-9_]+", record)
     assert asked >= RECORDS
-
-
-# ---- alarms ----
 
 
 def test_an_alarm_says_for_whom_it_is_and_where_to_read_on() -> None:
@@ -121,9 +109,6 @@ def test_an_alarm_says_for_whom_it_is_and_where_to_read_on() -> None:
     assert sorted(headings) == sorted(rule.alert for rule in ALERTS)
 
 
-# ---- Prometheus' own checks ----
-
-
 def promtool(*arguments: object) -> str:
     done = subprocess.run(
         ["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False, cwd=PROMETHEUS
@@ -133,13 +118,9 @@ def promtool(*arguments: object) -> str:
 
 
 @needs_promtool
-def test_prometheus_reads_the_configuration_and_the_rules() -> None:
+def test_prometheus_reads_the_configurations_and_the_rules(tmp_path: Path) -> None:
     assert "SUCCESS" in promtool("check", "config", PROMETHEUS / "prometheus.yml"), "as it is here, without keys"
     assert f"{len(ALERTS)} rules found" in promtool("check", "rules", *RULES)
-
-
-@needs_promtool
-def test_prometheus_reads_the_configuration_for_several_machines_with_its_keys(tmp_path: Path) -> None:
     folder = shutil.copytree(PROMETHEUS, tmp_path / "prometheus")
     with pytest.raises(AssertionError, match=r"keys/tls\.crt: no such file"):
         promtool("check", "config", folder / "prometheus-tls.yml")

@@ -159,9 +159,6 @@ def test_a_plan_shows_lines_of_texts_and_of_secrets_only_fingerprints() -> None:
     assert FIELDS not in "".join(made)
 
 
-# ---- the plan ----
-
-
 def test_the_plan_goes_from_keys_to_clusters() -> None:
     found = rollout.steps(rollout.stages(DEPLOYMENT), lambda context, document: None)
     titles = [stage.title for stage, _ in found]

@@ -178,9 +178,6 @@ def test_a_mistake_is_one_sentence_with_its_place_and_the_remedy(name: str, tmp_
     assert "\n" not in str(refused.value)
 
 
-# ---- keys ----
-
-
 def test_missing_keys_are_told_with_the_command_that_makes_them(tmp_path: Path) -> None:
     deployment = read_deploy_file(written(tmp_path))
     with pytest.raises(ConfigError) as refused:
@@ -217,9 +214,6 @@ def test_the_authoritys_key_goes_nowhere(tmp_path: Path) -> None:
     names = {name for secret in secrets for name in secret["data"]}
     assert not [name for name in names if "ca.key" in name]
     assert set(secrets[-1]["data"]) == {"ca.crt", "tls.crt", "tls.key"}
-
-
-# ---- sizes as Kubernetes writes them ----
 
 
 def test_sizes_and_processors_are_written_as_the_api_gives_them_back() -> None:

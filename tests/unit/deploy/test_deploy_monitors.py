@@ -60,10 +60,15 @@ def test_each_process_is_one_target_with_the_labels_of_deploy_prometheus() -> No
     ]
 
 
-def test_a_series_goes_on_when_a_pod_moves() -> None:
+def test_labels_go_on_and_differ() -> None:
+    """Prometheus would rename the metric's. Of the run both say the same."""
     instances = {target["name"]: target["instance"] for target in TARGETS}
     assert instances["master"] == "three-sites-master-0"
     assert instances["s2"] == "three-sites-slave-2"
+    specs = (*of_master.METRICS, *of_slave.METRICS, *of_worker.METRICS, *of_worker.HELDOUT)
+    of_metrics = {label for spec in specs for label in spec.labels}
+    assert {"cluster", "slave"} <= of_metrics
+    assert of_metrics & {label for target in TARGETS for label in target} == {"run"}
 
 
 def fits(target: Labels, selector: str) -> bool:
@@ -94,14 +99,6 @@ def test_every_matcher_of_rules_and_dashboards_fits_a_target() -> None:
     assert not any(fits({**target, "job": "three-sites-master"}, 'up{job="dips", role="master"}') for target in TARGETS)
 
 
-def test_no_label_of_a_metric_is_one_of_its_target() -> None:
-    """Prometheus would rename the metric's. Of the run both say the same."""
-    specs = (*of_master.METRICS, *of_slave.METRICS, *of_worker.METRICS, *of_worker.HELDOUT)
-    of_metrics = {label for spec in specs for label in spec.labels}
-    assert {"cluster", "slave"} <= of_metrics
-    assert of_metrics & {label for target in TARGETS for label in target} == {"run"}
-
-
 @pytest.mark.skipif(
     shutil.which("promtool") is None, reason="needs promtool (Debian, Ubuntu: apt-get install prometheus)"
 )
@@ -129,9 +126,6 @@ def test_prometheus_itself_makes_the_same_of_them(tmp_path: Path) -> None:
         found = [one["labels"] for one in json.loads(done.stdout) if one.get("labels")]
         found = [{name: value for name, value in one.items() if not name.startswith("__")} for one in found]
         assert sorted(found, key=lambda one: one["pod"]) == sorted(expected, key=lambda one: one["pod"])
-
-
-# ---- where they are made ----
 
 
 def test_a_monitor_finds_its_keys_in_its_own_context(tmp_path: Path) -> None:
@@ -164,7 +158,7 @@ AT_SERVERS = ["ServiceMonitor master", "ServiceMonitor slave", "PodMonitor clust
         ("false", "true", "", AT_SERVERS),
     ],
 )  # fmt: skip
-def test_each_process_is_watched_where_it_runs_and_the_operator_is(
+def test_where_processes_are_watched(
     tmp_path: Path, default: str, at_frankfurt: str, at_amsterdam: str, wanted: list[str]
 ) -> None:
     changes = {"slaves = 3": f"slaves = 3\nservice_monitor = {default}"}

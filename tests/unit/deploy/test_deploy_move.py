@@ -100,7 +100,7 @@ def test_servers_move_with_their_volumes_after_every_cluster_has_left(sites: Sit
     assert sites.here.of_kind("Secret") == ["small-keys-a"]
 
 
-def test_a_copy_that_fails_keeps_the_old_servers_and_goes_on_or_back(
+def test_a_failed_copy_keeps_the_old_servers_and_goes_on_or_back(
     sites: Sites, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sites.place("here", "there")

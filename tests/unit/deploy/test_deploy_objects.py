@@ -216,9 +216,6 @@ def test_the_table_of_secrets_is_what_the_pods_mount(tmp_path: Path) -> None:
     assert told == made
 
 
-# ---- clusters ----
-
-
 def variables(deployment: Deployment, name: str) -> dict[str, str]:
     (one,) = dict(pods(deployment))[name]["containers"]
     return {variable["name"]: variable.get("value", "") for variable in one["env"]}
@@ -240,7 +237,7 @@ def with_knobs(folder: Path, *lines: str) -> Deployment:
         (("gpus = 8", "shm = 0"), 0),
     ],
 )
-def test_pods_with_accelerators_or_several_ranks_have_shared_memory(
+def test_accelerators_and_several_ranks_have_shared_memory(
     tmp_path: Path, lines: tuple[str, ...], size_bytes: int
 ) -> None:
     deployment = with_knobs(tmp_path, *lines)

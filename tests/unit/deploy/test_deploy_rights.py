@@ -84,9 +84,7 @@ def test_a_right_that_is_missing_is_named(
     assert "what `dips deploy rights` prints, and what `dips doctor` needs more" in sentence
 
 
-def test_rights_on_pods_are_needed_to_give_them_to_the_supervisor(
-    here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rights_on_pods_are_needed_to_give_them(here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = set(here.objects)
     here.rights = [right for right in granted(small) if right.kind != "Pod"]
     assert deploy("apply", small, *APPLY) == 2
@@ -103,7 +101,7 @@ def test_what_is_left_of_kinds_that_are_not_used_needs_no_right(here: StandIn, s
     assert deploy("apply", small, *APPLY) == 0
 
 
-def test_a_role_that_was_made_to_check_its_binding_goes_after_a_refusal(
+def test_a_role_made_for_a_check_goes_after_a_refusal(
     here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here.rights = granted(small)

@@ -67,15 +67,12 @@ def test_nothing_is_ended(status: StatusReply, pods: dict[str, Pod | None]) -> N
     assert not looks(status, 2000, pods)
 
 
-def test_a_slave_that_the_master_misses_while_its_pod_is_ready_is_ended_and_pauses_grow() -> None:
+def test_slaves_that_are_missed_or_waited_for_are_ended() -> None:
     endings = looks(AWAY, 3000)
     assert {(ending.slave, ending.pod.name) for _, ending in endings} == {("s1", "run-slave-1")}
     assert "the master has missed it for 120 s" in endings[0][1].reason
     # 120 s of patience after each; then the pauses of 120, 240, 480, ... s are longer than it.
     assert [now_s for now_s, _ in endings] == [120, 250, 490, 970, 1930]
-
-
-def test_a_slave_that_a_round_waits_for_alone_is_ended() -> None:
     now_s, ending = looks(STUCK, 700)[0]
     assert (now_s, ending.slave) == (600, "s1")
     assert "rounds have waited for it alone for 600 s" in ending.reason
@@ -110,8 +107,6 @@ def test_no_second_slave_is_ended_while_one_starts() -> None:
     starting = {**WELL, "s0": replace(WELL["s0"], ready=False)}
     assert watch.look(BOTH_AWAY, 140.0, dict(starting)) is None
 
-
-# ---- the pods as the API gives them ----
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

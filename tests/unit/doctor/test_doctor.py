@@ -176,9 +176,7 @@ WANTED = ["numpy>=2", "torch>=2.6; extra == 'worker'", 'kubernetes>=31; extra ==
         ([], {"dips": "0.2.0"}, [FAIL, OK], "pip uninstall dips, then install dips-training again"),
     ],
 )
-def test_packages_of_the_extras_in_question_must_be_there_and_no_other_distribution(
-    extras: list[str], have: dict[str, str], grades: list[Grade], said: str
-) -> None:
+def test_packages_must_be_there(extras: list[str], have: dict[str, str], grades: list[Grade], said: str) -> None:
     found = list(host.check_packages(extras, WANTED, {"numpy": "2.1", "kubernetes": "1", **have}.get))
     assert [one.grade for one in found] == grades
     assert said in str(found[0])
@@ -364,7 +362,7 @@ def test_keys_that_are_there_are_looked_at(run_file: Path, tmp_path: Path) -> No
         ("[deploy]\nrun = 'x'\n", "[deploy]"),
     ],
 )
-def test_a_mistake_in_the_file_is_the_one_finding(
+def test_a_mistake_in_the_file_is_told(
     tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.toml"
@@ -395,7 +393,7 @@ AT_SITES = [str(ROOT / "examples" / "three-sites.toml")]
         *(([*at, "--round-trip", "20ms"], "--round-trip does nothing here") for at in (AT_MASTER, AT_SITES)),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused(
+def test_options_that_cannot_be(
     run_file: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.run(["doctor", *(str(run_file) if word == "FILE" else word for word in words)]) == 2
@@ -523,7 +521,7 @@ def test_a_process_of_torchrun_or_srun_knows_its_rank(environment: dict[str, str
     assert command_doctor.rank_here(environment) == rank
 
 
-def test_each_rank_says_what_it_does_not_reach_and_one_says_the_rest(
+def test_each_rank_says_what_it_does_not_reach(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [ok("master", "answers"), fail("slaves", "slave s1 cannot be reached", "open the way")]

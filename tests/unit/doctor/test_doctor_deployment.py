@@ -44,9 +44,7 @@ def findings(file: Path, capsys: pytest.CaptureFixture[str], code: int) -> dict[
     return found
 
 
-def test_a_good_deployment_has_nothing_that_would_fail(
-    here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_good_deployment_would_not_fail(here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = findings(small, capsys, 0)
     ((grade, said),) = found["contexts"]
     assert grade == "OK"
@@ -58,9 +56,7 @@ def test_a_good_deployment_has_nothing_that_would_fail(
     assert not here.writes
 
 
-def test_missing_keys_are_told_with_the_command_that_makes_them(
-    here: StandIn, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_keys_are_told(here: StandIn, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(tmp_path / "keys" / "s1")
     (tmp_path / "keys" / "a" / "tls.key").chmod(0o644)
     keys = findings(small, capsys, 1)["keys"]
@@ -103,9 +99,6 @@ def test_a_clock_that_differs_is_told(
     assert doctored.ahead_of_us_s("yesterday", 0.0) is None
 
 
-# ---- ranks ----
-
-
 RANKS = 'id = "a"\nnodes = 2\nprocesses = 4\ntorchrun = true\nimage = "mine:1"\ncommand = ["python", "train.py"]'
 REACHES = {"findings": [{"check": "slaves", "grade": "OK", "sentence": "the data port answers", "remedy": ""}]}
 DOES_NOT = {
@@ -133,9 +126,7 @@ def ranks(tmp_path: Path, here: StandIn) -> Path:
     return file
 
 
-def test_every_pod_of_a_cluster_is_asked_and_those_that_reach_nothing_are_named(
-    here: StandIn, ranks: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pods_that_reach_nothing_are_named(here: StandIn, ranks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = []
 
     def in_pod(pod: str, command: list[str]) -> tuple[bytes, int]:

@@ -18,22 +18,13 @@ def test_pairs_are_read_from_texts_and_lists(item: Version | RoundId | Incarnati
     assert pair(str(item)) == pair(listed(item)) == (2, 17)
 
 
-def test_none_is_none_in_both_forms() -> None:
+def test_names_pushes_and_digests_are_read_from_both_forms() -> None:
     assert pair(None) is pair("None") is None
-
-
-def test_pushes_are_read_from_texts_and_lists() -> None:
     assert push_of(str(PUSH)) == push_of(push_to_json(PUSH)) == ("eu/west-1", 3, 12, 7)
-
-
-def test_names_are_said_as_the_roles_say_them() -> None:
     assert say_push(push_of(str(PUSH))) == str(PUSH)
     assert say_version((2, 17)) == str(Version(2, 17))
     assert say_round((2, 17)) == str(RoundId(2, 17))
     assert say_version(None) == say_round(None) == "none"
-
-
-def test_digests_are_compared_as_text() -> None:
     assert hex_of(b"\x01\xff") == hex_of("01ff") == "01ff"
 
 

@@ -329,9 +329,7 @@ MISJUDGED = {
 
 
 @pytest.mark.parametrize(("change", "sentence"), MISJUDGED.values(), ids=MISJUDGED)
-def test_a_number_that_is_not_that_of_the_pushes_is_said(
-    run: Recorded, change: Callable[[Recorded], None], sentence: str
-) -> None:
+def test_a_number_of_other_pushes_is_said(run: Recorded, change: Callable[[Recorded], None], sentence: str) -> None:
     change(run)
     misjudged = replay_run(run.directory, run.records).misjudged
     assert any(sentence in said for said in misjudged), misjudged

@@ -63,16 +63,13 @@ def test_a_run_that_went_well_is_proven(run: Path) -> None:
     assert report.run_id == "test"
 
 
-def test_the_table_says_what_was_checked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_json_say_what_was_checked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = told(capsys, "verify", run)
     assert code == 0
     assert out.splitlines()[-1] == "run test: ok"
     for row in verify_run(run).rows:
         assert f"{row.invariant} " in out
     assert "A pulled model is never torn." in out
-
-
-def test_json_has_every_promise_and_its_count(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = told(capsys, "verify", run, "--json")
     told_json = json.loads(out)
     assert (code, told_json["verdict"], told_json["exit_code"]) == (0, "ok", 0)

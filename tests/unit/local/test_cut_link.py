@@ -32,9 +32,7 @@ def test_the_cut_is_planned_when_asked_for() -> None:
     assert LINK not in {fault.kind for fault in planned_faults(DemoOptions())}
 
 
-def test_the_cluster_runs_in_the_namespace_and_the_servers_where_it_leads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cluster_runs_in_the_namespace_and_servers_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cut_link, "free_ports", lambda how_many: tuple(range(5000, 5000 + how_many)))
     wanted = DemoOptions(run_dir=tmp_path, cut_link=True, slaves=2)
     plan = make_plan(wanted, train_settings(wanted), 1_000, CutLink(3))
@@ -70,9 +68,7 @@ def test_who_is_not_root_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     ("what", "value", "words"),
     [("shutil.which", lambda name: None, "apt-get install iproute2"), ("sys.platform", "darwin", "use Linux")],
 )
-def test_a_machine_without_namespaces_is_told(
-    monkeypatch: pytest.MonkeyPatch, what: str, value: object, words: str
-) -> None:
+def test_no_namespaces_are_told(monkeypatch: pytest.MonkeyPatch, what: str, value: object, words: str) -> None:
     monkeypatch.setattr("dips.local.cut_link.os.geteuid", lambda: 0)
     monkeypatch.setattr(f"dips.local.cut_link.{what}", value)
     with pytest.raises(ConfigError, match=words):

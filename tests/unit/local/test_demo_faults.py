@@ -73,8 +73,6 @@ def test_a_slave_is_back_only_with_the_published_version() -> None:
     assert plan.observe(run_status(slaves=(ready,)), 45.0) == [faults[1]]
 
 
-# ---- a run waits for what was killed ----
-
 NEAR_THE_END = {"tokens": 940_000, "rounds_committed": 48}
 """A round has 20 thousand tokens: three more may begin."""
 

@@ -31,7 +31,7 @@ from dips.local.progress import PlainProgress
 from dips.local.report import CLUSTER, SLAVE
 
 
-def test_gaps_spread_evenly_from_none_to_a_half_and_names_end_at_z() -> None:
+def test_gaps_lengths_and_durations() -> None:
     gaps = [speed_gaps(how_many) for how_many in (1, 2, 3, 4)]
     assert gaps == [[0.0], [0.0, 0.5], [0.0, 0.25, 0.5], [0.0, 0.16, 0.33, 0.50]]
     for how_many in range(1, 27):
@@ -42,13 +42,13 @@ def test_gaps_spread_evenly_from_none_to_a_half_and_names_end_at_z() -> None:
     for how_many in (0, 27):
         with pytest.raises(ConfigError, match="1 to 26 clusters"):
             cluster_names(how_many)
-
-
-def test_the_length_follows_speed_cores_and_minutes() -> None:
     two_cores = tokens_to_train(20_000.0, speed_gaps(4), cores=2, minutes=3)
     assert two_cores == int(20_000 * 2 * (1 - SPENT_ELSEWHERE) * 180)
     many_cores = tokens_to_train(20_000.0, speed_gaps(4), cores=64, minutes=3)
     assert many_cores == pytest.approx(20_000 * 3.01 * (1 - SPENT_ELSEWHERE) * 180, abs=1)
+    assert str(Duration(17.2, 181.0, 4.8)) == (
+        "about 3 min 20 s from now: 15 s until all processes work, 3 min of training, 5 s for the report"
+    )
 
 
 @pytest.mark.parametrize(("minutes", "least"), [(3.0, LEAST_TOKENS), (10.0, LEAST_TOKENS), (1.5, LEAST_TOKENS // 2)])
@@ -70,7 +70,7 @@ def test_the_duration_has_the_start_of_all_processes_and_the_training() -> None:
     assert expected_duration(DemoOptions(parallel=True), 1, speed, 5.0, 2).start_s > found.start_s
 
 
-def test_a_machine_that_is_too_busy_to_be_measured_trains_on_the_fewest_tokens(
+def test_a_machine_too_busy_to_be_measured_trains_on_the_fewest_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def too_busy(*_: object) -> float:
@@ -81,12 +81,6 @@ def test_a_machine_that_is_too_busy_to_be_measured_trains_on_the_fewest_tokens(
     progress = PlainProgress(Console(file=out, width=200), ManualClock())
     assert demo._choose_length(DemoOptions(minutes=3.0), [], progress) == LEAST_TOKENS
     assert "could not be measured in 300 s: training on 1M tokens, however long that takes" in out.getvalue()
-
-
-def test_the_duration_in_words() -> None:
-    assert str(Duration(17.2, 181.0, 4.8)) == (
-        "about 3 min 20 s from now: 15 s until all processes work, 3 min of training, 5 s for the report"
-    )
 
 
 def test_one_cluster_in_the_middle_and_the_last_slave_are_killed() -> None:

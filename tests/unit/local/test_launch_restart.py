@@ -34,9 +34,7 @@ POLICY = RestartPolicy(first_delay_s=0.5, max_delay_s=3.0, quick_s=20.0, quick_f
         ([60.0] * 50, [0.0] * 50),
     ],
 )
-def test_delays_double_up_to_a_bound_and_the_fifth_quick_failure_gives_up(
-    lives_s: list[float], delays_s: list[float | None]
-) -> None:
+def test_delays_double_and_the_fifth_quick_failure_gives_up(lives_s: list[float], delays_s: list[float | None]) -> None:
     failures = FailureCount(POLICY)
     assert [failures.failed(life_s) for life_s in lives_s] == delays_s
     assert POLICY.longest_s() == 5 * 23.0

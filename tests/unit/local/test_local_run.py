@@ -64,7 +64,7 @@ def test_the_status_is_asked_for_now_and_then_and_what_was_known_is_kept(watched
     assert watched.run.status == run_status(clusters=gone)
 
 
-def test_a_run_that_applies_no_token_for_too_long_is_given_up_with_the_masters_reason(watched: Watched) -> None:
+def test_a_run_that_makes_no_progress_is_given_up(watched: Watched) -> None:
     watched.answer = run_status(waiting_for="slave s1 has yet to attach")
     watched.run.tick()
     watched.later(60.0)
@@ -109,9 +109,7 @@ def test_it_has_finished_when_all_have_ended(watched: Watched, stopped: bool, la
     assert watched.run.finished
 
 
-def test_no_process_is_started_again_once_the_master_has_ended_well(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_started_again_once_the_master_has_ended(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
     monkeypatch.setattr(ProcessSupervisor, "restart_no_more", lambda self: asked.append(watched.clock.monotonic_s()))
     watched.run.tick()
@@ -128,9 +126,7 @@ def test_no_process_is_started_again_once_the_master_has_ended_well(
     assert asked == [102.0]
 
 
-def test_an_evaluator_that_missed_the_end_is_ended_with_the_master(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluator_that_missed_the_end_is_ended(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(ProcessSupervisor, "terminate", lambda self, name: asked.append(name))
     watched.run._child_event(ChildEvent(MASTER, "failed", 1, 7, 6, "failed"))
@@ -184,9 +180,6 @@ def test_the_end_of_a_process_is_told_unless_it_was_asked_to_end(tmp_path: Path)
         ("child_stopped", "a", 2, 7, TERMINATED),
         ("child_stopped", "a", 2, 7, 1),
     ]
-
-
-# ---- the start ----
 
 
 class Process:

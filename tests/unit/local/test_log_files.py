@@ -52,7 +52,7 @@ def test_files_are_merged_in_the_order_of_time(run_dir: Path) -> None:
         ([(2, "two"), (9e8, "2054"), (5, "five")], ["one", "two", "2054", "three", "four", "five", "six"]),
     ],
 )
-def test_a_clock_that_was_wrong_changes_nothing_within_a_file(
+def test_a_wrong_clock_changes_nothing_in_a_file(
     run_dir: Path, lines: list[tuple[float, str]], order: list[str]
 ) -> None:
     (run_dir / "logs" / "s0.log").write_text("".join(line(at_s, "slave", "s0", word) for at_s, word in lines))
@@ -145,9 +145,6 @@ def test_following_tells_what_comes_and_takes_in_new_files(run_dir: Path) -> Non
     assert told[6:] == ["nine", "later", "ten", "once"]
 
 
-# ---- what is wanted ----
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -194,7 +191,7 @@ def test_times_are_written_in_two_ways() -> None:
 @pytest.mark.parametrize(
     "words", [["--since", "yesterday"], ["--since", "2026-99-99"], ["--since=-5 min"], ["--level", "loud"]]
 )
-def test_what_cannot_be_meant_is_refused(
+def test_what_cannot_be_meant(
     run_dir: Path, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.run(["logs", str(run_dir), *words]) == 2

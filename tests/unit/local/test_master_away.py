@@ -74,9 +74,7 @@ def test_the_end_of_a_run_is_taken_back_once_the_master_answers(tmp_path: Path) 
                 ask()
 
 
-def test_a_master_that_starts_slowly_is_waited_for_and_the_launcher_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_master_that_starts_slowly_is_waited_for_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with run_of(tmp_path, RetryLater("nobody answers")) as local:
         clock, said = ManualClock(), list[str]()
         monkeypatch.setattr(local, "_clock", clock)

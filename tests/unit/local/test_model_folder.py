@@ -126,9 +126,6 @@ def test_program_files_that_are_not_there_are_not_named(tmp_path: Path) -> None:
     assert folder.config["architectures"] == ["LlamaForCausalLM"]
 
 
-# ---- where ----
-
-
 def test_what_stands_there_is_not_overwritten_unless_somebody_says_so(tmp_path: Path) -> None:
     first, second = LlamaForCausalLM(CONFIG), LlamaForCausalLM(CONFIG)
     folder = tmp_path / "model"
@@ -148,9 +145,7 @@ def test_what_stands_there_is_not_overwritten_unless_somebody_says_so(tmp_path: 
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_disk_that_is_full_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
-) -> None:
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool) -> None:
     folder, model = tmp_path / "model", as_folder(fetched(LlamaForCausalLM(CONFIG)))
     if exists:
         write_folder(model, folder)

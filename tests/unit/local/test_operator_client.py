@@ -9,16 +9,8 @@ import grpc
 import pytest
 from support.run_status import run_status
 
+from dips.core import messages as m
 from dips.core.errors import RefusalCode, Refused, RetryLater
-from dips.core.messages import (
-    DrainRequest,
-    EvictRequest,
-    ExtendRequest,
-    OperatorReply,
-    OperatorRequest,
-    ReshardRequest,
-    StatusRequest,
-)
 from dips.core.net import codec_protobuf
 from dips.core.net.security import INSECURE
 from dips.local import operator_client
@@ -57,7 +49,7 @@ class Channel:
             self.calls.append((method, message, timeout))
             if self.fails is not None:
                 raise Failed(self.fails)
-            return codec_protobuf.to_message(run_status() if method == "Status" else OperatorReply(f"{method}: yes"))
+            return codec_protobuf.to_message(run_status() if method == "Status" else m.OperatorReply(f"{method}: yes"))
 
         return call
 
@@ -94,13 +86,13 @@ def test_each_request_is_sent_as_it_was_meant(channel: Channel) -> None:
     names = ["Pause", "Resume", "Stop", "Evict", "Drain", "Reshard", "Reshard", "Extend"]
     assert said == [f"{name}: yes" for name in names]
     wanted = [
-        StatusRequest("mine"),
-        *(OperatorRequest("mine", reason) for reason in "prs"),
-        EvictRequest("mine", "b", "e"),
-        DrainRequest("mine", "b", "d"),
-        ReshardRequest("mine", ("s2",), ("s0",), False, "m"),
-        ReshardRequest("mine", cancel=True),
-        ExtendRequest("mine", 5, True, "x"),
+        m.StatusRequest("mine"),
+        *(m.OperatorRequest("mine", reason) for reason in "prs"),
+        m.EvictRequest("mine", "b", "e"),
+        m.DrainRequest("mine", "b", "d"),
+        m.ReshardRequest("mine", ("s2",), ("s0",), False, "m"),
+        m.ReshardRequest("mine", cancel=True),
+        m.ExtendRequest("mine", 5, True, "x"),
     ]
     assert channel.calls == [
         (name, codec_protobuf.to_message(one), 7.0) for name, one in zip(["Status", *names], wanted, strict=True)

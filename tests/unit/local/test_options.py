@@ -64,16 +64,13 @@ def run(arguments: list[str], *kinds: type[Knobs], without: tuple[str, ...] = ()
     return seen
 
 
-def test_nothing_given_is_nothing_said() -> None:
+def test_values_reach_the_settings_as_written() -> None:
     seen = run([], SomeKnobs)
     assert seen.pop("word") == "none"
     assert set(seen) == set(SomeKnobs.model_fields)
     assert overrides_for(SomeKnobs, seen) == {}
     assert "folder" not in run([], SomeKnobs, without=("folder",))
     assert run(["--word", "hello"], SomeKnobs)["word"] == "hello", "a command's own options stay"
-
-
-def test_values_reach_the_settings_as_written() -> None:
     seen = run(
         ["--name", "n", "--size-bytes", "1 MiB", "--wait-s", "250 ms", "--paths", "a", "--paths", "b", "--on"],
         SomeKnobs,
@@ -81,9 +78,6 @@ def test_values_reach_the_settings_as_written() -> None:
     loaded = load(SomeKnobs, "some", environment={}, overrides=overrides_for(SomeKnobs, seen)).value
     assert loaded == SomeKnobs(name="n", size_bytes=1 << 20, wait_s=0.25, paths=(Path("a"), Path("b")), on=True)
     assert [run(words, SomeKnobs)["on"] for words in (["--no-on"], [])] == [False, None]
-
-
-def test_a_knob_that_two_kinds_share_is_one_option_for_both() -> None:
     seen = run(["--name", "n", "--steps", "3"], SomeKnobs, MoreKnobs)
     assert overrides_for(SomeKnobs, seen) == {"name": "n"}
     assert overrides_for(MoreKnobs, seen) == {"name": "n", "steps": "3"}

@@ -33,9 +33,7 @@ def test_a_run_gets_a_page_on_loopback_that_draws_what_its_evaluator_measures(pl
     assert without_page(said).master.page_listen is None
 
 
-def test_a_base_installation_goes_without_and_says_so(
-    plan: RunPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_it_a_base_installation_says_so(plan: RunPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "page_can_be", lambda: False)
     assert with_page(plan, tmp_path) == plan
     assert page_sentence(None, wanted=True) == WITHOUT

@@ -52,9 +52,7 @@ def specs_of(plan: RunPlan, directory: RunDirectory) -> list[ChildSpec]:
     return [*first, *cluster_specs(plan, directory, ADDRESS), *([evaluator] if evaluator is not None else [])]
 
 
-def test_command_lines_keys_and_variables_are_the_golden_ones(
-    plan: RunPlan, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_lines_are_golden(plan: RunPlan, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher's own settings are not inherited, and each process gets the keys of its name and no others."""
     for name in list(os.environ):
         if name.startswith("DIPS_") and name != "DIPS_REWRITE_GOLDEN":

@@ -80,9 +80,7 @@ def test_the_live_picture_shows_tables_loss_and_faults() -> None:
     ("terminal", "term", "kind"),
     [(True, "xterm", LiveProgress), (False, "xterm", PlainProgress), (True, "dumb", PlainProgress)],
 )
-def test_a_terminal_gets_the_picture(
-    terminal: bool, term: str, kind: type[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminals_picture(terminal: bool, term: str, kind: type[object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", term)
     console = Console(file=io.StringIO(), force_terminal=terminal)
     assert isinstance(progress_for(console, ManualClock()), kind)

@@ -56,15 +56,12 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert plan.evaluate.lr == 0.002
 
 
-def test_metrics_are_served_where_the_file_says_so(tmp_path: Path) -> None:
+def test_metrics_and_log_lines_are_those_of_all(tmp_path: Path) -> None:
     assert not read_run_file(write(tmp_path, HEAD))[1].metrics
     text = HEAD + 'metrics = true\n[slave]\nmetrics_listen = "127.0.0.1:9400"\n'
     _, plan = read_run_file(write(tmp_path, text))
     assert plan.metrics
     assert plan.slaves[0].metrics_listen == "127.0.0.1:9400"
-
-
-def test_a_form_of_log_lines_that_was_asked_for_is_that_of_all(tmp_path: Path) -> None:
     clusters = '[[clusters]]\nid = "a"\n[[clusters]]\nid = "b"\ncommand = ["x"]\n'
     file = write(tmp_path, HEAD + '[master]\nlog_format = "human"\n' + clusters)
     _, plan = read_run_file(file, log_format="json")
@@ -73,18 +70,12 @@ def test_a_form_of_log_lines_that_was_asked_for_is_that_of_all(tmp_path: Path) -
     assert plan.clusters[1] == OwnCluster("b", ("x",))
 
 
-def test_a_run_without_clusters_is_for_loops_of_ones_own(tmp_path: Path) -> None:
+def test_what_clusters_a_file_may_name(tmp_path: Path) -> None:
     _, plan = read_run_file(write(tmp_path, HEAD))
     assert (plan.clusters, plan.evaluate, plan.slave_ids) == ((), None, ["s0"])
-
-
-def test_a_cluster_can_be_a_command(tmp_path: Path) -> None:
     text = HEAD + '[[clusters]]\nid = "a"\ncommand = ["python", "my_loop.py"]\n'
     _, plan = read_run_file(write(tmp_path, text))
     assert plan.clusters == (OwnCluster("a", ("python", "my_loop.py")),)
-
-
-def test_settings_of_a_cluster_are_those_of_a_command_too(tmp_path: Path) -> None:
     text = (
         HEAD + '[worker]\nwire_dtype = "int8"\nleave_wait_s = 40\n[[clusters]]\nid = "a"\ncommand = ["x"]\n'
         '[[clusters]]\nid = "b"\ncommand = ["y"]\nwire_dtype = "int4"\n'
@@ -169,7 +160,7 @@ def test_a_mistake_is_told_with_its_place_and_remedy(tmp_path: Path, text: str, 
     assert sentence in str(told.value)
 
 
-def test_keys_are_made_unless_the_file_or_the_command_says_insecure(tmp_path: Path) -> None:
+def test_keys_and_insecure_runs(tmp_path: Path) -> None:
     _, plan = read_run_file(write(tmp_path, HEAD + 'keys_for = ["x"]\n'))
     assert (plan.insecure, plan.keys_for) == (False, ("x",))
     for text, flag in ((HEAD + "insecure = true\n", False), (HEAD, True)):
@@ -177,9 +168,6 @@ def test_keys_are_made_unless_the_file_or_the_command_says_insecure(tmp_path: Pa
         assert plan.insecure
         assert plan.master.insecure
         assert all(slave.insecure for slave in plan.slaves)
-
-
-def test_an_insecure_run_serves_this_machine_only(tmp_path: Path) -> None:
     listen = '[master]\nlisten = "0.0.0.0:29400"\n'
     with pytest.raises(ConfigError, match="not a loopback address"):
         read_run_file(write(tmp_path, HEAD + "insecure = true\n" + listen))
@@ -187,7 +175,8 @@ def test_an_insecure_run_serves_this_machine_only(tmp_path: Path) -> None:
     assert plan.master.listen == "0.0.0.0:29400"
 
 
-def test_slaves_listen_where_the_master_does(tmp_path: Path) -> None:
+def test_slaves_listen_and_are_told_where_the_master_does(tmp_path: Path) -> None:
+    """A router's, or a name: then every address is bound."""
     _, plan = read_run_file(write(tmp_path, HEAD + "slaves = 2\n" + PUBLIC + "[slave]\ndata_port = 29500\n"))
     assert plan.public_host == "10.0.0.1"
     assert [(s.data_host, s.data_port, s.advertise) for s in plan.slaves] == [
@@ -196,10 +185,6 @@ def test_slaves_listen_where_the_master_does(tmp_path: Path) -> None:
     ]
     _, alone = read_run_file(write(tmp_path, HEAD))
     assert (alone.public_host, alone.slaves[0].data_host, alone.slaves[0].advertise) == ("", "127.0.0.1", "")
-
-
-def test_other_machines_are_told_the_address_that_they_use(tmp_path: Path) -> None:
-    """A router's, or a name: then every address is bound."""
     text = HEAD + 'slaves = 2\nadvertise = "train.example"\n[master]\nlisten = "0.0.0.0:29400"\n'
     own = text + '[slave]\nadvertise = "10.0.0.9:30000"\ndata_port = 29500\n'
     name = HEAD + 'slaves = 2\n[master]\nlisten = "train.example:29400"\n'

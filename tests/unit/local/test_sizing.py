@@ -97,9 +97,7 @@ def test_what_a_host_holds_fits_it_and_one_more_does_not(ram: str) -> None:
 @pytest.mark.parametrize(
     ("n_slaves", "layer_elems", "n_layers"), [(1, 1000, 3), (2, 5_000_001, 24), (7, 40_000_003, 12)]
 )
-def test_a_model_fits_slaves_of_this_size_and_not_of_a_tenth_less(
-    n_slaves: int, layer_elems: int, n_layers: int
-) -> None:
+def test_a_model_fits_slaves_of_this_size_and_of_no_less(n_slaves: int, layer_elems: int, n_layers: int) -> None:
     layout = Layout(tuple(Parameter(f"l.{n}.w", (layer_elems,), "float32", f"l.{n}") for n in range(n_layers)))
     found = sizes(params=layout.n_elems, slaves=n_slaves, clusters=3)
     stated = found.whole("slave_memory_bytes")
@@ -205,13 +203,20 @@ def test_the_page_has_what_the_command_prints_of_a_rank(capsys: pytest.CaptureFi
 # ---- what limits a transfer ----
 
 
-def test_a_transfer_takes_the_narrowest_place() -> None:
+def test_narrow_places_and_overlap() -> None:
     alone = sizes(keys=False)["alone_rate"].value
     assert alone == pytest.approx(0.93 * 10e9)
     assert sizes(link="100gbps")["alone_rate"].value == pytest.approx(8 * 1.2e9), "one process's encryption"
     assert sizes(link="100gbps", keys=False, slave_link="1gbps")["alone_rate"].value == pytest.approx(16 * 0.93e9)
     together = sizes(slaves=2, keys=False)["together_rate"].value
     assert together == pytest.approx(2 * 0.93 * 10e9 / 9)
+    none, push, full = (sizes(overlap=how, sync_every=353) for how in ("none", "push", "full"))
+    assert none["stall_s"].value == none["exchange_s"].value
+    assert push["stall_s"].value == pytest.approx(none["exchange_s"].value - none["push_s"].value)
+    assert full["stall_s"].value == full["copies_s"].value
+    short = sizes(overlap="full", sync_every=1)
+    assert short["stall_s"].value == pytest.approx(short["exchange_s"].value - short["compute_s"].value)
+    assert 0 < full["overhead"].value < push["overhead"].value < none["overhead"].value < 1
 
 
 def test_numbers_that_the_documents_name() -> None:
@@ -228,16 +233,6 @@ def test_numbers_that_the_documents_name() -> None:
     assert many["alone_rate"].value == one["slaves_rate"].value, "until the slaves are full"
     assert many["cluster_memory_bytes"].value == 32 * many["rank_memory_bytes"].value
     assert sizes(clusters=8, sync_every=2000).remarks == ()
-
-
-def test_overlap_hides_what_fits_beside_the_inner_steps() -> None:
-    none, push, full = (sizes(overlap=how, sync_every=353) for how in ("none", "push", "full"))
-    assert none["stall_s"].value == none["exchange_s"].value
-    assert push["stall_s"].value == pytest.approx(none["exchange_s"].value - none["push_s"].value)
-    assert full["stall_s"].value == full["copies_s"].value
-    short = sizes(overlap="full", sync_every=1)
-    assert short["stall_s"].value == pytest.approx(short["exchange_s"].value - short["compute_s"].value)
-    assert 0 < full["overhead"].value < push["overhead"].value < none["overhead"].value < 1
 
 
 # ---- what is told ----

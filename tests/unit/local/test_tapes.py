@@ -24,7 +24,7 @@ def write(path: Path, *lines: dict[str, object]) -> Path:
     return path
 
 
-def test_training_losses_in_the_order_of_the_steps(tmp_path: Path) -> None:
+def test_training_losses_and_missing_tapes(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.tape.jsonl",
         {"kind": "step", "tokens": 100, "loss": 5.5, "version": "1:0"},
@@ -33,6 +33,11 @@ def test_training_losses_in_the_order_of_the_steps(tmp_path: Path) -> None:
         {"kind": "step", "tokens": 180, "loss": 4.5},
     )
     assert training_losses(path) == [LossPoint(100, 5.5), LossPoint(180, 4.5)]
+    assert [*heldout_losses(tmp_path / "none"), *training_losses(tmp_path / "none")] == []
+    path = write(tmp_path / "torn.tape.jsonl", {"kind": "step", "tokens": 1, "loss": 2.0})
+    with path.open("a") as tape:
+        tape.write(json.dumps({"kind": "step", "tokens": 2, "loss": 1.0})[:-5])
+    assert training_losses(path) == [LossPoint(1, 2.0)]
 
 
 def test_heldout_losses_by_version_each_once(tmp_path: Path) -> None:
@@ -49,14 +54,6 @@ def test_heldout_losses_by_version_each_once(tmp_path: Path) -> None:
         HeldoutPoint(Version(1, 2), 200, 3.0),
         HeldoutPoint(Version(2, 1), 300, 2.0),
     ]
-
-
-def test_a_missing_tape_and_half_a_line_of_a_killed_writer_hold_nothing(tmp_path: Path) -> None:
-    assert [*heldout_losses(tmp_path / "none"), *training_losses(tmp_path / "none")] == []
-    path = write(tmp_path / "a.tape.jsonl", {"kind": "step", "tokens": 1, "loss": 2.0})
-    with path.open("a") as tape:
-        tape.write(json.dumps({"kind": "step", "tokens": 2, "loss": 1.0})[:-5])
-    assert training_losses(path) == [LossPoint(1, 2.0)]
 
 
 def test_starts_that_take_long_are_followed_from_now_on(tmp_path: Path) -> None:

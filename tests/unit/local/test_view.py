@@ -39,8 +39,6 @@ def test_json_has_the_keys_of_the_status_and_ids_as_text() -> None:
     assert [status_json(one) for one in ids] == ["2:3", "r1.2", "a/1.2#3", "01ff"]
 
 
-# ---- what a person reads ----
-
 NAN = float("nan")
 JUDGED = cluster_status(last_norm=0.8123, last_z=-1.25, last_cosine=0.456, cosine_usual=0.41, cosine_rounds=12)
 BAD = cluster_status("d", last_norm=0.8, cosine_usual=0.01, cosine_rounds=12, direction_alarm=True)

@@ -165,9 +165,7 @@ async def test_taking_back_a_certificate_that_is_no_longer_used_evicts_nobody(ke
 
 
 @pytest.mark.parametrize("harm", ["garbage", "gone"])
-async def test_a_list_that_cannot_be_read_leaves_the_last_good_one(
-    keys: Path, harm: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_unreadable_list_leaves_the_last_one(keys: Path, harm: str, caplog: pytest.LogCaptureFixture) -> None:
     Authority(keys).revoke("b", "stolen")
     access, file = access_of(keys), keys / "master" / "revoked.json"
     if harm == "garbage":

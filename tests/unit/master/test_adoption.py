@@ -11,23 +11,9 @@ from dataclasses import replace
 import pytest
 from support.master_bench import LEASED, Bench, refused_with
 
+from dips.core import messages as m
 from dips.core.errors import ConfigError, RefusalCode
 from dips.core.ids import Version
-from dips.core.messages import (
-    Commit,
-    Configure,
-    DrainRequest,
-    EvictRequest,
-    ExtendRequest,
-    Measure,
-    OperatorRequest,
-    Refusal,
-    SendCommitRecord,
-    Settings,
-    Ticket,
-    Verdict,
-    VerdictKind,
-)
 from dips.master.state.events import Pause, Resume, Stop
 
 V1, V2 = Version(1, 1), Version(1, 2)
@@ -47,7 +33,7 @@ def old_journal(*names: str, **config: object) -> tuple[Bench, str]:
 
 
 def asked(bench: Bench) -> list[tuple[str, Version]]:
-    return [(s.name, c.version) for s in bench.slaves for c in s.commands if isinstance(c, SendCommitRecord)]
+    return [(s.name, c.version) for s in bench.slaves for c in s.commands if isinstance(c, m.SendCommitRecord)]
 
 
 def test_old_journal_is_replaced_by_what_the_slaves_hold() -> None:
@@ -71,7 +57,7 @@ def test_old_journal_is_replaced_by_what_the_slaves_hold() -> None:
 def test_what_asynchronous_disks_hold_is_adopted_on_a_new_timeline(in_memory: bool) -> None:
     """Versions after it may have been published, pulled and lost, and only the lost journal would know. What stands in
     the memory of one slave alone was flipped by that same process: no version followed it."""
-    bench, kept = old_journal("a", settings=Settings(durability="async"))
+    bench, kept = old_journal("a", settings=m.Settings(durability="async"))
     if in_memory:
         bench.slaves[0].snapshots[V2] = replace(bench.slaves[0].snapshots[V2], committed=False)
     bench.restart(kept)
@@ -85,7 +71,7 @@ def test_what_asynchronous_disks_hold_is_adopted_on_a_new_timeline(in_memory: bo
         (back,) = bench.recorded("rolled_back")
         assert (back["version"], back["origin"], back["lost_tokens"]) == ("2:2", "1:2", 0)
         adopted = next(entry for entry in bench.journal if entry.kind == "ADOPT")
-        bench, kept = old_journal("a", settings=Settings(durability="async"))
+        bench, kept = old_journal("a", settings=m.Settings(durability="async"))
         bench.restart(adopted.snapshot_json)  # the master died between the two entries
         assert bench.status().published == Version(2, 2)
 
@@ -95,13 +81,13 @@ def test_cluster_goes_on_with_its_work_after_an_adoption_and_learns_the_verdict_
     cluster = bench.clusters["a"]
     bench.restart(kept)
     reply = bench.join("a", previous=cluster.join.incarnation)
-    assert isinstance(reply.last_push, Verdict)
+    assert isinstance(reply.last_push, m.Verdict)
     assert (reply.last_push.push, reply.last_push.kind, reply.last_push.version) == (
-        *(cluster.push_id, VerdictKind.APPLIED, V2),
+        *(cluster.push_id, m.VerdictKind.APPLIED, V2),
     )
     assert reply.fence == cluster.fence
     bench.clusters["a"].base = cluster.base
-    assert isinstance(bench.begin_push("a"), Ticket)
+    assert isinstance(bench.begin_push("a"), m.Ticket)
     assert bench.state.shared.ledger.round_n >= 3, "round numbers never go down"
 
 
@@ -125,7 +111,7 @@ def test_clusters_that_joined_the_old_state_join_again() -> None:
 def test_commit_that_only_some_flipped_is_adopted_when_the_others_hold_its_shadow() -> None:
     bench, _ = old_journal("a")
     kept = bench.snapshot
-    bench.slaves[1].hold.add(Commit)
+    bench.slaves[1].hold.add(m.Commit)
     bench.push("a")
     assert not bench.slaves[1].snapshots[Version(1, 3)].committed
     bench.slaves[1].hold.clear()
@@ -149,7 +135,7 @@ def test_record_that_cannot_be_had_from_one_slave_comes_from_another(how: str) -
     bench, kept = old_journal("a")
     slave = bench.slaves[0]
     if how == "refused":
-        slave.refuse["record"] = Refusal(RefusalCode.DISK, "the manifest cannot be read")
+        slave.refuse["record"] = m.Refusal(RefusalCode.DISK, "the manifest cannot be read")
     elif how == "wrong bytes":
         slave.records[V2] = b"{}"
     else:
@@ -239,7 +225,7 @@ def test_rebuild_never_uses_a_timeline_again_that_a_disk_knows() -> None:
     newer = Version(3, 2)
     lone = bench.slaves[0]
     lone.snapshots[newer] = replace(lone.snapshots[V2], version=newer, commit_hash=b"other")
-    lone.refuse["record"] = Refusal(RefusalCode.DISK, "the manifest cannot be read")
+    lone.refuse["record"] = m.Refusal(RefusalCode.DISK, "the manifest cannot be read")
     bench.config = replace(bench.config, rebuild=True)
     bench.restart("")
     assert (bench.epoch, bench.status().published) == (2, Version(4, 2))
@@ -247,7 +233,7 @@ def test_rebuild_never_uses_a_timeline_again_that_a_disk_knows() -> None:
 
 def test_slave_that_is_asked_and_goes_away_is_asked_when_it_is_back() -> None:
     bench, kept = old_journal("a")
-    bench.slaves[0].hold.add(SendCommitRecord)
+    bench.slaves[0].hold.add(m.SendCommitRecord)
     bench.restart(kept)
     assert "slave s0 is asked for the record of version 1:2" in bench.status().recovery
     asked_before = len(asked(bench))
@@ -267,7 +253,7 @@ def test_other_history_of_the_newest_version_wins_over_the_journal() -> None:
     bench.pull("a")
     kept = bench.snapshot
     for slave in bench.slaves:
-        slave.hold.add(Commit)
+        slave.hold.add(m.Commit)
     lost = bench.push("a")
     forked = bench.snapshot
     for slave in bench.slaves:
@@ -336,7 +322,7 @@ def test_adoption_that_is_not_durable_is_made_again() -> None:
     bench.hold_journal = True
     bench.restart(kept)
     assert bench.journal[-1].kind == "ADOPT"
-    assert not any(isinstance(c, Configure) and c.load == V2 for s in bench.slaves for c in s.commands)
+    assert not any(isinstance(c, m.Configure) and c.load == V2 for s in bench.slaves for c in s.commands)
     bench.hold_journal = False
     bench.restart(kept)
     assert bench.status().published == V2
@@ -353,7 +339,7 @@ def test_push_of_a_commit_that_another_history_overtook_is_aborted() -> None:
     other.pull("a")
     other.push("a")
     for slave in bench.slaves:
-        slave.hold.add(Commit)
+        slave.hold.add(m.Commit)
     lost = bench.push("a")
     assert bench.state.shared.round.phase.now.value == "COMMIT"
     for slave, there in zip(bench.slaves, other.slaves, strict=True):
@@ -391,16 +377,16 @@ def with_an_old_copy(bench: Bench, kept: str) -> None:
 
 def test_what_was_asked_for_in_an_old_journal_does_not_come_back() -> None:
     """The documented backup: pause, copy, resume."""
-    bench = Bench(settings=Settings(tk_max_tokens=150)).running("a", "b")
-    bench.operate(ExtendRequest("", 250))
-    bench.operate(DrainRequest("", "b"))
+    bench = Bench(settings=m.Settings(tk_max_tokens=150)).running("a", "b")
+    bench.operate(m.ExtendRequest("", 250))
+    bench.operate(m.DrainRequest("", "b"))
     bench.push("a", 160)
     bench.pull("a")
-    bench.operate(Stop(OperatorRequest("", "by mistake")))
-    bench.operate(Pause(OperatorRequest("", "backup")))
+    bench.operate(Stop(m.OperatorRequest("", "by mistake")))
+    bench.operate(Pause(m.OperatorRequest("", "backup")))
     kept = bench.snapshot
-    bench.operate(Resume(OperatorRequest("")))
-    bench.operate(ExtendRequest("", 500, reason="it was one"))
+    bench.operate(Resume(m.OperatorRequest("")))
+    bench.operate(m.ExtendRequest("", 500, reason="it was one"))
     bench.result(bench.leave("b"))
     bench.join("b")
     bench.pull("b")
@@ -415,7 +401,7 @@ def test_what_was_asked_for_in_an_old_journal_does_not_come_back() -> None:
 
 
 def test_run_that_had_reached_its_tokens_goes_on_with_more_of_them_when_the_journal_is_lost() -> None:
-    bench = Bench(settings=Settings(tk_max_tokens=100)).running("a")
+    bench = Bench(settings=m.Settings(tk_max_tokens=100)).running("a")
     bench.join("b", process_id=b"b's")
     bench.push("a")
     bench.advance(2.0)
@@ -427,7 +413,7 @@ def test_run_that_had_reached_its_tokens_goes_on_with_more_of_them_when_the_jour
         bench.join("c")
     bench.join("b", process_id=b"b's")
     assert bench.pull("b").version == V1, "the last one"
-    bench.config = replace(bench.config, rebuild=True, settings=Settings(tk_max_tokens=200))
+    bench.config = replace(bench.config, rebuild=True, settings=m.Settings(tk_max_tokens=200))
     bench.restart("")
     assert (bench.status().published, bench.status().stopping) == (V1, False)
     bench.join("a")
@@ -441,8 +427,8 @@ def test_what_was_asked_of_this_master_holds_over_an_adoption() -> None:
     kept = one_more(bench, "a", "b")
     with_an_old_copy(bench, kept)
     bench.join("a")
-    bench.operate(DrainRequest("", "a", "disk swap"))
-    bench.operate(Pause(OperatorRequest("", "look first")))
+    bench.operate(m.DrainRequest("", "a", "disk swap"))
+    bench.operate(Pause(m.OperatorRequest("", "look first")))
     bench.slaves[1].attach()
     assert (bench.status().published, bench.status().paused) == (V1, True)
     bench.join("a")
@@ -455,17 +441,17 @@ def test_what_was_taken_back_from_this_master_does_not_come_with_an_adoption() -
     bench = Bench().running("a")
     kept = bench.snapshot or ""
     for slave in bench.slaves:
-        slave.hold.add(Measure)
+        slave.hold.add(m.Measure)
     bench.push("a")
-    bench.operate(Pause(OperatorRequest("", "maintenance")))
-    bench.operate(DrainRequest("", "a"))
+    bench.operate(Pause(m.OperatorRequest("", "maintenance")))
+    bench.operate(m.DrainRequest("", "a"))
     for slave in bench.slaves:
-        slave.release(Measure)
+        slave.release(m.Measure)
     assert bench.status().published == V1
     with_an_old_copy(bench, kept)
     bench.join("a")
-    bench.operate(Resume(OperatorRequest("")))
-    bench.operate(EvictRequest("", "a"))
+    bench.operate(Resume(m.OperatorRequest("")))
+    bench.operate(m.EvictRequest("", "a"))
     bench.slaves[1].attach()
     assert (bench.status().published, bench.status().paused) == (V1, False)
     bench.join("a")
@@ -473,10 +459,10 @@ def test_what_was_taken_back_from_this_master_does_not_come_with_an_adoption() -
     assert not bench.beat("a").stop
 
 
-@pytest.mark.parametrize("asked", [Stop(OperatorRequest("", "enough")), ExtendRequest("", 1000)])
-def test_end_that_was_asked_of_this_master_or_taken_back_stays_so(asked: Stop | ExtendRequest) -> None:
-    tk_max = 100 if isinstance(asked, ExtendRequest) else 0
-    bench = Bench(settings=Settings(tk_max_tokens=tk_max)).running("a")
+@pytest.mark.parametrize("asked", [Stop(m.OperatorRequest("", "enough")), m.ExtendRequest("", 1000)])
+def test_end_that_was_asked_of_this_master_or_taken_back_stays_so(asked: Stop | m.ExtendRequest) -> None:
+    tk_max = 100 if isinstance(asked, m.ExtendRequest) else 0
+    bench = Bench(settings=m.Settings(tk_max_tokens=tk_max)).running("a")
     kept = one_more(bench, "a")
     with_an_old_copy(bench, kept)
     bench.operate(asked)

@@ -7,17 +7,9 @@ from typing import Any
 import pytest
 from support.master_bench import Bench, BenchSlave, refused_with
 
+from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import SlaveId
-from dips.core.messages import (
-    Allow,
-    BeginPullRequest,
-    Caller,
-    EvictRequest,
-    FinishPullRequest,
-    Hello,
-    SlaveBeat,
-)
 from dips.core.protocol import MAX_ALLOWED_KEYS, MAX_RANKS, RANKS
 from dips.master.state.events import Revoked
 from dips.master.state.shared import KEPT_FOR_SLAVES
@@ -31,12 +23,12 @@ def bench() -> Bench:
 
 def told(slave: BenchSlave) -> list[str]:
     """Owners on the list that the slave heard last, as "role name"."""
-    last = [command for command in slave.commands if isinstance(command, Allow)][-1]
+    last = [command for command in slave.commands if isinstance(command, m.Allow)][-1]
     return [f"{allowed.role.name.lower()} {allowed.owner}" for allowed in last.keys]
 
 
-def pull(master: Bench, name: str, key: bytes = KEY) -> BeginPullRequest:
-    return BeginPullRequest(Caller("", 0, name), True, curve_key=key)
+def pull(master: Bench, name: str, key: bytes = KEY) -> m.BeginPullRequest:
+    return m.BeginPullRequest(m.Caller("", 0, name), True, curve_key=key)
 
 
 def test_every_slave_hears_of_every_process_and_one_that_comes_back_right_after_its_welcome() -> None:
@@ -45,9 +37,11 @@ def test_every_slave_hears_of_every_process_and_one_that_comes_back_right_after_
         assert told(slave) == ["cluster a", "cluster b", "slave s0", "slave s1"]
     grant = master.pull("a")
     assert [address.curve_key for address in grant.placement.slaves] == [master.key_of("s0"), master.key_of("s1")]
-    lists = sum(isinstance(command, Allow) for command in slave.commands)
+    lists = sum(isinstance(command, m.Allow) for command in slave.commands)
     master.join("a")
-    assert sum(isinstance(command, Allow) for command in slave.commands) == lists, "the same key again changes nothing"
+    assert sum(isinstance(command, m.Allow) for command in slave.commands) == lists, (
+        "the same key again changes nothing"
+    )
     slave.die()
     assert "slave s1" not in told(master.slaves[0])
     slave.commands.clear()
@@ -61,7 +55,7 @@ def test_every_slave_hears_of_every_process_and_one_that_comes_back_right_after_
 def test_a_cluster_that_is_gone_leaves_the_list(how: str) -> None:
     master = bench().running("a", "b")
     if how == "evict":
-        master.operate(EvictRequest("", "b"))
+        master.operate(m.EvictRequest("", "b"))
     elif how == "leave":
         master.leave("b")
     else:
@@ -76,7 +70,7 @@ RANK_1, RANK_2 = b"1" * 32, b"2" * 32
 
 def keys_of(slave: BenchSlave, cluster: str) -> list[bytes]:
     """The cluster's keys on the list that the slave heard last."""
-    last = [command for command in slave.commands if isinstance(command, Allow)][-1]
+    last = [command for command in slave.commands if isinstance(command, m.Allow)][-1]
     return [allowed.curve_key for allowed in last.keys if allowed.owner == cluster]
 
 
@@ -84,7 +78,7 @@ def bench_of_ranks(**config: Any) -> Bench:
     """A run with keys, whose slaves know clusters of several ranks."""
     master = Bench(encrypted=True, **config)
     for slave in master.slaves:
-        slave.hello = Hello(1, 1, (RANKS,))
+        slave.hello = m.Hello(1, 1, (RANKS,))
     return master.running("a")
 
 
@@ -145,8 +139,8 @@ def test_the_number_of_ranks_and_of_keys_in_the_list_is_bounded() -> None:
 def test_several_ranks_are_refused_where_a_slave_is_of_an_earlier_release() -> None:
     """Also at the first Join, before any slave is ready."""
     master = Bench(encrypted=True)
-    master.slaves[0].hello = Hello(1, 1, (RANKS,))
-    master.slaves[1].hello = Hello(1, 1, ())
+    master.slaves[0].hello = m.Hello(1, 1, (RANKS,))
+    master.slaves[1].hello = m.Hello(1, 1, ())
     master.attach_all()
     with refused_with(RefusalCode.CONFIG) as caught:
         master.join("a", rank_keys=(RANK_1,), pushers=2)
@@ -158,7 +152,7 @@ def test_a_slave_of_an_earlier_release_is_refused_while_a_cluster_of_several_ran
     master.join("b", rank_keys=(RANK_1,), pushers=2)
     slave = master.slaves[1]
     slave.die()
-    slave.hello, slave.reattaches = Hello(1, 1, ()), False
+    slave.hello, slave.reattaches = m.Hello(1, 1, ()), False
     slave.attach()
     refusal = master.closed[slave.link]
     assert refusal.code is RefusalCode.CONFIG
@@ -177,7 +171,7 @@ def ranks_of(cluster: str, ranks: int) -> tuple[bytes, ...]:
 def test_ranks_without_keys_bring_none() -> None:
     master = Bench()
     for slave in master.slaves:
-        slave.hello = Hello(1, 1, (RANKS,))
+        slave.hello = m.Hello(1, 1, (RANKS,))
     master.running("a")
     with refused_with(RefusalCode.KEY):
         master.join("b", rank_keys=(RANK_1,), pushers=2)
@@ -201,7 +195,7 @@ def test_a_reader_is_on_the_list_while_it_holds_a_pin(ends: str) -> None:
     grant = master.ask(pull(master, "export")).answer
     assert "reader export" in told(master.slaves[0])
     if ends == "finish":
-        master.ask(FinishPullRequest(Caller("", 0, "export"), grant.pin_id, True))
+        master.ask(m.FinishPullRequest(m.Caller("", 0, "export"), grant.pin_id, True))
     else:
         master.advance(master.config.ticket_ttl_s + 1)
     assert "reader export" not in told(master.slaves[0])
@@ -241,7 +235,7 @@ def test_a_readers_name_is_bounded(name: str) -> None:
 
 def test_without_keys_nobody_is_told_and_nobody_may_bring_one() -> None:
     master = Bench().running("a")
-    assert not any(isinstance(command, Allow) for slave in master.slaves for command in slave.commands)
+    assert not any(isinstance(command, m.Allow) for slave in master.slaves for command in slave.commands)
     with refused_with(RefusalCode.KEY) as caught:
         master.join("b", curve_key=KEY)
     assert "not encrypted" in str(caught.value)
@@ -250,14 +244,14 @@ def test_without_keys_nobody_is_told_and_nobody_may_bring_one() -> None:
 def test_whom_a_slave_turned_away_stands_in_the_masters_log() -> None:
     master = bench().running("a")
     slave = master.slaves[0]
-    slave.say(SlaveBeat(refused_connections=3, refused_connection="key 12345678 is not on the list"))
-    slave.say(SlaveBeat(refused_connections=3, refused_connection="key 12345678 is not on the list"))
+    slave.say(m.SlaveBeat(refused_connections=3, refused_connection="key 12345678 is not on the list"))
+    slave.say(m.SlaveBeat(refused_connections=3, refused_connection="key 12345678 is not on the list"))
     lines = [log.sentence for log in master.logs if "refused 3 connections" in log.sentence]
     assert len(lines) == 1
     assert "slave s0" in lines[0]
     assert "key 12345678 is not on the list" in lines[0]
     (record,) = master.recorded("refused_connections")
     assert (record["slave"], record["count"]) == ("s0", 3)
-    slave.say(SlaveBeat(refused_connections=1, refused_connection="x" * 10_000))
+    slave.say(m.SlaveBeat(refused_connections=1, refused_connection="x" * 10_000))
     assert master.recorded("refused_connections")[-1]["count"] == 1, "its next process counts from 0"
     assert len(master.recorded("refused_connections")[-1]["last_reason"]) < 1000

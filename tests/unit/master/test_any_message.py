@@ -14,49 +14,24 @@ from hypothesis import strategies as st
 from support.master_bench import HELLO, LAYOUT, LEASED, Bench
 from support.wire_values import values_of
 
+from dips.core import messages as m
 from dips.core.ids import RoundId, Version
-from dips.core.messages import (
-    AwaitVerdictRequest,
-    BeginPullRequest,
-    BeginPushRequest,
-    Caller,
-    CommandBody,
-    Commit,
-    CommitRecord,
-    ConfigureRefused,
-    FinishPullRequest,
-    FinishPushRequest,
-    Flipped,
-    HeartbeatRequest,
-    JoinRequest,
-    LeaseDataRequest,
-    LeaveRequest,
-    Measure,
-    Measured,
-    Prepare,
-    Prepared,
-    Promised,
-    Ready,
-    Refusal,
-    ReturnDataRequest,
-    RoundRefused,
-    Settings,
-    SlaveBeat,
-    SlaveHello,
-    SlaveMessage,
-    Staged,
-    StagingProgress,
-    TensorDigest,
-)
 from dips.core.net.codec_protobuf import encode
 from dips.master.state.events import ClusterCall, SlaveSaid, Tick
 
-PHASES = {"IDLE": None, "MEASURE": Measure, "PREPARE": Prepare, "COMMIT": Commit, "GATHERING": None, "DONATING": None}
+PHASES = {
+    "IDLE": None,
+    "MEASURE": m.Measure,
+    "PREPARE": m.Prepare,
+    "COMMIT": m.Commit,
+    "GATHERING": None,
+    "DONATING": None,
+}
 
 
 def in_phase(phase: str) -> Bench:
     """Cluster a's push is in the round, b's has a ticket; slave s0 does nothing from now on but talk."""
-    bench = Bench(plan=LEASED, settings=Settings(dynamic_local_steps=True), grace_s=0.0).running("a", "b", "c")
+    bench = Bench(plan=LEASED, settings=m.Settings(dynamic_local_steps=True), grace_s=0.0).running("a", "b", "c")
     ranges = {name: bench.lease(name, 100) for name in ("a", "b")}
     bench.begin_push("b", 100, ranges["b"])
     held = PHASES[phase]
@@ -70,7 +45,7 @@ def in_phase(phase: str) -> Bench:
     if phase in ("GATHERING", "DONATING"):
         bench.slaves[0].come_back_without()
         assert bench.state.shared.recovery.phase.now.value == phase
-    bench.slaves[0].hold |= set(typing.get_args(CommandBody))
+    bench.slaves[0].hold |= set(typing.get_args(m.CommandBody))
     return bench
 
 
@@ -82,39 +57,39 @@ def calls(bench: Bench) -> list[Any]:
     (lease,) = bench.lease("c", 100)
     digests = tuple((slave.name, slave.digest(push)) for slave in bench.slaves)
     return [
-        JoinRequest(a, HELLO, LAYOUT, LAYOUT.layout_hash, LEASED, 0.0, (lease,), b"", (TensorDigest("w", 1),)),
-        HeartbeatRequest(bench.caller("c"), steps_per_s=1.0),
-        BeginPushRequest(bench.caller("c"), 5, base, fence, (lease,), 100, 3),
-        BeginPushRequest(b, push.seq, base, fence, (), 100, 3),
-        FinishPushRequest(b, push.seq, 1, digests),
-        AwaitVerdictRequest(b, push, 1.0),
-        BeginPullRequest(a),
-        FinishPullRequest(a, 1),
-        LeaseDataRequest(a, 100, 1),
-        ReturnDataRequest(bench.caller("c"), (lease,)),
-        LeaveRequest(a, ""),
+        m.JoinRequest(a, HELLO, LAYOUT, LAYOUT.layout_hash, LEASED, 0.0, (lease,), b"", (m.TensorDigest("w", 1),)),
+        m.HeartbeatRequest(bench.caller("c"), steps_per_s=1.0),
+        m.BeginPushRequest(bench.caller("c"), 5, base, fence, (lease,), 100, 3),
+        m.BeginPushRequest(b, push.seq, base, fence, (), 100, 3),
+        m.FinishPushRequest(b, push.seq, 1, digests),
+        m.AwaitVerdictRequest(b, push, 1.0),
+        m.BeginPullRequest(a),
+        m.FinishPullRequest(a, 1),
+        m.LeaseDataRequest(a, 100, 1),
+        m.ReturnDataRequest(bench.caller("c"), (lease,)),
+        m.LeaveRequest(a, ""),
     ]
 
 
 def words(bench: Bench) -> list[Any]:
     """What slave s0 could rightly say, or nearly."""
     push, state = bench.clusters["b"].push_id, bench.state.shared.round
-    refusal = Refusal(1, "no")  # type: ignore[arg-type]
+    refusal = m.Refusal(1, "no")  # type: ignore[arg-type]
     bodies: list[Any] = [
-        SlaveHello(HELLO, "tcp://127.0.0.1:1", 1 << 30, 0),
-        Promised(bench.epoch),
-        Ready(Version(1, 0), b""),
-        SlaveBeat(progress=(StagingProgress(push, 1, 7),)),
-        Staged(push, 1, b""),
-        ConfigureRefused(refusal),
-        CommitRecord(Version(1, 0), RoundId(1, 1), b"{}"),
+        m.SlaveHello(HELLO, "tcp://127.0.0.1:1", 1 << 30, 0),
+        m.Promised(bench.epoch),
+        m.Ready(Version(1, 0), b""),
+        m.SlaveBeat(progress=(m.StagingProgress(push, 1, 7),)),
+        m.Staged(push, 1, b""),
+        m.ConfigureRefused(refusal),
+        m.CommitRecord(Version(1, 0), RoundId(1, 1), b"{}"),
     ]
     if state.id is not None:
         bodies += [
-            Measured(state.id, ()),
-            Prepared(state.id, b"x"),
-            RoundRefused(state.id, "measure", refusal),
-            Flipped(state.id, Version(1, 1)),
+            m.Measured(state.id, ()),
+            m.Prepared(state.id, b"x"),
+            m.RoundRefused(state.id, "measure", refusal),
+            m.Flipped(state.id, Version(1, 1)),
         ]
     return bodies
 
@@ -139,17 +114,17 @@ def sendable(bench: Bench) -> None:
 def test_no_message_ends_the_master(phase: str, data: st.DataObject) -> None:
     bench = in_phase(phase)
     slave = bench.slaves[0]
-    said = Caller(bench.run_id, bench.epoch, slave.name, slave.incarnation)
+    said = m.Caller(bench.run_id, bench.epoch, slave.name, slave.incarnation)
     for number in range(data.draw(st.integers(1, 5))):
         if data.draw(st.booleans()):
             request = nearly(data, data.draw(st.sampled_from(calls(bench))))
             if data.draw(st.integers(0, 9)) == 0:
-                request = dataclasses.replace(request, caller=data.draw(values_of(Caller)))
+                request = dataclasses.replace(request, caller=data.draw(values_of(m.Caller)))
             bench.event(ClusterCall(10_000 + number, request))
-            bench.call(FinishPullRequest(bench.caller("c"), 1))  # answers with what follows from c's beats
+            bench.call(m.FinishPullRequest(bench.caller("c"), 1))  # answers with what follows from c's beats
         else:
             body = nearly(data, data.draw(st.sampled_from(words(bench))))
-            bench.event(SlaveSaid(slave.link, SlaveMessage(said, body)))
+            bench.event(SlaveSaid(slave.link, m.SlaveMessage(said, body)))
         bench.event(Tick())
         sendable(bench)
         deadline_s = bench.state.next_deadline_s()

@@ -51,6 +51,13 @@ def tidy_up(journal: Journal) -> int:
     return steps
 
 
+def archived(directory: Path, n_entries: int, retention: Retention = KEPT) -> None:
+    """A journal of so many entries more, tidied up."""
+    with opened(directory, retention) as journal:
+        fill(journal, n_entries)
+        tidy_up(journal)
+
+
 def numbers(directory: Path) -> list[int]:
     return [record.number for record in read_records(directory)]
 
@@ -88,9 +95,7 @@ def test_the_oldest_records_move_and_all_are_read_in_order(tmp_path: Path) -> No
     assert all(later.first == earlier.last + 1 for earlier, later in itertools.pairwise(kept))
     assert len(list((tmp_path / FOLDER).glob("*.jsonl"))) == len(kept)
     assert (tmp_path / FOLDER / "README").read_text() == "mine"
-    with opened(tmp_path) as journal:
-        fill(journal, 30)
-        tidy_up(journal)
+    archived(tmp_path, 30)
     assert numbers(tmp_path) == list(range(1, 132))
 
 
@@ -104,9 +109,7 @@ def test_the_newest_record_stays_however_few_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_an_error_at_any_step_is_reported_and_loses_nothing(
-    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_at_any_step_loses_nothing(tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path) as journal:
         epoch = fill(journal, 40)
         with armed(f"{place}=1*error(no space left)"):
@@ -169,9 +172,7 @@ def test_beyond_its_room_the_archive_gives_up_the_oldest_and_says_so(tmp_path: P
 
 
 def test_an_archive_whose_room_was_made_smaller_shrinks_step_by_step(tmp_path: Path) -> None:
-    with opened(tmp_path) as journal:
-        fill(journal, 199)
-        tidy_up(journal)
+    archived(tmp_path, 199)
     before = len(segments(tmp_path))
     with opened(tmp_path, Retention(records=16, archive_bytes=300)) as journal:
         epoch = fill(journal, 2)
@@ -198,9 +199,7 @@ def test_a_kill_between_the_note_and_the_deletion_hides_the_pruned_records(tmp_p
 
 
 def test_a_segment_that_goes_while_it_is_read_asks_to_read_again(tmp_path: Path) -> None:
-    with opened(tmp_path) as journal:
-        fill(journal, 99)
-        tidy_up(journal)
+    archived(tmp_path, 99)
     reading = read_records(tmp_path)
     assert next(reading).number == 1
     for segment in segments(tmp_path)[1:]:
@@ -219,9 +218,7 @@ def test_a_reader_that_began_before_a_move_misses_nothing(tmp_path: Path) -> Non
 
 
 def test_a_damaged_segment_is_named_with_what_to_do(tmp_path: Path) -> None:
-    with opened(tmp_path) as journal:
-        fill(journal, 60)
-        tidy_up(journal)
+    archived(tmp_path, 60)
     path = segments(tmp_path)[1].path
     path.write_text("{\n" + path.read_text())
     with pytest.raises(FatalError, match=r"is damaged .*: restore it from a copy") as caught:
@@ -232,9 +229,7 @@ def test_a_damaged_segment_is_named_with_what_to_do(tmp_path: Path) -> None:
 
 
 def test_an_archive_without_its_journal_is_not_taken_over(tmp_path: Path) -> None:
-    with opened(tmp_path) as journal:
-        fill(journal, 60)
-        tidy_up(journal)
+    archived(tmp_path, 60)
     for path in tmp_path.glob(f"{FILE_NAME}*"):
         path.unlink()
     with pytest.raises(ConfigError, match="move that folder away"):
@@ -284,9 +279,7 @@ def test_a_journal_of_the_first_schema_is_brought_up_to_date(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("killed_at", ["", "master.archive.before_rename", "master.archive.after_rename"])
-def test_a_journal_without_digests_gets_them_at_its_first_opening_and_its_archive_too(
-    tmp_path: Path, killed_at: str
-) -> None:
+def test_a_journal_without_digests_and_its_archive_get_them_when_opened(tmp_path: Path, killed_at: str) -> None:
     room = Retention(records=16, archive_bytes=1200)
     with opened(tmp_path, room) as journal:
         fill(journal, 99)
@@ -304,9 +297,7 @@ def test_a_journal_without_digests_gets_them_at_its_first_opening_and_its_archiv
     if killed_at:
         with armed(f"{killed_at}=1*error"), pytest.raises(FatalError):
             Journal.open(tmp_path, "demo", room)
-    with opened(tmp_path, room) as journal:
-        fill(journal, 5)
-        tidy_up(journal)
+    archived(tmp_path, 5, room)
     assert read_content(tmp_path).has_digests
     assert numbers(tmp_path)[-1] == 106
     path = segments(tmp_path)[1].path
@@ -316,9 +307,7 @@ def test_a_journal_without_digests_gets_them_at_its_first_opening_and_its_archiv
 
 
 def test_a_missing_segment_is_said(tmp_path: Path) -> None:
-    with opened(tmp_path) as journal:
-        fill(journal, 99)
-        tidy_up(journal)
+    archived(tmp_path, 99)
     kept = segments(tmp_path)
     newest = kept[-1].path.read_bytes()
     kept[-1].path.unlink()
@@ -347,13 +336,9 @@ def test_a_segment_ends_at_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert segment.last == 3, "the EPOCH record and two entries have 1022 bytes"
 
 
-def test_at_least_one_record_is_in_a_segment_however_long_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_at_least_one_record_is_in_a_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dips.master.journal.SEGMENT_BYTES", 1)
-    with opened(tmp_path) as journal:
-        fill(journal, 30)
-        tidy_up(journal)
+    archived(tmp_path, 30)
     assert {segment.last - segment.first for segment in segments(tmp_path)} == {0}
     assert numbers(tmp_path) == list(range(1, 32))
 

@@ -7,24 +7,13 @@ from typing import Any
 import pytest
 from support.master_bench import HELLO, Bench
 
+from dips.core import messages as m
 from dips.core.ids import Version
-from dips.core.messages import (
-    BeginPullRequest,
-    BeginPushRequest,
-    Caller,
-    Hello,
-    OpenStaging,
-    Retain,
-    SlaveBeat,
-    StagingProgress,
-    Ticket,
-    VerdictKind,
-)
 from dips.core.protocol import CAPABILITIES
 from dips.core.wire import DIFFERENCES, Codec
 
 CODECS = {*DIFFERENCES, Codec.F32, Codec.NONE}
-ALL = Hello(1, 1, tuple(sorted(CAPABILITIES)))
+ALL = m.Hello(1, 1, tuple(sorted(CAPABILITIES)))
 
 
 def bench_of(*names: str, **config: Any) -> Bench:
@@ -35,18 +24,18 @@ def bench_of(*names: str, **config: Any) -> Bench:
     return bench.running(*names)
 
 
-def begin(bench: Bench, name: str, wire: Codec = Codec.INT8, **changes: Any) -> Ticket:
+def begin(bench: Bench, name: str, wire: Codec = Codec.INT8, **changes: Any) -> m.Ticket:
     answer = bench.begin_push(name, wire=wire, **changes)
-    assert isinstance(answer, Ticket), answer
+    assert isinstance(answer, m.Ticket), answer
     return answer
 
 
-def again(bench: Bench, name: str, wire: Codec) -> Ticket:
+def again(bench: Bench, name: str, wire: Codec) -> m.Ticket:
     """BeginPush of the open push once more."""
     cluster = bench.clusters[name]
-    request = BeginPushRequest(bench.caller(name), cluster.seq, cluster.base, cluster.fence, (), 100, 16, wire=wire)
+    request = m.BeginPushRequest(bench.caller(name), cluster.seq, cluster.base, cluster.fence, (), 100, 16, wire=wire)
     answer = bench.ask(request).answer
-    assert isinstance(answer, Ticket), answer
+    assert isinstance(answer, m.Ticket), answer
     return answer
 
 
@@ -60,14 +49,11 @@ def rounds(bench: Bench, name: str, n: int) -> None:
 
 def retained(bench: Bench) -> tuple[Version, ...]:
     """What the last commit told the slaves to keep readable, besides the two newest."""
-    return [c for c in bench.slaves[0].commands if isinstance(c, Retain)][-1].versions
+    return [c for c in bench.slaves[0].commands if isinstance(c, m.Retain)][-1].versions
 
 
-def opened(bench: Bench) -> OpenStaging:
-    return [c for c in bench.slaves[0].commands if isinstance(c, OpenStaging)][-1]
-
-
-# ---- what is granted ----
+def opened(bench: Bench) -> m.OpenStaging:
+    return [c for c in bench.slaves[0].commands if isinstance(c, m.OpenStaging)][-1]
 
 
 @pytest.mark.parametrize("wire", sorted(CODECS))
@@ -83,7 +69,7 @@ def test_a_push_on_the_current_version_is_written_as_its_cluster_wishes(wire: Co
     assert again(bench, "a", wire).wire is granted
     bench.stage("a")
     bench.finish_push("a", attempt=2)
-    assert bench.verdict("a").kind is VerdictKind.APPLIED
+    assert bench.verdict("a").kind is m.VerdictKind.APPLIED
 
 
 def test_a_seed_an_older_base_that_nobody_kept_and_one_that_a_slave_cannot_read_are_float32() -> None:
@@ -121,9 +107,6 @@ def test_after_the_masters_restart_the_newest_version_will_do() -> None:
     assert begin(bench, "a", base=base, fence=fence).wire is Codec.INT8
 
 
-# ---- a new attempt ----
-
-
 def test_a_base_that_is_gone_is_followed_by_float32() -> None:
     bench = bench_of("a")
     begin(bench, "a")
@@ -133,7 +116,7 @@ def test_a_base_that_is_gone_is_followed_by_float32() -> None:
     bench.stage("a")
     bench.finish_push("a", attempt=2)
     bench.advance(2.0)
-    assert bench.verdict("a").kind is VerdictKind.APPLIED
+    assert bench.verdict("a").kind is m.VerdictKind.APPLIED
 
 
 def test_a_ticket_lives_while_bytes_arrive_of_a_push_that_is_written_anew() -> None:
@@ -141,12 +124,12 @@ def test_a_ticket_lives_while_bytes_arrive_of_a_push_that_is_written_anew() -> N
     bench = bench_of("a", ticket_ttl_s=10.0)
     begin(bench, "a")
     push = bench.clusters["a"].push_id
-    bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 1, 1000),)))
+    bench.slaves[0].say(m.SlaveBeat(progress=(m.StagingProgress(push, 1, 1000),)))
     again(bench, "a", Codec.F32)
-    bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 1, 2000),)))  # it was under way
+    bench.slaves[0].say(m.SlaveBeat(progress=(m.StagingProgress(push, 1, 2000),)))  # it was under way
     for landed in range(1, 5):
         bench.advance(8.0)
-        bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 2, landed),)))
+        bench.slaves[0].say(m.SlaveBeat(progress=(m.StagingProgress(push, 2, landed),)))
     assert bench.state.shared.members["a"].push is not None
 
 
@@ -154,15 +137,12 @@ def test_a_ticket_that_is_asked_for_again_does_not_live_on_what_had_landed_befor
     bench = bench_of("a", ticket_ttl_s=10.0)
     begin(bench, "a")
     push = bench.clusters["a"].push_id
-    bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 1, 1000),)))
+    bench.slaves[0].say(m.SlaveBeat(progress=(m.StagingProgress(push, 1, 1000),)))
     again(bench, "a", Codec.INT8)
     bench.advance(8.0)
-    bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 2, 1000),)))
+    bench.slaves[0].say(m.SlaveBeat(progress=(m.StagingProgress(push, 2, 1000),)))
     bench.advance(3.0)
     assert bench.state.shared.members["a"].push is None
-
-
-# ---- what is kept ----
 
 
 def test_the_base_of_an_open_push_stays_readable_until_its_verdict() -> None:
@@ -174,7 +154,7 @@ def test_the_base_of_an_open_push_stays_readable_until_its_verdict() -> None:
     bench.stage("b")
     assert bench.result(bench.finish_push("b", attempt=2)) is not None
     bench.advance(3.0)
-    assert bench.verdict("b").kind is VerdictKind.APPLIED
+    assert bench.verdict("b").kind is m.VerdictKind.APPLIED
     assert retained(bench) == (), "what is sealed is read no more"
 
 
@@ -200,7 +180,7 @@ def test_bases_and_pulls_share_what_may_be_kept_and_the_oldest_gives_way() -> No
     bench = bench_of("a", "b", pinned_versions=1)
     begin(bench, "b")
     rounds(bench, "a", 1)
-    bench.ask(BeginPullRequest(Caller("", 0, "reader"), reader=True))
+    bench.ask(m.BeginPullRequest(m.Caller("", 0, "reader"), reader=True))
     rounds(bench, "a", 3)
     assert retained(bench) == (Version(1, 1),)
     assert again(bench, "b", Codec.INT8).wire is Codec.F32
@@ -209,7 +189,7 @@ def test_bases_and_pulls_share_what_may_be_kept_and_the_oldest_gives_way() -> No
 def test_a_base_that_is_only_trained_on_gives_way_to_what_is_being_read() -> None:
     """Without it the next push is longer; without what is read, a slow reader begins again and again."""
     bench = bench_of("a", "b", pinned_versions=1)
-    bench.ask(BeginPullRequest(Caller("", 0, "reader"), reader=True))
+    bench.ask(m.BeginPullRequest(m.Caller("", 0, "reader"), reader=True))
     bench.push("b", wire=Codec.INT8)
     bench.advance(3.0)
     assert bench.pull("b").version == Version(1, 1)

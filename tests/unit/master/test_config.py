@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -45,70 +46,41 @@ def test_only_a_heartbeat_and_a_round_need_be_chosen_and_all_other_times_follow(
     assert slow.ticket_ttl_s == 150.0, "not before an eviction"
 
 
+KNOBS: list[tuple[str, object, str, object]] = [
+    ("slaves", 3, "n_slaves", 3),
+    ("max_clusters", 5, "max_clusters", 5),
+    ("min_clusters", 4, "min_clusters", 4),
+    ("sync_every", 16, "settings.sync_every_steps", 16),
+    ("dynamic", True, "settings.dynamic_local_steps", True),
+    ("tk_max", "1.5M", "settings.tk_max_tokens", 1_500_000),
+    ("s_max", 12, "settings.max_staleness_versions", 12),
+    ("heartbeat_s", "500 ms", "settings.heartbeat_s", 0.5),
+    ("evict_after_beats", 6, "settings.evict_after_beats", 6),
+    ("grace_s", "3 s", "grace_s", 3.0),
+    ("round_timeout_s", "1 min", "settings.round_timeout_s round_timeout_s", 60.0),
+    ("verdict_wait_s", 20, "settings.verdict_wait_s", 20.0),
+    ("overlap", "push", "settings.overlap", "push"),
+    ("overlap_share", 0.25, "settings.overlap_share", 0.25),
+    ("preset", "safe", "settings.preset penalty.preset", "safe"),
+    ("lease_ttl_s", "2 h", "lease_ttl_s", 7200.0),
+    ("ticket_ttl_s", 45, "settings.ticket_ttl_s ticket_ttl_s", 45.0),
+    ("linger_s", 5, "linger_s", 5.0),
+    ("chunk_bytes", "2 MiB", "settings.chunk_bytes", 2 << 20),
+    ("window_chunks", 8, "settings.window_chunks", 8),
+    ("pinned_versions", 3, "pinned_versions", 3),
+    ("max_message_bytes", "8 MiB", "settings.max_message_bytes", 8 << 20),
+    ("outer_lr", 0.5, "settings.outer_lr", 0.5),
+    ("outer_momentum", 0.9, "settings.outer_momentum penalty.outer_momentum", 0.9),
+    ("durability", "async", "settings.durability", "async"),
+    ("async_lag_versions", 6, "async_lag_versions", 6),
+    ("rebuild", True, "rebuild", True),
+]
+
+
 def test_every_setting_of_the_run_comes_from_a_knob() -> None:
-    run = configured(
-        slaves=3,
-        max_clusters=5,
-        min_clusters=4,
-        sync_every=16,
-        dynamic=True,
-        tk_max="1.5M",
-        s_max=12,
-        heartbeat_s="500 ms",
-        evict_after_beats=6,
-        grace_s="3 s",
-        round_timeout_s="1 min",
-        verdict_wait_s=20,
-        overlap="push",
-        overlap_share=0.25,
-        preset="safe",
-        lease_ttl_s="2 h",
-        ticket_ttl_s=45,
-        linger_s=5,
-        chunk_bytes="2 MiB",
-        window_chunks=8,
-        pinned_versions=3,
-        max_message_bytes="8 MiB",
-        outer_lr=0.5,
-        outer_momentum=0.9,
-        durability="async",
-        async_lag_versions=6,
-        rebuild=True,
-    ).to_run_config()
-    assert run == RunConfig(
-        run_id="demo",
-        n_slaves=3,
-        settings=Settings(
-            sync_every_steps=16,
-            dynamic_local_steps=True,
-            heartbeat_s=0.5,
-            evict_after_beats=6,
-            verdict_wait_s=20.0,
-            chunk_bytes=2 << 20,
-            window_chunks=8,
-            max_staleness_versions=12,
-            tk_max_tokens=1_500_000,
-            outer_lr=0.5,
-            outer_momentum=0.9,
-            max_message_bytes=8 << 20,
-            durability="async",
-            ticket_ttl_s=45.0,
-            round_timeout_s=60.0,
-            overlap="push",
-            overlap_share=0.25,
-        ),
-        penalty=PenaltyConfig.of("safe", outer_momentum=0.9),
-        max_clusters=5,
-        min_clusters=4,
-        grace_s=3.0,
-        round_timeout_s=60.0,
-        lease_ttl_s=7200.0,
-        ticket_ttl_s=45.0,
-        pinned_versions=3,
-        linger_s=5.0,
-        rebuild=True,
-        async_lag_versions=6,
-    )
+    run = configured(**{name: said for name, said, *_ in KNOBS}).to_run_config()
+    for name, _, places, value in KNOBS:
+        assert {attrgetter(place)(run) for place in places.split()} == {value}, name
 
 
 @pytest.mark.parametrize("preset", PRESET_NAMES)
@@ -206,9 +178,7 @@ def test_infinity_switches_a_bound_off(tmp_path: Path, name: str) -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_settings_that_contradict_each_other_are_refused_with_a_remedy(
-    knobs: dict[str, object], words: list[str]
-) -> None:
+def test_settings_that_contradict_one_another_are_refused(knobs: dict[str, object], words: list[str]) -> None:
     sentence = refused(**knobs)
     assert [word for word in words if word not in sentence] == []
 
@@ -234,6 +204,7 @@ def test_times_that_just_fit_are_accepted() -> None:
         ("run_id", "../up"),
         ("listen", "127.0.0.1"),
         ("listen", "127.0.0.1:99999"),
+        ("page_listen", "nonsense"),
         ("pinned_versions", -1),
     ],
 )
@@ -245,9 +216,10 @@ def test_a_value_that_cannot_be_is_refused_by_name(name: str, value: object) -> 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:4700", "192.168.1.7:0", "[::]:0", "example.org:4700"])
 def test_an_address_that_others_can_reach_is_refused(listen: str) -> None:
-    sentence = refused(listen=listen, insecure=True)
-    assert "not a loopback address" in sentence
-    assert "127.0.0.1" in sentence
+    for knob in ("listen", "page_listen"):
+        sentence = refused(**{knob: listen}, insecure=True)
+        assert f"{knob} is '{listen}', which is not a loopback address" in sentence
+        assert "127.0.0.1" in sentence
     assert configured(listen=listen, keys="keys/master").listen == listen
 
 

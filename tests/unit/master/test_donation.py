@@ -5,22 +5,9 @@ from __future__ import annotations
 import pytest
 from support.master_bench import LEASED, Bench, refused_with
 
+from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.core.messages import (
-    BeginPullRequest,
-    Busy,
-    Commit,
-    Configure,
-    FinishPushRequest,
-    LeaveRequest,
-    OperatorRequest,
-    Prepare,
-    Refusal,
-    Ticket,
-    Verdict,
-    VerdictKind,
-)
 from dips.master.state.events import Pause, Stop
 from dips.master.state.records import RoundPhase
 
@@ -48,14 +35,14 @@ def test_cluster_gives_back_the_version_that_the_slaves_lost() -> None:
     status = bench.status()
     assert (status.published, status.tokens, status.recovery) == (Version(2, 1), 200, "")
     verdict = bench.verdict("a", push)
-    assert (verdict.kind, verdict.version) == (VerdictKind.APPLIED, Version(2, 1))
+    assert (verdict.kind, verdict.version) == (m.VerdictKind.APPLIED, Version(2, 1))
     assert bench.beat("a").donate is None
     (record,) = bench.entries("ROLLBACK")
     assert (record["origin"], record["donor"], record["lost_tokens"], record["rolled_back"]) == ([1, 1], "a", 0, [])
     (participant,) = record["participants"]
     assert (participant["tokens"], participant["verdict"], participant["base"]) == (0, "APPLIED", None)
     assert bench.recorded("rolled_back")[0]["donor"] == "a"
-    prepare = [c for c in bench.slaves[0].commands if isinstance(c, Prepare)][-1]
+    prepare = [c for c in bench.slaves[0].commands if isinstance(c, m.Prepare)][-1]
     assert (prepare.from_version, prepare.to_version) == (None, Version(2, 1))
     assert bench.slaves[1].snapshots[Version(2, 1)].digest == bench.slaves[1].snapshots[V1].digest
 
@@ -65,11 +52,11 @@ def test_donation_that_is_journaled_is_driven_forward_and_pulled_once_it_is_comm
     bench = lost("a", "b")
     last = bench.clusters["b"].push_id
     for slave in bench.slaves:
-        slave.hold.add(Commit)
+        slave.hold.add(m.Commit)
     bench.donate("a", V1)
     assert bench.state.shared.round.phase.now is RoundPhase.COMMIT
     assert len(bench.entries("ROLLBACK")) == 1
-    assert isinstance(bench.ask(BeginPullRequest(bench.caller("b"))).answer, Busy)
+    assert isinstance(bench.ask(m.BeginPullRequest(bench.caller("b"))).answer, m.Busy)
     assert bench.beat("b").published is None
     for slave in bench.slaves:
         slave.hold.clear()
@@ -84,8 +71,8 @@ def test_donation_that_is_journaled_is_driven_forward_and_pulled_once_it_is_comm
         assert bench.status().published == Version(3, 1)
         return
     for slave in bench.slaves:
-        slave.release(Commit)
-    assert bench.verdict("b", last).kind is VerdictKind.APPLIED, "its version is part of the history still"
+        slave.release(m.Commit)
+    assert bench.verdict("b", last).kind is m.VerdictKind.APPLIED, "its version is part of the history still"
     for name in ("a", "b"):
         bench.pull(name)
         bench.push(name)
@@ -98,9 +85,9 @@ def test_donor_gives_its_copy_before_it_pushes_anything_else() -> None:
     bench = lost("a", plan=LEASED)
     ranges = bench.lease("a", 100)
     answer = bench.begin_push("a", 100, ranges)
-    assert isinstance(answer, Verdict)
-    assert (answer.kind, answer.push) == (VerdictKind.ABORTED, bench.clusters["a"].push_id)
-    assert bench.verdict("a", answer.push).kind is VerdictKind.ABORTED, "whoever asks"
+    assert isinstance(answer, m.Verdict)
+    assert (answer.kind, answer.push) == (m.VerdictKind.ABORTED, bench.clusters["a"].push_id)
+    assert bench.verdict("a", answer.push).kind is m.VerdictKind.ABORTED, "whoever asks"
     bench.donate("a", V1)
     assert bench.status().published == Version(2, 1)
 
@@ -108,9 +95,9 @@ def test_donor_gives_its_copy_before_it_pushes_anything_else() -> None:
 def test_slaves_hold_nothing_while_they_wait_for_a_copy() -> None:
     bench = lost("a", "b")
     for slave in bench.slaves:
-        configure = [c for c in slave.commands if isinstance(c, Configure)][-1]
+        configure = [c for c in slave.commands if isinstance(c, m.Configure)][-1]
         assert (configure.load, configure.empty) == (None, True)
-    assert isinstance(bench.begin_push("b"), Busy)
+    assert isinstance(bench.begin_push("b"), m.Busy)
     with pytest.raises(AssertionError):
         bench.pull("a")
     assert bench.status().published == V1, "what was published last"
@@ -126,7 +113,7 @@ def test_older_version_comes_back_when_nobody_stands_on_the_newest() -> None:
     bench.donate("a", V0)
     status = bench.status()
     assert (status.published, status.tokens) == (Version(2, 0), 0)
-    assert bench.verdict("a", push).kind is VerdictKind.ROLLED_BACK
+    assert bench.verdict("a", push).kind is m.VerdictKind.ROLLED_BACK
     assert bench.entries("ROLLBACK")[0]["lost_tokens"] == 100
 
 
@@ -144,7 +131,7 @@ def test_newest_copy_is_asked_for_first() -> None:
 def test_donor_that_is_gone_makes_room_for_the_next(how: str) -> None:
     bench = lost("a", "b")
     if how == "leaves":
-        bench.call(LeaveRequest(bench.caller("a"), ""))
+        bench.call(m.LeaveRequest(bench.caller("a"), ""))
     elif how == "is evicted":
         bench.silent.add("a")
         bench.advance(12.0)
@@ -159,7 +146,7 @@ def test_copy_that_is_not_what_was_committed_is_refused_and_the_next_cluster_is_
     bench = lost("a", "b")
     push = bench.donate("a", V1, {"s1": b"other"})
     verdict = bench.verdict("a", push)
-    assert (verdict.kind, "s1 is not version 1:1" in verdict.reason) == (VerdictKind.ABORTED, True)
+    assert (verdict.kind, "s1 is not version 1:1" in verdict.reason) == (m.VerdictKind.ABORTED, True)
     assert (bench.beat("a").donate, bench.beat("b").donate) == (None, V1)
     bench.result(bench.leave("b"))
     assert "1:1, 1:0" in bench.status().recovery, "no cluster that is here holds one"
@@ -174,7 +161,7 @@ def test_what_slaves_make_of_a_copy_must_be_what_was_committed() -> None:
     bench = lost("a", "b")
     bench.slaves[0].digests[Version(2, 1)] = b"other"
     push = bench.donate("a", V1)
-    assert bench.verdict("a", push).kind is VerdictKind.ABORTED
+    assert bench.verdict("a", push).kind is m.VerdictKind.ABORTED
     assert bench.entries("ROLLBACK") == []
     del bench.slaves[0].digests[Version(2, 1)]
     assert bench.beat("b").donate == V1
@@ -231,14 +218,14 @@ def test_slave_whose_disk_is_back_ends_the_donation_without_loss() -> None:
     slave = bench.slaves[0]
     disk, records = dict(slave.snapshots), dict(slave.records)
     slave.come_back_without()
-    assert isinstance(bench.begin_push("a", 0, base=None, donates=V1, steps=0), Ticket)
+    assert isinstance(bench.begin_push("a", 0, base=None, donates=V1, steps=0), m.Ticket)
     push = bench.clusters["a"].push_id
     slave.die()
     slave.snapshots, slave.records = disk, records
     slave.attach()
     assert bench.status().published == V1
     assert bench.entries("ROLLBACK") == []
-    assert bench.verdict("a", push).kind is VerdictKind.ABORTED
+    assert bench.verdict("a", push).kind is m.VerdictKind.ABORTED
     bench.push("a")
     assert bench.status().published == Version(1, 2)
 
@@ -261,23 +248,23 @@ def test_verdict_of_a_donation_hides_no_other() -> None:
     bench.beat("a")
     bench.slaves[0].come_back_without()
     donation = bench.donate("a", V0)
-    assert bench.verdict("a", push).kind is VerdictKind.ROLLED_BACK
-    assert bench.verdict("a", donation).kind is VerdictKind.APPLIED
+    assert bench.verdict("a", push).kind is m.VerdictKind.ROLLED_BACK
+    assert bench.verdict("a", donation).kind is m.VerdictKind.APPLIED
     reply = bench.join("a", previous=bench.clusters["a"].join.incarnation)
-    assert isinstance(reply.last_push, Verdict)
+    assert isinstance(reply.last_push, m.Verdict)
     assert reply.last_push.push == push
-    again = FinishPushRequest(bench.caller("a"), donation.seq, 1, ())
-    assert bench.ask(again).answer.kind is VerdictKind.ABORTED, "another incarnation's number"
+    again = m.FinishPushRequest(bench.caller("a"), donation.seq, 1, ())
+    assert bench.ask(again).answer.kind is m.VerdictKind.ABORTED, "another incarnation's number"
 
 
 def test_run_that_is_paused_or_ends_still_takes_its_last_version_back_and_a_try_that_fails_is_made_again() -> None:
     bench = lost("a")
-    bench.operate(Pause(OperatorRequest("", "maintenance")))
-    bench.operate(Stop(OperatorRequest("", "enough")))
-    assert not bench.beat("a").stop, "no cluster leaves with the only copy"
-    bench.slaves[0].refuse["prepare"] = Refusal(RefusalCode.NONFINITE, "not finite")
+    bench.operate(Pause(m.OperatorRequest("", "maintenance")))
+    bench.operate(Stop(m.OperatorRequest("", "enough")))
+    assert not bench.beat("a").stop, "nobody leaves with the only copy"
+    bench.slaves[0].refuse["prepare"] = m.Refusal(RefusalCode.NONFINITE, "not finite")
     push = bench.donate("a", V1)
-    assert bench.verdict("a", push).kind is VerdictKind.ABORTED
+    assert bench.verdict("a", push).kind is m.VerdictKind.ABORTED
     bench.slaves[0].refuse.clear()
     assert bench.beat("a").donate == V1
     bench.donate("a", V1)

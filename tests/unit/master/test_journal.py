@@ -179,9 +179,6 @@ def test_a_lock_file_left_by_a_dead_process_does_not_hold_the_directory(tmp_path
     lock.release()
 
 
-# ---- digests ----
-
-
 def filled(directory: Path) -> None:
     journal = Journal.open(directory, "demo")
     epoch = journal.begin_epoch()

@@ -15,7 +15,7 @@ ELEMS = 16
 """Of each of LAYOUT's four blocks."""
 
 
-def test_a_push_counts_the_blocks_of_its_slave_from_ticket_to_staged() -> None:
+def test_a_push_and_a_pull_count_the_blocks_of_a_slave() -> None:
     rates = LinkRates()
     part = rates.part_bytes("s0", LAYOUT, PLACEMENT, Codec.F32)
     assert part == 3 * ELEMS * 4
@@ -23,9 +23,6 @@ def test_a_push_counts_the_blocks_of_its_slave_from_ticket_to_staged() -> None:
     first, second = rates.links(["a"], LAYOUT, PLACEMENT, 13.0)
     assert (first.slave, first.push_bytes_per_s, first.push_age_s) == ("s0", part / 2.0, 3.0)
     assert (second.slave, second.push_bytes_per_s, second.pull_bytes_per_s) == ("s1", None, None)
-
-
-def test_a_pull_is_divided_among_the_slaves_by_what_they_hold() -> None:
     rates = LinkRates()
     rates.pull_ended("a", 1.0)  # it is not known since when
     rates.pull_began("a", Codec.F32, 1, 1.0)
@@ -33,9 +30,6 @@ def test_a_pull_is_divided_among_the_slaves_by_what_they_hold() -> None:
     links = rates.links(["a"], LAYOUT, PLACEMENT, 5.0)
     assert [link.pull_bytes_per_s for link in links] == [3 * ELEMS * 4 / 4.0, ELEMS * 4 / 4.0]
     assert [link.pull_age_s for link in links] == [0.0, 0.0]
-
-
-def test_a_pull_of_differences_counts_what_was_sent() -> None:
     rates = LinkRates()
     assert rates.part_bytes("s0", LAYOUT, PLACEMENT, Codec.BF16) == 3 * ELEMS * 2
     rates.pull_began("a", Codec.INT8, 2, 1.0)

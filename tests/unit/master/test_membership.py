@@ -9,32 +9,10 @@ from typing import Any
 import pytest
 from support.master_bench import LAYOUT, LEASED, OWN, Bench, Unanswered, refused_with
 
+from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation, Version
 from dips.core.layout import Layout, Parameter
-from dips.core.messages import (
-    BeginPullRequest,
-    Caller,
-    Commit,
-    DataMode,
-    DataPlan,
-    DataRange,
-    DrainRequest,
-    EvictRequest,
-    FinishPullRequest,
-    HeartbeatRequest,
-    Hello,
-    LeaveRequest,
-    Measure,
-    OperatorRequest,
-    Prepare,
-    Refusal,
-    RoundRefused,
-    Settings,
-    TensorDigest,
-    Verdict,
-    VerdictKind,
-)
 from dips.core.net.codec_protobuf import encode
 from dips.master.state.events import Pause, Stop
 
@@ -42,9 +20,9 @@ from dips.master.state.events import Pause, Stop
 @pytest.mark.parametrize(
     ("changes", "code", "word"),
     [
-        ({"caller": Caller("other-run", 0, "b")}, RefusalCode.RUN_ID, "other-run"),
-        ({"caller": Caller("", 0, "Not A Name")}, RefusalCode.MALFORMED, "Not A Name"),
-        ({"hello": Hello(7, 9)}, RefusalCode.PROTOCOL_VERSION, "7 to 9"),
+        ({"caller": m.Caller("other-run", 0, "b")}, RefusalCode.RUN_ID, "other-run"),
+        ({"caller": m.Caller("", 0, "Not A Name")}, RefusalCode.MALFORMED, "Not A Name"),
+        ({"hello": m.Hello(7, 9)}, RefusalCode.PROTOCOL_VERSION, "7 to 9"),
         ({"layout_hash": b"forged"}, RefusalCode.LAYOUT, "hash"),
         ({"data_plan": LEASED}, RefusalCode.DATA_PLAN, "LEASED"),
         ({"declared_tokens_per_s": -1.0}, RefusalCode.TOKENS, "-1"),
@@ -83,16 +61,16 @@ def test_other_model_is_refused_with_the_first_difference(parameters: tuple[Para
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (LEASED, DataPlan(DataMode.LEASED, b"other", 1000, 100)),
-        (LEASED, DataPlan(DataMode.LEASED, b"corpus", 2000, 100)),
-        (LEASED, DataPlan(DataMode.LEASED, b"corpus", 1000, 50)),
+        (LEASED, m.DataPlan(m.DataMode.LEASED, b"other", 1000, 100)),
+        (LEASED, m.DataPlan(m.DataMode.LEASED, b"corpus", 2000, 100)),
+        (LEASED, m.DataPlan(m.DataMode.LEASED, b"corpus", 1000, 50)),
         (LEASED, OWN),
-        (None, DataPlan(DataMode.LEASED, b"corpus", 0, 0)),
-        (None, DataPlan(DataMode.LEASED, b"corpus", 100, 101)),
-        (None, DataPlan(DataMode.LEASED, b"corpus", (1 << 60) + 1, 100)),
+        (None, m.DataPlan(m.DataMode.LEASED, b"corpus", 0, 0)),
+        (None, m.DataPlan(m.DataMode.LEASED, b"corpus", 100, 101)),
+        (None, m.DataPlan(m.DataMode.LEASED, b"corpus", (1 << 60) + 1, 100)),
     ],
 )
-def test_other_text_or_one_that_cannot_be_leased_is_refused(ours: DataPlan | None, theirs: DataPlan) -> None:
+def test_other_text_or_one_that_cannot_be_leased_is_refused(ours: m.DataPlan | None, theirs: m.DataPlan) -> None:
     bench = Bench(plan=ours or OWN)
     bench.attach_all()
     if ours is not None:
@@ -115,16 +93,16 @@ def test_model_too_big_for_the_slaves_is_refused_before_anything_is_placed() -> 
 def test_all_slots_taken_is_busy_also_by_a_sealed_push_of_a_cluster_that_is_gone() -> None:
     """In its slot another cluster's bytes would land on those that are being merged."""
     bench = Bench(max_clusters=2, grace_s=0.0).running("a", "b")
-    bench.slaves[0].hold.add(Measure)
+    bench.slaves[0].hold.add(m.Measure)
     push = bench.push("a")
     slot = bench.slaves[0].staging[push].slot
-    bench.operate(EvictRequest("", "a"))
+    bench.operate(m.EvictRequest("", "a"))
     with refused_with(RefusalCode.BUSY) as refused:
         bench.join("c")
     assert "max_clusters" in str(refused.value)
     bench.join("a")
     assert bench.state.shared.members["a"].slot == slot
-    bench.slaves[0].release(Measure)
+    bench.slaves[0].release(m.Measure)
     bench.result(bench.leave("a"))
     assert bench.join("c")
 
@@ -153,8 +131,8 @@ def test_silent_cluster_is_evicted_after_five_beats_and_its_unsealed_push_is_abo
     assert not bench.alive("a")
     assert bench.status().phase == "IDLE"
     last = bench.join("a", previous=bench.clusters["a"].join.incarnation).last_push
-    assert isinstance(last, Verdict)
-    assert (last.push, last.kind) == (push, VerdictKind.ABORTED)
+    assert isinstance(last, m.Verdict)
+    assert (last.push, last.kind) == (push, m.VerdictKind.ABORTED)
 
 
 def test_leases_of_a_restarted_process_are_free_again_except_those_it_still_holds() -> None:
@@ -169,7 +147,7 @@ def test_leases_of_a_restarted_process_are_free_again_except_those_it_still_hold
 def test_a_sealed_push_outlives_its_cluster_with_its_ranges_and_the_next_incarnation_waits_for_it() -> None:
     bench = Bench(plan=LEASED).running("a")
     ranges = bench.lease("a", 100)
-    bench.slaves[0].hold.add(Measure)
+    bench.slaves[0].hold.add(m.Measure)
     push = bench.push("a", 100, ranges)
     assert bench.join("a").last_push == push, "undecided"
     assert bench.status().leased_tokens == 100
@@ -178,8 +156,8 @@ def test_a_sealed_push_outlives_its_cluster_with_its_ranges_and_the_next_incarna
     token = bench.await_verdict("a", push)
     with pytest.raises(Unanswered):
         bench.result(token)
-    bench.slaves[0].release(Measure)
-    assert bench.result(token).answer.kind is VerdictKind.APPLIED
+    bench.slaves[0].release(m.Measure)
+    assert bench.result(token).answer.kind is m.VerdictKind.APPLIED
     assert (bench.status().tokens, bench.status().leased_tokens, bench.pull("a").fence) == (100, 0, 2)
     assert bench.lease("a", 100)[0].chunk != ranges[0].chunk
 
@@ -199,11 +177,11 @@ def test_leases_last_their_time_and_re_attach_when_the_cluster_returns() -> None
 def test_leases_of_a_sealed_push_stay_leased_when_their_time_is_over_in_mid_round() -> None:
     """Freed, another cluster would train on them, and the same text would be applied twice (I6, I12)."""
     bench = Bench(plan=LEASED, lease_ttl_s=5.0, grace_s=0.0).running("a", "b")
-    bench.slaves[0].hold.add(Measure)
+    bench.slaves[0].hold.add(m.Measure)
     ranges = bench.lease("a", 100)
     bench.push("a", 100, ranges)
     unused = bench.lease("a", 100)
-    bench.operate(EvictRequest("", "a"))
+    bench.operate(m.EvictRequest("", "a"))
     bench.advance(6.0)
     assert (bench.status().phase, bench.status().leased_tokens) == ("MEASURE", 100)
     (back,) = bench.entries("RETURN")
@@ -211,7 +189,7 @@ def test_leases_of_a_sealed_push_stay_leased_when_their_time_is_over_in_mid_roun
     taken = bench.lease("b", 900)
     assert {r.chunk for r in taken} == set(range(10)) - {ranges[0].chunk}
     assert unused[0].chunk in {r.chunk for r in taken}
-    bench.slaves[0].release(Measure)
+    bench.slaves[0].release(m.Measure)
     assert (bench.status().tokens, bench.status().leased_tokens) == (100, 900)
 
 
@@ -236,15 +214,15 @@ def test_leave_aborts_an_open_push_and_frees_leases() -> None:
 
 def test_operator_evicts_drains_and_is_told_of_wrong_names() -> None:
     bench = Bench().running("a", "b")
-    for request in (EvictRequest("", "z"), DrainRequest("", "z")):
+    for request in (m.EvictRequest("", "z"), m.DrainRequest("", "z")):
         with refused_with(RefusalCode.UNKNOWN_NAME) as refused:
             bench.operate(request)
         assert "a, b" in str(refused.value)
     with refused_with(RefusalCode.RUN_ID):
-        bench.operate(EvictRequest("other", "a"))
-    bench.operate(EvictRequest("", "a", "bad link"))
+        bench.operate(m.EvictRequest("other", "a"))
+    bench.operate(m.EvictRequest("", "a", "bad link"))
     assert not bench.alive("a")
-    bench.operate(DrainRequest("", "b", "maintenance"))
+    bench.operate(m.DrainRequest("", "b", "maintenance"))
     assert bench.beat("b").stop
     bench.push("b")
     assert bench.status().tokens > 0, "its last steps count"
@@ -279,16 +257,16 @@ def test_cluster_whose_join_was_answered_in_vain_may_join_again(after_restart: b
 )
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_absurd_numbers_in_a_beat_stop_nobody(numbers: dict[str, float], dynamic: bool) -> None:
-    bench = Bench(settings=Settings(dynamic_local_steps=dynamic)).running("a", "b")
+    bench = Bench(settings=m.Settings(dynamic_local_steps=dynamic)).running("a", "b")
     bench.silent.add("a")  # beats by hand only
     for n in range(3):
-        bench.ask(HeartbeatRequest(bench.caller("a"), **numbers))  # type: ignore[arg-type]
+        bench.ask(m.HeartbeatRequest(bench.caller("a"), **numbers))  # type: ignore[arg-type]
         bench.push("b")
         bench.advance(2.0)
         assert bench.status().published == Version(1, n + 1)
         bench.pull("a")
         bench.pull("b")
-    bench.ask(HeartbeatRequest(bench.caller("a"), **numbers))  # type: ignore[arg-type]
+    bench.ask(m.HeartbeatRequest(bench.caller("a"), **numbers))  # type: ignore[arg-type]
     bench.join("a")
     encode(bench.status())
 
@@ -296,11 +274,11 @@ def test_absurd_numbers_in_a_beat_stop_nobody(numbers: dict[str, float], dynamic
 @pytest.mark.parametrize("end", ["evict", "join"])
 def test_leave_that_waits_is_answered_when_the_cluster_is_gone_otherwise(end: str) -> None:
     bench = Bench().running("a")
-    bench.slaves[0].hold.add(Measure)
+    bench.slaves[0].hold.add(m.Measure)
     bench.push("a")
     token = bench.leave("a")
     if end == "evict":
-        bench.operate(EvictRequest("", "a"))
+        bench.operate(m.EvictRequest("", "a"))
     else:
         bench.join("a")
     assert bench.result(token)
@@ -308,15 +286,15 @@ def test_leave_that_waits_is_answered_when_the_cluster_is_gone_otherwise(end: st
 
 def test_leave_waits_for_the_verdict_of_a_sealed_push_and_answers_a_first_call_when_it_is_repeated() -> None:
     bench = Bench().running("a")
-    bench.slaves[0].hold.add(Measure)
+    bench.slaves[0].hold.add(m.Measure)
     bench.push("a")
     first = bench.leave("a")
     with pytest.raises(Unanswered):
         bench.result(first)
-    second = bench.call(LeaveRequest(bench.caller("a"), "again"))
+    second = bench.call(m.LeaveRequest(bench.caller("a"), "again"))
     with refused_with(RefusalCode.BUSY):
         bench.result(first)
-    bench.slaves[0].release(Measure)
+    bench.slaves[0].release(m.Measure)
     assert bench.result(second)
     assert not bench.alive("a")
     assert bench.status().tokens == 100
@@ -324,51 +302,51 @@ def test_leave_waits_for_the_verdict_of_a_sealed_push_and_answers_a_first_call_w
 
 def test_leave_does_not_wait_for_another_round_after_an_abort() -> None:
     bench = Bench().running("a")
-    bench.slaves[0].hold.add(Measure)
+    bench.slaves[0].hold.add(m.Measure)
     push = bench.push("a")
     token = bench.leave("a")
     round_id = bench.status().round
     assert round_id is not None
-    bench.slaves[0].say(RoundRefused(round_id, "measure", Refusal(RefusalCode.DISK, "the disk is full")))
+    bench.slaves[0].say(m.RoundRefused(round_id, "measure", m.Refusal(RefusalCode.DISK, "the disk is full")))
     assert bench.result(token)
     assert not bench.alive("a")
     reply = bench.join("a")
-    assert isinstance(reply.last_push, Verdict)
-    assert (reply.last_push.push, reply.last_push.kind) == (push, VerdictKind.ABORTED)
+    assert isinstance(reply.last_push, m.Verdict)
+    assert (reply.last_push.push, reply.last_push.kind) == (push, m.VerdictKind.ABORTED)
 
 
 def test_stop_takes_effect_although_clusters_push_without_a_pause_or_every_round_aborts() -> None:
     bench = Bench(grace_s=0.0).running("a", "b")
-    bench.slaves[0].hold.add(Measure)
+    bench.slaves[0].hold.add(m.Measure)
     bench.push("a")
     bench.push("b")
-    bench.operate(Stop(OperatorRequest("", "enough")))
+    bench.operate(Stop(m.OperatorRequest("", "enough")))
     assert not bench.status().stopping
-    bench.slaves[0].release(Measure)
-    assert bench.verdict("a").kind is VerdictKind.APPLIED
-    assert bench.verdict("b").kind is VerdictKind.ABORTED
+    bench.slaves[0].release(m.Measure)
+    assert bench.verdict("a").kind is m.VerdictKind.APPLIED
+    assert bench.verdict("b").kind is m.VerdictKind.ABORTED
     assert (bench.status().stopping, bench.status().published) == (True, Version(1, 1))
     with refused_with(RefusalCode.STOPPING):
         bench.join("c")
     bench = Bench().running("a")
-    bench.slaves[0].refuse["prepare"] = Refusal(RefusalCode.DISK, "the disk is full")
+    bench.slaves[0].refuse["prepare"] = m.Refusal(RefusalCode.DISK, "the disk is full")
     bench.push("a")
-    bench.operate(Stop(OperatorRequest("", "enough")))
+    bench.operate(Stop(m.OperatorRequest("", "enough")))
     bench.advance(20.0)
     assert bench.status().stopping
-    assert bench.verdict("a").kind is VerdictKind.ABORTED
+    assert bench.verdict("a").kind is m.VerdictKind.ABORTED
 
 
 @pytest.mark.parametrize("why", ["paused", "too few clusters"])
 def test_stop_does_not_wait_for_a_window_that_cannot_close(why: str) -> None:
     bench = Bench(min_clusters=1 if why == "paused" else 2).running("a")
     if why == "paused":
-        bench.operate(Pause(OperatorRequest("", "a break")))
+        bench.operate(Pause(m.OperatorRequest("", "a break")))
     bench.push("a")
     assert bench.status().phase == "WINDOW"
-    bench.operate(Stop(OperatorRequest("", "enough")))
+    bench.operate(Stop(m.OperatorRequest("", "enough")))
     assert bench.status().stopping
-    assert bench.verdict("a").kind is VerdictKind.ABORTED
+    assert bench.verdict("a").kind is m.VerdictKind.ABORTED
 
 
 def test_paused_master_gives_up_no_ticket_no_pin_and_no_lease() -> None:
@@ -378,7 +356,7 @@ def test_paused_master_gives_up_no_ticket_no_pin_and_no_lease() -> None:
     bench.advance(20.0)
     assert not bench.alive("b")
     bench.begin_push("a", 100, bench.lease("a", 100))
-    bench.ask(BeginPullRequest(Caller("", 0, "export"), reader=True))
+    bench.ask(m.BeginPullRequest(m.Caller("", 0, "export"), reader=True))
     held_calls = (bench.finish_push("a"), bench.await_verdict("a", wait_s=20.0))
     bench.jump(3600.0)
     bench.advance(4.0)
@@ -394,9 +372,9 @@ def test_paused_master_gives_up_no_ticket_no_pin_and_no_lease() -> None:
 
 
 def test_run_that_ends_publishes_its_last_version_first() -> None:
-    bench = Bench(settings=Settings(tk_max_tokens=100), linger_s=1.0).running("a")
+    bench = Bench(settings=m.Settings(tk_max_tokens=100), linger_s=1.0).running("a")
     for slave in bench.slaves:
-        slave.hold.add(Commit)
+        slave.hold.add(m.Commit)
     bench.push("a")
     for slave in bench.slaves:
         slave.alive = False
@@ -416,10 +394,10 @@ def test_run_that_ends_publishes_its_last_version_first() -> None:
 def test_join_that_names_too_many_ranges_is_refused() -> None:
     bench = Bench(plan=LEASED).running("a")
     with refused_with(RefusalCode.RANGES):
-        bench.join("b", held=(DataRange(1, 0, 0, 0, 1),) * 65_537)
+        bench.join("b", held=(m.DataRange(1, 0, 0, 0, 1),) * 65_537)
 
 
-@pytest.mark.parametrize("kind", [Measure, Prepare, Commit])
+@pytest.mark.parametrize("kind", [m.Measure, m.Prepare, m.Commit])
 @pytest.mark.parametrize("then", ["evict", "join", "leave", "drain", "pause", "stop", "newcomer"])
 def test_whatever_happens_in_a_round_its_pushes_are_counted_once(kind: type, then: str) -> None:
     bench = Bench(linger_s=5.0).running("a", "b")
@@ -428,17 +406,17 @@ def test_whatever_happens_in_a_round_its_pushes_are_counted_once(kind: type, the
     push = bench.push("b")
     match then:
         case "evict":
-            bench.operate(EvictRequest("", "b"))
+            bench.operate(m.EvictRequest("", "b"))
         case "join":
             assert bench.join("b").last_push == push
         case "leave":
             bench.leave("b")
         case "drain":
-            bench.operate(DrainRequest("", "b"))
+            bench.operate(m.DrainRequest("", "b"))
         case "pause":
-            bench.operate(Pause(OperatorRequest("")))
+            bench.operate(Pause(m.OperatorRequest("")))
         case "stop":
-            bench.operate(Stop(OperatorRequest("")))
+            bench.operate(Stop(m.OperatorRequest("")))
         case "newcomer":
             assert not bench.join("c").seed
     bench.slaves[0].release(kind)
@@ -451,12 +429,12 @@ def test_whatever_happens_in_a_round_its_pushes_are_counted_once(kind: type, the
 
 # ---- what is not trained ----
 
-BASE = (TensorDigest("base.weight", 7), TensorDigest("base.bias", 8))
-TABLES = (TensorDigest("angles", 1),)
+BASE = (m.TensorDigest("base.weight", 7), m.TensorDigest("base.bias", 8))
+TABLES = (m.TensorDigest("angles", 1),)
 
 
-def other(*listed: TensorDigest) -> tuple[TensorDigest, ...]:
-    return tuple(TensorDigest(item.name, item.digest + 1) for item in listed)
+def other(*listed: m.TensorDigest) -> tuple[m.TensorDigest, ...]:
+    return tuple(m.TensorDigest(item.name, item.digest + 1) for item in listed)
 
 
 def test_a_cluster_over_other_frozen_weights_is_refused_by_name_and_changes_nothing() -> None:
@@ -475,11 +453,11 @@ def test_a_cluster_over_other_frozen_weights_is_refused_by_name_and_changes_noth
 
 
 def test_clusters_may_differ_where_the_run_says_so() -> None:
-    bench = Bench(plan=OWN, settings=Settings(frozen="any"))
+    bench = Bench(plan=OWN, settings=m.Settings(frozen="any"))
     bench.attach_all()
     bench.join("a", frozen=BASE, buffers=TABLES)
     assert bench.join("b", frozen=other(*BASE), buffers=other(*TABLES)).settings.frozen == "any"
-    bench = Bench(plan=OWN, settings=Settings(frozen="parameters"))
+    bench = Bench(plan=OWN, settings=m.Settings(frozen="parameters"))
     bench.attach_all()
     bench.join("a", frozen=BASE, buffers=TABLES)
     bench.join("b", frozen=BASE, buffers=other(*TABLES))
@@ -501,10 +479,10 @@ def test_other_constant_buffers_are_refused_at_the_first_join_and_said_later() -
 
 
 def test_a_refused_cluster_leaves_no_list_behind_and_the_first_ones_list_outlives_the_master() -> None:
-    bench = Bench(plan=OWN, settings=Settings(frozen="any"))
+    bench = Bench(plan=OWN, settings=m.Settings(frozen="any"))
     bench.attach_all()
     bench.join("a", frozen=BASE)
-    bench.config = replace(bench.config, settings=Settings())
+    bench.config = replace(bench.config, settings=m.Settings())
     bench.restart()
     with refused_with(RefusalCode.DATA_PLAN):
         bench.join("b", frozen=other(*BASE), data_plan=LEASED)
@@ -519,7 +497,7 @@ def test_a_refused_cluster_leaves_no_list_behind_and_the_first_ones_list_outlive
 
 def ended(**config: Any) -> Bench:
     """A run of a and b that has ended with version 1:1, which b has not pulled yet."""
-    bench = Bench(settings=Settings(tk_max_tokens=100), grace_s=1.0, **config).running("a", "b")
+    bench = Bench(settings=m.Settings(tk_max_tokens=100), grace_s=1.0, **config).running("a", "b")
     bench.push("a")
     bench.advance(2.0)
     assert (bench.status().published, bench.status().stopping) == (Version(1, 1), True)
@@ -571,10 +549,10 @@ def test_members_that_do_not_come_back_keep_no_master_and_one_that_comes_late_is
 
 
 def test_process_that_was_evicted_while_the_run_ended_pulls_the_last_version_too() -> None:
-    bench = Bench(settings=Settings(tk_max_tokens=100)).running("a")
+    bench = Bench(settings=m.Settings(tk_max_tokens=100)).running("a")
     bench.join("b", process_id=b"b's")
     bench.push("a")
-    bench.operate(EvictRequest("", "b"))
+    bench.operate(m.EvictRequest("", "b"))
     assert bench.status().stopping
     with refused_with(RefusalCode.STOPPING):
         bench.join("b", previous=bench.clusters["b"].join.incarnation, process_id=b"another")
@@ -611,7 +589,7 @@ def test_a_member_that_still_calls_with_its_old_incarnation_is_not_evicted() -> 
     for _ in range(10):
         bench.advance(bench.config.evict_after_s / 2)
         with refused_with(RefusalCode.STALE_EPOCH):
-            bench.ask(HeartbeatRequest(before["b"]))
+            bench.ask(m.HeartbeatRequest(before["b"]))
     assert not bench.recorded("evict")
     bench.advance(bench.config.evict_after_s + 2.0)
     assert [line["cluster"] for line in bench.recorded("evict")] == ["b"]
@@ -623,20 +601,20 @@ def test_a_member_that_still_calls_with_its_old_incarnation_is_not_evicted() -> 
 @pytest.mark.parametrize("goes", [False, True])
 def test_the_master_of_an_ended_run_waits_for_readers_whose_pull_has_begun(goes: bool) -> None:
     bench = Bench(linger_s=5.0, ticket_ttl_s=4.0).running("a")
-    bench.operate(Stop(OperatorRequest("", "enough")))
+    bench.operate(Stop(m.OperatorRequest("", "enough")))
     bench.result(bench.leave("a"))
     assert bench.status().stopped
     bench.advance(4.0)
-    reader = Caller("", 0, "export")
-    grant = bench.ask(BeginPullRequest(reader, True)).answer
+    reader = m.Caller("", 0, "export")
+    grant = bench.ask(m.BeginPullRequest(reader, True)).answer
     for _ in range(0 if goes else 4):
         bench.advance(3.0)
-        bench.ask(BeginPullRequest(reader, True, grant.version, True, pin_id=grant.pin_id))  # renews its pin
+        bench.ask(m.BeginPullRequest(reader, True, grant.version, True, pin_id=grant.pin_id))  # renews its pin
     bench.advance(3.0)
     assert bench.halted is None
     if not goes:
-        bench.ask(BeginPullRequest(Caller("", 0, "late"), True))
-        bench.ask(FinishPullRequest(reader, grant.pin_id, True))
+        bench.ask(m.BeginPullRequest(m.Caller("", 0, "late"), True))
+        bench.ask(m.FinishPullRequest(reader, grant.pin_id, True))
         assert bench.halted is not None, "the late one began after linger_s"
     bench.advance(2.0)
     assert bench.halted is not None

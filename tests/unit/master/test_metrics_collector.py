@@ -15,17 +15,8 @@ from dips.core.messages import ClusterStatus, Hello, Measure
 from dips.core.observe.metrics_server import NotNow
 from dips.core.protocol import RANKS
 from dips.master.metrics import METRICS, PREFIX, Collector, Counts, Metrics, Rising, clusters_shown
+from dips.master.state import tape
 from dips.master.state.status import status
-from dips.master.state.tape import (
-    AlarmRaised,
-    ClusterLeft,
-    EpochBegun,
-    PullGranted,
-    PushDecided,
-    RolledBack,
-    RoundMoved,
-    TicketIssued,
-)
 
 
 class Scraped:
@@ -122,12 +113,12 @@ def test_members_versions_and_tokens(run: Scraped) -> None:
 
 def test_phases_take_the_time_that_passed_in_them() -> None:
     counts = Counts()
-    counts.note(RoundMoved("r1.1", round=None, phase="COMMIT", input="", why=""), 1.0)
-    counts.note(EpochBegun("-", epoch=2, version=None, tokens=0, durability="sync"), 5.0)  # begins with no round
+    counts.note(tape.RoundMoved("r1.1", round=None, phase="COMMIT", input="", why=""), 1.0)
+    counts.note(tape.EpochBegun("-", epoch=2, version=None, tokens=0, durability="sync"), 5.0)  # begins with no round
     for phase, now_s in (("WINDOW", 10.0), ("SEALED", 11.0), ("MEASURE", 11.0), ("IDLE", 11.5)):  # aborted
-        counts.note(RoundMoved("r1.1", round=None, phase=phase, input="", why=""), now_s)
+        counts.note(tape.RoundMoved("r1.1", round=None, phase=phase, input="", why=""), now_s)
     for phase, now_s in (("WINDOW", 20.0), ("PREPARE", 22.0), ("COMMIT", 22.5), ("PUBLISH", 23.0), ("IDLE", 23.0)):
-        counts.note(RoundMoved("r1.2", round=None, phase=phase, input="", why=""), now_s)
+        counts.note(tape.RoundMoved("r1.2", round=None, phase=phase, input="", why=""), now_s)
     found: dict[str, dict[str, float]] = {}
     for metric in counts.made.collect().values():
         for sample in metric.samples:
@@ -182,9 +173,9 @@ def test_who_is_silent_is_evicted_and_stays_visible_as_does_a_lost_slave(run: Sc
 def test_counts_of_events_that_only_the_tape_tells(tmp_path: Path) -> None:
     run = Scraped(Bench().running("a"), tmp_path)
     counts = run.counts
-    counts.note(RolledBack("recovery", version=None, origin=Version(1, 0), donor=None, lost_tokens=30), 0.0)
-    counts.note(AlarmRaised("-", code="rollback", clusters=[], sentence="look"), 0.0)
-    counts.note(PullGranted("-", by="reader export", version=Version(1, 0)), 0.0)
+    counts.note(tape.RolledBack("recovery", version=None, origin=Version(1, 0), donor=None, lost_tokens=30), 0.0)
+    counts.note(tape.AlarmRaised("-", code="rollback", clusters=[], sentence="look"), 0.0)
+    counts.note(tape.PullGranted("-", by="reader export", version=Version(1, 0)), 0.0)
     counts.called("Join")
     counts.refused("Join", RefusalCode.IDENTITY.name)
     counts.timed(lambda entries: None)([])
@@ -218,11 +209,11 @@ def test_counts_of_clusters_that_come_and_go_are_bounded(tmp_path: Path) -> None
     counts = Counts(most_clusters=2)
     for i in range(1000):
         push = PushId(ClusterId(f"c{i}"), Incarnation(1, 1), 1)
-        decided = PushDecided(
+        decided = tape.PushDecided(
             "-", push=push, verdict="APPLIED", version=None, round=None, code="merged", reason="merged"
         )
-        ticket = TicketIssued("-", push=push, base=None, fence=0, tokens=1, attempt=1, donates=None, wire="F32")
-        for line in (decided, ticket, ClusterLeft("-", cluster=push.cluster, reason="done")):
+        ticket = tape.TicketIssued("-", push=push, base=None, fence=0, tokens=1, attempt=1, donates=None, wire="F32")
+        for line in (decided, ticket, tape.ClusterLeft("-", cluster=push.cluster, reason="done")):
             counts.note(line, 0.0)
     counted = counts.counted()
     assert len(counted.verdicts) == 64
@@ -235,9 +226,6 @@ def test_a_counter_of_a_number_that_falls_never_falls_and_a_key_that_is_gone_is_
         assert rising.look({tokens: number}) == {tokens: total}
     rising.look({("here", ""): 2})
     assert rising.look({tokens: 3, ("here", ""): 2}) == {tokens: 3, ("here", ""): 2}
-
-
-# ---- slaves without blocks ----
 
 
 def test_a_slave_without_blocks_is_up_while_it_waits_and_not_shown_when_it_is_gone(tmp_path: Path) -> None:

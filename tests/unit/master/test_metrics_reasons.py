@@ -62,9 +62,6 @@ def test_an_aborted_push_has_the_code_of_its_reason(happens: Callable[[Bench], N
     assert set(codes) <= set(REASONS["aborted"])
 
 
-# ---- what the run waits for ----
-
-
 def word_of(bench: Bench) -> str:
     """The code of what the run waits for; there is a sentence where there is a code."""
     waiting = waiting_for(bench.state.shared)

@@ -51,7 +51,7 @@ def test_rounds_that_are_all_void_are_an_alarm_with_each_clusters_reason() -> No
     assert not standing(bench)
 
 
-def test_rounds_that_are_given_up_again_and_again_are_one_too() -> None:
+def test_rounds_given_up_are_an_alarm_and_a_void_one_between_good_ones_is_none() -> None:
     bench = Bench().running("a")
     bench.slaves[0].refuse["prepare"] = Refusal(RefusalCode.DISK, "the disk is full", 0.0)
     bench.push("a")
@@ -60,9 +60,6 @@ def test_rounds_that_are_given_up_again_and_again_are_one_too() -> None:
     (alarm,) = standing(bench)
     assert "given up" in alarm.sentence
     assert "slave s0 cannot prepare: the disk is full" in alarm.sentence
-
-
-def test_a_void_round_between_good_ones_is_none() -> None:
     bench = Bench().running("a", "b")
     for _ in range(FRUITLESS_ROUNDS):
         bench.norms = {"a": 0.0, "b": 0.0}

@@ -5,18 +5,9 @@ from __future__ import annotations
 import pytest
 from support.master_bench import Bench, Unanswered, refused_with
 
+from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.core.messages import (
-    BeginPullRequest,
-    Busy,
-    Commit,
-    DrainRequest,
-    EvictRequest,
-    OperatorRequest,
-    Settings,
-    SlaveBeat,
-)
 from dips.master.state.events import Pause, Resume, Stop
 
 V0, V1 = Version(1, 0), Version(1, 1)
@@ -26,7 +17,7 @@ def test_pause_survives_a_restart_and_resume_too() -> None:
     bench = Bench().running("a")
     bench.hold_journal = True
     with pytest.raises(Unanswered):
-        bench.operate(Pause(OperatorRequest("", "maintenance")))
+        bench.operate(Pause(m.OperatorRequest("", "maintenance")))
     bench.write_journal(bench.journal[-1])
     bench.hold_journal = False
     bench.restart()
@@ -37,7 +28,7 @@ def test_pause_survives_a_restart_and_resume_too() -> None:
     bench.advance(20.0)
     assert (bench.status().published, bench.status().phase) == (V0, "WINDOW")
     assert "maintenance" in bench.status().waiting_for
-    bench.operate(Resume(OperatorRequest("")))
+    bench.operate(Resume(m.OperatorRequest("")))
     assert bench.status().published == V1
     bench.restart()
     assert not bench.status().paused
@@ -47,7 +38,7 @@ def test_pause_survives_a_restart_and_resume_too() -> None:
 @pytest.mark.parametrize("how", ["leaves", "is evicted"])
 def test_drain_survives_a_restart_until_the_cluster_is_gone(how: str) -> None:
     bench = Bench().running("a", "b")
-    bench.operate(DrainRequest("", "a", "disk swap"))
+    bench.operate(m.DrainRequest("", "a", "disk swap"))
     assert bench.entries("DRAIN")[0]["cluster"] == "a"
     bench.restart()
     bench.join("a")
@@ -57,7 +48,7 @@ def test_drain_survives_a_restart_until_the_cluster_is_gone(how: str) -> None:
     if how == "leaves":
         bench.result(bench.leave("a"))
     else:
-        bench.operate(EvictRequest("", "a"))
+        bench.operate(m.EvictRequest("", "a"))
     bench.join("a")
     bench.pull("a")
     assert not bench.beat("a").stop
@@ -69,9 +60,9 @@ def test_stop_survives_a_restart_in_mid_round() -> None:
     bench = Bench(linger_s=0.0, round_timeout_s=7.0, ticket_ttl_s=9.0).running("a")
     settings = bench.clusters["a"].join.settings
     assert (settings.round_timeout_s, settings.ticket_ttl_s) == (7.0, 9.0), "what is told is the master's own"
-    bench.slaves[0].hold.add(Commit)
+    bench.slaves[0].hold.add(m.Commit)
     bench.push("a")
-    bench.operate(Stop(OperatorRequest("", "enough")))
+    bench.operate(Stop(m.OperatorRequest("", "enough")))
     assert not bench.status().stopping
     bench.slaves[0].hold.clear()
     bench.restart()
@@ -88,44 +79,44 @@ def test_a_second_stop_waits_for_clusters_that_still_pull_the_last_version() -> 
     bench = Bench(linger_s=60.0).running("a")
     bench.push("a")
     for _ in range(2):
-        reply = bench.operate(Stop(OperatorRequest("", "enough")))
+        reply = bench.operate(Stop(m.OperatorRequest("", "enough")))
         assert "every cluster pulls the last version and leaves" in reply.sentence
         assert (bench.status().stopping, bench.halted) == (True, None)
     assert bench.pull("a").version == V1
     bench.result(bench.leave("a"))
     assert bench.halted is None, "evaluators may still come"
-    bench.operate(Stop(OperatorRequest("", "now")))
+    bench.operate(Stop(m.OperatorRequest("", "now")))
     assert bench.halted is not None
 
 
 def test_a_second_stop_right_after_a_restart_waits_for_those_who_were_here() -> None:
     bench = Bench(linger_s=60.0).running("a")
-    bench.operate(Stop(OperatorRequest("", "enough")))
+    bench.operate(Stop(m.OperatorRequest("", "enough")))
     assert bench.status().stopping
     for slave in bench.slaves:
         slave.alive = False
     bench.start_master()
     bench.slaves[0].attach()
-    reply = bench.operate(Stop(OperatorRequest("", "did you hear me?")))
+    reply = bench.operate(Stop(m.OperatorRequest("", "did you hear me?")))
     assert "waits for a, s1" in reply.sentence
     assert bench.halted is None, "a would dial for ever, and never hear that the run has ended"
     with refused_with(RefusalCode.STOPPING):
         bench.join("a")
     bench.advance(bench.config.evict_after_s)
-    assert "waits for a, s1" in bench.operate(Stop(OperatorRequest("", "now"))).sentence
+    assert "waits for a, s1" in bench.operate(Stop(m.OperatorRequest("", "now"))).sentence
     bench.advance(0.5)
-    bench.operate(Stop(OperatorRequest("", "now")))
+    bench.operate(Stop(m.OperatorRequest("", "now")))
     assert bench.halted is not None
     assert bench.halted.exit_code == 0
 
 
 def commits(bench: Bench, slave: int) -> int:
-    return sum(isinstance(command, Commit) for command in bench.slaves[slave].commands)
+    return sum(isinstance(command, m.Commit) for command in bench.slaves[slave].commands)
 
 
 def test_commit_is_sent_again_until_every_slave_flipped() -> None:
     bench = Bench().running("a")
-    bench.slaves[0].hold.add(Commit)
+    bench.slaves[0].hold.add(m.Commit)
     bench.push("a")
     before = (commits(bench, 0), commits(bench, 1))
     bench.advance(5.0)
@@ -133,7 +124,7 @@ def test_commit_is_sent_again_until_every_slave_flipped() -> None:
     bench.advance(60.0)
     assert commits(bench, 0) == before[0] + 13
     assert bench.status().phase == "COMMIT"
-    bench.slaves[0].release(Commit)
+    bench.slaves[0].release(m.Commit)
     assert bench.status().published == V1
     assert bench.state.next_deadline_s() is None
 
@@ -153,7 +144,7 @@ def test_commit_is_not_sent_again_before_it_is_durable() -> None:
 
 def test_time_that_the_master_stood_still_is_no_reason_to_send_a_commit_again() -> None:
     bench = Bench().running("a")
-    bench.slaves[0].hold.add(Commit)
+    bench.slaves[0].hold.add(m.Commit)
     bench.push("a")
     before = commits(bench, 0)
     bench.jump(100.0)
@@ -161,7 +152,7 @@ def test_time_that_the_master_stood_still_is_no_reason_to_send_a_commit_again() 
 
 
 def asynchronous(**config: object) -> Bench:
-    settings = Settings(durability="async")
+    settings = m.Settings(durability="async")
     bench = Bench(settings=settings, **config).running("a")  # type: ignore[arg-type]
     assert bench.status().durable is None, "not known before a slave says so"
     wrote(bench, V0, V0)
@@ -170,7 +161,7 @@ def asynchronous(**config: object) -> Bench:
 
 def wrote(bench: Bench, *versions: Version | None) -> None:
     for slave, version in zip(bench.slaves, versions, strict=True):
-        slave.say(SlaveBeat(durable=version))
+        slave.say(m.SlaveBeat(durable=version))
 
 
 def test_durable_is_what_stands_on_every_disk() -> None:
@@ -221,10 +212,12 @@ def test_a_cluster_that_is_drained_before_it_seeded_the_run_passes_that_on() -> 
     assert bench.join("a").seed
     bench.join("c")
     bench.join("b")
-    bench.operate(DrainRequest("", "a", "maintenance"))
-    assert isinstance(bench.ask(BeginPullRequest(bench.caller("a"))).answer, Busy), "it waits, and leaves in the end"
+    bench.operate(m.DrainRequest("", "a", "maintenance"))
+    assert isinstance(bench.ask(m.BeginPullRequest(bench.caller("a"))).answer, m.Busy), (
+        "it waits, and leaves in the end"
+    )
     with refused_with(RefusalCode.FENCED):
-        bench.ask(BeginPullRequest(bench.caller("b")))
+        bench.ask(m.BeginPullRequest(bench.caller("b")))
     assert bench.join("b", previous=bench.clusters["b"].join.incarnation).seed
     bench.seed("b")
     assert bench.status().published is not None
@@ -236,7 +229,7 @@ def test_a_drained_cluster_whose_seed_is_on_its_way_finishes_it() -> None:
     bench.join("a")
     bench.join("b")
     bench.begin_push("a", 0, base=None)
-    bench.operate(DrainRequest("", "a", "maintenance"))
+    bench.operate(m.DrainRequest("", "a", "maintenance"))
     bench.stage("a")
     bench.finish_push("a")
     assert bench.status().published is not None
@@ -246,6 +239,6 @@ def test_without_anybody_to_seed_the_status_says_so() -> None:
     bench = Bench()
     bench.attach_all()
     bench.join("a")
-    bench.operate(DrainRequest("", "a", "maintenance"))
+    bench.operate(m.DrainRequest("", "a", "maintenance"))
     assert bench.status().waiting_for == "no cluster can seed the run"
     assert bench.join("b").seed

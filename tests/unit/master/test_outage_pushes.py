@@ -58,7 +58,7 @@ def late(bench: Bench, steps: int, norm: float) -> VerdictKind:
     return bench.verdict("c").kind
 
 
-def test_a_late_clusters_first_push_is_no_outlier_for_having_made_more_steps() -> None:
+def test_a_late_clusters_first_push_is_an_outlier_only_for_going_too_far_with_each_step() -> None:
     """With H = 1 it trains on while its first exchanges go slowly, and has no usual number of tokens yet."""
     bench = with_single_steps()
     bench.join("c")
@@ -68,10 +68,6 @@ def test_a_late_clusters_first_push_is_no_outlier_for_having_made_more_steps() -
     assert (statistics.mean_tokens, statistics.steps) == (TOKENS, 1)
     assert late(bench, 1, 0.1) is VerdictKind.APPLIED
     assert late(bench, 12, 12 * 0.1) is VerdictKind.APPLIED
-
-
-def test_but_for_going_too_far_with_each_step_it_is() -> None:
-    bench = with_single_steps()
     bench.join("c")
     assert late(bench, 20, 20 * 11 * 0.1) is VerdictKind.EXCLUDED
     assert late(bench, 1, 11 * 0.1) is VerdictKind.EXCLUDED

@@ -55,9 +55,6 @@ def close(actual: F32, expected: object) -> None:
     np.testing.assert_allclose(actual, np.asarray(expected), rtol=1e-5, atol=1e-6)
 
 
-# ---- each against its source, written out literally ----
-
-
 def test_heavy_ball_is_polyaks() -> None:
     """theta' = theta - lr buf', buf' = mu buf + g."""
     slave, theta, buf = Slave(), np.zeros(N_ELEMS), np.zeros(N_ELEMS)
@@ -123,9 +120,6 @@ def test_delayed_nesterov_after_every_round_is_nesterov_to_the_bit() -> None:
         assert step_of("delayed-nesterov", v, scale=0.37, delay_rounds=1) == step_of("nesterov", v, scale=0.37)
 
 
-# ---- momentum that decays with a round's share (momentum_scaling) ----
-
-
 def test_the_default_is_nesterov_and_its_momentum_decays_with_the_share_only_where_that_is_asked_for() -> None:
     assert outer_step_of(SAFE, 0.7, 0.25, 0.25, Version(3, 5)) == OuterStep(0.25, 0.7, 0.8, 0.8, 1.0)
     assert outer_step_of(TOKENS, 0.7, 0.25, 1.0, Version(3, 5)) == OuterStep(0.25, 0.7, 0.8, 0.8, 1.0)
@@ -147,9 +141,6 @@ def test_partial_rounds_decay_together_as_one_full_round(parts: list[float], mu:
         assert 0.0 <= lookahead <= mu or lookahead == pytest.approx(mu)
         product *= decay
     assert product == pytest.approx(mu)
-
-
-# ---- through the whole master ----
 
 
 def prepared(bench: Bench) -> list[Prepare]:

@@ -52,9 +52,6 @@ def certificate(keys: Path, name: str) -> bytes:
     return (keys / name / "tls.crt").read_bytes()
 
 
-# ---- the Host header ----
-
-
 @pytest.mark.parametrize(
     ("header", "name"),
     [
@@ -90,14 +87,9 @@ def test_the_name_in_a_host_header(header: str | None, name: str | None) -> None
         (None, False, False),
     ],
 )
-def test_only_names_of_this_master_are_answered(
-    header: str | None, insecure: bool, with_keys: bool, keys: Path
-) -> None:
+def test_only_names_of_this_master_answer(header: str | None, insecure: bool, with_keys: bool, keys: Path) -> None:
     assert PageAccess(Access(INSECURE), TOKEN, 1, ["Status.example"]).host_is_ours(header) is insecure
     assert keyed(keys, "Status.example").host_is_ours(header) is with_keys
-
-
-# ---- tokens and certificates ----
 
 
 @pytest.mark.parametrize("token", ["", "x", TOKEN[:-1], TOKEN + "t", "\u00fc" * 43, TOKEN.upper()])
@@ -114,10 +106,7 @@ def test_without_keys_there_is_nobody_to_tell_apart() -> None:
     assert not gate.checks
 
 
-# ---- files ----
-
-
-def test_the_token_stays_and_its_owner_alone_can_read_it(tmp_path: Path) -> None:
+def test_the_token_stays_its_owners_or_is_refused(tmp_path: Path) -> None:
     first = load_secret(tmp_path)
     assert len(first.token) == 43
     assert load_secret(tmp_path).token != first.token  # nothing is kept until it is saved
@@ -127,9 +116,6 @@ def test_the_token_stays_and_its_owner_alone_can_read_it(tmp_path: Path) -> None
     assert read_page_url(tmp_path) == "https://127.0.0.1:4711/?link=x"
     for path in tmp_path.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
-
-
-def test_a_token_that_others_can_read_is_refused_with_the_remedy(tmp_path: Path) -> None:
     save_secret(tmp_path, Secret(TOKEN, 1))
     (tmp_path / gates.SECRET_NAME).chmod(0o644)
     with pytest.raises(ConfigError, match=r"can be read by other users of this machine.*: remove it"):
@@ -141,9 +127,6 @@ def test_a_torn_token_is_made_anew(content: str, tmp_path: Path) -> None:
     (tmp_path / gates.SECRET_NAME).write_text(content)
     (tmp_path / gates.SECRET_NAME).chmod(0o600)
     assert len(load_secret(tmp_path).token) == 43
-
-
-# ---- the page's own files ----
 
 
 def test_charts_are_the_published_library_with_its_licence() -> None:

@@ -92,7 +92,7 @@ def test_every_field_of_a_run_that_trains() -> None:
     assert (state["say"]["level"], "a version about every 8 s" in state["say"]["text"]) == ("good", True)
 
 
-def test_a_cluster_that_is_evicted_is_bad_and_the_sentence_says_so() -> None:
+def test_a_cluster_that_is_evicted_is_bad_and_one_that_left_no_trouble() -> None:
     bench = Bench().running("a", "b")
     bench.silent.add("b")
     bench.advance(30.0)
@@ -104,9 +104,6 @@ def test_a_cluster_that_is_evicted_is_bad_and_the_sentence_says_so() -> None:
     assert state["say"]["text"].endswith("cluster b is away (no heartbeat for 10.0 s).")
     state = snapshot(bench.state.look(), 0.0, 10.0, {}, away_s={"a": 9.0, "b": 20.04})
     assert (cluster_of(state, "a")["away_s"], cluster_of(state, "b")["away_s"]) == (None, 20.0)
-
-
-def test_a_cluster_that_left_by_itself_is_no_trouble() -> None:
     bench = Bench().running("a", "b")
     bench.leave("b")
     state = state_of(bench, departures={"b": ("leave", "done")})
@@ -201,16 +198,13 @@ def test_a_run_that_publishes_nothing_for_long_is_said_to_stand_still() -> None:
     assert sentence(dataclasses.replace(view, since_publish_s=60.0), 0.0, {})["level"] == "good"
 
 
-def test_how_to_report_a_loss_stands_beside_the_sentence_where_no_cluster_does() -> None:
+def test_what_stands_beside_the_sentence() -> None:
     view = Bench().running("a").state.look()
     silent = ClusterStatus("a", alive=True, pushes_applied=1, steps_per_s=2.0)
     more = sentence(changed(view, clusters=(silent,)), 0.0, {})["more"]
     assert more[-1].startswith("No cluster reports a loss: write sync.report(loss)")
     told = dataclasses.replace(silent, loss=2.0)
     assert not any("loss" in line for line in sentence(changed(view, clusters=(silent, told)), 0.0, {})["more"])
-
-
-def test_alarms_stand_beside_the_sentence() -> None:
     view = Bench().running("a", "b").state.look()
     clusters = tuple(
         dataclasses.replace(c, direction_alarm=c.cluster_id == "a", quarantined=True) for c in view.status.clusters

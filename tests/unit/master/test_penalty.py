@@ -18,9 +18,6 @@ def reason_of(judgement: Judgement, cluster: str) -> str:
     return judgement.rejected[cluster].sentence
 
 
-# ---- what no detector accepts ----
-
-
 @pytest.mark.parametrize(
     ("push", "complaint", "code"),
     [
@@ -36,9 +33,7 @@ def reason_of(judgement: Judgement, cluster: str) -> str:
     ],
 )
 @pytest.mark.parametrize("preset", ["safe", "paper", "paper-literal", "edit"])
-def test_impossible_pushes_are_rejected_by_every_preset(
-    preset: str, push: Push, complaint: str, code: VerdictCode
-) -> None:
+def test_every_preset_rejects_impossible_pushes(preset: str, push: Push, complaint: str, code: VerdictCode) -> None:
     judgement = Master(PenaltyConfig.of(preset)).round({"a": Push(along(1.0)), "b": push, "c": Push(along(1.0, 2))})
     assert judgement.accepted == ("a", "c")
     assert complaint in reason_of(judgement, "b")
@@ -47,17 +42,11 @@ def test_impossible_pushes_are_rejected_by_every_preset(
     assert sum(judgement.weights) == pytest.approx(1.0)
 
 
-def test_a_slightly_negative_square_is_a_norm_of_zero() -> None:
+def test_pushes_that_are_no_known_norm() -> None:
     participants = [Participant("a", 1.0, 0, 64), Participant("b", 1.0, 0, 64)]
     gram = [[-1e-30, 0.0], [0.0, 1.0]]
     judgement = judge(DetectorState.empty(), PenaltyConfig(), participants, gram, frozenset("ab"), 2.0)
     assert judgement.accepted == ("b",)
-
-
-# ---- the hard gate ----
-
-
-def test_invalid_pushes_do_not_count_as_known_norms() -> None:
     pushes = {"a": Push(along(1.0)), "b": Push(along(30.0)), "c": Push(along(1.0), tokens=0.0)}
     assert Master().round(pushes).accepted == ("a", "b")
 
@@ -68,9 +57,6 @@ def test_the_gate_is_exclusive_at_ten_times() -> None:
         master.norms(a=1.0, b=1.0, c=1.0)
     assert master.judge({"d": Push(along(10.0))}).accepted == ("d",)
     assert master.judge({"d": Push(along(10.001))}).accepted == ()
-
-
-# ---- scores ----
 
 
 @pytest.mark.parametrize(
@@ -93,23 +79,17 @@ def test_slow_drift_of_the_local_steps_restarts_too() -> None:
     assert master.state.of("a").steps == 82
 
 
-# ---- the merge ----
-
-
-def test_opposite_pushes_merge_to_nothing_and_are_not_clipped() -> None:
+def test_pushes_against_each_other_and_no_clip() -> None:
     judgement = Master().round({"a": Push(along(1.0)), "b": Push(along(-1.0))})
     assert judgement.merged_norm == 0.0
     assert judgement.kappa == 1.0
     assert [measure.cosine for measure in judgement.measures] == [-1.0, -1.0]
+    assert Master(PenaltyConfig(clip_norm=math.inf)).norms(a=1e6).kappa == 1.0
 
 
 @pytest.mark.parametrize(("norm", "kappa"), [(0.5, 1.0), (1.0, 1.0), (4.0, 0.25)])
 def test_clip(norm: float, kappa: float) -> None:
     assert Master().norms(a=norm).kappa == kappa
-
-
-def test_an_infinite_clip_norm_clips_nothing() -> None:
-    assert Master(PenaltyConfig(clip_norm=math.inf)).norms(a=1e6).kappa == 1.0
 
 
 def test_the_clip_comes_before_participation_scaling() -> None:
@@ -140,9 +120,6 @@ def test_judging_changes_nothing_by_itself() -> None:
     first = master.judge({"a": Push(along(30.0)), "b": Push(along(1.0, 1))})
     assert master.state is before
     assert master.judge({"a": Push(along(30.0)), "b": Push(along(1.0, 1))}) == first
-
-
-# ---- the ways back ----
 
 
 def test_rejections_above_the_gate_break_the_row() -> None:
@@ -188,9 +165,6 @@ def test_three_flags_quarantine_and_the_first_accepted_push_ends_it() -> None:
     assert master.state.of("a").flags_in_a_row == 0
 
 
-# ---- other detectors ----
-
-
 def test_literal_flags_a_large_part_of_steady_norms_and_the_repaired_rule_none() -> None:
     """As printed: the first score is 0, so the threshold stays near 0 and ordinary pushes are flagged."""
     flagged = {}
@@ -232,9 +206,6 @@ def test_edit_weights_are_a_softmax_of_the_negative_norms() -> None:
 def test_detector_off_merges_whatever_is_finite() -> None:
     master = Master(PenaltyConfig(detector="off")).warmed_up()
     assert master.norms(a=1e6, b=1.0).accepted == ("a", "b")
-
-
-# ---- arguments ----
 
 
 @pytest.mark.parametrize("names", [[], ["b", "a"], ["a", "a"]])

@@ -65,9 +65,6 @@ class Course:
         return [name for name in self.names if self.master.state.of(name).cosine_alarmed]
 
 
-# ---- the cosine ----
-
-
 def cosines(pushes: dict[str, Push], config: PenaltyConfig | None = None) -> dict[str, float]:
     judgement = Master(config or PenaltyConfig()).judge(pushes)
     return {measure.cluster: measure.cosine for measure in judgement.measures}
@@ -149,9 +146,6 @@ def test_it_is_what_vectors_say(pushes: dict[str, Push]) -> None:
         assert measure.cosine == pytest.approx(expected, abs=1e-4)
 
 
-# ---- the usual cosine ----
-
-
 def test_the_usual_cosine_is_the_median_of_the_last_seven() -> None:
     master = Master(live=frozenset("ab"))
     angles = [0.0, 1.0, 0.2, 0.4, 0.9, 0.3, 1.4, 0.1, 0.7, 0.5]
@@ -179,9 +173,6 @@ def test_the_last_judged_push_is_remembered_whatever_became_of_it() -> None:
     assert (b.last_cosine, c.last_cosine) == (-1.0, None)
     assert b.last_score is not None
     assert b.last_score > 100
-
-
-# ---- the alarm ----
 
 
 @pytest.mark.parametrize(("seed", "kind"), [(0, "flip"), (1, "noise"), (2, "flip")])

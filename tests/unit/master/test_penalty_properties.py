@@ -72,9 +72,7 @@ def test_whatever_is_pushed_the_outcome_is_sound(rounds: list[dict[str, Push]], 
 
 @settings(max_examples=40)
 @given(rounds=ROUNDS, config=CONFIGS)
-def test_memory_survives_json_to_the_bit_and_judges_the_same(
-    rounds: list[dict[str, Push]], config: PenaltyConfig
-) -> None:
+def test_memory_survives_json_and_judges_the_same(rounds: list[dict[str, Push]], config: PenaltyConfig) -> None:
     master = Master(config)
     restarted = Master(config)
     for pushes in rounds:

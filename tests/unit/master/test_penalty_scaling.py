@@ -25,7 +25,7 @@ UNKNOWN: list[tuple[dict[str, float], dict[str, float]]] = [
         *((rates, intervals_s, 0.0) for rates, intervals_s in UNKNOWN),
     ],
 )
-def test_round_tokens_is_the_sum_of_rates_times_the_mean_interval(
+def test_round_tokens_are_rates_times_interval(
     rates: dict[str, float], intervals_s: dict[str, float], tokens: float
 ) -> None:
     assert round_tokens(rates, intervals_s) == tokens

@@ -9,27 +9,9 @@ from typing import Any
 import pytest
 from support.master_bench import LEASED, OWN, Bench, Unanswered, refused_with
 
+from dips.core import messages as m
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import PushId, Version
-from dips.core.messages import (
-    Admitted,
-    BeginPushRequest,
-    Busy,
-    CloseStaging,
-    DataRange,
-    EvictRequest,
-    Prepare,
-    Refusal,
-    RoundRefused,
-    Settings,
-    SlaveBeat,
-    StagingProgress,
-    Stale,
-    StaleKind,
-    Ticket,
-    Verdict,
-    VerdictKind,
-)
 from dips.core.protocol import FINISH_HOLD_S
 from dips.master.state.events import CallGone
 from dips.master.state.pushes import AWAY_RETRY_S
@@ -38,7 +20,7 @@ from dips.master.state.pushes import AWAY_RETRY_S
 def test_ticket_opens_staging_in_a_slot_of_the_cluster_on_every_slave_and_names_the_order_of_blocks() -> None:
     bench = Bench().running("a", "b")
     ticket = bench.begin_push("a")
-    assert isinstance(ticket, Ticket)
+    assert isinstance(ticket, m.Ticket)
     assert sorted(ticket.block_order) == [0, 1, 2, 3]
     assert all(address.data_endpoint.startswith("tcp://127.0.0.1:") for address in ticket.placement.slaves)
     bench.begin_push("b")
@@ -58,7 +40,7 @@ def test_admitted_only_when_all_slaves_have_staged_it_and_told_which_lacks_it_un
         bench.result(token)
     bench.advance(6.0)
     answer = bench.result(token).answer
-    assert isinstance(answer, Busy)
+    assert isinstance(answer, m.Busy)
     assert "slave s1 has not all" in answer.sentence
     assert bench.status().phase == "IDLE"
     bench.slaves[1].stage(bench.clusters["a"].push_id)
@@ -68,7 +50,7 @@ def test_admitted_only_when_all_slaves_have_staged_it_and_told_which_lacks_it_un
             bench.begin_push("b")
             bench.stage("b")
         answer = bench.result(bench.finish_push(name)).answer
-        assert isinstance(answer, Admitted)
+        assert isinstance(answer, m.Admitted)
         assert answer.window_closes_in_s == pytest.approx(9.0)
         rounds.add(answer.round)
     assert rounds == {bench.status().round}
@@ -82,7 +64,7 @@ def test_digest_that_differs_or_is_missing_aborts_the_push(sent: dict[str, bytes
     right = {name: bench.slaves[0].digest(bench.clusters["a"].push_id) for name in sent if sent[name] == b"s0:right"}
     with refused_with(RefusalCode.DIGEST):
         bench.result(bench.finish_push("a", digests=sent | right))
-    assert bench.verdict("a").kind is VerdictKind.ABORTED
+    assert bench.verdict("a").kind is m.VerdictKind.ABORTED
     assert not bench.slaves[0].staging
 
 
@@ -92,13 +74,13 @@ def test_same_push_again_is_a_new_attempt_and_the_old_attempt_is_over() -> None:
     bench.slaves[0].stage(bench.clusters["a"].push_id)
     bench.clusters["a"].seq -= 1
     ticket = bench.begin_push("a")
-    assert isinstance(ticket, Ticket)
+    assert isinstance(ticket, m.Ticket)
     assert ticket.attempt == 2
     assert bench.slaves[0].staging[bench.clusters["a"].push_id].attempt == 2
     with refused_with(RefusalCode.UNKNOWN_PUSH):
         bench.result(bench.finish_push("a", attempt=1))
     bench.stage("a")
-    assert isinstance(bench.result(bench.finish_push("a", attempt=2)).answer, Admitted)
+    assert isinstance(bench.result(bench.finish_push("a", attempt=2)).answer, m.Admitted)
 
 
 def test_staged_of_an_older_attempt_is_ignored() -> None:
@@ -122,11 +104,11 @@ def test_one_push_is_undecided_and_a_decided_one_gets_its_verdict_again_and_neve
     bench.clusters["a"].seq -= 1
     bench.advance(1.0)
     assert bench.slaves[0].staging == {}, "free again"
-    assert [c.push for c in bench.slaves[0].commands if isinstance(c, CloseStaging)][-1] == push
+    assert [c.push for c in bench.slaves[0].commands if isinstance(c, m.CloseStaging)][-1] == push
     bench.clusters["a"].seq -= 1
     answer = bench.begin_push("a")
-    assert isinstance(answer, Verdict)
-    assert answer.kind is VerdictKind.APPLIED
+    assert isinstance(answer, m.Verdict)
+    assert answer.kind is m.VerdictKind.APPLIED
     assert bench.result(bench.finish_push("a")).answer == answer
     bench.pull("a")
     bench.push("a")
@@ -141,31 +123,31 @@ def test_one_push_is_undecided_and_a_decided_one_gets_its_verdict_again_and_neve
 def test_push_against_a_base_that_a_verdict_replaced_or_of_another_timeline_is_stale() -> None:
     bench = Bench().running("a")
     bench.push("a")
-    assert bench.verdict("a").kind is VerdictKind.APPLIED
-    for base, kind in ((Version(1, 0), StaleKind.FENCE), (Version(9, 0), StaleKind.TIMELINE)):
+    assert bench.verdict("a").kind is m.VerdictKind.APPLIED
+    for base, kind in ((Version(1, 0), m.StaleKind.FENCE), (Version(9, 0), m.StaleKind.TIMELINE)):
         answer = bench.begin_push("a", base=base)  # without the pull that APPLIED asks for
-        assert isinstance(answer, Stale)
+        assert isinstance(answer, m.Stale)
         assert answer.kind is kind
     assert bench.status().tokens == 100
 
 
 def test_push_too_many_versions_behind_is_stale_also_while_it_travels_and_can_be_rebased() -> None:
-    bench = Bench(settings=Settings(max_staleness_versions=2), grace_s=0.5).running("a", "b", "c")
+    bench = Bench(settings=m.Settings(max_staleness_versions=2), grace_s=0.5).running("a", "b", "c")
     for n in range(3):
         if n == 2:  # two versions behind are not too many
-            assert isinstance(bench.begin_push("b"), Ticket)
+            assert isinstance(bench.begin_push("b"), m.Ticket)
         bench.push("a")
         bench.advance(1.0)
         bench.pull("a")
     bench.stage("b")
     answer = bench.result(bench.finish_push("b")).answer
-    assert isinstance(answer, Verdict)
-    assert (answer.kind, "behind" in answer.reason) == (VerdictKind.ABORTED, True)
+    assert isinstance(answer, m.Verdict)
+    assert (answer.kind, "behind" in answer.reason) == (m.VerdictKind.ABORTED, True)
     answer = bench.begin_push("c")
-    assert isinstance(answer, Stale)
-    assert answer.kind is StaleKind.VERSIONS
+    assert isinstance(answer, m.Stale)
+    assert answer.kind is m.StaleKind.VERSIONS
     bench.pull("c")
-    assert isinstance(bench.begin_push("c"), Ticket)
+    assert isinstance(bench.begin_push("c"), m.Ticket)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +155,7 @@ def test_push_too_many_versions_behind_is_stale_also_while_it_travels_and_can_be
     [
         ({"base": Version(1, 1)}, RefusalCode.MALFORMED),
         ({"steps": (1 << 32) + 1}, RefusalCode.MALFORMED),
-        ({"ranges": (DataRange(1, 0, 0, 0, 100),)}, RefusalCode.RANGES),
+        ({"ranges": (m.DataRange(1, 0, 0, 0, 100),)}, RefusalCode.RANGES),
         ({"base": None, "tokens": 0}, RefusalCode.SEED_EXISTS),
         *(({"tokens": tokens}, RefusalCode.TOKENS) for tokens in (0, -1, (1 << 50) + 1)),
     ],
@@ -229,16 +211,16 @@ def test_seed_passes_on_when_its_cluster_is_gone() -> None:
 @pytest.mark.parametrize(
     "item",
     [
-        DataRange(99, 0, 0, 0, 100),
-        DataRange(1, 0, 0, 0, 101),
-        DataRange(1, 0, 1, 0, 100),
-        DataRange(1, 5, 0, 0, 100),
-        DataRange(1, 0, 0, 50, 50),
-        DataRange(1, 0, 0, 60, 50),
-        DataRange(1, 0, 1 << 40, 0, 100),
+        m.DataRange(99, 0, 0, 0, 100),
+        m.DataRange(1, 0, 0, 0, 101),
+        m.DataRange(1, 0, 1, 0, 100),
+        m.DataRange(1, 5, 0, 0, 100),
+        m.DataRange(1, 0, 0, 50, 50),
+        m.DataRange(1, 0, 0, 60, 50),
+        m.DataRange(1, 0, 1 << 40, 0, 100),
     ],
 )
-def test_range_that_is_not_leased_is_refused(item: DataRange) -> None:
+def test_range_that_is_not_leased_is_refused(item: m.DataRange) -> None:
     bench = Bench(plan=LEASED).running("a")
     bench.lease("a", 100)
     with refused_with(RefusalCode.RANGES):
@@ -257,7 +239,7 @@ def test_ranges_must_be_the_clusters_own_do_not_overlap_and_hold_as_many_tokens_
     ):
         with refused_with(code):
             bench.begin_push(name, tokens, sent)
-    assert isinstance(bench.begin_push("a", 100, ranges), Ticket)
+    assert isinstance(bench.begin_push("a", 100, ranges), m.Ticket)
 
 
 def test_applied_and_excluded_ranges_are_never_lent_again() -> None:
@@ -280,15 +262,15 @@ def test_ticket_lives_while_bytes_arrive_and_runs_out_without() -> None:
     push = bench.clusters["a"].push_id
     for landed in range(1, 5):
         bench.advance(8.0)
-        bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 1, landed),)))
+        bench.slaves[0].say(m.SlaveBeat(progress=(m.StagingProgress(push, 1, landed),)))
     assert bench.state.shared.members["a"].push is not None
     bench.advance(1.0)
-    bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 1, 4),)))
+    bench.slaves[0].say(m.SlaveBeat(progress=(m.StagingProgress(push, 1, 4),)))
     bench.advance(9.0)
     assert bench.state.shared.members["a"].push is not None
     bench.advance(1.0)
     verdict = bench.verdict("a")
-    assert (verdict.kind, "ticket" in verdict.reason) == (VerdictKind.ABORTED, True)
+    assert (verdict.kind, "ticket" in verdict.reason) == (m.VerdictKind.ABORTED, True)
     assert not bench.slaves[0].staging
 
 
@@ -301,10 +283,10 @@ def test_await_verdict_is_bounded_and_says_why(wait_s: float) -> None:
     assert bench.state.next_deadline_s() == bench.now_s + bound_s
     bench.advance(max(0.5, bound_s))
     answer = bench.result(token).answer
-    assert isinstance(answer, Busy)
+    assert isinstance(answer, m.Busy)
     assert answer.sentence
     bench.advance(60.0)
-    assert bench.verdict("a").kind is VerdictKind.APPLIED
+    assert bench.verdict("a").kind is m.VerdictKind.APPLIED
     assert bench.result(token).answer == answer, "a call is answered once"
 
 
@@ -324,11 +306,11 @@ def test_older_incarnation_and_older_epoch_join_again_and_a_newer_epoch_names_an
             bench.join("a")
             code, words = RefusalCode.FENCED, "join again"
         with pytest.raises(Refused, match=words) as refused:
-            bench.ask(BeginPushRequest(bad, 9, Version(1, 0), 1, (), 10, 1))
+            bench.ask(m.BeginPushRequest(bad, 9, Version(1, 0), 1, (), 10, 1))
         assert refused.value.code is code
     bench.start_master()
     with pytest.raises(Refused, match="the master was restarted") as refused:
-        bench.ask(BeginPushRequest(caller, 9, Version(1, 0), 1, (), 10, 1))
+        bench.ask(m.BeginPushRequest(caller, 9, Version(1, 0), 1, (), 10, 1))
     assert refused.value.code is RefusalCode.STALE_EPOCH
 
 
@@ -338,21 +320,21 @@ def seeding(*names: str) -> Bench:
     bench.attach_all()
     for name in names:
         bench.join(name)
-    bench.slaves[0].hold.add(Prepare)
+    bench.slaves[0].hold.add(m.Prepare)
     bench.seed(names[0])
-    bench.operate(EvictRequest("", names[0]))
+    bench.operate(m.EvictRequest("", names[0]))
     return bench
 
 
 def test_seed_that_was_begun_before_another_one_was_published_is_never_applied() -> None:
     bench = seeding("a", "b")
-    assert isinstance(bench.begin_push("b", 0, base=None), Ticket)
-    bench.slaves[0].release(Prepare)
+    assert isinstance(bench.begin_push("b", 0, base=None), m.Ticket)
+    bench.slaves[0].release(m.Prepare)
     assert bench.status().published == Version(1, 0)
     bench.stage("b")
     answer = bench.result(bench.finish_push("b")).answer
-    assert isinstance(answer, Verdict)
-    assert answer.kind is VerdictKind.ABORTED
+    assert isinstance(answer, m.Verdict)
+    assert answer.kind is m.VerdictKind.ABORTED
     assert "exists" in answer.reason
     bench.advance(3.0)
     assert bench.status().published == Version(1, 0)
@@ -363,17 +345,17 @@ def test_of_two_seeds_only_that_of_the_cluster_that_was_asked_last_is_taken() ->
     bench.begin_push("b", 0, base=None)
     bench.stage("b")
     token = bench.finish_push("b")
-    assert isinstance(bench.result(token).answer, Admitted)
+    assert isinstance(bench.result(token).answer, m.Admitted)
     old = bench.clusters["a"].push_id
     bench.join("a")
     slave = bench.slaves[0]
     round_id = bench.status().round
     assert round_id is not None
     slave.hold.clear()
-    slave.say(RoundRefused(round_id, "prepare", Refusal(RefusalCode.DISK, "the disk is full")))
+    slave.say(m.RoundRefused(round_id, "prepare", m.Refusal(RefusalCode.DISK, "the disk is full")))
     bench.advance(3.0)
-    assert bench.verdict("a", old).kind is VerdictKind.ABORTED
-    assert bench.verdict("b").kind is VerdictKind.APPLIED
+    assert bench.verdict("a", old).kind is m.VerdictKind.ABORTED
+    assert bench.verdict("b").kind is m.VerdictKind.APPLIED
     assert bench.status().published == Version(1, 0)
 
 
@@ -389,7 +371,7 @@ def test_slave_that_is_lost_takes_its_part_of_a_push_with_it() -> None:
         bench.result(token)
     bench.slaves[1].attach()
     bench.slaves[1].stage(push)
-    assert isinstance(bench.result(token).answer, Admitted)
+    assert isinstance(bench.result(token).answer, m.Admitted)
     assert bench.status().published == Version(1, 1)
 
 
@@ -397,12 +379,12 @@ def test_ticket_lives_while_bytes_arrive_again_at_a_slave_that_restarted() -> No
     bench = Bench(ticket_ttl_s=10.0).running("a")
     bench.begin_push("a")
     push = bench.clusters["a"].push_id
-    bench.slaves[1].say(SlaveBeat(progress=(StagingProgress(push, 1, 1000),)))
+    bench.slaves[1].say(m.SlaveBeat(progress=(m.StagingProgress(push, 1, 1000),)))
     bench.slaves[1].die()
     bench.slaves[1].attach()
     for landed in range(1, 5):
         bench.advance(8.0)
-        bench.slaves[1].say(SlaveBeat(progress=(StagingProgress(push, 1, landed),)))
+        bench.slaves[1].say(m.SlaveBeat(progress=(m.StagingProgress(push, 1, landed),)))
     assert bench.state.shared.members["a"].push is not None
 
 
@@ -414,10 +396,10 @@ def test_call_whose_caller_hung_up_is_not_answered_and_its_push_is_admitted_by_t
     for token in (gone, waits):
         bench.event(CallGone(token))
     bench.stage("a")
-    assert bench.status().phase == "IDLE", "no cluster has asked for its admission"
-    assert isinstance(bench.result(bench.finish_push("a")).answer, Admitted)
+    assert bench.status().phase == "IDLE", "nobody has asked for its admission"
+    assert isinstance(bench.result(bench.finish_push("a")).answer, m.Admitted)
     bench.advance(5.0)
-    assert bench.result(other).answer.kind is VerdictKind.APPLIED
+    assert bench.result(other).answer.kind is m.VerdictKind.APPLIED
     for token in (gone, waits):
         with pytest.raises(Unanswered):
             bench.result(token)
@@ -427,14 +409,14 @@ def test_held_finish_push_is_answered_when_it_is_repeated_and_when_its_attempt_i
     bench = Bench().running("a")
     bench.begin_push("a")
     first, second = bench.finish_push("a"), bench.finish_push("a")
-    assert isinstance(bench.result(first).answer, Busy)
+    assert isinstance(bench.result(first).answer, m.Busy)
     bench.clusters["a"].seq -= 1
     bench.begin_push("a")
     with refused_with(RefusalCode.UNKNOWN_PUSH):
         bench.result(second)
     bench.stage("a")
-    assert bench.status().published == Version(1, 0), "no cluster has finished attempt 2"
-    assert isinstance(bench.result(bench.finish_push("a", attempt=2)).answer, Admitted)
+    assert bench.status().published == Version(1, 0), "nobody has finished attempt 2"
+    assert isinstance(bench.result(bench.finish_push("a", attempt=2)).answer, m.Admitted)
 
 
 def test_no_ticket_and_no_new_attempt_while_a_slave_is_away_because_its_address_may_change() -> None:
@@ -444,12 +426,12 @@ def test_no_ticket_and_no_new_attempt_while_a_slave_is_away_because_its_address_
     bench.clusters["a"].seq -= 1
     for name in ("a", "b"):
         answer = bench.begin_push(name)
-        assert isinstance(answer, Busy)
+        assert isinstance(answer, m.Busy)
         assert (answer.retry_after_s, "s1 is away" in answer.sentence) == (AWAY_RETRY_S, True)
     bench.slaves[1].attach()
     bench.clusters["a"].seq -= 1
     ticket = bench.begin_push("a")
-    assert isinstance(ticket, Ticket)
+    assert isinstance(ticket, m.Ticket)
     assert f":{5000 + bench.slaves[1].link}" in ticket.placement.slaves[1].data_endpoint
 
 
@@ -469,11 +451,11 @@ def test_verdict_of_a_push_before_the_last_one_is_never_told_wrong() -> None:
 def test_push_that_was_called_aborted_can_not_begin_after_all() -> None:
     bench = Bench().running("a")
     late = PushId("a", bench.clusters["a"].join.incarnation, 5)  # type: ignore[arg-type]
-    assert bench.verdict("a", late).kind is VerdictKind.ABORTED
+    assert bench.verdict("a", late).kind is m.VerdictKind.ABORTED
     bench.clusters["a"].seq = 4
     with refused_with(RefusalCode.SEQ):
         bench.begin_push("a")
-    assert isinstance(bench.begin_push("a"), Ticket)
+    assert isinstance(bench.begin_push("a"), m.Ticket)
 
 
 def declared(rate: float, *names: str) -> Bench:
@@ -492,10 +474,10 @@ def test_declared_rate_counts_from_the_last_push_that_was_not_aborted() -> None:
     bench.advance(50.0)
     bench.push("a", 500)
     bench.slaves[0].die()
-    assert bench.verdict("a").kind is VerdictKind.ABORTED
+    assert bench.verdict("a").kind is m.VerdictKind.ABORTED
     bench.slaves[0].attach()
     bench.advance(10.0)
-    assert isinstance(bench.begin_push("a", 600), Ticket), "the work of the aborted push comes with the next one"
+    assert isinstance(bench.begin_push("a", 600), m.Ticket), "the work of the aborted push comes with the next one"
 
 
 def test_declared_rate_counts_the_time_that_a_cluster_was_cut_off() -> None:
@@ -505,4 +487,4 @@ def test_declared_rate_counts_the_time_that_a_cluster_was_cut_off() -> None:
     bench.advance(200.0)
     assert not bench.alive("a")
     bench.join("a", previous=bench.clusters["a"].join.incarnation, declared_tokens_per_s=10.0)
-    assert isinstance(bench.begin_push("a", 2000, base=base, fence=fence), Ticket)
+    assert isinstance(bench.begin_push("a", 2000, base=base, fence=fence), m.Ticket)

@@ -9,29 +9,14 @@ import pytest
 from support.master_bench import LAYOUT, refused_with
 from support.reshard_bench import ReshardBench
 
+from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.core.messages import (
-    AbortRound,
-    Busy,
-    Commit,
-    ListShard,
-    MoveBlocks,
-    OperatorRequest,
-    Prepared,
-    PullGrant,
-    Refusal,
-    ReshardRequest,
-    RoundRefused,
-    Settings,
-    Ticket,
-    VerdictKind,
-)
 from dips.master.state.events import Pause, Resume
 from dips.master.state.records import ReshardPhase
 
 V0, V1, V2, V3 = (Version(1, v) for v in range(4))
-FULL = Refusal(RefusalCode.DISK, "the disk is full", 1.0)
+FULL = m.Refusal(RefusalCode.DISK, "the disk is full", 1.0)
 
 
 @pytest.fixture
@@ -89,7 +74,7 @@ def test_a_slave_is_removed_and_told_to_end_and_another_is_replaced_in_one_go(be
     assert [address.slave_id for address in grant.placement.slaves] == ["s1"]
     assert [slave for slave, _ in grant.digest_of_slave] == ["s1"]
     ticket = bench.begin_push("a")
-    assert isinstance(ticket, Ticket)
+    assert isinstance(ticket, m.Ticket)
     assert ticket.placement.placement_hash == grant.placement.placement_hash
     bench.clusters["a"].seq -= 1
     bench.begin_push("a")
@@ -105,13 +90,13 @@ def test_a_slave_is_removed_and_told_to_end_and_another_is_replaced_in_one_go(be
 
 
 def test_the_open_round_ends_first(bench: ReshardBench) -> None:
-    bench.slave("s0").hold.add(Commit)
+    bench.slave("s0").hold.add(m.Commit)
     bench.push("a")
     bench.push("b")
     bench.reshard(remove=("s0",))
     assert phase(bench) is ReshardPhase.WAITING
     assert not bench.entries("RESHARD")
-    bench.slave("s0").release(Commit)
+    bench.slave("s0").release(m.Commit)
     assert bench.placed() == ("s1",)
     assert [entry.kind for entry in bench.journal][-2:] == ["RESHARD_ASKED", "RESHARD"]
 
@@ -122,52 +107,52 @@ def test_an_open_window_closes_with_all_its_pushes_before_blocks_move(bench: Res
     bench.advance(3.0)
     assert (phase(bench), bench.status().phase) == (ReshardPhase.WAITING, "WINDOW")
     bench.push("b")
-    assert bench.verdict("a", first).kind is VerdictKind.APPLIED
+    assert bench.verdict("a", first).kind is m.VerdictKind.APPLIED
     assert (bench.placed(), bench.status().tokens) == (("s1",), 400)
 
 
 def test_a_window_that_a_pause_holds_open_is_emptied(bench: ReshardBench) -> None:
-    bench.operate(Pause(OperatorRequest("", "maintenance")))
+    bench.operate(Pause(m.OperatorRequest("", "maintenance")))
     push = bench.push("a")
     bench.reshard(remove=("s0",))
     bench.advance(1.0)
     assert bench.placed() == ("s1",)
-    assert bench.verdict("a", push).kind is VerdictKind.ABORTED
-    bench.operate(Resume(OperatorRequest("")))
+    assert bench.verdict("a", push).kind is m.VerdictKind.ABORTED
+    bench.operate(Resume(m.OperatorRequest("")))
     train(bench)
 
 
 def test_no_push_begins_and_no_round_while_blocks_move_but_pulls_do(bench: ReshardBench) -> None:
     bench.begin_push("a")
-    bench.slave("s1").hold.add(MoveBlocks)
+    bench.slave("s1").hold.add(m.MoveBlocks)
     bench.reshard(remove=("s0",))
     assert phase(bench) is ReshardPhase.MOVING
     assert "slave s1 has yet to put the new shard together" in bench.status().reshard
     answer = bench.begin_push("b")
-    assert isinstance(answer, Busy)
+    assert isinstance(answer, m.Busy)
     assert "blocks move to other slaves" in answer.sentence
-    assert isinstance(bench.pull("b"), PullGrant)
+    assert isinstance(bench.pull("b"), m.PullGrant)
     push = bench.clusters["a"].push_id
     bench.stage("a")
     bench.finish_push("a")
     bench.advance(3.0)
     assert bench.status().phase == "IDLE", "the admitted push waits"
-    bench.slave("s1").release(MoveBlocks)
+    bench.slave("s1").release(m.MoveBlocks)
     assert bench.placed() == ("s1",)
-    assert bench.verdict("a", push).kind is VerdictKind.ABORTED
+    assert bench.verdict("a", push).kind is m.VerdictKind.ABORTED
     bench.clusters["b"].seq -= 1
     train(bench)
 
 
-@pytest.mark.parametrize("kind", [ListShard, MoveBlocks])
+@pytest.mark.parametrize("kind", [m.ListShard, m.MoveBlocks])
 def test_a_slave_that_dies_while_blocks_move_leaves_all_as_it_was(bench: ReshardBench, kind: type) -> None:
     bench.slave("s1").hold.add(kind)
     bench.reshard(remove=("s0",))
     bench.slave("s1").hold.clear()
     bench.slave("s1").die()
     assert phase(bench) is ReshardPhase.WAITING
-    (abort,) = [command for command in bench.slave("s0").commands if isinstance(command, AbortRound)]
-    (asked,) = [command for command in bench.slave("s0").commands if isinstance(command, ListShard)]
+    (abort,) = [command for command in bench.slave("s0").commands if isinstance(command, m.AbortRound)]
+    (asked,) = [command for command in bench.slave("s0").commands if isinstance(command, m.ListShard)]
     assert (abort.round, "s1 went away" in abort.reason) == (asked.round, True)
     assert bench.placed() == ("s0", "s1")
     bench.slave("s1").attach()
@@ -177,23 +162,23 @@ def test_a_slave_that_dies_while_blocks_move_leaves_all_as_it_was(bench: Reshard
 
 def test_late_words_of_a_try_that_was_given_up_are_not_of_the_next_one(bench: ReshardBench) -> None:
     s0, s1 = bench.slave("s0"), bench.slave("s1")
-    s1.hold |= {ListShard, MoveBlocks}
+    s1.hold |= {m.ListShard, m.MoveBlocks}
     bench.reshard(remove=("s0",))
-    (first,) = [command for command in s1.commands if isinstance(command, ListShard)]
+    (first,) = [command for command in s1.commands if isinstance(command, m.ListShard)]
     s1.die()
     s1.attach()
     bench.advance(2.0)
     s1.obey(first)
     assert phase(bench) is ReshardPhase.LISTING
-    s1.say(RoundRefused(first.round, "listshard", FULL))
+    s1.say(m.RoundRefused(first.round, "listshard", FULL))
     assert phase(bench) is ReshardPhase.LISTING
-    s1.release(ListShard)
+    s1.release(m.ListShard)
     assert phase(bench) is ReshardPhase.MOVING
-    (move,) = [command for command in s1.commands if isinstance(command, MoveBlocks)]
+    (move,) = [command for command in s1.commands if isinstance(command, m.MoveBlocks)]
     s1.obey(replace(move, round=first.round))
-    s0.say(Prepared(move.round, s0.digest(V2)))
+    s0.say(m.Prepared(move.round, s0.digest(V2)))
     assert (phase(bench), bench.entries("RESHARD")) == (ReshardPhase.MOVING, []), "s0 is to hold nothing"
-    s1.release(MoveBlocks)
+    s1.release(m.MoveBlocks)
     assert bench.placed() == ("s1",)
 
 
@@ -203,10 +188,10 @@ def test_a_refusal_puts_it_off_and_rounds_go_on_meanwhile(bench: ReshardBench, w
     bench.reshard(remove=("s0",))
     assert "the disk is full; it is tried again in 1 s" in bench.status().reshard
     train(bench)
-    tries = [len([c for c in bench.slave("s1").commands if isinstance(c, ListShard)])]
+    tries = [len([c for c in bench.slave("s1").commands if isinstance(c, m.ListShard)])]
     for _ in range(3):
         bench.advance(30.0)
-        tries.append(len([c for c in bench.slave("s1").commands if isinstance(c, ListShard)]))
+        tries.append(len([c for c in bench.slave("s1").commands if isinstance(c, m.ListShard)]))
     assert tries[-1] - tries[-2] <= 2, "the pause grows, because rounds rest during a try"
     bench.slave("s1").refuse.clear()
     bench.advance(60.0)
@@ -227,15 +212,15 @@ def test_a_list_that_is_not_of_the_committed_version_is_never_used(bench: Reshar
     bench.content_of[V1] = V0
     bench.reshard(remove=("s0",))
     assert "lists is not version 1:1" in bench.status().reshard
-    assert not any(isinstance(command, MoveBlocks) for command in bench.slave("s1").commands)
+    assert not any(isinstance(command, m.MoveBlocks) for command in bench.slave("s1").commands)
 
 
 def test_a_wish_is_taken_back_before_the_record(bench: ReshardBench) -> None:
     bench.reshard(add=("s2",))
-    bench.slave("s0").hold.add(MoveBlocks)
+    bench.slave("s0").hold.add(m.MoveBlocks)
     new = bench.new_slave("s2")
     assert phase(bench) is ReshardPhase.MOVING
-    sentence = bench.operate(ReshardRequest("", cancel=True)).sentence
+    sentence = bench.operate(m.ReshardRequest("", cancel=True)).sentence
     assert "is taken back" in sentence
     assert new.stopped
     assert (phase(bench), bench.status().reshard) == (ReshardPhase.NONE, "")
@@ -245,8 +230,8 @@ def test_a_wish_is_taken_back_before_the_record(bench: ReshardBench) -> None:
 
 
 MOMENTS: dict[str, Callable[[ReshardBench], None]] = {
-    "before anybody lists": lambda bench: bench.slave("s1").hold.add(ListShard),
-    "while blocks move": lambda bench: bench.slave("s1").hold.add(MoveBlocks),
+    "before anybody lists": lambda bench: bench.slave("s1").hold.add(m.ListShard),
+    "while blocks move": lambda bench: bench.slave("s1").hold.add(m.MoveBlocks),
     "before the record is durable": lambda bench: None,
 }
 
@@ -338,7 +323,7 @@ def test_what_cannot_be_is_refused_at_once(
 
 def test_no_slave_gets_more_blocks_than_its_measurements_fit_into_a_message() -> None:
     """All four blocks' are 1600 bytes, those of two 800. How blocks are dealt to an absent slave is not known yet."""
-    bench = ReshardBench(settings=Settings(max_message_bytes=1000), grace_s=10.0)
+    bench = ReshardBench(settings=m.Settings(max_message_bytes=1000), grace_s=10.0)
     bench.running("a", "b")
     with refused_with(RefusalCode.CONFIG) as refused:
         bench.reshard(remove=("s1",))
@@ -347,7 +332,7 @@ def test_no_slave_gets_more_blocks_than_its_measurements_fit_into_a_message() ->
     bench.new_slave("s2")
     assert phase(bench) is ReshardPhase.WAITING
     assert "answers MEASURE with up to 1600 bytes" in bench.status().reshard
-    bench.operate(ReshardRequest("", cancel=True))
+    bench.operate(m.ReshardRequest("", cancel=True))
     bench.reshard(add=("s2",))
     bench.new_slave("s2")
     assert bench.placed() == ("s0", "s1", "s2")

@@ -7,20 +7,9 @@ import json
 import pytest
 from support.master_bench import LEASED, Bench, BenchSlave, Unanswered
 
+from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.core.messages import (
-    AbortRound,
-    BeginPullRequest,
-    Commit,
-    Measure,
-    OperatorRequest,
-    Prepare,
-    Refusal,
-    Retain,
-    Settings,
-    VerdictKind,
-)
 from dips.master.state.events import Pause
 
 
@@ -35,11 +24,11 @@ def test_seed_becomes_version_0_without_measure_and_judge() -> None:
     assert reply.seed
     assert reply.published is None
     bench.seed("a")
-    assert bench.verdict("a").kind is VerdictKind.APPLIED
+    assert bench.verdict("a").kind is m.VerdictKind.APPLIED
     assert bench.status().published == Version(1, 0)
-    assert not sent(bench.slaves[0], Measure)
-    prepare = sent(bench.slaves[0], Prepare)[-1]
-    assert isinstance(prepare, Prepare)
+    assert not sent(bench.slaves[0], m.Measure)
+    prepare = sent(bench.slaves[0], m.Prepare)[-1]
+    assert isinstance(prepare, m.Prepare)
     assert prepare.from_version is None
     assert (prepare.weights, prepare.scale) == ((1.0,), 1.0)
     assert bench.status().tokens == 0
@@ -55,8 +44,8 @@ def test_window_closes_early_when_every_live_cluster_is_in_and_all_weigh_by_thei
     status = bench.status()
     assert (status.phase, status.published, status.tokens) == ("IDLE", Version(1, 1), 400)
     assert (status.recent_rounds[-1].accepted, status.rounds_merged) == (("a", "b", "c"), 1)
-    prepare = sent(bench.slaves[0], Prepare)[-1]
-    assert isinstance(prepare, Prepare)
+    prepare = sent(bench.slaves[0], m.Prepare)[-1]
+    assert isinstance(prepare, m.Prepare)
     assert ([p.push.cluster for p in prepare.accepted], prepare.weights) == (["a", "b", "c"], (0.25, 0.25, 0.5))
     assert prepare.scale == pytest.approx(1 / status.recent_rounds[-1].merged_norm)
     assert prepare.averaged_share == 1.0
@@ -68,12 +57,12 @@ def test_window_closes_at_its_deadline_and_the_late_push_belongs_to_the_next_rou
     bench.advance(2.0)
     assert bench.status().phase == "WINDOW"
     assert bench.status().window_closes_in_s == pytest.approx(1.0)
-    bench.slaves[0].hold.add(Measure)
+    bench.slaves[0].hold.add(m.Measure)
     bench.advance(1.0)
     assert bench.status().phase == "MEASURE"
     bench.push("b")
     assert bench.status().phase == "MEASURE"
-    bench.slaves[0].release(Measure)
+    bench.slaves[0].release(m.Measure)
     status = bench.status()
     assert status.published == Version(1, 1)
     assert status.phase == "WINDOW", "the push that came meanwhile opens the next window at once"
@@ -110,8 +99,8 @@ def test_partial_round_is_scaled_by_its_share_of_tokens() -> None:
     bench.advance(1.0)
     rho = bench.status().recent_rounds[-1].rho
     assert rho == pytest.approx(0.5, rel=0.05)
-    prepare = sent(bench.slaves[0], Prepare)[-1]
-    assert isinstance(prepare, Prepare)
+    prepare = sent(bench.slaves[0], m.Prepare)[-1]
+    assert isinstance(prepare, m.Prepare)
     assert prepare.averaged_share == rho
 
 
@@ -120,9 +109,9 @@ def test_non_finite_push_is_excluded_and_the_other_is_merged() -> None:
     bench.nonfinite["b"] = 7
     bench.push("a")
     bench.push("b")
-    assert bench.verdict("a").kind is VerdictKind.APPLIED
+    assert bench.verdict("a").kind is m.VerdictKind.APPLIED
     verdict = bench.verdict("b")
-    assert verdict.kind is VerdictKind.EXCLUDED
+    assert verdict.kind is m.VerdictKind.EXCLUDED
     assert verdict.version == Version(1, 1)
     assert verdict.reset_inner_optimizer
     assert "7" in verdict.reason
@@ -135,18 +124,22 @@ def test_non_finite_push_is_excluded_and_the_other_is_merged() -> None:
 def test_round_with_nothing_accepted_is_void(refused: bool) -> None:
     bench = Bench().running("a")
     if refused:
-        bench.slaves[1].refuse["prepare"] = Refusal(RefusalCode.NONFINITE, "2 elements of the update are not finite")
+        bench.slaves[1].refuse["prepare"] = m.Refusal(RefusalCode.NONFINITE, "2 elements of the update are not finite")
     else:
         bench.nonfinite["a"] = 1
     bench.push("a")
     verdict = bench.verdict("a")
-    assert (verdict.kind, verdict.version, verdict.reset_inner_optimizer) == (VerdictKind.EXCLUDED, Version(1, 0), True)
+    assert (verdict.kind, verdict.version, verdict.reset_inner_optimizer) == (
+        m.VerdictKind.EXCLUDED,
+        Version(1, 0),
+        True,
+    )
     status = bench.status()
     assert (status.published, status.rounds_void, status.tokens) == (Version(1, 0), 1, 0)
     assert status.clusters[0].pushes_excluded == 1
     assert bench.pull("a").fence == 2, "VOID moves the fence although the version stays"
     assert json.loads(bench.journal[-1].record_json)["kind"] == "VOID"
-    assert bool(sent(bench.slaves[0], AbortRound)) is refused
+    assert bool(sent(bench.slaves[0], m.AbortRound)) is refused
 
 
 def test_void_rounds_count_for_quarantine_also_over_a_restart() -> None:
@@ -167,7 +160,7 @@ def test_excluded_cluster_resets_its_inner_optimizer_once_it_is_in_quarantine() 
         for name in "abc":
             bench.push(name)
         verdict = bench.verdict("b")
-        assert (verdict.kind, verdict.reset_inner_optimizer) == (VerdictKind.EXCLUDED, n == 2)
+        assert (verdict.kind, verdict.reset_inner_optimizer) == (m.VerdictKind.EXCLUDED, n == 2)
         for name in "abc":
             bench.pull(name)
 
@@ -176,20 +169,20 @@ def test_seed_that_is_not_finite_is_aborted_and_can_come_again() -> None:
     bench = Bench()
     bench.attach_all()
     bench.join("a")
-    bench.slaves[0].refuse["prepare"] = Refusal(RefusalCode.NONFINITE, "NaN in the parameters")
+    bench.slaves[0].refuse["prepare"] = m.Refusal(RefusalCode.NONFINITE, "NaN in the parameters")
     bench.seed("a")
     verdict = bench.verdict("a")
-    assert verdict.kind is VerdictKind.ABORTED
+    assert verdict.kind is m.VerdictKind.ABORTED
     assert "NaN" in verdict.reason
     bench.slaves[0].refuse.clear()
     bench.seed("a")
     bench.advance(2.0)
-    assert bench.verdict("a").kind is VerdictKind.APPLIED
+    assert bench.verdict("a").kind is m.VerdictKind.APPLIED
 
 
 def test_refused_prepare_aborts_and_the_complete_push_goes_into_the_next_round() -> None:
     bench = Bench().running("a")
-    bench.slaves[0].refuse["prepare"] = Refusal(RefusalCode.DISK, "no space left on the snapshot disk")
+    bench.slaves[0].refuse["prepare"] = m.Refusal(RefusalCode.DISK, "no space left on the snapshot disk")
     bench.push("a")
     status = bench.status()
     assert status.rounds_aborted == 1
@@ -199,16 +192,16 @@ def test_refused_prepare_aborts_and_the_complete_push_goes_into_the_next_round()
         bench.result(token)
     bench.slaves[0].refuse.clear()
     bench.advance(5.0)
-    assert bench.result(token).answer.kind is VerdictKind.APPLIED
+    assert bench.result(token).answer.kind is m.VerdictKind.APPLIED
     assert bench.status().published == Version(1, 1)
 
 
 @pytest.mark.parametrize("command", ["measure", "prepare"])
 def test_push_that_a_slave_does_not_hold_is_given_up_and_comes_again(command: str) -> None:
     bench = Bench().running("a")
-    bench.slaves[0].refuse[command] = Refusal(RefusalCode.UNKNOWN_PUSH, "no complete staging of this push")
+    bench.slaves[0].refuse[command] = m.Refusal(RefusalCode.UNKNOWN_PUSH, "no complete staging of this push")
     bench.push("a")
-    assert bench.verdict("a").kind is VerdictKind.ABORTED
+    assert bench.verdict("a").kind is m.VerdictKind.ABORTED
     bench.slaves[0].refuse.clear()
     bench.push("a")
     bench.advance(2.0)
@@ -217,13 +210,13 @@ def test_push_that_a_slave_does_not_hold_is_given_up_and_comes_again(command: st
 
 def test_silent_slave_lets_the_round_run_out_of_time_and_the_next_one_waits_longer() -> None:
     bench = Bench(round_timeout_s=4.0).running("a")
-    bench.slaves[0].hold.add(Measure)
+    bench.slaves[0].hold.add(m.Measure)
     bench.push("a")
     bench.advance(3.5)
     assert (bench.status().phase, bench.status().rounds_aborted) == ("MEASURE", 0)
     bench.advance(0.5)
     assert (bench.status().phase, bench.status().rounds_aborted) == ("WINDOW", 1)
-    old = sent(bench.slaves[0], Measure)[-1]
+    old = sent(bench.slaves[0], m.Measure)[-1]
     bench.slaves[0].obey(old)
     assert bench.status().phase == "WINDOW", "a late answer changes nothing"
     bench.advance(1.0)
@@ -233,7 +226,7 @@ def test_silent_slave_lets_the_round_run_out_of_time_and_the_next_one_waits_long
     bench.advance(0.5)
     assert bench.status().rounds_aborted == 2
     bench.advance(2.0)
-    bench.slaves[0].release(Measure)
+    bench.slaves[0].release(m.Measure)
     assert bench.status().published == Version(1, 1)
 
 
@@ -244,20 +237,20 @@ def test_nothing_leaves_before_the_commit_is_durable() -> None:
     bench.push("a")
     token = bench.await_verdict("a")
     assert bench.journal[-1].kind == "COMMIT"
-    assert not [c for c in sent(bench.slaves[0], Commit) if isinstance(c, Commit) and c.version.v == 1]
+    assert not [c for c in sent(bench.slaves[0], m.Commit) if isinstance(c, m.Commit) and c.version.v == 1]
     with pytest.raises(Unanswered):
         bench.result(token)
     bench.hold_journal = False
     bench.write_journal(bench.journal[-1])
-    assert bench.result(token).answer.kind is VerdictKind.APPLIED
+    assert bench.result(token).answer.kind is m.VerdictKind.APPLIED
 
 
 def test_commit_record_holds_what_made_the_version_and_where_it_comes_from() -> None:
     bench = Bench(plan=LEASED).running("a")
     ranges = bench.lease("a", 100)
     bench.push("a", 100, ranges)
-    commit = sent(bench.slaves[0], Commit)[-1]
-    assert isinstance(commit, Commit)
+    commit = sent(bench.slaves[0], m.Commit)[-1]
+    assert isinstance(commit, m.Commit)
     record = json.loads(commit.commit_record)
     assert record["version"] == [1, 1]
     assert record["participants"][0]["ranges"] == [[1, 0, 0, 0, 100]]
@@ -270,7 +263,7 @@ def test_commit_record_holds_what_made_the_version_and_where_it_comes_from() -> 
 
 
 def test_token_limit_stops_the_run_after_everyone_pulled_and_left() -> None:
-    bench = Bench(settings=Settings(tk_max_tokens=150), linger_s=5.0).running("a", "b")
+    bench = Bench(settings=m.Settings(tk_max_tokens=150), linger_s=5.0).running("a", "b")
     bench.push("a", 100)
     bench.push("b", 100)
     status = bench.status()
@@ -288,29 +281,29 @@ def test_token_limit_stops_the_run_after_everyone_pulled_and_left() -> None:
 
 
 def test_token_limit_reached_in_mid_round_aborts_the_pushes_that_come_too_late() -> None:
-    bench = Bench(settings=Settings(tk_max_tokens=100), grace_s=1.0).running("a", "b")
+    bench = Bench(settings=m.Settings(tk_max_tokens=100), grace_s=1.0).running("a", "b")
     bench.push("a", 100)
     bench.begin_push("b", 50)
-    bench.slaves[0].hold.add(Commit)
+    bench.slaves[0].hold.add(m.Commit)
     bench.advance(1.0)
     assert bench.status().phase == "COMMIT"
     assert not bench.beat("a").stop, "the last version is not published yet"
-    bench.slaves[0].release(Commit)
-    assert bench.verdict("a").kind is VerdictKind.APPLIED
+    bench.slaves[0].release(m.Commit)
+    assert bench.verdict("a").kind is m.VerdictKind.APPLIED
     verdict = bench.verdict("b")
-    assert (verdict.kind, "tk_max" in verdict.reason) == (VerdictKind.ABORTED, True)
+    assert (verdict.kind, "tk_max" in verdict.reason) == (m.VerdictKind.ABORTED, True)
     assert bench.beat("a").stop
     assert bench.beat("b").stop
 
 
 def test_pinned_version_is_retained_while_newer_ones_are_published() -> None:
     bench = Bench().running("a", "b")
-    grant = bench.ask(BeginPullRequest(bench.caller("b"))).answer
+    grant = bench.ask(m.BeginPullRequest(bench.caller("b"))).answer
     for _ in range(3):
         bench.push("a")
         bench.advance(1.5)
         bench.pull("a")
-    retains = [c.versions for c in sent(bench.slaves[0], Retain) if isinstance(c, Retain)]
+    retains = [c.versions for c in sent(bench.slaves[0], m.Retain) if isinstance(c, m.Retain)]
     assert retains[-1] == (grant.version,)
     assert retains[-3] == (), "the version before the newest needs no pin"
 
@@ -321,7 +314,7 @@ def test_window_that_waits_for_more_than_time_asks_for_no_tick(why: str) -> None
     if why == "too few clusters":
         bench = Bench(min_clusters=2, grace_s=1.0).running("a")
     if why == "paused":
-        bench.operate(Pause(OperatorRequest("")))
+        bench.operate(Pause(m.OperatorRequest("")))
     bench.push("a")
     if why == "a slave is away":
         bench.slaves[0].die()

@@ -155,9 +155,6 @@ def test_every_order_names_every_block_once(
             assert mine == sorted(mine)
 
 
-# ---- in the master ----
-
-
 @pytest.mark.parametrize(("pushers", "third"), [(1, 0), (2, 1)])
 def test_tickets_stagger_the_clusters_and_their_ranks_and_beats_are_measured(pushers: int, third: int) -> None:
     bench = Bench(2)

@@ -37,9 +37,6 @@ def refusal_of_join(bench: Bench, process_id: bytes = NEWCOMER) -> Refused:
     return error
 
 
-# ---- clusters ----
-
-
 def test_a_second_process_waits_for_an_eviction_in_vain_and_ends_while_the_first_trains_on() -> None:
     bench = run_of_one()
     incarnation = bench.clusters["a"].join.incarnation
@@ -118,9 +115,6 @@ def test_after_the_masters_restart_who_does_not_call_loses_it_after_a_beat() -> 
     assert refusal_of_join(bench).retry_after_s > 0
     bench.advance(bench.config.settings.heartbeat_s)
     bench.join("a", process_id=NEWCOMER)
-
-
-# ---- slaves ----
 
 
 def greets(bench: Bench, name: str, directory_id: bytes, link: int = LINK) -> Refused | None:

@@ -21,19 +21,10 @@ from support.master_bench import Bench
 from support.run_status import run_status
 from support.scripted_master_state import ScriptedMachine, caller, leave, refusal
 
+from dips.core import messages as m
 from dips.core.clock import ManualClock
 from dips.core.config import load
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, RefusalCode, Refused
-from dips.core.messages import (
-    HeartbeatReply,
-    HeartbeatRequest,
-    LeaveReply,
-    LeaveRequest,
-    OperatorReply,
-    OperatorRequest,
-    StatusReply,
-    StatusRequest,
-)
 from dips.core.net.addresses import parse_address
 from dips.core.net.codec_protobuf import decode, encode
 from dips.core.net.grpc_calls import refused_from
@@ -47,20 +38,12 @@ from dips.master.page.access import read_page_url
 from dips.master.process import serve
 from dips.master.shell import MasterShell
 from dips.master.state.effects import BeginAgain, Effect, Halt, Refuse, Reply, WriteJournal
-from dips.master.state.events import (
-    ClusterCall,
-    Event,
-    OperatorCall,
-    Pause,
-    Resume,
-    Revoked,
-    Tick,
-)
+from dips.master.state.events import ClusterCall, Event, OperatorCall, Pause, Resume, Revoked, Tick
 from dips.master.state.shared import RunConfig
 from dips.master.state.status import RunView
 from dips.master.state.tape import EpochBegun
 
-BEAT = HeartbeatReply(1, None, 0, 16, False, "idle")
+BEAT = m.HeartbeatReply(1, None, 0, 16, False, "idle")
 
 
 class Shown(ScriptedMachine):
@@ -81,14 +64,14 @@ class Shown(ScriptedMachine):
     @staticmethod
     def answer(event: Event) -> list[Effect]:
         match event:
-            case ClusterCall(token, HeartbeatRequest()):
+            case ClusterCall(token, m.HeartbeatRequest()):
                 return [Reply(token, BEAT)]
             case ClusterCall(token):
-                return [Reply(token, LeaveReply())]
-            case OperatorCall(token, StatusRequest()):
+                return [Reply(token, m.LeaveReply())]
+            case OperatorCall(token, m.StatusRequest()):
                 return [Reply(token, run_status())]
             case OperatorCall(token, action):
-                return [Reply(token, OperatorReply(type(action).__name__))]
+                return [Reply(token, m.OperatorReply(type(action).__name__))]
         return []
 
 
@@ -179,7 +162,7 @@ async def test_epochs_follow_each_other_at_one_address_and_the_end_is_said(made:
     master = made()
     await master.start()
     assert read_address(master.folder) == master.here == MasterAddress(master.here.address, "demo", os.getpid(), 1)
-    assert master.made == [(master.config.to_run_config(), 1, None, 1000.0)]
+    assert [given[3] for given in master.made] == [1000.0]
     first, page = master.here.address, read_page_url(master.folder)
     assert page is not None
     kept = WriteJournal(1, "LEAVE", '{"n": 1}', '"kept"')
@@ -187,10 +170,15 @@ async def test_epochs_follow_each_other_at_one_address_and_the_end_is_said(made:
     master.shell.dispatch(Tick())
     await master.begun()
     assert (master.here.address, master.here.epoch) == (first, 7)
-    assert [(epoch, snapshot) for _, epoch, snapshot, _ in master.made] == [(1, None), (7, '"kept"')]
+    run = master.config.to_run_config()
+    assert [given[:3] for given in master.made] == [(run, 1, None), (run, 7, '"kept"')]
     await master.ask("Clusters/Leave", leave())
     assert len(master.machines[1].of(ClusterCall)) == 1
+    master.machine.react = lambda event: []
+    held = asyncio.create_task(master.refused("Clusters/Leave", leave()))
+    await master.machine.until(ClusterCall, 2)
     assert await master.end(3) == Halt(3, "the test is over")
+    assert (await held).retry_after_s > 0
     assert (read_address(master.folder), read_page_url(master.folder)) == (None, None)
     assert [line["epoch"] for line in master.tape("master-started")] == [1, 7]
     assert [line["exit_code"] for line in master.tape("master-ended")] == [3]
@@ -207,9 +195,7 @@ async def test_epochs_follow_each_other_at_one_address_and_the_end_is_said(made:
     await again.end()
 
 
-async def test_a_port_that_is_taken_is_the_operators_error_unless_it_was_only_that_of_the_last_start(
-    made: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_taken_port_is_an_error_unless_of_the_last_start(made: Make, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         for knob, words in (("listen", f"port {port} is in use"), ("page_listen", "page cannot listen")):
@@ -229,9 +215,7 @@ async def test_a_port_that_is_taken_is_the_operators_error_unless_it_was_only_th
     ("number", "over", "code"),
     [(signal.SIGTERM, False, TERMINATED), (signal.SIGINT, False, INTERRUPTED), (signal.SIGTERM, True, 0)],
 )
-async def test_a_signal_ends_the_master_with_0_once_the_run_is_over(
-    made: Make, number: signal.Signals, over: bool, code: int
-) -> None:
+async def test_a_signal_ends_the_master(made: Make, number: signal.Signals, over: bool, code: int) -> None:
     master = made(page_listen=None)
     await master.start()
     master.machine.over = over
@@ -245,7 +229,7 @@ async def test_a_signal_ends_the_master_with_0_once_the_run_is_over(
 async def test_calls_reach_the_state_and_what_makes_no_sense_is_refused_counted_and_on_the_tape(made: Make) -> None:
     master = made()
     await master.start()
-    assert decode(await master.ask("Clusters/Leave", leave()), LeaveReply) == LeaveReply()
+    assert decode(await master.ask("Clusters/Leave", leave()), m.LeaveReply) == m.LeaveReply()
     assert master.machine.of(ClusterCall)[0].request == leave()
     error = await master.refused("Clusters/Join", b"\xff\xff")
     assert (error.code, "Join" in error.sentence) == (RefusalCode.MALFORMED, True)
@@ -291,15 +275,15 @@ async def test_certificates_say_who_may_call_and_one_that_is_revoked_ends_open_c
     await master.ask("Clusters/Leave", leave(), "a")
     error = await master.refused("Clusters/Leave", leave(), "b")
     assert (error.code, "says it comes from 'a'" in error.sentence) == (RefusalCode.IDENTITY, True)
-    error = await master.refused("Operator/Stop", OperatorRequest("demo"), "a")
+    error = await master.refused("Operator/Stop", m.OperatorRequest("demo"), "a")
     assert (error.code, "may not call" in error.sentence) == (RefusalCode.IDENTITY, True)
-    status = decode(await master.ask("Operator/Status", StatusRequest("demo"), "me"), StatusReply)
+    status = decode(await master.ask("Operator/Status", m.StatusRequest("demo"), "me"), m.StatusReply)
     assert (status.refused_calls, "may not call" in status.refused_call) == (1, True)
     assert [line["code"] for line in master.tape("refused")] == ["IDENTITY"] * 2
     async with master.channel("b") as channel:
         beats: Any = channel.stream_stream("/dips.v1.Clusters/Heartbeat")(timeout=60)
-        await beats.write(encode(HeartbeatRequest(caller("b"))))
-        assert decode(await beats.read(), HeartbeatReply) == BEAT
+        await beats.write(encode(m.HeartbeatRequest(caller("b"))))
+        assert decode(await beats.read(), m.HeartbeatReply) == BEAT
         Authority(keys).revoke("b", "stolen")
         assert await master.machine.until(Revoked) == Revoked("cluster", "b", "stolen")
         with pytest.raises(grpc.RpcError) as caught:
@@ -307,7 +291,7 @@ async def test_certificates_say_who_may_call_and_one_that_is_revoked_ends_open_c
         assert "was revoked (stolen)" in str(refused_from(caught.value))
     Authority(keys).renew("b", new_key=True)
     Authority(keys).renew("master")
-    await master.ask("Clusters/Leave", encode(LeaveRequest(caller("b"), "with its new key")), "b")
+    await master.ask("Clusters/Leave", encode(m.LeaveRequest(caller("b"), "with its new key")), "b")
 
 
 async def test_a_master_has_the_keys_of_a_master(made: Make, keys: Path) -> None:
@@ -378,6 +362,10 @@ async def test_the_page_shows_the_run_and_nothing_else_and_to_its_own_names_only
         pass
     index = await browser.ask("/")
     assert (index.status, "<title>Di-PS</title>" in index.text) == (200, True)
+    policy = index.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+    assert ("unsafe" in policy, "frame-ancestors 'none'" in policy) == (False, True)
+    assert (index.headers["X-Content-Type-Options"], index.headers["Referrer-Policy"]) == ("nosniff", "no-referrer")
     script = await browser.ask("/static/page.js")
     assert (script.status, script.headers["Content-Type"]) == (200, "text/javascript; charset=utf-8")
     same = await browser.ask("/static/page.js", If_None_Match=script.headers["Etag"])
@@ -387,6 +375,9 @@ async def test_the_page_shows_the_run_and_nothing_else_and_to_its_own_names_only
         ("GET", "/static/../page.py", 404),
         ("GET", "/static/nothing.js", 404),
         ("GET", "/master.json", 404),
+        ("GET", "/static//etc/passwd", 404),
+        ("PUT", "/snapshot.json", 405),
+        ("DELETE", "/events", 405),
         ("POST", "/steer", 404),
         ("POST", "/", 405),
     ):
@@ -394,7 +385,7 @@ async def test_the_page_shows_the_run_and_nothing_else_and_to_its_own_names_only
         assert (answer.status, path in answer.text) == (status, False)
         assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")
     for host, status in (("evil.example", 421), ("localhost", 200), ("status.example", 200)):
-        for path in ("/", "/snapshot.json", "/static/page.js"):
+        for path in ("/", "/snapshot.json", "/events", "/static/page.js")[: 4 if status == 421 else 2]:
             assert (await browser.ask(path, Host=host)).status == status, (host, path)
     assert (await browser.ask("/healthz", Host="evil.example")).text == "ok\n"
     shown = json.loads((await browser.ask("/snapshot.json")).text)
@@ -405,7 +396,7 @@ async def test_the_page_shows_the_run_and_nothing_else_and_to_its_own_names_only
         assert [event async for event in events][-1] == ("ended", "the master has ended")
 
 
-async def test_a_page_that_may_steer_is_asked_by_its_own_script_only(made: Make) -> None:
+async def test_a_page_that_may_steer_is_asked_by_its_script(made: Make, caplog: pytest.LogCaptureFixture) -> None:
     master = made(page_steer=True)
     await master.start()
     browser = Browser(master)
@@ -420,20 +411,25 @@ async def test_a_page_that_may_steer_is_asked_by_its_own_script_only(made: Make)
     assert [(await steer(body)).status for body in ("{", "[]", '{"action": "stop"}', "[" * 1000, "x" * 2000)] == [
         *(400, 409, 409, 400, 413),
     ]
+    assert (await steer(pause, Host="evil.example")).status == 421
     assert not master.machine.of(OperatorCall)
     told = await steer(pause)
+    assert "pause was asked for on the status page by this machine" in caplog.text
     assert (told.status, json.loads(told.text)) == (200, {"sentence": "Pause"})
     asked = master.machine.of(OperatorCall)[-1].action
     assert isinstance(asked, Pause)
     assert (asked.request.run_id, asked.request.reason[:8], len(asked.request.reason)) == ("demo", "a lookkk", 200)
     await steer('{"action": "resume"}')
-    assert master.machine.of(OperatorCall)[-1].action == Resume(OperatorRequest("demo", ""))
+    assert master.machine.of(OperatorCall)[-1].action == Resume(m.OperatorRequest("demo", ""))
     master.machine.react = lambda event: [Refuse(event.token, refusal())] if isinstance(event, OperatorCall) else []
     told = await steer(pause)
     assert (told.status, json.loads(told.text)) == (409, {"sentence": "because of a test"})
 
 
-async def test_a_page_with_keys_is_opened_by_its_link_or_an_operators_certificate(made: Make, keys: Path) -> None:
+async def test_a_page_with_keys_is_opened_by_an_operator(
+    made: Make, keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     master = made(keys=keys)
     await master.start()
     browser = Browser(master)
@@ -442,6 +438,9 @@ async def test_a_page_with_keys_is_opened_by_its_link_or_an_operators_certificat
     assert (locked.status, "This page is for operators" in locked.text) == (401, True)
     for path in ("/snapshot.json", "/events", "/?link=wrong", f"/snapshot.json{browser.link}"):
         assert (await browser.ask(path)).status == 401, path
+    assert "the status page was not shown to 127.0.0.1" in caplog.text
+    assert browser.link.rpartition("=")[2] not in caplog.text
+    assert (await browser.ask("/healthz")).text == "ok\n"
     let_in = await browser.ask(f"/{browser.link}")
     assert (let_in.status, let_in.headers["Location"]) == (303, "/")
     cookie, *flags = let_in.headers["Set-Cookie"].split("; ")
@@ -453,3 +452,7 @@ async def test_a_page_with_keys_is_opened_by_its_link_or_an_operators_certificat
     async with Browser(master, "me").events() as events:
         Authority(keys).revoke("me", "left the team")
         assert [kind async for kind, _ in events].count("ended") == 0, "the stream is cut"
+    assert (await Browser(master, "me").ask("/snapshot.json")).status == 401
+    browser.base, browser.tls = browser.base.replace("https", "http"), {}
+    with pytest.raises(aiohttp.ClientError):
+        await browser.ask("/healthz")

@@ -7,24 +7,9 @@ from dataclasses import replace
 import pytest
 from support.master_bench import HELLO, Bench, Unanswered, refused_with
 
+from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation, RoundId, Version
-from dips.core.messages import (
-    Caller,
-    Commit,
-    Configure,
-    ConfigureRefused,
-    Hello,
-    Measure,
-    Prepare,
-    Promised,
-    Refusal,
-    SlaveHello,
-    SlaveMessage,
-    SnapshotInfo,
-    VerdictKind,
-    Welcome,
-)
 from dips.master.state.events import SlaveLinkDown, SlaveSaid
 
 
@@ -35,20 +20,20 @@ def hello(bench: Bench, name: str, link: int = 99, run_id: str = "test", **chang
         "memory_bytes": 1 << 30,
         "promised_epoch": 0,
     }
-    body = SlaveHello(**(fields | changes))  # type: ignore[arg-type]
-    bench.event(SlaveSaid(link, SlaveMessage(Caller(run_id, 0, name), body)))
+    body = m.SlaveHello(**(fields | changes))  # type: ignore[arg-type]
+    bench.event(SlaveSaid(link, m.SlaveMessage(m.Caller(run_id, 0, name), body)))
 
 
 def test_slave_promises_this_epoch_before_it_is_configured() -> None:
     bench = Bench()
     slave = bench.slaves[0]
-    slave.hold.add(Welcome)
+    slave.hold.add(m.Welcome)
     bench.attach_all()
-    slave.say(Promised(5))
+    slave.say(m.Promised(5))
     with refused_with(RefusalCode.BUSY) as refused:
         bench.join("a")
     assert "1 of 2" in str(refused.value)
-    slave.release(Welcome)
+    slave.release(m.Welcome)
     assert slave.promised == 1
     reply = bench.join("a")
     assert (reply.seed, reply.incarnation) == (True, Incarnation(1, 1))
@@ -59,7 +44,7 @@ def test_slave_promises_this_epoch_before_it_is_configured() -> None:
     [
         ("Bad Name", {}, RefusalCode.MALFORMED),
         ("s9", {"run_id": "other"}, RefusalCode.RUN_ID),
-        ("s9", {"hello": Hello(5, 6)}, RefusalCode.PROTOCOL_VERSION),
+        ("s9", {"hello": m.Hello(5, 6)}, RefusalCode.PROTOCOL_VERSION),
         ("s9", {"data_endpoint": "ipc:///etc/passwd"}, RefusalCode.MALFORMED),
         ("s9", {}, RefusalCode.UNKNOWN_NAME),
     ],
@@ -102,7 +87,7 @@ def test_slave_that_this_life_welcomed_may_have_promised_its_epoch() -> None:
 def test_hello_with_numbers_beyond_any_run_is_refused(rebuild: bool, what: str) -> None:
     bench, much = Bench(rebuild=rebuild), 1 << 63
     version = Version(much if what == "timeline" else 1, much if what == "number" else 0)
-    info = SnapshotInfo(version, RoundId(much if what == "round" else 1, 1), b"", b"", b"", True)
+    info = m.SnapshotInfo(version, RoundId(much if what == "round" else 1, 1), b"", b"", b"", True)
     hello(bench, "s0", promised_epoch=much if what == "epoch" else 0, snapshots=(info,))
     assert bench.closed[99].code is RefusalCode.MALFORMED
     assert (bench.halted, bench.began_again) == (None, None)
@@ -111,21 +96,21 @@ def test_hello_with_numbers_beyond_any_run_is_refused(rebuild: bool, what: str) 
 def test_messages_of_an_older_life_or_in_another_slaves_name_are_ignored() -> None:
     bench = Bench().running("a")
     slave = bench.slaves[0]
-    slave.hold.add(Measure)
+    slave.hold.add(m.Measure)
     bench.push("a")
     current = slave.incarnation
     assert current is not None
     slave.incarnation = replace(current, n=current.n + 1)
-    slave.release(Measure)
+    slave.release(m.Measure)
     slave.incarnation, slave.name = current, "s1"
-    slave.release(Measure)
+    slave.release(m.Measure)
     assert bench.status().phase == "MEASURE"
     slave.name = "s0"
-    slave.release(Measure)
+    slave.release(m.Measure)
     assert bench.status().published == Version(1, 1)
 
 
-@pytest.mark.parametrize("kind", [Measure, Prepare])
+@pytest.mark.parametrize("kind", [m.Measure, m.Prepare])
 def test_slave_lost_before_commit_aborts_the_round_and_pushes_that_lost_staging(kind: type) -> None:
     bench = Bench().running("a", "b")
     bench.slaves[0].hold.add(kind)
@@ -134,7 +119,7 @@ def test_slave_lost_before_commit_aborts_the_round_and_pushes_that_lost_staging(
     bench.slaves[0].die()
     for name in ("a", "b"):
         verdict = bench.verdict(name)
-        assert verdict.kind is VerdictKind.ABORTED
+        assert verdict.kind is m.VerdictKind.ABORTED
         assert "s0" in verdict.reason
     assert bench.status().published == Version(1, 0)
     assert bench.status().waiting_for == "slave s0 is away"
@@ -149,7 +134,7 @@ def test_slave_lost_before_commit_aborts_the_round_and_pushes_that_lost_staging(
 def test_slave_lost_after_commit_flips_from_its_shadow_when_it_comes_back() -> None:
     bench = Bench().running("a")
     slave = bench.slaves[0]
-    slave.hold.add(Commit)
+    slave.hold.add(m.Commit)
     bench.push("a")
     slave.die()
     token = bench.await_verdict("a")
@@ -158,10 +143,10 @@ def test_slave_lost_after_commit_flips_from_its_shadow_when_it_comes_back() -> N
     assert bench.status().published == Version(1, 0)
     assert not slave.snapshots[Version(1, 1)].committed
     slave.attach()
-    configure = [c for c in slave.commands if isinstance(c, Configure)][-1]
+    configure = [c for c in slave.commands if isinstance(c, m.Configure)][-1]
     assert configure.load == Version(1, 1)
     assert bench.status().published == Version(1, 1)
-    assert bench.result(token).answer.kind is VerdictKind.APPLIED
+    assert bench.result(token).answer.kind is m.VerdictKind.APPLIED
     assert slave.snapshots[Version(1, 1)].committed
 
 
@@ -231,13 +216,13 @@ def test_stream_has_one_hello() -> None:
 def test_slave_whose_disk_failed_for_a_while_is_ready_when_it_says_so() -> None:
     bench = Bench().running("a")
     slave = bench.slaves[0]
-    refused = ConfigureRefused(Refusal(RefusalCode.DISK, "no space left", 1.0))
+    refused = m.ConfigureRefused(m.Refusal(RefusalCode.DISK, "no space left", 1.0))
     slave.die()
-    slave.hold.add(Configure)
+    slave.hold.add(m.Configure)
     slave.attach()
     slave.say(refused)
     assert "no space left" in bench.status().waiting_for
-    slave.release(Configure)
+    slave.release(m.Configure)
     assert bench.status().waiting_for == ""
     slave.say(refused)  # a late word
     bench.push("a")

@@ -37,9 +37,6 @@ def told(bench: Bench, **rates: float) -> None:
         bench.beat(name, steps=8, tokens_per_s=tokens_per_s, steps_per_s=1.0)
 
 
-# ---- what cannot be ----
-
-
 def test_far_more_than_the_cluster_itself_counted_is_refused_and_named() -> None:
     bench = Bench(settings=Settings(tk_max_tokens=1_000_000)).running("a")
     rounds(bench, 8, a=1600)
@@ -98,9 +95,6 @@ def test_a_push_of_many_rounds_steps_after_an_outage_is_no_wrong_count() -> None
     bench.push("a", 120 * 800, steps=120)  # 64 steps are a round here: 51,200 tokens
     assert bench.status().tokens == 120 * 800
     assert not standing(bench)
-
-
-# ---- what may be ----
 
 
 def test_tokens_beside_samples_are_told_and_count() -> None:
@@ -162,9 +156,6 @@ def test_an_alarm_of_a_cluster_that_is_gone_ends_after_an_hour() -> None:
     assert standing(bench)
     bench.now_s += 1.0
     assert not standing(bench)
-
-
-# ---- taking an end back ----
 
 
 def at_the_end(**config: Any) -> Bench:

@@ -171,9 +171,6 @@ def test_before_its_pull_is_over_a_cluster_makes_an_eighth_of_h_at_least(overlap
     assert open_window(bench) is not from_pull
 
 
-# ---- grace = "sliding": it starts again with each push that arrives, within a bound ----
-
-
 def running(*names: str, sliding: bool = True) -> Bench:
     """The last one never pushes, so that no window closes early."""
     return Bench(grace_s=GRACE_S, grace_sliding=sliding, round_timeout_s=60.0).running(*names, "z")

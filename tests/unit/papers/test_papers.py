@@ -203,9 +203,7 @@ open(pathlib.Path(__file__).with_name('fifo'), sys.argv[1])  # waits for who ope
 print('{"n": 2}')"""
 
 
-def test_what_does_not_want_the_machine_runs_side_by_side(
-    benchmark: Path, runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_needs_little_runs_side_by_side(benchmark: Path, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     benchmark.write_text(MEETS)
     os.mkfifo(benchmark.with_name("fifo"))
     monkeypatch.setattr(Source, "wants_the_machine", False)

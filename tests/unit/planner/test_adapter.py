@@ -284,7 +284,7 @@ def messages(of: Rules, state: AdapterState, rate: float, count: int, border: in
     return state
 
 
-def test_thresholds_come_from_the_plan() -> None:
+def test_thresholds_and_levels() -> None:
     """T_F 100 ms, 1 ms an operation, 5 ms latency, 70 ms for a message at 1 Gbit/s."""
     border = rules().borders[0]
     assert (border.hide_ns, border.piece_ns) == (101_000_000, 1_000_000)
@@ -295,9 +295,6 @@ def test_thresholds_come_from_the_plan() -> None:
     far = replace(border, latency_ns=300_000_000)
     assert far.late_below_gbps == float("inf")
     assert far.level(10**6 * WHOLE, 0) > 0
-
-
-def test_levels_are_powers_of_two_of_the_compute() -> None:
     border = Border(0, 1, 0, ("a", "b"), 1.0, 100, 0, 100, 10)
     rate = {n: WHOLE / n for n in (1, 1.05, 1.09, 1.11, 1.99, 2.01, 4.5)}
     assert [border.level(rate[n], 0) for n in rate] == [0, 0, 0, 1, 1, 2, 3]
@@ -321,13 +318,17 @@ def test_sizes_shrink_after_one_late_message_and_grow_after_a_window() -> None:
     assert messages(of, mixed, 1.0, WINDOW).sizes == of.pipeline.whole
 
 
-def test_between_the_thresholds_nothing_changes() -> None:
+def test_where_nothing_changes() -> None:
     of = rules()
     border = of.borders[0]
     between = border.busy_ns / (border.hide_ns + border.piece_ns // 2 - border.latency_ns)
     assert messages(of, of.start, between, 100).levels[0] == 0
     late = messages(of, of.start, 0.5, 1)
     assert messages(of, late, between, 100).levels[0] == 1
+    of = rules(operation_ms=500.0)
+    state = messages(of, of.start, 0.05, 3)
+    assert state.levels[0] > 0
+    assert state.sizes == of.pipeline.whole
 
 
 def test_a_delay_that_has_lasted_counts_alone() -> None:
@@ -343,20 +344,17 @@ def test_a_delay_that_has_lasted_counts_alone() -> None:
     assert messages(of, state, 0.2, WINDOW).lasts[0]
 
 
-def test_nothing_changes_where_pieces_do_not_pay() -> None:
-    of = rules(operation_ms=500.0)
-    state = messages(of, of.start, 0.05, 3)
-    assert state.levels[0] > 0
-    assert state.sizes == of.pipeline.whole
-
-
-def test_sizes_divide_the_microbatch_and_are_within_the_profile() -> None:
+def test_sizes_divide_and_a_trace_may_be_too_long() -> None:
     pipeline = rules().pipeline
     assert Rules(pipeline, ()).smaller == (16, 8, 4)
     assert Rules(replace(pipeline, sequences=6), ()).smaller == (3, 2, 1)
     assert Rules(replace(pipeline, sequences=1), ()).smaller == ()
     profiled = ((8, pipeline.costs.stages),)
     assert Rules(replace(pipeline, profiled=profiled), ()).smaller == (16, 8)
+    of = rules()
+    with pytest.raises(PlanError, match=r"more than 6250 iterations start within 1e\+06 s: give the trace a shorter"):
+        without_adapter(of.pipeline, {}, 10**6 * NS)
+    assert compare(of, {}, 1).speedup < 1
 
 
 # ---- with and without ----
@@ -380,13 +378,6 @@ def test_iterations_without_are_those_of_play() -> None:
         assert ends_ns == end_ns
     never = Rules(of.pipeline, ())
     assert with_adapter(never, channels, len(found.ends_ns))[0].ends_ns == found.ends_ns
-
-
-def test_a_trace_that_is_too_long() -> None:
-    of = rules()
-    with pytest.raises(PlanError, match=r"more than 6250 iterations start within 1e\+06 s: give the trace a shorter"):
-        without_adapter(of.pipeline, {}, 10**6 * NS)
-    assert compare(of, {}, 1).speedup < 1
 
 
 # ---- plans ----
@@ -461,10 +452,6 @@ def test_plans_that_cannot_be_adapted(tmp_path: Path) -> None:
     other = AdapterState((Sizes(1, 1, 1),), (), (), (), ())
     with pytest.raises(PlanError, match="--before is an answer for another plan: give one for this plan"):
         advise(one, measured(tmp_path, 1.0), other)
-
-
-def test_a_microbatch_of_one_sequence_cannot_be_split(tmp_path: Path) -> None:
-    one = running()
     alone = replace(one, problem=one.problem.with_training(microbatch_sequences=1))
     advice = advise(alone, measured(tmp_path, 0.01))
     assert not advice.advised

@@ -48,13 +48,10 @@ def test_show_reads_what_make_wrote(plan: Plan, folder: Path) -> None:
     assert schedule.n_microbatches == plan.problem.n_microbatches
 
 
-def test_compare_is_what_the_command_compares(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_and_sweep_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     files = [FEW, "crosspipe-m8"]
     expected = {"files": files, "iteration_s": planner.compare(files), "calibration_error": [None, None]}
     assert expected == said(capsys, "compare", *files)
-
-
-def test_sweep_rows_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     rows = planner.sweep_rows([2, 4], [8], [2], latency=[0, 1], bandwidth=[0.5])
     found = said(capsys, "sweep", "--stages", "2,4", "--latency", "0,1", "--bandwidth", "0.5")
     assert isinstance(found, list)

@@ -22,9 +22,6 @@ EXAMPLE = (ROOT / "examples" / "04-plan-a-schedule" / "sites.toml").read_text()
 LINK = '\n[[links]]\nsender = "{}"\nreceiver = "{}"\nbandwidth_gbps = 99\nlatency_ms = 1\nsource = "a test"\n'
 
 
-# ---- files with sites and links ----
-
-
 @pytest.mark.parametrize(
     ("before", "after", "sentence"),
     [
@@ -88,9 +85,6 @@ def test_a_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert "is not a file that can be read" in refused(capsys, str(tmp_path))
 
 
-# ---- folders ----
-
-
 @pytest.mark.parametrize("arguments", [("crosspipe-figure-8",), ("sweep",)])
 def test_a_folder_that_cannot_be_written_is_told_before_anything_is_computed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
@@ -100,9 +94,6 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_computed(
         monkeypatch.setattr(f"dips.planner.api.{name}", lambda *_: pytest.fail("it computed"))
     told = refused(capsys, *arguments, "--out", str(tmp_path / "taken" / "plan"))
     assert "taken/plan: no file can be written there: Not a directory: choose another --out" in told
-
-
-# ---- schedules ----
 
 
 @pytest.mark.parametrize(
@@ -136,9 +127,6 @@ def test_a_schedule_of_an_editor_that_marks_its_files_is_read(tmp_path: Path) ->
 
 def test_a_file_without_end_is_not_read_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert "has more than 67108864 bytes, so it is not a schedule" in refused(capsys, "show", "/dev/zero")
-
-
-# ---- plan.json ----
 
 
 @pytest.fixture(scope="module")
@@ -189,9 +177,6 @@ def test_devices_that_do_not_exist_name_the_file(
     places = [-1] * len(written["schedule"]["device_of_stage"])
     file.write_text(json.dumps(written | {"schedule": written["schedule"] | {"device_of_stage": places}}))
     assert f"{file}: 1f1b: device 0, cell 1 (0F0) belongs to device -1" in refused(capsys, "show", str(file))
-
-
-# ---- sweeps ----
 
 
 @pytest.mark.parametrize(

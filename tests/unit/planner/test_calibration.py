@@ -75,9 +75,6 @@ def of(timeline: Timeline, late_ns: Callable[[int], int] = lambda ns: ns) -> Mea
     )
 
 
-# ---- the fit ----
-
-
 @settings(max_examples=60)
 @given(
     st.sampled_from(("1f1b", "gpipe", "zb_h1", "zb_v", "cross_ud/1", "interleaved_1f1b")),
@@ -106,7 +103,7 @@ def test_overheads_are_found_again(
     st.floats(200, 4000),
     st.integers(0, 1 << 20),
 )
-def test_noise_of_a_hundredth_hardly_moves_the_prediction(
+def test_noise_hardly_moves_the_prediction(
     name: str, n_mb: int, operation_us: float, send_us: float, seed: int
 ) -> None:
     """The two numbers may trade places a little; what is predicted of another setting with them does not."""
@@ -150,26 +147,17 @@ def test_what_cannot_be_told_apart_is_said() -> None:
     assert fit_overheads(chain, costs_of_chain, [of(simulate(chain, costs_of_chain))]).joined == ALIKE
 
 
-def test_overheads_that_costs_have_already_do_not_count() -> None:
+def test_intervals_and_overheads_that_costs_have() -> None:
     schedule, costs = pipeline("zb_v")
     iterations = [of(one) for one in measured(schedule, costs, 500, 300)]
     again = costs.with_overheads(123_000, 45_000, schedule.device_of_stage)
     assert fit_overheads(schedule, again, iterations) == fit_overheads(schedule, costs, iterations)
-
-
-# ---- intervals ----
-
-
-def test_a_prediction_has_the_interval_of_its_calibration() -> None:
     assert interval_of(2.0, 0.1) == (1.8, 2.2)
     assert interval_of(2.0, 1.5) == (0.0, 5.0)
     assert interval_of(2.0, None) is None
     assert interval_text(2.0, 0.1) == "1.8 s to 2.2 s"
     assert interval_text(2.0, None) == "uncalibrated"
     assert calibration_text(0.0123).endswith("+- 1.23%")
-
-
-# ---- the file ----
 
 
 def file_of(schedule: Schedule, costs: Costs) -> dict[str, Any]:
@@ -179,11 +167,15 @@ def file_of(schedule: Schedule, costs: Costs) -> dict[str, Any]:
     return plain
 
 
-def test_what_is_written_is_read() -> None:
+def test_what_is_written_and_the_documents_example_are_read() -> None:
     schedule, costs = pipeline("zb_v")
     run = read_measured_run(json.dumps(file_of(schedule, costs)), "measured.json", schedule)
     assert (run.source, run.forward_ms) == ("a test", 80.0)
     assert run.iterations == tuple(of(one) for one in measured(schedule, costs, 500, 300, n=2))
+    (text,) = [one.text for one in blocks(ROOT / "docs" / "planner.md") if '"forward_ms": null' in one.text]
+    schedule = Schedule.from_csv("\n".join(json.loads(text)["orders"]))
+    run = read_measured_run(text, "docs/planner.md", schedule)
+    assert [one.span_ns for one in run.iterations] == [62_000_000, 63_000_000]
 
 
 def test_an_iteration_counts_from_its_first_start_and_may_have_a_span_alone() -> None:
@@ -197,13 +189,6 @@ def test_an_iteration_counts_from_its_first_start_and_may_have_a_span_alone() ->
     assert run.iterations[0].span_ns == pytest.approx(measured(schedule, costs, 500, 300)[0].makespan_ns, abs=2)
     assert run.iterations[1] == MeasuredIteration(1_500_000_000)
     assert run.forward_ms is None
-
-
-def test_the_documents_example_is_read() -> None:
-    (text,) = [one.text for one in blocks(ROOT / "docs" / "planner.md") if '"forward_ms": null' in one.text]
-    schedule = Schedule.from_csv("\n".join(json.loads(text)["orders"]))
-    run = read_measured_run(text, "docs/planner.md", schedule)
-    assert [one.span_ns for one in run.iterations] == [62_000_000, 63_000_000]
 
 
 @pytest.mark.parametrize(

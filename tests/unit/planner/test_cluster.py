@@ -81,34 +81,25 @@ def test_stages_links_and_memory(tmp_path: Path) -> None:
     assert states[0] > states[1]  # the embedding
 
 
-def test_a_loop_needs_the_way_back_and_takes_the_same_link(tmp_path: Path) -> None:
+def test_links_of_sites(tmp_path: Path) -> None:
     wires = problem(tmp_path).costs((4,) * 8, loop(4, 2)).wires
     assert wires[3, 0].resource == wires[2, 1].resource
     one_way = problem(tmp_path, ("latency_ms = 5", "latency_ms = 5\nboth_ways = false"))
     with pytest.raises(ConfigError, match=r"plan\.toml: no link from there to here, .* add a table \[\[links\]\]"):
         one_way.costs(one_way.uniform())
-
-
-def test_a_site_may_say_what_its_own_network_costs(tmp_path: Path) -> None:
     change = ('name = "here"', 'name = "here"\nnetwork_gbps = 100\nnetwork_latency_us = 3')
     found = problem(tmp_path, change)
     wire = found.costs(found.uniform()).wires[0, 1]
     assert (wire.busy_ns, wire.latency_ns, wire.shared) == (round(found.message_bytes * 8 / 100), 3000, False)
     assert (2, 3) not in found.costs(found.uniform()).wires
-
-
-def test_oversubscription_divides_the_bandwidth(tmp_path: Path) -> None:
     change = ("bandwidth_gbps = 80", "bandwidth_gbps = 160\noversubscription = 2")
     assert problem(tmp_path, change).costs((8,) * 4).wires == problem(tmp_path).costs((8,) * 4).wires
 
 
-def test_stages_may_be_placed_by_hand(tmp_path: Path) -> None:
+def test_stages_are_placed_by_hand_or_divided(tmp_path: Path) -> None:
     changes = (('name = "here"\ndevices = 16', 'name = "here"\ndevices = 24\nstages = 3'),)
     by_hand = (*changes, ('name = "there"', 'name = "there"\nstages = 1'))
     assert problem(tmp_path, *by_hand).site_of == (0, 0, 0, 1)
-
-
-def test_what_does_not_divide_goes_to_later_stages(tmp_path: Path) -> None:
     assert problem(tmp_path).uniform(5) == (6, 6, 6, 7, 7)
     assert in_proportion([1, 2, 5], 8) == [1, 2, 5]
     assert in_proportion([1, 1, 1], 8) == [3, 3, 2]

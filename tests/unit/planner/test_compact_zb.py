@@ -44,22 +44,16 @@ def test_it_is_valid_and_within_any_memory(sites: int, memory: float, microbatch
             validate(schedule, costs, case.limits())
 
 
-def test_it_holds_every_microbatch_where_memory_allows_it() -> None:
+def test_memory_decides_what_is_held() -> None:
     """Also those that 1F1B would hold back: 16 of them on the first of 4 devices."""
     costs = chain((1, 0), (1, 0), (1, 0))
     assert peaks(compact_zb(4, 16, costs, [99 * ACTIVATION] * 4), costs)[0] == 16 * ACTIVATION
     limits = [5 * ACTIVATION, 4 * ACTIVATION, 3 * ACTIVATION, ACTIVATION]
     assert peaks(compact_zb(4, 16, costs, limits), costs) == tuple(limits)
-
-
-def test_a_device_that_cannot_hold_one_microbatch() -> None:
     with pytest.raises(PlanError, match=r"stage 2 holds \d+ for one microbatch, its memory allows 5: make"):
         compact_zb(3, 4, chain((0, 0), (0, 0)), [ACTIVATION, ACTIVATION, 5])
     with pytest.raises(PlanError, match="3 stages and 2 limits for 2 devices"):
         compact_zb(2, 4, chain((0, 0), (0, 0)), [ACTIVATION] * 2)
-
-
-# ---- Figure 6 ----
 
 
 @pytest.mark.parametrize("latency", [0.5, 0.75, 1, 2, 5])
@@ -92,9 +86,6 @@ def test_what_the_text_says_of_the_groups_in_figure_6() -> None:
     assert {"W1", "W2"} <= set(third[at + 4 :])
 
 
-# ---- priorities ----
-
-
 def ready_ns(timeline: Timeline, costs: Costs) -> dict[Op, int]:
     """When the input of each F and D was on its device."""
     last = timeline.schedule.n_stages - 1
@@ -122,9 +113,7 @@ def ready_ns(timeline: Timeline, costs: Costs) -> dict[Op, int]:
     st.integers(1, 7),
     st.lists(st.tuples(*[st.integers(1, 9)] * 5), min_size=5, max_size=5),
 )
-def test_f_before_d_before_w_whatever_the_times(
-    devices: int, microbatches: int, numbers: list[tuple[int, int, int, int, int]]
-) -> None:
+def test_f_before_d_before_w(devices: int, microbatches: int, numbers: list[tuple[int, int, int, int, int]]) -> None:
     """With ample memory no device runs anything while something more urgent is there, and none waits while a W is."""
     stages = tuple(StageCost(f, d, w, 2, 1) for f, d, w, _, _ in numbers[:devices])
     pairs = [(a, b) for a in range(devices) for b in (a - 1, a + 1) if 0 <= b < devices]

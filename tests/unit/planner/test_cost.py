@@ -31,9 +31,6 @@ def training(**keys: Any) -> Training:
     return Training(**{**given, **keys})
 
 
-# ---- parameters ----
-
-
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -63,9 +60,6 @@ def test_parameters_as_they_are_told(name: str, billions: float, active_billions
     assert model.parameters(active=True) / 1e9 == pytest.approx(active_billions, rel=0.005)
 
 
-# ---- operations ----
-
-
 def test_megatrons_formula() -> None:
     """96 B s l h^2 (1 + s/6h + V/16lh) for GPT with activations recomputed (arXiv:2104.04473, equation 3)."""
     model, s = read_model("gpt3-175b"), 2048
@@ -87,19 +81,13 @@ def test_operations_of_a_whole_training(name: str, tokens: float, sequence: int,
     assert operations(model, sequence) * tokens / sequence == pytest.approx(published, rel=0.05)
 
 
-def test_crosspipes_forward_time_of_llama_3_405b() -> None:
+def test_work_of_models() -> None:
     """Section 5.2: a stage of 1/16 on 8 GPUs of 500 TFLOP/s takes about 109 ms (of 128 layers, the embedding and the
     output being layers too)."""
     work = layer_work(read_model("llama3-405b"), 0, 8192, 8192)
     assert 8 * work.forward / (8 * 500e12) == pytest.approx(0.109, rel=0.01)
-
-
-def test_a_mixture_computes_what_a_token_goes_through() -> None:
     model = read_model("mixtral-8x7b")
     assert operations(model, 4096) / 4096 == pytest.approx(6 * model.parameters(active=True), rel=0.08)
-
-
-# ---- memory ----
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
@@ -118,14 +106,11 @@ def test_korthikantis_activations_of_gpt_3(tensor: int) -> None:
     assert layer_activation_bytes(model, 0, training(**shape, recompute="full")) == 2 * s * model.hidden / tensor
 
 
-def test_flash_attention_saves_what_selective_recomputation_does() -> None:
+def test_memory_of_models() -> None:
     """70 % for GPT-3 (arXiv:2205.05198, section 5)."""
     model = read_model("gpt3-175b")
     whole = layer_activation_bytes(model, 0, training(flash_attention=False))
     assert 1 - layer_activation_bytes(model, 0, training()) / whole == pytest.approx(0.70, abs=0.005)
-
-
-def test_experts_are_spread_over_their_group() -> None:
     model = read_model("deepseek-v3")
     alone = layer_state_bytes(model, 10, training(data=64))
     spread = layer_state_bytes(model, 10, training(data=64, expert=64))
@@ -133,9 +118,6 @@ def test_experts_are_spread_over_their_group() -> None:
     # Weights and gradients of an expert stand once in its group; its optimizer's state was sharded before.
     assert alone - spread == pytest.approx(experts * 4 * (1 - 1 / 64))
     assert layer_state_bytes(model, 0, training(data=64)) == layer_state_bytes(model, 0, training(data=64, expert=64))
-
-
-# ---- messages ----
 
 
 @pytest.mark.parametrize(
@@ -157,9 +139,6 @@ def test_jeeves_section_2_2() -> None:
     assert model.parameters() / GB == pytest.approx(175, rel=0.003)
     message = pipeline_message_bytes(model, training(activation_bytes=1))
     assert 3096 * message / GB == pytest.approx(75, rel=0.05)
-
-
-# ---- descriptions that cannot be ----
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,6 @@ def spans(timeline: Timeline) -> list[tuple[int, bool, float, float]]:
     return [(one.stage, one.before, one.start_ns / NS, one.ends_ns / NS) for one in timeline.exchanges]
 
 
-# ---- by hand: 1F1B of two stages and two microbatches takes 9; stage 1 ends at 7 ----
-
-
 def test_weights_come_first_and_gradients_last() -> None:
     """Each device its own network: everything 2 later, and the gradients of stage 0 at the end."""
     timeline = validate(one_f_one_b(2, 2), costs_of((0, 1), 2, 1))
@@ -73,19 +70,13 @@ def test_one_network_for_all_carries_one_exchange_at_a_time() -> None:
     assert timeline.makespan_ns == 18 * NS
 
 
-def test_latency_occupies_no_network() -> None:
+def test_what_is_hidden_and_what_is_not() -> None:
     timeline = validate(one_f_one_b(2, 2), costs_of((0, 1), 2, 4, latency=0.5, shared=True))
     assert spans(timeline)[:2] == [(0, True, 0, 2.5), (1, True, 2, 4.5)]
     assert timeline.makespan_ns == round(19 * NS)  # stage 0 is ready at 12.5, its network is free at 14.5
-
-
-def test_without_zero_gradients_alone_are_hidden() -> None:
     timeline = validate(one_f_one_b(2, 2), costs_of((0, 1), 0, 1, shared=True))
     assert spans(timeline) == [(1, False, 7, 8), (0, False, 9, 10)]
     assert timeline.makespan_ns == 10 * NS
-
-
-def test_apart_weights_are_before_all_and_gradients_after_all() -> None:
     timeline = validate(one_f_one_b(2, 2), costs_of((0, 1), 2, 1, shared=True, apart=True))
     assert spans(timeline) == [(0, True, 0, 2), (1, True, 2, 4), (0, False, 13, 14), (1, False, 14, 15)]
     assert timeline.makespan_ns == 15 * NS
@@ -107,24 +98,17 @@ def test_both_ways_of_playing_agree(latency: float) -> None:
     assert fleet.makespan_ns == one.makespan_ns
 
 
-def test_gradients_wait_for_all_replicas() -> None:
-    """Two replicas over one link: those of the later one decide."""
+def test_waits_and_deadlocks() -> None:
+    """Two replicas over one link: those of the later one decide. The pauses that stand for weights are no cells."""
     costs = replace(costs_of((0, 1), 1, 1), wires={(0, 1): Wire(7, NS, 0), (1, 0): Wire(8, NS, 0)})
     fleet = simulate_fleet([one_f_one_b(2, 2)] * 2, costs)
     alone = simulate(one_f_one_b(2, 2), costs)
     last = max(end for timeline in fleet.timelines for row in timeline.ends for end in row)
     assert fleet.makespan_ns == last + NS > alone.makespan_ns
     assert fleet.timelines[0].exchanges == fleet.timelines[1].exchanges
-
-
-def test_a_deadlock_names_the_cell_as_it_is_written() -> None:
-    """The pauses that stand for weights are no cells."""
     schedule = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     with pytest.raises(PlanError, match=r"device 0 waits at cell 2 \(0B0\), device 1 waits at cell 1 \(1F1\)"):
         simulate(schedule, costs_of((0, 1), 2, 1))
-
-
-# ---- what is checked ----
 
 
 def test_a_wrong_exchange_is_named() -> None:
@@ -143,14 +127,8 @@ def test_a_wrong_exchange_is_named() -> None:
     early = done[1]._replace(start_ns=NS, freed_ns=3 * NS, ends_ns=3 * NS)
     with pytest.raises(PlanError, match="stages 0 and 1 exchange at the same time on one network"):
         check_exchanges([done[0], early, *done[2:]], costs.exchanges, first, last)
-
-
-def test_exchanges_of_another_number_of_stages() -> None:
     with pytest.raises(PlanError, match="exchanges of 1 stages for 2 stages"):
         replace(uniform(2, 1), exchanges=(Exchange(0, 1, 1),))
-
-
-# ---- solved ----
 
 
 @pytest.mark.parametrize(("shared", "best"), [(False, 11), (True, 15)])
@@ -167,7 +145,7 @@ def test_two_stages_and_two_microbatches_by_hand(shared: bool, best: int) -> Non
     ("gather", "reduce", "latency", "shared", "apart"),
     [(1, 1, 0, False, False), (0.5, 2, 0.25, True, False), (0, 3, 0, True, False), (2, 2, 0.5, True, True)],
 )
-def test_the_solver_is_never_worse_than_the_best_static_schedule(
+def test_the_solver_beats_static_schedules(
     gather: float, reduce: float, latency: float, shared: bool, apart: bool
 ) -> None:
     one = costs_of(straight(3), gather, reduce, latency, shared, apart)
@@ -180,9 +158,6 @@ def test_the_solver_is_never_worse_than_the_best_static_schedule(
     two = costs_of(wave(2), gather, reduce, latency, shared, apart)
     found = optimal("best", wave(2), 3, two, [3 << 20] * 2, zb_v(2, 3))
     assert found.lower_bound_ns <= validate(found.schedule, two).makespan_ns <= validate(zb_v(2, 3), two).makespan_ns
-
-
-# ---- of which size ----
 
 
 def small(**changes: object) -> Problem:

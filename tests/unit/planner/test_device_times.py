@@ -56,24 +56,24 @@ def test_a_part_without_weights_and_one_without_gradient_of_its_input() -> None:
     assert second.times_ms == (1.0, 1.0, 0.0)
 
 
-def test_a_described_model_is_measured_as_embedding_layer_and_output() -> None:
+def test_described_models_are_measured_as_planned() -> None:
     parts, example = shipped_parts(MODEL, 7, CPU, torch.float32)
     found = list(measure(parts, example, [1, 2], Rounds(3), "k"))
     assert [(row.part, row.count, row.microbatch_sequences) for row in found] == [
         (part, n, size) for size in (1, 2) for part, n in (("embedding", 1), ("layer", 3), ("output", 1))
     ]
     assert all(row.forward_ms > 0 and row.input_gradient_ms > 0 for row in found if row.part == "layer")
-
-
-def test_the_layer_has_the_parameters_that_the_planner_counts() -> None:
     layer = DecoderLayer(MODEL, torch.float32)
     assert sum(p.numel() for p in layer.parameters()) == MODEL.layer_parameters(0)
     assert layer(torch.zeros(2, 5, 16)).shape == (2, 5, 16)
 
 
-def test_layers_of_experts_are_the_users_own() -> None:
+def test_parts_of_users_and_of_described_models() -> None:
     with pytest.raises(ConfigError, match=r"mixtral-8x7b has experts, which .*: give your own with --module"):
         shipped_parts(read_model("mixtral-8x7b"), 8, CPU, torch.float32)
+    parts = parts_of([nn.Linear(4, 4), nn.Linear(3, 3)], 2, "m:f")
+    with pytest.raises(ConfigError, match="layer 1 cannot be measured with 1 sequences in a microbatch: RuntimeError"):
+        list(measure(parts, lambda n: torch.zeros(n, 4), [1], Rounds(3), "k"))
 
 
 def test_modules_are_named_by_their_number() -> None:
@@ -85,12 +85,6 @@ def test_modules_are_named_by_their_number() -> None:
         parts_of(layers, 4, "m:f")
     with pytest.raises(ConfigError, match=r"modules that are not torch.nn.Module"):
         parts_of([1, 2], 2, "m:f")
-
-
-def test_modules_of_which_one_does_not_take_the_others_output() -> None:
-    parts = parts_of([nn.Linear(4, 4), nn.Linear(3, 3)], 2, "m:f")
-    with pytest.raises(ConfigError, match="layer 1 cannot be measured with 1 sequences in a microbatch: RuntimeError"):
-        list(measure(parts, lambda n: torch.zeros(n, 4), [1], Rounds(3), "k"))
 
 
 OWN = """

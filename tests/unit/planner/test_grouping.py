@@ -46,9 +46,6 @@ def measured(
     )
 
 
-# ---- the paper's examples ----
-
-
 def test_the_settings_of_section_4_1() -> None:
     """By the text's networks two groups in setting 1 (Figure 12 speaks of four), and one in setting 2."""
     first, second = (group(measured_of(read_setup(name))) for name in SETTINGS[1:])
@@ -61,15 +58,17 @@ def test_the_settings_of_section_4_1() -> None:
     assert plain(second) == [[cloud, edge, end]]
 
 
-# ---- three cloud regions ----
-
-
-def test_two_near_regions_are_one_group_and_the_far_one_another() -> None:
-    """A message of 8 MiB: 0.071 s between Virginia and Ohio, 0.345 s between Ohio and Singapore; 0.268 s at most."""
+def test_near_and_far_regions() -> None:
+    """At most 0.268 s; then the same bandwidth, and a latency that makes a message slower than the threshold."""
     found = group(measured_of(read_setup("cloud-three-regions")))
     assert plain(found) == [[[("virginia", 8), ("ohio", 8)]], [[("singapore", 8)]]]
     assert found.measured.message_bytes == 2048 * 2048 * 2
     assert round(found.measured.times_s[0][1], 4) == round(0.011 + 8.388608e6 * 8 / 1.12e9, 4)
+    setup = read_setup("spantrain-setting-2")
+    near = group(measured_of(setup))
+    far = replace(setup, links=tuple(link.model_copy(update={"latency_ms": 500.0}) for link in setup.links))
+    assert len(near.groups) == 1
+    assert len(group(measured_of(far)).groups) == 10
 
 
 def test_a_merge_within_what_measurements_are_off_is_no_surprise() -> None:
@@ -88,9 +87,6 @@ def test_a_merge_within_what_measurements_are_off_is_no_surprise() -> None:
     assert round(clean.steps[-1].apart, 3) == 0.249
     assert clean.margins[0].error < 0.07
     assert {len(group(shaken(clean.measured, 0.1, seed)).groups) for seed in range(60)} == {1, 2}
-
-
-# ---- what decides ----
 
 
 def test_a_merge_is_decided_by_the_mean_time_of_a_message() -> None:
@@ -134,25 +130,13 @@ def test_a_large_group_counts_by_its_devices() -> None:
     assert len(group(measured(times_s, [3, 1, 1]), threshold_gbps=1 / 6.9).groups) == 2
 
 
-def test_devices_of_a_site_with_a_slow_network_are_groups_of_their_own() -> None:
+def test_devices_of_a_site_merge_one_by_one_or_not_at_all() -> None:
+    """One merges with b before it would with the other; the mean of both decides then."""
     found = group(measured([[6, 9], [9, 2]], [3, 4]), threshold_gbps=1 / 5)
     assert [one.parts for one in found.groups] == [(Part(0, 1),)] * 3 + [(Part(1, 4),)]
-
-
-def test_devices_whose_links_are_faster_than_their_own_network_merge_one_by_one() -> None:
-    """One merges with b before it would with the other; the mean of both decides then."""
     found = group(measured([[4, 1], [1, 0]], [2, 1]), threshold_gbps=1 / 3)
     assert [one.parts for one in found.groups] == [(Part(0, 2), Part(1, 1))]
     assert [step.apart for step in found.steps] == [1, 2.5]
-
-
-def test_latency_counts() -> None:
-    """The same bandwidth, and a latency that makes a message slower than the threshold."""
-    setup = read_setup("spantrain-setting-2")
-    near = group(measured_of(setup))
-    far = replace(setup, links=tuple(link.model_copy(update={"latency_ms": 500.0}) for link in setup.links))
-    assert len(near.groups) == 1
-    assert len(group(measured_of(far)).groups) == 10
 
 
 def test_subgroups_by_speed() -> None:
@@ -186,9 +170,6 @@ def test_no_error_within_the_margin_changes_anything(data: st.DataObject) -> Non
     assume(all(margin.error > 0.05 for margin in clean.margins))
     noisy = group(shaken(clean.measured, 0.05, data.draw(st.integers(0, 1000))))
     assert plain(noisy) == plain(clean)
-
-
-# ---- from files ----
 
 
 def test_times_and_speeds_of_a_profile(tmp_path: Path) -> None:

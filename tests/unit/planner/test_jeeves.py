@@ -29,9 +29,6 @@ def costs(busy: float, latency: float, n: int = 4, hold: float = 0.0) -> Costs:
     return uniform(n, 1, wires=wires, activation=UNIT)
 
 
-# ---- the greedy ----
-
-
 def test_without_delay_it_is_1f1b() -> None:
     """Backward first, and no more forward passes than memory holds."""
     free = uniform(4, 1, activation=UNIT)
@@ -51,17 +48,13 @@ def test_the_order_it_ran_in_simulates_to_the_same_times() -> None:
             assert fleet.makespan_ns == simulate(found[0], wired).makespan_ns
 
 
-def test_more_memory_helps_up_to_a_point() -> None:
-    """The paper's Figure 7(c)."""
+def test_memory_and_backward_passes() -> None:
+    """The paper's Figure 7(c). On the last stage every backward pass follows its forward pass at once."""
     wired = costs(0.2, 4)
     spans = [simulate(jeeves(16, wired, [m * UNIT] * 4)[0], wired).makespan_ns for m in (2, 4, 6, 8, 16)]
     assert spans == sorted(spans, reverse=True)
     assert spans[0] > spans[2]
     assert spans[-2] == spans[-1]
-
-
-def test_a_backward_pass_goes_first() -> None:
-    """On the last stage every backward pass follows its forward pass at once, however many forwards wait."""
     (found,) = jeeves(6, costs(0, 0.1), [9 * UNIT] * 4)
     kinds = [op.kind for op in found.orders[3]]
     assert kinds == [Kind.F, Kind.B] * 6
@@ -90,48 +83,36 @@ def test_it_makes_schedules_within_memory_whatever_things_cost(
         assert max(peaks(schedule, wired)) <= memory * UNIT
 
 
-def test_memory_for_no_microbatch() -> None:
+def test_what_cannot_run_is_named() -> None:
     with pytest.raises(PlanError, match="stage 0 holds 1048576 for one microbatch, its memory allows 7"):
         jeeves(2, uniform(2, 1, activation=UNIT), [7, 7])
+    good = one_f_one_b(2, 2)
+    bad = Schedule("bad", good.device_of_stage, 2, (good.orders[0][::-1], good.orders[1]))
+    with pytest.raises(PlanError, match="replica 1: the schedule cannot end: device 0 waits at cell 1"):
+        simulate_fleet([good, bad], uniform(2, 1))
 
 
-# ---- replicas ----
-
-
-def test_one_replica_is_a_plain_simulation() -> None:
+def test_replicas_of_one_and_of_many() -> None:
+    """So a fair share of many replicas needs no simulation of all of them."""
     for make in (gpipe, one_f_one_b, zb_h1):
         fleet = simulate_fleet([make(4, 8)], costs(0.5, 0.25))
         plain = simulate(make(4, 8), costs(0.5, 0.25))
         assert (fleet.timelines[0].starts, fleet.timelines[0].ends) == (plain.starts, plain.ends)
         assert fair_starts([make(4, 8)], costs(0.5, 0.25)) == [plain.starts]
-
-
-def test_equal_replicas_on_a_fair_link_are_one_whose_messages_are_as_large_as_all() -> None:
-    """So a fair share of many replicas needs no simulation of all of them."""
     for make, hold in itertools.product((one_f_one_b, zb_h1), (0.0, 0.7)):
         lumped = simulate(make(4, 8), costs(5 * 0.25, 0.5, hold=hold))
         assert set(fair_starts([make(4, 8)] * 5, costs(0.25, 0.5, hold=hold))) == {lumped.starts}
 
 
-def test_one_message_at_a_time_is_sooner_than_all_at_once() -> None:
+def test_turns_on_a_link() -> None:
     fair = fair_starts([one_f_one_b(4, 8)] * 4, costs(0.25, 0.5))
     fleet = simulate_fleet([one_f_one_b(4, 8)] * 4, costs(0.25, 0.5))
     assert max(t.starts[0][-1] for t in fleet.timelines) < max(starts[0][-1] for starts in fair)
     sent = sorted((m.start_ns, m.freed_ns) for t in fleet.timelines for m in t.messages if m.op.kind is Kind.F)
     assert all(freed <= start for (_, freed), (start, _) in itertools.pairwise(sent))
-
-
-def test_a_blocking_sender_waits_for_the_acknowledgement() -> None:
     wired = costs(1, 2, n=2, hold=4)
     (timeline,) = simulate_fleet([gpipe(2, 3)], wired).timelines
     forth = [m for m in timeline.messages if m.op.kind is Kind.F]
     assert [m.start_ns // NS for m in forth] == [1, 6, 11]
     assert [m.arrives_ns // NS for m in forth] == [4, 9, 14]
     assert timeline.starts == simulate(gpipe(2, 3), wired).starts
-
-
-def test_a_stuck_replica_is_named() -> None:
-    good = one_f_one_b(2, 2)
-    bad = Schedule("bad", good.device_of_stage, 2, (good.orders[0][::-1], good.orders[1]))
-    with pytest.raises(PlanError, match="replica 1: the schedule cannot end: device 0 waits at cell 1"):
-        simulate_fleet([good, bad], uniform(2, 1))

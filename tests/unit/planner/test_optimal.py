@@ -29,28 +29,28 @@ def test_two_sites_and_1f1bs_memory_cost_four_delays(latency: float, bandwidth: 
     assert timeline.makespan_ns == found.lower_bound_ns == (27 + 4 * (latency + bandwidth)) * NS
 
 
-def test_two_stages_on_each_device() -> None:
+def test_stages_and_weight_gradients() -> None:
+    """With frozen weights W ends when it begins: it precedes the F that begins then and needs its memory."""
     case = Case(2, 4, 2, 0.5, 0, 2)
     hint = zb_v(2, 4)
     found = optimal("best", wave(2), 4, case.costs(2), case.limits(), hint)
     timeline = validate(found.schedule, case.costs(2), case.limits())
     assert found.proved
     assert found.lower_bound_ns == timeline.makespan_ns <= validate(hint, case.costs(2)).makespan_ns
-
-
-def test_weight_gradients_that_take_no_time_leave_room_for_the_next_microbatch() -> None:
-    """With frozen weights W ends when it begins: it precedes the F that begins then and needs its memory."""
     costs, limits = uniform(4, 1, (1.0, 1.0, 0.0), activation=2), [8] * 4
     found = optimal("best", straight(4), 8, costs, limits)
     assert validate(found.schedule, costs, limits).makespan_ns == found.lower_bound_ns == 22 * NS
 
 
-def test_memory_in_bytes_and_times_in_nanoseconds() -> None:
+def test_memory_in_bytes_and_memory_for_nothing() -> None:
     """Numbers as a plan has them, without a large common divisor."""
     times, limits = (0.150000001, 0.150000003, 0.150000007), [8 * 1284636673] * 4
     costs = uniform(4, 1, times, release_of_d=2 / 34, activation=1284636673)
     found = optimal("best", straight(4), 8, costs, limits, cross_ud(4, 8, costs, limits), time_limit_s=2.0)
     assert 0 < found.lower_bound_ns <= validate(found.schedule, costs, limits).makespan_ns
+    case = Case(2, 2, 2, 0, 0, 1)
+    with pytest.raises(PlanError, match="best: no schedule within the memory; none exists"):
+        optimal("best", straight(2), 2, case.costs(), [1, 1])
 
 
 def test_blocks_cut_into_parts() -> None:
@@ -63,12 +63,6 @@ def test_blocks_cut_into_parts() -> None:
     assert found.lower_bound_ns == validate(found.schedule, costs, limits).makespan_ns == 26.5 * NS
     with pytest.raises(PlanError, match="blocks cut into 2 cannot begin with a schedule that cuts them into 1"):
         optimal("best", straight(3), 6, costs, limits, cross_ud(3, 6, costs, limits), parts=2)
-
-
-def test_memory_for_no_microbatch_has_no_schedule() -> None:
-    case = Case(2, 2, 2, 0, 0, 1)
-    with pytest.raises(PlanError, match="best: no schedule within the memory; none exists"):
-        optimal("best", straight(2), 2, case.costs(), [1, 1])
 
 
 def test_a_solver_without_time_gives_back_the_schedule_that_it_began_with() -> None:

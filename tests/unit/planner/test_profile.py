@@ -21,9 +21,6 @@ def problem(folder: Path, *changes: tuple[str, str]) -> Problem:
     return Problem(read_setup(files(folder, *changes)))
 
 
-# ---- what a problem makes of it ----
-
-
 def test_each_layer_has_its_time_on_each_kind_of_device(tmp_path: Path) -> None:
     found = problem(tmp_path)
     costs = found.costs((1, 1, 1, 1))
@@ -65,15 +62,12 @@ def test_a_file_of_overheads_alone_goes_with_any_times(tmp_path: Path) -> None:
     assert plain.calibration_error is None
 
 
-def test_a_calibration_before_a_site_changed_is_refused(tmp_path: Path) -> None:
+def test_calibrated_profiles(tmp_path: Path) -> None:
     since = ("memory_gib = 8", "memory_gib = 8\nsince = 2026-03-02")
     with pytest.raises(ConfigError, match=r"was measured at 2026-03-01 10:00, before .*problem.toml .*1 changed"):
         problem(tmp_path, (PROFILE, HEAD + OVERHEADS), since)
     later = OVERHEADS.replace("error", "at = 2026-03-03T00:00:00Z\nerror")
     assert problem(tmp_path, (PROFILE, HEAD + later), since).calibration_error == 0.03
-
-
-def test_plans_from_a_calibrated_profile_have_an_interval(tmp_path: Path) -> None:
     found = plan_json(make_plan(problem(tmp_path), sensitivity=False))
     assert found["calibration_error"] == 0.03
     for row in (found["chosen"], *found["candidates"]):
@@ -84,31 +78,22 @@ def test_plans_from_a_calibrated_profile_have_an_interval(tmp_path: Path) -> Non
     assert plain["chosen"]["iteration_s"] < found["chosen"]["iteration_s"]
 
 
-def test_extra_layers_are_the_embedding_and_the_output(tmp_path: Path) -> None:
+def test_extra_and_recomputed_layers_and_slower_replicas(tmp_path: Path) -> None:
     found = problem(tmp_path, ("microbatches = 4", "extra_layers = 2\nmicrobatches = 4"))
     assert [round(unit.forward_s * 1e3) for unit in found.units] == [1, 10, 10, 10, 20, 3]
     one = problem(tmp_path, ("microbatches = 4", "extra_layers = 1\nmicrobatches = 4"))
     assert [round(unit.forward_s * 1e3) for unit in one.units] == [1, 10, 10, 10, 23]
-
-
-def test_recomputed_layers_pay_the_forward_pass_again(tmp_path: Path) -> None:
     found = problem(tmp_path, ("microbatches = 4", 'recompute = "full"\nmicrobatches = 4'))
     assert [unit.input_gradient_s for unit in found.units][1:3] == [pytest.approx(0.021)] * 2
-
-
-def test_replicas_at_different_kinds_go_at_the_pace_of_the_slower(tmp_path: Path) -> None:
     change = ("pipeline = 4", "pipeline = 2\ndata = 2")
     assert regrouped(problem(tmp_path, change), 2).setup.sites[0].device == "slow"
 
 
-def test_a_plan_with_a_profile_can_be_planned_again_without_the_file(tmp_path: Path) -> None:
+def test_a_plan_and_a_problem_keep_the_times(tmp_path: Path) -> None:
     plan = make_plan(problem(tmp_path), sensitivity=False)
     (tmp_path / "profile.toml").unlink()
     again = read_problem(json.loads(json.dumps(plan_json(plan)))["problem"], "plan.json")
     assert again.costs((1, 1, 1, 1)) == plan.problem.costs((1, 1, 1, 1))
-
-
-def test_times_of_layers_can_stand_in_the_problem_itself(tmp_path: Path) -> None:
     rows = "[[profile.layers]]\ncount = 4\nforward_ms = {}\ninput_gradient_ms = 2\nweight_gradient_ms = 3\n"
     found = problem(tmp_path, ('file = "profile.toml"\n', ""), ("[[sites]]", rows.format(1) + "\n[[sites]]"))
     assert [round(unit.forward_s * 1e3) for unit in found.units] == [1, 1, 1, 1]
@@ -159,9 +144,6 @@ def test_a_newer_measurement_of_what_changed_is_enough(tmp_path: Path) -> None:
     since = ("latency_ms = 5", "latency_ms = 5\nsince = 2026-03-02T00:00:00+01:00")
     dated = [(f"latency_ms = {ms}\n", f"latency_ms = {ms}\nat = 2026-03-01T23:00:00Z\n") for ms in (7, 8)]
     assert read_setup(files(tmp_path, since, *dated)).links[0].latency_ms == 7
-
-
-# ---- the file ----
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

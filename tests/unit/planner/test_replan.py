@@ -83,9 +83,7 @@ def as_planned(running: Running) -> list[tuple[float, float, float]]:
         (10.0, 11.0, 0.0, (None, False)),
     ],
 )
-def test_a_swap_must_gain_enough_soon_enough(
-    now_s: float, new_s: float, swap_s: float, answer: tuple[int | None, bool]
-) -> None:
+def test_a_swap_must_gain_enough(now_s: float, new_s: float, swap_s: float, answer: tuple[int | None, bool]) -> None:
     break_even, advised, why = decide(now_s, new_s, swap_s, Limits(least_gain=0.02, within=50))
     assert (break_even, advised) == answer
     assert why
@@ -101,7 +99,7 @@ def test_layers_that_change_their_device() -> None:
 # ---- whole plans ----
 
 
-def test_a_plan_is_read_back_as_it_was_made() -> None:
+def test_plans_are_read_back_as_they_were_made() -> None:
     plan = planned("1f1b", "cross_ud/2")
     running = running_of(plan)
     assert running.schedules == plan.chosen.schedules
@@ -109,9 +107,6 @@ def test_a_plan_is_read_back_as_it_was_made() -> None:
     assert running.iteration_s(running.problem) == plan.chosen.iteration_s
     assert running.problem.setup.model == plan.problem.setup.model
     assert running.problem.setup.links == plan.problem.setup.links
-
-
-def test_replicas_with_orders_of_their_own_are_read_back() -> None:
     problem = Problem(read_setup("jeeves")).with_training(data=4, microbatches=16).with_links(bandwidth=4 / 64)
     plan = make_plan(problem.with_options(schedules=["jeeves"], replicas="coordinated"), sensitivity=False)
     running = running_of(plan)
@@ -223,12 +218,17 @@ def test_stages_on_one_device_share_its_pace(tmp_path: Path) -> None:
     assert set(problem.paces[1:]) == {(1.0, 1.0, 1.0)}
 
 
-def test_json_is_read_as_toml_is(tmp_path: Path) -> None:
+def test_json_profiles_are_read_as_toml_is(tmp_path: Path) -> None:
     row = {"sender": "dc1", "receiver": "dc2", "bandwidth_gbps": 10, "latency_ms": 3}
     text = json.dumps({"measured": {"source": "a test"}, "links": [row]})
     one = read_measured(profile(tmp_path, text, "profile.json"))
     two = read_measured(profile(tmp_path, LINKS.format(gbps=10, ms=3)))
     assert (one.links, one.run) == (two.links, two.run)
+    (text,) = [block.text for block in blocks(ROOT / "docs" / "planner.md") if block.text.startswith("[measured]")]
+    file = tmp_path / "profile.toml"
+    file.write_text(text)
+    found = read_measured(file)
+    assert (len(found.stages), len(found.links), found.run.iterations) == (1, 1, 20)
 
 
 def test_one_way_of_a_link_alone(tmp_path: Path) -> None:
@@ -241,14 +241,6 @@ def test_one_way_of_a_link_alone(tmp_path: Path) -> None:
     forth, back = (problem.costs(running.division).wires[pair] for pair in ((3, 4), (4, 3)))
     assert forth.busy_ns == round(problem.message_bytes * 8 / 1e9 * NS)
     assert forth.busy_ns > back.busy_ns
-
-
-def test_the_documents_profile_is_one(tmp_path: Path) -> None:
-    (text,) = [block.text for block in blocks(ROOT / "docs" / "planner.md") if block.text.startswith("[measured]")]
-    file = tmp_path / "profile.toml"
-    file.write_text(text)
-    found = read_measured(file)
-    assert (len(found.stages), len(found.links), found.run.iterations) == (1, 1, 20)
 
 
 # ---- mistakes ----

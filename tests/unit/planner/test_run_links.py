@@ -19,7 +19,7 @@ from dips.planner.run.links import BACK, FORTH, NO_NOTE, LinkBoard, Passage, Ran
         (100, 130, RankLink(0, 1, 0, 0, 5, 10), Passage(130, 130, 135, 140)),
     ],
 )
-def test_a_message_waits_for_its_link_occupies_it_and_then_travels(
+def test_a_message_occupies_its_link_and_travels(
     ready_ns: int, free_ns: int, link: RankLink, expected: Passage
 ) -> None:
     assert passage(ready_ns, free_ns, link) == expected

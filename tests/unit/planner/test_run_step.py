@@ -92,9 +92,6 @@ def test_a_batch_that_does_not_divide_is_refused(sizes: tuple[int | None, int | 
         pipeline.step(inputs, targets)
 
 
-# ---- another plan between two steps ----
-
-
 def test_a_swapped_plan_goes_on_and_the_old_one_is_freed() -> None:
     """Also with other stages of the same layers; shapes are learnt again."""
     layers = {n: model.block(n, CPU) for n in range(3)}

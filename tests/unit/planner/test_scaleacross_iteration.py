@@ -72,14 +72,11 @@ def test_every_schedule_is_complete_and_ends(n_devices: int, chunks: int, n: int
         assert max(peaks(schedule, costs)) <= n * (1 << 20)
 
 
-def test_dora_pp_deals_chunks_round_robin() -> None:
+def test_where_chunks_go() -> None:
     schedule = dora_pp(2, 4, 3, 2)
     assert [schedule.stages_of(device) for device in (0, 1)] == [(0, 2, 4), (1, 3, 5)]
     forward = [(op.stage, op.microbatch) for op in schedule.orders[0] if op.kind is Kind.F]
     assert forward[:6] == [(0, 0), (0, 1), (2, 0), (2, 1), (4, 0), (4, 1)]
-
-
-def test_interleaved_zbv_goes_forth_and_back() -> None:
     assert zigzag(3, 3) == (0, 1, 2, 2, 1, 0, 0, 1, 2)
 
 
@@ -95,14 +92,11 @@ def test_crossings_of_a_microbatch(chunks: int) -> None:
         assert len(simulate(schedule, costs).messages) == n * wanted
 
 
-def test_interleaved_zbv_with_two_chunks_is_zbv() -> None:
+def test_orders_with_two_chunks_and_slow_messages() -> None:
     """ZB-V's own length, 25.5, for 4 devices and 8 microbatches; DoraPP without delay is shorter than interleaved 1F1B,
     which has 28.5."""
     assert validate(interleaved_zb_v(4, 8, 2, 8), uniform(8, 2)).makespan_ns == 25.5 * NS
     assert validate(dora_pp(4, 8, 2, 4), uniform(8, 2)).makespan_ns < 28.5 * NS
-
-
-def test_an_order_for_slow_messages_is_shorter_with_them() -> None:
     wires = {pair: Wire(number, NS, NS) for number, pair in enumerate([(0, 1), (1, 0)])}
     costs = uniform(8, 4, wires=wires)
     quick, slow = (simulate(interleaved_zb_v(2, 16, 4, 8, delay), costs).makespan_ns for delay in (0, 32))

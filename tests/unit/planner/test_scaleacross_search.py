@@ -13,50 +13,35 @@ import pytest
 from support.scaleacross import best_of_all, read, small
 
 from dips.planner.errors import PlanError
+from dips.planner.scaleacross import search
 from dips.planner.scaleacross.iteration import Outermost, Sharding, Split
-from dips.planner.scaleacross.search import (
-    FACTORS,
-    cases_of,
-    catches_up,
-    choice_of,
-    counts_of_chunks,
-    even,
-    explore,
-    lower_bound_s,
-    parts_of,
-    sampled,
-    splits,
-    togethers,
-    valid,
-    varied,
-)
 
 
 def test_a_small_problem_has_the_best_of_all(tmp_path: Path) -> None:
     topology = small(tmp_path, layers=4)
-    found = explore(topology, links=True)
+    found = search.explore(topology, links=True)
     assert found.best[0].links_s == pytest.approx(best_of_all(topology, True))
     assert found.n_cases >= found.n_played > 0
     # A bound that is not near would let all cases be played.
-    assert all(lower_bound_s(topology, choice.case) > 0.7 * choice.links_s for choice in found.best)
+    assert all(search.lower_bound_s(topology, choice.case) > 0.7 * choice.links_s for choice in found.best)
 
 
 def test_what_is_tried(tmp_path: Path) -> None:
     """Microbatches together: as many as stages, twice as many, all; each placement with both schedules."""
-    assert (togethers(2, 16), togethers(8, 16), togethers(8, 4)) == ([2, 4, 16], [8, 16], [4])
-    assert (even(10, 4), even(9, 2), even(11, 4)) == ([2, 3, 3, 2], [5, 4], [3, 3, 3, 2])
+    assert (search.togethers(2, 16), search.togethers(8, 16), search.togethers(8, 4)) == ([2, 4, 16], [8, 16], [4])
+    assert (search.even(10, 4), search.even(9, 2), search.even(11, 4)) == ([2, 3, 3, 2], [5, 4], [3, 3, 3, 2])
     rows = np.array([[2, 2, 5], [1, 3, 5], [3, 3, 3], [3, 3, 3], [2, 1, 6], [0, 3, 6]])
-    assert valid(rows, 2.5).tolist() == [[2, 2, 5], [3, 3, 3]]
-    assert valid(rows, 6).tolist() == [[1, 3, 5], [2, 1, 6], [2, 2, 5], [3, 3, 3]]
+    assert search.valid(rows, 2.5).tolist() == [[2, 2, 5], [3, 3, 3]]
+    assert search.valid(rows, 6).tolist() == [[1, 3, 5], [2, 1, 6], [2, 2, 5], [3, 3, 3]]
     topology = small(tmp_path, layers=4)
     split = Split(4, 1, 1, 2, 2, 2)
-    cases = list(cases_of(topology, split))
+    cases = list(search.cases_of(topology, split))
     assert {case.kind[:2] for case in cases} == {
         (Outermost.DP, Sharding.FSDP), (Outermost.DP, Sharding.HSDP), (Outermost.PP, Sharding.FSDP),
     }  # fmt: skip
     assert sorted({(case.chunks, case.together) for case in cases}) == [(1, 2), (1, 4), (2, 2), (2, 4)]
     assert len(cases) == 3 * 2 * 4
-    found = list(splits(topology))
+    found = list(search.splits(topology))
     assert len(found) == len(set(found)) == 23
     assert {one.context for one in found} == {1, 2, 4}
     for one in found:
@@ -65,7 +50,7 @@ def test_what_is_tried(tmp_path: Path) -> None:
 
 
 def test_the_best_of_each_kind_the_fastest_first(tmp_path: Path) -> None:
-    found = explore(small(tmp_path), links=True)
+    found = search.explore(small(tmp_path), links=True)
     times = [choice.links_s for choice in found.best]
     assert times == sorted(times)
     assert len({choice.case.kind for choice in found.best}) == len(found.best)
@@ -79,7 +64,7 @@ def test_the_best_of_each_kind_the_fastest_first(tmp_path: Path) -> None:
         assert split.tensor * split.context * split.pipeline * split.data == 16
 
 
-def test_one_building_has_no_placement(tmp_path: Path) -> None:
+def test_one_building_and_too_little_memory(tmp_path: Path) -> None:
     topology = small(tmp_path)
     alone = replace(
         topology,
@@ -87,60 +72,51 @@ def test_one_building_has_no_placement(tmp_path: Path) -> None:
         routes=(),
         zones=(topology.zones[0].model_copy(update={"accelerators": 16}),),
     )
-    assert {choice.case.kind[:2] for choice in explore(alone).best} == {(Outermost.DP, Sharding.FSDP)}
-
-
-def test_too_little_memory(tmp_path: Path) -> None:
+    assert {choice.case.kind[:2] for choice in search.explore(alone).best} == {(Outermost.DP, Sharding.FSDP)}
     with pytest.raises(PlanError, match=r"no configuration of .* fits in memory_gib = 1 and in the buildings"):
-        explore(small(tmp_path, memory_gib=1))
+        search.explore(small(tmp_path, memory_gib=1))
 
 
-def test_parts_add_up(tmp_path: Path) -> None:
+def test_parts_add_up_and_degrees_are_the_default_ones(tmp_path: Path) -> None:
+    """TP is the accelerators of a server; a part of a sequence has 2,048 tokens at least."""
     topology = small(tmp_path)
-    for choice in explore(topology, links=True).best:
-        parts = parts_of(topology, choice, links=True)
+    for choice in search.explore(topology, links=True).best:
+        parts = search.parts_of(topology, choice, links=True)
         assert sum(parts) == pytest.approx(choice.links_s)
         assert parts.computing_s > 0
         assert min(parts) >= 0
-
-
-def test_the_bandwidth_at_which_another_is_as_fast(tmp_path: Path) -> None:
-    """Narrow ways between buildings suit one placement, wide ones the other."""
-    topology = small(tmp_path, oversubscription=200)
-    best, *others = explore(topology, links=True).best
-    for other in others:
-        found = catches_up(topology, best, other, links=True)
-        if found is None:
-            continue
-        factor, more = found
-        changed = topology.with_bandwidth(factor if more else 1 / factor)
-        a, b = (choice_of(changed, one.case, one.division).links_s for one in (best, other))
-        assert b <= a
-    slowest = max(others, key=lambda choice: choice.links_s)
-    assert catches_up(topology, slowest, best, links=True) == (FACTORS[0], True)
-
-
-def test_the_default_degrees(tmp_path: Path) -> None:
-    """TP is the accelerators of a server; a part of a sequence has 2,048 tokens at least."""
-    found = list(splits(read(tmp_path)))
+    found = list(search.splits(read(tmp_path)))
     assert {split.tensor for split in found} == {8}
     assert {split.context for split in found} == {1, 2, 4}
     assert {split.expert for split in found} == {1}
     assert Split(8, 1, 1, 2, 4, 2) in found
 
 
-def test_counts_of_chunks() -> None:
-    assert counts_of_chunks(9, 2) == [1, 2, 3, 4]
-    assert counts_of_chunks(62, 2) == [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 31]
+def test_the_bandwidth_at_which_another_is_as_fast(tmp_path: Path) -> None:
+    """Narrow ways between buildings suit one placement, wide ones the other."""
+    topology = small(tmp_path, oversubscription=200)
+    best, *others = search.explore(topology, links=True).best
+    for other in others:
+        found = search.catches_up(topology, best, other, links=True)
+        if found is None:
+            continue
+        factor, more = found
+        changed = topology.with_bandwidth(factor if more else 1 / factor)
+        a, b = (search.choice_of(changed, one.case, one.division).links_s for one in (best, other))
+        assert b <= a
+    slowest = max(others, key=lambda choice: choice.links_s)
+    assert search.catches_up(topology, slowest, best, links=True) == (search.FACTORS[0], True)
 
 
-def test_divisions_keep_their_layers_and_their_ratio() -> None:
+def test_chunks_and_divisions() -> None:
+    assert search.counts_of_chunks(9, 2) == [1, 2, 3, 4]
+    assert search.counts_of_chunks(62, 2) == [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 31]
     rng = np.random.default_rng(0)
-    rows = sampled(50, 8, 3.0, 100, rng)
-    more = varied(rows, 3.0, 20, rng)
+    rows = search.sampled(50, 8, 3.0, 100, rng)
+    more = search.varied(rows, 3.0, 20, rng)
     assert len(rows) >= 90
-    assert even(50, 8) in rows.tolist()
+    assert search.even(50, 8) in rows.tolist()
     for found in (rows, more):
         assert (found.sum(axis=1) == 50).all()
         assert (found.max(axis=1) <= 3 * found.min(axis=1)).all()
-    assert sampled(8, 8, 3.0, 100, rng).tolist() == [[1] * 8]
+    assert search.sampled(8, 8, 3.0, 100, rng).tolist() == [[1] * 8]

@@ -21,10 +21,6 @@ def test_ways_follow_servers_zones_buildings_and_regions(tmp_path: Path) -> None
     assert topology.way(0, 16) == pytest.approx(Way(25e9, 10e-6))
     assert topology.way(0, 32) == pytest.approx(Way(6.25e9, 1005e-6))
     assert topology.slowest(np.array([0, 0, 0]), np.array([7, 16, 8])) == topology.way(0, 16)
-
-
-def test_ten_kilometres_are_50_us(tmp_path: Path) -> None:
-    topology = read(tmp_path)
     near, far = topology.with_routes(distance_km=0), topology.with_routes(distance_km=10)
     assert far.way(0, 32).latency_s - near.way(0, 32).latency_s == pytest.approx(50e-6)
 
@@ -87,22 +83,13 @@ def test_an_unknown_name(tmp_path: Path) -> None:
         read_topology("nowhere")
 
 
-# ---- traffic ----
-
-
-def test_a_message_is_never_faster_than_its_size_over_the_latency() -> None:
+def test_what_latency_and_loss_cost() -> None:
     for size in (1.0, 1e6, 1e9):
         for latency_s in (50e-6, 1e-3):
             assert size / Way(1e15, latency_s).message_s(size) <= size / latency_s
-
-
-def test_a_ring_of_many_members_is_bound_by_latency() -> None:
     assert traffic.ring_s(8e6, 1, 1e9, 1.0) == 0
     assert traffic.ring_s(8e6, 4, 1e9, 0.0) == pytest.approx(6e-3)
     assert traffic.ring_s(8e6, 1024, 1e12, 1e-3) == pytest.approx(1.023, rel=1e-3)
-
-
-def test_a_lost_packet_costs_its_message_a_round_trip() -> None:
     assert traffic.retransmission_s(10, 4096, 0.5, 4096, 2e-3) == pytest.approx(10 * 0.5 * 2e-3)
     assert traffic.retransmission_s(10, 4097, 0.5, 4096, 2e-3) == pytest.approx(10 * 0.75 * 2e-3)
     assert traffic.retransmission_s(10, 1e6, 0.0, 4096, 2e-3) == 0

@@ -45,9 +45,6 @@ def uneven(folder: Path, numbers: tuple[int, ...] = (16, 32, 16, 24), **changes:
     return read(folder, text)
 
 
-# ---- places ----
-
-
 def test_replicas_and_stages_go_to_buildings_in_proportion(tmp_path: Path) -> None:
     """32 and 56 accelerators, in groups of 8: 4 and 7 groups."""
     topology = uneven(tmp_path)
@@ -113,9 +110,6 @@ def test_experts_that_do_not_divide_are_refused(tmp_path: Path) -> None:
         check_places(uneven(tmp_path), case)
 
 
-# ---- the search ----
-
-
 def test_a_search_says_what_it_leaves_over(tmp_path: Path) -> None:
     """32 and 56 accelerators are 11 groups of 8; 64 sequences divide among 1, 2, 4, 8 replicas."""
     topology = uneven(tmp_path)
@@ -140,9 +134,6 @@ def test_the_slowest_zone_counts_and_that_is_said(tmp_path: Path) -> None:
         "all accelerators count with the least sustained_tflops, 300 TFLOP/s of zone b2",
         "all accelerators count with the least memory_gib, 80 GiB of zone a1",
     )
-
-
-# ---- a problem's file ----
 
 
 def two_sites(folder: Path, **changes: str) -> ClusterFile:
@@ -223,16 +214,13 @@ def test_a_message_takes_as_long_as_on_the_link_of_a_plan(tmp_path: Path) -> Non
     )  # fmt: skip
 
 
-def test_gradients_share_the_link_too(tmp_path: Path) -> None:
+def test_gradients_and_free_networks(tmp_path: Path) -> None:
     """DP-out: a replica of each stage sends on at the building's edge, three stages of two devices."""
     topology = of_problem(two_sites(tmp_path))
     ring = ways_of(topology, Outermost.DP, Sharding.FSDP, Split(2, 1, 1, 3, 3, 1)).ring
     assert ring.bytes_per_s == pytest.approx(50e9 / 8 / 6)
     wide = topology.with_bandwidth(1e4)
     assert wide.way(0, 8, 6).bytes_per_s == 800e9 / 8
-
-
-def test_a_network_that_costs_nothing_stays_free(tmp_path: Path) -> None:
     setup = two_sites(tmp_path, **{"network_gbps = 1600\n": "", "network_gbps = 3200\n": ""})
     assert of_problem(setup).accelerators.network_gbps == FREE_GBPS
 
@@ -255,13 +243,10 @@ def test_what_cannot_be_counted_is_refused(tmp_path: Path, old: str, new: str, s
         of_problem(two_sites(tmp_path, **{old: new}))
 
 
-def test_every_pair_of_sites_needs_a_link(tmp_path: Path) -> None:
+def test_sites_without_a_link_and_devices_without_a_group(tmp_path: Path) -> None:
     setup = two_sites(tmp_path)
     with pytest.raises(PlanError, match="no link from amsterdam to stockholm, which ScaleAcross Explorer needs"):
         of_problem(replace(setup, links=()))
-
-
-def test_devices_without_a_whole_group_are_said(tmp_path: Path) -> None:
     setup = two_sites(tmp_path, **{"devices = 8": "devices = 9", "memory_gib = 80": "memory_gib = 40"})
     assert of_problem(setup).notes == (
         "1 devices of amsterdam are not used: no whole group of 2",

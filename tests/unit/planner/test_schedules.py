@@ -29,9 +29,6 @@ def times(schedule: Schedule, chunks: int) -> tuple[float, float]:
     return timeline.makespan_ns / NS, timeline.device_span_ns / NS
 
 
-# ---- published facts ----
-
-
 @pytest.mark.parametrize(
     ("name", "makespan", "device_span"),
     [("1f1b", 33, 33), ("interleaved_1f1b", 28.5, 28.5), ("zb_h1", 27, 27), ("zb_v", 25.5, 24), ("gpipe", 33, 33)],
@@ -109,9 +106,6 @@ def test_zb_v_of_many_microbatches_is_its_pattern_whatever_the_delays() -> None:
         assert case.schedule("zb_v")[0] == zb_v(4, case.n_mb)
 
 
-# ---- messages ----
-
-
 def test_a_message_occupies_its_link_and_then_takes_its_latency() -> None:
     """Two devices: F of microbatch m leaves at m + 1, and the link is busy for 2 with each."""
     costs = uniform(2, 1, wires={(0, 1): Wire(0, 2 * NS, 5 * NS)})
@@ -158,9 +152,6 @@ def test_crossings_of_each_microbatch_with_two_sites(name: str, crossings: int) 
     assert len(simulate(make(4, 8), costs).messages) == 8 * crossings
 
 
-# ---- the greedy ----
-
-
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_without_delay_the_greedy_is_as_good_as_zb_h1(parts: int) -> None:
     case = Case(4, 8, 2, 0, 0, 1)
@@ -189,19 +180,13 @@ def test_the_greedy_makes_a_schedule_within_memory_whatever_things_cost(
         assert timeline.makespan_ns >= max(n * sum(t) for t in stage_times[:devices])
 
 
-def test_more_memory_never_slows_the_greedy_on_the_grid() -> None:
+def test_memory_and_the_greedy() -> None:
     for case in cases([4], [8], [2, 4], [0, 0.5, 2], [0, 1], [1]):
         wide = Case(case.n_pp, case.n_mb, case.n_sites, case.latency, case.bandwidth, 2)
         spans = [simulate(cross_ud(4, 8, c.costs(), c.limits()), c.costs()).makespan_ns for c in (case, wide)]
         assert spans[1] <= spans[0]
-
-
-def test_a_device_that_holds_no_microbatch_is_refused() -> None:
     with pytest.raises(PlanError, match="stage 0 holds 1048576 for one microbatch, its memory allows 5: make"):
         cross_ud(2, 2, uniform(2, 1), [5, 5])
-
-
-# ---- text ----
 
 
 @MAKERS
@@ -216,9 +201,6 @@ def test_parts_are_printed() -> None:
     schedule = cross_ud(2, 2, case.costs(), case.limits(), 2)
     assert "0F0,0F0.1" in schedule.to_csv()
     assert Schedule.from_csv(schedule.to_csv(), schedule.name) == schedule
-
-
-# ---- what is no schedule ----
 
 
 def broken(*orders: str) -> Schedule:
@@ -244,17 +226,11 @@ def test_the_validator_names_the_cell(schedule: Schedule, sentence: str) -> None
         validate(schedule, uniform(schedule.n_stages, 1))
 
 
-def test_the_validator_holds_the_memory_limit() -> None:
+def test_the_validator_holds_memory_and_costs_fit() -> None:
     with pytest.raises(PlanError, match=r"1f1b: device 0 holds 4194304 .* its memory allows 3145728"):
         validate(one_f_one_b(4, 8), uniform(4, 1, activation=UNIT), [3 * UNIT] * 4)
-
-
-def test_costs_must_fit_the_schedule() -> None:
     with pytest.raises(PlanError, match="costs of 3 stages for a schedule of 4"):
         simulate(one_f_one_b(4, 8), uniform(3, 1))
-
-
-# ---- the grid ----
 
 
 def test_rows_have_every_schedule_and_their_delays() -> None:

@@ -84,9 +84,6 @@ def test_a_file_is_read_and_explained(tmp_path: Path) -> None:
     assert lines[-1] == (
         "Place the parameter servers at south: 1 x 10 (north) + 100 x 20 (south) + 10 x 15 (west) = 2160"
     )
-
-
-def test_clusters_may_differ_from_the_sites(tmp_path: Path) -> None:
     text = '[sites]\nnames=["s"]\nclusters=["a","b"]\nbandwidth_gbps=[[1,2]]\ntokens_per_s=[3,4]\n'
     sites = from_toml(_written(tmp_path, text))
     assert sites.explain().endswith("at s: 1 x 3 (a) + 2 x 4 (b) = 11")

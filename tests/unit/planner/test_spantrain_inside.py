@@ -55,29 +55,20 @@ def whole(planner: Planner) -> Inside:
     return found
 
 
-# ---- the paper's examples ----
-
-
-def test_tiles_follow_the_powers_in_any_order() -> None:
+def test_tiles_follow_the_powers_and_other_powers_are_no_grid() -> None:
+    """The nearest grid would give a device more than 12 % too much; three devices have no grid at all."""
     found = tiles([4, 1, 2, 2])
     assert found is not None
     assert [tile.data * tile.tensor * 9 for tile in found] == [4, 1, 2, 2]
-
-
-def test_powers_that_are_no_grid() -> None:
-    """The nearest grid would give a device more than 12 % too much; three devices have no grid at all."""
+    found = tiles([1, 2, 3, 2, 4, 6])
+    assert found is not None
+    assert [tile.data * tile.tensor * 18 for tile in found] == [1, 2, 3, 2, 4, 6]
+    assert sum((tile.data * tile.tensor for tile in found), Fraction()) == 1
     assert tiles([1, 1, 1, 4]) is None
     assert tiles([1, 2, 4]) is None
     assert grid_of([1.0] * 13) is None
     assert grid_of([1, 2, 2, 4.2]) is not None
     assert tiles([1, 1, 1, 4], alike=2) is not None
-
-
-def test_six_devices_as_two_by_three() -> None:
-    found = tiles([1, 2, 3, 2, 4, 6])
-    assert found is not None
-    assert [tile.data * tile.tensor * 18 for tile in found] == [1, 2, 3, 2, 4, 6]
-    assert sum((tile.data * tile.tensor for tile in found), Fraction()) == 1
 
 
 def test_figure_7b_in_a_plan() -> None:
@@ -109,9 +100,6 @@ def test_figure_7c_in_a_plan() -> None:
     assert [parts[site].data * parts[site].tensor * 9 for site in range(4)] == list(powers)
 
 
-# ---- shares ----
-
-
 def test_whole_shares_are_the_fastest_of_all() -> None:
     for total, powers in ((1, (1.0, 2.0)), (7, (1.0, 2.0, 4.0)), (8, (3.0, 3.0, 1.0)), (5, (1.0, 1.0, 1.0))):
         found = whole_shares(total, powers)
@@ -130,9 +118,6 @@ def test_a_microbatch_needs_a_sequence_for_each_device() -> None:
     assert planned(setup, 6, rules=Rules(idle=True)).has_teams(0)
 
 
-# ---- teams ----
-
-
 def test_equal_devices_choose_tensor_or_data_parallel_by_what_is_sent() -> None:
     """With a microbatch and a slow start there is little to send for tensors; with many, gradients are less."""
     setup = problem([{"name": "a", "devices": 4, "network_gbps": 10, "sustained_tflops": 50}], [], layers=6)
@@ -142,8 +127,9 @@ def test_equal_devices_choose_tensor_or_data_parallel_by_what_is_sent() -> None:
     assert found[64].replicas == 4
 
 
-def test_collectives_by_hand() -> None:
-    """Data parallel over 1 Gbit/s: a ring of two sends the gradients once, 16 bits each, in two steps of 1 ms."""
+def test_collectives_and_tensor_parallel_by_hand() -> None:
+    """A ring of two over 1 Gbit/s sends the gradients once, 16 bits each, in two steps of 1 ms; tensor parallel: four
+    all-reduces of a microbatch's message in each layer, each of which sends 2 (t - 1) / t."""
     setup = lan({"sustained_tflops": 1}, {"sustained_tflops": 1})
     planner = planned(setup, 2)
     stage = whole(planner).stages[0]
@@ -151,10 +137,6 @@ def test_collectives_by_hand() -> None:
     parameters = setup.model.parameters()
     assert sync_s(planner.work, stage) == pytest.approx(2 * parameters * 2 / 2 / 125e6 + 2 * 1e-3)
     assert tensor_s(stage) == 0
-
-
-def test_tensor_parallel_by_hand() -> None:
-    """Four all-reduces of a microbatch's message in each layer, forward and backward; each sends 2 (t - 1) / t."""
     setup = problem(
         [{"name": "a", "devices": 4, "network_gbps": 10, "network_latency_us": 5, "sustained_tflops": 50}], [], layers=6
     )
@@ -169,9 +151,6 @@ def test_a_part_of_a_microbatch_takes_its_part_of_the_time() -> None:
     planner = planned(setup, 4, microbatches=1000)
     alone = times_of(planner.work, Stage(planner.lines[0][-1][0][0], 0, 6)).total_s  # all devices in one team
     assert alone == pytest.approx(planner.work.times_s[0][-1].total_s / 4)
-
-
-# ---- memory ----
 
 
 def test_memory_of_a_device_by_hand() -> None:
@@ -199,17 +178,11 @@ def test_a_device_is_left_out_for_its_memory_alone() -> None:
     assert all(not stage.team.left_out for stage in large.stages)
 
 
-def test_nothing_fits() -> None:
+def test_memory_that_is_too_small_or_not_given() -> None:
     assert planned(lan({"memory_gib": 0.05, "sustained_tflops": 1}), 4).inside(0, 0, 6) is None
-
-
-def test_memory_must_be_given() -> None:
     setup = problem([{"name": "a", "memory_gib": None, "sustained_tflops": 1}], [])
     with pytest.raises(PlanError, match=r"problem.toml \[\[sites\]\] 1: memory_gib of a is not given"):
         work_of(setup, 1)
-
-
-# ---- lines ----
 
 
 def all_insides(planner: Planner, group: int) -> list[Inside]:
@@ -259,12 +232,15 @@ def slowest_s(planner: Planner, inside: Inside) -> float:
     )
 
 
-def test_without_second_level_shares_are_even() -> None:
+def test_groups_and_shares_without_a_second_level() -> None:
     setup = lan({"sustained_tflops": 1}, {"sustained_tflops": 3})
     (stage,) = whole(planned(setup, 4, rules=Rules(second_level=False))).stages
     assert [share.tile.data for share in stage.team.shares] == [Fraction(1, 2)] * 2
     with_it = planned(setup, 4)
     assert whole(with_it).stage_s(4) < whole(planned(setup, 4, rules=Rules(second_level=False))).stage_s(4)
+    (group,) = grouped(lan({"sustained_tflops": 1}, {"sustained_tflops": 3}))
+    assert isinstance(group, Group)
+    assert [inner.parts for inner in group.subgroups] == [((0, 1),), ((1, 1),)]
 
 
 def test_a_group_is_one_stage_of_equation_1() -> None:
@@ -278,9 +254,3 @@ def test_a_group_is_one_stage_of_equation_1() -> None:
     assert one.fill_s == pytest.approx(times[0].forward_s + times[1].forward_s + busy_s + 1e-3)
     assert one.each_s == max(time.total_s for time in times)
     assert one.wait_s == pytest.approx(max(0.0, busy_s - one.each_s))
-
-
-def test_groups_are_those_of_the_grouping() -> None:
-    (group,) = grouped(lan({"sustained_tflops": 1}, {"sustained_tflops": 3}))
-    assert isinstance(group, Group)
-    assert [inner.parts for inner in group.subgroups] == [((0, 1),), ((1, 1),)]

@@ -181,14 +181,11 @@ def test_the_search_finds_the_best_plan(seed: int) -> None:
     assert found.iteration_s <= best * 1.03
 
 
-def test_the_same_seed_gives_the_same_plan() -> None:
+def test_seeds_batches_and_samples() -> None:
     setup = drawn(3)
     first, second = (search(setup, grouped(setup), [setup.training.microbatches], seed=7) for _ in range(2))
     assert [one.chain for one in first.simulated] == [one.chain for one in second.simulated]
     assert (first.evaluated, first.compared) == (second.evaluated, second.compared)
-
-
-def test_of_several_batches_the_one_with_most_samples_a_second() -> None:
     setup = far({}, {}, gbps=0.02)
     found = search(setup, grouped(setup), [4, 32])
     assert found.simulated[0].chain.batch == 32
@@ -206,25 +203,20 @@ def test_memory_changes_the_layers() -> None:
     assert found["tight"] < found["ample"]
 
 
-def test_no_device_holds_a_layer() -> None:
+def test_groups_that_cannot_hold_the_layers() -> None:
     setup = far({}, {"memory_gib": 0.05})
     with pytest.raises(PlanError, match=r"no device of group 2 \(s1\) holds a layer with its gradients"):
         search(setup, grouped(setup), [8])
-
-
-def test_more_groups_than_layers() -> None:
     setup = far({}, {}, {}, layers=2)
     with pytest.raises(PlanError, match="3 groups are more than 2 layers"):
         search(setup, grouped(setup), [8])
-
-
-def test_groups_hold_single_layers_but_not_all() -> None:
     setup = far({"memory_gib": 0.85}, {"memory_gib": 0.4}, layers=10)
     with pytest.raises(PlanError, match="the groups together do not hold all layers"):
         search(setup, grouped(setup), [8])
 
 
-def test_sizes_that_do_not_divide_are_refused_and_others_planned() -> None:
+def test_sizes_that_cannot_be_are_refused() -> None:
+    """A million devices and eight sequences: nothing that grows with the devices is computed before the refusal."""
     setup = far({}, {})
     found = search(setup, grouped(setup), [8], [3, 4])
     assert [(one.sequences, one.why) for one in found.refused] == [
@@ -233,18 +225,11 @@ def test_sizes_that_do_not_divide_are_refused_and_others_planned() -> None:
     assert {one.chain.sequences for one in found.simulated} == {4}
     with pytest.raises(PlanError, match=r"batches \[0\] and microbatches None are not at least 1"):
         search(setup, grouped(setup), [0])
-
-
-def test_microbatches_that_are_too_many_are_refused() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
     setup = far({"devices": 4, "network_gbps": 10}, {})
     found = search(setup, grouped(setup), [1 << 16], [1, 64])
     assert [one.sequences for one in found.refused] == [1]
     assert "at most 65536 stages x microbatches can be planned" in found.refused[0].why
-
-
-def test_a_site_of_many_devices_is_refused_at_once() -> None:
-    """A million devices and eight sequences: nothing that grows with the devices is computed before the refusal."""
     rows: list[Row] = [{"devices": 1_000_000, "network_gbps": 1e3}, {}]
     setup = far(*rows, batch=8)
     with pytest.raises(PlanError, match=r"microbatches of 1: the 1000000 devices of group 1 .*; .* microbatches of"):
@@ -276,15 +261,12 @@ def test_times_of_layers_are_those_of_each_device() -> None:
 # ---- simulation ----
 
 
-def test_a_simulated_chain_is_valid_and_within_memory() -> None:
+def test_a_simulated_chain_is_valid_within_memory_and_above_its_bound() -> None:
     setup = drawn(20)
     for one in search(setup, grouped(setup), [setup.training.microbatches]).simulated[:5]:
         schedule = one.timeline.schedule
         assert validate(schedule, one.costs, one.limits).makespan_ns == one.timeline.makespan_ns
         assert all(peak <= limit for peak, limit in zip(peaks(schedule, one.costs), one.limits, strict=True))
-
-
-def test_no_simulation_is_shorter_than_its_bound() -> None:
     level = level_of(drawn(4), 2)
     chains = [chain for chain in map(level.chain, candidates(level)) if chain is not None][:40]
     assert chains

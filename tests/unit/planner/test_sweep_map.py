@@ -13,45 +13,34 @@ from matplotlib import image
 from support.plan_command import told
 from support.repository import ROOT
 
+from dips.planner import sweep
 from dips.planner.errors import PlanError
-from dips.planner.sweep import (
-    OPTIMAL,
-    Case,
-    Panel,
-    SweepRow,
-    cases,
-    check_compared,
-    draw_maps,
-    names_of,
-    panels,
-    rows_of,
-)
 
 RATIOS = [0, 0.5, 2]
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[SweepRow]:
-    return [row for case in cases([4], [8], [2], RATIOS, RATIOS, [1, 2]) for row in rows_of(case)]
+def rows() -> list[sweep.SweepRow]:
+    return [row for case in sweep.cases([4], [8], [2], RATIOS, RATIOS, [1, 2]) for row in sweep.rows_of(case)]
 
 
-def cell(panel: Panel, latency: float, bandwidth: float) -> tuple[str, float, float]:
+def cell(panel: sweep.Panel, latency: float, bandwidth: float) -> tuple[str, float, float]:
     found = panel.cells[panel.latencies.index(latency)][panel.bandwidths.index(bandwidth)]
     return found.schedule, found.makespan, round(found.times_faster, 4)
 
 
-def test_a_map_for_each_pipeline_with_a_cell_for_each_delay(rows: list[SweepRow]) -> None:
-    maps = panels(rows)
+def test_a_map_for_each_pipeline_with_a_cell_for_each_delay(rows: list[sweep.SweepRow]) -> None:
+    maps = sweep.panels(rows)
     assert [panel.memory for panel in maps] == [1, 2]
     assert all(panel.latencies == panel.bandwidths == tuple(RATIOS) for panel in maps)
     assert maps[0].title == "4 stages, 8 microbatches, 2 sites, memory 1"
 
 
-def test_waves_win_near_and_one_stage_on_each_device_wins_far_away(rows: list[SweepRow]) -> None:
+def test_waves_win_near_and_one_stage_on_each_device_wins_far_away(rows: list[sweep.SweepRow]) -> None:
     """CrossPipe, section 5.1: waves are more efficient where delays are small, UD schedules as they grow. The greedy
     for waves, which is not the paper's, lets them win further away.
     """
-    one, two = panels(rows)
+    one, two = sweep.panels(rows)
     assert cell(one, 0, 0) == ("zb_v", 25.5, round(33 / 25.5, 4))
     assert cell(one, 2, 0) == ("cross_wave", 35.5, round(49 / 35.5, 4))
     assert cell(one, 2, 2)[0] == cell(one, 2, 0.5)[0] == "cross_ud/1"
@@ -59,8 +48,8 @@ def test_waves_win_near_and_one_stage_on_each_device_wins_far_away(rows: list[Sw
     assert cell(two, 2, 2)[2] > cell(one, 2, 2)[2]
 
 
-def test_the_best_is_the_shortest_that_fits_and_of_equal_ones_the_first(rows: list[SweepRow]) -> None:
-    for panel in panels(rows, over="zb_h1"):
+def test_the_best_is_the_shortest_that_fits_and_of_equal_ones_the_first(rows: list[sweep.SweepRow]) -> None:
+    for panel in sweep.panels(rows, over="zb_h1"):
         for latency in RATIOS:
             for bandwidth in RATIOS:
                 here = [r for r in rows if (r.latency, r.bandwidth, r.memory) == (latency, bandwidth, panel.memory)]
@@ -73,36 +62,33 @@ def test_the_best_is_the_shortest_that_fits_and_of_equal_ones_the_first(rows: li
     assert {r.peak_activations for r in gpipe} == {8}, "it would not fit memory 1, where it would be the best"
 
 
-def test_a_schedule_that_does_not_fit_is_compared_with_and_said_so(rows: list[SweepRow]) -> None:
-    small, large = panels(rows, over="gpipe")
+def test_what_is_compared_with_may_not_fit_but_must_be_there(rows: list[sweep.SweepRow]) -> None:
+    small, large = sweep.panels(rows, over="gpipe")
     assert (small.over_fits, large.over_fits) == (False, True)
-
-
-def test_what_cannot_be_compared_with_is_refused_before_anything_is_computed() -> None:
-    grid = [Case(4, 8, 2, 0, 0, 1), Case(4, 9, 2, 0, 0, 1)]
-    check_compared(grid, "zb_v", optimal=False)
-    check_compared(grid, OPTIMAL[0], optimal=True)
+    grid = [sweep.Case(4, 8, 2, 0, 0, 1), sweep.Case(4, 9, 2, 0, 0, 1)]
+    sweep.check_compared(grid, "zb_v", optimal=False)
+    sweep.check_compared(grid, sweep.OPTIMAL[0], optimal=True)
     with pytest.raises(PlanError, match=r"'interleaved_1f1b' is not a schedule that 4 stages and 9 microbatches can"):
-        check_compared(grid, "interleaved_1f1b", optimal=False)
+        sweep.check_compared(grid, "interleaved_1f1b", optimal=False)
     with pytest.raises(PlanError, match="choose one of gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_v, cross_ud/1"):
-        check_compared(grid, OPTIMAL[0], optimal=False)
+        sweep.check_compared(grid, sweep.OPTIMAL[0], optimal=False)
 
 
 def test_rows_have_the_names_that_are_promised() -> None:
-    for case in (Case(4, 8, 2, 0, 0, 1), Case(4, 9, 2, 0, 0, 1)):
-        assert [row.schedule for row in rows_of(case)] == names_of(case)
+    for case in (sweep.Case(4, 8, 2, 0, 0, 1), sweep.Case(4, 9, 2, 0, 0, 1)):
+        assert [row.schedule for row in sweep.rows_of(case)] == sweep.names_of(case)
 
 
-def test_rows_without_the_compared_schedule_are_refused(rows: list[SweepRow]) -> None:
+def test_rows_without_the_compared_schedule_are_refused(rows: list[sweep.SweepRow]) -> None:
     with pytest.raises(PlanError, match="no schedule 'zbh1' of 4 stages and 8 microbatches to compare with"):
-        panels(rows, over="zbh1")
+        sweep.panels(rows, over="zbh1")
 
 
-def test_the_picture_names_each_best_schedule_and_is_the_same_each_time(rows: list[SweepRow], tmp_path: Path) -> None:
+def test_the_picture_names_each_best_schedule_each_time(rows: list[sweep.SweepRow], tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("one.svg", "map.png", "two.svg")]
-    maps = panels(rows)[1:]
-    draw_maps(maps, files[:2])
-    draw_maps(maps, files[2:])
+    maps = sweep.panels(rows)[1:]
+    sweep.draw_maps(maps, files[:2])
+    sweep.draw_maps(maps, files[2:])
     assert files[0].read_bytes() == files[2].read_bytes()
     comments = files[0].read_text()
     assert ElementTree.fromstring(comments).tag.endswith("svg")
@@ -113,9 +99,6 @@ def test_the_picture_names_each_best_schedule_and_is_the_same_each_time(rows: li
     pixels = image.imread(files[1])
     assert pixels.shape[0] > 300
     assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 20
-
-
-# ---- the command ----
 
 
 GRID: Sequence[str] = ("--latency", "0,2", "--bandwidth", "0,2")

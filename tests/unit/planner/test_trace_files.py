@@ -66,9 +66,6 @@ def timeline_of(kind: str) -> Timeline:
     return simulate(*schedules()[kind])
 
 
-# ---- plan.csv ----
-
-
 @EACH
 def test_torch_loads_the_order_and_its_messages_find_each_other(kind: str, tmp_path: Path) -> None:
     """torch adds sending and receiving to the order, and plays it: it raises where one would wait for ever."""
@@ -89,9 +86,6 @@ def test_torch_loads_the_order_and_its_messages_find_each_other(kind: str, tmp_p
     crossing = sum(a != b for a, b in itertools.pairwise(schedule.device_of_stage))
     words = [str(action) for order in sent.values() for action in order]
     assert sum("SEND" in word for word in words) == sum("RECV" in word for word in words) == 2 * 8 * crossing
-
-
-# ---- trace.json ----
 
 
 def test_a_trace_by_hand() -> None:
@@ -134,9 +128,6 @@ def test_spans_of_a_line_follow_each_other(kind: str) -> None:
     for spans in lines.values():
         for (_, end), (start, _) in itertools.pairwise(sorted(spans)):
             assert start >= end - 1e-3
-
-
-# ---- timeline.svg, timeline.png ----
 
 
 def test_drawings_open_whatever_sites_are_called(tmp_path: Path) -> None:

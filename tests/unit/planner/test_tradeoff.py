@@ -103,9 +103,6 @@ def test_a_batch_that_does_not_divide() -> None:
     assert {(s.pipeline, s.data) for s in splits(odd)} == {(1, 4), (2, 2), (4, 1)}
 
 
-# ---- groups of sites ----
-
-
 def four_sites(across: bool = True) -> Problem:
     """CrossPipe's four data centres in a ring; across: with links to the opposite ones, too."""
     setup = read_setup("crosspipe-m70-4dc")
@@ -169,22 +166,13 @@ def test_sites_of_one_position_count_as_their_slowest() -> None:
     ]
 
 
-def test_a_link_between_groups_that_is_missing_is_asked_for() -> None:
+def test_groups_that_cannot_be() -> None:
     with pytest.raises(PlanError, match="no link from dc1 to dc3"):
         regrouped(four_sites(across=False), 2)
-
-
-def test_sites_that_do_not_divide_into_groups() -> None:
     with pytest.raises(PlanError, match="data = 1 does not divide among 2 groups of sites: each takes as many"):
         regrouped(four_sites().with_training(data=1), 2)
     with pytest.raises(PlanError, match="dc1 has 8 devices, an equal share of the replicas needs 16"):
         regrouped(four_sites().with_training(data=4, pipeline=4), 4)
-
-
-def test_nothing_possible_says_why() -> None:
     problem = Problem(read_setup("crosspipe-figure-8")).with_memory(0.01).with_options(schedules=["1f1b"])
     with pytest.raises(PlanError, match="no way to split is possible: 1 x 4: "):
         tradeoff(problem)
-
-
-# ---- CrossPipe's cases of memory and recomputation ----

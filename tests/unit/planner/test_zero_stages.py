@@ -76,12 +76,9 @@ def test_gradients_leave_in_the_background_and_hold_back_the_next_but_one() -> N
     assert timeline.makespan_ns == round(3.9 * NS)
 
 
-def test_latency_delays_and_occupies_nothing() -> None:
+def test_latency_delays_and_apart_the_device_waits() -> None:
     timeline = validate(alone("0F0", "0B0"), costs_of((0,), 1, 0.25, 0.25, latency=2))
     assert spans(timeline) == [(True, 0, 2.25), (True, 2.25, 4.5), (False, 6.5, 8.75)]
-
-
-def test_apart_the_device_waits_for_each() -> None:
     timeline = validate(alone("0F0", "0B0"), costs_of((0,), 2, 0.3, 0.2, apart=True))
     assert timeline.makespan_ns == round((3 + 4 * 0.3 + 2 * 0.2) * NS)
 
@@ -339,7 +336,7 @@ def test_zero_3_sends_one_and_a_half_times_as_much_for_a_microbatch() -> None:
         assert problem.ring_passes == times
 
 
-def test_stages_0_and_1_take_what_they_took_before() -> None:
+def test_stages_0_and_1_are_as_before() -> None:
     """Numbers of the planner that knew no exchange of every microbatch."""
     wanted = {
         0: (9180132058, 10157666817, 207557322023, 48830545920),
@@ -350,9 +347,6 @@ def test_stages_0_and_1_take_what_they_took_before() -> None:
         spans_ = plain(problem, "zb_h1").makespan_ns, plain(problem, "zb_v").makespan_ns
         found = (*spans_, data_parallel(problem).makespan_ns, problem.state_bytes(problem.uniform())[0])
         assert found == numbers
-
-
-def test_stages_0_and_1_have_no_exchange_of_every_microbatch() -> None:
     for stage in (0, 1):
         assert small(zero_stage=stage).costs(small().uniform()).shards == ()
     setup = read_setup("crosspipe-405b")

@@ -53,11 +53,18 @@ def test_one_datagram_takes_its_size_over_the_slower_of_two_links(up: float, dow
     assert wire.run() == {"one": near(0.008)}
 
 
-def test_what_one_sends_leaves_one_after_the_other() -> None:
+def test_one_after_the_other_over_a_link_and_into_a_receiver() -> None:
     wire = Wire({"a": ProcessRates(up_bits_per_s=MBIT)})
     wire.send("first", "a", "s")
     wire.send("second", "a", "t", 2 * KB)
     assert wire.run() == {"first": near(0.008), "second": near(0.024)}
+    wire = Wire({"s": ProcessRates(down_bits_per_s=MBIT)})
+    for name in ("a", "b", "c"):
+        wire.send(name, name, "s")
+    assert sorted(wire.run().values()) == [near(0.008), near(0.016), near(0.024)]
+    wire = Wire({"a": ProcessRates(up_bits_per_s=MBIT)}, wire_factor=1000.0)
+    wire.send("large", "a", "s")
+    assert wire.run() == {"large": near(8.0)}
 
 
 def test_receivers_take_turns_on_a_shared_link() -> None:
@@ -79,29 +86,13 @@ def test_what_waits_for_a_shared_link_is_lost_with_it_and_a_new_link_is_free() -
     assert wire.run() == {"new": near(0.008)}
 
 
-def test_many_senders_share_what_the_receiver_takes_in() -> None:
-    wire = Wire({"s": ProcessRates(down_bits_per_s=MBIT)})
-    for name in ("a", "b", "c"):
-        wire.send(name, name, "s")
-    assert sorted(wire.run().values()) == [near(0.008), near(0.016), near(0.024)]
-
-
-def test_a_small_model_can_stand_for_a_large_one() -> None:
-    wire = Wire({"a": ProcessRates(up_bits_per_s=MBIT)}, wire_factor=1000.0)
-    wire.send("large", "a", "s")
-    assert wire.run() == {"large": near(8.0)}
-
-
-def test_what_is_lost_takes_nothing_of_the_link() -> None:
+def test_what_is_lost_or_on_its_way() -> None:
     wire = Wire({"a": ProcessRates(up_bits_per_s=MBIT)})
     wire.net.weather.loss = 1.0
     wire.send("lost", "a", "s")
     wire.net.weather.loss = 0.0
     wire.send("kept", "a", "s")
     assert wire.run() == {"kept": near(0.008)}
-
-
-def test_what_is_on_its_way_does_not_reach_the_next_life() -> None:
     wire = Wire({"a": ProcessRates(up_bits_per_s=MBIT)})
     wire.send("chunk", "a", "s")
     wire.process.end_process()
@@ -132,14 +123,8 @@ def test_a_transfer_in_pieces_takes_as_long_as_its_slower_link(kilobytes: list[i
     assert total / slower - 1e-4 <= ended_s <= total / slower + max(kilobytes) * 0.008 / faster + 1e-3
 
 
-# ---- the ring ----
-
-
-def test_a_ring_carries_twice_all_but_one_part() -> None:
+def test_a_ring_carries_twice_all_but_one_part_at_its_slowest_links_pace() -> None:
     """4 clusters: 2 x 3 steps of a quarter of the bytes each."""
     assert all_reduce_s(1e9, (8e9,) * 4, (8e9,) * 4, 0.0) == pytest.approx(1.5)
-
-
-def test_the_slowest_link_sets_the_ring_s_pace_in_either_direction() -> None:
     assert all_reduce_s(1e9, (8e9, 8e8), (8e9, 8e9), 0.0) == pytest.approx(10.0)
     assert all_reduce_s(1e9, (8e9, 8e9), (8e9, 8e8), 0.0) == pytest.approx(10.0)

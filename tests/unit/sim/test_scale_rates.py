@@ -15,17 +15,11 @@ def test_a_round_of_one_cluster_takes_the_paper_s_update_time() -> None:
     assert update_s == pytest.approx(110.0, rel=0.02)  # Table 2 of the Di-PS paper
 
 
-def test_a_connection_takes_three_round_trips_and_two_more_with_keys() -> None:
+def test_connections_and_slow_start() -> None:
+    """100 Mbit/s over 50 ms hold 625 kB: six windows of ten segments, doubled each time, until they are full."""
     assert rates.connect_s(0.05, encrypted=False) == pytest.approx(0.15)
     assert rates.connect_s(0.05, encrypted=True) == pytest.approx(0.25)
-
-
-def test_slow_start_costs_its_round_trips_less_what_they_carry() -> None:
-    """100 Mbit/s over 50 ms hold 625 kB: six windows of ten segments, doubled each time, until they are full."""
     carried_bytes = 14_480 * (1 + 2 + 4 + 8 + 16 + 32)
     assert rates.ramp_s(100e6, 0.05) == pytest.approx(6 * 0.05 - carried_bytes / 12.5e6)
-
-
-def test_a_link_that_the_first_window_fills_has_no_slow_start() -> None:
     assert rates.ramp_s(1e6, 0.02) == 0.0
     assert rates.ramp_s(10e9, 0.0) == 0.0

@@ -46,25 +46,16 @@ def test_a_violation_is_named_with_its_seed_and_how_to_see_its_story() -> None:
     assert said == ["seed 1: I7: a push is lost\n    its event history: python -m dips.sim.seeds --seed 1 --trace"]
 
 
-def test_a_fault_that_never_fired_is_a_failure() -> None:
+def test_what_totals_complain_of() -> None:
     said = complaints(totals_of(SEEDS_FOR_FAULTS, outcome_with(counts=all_fired(but="crash_master"))))
     assert said == [f"fault crash_master never fired ({SEEDS_FOR_FAULTS} were planned)"]
-
-
-def test_a_fault_that_was_planned_often_must_have_fired_however_few_the_seeds() -> None:
     counts = RunCounts(planned=Counter({"swizzle": 3}))
     assert complaints(totals_of(3, outcome_with(counts=counts))) == []
     assert complaints(totals_of(4, outcome_with(counts=counts))) == ["fault swizzle never fired (12 were planned)"]
-
-
-def test_a_phase_in_which_nobody_was_killed_is_a_failure() -> None:
     counts = all_fired()
     del counts.kills["slave", "JUDGE"]
     said = complaints(totals_of(totals.SEEDS_FOR_PHASES, outcome_with(counts=counts)))
     assert "no process was killed in phase JUDGE of the round" in said
-
-
-def test_a_transition_that_was_never_taken_is_a_failure() -> None:
     said = complaints(totals_of(SEEDS_FOR_ARROWS, outcome_with(counts=all_fired())))
     assert any(line.startswith("never taken: ") for line in said)
     assert not any("push: SEALED -> DECIDED upon aborted" in line for line in said)
