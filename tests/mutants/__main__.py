@@ -39,7 +39,7 @@ NO_TEST = "no test executes it"
 INTERRUPTED = 2
 EQUIVALENT = TESTS / "mutants_equivalent.txt"
 MOST_EXCLUDED = 8 / 240
-"""The largest part of a sample that may be excluded as equivalent: more means that real survivors are in the list."""
+"""Of a sample: where more would be equivalent, somebody calls survivors so."""
 
 MOST_FILES = 40
 """Of tests, for a change: to collect all of them would take the time that there is."""
@@ -77,15 +77,25 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--changed", metavar="BASE", help="faults on the lines that differ from this commit")
     parser.add_argument("--minutes", type=float, help="how long, recording included; then the rest is left out")
     parser.add_argument("--one", metavar="PLACE", help="this fault alone, and why a test fails for it")
+    parser.add_argument("--again", metavar="FILE", help="the faults of an earlier --json, and which survive now")
+    parser.add_argument("--list", action="store_true", help="every place of the areas")
     parser.add_argument("--json", metavar="FILE", help="write the outcomes there")
     asked = parser.parse_args(given)
-    ways = [asked.sample is not None, asked.changed is not None, asked.one is not None]
+    ways = [
+        asked.sample is not None,
+        asked.changed is not None,
+        asked.one is not None,
+        asked.again is not None,
+        asked.list,
+    ]
     if sum(ways) != 1:
-        parser.error("give one of --sample N, --changed BASE and --one PLACE")
+        parser.error("give one of --sample N, --changed BASE, --one PLACE, --again FILE and --list")
     if asked.sample is not None and asked.sample < len(asked.area or AREAS):
         parser.error("--sample must have one fault for each area at least")
     if asked.one is not None and not re.fullmatch(r"src/dips/\S+\.py:\d+:\d+:[a-z-]+(:\d+)?", asked.one):
         parser.error(f"--one {asked.one}: a place is like src/dips/core/ids.py:12:4:comparison")
+    if asked.again is not None and not Path(asked.again).is_file():
+        parser.error(f"--again {asked.again}: no such file")
     return asked
 
 
@@ -140,6 +150,19 @@ def _at(place: str) -> Fault:
 
 def _change_of(fault: Fault) -> str:
     return changed_text((ROOT / fault.path).read_text(), fault)
+
+
+def _known(file: str) -> tuple[list[Fault], dict[str, str]]:
+    """The faults of an earlier run as they stand now, with what became of each then."""
+    then = {one["key"]: one["outcome"] for one in json.loads(Path(file).read_text())["outcomes"]}
+    found: dict[str, Fault] = {}
+    for path in sorted({key.split(" ")[0] for key in then}):
+        for fault in _of_files([ROOT / path]) if (ROOT / path).exists() else []:
+            begin = f"{fault.path} {fault.function} {fault.operator}: "
+            if any(key.startswith(begin) for key in then) and (key := begin + _change_of(fault)) in then:
+                found.setdefault(key, fault)
+    print(f"{len(then) - len(found)} of {len(then)} faults are in no function any more")
+    return list(found.values()), then
 
 
 def _files_for(faults: Iterable[Fault]) -> list[str]:
@@ -222,7 +245,7 @@ class Run:
         every = [test for test in self._kept.tests_of(fault, warm.items) if test.name not in self._unsound]
         tests, left_out = _within(every)
         if not tests and not self._unrecorded.isdisjoint(_files_for([fault])):
-            return  # nobody knows
+            return  # unknown
         if not tests:
             unmet = "runs at import alone" if self._kept.runs_at_import(fault) else ""
             outcome.outcome, outcome.why = ("not reachable", unmet) if unmet else ("survived", NO_TEST)
@@ -322,6 +345,12 @@ def main(given: Sequence[str] | None = None) -> int:
     asked = _arguments(given)
     until_s = time.monotonic() + 60 * (asked.minutes or math.inf)
     areas = tuple(asked.area or AREAS)
+    then: dict[str, str] = {}
+    if asked.list:
+        for area in areas:
+            for fault in _of_area(area):
+                print(fault.place, fault.function)
+        return 0
     if asked.sample is not None:
         each = asked.sample // len(areas)
         queues = {area: _drawn(_of_area(area), f"{asked.seed} {area}")[: 3 * each] for area in areas}
@@ -331,6 +360,8 @@ def main(given: Sequence[str] | None = None) -> int:
     else:
         if asked.one is not None:
             faults = [_at(asked.one)]
+        elif asked.again is not None:
+            faults, then = _known(asked.again)
         else:
             lines = _changed_lines(asked.changed)
             paths = [path for path in modules() if str(path.relative_to(ROOT)) in lines]
@@ -352,10 +383,10 @@ def main(given: Sequence[str] | None = None) -> int:
     tried = len(run.outcomes)
     if asked.sample is None and tried < len(faults):
         _say(f"{tried} of {len(faults)} faults were tried in the time that there is")
-    return _tell(run, asked)
+    return _tell(run, asked, then)
 
 
-def _tell(run: Run, asked: argparse.Namespace) -> int:
+def _tell(run: Run, asked: argparse.Namespace, then: dict[str, str]) -> int:
     outcomes = run.outcomes
     if asked.json:
         Path(asked.json).write_text(
@@ -363,6 +394,9 @@ def _tell(run: Run, asked: argparse.Namespace) -> int:
         )
     if asked.one is not None:
         print("\n".join(f"{outcome.by}\n{outcome.why}" for outcome in outcomes))
+    for outcome in outcomes:
+        if then.get(outcome.key) == "killed" and outcome.outcome == "survived":
+            print(f"was killed, survives now: {outcome.fault.place}")
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     minutes = sum(one.ru_utime + one.ru_stime for one in used) / 60
     print(f"{minutes:.1f} minutes of a processor\n")

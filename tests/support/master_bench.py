@@ -18,18 +18,11 @@ from dips.core import messages as m
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
-from dips.master.state import events
+from dips.master.state import effects, events
 from dips.master.state.effects import (
-    BeginAgain,
-    CloseLink,
-    Effect,
     Halt,
     Log,
     Record,
-    Refuse,
-    Reply,
-    ToSlave,
-    WriteJournal,
 )
 from dips.master.state.master import MasterMachine
 from dips.master.state.shared import RunConfig

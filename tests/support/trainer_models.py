@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset
 from dips.core.ids import Version
 from dips.core.layout import Layout
 from dips.worker.state.effects import Finished
+from dips.worker.torch_model import TorchParameters
 
 LENGTH = 8
 
@@ -73,6 +75,30 @@ def same_cut(parameters: Any, block_elems: int = 0) -> Layout:
 
 def applied_tokens(run: RunForWorkers) -> list[int]:
     return [push.tokens for push in run.pushes]
+
+
+VERSION = Version(1, 7)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """As dips.worker.reader fetches a version."""
+
+    layout: Layout
+    flat: np.ndarray[Any, np.dtype[np.float32]]
+    run_id: str = "mine"
+    version: Version = VERSION
+    tokens: int = 12345
+
+
+def snapshot_of(parameters: TorchParameters, *of_run: Any) -> Fetched:
+    flat = np.empty(parameters.layout().n_elems, np.float32)
+    parameters.snapshot(flat)
+    return Fetched(parameters.layout(), flat, *of_run)
+
+
+def fetched_of(model: torch.nn.Module, *of_run: Any) -> Fetched:
+    return snapshot_of(TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1)), *of_run)
 
 
 class Killed(BaseException):

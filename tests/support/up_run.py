@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from support import live
 from support.dips_command import dips, dips_started, ended, master_file, published, started
 from support.waiting import until
 
@@ -42,7 +41,7 @@ def endless(example: Path, folder: Path, its_steps: str) -> Path:
     return copy
 
 
-class UpRun(live.Entered):
+class UpRun:
     """Context manager: a launcher, and a program for each cluster; logs lie in `folder`."""
 
     def __init__(
