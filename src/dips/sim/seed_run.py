@@ -187,9 +187,11 @@ class SeedRun(FaultWorld):
         self.kernel.after(RESTORES_EVERY_S, None, self._operator_restores, self.publishes, stuck)
 
     def _bring_disks_back(self) -> None:
-        """Restore the slaves' directories, as the master's sentence asks the operator."""
-        self.kernel.note("world", "the operator restores what was lost: " + ", ".join(sorted(self.attic)))
-        for name, copy in sorted(self.attic.items()):
+        """Restore the slaves' directories, as the master's sentence asks the operator. A slave that lost its directory
+        before the last publish has a newer one since then."""
+        lost = sorted(self.lost_now & self.attic.keys())
+        self.kernel.note("world", "the operator restores what was lost: " + ", ".join(lost))
+        for name, copy in ((name, self.attic[name]) for name in lost):
             slave = self.slaves[name]
             if slave.alive:
                 slave.kill()
