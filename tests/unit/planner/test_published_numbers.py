@@ -24,7 +24,7 @@ def first(paper: str, count: int) -> Callable[[], Iterator[PaperCheck]]:
     ("paper", "made", "count"),
     [
         ("crosspipe", first("crosspipe", 999), 95),
-        ("jeeves", first("jeeves", 5), 5),
+        ("jeeves", first("jeeves", 16), 16),
         ("scaleacross", first("scaleacross", 38), 38),
         ("spantrain", figure_5, 7),
         ("spantrain", regions, 10),
