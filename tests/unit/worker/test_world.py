@@ -1,4 +1,4 @@
-"""The ranks of a cluster in torch.distributed's world, as a process that is alone in it; and how a node of ranks ends."""
+"""The ranks of a cluster in torch.distributed's world, as the only process in it; how a node of ranks ends."""
 
 from __future__ import annotations
 
