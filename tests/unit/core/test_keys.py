@@ -21,6 +21,7 @@ from dips.core.errors import ConfigError
 from dips.core.net import keys
 from dips.core.net.keys import (
     UsedKeys,
+    certificate_left_s,
     load_identity,
     read_revoked,
     reloaded,
@@ -238,3 +239,12 @@ def test_a_single_bit_that_changed_is_refused(identity: Path, name: str) -> None
             continue
         (identity / name).write_bytes(data)
         refused(identity)
+
+
+def test_how_long_the_own_certificate_still_holds(made: Path) -> None:
+    identity = load_identity(made / "ours" / "a")
+    ends = load_pem_x509_certificate(identity.cert_pem).not_valid_after_utc
+    for left_s in (3600.0, 0.5, 0.0, -5.0):
+        assert certificate_left_s(identity, ends - timedelta(seconds=left_s)) == max(0.0, left_s)
+    assert certificate_left_s(identity) == pytest.approx((ends - NOW).total_seconds(), abs=3600)
+    assert certificate_left_s(INSECURE) is None

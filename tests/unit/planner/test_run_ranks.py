@@ -124,7 +124,12 @@ def test_members_of_a_shared_stage_all_get_the_gradients_of_whole_microbatches(t
 
     def help_with(module: nn.Module, share: StageShare) -> Callable[[], None]:
         helper = StageHelper(module, shared, share, CPU)
-        return lambda: [helper.step() for _ in range(2)] and None
+
+        def work() -> None:
+            for _ in range(2):
+                helper.step()
+
+        return work
 
     together(
         lambda: [pipeline.step(inputs, targets) for _ in range(2)],
