@@ -227,3 +227,12 @@ def test_a_single_bit_that_changed_is_refused(identity: Path, name: str) -> None
             continue
         (identity / name).write_bytes(data)
         refused(identity)
+
+
+def test_how_long_the_own_certificate_still_holds(made: Path) -> None:
+    identity = keys.load_identity(made / "ours" / "a")
+    ends = load_pem_x509_certificate(identity.cert_pem).not_valid_after_utc
+    for left_s in (3600.0, 0.5, 0.0, -5.0):
+        assert keys.certificate_left_s(identity, ends - timedelta(seconds=left_s)) == max(0.0, left_s)
+    assert keys.certificate_left_s(identity) == pytest.approx((ends - NOW).total_seconds(), abs=3600)
+    assert keys.certificate_left_s(INSECURE) is None

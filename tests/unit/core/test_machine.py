@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 import pytest
 
-from dips.core.errors import LocalProtocolError
+from dips.core.errors import LocalProtocolError, RefusalCode, Refused, forget_refusals, watch_refusals
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
-from dips.core.machine import HISTORY_LENGTH, MachineHistory, Phase, Record, TransitionTable
+from dips.core.machine import (
+    HISTORY_LENGTH,
+    MachineHistory,
+    Phase,
+    Record,
+    Transition,
+    TransitionTable,
+    forget,
+    observe,
+    tables,
+)
 
 
 class Door(Enum):
@@ -111,3 +122,42 @@ def test_a_line_of_a_tape_has_its_fields_as_text_and_leaves_defaults_out() -> No
     assert list(line.fields.items()) == [("push", str(push)), ("base", "None"), ("digest", "01ff"), ("tokens", 0)]
     more = replace(line, base=Version(1, 4), round=RoundId(1, 5), count=2).fields
     assert (more["base"], more["round"], more["count"]) == ("1:4", str(RoundId(1, 5)), 2)
+
+
+def test_an_observer_sees_each_move_once_before_it_is_made_until_it_is_forgotten() -> None:
+    phase, seen = Phase(TABLE, MachineHistory()), list[tuple[Any, Any]]()
+
+    def look(step: Transition[Any]) -> None:
+        seen.append((step.arrow, phase.now))
+
+    for _ in range(2):
+        observe(look)
+    try:
+        phase.move("push", Door.OPEN, at_s=1.0)
+        with pytest.raises(LocalProtocolError):
+            phase.move("turn", Door.LOCKED, at_s=2.0)
+    finally:
+        forget(look)
+    forget(look)
+    phase.move("push", Door.SHUT, at_s=3.0)
+    assert seen == [(("door", "SHUT", "push", "OPEN"), Door.SHUT)]
+    assert TABLE in tables()
+    assert TABLE.inputs() == ["push", "turn"]
+    assert len(TABLE.arrows()) == 5
+
+
+def test_a_watcher_learns_of_each_refusal_and_where_it_is_made() -> None:
+    seen: list[tuple[RefusalCode, str]] = []
+
+    def watch(code: RefusalCode, module: str) -> None:
+        seen.append((code, module))
+
+    for _ in range(2):
+        watch_refusals(watch)
+    try:
+        Refused(RefusalCode.BUSY, "not now")
+    finally:
+        forget_refusals(watch)
+    forget_refusals(watch)
+    Refused(RefusalCode.DISK, "no")
+    assert seen == [(RefusalCode.BUSY, __name__)]

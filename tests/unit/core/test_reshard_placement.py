@@ -109,3 +109,15 @@ def test_more_slaves_than_blocks_are_refused() -> None:
     layout = layout_of([10, 10])
     with pytest.raises(Refused, match="fewer than the 3 slaves"):
         again(layout, dealt(layout, names(0)), names(0, 1, 2))
+
+
+def test_a_small_slave_gets_the_smallest_block_that_has_room_there() -> None:
+    """Though it is fuller with it than the others."""
+    layout = layout_of([5000, 10, 40, 4000])
+    before = dealt(layout, names(0))
+    memory = shard_bytes_needed([10], CHUNK, SLOTS, PINS)
+    after = redeal(layout, before, [(SlaveId("s0"), GIB), (SlaveId("s1"), memory)], SLOTS, PINS, CHUNK)
+    assert loads(layout, after) == [9040, 10]
+    with pytest.raises(Refused) as refused:
+        redeal(layout, before, [(SlaveId("s0"), GIB), (SlaveId("s1"), memory - 1)], SLOTS, PINS, CHUNK)
+    assert refused.value.code is RefusalCode.MEMORY

@@ -52,3 +52,15 @@ def test_runs_must_ascend_and_hold_something(runs: list[tuple[int, int]]) -> Non
 def test_a_share_of_parts_of_chunks_is_refused() -> None:
     with pytest.raises(ValueError, match="whole chunks"):
         Share.of_runs([(0, 7)]).chunks(LAYOUT, CHUNK_BYTES)
+
+
+@given(st.sets(st.integers(0, len(CHUNKS) - 1), min_size=1))
+def test_many_places_are_those_of_each(owned: set[int]) -> None:
+    share = Share.of_runs(span(index) for index in sorted(owned))
+    elems = np.array([elem for start, stop in share.runs() for elem in range(start, stop)])
+    assert share.places_of(elems).tolist() == list(range(share.n_elems))
+    assert share.places_of(elems[::-1].reshape(1, -1)).tolist() == [list(range(share.n_elems))[::-1]]
+    assert share.places_of(elems[:0]).size == 0
+    for elem in {-1, LAYOUT.n_elems, *range(LAYOUT.n_elems)} - set(elems.tolist()):
+        with pytest.raises(ValueError, match="not in this share"):
+            share.places_of(np.array([elems[0], elem]))

@@ -204,3 +204,11 @@ def test_an_exponent_that_no_number_has_is_refused(parse: Callable[[object], obj
     for text in ("1e99999999", "9e999999999999999999"):
         with pytest.raises(ConfigError):
             parse(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds_s", "wanted"),
+    [(0.001, "1 ms"), (0.000999, "999 us"), (-0.25, "-250 ms"), (59.5, "59.5 s"), (86400, "1 d"), (93780, "1 d 2 h")],
+)
+def test_the_unit_of_a_duration_changes_where_it_is_one(seconds_s: float, wanted: str) -> None:
+    assert units.format_seconds(seconds_s) == wanted

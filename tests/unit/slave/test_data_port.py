@@ -16,6 +16,7 @@ from dips.core.math import outer_numpy, wire_numpy
 from dips.core.math.outer_numpy import PIECE_ELEMS
 from dips.core.messages import AllowedKey, KeyRole, Refusal, SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
+from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_port import MAX_REASON_CHARACTERS, Answer, DataPort, landed
@@ -341,3 +342,21 @@ def test_every_answer_about_a_transfer_says_what_may_be_in_flight(port: Port) ->
     headers = [(put(CHUNKS[0]), [payload(CHUNKS[0])]), (replace(put(CHUNKS[0]), op=DataOp.QUERY_MISSING), [])]
     for header, parts in [*headers, (get(CHUNKS[0]), [])]:
         assert port.send(header, *parts).header.credit >= 1
+
+
+def test_a_push_that_was_closed_leaves_its_place_to_the_next_one() -> None:
+    """Two of three run at full rate at first."""
+    names, numbers = [push_id(name) for name in "abc"], range(3)
+    port = DataPort("run", lambda staged: None, now_s=lambda: 0.0)
+    port.set_epoch(3)
+    port.set_memory(ShardMap(BLOCKS, CHUNK_BYTES), np.zeros((3, LAYOUT.n_elems), np.float32))
+    for number, name in zip(numbers, names, strict=True):
+        port.open(Slot(name, 1, number, opening=1))
+
+    def credit(chunk: Chunk) -> int:
+        frames = [replace(put(chunk), push=names[2]).encode(), payload(chunk)]
+        return port.answer([memoryview(frame) for frame in frames]).header.credit
+
+    assert 1 <= credit(CHUNKS[0]) < MAX_WINDOW_CHUNKS
+    port.close(names[0])
+    assert credit(CHUNKS[1]) == MAX_WINDOW_CHUNKS

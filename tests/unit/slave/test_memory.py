@@ -211,3 +211,11 @@ def test_whatever_comes_readable_versions_keep_their_content(steps: list[tuple[s
         for version, buffer in memory.readable().items():
             assert (buffer.theta == version.v).all()
             assert buffer.checksums == [version.v]
+
+
+def test_progress_while_memory_is_made_ends_with_all_of_it() -> None:
+    said: list[tuple[int, int]] = []
+    memory = ShardMemory(BLOCKS, 1024, SLOTS, stated(0), touched=lambda *made: said.append(made))
+    made, of = zip(*said, strict=True)
+    assert list(made) == sorted(set(made))
+    assert set(of) == {made[-1]} == {memory.n_bytes}

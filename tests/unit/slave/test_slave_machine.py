@@ -35,13 +35,14 @@ from support.slave_bench import (
 from support.slave_wire import LAYOUT, configure_for, open_staging, placement_over
 
 from dips.core import messages
-from dips.core.errors import RefusalCode
-from dips.core.ids import Incarnation, RoundId
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import Incarnation, RoundId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.placement import shard_bytes_needed
 from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import Codec
 from dips.slave.state import effects, events
+from dips.slave.state.checks import find_load
 from dips.slave.state.shard import ShardPhase
 
 
@@ -417,3 +418,23 @@ def _finish(bench: SlaveBench) -> None:
             shadow = bench.state.shard.shadow
             assert shadow is not None
             bench.committed(snapshot(shadow.version, shadow.round))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_committed_snapshot_is_loaded_before_a_shadow_and_the_origin_only_without_either(order: int) -> None:
+    asked = configure_for(
+        placement_over("s0"), load=Version(2, 5), load_round=RoundId(2, 6), load_digest=b"d", origin=Version(1, 5),
+        origin_round=RoundId(1, 6),
+    )  # fmt: skip
+    mine = messages.SnapshotInfo(
+        Version(2, 5), RoundId(2, 6), asked.layout_hash, asked.placement.placement_hash, b"d", committed=True
+    )
+    shadow, origin = replace(mine, committed=False), replace(mine, version=Version(1, 5), round=RoundId(1, 6))
+    others = [replace(mine, digest=b"other"), replace(mine, layout_hash=b""), replace(mine, placement_hash=b"")]
+    assert find_load(asked, [mine, shadow, origin][::order]) == mine
+    assert find_load(asked, [shadow, origin, *others][::order]) == shadow
+    assert find_load(asked, [origin, *others][::order]) == origin
+    with pytest.raises(Refused) as refused:
+        find_load(asked, others[::order])
+    assert refused.value.code is RefusalCode.VERSION_GONE
+    assert find_load(replace(asked, load=None), [mine]) is None

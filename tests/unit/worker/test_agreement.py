@@ -426,11 +426,11 @@ def test_a_rank_that_cannot_read_its_parameters_ends_all() -> None:
 
 
 def test_the_lowest_holders_values_reach_the_others_and_their_working_copies() -> None:
-    """Ranks 0 and 1 hold all, rank 2 the second half, with other values."""
-    full = [torch.full((6,), float(rank)) for rank in range(3)]
+    """Ranks 0 and 1 hold all, rank 2 the last four elements, with other values."""
+    full = [torch.full((7,), float(rank)) for rank in range(3)]
     masters = [each.clone() for each in full]
     ranks = []
-    for rank, shards in enumerate((None, None, {"w": ShardOf("w", (6,), (3,))})):
+    for rank, shards in enumerate((None, None, {"w": ShardOf("w", (7,), (3,))})):
         values = full[rank][3:] if shards else full[rank]
         masters[rank] = masters[rank][3:] if shards else masters[rank]
         made = module({"w": values.bfloat16()})

@@ -177,3 +177,67 @@ def test_a_sigterm_of_any_rank_that_is_heard_while_the_leader_waits_stops_the_se
         leading.look()
     assert stopped == [StopWanted("SIGTERM")]
     assert said == [to_bytes(Ask())] * 4
+
+
+class Keeper(Shell):
+    """It takes checkpoints, of all steps that it knows."""
+
+    def __init__(self, *, ends: bool = False) -> None:
+        super().__init__()
+        self.ends, self.kept = ends, list[tuple[str, int]]()
+
+    def step(self, tokens: int, ranges: Sequence[DataRange], loss: float, *, steps: int) -> None:
+        super().step(tokens, ranges, loss, steps=steps)
+        self.done = self.ends
+
+    def checkpoint_now(self, label: str) -> bool:
+        self.kept.append((label, len(self.reported)))
+        return True
+
+    def checkpoint_if_due(self) -> None:
+        self.checkpoint_now("due")
+
+
+def test_a_checkpoint_is_of_all_steps_and_on_all_ranks() -> None:
+    for steps in (0, 1):
+        shell, others = Keeper(), Others()
+        shell.steps_to_push = 9
+        loop, follows = leader(shell, others), follower(Others(*[GoOn(next_meeting_steps=9)] * 2))
+        for each in (loop, follows):
+            each.news = GoOn(next_meeting_steps=9)
+            for _ in range(steps):
+                each.step(8, no_loss, wants_to_leave=False, ranges=[FIRST])
+            assert each.progress == steps * 8
+        assert loop.checkpoint("mine", lambda: 2.5, wants_to_leave=False)
+        assert shell.kept == [("mine", steps)], "the session knows of all steps"
+        assert len(others.said) == 1 + steps, "the ranks meet for the steps, and once more"
+        assert not follows.checkpoint("mine", lambda: 2.5, wants_to_leave=False)
+
+
+def test_a_checkpoint_that_is_due_is_taken_on_all_ranks() -> None:
+    for due, ends in ((False, False), (True, False), (True, True)):
+        shell, others = Keeper(ends=ends), Others()
+        loop = leader(shell, others)
+        loop.step(8, no_loss, wants_to_leave=False)
+        loop.news = GoOn(next_meeting_steps=9, checkpoint_is_due=due)
+        loop.step(8, no_loss, wants_to_leave=False)
+        before = len(shell.reported), len(others.said)
+        loop.checkpoint_if_due(lambda: 2.5, wants_to_leave=False)
+        assert shell.kept == [("due", len(shell.reported))] * (due and not ends)
+        if not due:
+            assert (len(shell.reported), len(others.said)) == before
+
+
+def test_nothing_is_kept_after_the_end() -> None:
+    for ends in (False, True):
+        shell, others = Keeper(ends=ends), Others()
+        loop = leader(shell, others)
+        if ends:
+            loop.news = GoOn(next_meeting_steps=9)
+            loop.step(8, no_loss, wants_to_leave=False)
+        else:
+            loop.news = GoOn(done=True, checkpoint_is_due=True)
+        assert not loop.checkpoint("mine", lambda: 2.5, wants_to_leave=False)
+        loop.checkpoint_if_due(lambda: 2.5, wants_to_leave=False)
+        assert shell.kept == []
+        assert len(others.said) == ends

@@ -297,3 +297,15 @@ def test_an_earlier_verdict_is_remembered_so_that_it_is_not_acted_on_twice(life:
     life.join(messages.Verdict(applied.push, messages.VerdictKind.APPLIED, applied.version))
     assert life.phase is SessionPhase.TRAINING
     assert life.session.shared.work.pending.tokens == 100
+
+
+def test_ranges_on_their_way_back_are_given_back_by_the_next_join_alone(life: LeasedClusterBench) -> None:
+    for begin in (0, 100):
+        life.session.shared.aside_ranges((life.span(begin, begin + 100),))
+    life.pass_s(1.0)
+    assert life.asks(messages.ReturnDataRequest), "the first one is under way"
+    life.fenced()
+    life.join()
+    life.pass_s(100.0)
+    assert not life.asks(messages.ReturnDataRequest)
+    assert life.session.shared.asides_done()

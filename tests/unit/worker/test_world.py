@@ -1,0 +1,152 @@
+"""The ranks of a cluster in torch.distributed's world, as the only process in it; how a node of ranks ends."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from dips.core.errors import ConfigError, FatalError
+from dips.worker import torchrun
+from dips.worker.parallel.held import DataPlace, Held, held_here, refuse_ranks_outside, reshard
+from dips.worker.parallel.roll_call import call_the_roll
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    made = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=made, rank=0, world_size=1)
+    yield made
+    dist.destroy_process_group()
+
+
+def mesh(name: str = "data") -> Any:
+    return init_device_mesh("cpu", (1, 1), mesh_dim_names=("other", name))
+
+
+GROUPS: list[Callable[[], Any]] = [lambda: None, lambda: dist.group.WORLD, mesh, lambda: mesh()["data"]]
+
+
+@pytest.mark.usefixtures("store")
+def test_each_loop_of_a_cluster_has_a_store_of_its_own() -> None:
+    stores = []
+    for group in GROUPS:
+        of_world, own = call_the_roll(group())
+        assert of_world == (0,)
+        assert not own.check(["key"])
+        own.set("key", "its own")
+        stores.append(own)
+    assert all(own.get("key") == b"its own" for own in stores)
+
+
+def test_a_rank_that_cannot_enter_says_so_to_the_others(store: Any) -> None:
+    for group, sentence in ((7, "group is a int"), (dist.GroupMember.NON_GROUP_MEMBER, "rank 0 .* not in its group")):
+        before = store.num_keys()
+        with pytest.raises(ConfigError, match=sentence):
+            call_the_roll(group)
+        assert store.num_keys() > before, "the others wait"
+
+
+class Stage(nn.Module):
+    def __init__(self, placement: Any = None) -> None:
+        super().__init__()
+        weight = torch.arange(6.0).reshape(2, 3)
+        if placement is not None:
+            weight = DTensor.from_local(weight, mesh(), [Replicate(), placement], run_check=False)
+        self.weight = nn.Parameter(weight)
+
+
+def held(model: nn.Module, **given: Any) -> Held:
+    return held_here([model], [torch.optim.SGD(model.parameters(), lr=0.1)], **given)
+
+
+@pytest.mark.usefixtures("store")
+def test_a_cut_tensor_is_the_box_that_is_here() -> None:
+    for placement in (None, Shard(0), Replicate()):
+        (row,) = held(Stage(placement)).rows
+        assert (row.box.starts, row.box.sizes, row.parameter.shape) == ((0, 0), (2, 3), (2, 3))
+        assert row.mesh == (() if placement is None else (0,))
+    with pytest.raises(ConfigError, match="is a sum over ranks"):
+        held(Stage(Partial()))
+
+
+@pytest.mark.usefixtures("store")
+def test_ranks_outside_of_the_cluster_are_refused() -> None:
+    refuse_ranks_outside([Stage(), Stage(Shard(0))], None)
+    refuse_ranks_outside([Stage(), Stage(Shard(0))], (0, 1))
+    with pytest.raises(ConfigError, match="'weight' is cut over ranks"):
+        refuse_ranks_outside([Stage(Shard(0))], (1, 2))
+    with pytest.raises(ConfigError, match="averages gradients over ranks"):
+        refuse_ranks_outside([nn.parallel.DistributedDataParallel(Stage())], (1, 2))
+
+
+@pytest.mark.usefixtures("store")
+def test_the_place_among_ranks_with_other_data() -> None:
+    for given in (mesh(), mesh()["data"], dist.group.WORLD):
+        assert held(Stage(), data_mesh=given).data == DataPlace(0, 1)
+    with pytest.raises(ConfigError, match="give a DeviceMesh or a process group"):
+        held(Stage(), data_mesh=3)
+    with pytest.raises(ConfigError, match="data_mesh has ranks"):
+        held(Stage(), data_mesh=mesh(), of_world=(1, 2))
+    elsewhere = SimpleNamespace(get_coordinate=lambda: None, size=lambda: 2, shape=(2,))
+    with pytest.raises(ConfigError, match="no place for this rank"):
+        held(Stage(), data_mesh=elsewhere)
+
+
+@pytest.mark.usefixtures("store")
+def test_fsdp_has_its_shards_as_parameters_again() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    assert held(model).fsdp == DataPlace(0, 1)
+    cast(Any, model).unshard()
+    assert not isinstance(model[0].weight, DTensor)
+    reshard([model])
+    assert isinstance(model[0].weight, DTensor)
+
+
+def failed(**codes: int) -> ChildFailedError:
+    failures = {int(rank[1:]): SimpleNamespace(exitcode=code, timestamp=-code) for rank, code in codes.items()}
+    error = ChildFailedError.__new__(ChildFailedError)
+    error.failures = cast(Any, failures)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        (None, 0),
+        (failed(r0=6, r1=9), 9),
+        (failed(r3=2, r4=9), 2),
+        (SignalException("told", signal.SIGTERM), 143),
+        (RendezvousError("no others"), FatalError.exit_code),
+    ],
+)
+def test_a_node_ends_with_the_code_of_what_ended_it(
+    ends: Exception | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.distributed import run as theirs
+
+    ran: list[Any] = []
+
+    def run(arguments: Any) -> None:
+        ran.append(arguments)
+        if ends is not None:
+            raise ends
+
+    monkeypatch.setattr(theirs, "run", run)
+    monkeypatch.delenv(torchrun.OWN_STORES, raising=False)
+    assert torchrun.main(["--nproc-per-node", "3", "train.py", "--steps", "5"]) == code
+    assert (ran[0].nproc_per_node, ran[0].training_script_args) == ("3", ["--steps", "5"])
+    assert bool(capsys.readouterr().err) == (code in (9, 2, FatalError.exit_code))
