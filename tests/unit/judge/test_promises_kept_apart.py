@@ -11,14 +11,16 @@ import pytest
 from support.history import CHUNK_TOKENS, Script, Step, changed, check, feed, nth, push_name, usual_run, write_run
 
 from dips.core.errors import ConfigError, RetryLater
-from dips.judge import records as module
+from dips.core.observe.tape import read_chained
 from dips.judge import verify
 from dips.judge.invariants import Checker
 from dips.judge.judgement import t_round_of
-from dips.judge.records import RunRecords, read_run
+from dips.judge.records import TRIES, RunRecords, read_run
 from dips.judge.replay import Replayed
 from dips.judge.story import tell_story
 from dips.judge.verify import OK, VIOLATED, verify_run
+from dips.master.journal import read_content
+from dips.slave import snapshot_files
 from dips.slave.snapshot_files import SnapshotError
 
 
@@ -128,7 +130,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_a_journal_that_a_live_master_moves_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses_s: list[float] = []
-    read, tries = module.read_content, [0]
+    read, tries = read_content, [0]
 
     def busy(directory: Path) -> Any:
         tries[0] += 1
@@ -136,20 +138,20 @@ def test_a_journal_that_a_live_master_moves_is_read_again(run: Path, monkeypatch
             raise RetryLater("it moves its records", retry_after_s=9.0)
         return read(directory)
 
-    monkeypatch.setattr(module, "read_content", busy)
-    monkeypatch.setattr(module.time, "sleep", pauses_s.append)
-    most = module.TRIES - 1
+    monkeypatch.setattr("dips.judge.records.read_content", busy)
+    monkeypatch.setattr("dips.judge.records.time.sleep", pauses_s.append)
+    most = TRIES - 1
     assert read_run(run).journal
     assert pauses_s == [1.0] * most
-    tries[0], most = 0, module.TRIES
+    tries[0], most = 0, TRIES
     with pytest.raises(RetryLater):
         read_run(run)
-    assert tries[0] == module.TRIES
+    assert tries[0] == TRIES
 
 
 def test_a_manifest_that_changes_while_it_is_read_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = [item.path for item in read_run(run).manifests]
-    decode, seen = module.manifests.decode, list[str]()
+    decode, seen = snapshot_files.decode, list[str]()
 
     def torn(data: bytes, name: str) -> Any:
         seen.append(name)
@@ -159,7 +161,7 @@ def test_a_manifest_that_changes_while_it_is_read_is_read_again(run: Path, monke
             raise SnapshotError(f"{name} is torn")
         return decode(data, name)
 
-    monkeypatch.setattr(module.manifests, "decode", torn)
+    monkeypatch.setattr(snapshot_files, "decode", torn)
     times, changes = 1, True
     found = read_run(run)
     assert ([item.path for item in found.manifests], found.problems) == (usual, [])
@@ -172,7 +174,7 @@ def test_a_manifest_that_changes_while_it_is_read_is_read_again(run: Path, monke
     seen.clear()
     times, changes = 99, True
     assert len(read_run(run).problems) == len(usual)
-    assert all(seen.count(str(path)) == module.TRIES for path in usual)
+    assert all(seen.count(str(path)) == TRIES for path in usual)
 
 
 def test_a_manifest_that_cannot_be_opened_is_a_problem_and_one_that_is_gone_is_none(run: Path) -> None:
@@ -187,13 +189,13 @@ def test_a_manifest_that_cannot_be_opened_is_a_problem_and_one_that_is_gone_is_n
 
 
 def test_tapes_that_lost_events_or_have_no_digests_are_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chained = module.read_chained
+    chained = read_chained
 
     def bare(path: Path) -> Any:
         for number, (event, _) in enumerate(chained(path)):
             yield ({**event, "kind": "gap", "lost": 5} if path.stem.startswith("s0") and not number else event), False
 
-    monkeypatch.setattr(module, "read_chained", bare)
+    monkeypatch.setattr("dips.judge.records.read_chained", bare)
     found = read_run(run)
     assert found.gaps == {("slave", "s0")}
     assert any("slave s0 lost 5 events" in note for note in found.notes)
@@ -201,13 +203,13 @@ def test_tapes_that_lost_events_or_have_no_digests_are_told(run: Path, monkeypat
 
 
 def test_a_record_of_a_state_that_is_no_json_was_changed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = module.read_content
+    read = read_content
     for text, fails in (("{", True), ("[1]", False)):
 
         def other(directory: Path, text: str = text) -> Any:
             return replace(read(directory), snapshot_json=text)
 
-        monkeypatch.setattr(module, "read_content", other)
+        monkeypatch.setattr("dips.judge.records.read_content", other)
         if fails:
             with pytest.raises(ConfigError, match="not JSON"):
                 read_run(run)
@@ -236,8 +238,8 @@ def test_a_replay_counts_for_its_promises_and_what_it_could_not_do_is_unproven(
     assert verify_run(run).replayed is None
     assert asked == []
 
-    def rows(**options: bool) -> dict[str, Any]:
-        return {row.invariant: row for row in verify_run(run, True, **options).rows}
+    def rows() -> dict[str, Any]:
+        return {row.invariant: row for row in verify_run(run, True).rows}
 
     before, after = {row.invariant: row for row in usual.rows}, rows()
     assert asked == [run]
