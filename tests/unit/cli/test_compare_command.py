@@ -15,8 +15,9 @@ from dips.compare.figures import FIGURES
 from dips.compare.jobs import ComparisonJob, Results
 from dips.compare.methods import METHODS
 from dips.compare.record import RunRecord
+from dips.compare.report import REFERENCES
 from dips.compare.setup import load_setup, shipped
-from dips.compare.speed import SPEED_FIGURES
+from dips.compare.speed import ROUNDS, SPEED_FIGURES
 
 Asked = list[tuple[Any, ...]]
 
@@ -169,7 +170,7 @@ def test_a_figure_about_losses_runs_its_lines(
 @pytest.mark.parametrize(
     ("more", "setups", "rounds", "seed"),
     [
-        ([], SPEED_FIGURES["9"].setups, compare.ROUNDS, 1),
+        ([], SPEED_FIGURES["9"].setups, ROUNDS, 1),
         (["--setup", "real", "--rounds", "9", "--seeds", "5"], ("real",), 9, 5),
     ],
 )
@@ -246,5 +247,5 @@ def test_a_place_or_a_package_that_is_missing_is_told_before_anything_runs(
 
 
 def test_the_references_are_those_that_are_compared() -> None:
-    assert compare.references_of(None, ["dips"]) == compare.REFERENCES
+    assert compare.references_of(None, ["dips"]) == REFERENCES
     assert compare.references_of("dips, dp", ["dp", "dips"]) == ("dips", "dp")

@@ -284,6 +284,6 @@ def test_a_pager_that_has_seen_enough_is_no_error(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(logs, "merged", lambda files, *, to_the_end: iter([entry] * 3))
     monkeypatch.setattr(logs.LogFilter, "takes", lambda wanted, one: True)
     monkeypatch.setattr(logs, "shown", full)
-    monkeypatch.setattr(logs.os, "dup2", lambda fd, to: moved.append(to))
+    monkeypatch.setattr("dips.cli.logs.os.dup2", lambda fd, to: moved.append(to))
     assert main.run(["logs", str(tmp_path)]) == 0
     assert moved == [1]

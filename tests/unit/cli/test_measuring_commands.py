@@ -199,7 +199,10 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     def run(runner: Runner, sources: Sequence[Source]) -> list[Outcome]:
         names = (one.name for one in sources)
         runs.append((str(runner.folder), "quick" if runner.quick else "full", *runner.without, *names))
-        gone = {"none": {"why_not": "it was left out"}, "slow": {"why_not": "it broke", "failed": True}}
+        gone: dict[str, dict[str, Any]] = {
+            "none": {"why_not": "it was left out"},
+            "slow": {"why_not": "it broke", "failed": True},
+        }
         return [Outcome(one, **gone.get(one.name, {"told": {"n": 3.0}})) for one in reversed(sources)]
 
     monkeypatch.setattr(command_papers, "PAPERS", made)

@@ -317,8 +317,8 @@ def test_kernels_are_compiled_module_by_module_and_slow_ones_are_told(
         yield
 
     compiled = SimpleNamespace(warm_up=lambda: watched.append("compiled"))
-    monkeypatch.setitem(sys.modules, "dips.core.math.wire_numba", compiled)  # type: ignore[arg-type]
-    monkeypatch.setattr(warm_up.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setitem(sys.modules, "dips.core.math.wire_numba", compiled)
+    monkeypatch.setattr("dips.cli.warm_up.time.monotonic", lambda: seconds[0])
     monkeypatch.setattr(compiling, "watched", watching)
     monkeypatch.setattr(compiling, "folder", lambda: Path("kept"))
     monkeypatch.setattr(zmq_numba, "available", lambda: False)

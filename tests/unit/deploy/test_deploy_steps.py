@@ -371,8 +371,8 @@ def test_a_cluster_is_drained_when_it_has_left_and_its_job_has_ended(run: Run, e
     job["status"] = {"active": 1, "ready": 1}
     still = [2]
 
-    def leaving(cluster: str, reason: str) -> str:
-        master.asked.append(f"{cluster} {reason}")
+    def leaving(cluster_id: str, reason: str) -> str:
+        master.asked.append(f"{cluster_id} {reason}")
         return "it may finish its push"
 
     def status() -> Any:
@@ -446,7 +446,7 @@ def moving(run: Run) -> Run:
 
 
 def move(run: Run) -> Move:
-    return Move(run.deployment, run.apis, run.rollout(), lambda old: run.live(old))  # type: ignore[arg-type]
+    return Move(run.deployment, run.apis, run.rollout(), lambda old: run.live(old))
 
 
 def test_servers_are_stopped_before_the_first_byte_is_copied_and_deleted_after_the_last(moving: Run) -> None:

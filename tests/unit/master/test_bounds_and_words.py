@@ -13,7 +13,7 @@ import pytest
 from support.master_bench import Bench
 
 from dips.core.messages import DataMode, DataPlan, DataRange
-from dips.core.net.keys import load_identity
+from dips.core.net.keys import is_signed_by, load_identity
 from dips.local.authority import ensure_keys
 from dips.master import access, process
 from dips.master.config import MasterConfig
@@ -89,7 +89,7 @@ def test_certificates_that_were_verified_are_remembered_up_to_a_bound(
 ) -> None:
     ensure_keys(tmp_path, ["a", "b"], ["s0"])
     verified: list[object] = []
-    signed = access.is_signed_by
+    signed = is_signed_by
 
     def counted(certificate: Any, authorities: Any) -> bool:
         verified.append(certificate)
