@@ -352,3 +352,29 @@ def test_pushes_and_journal_changed_alike_are_said_by_the_norms(run: Recorded) -
     replayed = replay_run(run.directory, run.records)
     assert "weights and pushes make it" in replayed.misjudged[0]
     assert "when it is computed again" in replayed.wrong[0]
+
+
+@pytest.mark.parametrize(("change", "sentence"), [
+    (lambda r: r.update(slave_id="s7"), "the recorded round is of slave s7"),
+    (lambda r: r.update(digest="ab" * 16), "was recorded as abababababab"),
+    (lambda r: r["accepted"][0].update(push="c/1.1#2"), "was made of pushes c/1.1#2, b/1.1#2"),
+])  # fmt: skip
+def test_what_a_slave_recorded_of_a_round_is_compared_with_its_record(
+    run: Recorded, change: Change, sentence: str
+) -> None:
+    on_slave(change)(run)
+    wrong = replay_run(run.directory, run.records).wrong
+    assert [said for said in wrong if sentence in said and "version 1:1 on slave s1" in said], wrong
+
+
+def test_a_version_that_is_too_old_to_be_gone_back_to_is_skipped_with_what_follows_it(tmp_path: Path) -> None:
+    """Of a shard the newest 24 versions are kept, and 1:2 is among them, 1:1 is not."""
+    run = Recorded(tmp_path)
+    for _ in range(25):
+        run.round(a=100)
+    run.go_back(2, (2, 2))
+    assert replay_run(run.directory, run.records).skipped == []
+    run.go_back(1, (3, 1))
+    replayed = replay_run(run.directory, run.records)
+    assert [said.rpartition(": ")[-1] for said in replayed.skipped] == ["its origin 1:1 was not computed"] * 2
+    assert (replayed.missing, replayed.versions, replayed.shards) == (replayed.skipped, 27, 54)

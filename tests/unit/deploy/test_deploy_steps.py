@@ -1,0 +1,546 @@
+"""Rollout, scale, drain, delete and move against API servers in memory: what is asked of them, and in which order."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes.client.exceptions import ApiException
+from support.api_stand_in import write_kubeconfig
+from support.deploy_files import with_keys, written
+from support.deploy_site import Master
+
+from dips.core.errors import ConfigError, FatalError, RetryLater
+from dips.deploy.compare import ObjectAction
+from dips.deploy.deploy_file import Deployment, read_deploy_file
+from dips.deploy.health import Health, ObjectState
+from dips.deploy.kubernetes_api import open_context
+from dips.deploy.move import Move, volumes
+from dips.deploy.operate import LiveDeployment
+from dips.deploy.rollout import WORKLOADS, Rollout, everything
+
+Object = dict[str, Any]
+Log = list[tuple[str, ...]]
+
+
+def merged(old: Any, patch: Any) -> Any:
+    """A JSON merge patch."""
+    if not isinstance(patch, Mapping):
+        return patch
+    found = dict(old) if isinstance(old, Mapping) else {}
+    for key, value in patch.items():
+        found.pop(key, None) if value is None else found.update({key: merged(found.get(key), value)})
+    return found
+
+
+@dataclass
+class Api:
+    """One context. log: what was changed, of all contexts, with what was said between. lasting: how many looks an
+    object stays after its deletion."""
+
+    context: str
+    log: Log
+    objects: dict[tuple[str, str], Object] = field(default_factory=dict)
+    refuses: set[tuple[str, str]] = field(default_factory=set)
+    lasting: dict[tuple[str, str], int] = field(default_factory=dict)
+    looks: int = 0
+    files: dict[str, bytes] = field(default_factory=dict)
+    cleared: str = "cleared\n"
+    released: int = 0
+
+    def check_release(self) -> None:
+        self.released += 1
+
+    def get(self, kind: str, name: str) -> Object | None:
+        if (kind, name) in self.lasting:
+            self.looks += 1
+            self.lasting[kind, name] -= 1
+            if self.lasting[kind, name] <= 0:
+                del self.lasting[kind, name]
+                self.objects.pop((kind, name), None)
+        return copy.deepcopy(self.objects.get((kind, name)))
+
+    def list(self, kind: str, labels: Mapping[str, str]) -> list[Object]:
+        named = sorted((one["metadata"]["name"], one) for (of, _), one in self.objects.items() if of == kind)
+        return [one for _, one in named if labels.items() <= one["metadata"].get("labels", {}).items()]
+
+    def _note(self, what: str, document: Object, dry_run: bool) -> None:
+        kind, name = document["kind"], document["metadata"]["name"]
+        self.log.append((f"{what}{' dry' * dry_run}", self.context, kind, name))
+        if (what, kind) in self.refuses:
+            raise ConfigError(f"{kind} {name} is refused")
+
+    def create(self, document: Object, dry_run: bool = False) -> Object | None:
+        self._note("create", document, dry_run)
+        if not dry_run:
+            made = copy.deepcopy(document)
+            n = made.get("spec", {}).get("replicas", 1)
+            made["status"] = {"readyReplicas": n, "updatedReplicas": n, "availableReplicas": n, "phase": "Running"}
+            made["status"] |= {"active": 1, "ready": 1}
+            self.objects[document["kind"], document["metadata"]["name"]] = made
+        return None
+
+    def patch(self, document: Object, patch: Object, dry_run: bool = False) -> Object | None:
+        self._note("patch", document, dry_run)
+        if not dry_run:
+            key = document["kind"], document["metadata"]["name"]
+            self.objects[key] = merged(self.objects[key], patch)
+            n = self.objects[key].get("spec", {}).get("replicas", 1)
+            self.objects[key].setdefault("status", {}).update(readyReplicas=n, updatedReplicas=n)
+        return None
+
+    def delete(self, kind: str, name: str, uid: str = "") -> bool:
+        self.log.append(("delete", self.context, kind, name))
+        there = (kind, name) in self.objects
+        if kind not in (*WORKLOADS, "Pod"):
+            self.objects.pop((kind, name), None)
+        elif there:
+            self.lasting.setdefault((kind, name), 3)
+        return there
+
+    # ---- of a move ----
+
+    def output_of(self, pod: str, command: Sequence[str], wait_s: float) -> str:
+        assert ("Pod", pod) in self.objects
+        self.log.append(("run", self.context, pod, command[-1].split()[0]))
+        return self.cleared if "rm -rf" in command[-1] else self.files.get(pod, b"").decode()
+
+    def printed(self, pod: str, command: Sequence[str]) -> Iterator[bytes]:
+        yield from (b"a", b"bc", b"d")
+
+    def feed(self, pod: str, command: Sequence[str], chunks: Iterable[bytes]) -> None:
+        self.log.append(("feed", self.context, pod, b"".join(chunks).decode()))
+
+
+@dataclass
+class Run:
+    """A run of two slaves on its API servers, and its master. said: what the rollout says."""
+
+    file: Path
+    log: Log = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    waits: bool = True
+    wait_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        contexts = [site.context for site in read_deploy_file(self.file).sites]
+        self.apis = {context: Api(context, self.log) for context in contexts}
+        self.master = Master(["s0", "s1"], ["a"])
+        self.seconds = 0.0
+        self.pauses_s: list[float] = []
+
+    @property
+    def deployment(self) -> Deployment:
+        return read_deploy_file(self.file)
+
+    def sleep(self, pause_s: float) -> None:
+        self.pauses_s.append(pause_s)
+        self.seconds += pause_s
+
+    def rollout(self) -> Rollout:
+        return Rollout(self.apis, self.said.append, self.wait_s, self.waits, self.sleep, lambda: self.seconds)
+
+    def live(self, deployment: Deployment | None = None) -> LiveDeployment:
+        def dial(host: str, port: int) -> None:
+            self.log.append(("dial", host, str(port)))
+
+        found = deployment or self.deployment
+        return LiveDeployment(found, self.apis, self.rollout(), lambda: contextlib.nullcontext(self.master), dial)
+
+    def apply(self) -> int:
+        site = self.live()
+        return site.apply(site.difference())
+
+    def changed(self, *words: str) -> list[tuple[str, ...]]:
+        """What was really changed, of these actions, since it was last asked."""
+        found = [one for one in self.log if one[0] in (words or ("create", "patch", "delete"))]
+        self.log.clear()
+        self.said.clear()
+        return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    file = written(tmp_path)
+    with_keys(file)
+    found = Run(file)
+    found.apply()
+    found.changed()
+    return found
+
+
+def edited(run: Run, old: str, new: str) -> None:
+    text = run.file.read_text()
+    assert old in text
+    run.file.write_text(text.replace(old, new))
+    with_keys(run.file)
+
+
+# ---- apply ----
+
+
+def test_everything_is_tried_before_the_first_object_is_made(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    with_keys(file)
+    run = Run(file)
+    run.apis["here"].refuses.add(("create", "Job"))
+    with pytest.raises(ConfigError, match="Job small-cluster-a is refused"):
+        run.apply()
+    first = [one for one in run.log if one[0] == "create"]
+    assert {one[2] for one in first} == {"Namespace", "Role"}, "nothing else can be tried without them"
+    assert [one[2] for one in run.log if one[0] == "delete"] == [one[2] for one in reversed(first)], "and they go again"
+    run.apis["here"].refuses.clear()
+    run.apis["here"].lasting.clear()
+    run.apis["here"].objects.clear()
+    run.changed()
+    made = run.apply()
+    tried = [one[2:] for one in run.log if one[0] == "create dry"]
+    kept = [one[2:] for one in run.log if one[0] == "create"]
+    assert len(kept) == len(set(kept)) == made
+    assert set(tried) == {one for one in kept if one[0] not in ("Namespace", "Role")}
+    assert {one[0] for one in run.log[: len(kept)]} == {"create", "create dry"}
+    assert run.log.index(("dial", "192.0.2.7", "30400")) > run.log.index(
+        ("create", "here", "StatefulSet", "small-slave")
+    )
+    assert run.log.index(("dial", "192.0.2.7", "30501")) < run.log.index(("create", "here", "Job", "small-cluster-a"))
+    assert sum(said.startswith("+ ") for said in run.said) == made
+    assert run.apply() == 0
+
+
+def test_the_clusters_wait_for_the_masters_slaves(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    with_keys(file)
+    run = Run(file)
+    run.master.slaves = ["s0"]
+    with pytest.raises(RetryLater, match="1 of 2 slaves"):
+        run.apply()
+    assert set(run.pauses_s) == {2.0}
+    assert run.seconds == 60.0
+    assert run.said.count("the run: 1 of 2 slaves are with the master") == 1, "said once, not at every look"
+    assert not run.apis["here"].list("Job", {})
+    silent = LiveDeployment(run.deployment, run.apis, run.rollout(), away, lambda host, port: None)
+    with pytest.raises(RetryLater, match="does not answer"):
+        silent.apply(silent.difference())
+    run.waits = False
+    assert run.live().apply(run.live().difference(), reach=False) > 0
+    assert run.apis["here"].list("Job", {})
+
+
+def away() -> Any:
+    raise RetryLater("the master does not answer")
+
+
+def test_what_must_hold_before_is_asked_of_every_context(run: Run) -> None:
+    edited(run, "[[clusters]]", '[[sites]]\nname = "there"\ncontext = "there"\naddress = "192.0.2.8"\n\n[[clusters]]')
+    there = Api("there", run.log)
+    run.apis["there"] = there
+    there.objects["Namespace", "dips"] = {"status": {"phase": "Terminating"}}
+    there.lasting["Namespace", "dips"] = 4
+    run.live().prepare()
+    assert (run.apis["here"].released, there.released) == (1, 1)
+    assert [said for said in run.said if "there" in said] == [
+        "namespace dips of context there: is being terminated", "namespace dips of context there: is gone",
+    ]  # fmt: skip
+    assert there.looks == 4
+    edited(run, "slaves = 2", "slaves = 3")
+    with pytest.raises(ConfigError, match="slaves = 3, and the run has 2"):
+        run.live().prepare()
+
+
+def test_an_object_that_cannot_be_changed_is_deleted_and_is_gone_before_it_is_made_again(run: Run) -> None:
+    edited(run, 'tag = "1"', 'tag = "2"')
+    api = run.apis["here"]
+    site = run.live()
+    difference = site.difference()
+    assert site.apply(difference) == difference.changes
+    job = ("here", "Job", "small-cluster-a")
+    changes = [one for one in run.log if one[1:] == job]
+    assert [one[0] for one in changes] == ["delete", "create"]
+    assert ("create dry", "here", "Job", "small-cluster-a-rehearsal") in run.log
+    assert api.looks >= 3
+    assert "Job small-cluster-a: is gone" in run.said
+    assert {one[2] for one in run.log if one[0] == "patch"} == {"StatefulSet", "Deployment"}
+    assert {one[2] for one in run.log if one[0] == "patch dry"} == {"StatefulSet", "Deployment"}
+
+
+def test_what_no_longer_belongs_goes_at_the_end_and_only_servers_keep_the_clusters(run: Run) -> None:
+    more = '\n[[clusters]]\nid = "b"\nsite = "here"\n'
+    run.file.write_text(run.file.read_text() + more)
+    with_keys(run.file)
+    assert run.apply() > 0
+    run.changed()
+    run.file.write_text(run.file.read_text().replace(more, "").replace('tag = "1"', 'tag = "2"'))
+    difference = run.live().difference()
+    servers = difference.of_servers()
+    assert difference.changes > servers.changes
+    assert not [step for step in servers.leaving if step.name == "Job small-cluster-b"]
+    assert run.live().apply(servers) == servers.changes
+    assert not [one for one in run.changed() if one[2] == "Job"]
+    left = run.live().difference()
+    assert run.live().apply(left) == left.changes == len(left.leaving) + 1
+    gone = [one for one in run.changed() if one[0] == "delete"]
+    assert ("delete", "here", "Job", "small-cluster-b") in gone
+    left = run.live().difference()
+    assert left.changes == len(left.leaving)
+    assert {step.name for step in left.leaving} == {"Job small-cluster-b"}, "its pods may need a while"
+
+
+@pytest.mark.parametrize(
+    ("states", "error", "said"),
+    [
+        (["WAITING x", "WAITING x", "WAITING y", "READY z"], "", ["it: x", "it: y", "it: z"]),
+        (["DONE z"], "", ["it: z"]),
+        (["WAITING x", "FAILED z"], "it: z", ["it: x"]),
+        (["WAITING x"] * 99, "not healthy after 60 s", ["it: x"]),
+    ],
+)
+def test_a_wait_ends_and_says_each_reason_once(run: Run, states: list[str], error: str, said: list[str]) -> None:
+    looks = iter([ObjectState(Health[health], word) for health, word in map(str.split, states)])
+    with pytest.raises(RetryLater, match=error) if error else contextlib.nullcontext():
+        run.rollout().until("it", lambda: next(looks))
+    assert run.said == said
+
+
+# ---- scale ----
+
+
+def test_slaves_are_added_and_waited_for(run: Run) -> None:
+    edited(run, "slaves = 2", "slaves = 3")
+    run.master.watch = lambda: run.apis["here"].objects["StatefulSet", "small-slave"]["spec"]["replicas"]
+    assert run.live().scale() == (2, 3)
+    assert run.master.asked == ["add s2 remove  with 2 pods"]
+    set_ = run.apis["here"].objects["StatefulSet", "small-slave"]
+    assert set_["spec"]["replicas"] == 3
+    assert run.said[-4:-1] == ["StatefulSet small-slave: 3 pods", "RESHARD: slave s0 has yet to list the shard",
+                               "RESHARD: the blocks are where they belong"]  # fmt: skip
+    assert run.said[-1].startswith("StatefulSet small-slave: "), "the new pods are waited for"
+    kinds = {one[2] for one in run.changed() if one[0] in ("create", "patch")}
+    assert kinds == {"Service", "Secret", "Role", "ConfigMap", "StatefulSet", "NetworkPolicy"}
+    assert run.live().scale() == (3, 3)
+    assert run.changed() == []
+    set_["spec"]["replicas"] = 2  # cut off: the master knows s2 already
+    assert run.live().scale() == (2, 3)
+    assert len(run.master.asked) == 1
+
+
+def test_blocks_are_moved_before_a_slaves_pod_goes(run: Run) -> None:
+    edited(run, "slaves = 2", "slaves = 3\nslave_volume = '1 GiB'")
+    run.apis["here"].objects.clear()
+    run.master.slaves = ["s0", "s1", "s2"]
+    run.apply()
+    run.changed()
+    edited(run, "slaves = 3", "slaves = 1")
+    assert run.live().scale() == (3, 1)
+    assert run.master.asked == ["add  remove s1,s2 with None pods"]
+    assert run.said[-1].startswith("StatefulSet small-slave: ")
+    assert run.said[-2] == "StatefulSet small-slave: 1 pods"
+    settings = run.apis["here"].objects["ConfigMap", "small-slave"]["data"]
+    assert sorted(settings) == ["s0.toml", "s1.toml", "s2.toml"], "they may start again until their blocks are away"
+    changes = run.changed()
+    assert next(one[2:] for one in changes if one[0] == "patch") == ("ConfigMap", "small-slave")
+    assert [one[2:] for one in changes if one[0] == "patch"][-1] == ("StatefulSet", "small-slave")
+
+
+def test_a_run_without_slaves_is_not_scaled(run: Run) -> None:
+    del run.apis["here"].objects["StatefulSet", "small-slave"]
+    with pytest.raises(ConfigError, match="no slaves yet"):
+        run.live().scale()
+
+
+# ---- status, drain and delete ----
+
+
+def test_every_object_has_its_state_once(run: Run) -> None:
+    run.apis["here"].objects["StatefulSet", "small-slave"]["status"]["readyReplicas"] = 1
+    del run.apis["here"].objects["Job", "small-cluster-a"]
+    states = {(one["kind"], one["metadata"]["name"]): state.health for _, one, state in run.live().states()}
+    assert len(states) == len(list(run.live().states()))
+    assert states["StatefulSet", "small-slave"] is Health.WAITING
+    assert states["StatefulSet", "small-master"] is Health.READY
+    assert states["Job", "small-cluster-a"] not in (Health.READY, Health.DONE)
+
+
+@pytest.mark.parametrize("ends", ["its job ends", "its job is gone"])
+def test_a_cluster_is_drained_when_it_has_left_and_its_job_has_ended(run: Run, ends: str) -> None:
+    master, job = run.master, run.apis["here"].objects["Job", "small-cluster-a"]
+    job["status"] = {"active": 1, "ready": 1}
+    still = [2]
+
+    def leaving(cluster_id: str, reason: str) -> str:
+        master.asked.append(f"{cluster_id} {reason}")
+        return "it may finish its push"
+
+    def status() -> Any:
+        still[0] -= 1
+        if still[0] < 0:
+            master.clusters.clear()
+        if still[0] < -2:
+            job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+        return Master.status(master)
+
+    def passing(pause_s: float) -> None:
+        run.seconds += pause_s
+        if master.clusters == []:
+            status()
+            if ends == "its job is gone" and still[0] < -2:
+                run.apis["here"].objects.pop(("Job", "small-cluster-a"), None)
+
+    master.drain, master.status = leaving, status  # type: ignore[method-assign]
+    run.sleep = passing  # type: ignore[method-assign]
+    run.live().drain("a", "x")
+    assert master.asked == ["a x"]
+    assert run.said[0] == "it may finish its push"
+    assert run.said[1].startswith("cluster a: is ")
+    assert "cluster a: has left the run" in run.said
+    assert "cluster a: its job has yet to end" in run.said
+    assert ("cluster a: its job is gone" == run.said[-1]) is (ends == "its job is gone")
+    with pytest.raises(ConfigError, match="no cluster 'z'; it has a"):
+        run.live().drain("z", "x")
+
+
+def test_what_is_deleted_goes_backwards_and_volumes_only_when_they_are_asked_for(run: Run) -> None:
+    api = run.apis["here"]
+    for name, cluster in (("state-small-master-0", None), ("small-cluster-a", "a"), ("strange", None)):
+        labels = {"app.kubernetes.io/instance": "other" if name == "strange" else "small"}
+        labels |= {"dips/cluster": cluster} if cluster else {}
+        api.objects["PersistentVolumeClaim", name] = {
+            "kind": "PersistentVolumeClaim", "metadata": {"name": name, "labels": labels},
+        }  # fmt: skip
+    site = run.live()
+    there = [(one["kind"], one["metadata"]["name"]) for one in everything(api, "small")]
+    going = site.going()
+    assert [(step.wanted["kind"], step.wanted["metadata"]["name"]) for step in going] == there[::-1]
+    assert {step.action for step in going} == {ObjectAction.DELETE}
+    mine = {step.name for step in site.going("a")}
+    assert "Job small-cluster-a" in mine
+    assert all("cluster-a" in name or "keys-a" in name or name.endswith(" small-cluster-a") for name in mine)
+    assert [step.wanted["metadata"]["name"] for step in site.volumes()] == ["small-cluster-a", "state-small-master-0"]
+    with pytest.raises(ConfigError, match="no cluster 'z'"):
+        site.going("z")
+    gone = [*going]
+    site.delete(gone, site.volumes("a") if any(site.volumes("a")) else [])
+    deleted = [one[2:] for one in run.changed("delete")]
+    assert deleted[: len(gone)] == there[::-1]
+    assert {key for key in api.objects if key[0] in ("StatefulSet", "Deployment", "Job")} == set(), (
+        "they are waited for"
+    )
+
+
+# ---- move ----
+
+
+@pytest.fixture
+def moving(run: Run) -> Run:
+    edited(run, "[[clusters]]", '[[sites]]\nname = "there"\ncontext = "there"\naddress = "192.0.2.8"\n\n[[clusters]]')
+    edited(run, 'placement = "here"', 'placement = "there"')
+    run.apis["there"] = Api("there", run.log)
+    for api in run.apis.values():
+        api.files = {volume.carrier: f"{volume.carrier} f1\nsums f2".encode() for volume in volumes(run.deployment)}
+    run.master.clusters.clear()
+    return run
+
+
+def move(run: Run) -> Move:
+    return Move(run.deployment, run.apis, run.rollout(), lambda old: run.live(old))
+
+
+def test_servers_are_stopped_before_the_first_byte_is_copied_and_deleted_after_the_last(moving: Run) -> None:
+    moved = move(moving)
+    assert (moved.old.server_site.context, moving.deployment.server_site.context) == ("here", "there")
+    moved.carry_out()
+    log, here = moving.log, moving.apis["here"]
+    stops = [log.index(("patch", "here", "StatefulSet", f"small-{name}")) for name in ("master", "slave")]
+    assert stops == sorted(stops)
+    assert log.index(("delete", "here", "Deployment", "small-supervisor")) < stops[0]
+    feeds = [(index, one) for index, one in enumerate(log) if one[0] == "feed"]
+    assert [one[1:] for _, one in feeds] == [
+        ("there", f"small-{name}", "abcd") for name in ("master-carrier-0", "slave-carrier-0", "slave-carrier-1")
+    ]
+    assert stops[-1] < feeds[0][0]
+    last = [log.index(("delete", "here", "StatefulSet", f"small-{name}")) for name in ("slave", "master")]
+    assert feeds[-1][0] < last[0] < last[1]
+    assert not here.list("StatefulSet", {}), "they are gone when it ends"
+    carriers = [one for one in log if one[0] in ("create", "delete") and one[2] == "Pod"]
+    assert len(carriers) == 2 * 2 * 3
+    assert not [key for api in moving.apis.values() for key in api.objects if key[0] == "Pod"]
+    there = moving.apis["there"].objects
+    claims = {name: one["spec"] for (kind, name), one in there.items() if kind == "PersistentVolumeClaim"}
+    assert claims == {volume.claim: volume.spec for volume in volumes(moving.deployment)}
+    assert ("StatefulSet", "small-master") not in there
+    assert ("Secret", "small-keys-slave") in there, "the settings are there already"
+    assert sum("2 files are there" in said for said in moving.said) == 3
+    assert {said for said in moving.said if said.endswith(": 0 pods")} == {
+        "StatefulSet small-master: 0 pods", "StatefulSet small-slave: 0 pods",
+    }  # fmt: skip
+
+
+def test_how_far_a_copy_is_is_said_now_and_then(moving: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dips.deploy.move.SAID_EVERY_BYTES", 3)
+    move(moving).carry_out()
+    copied = [said for said in moving.said if "copied" in said]
+    assert copied == [f"volume {volume.claim}: 3 B are copied" for volume in volumes(moving.deployment)]
+
+
+@pytest.mark.parametrize("what", ["differs", "is empty", "is not cleared"])
+def test_a_copy_that_is_not_whole_ends_the_move_and_keeps_the_old_servers(moving: Run, what: str) -> None:
+    there, here = moving.apis["there"], moving.apis["here"]
+    if what == "differs":
+        there.files["small-slave-carrier-1"] = b"other"
+    elif what == "is empty":
+        here.files["small-slave-carrier-1"] = there.files["small-slave-carrier-1"] = b""
+    else:
+        there.cleared = ""
+    with pytest.raises(FatalError, match="delete the claim" if what == "is not cleared" else "does not hold"):
+        move(moving).carry_out()
+    assert len(here.list("StatefulSet", {})) == 2
+    pods = {one[1] for one in moving.log if one[0] == "delete" and one[2] == "Pod"}
+    assert pods == {"here", "there"}
+
+
+def test_a_run_with_servers_at_two_sites_is_not_moved(moving: Run) -> None:
+    moving.apis["there"].objects["StatefulSet", "small-master"] = {}
+    with pytest.raises(ConfigError, match=r"has a master in .* and "):
+        move(moving)
+
+
+# ---- what an API server answers ----
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "body", "kind", "words"),
+    [
+        (0, "no\n certificate", None, ConfigError, "cannot be trusted: no certificate"),
+        (401, "", "", ConfigError, "renew its credentials"),
+        (403, "", '{"message": "it is being terminated"}', RetryLater, "it is being terminated; try again"),
+        (403, "Forbidden", "no JSON", ConfigError, "does not permit it: Forbidden"),
+        (422, "", '{"message": "port is already allocated"}', ConfigError, "is taken by another service"),
+        *((code, "", '{"message": "x"}', ConfigError, "refuses .*: x; correct the file") for code in (409, 400, 422)),
+        *((code, "", '{"message": "x"}', RetryLater, "is busy: x") for code in (429, 500, 502, 503, 504)),
+        (418, "", '{"other": "x"}', FatalError, "answers 418"),
+    ],
+)
+def test_an_answer_that_is_none_is_a_sentence(
+    status: int,
+    reason: str,
+    body: str | None,
+    kind: type[Exception],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_kubeconfig(tmp_path / "kubeconfig", {"here": "http://127.0.0.1:1"})
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+
+    def refuse(*_: object, **__: object) -> None:
+        error = ApiException(status, reason)
+        error.body = body
+        raise error
+
+    monkeypatch.setattr("kubernetes.dynamic.DynamicClient.request", refuse)
+    with pytest.raises(kind, match=words):
+        open_context("here", "dips").create({"kind": "Secret", "metadata": {"name": "x"}})

@@ -1,0 +1,275 @@
+"""What a judge must keep apart: facts that say nothing, ranges and pushes of one round, histories that were lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.history import CHUNK_TOKENS, Script, Step, changed, check, feed, nth, push_name, usual_run, write_run
+
+from dips.core.errors import ConfigError, RetryLater
+from dips.core.observe.tape import read_chained
+from dips.judge import verify
+from dips.judge.invariants import Checker
+from dips.judge.judgement import t_round_of
+from dips.judge.records import TRIES, RunRecords, read_run
+from dips.judge.replay import Replayed
+from dips.judge.story import tell_story
+from dips.judge.verify import OK, VIOLATED, verify_run
+from dips.master.journal import read_content
+from dips.slave import snapshot_files
+from dips.slave.snapshot_files import SnapshotError
+
+
+def begun(*clusters: str) -> Script:
+    """A run with its first version."""
+    script = Script()
+    script.start_master()
+    for cluster in clusters:
+        script.join(cluster)
+    script.commit(script.push(clusters[0]))
+    return script
+
+
+def broken(script: Script) -> set[str]:
+    return {violation.invariant for violation in check(script.steps).violations}
+
+
+# ---- rounds and ranges ----
+
+
+def test_every_range_of_a_push_is_compared_with_what_was_applied() -> None:
+    script = begun("a")
+    script.commit(script.push("a"))
+    before = nth(script.steps, "journal", "COMMIT", -1).fields["participants"][0]["ranges"]
+    again = script.push("a", 2 * CHUNK_TOKENS)
+    again["ranges"][1] = before[0]
+    script.commit(again)
+    assert "I6" in broken(script)
+
+
+def test_what_the_version_that_a_run_goes_back_to_applied_stays_applied() -> None:
+    script = begun("a", "b")
+    script.commit(script.push("a"))
+    kept = nth(script.steps, "journal", "COMMIT", -1).fields["participants"][0]
+    lost = [script.push("a"), script.push("b")]
+    script.commit(*lost)
+    script.start_master()
+    script.roll_back((1, 1), [one["push"] for one in lost])
+    script.join("b")
+    again = script.push("b")
+    again["ranges"] = kept["ranges"]
+    script.commit(again)
+    said = [str(one) for one in check(script.steps).violations if one.invariant == "I6"]
+    assert any(push_name(kept) in one for one in said), said
+
+
+def test_facts_that_name_no_round_or_version_are_not_judged() -> None:
+    checker = Checker()
+    assert feed(checker, Step("slave", "s0", "promised", {"epoch": 3})) == []
+    before = checker.counts()
+    loaded = {"version": "None", "round": "None", "digest": ""}
+    for kind in ("configured", "prepared", "committed"):
+        assert feed(checker, Step("slave", "s0", kind, {**loaded, "finite": True, "durable": True})) == []
+    after = checker.counts()
+    assert [name for name in after if name in ("I4", "I5", "I8") and after[name] != before[name]] == []
+
+
+def test_intervals_that_are_not_known_yet_do_not_count_in_the_tokens_of_a_round() -> None:
+    def of(rates: dict[str, float], intervals_s: dict[str, float]) -> float:
+        given: Any = SimpleNamespace(rates=rates, intervals_s=intervals_s)
+        return t_round_of(given)
+
+    assert of({"a": 10.0, "b": 30.0}, {"a": 0.0, "b": 5.0}) == 200.0
+    assert of({"a": 10.0, "b": 30.0}, {"a": 0.0}) == of({"a": 0.0}, {"a": 5.0}) == of({}, {"a": 5.0}) == 0.0
+
+
+# ---- a journal that was lost ----
+
+
+def test_after_the_journal_was_lost_a_cluster_joins_and_gets_tickets_as_if_it_were_new() -> None:
+    script, checker = usual_run(), Checker()
+    for step in script.steps:
+        feed(checker, step)
+    join = Step("journal", "", "JOIN", {"epoch": 2, "cluster": "a", "incarnation": [1, 1]})
+    ticket = nth(script.steps, "master", "ticket")
+    assert [one.invariant for one in feed(checker, join)] == ["I8"]
+    assert feed(checker, ticket) != []
+    checker.lost_journal()
+    assert feed(checker, join) == []
+    assert feed(checker, ticket) == []
+
+
+@pytest.mark.parametrize(("first", "then", "lossy", "breaks"), [
+    ("APPLIED", "EXCLUDED", False, True),
+    ("EXCLUDED", "ABORTED", False, True),
+    ("APPLIED", "ROLLED_BACK", False, False),
+    ("EXCLUDED", "ABORTED", True, False),
+    ("APPLIED", "EXCLUDED", True, True),
+])  # fmt: skip
+def test_a_cluster_that_heard_two_verdicts(first: str, then: str, lossy: bool, breaks: bool) -> None:
+    checker = Checker()
+    if lossy:
+        checker.lost_journal()
+    said = {"push": "a/1.1#2", "version": "1:1", "reason": "x"}
+    feed(checker, Step("worker", "a", "verdict", {**said, "verdict": first}))
+    found = feed(checker, Step("worker", "a", "verdict", {**said, "verdict": then}))
+    assert any(f"{first} before" in str(one) for one in found) is breaks, found
+
+
+# ---- files that change while they are read ----
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", usual_run())
+
+
+def test_a_journal_that_a_live_master_moves_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses_s: list[float] = []
+    read, tries = read_content, [0]
+
+    def busy(directory: Path) -> Any:
+        tries[0] += 1
+        if tries[0] <= most:
+            raise RetryLater("it moves its records", retry_after_s=9.0)
+        return read(directory)
+
+    monkeypatch.setattr("dips.judge.records.read_content", busy)
+    monkeypatch.setattr("dips.judge.records.time.sleep", pauses_s.append)
+    most = TRIES - 1
+    assert read_run(run).journal
+    assert pauses_s == [1.0] * most
+    tries[0], most = 0, TRIES
+    with pytest.raises(RetryLater):
+        read_run(run)
+    assert tries[0] == TRIES
+
+
+def test_a_manifest_that_changes_while_it_is_read_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = [item.path for item in read_run(run).manifests]
+    decode, seen = snapshot_files.decode, list[str]()
+
+    def torn(data: bytes, name: str) -> Any:
+        seen.append(name)
+        if seen.count(name) <= times:
+            if changes:
+                Path(name).write_bytes(data + b" " * seen.count(name))
+            raise SnapshotError(f"{name} is torn")
+        return decode(data, name)
+
+    monkeypatch.setattr(snapshot_files, "decode", torn)
+    times, changes = 1, True
+    found = read_run(run)
+    assert ([item.path for item in found.manifests], found.problems) == (usual, [])
+    assert all(seen.count(str(path)) == 2 for path in usual)
+    seen.clear()
+    changes = False
+    found = read_run(run)
+    assert len(found.problems) == len(usual)
+    assert all("is torn" in said for said in found.problems)
+    seen.clear()
+    times, changes = 99, True
+    assert len(read_run(run).problems) == len(usual)
+    assert all(seen.count(str(path)) == TRIES for path in usual)
+
+
+def test_a_manifest_that_cannot_be_opened_is_a_problem_and_one_that_is_gone_is_none(run: Path) -> None:
+    first, second, *_ = (item.path for item in read_run(run).manifests)
+    first.unlink()
+    first.mkdir()
+    second.unlink()
+    second.symlink_to(run / "nowhere")
+    found = read_run(run)
+    assert {first, second}.isdisjoint(item.path for item in found.manifests)
+    assert [str(first) in said for said in found.problems] == [True]
+
+
+def test_tapes_that_lost_events_or_have_no_digests_are_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chained = read_chained
+
+    def bare(path: Path) -> Any:
+        for number, (event, _) in enumerate(chained(path)):
+            yield ({**event, "kind": "gap", "lost": 5} if path.stem.startswith("s0") and not number else event), False
+
+    monkeypatch.setattr("dips.judge.records.read_chained", bare)
+    found = read_run(run)
+    assert found.gaps == {("slave", "s0")}
+    assert any("slave s0 lost 5 events" in note for note in found.notes)
+    assert any("s0" in said and "no digests" in said for said in found.unproven)
+
+
+def test_a_record_of_a_state_that_is_no_json_was_changed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = read_content
+    for text, fails in (("{", True), ("[1]", False)):
+
+        def other(directory: Path, text: str = text) -> Any:
+            return replace(read(directory), snapshot_json=text)
+
+        monkeypatch.setattr("dips.judge.records.read_content", other)
+        if fails:
+            with pytest.raises(ConfigError, match="not JSON"):
+                read_run(run)
+        else:
+            assert read_run(run).ledger == {}
+
+
+# ---- the report of a replay ----
+
+
+def test_a_replay_counts_for_its_promises_and_what_it_could_not_do_is_unproven(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = verify_run(run)
+    found = Replayed(
+        versions=4, shards=8, judged=3, missing=["1:2 has no push", "1:3 neither"], unproven=["no checksum"]
+    )
+    asked: list[Path] = []
+
+    def played(run_dir: Path, records: RunRecords) -> Replayed:
+        asked.append(run_dir)
+        assert records.journal
+        return found
+
+    monkeypatch.setattr(verify, "replay_run", played)
+    assert verify_run(run).replayed is None
+    assert asked == []
+
+    def rows() -> dict[str, Any]:
+        return {row.invariant: row for row in verify_run(run, True).rows}
+
+    before, after = {row.invariant: row for row in usual.rows}, rows()
+    assert asked == [run]
+    assert {name: after[name].records - before[name].records for name in before if name in after} == {
+        name: {"I14": 8, "I18": 3}.get(name, 0) for name in before
+    }
+    assert after["I14"].result == after["I18"].result == OK
+    report = verify_run(run, True)
+    assert len(report.unproven) == len(usual.unproven) + 2
+    assert any("no checksum" in said for said in report.unproven)
+    assert any("2 shards" in said and "1:2 has no push" in said for said in report.unproven)
+    allowed = verify_run(run, True, allow_skipped=True)
+    assert len(allowed.unproven) == len(usual.unproven) + 1
+    found.wrong, found.misjudged = ["a shard differs"], ["a norm differs", "another too"]
+    broken = rows()
+    assert [(broken[name].result, broken[name].why.split()[0]) for name in ("I14", "I18")] == [
+        (VIOLATED, "1"), (VIOLATED, "2"),
+    ]  # fmt: skip
+    violations = [(one.invariant, one.sentence) for one in verify_run(run, True).violations]
+    assert violations == [("I14", "a shard differs"), ("I18", "a norm differs"), ("I18", "another too")]
+
+
+# ---- stories ----
+
+
+def test_lines_that_name_a_round_alone_or_were_caused_by_it_are_of_its_story(tmp_path: Path) -> None:
+    script = usual_run()
+    script.add("master", "test", "window", round="r1.2")
+    script.add("master", "test", "window", round="r1.3")
+    run = write_run(tmp_path / "run", script, changed(script, lambda steps: None))
+    for name, rounds in (("r1.2", {"r1.2"}), ("1:1", {"r1.2"}), ("a/1.1#2", set()), ("b", set())):
+        told = [line.fields["round"] for line in tell_story(run, name).lines if line.kind == "window"]
+        assert set(told) == rounds

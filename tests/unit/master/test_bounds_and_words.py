@@ -1,0 +1,208 @@
+"""Bounds of what strangers can fill, the words of the timeline, and the exit code of the process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.master_bench import Bench
+
+from dips.core.messages import DataMode, DataPlan, DataRange
+from dips.core.net.keys import is_signed_by, load_identity
+from dips.local.authority import ensure_keys
+from dips.master import access, process
+from dips.master.config import MasterConfig
+from dips.master.directory import remove_file
+from dips.master.page import history
+from dips.master.page.history import HeldoutTail, sentence_of
+from dips.master.page.snapshot import sentence
+from dips.master.state.leases import LeaseTable
+from dips.master.state.slave_links import MAX_CLAIMS, NameClaims
+
+# ---- the process ----
+
+
+@pytest.mark.parametrize("failpoints", [False, True])
+def test_the_process_ends_with_the_code_of_what_it_served(
+    failpoints: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[Any] = []
+
+    async def serve(config: MasterConfig, machine: type) -> Any:
+        asked.append((config.run_id, machine.__name__))
+        return SimpleNamespace(exit_code=143)
+
+    monkeypatch.setattr(process, "serve", serve)
+    monkeypatch.setattr(process, "raise_file_limit", lambda: asked.append("files"))
+    monkeypatch.setattr(process, "configure_logging", lambda *given: asked.append(given[:2]))
+    monkeypatch.setattr(process, "install", lambda role, *, enabled: asked.append((role, enabled)))
+    config = MasterConfig(run_id="mine", directory=tmp_path, insecure=True, failpoints=failpoints)
+    loaded: Any = SimpleNamespace(describe=lambda: "grace_s = 7 (told)")
+    with caplog.at_level(logging.INFO):
+        assert process.run(config) == 143
+        assert "grace_s = 7" not in caplog.text
+        assert process.run(config, loaded) == 143
+    assert "grace_s = 7" in caplog.text
+    assert asked == ["files", ("master", "mine"), ("master", failpoints), ("mine", "MasterMachine")] * 2
+
+
+def test_an_address_that_cannot_be_removed_hides_no_other_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "gone").touch()
+    for name in ("gone", "never"):
+        remove_file(tmp_path / name)
+    assert not (tmp_path / "gone").exists()
+    assert not caplog.records
+    remove_file(tmp_path)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert str(tmp_path) in caplog.text
+
+
+# ---- bounds ----
+
+
+def test_newcomers_that_wait_for_a_name_are_few_and_the_one_that_was_silent_longest_is_forgotten() -> None:
+    claims = NameClaims()
+
+    def wait(n: int, now_s: float) -> float:
+        """Whether it is to ask again: 0 when it has waited long enough."""
+        return claims.refuse("slave", "s0", str(n).encode(), "it", "end it", now_s, 10.0).retry_after_s
+
+    for n in range(MAX_CLAIMS):
+        assert wait(n, n / 1000) > 0
+    assert wait(0, 1.0) > 0
+    assert wait(MAX_CLAIMS, 2.0) > 0, "in the place of 1, which has not asked for the longest time"
+    assert [wait(n, 10.1) > 0 for n in (0, 2, MAX_CLAIMS)] == [False, False, True]
+    assert wait(1, 10.1) > 0, "it starts to wait again"
+    claims.rearm()
+    assert wait(MAX_CLAIMS, 12.5) > 0, "after a pause of the master all do"
+
+
+def test_certificates_that_were_verified_are_remembered_up_to_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ensure_keys(tmp_path, ["a", "b"], ["s0"])
+    verified: list[object] = []
+    signed = is_signed_by
+
+    def counted(certificate: Any, authorities: Any) -> bool:
+        verified.append(certificate)
+        return signed(certificate, authorities)
+
+    monkeypatch.setattr(access, "is_signed_by", counted)
+    monkeypatch.setattr(access, "KNOWN_CERTIFICATES", 2)
+    found = access.Access(load_identity(tmp_path / "master"))
+    status = "/dips.v1.Clusters/Join"
+
+    def admit(*names: str) -> int:
+        verified.clear()
+        for name in names:
+            assert found.admit(status, (tmp_path / name / "tls.crt").read_bytes()).name == name
+        return len(verified)
+
+    assert admit("a", "a", "b", "a", "b") == 2
+    ensure_keys(tmp_path, ["c"])
+    assert admit("c", "c") == 1
+    assert admit("c", "a", "a") == 1, "the others were forgotten"
+
+
+def test_a_file_without_lines_is_passed_over_and_what_follows_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "MAX_READ_BYTES", 100)
+    path = tmp_path / "tape"
+    line = json.dumps({"wall_s": 1.0, "kind": "heldout", "version": "1:1", "tokens": 5, "loss": 2.0})
+    path.write_text("x" * 250 + "\n" + line + "\n")
+    tail = HeldoutTail(path)
+    assert [tail.news() for _ in range(3)] == [[], [], []]
+    assert [one.version for one in tail.news()] == ["1:1"]
+    path.unlink()
+    assert tail.news() == []
+
+
+@pytest.mark.parametrize(
+    ("kept", "freed"),
+    [
+        ([], [(0, 100)]),
+        ([(10, 20)], [(0, 10), (20, 100)]),
+        ([(60, 70), (10, 20), (70, 80)], [(0, 10), (20, 60), (80, 100)]),
+        ([(0, 100)], []),
+        ([(0, 30), (20, 40), (90, 100)], [(40, 90)]),
+    ],
+)
+def test_what_an_old_process_leased_is_free_but_for_what_the_new_one_holds(
+    kept: list[tuple[int, int]], freed: list[tuple[int, int]]
+) -> None:
+    for free_all_but in (False, True):
+        table = LeaseTable(DataPlan(DataMode.LEASED, b"x", 400, 100))
+        (lease,) = table.lease("a", 100)
+        held = [DataRange(lease.lease_id, 0, lease.chunk, begin, end) for begin, end in kept]
+        if free_all_but:
+            assert table.free_all_but("a", held) == sum(end - begin for begin, end in freed)
+        else:
+            table.free("b", [lease], held)
+            assert table.leased_tokens()["a"] == 100, "it is not another's to free"
+            table.free("a", [lease, dataclasses.replace(lease, pass_index=9)], held)
+        free = [(begin, end) for _, begin, end, holding in table.holdings() if holding.state.value == "free"]
+        assert [(begin, min(end, 100)) for begin, end in free if begin < 100] == freed
+        assert table.leased_tokens()["a"] == 100 - sum(end - begin for begin, end in freed)
+
+
+# ---- the page ----
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "told"),
+    [
+        ("master-ended", {"sentence": "SIGTERM"}, ("info", "master", "SIGTERM")),
+        ("adopted", {"version": "1:4"}, ("warn", "run", "1:4")),
+        ("stopped", {"reason": "its limit"}, ("info", "run", "its limit")),
+        ("revoked", {"holder": "cluster a"}, ("warn", "cluster a", "revoked")),
+        ("recovery", {"why": "s1 lost it"}, ("warn", "run", "s1 lost it")),
+        ("recovery", {"why": ""}, None),
+        ("resharded", {"blocks": 7}, ("good", "run", "7 blocks")),
+        ("leave", {"cluster": "a", "reason": "done"}, ("info", "cluster a", "done")),
+        ("verdict", {"push": "a/1.1#3", "verdict": "ROLLED_BACK"}, ("bad", "cluster a", "rolled back")),
+        ("slave_attached", {"slave": "s0", "incarnation": "1.2"}, ("info", "slave s0", "1.2")),
+        ("slave_ready", {"slave": "s0", "version": "None"}, ("good", "slave s0", "no version")),
+        ("slave_dismissed", {"slave": "s0", "reason": "moved"}, ("info", "slave s0", "moved")),
+        (
+            "refused_connections",
+            {"slave": "s0", "count": 1, "last_reason": "x"},
+            ("warn", "slave s0", "a connection: x"),
+        ),
+        ("refused_connections", {"slave": "s0", "count": 3, "last_reason": "x"}, ("warn", "slave s0", "3 connections")),
+        ("stood_still", {"gap_s": "no number"}, None),
+    ],
+)
+def test_an_event_has_a_level_its_process_and_what_happened(
+    kind: str, fields: dict[str, Any], told: tuple[str, str, str] | None
+) -> None:
+    found = sentence_of(kind, fields)
+    if told is None or found is None:
+        assert found is told is None
+    else:
+        assert found[:2] == told[:2]
+        assert told[2] in found[2]
+
+
+def test_what_an_operator_did_stands_beside_the_sentence_unless_it_is_the_sentence() -> None:
+    view = Bench().running("a").state.look()
+
+    def more(**fields: Any) -> str:
+        changed = dataclasses.replace(view, status=dataclasses.replace(view.status, **fields))
+        return " ".join(sentence(changed, 0.0, {})["more"])
+
+    for fields, words in (({"paused": True}, "paused"), ({"stopping": True}, "ending")):
+        assert words in more(**fields)
+        assert words not in more()
+    assert "ending" not in more(stopping=True, stopped=True)
+    assert "A reshard waits: x." in more(reshard="x", recovery="y")
+    assert "A reshard waits: x." in more(reshard="x", waiting_for="y")
+    assert "A reshard" not in more(reshard="x")
