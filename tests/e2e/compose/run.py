@@ -26,7 +26,6 @@ ENGINE = ROOT.parent / "shared" / "tools" / "docker-up"
 
 IMAGES = {"prometheus": "prom/prometheus:v2.55.1", "grafana": "grafana/grafana:11.6.0"}
 PULL_S = 30.0
-STOP_S = 60.0
 
 
 def main() -> int:
@@ -61,7 +60,7 @@ def _start_engine(engine: Path) -> bool:
     """Whether an engine had to be started. Raises NoEngine, or StepFailed when it does not start."""
     why = _no_engine()
     if engine.is_file():  # also where one is running: it makes the images' base where no registry is reached
-        command(str(engine), timeout_s=600.0)
+        command(str(engine))
         print(f"engine: {'started' if why else 'is running'} ({engine.name})", flush=True)
     elif why:
         raise NoEngine(why)
@@ -72,7 +71,7 @@ def _stop_engine(engine: Path) -> None:
     """Returns when it is gone: the next one refuses to start beside its pid file."""
     running = _daemons()
     subprocess.run([str(engine), "down"], check=False)
-    wait("the engine ends", STOP_S, lambda: not running & _daemons())
+    wait("the engine ends", lambda: not running & _daemons())
 
 
 def _daemons() -> set[str]:

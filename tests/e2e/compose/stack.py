@@ -22,7 +22,8 @@ RANKS, NODES = "cluster-d", ("cluster-d-0", "cluster-d-1")
 EVALUATOR = "heldout"
 ASKERS = ("cluster-a", "slave-0", "slave-1")
 LOOK_S = 0.5
-COMMAND_S = 120.0
+LIMIT_S = 600.0
+"""Of a command and of a wait, as for any test: it only ends what hangs."""
 
 _SAMPLE = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)\Z")
 
@@ -31,7 +32,7 @@ class StepFailed(Exception):
     """What did not happen, in a sentence."""
 
 
-def command(*words: str, timeout_s: float = COMMAND_S, environment: Mapping[str, str] | None = None) -> str:
+def command(*words: str, timeout_s: float | None = LIMIT_S, environment: Mapping[str, str] | None = None) -> str:
     """Standard output of a command. Raises StepFailed with the end of what it said when it fails."""
     try:
         done = subprocess.run(
@@ -45,14 +46,14 @@ def command(*words: str, timeout_s: float = COMMAND_S, environment: Mapping[str,
             timeout=timeout_s,
         )
     except subprocess.TimeoutExpired as error:
-        raise StepFailed(f"`{' '.join(words)}` took more than {timeout_s:g} s") from error
+        raise StepFailed(f"`{' '.join(words)}` took more than {timeout_s} s") from error
     if done.returncode != 0:
         said = " | ".join((done.stdout + done.stderr).strip().splitlines()[-12:])
         raise StepFailed(f"`{' '.join(words)}` ended with {done.returncode}: {said}")
     return done.stdout
 
 
-def wait(what: str, timeout_s: float, true: Callable[[], bool]) -> float:
+def wait(what: str, true: Callable[[], bool]) -> float:
     """Look until it is true; the seconds it took. Raises StepFailed. A look that fails counts as not yet."""
     begin_s, last = time.monotonic(), ""
     while True:
@@ -61,8 +62,8 @@ def wait(what: str, timeout_s: float, true: Callable[[], bool]) -> float:
                 return time.monotonic() - begin_s
         except StepFailed as error:
             last = f" (at last: {error})"
-        if time.monotonic() - begin_s > timeout_s:
-            raise StepFailed(f"{what}: not within {timeout_s:g} s{last}")
+        if time.monotonic() - begin_s > LIMIT_S:
+            raise StepFailed(f"{what}: not within {LIMIT_S:g} s{last}")
         time.sleep(LOOK_S)
 
 
@@ -78,7 +79,7 @@ class Stack:
         """From now on also what this file describes."""
         self._files.append(file)
 
-    def compose(self, *words: str, timeout_s: float = COMMAND_S) -> str:
+    def compose(self, *words: str, timeout_s: float | None = LIMIT_S) -> str:
         return self._on(self._files, *words, timeout_s=timeout_s)
 
     def container(self, service: str) -> str:
@@ -111,7 +112,7 @@ class Stack:
         return {pid for pid, line in found if " -m dips.cli train " in line and "dips.worker.torchrun" not in line}
 
     def execute(self, service: str, *words: str) -> str:
-        return command("docker", "exec", self.container(service), *words, timeout_s=30.0)
+        return command("docker", "exec", self.container(service), *words)
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """The master's samples whose lines begin with `prefix`, by name and labels as they are written.
@@ -146,7 +147,7 @@ class Stack:
 
     def logs(self, service: str) -> str:
         done = subprocess.run(
-            ["docker", "logs", self.container(service)], capture_output=True, text=True, check=False, timeout=COMMAND_S
+            ["docker", "logs", self.container(service)], capture_output=True, text=True, check=False, timeout=LIMIT_S
         )
         return done.stdout + done.stderr
 
@@ -161,9 +162,9 @@ class Stack:
     def remove(self) -> None:
         """Also what an earlier run left, which ended early."""
         files = dict.fromkeys([*self._files, RANKS_FILE])
-        self._on(files, "down", "--volumes", "--remove-orphans", "--timeout", "10", timeout_s=180.0)
+        self._on(files, "down", "--volumes", "--remove-orphans", "--timeout", "10")
 
-    def _on(self, files: Iterable[str], *words: str, timeout_s: float) -> str:
+    def _on(self, files: Iterable[str], *words: str, timeout_s: float | None = LIMIT_S) -> str:
         options = [word for file in files for word in ("-f", file)]
         return command(*self._command, *options, *words, timeout_s=timeout_s, environment=self._settings)
 
