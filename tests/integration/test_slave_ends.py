@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.master_for_slaves import MasterForSlaves
-from support.ports import own_port, release
+from support.ports import own_port
 from support.slave_wire import slave_config, slave_here
 from support.waiting import NO_LIMIT_S, until
 
@@ -29,7 +29,6 @@ def guards() -> int:
 @pytest.mark.parametrize(("advertise", "expected"), [("127.0.0.2:0", "tcp://127.0.0.2:{}"), ("", "tcp://127.0.0.1:{}")])
 async def test_clusters_are_told_the_address_that_they_reach(tmp_path: Path, advertise: str, expected: str) -> None:
     port = own_port()
-    release(port)
     async with MasterForSlaves() as master:
         config = slave_config(
             tmp_path, master.address, advertise=advertise, data_port=port, metrics_listen="127.0.0.1:0"
