@@ -17,8 +17,10 @@ from support.ports import own_port
 from support.slave_wire import slave_config, slave_here
 from support.waiting import NO_LIMIT_S, until
 
+from dips.core.errors import ConfigError
 from dips.core.observe.metrics_knobs import METRICS_FILE
 from dips.core.observe.tape import read_tape
+from dips.slave import process
 from dips.slave.process import run
 
 
@@ -40,6 +42,16 @@ async def test_clusters_are_told_the_address_that_they_reach(tmp_path: Path, adv
             assert guards() == 1
     assert not (tmp_path / METRICS_FILE).exists()
     assert guards() == 0
+
+
+async def test_an_address_that_only_this_machine_reaches_is_refused_where_the_master_is_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "is_elsewhere", lambda master: True)
+    async with MasterForSlaves() as master:
+        with pytest.raises(ConfigError, match="data_host"):
+            async with slave_here(slave_config(tmp_path, master.address)):
+                pass
 
 
 @pytest.fixture

@@ -505,6 +505,13 @@ def test_an_excluded_last_push_is_said_with_what_it_held(life: ClusterBench) -> 
     assert "without 5 steps with 500 tokens: push a/1.1#1 was EXCLUDED: because EXCLUDED" in said(life)["lost"]
 
 
+def test_an_excluded_push_is_warned_of_with_the_reason(life: ClusterBench) -> None:
+    life.awaiting()
+    life.decide(messages.VerdictKind.EXCLUDED)
+    warnings = [one for one in life.every if isinstance(one, effects.Log) and one.level == logging.WARNING]
+    assert [one.key for one in warnings if "because EXCLUDED" in one.sentence] == ["verdict"]
+
+
 def test_an_undecided_last_push_is_said_to_be_one(life: ClusterBench) -> None:
     life.awaiting()
     life.say(effects.StopWanted("enough"))

@@ -209,7 +209,9 @@ def test_an_object_that_another_one_replaced_asks_for_nothing() -> None:
     assert (first.steps, sync.steps) == (0, 1)
 
 
-def test_after_the_block_a_loop_has_ended_and_one_that_stands_outside_is_told_so() -> None:
+def test_a_loop_has_ended_after_the_block_and_one_that_stands_outside_is_told_so() -> None:
+    with pytest.raises(ConfigError, match="done before the `with` block"):
+        _ = dips.DiLoCo(*make(), tokens_per_step=10).done
     with dips.DiLoCo(*make(), tokens_per_step=10) as sync:
         assert not sync.done
     assert sync.done
