@@ -22,7 +22,7 @@ from dips.deploy.health import Health, ObjectState
 from dips.deploy.kubernetes_api import open_context
 from dips.deploy.move import Move, volumes
 from dips.deploy.operate import LiveDeployment
-from dips.deploy.rollout import WORKLOADS, Rollout, everything
+from dips.deploy.rollout import WORKLOADS, Rollout, everything, stages
 
 Object = dict[str, Any]
 Log = list[tuple[str, ...]]
@@ -558,3 +558,15 @@ def test_what_a_server_added_to_an_entry_of_a_list_is_no_difference_and_what_it_
         assert changed.action is ObjectAction.CHANGE
         assert changed.patch is not None
         assert changed.patch["spec"] == other["spec"]
+
+
+@pytest.mark.parametrize("slaves", [1, 2, 3])
+def test_a_cluster_may_dial_the_port_of_every_slave_and_none_beyond(slaves: int, tmp_path: Path) -> None:
+    deployment = with_keys(written(tmp_path, changes={"slaves = 2": f"slaves = {slaves}"}))
+    objects = [one for stage in stages(deployment) if stage.cluster for one in stage.objects]
+    (policy,) = (one for one in objects if one["kind"] == "NetworkPolicy")
+    outside = [rule for rule in policy["spec"]["egress"] if "ipBlock" in str(rule.get("to"))]
+    ports = [port for rule in outside for port in rule["ports"]]
+    reached = {n for one in ports for n in range(one["port"], one.get("endPort", one["port"]) + 1)}
+    addresses = [int(deployment.slave_address(index).rpartition(":")[2]) for index in range(slaves)]
+    assert [number in reached for number in (*addresses, addresses[-1] + 1)] == [True] * slaves + [False]
