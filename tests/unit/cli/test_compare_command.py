@@ -237,8 +237,9 @@ def test_a_place_or_a_package_that_is_missing_is_told_before_anything_runs(
     tmp_path: Path, figures: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert main.run(["compare", "--figure", "9", "--run-dir", str(tmp_path / "file" / "x")]) == 2
-    assert "--run-dir" in capsys.readouterr().err
+    for words in (["--figure", "9"], ["--figure", "7"], ["--methods", "dips"]):
+        assert main.run(["compare", *words, "--run-dir", str(tmp_path / "file" / "x")]) == 2
+        assert "--run-dir" in capsys.readouterr().err
     found: Callable[[str], object] = lambda name: None if name == "torch" else name  # noqa: E731
     monkeypatch.setattr("importlib.util.find_spec", found)
     assert main.run(["compare", "--figure", "9", "--run-dir", str(tmp_path)]) == 2

@@ -152,11 +152,13 @@ def test_a_demo_that_failed(
 ) -> None:
     fault = {"what": "b killed", "when": 40.0, "back_when": None, "when_tokens": 350_000}
     checks = {"everything_killed_came_back": False, "run_stopped": True}
-    found = played_demo(tmp_path, version=None, heldout_loss=[], faults=[fault], checks=checks)
+    found = played_demo(
+        tmp_path, version=None, heldout_loss=[], faults=[fault, {**fault, "what": "s0 killed"}], checks=checks
+    )
     monkeypatch.setattr(command_demo, "run_demo", lambda *_: found)
     assert main.run(["demo"]) == 1
     out, error = capsys.readouterr()
-    assert "b killed at 40 s (350k tokens), not back\n" in out
+    assert "b killed at 40 s (350k tokens), not back\ns0 killed at 40 s (350k tokens), not back\n" in out
     assert "version none: " in out
     assert "held-out loss: not measured\n" in out
     assert "does not hold: everything killed came back (the run waited for it" in error

@@ -16,13 +16,13 @@ from support.deploy_files import with_keys, written
 from support.deploy_site import Master
 
 from dips.core.errors import ConfigError, FatalError, RetryLater
-from dips.deploy.compare import ObjectAction
+from dips.deploy.compare import ObjectAction, step_for
 from dips.deploy.deploy_file import Deployment, read_deploy_file
 from dips.deploy.health import Health, ObjectState
 from dips.deploy.kubernetes_api import open_context
 from dips.deploy.move import Move, volumes
 from dips.deploy.operate import LiveDeployment
-from dips.deploy.rollout import WORKLOADS, Rollout, everything
+from dips.deploy.rollout import WORKLOADS, Rollout, everything, stages
 
 Object = dict[str, Any]
 Log = list[tuple[str, ...]]
@@ -544,3 +544,29 @@ def test_an_answer_that_is_none_is_a_sentence(
     monkeypatch.setattr("kubernetes.dynamic.DynamicClient.request", refuse)
     with pytest.raises(kind, match=words):
         open_context("here", "dips").create({"kind": "Secret", "metadata": {"name": "x"}})
+
+
+def test_what_a_server_added_to_an_entry_of_a_list_is_no_difference_and_what_it_lacks_is_one() -> None:
+    def of(*ports: dict[str, Any]) -> Object:
+        return {"kind": "Service", "metadata": {"name": "x"}, "spec": {"ports": [*ports]}}
+
+    made = merged(step_for("here", of({"port": 1}), None).wanted, {})
+    made["spec"] = {"ports": [{"port": 1, "nodePort": 30501}]}
+    assert step_for("here", of({"port": 1}), made).action is ObjectAction.SAME
+    for other in (of({"port": 1, "name": "data"}), of({"port": 1}, {"port": 2}), of({"port": 2, "nodePort": 30501})):
+        changed = step_for("here", other, made)
+        assert changed.action is ObjectAction.CHANGE
+        assert changed.patch is not None
+        assert changed.patch["spec"] == other["spec"]
+
+
+@pytest.mark.parametrize("slaves", [1, 2, 3])
+def test_a_cluster_may_dial_the_port_of_every_slave_and_none_beyond(slaves: int, tmp_path: Path) -> None:
+    deployment = with_keys(written(tmp_path, changes={"slaves = 2": f"slaves = {slaves}"}))
+    objects = [one for stage in stages(deployment) if stage.cluster for one in stage.objects]
+    (policy,) = (one for one in objects if one["kind"] == "NetworkPolicy")
+    outside = [rule for rule in policy["spec"]["egress"] if "ipBlock" in str(rule.get("to"))]
+    ports = [port for rule in outside for port in rule["ports"]]
+    reached = {n for one in ports for n in range(one["port"], one.get("endPort", one["port"]) + 1)}
+    addresses = [int(deployment.slave_address(index).rpartition(":")[2]) for index in range(slaves)]
+    assert [number in reached for number in (*addresses, addresses[-1] + 1)] == [True] * slaves + [False]

@@ -150,7 +150,7 @@ def test_the_very_pod_that_was_looked_at_is_ended() -> None:
     assert pods.ended == [("run-slave-1", "uid of run-slave-1")]
 
 
-def test_a_master_that_does_not_answer_means_do_nothing() -> None:
+def test_a_master_that_does_not_answer_means_do_nothing(caplog: pytest.LogCaptureFixture) -> None:
     def silent() -> StatusReply:
         raise RetryLater("the master does not answer")
 
@@ -158,3 +158,4 @@ def test_a_master_that_does_not_answer_means_do_nothing() -> None:
     supervisor = SlaveSupervisor("run", 2, silent, pods, PATIENCE, lambda: float(next(clock)), lambda: NOW)
     assert not any(supervisor.tick() for _ in range(50))
     assert not pods.ended
+    assert [record.getMessage() for record in caplog.records] == ["the master does not answer"], "said once"

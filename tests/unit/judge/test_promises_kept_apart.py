@@ -49,6 +49,13 @@ def test_every_range_of_a_push_is_compared_with_what_was_applied() -> None:
     again["ranges"][1] = before[0]
     script.commit(again)
     assert "I6" in broken(script)
+    script = begun("a")
+    two = script.push("a", 2 * CHUNK_TOKENS)
+    script.commit(two)
+    again = script.push("a")
+    again["ranges"] = two["ranges"][1:]
+    script.commit(again)
+    assert "I6" in broken(script)
 
 
 def test_what_the_version_that_a_run_goes_back_to_applied_stays_applied() -> None:
@@ -175,6 +182,21 @@ def test_a_manifest_that_changes_while_it_is_read_is_read_again(run: Path, monke
     times, changes = 99, True
     assert len(read_run(run).problems) == len(usual)
     assert all(seen.count(str(path)) == TRIES for path in usual)
+
+
+def test_manifests_are_listed_again_when_a_live_slave_replaced_one(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = [item.path for item in read_run(run).manifests]
+    newer = usual[-1].with_name("manifest-newer.json")
+    decode = snapshot_files.decode
+
+    def replaced(data: bytes, name: str) -> Any:
+        if usual[-1].exists():
+            usual[-1].rename(newer)
+        return decode(data, name)
+
+    monkeypatch.setattr(snapshot_files, "decode", replaced)
+    found = read_run(run)
+    assert ({item.path for item in found.manifests}, found.problems) == ({*usual[:-1], newer}, [])
 
 
 def test_a_manifest_that_cannot_be_opened_is_a_problem_and_one_that_is_gone_is_none(run: Path) -> None:

@@ -378,3 +378,13 @@ def test_a_version_that_is_too_old_to_be_gone_back_to_is_skipped_with_what_follo
     replayed = replay_run(run.directory, run.records)
     assert [said.rpartition(": ")[-1] for said in replayed.skipped] == ["its origin 1:1 was not computed"] * 2
     assert (replayed.missing, replayed.versions, replayed.shards) == (replayed.skipped, 27, 54)
+
+
+def test_a_replay_that_computed_nothing_is_unproven_with_the_reason(run: Recorded) -> None:
+    for path in run.directory.glob("*/pushes/round-*.json"):
+        path.rename(path.with_name("round-r9.9.json"))  # of a round that the journal does not know
+    replayed = replay_run(run.directory, run.records)
+    assert replayed.shards == 0
+    assert replayed.skipped[0] in replayed.unproven[-1]
+    run.records.journal.clear()
+    assert "committed no version" in replay_run(run.directory, run.records).unproven[-1]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.core import Metric
-from support.master_bench import LEASED, Bench
+from support.master_bench import LEASED, OWN, Bench
 from support.reshard_bench import ReshardBench
 
 from dips.core.errors import RefusalCode
@@ -245,3 +245,8 @@ def test_a_slave_without_blocks_is_up_while_it_waits_and_not_shown_when_it_is_go
     assert run.scrape()["slave_up", "s2"] == 1
     added.die()
     assert ("slave_up", "s2") not in run.scrape()
+
+
+def test_leased_tokens_are_shown_where_the_run_lends_data(run: Scraped, tmp_path: Path) -> None:
+    own = Scraped(Bench(plan=OWN).running("a"), tmp_path / "own")
+    assert [("cluster_leased_tokens", "a") in one.scrape() for one in (run, own)] == [True, False]
