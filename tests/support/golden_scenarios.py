@@ -446,7 +446,7 @@ def pause_outlives_the_master() -> Transcript:
 def stop() -> Transcript:
     bench = standing("a")
     bench.push("a")
-    bench.say("the operator stops the run: the last version is pulled, the cluster leaves, everybody ends")
+    bench.say("the operator stops the run: the last version is pulled, the cluster leaves, every process ends")
     bench.operate(Stop(m.OperatorRequest("", "enough")))
     bench.pull("a")
     bench.beat("a")

@@ -138,12 +138,12 @@ class Run:
     def deployment(self) -> Deployment:
         return read_deploy_file(self.file)
 
-    def sleep(self, pause_s: float) -> None:
+    def passes(self, pause_s: float) -> None:
         self.pauses_s.append(pause_s)
         self.seconds += pause_s
 
     def rollout(self) -> Rollout:
-        return Rollout(self.apis, self.said.append, self.wait_s, self.waits, self.sleep, lambda: self.seconds)
+        return Rollout(self.apis, self.said.append, self.wait_s, self.waits, self.passes, lambda: self.seconds)
 
     def live(self, deployment: Deployment | None = None) -> LiveDeployment:
         def dial(host: str, port: int) -> None:
