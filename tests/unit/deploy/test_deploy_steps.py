@@ -391,7 +391,7 @@ def test_a_cluster_is_drained_when_it_has_left_and_its_job_has_ended(run: Run, e
                 run.apis["here"].objects.pop(("Job", "small-cluster-a"), None)
 
     master.drain, master.status = leaving, status  # type: ignore[method-assign]
-    run.sleep = passing  # type: ignore[method-assign]
+    run.passes = passing  # type: ignore[method-assign]
     run.live().drain("a", "x")
     assert master.asked == ["a x"]
     assert run.said[0] == "it may finish its push"
