@@ -50,7 +50,7 @@ help:  ## this list
 demo: $(DEMO_STAMP)  ## train a small model on four clusters here, and kill a cluster and a slave during the run
 	$(BIN)/dips demo $(ARGS)
 
-test: $(DEV_STAMP)  ## the first tier: all checks, unit tests, and the main path in real processes, in about four minutes
+test: $(DEV_STAMP)  ## the first tier: all checks, unit tests, and the main path in real processes, in a little over three minutes
 	$(BIN)/python tests/run_all.py --tier first $(ARGS)
 
 test-landing: $(DEV_STAMP) system  ## the landing tier: short faults, simulations, dashboards, the status page
