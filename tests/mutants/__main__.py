@@ -39,7 +39,7 @@ NO_TEST = "no test executes it"
 INTERRUPTED = 2
 EQUIVALENT = TESTS / "mutants_equivalent.txt"
 MOST_EXCLUDED = 8 / 240
-"""Of a sample: where more would be equivalent, somebody calls survivors so."""
+"""The largest part of a sample that may be excluded as equivalent: more means that real survivors are in the list."""
 
 MOST_FILES = 40
 """Of tests, for a change: to collect all of them would take the time that there is."""

@@ -36,8 +36,8 @@ IN_ORDER = {"isinstance", "issubclass", "getattr", "hasattr", "setattr", "cast",
 LOGS = {"debug", "info", "warning", "error", "exception", "critical", "warn", "log"}
 """Methods of what is called log or logger."""
 
-NO_EFFECT = {"failpoint", "log", "say", "_say"}
-"""Statements that call one of these only say something, or are there for tests."""
+NO_EFFECT = {"failpoint", "log"}
+"""Statements that call one of these only log, or are there for tests."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Loop = ast.For | ast.AsyncFor | ast.While

@@ -295,7 +295,7 @@ class ClusterBench:
         return verdict
 
     def leaves_at_once(self) -> None:
-        """Asked to leave, and asked again by somebody who does not wait for a push."""
+        """Asked to leave, and asked again by a caller that does not wait for a push."""
         self.say(effects.StopWanted("enough"))
         self.say(effects.StopWanted("enough", push_pending=False))
 

@@ -261,7 +261,7 @@ def test_run_that_is_paused_or_ends_still_takes_its_last_version_back_and_a_try_
     bench = lost("a")
     bench.operate(Pause(m.OperatorRequest("", "maintenance")))
     bench.operate(Stop(m.OperatorRequest("", "enough")))
-    assert not bench.beat("a").stop, "nobody leaves with the only copy"
+    assert not bench.beat("a").stop, "no cluster leaves with the only copy"
     bench.slaves[0].refuse["prepare"] = m.Refusal(RefusalCode.NONFINITE, "not finite")
     push = bench.donate("a", V1)
     assert bench.verdict("a", push).kind is m.VerdictKind.ABORTED

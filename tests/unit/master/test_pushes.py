@@ -396,7 +396,7 @@ def test_call_whose_caller_hung_up_is_not_answered_and_its_push_is_admitted_by_t
     for token in (gone, waits):
         bench.event(CallGone(token))
     bench.stage("a")
-    assert bench.status().phase == "IDLE", "nobody has asked for its admission"
+    assert bench.status().phase == "IDLE", "no cluster has asked for its admission"
     assert isinstance(bench.result(bench.finish_push("a")).answer, m.Admitted)
     bench.advance(5.0)
     assert bench.result(other).answer.kind is m.VerdictKind.APPLIED
@@ -415,7 +415,7 @@ def test_held_finish_push_is_answered_when_it_is_repeated_and_when_its_attempt_i
     with refused_with(RefusalCode.UNKNOWN_PUSH):
         bench.result(second)
     bench.stage("a")
-    assert bench.status().published == Version(1, 0), "nobody has finished attempt 2"
+    assert bench.status().published == Version(1, 0), "no cluster has finished attempt 2"
     assert isinstance(bench.result(bench.finish_push("a", attempt=2)).answer, m.Admitted)
 
 

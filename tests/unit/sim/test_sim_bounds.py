@@ -74,3 +74,11 @@ def test_a_process_that_dies_while_all_are_suspended_is_started_when_they_go_on(
     while world.kernel.next_s < 602.0:
         world.kernel.step()
     assert slave.alive
+
+
+@pytest.mark.parametrize("lost", ["lost_slave_disk", "all_slave_disks_lost"])
+def test_the_operator_restores_what_was_lost_since_the_last_publish_and_nothing_older(lost: str) -> None:
+    world = SeedRun(8309, planned=(lost, "crash_all_clusters"))  # no cluster can give the model back
+    world.attic["s1"] = {}  # as it was before an earlier loss
+    assert world.run().violations == ()
+    assert "enough" in world.ended, "it ended by the operator's stop, with all that it had published"
