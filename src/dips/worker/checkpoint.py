@@ -8,6 +8,7 @@ training because a disk is full.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import threading
@@ -28,7 +29,7 @@ from dips.worker.checkpoint_files import Checkpoint, CheckpointError, Checkpoint
 from dips.worker.config import ClientConfig
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import Delayed, Done, Event, InstallMode, PushRecord
+from dips.worker.state.effects import Delayed, Done, Event, Failed, InstallMode, PushRecord
 from dips.worker.state.saved import SavedSession, SavedStateError
 from dips.worker.vectors import Vectors
 
@@ -40,6 +41,12 @@ _logger = logging.getLogger("dips.worker.checkpoint")
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
 """Pause between two tries to write a push's record."""
+
+NEEDS_A_PERSON = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS}
+"""No such folder, no permission, read-only: waiting heals none of these, as it does a full disk."""
+
+GIVE_UP_RECORD_S = 900.0
+"""Pauses in a row after one of these, until the cluster ends: a file system may be mounted again."""
 
 _INNER = "state."
 """Prefix of the names of the inner state's tensors."""
@@ -263,7 +270,9 @@ class PushRecorder:
         self._thread.start()
 
     def record(self, job: int, record: PushRecord) -> None:
-        """Make the record durable, then deliver Done; a newer record replaces one that waits."""
+        """Make the record durable, then deliver Done; a newer record replaces one that waits. Failed is delivered where
+        the directory is gone or refuses to be written for GIVE_UP_RECORD_S; a full or broken disk is never given up.
+        """
         self._wanted = record
         if not self._closed.is_set():
             self._waiting.put((job, record))
@@ -278,12 +287,16 @@ class PushRecorder:
             self._record(*waiting)
 
     def _record(self, job: int, record: PushRecord) -> None:
-        pause_s = FIRST_PAUSE_S
+        pause_s, refused_s = FIRST_PAUSE_S, 0.0
         while self._wanted == record and not self._closed.is_set():
             try:
                 self._store.record_push(record)
             except OSError as error:
                 sentence = f"{self._store.directory} cannot be written: {error.strerror or error}"
+                refused_s = refused_s + pause_s if error.errno in NEEDS_A_PERSON else 0.0
+                if refused_s > GIVE_UP_RECORD_S:
+                    self._deliver(Failed(job, sentence))
+                    return
                 self._deliver(Delayed(job, sentence))
                 self._closed.wait(pause_s)
                 pause_s = min(MAX_PAUSE_S, 2 * pause_s)

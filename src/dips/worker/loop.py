@@ -22,14 +22,14 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -56,8 +56,10 @@ from dips.worker.torch_model import (
     TorchParameters,
     description_of,
     has_shards,
+    innermost,
     plain_model,
     plain_optimizer,
+    refuse_hidden_moments,
     refuse_shards,
     running_statistics,
     stepped_by,
@@ -112,6 +114,12 @@ _guards: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDict
 """Refuses the steps of an optimizer whose newest DiLoCo was not entered."""
 
 
+_entered: WeakSet[DiLoCo] = WeakSet()
+"""The loops of this process."""
+
+_of_parent: list[object] = []
+"""What a forked process inherited and must not use, not even to close it: it belongs to the parent's threads."""
+
 _OPTION = re.compile(r"`[^`]*`|--([a-z][a-z-]*)(?: [A-Z][A-Z:.]*)?")
 """An option of a command, with what stands for its value; or a whole command, which stays as it is."""
 
@@ -133,6 +141,15 @@ def _keywords_are_named() -> Iterator[None]:
     except DipsError as error:
         error.args = (in_keywords(str(error)),)
         raise
+
+
+H = TypeVar("H", bound=Callable[..., None])
+
+
+def not_compiled(hook: H) -> H:
+    """Traced into a compiled step, a hook would copy the tracer's tensors, which hold nothing."""
+    uncompiled: H = torch.compiler.disable(hook)
+    return uncompiled
 
 
 class _Use(Enum):
@@ -248,9 +265,7 @@ class DiLoCo:
         self._tokens_per_step = _whole_tokens(tokens_per_step)
         _check_arguments(steps, wire_dtype, buffers)
         self._models = [model] if isinstance(model, torch.nn.Module) else list(model)
-        given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        self._optimizers = [plain_optimizer(each) for each in given]
-        _refuse_one_optimizer_twice(self._optimizers)
+        self._optimizers = _optimizers_in(optimizer)
         self._stepped: list[torch.optim.Optimizer] = []
         self._order: list[torch.optim.Optimizer] = []  # of the first complete step
         self._replicas = replicas
@@ -325,16 +340,13 @@ class DiLoCo:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
         self._use, self._was_used = _Use.ENTERED, False
+        _entered.add(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._use = _Use.ENDED
-        if self._token_check is not None:
-            self._token_check.end()
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._end_hooks()
         reason = "SIGTERM" if self._sigterm.caught else reason_of(kind, error)
         if isinstance(error, KeyboardInterrupt) and self.active:
             if not self.run_ended:
@@ -353,6 +365,21 @@ class DiLoCo:
             self._sigterm.give_back()
         if kind is None and (self._sigterm.caught or self._ends) and not self.released:
             raise self._end_of_process()
+
+    def _leave_to_parent(self) -> None:
+        """In a forked process, such as a data loader's: the loop has ended here, and SIGTERM has its default effect."""
+        self._sigterm.give_back()
+        _of_parent.extend((self._shell, self._together))
+        self._shell = self._together = None
+        self._end_hooks()
+
+    def _end_hooks(self) -> None:
+        self._use = _Use.ENDED
+        _entered.discard(self)
+        if self._token_check is not None:
+            self._token_check.end()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _say_of_ctrl_c(self, error: BaseException, what: str) -> None:
         if isinstance(error, KeyboardInterrupt) and self._config is not None:
@@ -454,7 +481,7 @@ class DiLoCo:
         """What this rank holds. Raises ConfigError for what it cannot share."""
         given = self._parallel
         return held_here(
-            self._models, self._optimizers, buffers=self._buffers, shards=given.shards,
+            self._models, innermost(self._optimizers), buffers=self._buffers, shards=given.shards,
             master_parameters=given.master_parameters, data_mesh=given.data_mesh, of_world=ranks.of_world,
         )  # fmt: skip
 
@@ -598,6 +625,7 @@ class DiLoCo:
         self._stepped.clear()
         self._in_step = False
 
+    @not_compiled
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         order = self._order
         # An earlier optimizer after a later one: the next iteration of a loop that does not read `done`.
@@ -605,12 +633,16 @@ class DiLoCo:
             self._forget_half_a_step()
         self._in_step = True
 
+    @not_compiled
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self._stepped:
             self._stepped.append(optimizer)
         if len(self._stepped) < len(self._optimizers):
             return
-        self._order = self._order or list(self._stepped)
+        if not self._order:
+            self._order = list(self._stepped)
+            if self.active:
+                refuse_hidden_moments(self._optimizers)
         self._stepped.clear()
         tokens = self._next_tokens or self._tokens_per_step
         self._next_tokens, self._was_used = None, True
@@ -642,6 +674,15 @@ class DiLoCo:
         together.step(tokens, lambda: self._losses.take(time.monotonic(), near), wants_to_leave=self._sigterm.caught)
 
 
+def _in_forked_process() -> None:
+    for loop in list(_entered):
+        loop._leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_process)
+
+
 @dataclass(frozen=True)
 class _Parallel:
     """What a user says of a rank's part of the model; as in DiLoCo."""
@@ -656,6 +697,7 @@ def _refuse_steps_before_entering(optimizer: torch.optim.Optimizer) -> None:
     """Refuse steps until the loop is entered, even where the DiLoCo is dropped at once: a loop without `with` would
     train alone for ever."""
 
+    @not_compiled
     def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         raise ConfigError(
             f"dips.DiLoCo(...) was made and not entered: no step is shared; write `{_WITH}` around the loop"
@@ -684,13 +726,26 @@ def _warn_of_another_optimizer(models: Sequence[torch.nn.Module], optimizers: Se
         )  # fmt: skip
 
 
-def _refuse_one_optimizer_twice(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raises ConfigError for a list that has an optimizer twice, or none: no step would ever be complete."""
+def _optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers of which each makes its part of a step. Raises ConfigError for what is none, and for a list that
+    has one twice, or none: no step would ever be complete.
+    """
+    listed = given if isinstance(given, Iterable) and not isinstance(given, torch.optim.Optimizer) else [given]
+    optimizers = list(listed)
+    strange = [each for each in optimizers if not isinstance(each, torch.optim.Optimizer)]
+    if strange:
+        raise ConfigError(
+            f"optimizer is a {type(strange[0]).__name__}: give a torch.optim.Optimizer, or a list of those that step "
+            "the model"
+        )
+    optimizers = [plain_optimizer(each) for each in optimizers]
     if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
         raise ConfigError(
             "optimizer is an empty list, or has the same optimizer twice, so that no step is ever complete: give each "
             "optimizer that steps the model once"
         )
+    innermost(optimizers)
+    return optimizers
 
 
 class _Steps:

@@ -84,6 +84,58 @@ def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+def _contained(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers among an optimizer's attributes, alone or in lists and dictionaries."""
+    for value in vars(optimizer).values():
+        items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
+        yield from (item for item in items if isinstance(item, torch.optim.Optimizer) and item is not optimizer)
+
+
+def innermost(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """The optimizers that keep the moments: those inside of containers, such as torchtitan's, and of other wrappers.
+
+    Raises ConfigError where those inside of one do not step all of its parameters: who keeps the others' moments is
+    then unknown.
+    """
+    found: dict[int, torch.optim.Optimizer] = {}
+    for outer in optimizers:
+        inner = innermost(_contained(outer))
+        lacks = len(stepped_by([outer]) - stepped_by(inner))
+        if inner and lacks:
+            raise ConfigError(
+                f"{type(outer).__name__} contains {type(inner[0]).__name__}, which does not step {lacks} of its "
+                "parameters: their moments cannot be found; give the optimizers themselves, as a list"
+            )
+        found |= {id(each): each for each in inner or [outer]}
+    return list(found.values())
+
+
+def refuse_hidden_moments(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raises ConfigError for an optimizer that has stepped and keeps its moments where only its state_dict() finds
+    them: a reset, or a checkpoint of ranks, would miss them.
+    """
+    for optimizer in optimizers:
+        own = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+        if own and not any(each.state for each in innermost([optimizer])) and _has_tensors(optimizer.state_dict()):
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps what it knows of earlier steps neither in `state` nor in optimizers "
+                "that it contains, so that it can be neither reset nor saved: give the loop the optimizers inside of it"
+            )
+
+
+def _has_tensors(state: object) -> bool:
+    if isinstance(state, Mapping):
+        return any(map(_has_tensors, state.values()))
+    return any(map(_has_tensors, state)) if isinstance(state, list | tuple) else isinstance(state, torch.Tensor)
+
+
+def clear_moments(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Forget what optimizers, and those inside of them, know of earlier steps."""
+    for optimizer in optimizers:
+        optimizer.state.clear()
+        clear_moments(_contained(optimizer))
+
+
 def as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     """One optimizer, or several, as a list."""
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -432,8 +484,7 @@ class TorchParameters:
 
     def reset_inner_optimizer(self) -> None:
         self.resets += 1
-        for optimizer in self._optimizers:
-            optimizer.state.clear()
+        clear_moments(self._optimizers)
 
     def _check_still_trained(self) -> None:
         """Check the model before a push. Raises ConfigError when it trains a parameter that the layout lacks."""

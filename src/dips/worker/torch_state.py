@@ -17,7 +17,7 @@ import torch
 
 from dips.core.errors import ConfigError
 from dips.worker.checkpoint_files import RawTensor
-from dips.worker.torch_model import Optimizers, as_list, wait_for
+from dips.worker.torch_model import Optimizers, as_list, innermost, wait_for
 
 if TYPE_CHECKING:  # that module imports this one
     from dips.worker.parallel.shard_files import SavedShards
@@ -154,7 +154,7 @@ class TorchState:
         buffers: str = "own",
     ) -> None:
         """parts: the loop's own things. buffers: as in DiLoCo."""
-        self._optimizers = as_list(optimizer)
+        self._optimizers = [kept for each in as_list(optimizer) for kept in _kept_by(each)]
         self._of_ranks = model, dict(parts or {}), buffers
         self._parts: dict[str, HasState] = {
             "optimizer": self._optimizers[0] if len(self._optimizers) == 1 else _SeveralOptimizers(self._optimizers),
@@ -235,6 +235,12 @@ class _SeveralOptimizers:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self._optimizers, state["states"], strict=True):
             optimizer.load_state_dict(saved)
+
+
+def _kept_by(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Those whose state_dict() has an optimizer's moments: itself, unless it leaves them to those that it contains."""
+    whole = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    return [optimizer] if whole else innermost([optimizer])
 
 
 def _kinds_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,8 @@ from safetensors.numpy import load_file
 from dips.core.errors import ConfigError
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.worker import checkpoint_files
-from dips.worker.state.effects import PushRecord
+from dips.worker.checkpoint import PushRecorder
+from dips.worker.state.effects import Delayed, Done, Event, Failed, PushRecord
 from dips.worker.state.work import Work
 
 
@@ -389,6 +392,31 @@ def test_a_program_that_fails_ends_also_while_the_disk_refuses_a_pushs_record(tm
     command = [sys.executable, "-c", code, str(tmp_path / "kept")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (ended.returncode, ended.stderr) == (1, "the trainer failed\n")
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_push_that_cannot_be_recorded_is_given_up_only_where_waiting_does_not_help(
+    store: checkpoint_files.CheckpointStore, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heals = number in (errno.ENOSPC, errno.EIO, errno.EDQUOT)
+    for name, value in (("FIRST_PAUSE_S", 1e-3), ("MAX_PAUSE_S", 1e-3), ("GIVE_UP_RECORD_S", 9.5e-3)):
+        monkeypatch.setattr(f"dips.worker.checkpoint.{name}", value)
+    tries = iter(range(30))
+
+    def refuses(record: PushRecord) -> None:
+        if next(tries, None) is not None:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(store, "record_push", refuses)
+    said: SimpleQueue[Event] = SimpleQueue()
+    recorder = PushRecorder(store, said.put)
+    recorder.record(1, PushRecord(PushId(ClusterId("a"), Incarnation(1, 1), 1), None, 0, Work()))
+    events = [said.get()]
+    while isinstance(events[-1], Delayed):
+        events.append(said.get())
+    recorder.close()
+    assert [type(event) for event in events[-2:]] == [Delayed, Done if heals else Failed]
+    assert len(events) == (31 if heals else 10)
 
 
 def test_a_directory_that_cannot_be_made_is_told_with_a_remedy(tmp_path: Path) -> None:

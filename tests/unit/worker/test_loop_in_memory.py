@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -307,6 +307,101 @@ def test_a_users_own_handler_of_sigterm_stays(run: RunInMemory) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (len(heard), sync.steps, run.tokens) == (2, 2, 20)
+
+
+def test_a_process_forked_in_the_loop_has_no_part_in_it(run: RunInMemory) -> None:
+    """Such as a loader's: SIGTERM ends it, its steps are its own, and it leaves the block without a word to the run."""
+    loop = Loop(run, 0, replicas=False)
+    with loop.sync as sync:
+        loop.steps(2)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                loop.optimizer.step()
+                sync.__exit__(None, None, None)
+                if (signal.getsignal(signal.SIGTERM), sync.done, sync.steps) == (signal.SIG_DFL, True, 2):
+                    os.kill(os.getpid(), signal.SIGTERM)
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        loop.steps(2)
+    assert ([push.steps for push in run.pushes], len(run.leaves)) == ([4], 1)
+
+
+def test_paths_stay_where_they_were_when_the_program_changes_its_directory(
+    run: RunInMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    loop = Loop(run, 0, replicas=False, checkpoint_dir="kept", checkpoint_every_s=0.0, tape="tape")
+    monkeypatch.chdir("elsewhere")
+    with loop.sync as sync:
+        monkeypatch.chdir("/")
+        loop.steps(4)
+        assert not sync.done
+    assert [push.steps for push in run.pushes] == [4]
+    assert [record["kind"] for record in read_tape(tmp_path / "tape")][-1] == "left"
+    assert {"push.json"} < {file.name for file in (tmp_path / "kept").iterdir()}
+
+
+class Container(torch.optim.Optimizer):
+    """As torchtitan's: it has all parameters, and the optimizers that it contains have their moments."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        super().__init__([p for each in optimizers for p in each.param_groups[0]["params"]], {})
+        self.optimizers = optimizers
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def contained(loop: Loop, kept: Callable[[list[torch.nn.Parameter]], list[torch.nn.Parameter]] = list) -> Container:
+    parameters = list(loop.model.parameters())
+    halves = (kept(parameters[:2]), parameters[2:])
+    return Container([torch.optim.SGD(half, lr=1.0, momentum=0.5) for half in halves])
+
+
+def test_a_container_of_optimizers_steps_once_and_its_moments_are_reset_with_the_model(run: RunInMemory) -> None:
+    run.decide = lambda push: VerdictKind.EXCLUDED
+    loop = Loop(run, 0, replicas=False)
+    optimizer = contained(loop)
+    loop.sync = dips.DiLoCo(
+        loop.model, optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True
+    )
+    loop.optimizer = cast(torch.optim.SGD, optimizer)
+    with loop.sync as sync:
+        loop.steps(3)
+        assert ([len(each.state) for each in optimizer.optimizers], sync.steps) == ([2, 3], 3)
+        loop.steps(1)
+        assert [len(each.state) for each in optimizer.optimizers] == [0, 0]
+
+
+class Hides(torch.optim.SGD):
+    """Its moments are where only its own state_dict() finds them."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.moments = [torch.zeros(2)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": self.moments}
+
+
+def test_an_optimizer_whose_moments_cannot_be_found_is_refused(run: RunInMemory) -> None:
+    loop = Loop(run, 0, replicas=False)
+    part = contained(loop)
+    part.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(ConfigError, match="Container contains SGD, which does not step 1 of its parameters"):
+        dips.DiLoCo(loop.model, part, tokens_per_step=10)
+    loop.optimizer = Hides(loop.model.parameters(), lr=1.0)
+    loop.sync = dips.DiLoCo(
+        loop.model, loop.optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True
+    )
+    with pytest.raises(ConfigError, match="Hides keeps what it knows of earlier steps neither"), loop.sync:
+        loop.steps(1)
+    with pytest.raises(ConfigError, match="optimizer is a Linear: give a torch"):
+        dips.DiLoCo(loop.model, cast(Any, torch.nn.Linear(1, 1)), tokens_per_step=10)
 
 
 def test_an_optimizer_that_the_loop_does_not_know_is_a_warning(

@@ -40,7 +40,7 @@ from dips.worker.parallel.rank_checkpoints import (
 from dips.worker.parallel.rank_state import RankState, dealt, merged
 from dips.worker.parallel.shard_files import SavedShards, write_shards
 from dips.worker.torch_model import TorchParameters
-from dips.worker.torch_state import HasState
+from dips.worker.torch_state import HasState, StateTreeError
 from dips.worker.vectors import Vectors
 
 CHUNK_BYTES = 32
@@ -154,6 +154,34 @@ def test_numbers_that_an_optimizer_keeps_go_on(tmp_path: Path, monkeypatch: pyte
     state, saved = saved_in_one_file(before.state(), tmp_path)
     after.state().restore(state, saved)
     assert [dict(kept) for kept in after.optimizer.state.values()] == [{"seen": 3}] * 6
+
+
+class Inside(torch.optim.SGD):
+    """Contains the optimizers that step and keep the moments, as torchtitan's does."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        named = self.param_groups[0]["params"]
+        self.optimizers = {"a": torch.optim.AdamW(named[:2], lr), "b": torch.optim.AdamW(named[2:], lr)}
+
+    def step(self, closure: Any = None) -> Any:
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+
+
+def test_moments_of_optimizers_that_another_contains_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.optim, "Inside", Inside, raising=False)
+    before, after = Loop(3, "Inside"), Loop(0, "Inside")
+    state, saved = saved_in_one_file(before.state(), tmp_path)
+    after.state().restore(state, saved)
+    kept, back = ([*each.optimizers["a"].state.values(), *each.optimizers["b"].state.values()]
+                  for each in (cast(Inside, before.optimizer), cast(Inside, after.optimizer)))  # fmt: skip
+    assert len(kept) == 6
+    for one, two in zip(kept, back, strict=True):
+        assert torch.equal(one["exp_avg_sq"], two["exp_avg_sq"])
+    before.optimizer.state[before.net.first.weight]["own"] = torch.zeros(1)
+    with pytest.raises(StateTreeError, match="Inside keeps state of its own beside the optimizers that it contains"):
+        before.state().capture()
 
 
 class Factored(torch.optim.SGD):

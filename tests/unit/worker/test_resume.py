@@ -13,7 +13,7 @@ from dips.core.errors import ConfigError, RefusalCode, RetryLater
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import Cancel, Delayed, Done, InstallMode, PushRecord, Run, Started
+from dips.worker.state.effects import Cancel, Delayed, Done, Failed, InstallMode, PushRecord, Run, Started
 from dips.worker.state.shared import SessionConfig, SessionPhase
 
 
@@ -249,6 +249,14 @@ def test_a_disk_that_fails_is_said_and_training_goes_on(durable: LeasedClusterBe
     assert not life.asks(messages.BeginPushRequest)
     life.say(Done(job))
     assert life.asked(messages.BeginPushRequest).tokens == 400
+
+
+def test_a_record_that_can_never_be_written_ends_the_cluster_with_the_place(durable: LeasedClusterBench) -> None:
+    life = durable
+    job, record = begun(life)
+    life.say(Failed(job, "/kept cannot be written: No such file or directory"))
+    life.left()
+    assert f"push {record.id} cannot be recorded: /kept cannot be written" in str(life.ended_with(ConfigError))
 
 
 def _fenced(life: LeasedClusterBench) -> None:

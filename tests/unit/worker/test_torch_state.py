@@ -69,6 +69,7 @@ OPTIMIZERS: dict[str, Maker] = {
         [{"params": [p], "weight_decay": 0.1 * i} for i, p in enumerate(net.parameters())], lr=1e-2
     )],
     "muon and adamw": muon_and_adamw,
+    "one that contains both": lambda net: [Both(muon_and_adamw(net))],
 }  # fmt: skip
 
 
@@ -81,7 +82,7 @@ def saved(state: TorchState, folder: Path) -> tuple[Any, Any]:
 
 class Both(torch.optim.SGD):
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        super().__init__([torch.zeros(1)])
+        super().__init__([p for each in optimizers for group in each.param_groups for p in group["params"]])
         self.optimizers = optimizers
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from dips.core.config import Knobs
 from dips.core.net.addresses import parse_address, require_loopback
@@ -69,7 +69,10 @@ VARIABLES = {
 
 
 class SecurityKnobs(Knobs):
-    """The settings of every process that connects to a run. They come first, so that addresses are checked by them."""
+    """The settings of every process that connects to a run. They come first, so that addresses are checked by them.
+
+    Paths are made absolute when they are read: a user's own program may change its working directory later.
+    """
 
     GROUPS: ClassVar = {"keys": "Keys"}
 
@@ -84,6 +87,11 @@ class SecurityKnobs(Knobs):
     failpoints: bool = Field(
         False, description="For tests: let DIPS_FAILPOINTS make this process fail on purpose; else it refuses to start"
     )
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _make_absolute(cls, value: Any) -> Any:
+        return value.absolute() if isinstance(value, Path) else value
 
     @model_validator(mode="after")
     def _check_security(self) -> Self:

@@ -53,6 +53,7 @@ from dips.worker.parallel.ranks import PATIENCE, SILENCE, Ranks
 from dips.worker.parallel.replicas import Replicas
 from dips.worker.parallel.shard_parameters import ShardParameters
 from dips.worker.state.effects import Cancel, Done, Event, Failed, StopWanted
+from dips.worker.torch_model import clear_moments
 
 T = TypeVar("T")
 
@@ -223,7 +224,7 @@ class RankPart:
         shares = shares_of_ranks(agreed.layout, agreed.held, chunk_bytes)
         self._chunks = [share.chunks(agreed.layout, chunk_bytes) for share in shares]
         self._share = shares[self._ranks.rank]
-        store = self._store = ShardParameters(agreed, shares, exchange, self._reset_optimizers)
+        store = self._store = ShardParameters(agreed, shares, exchange, lambda: clear_moments(self._optimizers))
         of_rank = RankShare(self._ranks.rank, shares[self._ranks.rank], self._ended.put, self._ranks.n_ranks)
         self._part = ModelPart(
             store, agreed.layout, _no_event, self._clock, self._tape, self._curve, self._links, of_rank
@@ -231,10 +232,6 @@ class RankPart:
         self._part.do(ShareOut(chunk_bytes))
         if is_again:
             self._kept.share_again(*self._owned, with_residual=self._with_residual)
-
-    def _reset_optimizers(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.state.clear()
 
 
 def _no_event(event: Event) -> None:

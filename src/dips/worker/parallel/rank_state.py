@@ -22,7 +22,7 @@ from dips.worker.checkpoint_files import CheckpointError
 from dips.worker.parallel.agreement import Agreed, Gathering, cells_of
 from dips.worker.parallel.held import Box, Row
 from dips.worker.parallel.shard_files import SavedShards, Shard, part_of, whole
-from dips.worker.torch_model import local
+from dips.worker.torch_model import innermost, local
 from dips.worker.torch_state import (
     SAME_OPTIMIZERS,
     HasState,
@@ -60,7 +60,8 @@ class RankState:
         """
         self._rank, self._n_ranks = ranks.rank, ranks.n_ranks
         self._agreed = agreed
-        self._optimizers = () if only_parts else tuple(optimizers)
+        self._optimizers = () if only_parts else tuple(innermost(optimizers))
+        self._containers = () if only_parts else tuple(set(optimizers) - set(self._optimizers))
         self._parts: dict[str, HasState] = dict(parts or {})
         if not only_parts:
             self._parts[_RANDOM] = RandomState()
@@ -122,6 +123,13 @@ class RankState:
     def _optimizer_state(self, shards: list[Shard]) -> tuple[dict[str, Any], list[Any]]:
         state: dict[str, Any] = {}
         groups: list[Any] = []
+        inside = {id(optimizer.state) for optimizer in self._optimizers}
+        for outer in self._containers:
+            if outer.state and id(outer.state) not in inside:
+                raise StateTreeError(
+                    f"{type(outer).__name__} keeps state of its own beside the optimizers that it contains, which "
+                    "ranks cannot share out: leave out checkpoint_dir, or use another optimizer"
+                )
         for optimizer in self._optimizers:
             strange = next((key for key in optimizer.state if not isinstance(key, torch.Tensor)), None)
             if strange is not None:

@@ -299,6 +299,13 @@ class ClusterMachine:
                     self.pushing.sent(digest_of_slave, event.seconds)
                 case Done():
                     self.pushing.recorded()
+                case Failed() if not push.recorded:
+                    self._fail(
+                        ConfigError(
+                            f"push {push.id} cannot be recorded: {event.sentence}; without its record no push is sent, "
+                            "and this cluster ends: give it a checkpoint_dir that exists and can be written"
+                        )
+                    )
                 case Failed():
                     self.pushing.failed(event)
                 case Delayed():

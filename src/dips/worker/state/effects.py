@@ -78,7 +78,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """The job has failed. Whether the master acted on a call without an answer is unknown."""
+    """The job has failed; a record's, for good. Whether the master acted on a call without an answer is unknown."""
 
     job: int
     sentence: str
