@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from safetensors.numpy import load_file
-from support.dips_command import ROOT, dips, pid_of
+from support.dips_command import ROOT, dips, ended, pid_of
 from support.up_run import UpRun, endless
 from support.waiting import until
 
@@ -29,3 +29,19 @@ def test_own_loop_as_two_clusters_while_master_and_slave_get_sigterm(tmp_path: P
     assert told.returncode == 0, told.stderr
     assert json.loads(told.stdout)["tokens"] >= 4 * 2 * 8 * 16 * 64, "rounds of two clusters, 8 steps, batches of 16"
     assert load_file(tmp_path / "m.safetensors")["embedding.weight"].shape == (256, 64)
+
+
+def test_two_clusters_as_the_page_starts_them_and_the_second_one_late(tmp_path: Path) -> None:
+    """The page's own program, unchanged: the first cluster waits, and both merge until each has made its steps."""
+    program = (sys.executable, ROOT / "examples" / "own_loop.py")
+    with UpRun(tmp_path, {}) as run:
+        first = run.begin("b", program)
+        until(lambda: "waiting for the run's first merge" in run.logs["b"].read_text(), "it waits", run.logs["b"])
+        assert "step 40:" not in run.logs["b"].read_text(), "two rounds of 8 steps, and a step that is under way"
+        second = run.begin("a", program)
+        assert [ended(process, run.log) for process in (first, second)] == [0, 0]
+        told = json.loads(dips("status", run.directory, "--json").stdout)
+        assert dips("stop", run.directory).returncode == 0
+    assert all("step 200:" in run.logs[name].read_text() for name in "ab")
+    assert told["tokens"] == 2 * 200 * 16 * 64, "all steps of both, and none of them lost"
+    assert dips("verify", run.directory).returncode == 0

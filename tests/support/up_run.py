@@ -48,26 +48,33 @@ class UpRun:
         self, folder: Path, programs: Mapping[str, Sequence[object]], *, slaves: int = 1, master: str = ""
     ) -> None:
         self.directory, self.log = folder / "run", folder / "up.log"
-        self.logs = {name: folder / f"{name}.log" for name in programs}
+        self.logs: dict[str, Path] = {}
+        self._entered = contextlib.ExitStack()
         self._programs, self._folder = programs, folder
         self._running: dict[Path, subprocess.Popen[bytes]] = {}
         self._file = folder / "run.toml"
         self._file.write_text(RUN.format(directory=self.directory, slaves=slaves, master=master))
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            self._running[self.log] = stack.enter_context(dips_started("up", self._file, log=self.log))
+        with self._entered:
+            self._running[self.log] = self._entered.enter_context(dips_started("up", self._file, log=self.log))
             until(lambda: "address" in master_file(self.directory), "the master's address", self.log)
             for name, command in self._programs.items():
-                there = {
-                    "DIPS_MASTER": master_file(self.directory)["address"], "DIPS_CLUSTER": name,
-                    "DIPS_KEYS": str(self.directory / "keys" / name),
-                    "DIPS_WORKER_TAPE": str(self.directory / "tapes" / f"{name}.tape.jsonl"),
-                }  # fmt: skip
-                log = self.logs[name]
-                self._running[log] = stack.enter_context(started(*command, log=log, cwd=self._folder, **there))
-            self._entered = stack.pop_all()
+                self.begin(name, command)
+            self._entered = self._entered.pop_all()
         return self
+
+    def begin(self, name: str, command: Sequence[object]) -> subprocess.Popen[bytes]:
+        """Start a cluster's program."""
+        there = {
+            "DIPS_MASTER": master_file(self.directory)["address"], "DIPS_CLUSTER": name,
+            "DIPS_KEYS": str(self.directory / "keys" / name),
+            "DIPS_WORKER_TAPE": str(self.directory / "tapes" / f"{name}.tape.jsonl"),
+        }  # fmt: skip
+        log = self.logs[name] = self._folder / f"{name}.log"
+        process = self._entered.enter_context(started(*command, log=log, cwd=self._folder, **there))
+        self._running[log] = process
+        return process
 
     def __exit__(self, *error: object) -> None:
         self._entered.close()

@@ -11,6 +11,7 @@ from support.cluster_bench import SETTINGS, ClusterBench, LeasedClusterBench, ph
 
 from dips.core import messages
 from dips.core.errors import RemoteProtocolError
+from dips.core.ids import Version
 from dips.worker.state.effects import Failed, Install, InstallMode, Run, SendPush
 from dips.worker.state.shared import SessionPhase
 from dips.worker.state.waiting import BRIEF_MOST_S, BRIEF_SHARE, RULES, ExchangeStage
@@ -21,8 +22,9 @@ BRIEF_S = BRIEF_SHARE * ROUND_S
 SHORT_S, LONG_S = 0.9 * BRIEF_S, 1.1 * BRIEF_S
 
 
-def living(overlap: str, dynamic: bool = False) -> LeasedClusterBench:
+def living(overlap: str, dynamic: bool = False, published: Version = Version(1, 5)) -> LeasedClusterBench:
     life = LeasedClusterBench()
+    life.published = published
     life.settings = replace(SETTINGS, overlap=overlap, dynamic_local_steps=dynamic)
     life.begin()
     return life
@@ -120,6 +122,28 @@ def test_every_stage_waits_as_long_as_the_setting_says(overlap: str, stage: Exch
         assert life.waits
         life.pass_s(1e-5)
     assert not life.waits, "every wait has an end"
+
+
+@each_overlap
+def test_until_the_run_has_merged_once_a_cluster_is_a_round_ahead_of_its_push_and_no_more(overlap: str) -> None:
+    """The run's other clusters may be started a minute later."""
+    life = living(overlap, published=Version(1, 0))
+    life.awaiting()
+    life.pass_s(FULL_WAIT_S + 1.0)
+    life.train(life.local_steps - 1)
+    assert not life.waits
+    life.train(1)
+    for _ in range(3):
+        life.pass_s(3600.0)
+        assert life.waits
+    assert "the clusters that it begins with" in life.session.waiting_for()
+    life.decide(messages.VerdictKind.APPLIED)
+    life.pulled()
+    life.pass_s(FULL_WAIT_S)
+    life.awaiting()
+    life.pass_s(FULL_WAIT_S + 1.0)
+    life.train(3 * life.local_steps)
+    assert not life.waits
 
 
 @pytest.mark.parametrize(

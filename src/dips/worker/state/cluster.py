@@ -118,8 +118,8 @@ class ClusterMachine:
         return self.shared.terms.stop
 
     def must_wait(self, now_s: float) -> bool:
-        """Whether the training loop must wait: there is nothing to train on yet, steps would be dropped, or the
-        bounded wait for an exchange lasts.
+        """Whether the training loop must wait: there is nothing to train on yet, steps would be dropped, the bounded
+        wait for an exchange lasts, or the run has not begun to merge and this cluster is a round ahead of it.
         """
         if self.phase in _GONE:
             return self.phase is SessionPhase.LEAVING
@@ -130,7 +130,18 @@ class ClusterMachine:
         if self.pulling.plan is not None and self.pulling.plan.drops:
             return True
         idle = self.phase in (SessionPhase.TRAINING, SessionPhase.JOINING)
-        return not idle and now_s < self.shared.patience.until_s
+        return not idle and (now_s < self.shared.patience.until_s or self._is_ahead_of_first_merge)
+
+    @property
+    def _is_ahead_of_first_merge(self) -> bool:
+        """Whether this cluster has made a whole round's steps since its push, and no version of the run has merged one.
+
+        The run's other clusters may come minutes later: a cluster that trained on would make all its steps alone.
+        """
+        shared = self.shared
+        merged = shared.terms.published is not None and shared.terms.published.v > 0
+        pushes = self.phase in (*_PUSHING, SessionPhase.AWAITING)
+        return pushes and not merged and shared.steps_since_snapshot >= shared.terms.local_steps
 
     def may_take_in_step(self, event: Event) -> bool:
         """Whether an event may be handled while a step is made: it moves an exchange on as planned, so that its effects
@@ -154,6 +165,8 @@ class ClusterMachine:
         """What the session waits for: one sentence for people."""
         if not self.shared.note and self.phase is SessionPhase.TRAINING and self.shared.base is None:
             return "no version is published yet"
+        if self.phase is SessionPhase.AWAITING and self._is_ahead_of_first_merge:
+            return "waiting for the run's first merge, and the clusters that it begins with (the master's min_clusters)"
         return self.shared.note or f"the master's answer ({self.phase.value.lower().replace('_', ' ')})"
 
     def next_deadline_s(self) -> float:
