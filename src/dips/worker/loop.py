@@ -43,7 +43,11 @@ from dips.core.messages import DataMode, DataPlan, Verdict
 from dips.core.model_description import Untrained
 from dips.core.net.security import VARIABLES
 from dips.core.observe.failpoints import install
-from dips.core.observe.logs import end_with_one_sentence, say_instead_of_trace
+from dips.core.observe.logs import (
+    end_with_one_sentence,
+    say_instead_of_trace,
+    show_where_logging_is_not_configured,
+)
 from dips.core.wire import WIRE_DTYPES
 from dips.worker.config import SECTION, ClientConfig, check
 from dips.worker.parallel.held import Held, Shards, held_here, refuse_ranks_outside
@@ -320,6 +324,8 @@ class DiLoCo:
         for optimizer in self._optimizers:
             _may_step(optimizer)
         self._sigterm.install()
+        if self._config is not None:
+            show_where_logging_is_not_configured()
         try:
             with _keywords_are_named():
                 self._join()

@@ -4,13 +4,40 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from dips.core.errors import ConfigError
+
+# ---- hooks of modules ------------------------------------------------------------------------------------------------
+
+
+class HookHere:
+    """A hook of a module that its copies, and the files that it is saved to, have no part in."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *given: Any) -> None:
+        self._call(*given)
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return no_hook
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook_in_a_file, ()
+
+
+def no_hook(*given: Any) -> None:
+    """What a copy has in place of a HookHere."""
+
+
+def _no_hook_in_a_file() -> Callable[..., None]:
+    return no_hook
+
 
 # ---- token check -----------------------------------------------------------------------------------------------------
 #
@@ -41,7 +68,7 @@ class TokenCheck:
     def begin(self, model: torch.nn.Module) -> None:
         """Count this model's inputs; of several, all together."""
         if not isinstance(model, torch.jit.ScriptModule):
-            self._hooks.append(model.register_forward_pre_hook(self._called, with_kwargs=True))
+            self._hooks.append(model.register_forward_pre_hook(HookHere(self._called), with_kwargs=True))
 
     def end(self) -> None:
         while self._hooks:

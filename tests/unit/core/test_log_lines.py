@@ -3,6 +3,7 @@ said once."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
@@ -25,6 +26,7 @@ from dips.core.observe.logs import (
     parse,
     rendered,
     say_last,
+    show_where_logging_is_not_configured,
     timestamp,
 )
 
@@ -205,3 +207,21 @@ def test_an_unknown_level_is_refused(root: logging.Logger, level: str) -> None:
     with pytest.raises(ConfigError, match="is unknown: choose DEBUG, INFO, WARNING or ERROR"):
         configure_logging("a", "b", level)
     assert root.handlers == before
+
+
+def test_a_program_that_does_not_configure_logging_sees_our_lines_until_it_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, ours = logging.getLogger(), logging.getLogger("dips")
+    monkeypatch.setattr(root, "handlers", [])
+    for _ in range(2):
+        show_where_logging_is_not_configured()
+    logging.getLogger("dips.worker").info("joined the run %r", "r")
+    assert capsys.readouterr().err == "dips: joined the run 'r'\n"
+    theirs = logging.StreamHandler(io.StringIO())
+    root.addHandler(theirs)
+    ours.warning("once")
+    assert (theirs.stream.getvalue(), capsys.readouterr().err) == ("once\n", "")
+    assert (ours.handlers, ours.level) == ([], logging.NOTSET)
+    show_where_logging_is_not_configured()
+    assert ours.handlers == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,6 +93,23 @@ def test_tokens_and_losses_of_accumulated_batches_are_one_steps_and_saves_are_la
     assert (trainer.callback.sync, len(run.leaves)) == (None, 1)
     assert not trainer.model._forward_hooks
     assert not trainer.model._forward_pre_hooks
+
+
+def test_copies_and_files_of_the_model_have_no_part_in_the_training(run: RunInMemory, tmp_path: Path) -> None:
+    trainer = Trainer(run, tmp_path)
+    trainer.tell("train_begin")
+    file = io.BytesIO()
+    torch.save(trainer.model, file)
+    file.seek(0)
+    averaged = torch.optim.swa_utils.AveragedModel(trainer.model)
+    for copied in (copy.deepcopy(trainer.model), torch.load(file, weights_only=False), averaged):
+        copied.train()
+        copied(input_ids=batch(9.0))
+    for _ in range(4):
+        trainer.step(batch(1.0))
+    trainer.tell("train_end")
+    (push,) = run.pushes
+    assert (push.tokens, push.mean_loss) == (4 * 6, 1.0)
 
 
 def test_a_training_that_resumes_goes_on_from_the_checkpoint_of_its_step(run: RunInMemory, tmp_path: Path) -> None:

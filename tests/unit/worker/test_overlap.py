@@ -22,9 +22,9 @@ BRIEF_S = BRIEF_SHARE * ROUND_S
 SHORT_S, LONG_S = 0.9 * BRIEF_S, 1.1 * BRIEF_S
 
 
-def living(overlap: str, dynamic: bool = False, published: Version = Version(1, 5)) -> LeasedClusterBench:
+def living(overlap: str, dynamic: bool = False, published: Version | None = None) -> LeasedClusterBench:
     life = LeasedClusterBench()
-    life.published = published
+    life.published = published or life.published
     life.settings = replace(SETTINGS, overlap=overlap, dynamic_local_steps=dynamic)
     life.begin()
     return life

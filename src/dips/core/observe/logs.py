@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
 from pydantic import AfterValidator
 
@@ -229,6 +229,28 @@ def configure_logging(role: str, name: str, level: str = "INFO", log_format: Log
     root.setLevel(number)
     if log_format == "json":
         sys.excepthook = _log_crash
+
+
+class _Unconfigured(logging.StreamHandler[TextIO]):
+    """Prints our lines for a program that has not configured logging, until it does."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers:
+            ours = logging.getLogger("dips")
+            ours.removeHandler(self)
+            ours.setLevel(logging.NOTSET)
+        else:
+            super().emit(record)
+
+
+def show_where_logging_is_not_configured() -> None:
+    """Lets a user's program without logging.basicConfig() see what its cluster does; else it sees warnings alone."""
+    ours = logging.getLogger("dips")
+    if not ours.hasHandlers() and ours.level == logging.NOTSET:
+        handler = _Unconfigured(sys.stderr)
+        handler.setFormatter(logging.Formatter("dips: %(message)s"))
+        ours.addHandler(handler)
+        ours.setLevel(logging.INFO)
 
 
 def say_last(sentence: str, who: str = "dips") -> None:

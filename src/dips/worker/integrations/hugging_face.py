@@ -29,6 +29,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from dips.worker.integrations.trainer_loop import CallbackOptions, Joined, TrainerLoop, step_label, tokens_in
+from dips.worker.step_checks import HookHere
 
 _FOLDER = "dips"
 
@@ -77,14 +78,14 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._joined.begin(TrainerLoop(model, optimizer, self._options, self._folder(args), label))
         self._remove_hooks()
         if self._options.tokens_per_step is None:
-            self._hooks.append(model.register_forward_pre_hook(self._count, with_kwargs=True))
+            self._hooks.append(model.register_forward_pre_hook(HookHere(self._count), with_kwargs=True))
         self._sees_losses = False
         n_batches = args.world_size // (getattr(model, "tp_size", None) or 1)  # tensor-parallel ranks see the same one
         self._loss_scale = n_batches if args.average_tokens_across_devices else 1
         if (
             not args.torch_compile
         ):  # a hook sees nothing inside of a compiled model: then the Trainer's log gives the loss
-            self._hooks.append(model.register_forward_hook(self._see_loss, with_kwargs=True))
+            self._hooks.append(model.register_forward_hook(HookHere(self._see_loss), with_kwargs=True))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
