@@ -55,12 +55,13 @@ from dips.worker.parallel.joining import loop_of_ranks
 from dips.worker.parallel.rank_loop import RankLoop
 from dips.worker.parallel.ranks import Ranks, ranks_here
 from dips.worker.shell import ClusterShell, OtherRanks, is_orderly, reason_of
-from dips.worker.step_checks import Losses, TokenCheck
+from dips.worker.step_checks import Losses, StepWatch, TokenCheck
 from dips.worker.torch_model import (
     TorchParameters,
     description_of,
     has_shards,
     innermost,
+    makes_state_only,
     plain_model,
     plain_optimizer,
     refuse_hidden_moments,
@@ -281,6 +282,8 @@ class DiLoCo:
         self._was_used = False
         self._next_tokens: int | None = None
         self._losses = Losses()
+        self._watch: StepWatch | None = None
+        self._steps_before = 0
         self._token_check: TokenCheck | None = None
         self._hooks: list[RemovableHandle] = []
         self._sigterm = Sigterm(self._received_sigterm)
@@ -317,10 +320,12 @@ class DiLoCo:
                         },
                     ).value
                 )
+        _refuse_second_loop(self._optimizers)
         for each in self._optimizers:
             _refuse_steps_before_entering(each)
 
     def __enter__(self) -> DiLoCo:
+        _refuse_second_loop(self._optimizers)
         for optimizer in self._optimizers:
             _may_step(optimizer)
         self._sigterm.install()
@@ -346,6 +351,8 @@ class DiLoCo:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
         self._use, self._was_used = _Use.ENTERED, False
+        self._watch = StepWatch(self._models) if self.active else None
+        self._steps_before = self._steps
         _entered.add(self)
         return self
 
@@ -353,6 +360,12 @@ class DiLoCo:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end_hooks()
+        if kind is None and self._watch is not None and self._steps == self._steps_before:
+            try:
+                self._watch.refuse_uncounted()
+            except ConfigError as uncounted:
+                self.__exit__(type(uncounted), uncounted, uncounted.__traceback__)
+                raise
         reason = "SIGTERM" if self._sigterm.caught else reason_of(kind, error)
         if isinstance(error, KeyboardInterrupt) and self.active:
             if not self.run_ended:
@@ -548,6 +561,8 @@ class DiLoCo:
                 self._must_be_entered("done")
             return True
         self._asks_done = self._was_used = True
+        if self._watch is not None:
+            self._watch.asked()
         if self._stepped:
             self._forget_half_a_step()
         self._checkpoint_if_due()
@@ -641,6 +656,9 @@ class DiLoCo:
 
     @not_compiled
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if makes_state_only(optimizer, kwargs):
+            self._in_step = bool(self._stepped)
+            return
         if optimizer not in self._stepped:
             self._stepped.append(optimizer)
         if len(self._stepped) < len(self._optimizers):
@@ -654,6 +672,8 @@ class DiLoCo:
         self._next_tokens, self._was_used = None, True
         if self._token_check is not None:
             self._token_check.stepped(tokens)
+        if self._watch is not None:
+            self._watch.counted()
         self._steps += 1
         self._own_tokens += tokens
         if self._together is not None:
@@ -711,6 +731,12 @@ def _refuse_steps_before_entering(optimizer: torch.optim.Optimizer) -> None:
 
     _may_step(optimizer)  # the newest one counts, as when a notebook's cell runs again
     _guards[optimizer] = optimizer.register_step_pre_hook(refuse)
+
+
+def _refuse_second_loop(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises ConfigError in the block of another loop, or callback, that counts the same steps."""
+    if any(set(optimizers) & set(loop._optimizers) for loop in _entered):
+        raise ConfigError("the optimizer's steps are counted by another dips.DiLoCo already: leave out one of the two")
 
 
 def _may_step(optimizer: torch.optim.Optimizer) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from dips.core.errors import ConfigError
+from dips.worker.torch_model import local, plain_model
 
 # ---- hooks of modules ------------------------------------------------------------------------------------------------
 
@@ -131,6 +132,65 @@ def _elems_in(inputs: Any) -> int | None:
             return None
         total += elems
     return total
+
+
+# ---- steps that no one counts ----------------------------------------------------------------------------------------
+#
+# Finds loops whose optimizer is not the one that was given, or whose model is a copy.
+
+
+LOOKS_AFTER, TELLS_AFTER = 64, 1000
+"""Readings of `done` in a row without a counted step, until the model is looked at: one that accumulates gradients or
+evaluates has not changed; and until it is told of in any case."""
+
+LOOKED_AT = 32
+"""Parameters of which one element each is read."""
+
+
+class StepWatch:
+    """Compares a model's parameters with what they were at the last counted step."""
+
+    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+        trained = (p for model in models for p in plain_model(model).parameters() if p.requires_grad)
+        self._some = [p for p in trained if local(p).numel()][:LOOKED_AT]
+        self._before = self._elements()
+        self._asked = 0
+        self._told = False
+
+    def _elements(self) -> list[str]:
+        return [repr(float(local(p).reshape(-1)[-1])) for p in self._some]  # NaN is equal to itself
+
+    def counted(self) -> None:
+        self._asked = 0
+
+    def asked(self) -> None:
+        """`done` was read."""
+        self._asked += 1
+        if self._asked == LOOKS_AFTER:
+            self._before = self._elements()
+        elif self._asked in (2 * LOOKS_AFTER, TELLS_AFTER) and not self._told:
+            changed = self.has_changed
+            if changed or self._asked == TELLS_AFTER:
+                self._told = True
+                _logger.warning(
+                    "`done` was read %d times since the last counted step%s: %s", self._asked,
+                    ", and the model's parameters change" if changed else "", _NOT_COUNTED,
+                )  # fmt: skip
+
+    @property
+    def has_changed(self) -> bool:
+        return self._elements() != self._before
+
+    def refuse_uncounted(self) -> None:
+        """Raises ConfigError at the end of a block in which no step was counted, and parameters changed."""
+        if self.has_changed:
+            raise ConfigError(f"no step of this loop was counted, and the model's parameters changed: {_NOT_COUNTED}")
+
+
+_NOT_COUNTED = (
+    "a step is counted when the optimizers that the loop was given have stepped; give dips.DiLoCo the model that is "
+    "trained and the optimizers that step it, and make them before it is entered"
+)
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -108,6 +108,21 @@ def innermost(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.O
             )
         found |= {id(each): each for each in inner or [outer]}
     return list(found.values())
+
+
+def makes_state_only(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> bool:
+    """Whether a step was torch's own, by which get_optimizer_state_dict() makes an optimizer's state: of a rate and
+    gradients of zero, and called with `closure=None`. (Gradients alone would not be the same on all ranks.)
+    """
+    if given != {"closure": None}:
+        return False
+    for group in optimizer.param_groups:
+        rate: Any = group.get("lr")
+        on_host = isinstance(rate, float | int) or (isinstance(rate, torch.Tensor) and rate.device.type == "cpu")
+        if not on_host or float(rate) != 0.0:
+            return False
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    return not any(bool(local(gradient).any()) for gradient in gradients)
 
 
 def refuse_hidden_moments(optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -487,8 +502,12 @@ class TorchParameters:
         clear_moments(self._optimizers)
 
     def _check_still_trained(self) -> None:
-        """Check the model before a push. Raises ConfigError when it trains a parameter that the layout lacks."""
+        """Check the model before a push. Raises ConfigError when it trains a parameter that the layout lacks, or in
+        another dtype.
+        """
         ours = self.ids
+        for known, now in zip(self._layout.parameters, self._parameters, strict=True):
+            refuse_another_dtype(known, now)
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad or id(parameter) in ours:
                 continue
@@ -670,6 +689,15 @@ def wait_for(devices: Iterable[torch.device]) -> None:
     """Return when copies on all these CUDA devices are done; without a device torch waits only for the current one."""
     for device in devices:
         torch.cuda.synchronize(device)
+
+
+def refuse_another_dtype(known: Parameter, now: torch.Tensor) -> None:
+    """Raises ConfigError for a parameter that was converted inside of the block."""
+    if _DTYPE_NAMES.get(now.dtype) != known.dtype:
+        raise ConfigError(
+            f"parameter {known.name!r} is {str(now.dtype).removeprefix('torch.')}, and was {known.dtype} when the loop "
+            "was entered: convert the model before that, on all clusters and in a new run"
+        )
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from support.run_for_workers import F32, FlatModel, RefuseCall
 from support.run_in_memory import Failure, RunInMemory
 from support.trainer_models import Model
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import dips
 from dips.core.errors import TERMINATED, ConfigError, DipsError, RefusalCode
@@ -343,6 +345,81 @@ def test_paths_stay_where_they_were_when_the_program_changes_its_directory(
     assert [push.steps for push in run.pushes] == [4]
     assert [record["kind"] for record in read_tape(tmp_path / "tape")][-1] == "left"
     assert {"push.json"} < {file.name for file in (tmp_path / "kept").iterdir()}
+
+
+def test_what_would_count_a_step_twice_or_one_that_is_none(run: RunInMemory) -> None:
+    """torch makes an optimizer's state by a step of its own."""
+    loop = Loop(run, 0, replicas=False)
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1.0)
+    given: dict[str, Any] = {"tokens_per_step": 10, "master": run.address, "cluster_id": "a", "insecure": True}
+    loop.sync = dips.DiLoCo(loop.model, loop.optimizer, **given)
+    with loop.sync as sync:
+        assert get_optimizer_state_dict(loop.model, loop.optimizer)["state"]
+        assert sync.steps == 0
+        with pytest.raises(ConfigError, match="counted by another"), dips.DiLoCo(loop.model, loop.optimizer, **given):
+            raise AssertionError("it is entered")
+        loop.steps(2)
+        assert sync.steps == 2
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_model_that_is_converted_in_the_block_is_refused_before_its_push(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, n_ranks: int
+) -> None:
+    def one(rank: int) -> None:
+        loop = Loop(run, rank, replicas=n_ranks > 1)
+        with loop.sync:
+            loop.model.to(torch.bfloat16)
+            loop.steps(4)
+
+    if n_ranks == 1:
+        with pytest.raises(ConfigError, match="is bfloat16, and was float32 when the loop was entered"):
+            one(0)
+    else:
+        told = together(monkeypatch, n_ranks, one)
+        assert all("is bfloat16, and was float32 when the loop was entered" in str(each) for each in told)
+    assert not run.verdicts
+
+
+@pytest.mark.parametrize(
+    ("trains", "reads", "each", "told"),
+    [
+        ("another optimizer", 200, 1, "128 times since the last counted step, and the model's parameters change"),
+        ("a copy's", 1100, 1, "1000 times since the last counted step: a step is counted when"),
+        ("the given one", 300, 120, ""),
+        ("the given one", 300, 1, ""),
+    ],
+)
+def test_a_loop_whose_steps_are_not_counted_is_told_so(
+    run: RunInMemory, caplog: pytest.LogCaptureFixture, trains: str, reads: int, each: int, told: str
+) -> None:
+    """each: batches accumulated for a step."""
+    loop = Loop(run, 0, replicas=False)
+    model = copy.deepcopy(loop.model) if trains == "a copy's" else loop.model
+    with loop.sync as sync:
+        loop.steps(1)
+        if trains != "the given one":
+            loop.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for i in range(reads):
+            assert not sync.done
+            if i % each == each - 1:
+                loop.steps(1)
+    messages = [record.message for record in caplog.records if "since the last counted step" in record.message]
+    assert len(messages) == bool(told)
+    assert told in "".join(messages)
+
+
+def test_a_block_that_trained_and_counted_no_step_is_an_error(run: RunInMemory) -> None:
+    loop = Loop(run, 0, replicas=False)
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=1.0)
+    with (
+        pytest.raises(ConfigError, match="no step of this loop was counted, and the model's parameters changed"),
+        loop.sync,
+    ):
+        loop.steps(3)
+    assert len(run.leaves) == 1
+    with Loop(run, 0, replicas=False).sync as sync:
+        assert not sync.done, "to look at the model alone is no mistake"
 
 
 class Container(torch.optim.Optimizer):

@@ -27,6 +27,7 @@ from dips.worker.torch_model import (
     described,
     local,
     plain_model,
+    refuse_another_dtype,
     refuse_shards,
     refuse_shared_memory,
     replica_ranks,
@@ -160,6 +161,8 @@ class Held:
         for at, each in enumerate(self._tensors):
             if each.row.parameter.averaged:
                 self._tensors[at] = _found_again(each)
+            else:
+                refuse_another_dtype(each.row.parameter, each.held if each.master is None else each.master)
         return [local(each.held if each.master is None else each.master) for each in self._tensors]
 
     def working_copies(self) -> list[torch.Tensor | None]:
