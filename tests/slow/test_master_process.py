@@ -20,7 +20,6 @@ from dips.core.errors import TERMINATED, FatalError, RetryLater
 from dips.core.net.codec_protobuf import to_message
 from dips.core.net.grpc_calls import channel_options, refused_from
 from dips.core.observe.failpoints import CRASH_EXIT_CODE, armed, read_log
-from dips.master.archive import segments
 from dips.master.config import MasterConfig
 from dips.master.directory import MasterAddress, read_address
 from dips.master.journal import Journal, read_records
@@ -100,32 +99,6 @@ def test_what_was_confirmed_survives_a_crash_at_the_commit(start: Start, tmp_pat
     assert reasons == confirmed + ["reason 4"] * (place == "after")
     again = start()
     assert again.started().epoch == 2
-
-
-def test_an_answer_that_is_lost_was_decided_all_the_same(start: Start, tmp_path: Path) -> None:
-    master = start(variables={**ENABLED, "DIPS_FAILPOINTS": "master.rpc.after_Leave=1*drop"})
-    with leaving(master.started().address) as leave_for:
-        with pytest.raises(grpc.RpcError) as caught:
-            leave_for("the lost one")
-        assert isinstance(refused_from(caught.value), RetryLater)
-        leave_for("the next one")
-    assert master.signal(signal.SIGTERM) == TERMINATED
-    reasons = [json.loads(record.record_json) for record in read_records(tmp_path / "run", "LEAVE")]
-    assert reasons == ["the lost one", "the next one"]
-
-
-def test_a_long_run_moves_its_old_decisions_to_the_archive(start: Start, tmp_path: Path) -> None:
-    master = start("journal_records=16")
-    with leaving(master.started().address) as leave_for:
-        for number in range(60):
-            leave_for(f"reason {number}")
-    assert master.signal(signal.SIGTERM) == TERMINATED
-    again = start("journal_records=16")
-    again.started()
-    assert again.signal(signal.SIGTERM) == TERMINATED
-    reasons = [json.loads(record.record_json) for record in read_records(tmp_path / "run", "LEAVE")]
-    assert reasons == [f"reason {number}" for number in range(60)]
-    assert segments(tmp_path / "run")
 
 
 def config_in(directory: Path, **knobs: object) -> MasterConfig:
