@@ -1,4 +1,4 @@
-"""Muon as the inner optimizer: of ranks that cut the matrices, over a kill and a resumption, and in a comparison."""
+"""Muon as the inner optimizer: of ranks that cut the matrices, and over a kill and a resumption."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from support.byte_model_ranks import NO_MERGE, WIDE, check_resumption, losses, losses_of_one, start_alone
 from support.trainer_run import Processes
 
-DOCS = Path(__file__).parents[2] / "docs"
 MUON: dict[str, Any] = {"inner_optimizer": "muon"}
 BFLOAT16_ROUNDING = 1e-3
 """Of a loss after some steps, whose products in bfloat16 are summed in the order of the processor at hand."""
