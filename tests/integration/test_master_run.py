@@ -17,10 +17,10 @@ from support.scripted_master_state import HELLO
 from support.waiting import NO_LIMIT_S, until
 
 from dips.core import messages
-from dips.core.errors import TERMINATED, RefusalCode, Refused
+from dips.core.errors import TERMINATED
 from dips.core.layout import Layout, Parameter
 from dips.core.net.codec_protobuf import decode, encode, from_message, to_message
-from dips.core.net.grpc_calls import channel_options, refused_from
+from dips.core.net.grpc_calls import channel_options
 from dips.core.observe.tape import read_tape
 from dips.master.directory import TAPE_NAME
 from dips.protos import clusters_pb2_grpc, operator_pb2_grpc
@@ -81,18 +81,6 @@ def client(master: MasterProcess) -> Iterator[Client]:
         yield client
 
 
-def test_before_its_slaves_are_there_the_master_says_so_and_asks_to_wait(master: MasterProcess) -> None:
-    address = master.started().address
-    with grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
-        with pytest.raises(grpc.RpcError) as caught:
-            Client(channel).join("a")
-        assert "0 of 1" in Client(channel).status().waiting_for
-    error = refused_from(caught.value)
-    assert isinstance(error, Refused)
-    assert error.code is RefusalCode.BUSY
-    assert error.retry_after_s > 0
-
-
 def test_a_cluster_joins_and_is_seen(master: MasterProcess, client: Client) -> None:
     reply = client.join("a")
     assert reply.settings.sync_every_steps == 16
@@ -103,18 +91,6 @@ def test_a_cluster_joins_and_is_seen(master: MasterProcess, client: Client) -> N
     assert master.signal(signal.SIGTERM) == TERMINATED
 
 
-def test_a_refused_join_gets_its_reason_and_the_master_goes_on(master: MasterProcess, client: Client) -> None:
-    with pytest.raises(grpc.RpcError) as caught:
-        client.join("a", run_id="yesterday")
-    error = refused_from(caught.value)
-    assert isinstance(error, Refused)
-    assert error.code is RefusalCode.RUN_ID
-    assert "yesterday" in error.sentence
-    assert client.status().clusters == ()
-    assert client.join("a").epoch == 1
-    assert master.popen.poll() is None
-
-
 def test_an_operators_stop_ends_the_process_with_0(master: MasterProcess, client: Client) -> None:
     joined = client.join("a")
     client.operator.Stop(to_message(messages.OperatorRequest("demo", "enough")), timeout=NO_LIMIT_S)
@@ -123,22 +99,6 @@ def test_an_operators_stop_ends_the_process_with_0(master: MasterProcess, client
     assert master.popen.wait() == 0
     assert "enough" in master.log
     assert "Traceback" not in master.log
-
-
-def test_a_second_life_remembers_the_cluster_of_the_first(master: MasterProcess, client: Client) -> None:
-    first = client.join("a")
-    master.signal(signal.SIGKILL)
-    again = MasterProcess(master.directory, "slaves=1")
-    try:
-        address = again.started().address
-        with attached(address), grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
-            second = Client(channel).join("a")
-        assert (first.epoch, second.epoch) == (1, 2)
-        assert second.incarnation > first.incarnation
-        assert again.signal(signal.SIGTERM) == TERMINATED
-    finally:
-        again.popen.kill()
-        again.popen.wait()
 
 
 def test_the_settings_are_logged_with_their_sources(master: MasterProcess) -> None:

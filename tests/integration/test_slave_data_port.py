@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import zmq
 from support.master_for_slaves import MasterForSlaves, SlaveLink
 from support.slave_wire import (
     LAYOUT,
@@ -27,7 +26,6 @@ from support.slave_wire import (
 from support.waiting import NO_LIMIT_S
 
 from dips.core.chunks import digest_of_array
-from dips.core.errors import RefusalCode
 from dips.core.ids import RoundId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import Settings, Staged
@@ -83,18 +81,6 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
             scene.client.close()
 
 
-async def test_random_frames_are_answered_with_a_refusal(scene: Scene) -> None:
-    rng = random.Random(3)
-    for n_frames in (1, 2, 3, 7):
-        await scene.client.send_frames(*(rng.randbytes(rng.randrange(200)) for _ in range(n_frames)))
-        answer, _ = await scene.client.receive()
-        assert answer.op is DataOp.REFUSED
-        assert answer.refusal is not None
-        assert answer.refusal.code is RefusalCode.MALFORMED
-    await scene.beat_with_refusals(4)
-    await scene.still_works()
-
-
 async def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else(scene: Scene) -> None:
     flooder = DataClient(scene.endpoint, BLOCKS)
     chunk = flooder.chunks()[1]
@@ -119,25 +105,6 @@ async def test_raw_garbage_on_the_port_is_dropped(scene: Scene) -> None:
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
-    await scene.still_works()
-
-
-async def test_another_kind_of_socket_is_answered_or_ignored_but_harms_nothing(scene: Scene) -> None:
-    with zmq.Context() as context:
-        for kind in (zmq.REQ, zmq.DEALER):
-            with context.socket(kind) as socket:
-                socket.setsockopt(zmq.LINGER, 0)
-                socket.connect(scene.endpoint)
-                socket.send(b"hello")
-        await scene.still_works()
-
-
-async def test_a_peer_that_leaves_with_answers_on_the_way_harms_nothing(scene: Scene) -> None:
-    for _ in range(5):
-        ghost = DataClient(scene.endpoint, BLOCKS)
-        for chunk in ghost.chunks()[:4]:
-            await ghost.send_frames(ghost.put_header(A, VALUES, chunk).encode(), ghost.payload(VALUES, chunk))
-        ghost.close()
     await scene.still_works()
 
 

@@ -223,19 +223,6 @@ def test_words_wait_for_landings_that_are_under_way(served: Served) -> None:
         assert not served.memory.staging[0].any()
 
 
-def test_a_version_is_read_from_its_memory(served: Served) -> None:
-    peer = served.peer()
-    for index in range(len(CHUNKS)):
-        peer.send(get_frame(index, index))
-    parts = {}
-    for _ in CHUNKS:
-        head, body = peer.recv_multipart()
-        header = DataHeader.decode(head)
-        assert header.checksum == checksum(body)
-        parts[header.request] = body
-    assert b"".join(parts[index] for index in range(len(CHUNKS))) == THETA.tobytes()
-
-
 def test_the_last_of_many_messages_is_counted_too(served: Served) -> None:
     """More than one batch at once, and nothing after it that would wake the thread."""
     n, free = 3 * RECEIVE_BATCH, threading.Event()

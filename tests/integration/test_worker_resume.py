@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from support.run_for_workers import F32, FlatModel, RunForWorkers
-from support.trainer_models import Model, same_cut
+from support.run_for_workers import FlatModel, RunForWorkers
 
 from dips.core.ids import Version
-from dips.core.messages import BeginPushRequest, DataMode, DataPlan, VerdictKind
+from dips.core.messages import BeginPushRequest, DataMode, DataPlan
 from dips.core.observe import failpoints
 from dips.core.observe.tape import read_tape
-from dips.worker import torch_model
 from dips.worker.checkpoint import Checkpointing
 from dips.worker.checkpoint_files import read_record
 from dips.worker.config import ClientConfig
@@ -86,60 +80,6 @@ def records(folder: Path, kind: str) -> list[dict[str, Any]]:
 def _settled(client: ClusterShell) -> bool:
     client._settle()
     return False
-
-
-def test_a_bfloat16_model_pushes_its_steps_alone_also_after_a_rebase_and_a_restart(
-    run: RunForWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What installing a version rounds is as large as what many steps change."""
-    monkeypatch.setattr(torch_model, "Layout", same_cut)
-    run.settings = replace(run.settings, verdict_wait_s=0.0)
-    known = threading.Event()
-    known.set()
-    run.decide = lambda push: VerdictKind.APPLIED if known.is_set() else None
-
-    def enter() -> tuple[ClusterShell, torch_model.TorchParameters]:
-        model = Model(3).bfloat16()
-        store = torch_model.TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        client = driver(run, store, tmp_path)
-        client.start()
-        return client, store
-
-    def flat(store: torch_model.TorchParameters) -> F32:
-        vector = np.empty(store.layout().n_elems, np.float32)
-        store.snapshot(vector)
-        return vector
-
-    def steps(number: int, change: float = 0.0) -> F32:
-        before = flat(store)
-        for _ in range(number):
-            for parameter in store.tensors:
-                parameter.data += change
-            client.step(TOKENS)
-        return flat(store) - before
-
-    client, store = enter()
-    base = FlatModel(7).theta
-    assert not np.array_equal(flat(store), base)
-    steps(4)
-    wait_for(run, lambda: client.version == Version(1, 1) or _settled(client))
-    assert np.array_equal(run.theta_of(next(iter(run.verdicts))), base), "no step changed anything"
-    known.clear()
-    pushed = steps(4, change=0.01)
-    wait_for(run, lambda: client.phase == "AWAITING" or _settled(client))
-    later = steps(2, change=0.01)
-    known.set()
-    wait_for(run, lambda: client.version == Version(1, 2) or _settled(client))
-    assert np.abs(run.theta_of(list(run.verdicts)[1]) - (base + pushed)).max() < 1e-6
-    checkpoint(run, client, tmp_path)
-    die(client)
-
-    client, store = enter()
-    assert client.resumed
-    later += steps(2, change=0.01)
-    wait_for(run, lambda: len(run.verdicts) == 3 or _settled(client))
-    assert np.abs(run.theta_of(list(run.verdicts)[2]) - (base + pushed + later)).max() < 1e-6
-    client.close()
 
 
 def test_a_push_begins_only_when_its_record_is_on_disk(run: RunForWorkers, tmp_path: Path) -> None:

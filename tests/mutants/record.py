@@ -27,7 +27,7 @@ FOLDER = ROOT / ".mutants"
 WITH_PROCESSES = {
     f"test_{name}.py"
     for name in (
-        *("exchange", "master_run", "own_loop", "recorded_run", "trainer_run", "warm_up"),
+        *("master_run", "own_loop", "recorded_run", "trainer_run", "warm_up"),
         "whole_run",
     )
 }

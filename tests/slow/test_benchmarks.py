@@ -22,7 +22,6 @@ from dips.sim.scale.scenario import load_scenario
 
 BENCHMARKS = ROOT / "benchmarks"
 NOT_POSSIBLE = 2
-WORK = runpy.run_path(str(BENCHMARKS / "peers" / "work.py"))
 SWITCHES = runpy.run_path(str(BENCHMARKS / "peers" / "switches.py"))["ROWS"]
 
 SMALL: dict[str, tuple[tuple[str, ...], str]] = {
@@ -178,25 +177,3 @@ def test_what_cannot_be_measured_is_refused_with_a_sentence(name: str, options: 
 def test_what_a_switch_replaces_is_there(name: str) -> None:
     done = run_python(BENCHMARKS / "peers" / "switches.py", name, "--version")
     assert (done.returncode, bool(done.stdout.strip())) == (0, True), done.stderr
-
-
-@pytest.mark.parametrize("n_params", [1, 767, 1_000_000, 100_000_000])
-def test_the_model_has_exactly_as_many_parameters(n_params: int) -> None:
-    shapes = WORK["shapes"](n_params)
-    assert sum(torch.Size(shape).numel() for shape in shapes) == n_params
-
-
-def test_the_closed_form_is_torchs_outer_step() -> None:
-    move, clusters, turns = WORK["move"], 3, 5
-    first, tensor_of = [0.5, -0.25, 0.0], [0, 0, 4]
-    theta = torch.nn.Parameter(torch.tensor(first, dtype=torch.float64))
-    outer = torch.optim.SGD([theta], lr=WORK["OUTER_LR"], momentum=WORK["OUTER_MOMENTUM"], nesterov=True)
-    for turn in range(turns):
-        pushed = [
-            theta.detach() + torch.tensor([move(c, turn, t) for t in tensor_of], dtype=torch.float64)
-            for c in range(clusters)
-        ]
-        theta.grad = theta.detach() - torch.stack(pushed).mean(0)
-        outer.step()
-    wanted = WORK["expected"](first, tensor_of, clusters, turns)
-    assert theta.tolist() == pytest.approx(wanted, abs=1e-12)

@@ -5,25 +5,21 @@ Every rank has its carrier in a thread of its own, as its process would have it.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from unittest.mock import ANY
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from support.keyed_port import RUN, V0, KeyedPort, fresh_context, push_id
-from support.waiting import NO_LIMIT_S
 
 from dips.core.chunks import Chunk, chunks_of, digest_of_array
 from dips.core.clock import SystemClock
 from dips.core.errors import ConfigError
-from dips.core.ids import Incarnation
 from dips.core.layout import FLOAT32_BYTES, Block, Layout, Parameter
-from dips.core.messages import AllowedKey, Caller, KeyRole, PlacementSpec, PullGrant, Settings, SlaveAddress, Ticket
+from dips.core.messages import AllowedKey, KeyRole, PlacementSpec, PullGrant, SlaveAddress, Ticket
 from dips.core.net.carriers import Common, LoopChoice, carry_pull, carry_push
 from dips.core.net.payloads import F32, Difference, ParameterSource
 from dips.core.net.transfer import PullTransfer, PushTransfer, Transfer, TransferSettings, chunks_by_slave
@@ -31,11 +27,10 @@ from dips.core.net.zmq_sockets import CurvePair
 from dips.core.share import Share
 from dips.core.wire import Codec
 from dips.slave.data_server import LoopName
-from dips.worker.data import RankShare, Transfers, window_of_rank
+from dips.worker.data import window_of_rank
 from dips.worker.parallel.part_ends import PartEnd, combined
-from dips.worker.state.effects import Done, Failed, InstallMode, SendPush
-from dips.worker.state.waiting import Times
-from dips.worker.vectors import Live, Vectors
+from dips.worker.state.effects import Done
+from dips.worker.vectors import Live
 
 CHUNK_BYTES = 4096
 SIZES = (70_000, 1_500, 33_333, 1)
@@ -239,86 +234,6 @@ def test_a_share_of_other_chunks_is_refused_before_anything_is_sent() -> None:
 
 
 # ---- on the data threads of ranks ----
-
-
-class OwnParameters:
-    """The live parameters that a rank owns, as its share's flat vector."""
-
-    def __init__(self, flat: F32) -> None:
-        self.flat = flat
-
-    def layout(self) -> Layout:
-        return LAYOUT
-
-    def snapshot(self, into: F32) -> None:
-        into[:] = self.flat
-
-    def install(self, flat: F32) -> None:
-        self.flat[:] = flat
-
-    def reset_inner_optimizer(self) -> None:
-        raise AssertionError("this was not asked for")
-
-
-class Rank:
-    """One rank's vectors and data thread, and the ends of its parts."""
-
-    def __init__(self, run: Run, rank: int, flat: F32) -> None:
-        share = run.shares[rank]
-        self.parameters, self.vectors = OwnParameters(of_share(flat, share)), Vectors(share.n_elems)
-        self.ends: queue.SimpleQueue[PartEnd] = queue.SimpleQueue()
-        of_rank = RankShare(rank, share, self.ends.put, len(run.shares))
-        self.transfers = Transfers(
-            LAYOUT, self.vectors, self._never, SystemClock(), run.curves[rank], of_rank=of_rank
-        )  # fmt: skip
-
-    def _never(self, event: object) -> None:
-        raise AssertionError(f"{event} was delivered for a part")
-
-    def end(self) -> PartEnd:
-        return self.ends.get(timeout=NO_LIMIT_S)
-
-
-TIMES = Times(5.0, 1.0, 5.0, 20.0, 60.0, 5.0)
-
-
-def test_transfers_of_ranks_end_as_parts_of_one_job() -> None:
-    """And an attempt that sends nothing again knows the checksums of the one before."""
-    caller = Caller(RUN, 1, CLUSTER, Incarnation(1, 1), "cause")
-    settings = Settings(chunk_bytes=CHUNK_BYTES)
-    with run_of(3, 2, "auto", with_keys=True) as run, ExitStack() as stack:
-        ranks = [Rank(run, rank, PUSHED) for rank in range(3)]
-        for rank in ranks:
-            stack.callback(rank.transfers.close)
-        for job in (7, 8):
-            for rank in ranks:
-                rank.vectors.snapshot(rank.parameters)
-                send = SendPush(push_id(CLUSTER), Ticket(1, run.placement, ORDER))
-                rank.transfers.push(job, send, caller, settings, TIMES)
-            ends = [rank.end() for rank in ranks]
-            assert [(end.job, end.rank, end.failure) for end in ends] == [(job, rank, "") for rank in range(3)]
-            done = combined(ends, 3, run.chunks())
-            assert isinstance(done, Done)
-            assert isinstance(done.result, tuple)
-            assert dict(done.result) == run.staged() == whole_digests(PUSHED, 2)
-
-        promised = whole_digests(THETA, 2)
-        grant = PullGrant(V0, 1, 1, run.placement, ORDER, tuple(promised.items()), 0, 1, None, CHUNK_BYTES, 1, RUN)
-        for rank in ranks:
-            rank.transfers.pull(9, grant, rank.vectors.landing(push_is_needed=False), "cause", TIMES)
-        assert combined([rank.end() for rank in ranks], 3, run.chunks(), promised) == Done(9, None, ANY)
-        for rank, share in zip(ranks, run.shares, strict=True):
-            rank.vectors.install(rank.parameters, InstallMode.REPLACE)
-            assert rank.parameters.flat.tobytes() == of_share(THETA, share).tobytes()
-
-        lost = replace(grant, version=replace(V0, v=5))
-        ranks[2].transfers.pull(10, lost, ranks[2].vectors.landing(push_is_needed=False), "cause", TIMES)
-        end = ranks[2].end()
-        assert (end.job, end.rank, end.checksums) == (10, 2, {})
-        assert "version" in end.failure
-        ended = combined([end], 3, run.chunks(), promised)
-        assert isinstance(ended, Failed)
-        assert ended.sentence.startswith("rank 2: ")
 
 
 @pytest.mark.parametrize(

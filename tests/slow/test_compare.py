@@ -56,23 +56,10 @@ def clean(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def spoilt(folder: Path, clean: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = compared(folder, "dips", "--inject", "nan")["methods"]["dips"]
-    return found
-
-
 def test_asynchronous_training_costs_little_with_the_penalty_and_much_without(clean: dict[str, Any]) -> None:
     assert abs(clean["dips"]["minus"]["diloco-clip"]) < 0.5
     naive = clean["async"]["loss_mean"]
     assert naive is None or naive > clean["dips"]["loss_mean"] + 0.5
-
-
-def test_files_are_left(spoilt: dict[str, Any], folder: Path) -> None:
-    names = {path.name for path in (folder / "run" / "runs").iterdir()}
-    assert names == {"dp-1.json", "diloco-clip-1.json", "async-1.json", "dips-1.json", "dips-nan-1.json"}
-    for name in ("loss-tokens", "loss-time", "norms", "cosines"):
-        assert (folder / "run" / f"{name}.png").stat().st_size > 5_000
 
 
 def test_what_is_kept_is_shown_again_at_once(clean: dict[str, Any], folder: Path) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import zmq
-from support.byte_tap import ByteTap
 from support.fault_proxy import Harm, NetFault, Proxies, Way
 from support.keyed_port import (
     CHUNK_BYTES,
@@ -23,7 +22,6 @@ from support.keyed_port import (
     KeyedPort,
     fresh_context,
     push_id,
-    pushed,
 )
 from support.waiting import NO_LIMIT_S, until
 
@@ -76,42 +74,6 @@ def door_clock(port: KeyedPort, monkeypatch: pytest.MonkeyPatch) -> DoorClock:
 
 def cluster(port: KeyedPort, name: str) -> Cluster:
     return Cluster(name, CurvePair.new(), port)
-
-
-def needles(cluster: str) -> list[bytes]:
-    """What must not be seen: words of the header, and bits of the parameters that are pushed and pulled."""
-    words = [RUN.encode(), b"cluster-" + cluster.encode()]
-    places = range(0, LAYOUT.n_elems - 4, LAYOUT.n_elems // 64)
-    return words + [flat[i : i + 4].tobytes() for flat in (THETA, pushed(f"cluster-{cluster}")) for i in places]
-
-
-def exchange(port: KeyedPort, who: Cluster) -> ByteTap:
-    """A push and a pull through a tap, which is given back."""
-    with ByteTap("127.0.0.1", port.port) as tap:
-        who.endpoint = f"tcp://{tap.address}"
-        port.open(who.name)
-        push = who.push()
-        assert push.done, push.failure
-        pull, flat = who.pull()
-        assert pull.done, pull.failure
-        assert flat.tobytes() == THETA.tobytes()
-    assert push_id(who.name) in port.staged
-    return tap
-
-
-def test_no_parameter_and_no_header_passes_in_the_clear(port: KeyedPort) -> None:
-    who = cluster(port, "cluster-a")
-    port.allow(who)
-    tap = exchange(port, who)
-    assert sum(map(len, tap.seen())) > 2 * LAYOUT.n_bytes
-    assert tap.found(needles("a")) == []
-
-
-def test_without_keys_the_same_tap_sees_everything() -> None:
-    """The positive control: what the test above looks for is there to be found."""
-    with KeyedPort(None) as port:
-        tap = exchange(port, Cluster("cluster-a", None, port))
-    assert tap.found(needles("a")) == needles("a")
 
 
 def test_a_key_that_is_not_on_the_list_is_turned_away_with_a_sentence(port: KeyedPort) -> None:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import zmq
 from support.byte_tap import ByteTap
-from support.fault_proxy import Harm, NetFault, Proxies
 from support.ports import own_port
 from support.run_for_workers import part_of
 from support.waiting import until
 from support.whole_run import LAYOUT, NumpyCluster, WholeRun
 
 from dips.core.errors import DipsError
-from dips.core.layout import Layout, Parameter
 from dips.core.messages import BeginPullReply, BeginPullRequest, Caller, PullGrant, SlaveAddress
 from dips.core.net.zmq_sockets import CurvePair, Failure, Handshakes, as_client
-from dips.core.observe.tape import read_tape
 from dips.local.authority import Authority, ensure_keys
-from dips.master.directory import TAPE_NAME
 from dips.worker.control import MasterStubs, channel_to
 from dips.worker.reader import FetchedModel, fetch_version
 
@@ -161,34 +155,4 @@ def test_the_same_taps_see_everything_of_a_run_without_keys(tmp_path: Path) -> N
         assert found_in(run.data, [A.encode()]) == [A.encode()]
 
 
-PIN_S = 3.0
-BYTES_PER_S = 400_000.0
-LARGE = Layout((Parameter("w", (1_000_000,), "float32", "w"),), block_elems=50_000)
 """10 s at that rate."""
-
-
-class SlowedRun(WholeRun):
-    """The way to each slave's data port can be slowed down."""
-
-    def __init__(self, directory: Path, proxies: Proxies, **more: Any) -> None:
-        super().__init__(directory, n_slaves=1, keys=directory / "keys", **more)
-        self._proxies = proxies
-
-    def start_slave(self, name: str, **more: object) -> None:
-        port = own_port()
-        relay = self._proxies.add(name, ("127.0.0.1", port))
-        super().start_slave(name, data_port=port, advertise=relay.address, **more)
-
-
-def test_a_reader_keeps_its_pin_and_its_key_while_its_bytes_arrive(tmp_path: Path) -> None:
-    ensure_keys(tmp_path / "keys", [A], ["s0"])
-    with Proxies() as proxies, SlowedRun(tmp_path, proxies, ticket_ttl_s=PIN_S, chunk_bytes=64 << 10) as run:
-        cluster = run.cluster(A, 1, step_s=0.01, layout=LARGE)
-        run.wait_for_version(1)
-        stop(cluster)
-        proxies.harm("s0", NetFault(Harm.THROTTLE, bytes_per_s=BYTES_PER_S))
-        began_s = time.monotonic()
-        fetched(run)
-        assert time.monotonic() - began_s > 2 * PIN_S
-        pulls = [line for line in read_tape(tmp_path / "master" / TAPE_NAME) if line.get("by") == "reader reader-gamma"]
-        assert len(pulls) == 1, "it did not begin again"

@@ -13,7 +13,6 @@ from support.trainer_models import LENGTH, Killed, Model, Rows, applied_tokens, 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import dips
-from dips.core.messages import VerdictKind
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -165,10 +164,3 @@ class Look(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self.equal = bool(np.array_equal(given["model"].flat(), self._wanted))
-
-
-def test_an_excluded_push_is_dropped_and_training_goes_on(run: RunForWorkers, tmp_path: Path) -> None:
-    run.decide = lambda push: VerdictKind.EXCLUDED if len(run.pushes) == 2 else VerdictKind.APPLIED
-    ours = trainer(tmp_path, dips.HuggingFaceCallback(), max_steps=8)
-    ours.train()
-    assert [verdict.kind for verdict in run.verdicts.values()][1:] == [VerdictKind.EXCLUDED, VerdictKind.APPLIED]

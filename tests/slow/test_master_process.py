@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -19,8 +19,7 @@ from support.waiting import NO_LIMIT_S
 from dips.core.errors import TERMINATED, FatalError, RetryLater
 from dips.core.net.codec_protobuf import to_message
 from dips.core.net.grpc_calls import channel_options, refused_from
-from dips.core.observe.failpoints import CRASH_EXIT_CODE, armed, read_log
-from dips.master.archive import segments
+from dips.core.observe.failpoints import armed
 from dips.master.config import MasterConfig
 from dips.master.directory import MasterAddress, read_address
 from dips.master.journal import Journal, read_records
@@ -29,18 +28,15 @@ from dips.master.state.effects import BeginAgain, Halt
 from dips.master.state.shared import RunConfig
 from dips.protos import clusters_pb2_grpc
 
-Start = Callable[..., MasterProcess]
-ENABLED = {"DIPS_FAILPOINTS_ENABLED": "1"}
+Start = Callable[[], MasterProcess]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     processes: list[MasterProcess] = []
 
-    def start_one(
-        *knobs: str, directory: Path = tmp_path / "run", variables: Mapping[str, str] | None = None
-    ) -> MasterProcess:
-        processes.append(MasterProcess(directory, "state=leaves", *knobs, variables=variables))
+    def start_one() -> MasterProcess:
+        processes.append(MasterProcess(tmp_path / "run", "state=leaves"))
         return processes[-1]
 
     yield start_one
@@ -77,55 +73,6 @@ def test_what_was_confirmed_before_a_kill_is_there_after_it(start: Start, tmp_pa
     assert reasons == [*confirmed, "after the restart"]
     with contextlib.closing(Journal.open(tmp_path / "run", "demo")) as journal:
         assert json.loads(journal.latest_snapshot() or "[]") == reasons
-
-
-@pytest.mark.parametrize("place", ["before", "after"])
-def test_what_was_confirmed_survives_a_crash_at_the_commit(start: Start, tmp_path: Path, place: str) -> None:
-    log = tmp_path / "fired"
-    # The port and the epoch are two transactions of their own.
-    point = f"master.journal.{place}_commit"
-    variables = {**ENABLED, "DIPS_FAILPOINTS": f"{point}=6*off->crash", "DIPS_FAILPOINT_LOG": str(log)}
-    master = start(variables=variables)
-    confirmed = []
-    with leaving(master.started().address) as leave_for:
-        for number in range(4):
-            leave_for(f"reason {number}")
-            confirmed.append(f"reason {number}")
-        with pytest.raises(grpc.RpcError):
-            leave_for("reason 4")
-    assert master.popen.wait() == CRASH_EXIT_CODE
-    assert [(line.name, line.action) for line in read_log(log.read_text())] == [(point, "crash")]
-    assert f"failpoints are armed, this process will misbehave on purpose: {point}" in master.log
-    reasons = [json.loads(record.record_json) for record in read_records(tmp_path / "run", "LEAVE")]
-    assert reasons == confirmed + ["reason 4"] * (place == "after")
-    again = start()
-    assert again.started().epoch == 2
-
-
-def test_an_answer_that_is_lost_was_decided_all_the_same(start: Start, tmp_path: Path) -> None:
-    master = start(variables={**ENABLED, "DIPS_FAILPOINTS": "master.rpc.after_Leave=1*drop"})
-    with leaving(master.started().address) as leave_for:
-        with pytest.raises(grpc.RpcError) as caught:
-            leave_for("the lost one")
-        assert isinstance(refused_from(caught.value), RetryLater)
-        leave_for("the next one")
-    assert master.signal(signal.SIGTERM) == TERMINATED
-    reasons = [json.loads(record.record_json) for record in read_records(tmp_path / "run", "LEAVE")]
-    assert reasons == ["the lost one", "the next one"]
-
-
-def test_a_long_run_moves_its_old_decisions_to_the_archive(start: Start, tmp_path: Path) -> None:
-    master = start("journal_records=16")
-    with leaving(master.started().address) as leave_for:
-        for number in range(60):
-            leave_for(f"reason {number}")
-    assert master.signal(signal.SIGTERM) == TERMINATED
-    again = start("journal_records=16")
-    again.started()
-    assert again.signal(signal.SIGTERM) == TERMINATED
-    reasons = [json.loads(record.record_json) for record in read_records(tmp_path / "run", "LEAVE")]
-    assert reasons == [f"reason {number}" for number in range(60)]
-    assert segments(tmp_path / "run")
 
 
 def config_in(directory: Path, **knobs: object) -> MasterConfig:

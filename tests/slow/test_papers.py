@@ -36,13 +36,6 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
     assert "cannot be made" in told.stderr
 
 
-def test_what_a_person_leaves_out_is_said(tmp_path: Path) -> None:
-    told = dips("papers", "--paper", "jeeves", "--out", tmp_path, "--without", "validate", "--without", "jeeves")
-    assert told.returncode == 0, told.stderr
-    assert "jeeves: 0 rows (none)" in told.stdout
-    assert "without dips plan validate --paper jeeves: left out (--without validate)" in told.stdout
-
-
 @pytest.mark.parametrize("command", [c for _, c in ONLY_HERE if c.startswith("dips size") or c.endswith("--help")])
 def test_what_shows_that_something_is_only_here_does_so(command: str) -> None:
     told = dips(*command.split()[1:])

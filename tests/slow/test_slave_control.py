@@ -44,30 +44,6 @@ async def seed(link: SlaveLink, client: slave_wire.DataClient, values: np.ndarra
     await link.publish(slave_wire.prepare_of(R1, V0, [A], None))
 
 
-async def test_it_dials_until_there_is_a_master_and_again_when_it_is_back(tmp_path: Path) -> None:
-    first = MasterForSlaves()
-    await first.start()
-    port = int(first.address.split(":")[1])
-    async with slave_wire.slave_here(slave_wire.slave_config(tmp_path / "s0", first.address)):
-        link = await first.accept()
-        await link.hello()
-        await link.welcome(1)
-        link.send(slave_wire.configure_for(slave_wire.placement_over("s0")))
-        await link.expect(m.Ready)
-        await first.stop()
-
-        second = MasterForSlaves()
-        await asyncio.sleep(0.3)  # the slave's first tries find no master; where they come later, this test asks less
-        await second.start(port)
-        link = await second.accept()
-        assert (await link.hello()).promised_epoch == 1
-        assert link.callers[0].incarnation is not None
-        await link.welcome(2)
-        link.send(slave_wire.configure_for(slave_wire.placement_over("s0")))
-        assert await link.expect(m.Ready) == m.Ready(None)
-        await second.stop()
-
-
 async def ended_by(master: MasterForSlaves, config: SlaveConfig, play: Callable[[SlaveLink], Awaitable[None]]) -> Any:
     """What ends a slave in this process when its master plays this; None when it ends in peace."""
     slave = asyncio.create_task(serve(config, asyncio.Event()))

@@ -33,7 +33,6 @@ from dips.slave.state.credits import HELD
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
 
-BATCH = 16
 RUN = "run"
 LAYOUT = Layout(
     tuple(
@@ -251,64 +250,6 @@ def test_a_version_is_read_alike_and_only_a_readers_first_request_is_left_to_pyt
             assert compiled.ask(compiled.get(index, version)) == expected
     assert compiled.left_to_python == 1
     assert_same(python, compiled)
-
-
-def odd_messages(end: End, rng: random.Random) -> Iterator[list[bytes]]:
-    """Whatever is not usual, one of each, and nearly right ones."""
-    put, payload = end.put(0, 1)
-    get = DataHeader.decode(end.get(1)[0])
-    header = DataHeader.decode(put)
-    query = replace(header, op=DataOp.QUERY_MISSING, codec=Codec.NONE, checksum=0)
-    yield [query.encode()]
-    yield end.get(1, momentum=True)
-    changes: dict[str, tuple[object, ...]] = {
-        "epoch": (1, 9, 2**64 - 1),
-        "attempt": (0, 2),
-        "push": (push_id(7),),
-        "block": (1, 9, 2**32 - 1),
-        "offset_bytes": (4, 2**40, 2**63),
-        "length_bytes": (4, 2**63),
-        "run_id": ("", "no"),
-        "codec": (Codec.INT8, Codec.NONE),
-        "protocol": (9,),
-        "checksum": (5,),
-        "cause_id": ("ü" * 90, "c" * 600),
-        "request": (2**64 - 1,),
-        "credit": (3,),
-        "op": (DataOp.ACK, DataOp.MISSING),
-    }
-    for name, value in ((name, value) for name, values in changes.items() for value in values):
-        yield [replace(header, **{name: value}).encode(), payload]  # type: ignore[arg-type]
-        yield [replace(get, **{name: value}).encode()]  # type: ignore[arg-type]
-    yield [replace(get, version=Version(3, 3)).encode()]
-    yield from ([put], [put, payload, b""], [put, payload[:-4]], [put, payload + b"1234"], [get.encode(), b""], [b""])
-    yield [put, payload[:-1] + bytes([payload[-1] ^ 1])]
-    yield [put[:-1] + b"0", payload]
-    yield [b"x"] * 6
-    for _ in range(300):
-        right = rng.choice([end.put(0, 2), end.put(3, 1), end.get(2), [query.encode()]])
-        body = bytearray(right[0][:-10])
-        for _ in range(rng.randrange(3)):
-            body[rng.randrange(len(body))] = rng.randrange(256)
-        sealed = bytes(body) + b"\x91\x01" + checksum(bytes(body)).to_bytes(8, "little")
-        yield [sealed, *right[1:]]
-
-
-def test_ten_thousand_senseless_messages_leave_a_port_that_takes_a_push(end: MakeEnd) -> None:
-    """They come in batches that fit in all queues, since an answer that finds no room is dropped."""
-    compiled, rng = end("compiled"), random.Random(12)
-    shapes = list(odd_messages(compiled, rng))
-    stranger = compiled.peer()
-    for _ in range(10_000 // BATCH):
-        for _ in range(BATCH):
-            frames = [bytes(rng.randbytes(rng.randrange(80))) if rng.random() < 0.3 else f for f in rng.choice(shapes)]
-            stranger.send_multipart(frames)
-        for _ in range(BATCH):
-            assert stranger.poll(int(NO_LIMIT_S * 1000)), "a message has no answer"
-            stranger.recv_multipart()
-    for index in range(len(compiled.chunks)):
-        assert compiled.ask(compiled.put(4, index))[0].op is DataOp.ACK
-    assert push_id(4) in {event.slot.push for event in compiled.staged}
 
 
 def test_ten_thousand_readers_come_and_go_and_each_is_answered(end: MakeEnd) -> None:

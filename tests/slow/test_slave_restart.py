@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ from support import slave_wire
 from support.master_for_slaves import MasterForSlaves, SlaveLink
 
 from dips.core import messages as m
-from dips.core.errors import TERMINATED, RefusalCode
+from dips.core.errors import TERMINATED
 from dips.core.ids import RoundId, Version
-from dips.core.observe.tape import read_tape
 from dips.slave.config import SlaveConfig
 
 A = slave_wire.push_id("a")
@@ -124,40 +122,3 @@ async def _uninterrupted(directory: Path) -> bytes:
         prepared = await link.expect(m.Prepared)
         await process.end()
         return prepared.digest
-
-
-async def test_a_damaged_newest_snapshot_is_skipped_and_said(master: MasterForSlaves, config: SlaveConfig) -> None:
-    process, link, endpoint = await seeded(master, config)
-    await stage(link, endpoint, OTHER, 2)
-    await link.publish(slave_wire.prepare_of(R2, V1, [slave_wire.push_id("a", 2)], V0), b"hash1")
-    await process.kill()
-    newest = config.directory / "ring-1.safetensors"
-    data = bytearray(newest.read_bytes())
-    data[-7] ^= 1
-    newest.write_bytes(data)
-
-    process = await slave_wire.SlaveProcess.start(config)
-    link, hello = await meet(master, 2)
-    assert [info.version for info in hello.snapshots] == [V0]
-    wanted = replace(hello.snapshots[0], version=V1, round=R2)
-    link.send(slave_wire.configure_for(PLACEMENT, **load(wanted)))
-    refused = await link.expect(m.ConfigureRefused)
-    assert refused.refusal.code is RefusalCode.VERSION_GONE
-    link.send(slave_wire.configure_for(PLACEMENT, **load(hello.snapshots[0])))
-    await link.expect(m.Ready)
-    code, said = await process.end()
-    assert code == TERMINATED
-    assert f"snapshot skipped: {newest}" in said
-    assert config.tape is not None
-    assert any(line["kind"] == "snapshot_skipped" for line in read_tape(config.tape))
-
-
-async def test_nobody_seeds_over_what_a_slave_holds(master: MasterForSlaves, config: SlaveConfig) -> None:
-    process, _, _ = await seeded(master, config)
-    await process.kill()
-    process = await slave_wire.SlaveProcess.start(config)
-    link, _ = await meet(master, 2)
-    link.send(slave_wire.configure_for(PLACEMENT))
-    refused = await link.expect(m.ConfigureRefused)
-    assert refused.refusal.code is RefusalCode.SEED_EXISTS
-    await process.end()

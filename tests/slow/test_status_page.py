@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from support.waiting import NO_LIMIT_S, until
@@ -59,27 +57,6 @@ def browser(run: WholeRun) -> Browser:
     url = read_page_url(run.directory / "master")
     assert url is not None
     return Browser(url.partition("//")[2].partition("/")[0])
-
-
-def test_the_snapshot_is_the_run(run: WholeRun, browser: Browser) -> None:
-    def told() -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(browser.ask("/snapshot.json")[1])
-        return found
-
-    def measured() -> bool:
-        links = told()["state"]["links"]
-        return len(links) == 2 and all(link["push"] and link["pull"] for link in links)
-
-    until(measured, "rates of both links")
-    message = told()
-    state = message["state"]
-    assert state["run"]["id"] == "test"
-    assert [(c["id"], c["level"]) for c in state["clusters"]] == [("a", "good"), ("b", "good")]
-    assert [(x["id"], x["sign"]) for x in state["slaves"]] == [("s0", "ready")]
-    assert {(link["cluster"], link["slave"]) for link in state["links"]} == {("a", "s0"), ("b", "s0")}
-    assert {"cluster a", "cluster b", "slave s0", "master"} <= {event["who"] for event in message["events"]}
-    assert message["rounds"][-1]["version"] is not None
-    until(lambda: any(told()["history"]["loss"]["a"]), "a loss of cluster a")
 
 
 def test_many_readers_and_silent_connections_cost_the_control_flow_nothing(run: WholeRun, browser: Browser) -> None:

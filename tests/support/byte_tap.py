@@ -32,10 +32,6 @@ class ByteTap:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    @property
-    def n_connections(self) -> int:
-        return len(self._connections) // 2
-
     def seen(self) -> list[bytes]:
         """One string of bytes for each direction of each connection."""
         with self._lock:

@@ -68,7 +68,6 @@ class FaultRun(live.Run):
         proxies: Proxies | None = None,
         keys: Path | None = None,
         births: Mapping[str, Sequence[str]] | None = None,
-        slave_knobs: Mapping[str, object] | None = None,
         **master_knobs: object,
     ) -> None:
         """births: what failpoints do in the first lives of a process, one life after the other. proxies: put a relay
@@ -90,7 +89,6 @@ class FaultRun(live.Run):
         self._proxies = proxies
         self._keys = keys
         self._births = {name: list(specs) for name, specs in (births or {}).items()}
-        self._slave_knobs = dict(slave_knobs or {})
         self._master_knobs = {
             "sync_every": 4, "grace_s": 0.2, "heartbeat_s": HEARTBEAT_S, "evict_after_beats": EVICT_AFTER_BEATS,
             "round_timeout_s": 4.0, "verdict_wait_s": 10.0, "linger_s": 2.0, "journal_records": 16, **master_knobs,
@@ -153,7 +151,7 @@ class FaultRun(live.Run):
                 "data_port": self.ports[name], "advertise": self._dialled(f"{name}.data", self._bound(name)),
                 "tape": tape_path(self.directory, name), "record_pushes": True, "compute_threads": 1, "data_threads": 1,
             }  # fmt: skip
-            return ["slave", *option_words({**knobs, **self._slave_knobs})]
+            return ["slave", *option_words(knobs)]
         cluster = {
             "tape": tape_path(self.directory, name), "checkpoints": self.place(name),
             "checkpoint_every_s": CHECKPOINT_EVERY_S, "elems": self._n_elems, "step_s": self._step_s,

@@ -1,13 +1,11 @@
 """One rank that agrees with the others on what they hold: `python -m support.held_process RANK N_RANKS FOLDER KIND...`.
 
-For each kind of support.parallel_models it writes a line: the agreed layout's hash, this rank's pieces, the values in
-them as torch holds them, and the data coordinates; or the sentence of the refusal. In `gone2`, which
-comes last, rank 1 does not enter.
+For each KIND of SINGLE it writes a line: what this rank gets, or the sentence of the refusal. In `gone2`, which comes
+last, rank 1 does not enter.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from support.parallel_models import local, part_of
+from support.parallel_models import local
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
@@ -25,7 +23,6 @@ from dips.worker.parallel import held, roll_call
 from dips.worker.parallel.agreement import agree
 from dips.worker.parallel.held import held_here
 from dips.worker.parallel.replicas import Replicas
-from dips.worker.parallel.untrained import untrained_of_ranks
 
 
 class Group:
@@ -131,39 +128,6 @@ def agreed_single(kind: str) -> dict[str, object]:
     return {"held": [[*piece[1:], tensor.tolist()] for piece, tensor in mine]}
 
 
-def agreed_part(kind: str) -> dict[str, object]:
-    part = part_of(kind)
-    shards = {name: held.ShardOf(name, shape, starts) for name, (shape, starts) in part.boxes.items()}
-    part.evaluate()
-    here = held_here(part.wrapped, part.optimizers(0), shards=shards or None, data_mesh=part.arguments.get("data_mesh"))
-    group = Group()
-    agreed = agree(group, here, {})
-    assert agreed is not None
-    Replicas(group, agreed).agree(replicas=False)
-    untrained, description = untrained_of_ranks(group, group.copy, agreed)
-    places = {name: p for (name, _), p in zip(part.parameters, part.places, strict=True)}
-    part.evaluate()
-    tensors = agreed.tensors()
-    wrong = []
-    for piece, tensor in zip(agreed.held[group.rank], tensors, strict=True):
-        span = agreed.layout.spans[piece.parameter]
-        whole = torch.arange(span.start_elem, span.stop_elem).view(span.parameter.shape)
-        for dim, (start, size) in enumerate(zip(piece.starts, piece.sizes, strict=True)):
-            whole = whole.narrow(dim, start, size)
-        if not torch.equal(whole, places[span.parameter.name]) or tensor.shape != whole.shape:
-            wrong.append(span.parameter.name)
-    return {
-        "untrained": untrained.to_text(),
-        "description": description,
-        "layout": agreed.layout.layout_hash.hex(),
-        "pieces": len(tensors),
-        "wrong": wrong,
-        "coordinates": agreed.coordinates,
-        "held": hashlib.sha256(repr(agreed.held).encode()).hexdigest(),
-        "same memory": all(t.data_ptr() in {local(p).data_ptr() for _, p in part.parameters} for t in tensors),
-    }
-
-
 def main(rank: int, n_ranks: int, folder: Path, kinds: Sequence[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n_ranks)
@@ -172,7 +136,7 @@ def main(rank: int, n_ranks: int, folder: Path, kinds: Sequence[str]) -> None:
             roll_call.ROLL_CALL_S = 1.0 if kind == "gone2" else 200.0
             if kind != "gone2" or rank == 0:
                 roll_call.call_the_roll()
-            line = {} if kind == "gone2" else agreed_single(kind) if kind in SINGLE else agreed_part(kind)
+            line = {} if kind == "gone2" else agreed_single(kind)
         except DipsError as error:
             line = {"refused": str(error), "exit_code": error.exit_code}
         with (folder / f"rank-{rank}.jsonl").open("a") as out:

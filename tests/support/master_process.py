@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from support.repository import TESTS
@@ -29,22 +28,13 @@ from dips.master.process import run, serve
 
 
 class MasterProcess:
-    def __init__(
-        self,
-        directory: Path,
-        *knobs: str,
-        module: str = "support.master_process",
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, directory: Path, *knobs: str) -> None:
         self.directory = directory
         self.log_path = directory.with_suffix(".log")
-        environment = {**os.environ, "PYTHONPATH": str(TESTS), **(variables or {})}
         with self.log_path.open("ab") as log:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", module, str(directory), *knobs],
-                stdout=log,
-                stderr=log,
-                env=environment,
+                [sys.executable, "-m", "support.master_process", str(directory), *knobs],
+                **{"stdout": log, "stderr": log, "env": {**os.environ, "PYTHONPATH": str(TESTS)}},
             )
 
     @property

@@ -63,20 +63,6 @@ def wait_for(path: Path) -> None:
     until(path.exists, f"the test makes {path.name}")
 
 
-def only_torch(part: Part, record: Record) -> None:
-    """Torch builds and steps it: values before, and after a step of SGD."""
-    record.note_synced()
-    before = [local(p).clone() for _, p in part.parameters]
-    part.forward_and_backward()
-    torch.optim.SGD([p for _, p in part.parameters], lr=0.1).step()
-    moved = [not torch.equal(old, local(p)) for old, (_, p) in zip(before, part.parameters, strict=True)]
-    record.news = {
-        "empty": sum(old.numel() == 0 for old in before),
-        "moved": all(did or not old.numel() for did, old in zip(moved, before, strict=True)),
-        "elements": sum(old.numel() for old in before),
-    }
-
-
 def train(part: Part, record: Record, told: argparse.Namespace) -> None:
     optimizers = part.optimizers(told.number)
     optimizers[-1].after_update = record.note_trained
@@ -129,7 +115,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("kind", choices=sorted(parallel_models.KINDS))
     parser.add_argument("rank", type=int)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only-torch", action="store_true")
     parser.add_argument("--number", type=int, default=0, help="of the cluster, for the rule")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--step-s", type=float, default=0.0)
@@ -150,10 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     _mistake(part, told.mistake, told.rank)
     record, before = Record(part, empty=told.unrecorded), [local(p).clone() for _, p in part.parameters]
     try:
-        if told.only_torch:
-            only_torch(part, record)
-        else:
-            train(part, record, told)
+        train(part, record, told)
         record.save(told.folder / f"rank-{told.rank}.pt")
     except DipsError as error:
         touched = not all(torch.equal(old, local(p)) for old, (_, p) in zip(before, part.parameters, strict=True))

@@ -10,8 +10,6 @@ from support.plan_command import told
 from support.repository import ROOT
 
 EXAMPLE = ROOT / "examples" / "04-plan-a-schedule"
-FEW = "crosspipe-figure-8"
-"""A shipped setting that is planned at once."""
 
 
 @pytest.mark.parametrize(
@@ -28,7 +26,7 @@ def test_a_system_asked_alone_says_all_of_it(system: str, said: str, capsys: pyt
 
 
 def test_one_system_can_be_asked_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = str(ROOT / "examples" / "04-plan-a-schedule" / "sites.toml")
+    file = str(EXAMPLE / "sites.toml")
     code, out, _ = told(capsys, file, "--system", "jeeves", "--no-sensitivity", "--json")
     found = json.loads(out)
     assert code == 0

@@ -1,7 +1,7 @@
-"""Two hundred simulated runs, and every kind of fault: nothing that was promised breaks, whatever the seed lets happen.
+"""Simulated runs of clusters of several ranks, and every kind of fault: nothing that was promised breaks.
 
-DIPS_TEST_SEEDS chooses how many seeds are simulated (200). A failing seed always fails the same way; its story:
-python -m dips.sim.seeds --seed N --trace.
+Runs of one-process clusters: `make sim`. DIPS_TEST_SEEDS chooses how many seeds are simulated (100). A failing seed
+always fails the same way.
 """
 
 from __future__ import annotations
@@ -16,20 +16,13 @@ from dips.sim import seeds as run_seeds
 from dips.sim.faults import register
 from dips.sim.seed_run import SeedRun
 
-N_SEEDS = int(os.environ.get("DIPS_TEST_SEEDS", "200"))
+N_SEEDS = int(os.environ.get("DIPS_TEST_SEEDS", "100"))
 IN_ONE_TEST = 10
 
 SMALL_ONES = [seed for seed in range(7000, 7040) if run_plan.of_seed(seed) is run_plan.SMALL][:12]
 
 
-@pytest.mark.parametrize("first", range(0, N_SEEDS, IN_ONE_TEST))
-def test_every_invariant_holds_after_every_step(first: int) -> None:
-    outcomes = [run_seeds.run_one(seed)[0] for seed in range(first, min(first + IN_ONE_TEST, N_SEEDS))]
-    assert {outcome.seed: outcome.violations for outcome in outcomes if outcome.violations} == {}
-    assert sum(outcome.published for outcome in outcomes) >= len(outcomes)
-
-
-@pytest.mark.parametrize("first", range(8000, 8000 + N_SEEDS // 2, IN_ONE_TEST))
+@pytest.mark.parametrize("first", range(8000, 8000 + N_SEEDS, IN_ONE_TEST))
 def test_every_invariant_holds_where_clusters_have_several_ranks(first: int) -> None:
     outcomes = [run_seeds.run_one(seed, (2, 3, 1), (3, 2))[0] for seed in range(first, first + IN_ONE_TEST)]
     assert {outcome.seed: outcome.violations for outcome in outcomes if outcome.violations} == {}

@@ -1,7 +1,7 @@
 """Random interleavings of everything that can happen to a master: what must always hold, and that a healed run goes on.
 
-DIPS_TEST_WALKS chooses how many walks are made (12; tests/slow/unit/test_many_walks.py makes more); a failure names its
-seed, which always walks the same way.
+DIPS_TEST_WALKS chooses how many walks are made (40); a failure names its seed, which always
+walks the same way.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import pytest
 from support.master_walk import Walk, walk_to_the_end
 
-N_WALKS = int(os.environ.get("DIPS_TEST_WALKS", "12"))
+N_WALKS = int(os.environ.get("DIPS_TEST_WALKS", "40"))
 EVENTS = 1500
 """Of the master, in each walk."""
 

@@ -1,4 +1,4 @@
-"""What a failed call means; the table of statuses is whole. Real calls are in tests/integration."""
+"""What a failed call means; the table of statuses is whole. Real calls: tests/integration/test_master_server.py."""
 
 from __future__ import annotations
 

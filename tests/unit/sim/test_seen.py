@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from support.dips_command import environment
 from support.master_bench import Bench
-from support.repository import ROOT, SOURCE, modules
-from support.seen_notes import LOG_VARIABLE, read_log
+from support.repository import SOURCE, modules
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.machine import MachineHistory, Phase
@@ -20,21 +15,6 @@ from dips.master.state.records import SLAVE_TABLE, SlavePhase
 from dips.sim.seen import Seen, refuses, report
 
 HELLO = ("slave", "ABSENT", "hello", "ATTACHED")
-SCRIPT = """
-from support.master_bench import Bench
-from dips.core.net.data_header import DataHeader
-from dips.core.errors import RefusalCode, Refused
-from dips.core.machine import MachineHistory, Phase
-from dips.master.state.records import PUSH_TABLE, PushPhase
-Bench().running("a")
-Phase(PUSH_TABLE, MachineHistory()).move("aborted", PushPhase.DECIDED, 0.0)
-for _ in range(2):
-    try:
-        DataHeader.decode(b"\\xff")
-    except Refused:
-        pass
-Refused(RefusalCode.KEY, "made here")
-"""
 
 
 def refuse() -> None:
@@ -81,16 +61,3 @@ def test_every_module_of_the_product_that_refuses_is_counted() -> None:
     ]
     assert {"dips.core.layout", "dips.local.supervisor", "dips.master.access", "dips.slave.ring"} <= set(found)
     assert [name for name in found if not refuses(name)] == passed_on
-
-
-def test_processes_note_each_thing_once_in_one_file(tmp_path: Path) -> None:
-    log = tmp_path / "seen.log"
-    added = {LOG_VARIABLE: str(log), "PYTHONPATH": str(ROOT / "tests")}
-    for _ in range(2):
-        subprocess.run([sys.executable, "-c", SCRIPT], env=environment(added), check=True, timeout=60)
-    lines = log.read_text().splitlines()
-    assert len(lines) == 2 * len(set(lines)), "each process wrote each line once"
-    seen = read_log(log.read_text())
-    assert seen.arrows[HELLO] == seen.refusals["MALFORMED"] == 2
-    assert ("push", "TICKETED", "aborted", "DECIDED") not in seen.arrows, "a test walked that by hand"
-    assert "KEY" not in seen.refusals, "a test made that"

@@ -112,32 +112,6 @@ def test_copies_and_files_of_the_model_have_no_part_in_the_training(run: RunInMe
     assert (push.tokens, push.mean_loss) == (4 * 6, 1.0)
 
 
-def test_a_training_that_resumes_goes_on_from_the_checkpoint_of_its_step(run: RunInMemory, tmp_path: Path) -> None:
-    first = Trainer(run, tmp_path)
-    first.tell("train_begin")
-    for saves in (True, True, False):
-        first.step(batch(1.0), saves=saves)
-    first.callback.close()
-    (saved,) = run.pushes
-    run.verdicts.clear()
-    run.fence, run.version = 0, Version(1, 0)
-    again = Trainer(run, tmp_path, step=1)
-    again.tell("train_begin")
-    assert again.callback.sync is not None
-    again.step(batch(1.0))
-    again.tell("train_end")
-    assert (saved.steps, run.pushes[-1].steps, run.joins[-1].caller.incarnation is not None) == (3, 2, True)
-
-
-def test_without_a_master_nothing_is_done(run: RunInMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DIPS_MASTER", raising=False)
-    trainer = Trainer(run, tmp_path, loop={"master": ""})
-    trainer.tell("train_begin")
-    trainer.step(batch(1.0), saves=True)
-    trainer.tell("train_end")
-    assert (trainer.callback.sync, run.joins) == (None, [])
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
