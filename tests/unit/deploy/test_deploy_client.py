@@ -47,7 +47,17 @@ def test_three_sites_are_made_in_order_and_once(
         urls = {"frankfurt-admin": frankfurt.url, "amsterdam-admin": amsterdam.url}
         write_kubeconfig(tmp_path / "kubeconfig", urls)
         monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+        amsterdam.unknown_kinds.update(MONITORS)
+        told = refused(capsys, "apply", file, *APPLY)
+        assert "context 'amsterdam-admin' has no place for PodMonitor three-sites-cluster-a" in told
+        assert told.endswith("set service_monitor = false, in [deploy] or in its site's table")
+        assert not frankfurt.objects
+        off = 'service_monitor = false\ncontext = "amsterdam-admin" '
+        file.write_text(file.read_text().replace('context = "amsterdam-admin" ', off))
+        frankfurt.writes.clear()
         assert deploy("apply", file, *APPLY) == 0
+        assert frankfurt.of_kind("PodMonitor") == ["three-sites-cluster-b"]
+        assert frankfurt.of_kind("ServiceMonitor") == ["three-sites-master", "three-sites-slave"]
         assert frankfurt.of_kind("StatefulSet") == ["three-sites-master", "three-sites-slave"]
         assert amsterdam.of_kind("Job") == ["three-sites-cluster-a"]
         assert not amsterdam.of_kind("StatefulSet")
@@ -88,17 +98,6 @@ def test_a_plan_changes_nothing_and_tells_what_apply_would(
     assert deploy("plan", small, "--json") == 0
     steps = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {step["action"] for step in steps} == {"same"}
-
-
-def test_without_a_kubeconfig_a_plan_compares_with_nothing(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nowhere"))
-    assert deploy("plan", small, "--summary") == 0
-    told = capsys.readouterr().out
-    assert "compared with nothing: no cluster was asked" in told
-    assert deploy("apply", small, *APPLY) == 2
-    assert "there is no kubeconfig" in capsys.readouterr().err
 
 
 def test_a_cluster_is_made_again_for_another_image_and_goes_when_it_left_the_file(here: StandIn, small: Path) -> None:
@@ -188,6 +187,27 @@ def test_a_cluster_that_left_a_site_alone_leaves_no_key_there(both: tuple[StandI
 # ---- what goes wrong changes nothing ----
 
 
+def test_a_context_or_a_server_that_is_not_there_is_told(
+    here: StandIn, small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, text = Path(small.parent / "kubeconfig"), small.read_text()
+    small.write_text(text.replace('context = "here"', 'context = "there"'))
+    for command in (("plan",), ("apply", *APPLY), ("status",)):
+        said = refused(capsys, command[0], small, *command[1:])
+        assert "the kubeconfig has no context 'there'; it has here" in said
+    small.write_text(text)
+    file.write_text(file.read_text().replace("a-token", "an-old-token"))
+    assert "context 'here' does not know who you are" in refused(capsys, "plan", small)
+    write_kubeconfig(file, {"here": "http://127.0.0.1:1"})
+    told = refused(capsys, "apply", small, *APPLY, code=4)
+    assert "the API server of context 'here' at http://127.0.0.1:1 does not answer" in told
+    monkeypatch.setenv("KUBECONFIG", str(file.with_name("nowhere")))
+    assert "there is no kubeconfig" in refused(capsys, "apply", small, *APPLY)
+    assert deploy("plan", small, "--summary") == 0
+    assert "compared with nothing: no cluster was asked" in capsys.readouterr().out
+    assert not here.calls
+
+
 def test_an_old_release_is_refused_in_a_sentence(
     here: StandIn, small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,50 +226,6 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object, code: int = 2) -
     *_, sentence = capsys.readouterr().err.strip().splitlines()
     assert "Traceback" not in sentence
     return sentence
-
-
-@pytest.mark.parametrize("command", [("plan",), ("apply", *APPLY), ("status",)])
-def test_a_missing_context_is_told_with_those_that_are_there(
-    here: StandIn, small: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
-) -> None:
-    small.write_text(small.read_text().replace('context = "here"', 'context = "there"'))
-    assert "the kubeconfig has no context 'there'; it has here" in refused(capsys, command[0], small, *command[1:])
-    assert not here.calls
-
-
-def test_a_site_without_the_operator_trains_unwatched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = example(tmp_path)
-    with_keys(file)
-    with StandIn() as frankfurt, StandIn() as amsterdam:
-        urls = {"frankfurt-admin": frankfurt.url, "amsterdam-admin": amsterdam.url}
-        write_kubeconfig(tmp_path / "kubeconfig", urls)
-        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-        amsterdam.unknown_kinds.update(MONITORS)
-        told = refused(capsys, "apply", file, *APPLY)
-        assert "context 'amsterdam-admin' has no place for PodMonitor three-sites-cluster-a" in told
-        assert told.endswith("set service_monitor = false, in [deploy] or in its site's table")
-        assert not frankfurt.objects
-        off = 'service_monitor = false\ncontext = "amsterdam-admin" '
-        file.write_text(file.read_text().replace('context = "amsterdam-admin" ', off))
-        assert deploy("apply", file, *APPLY) == 0
-        assert amsterdam.of_kind("Job") == ["three-sites-cluster-a"]
-        assert frankfurt.of_kind("PodMonitor") == ["three-sites-cluster-b"]
-        assert frankfurt.of_kind("ServiceMonitor") == ["three-sites-master", "three-sites-slave"]
-
-
-def test_a_server_that_does_not_answer_or_does_not_know_us_is_told(
-    here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "give --yes" in refused(capsys, "apply", small)
-    assert not here.writes
-    file = Path(small.parent / "kubeconfig")
-    file.write_text(file.read_text().replace("a-token", "an-old-token"))
-    assert "context 'here' does not know who you are" in refused(capsys, "plan", small)
-    write_kubeconfig(file, {"here": "http://127.0.0.1:1"})
-    told = refused(capsys, "apply", small, *APPLY, code=4)
-    assert "the API server of context 'here' at http://127.0.0.1:1 does not answer" in told
 
 
 # ---- with a master ----

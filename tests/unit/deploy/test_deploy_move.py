@@ -83,12 +83,17 @@ def ended(sites: Sites) -> Master:
     return Master(["s0", "s1"], ["a"])
 
 
-def test_servers_move_with_their_volumes_after_every_cluster_has_left(sites: Sites) -> None:
+def test_servers_move_with_their_volumes_and_exactly_these_rights_after_every_cluster_has_left(sites: Sites) -> None:
+    sites.there.objects[("", "Namespace", "dips")] = sites.here.objects[("", "Namespace", "dips")]
+    sites.here.rights = sites.there.rights = list(rights_of(role(read_deploy_file(sites.file), move=True)))
+    sites.here.used.clear()
     sites.place("here", "there")
     (sites.place_of(sites.there, "state-small-master-0") / "journal-wal").write_text("of an earlier copy")
     master = ended(sites)
     move_of(sites, master).carry_out()
     assert master.asked == ["drain a"]
+    ours = {("create", "Pod"), ("get", "pods/exec"), ("create", "pods/exec"), ("get", "Pod"), ("delete", "Pod")}
+    assert ours <= sites.here.used & sites.there.used
     assert sites.files(sites.there) == sites.files(sites.here)
     assert len(sites.files(sites.there)) == 6
     assert not sites.here.of_kind("StatefulSet")
@@ -145,14 +150,3 @@ def test_a_move_that_is_cut_off_at_its_end_goes_on(sites: Sites, monkeypatch: py
     move_of(sites, ended(sites)).carry_out()
     assert not sites.here.of_kind("StatefulSet")
     assert sites.files(sites.there) == sites.files(sites.here)
-
-
-def test_exactly_the_rights_of_a_move_are_needed(sites: Sites) -> None:
-    granted = list(rights_of(role(read_deploy_file(sites.file), move=True)))
-    sites.there.objects[("", "Namespace", "dips")] = sites.here.objects[("", "Namespace", "dips")]
-    sites.here.rights = sites.there.rights = granted
-    sites.here.used.clear()
-    sites.place("here", "there")
-    move_of(sites, ended(sites)).carry_out()
-    ours = {("create", "Pod"), ("get", "pods/exec"), ("create", "pods/exec"), ("get", "Pod"), ("delete", "Pod")}
-    assert ours <= sites.here.used & sites.there.used
