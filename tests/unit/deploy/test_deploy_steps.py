@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from kubernetes.client.exceptions import ApiException
 from support.api_stand_in import write_kubeconfig
-from support.deploy_files import with_keys, written
+from support.deploy_files import SMALL, with_keys, written
 from support.deploy_site import Master
 
 from dips.core.errors import ConfigError, FatalError, RetryLater
@@ -270,6 +270,52 @@ def test_an_object_that_cannot_be_changed_is_deleted_and_is_gone_before_it_is_ma
     assert "Job small-cluster-a: is gone" in run.said
     assert {one[2] for one in run.log if one[0] == "patch"} == {"StatefulSet", "Deployment"}
     assert {one[2] for one in run.log if one[0] == "patch dry"} == {"StatefulSet", "Deployment"}
+
+
+def test_only_a_cluster_whose_own_image_changed_is_made_again_and_a_volume_outlives_its_cluster(run: Run) -> None:
+    own = 'image = "registry.example.org/mine:7"\ncommand = ["python", "train.py"]\ncheckpoint_volume = "10 GiB"\n'
+    more = f'\n[[clusters]]\nid = "b"\nsite = "here"\n{own}'
+    run.file.write_text(run.file.read_text() + more)
+    with_keys(run.file)
+    run.apply()
+    run.changed()
+    edited(run, 'tag = "1"', 'tag = "2"')
+    run.apply()
+    jobs = [one for one in run.changed() if one[2] == "Job"]
+    assert jobs == [(what, "here", "Job", "small-cluster-a") for what in ("delete", "create")], "b's image is its own"
+    edited(run, more, "")
+    run.apply()
+    gone = {one[2:] for one in run.changed("delete")}
+    assert {("Job", "small-cluster-b"), ("PodMonitor", "small-cluster-b")} <= gone
+    assert ("PersistentVolumeClaim", "small-cluster-b") in run.apis["here"].objects
+    run.live().delete(run.live().going("a"), [])
+    kept = {name for _, name in run.apis["here"].objects}
+    assert {"small-master", "small-slave", "small-keys-prometheus"} <= kept, "master and slaves are still watched"
+    assert not run.apis["here"].list("PodMonitor", {})
+
+
+def test_a_bandwidth_moves_no_server_and_a_cluster_that_left_a_site_alone_leaves_no_key_there(tmp_path: Path) -> None:
+    here, there = ('address = "192.0.2.{}"\nbandwidth_gbps = [{}, {}]'.format(*row) for row in ((7, 4, 4), (8, 2, 2)))
+    sites = f'[[sites]]\nname = "there"\ncontext = "there"\n{there}\n\n[[clusters]]\ntokens_per_s = 1000'
+    more = '\n[[clusters]]\nid = "b"\nsite = "there"\ntokens_per_s = 10\n'
+    changes = {'placement = "here"': 'placement = "auto"', 'address = "192.0.2.7"': here, "[[clusters]]": sites}
+    run = Run(written(tmp_path, SMALL + more.replace("[[clusters]]", "[[ clusters ]]"), changes))
+    with_keys(run.file)
+    assert run.apply() > 0
+    keys = [name for kind, name in run.apis["there"].objects if kind == "Secret"]
+    assert keys == ["small-keys-b"]
+    before = dict(run.apis["there"].objects)
+    edited(run, "[2, 2]", "[8, 8]")
+    with pytest.raises(ConfigError, match=r"are in context 'here'.*set \[deploy\] placement to 'here'"):
+        run.live().difference()
+    assert run.apis["there"].objects == before
+    edited(run, 'placement = "auto"', 'placement = "here"')
+    edited(run, more.replace("[[clusters]]", "[[ clusters ]]"), "")
+    for old, new in (("[8, 8]", "[8]"), ("[4, 4]", "[4]")):
+        run.file.write_text(run.file.read_text().replace(old, new))
+    run.apply()
+    assert {kind for kind, _ in run.apis["there"].objects} - {"Job"} == {"Namespace"}
+    assert run.apis["here"].list("Job", {})
 
 
 def test_what_no_longer_belongs_goes_at_the_end_and_only_servers_keep_the_clusters(run: Run) -> None:
