@@ -212,27 +212,6 @@ def test_every_table_is_known_with_the_role_that_walks_it() -> None:
     assert found == TABLES
 
 
-@pytest.mark.parametrize(
-    ("source", "needed"),
-    [
-        ("def f(x):\n    os.fsync(x)", True),
-        ("def f(x):\n    x.replace(y)", True),
-        ("def f(x):\n    x.replace('a', 'b')", False),
-        ("def f(x):\n    dataclasses.replace(x, a=1)", False),
-        ("def f(x):\n    x.execute('COMMIT')", True),
-        ("def f(x):\n    x.execute('SELECT 1')", False),
-        ("import grpc\ndef f(stub):\n    stub.Join(1)", True),
-        ("import grpc\ndef f(s):\n    getattr(s._stub, 'Join')(1)", True),
-        ("import grpc\nasync def f(context):\n    await context.write(b'')", True),
-        ("async def f(context):\n    await context.write(b'')", False),
-        ("import grpc\nasync def f(r):\n    async for x in r: pass", True),
-        ("import grpc\nasync def f(r): return r\ngrpc.unary_unary_rpc_method_handler(f)", True),
-    ],
-)
-def test_the_search_finds_what_it_should(source: str, needed: bool) -> None:
-    assert bool(edges(ast.parse(source))) is needed
-
-
 def test_the_transitions_that_faults_are_planned_at_are_in_a_table() -> None:
     """A renamed input would else be noticed only by the long tests, as a fault that never strikes."""
     arrows = {

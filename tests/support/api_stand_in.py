@@ -2,13 +2,12 @@
 
 It checks every object that is written against the published schemas of one version (kubernetes-validate, strict; of
 the kinds of others, which have no published schema there, against their place only), knows dry runs, merge patches,
-labels, node ports that are taken, finalizing deletes and rights, and plays the controllers' part in the crudest way:
-what is wanted is there at once, unless a test says otherwise. It shows that the client's calls are well formed; it does
-not show that a real API server takes them.
+labels and rights, and plays the controllers' part in the crudest way: what is wanted is there at once, unless a test
+says otherwise. It shows that the client's calls are well formed; it does not show that a real API server takes them.
 
 What real servers were seen to do, and it does: rights are looked at before the kind, so that an unknown kind without a
 right is refused with 403; who gives rights must have them, also in a dry run, and a role that was only rehearsed is not
-there for its binding; a namespace that is deleted goes on as Terminating for a while, and takes nothing new.
+there for its binding.
 """
 
 from __future__ import annotations
@@ -100,9 +99,6 @@ class StandIn:
         """What the user may do; None: everything."""
         self.used: set[tuple[str, str]] = set()
         """Verbs and kinds of which a right was needed."""
-        self.terminating_looks = 0
-        """How often a deleted namespace is still seen, as Terminating."""
-        self._looks_left = 0
         self.in_pod: Callable[[str, list[str]], tuple[bytes, int]] = lambda pod, command: (b"", 127)
         """What a command in a pod prints, and its exit code."""
         self.volumes: Path | None = None
@@ -225,16 +221,7 @@ class StandIn:
         found = self.objects.get((namespace, kind, name))
         if found is None:
             raise Refusal(404, f'{_resource(kind)} "{name}" not found')
-        if kind == "Namespace" and "deletionTimestamp" in found["metadata"]:
-            self._looks_left -= 1
-            if self._looks_left < 0:
-                self._remove_namespace(name)
-                raise Refusal(404, f'namespaces "{name}" not found')
         return found
-
-    def _remove_namespace(self, name: str) -> None:
-        del self.objects[("", "Namespace", name)]
-        self.objects = {key: one for key, one in self.objects.items() if key[0] != name}
 
     def _list(self, kind: str, namespace: str, query: dict[str, str]) -> Object:
         wanted = [part.split("=", 1) for part in query.get("labelSelector", "").split(",") if part]
@@ -249,13 +236,7 @@ class StandIn:
     def _create(self, kind: str, namespace: str, body: Object, dry: bool) -> Object:
         name = body["metadata"]["name"]
         if namespace:
-            place = self._get("Namespace", "", namespace)
-            if "deletionTimestamp" in place["metadata"]:
-                raise Refusal(
-                    403,
-                    f'{_resource(kind)} "{name}" is forbidden: unable to create new content in namespace {namespace} '
-                    "because it is being terminated",
-                )
+            self._get("Namespace", "", namespace)
         if kind in ("Role", "RoleBinding"):
             self._check_escalation(kind, namespace, body)
         if (namespace, kind, name) in self.objects:
@@ -283,21 +264,15 @@ class StandIn:
         if uid and uid != old["metadata"]["uid"]:
             raise Refusal(409, "the UID in the precondition does not match the UID in record")
         self.writes.append(("DELETE", kind, name))
-        if kind == "Namespace" and self.terminating_looks:
-            old["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-            old["status"] = {"phase": "Terminating"}
-            self._looks_left = self.terminating_looks
-            return old
         if kind == "Namespace":
-            self._remove_namespace(name)
-        else:
-            del self.objects[(namespace, kind, name)]
+            self.objects = {key: one for key, one in self.objects.items() if key[0] != name}
+        del self.objects[(namespace, kind, name)]
         return {"kind": "Status", "apiVersion": "v1", "status": "Success"}
 
     def _keep(self, kind: str, namespace: str, body: Object, dry: bool, metadata: Object) -> Object:
         body["metadata"].update(metadata)
         if kind == "Service":
-            self._give_ports(body)
+            body["spec"] = {"type": "ClusterIP", "clusterIP": "10.0.0.1", "sessionAffinity": "None"} | body["spec"]
         if dry:
             return body
         name = body["metadata"]["name"]
@@ -317,25 +292,6 @@ class StandIn:
             check(_without_nothing(body), self.version)
         except Unfit as error:
             raise Refusal(422, f'{kind} "{name}" is invalid: {error}') from error
-
-    def _give_ports(self, body: Object) -> None:
-        taken = {
-            port["nodePort"]: name
-            for (_, kind, name), one in self.objects.items()
-            if kind == "Service"
-            for port in one["spec"].get("ports", [])
-            if "nodePort" in port and name != body["metadata"]["name"]
-        }
-        for port in body["spec"].get("ports", []):
-            if port.get("nodePort") in taken:
-                raise Refusal(
-                    422,
-                    f'Service "{body["metadata"]["name"]}" is invalid: spec.ports[0].nodePort: Invalid value: '
-                    f"{port['nodePort']}: provided port is already allocated",
-                )
-        body["spec"].setdefault("type", "ClusterIP")
-        body["spec"].setdefault("clusterIP", "10.0.0.1")
-        body["spec"].setdefault("sessionAffinity", "None")
 
     def _control(self, kind: str, namespace: str, body: Object) -> None:
         spec, generation = body.get("spec", {}), body["metadata"].get("generation", 1)

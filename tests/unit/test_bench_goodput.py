@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from goodput.conditions import CONDITIONS, Setting
 from goodput.score import Counted, Step, lost_s, share, spans, twice
 
 STEP_S, H, WAIT_S = 1.0, 4, 1.0
@@ -63,11 +62,3 @@ def test_only_the_same_steps_in_the_same_part_are_there_twice() -> None:
     assert twice([*once, Counted("c0", FIRST, 7, 12, 0, 1, 15.0)]) == 2
     assert twice([Counted("c0", FIRST, 1, 4, part, 2, 5.0) for part in (0, 1)]) == 0
     assert twice([Counted("c0", FIRST, 1, 4, 0, 2, 5.0), Counted("c0", FIRST, 1, 4, 0, 2, 6.0)]) == 2
-
-
-def test_four_clusters_have_the_papers_gaps_and_the_last_one_the_slow_link() -> None:
-    setting = Setting(4, 1000, 32, 0.5, 10, 1e9, 25.0)
-    assert setting.steps_s(CONDITIONS["f"]) == pytest.approx([0.5, 0.58, 0.665, 0.75])
-    assert [cable.up_bits_per_s for cable in setting.cables(CONDITIONS["f"])] == pytest.approx([1e9, 1e9, 1e9, 1e8])
-    assert setting.steps_s(CONDITIONS["a"]) == [0.5] * 4
-    assert setting.round_s(CONDITIONS["b"]) == pytest.approx(24.0)

@@ -1,15 +1,11 @@
-"""What bench_simulation.py makes of the lines of clusters' tapes, and the set-up that it writes."""
+"""What bench_simulation.py makes of the lines of clusters' tapes."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_simulation import CASES, Inputs, enough, exchanges_of, score, setup_of
-from goodput.conditions import Setting
-
-from dips.sim.scale.scenario import load_scenario
+from bench_simulation import enough, exchanges_of, score
 
 H, ROUND_S = 16, 10.0
 """Of these 10 s the steps take 8 s; push, wait and pull 1.0, 0.25 and 0.75 s."""
@@ -50,16 +46,3 @@ def test_a_push_that_is_not_applied_is_no_tokens() -> None:
     lines[4 * 5 + 2]["verdict"] = "EXCLUDED"
     found = score({"c0": exchanges_of(lines)}, {"c0": 0.5}, 5)
     assert found.tokens_per_s == pytest.approx(H / ROUND_S * 4 / 5)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_set_up_is_one_that_dips_simulate_takes(tmp_path: Path, name: str) -> None:
-    setting = Setting(4, 3_125_000, 16, 0.5, 6, 100e6, 25.0)
-    inputs = Inputs(0.95, 0.05, 10e9, 5e9, 1e9)
-    path = tmp_path / "setup.toml"
-    path.write_text(setup_of(name, CASES[name], setting, inputs, 0.05))
-    scenario = load_scenario(path)
-    assert [cluster.up for cluster in scenario.clusters][:3] == [pytest.approx(95e6)] * 3
-    assert scenario.clusters[3].up == pytest.approx(9.5e6 if name.startswith("slow") else 95e6)
-    assert scenario.slaves.round_trip == 0.05
-    assert scenario.master.settings.overlap == ("none" if name.endswith("waiting") else "full")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from peers.stages import NAMES, Clocks, NotOnTape, Stage, cuts_of, mean, stages_of
+from peers.stages import NAMES, Stage, cuts_of, mean, stages_of
 
 WIDTH_S = 0.1
 """Of the round that the tapes below tell, which begins at 10."""
@@ -71,32 +71,6 @@ def test_lines_of_the_rounds_before_and_after_are_not_taken() -> None:
     assert stages(around[: len(around) // 2] + a_round() + around[len(around) // 2 :]) == stages(a_round())
 
 
-def test_a_line_that_comes_before_the_last_cut_makes_an_empty_stage() -> None:
-    """The master's line of the window may be older than the cluster's own: the two processes write as they come."""
-    events = a_round()
-    events[5]["monotonic_s"] = 10.025
-    found = {stage.name: stage.wall_s for stage in stages(events)}
-    assert found["finish push (call)"] == 0
-    assert sum(found.values()) == pytest.approx(WIDTH_S)
-
-
-@pytest.mark.parametrize("kind", ["push_sent", "installed", "publish"])
-def test_a_step_without_a_line_is_named(kind: str) -> None:
-    with pytest.raises(NotOnTape, match=kind):
-        stages([event for event in a_round() if event["kind"] != kind])
-
-
 def test_the_mean_of_rounds_is_taken_stage_by_stage() -> None:
     rounds = [[Stage("send", wall_s, {"slaves": 2 * wall_s})] for wall_s in (1.0, 3.0)]
     assert mean(rounds) == [Stage("send", 2.0, {"slaves": 4.0})]
-
-
-def test_clocks_run_evenly_between_two_readings() -> None:
-    taken = iter([0.0, 8.0])
-    with Clocks(lambda: {"slaves": next(taken, 8.0)}) as clocks:
-        while len(clocks.times_s) < 2:
-            pass
-    first_s, second_s = clocks.times_s[:2]
-    assert clocks.between(first_s, second_s) == {"slaves": 8.0}
-    assert clocks.between(first_s, (first_s + second_s) / 2)["slaves"] == pytest.approx(4.0)
-    assert clocks.total() == {"slaves": 8.0}

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
-import bench_transfer
-import pytest
-from bench_transfer import ROWS, Sample, counts_quiet, summaries, tuned
+from bench_transfer import Sample, counts_quiet, summaries
 from quiet import Gate
 
 GATE = Gate(wait_s=0.0, limit=0.3)
@@ -61,31 +56,3 @@ def test_a_push_with_the_copy_is_compared_with_tcp_with_the_copy() -> None:
 def test_without_two_processors_the_floor_is_where_the_system_puts_it() -> None:
     found = summaries({"tcp": [sample(1.0, cpu_s=0.5)], "push": [sample(2.0)]}, GB, GATE)["push"]
     assert (found.of_tcp, found.of_tcp_pinned, found.receiver_cpu_of_floor) == (0.5, None, 2.0)
-
-
-def test_what_is_not_as_usual_is_named() -> None:
-    usual = argparse.Namespace(chunk_kib=1024, window_chunks=64, data_threads=1, loop="auto")
-    assert tuned(usual, ["tcp", "push"]) == "nothing"
-    assert "--chunk-kib 512 (usually 1024)" in tuned(argparse.Namespace(**{**vars(usual), "chunk_kib": 512}), ["tcp"])
-
-
-@pytest.mark.parametrize(
-    ("usable", "siblings", "pair"),
-    [
-        ([0, 1], "0-1", ((1,), (0,))),
-        ([0, 1, 2, 3], "0-1", ((2,), (0,))),
-        ([2, 5, 6], "2,6", ((5,), (2,))),
-        ([3], "3", ((), ())),
-    ],
-)
-def test_the_two_processes_get_a_core_each_where_there_are_two(
-    usable: list[int], siblings: str, pair: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(bench_transfer, "usable_processor_numbers", lambda: usable)
-    monkeypatch.setattr(bench_transfer, "SIBLINGS", str(tmp_path / "cpu{}"))
-    (tmp_path / f"cpu{usable[0]}").write_text(f"{siblings}\n")
-    assert bench_transfer.pair_of_cpus() == pair
-
-
-def test_every_row_is_explained() -> None:
-    assert all(row.what for row in ROWS.values())

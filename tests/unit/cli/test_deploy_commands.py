@@ -14,6 +14,7 @@ from support.run_status import run_status
 
 from dips.cli import logs, main, operator
 from dips.core.errors import ConfigError, RetryLater
+from dips.core.messages import StatusReply
 from dips.deploy import kubernetes_api, operate
 from dips.deploy import move as of_move
 from dips.deploy import rollout as plan
@@ -39,6 +40,7 @@ class Live:
     going_: list[Step]
     volumes_: list[Step]
     state: Health
+    run: StatusReply | None = None
 
     def __init__(self, deployment: Deployment, apis: dict[str, str], rollout: Any, operator: Any, dial: Any) -> None:
         self.deployment, self.apis, self.operator = deployment, apis, operator
@@ -73,7 +75,9 @@ class Live:
         yield "here", {"kind": "Service", "metadata": {"name": "x"}}, ObjectState(self.state, "is so")
 
     def run_status(self) -> Any:
-        raise RetryLater("the master does not answer")
+        if self.run is None:
+            raise RetryLater("the master does not answer")
+        return self.run
 
 
 class Moved:
@@ -166,6 +170,13 @@ def test_apply_prepares_first_and_applies_the_difference(
     assert any("192.0.2.8" in line for line in lines)
 
 
+def test_a_wrong_key_is_found_before_anyone_is_asked(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = file.parent / "keys"
+    (keys / "a" / "tls.crt").write_bytes((keys / "s0" / "tls.crt").read_bytes())
+    told(capsys, "apply", file, "--yes", code=ConfigError.exit_code)
+    assert Live.asked == []
+
+
 def test_a_plan_shows_what_leaves_and_notes_as_text_and_as_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = told(capsys, "plan", file)
     assert "compared with what is there" in lines
@@ -188,6 +199,12 @@ def test_servers_move_and_start_at_the_new_site(file: Path, capsys: pytest.Captu
     claims = [line.partition(":")[0] for line in lines[1:4]]
     assert claims == ["state-small-master-0", "state-small-slave-0", "state-small-slave-1"]
     assert "run small is at there: 7 objects were changed" in lines[4]
+    links = {'"192.0.2.8"': '"192.0.2.8"\nbandwidth_gbps = [1.0]', 'id = "a"': 'id = "a"\ntokens_per_s = 1'}
+    links |= {'"192.0.2.7"': '"192.0.2.7"\nbandwidth_gbps = [1.0]', 'placement = "there"': 'placement = "auto"'}
+    for old, new in links.items():
+        file.write_text(file.read_text().replace(old, new))
+    assert main.run(["deploy", "move", str(file), "--yes"]) == ConfigError.exit_code
+    assert "name the site to which the servers move as placement" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -227,6 +244,18 @@ def test_status_ends_with_4_while_something_waits_or_failed(
     (whole,) = told(capsys, "status", file, "--json", code=code)
     assert f'"health": "{state.value}"' in whole
     assert '"run": null, "trouble": "the master does not answer"' in whole
+
+
+def test_status_shows_of_the_run_what_it_waits_for_and_every_member(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits = run_status(waiting_for="slave s1 is away", recovery="slave s1 lost version 3:7; going back to 3:5")
+    monkeypatch.setattr(Live, "run", waits)
+    shown = "\n".join(told(capsys, "status", file))
+    for words in ("recovering: slave s1 lost version 3:7", "waiting: slave s1 is away", "APPLIED"):
+        assert words in shown
+    (whole,) = told(capsys, "status", file, "--json")
+    assert '"waiting_for": "slave s1 is away"' in whole
 
 
 # ---- the screen of status, and a pager ----

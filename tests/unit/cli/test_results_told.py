@@ -19,7 +19,6 @@ from dips.cli.up import how_to_join
 from dips.core.messages import StatusReply
 from dips.judge.invariants.checker import Violation
 from dips.judge.replay import Replayed
-from dips.judge.story import Story
 from dips.judge.verify import NOT_APPLICABLE, OK, VIOLATED, PromiseRow, VerifyReport
 from dips.local.authority import Authority, ensure_keys
 from dips.local.demo import DemoOptions, DemoResult
@@ -78,15 +77,6 @@ def test_violations_are_cut(
     *_, last, more, verdict = capsys.readouterr().out.splitlines()
     assert (last, more) == (str(violations[29]), "... and 2 more: --json shows all")
     assert verdict == f"run mine: I1 {VIOLATED}"
-
-
-def test_a_story_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command_verify, "tell_story", lambda run_dir, name: Story("round", name))
-    monkeypatch.setattr(command_verify, "render", lambda history: iter(["0.0 began"]))
-    assert main.run(["story", str(tmp_path), "r1.7"]) == 0
-    assert capsys.readouterr().out == "round r1.7\n0.0 began\n"
-    assert main.run(["story", str(tmp_path), "r1.7", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["name"] == "r1.7"
 
 
 # ---- demo and up ----

@@ -30,15 +30,6 @@ def changed(cluster: str, at: str = "'5 s'", **values: object) -> str:
     return "\n".join(["[[changes]]", *lines, ""])
 
 
-def test_the_small_set_up_is_the_one_of_the_convergence_tables() -> None:
-    """Four clusters, 0 to 50 % longer steps, 96 pushes of 16 steps of 512 tokens."""
-    setup = load_setup("small")
-    assert setup.cluster_names == ("a", "b", "c", "d")
-    assert setup.step_s == (1.0, 1.16, 1.33, 1.5)
-    assert setup.run.tokens == 96 * setup.run.inner_steps * setup.tokens_per_step == 786_432
-    assert setup.ideal_ratio == pytest.approx(1.230, abs=5e-4)
-
-
 def test_amounts_carry_units_and_one_rate_holds_for_all(tmp_path: Path) -> None:
     text = """
     [run]

@@ -7,20 +7,16 @@ objects is for `make e2e-kubernetes`.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.api_stand_in import StandIn, write_kubeconfig
 from support.deploy_files import EVERY_KNOB, SMALL, example, with_keys, written
-from support.deploy_site import APPLY, Master, contexts, deploy, site_of
-from support.run_status import run_status
+from support.deploy_site import APPLY, Master, contexts, deploy
 
-from dips.core.errors import ConfigError, RetryLater
-from dips.deploy.deploy_file import read_deploy_file
+from dips.core.errors import ConfigError
 from dips.deploy.kubernetes_api import open_context
 from dips.deploy.objects import MONITORS
 
@@ -51,7 +47,17 @@ def test_three_sites_are_made_in_order_and_once(
         urls = {"frankfurt-admin": frankfurt.url, "amsterdam-admin": amsterdam.url}
         write_kubeconfig(tmp_path / "kubeconfig", urls)
         monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+        amsterdam.unknown_kinds.update(MONITORS)
+        told = refused(capsys, "apply", file, *APPLY)
+        assert "context 'amsterdam-admin' has no place for PodMonitor three-sites-cluster-a" in told
+        assert told.endswith("set service_monitor = false, in [deploy] or in its site's table")
+        assert not frankfurt.objects
+        off = 'service_monitor = false\ncontext = "amsterdam-admin" '
+        file.write_text(file.read_text().replace('context = "amsterdam-admin" ', off))
+        frankfurt.writes.clear()
         assert deploy("apply", file, *APPLY) == 0
+        assert frankfurt.of_kind("PodMonitor") == ["three-sites-cluster-b"]
+        assert frankfurt.of_kind("ServiceMonitor") == ["three-sites-master", "three-sites-slave"]
         assert frankfurt.of_kind("StatefulSet") == ["three-sites-master", "three-sites-slave"]
         assert amsterdam.of_kind("Job") == ["three-sites-cluster-a"]
         assert not amsterdam.of_kind("StatefulSet")
@@ -94,148 +100,28 @@ def test_a_plan_changes_nothing_and_tells_what_apply_would(
     assert {step["action"] for step in steps} == {"same"}
 
 
-def test_status_shows_of_the_run_what_it_waits_for_and_every_member(
-    here: StandIn, small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert deploy("apply", small, *APPLY) == 0
-    master = Master(["s0", "s1"])
-    waits = run_status(waiting_for="slave s1 is away", recovery="slave s1 lost version 3:7; going back to 3:5")
-    master.status = lambda: waits  # type: ignore[method-assign]
-    monkeypatch.setattr("dips.cli.deploy._operator", lambda deployment, address: master)
-    capsys.readouterr()
-    assert deploy("status", small) == 0
-    told = capsys.readouterr().out
-    assert "StatefulSet small-slave" in told
-    assert "recovering: slave s1 lost version 3:7" in told
-    assert "waiting: slave s1 is away" in told
-    assert "APPLIED" in told, "the verdict of a cluster's last push"
-    assert deploy("status", small, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["run"]["waiting_for"] == "slave s1 is away"
-
-
-def test_without_a_kubeconfig_a_plan_compares_with_nothing(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nowhere"))
-    assert deploy("plan", small, "--summary") == 0
-    told = capsys.readouterr().out
-    assert "compared with nothing: no cluster was asked" in told
-    assert deploy("apply", small, *APPLY) == 2
-    assert "there is no kubeconfig" in capsys.readouterr().err
-
-
-def test_a_cluster_is_made_again_for_another_image_and_goes_when_it_left_the_file(here: StandIn, small: Path) -> None:
-    def jobs() -> dict[str, str]:
-        return {name: here.one("Job", name)["metadata"]["uid"] for name in here.of_kind("Job")}
-
-    own = 'image = "registry.example.org/mine:7"\ncommand = ["python", "train.py"]\ncheckpoint_volume = "10 GiB"\n'
-    more = f'\n[[clusters]]\nid = "b"\nsite = "here"\n{own}'
-    small.write_text(small.read_text() + more)
-    with_keys(small)
-    assert deploy("apply", small, *APPLY) == 0
-    before = jobs()
-    assert list(before) == here.of_kind("PodMonitor") == ["small-cluster-a", "small-cluster-b"]
-    small.write_text(small.read_text().replace('tag = "1"', 'tag = "2"'))
-    assert deploy("apply", small, *APPLY) == 0
-    assert jobs()["small-cluster-a"] != before["small-cluster-a"]
-    assert here.one("Job", "small-cluster-a")["spec"]["template"]["spec"]["containers"][0]["image"].endswith(":2")
-    assert jobs()["small-cluster-b"] == before["small-cluster-b"], "its image is its own"
-    small.write_text(small.read_text().replace(more, ""))
-    assert deploy("apply", small, *APPLY) == 0
-    assert list(jobs()) == here.of_kind("PodMonitor") == ["small-cluster-a"]
-    assert "small-cluster-b" in here.of_kind("PersistentVolumeClaim")
-    assert deploy("delete", small, "--cluster", "a", "--yes") == 0
-    assert not here.of_kind("Job") + here.of_kind("PodMonitor")
-    assert here.of_kind("StatefulSet") == ["small-master", "small-slave"]
-    assert "small-keys-prometheus" in here.of_kind("Secret"), "master and slaves are still watched"
-
-
-def test_only_servers_are_applied_and_clusters_train_on(here: StandIn, small: Path) -> None:
-    more = '\n[[clusters]]\nid = "b"\nsite = "here"\n'
-    small.write_text(small.read_text() + more)
-    with_keys(small)
-    assert deploy("apply", small, *APPLY) == 0
-    changed = small.read_text().replace(more, "").replace('tag = "1"', 'tag = "2"')
-    small.write_text(changed.replace("[model]", "[master]\nsync_every = 8\n[model]"))
-    before = here.one("Job", "small-cluster-a")["metadata"]["uid"]
-    assert deploy("apply", small, *APPLY, "--only", "servers") == 0
-    assert "sync_every = 8" in here.one("ConfigMap", "small-master")["data"]["master.toml"]
-    assert here.one("StatefulSet", "small-slave")["spec"]["template"]["spec"]["containers"][0]["image"].endswith(":2")
-    assert here.one("Job", "small-cluster-a")["metadata"]["uid"] == before
-    assert here.of_kind("Job") == ["small-cluster-a", "small-cluster-b"]
-
-
-# ---- sites ----
-
-TWO_SITES = """
-[[sites]]
-name = "there"
-context = "there"
-address = "192.0.2.8"
-cidrs = ["192.0.2.8/32"]
-bandwidth_gbps = [2.0]
-"""
-
-
-@pytest.fixture
-def both(here: StandIn, small: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StandIn, StandIn, Path]]:
-    """Stand-ins of two contexts, `here` and `there`, and a file that places the servers by their links, here."""
-    text = (
-        small.read_text()
-        .replace('placement = "here"', 'placement = "auto"')
-        .replace("[[clusters]]", f"{TWO_SITES}\n[[clusters]]")
-    )
-    text = text.replace(
-        'address = "192.0.2.7"', 'address = "192.0.2.7"\ncidrs = ["192.0.2.7/32"]\nbandwidth_gbps = [4.0]'
-    )
-    small.write_text(f"{text}tokens_per_s = 1000\n")
-    with StandIn() as there:
-        write_kubeconfig(small.parent / "kubeconfig", {"here": here.url, "there": there.url})
-        yield here, there, small
-
-
-def test_a_changed_bandwidth_moves_no_server(
-    both: tuple[StandIn, StandIn, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    here, there, small = both
-    assert deploy("apply", small, *APPLY) == 0
-    small.write_text(small.read_text().replace("[2.0]", "[8.0]"))
-    for command in (("plan", small), ("apply", small, *APPLY)):
-        told = refused(capsys, *command)
-        assert "master and slaves of run small are in context 'here'" in told
-        assert "set [deploy] placement to 'here'" in told
-    assert here.of_kind("StatefulSet") == ["small-master", "small-slave"]
-    assert not there.writes
-    small.write_text(small.read_text().replace('placement = "auto"', 'placement = "here"'))
-    assert deploy("apply", small, *APPLY) == 0
-
-
-def test_a_cluster_that_left_a_site_alone_leaves_no_key_there(both: tuple[StandIn, StandIn, Path]) -> None:
-    here, there, small = both
-    more = '\n[[clusters]]\nid = "b"\nsite = "there"\ntokens_per_s = 10\n'
-    small.write_text(small.read_text().replace("[2.0]", "[2.0, 2.0]").replace("[4.0]", "[4.0, 4.0]") + more)
-    with_keys(small)
-    assert deploy("apply", small, *APPLY) == 0
-    assert there.of_kind("Secret") == ["small-keys-b"]
-    small.write_text(small.read_text().replace("[2.0, 2.0]", "[2.0]").replace("[4.0, 4.0]", "[4.0]").replace(more, ""))
-    assert deploy("apply", small, *APPLY) == 0
-    assert {kind for _, kind, _ in there.objects} == {"Namespace"}
-    assert here.of_kind("Job") == ["small-cluster-a"]
-
-
 # ---- what goes wrong changes nothing ----
 
 
-def test_a_namespace_that_is_being_terminated_is_waited_for(
+def test_a_context_or_a_server_that_is_not_there_is_told(
     here: StandIn, small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert deploy("apply", small, *APPLY) == 0
-    here.terminating_looks = 3
-    open_context("here", "dips").delete("Namespace", "dips")
-    monkeypatch.setattr("dips.deploy.rollout.POLL_S", 0.01)
-    assert deploy("apply", small, *APPLY) == 0
-    assert "namespace dips of context here: is being terminated" in capsys.readouterr().err
-    assert here.of_kind("StatefulSet") == ["small-master", "small-slave"]
+    file, text = Path(small.parent / "kubeconfig"), small.read_text()
+    small.write_text(text.replace('context = "here"', 'context = "there"'))
+    for command in (("plan",), ("apply", *APPLY), ("status",)):
+        said = refused(capsys, command[0], small, *command[1:])
+        assert "the kubeconfig has no context 'there'; it has here" in said
+    small.write_text(text)
+    file.write_text(file.read_text().replace("a-token", "an-old-token"))
+    assert "context 'here' does not know who you are" in refused(capsys, "plan", small)
+    write_kubeconfig(file, {"here": "http://127.0.0.1:1"})
+    told = refused(capsys, "apply", small, *APPLY, code=4)
+    assert "the API server of context 'here' at http://127.0.0.1:1 does not answer" in told
+    monkeypatch.setenv("KUBECONFIG", str(file.with_name("nowhere")))
+    assert "there is no kubeconfig" in refused(capsys, "apply", small, *APPLY)
+    assert deploy("plan", small, "--summary") == 0
+    assert "compared with nothing: no cluster was asked" in capsys.readouterr().out
+    assert not here.calls
 
 
 def test_an_old_release_is_refused_in_a_sentence(
@@ -258,218 +144,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object, code: int = 2) -
     return sentence
 
 
-@pytest.mark.parametrize("command", [("plan",), ("apply", *APPLY), ("status",)])
-def test_a_missing_context_is_told_with_those_that_are_there(
-    here: StandIn, small: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
-) -> None:
-    small.write_text(small.read_text().replace('context = "here"', 'context = "there"'))
-    assert "the kubeconfig has no context 'there'; it has here" in refused(capsys, command[0], small, *command[1:])
-    assert not here.calls
-
-
-def test_a_taken_port_leaves_nothing_behind(here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    taken = {"spec": {"type": "NodePort", "ports": [{"port": 1, "nodePort": 30501}]}, "metadata": {"name": "theirs"}}
-    here.objects[("other", "Service", "theirs")] = {"apiVersion": "v1", "kind": "Service", **taken}
-    told = refused(capsys, "apply", small, *APPLY)
-    assert "a port of Service small-slave-1 is taken by another service: choose other master_port and data_port" in told
-    assert [key for key in here.objects if key[0] != "other"] == []
-    namespaces = [write for write in here.writes if write[1] == "Namespace"]
-    assert here.writes == namespaces == [("WRITE", "Namespace", "dips"), ("DELETE", "Namespace", "dips")]
-
-
-def test_a_wrong_key_is_found_before_anybody_is_asked(
-    here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    keys = read_deploy_file(small).run.keys
-    (keys / "a" / "tls.crt").write_bytes((keys / "s0" / "tls.crt").read_bytes())
-    assert "does not belong to" in refused(capsys, "apply", small, *APPLY)
-    assert not here.calls
-
-
-def test_what_is_not_permitted_or_not_installed_is_told_and_nothing_is_made(
-    here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    here.forbidden.add(("POST", "Role"))
-    assert "does not permit it: roles is forbidden" in refused(capsys, "apply", small, *APPLY)
-    here.forbidden.clear()
-    for kind in MONITORS:
-        here.unknown_kinds.add(kind)
-        told = refused(capsys, "apply", small, *APPLY)
-        assert "install the Prometheus operator there, or set service_monitor = false" in told
-        assert not here.objects
-        here.unknown_kinds.clear()
-
-
-def test_a_site_without_the_operator_trains_unwatched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = example(tmp_path)
-    with_keys(file)
-    with StandIn() as frankfurt, StandIn() as amsterdam:
-        urls = {"frankfurt-admin": frankfurt.url, "amsterdam-admin": amsterdam.url}
-        write_kubeconfig(tmp_path / "kubeconfig", urls)
-        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-        amsterdam.unknown_kinds.update(MONITORS)
-        told = refused(capsys, "apply", file, *APPLY)
-        assert "context 'amsterdam-admin' has no place for PodMonitor three-sites-cluster-a" in told
-        assert told.endswith("set service_monitor = false, in [deploy] or in its site's table")
-        assert not frankfurt.objects
-        off = 'service_monitor = false\ncontext = "amsterdam-admin" '
-        file.write_text(file.read_text().replace('context = "amsterdam-admin" ', off))
-        assert deploy("apply", file, *APPLY) == 0
-        assert amsterdam.of_kind("Job") == ["three-sites-cluster-a"]
-        assert frankfurt.of_kind("PodMonitor") == ["three-sites-cluster-b"]
-        assert frankfurt.of_kind("ServiceMonitor") == ["three-sites-master", "three-sites-slave"]
-
-
-def test_monitors_go_when_the_file_no_longer_wants_them(here: StandIn, small: Path) -> None:
-    assert deploy("apply", small, *APPLY) == 0
-    small.write_text(small.read_text().replace("slaves = 2", "slaves = 2\nservice_monitor = false"))
-    assert deploy("apply", small, *APPLY) == 0
-    assert not [name for kind in MONITORS for name in here.of_kind(kind)]
-    assert "small-keys-prometheus" not in here.of_kind("Secret")
-
-
-def test_a_server_that_does_not_answer_or_does_not_know_us_is_told(
-    here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "give --yes" in refused(capsys, "apply", small)
-    assert not here.writes
-    file = Path(small.parent / "kubeconfig")
-    file.write_text(file.read_text().replace("a-token", "an-old-token"))
-    assert "context 'here' does not know who you are" in refused(capsys, "plan", small)
-    write_kubeconfig(file, {"here": "http://127.0.0.1:1"})
-    told = refused(capsys, "apply", small, *APPLY, code=4)
-    assert "the API server of context 'here' at http://127.0.0.1:1 does not answer" in told
-
-
-def test_another_number_of_slaves_is_for_scale(here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert deploy("apply", small, *APPLY) == 0
-    small.write_text(small.read_text().replace("slaves = 2", "slaves = 3"))
-    with_keys(small)
-    assert "says slaves = 3, and the run has 2: `dips deploy scale" in refused(capsys, "apply", small, *APPLY)
-    assert not [write for write in here.writes if write[2] == "small-slave-2"]
-
-
-# ---- delete ----
-
-
-def test_delete_leaves_volumes_until_told_otherwise(
-    here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small.write_text(f'{small.read_text()}checkpoint_volume = "10 GiB"\n')
-    assert deploy("apply", small, *APPLY) == 0
-    assert deploy("delete", small, "--yes") == 0
-    assert {kind for _, kind, _ in here.objects} == {"Namespace", "PersistentVolumeClaim"}
-    names = [*(f"state-small-{pod}" for pod in ("master-0", "slave-0", "slave-1")), "small-cluster-a"]
-    assert here.of_kind("PersistentVolumeClaim") == sorted(names)
-    assert "4 volumes stay" in capsys.readouterr().out
-    assert deploy("delete", small, "--yes", "--delete-volumes") == 0
-    assert {kind for _, kind, _ in here.objects} == {"Namespace"}
-
-
-# ---- with a master: scale, drain, doors ----
-
-
-def replicas(here: StandIn) -> int:
-    found: int = here.one("StatefulSet", "small-slave")["spec"]["replicas"]
-    return found
-
-
-def settings(here: StandIn) -> dict[str, str]:
-    found: dict[str, str] = here.one("ConfigMap", "small-slave")["data"]
-    return dict(found)
-
-
-def memory(here: StandIn) -> int:
-    """The setting memory_bytes of slave s0."""
-    told: int = tomllib.loads(settings(here)["s0.toml"])["slave"]["memory_bytes"]
-    return told
-
-
-def test_more_slaves_get_keys_and_are_announced_before_their_pods(here: StandIn, small: Path) -> None:
-    assert deploy("apply", small, *APPLY) == 0
-    small.write_text(small.read_text().replace("slaves = 2", "slaves = 3"))
-    with_keys(small)
-    before = settings(here)
-    master = Master(["s0", "s1"], watch=lambda: (replicas(here), settings(here)["s0.toml"] == before["s0.toml"]))
-    assert site_of(small, master).scale() == (2, 3)
-    # Whoever runs keeps its settings: started again in the middle, it must find room for all that it holds.
-    assert master.asked == ["add s2 remove  with (2, True) pods"]
-    assert 'slave_id = "s2"' in settings(here)["s2.toml"]
-    assert replicas(here) == 3
-    assert "s2.tls.key" in here.one("Secret", "small-keys-slave")["data"]
-    assert "small-slave-2" in here.of_kind("Service")
-    names = here.one("Role", "small-supervisor")["rules"][0]["resourceNames"]
-    assert names == ["small-slave-0", "small-slave-1", "small-slave-2"]
-    assert site_of(small, master).scale() == (3, 3)
-    assert len(master.asked) == 1
-
-
-def test_fewer_slaves_give_their_blocks_away_before_their_pods_go(here: StandIn, small: Path) -> None:
-    small.write_text(small.read_text().replace("slaves = 2", "slaves = 3\nslave_volume = '1 GiB'"))
-    with_keys(small)
-    assert deploy("apply", small, *APPLY) == 0
-    small.write_text(small.read_text().replace("slaves = 3", "slaves = 2"))
-    before = settings(here)
-    master = Master(
-        ["s0", "s1", "s2"], watch=lambda: (replicas(here), sorted(settings(here)), memory(here) > before_s0)
-    )
-    before_s0 = memory(here)
-    assert site_of(small, master).scale() == (3, 2)
-    # Those that stay have room before the blocks come, and the one that goes still has its settings.
-    assert master.asked == [f"add  remove s2 with {(3, sorted(before), True)} pods"]
-    assert replicas(here) == 2
-    assert "state-small-slave-2" in here.of_kind("PersistentVolumeClaim")
-    assert deploy("apply", small, *APPLY) == 0
-    assert "small-slave-2" not in here.of_kind("Service")
-
-
-def test_blocks_that_do_not_move_keep_the_pods(here: StandIn, small: Path) -> None:
-    assert deploy("apply", small, *APPLY) == 0
-    small.write_text(small.read_text().replace("slaves = 2", "slaves = 1"))
-    master = Master(["s0", "s1"])
-    master.status = lambda: replace(Master.status(master), reshard="slave s1 is away")  # type: ignore[method-assign]
-    small.write_text(small.read_text().replace("slaves = 1", "slaves = 1\nslave_volume = '1 GiB'"))
-    with pytest.raises((RetryLater, ConfigError)):
-        site_of(small, master).scale()
-    assert replicas(here) == 2
-
-
-def test_a_drained_clusters_job_is_waited_for(here: StandIn, small: Path) -> None:
-    assert deploy("apply", small, *APPLY) == 0
-    master = Master(["s0", "s1"], ["a"])
-    with pytest.raises(RetryLater, match="its job has yet to end"):
-        site_of(small, master).drain("a", "other work")
-    assert master.asked == ["drain a"]
-    here.one("Job", "small-cluster-a")["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
-    master.clusters = ["a"]
-    site_of(small, master).drain("a", "other work")
-    with pytest.raises(ConfigError, match="has no cluster 'z'; it has a"):
-        site_of(small, master).drain("z", "")
-
-
-def test_an_unreachable_slave_keeps_the_clusters_from_starting(here: StandIn, small: Path) -> None:
-    def dial(host: str, port: int) -> None:
-        if port == 30501:
-            raise ConnectionRefusedError(111, "Connection refused")
-
-    site = site_of(small, Master(["s0", "s1"]), dial)
-    with pytest.raises(RetryLater, match=r"slave s1 is not reached at 192\.0\.2\.7:30501 from this machine"):
-        site.apply(site.difference())
-    assert here.of_kind("StatefulSet") == ["small-master", "small-slave"]
-    assert not here.of_kind("Job")
-    again = site_of(small, Master(["s0", "s1"]))
-    assert again.apply(again.difference()) > 0
-    assert here.of_kind("Job") == ["small-cluster-a"]
-
-
-def test_pods_that_do_not_come_up_stop_the_rollout_with_what_is_known(here: StandIn, small: Path) -> None:
-    here.broken = lambda one: one.get("status", {}).update(readyReplicas=1) if one["kind"] == "StatefulSet" else None
-    site = site_of(small, Master(["s0", "s1"]))
-    with pytest.raises(RetryLater, match=r"StatefulSet small-slave is not healthy after 60 s \(1 of 2 pods ready\)"):
-        site.apply(site.difference())
-    assert not here.of_kind("Job")
+# ---- with a master ----
 
 
 def test_the_supervisor_asks_by_name_and_ends_the_very_pod(here: StandIn) -> None:

@@ -157,23 +157,3 @@ def test_a_plan_shows_lines_of_texts_and_of_secrets_only_fingerprints() -> None:
     assert "  +   tls.key: (3 bytes, sha256 11507a0e2f5e)" in made
     assert "  +   ca.crt: (not there yet)" in made
     assert FIELDS not in "".join(made)
-
-
-def test_the_plan_goes_from_keys_to_clusters() -> None:
-    found = rollout.steps(rollout.stages(DEPLOYMENT), lambda context, document: None)
-    titles = [stage.title for stage, _ in found]
-    assert titles == ["keys and settings", "master", "slaves", "supervisor and metrics", "cluster a", "cluster b"]
-    first = [step.wanted["kind"] for step in found[0][1]]
-    assert first[0] == "Namespace"
-    assert first.index("Secret") < first.index("ConfigMap")
-    every = [(step.context, step.name) for _, steps in found for step in steps]
-    assert len(every) == len(set(every))
-    assert rollout.counts(found) == "42 to make, 0 to change, 0 to replace, 0 as they should be, 0 to delete"
-
-
-def test_what_nobody_wants_any_more_is_left_over_but_never_a_volume() -> None:
-    old = {"kind": "Job", "metadata": {"name": "three-sites-cluster-z"}}
-    claim = {"kind": "PersistentVolumeClaim", "metadata": {"name": "three-sites-cluster-z"}}
-    kept = {"kind": "ConfigMap", "metadata": {"name": "three-sites-master"}}
-    found = rollout.left_over(DEPLOYMENT, {"frankfurt-admin": [old, claim, kept]})
-    assert [step.name for step in found] == ["Job three-sites-cluster-z"]

@@ -5,7 +5,7 @@ through the real client; masters are played.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from support.api_stand_in import StandIn, rights_of
 from support.deploy_files import with_keys, written
 from support.deploy_site import APPLY, Master, contexts, deploy, opened
 
-from dips.core.errors import ConfigError, FatalError, RetryLater
+from dips.core.errors import ConfigError, RetryLater
 from dips.deploy.deploy_file import Deployment, read_deploy_file
 from dips.deploy.kubernetes_api import KubernetesApi
 from dips.deploy.move import Move
@@ -83,12 +83,17 @@ def ended(sites: Sites) -> Master:
     return Master(["s0", "s1"], ["a"])
 
 
-def test_servers_move_with_their_volumes_after_every_cluster_has_left(sites: Sites) -> None:
+def test_servers_move_with_their_volumes_and_exactly_these_rights_after_every_cluster_has_left(sites: Sites) -> None:
+    sites.there.objects[("", "Namespace", "dips")] = sites.here.objects[("", "Namespace", "dips")]
+    sites.here.rights = sites.there.rights = list(rights_of(role(read_deploy_file(sites.file), move=True)))
+    sites.here.used.clear()
     sites.place("here", "there")
     (sites.place_of(sites.there, "state-small-master-0") / "journal-wal").write_text("of an earlier copy")
     master = ended(sites)
     move_of(sites, master).carry_out()
     assert master.asked == ["drain a"]
+    ours = {("create", "Pod"), ("get", "pods/exec"), ("create", "pods/exec"), ("get", "Pod"), ("delete", "Pod")}
+    assert ours <= sites.here.used & sites.there.used
     assert sites.files(sites.there) == sites.files(sites.here)
     assert len(sites.files(sites.there)) == 6
     assert not sites.here.of_kind("StatefulSet")
@@ -145,44 +150,3 @@ def test_a_move_that_is_cut_off_at_its_end_goes_on(sites: Sites, monkeypatch: py
     move_of(sites, ended(sites)).carry_out()
     assert not sites.here.of_kind("StatefulSet")
     assert sites.files(sites.there) == sites.files(sites.here)
-
-
-def test_files_that_differ_after_the_copy_are_found(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
-    sites.place("here", "there")
-    feed = KubernetesApi.feed
-
-    def torn(api: KubernetesApi, pod: str, command: Sequence[str], chunks: Iterable[bytes]) -> None:
-        feed(api, pod, command, chunks)
-        (sites.place_of(sites.there, "state-small-master-0") / "ring" / "a file").write_bytes(b"torn")
-
-    monkeypatch.setattr(KubernetesApi, "feed", torn)
-    with pytest.raises(FatalError, match="does not hold what the old one holds"):
-        move_of(sites, ended(sites)).carry_out()
-    assert sites.here.of_kind("StatefulSet") == ["small-master", "small-slave"]
-
-
-def test_exactly_the_rights_of_a_move_are_needed(sites: Sites) -> None:
-    granted = list(rights_of(role(read_deploy_file(sites.file), move=True)))
-    sites.there.objects[("", "Namespace", "dips")] = sites.here.objects[("", "Namespace", "dips")]
-    sites.here.rights = sites.there.rights = granted
-    sites.here.used.clear()
-    sites.place("here", "there")
-    move_of(sites, ended(sites)).carry_out()
-    ours = {("create", "Pod"), ("get", "pods/exec"), ("create", "pods/exec"), ("get", "Pod"), ("delete", "Pod")}
-    assert ours <= sites.here.used & sites.there.used
-
-
-def test_there_must_be_something_to_move(sites: Sites, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="are in context 'here' already"):
-        move_of(sites, Master([]))
-    assert deploy("delete", sites.file, "--yes") == 0
-    with pytest.raises(ConfigError, match="has no servers yet: `dips deploy apply` makes them"):
-        move_of(sites, Master([]))
-    sites.file.write_text(sites.file.read_text().replace('placement = "here"', 'placement = "auto"'))
-    sites.file.write_text(
-        sites.file.read_text()
-        .replace('"192.0.2.7"', '"192.0.2.7"\nbandwidth_gbps = [1.0]')
-        .replace('id = "a"', 'id = "a"\ntokens_per_s = 1')
-    )
-    assert deploy("move", sites.file, "--yes") == 2
-    assert "name the site to which the servers move as placement" in capsys.readouterr().err

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kubernetes.client.exceptions import ApiException
 from support.api_stand_in import write_kubeconfig
-from support.deploy_files import with_keys, written
+from support.deploy_files import SMALL, with_keys, written
 from support.deploy_site import Master
 
 from dips.core.errors import ConfigError, FatalError, RetryLater
@@ -119,13 +120,14 @@ class Api:
 
 @dataclass
 class Run:
-    """A run of two slaves on its API servers, and its master. said: what the rollout says."""
+    """A run of two slaves on its API servers, and its master. said: by the rollout. closed: ports that refuse."""
 
     file: Path
     log: Log = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     waits: bool = True
     wait_s: float = 60.0
+    closed: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         contexts = [site.context for site in read_deploy_file(self.file).sites]
@@ -148,6 +150,8 @@ class Run:
     def live(self, deployment: Deployment | None = None) -> LiveDeployment:
         def dial(host: str, port: int) -> None:
             self.log.append(("dial", host, str(port)))
+            if port in self.closed:
+                raise ConnectionRefusedError(111, "Connection refused")
 
         found = deployment or self.deployment
         return LiveDeployment(found, self.apis, self.rollout(), lambda: contextlib.nullcontext(self.master), dial)
@@ -268,6 +272,52 @@ def test_an_object_that_cannot_be_changed_is_deleted_and_is_gone_before_it_is_ma
     assert {one[2] for one in run.log if one[0] == "patch dry"} == {"StatefulSet", "Deployment"}
 
 
+def test_only_a_cluster_whose_own_image_changed_is_made_again_and_a_volume_outlives_its_cluster(run: Run) -> None:
+    own = 'image = "registry.example.org/mine:7"\ncommand = ["python", "train.py"]\ncheckpoint_volume = "10 GiB"\n'
+    more = f'\n[[clusters]]\nid = "b"\nsite = "here"\n{own}'
+    run.file.write_text(run.file.read_text() + more)
+    with_keys(run.file)
+    run.apply()
+    run.changed()
+    edited(run, 'tag = "1"', 'tag = "2"')
+    run.apply()
+    jobs = [one for one in run.changed() if one[2] == "Job"]
+    assert jobs == [(what, "here", "Job", "small-cluster-a") for what in ("delete", "create")], "b's image is its own"
+    edited(run, more, "")
+    run.apply()
+    gone = {one[2:] for one in run.changed("delete")}
+    assert {("Job", "small-cluster-b"), ("PodMonitor", "small-cluster-b")} <= gone
+    assert ("PersistentVolumeClaim", "small-cluster-b") in run.apis["here"].objects
+    run.live().delete(run.live().going("a"), [])
+    kept = {name for _, name in run.apis["here"].objects}
+    assert {"small-master", "small-slave", "small-keys-prometheus"} <= kept, "master and slaves are still watched"
+    assert not run.apis["here"].list("PodMonitor", {})
+
+
+def test_a_bandwidth_moves_no_server_and_a_cluster_that_left_a_site_alone_leaves_no_key_there(tmp_path: Path) -> None:
+    here, there = ('address = "192.0.2.{}"\nbandwidth_gbps = [{}, {}]'.format(*row) for row in ((7, 4, 4), (8, 2, 2)))
+    sites = f'[[sites]]\nname = "there"\ncontext = "there"\n{there}\n\n[[clusters]]\ntokens_per_s = 1000'
+    more = '\n[[clusters]]\nid = "b"\nsite = "there"\ntokens_per_s = 10\n'
+    changes = {'placement = "here"': 'placement = "auto"', 'address = "192.0.2.7"': here, "[[clusters]]": sites}
+    run = Run(written(tmp_path, SMALL + more.replace("[[clusters]]", "[[ clusters ]]"), changes))
+    with_keys(run.file)
+    assert run.apply() > 0
+    keys = [name for kind, name in run.apis["there"].objects if kind == "Secret"]
+    assert keys == ["small-keys-b"]
+    before = dict(run.apis["there"].objects)
+    edited(run, "[2, 2]", "[8, 8]")
+    with pytest.raises(ConfigError, match=r"are in context 'here'.*set \[deploy\] placement to 'here'"):
+        run.live().difference()
+    assert run.apis["there"].objects == before
+    edited(run, 'placement = "auto"', 'placement = "here"')
+    edited(run, more.replace("[[clusters]]", "[[ clusters ]]"), "")
+    for old, new in (("[8, 8]", "[8]"), ("[4, 4]", "[4]")):
+        run.file.write_text(run.file.read_text().replace(old, new))
+    run.apply()
+    assert {kind for kind, _ in run.apis["there"].objects} - {"Job"} == {"Namespace"}
+    assert run.apis["here"].list("Job", {})
+
+
 def test_what_no_longer_belongs_goes_at_the_end_and_only_servers_keep_the_clusters(run: Run) -> None:
     more = '\n[[clusters]]\nid = "b"\nsite = "here"\n'
     run.file.write_text(run.file.read_text() + more)
@@ -306,15 +356,56 @@ def test_a_wait_ends_and_says_each_reason_once(run: Run, states: list[str], erro
     assert run.said == said
 
 
+def test_a_door_that_is_closed_or_pods_that_do_not_come_up_keep_the_clusters_from_starting(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    with_keys(file)
+    run = Run(file)
+    run.closed.add(30501)
+    with pytest.raises(RetryLater, match=r"slave s1 is not reached at 192\.0\.2\.7:30501 from this machine"):
+        run.apply()
+    api = run.apis["here"]
+    assert [len(api.list(kind, {})) for kind in ("StatefulSet", "Job")] == [2, 0]
+    run.closed.clear()
+    api.objects["StatefulSet", "small-slave"]["status"]["readyReplicas"] = 1
+    with pytest.raises(RetryLater, match=r"StatefulSet small-slave is not healthy after 60 s \(1 of 2 pods ready\)"):
+        run.apply()
+    assert not api.list("Job", {})
+    api.objects["StatefulSet", "small-slave"]["status"]["readyReplicas"] = 2
+    assert run.apply() > 0
+    assert api.list("Job", {})
+
+
 # ---- scale ----
+
+
+def pods(run: Run) -> int:
+    found: int = run.apis["here"].objects["StatefulSet", "small-slave"]["spec"]["replicas"]
+    return found
+
+
+def settings(run: Run) -> dict[str, str]:
+    found: dict[str, str] = run.apis["here"].objects["ConfigMap", "small-slave"]["data"]
+    return dict(found)
+
+
+def memory_bytes(run: Run) -> int:
+    """Of slave s0."""
+    told: int = tomllib.loads(settings(run)["s0.toml"])["slave"]["memory_bytes"]
+    return told
 
 
 def test_slaves_are_added_and_waited_for(run: Run) -> None:
     edited(run, "slaves = 2", "slaves = 3")
-    run.master.watch = lambda: run.apis["here"].objects["StatefulSet", "small-slave"]["spec"]["replicas"]
+    objects = run.apis["here"].objects
+    set_, before = objects["StatefulSet", "small-slave"], settings(run)["s0.toml"]
+    run.master.watch = lambda: (pods(run), settings(run)["s0.toml"] == before)
     assert run.live().scale() == (2, 3)
-    assert run.master.asked == ["add s2 remove  with 2 pods"]
-    set_ = run.apis["here"].objects["StatefulSet", "small-slave"]
+    # Who runs keeps its settings: started again in the middle, it must find room for all that it holds.
+    assert run.master.asked == ["add s2 remove  with (2, True) pods"]
+    assert 'slave_id = "s2"' in settings(run)["s2.toml"]
+    assert "s2.tls.key" in objects["Secret", "small-keys-slave"]["data"]
+    assert "small-slave-2" in objects["Role", "small-supervisor"]["rules"][0]["resourceNames"]
+    set_ = objects["StatefulSet", "small-slave"]
     assert set_["spec"]["replicas"] == 3
     assert run.said[-4:-1] == ["StatefulSet small-slave: 3 pods", "RESHARD: slave s0 has yet to list the shard",
                                "RESHARD: the blocks are where they belong"]  # fmt: skip
@@ -335,15 +426,27 @@ def test_blocks_are_moved_before_a_slaves_pod_goes(run: Run) -> None:
     run.apply()
     run.changed()
     edited(run, "slaves = 3", "slaves = 1")
+    before = memory_bytes(run)
+    run.master.watch = lambda: (pods(run), sorted(settings(run)), memory_bytes(run) > before)
     assert run.live().scale() == (3, 1)
-    assert run.master.asked == ["add  remove s1,s2 with None pods"]
+    # Who stays has room before the blocks come, and who goes may start again until they are away.
+    assert run.master.asked == ["add  remove s1,s2 with (3, ['s0.toml', 's1.toml', 's2.toml'], True) pods"]
     assert run.said[-1].startswith("StatefulSet small-slave: ")
     assert run.said[-2] == "StatefulSet small-slave: 1 pods"
-    settings = run.apis["here"].objects["ConfigMap", "small-slave"]["data"]
-    assert sorted(settings) == ["s0.toml", "s1.toml", "s2.toml"], "they may start again until their blocks are away"
     changes = run.changed()
     assert next(one[2:] for one in changes if one[0] == "patch") == ("ConfigMap", "small-slave")
     assert [one[2:] for one in changes if one[0] == "patch"][-1] == ("StatefulSet", "small-slave")
+
+
+def test_blocks_that_do_not_move_keep_the_pods(run: Run) -> None:
+    edited(run, "slaves = 2", "slaves = 2\nslave_volume = '1 GiB'")
+    run.apis["here"].objects.clear()
+    run.apply()
+    edited(run, "slaves = 2", "slaves = 1")
+    run.master.status = lambda: replace(Master.status(run.master), reshard="slave s1 is away")  # type: ignore[method-assign]
+    with pytest.raises(RetryLater, match="slave s1 is away"):
+        run.live().scale()
+    assert pods(run) == 2
 
 
 def test_a_run_without_slaves_is_not_scaled(run: Run) -> None:
@@ -502,8 +605,15 @@ def test_a_copy_that_is_not_whole_ends_the_move_and_keeps_the_old_servers(moving
     assert pods == {"here", "there"}
 
 
-def test_a_run_with_servers_at_two_sites_is_not_moved(moving: Run) -> None:
-    moving.apis["there"].objects["StatefulSet", "small-master"] = {}
+def test_a_run_moves_from_one_other_site(moving: Run) -> None:
+    here = moving.apis["here"].objects.copy()
+    moving.apis["here"].objects.clear()
+    with pytest.raises(ConfigError, match="has no servers yet: `dips deploy apply` makes them"):
+        move(moving)
+    moving.apis["there"].objects = here
+    with pytest.raises(ConfigError, match="are in context 'there' already"):
+        move(moving)
+    moving.apis["here"].objects = here
     with pytest.raises(ConfigError, match=r"has a master in .* and "):
         move(moving)
 

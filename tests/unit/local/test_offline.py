@@ -123,43 +123,36 @@ def test_a_version_that_one_slave_lacks_or_that_was_never_committed_is_not_used(
         load_stored(tmp_path, Version(1, 4))
 
 
-def test_a_damaged_snapshot_is_not_used(tmp_path: Path) -> None:
-    store(tmp_path, 3)
-    store(tmp_path, 4)
-    file = snapshot_file(tmp_path, "s1", 4)
+def flipped(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-60] ^= 1
     file.write_bytes(data)
-    assert load_stored(tmp_path).version == Version(1, 3)
-    with pytest.raises(ConfigError, match="not those that were written"):
-        load_stored(tmp_path, Version(1, 4))
 
 
-def test_a_torn_or_missing_snapshot_is_not_used(tmp_path: Path) -> None:
-    store(tmp_path, 4)
-    file = snapshot_file(tmp_path, "s0", 4)
-    file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(ConfigError, match="it is torn"):
-        load_stored(tmp_path)
-    file.unlink()
-    with pytest.raises(ConfigError, match="No such file"):
-        load_stored(tmp_path)
+def of_another_commit(file: Path) -> None:
+    rewrite_manifest(manifest_of(file), lambda found: replace(found, info=replace(found.info, digest=b"\xff\xff")))
 
 
-def test_a_snapshot_of_another_commit_is_not_used(tmp_path: Path) -> None:
-    store(tmp_path, 4)
-    manifest = manifest_of(snapshot_file(tmp_path, "s1", 4))
-    rewrite_manifest(manifest, lambda found: replace(found, info=replace(found.info, digest=b"\xff\xff")))
-    with pytest.raises(ConfigError, match="does not hold what the COMMIT record"):
-        load_stored(tmp_path)
-
-
-def test_a_snapshot_exchanged_for_another_whole_one_is_not_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (flipped, "not those that were written"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-8]), "it is torn"),
+        (lambda file: file.unlink(), "No such file"),
+        (of_another_commit, "does not hold what the COMMIT record"),
+        (lambda file: file.write_bytes(file.with_name("ring-0.safetensors").read_bytes()), "not the file that its"),
+    ],
+    ids=["flipped", "torn", "missing", "of another commit", "another whole one"],
+)
+def test_a_snapshot_that_is_not_what_was_committed_is_not_used(
+    tmp_path: Path, harm: Callable[[Path], object], says: str
+) -> None:
     store(tmp_path, 3)
     store(tmp_path, 4)
-    snapshot_file(tmp_path, "s0", 4).write_bytes(snapshot_file(tmp_path, "s0", 3).read_bytes())
-    with pytest.raises(ConfigError, match="not the file that its manifest names"):
+    harm(snapshot_file(tmp_path, "s1", 4))
+    with pytest.raises(ConfigError, match=says):
         load_stored(tmp_path, Version(1, 4))
+    assert load_stored(tmp_path).version == Version(1, 3)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"body": {}}', '{"body": {"commit_record": "{"}}'])

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,80 +140,6 @@ def test_exchanges_of_replicas_count() -> None:
         timed = replace(costs, overlapped=overlapped)
         pipeline = Pipeline(schedule, timed, 1)
         assert play(pipeline, pipeline.whole, begin_ns=99).span_ns == simulate(schedule, timed).makespan_ns
-
-
-@settings(max_examples=60)
-@given(
-    st.sampled_from(NAMES),
-    st.integers(2, 4),
-    st.integers(1, 5),
-    st.sampled_from((1, 4, 6, 32)),
-    st.sampled_from((0.5, 1, 2)),
-    st.integers(0, 10**6),
-)
-def test_each_sequence_goes_through_each_stage_once(
-    name: str, devices: int, rounds: int, sequences: int, memory: float, seed: int
-) -> None:
-    """F, D and W of each sequence, once at each stage and in a legal order, whatever sizes stages have and whenever
-    these change; a device runs one operation at a time, and its memory holds."""
-    drawn = random.Random(seed)
-    case = Case(devices, rounds * devices, devices, drawn.choice((0, 0.3, 2)), drawn.choice((0, 0.3, 2)), memory)
-    schedule, costs = case.schedule(name)
-    limits = tuple(case.limits()) if name == "compact_zb" else None
-    pipeline = Pipeline(schedule, costs, sequences, limits=limits)
-    sizes = [n for n in range(1, sequences + 1) if sequences % n == 0]
-
-    def some() -> tuple[Sizes, ...]:
-        return tuple(Sizes(*(drawn.choice(sizes) for _ in range(3))) for _ in pipeline.whole)
-
-    channels = {
-        wire.resource: Channel((0, 2 * NS, 9 * NS), (WHOLE, drawn.choice((0, WHOLE // 3)), WHOLE * 2))
-        for wire in costs.wires.values()
-    }
-    done: list[Piece] = []
-    played = play(pipeline, some(), channels, 0, lambda _: some() if drawn.random() < 0.3 else None, done)
-    check_pieces(pipeline, done)
-    assert played.end_ns == max(piece.end_ns for piece in done)
-    assert played.operations == len(done)
-    if limits is not None:
-        check_memory(pipeline, done, limits)
-
-
-def check_pieces(pipeline: Pipeline, done: Sequence[Piece]) -> None:
-    schedule, b = pipeline.schedule, pipeline.sequences
-    when: dict[tuple[Kind, int, int, int], Piece] = {}
-    for piece in done:
-        assert 1 <= piece.sequences <= b - piece.first
-        for sequence in range(piece.first, piece.first + piece.sequences):
-            key = piece.kind, piece.stage, piece.microbatch, sequence
-            assert key not in when, "computed twice"
-            when[key] = piece
-    kinds = (Kind.F, Kind.D, Kind.W) if schedule.split else (Kind.F, Kind.B)
-    cells = set(itertools.product(kinds, range(schedule.n_stages), range(schedule.n_microbatches), range(b)))
-    assert set(when) == cells, "all sequences, and no others"
-    last = schedule.n_stages - 1
-    for (kind, stage, microbatch, sequence), piece in when.items():
-        needed = {Kind.F: (kind, stage - 1), Kind.W: (Kind.D, stage)}.get(kind, (kind, stage + 1))
-        if kind in (Kind.D, Kind.B) and stage == last:
-            needed = (Kind.F, last)
-        if needed[1] >= 0:
-            assert when[(*needed, microbatch, sequence)].end_ns <= piece.start_ns
-    by_device: dict[int, list[Piece]] = defaultdict(list)
-    for piece in done:
-        by_device[schedule.device_of_stage[piece.stage]].append(piece)
-    for pieces in by_device.values():
-        assert all(a.end_ns <= c.start_ns for a, c in itertools.pairwise(pieces)), "one operation at a time"
-
-
-def check_memory(pipeline: Pipeline, done: Sequence[Piece], limits: Sequence[int]) -> None:
-    for device, limit in enumerate(limits):
-        cost, changes = pipeline.costs.stages[device], []
-        for piece in (one for one in done if one.stage == device):
-            charged = cost.activation * piece.sequences if piece.kind is Kind.F else 0
-            changes += [(piece.start_ns, 1, charged), (piece.end_ns, 0, -cost.released(piece.kind) * piece.sequences)]
-        held = list(itertools.accumulate(change for *_, change in sorted(changes)))
-        assert max(held) <= limit * pipeline.sequences
-        assert held[-1] == 0
 
 
 def test_a_piece_costs_its_overhead_and_its_part_of_the_time() -> None:

@@ -78,11 +78,6 @@ def test_the_shipped_topologies_can_be_read() -> None:
         assert topology.model.parameters() / 1e9 == pytest.approx(float(topology.model.name.split("B")[0]), rel=0.03)
 
 
-def test_an_unknown_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere is not a file that can be read, and none of the shipped topologies"):
-        read_topology("nowhere")
-
-
 def test_what_latency_and_loss_cost() -> None:
     for size in (1.0, 1e6, 1e9):
         for latency_s in (50e-6, 1e-3):

@@ -119,19 +119,23 @@ def test_a_vector_of_another_length_is_refused() -> None:
         model_from_flat(layout, np.zeros(layout.n_elems - 1, np.float32))
 
 
-def _without(layout: Layout, name: str) -> Layout:
-    return Layout(tuple(p for p in layout.parameters if p.name != name))
+MANY = "layers.999999999.attention.wq.weight"
 
 
-def _with(layout: Layout, name: str, **changes: object) -> Layout:
-    changed = (replace(p, **changes) if p.name == name else p for p in layout.parameters)  # type: ignore[arg-type]
-    return Layout(tuple(changed))
-
-
-@pytest.mark.parametrize("name", ["embedding.weight", "norm.weight", "layers.1.attention.wq.weight"])
-def test_a_layout_that_lacks_a_parameter_is_no_byte_model(name: str) -> None:
-    with pytest.raises(ConfigError, match="not a dips byte model"):
-        ModelConfig.from_layout(_without(layout_of(ByteModel(SMALLEST)), name))
+@pytest.mark.parametrize(
+    ("lacks", "more", "says"),
+    [
+        *((name, "", "not a dips byte model") for name in ("embedding.weight", "norm.weight")),
+        ("layers.1.attention.wq.weight", "", "not a dips byte model"),
+        ("", "head.weight", r"'head\.weight'"),
+        ("", MANY, "not a dips byte model"),  # a layer number that costs nothing
+    ],
+)
+def test_a_layout_with_fewer_or_more_parameters_is_no_byte_model(lacks: str, more: str, says: str) -> None:
+    kept = [p for p in layout_of(ByteModel(SMALLEST)).parameters if p.name != lacks]
+    new = [Parameter(more, (32, 32), "float32", more.removesuffix(".attention.wq.weight"))] if more else []
+    with pytest.raises(ConfigError, match=says):
+        ModelConfig.from_layout(Layout((*kept, *new)))
 
 
 @pytest.mark.parametrize(
@@ -144,22 +148,10 @@ def test_a_layout_that_lacks_a_parameter_is_no_byte_model(name: str) -> None:
     ],
 )
 def test_a_layout_of_other_shapes_is_no_byte_model(name: str, changes: dict[str, object], says: str) -> None:
+    parameters = layout_of(ByteModel(SMALLEST)).parameters
+    changed = (replace(p, **changes) if p.name == name else p for p in parameters)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=says):
-        ModelConfig.from_layout(_with(layout_of(ByteModel(SMALLEST)), name, **changes))
-
-
-def test_a_layout_with_more_parameters_is_no_byte_model() -> None:
-    layout = layout_of(ByteModel(SMALLEST))
-    more = Layout((*layout.parameters, Parameter("head.weight", (256, 32), "float32", "head")))
-    with pytest.raises(ConfigError, match=r"'head\.weight'"):
-        ModelConfig.from_layout(more)
-
-
-def test_a_layer_number_out_of_the_blue_costs_nothing() -> None:
-    layout = layout_of(ByteModel(SMALLEST))
-    huge = Parameter("layers.999999999.attention.wq.weight", (32, 32), "float32", "layers.999999999")
-    with pytest.raises(ConfigError, match="not a dips byte model"):
-        ModelConfig.from_layout(Layout((*layout.parameters, huge)))
+        ModelConfig.from_layout(Layout(tuple(changed)))
 
 
 @pytest.mark.parametrize("sizes", [(31, 1, 8), (0, 1, 8), (32, 0, 8), (32, 1, 0)])

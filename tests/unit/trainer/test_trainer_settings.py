@@ -54,19 +54,13 @@ def test_a_wrong_setting_is_named(field: str, value: object) -> None:
         load(TrainConfig, SECTION, environment={}, overrides={field: value})
 
 
-def test_cuda_without_cuda_is_the_operators_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_device_is_taken_if_there_is_one_unless_the_cpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [device_of(TrainConfig(device=name)).type for name in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="finds no CUDA device: give --device cpu"):
         device_of(TrainConfig(device="cuda"))
     assert device_of(TrainConfig(device="auto")).type == "cpu"
-
-
-@pytest.mark.parametrize(("device", "kind"), [("auto", "cuda"), ("cuda", "cuda"), ("cpu", "cpu")])
-def test_a_cuda_device_is_taken_unless_the_cpu_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, device: str, kind: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert device_of(TrainConfig(device=device)).type == kind
 
 
 def test_the_learning_rate_of_a_step_is_the_one_given(text: Path) -> None:
@@ -164,12 +158,14 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_is_heard_and_gives_the_exit_code(number: signal.Signals, code: int) -> None:
     heard: list[str] = []
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopSignals() as signals:
         signals.when_received(lambda: heard.append("heard"))
         assert not signals.wait(0.0)
         os.kill(os.getpid(), number)
         assert signals.wait(30.0)
         assert (signals.caught, heard, signals.exit_code) == (number, ["heard"], code)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
 def test_who_asks_too_late_still_hears() -> None:
@@ -186,13 +182,6 @@ def test_the_second_interrupt_is_an_ordinary_one() -> None:
         assert signals.wait(30.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_handlers_are_put_back() -> None:
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with StopSignals():
-        assert signal.getsignal(signal.SIGTERM) != before[0]
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
 def test_outside_the_main_thread_it_only_waits() -> None:
