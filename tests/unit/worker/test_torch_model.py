@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dips.core.errors import ConfigError, Refused
-from dips.worker.torch_model import TorchParameters, _groups, wait_for
+from dips.worker.torch_model import TorchParameters, _groups, refuse_shards, wait_for
 
 
 class Tied(torch.nn.Module):
@@ -183,6 +183,31 @@ def test_sharded_parameters_are_refused() -> None:
     model.embedding.weight.device_mesh = "a mesh"  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="sharded"):
         store(model)
+
+
+def kind_of(base: type, name: str, module: str = "a.library") -> type:
+    return type(name, (base,), {"__module__": module})
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "named"),
+    [
+        ("FullyShardedDataParallel", "SGD", "FullyShardedDataParallel"),
+        ("DeepSpeedEngine", "SGD", "DeepSpeedEngine"),
+        ("PipelineEngine", "SGD", "PipelineEngine"),
+        ("Linear", "ZeroRedundancyOptimizer", "ZeroRedundancyOptimizer"),
+        ("Linear", "DeepSpeedOptimizerWrapper", "DeepSpeedOptimizerWrapper"),
+        ("Linear", "deepspeed.FusedAdam", "DeepSpeed"),
+        ("Linear", "SGD", ""),
+    ],
+)
+def test_shards_in_a_form_of_their_own_are_refused_by_name(model: str, optimizer: str, named: str) -> None:
+    """Also where the wrapper is inside of the model, as of FSDP1 with each layer wrapped."""
+    library, _, kind = optimizer.rpartition(".")
+    whole = torch.nn.Sequential(kind_of(torch.nn.Linear, model)(2, 2))
+    stepping = kind_of(torch.optim.SGD, kind, f"{library or 'torch'}.ops.adam")(whole.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=f"^{named} cuts") if named else contextlib.nullcontext():
+        refuse_shards(whole, stepping)
 
 
 def test_copies_are_waited_for_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
