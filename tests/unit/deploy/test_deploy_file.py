@@ -147,6 +147,10 @@ MISTAKES = {
         {"slaves = 2": 'slaves = 2\nload_balancer_annotations = ["a=b", "c=d", "a=e"]'},
         "load_balancer_annotations has a twice",
     ),
+    "an annotation of ours": (
+        {"192.0.2.7": "{name}.x.org", '"node-port"': """"load-balancer"\nload_balancer_annotations = ["external-dns.alpha.kubernetes.io/hostname=x"]"""},
+        "external-dns.alpha.kubernetes.io/hostname follows from the site's address",
+    ),
     "two values of one node's label": (
         {"slaves = 2": 'slaves = 2\nserver_node_selector = ["pool=a", "pool=b"]'},
         "server_node_selector has pool twice",

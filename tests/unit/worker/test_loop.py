@@ -318,6 +318,18 @@ def test_a_wrong_setting_names_the_keyword_argument_and_no_option(
     assert "--" not in str(caught.value)
 
 
+class ZeroRedundancyOptimizer(torch.optim.SGD):
+    pass
+
+
+def test_an_optimizer_that_cuts_its_state_is_refused_before_anything_is_joined() -> None:
+    model = make()[0]
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), lr=0.1)
+    where = {"master": "127.0.0.1:1", "cluster_id": "a", "insecure": True}
+    with pytest.raises(ConfigError, match="ZeroRedundancyOptimizer cuts"):
+        dips.DiLoCo(model, optimizer, tokens_per_step=8, **where).__enter__()  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "error",
     [
