@@ -47,9 +47,7 @@ class Traffic:
             return rng.choice((b"\x00\x00\x80\x3f", b"\x00\x00\x00\x40", b"\x01\x02\x03\x3e")) * n
         return bytes(encoded_bytes(PUSHES[cluster], n))
 
-    def get(
-        self, chunk: Chunk, request: int = 2, version: Version = V0, base: Version | None = None
-    ) -> DataHeader:
+    def get(self, chunk: Chunk, request: int = 2, version: Version = V0, base: Version | None = None) -> DataHeader:
         return DataHeader(
             RUN, self.epoch, DataOp.GET_CHUNK, request, version=version, block=chunk.block_id,
             offset_bytes=chunk.offset_bytes, length_bytes=chunk.length_bytes,

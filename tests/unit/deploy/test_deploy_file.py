@@ -148,7 +148,10 @@ MISTAKES = {
         "load_balancer_annotations has a twice",
     ),
     "an annotation of ours": (
-        {"192.0.2.7": "{name}.x.org", '"node-port"': """"load-balancer"\nload_balancer_annotations = ["external-dns.alpha.kubernetes.io/hostname=x"]"""},
+        {
+            "192.0.2.7": "{name}.x.org",
+            '"node-port"': """"load-balancer"\nload_balancer_annotations = ["external-dns.alpha.kubernetes.io/hostname=x"]""",
+        },
         "external-dns.alpha.kubernetes.io/hostname follows from the site's address",
     ),
     "two values of one node's label": (

@@ -449,6 +449,7 @@ def test_run_that_ends_publishes_its_last_version_first() -> None:
     bench.advance(1.0)
     assert bench.halted is not None
     assert bench.halted.exit_code == 0
+    assert all(isinstance(slave.commands[-1], m.StopSlave) for slave in bench.slaves)
 
 
 def test_join_that_names_too_many_ranges_is_refused() -> None:
