@@ -16,7 +16,10 @@ from dips.core.ids import Version
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec, encoded_bytes
 
-V0 = Version(1, 0)
+V0, V1, V2 = VERSIONS = tuple(Version(1, v) for v in range(3))
+"""That can be read; each but the first also as DIFFERENCE to the one before."""
+
+DIFFERENCE = Codec.INT4
 TRAILER_BYTES = 10
 
 PUSHES = {"a": Codec.F32, "b": Codec.INT8, "c": Codec.F32, "d": Codec.BF16}
@@ -44,17 +47,21 @@ class Traffic:
             return rng.choice((b"\x00\x00\x80\x3f", b"\x00\x00\x00\x40", b"\x01\x02\x03\x3e")) * n
         return bytes(encoded_bytes(PUSHES[cluster], n))
 
-    def get(self, chunk: Chunk, request: int = 2) -> DataHeader:
+    def get(self, chunk: Chunk, request: int = 2, version: Version = V0, base: Version | None = None) -> DataHeader:
         return DataHeader(
-            RUN, self.epoch, DataOp.GET_CHUNK, request, version=V0, block=chunk.block_id,
-            offset_bytes=chunk.offset_bytes, length_bytes=chunk.length_bytes, codec=Codec.F32, cause_id="cause",
+            RUN, self.epoch, DataOp.GET_CHUNK, request, version=version, block=chunk.block_id,
+            offset_bytes=chunk.offset_bytes, length_bytes=chunk.length_bytes,
+            codec=Codec.F32 if base is None else DIFFERENCE, cause_id="cause", base=base,
         )  # fmt: skip
 
     def right(self, rng: random.Random) -> list[bytes]:
         chunk, what = rng.choice(self.chunks()), rng.random()
         request = rng.randrange(1, 2**32)
+        if what < 0.15:
+            return [self.get(chunk, request, rng.choice(VERSIONS)).encode()]
         if what < 0.3:
-            return [self.get(chunk, request).encode()]
+            version, base = rng.choice(((V1, V0), (V2, V1), (V2, V0)))
+            return [self.get(chunk, request, version, base).encode()]
         if what < 0.35:
             start = (chunk.block_id, chunk.offset_bytes) if rng.random() < 0.5 else (0, 0)
             block, offset_bytes = start if rng.random() < 0.8 else (rng.randrange(2**32), rng.randrange(2**64))
@@ -102,7 +109,8 @@ _ODD: dict[str, Sequence[Any]] = {
     "cause_id": ("", "x" * 400, "é", "cause" * 20),
     "op": tuple(DataOp)[:-1],
     "push": (None, push_id("a"), push_id("b"), push_id("a", 2), push_id("z")),
-    "version": (None, V0, Version(1, 1), Version(2**64 - 1, 2**64 - 1)),
+    "version": (None, *VERSIONS, Version(1, 3), Version(2**64 - 1, 2**64 - 1)),
+    "base": (None, *VERSIONS, Version(1, 3), Version(2**64 - 1, 2**64 - 1)),
     "codec": tuple(Codec),
     "epoch": _WIDE,
     "attempt": _WIDE,
@@ -121,7 +129,7 @@ _ODD: dict[str, Sequence[Any]] = {
 def every_flip(traffic: Traffic, rng: random.Random) -> Iterator[list[bytes]]:
     """Each bit of each header of correct peers flipped, with its old trailer and with the right one; each length."""
     chunk = traffic.chunks()[1]
-    messages = [[traffic.get(chunk).encode()]]
+    messages = [[traffic.get(chunk).encode()], [traffic.get(chunk, version=V2, base=V0).encode()]]
     for cluster in PUSHES:
         payload = traffic.payload(rng, cluster, chunk)
         messages.append([traffic.put(cluster, chunk, payload).encode(), payload])

@@ -13,19 +13,20 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import zmq
+from numpy.typing import NDArray
 from support.checked_memory import Guarded, Memory, Twins, in_guards
 from support.checked_zmq import CheckedZmq
-from support.hostile_data import PUSHES, V0, Traffic, every_flip
+from support.hostile_data import DIFFERENCE, PUSHES, V0, VERSIONS, Traffic, every_flip
 from support.slave_wire import LAYOUT, RUN, push_id
 
 from dips.core.chunks import checksum
 from dips.core.errors import Refused
-from dips.core.ids import RoundId
+from dips.core.ids import RoundId, Version
 from dips.core.math import xxh3_numba
 from dips.core.math.simd_numba import address
 from dips.core.messages import AllowedKey, KeyRole, SnapshotInfo
@@ -33,12 +34,12 @@ from dips.core.net import zmq_numba
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.zmq_numba import FREED, POLL_ITEM, new_messages, poll_items
 from dips.core.protocol import CURVE_KEY_BYTES
-from dips.core.wire import Codec
+from dips.core.wire import Codec, encoded_bytes
 from dips.slave import serve_numba
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_port import DataPort
 from dips.slave.landing import Sums
-from dips.slave.memory import F32, ThetaBuffer
+from dips.slave.memory import F32, U8, EncodedShard, ThetaBuffer
 from dips.slave.serve_numba import COMPLETE, IDLE, UNUSUAL, Loop
 from dips.slave.state.admission import Admission
 from dips.slave.state.events import PushStaged
@@ -62,11 +63,40 @@ USERS = ("", *(allowed.curve_key.hex() for allowed in KEYS[:3]), "ff" * CURVE_KE
 """Of connections of a port with KEYS: those, keys that are not listed, shorter and longer ids, and one without."""
 
 
+class Kept(NamedTuple):
+    """What can be read, of each of VERSIONS."""
+
+    thetas: Sequence[F32]
+    differences: Sequence[U8]
+    starts: NDArray[np.int64]  # of the chunks in each difference
+
+    @classmethod
+    def of(cls, traffic: Traffic) -> Kept:
+        """Numbers that differ by version, each array in a guarded place."""
+        sizes = [encoded_bytes(DIFFERENCE, chunk.length_bytes // 4) for chunk in traffic.chunks()]
+        starts, rng = np.cumsum([0, *sizes]), np.random.default_rng(1)
+        thetas = [Guarded(4 * LAYOUT.n_elems).array(np.float32) for _ in VERSIONS]
+        differences = [Guarded(int(starts[-1])).array(np.uint8) for _ in VERSIONS]
+        for array in (*thetas, *differences):
+            array[:] = rng.integers(0, 256, array.size)
+        return cls(thetas, differences, starts)
+
+    def buffers(self, traffic: Traffic) -> dict[Version, ThetaBuffer]:
+        readable, before = {}, None
+        for version, theta, data in zip(VERSIONS, self.thetas, self.differences, strict=True):
+            info = SnapshotInfo(version, RoundId(1, 1), b"", b"", b"", committed=True)
+            sums = chunk_checksums(theta, LAYOUT.blocks, traffic.chunk_bytes)
+            difference = EncodedShard(DIFFERENCE, data, self.starts)
+            readable[version] = ThetaBuffer(theta, info, sums, difference=difference, base=before)
+            before = version
+        return readable
+
+
 class Port:
-    """A data port with a push in each slot and a version to read, in this memory. keyed: it admits KEYS, and messages
+    """A data port with a push in each slot and VERSIONS to read, in this memory. keyed: it admits KEYS, and messages
     come from `user`."""
 
-    def __init__(self, traffic: Traffic, rows: F32, theta: F32, keyed: bool) -> None:
+    def __init__(self, traffic: Traffic, rows: F32, kept: Kept, keyed: bool) -> None:
         self.rows, self.staged, self.user = rows, list[PushStaged](), ""
         rows[:] = 0
         admission = Admission() if keyed else None
@@ -75,9 +105,7 @@ class Port:
         self.port = DataPort(RUN, self.staged.append, now_s=lambda: 0.0, admission=admission)
         self.port.set_epoch(traffic.epoch)
         self.port.set_memory(ShardMap(LAYOUT.blocks, traffic.chunk_bytes), rows)
-        info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", b"", committed=True)
-        buffer = ThetaBuffer(theta, info, chunk_checksums(theta, LAYOUT.blocks, traffic.chunk_bytes))
-        self.port.set_readable({V0: buffer}, V0)
+        self.port.set_readable(kept.buffers(traffic), V0)
         for number, (cluster, codec) in enumerate(PUSHES.items()):
             base = None if codec is Codec.F32 else V0
             self.port.open(Slot(push_id(cluster), 1, number, opening=1, wire=codec, base=base))
@@ -100,7 +128,7 @@ class BehindLoop(ABC):
     """A port behind the compiled loop, served one message at a time; `served` counts those that the loop answered."""
 
     def __init__(self, port: Port, loop: Loop) -> None:
-        self.port, self.loop, self.served, self.left = port, loop, 0, 0
+        self.port, self.loop, self.peer, self.served, self.left = port, loop, PEER, 0, 0
         loop.renew(port.port)
 
     def answer(self, frames: Sequence[bytes]) -> list[bytes]:
@@ -154,11 +182,11 @@ Replaced = Mapping[Any, Callable[..., Any]]
 class TwinLoop(BehindLoop):
     """The loop's source in the interpreter, over a libzmq that checks. Use as a context."""
 
-    def __init__(self, traffic: Traffic, rows: F32, theta: F32, keyed: bool, instead: Replaced) -> None:
+    def __init__(self, traffic: Traffic, rows: F32, kept: Kept, keyed: bool, instead: Replaced) -> None:
         self._memory = Memory()
         self._zmq = CheckedZmq(self._memory)
         self._end = self._zmq.socket()
-        for array in (rows, theta):
+        for array in (rows, *kept.thetas, *kept.differences):
             self._memory.add(array)
         twins = Twins(self._memory, self._zmq.functions, {xxh3_numba.xxh3: self._checksum, **instead})
         self._patch = pytest.MonkeyPatch()
@@ -171,7 +199,7 @@ class TwinLoop(BehindLoop):
         router: Any = self._end
         loop.watch(router, items)
         self._lent = self._memory.add(loop._lent.counts)
-        super().__init__(Port(traffic, rows, theta, keyed), loop)
+        super().__init__(Port(traffic, rows, kept, keyed), loop)
 
     def _checksum(self, place: int, n_bytes: int) -> np.uint64:
         """As xxh3, which has a test of its own."""
@@ -191,7 +219,7 @@ class TwinLoop(BehindLoop):
         return self._zmq.n_open
 
     def put_in(self, frames: Sequence[bytes]) -> None:
-        self._end.inbox.append(([PEER, *frames], self.port.user))
+        self._end.inbox.append(([self.peer, *frames], self.port.user))
 
     def drop_rest(self) -> None:
         self._end.rest.clear()
@@ -199,14 +227,14 @@ class TwinLoop(BehindLoop):
     def take_out(self) -> list[bytes]:
         ((peer, *frames),) = self._end.sent
         self._end.sent.clear()
-        assert peer == PEER
+        assert peer == self.peer
         return frames
 
 
 class GuardedLoop(BehindLoop):
     """The compiled loop over real sockets, on guarded memory. Use as a context."""
 
-    def __init__(self, traffic: Traffic, rows: F32, theta: F32, keyed: bool, instead: Replaced) -> None:
+    def __init__(self, traffic: Traffic, rows: F32, kept: Kept, keyed: bool, instead: Replaced) -> None:
         assert not instead, "what is compiled cannot be replaced"
         assert not keyed, "connections inside of a process have no keys"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -220,7 +248,7 @@ class GuardedLoop(BehindLoop):
         scratch = loop._scratch
         loop._scratch = scratch._replace(**{name: in_guards(array) for name, array in scratch._asdict().items()})
         loop.watch(self._router, in_guards(poll_items(self._router)))
-        super().__init__(Port(traffic, rows, theta, keyed), loop)
+        super().__init__(Port(traffic, rows, kept, keyed), loop)
 
     def __enter__(self) -> GuardedLoop:
         return self
@@ -257,24 +285,25 @@ MOST_FRAMES = 8
 class Both:
     def __init__(
         self, traffic: Traffic, behind: type[TwinLoop] | type[GuardedLoop], instead: Replaced | None = None, *,
-        keyed: bool = False,
+        keyed: bool = False, peer: bytes = PEER,
     ) -> None:  # fmt: skip
         """instead: as of Twins, to see that it is found out. keyed: messages come from all USERS in turn."""
         self._traffic, self._kind, self._instead, self._keyed = traffic, behind, instead or {}, keyed
-        rows, theta = (Guarded(4 * n * LAYOUT.n_elems).array(np.float32) for n in (len(PUSHES), 1))
-        theta[:] = np.arange(LAYOUT.n_elems, dtype=np.float32)
-        self._rows, self._theta = rows.reshape(len(PUSHES), -1), theta
+        self._peer = peer
+        self._rows = Guarded(4 * len(PUSHES) * LAYOUT.n_elems).array(np.float32).reshape(len(PUSHES), -1)
+        self._kept = Kept.of(traffic)
         self.served = self.left = 0
 
     def feed(self, messages: Iterable[Sequence[bytes]]) -> None:
         """Raises Differs for the first message that is answered in another way, and Outside or Misused."""
-        traffic, theta = self._traffic, self._theta
-        alone = Port(traffic, np.zeros_like(self._rows), theta, self._keyed)
-        with self._kind(traffic, self._rows, theta, self._keyed, self._instead) as behind:
+        traffic, kept = self._traffic, self._kept
+        alone = Port(traffic, np.zeros_like(self._rows), kept, self._keyed)
+        with self._kind(traffic, self._rows, kept, self._keyed, self._instead) as behind:
+            behind.peer = self._peer
             for number, frames in enumerate(messages):
                 if self._keyed:
                     alone.user = behind.port.user = USERS[number % len(USERS)]
-                expected, found = alone.answer(frames, PEER), behind.answer(frames)
+                expected, found = alone.answer(frames, self._peer), behind.answer(frames)
                 if _without_credit(found) != _without_credit(expected):
                     raise Differs(f"{told(frames)} is answered with {told(found)} instead of {told(expected)}")
                 if behind.port.facts() != alone.facts():

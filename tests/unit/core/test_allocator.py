@@ -7,6 +7,7 @@ import mmap
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -54,6 +55,20 @@ def test_a_kernel_without_large_pages_gives_small_ones(monkeypatch: pytest.Monke
     array = allocator.zeros(allocator.HUGE_PAGE_BYTES // 4)
     array.fill(1.5)
     assert array.sum() == 1.5 * array.size
+
+
+@pytest.mark.parametrize(
+    ("platform", "answers", "kept"),
+    [("linux", (1, 1, 1), True), ("linux", (1, 0, 1), False), ("linux", None, False), ("darwin", (1, 1, 1), False)],
+)
+def test_freed_memory_is_kept_where_malloc_says_so(
+    platform: str, answers: tuple[int, ...] | None, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter(answers or ())
+    libc = SimpleNamespace(**({} if answers is None else {"mallopt": lambda name, value: next(left)}))
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(allocator, "ctypes", SimpleNamespace(CDLL=lambda name: libc))
+    assert allocator.keep_freed_memory() is kept
 
 
 def _flags_of_mapping(lines: list[str], address: int) -> list[str]:

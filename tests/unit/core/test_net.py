@@ -1,15 +1,21 @@
-"""Addresses: what is understood, and that nothing but this machine is served."""
+"""Addresses: what is understood, and that nothing but this machine is served. Handshakes that fail are counted."""
 
 from __future__ import annotations
 
+import errno
 import socket
+import struct
+from typing import Any
 
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dips.core.clock import ManualClock
 from dips.core.errors import ConfigError
 from dips.core.net import addresses
+from dips.core.net.zmq_sockets import SETTLED_S, SILENT_S, Failure, Handshakes
 
 
 @pytest.mark.parametrize(
@@ -42,6 +48,8 @@ def test_an_address_is_a_host_and_a_port(text: str, address: tuple[str, int]) ->
         "a:1:2",
         "a:1 ",
         "a:\u0661",
+        "10.0.0.1:tcp://80",
+        "tcp://tcp://a:1",
     ],
 )
 def test_anything_else_is_refused_with_its_name_and_an_example(text: str) -> None:
@@ -115,3 +123,81 @@ def test_a_name_is_dialled_over_ipv6_where_it_has_nothing_else(
     assert addresses.needs_ipv6("tcp://slave-0.example.org:29500") is wanted
     assert addresses.needs_ipv6("tcp://[2001:db8::7]:29500")
     assert not addresses.needs_ipv6("tcp://192.0.2.7:29500")
+
+
+class Watched:
+    """Handshakes of a port, whose peers' file numbers are in `spoke` if they have sent a byte; events come as told."""
+
+    def __init__(self, *, bound: bool = True) -> None:
+        self.spoke, self.events, self._clock = {8}, list[tuple[int, int]](), ManualClock()
+        itself: Any = self
+        arrivals = self.spoke.__contains__ if bound else None
+        self.handshakes = Handshakes(
+            itself, itself, endings=not bound, arrivals=arrivals, clock_s=self._clock.monotonic_s
+        )
+
+    def monitor(self, endpoint: str, wanted: int) -> None:
+        self.wanted = wanted
+
+    def socket(self, kind: int) -> Watched:
+        return self
+
+    def setsockopt(self, option: int, value: int) -> None:
+        pass
+
+    def connect(self, endpoint: str) -> None:
+        pass
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        if not self.events:
+            raise zmq.Again
+        return [struct.pack("=HI", *self.events.pop(0)), b"tcp://192.0.2.1:1"]
+
+    def after(self, seconds: float, *events: tuple[int, int]) -> tuple[list[Failure], bool]:
+        """What failed, and whether a peer may still have to be counted."""
+        assert all(event & self.wanted for event, _ in events)
+        self._clock.advance(seconds)
+        self.events += events
+        return [failed.failure for failed in self.handshakes.failures()], self.handshakes.unsettled
+
+
+QUIET, SPOKEN = (zmq.EVENT_ACCEPTED, 7), (zmq.EVENT_ACCEPTED, 8)
+MADE, KEY = (zmq.EVENT_HANDSHAKE_SUCCEEDED, 0), (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400)
+HUNG_UP, DROPPED = ((zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, code) for code in (errno.ECONNRESET, errno.EAGAIN))
+FAILED, OPEN = [Failure.OTHER], True
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [(0.0, (QUIET, MADE), [], not OPEN), (2 * SETTLED_S, (), [], not OPEN)],
+        [(0.0, (SPOKEN,), [], OPEN), (SETTLED_S / 2, (), [], OPEN), (SETTLED_S / 2, (), FAILED, not OPEN)],
+        [(0.0, (SPOKEN, SPOKEN), [], OPEN), (1.0, (MADE,), [], OPEN), (SETTLED_S, (), FAILED, not OPEN)],
+        [(0.0, (QUIET, HUNG_UP), [], not OPEN)],
+        [(0.0, (QUIET,), [], OPEN), (SILENT_S - 0.1, (HUNG_UP,), [], not OPEN)],
+        [(0.0, (QUIET,), [], OPEN), (SILENT_S, (HUNG_UP,), FAILED, not OPEN)],
+        [(0.0, (SPOKEN, HUNG_UP), FAILED, not OPEN)],
+        [(0.0, (QUIET, SPOKEN), [], OPEN), (0.0, (HUNG_UP,), [], OPEN), (SETTLED_S, (), FAILED, not OPEN)],
+        [(0.0, (QUIET, DROPPED), FAILED, not OPEN)],
+        [(0.0, (SPOKEN, KEY), [Failure.KEY], not OPEN)],
+        [(0.0, (HUNG_UP,), FAILED, not OPEN)],
+        [(0.0, ((zmq.EVENT_ACCEPTED, 8), (zmq.EVENT_ACCEPTED, 8), HUNG_UP), [], OPEN)],
+    ],
+    ids=[
+        "made", "says no more", "one of two is made", "a probe", "a probe that waited", "silent for too long",
+        "hung up after a byte", "a probe next to another", "dropped for its silence", "another key", "unknown",
+        "a file number that was used twice",
+    ],
+)  # fmt: skip
+def test_a_port_counts_handshakes_that_fail_and_no_probe(told: list[tuple[float, Any, list[Failure], bool]]) -> None:
+    port = Watched()
+    assert [port.after(seconds, *events) for seconds, events, _, _ in told] == [
+        (found, left) for *_, found, left in told
+    ]
+
+
+def test_who_connects_hears_of_ends_and_of_what_the_peer_does_not_speak() -> None:
+    port = Watched(bound=False)
+    wrong = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+    ended = [(zmq.EVENT_DISCONNECTED, 0), (zmq.EVENT_CONNECT_RETRIED, 0)]
+    assert port.after(0.0, KEY, wrong, *ended) == ([Failure.KEY, Failure.OTHER, Failure.GONE, Failure.GONE], False)

@@ -10,7 +10,7 @@ from support.deploy_files import EXAMPLE, example, with_keys, written
 from dips.core.errors import ConfigError
 from dips.core.net.keys import KEY_FILE
 from dips.deploy import identities
-from dips.deploy.deploy_file import canonical, processors, quantity, read_deploy_file
+from dips.deploy.deploy_file import HOST_ANNOTATION, canonical, processors, quantity, read_deploy_file
 from dips.deploy.health import endpoints
 from dips.local.sizing import SizeKnobs, size
 
@@ -146,6 +146,13 @@ MISTAKES = {
     "two values of one annotation": (
         {"slaves = 2": 'slaves = 2\nload_balancer_annotations = ["a=b", "c=d", "a=e"]'},
         "load_balancer_annotations has a twice",
+    ),
+    "an annotation of ours": (
+        {
+            "192.0.2.7": "{name}.x.org",
+            '"node-port"': f'"load-balancer"\nload_balancer_annotations = ["{HOST_ANNOTATION}=x"]',
+        },
+        f"{HOST_ANNOTATION} follows from the site's address",
     ),
     "two values of one node's label": (
         {"slaves = 2": 'slaves = 2\nserver_node_selector = ["pool=a", "pool=b"]'},

@@ -254,6 +254,9 @@ def test_other_history_of_the_newest_version_wins_over_the_journal() -> None:
     kept = bench.snapshot
     for slave in bench.slaves:
         slave.hold.add(m.Commit)
+    bench.join("b")
+    bench.pull("b")
+    of_b = bench.push("b")
     lost = bench.push("a")
     forked = bench.snapshot
     for slave in bench.slaves:
@@ -269,6 +272,9 @@ def test_other_history_of_the_newest_version_wins_over_the_journal() -> None:
     assert entry.last_verdict is not None
     assert entry.last_verdict.push != lost
     assert entry.fence == fence + 1
+    told = bench.state.shared.ledger.clusters["b"].last_verdict
+    assert told is not None
+    assert (told.push, told.kind) == (of_b, m.VerdictKind.ROLLED_BACK), "the history that won has no cluster b"
     assert [record["version"] for record in bench.entries("ADOPT")] == [[1, 2]]
 
 

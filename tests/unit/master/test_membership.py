@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -371,6 +372,65 @@ def test_paused_master_gives_up_no_ticket_no_pin_and_no_lease() -> None:
     leases.check("b", held)
 
 
+def both_push(bench: Bench) -> None:
+    for name in ("a", "b"):
+        bench.push(name)
+
+
+def hold(kind: type) -> Callable[[Bench], None]:
+    def begin(bench: Bench) -> None:
+        bench.slaves[0].hold.add(kind)
+        both_push(bench)
+
+    return begin
+
+
+def refuse_prepare(bench: Bench) -> None:
+    bench.slaves[0].refuse["prepare"] = m.Refusal(RefusalCode.DISK, "no space left")
+    both_push(bench)
+
+
+def wait_for_a_record(bench: Bench) -> None:
+    old = bench.snapshot
+    both_push(bench)
+    bench.slaves[0].hold.add(m.SendCommitRecord)
+    bench.restart(old)
+
+
+def remove_a_slave_in_vain(bench: Bench) -> None:
+    bench.operate(m.ReshardRequest("", remove=("s1",)))
+    (asked,) = [command for command in bench.slaves[0].commands if isinstance(command, m.ListShard)]
+    bench.slaves[0].say(m.RoundRefused(asked.round, "listshard", m.Refusal(RefusalCode.DISK, "no space left")))
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda bench: bench.push("a"),
+        hold(m.Measure),
+        hold(m.Prepare),
+        hold(m.Commit),
+        refuse_prepare,
+        wait_for_a_record,
+        remove_a_slave_in_vain,
+    ],
+    ids=["window", "measure", "prepare", "commit", "next try of a round", "record of a slave", "next try of a RESHARD"],
+)
+def test_no_wait_of_a_round_runs_out_while_the_master_itself_stands_still(begin: Callable[[Bench], None]) -> None:
+    bench = Bench(grace_s=3.0, round_timeout_s=20.0).running("a", "b")
+    begin(bench)
+
+    def seen() -> tuple[object, ...]:
+        commands = sum(len(slave.commands) for slave in bench.slaves)
+        return commands, bench.status().phase, bench.status().rounds_aborted
+
+    before = seen()
+    bench.jump(1000.0)
+    assert seen() == before
+    bench.advance(25.0)
+    assert seen() != before, "its time goes on afterwards"
+
+
 def test_run_that_ends_publishes_its_last_version_first() -> None:
     bench = Bench(settings=m.Settings(tk_max_tokens=100), linger_s=1.0).running("a")
     for slave in bench.slaves:
@@ -389,6 +449,7 @@ def test_run_that_ends_publishes_its_last_version_first() -> None:
     bench.advance(1.0)
     assert bench.halted is not None
     assert bench.halted.exit_code == 0
+    assert all(isinstance(slave.commands[-1], m.StopSlave) for slave in bench.slaves)
 
 
 def test_join_that_names_too_many_ranges_is_refused() -> None:

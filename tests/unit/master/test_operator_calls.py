@@ -142,15 +142,6 @@ def test_commit_is_not_sent_again_before_it_is_durable() -> None:
     assert commits(bench, 0) == before + 1
 
 
-def test_time_that_the_master_stood_still_is_no_reason_to_send_a_commit_again() -> None:
-    bench = Bench().running("a")
-    bench.slaves[0].hold.add(m.Commit)
-    bench.push("a")
-    before = commits(bench, 0)
-    bench.jump(100.0)
-    assert commits(bench, 0) == before
-
-
 def asynchronous(**config: object) -> Bench:
     settings = m.Settings(durability="async")
     bench = Bench(settings=settings, **config).running("a")  # type: ignore[arg-type]

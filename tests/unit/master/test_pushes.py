@@ -488,3 +488,16 @@ def test_declared_rate_counts_the_time_that_a_cluster_was_cut_off() -> None:
     assert not bench.alive("a")
     bench.join("a", previous=bench.clusters["a"].join.incarnation, declared_tokens_per_s=10.0)
     assert isinstance(bench.begin_push("a", 2000, base=base, fence=fence), m.Ticket)
+
+
+def test_a_finish_that_comes_again_is_answered_again_and_one_that_waits_gets_the_verdict() -> None:
+    bench = Bench().running("a", "b")
+    bench.push("a")
+    again = bench.result(bench.finish_push("a")).answer
+    assert isinstance(again, m.Admitted)
+    bench.begin_push("b")
+    held = bench.finish_push("b")
+    with pytest.raises(Unanswered):
+        bench.result(held)
+    bench.join("b")
+    assert bench.result(held).answer.kind is m.VerdictKind.ABORTED

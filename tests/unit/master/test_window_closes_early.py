@@ -222,6 +222,7 @@ def test_arrivals_without_end_do_not_keep_it_open() -> None:
 def test_a_master_that_stood_still_gives_the_time_back_to_both_ends() -> None:
     bench = running("a", "b", "c")
     bench.push("a")
+    bench.advance(8.0)
     bench.jump(100.0)
     assert merged(bench) == []
     bench.push("b")

@@ -344,7 +344,8 @@ def test_every_answer_about_a_transfer_says_what_may_be_in_flight(port: Port) ->
         assert port.send(header, *parts).header.credit >= 1
 
 
-def test_a_push_that_was_closed_leaves_its_place_to_the_next_one() -> None:
+@pytest.mark.parametrize("then", ["another is closed", "it is opened again, nearly complete"])
+def test_a_push_gets_a_place_when_another_is_closed_or_it_needs_least(then: str) -> None:
     """Two of three run at full rate at first."""
     names, numbers = [push_id(name) for name in "abc"], range(3)
     port = DataPort("run", lambda staged: None, now_s=lambda: 0.0)
@@ -353,10 +354,16 @@ def test_a_push_that_was_closed_leaves_its_place_to_the_next_one() -> None:
     for number, name in zip(numbers, names, strict=True):
         port.open(Slot(name, 1, number, opening=1))
 
-    def credit(chunk: Chunk) -> int:
-        frames = [replace(put(chunk), push=names[2]).encode(), payload(chunk)]
-        return port.answer([memoryview(frame) for frame in frames]).header.credit
+    def credit(attempt: int = 1) -> int:
+        query = replace(put(CHUNKS[0]), op=DataOp.QUERY_MISSING, push=names[2], attempt=attempt)
+        return port.answer([memoryview(query.encode())]).header.credit
 
-    assert 1 <= credit(CHUNKS[0]) < MAX_WINDOW_CHUNKS
-    port.close(names[0])
-    assert credit(CHUNKS[1]) == MAX_WINDOW_CHUNKS
+    assert 1 <= credit() < MAX_WINDOW_CHUNKS
+    if then == "another is closed":
+        port.close(names[0])
+        assert credit() == MAX_WINDOW_CHUNKS
+        return
+    for chunk in CHUNKS[1:]:
+        port.answer([memoryview(part) for part in (replace(put(chunk), push=names[2]).encode(), payload(chunk))])
+    port.open(Slot(names[2], 2, 2, opening=1))
+    assert credit(attempt=2) == MAX_WINDOW_CHUNKS

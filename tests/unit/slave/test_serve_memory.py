@@ -50,6 +50,14 @@ def test_keys_are_looked_up_inside_of_their_table(chunk_bytes: int) -> None:
     both.feed(traffic.hostile(rng) for _ in range(150))
 
 
+@pytest.mark.parametrize(("routing_id", "served"), [(b"1", 4), (b"1234567", 4), (b"12345678", 0), (b"", 0)])
+def test_the_loop_knows_readers_by_short_routing_ids_once_python_has_met_them(routing_id: bytes, served: int) -> None:
+    traffic = Traffic(WITHOUT_SUMS)
+    both = Both(traffic, TwinLoop, peer=routing_id)
+    both.feed([traffic.get(chunk).encode()] for chunk in traffic.chunks()[:5])
+    assert (both.served, both.left) == (served, 5 - served)
+
+
 class AnyLength(int):
     def __ne__(self, other: object) -> bool:
         return False

@@ -165,6 +165,13 @@ def test_a_header_that_speaks_of_too_much_allocates_nothing(tmp_path: Path) -> N
         checkpoint_files.read_tensors(tmp_path / "x", stamp)
 
 
+@pytest.mark.parametrize("says", [0, 1, 1 << 20, 1 << 62])
+def test_a_length_of_a_header_that_cannot_be_is_found_before_it_is_read(tmp_path: Path, says: int) -> None:
+    (tmp_path / "x").write_bytes(says.to_bytes(8, "little") + b"{}")
+    with pytest.raises(checkpoint_files.CheckpointError, match="does not begin as a file of tensors does"):
+        checkpoint_files.read_tensors(tmp_path / "x", checkpoint_files.CheckpointStamp(10, "0"))
+
+
 @pytest.mark.parametrize("header", ["[" * 4000, '{"theta":{"dtype":"F32","shape":[Infinity]}}'])
 def test_a_header_of_any_bytes_is_a_damaged_checkpoint_and_no_other_error(tmp_path: Path, header: str) -> None:
     """Found by reading: these two ended the new process, where the checkpoint before was whole."""
@@ -375,6 +382,17 @@ def test_a_second_process_is_refused_and_the_end_of_the_first_lets_it_in(
     assert is_refused()
     store.close()
     assert not is_refused()
+
+
+def test_who_is_refused_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(file: int, how: int) -> None:
+        raise BlockingIOError
+
+    monkeypatch.setattr(checkpoint_files.fcntl, "lockf", taken)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ConfigError, match="another process"):
+        checkpoint_files.CheckpointStore(tmp_path, 2)
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_program_that_fails_ends_also_while_the_disk_refuses_a_pushs_record(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from support.cluster_bench import DIGESTS, ClusterBench, LeasedClusterBench, pha
 
 from dips.core import messages
 from dips.core.errors import RefusalCode
-from dips.core.ids import PushId, Version
+from dips.core.ids import Incarnation, PushId, Version
 from dips.worker.state.effects import Cancel, CopyBase, CopyParameters, InstallMode, Record, Stepped
 from dips.worker.state.shared import SessionPhase
 
@@ -221,4 +221,12 @@ def test_own_data_needs_no_second_join_after_a_rollback() -> None:
     life.goes_on("await")
     taken(life, push)
     assert life.pulled().mode is InstallMode.REPLACE
+    assert life.phase is SessionPhase.TRAINING
+
+
+def test_another_push_that_must_be_decided_first_ends_the_donation(life: LeasedClusterBench) -> None:
+    life.donate()
+    other = PushId(life.session.config.cluster_id, Incarnation(1, 9), 3)
+    life.answer(messages.BeginPushRequest, messages.BeginPushReply(other))
+    assert life.session.pushing.open is None
     assert life.phase is SessionPhase.TRAINING

@@ -279,6 +279,7 @@ def test_a_loss_on_a_device_is_not_read_at_each_step(monkeypatch: pytest.MonkeyP
         ({"tokens_per_step": 8.5}, r"tokens_per_step is 8.5: .* a whole number of at least 1"),
         ({"tokens_per_step": 1, "steps": -1}, "steps is -1"),
         ({"tokens_per_step": 1, "wire_dtype": "int2"}, "'int2': give one of float32, bfloat16, int8, int4"),
+        ({"tokens_per_step": 1, "buffers": "mine"}, 'buffers is \'mine\': give "own", or "average"'),
         ({"tokens_per_step": 1, "master": "8.8.8.8:1", "cluster_id": "a", "insecure": True}, "loopback"),
         ({"tokens_per_step": 1, "master": "127.0.0.1:1"}, "DIPS_CLUSTER"),
     ],
@@ -299,6 +300,7 @@ def test_arguments_that_cannot_work_are_refused_at_once(arguments: dict[str, obj
         ({"keys": "nowhere", "insecure": None}, "nowhere/ca.crt cannot be read"),
         ({"resume": True}, "resuming needs checkpoints: give checkpoint_dir=, or leave out resume="),
         ({"outer_lr": -1.0}, "dips.DiLoCo: outer_lr = -1.0: "),
+        ({"state": {"scheduler": 3}}, "state 'scheduler' is a int: give an object with state_dict()"),
         ({"master": "10.0.0.1:1"}, "give keys= instead of insecure="),
     ],
 )
@@ -316,6 +318,18 @@ def test_a_wrong_setting_names_the_keyword_argument_and_no_option(
         pass
     assert sentence in str(caught.value)
     assert "--" not in str(caught.value)
+
+
+class ZeroRedundancyOptimizer(torch.optim.SGD):
+    pass
+
+
+def test_an_optimizer_that_cuts_its_state_is_refused_before_anything_is_joined() -> None:
+    model = make()[0]
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), lr=0.1)
+    where = {"master": "127.0.0.1:1", "cluster_id": "a", "insecure": True}
+    with pytest.raises(ConfigError, match="ZeroRedundancyOptimizer cuts"):
+        dips.DiLoCo(model, optimizer, tokens_per_step=8, **where).__enter__()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dips.core.errors import FatalError
@@ -18,14 +19,14 @@ from dips.worker.parallel.rank_part import follow
 from dips.worker.parallel.ranks import PATIENCE, SILENCE, Ranks
 
 
-def as_two_ranks(monkeypatch: pytest.MonkeyPatch, *calls: Callable[[Ranks], None]) -> None:
+def as_ranks(monkeypatch: pytest.MonkeyPatch, *calls: Callable[[Ranks], None]) -> None:
     """Each call is made on a rank of its own; returns when all have ended."""
     here, store = threading.local(), dist.HashStore()  # type: ignore[attr-defined]
     monkeypatch.setattr(dist, "get_rank", lambda: here.rank)
 
     def run(rank: int) -> None:
         here.rank = rank
-        ranks = Ranks((0, 1), store)
+        ranks = Ranks(range(len(calls)), store)
         try:
             calls[rank](ranks)
         finally:
@@ -51,7 +52,24 @@ def test_a_follower_of_which_the_leader_is_gone_without_a_word_ends(monkeypatch:
         finally:
             ended.set()
 
-    as_two_ranks(monkeypatch, lead, hear)
+    as_ranks(monkeypatch, lead, hear)
+
+
+def test_orders_of_any_length_and_copies_reach_every_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = [b"", b"short", bytes(range(256)) * 256]
+    copies: dict[int, torch.Tensor] = {rank: torch.full((2, 3), float(rank)) for rank in range(3)}
+
+    def lead(ranks: Ranks) -> None:
+        for order in orders:
+            ranks.say(order)
+        ranks.copy(copies[0], (0, 1, 2))
+
+    def follows(ranks: Ranks) -> None:
+        assert [ranks.hear(PATIENCE) for _ in orders] == orders
+        ranks.copy(copies[ranks.rank], (0, 1, 2))
+
+    as_ranks(monkeypatch, lead, follows, follows)
+    assert not any(copy.any() for copy in copies.values())
 
 
 class Leader:

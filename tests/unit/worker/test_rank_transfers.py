@@ -11,13 +11,13 @@ from dips.core.layout import Layout, Parameter
 from dips.core.messages import Caller, PlacementSpec, Settings, SlaveAddress, Ticket
 from dips.core.observe.tape import Tape
 from dips.core.wire import Codec
-from dips.worker.commands import KeepPush, Send, ShareOut
+from dips.worker.commands import Cancel, KeepPush, Send, ShareOut
 from dips.worker.link_counts import LinkCounts, TransferDirection
 from dips.worker.parallel.meetings import Report, Stage
 from dips.worker.parallel.orders import from_bytes
 from dips.worker.parallel.part_ends import PartEnd
 from dips.worker.parallel.rank_part import LeadingPart
-from dips.worker.state.effects import Done, Event
+from dips.worker.state.effects import Done, Event, Failed
 from dips.worker.state.waiting import GivenTimes, times_of
 
 LAYOUT = Layout((Parameter("w", (4, 4), "float32", "w"),), block_elems=8)
@@ -37,6 +37,7 @@ class TwoRanks:
 
     def __init__(self) -> None:
         self.ended: dict[int, float] = {}
+        self.failed: set[int] = set()
         self.done: list[object] = []
         """What both ranks were told, and did."""
 
@@ -53,11 +54,13 @@ class TwoRanks:
     def record(self, tape: Tape, links: LinkCounts | None) -> None: ...
 
     def reports(self) -> list[Report]:
-        stages = [Stage.MOVED if rank in self.ended else Stage.UNDER_WAY for rank in range(2)]
+        moved = [Stage.MOVED if rank in self.ended else Stage.UNDER_WAY for rank in range(2)]
+        stages = [Stage.FAILED if rank in self.failed else stage for rank, stage in enumerate(moved)]
         return [Report(job=7, stage=stage) for stage in stages]
 
     def ends(self, job: int) -> list[PartEnd]:
-        return [PartEnd(job, rank, checksums={CHUNKS[rank]: 5}, seconds=s) for rank, s in self.ended.items()]
+        failed = [PartEnd(job, rank, failure="slave s0 is gone") for rank in self.failed]
+        return [PartEnd(job, rank, checksums={CHUNKS[rank]: 5}, seconds=s) for rank, s in self.ended.items()] + failed
 
     def bytes_of_ranks(self, wire: Codec, n_parts: int) -> list[int]:
         assert wire is Codec.BF16
@@ -91,6 +94,21 @@ def test_the_leader_names_the_late_rank_and_counts_what_each_has_moved() -> None
     leading.do(SEND)
     assert after(3.0) == (), "the ranks have ended an earlier transfer, which says nothing of this one"
     assert links.ranks[0].n_bytes == {TransferDirection.PUSH: 32}
+
+
+def test_a_part_that_failed_ends_the_parts_of_all_ranks_at_once() -> None:
+    ranks, events = TwoRanks(), list[Event]()
+    leading = LeadingPart(cast(Any, ranks), cast(Any, ranks), ManualClock())
+    leading.begin(events.append, Tape(None, "worker", ""), LinkCounts())
+    leading.do(ShareOut(4096))
+    leading.do(SEND)
+    ranks.failed.add(1)
+    leading.heard(ranks.reports())
+    leading.look()
+    (failed,) = events
+    assert isinstance(failed, Failed)
+    assert (failed.job, "slave s0 is gone" in failed.sentence) == (SEND.job, True)
+    assert ranks.done[-1] == Cancel(SEND.job), "the other rank would go on"
 
 
 def test_all_ranks_keep_the_push_before_training_goes_on_and_none_does_when_they_no_longer_follow() -> None:

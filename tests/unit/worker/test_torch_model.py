@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from dips.core.errors import ConfigError, Refused
-from dips.worker.torch_model import TorchParameters, _groups, wait_for
+from dips.worker.torch_model import TorchParameters, _groups, plain_model, plain_optimizer, refuse_shards, wait_for
 
 
 class Tied(torch.nn.Module):
@@ -183,6 +184,48 @@ def test_sharded_parameters_are_refused() -> None:
     model.embedding.weight.device_mesh = "a mesh"  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="sharded"):
         store(model)
+
+
+def test_wrappers_of_trainers_are_removed_and_no_others() -> None:
+    model = Tied()
+    compiled = torch.nn.Module()
+    compiled._orig_mod = torch.nn.DataParallel(model)
+    assert plain_model(torch.nn.DataParallel(compiled)) is plain_model(model) is model
+    inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    of_lightning = kind_of(torch.optim.SGD, "LightningOptimizer", "lightning.core")(model.parameters(), lr=0.1)
+    assert plain_optimizer(of_lightning) is of_lightning, "it wraps nothing"
+    of_lightning.optimizer = inner
+    of_accelerate = kind_of(torch.optim.SGD, "Accelerated", "accelerate.optimizer")(model.parameters(), lr=0.1)
+    of_accelerate.optimizer = of_lightning
+    assert plain_optimizer(of_accelerate) is inner
+    another = kind_of(torch.optim.SGD, "Averaging", "a.library")(model.parameters(), lr=0.1)
+    another.optimizer = inner
+    assert plain_optimizer(another) is another
+
+
+def kind_of(base: type, name: str, module: str = "a.library") -> Any:
+    return type(name, (base,), {"__module__": module})
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "named"),
+    [
+        ("FullyShardedDataParallel", "SGD", "FullyShardedDataParallel"),
+        ("DeepSpeedEngine", "SGD", "DeepSpeedEngine"),
+        ("PipelineEngine", "SGD", "PipelineEngine"),
+        ("Linear", "ZeroRedundancyOptimizer", "ZeroRedundancyOptimizer"),
+        ("Linear", "DeepSpeedOptimizerWrapper", "DeepSpeedOptimizerWrapper"),
+        ("Linear", "deepspeed.FusedAdam", "DeepSpeed"),
+        ("Linear", "SGD", ""),
+    ],
+)
+def test_shards_in_a_form_of_their_own_are_refused_by_name(model: str, optimizer: str, named: str) -> None:
+    """Also where the wrapper is inside of the model, as of FSDP1 with each layer wrapped."""
+    library, _, kind = optimizer.rpartition(".")
+    whole = torch.nn.Sequential(kind_of(torch.nn.Linear, model)(2, 2))
+    stepping = kind_of(torch.optim.SGD, kind, f"{library or 'torch'}.ops.adam")(whole.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=f"^{named} cuts") if named else contextlib.nullcontext():
+        refuse_shards(whole, stepping)
 
 
 def test_copies_are_waited_for_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:

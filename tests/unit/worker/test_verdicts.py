@@ -392,3 +392,29 @@ def test_fixed_h_counts_from_the_push_and_dynamic_h_from_the_pull() -> None:
         assert phase_of(life) is SessionPhase.TRAINING
         life.train(1)
         assert phase_of(life) is SessionPhase.BEGINNING_PUSH
+
+
+def test_an_undecided_push_of_another_life_is_awaited_and_the_work_of_ours_is_pushed_after_it(
+    life: LeasedClusterBench,
+) -> None:
+    tokens = life.push_begun().tokens
+    life.fenced()
+    other = PushId(life.session.config.cluster_id, Incarnation(1, 9), 3)
+    life.join(other)
+    assert life.asked(messages.AwaitVerdictRequest).push == other
+    life.judged("await", life.verdict(messages.VerdictKind.ABORTED, other))
+    life.pass_s(30.0)
+    assert life.asked(messages.BeginPushRequest).tokens == tokens
+
+
+def test_a_push_whose_verdict_the_master_forgot_is_pulled_for_no_more(life: LeasedClusterBench) -> None:
+    """It asked for a pull that keeps later steps; the master's disk was restored, and its fence decides."""
+    life.awaiting()
+    life.train(1)
+    life.decide(messages.VerdictKind.APPLIED)
+    assert life.asks(messages.BeginPullRequest)
+    life.fenced()
+    life.fence -= 1
+    life.join(None)
+    assert life.phase is SessionPhase.TRAINING
+    assert not life.asks(messages.BeginPullRequest)

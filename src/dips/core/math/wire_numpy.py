@@ -94,8 +94,7 @@ def _quantised(codec: Codec, values: F32) -> tuple[F32, I8]:
     largest[largest < SMALLEST] = 0
     with np.errstate(all="ignore"):
         scales = np.where(np.isfinite(largest), largest / top, np.float32(np.nan))
-        inverse = np.where(scales > 0, top / largest, np.float32(0))
-        codes = np.where(scales[:, None] > 0, np.rint(blocks * inverse[:, None]), np.float32(0))
+        codes = np.where(scales[:, None] > 0, np.rint(blocks * (top / largest)[:, None]), np.float32(0))
     return scales, codes.astype(np.int8).reshape(-1)[: len(values)]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dips.core.errors import ConfigError
 from dips.core.messages import SlaveAddress
 
-_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.ASCII)
+_SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*://", re.ASCII)
 MAX_PORT = 65535
 
 
@@ -23,7 +23,7 @@ def parse_address(address: str, what: str = "address") -> tuple[str, int]:
 
     Raises ConfigError, which names `what`, for anything else. Port 0 is allowed: it means "choose one".
     """
-    bare = _SCHEME.sub("", address, count=1)
+    bare = _SCHEME.sub("", address)
     host, colon, port = bare.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -74,7 +74,7 @@ def require_loopback(address: str, what: str) -> None:
 
 
 def _host_of(address: str) -> str:
-    bare = _SCHEME.sub("", address, count=1)
+    bare = _SCHEME.sub("", address)
     if bare.count(":") == 1 or bare.startswith("["):
         return parse_address(bare)[0] if not bare.endswith("]") else bare[1:-1]
     return bare
