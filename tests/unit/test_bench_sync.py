@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import bench_sync
 import pytest
+from peers.party import Failed
+from peers.stages import Stage
 
 OPTIONS = argparse.Namespace(cycles=2, rounds=2, pause=0.0, directory=None, gate=0.0, foreign=0.3)
 
@@ -20,17 +22,17 @@ def test_a_cycle_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
     took_s = {1: 99.0, 2: 3.0}
     cycles = 0
 
-    def make(directory: Path) -> AbstractContextManager[Any]:
+    def make(directory: Path) -> Any:
         nonlocal cycles
         cycles += 1
         cycle = cycles
 
         def turn(number: int, pause_s: float, gate: object) -> object:
             if (cycle, number) == (1, 3):
-                raise bench_sync.Failed("c1 ended")
+                raise Failed("c1 ended")
             return SimpleNamespace(took_s=(took_s[cycle],), cpu_s=1.0, peak_bytes=(5,), foreign=0.0)
 
-        stages = [bench_sync.Stage("send", 3.0, {"clusters": 1.0})]
+        stages = [Stage("send", 3.0, {"clusters": 1.0})]
         party = SimpleNamespace(turn=turn, model_bytes=[2], resident_bytes=dict, stages=lambda turn: stages)
         return nullcontext(party)
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from dips.planner.costs import NS, Costs, StageCost, Wire, uniform
+from dips.planner.costs import NS, Costs, Wire, uniform
 from dips.planner.errors import PlanError
-from dips.planner.ir import Kind, Op, Schedule
+from dips.planner.ir import Schedule
 from dips.planner.schedules.fixed import zb_h1
 from dips.planner.schedules.greedy import compact_zb
-from dips.planner.simulate import Timeline, simulate
+from dips.planner.simulate import simulate
 from dips.planner.sweep import ACTIVATION, Case
 from dips.planner.validate import peaks, validate
 
@@ -84,48 +82,3 @@ def test_what_the_text_says_of_the_groups_in_figure_6() -> None:
     at = third.index("I2")
     assert third[at : at + 4] == ["I2", "W0", "F5", "I3"]
     assert {"W1", "W2"} <= set(third[at + 4 :])
-
-
-def ready_ns(timeline: Timeline, costs: Costs) -> dict[Op, int]:
-    """When the input of each F and D was on its device."""
-    last = timeline.schedule.n_stages - 1
-    ends = {
-        op: end
-        for order, row in zip(timeline.schedule.orders, timeline.ends, strict=True)
-        for op, end in zip(order, row, strict=True)
-    }
-    arrives = {message.op: message.arrives_ns for message in timeline.messages}
-    found = {}
-    for op in ends:
-        if op.kind is Kind.W or (op.kind is Kind.F and op.stage == 0):
-            found[op] = 0 if op.kind is Kind.F else ends[op._replace(kind=Kind.D)]
-        elif op.kind is Kind.D and op.stage == last:
-            found[op] = ends[op._replace(kind=Kind.F)]
-        else:
-            before = op._replace(stage=op.stage + (1 if op.kind is Kind.D else -1))
-            found[op] = arrives.get(before, ends[before])
-    return found
-
-
-@settings(max_examples=60)
-@given(
-    st.integers(1, 5),
-    st.integers(1, 7),
-    st.lists(st.tuples(*[st.integers(1, 9)] * 5), min_size=5, max_size=5),
-)
-def test_f_before_d_before_w(devices: int, microbatches: int, numbers: list[tuple[int, int, int, int, int]]) -> None:
-    """With ample memory no device runs anything while something more urgent is there, and none waits while a W is."""
-    stages = tuple(StageCost(f, d, w, 2, 1) for f, d, w, _, _ in numbers[:devices])
-    pairs = [(a, b) for a in range(devices) for b in (a - 1, a + 1) if 0 <= b < devices]
-    costs = Costs(stages, {(a, b): Wire(9 * a + b, numbers[a][3], numbers[b][4]) for a, b in pairs})
-    schedule = compact_zb(devices, microbatches, costs, [2 * microbatches] * devices)
-    timeline = validate(schedule, costs, [2 * microbatches] * devices)
-    ready, urgency = ready_ns(timeline, costs), [Kind.F, Kind.D, Kind.W]
-    for device, order in enumerate(schedule.orders):
-        free = 0
-        for at, op in enumerate(order):
-            start = timeline.starts[device][at]
-            for later in order[at + 1 :]:
-                assert ready[later] >= start or urgency.index(later.kind) >= urgency.index(op.kind), (op, later)
-                assert start == free or ready[later] >= start, "no device waits while something is ready"
-            free = timeline.ends[device][at]

@@ -16,7 +16,7 @@ from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import StatusReply
 from dips.core.observe.tape import Tape, read_tape
-from dips.trainer.evaluate import Follower, next_version
+from dips.trainer.evaluate import Follower
 
 LAYOUT = Layout((Parameter("w", (2,), "float32", "w"),))
 
@@ -95,24 +95,6 @@ def evaluated(tape: Path) -> list[tuple[str, int, float]]:
 
 def versions(tape: Path) -> list[str]:
     return [version for version, _, _ in evaluated(tape)]
-
-
-@pytest.mark.parametrize(
-    ("published", "last", "wanted"),
-    [
-        (None, None, None),
-        (v(0), None, v(0)),
-        (v(3), None, v(3)),
-        (v(3), v(3), None),
-        (v(4), v(3), v(4)),
-        (v(9), v(3), v(4)),
-        (v(1, timeline=2), v(3), v(1, timeline=2)),
-    ],
-)
-def test_the_next_version_is_the_one_after_the_last(
-    published: Version | None, last: Version | None, wanted: Version | None
-) -> None:
-    assert next_version(published, last) == wanted
 
 
 AWAY = RetryLater("no process answers", 1.0)
