@@ -34,7 +34,9 @@ class MasterProcess:
         with self.log_path.open("ab") as log:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", "support.master_process", str(directory), *knobs],
-                **{"stdout": log, "stderr": log, "env": {**os.environ, "PYTHONPATH": str(TESTS)}},
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": str(TESTS)},
             )
 
     @property
