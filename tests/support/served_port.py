@@ -186,7 +186,8 @@ class TwinLoop(BehindLoop):
         self._memory = Memory()
         self._zmq = CheckedZmq(self._memory)
         self._end = self._zmq.socket()
-        for array in (rows, *kept.thetas, *kept.differences):
+        arrays: list[NDArray[Any]] = [rows, *kept.thetas, *kept.differences]
+        for array in arrays:
             self._memory.add(array)
         twins = Twins(self._memory, self._zmq.functions, {xxh3_numba.xxh3: self._checksum, **instead})
         self._patch = pytest.MonkeyPatch()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import types
 import typing
 from typing import Any
 
@@ -26,6 +28,23 @@ each_class = pytest.mark.parametrize("kind", CODECS, ids=lambda kind: kind.__nam
 def test_a_value_survives_the_wire(kind: type[Any], data: st.DataObject) -> None:
     value = data.draw(values_of(kind))
     # By repr, because NaN is not equal to itself.
+    assert repr(decode(encode(value), kind)) == repr(value)
+
+
+def alternatives() -> list[tuple[type[Any], str, type[Any]]]:
+    """Each message that a field of another message may hold where there is a choice."""
+    hints = [(kind, name, hint) for kind in CODECS for name, hint in typing.get_type_hints(kind).items()]
+    choices = [each for each in hints if typing.get_origin(each[2]) in (types.UnionType, typing.Union)]
+    return [(kind, name, one) for kind, name, hint in choices for one in typing.get_args(hint) if one in CODECS]
+
+
+@pytest.mark.parametrize(("kind", "field", "alternative"), alternatives())
+@settings(max_examples=2)
+@given(data=st.data())
+def test_each_alternative_of_a_field_survives_the_wire(
+    kind: type[Any], field: str, alternative: type[Any], data: st.DataObject
+) -> None:
+    value = dataclasses.replace(data.draw(values_of(kind)), **{field: data.draw(values_of(alternative))})
     assert repr(decode(encode(value), kind)) == repr(value)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, model_validator
 
-from dips.core.config import Knobs, Loaded, SettingsFile, load, load_table
+from dips.core.config import Knobs, Loaded, SettingsFile, environment_name, load, load_table
 from dips.core.errors import ConfigError
 from dips.core.units import Bytes, Seconds
 
@@ -215,3 +215,7 @@ def test_a_table_that_only_a_file_can_hold_is_read_with_its_place() -> None:
         load_table(Oven, {}, "run.toml [[ovens]] 2")
     with pytest.raises(ConfigError, match=r"^t: shelves = 0: Input should be"):
         load_table(Oven, {"name": "a", "shelves": 0}, "t")
+
+
+def test_a_section_of_any_name_has_a_variable_that_a_shell_can_set() -> None:
+    assert environment_name("side-oven.left", "heat_s") == "DIPS_SIDE_OVEN_LEFT_HEAT_S"

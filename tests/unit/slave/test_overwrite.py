@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dips.slave import disk as module
-from dips.slave.disk import SECTOR_BYTES, overwrite
+from dips.slave.disk import SECTOR_BYTES, LocalDisk, overwrite
 
 PIECE = 4096
 OLD = 255
@@ -178,3 +178,14 @@ def test_what_is_raised_by_the_one_who_sees_the_bytes_is_not_swallowed(
     for length in (PIECE, 3 * PIECE):
         with pytest.raises(ValueError, match="seen"):
             overwrite(file_of(tmp_path, 1 << 16), 0, pages[:length], fail, straight)
+
+
+def test_what_a_file_lacks_is_known_before_it_is_written(tmp_path: Path) -> None:
+    disk, n_bytes = LocalDisk(tmp_path), 1 << 20
+    assert disk.missing_bytes("none", n_bytes) == n_bytes
+    for name, room in (("whole", n_bytes), ("half", n_bytes // 2), ("larger", 2 * n_bytes)):
+        disk.allocate(name, room)
+    (tmp_path / "hole").touch()
+    os.truncate(tmp_path / "hole", n_bytes)
+    lacks = {name: disk.missing_bytes(name, n_bytes) for name in ("whole", "half", "larger", "hole")}
+    assert lacks == {"whole": 0, "half": n_bytes // 2, "larger": 1, "hole": n_bytes}

@@ -62,8 +62,10 @@ def test_a_promise_is_said_only_when_it_is_durable() -> None:
     assert only(out, effects.SavePromise) == [effects.SavePromise(7)]
     assert said(out) == []
     assert bench.state.caller().epoch == 0
+    assert not runs(bench.command(configure()), messages.Configure), "a command of a master that has no promise yet"
     out = bench.give(events.PromiseSaved(7))
     assert said(out) == [messages.Promised(7)]
+    assert runs(out, messages.Configure)
     assert effects.Serve(7) in out
     assert bench.state.caller().epoch == 7
 

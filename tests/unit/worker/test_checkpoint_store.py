@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import shutil
@@ -388,7 +389,7 @@ def test_who_is_refused_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.
     def taken(file: int, how: int) -> None:
         raise BlockingIOError
 
-    monkeypatch.setattr(checkpoint_files.fcntl, "lockf", taken)
+    monkeypatch.setattr(fcntl, "lockf", taken)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(ConfigError, match="another process"):
         checkpoint_files.CheckpointStore(tmp_path, 2)

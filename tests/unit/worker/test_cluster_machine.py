@@ -233,6 +233,16 @@ def test_an_incomplete_push_is_completed_with_the_same_ticket(life: ClusterBench
     life.admitted()
 
 
+def test_a_pull_that_fails_gives_its_version_back_and_is_asked_for_again(life: ClusterBench) -> None:
+    life.awaiting()
+    life.decide(messages.VerdictKind.APPLIED)
+    life.grant()
+    life.fail(messages.PullGrant)
+    assert life.asked(messages.FinishPullRequest).pin_id == 7
+    life.pass_s(1.0)
+    assert life.asks(messages.BeginPullRequest)
+
+
 def test_a_version_that_is_gone_is_replaced_by_the_newest(life: ClusterBench) -> None:
     life.awaiting()
     life.decide(messages.VerdictKind.APPLIED)

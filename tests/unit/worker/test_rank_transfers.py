@@ -11,13 +11,13 @@ from dips.core.layout import Layout, Parameter
 from dips.core.messages import Caller, PlacementSpec, Settings, SlaveAddress, Ticket
 from dips.core.observe.tape import Tape
 from dips.core.wire import Codec
-from dips.worker.commands import Cancel, KeepPush, Send, ShareOut
+from dips.worker.commands import KeepPush, Send, ShareOut
 from dips.worker.link_counts import LinkCounts, TransferDirection
 from dips.worker.parallel.meetings import Report, Stage
 from dips.worker.parallel.orders import from_bytes
 from dips.worker.parallel.part_ends import PartEnd
 from dips.worker.parallel.rank_part import LeadingPart
-from dips.worker.state.effects import Done, Event, Failed
+from dips.worker.state.effects import Cancel, Done, Event, Failed
 from dips.worker.state.waiting import GivenTimes, times_of
 
 LAYOUT = Layout((Parameter("w", (4, 4), "float32", "w"),), block_elems=8)

@@ -192,8 +192,9 @@ def test_wrappers_of_trainers_are_removed_and_no_others() -> None:
     compiled._orig_mod = torch.nn.DataParallel(model)
     assert plain_model(torch.nn.DataParallel(compiled)) is plain_model(model) is model
     inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    of_lightning = kind_of(torch.optim.SGD, "LightningOptimizer", "lightning.core")(model.parameters(), lr=0.1)
-    assert plain_optimizer(of_lightning) is of_lightning, "it wraps nothing"
+    lightning = kind_of(torch.optim.SGD, "LightningOptimizer", "lightning.core")
+    wraps_nothing, of_lightning = (lightning(model.parameters(), lr=0.1) for _ in range(2))
+    assert plain_optimizer(wraps_nothing) is wraps_nothing
     of_lightning.optimizer = inner
     of_accelerate = kind_of(torch.optim.SGD, "Accelerated", "accelerate.optimizer")(model.parameters(), lr=0.1)
     of_accelerate.optimizer = of_lightning

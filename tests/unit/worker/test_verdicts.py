@@ -418,3 +418,12 @@ def test_a_push_whose_verdict_the_master_forgot_is_pulled_for_no_more(life: Leas
     life.join(None)
     assert life.phase is SessionPhase.TRAINING
     assert not life.asks(messages.BeginPullRequest)
+
+
+def test_a_pull_for_a_stale_push_is_asked_for_again_after_a_join(life: LeasedClusterBench) -> None:
+    life.push_begun()
+    stale = messages.Stale(messages.StaleKind.VERSIONS, "not your base")
+    life.answer(messages.BeginPushRequest, messages.BeginPushReply(stale))
+    life.fenced()
+    life.join(None)
+    assert (life.phase, life.asks(messages.BeginPullRequest)) == (SessionPhase.PULLING, True)
