@@ -26,7 +26,7 @@ from dips.core.messages import (
     SlaveStatus,
     StatusReply,
 )
-from dips.core.net.addresses import is_elsewhere, is_loopback_endpoint, needs_ipv6, parse_address, why_unreachable
+from dips.core.net.addresses import addresses_of, is_elsewhere, is_loopback_endpoint, parse_address, why_unreachable
 from dips.core.net.security import Identity, Role, Security
 from dips.core.net.tls_probe import why_not_let_in
 from dips.core.net.zmq_sockets import CurvePair, as_client, pair_for
@@ -110,10 +110,13 @@ def _slaves(master: str, security: Security, link_bits_per_s: float | None, fact
             elif elsewhere and is_loopback_endpoint(slave.data_endpoint):
                 yield fail("slaves", *why_unreachable(master, slave.slave_id, slave.data_endpoint))
             else:
-                reached = network.dialled(slave.data_endpoint)
+                places = {place: network.dialled(place) for place in addresses_of(slave.data_endpoint)}
+                place, reached = next((one for one in places.items() if one[1].listens), next(iter(places.items())))
                 if reached.round_trip_s is not None and (link_bits_per_s or is_elsewhere(slave.data_endpoint)):
                     trips_s.append(reached.round_trip_s)
-                yield _judge_slave(slave, reached, curve, keys.get(slave.slave_id))
+                yield _judge_slave(slave, place, reached, curve, keys.get(slave.slave_id))
+                if reached.listens:
+                    yield from _judge_other_addresses(slave, places)
     if trips_s:
         yield _judge_buffers(facts, link_bits_per_s, max(trips_s))
 
@@ -149,8 +152,24 @@ def _reading(
                     stubs.call(FinishPullRequest(caller, grant.pin_id, True), CALL_S)
 
 
-def _judge_slave(slave: SlaveStatus, reached: Reached, curve: CurvePair | None, key: bytes | None) -> Finding:
-    """key: the slave's, as the master names it; None while nothing can be read yet."""
+def _judge_other_addresses(slave: SlaveStatus, places: Mapping[str, Reached]) -> Findings:
+    """Those of the same name: transfers try them in turn, and lose time at one that does not answer."""
+    for place, reached in places.items():
+        if not reached.listens:
+            yield warn(
+                "slaves",
+                f"the data port of slave {slave.slave_id} has several addresses, and {place} cannot be reached from "
+                f"here: {reached.why or 'nothing listens there'}",
+                f"take that address out of the name in {slave.data_endpoint} (DNS, /etc/hosts), or open the way to it",
+            )
+
+
+def _judge_slave(
+    slave: SlaveStatus, place: str, reached: Reached, curve: CurvePair | None, key: bytes | None
+) -> Finding:
+    """place: its address that was reached. key: the slave's, as the master names it; None while nothing can be read
+    yet.
+    """
     who, endpoint = f"the data port of slave {slave.slave_id}", slave.data_endpoint
     if reached.round_trip_s is None or not reached.listens:
         why = reached.why or "nothing listens there"
@@ -160,7 +179,7 @@ def _judge_slave(slave: SlaveStatus, reached: Reached, curve: CurvePair | None, 
     if key is None:
         sentence = f"{who} at {endpoint} answers, {trip}; its keys are tried once a version is published"
         return ok("slaves", sentence)
-    if why := _why_no_handshake(endpoint, curve, key):
+    if why := _why_no_handshake(place, curve, key):
         remedy = "see that nothing else listens at that address and port, and ask again; else see the slave's log"
         return fail("slaves", f"{who} at {endpoint} answers, {trip}, but {why}", remedy)
     return ok("slaves", f"{who} at {endpoint} accepts these keys, {trip}")
@@ -189,7 +208,7 @@ def _first_event(
     """The first event of one connection; 0 when there was none."""
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
-    dealer.setsockopt(zmq.IPV6, int(needs_ipv6(endpoint)))
+    dealer.setsockopt(zmq.IPV6, int("[" in endpoint))
     if curve is not None:
         as_client(dealer, curve, key)
     monitor = dealer.get_monitor_socket(sum(_WATCHED))

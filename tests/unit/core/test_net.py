@@ -102,27 +102,23 @@ def test_a_process_that_listens_on_all_addresses_says_so(listen: str, dialled: s
     assert addresses.shown_listening(listen, dialled) == text
 
 
-@pytest.mark.parametrize(
-    ("families", "wanted"),
-    [
-        ([socket.AF_INET], False),
-        ([socket.AF_INET6, socket.AF_INET], False),
-        ([socket.AF_INET6], True),
-        ([], False),
-    ],
-)
-def test_a_name_is_dialled_over_ipv6_where_it_has_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, families: list[socket.AddressFamily], wanted: bool
-) -> None:
+def test_a_name_has_all_its_addresses_those_of_ipv4_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {
+        "s0.example": ["2001:db8::7", "192.0.2.7", "192.0.2.8", "192.0.2.7"],
+        "192.0.2.9": ["192.0.2.9"],
+        "2001:db8::9": ["2001:db8::9"],
+    }
+
     def answered(host: str, port: int, **options: object) -> list[tuple[object, ...]]:
-        if not families:
+        if host not in found:
             raise socket.gaierror(socket.EAI_NONAME, "not known")
-        return [(family, socket.SOCK_STREAM, 6, "", ()) for family in families]
+        return [(socket.AF_INET6 if ":" in at else socket.AF_INET, 1, 6, "", (at, port)) for at in found[host]]
 
     monkeypatch.setattr(socket, "getaddrinfo", answered)
-    assert addresses.needs_ipv6("tcp://slave-0.example.org:29500") is wanted
-    assert addresses.needs_ipv6("tcp://[2001:db8::7]:29500")
-    assert not addresses.needs_ipv6("tcp://192.0.2.7:29500")
+    of = addresses.addresses_of
+    assert of("tcp://s0.example:295") == ["tcp://192.0.2.7:295", "tcp://192.0.2.8:295", "tcp://[2001:db8::7]:295"]
+    for same in ("tcp://192.0.2.9:1", "tcp://[2001:db8::9]:1", "tcp://unknown.example:1"):
+        assert of(same) == [same]
 
 
 class Watched:

@@ -440,6 +440,7 @@ REACHED = {
     "tcp://10.1.2.3:1": network.Reached(0.02, True),
     "tcp://10.1.2.3:2": network.Reached(None, False, "no answer"),
     "tcp://10.1.2.3:3": network.Reached(0.02, False),
+    "tcp://10.1.2.4:7": network.Reached(None, False, "no answer within 2 s"),
 }
 SLAVES = (
     SlaveStatus("s0", None, True, data_endpoint="tcp://10.1.2.3:1"),
@@ -493,6 +494,17 @@ def test_what_a_joining_cluster_would_meet_is_told(monkeypatch: pytest.MonkeyPat
     assert "cannot be reached from here: nothing listens there" in slaves[2]
     assert "slave s3 is away" in slaves[3]
     assert "s5" in slaves[5]
+
+
+def test_each_address_of_a_slaves_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    slave = SlaveStatus("s6", None, True, data_endpoint="tcp://slaves.example:7")
+    monkeypatch.setattr(joining, "addresses_of", lambda endpoint: ["tcp://10.1.2.4:7", "tcp://10.1.2.5:7"])
+    told = joined(monkeypatch, dataclasses.replace(EMPTY, slaves=(slave,)))
+    assert [one.partition(" ")[0] for one in told[2:]] == ["OK", "WARN"]
+    assert "tcp://10.1.2.4:7 cannot be reached from here: no answer within 2 s" in told[3]
+    monkeypatch.setattr(joining, "addresses_of", lambda endpoint: ["tcp://10.1.2.4:7", "tcp://10.1.2.3:3"])
+    told = joined(monkeypatch, dataclasses.replace(EMPTY, slaves=(slave,)))
+    assert [one.partition(" ")[0] for one in told[2:]] == ["FAIL"]
 
 
 def test_a_run_that_cannot_be_joined_is_told(monkeypatch: pytest.MonkeyPatch, keys: Path) -> None:

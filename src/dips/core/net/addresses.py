@@ -105,21 +105,19 @@ def is_elsewhere(address: str) -> bool:
     return bool(rows) and not any(_is_own(family, place) for family, _, _, _, place in rows)
 
 
-def needs_ipv6(endpoint: str) -> bool:
-    """Whether "tcp://host:port" is an IPv6 address, or a name that has no others; False for a name that is not found.
+def addresses_of(endpoint: str) -> list[str]:
+    """ "tcp://ADDRESS:port" for each address of the name in "tcp://name:port", those of IPv4 first. The endpoint itself
+    for an address, and for a name that is not found.
 
-    For libzmq, which asks for addresses of one family.
+    For libzmq, which would try the first address alone, and those of one family.
     """
     host, port = parse_address(endpoint)
     try:
-        return ipaddress.ip_address(host).version == 6
-    except ValueError:
-        pass
-    try:
         rows = socket.getaddrinfo(host, port or 1, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        return False
-    return bool(rows) and all(family == socket.AF_INET6 for family, *_ in rows)
+        return [endpoint]
+    rows.sort(key=lambda row: row[0] == socket.AF_INET6)  # stable: within a family as the system prefers them
+    return list(dict.fromkeys(f"tcp://{format_address(str(place[0]), port)}" for *_, place in rows))
 
 
 def is_loopback_endpoint(endpoint: str) -> bool:

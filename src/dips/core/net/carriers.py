@@ -208,6 +208,7 @@ class _Carrier(ABC):
             if self._common.tell is not None:
                 self._tell(TELL_S)
         if transfer.done:
+            links.all_answered()
             for slave in transfer.slaves:
                 _ways.report(slave, "")
 

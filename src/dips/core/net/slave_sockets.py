@@ -13,7 +13,7 @@ import zmq
 
 from dips.core.errors import ConfigError
 from dips.core.messages import PlacementSpec, SlaveAddress
-from dips.core.net.addresses import needs_ipv6, require_loopback
+from dips.core.net.addresses import addresses_of, require_loopback
 from dips.core.net.data_header import MAX_HEADER_BYTES
 from dips.core.net.flow import MOST_REQUESTS
 from dips.core.net.zmq_sockets import NOW, NOW_MORE, CurvePair, Failure, Handshakes, Outgoing, as_client
@@ -26,6 +26,10 @@ RECONNECT_MS, MAX_RECONNECT_MS = 50, 1_000
 QUEUE_MESSAGES = 2 * MOST_REQUESTS + 2
 """libzmq reports to the writing side that messages were taken only once per half of the mark: with a mark of less than
 twice the unanswered messages, sending would be refused while the queue is nearly empty."""
+
+_last_good: dict[str, str] = {}
+"""By a slave's endpoint the address at which this process reached it last: each transfer has sockets of its own, and
+begins there."""
 
 Header = bytes
 Payload = memoryview
@@ -48,6 +52,8 @@ class SlaveSockets:
         self._addresses = {address.slave_id: address for address in placement.slaves}
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._handshakes: dict[str, Handshakes] = {}
+        self._places: dict[str, tuple[str, int]] = {}
+        """The address to which a slave's socket connects, and how many were tried before it."""
         self._away: set[str] = set()
         self._news: list[str] = []
         self._poller = zmq.Poller()
@@ -65,11 +71,14 @@ class SlaveSockets:
                 self.reconnect(slave)
 
     def reconnect(self, slave: str) -> None:
-        """Open a new socket, with a new routing id, so that late answers to the old one are lost."""
+        """Open a new socket, with a new routing id, so that late answers to the old one are lost; of a name with
+        several addresses to the next one.
+        """
         self._drop(slave)
         address = self._addresses[slave]
         if not address.data_endpoint:
             return  # the slave is away: the transfer will notice its silence
+        place = self._next_place(slave, address.data_endpoint)
         dealer = self._context.socket(zmq.DEALER)
         options = {
             zmq.LINGER: 0,  # what is not sent is sent again by the next attempt
@@ -79,7 +88,7 @@ class SlaveSockets:
             zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
             zmq.RECONNECT_IVL: RECONNECT_MS,
             zmq.RECONNECT_IVL_MAX: MAX_RECONNECT_MS,
-            zmq.IPV6: int(needs_ipv6(address.data_endpoint)),
+            zmq.IPV6: int("[" in place),
         }
         for option, value in options.items():
             dealer.setsockopt(option, value)
@@ -87,10 +96,23 @@ class SlaveSockets:
             as_client(dealer, self._curve, address.curve_key)
         self._handshakes[slave] = Handshakes(self._context, dealer, endings=True)
         self._poller.register(self._handshakes[slave].socket, zmq.POLLIN)
-        dealer.connect(address.data_endpoint)
+        dealer.connect(place)
         self._sockets[slave] = dealer
         self.changes += 1
         self._poller.register(dealer, zmq.POLLIN)
+
+    def _next_place(self, slave: str, endpoint: str) -> str:
+        good = _last_good.get(endpoint)
+        places = sorted(addresses_of(endpoint), key=lambda place: place != good)
+        _, tried = self._places.get(slave, ("", 0))
+        place = places[tried % len(places)]
+        self._places[slave] = place, tried + 1
+        return place
+
+    def all_answered(self) -> None:
+        """Each slave's socket has carried what it should: the next ones begin at the same addresses."""
+        for slave, (place, _) in self._places.items():
+            _last_good[self._addresses[slave].data_endpoint] = place
 
     def send(self, slave: str, header: Header, payload: Payload | None = None, *, copy: bool = False) -> None:
         """Send without blocking: a message that does not fit counts as lost, and is sent again after a silence.
