@@ -167,13 +167,13 @@ class Warm:
         told = json.loads(result.read_text()) if child.how == "done" and result.exists() else {}
         if (child.folder / "error").exists():
             told["error"] = (child.folder / "error").read_text()
-        running = _text(child.folder / "running").partition("\n")[0]
+        running = _text(child.folder / "running").rpartition("\n")[0]
         shutil.rmtree(child.folder, ignore_errors=True)
         child.then(End(child.how, told, running, usage.ru_utime + usage.ru_stime))
 
     def _rests_too_long(self, child: _Child) -> bool:
         """Neither computes nor waits for a processor, as at a lock that is never freed."""
-        name, _, limit = _text(child.folder / "running").partition("\n")
+        name, _, limit = _text(child.folder / "running").rpartition("\n")  # a name may have several lines
         if not limit:
             return False
         try:
