@@ -87,7 +87,7 @@ def test_a_demo_runs_from_the_wheel_alone(built: Path, tmp_path: Path) -> None:
     where = [str(python), "-c", "import dips; print(dips.__file__)"]
     told = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert told.stdout.strip() == str(own / "dips" / "__init__.py")
-    demo = [python.with_name("dips"), *"demo --minutes 0.3 --no-faults --clusters 2 --json --run-dir run".split()]
+    demo = [str(python.with_name("dips")), *"demo --minutes 0.3 --no-faults --clusters 2 --json --run-dir run".split()]
     ran = subprocess.run(demo, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     losses = [loss for _, loss in json.loads(ran.stdout)["heldout_loss"]]
