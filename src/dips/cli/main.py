@@ -20,7 +20,7 @@ import typer
 import typer.main
 from rich.markup import escape
 
-from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, DipsError
+from dips.core.errors import DISK_ERRORS, INTERRUPTED, TERMINATED, ConfigError, DipsError, FatalError
 from dips.core.observe.logs import say_last
 from dips.core.release import VERSION, how_to_install
 
@@ -357,6 +357,10 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(str(error), error.exit_code)
     except ModuleNotFoundError as error:
         return _missing_package(error)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        return _fail(f"{error.filename or 'a file'} cannot be written: {error.strerror}", FatalError.exit_code)
     except Exception as error:
         if not isinstance(error, _USAGE_ERROR):
             raise

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from dips.core.errors import ConfigError, DipsError
+from dips.core.errors import ConfigError, DipsError, of_disk
 from dips.core.observe.failpoints import failpoint
 from dips.worker.state.effects import PushRecord
 from dips.worker.state.saved import SavedStateError, push_from_json, push_to_json
@@ -319,9 +319,8 @@ class CheckpointStore:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock: int | None = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise ConfigError(
-                f"checkpoints cannot be kept in {directory}: {error.strerror}; give another --checkpoint-dir"
-            ) from error
+            sentence = f"checkpoints cannot be kept in {directory}: {error.strerror}; give another --checkpoint-dir"
+            raise of_disk(error, sentence) from error
         try:
             # A lock of the process: a forked data loader does not inherit it and so cannot keep it after our end.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
