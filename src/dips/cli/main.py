@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -339,6 +340,9 @@ COMMANDS: tuple[Command, ...] = (
 def main() -> NoReturn:
     """The entry point of the `dips` command."""
     signal.signal(signal.SIGTERM, _terminated)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # where it is ASCII, as in some containers
     sys.exit(run(sys.argv[1:]))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -313,6 +312,8 @@ class CheckpointStore:
 
     def __init__(self, directory: Path, kept: int) -> None:
         """kept: checkpoints to keep. Raises ConfigError when another process uses the directory, or it is unusable."""
+        import fcntl  # not on Windows, where programs without a master run
+
         self.directory = directory
         self._kept = kept
         try:
