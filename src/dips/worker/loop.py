@@ -297,9 +297,7 @@ class DiLoCo:
         self._asks_done = False
         if master or os.environ.get(VARIABLES["master"]):
             if os.name != "posix":
-                raise ConfigError(
-                    "a cluster of a run needs Linux: leave out DIPS_MASTER here, and train alone"
-                )
+                raise ConfigError("a cluster of a run needs Linux: leave out DIPS_MASTER here, and train alone")
             with _keywords_are_named():
                 self._config = check(
                     load(
