@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,9 +19,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.dips_command import dips
+from support.dips_command import ROOT, dips, pid_of, published
 from support.fault_run import CLUSTERS, SLAVES, TALLY, FaultRun
 from support.fork_server import ForkServer
+from support.up_run import UpRun, endless
+from support.waiting import until
 
 from dips.master.directory import ADDRESS_NAME, LOCK_NAME, TAPE_NAME
 from dips.slave.push_evidence import DIRECTORY
@@ -118,6 +122,27 @@ def test_a_run_survives_full_disks_of_every_role(fork_server: ForkServer, tmp_pa
                 lines.have()
             run.stop()
         whole(directory)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount the small disk that is to be filled")
+def test_dips_up_goes_on_when_the_only_disk_has_room_again(tmp_path: Path) -> None:
+    """Logs, tapes and all that a run keeps are on it, and a master and a slave die meanwhile."""
+    with small_disk(tmp_path / "disk") as disk:
+        program = (sys.executable, endless(ROOT / "examples" / "own_loop.py", disk, "steps=200"))
+        with UpRun(disk, dict.fromkeys("ab", program)) as run:
+            run.until_version(2)
+            children = Path(f"/proc/{run.launcher}/task/{run.launcher}/children")
+            before = set(children.read_text().split())
+            ballast = fill(disk)
+            for name in ("s0", "master"):
+                os.kill(pid_of(run.directory, name), signal.SIGKILL)
+            until(lambda: set(children.read_text().split()) - before, "the launcher starts one again")
+            time.sleep(FULL_S)
+            ballast.unlink()
+            run.until_version(published(run.directory) + 3)
+            run.stop()
+            assert "Traceback" not in "".join(log.read_text() for log in (run.log, *run.logs.values()))
 
 
 def role_of(name: str) -> str:

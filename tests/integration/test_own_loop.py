@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from safetensors.numpy import load_file
 from support.dips_command import ROOT, dips, ended, pid_of
 from support.up_run import UpRun, endless
@@ -45,3 +47,51 @@ def test_two_clusters_as_the_page_starts_them_and_the_second_one_late(tmp_path: 
     assert all("step 200:" in run.logs[name].read_text() for name in "ab")
     assert told["tokens"] == 2 * 200 * 16 * 64, "all steps of both, and none of them lost"
     assert dips("verify", run.directory).returncode == 0
+
+
+WITHOUT_POSIX = """
+import sys
+for name in ("fcntl", "grp", "pwd", "resource", "termios"):
+    sys.modules[name] = None
+import torch, dips
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters())
+with dips.DiLoCo(model, optimizer, tokens_per_step=1, steps=2) as sync:
+    while not sync.done:
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+print("steps:", sync.steps)
+"""
+
+FORKS = """
+import os, threading
+from concurrent.futures import ThreadPoolExecutor
+import dips.worker, grpc
+class Handler(grpc.GenericRpcHandler):
+    def service(self, details):
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: (called.set(), ended.wait(), b"")[2])
+called, ended = threading.Event(), threading.Event()
+server = grpc.server(ThreadPoolExecutor(2), (Handler(),))
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+call = threading.Thread(target=lambda: channel.unary_unary("/a/b")(b""))
+call.start()
+called.wait()
+for _ in range(3):
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+ended.set()
+call.join()
+print("steps: 2")
+"""
+
+
+@pytest.mark.parametrize("program", [WITHOUT_POSIX, FORKS], ids=["without POSIX modules", "forks during a call"])
+def test_an_ordinary_program_runs_without_a_word_of_ours(program: str) -> None:
+    """Without a master also on Windows; and gRPC prints no line for each fork, as of a data loader's workers."""
+    there = {name: value for name, value in os.environ.items() if not name.startswith(("DIPS_", "GRPC_"))}
+    ended = subprocess.run((sys.executable, "-c", program), capture_output=True, text=True, check=False, env=there)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "steps: 2\n", "")

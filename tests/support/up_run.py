@@ -79,6 +79,10 @@ class UpRun:
     def __exit__(self, *error: object) -> None:
         self._entered.close()
 
+    @property
+    def launcher(self) -> int:
+        return self._running[self.log].pid
+
     def until_version(self, v: int) -> None:
         def is_there() -> bool:
             gone = [log for log, process in self._running.items() if process.poll() is not None]

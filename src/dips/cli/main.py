@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ import typer
 import typer.main
 from rich.markup import escape
 
-from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, DipsError
+from dips.core.errors import DISK_ERRORS, INTERRUPTED, TERMINATED, ConfigError, DipsError, FatalError
 from dips.core.observe.logs import say_last
 from dips.core.release import VERSION, how_to_install
 
@@ -339,6 +340,9 @@ COMMANDS: tuple[Command, ...] = (
 def main() -> NoReturn:
     """The entry point of the `dips` command."""
     signal.signal(signal.SIGTERM, _terminated)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # where it is ASCII, as in some containers
     sys.exit(run(sys.argv[1:]))
 
 
@@ -357,6 +361,10 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(str(error), error.exit_code)
     except ModuleNotFoundError as error:
         return _missing_package(error)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        return _fail(f"{error.filename or 'a file'} cannot be written: {error.strerror}", FatalError.exit_code)
     except Exception as error:
         if not isinstance(error, _USAGE_ERROR):
             raise

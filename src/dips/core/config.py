@@ -264,9 +264,9 @@ def check_unique(names: Iterable[str], key: str, where: str) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The remedy for a name that is not known: the one that was probably meant, or all."""
+    """The remedy for a name that is not known: the one that was surely meant, or all."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(names)}"
 
 
@@ -328,6 +328,8 @@ def _sentence(
         if section is not None:
             option, variable = f"--{key.replace('_', '-')}", environment_name(section, key)
             how = f"give {option}, set {variable}, or add it to [{section}] of the settings file"
+            if place.endswith(f"[{section}]"):  # a file was read, and not every command has options for its settings
+                how = f"add it there, or set {variable}"
         return f"{place}: {key} is not given ({kind.model_fields[key].description}): {how}"
     source = given.get(key, _Given(first["input"], place))
     return f"{source.where}: {key} = {source.value!r}: {why}"

@@ -7,6 +7,7 @@ FatalError: the process cannot go on; a supervisor may restart it.
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 from collections.abc import Callable
@@ -107,3 +108,14 @@ class FatalError(DipsError):
     """The process cannot go on (a lost disk, a newer master); restarting it elsewhere may help."""
 
     exit_code = 6
+
+
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
+"""Of a disk that is full or fails: it may be well again later, without another setting."""
+
+
+def of_disk(error: OSError, sentence: str) -> DipsError:
+    """What to raise where a file cannot be used: FatalError, upon which a supervisor tries again later, for a disk that
+    is full or fails; else ConfigError.
+    """
+    return FatalError(sentence) if error.errno in DISK_ERRORS else ConfigError(sentence)

@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from dips.core.clock import Clock
+from dips.core.errors import DISK_ERRORS
 from dips.core.messages import StatusReply
 from dips.core.units import format_seconds
 from dips.local.log_files import HeldoutPoint
@@ -105,7 +106,11 @@ class PlainProgress(Progress):
         """Kind and clusters of those whose sentences were printed; the numbers in a sentence change all the time."""
 
     def say(self, sentence: str) -> None:
-        self._console.print(self._stamped(sentence), markup=False, highlight=False, soft_wrap=True)
+        try:
+            self._console.print(self._stamped(sentence), markup=False, highlight=False, soft_wrap=True)
+        except OSError as error:  # it may go to a file
+            if error.errno not in DISK_ERRORS:
+                raise
 
     def show(self, status: StatusReply, heldout: Sequence[HeldoutPoint] | None, faults: Sequence[Fault]) -> None:
         now_s = self._clock.monotonic_s()

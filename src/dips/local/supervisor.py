@@ -8,6 +8,8 @@ included, it is started again. It never decides about the run itself: what a dea
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import signal
@@ -16,11 +18,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
 from dips.core.clock import Clock
 from dips.core.errors import (
+    DISK_ERRORS,
     INTERRUPTED,
     NAME_TAKEN_EXIT,
     TERMINATED,
@@ -32,6 +36,8 @@ from dips.core.errors import (
 from dips.core.observe.logs import LogFormat, LogLine, parse, rendered
 from dips.core.units import format_seconds
 from dips.local.child import wrapped
+
+_logger = logging.getLogger("dips.launch")
 
 # ---- restart ---------------------------------------------------------------------------------------------------------
 #
@@ -256,12 +262,7 @@ class ProcessSupervisor:
 
     def _spawn(self, child: _Child) -> int:
         spec = child.spec
-        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with spec.log_path.open("ab") as log:
-            begins = f"{spec.name}, start {child.starts + 1}: {' '.join(spec.command)}"
-            line = LogLine(self._clock.wall_s(), "INFO", "launch", spec.name, begins, logger="dips.launch")
-            log.write(f"{rendered(line, self._log_format)}\n".encode())
-            log.flush()
+        with self._log_of(child) as log:
             try:
                 child.process = subprocess.Popen(
                     wrapped(spec.command, spec.niceness),
@@ -279,6 +280,25 @@ class ProcessSupervisor:
         child.start_again_s = None
         self._tell(child, "started", child.process.pid, None, f"start {child.starts}, pid {child.process.pid}")
         return child.process.pid
+
+    def _log_of(self, child: _Child) -> FileIO:
+        """The child's log, with a line for this start. No disk keeps a process from being started: where it takes no
+        line there is none, and where it takes no file the process has no log until its next start.
+        """
+        spec = child.spec
+        begins = f"{spec.name}, start {child.starts + 1}: {' '.join(spec.command)}"
+        line = LogLine(self._clock.wall_s(), "INFO", "launch", spec.name, begins, logger="dips.launch")
+        try:
+            spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+            log = spec.log_path.open("ab", buffering=0)
+        except OSError as error:
+            if child.starts == 0 and error.errno not in DISK_ERRORS:
+                raise ConfigError(f"{spec.log_path} cannot be written: {error.strerror}") from error
+            _logger.warning("%s cannot be opened (%s): %s runs without a log", spec.log_path, error.strerror, spec.name)
+            return Path(os.devnull).open("ab", buffering=0)
+        with contextlib.suppress(OSError):
+            log.write(f"{rendered(line, self._log_format)}\n".encode())
+        return log
 
     def _handle_end(self, child: _Child, process: subprocess.Popen[bytes]) -> None:
         code = process.returncode

@@ -13,7 +13,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dips.core.errors import ConfigError, FatalError
+from dips.core.errors import ConfigError, FatalError, of_disk
 from dips.core.observe.failpoints import failpoint
 from dips.core.observe.logs import ChangeLogger
 
@@ -73,9 +73,8 @@ def _open_lock(directory: Path) -> int:
         directory.mkdir(parents=True, exist_ok=True)
         return os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise ConfigError(
-            f"the master's directory {directory} cannot be used ({error.strerror}): give one that it may write"
-        ) from error
+        sentence = f"the master's directory {directory} cannot be used ({error.strerror}): give one that it may write"
+        raise of_disk(error, sentence) from error
 
 
 def write_address(directory: Path, address: MasterAddress) -> None:

@@ -19,7 +19,7 @@ from typing import BinaryIO, Protocol
 import numpy as np
 import xxhash
 
-from dips.core.errors import ConfigError
+from dips.core.errors import ConfigError, of_disk
 from dips.core.observe.failpoints import failpoint
 
 # ---- overwrite -------------------------------------------------------------------------------------------------------
@@ -357,9 +357,10 @@ def listed(disk: Disk) -> list[str]:
     try:
         return disk.names()
     except OSError as error:
-        raise ConfigError(
+        raise of_disk(
+            error,
             f"the slave's directory {disk.where('')} cannot be read: {error.strerror}; make it readable for this user, "
-            "or give another directory"
+            "or give another directory",
         ) from error
 
 
@@ -409,7 +410,7 @@ class DirectoryLock:
             directory.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise ConfigError(f"the slave's directory {directory} cannot be used: {error.strerror}") from error
+            raise of_disk(error, f"the slave's directory {directory} cannot be used: {error.strerror}") from error
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -450,5 +451,5 @@ def claim(disk: Disk, run_id: str, slave_id: str) -> bytes:
         try:
             write_small(disk, IDENTITY, {**ours, "directory_id": drawn.hex()})
         except OSError as error:
-            raise ConfigError(f"{disk.where(IDENTITY)} cannot be written: {error.strerror}") from error
+            raise of_disk(error, f"{disk.where(IDENTITY)} cannot be written: {error.strerror}") from error
     return drawn

@@ -12,7 +12,7 @@ from typing import Any
 from dips.core.allocator import keep_freed_memory
 from dips.core.clock import SystemClock
 from dips.core.config import Loaded
-from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, DipsError
+from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, DipsError, of_disk
 from dips.core.file_limit import raise_file_limit
 from dips.core.net.addresses import format_address, is_elsewhere, is_loopback_endpoint, parse_address
 from dips.core.net.keys import security_of
@@ -223,7 +223,7 @@ def _push_evidence(config: SlaveConfig) -> PushEvidence:
         return PushEvidence(config.directory, config.run_id, config.slave_id)
     except OSError as error:
         where = config.directory / DIRECTORY
-        raise ConfigError(f"{where} cannot be made: {error.strerror}; or leave record_pushes off") from error
+        raise of_disk(error, f"{where} cannot be made: {error.strerror}; or leave record_pushes off") from error
 
 
 async def _until_ended(shell: SlaveShell, control: Control, stop: asyncio.Event, tape: Tape) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -18,7 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from dips.core.errors import ConfigError, DipsError
+from dips.core.errors import ConfigError, DipsError, of_disk
 from dips.core.observe.failpoints import failpoint
 from dips.worker.state.effects import PushRecord
 from dips.worker.state.saved import SavedStateError, push_from_json, push_to_json
@@ -313,15 +312,16 @@ class CheckpointStore:
 
     def __init__(self, directory: Path, kept: int) -> None:
         """kept: checkpoints to keep. Raises ConfigError when another process uses the directory, or it is unusable."""
+        import fcntl  # not on Windows, where programs without a master run
+
         self.directory = directory
         self._kept = kept
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock: int | None = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise ConfigError(
-                f"checkpoints cannot be kept in {directory}: {error.strerror}; give another --checkpoint-dir"
-            ) from error
+            sentence = f"checkpoints cannot be kept in {directory}: {error.strerror}; give another --checkpoint-dir"
+            raise of_disk(error, sentence) from error
         try:
             # A lock of the process: a forked data loader does not inherit it and so cannot keep it after our end.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

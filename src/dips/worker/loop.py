@@ -296,6 +296,8 @@ class DiLoCo:
         self._state = state
         self._asks_done = False
         if master or os.environ.get(VARIABLES["master"]):
+            if os.name != "posix":
+                raise ConfigError("a cluster of a run needs Linux: leave out DIPS_MASTER here, and train alone")
             with _keywords_are_named():
                 self._config = check(
                     load(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -32,6 +33,17 @@ def test_help_lists_every_command_and_imports_none(arguments: list[str], capsys:
     assert code == 0
     for command in main.COMMANDS:
         assert f" {command.name} " in out
+
+
+def test_help_can_be_read_where_the_terminal_is_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii", write_through=True))
+    monkeypatch.setattr(sys, "argv", ["dips", "master", "--help"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 0
+    assert b"--directory" in written.getvalue()
 
 
 @pytest.mark.parametrize("command", main.COMMANDS, ids=lambda command: command.name)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,6 +129,27 @@ def test_what_dies_is_started_again_and_what_ended_well_is_not(clock: ManualCloc
     assert events[1].sentence == "was ended by SIGKILL, is started again in 0.5 s"
     assert Played.signals == [("a", "SIGKILL", 101.5)]
     assert (tmp_path / "a.log").read_text().count("a, start ") == 4
+
+
+def test_a_full_disk_keeps_no_process_from_being_started(
+    clock: ManualClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One takes the file and no line, another not even the file."""
+    events: list[ChildEvent] = []
+    supervisor = ProcessSupervisor(clock, events.append, POLICY)
+    assert supervisor.start(replace(spec(tmp_path, "a"), log_path=Path("/dev/full"))) == 101
+    opened = Path.open
+
+    def refuses(path: Path, *more: Any, **options: Any) -> Any:
+        if path.name == "b.log":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened(path, *more, **options)
+
+    monkeypatch.setattr(Path, "open", refuses)
+    assert supervisor.start(spec(tmp_path, "b")) == 102
+    monkeypatch.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(PermissionError(errno.EACCES, "denied")))
+    with pytest.raises(ConfigError, match=r"c\.log cannot be written: denied"):
+        supervisor.start(spec(tmp_path, "c"))
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     run, plan = read_run_file(file)
     assert (run.id, plan.run_id, plan.slave_ids, plan.cluster_ids) == ("mine", "mine", ["s0", "s1"], ["a", "b"])
     assert (plan.master.sync_every, plan.master.tk_max, plan.master.slaves) == (8, 1_500_000, 2)
-    assert plan.master.directory == Path("runs/mine/master")
+    assert plan.master.directory == Path("runs/mine/master").absolute()
     assert plan.slaves[1].directory == Path("runs/mine/slaves/s1")
     assert {slave.memory_bytes for slave in plan.slaves} == {64 << 20}
     first, second = plan.clusters

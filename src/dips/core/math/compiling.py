@@ -14,7 +14,6 @@ system's, so it ends with the process that holds it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import logging
 import os
@@ -258,6 +257,8 @@ class _Turn:
 
     def take(self) -> bool:
         """Wait for it. False if this process had it already, or if there is nothing to wait at."""
+        import fcntl  # not on Windows, where programs without a master run, which compile nothing
+
         if self._file is not None:
             return False
         kept_in = folder()

@@ -10,6 +10,7 @@ the first begin with two blanks, so that no text can pass for another process's 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -260,7 +261,8 @@ def say_last(sentence: str, who: str = "dips") -> None:
     if "json" in forms:
         root.critical("%s", sentence)
     else:
-        print(f"{who}: {escaped(sentence)}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # its log may be on a disk that is full
+            print(f"{who}: {escaped(sentence)}", file=sys.stderr, flush=True)
 
 
 def _log_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from dips.core.clock import Clock, SystemClock
-from dips.core.errors import ConfigError, FatalError
+from dips.core.errors import ConfigError, FatalError, of_disk
 
 HEAD = ("wall_s", "monotonic_s", "role", "name", "kind", "cause")
 """The keys that every line of a tape begins with; the event's own fields follow them."""
@@ -178,7 +178,7 @@ def _open_to_append(path: Path) -> tuple[FileIO, bytes]:
             chain = _last_chain(file)
         return path.open("ab", buffering=0), chain
     except OSError as error:
-        raise ConfigError(f"tape {path} cannot be written: {error.strerror}; choose another path") from error
+        raise of_disk(error, f"tape {path} cannot be written: {error.strerror}; choose another path") from error
 
 
 def _append(file: FileIO, lines: bytes) -> None:
