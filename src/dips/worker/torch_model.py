@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from numpy.typing import NDArray
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from dips.core.allocator import zeros
 from dips.core.errors import ConfigError
@@ -36,17 +36,26 @@ from dips.worker.parameters import ChunkSums
 # Unwraps the model and the optimizer from the wrappers of trainers.
 #
 # Names of parameters must be the same on every cluster, whether it runs one process or eight, compiles its model or
-# not; and a step must be noticed where it is made. So wrappers are removed, and those that cut a model or its
-# optimizer state into shards are refused. Imports no wrapper: a program does not use one that it has not imported.
+# not, as a whole or block by block; and a step must be noticed where it is made. So wrappers are removed, and what they
+# put into names is left out; those that cut a model or its optimizer state into shards are refused. A wrapper is known
+# by its type, as a user's own submodule may have any name. Imports no wrapper: a program does not use one that it has
+# not imported.
 
 
 _TRAINERS = frozenset({"accelerate", "lightning", "pytorch_lightning"})
 _SHARDED_MODELS = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine", "PipelineEngine"})
 _SHARDED_OPTIMIZERS = frozenset({"ZeroRedundancyOptimizer", "DeepSpeedOptimizerWrapper"})
+_WRAPPERS = (
+    ("torch.nn.parallel", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel", "DataParallel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
+)
+"""Where a wrapper is defined, its class, and the attribute in which it holds a module."""
 
 
 def plain_model(model: torch.nn.Module) -> torch.nn.Module:
-    """The model without DistributedDataParallel, DataParallel and torch.compile around it."""
+    """The model without wrappers around it, such as DistributedDataParallel and torch.compile."""
     return list(_with_wrappers(model))[-1]
 
 
@@ -64,11 +73,76 @@ def _with_wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The given model, the model inside its wrapper, and so on; the plain model is the last."""
     while True:
         yield model
-        inner = model.module if isinstance(model, (DataParallel, DistributedDataParallel)) else None
-        inner = inner if inner is not None else getattr(model, "_orig_mod", None)
-        if not isinstance(inner, torch.nn.Module):
+        inner = _wrapped(model)
+        if inner is None:
             return
-        model = inner
+        model = inner[1]
+
+
+def _wrapped(module: torch.nn.Module | None) -> tuple[str, torch.nn.Module] | None:
+    """The attribute in which a wrapper holds a module, and that module; None: it is no wrapper."""
+    for source, kind, key in _WRAPPERS:
+        wrapper = getattr(sys.modules.get(source), kind, None)
+        if wrapper is not None and isinstance(module, wrapper):
+            inner = module._modules[key]
+            assert inner is not None, "a wrapper holds a module"
+            return key, inner
+    return None
+
+
+def plain_name(model: torch.nn.Module, name: str) -> str:
+    """A dotted name in the model without the parts that wrappers of its modules put into it. (torch leaves some of
+    them out of a state_dict's names itself.)
+    """
+    parts: list[str] = []
+    module: torch.nn.Module | None = model
+    for part in name.split("."):
+        inner = _wrapped(module)
+        while inner is not None and inner[0] != part:
+            inner = _wrapped(module := inner[1])
+        if inner is not None:
+            module = inner[1]
+        else:
+            parts.append(part)
+            module = None if module is None else module._modules.get(part)
+    return ".".join(parts)
+
+
+def plain_names(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Each name -> the name without the parts that wrappers put into it. Raises ConfigError where two become one."""
+    if not any(map(_wrapped, model.modules())):
+        return {name: name for name in names}
+    plain: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for name in names:
+        plain[name] = plain_name(model, name)
+        other = first.setdefault(plain[name], name)
+        if other != name:
+            raise ConfigError(
+                f"{other!r} and {name!r} are both called {plain[name]!r} without what the wrapper around a module puts "
+                "into names: give one of the two another name"
+            )
+    return plain
+
+
+def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """As the model's own, with plain names."""
+    named = list(model.named_parameters())
+    plain = plain_names(model, (name for name, _ in named))
+    return [(plain[name], parameter) for name, parameter in named]
+
+
+def named_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """As the model's own, with plain names."""
+    named = list(model.named_buffers())
+    plain = plain_names(model, (name for name, _ in named))
+    return [(plain[name], buffer) for name, buffer in named]
+
+
+def former_names(model: torch.nn.Module) -> dict[str, str]:
+    """Plain name -> the name with the wrappers' parts, as earlier releases used it; only those that differ."""
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    return {plain: name for name, plain in plain_names(model, names).items() if plain != name}
 
 
 def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -207,8 +281,8 @@ class UntrainedTensor(NamedTuple):
 def untrained_tensors(model: torch.nn.Module, trained: Set[int]) -> list[UntrainedTensor]:
     """Every parameter and buffer of the model that is not among `trained` (ids of tensors), tied ones once."""
     moving = moving_buffers(model)
-    frozen = [UntrainedTensor(name, p, False, True) for name, p in model.named_parameters() if id(p) not in trained]
-    named = [(name, b) for name, b in model.named_buffers() if id(b) not in trained]
+    frozen = [UntrainedTensor(name, p, False, True) for name, p in named_parameters(model) if id(p) not in trained]
+    named = [(name, b) for name, b in named_buffers(model) if id(b) not in trained]
     return frozen + [UntrainedTensor(name, b, True, id(b) not in moving) for name, b in named]
 
 
@@ -228,7 +302,7 @@ def untrained_of(model: torch.nn.Module, trained: Set[int]) -> Untrained:
 def running_statistics(model: torch.nn.Module, trained: Set[int]) -> list[str]:
     """Names of floating-point buffers that training moves, and that are not among `trained` (ids of tensors)."""
     moving = moving_buffers(model) - trained
-    return [name for name, buffer in model.named_buffers() if id(buffer) in moving and buffer.is_floating_point()]
+    return [name for name, buffer in named_buffers(model) if id(buffer) in moving and buffer.is_floating_point()]
 
 
 def moving_buffers(model: torch.nn.Module) -> set[int]:
@@ -290,7 +364,7 @@ def description_of(model: torch.nn.Module, held: Set[int] | None = None, untrain
         if kind is not None and isinstance(module, kind) and trained <= {id(p) for p in module.parameters()}:
             config = json.loads(module.config.to_json_string())
             config["architectures"] = [type(module).__name__]
-            prefix = f"{name}." if name else ""
+            prefix = f"{plain_name(model, name)}." if name else ""
             return _descriptions(module, held, untrained or Untrained(), prefix, config).to_json()
     described = _descriptions(model, held, untrained or Untrained(), "", {})
     return described.to_json() if described.n_absent else ""
@@ -314,6 +388,7 @@ def _descriptions(
         if id(tensor) in seen or not isinstance(tensor, torch.Tensor):
             continue
         seen.add(id(tensor))
+        name = plain_name(module, name)
         digest = None if id(tensor) in moving else digests.get(prefix + name)
         lacks.append(Lacking(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), digest))
     return ModelDescription(config, prefix, tuple(one.name for one in lacks[:MAX_TOLD]), len(lacks), tuple(lacks))
@@ -363,7 +438,7 @@ class TorchParameters:
         partly with another one), and for another model's optimizer; Refused(LAYOUT) for a model without trainable
         parameters.
         """
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        named = {name: p for name, p in named_parameters(model) if p.requires_grad}
         self._model = model
         self._optimizers = as_list(optimizer)
         self._buffers = averaged_buffers(model) if buffers == "average" else {}
@@ -511,6 +586,7 @@ class TorchParameters:
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad or id(parameter) in ours:
                 continue
+            name = plain_name(self._model, name)
             if any(name == p.name for p in self._layout.parameters):
                 raise ConfigError(
                     f"parameter {name!r} is another tensor than when the loop was entered, so that no push holds it "
@@ -574,7 +650,8 @@ def averaged_buffers(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module,
                 _logger.info("buffer %r holds infinities or NaN, so that it is not averaged", name)
                 continue
             found[name] = (module, key)
-    return found
+    plain = plain_names(model, found)
+    return {plain[name]: place for name, place in found.items()}
 
 
 def as_averaged(name: str, buffer: torch.Tensor) -> Parameter:
