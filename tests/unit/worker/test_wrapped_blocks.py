@@ -124,13 +124,28 @@ def test_two_names_that_would_become_one_are_refused() -> None:
             told_by(net)
 
 
-def test_shards_may_be_given_under_both_names() -> None:
+def test_what_a_user_says_of_a_tensor_may_have_both_names() -> None:
     net = Net(compiled)
-    for name in ("layers.0.module.weight", "layers.0._orig_mod.module.weight"):
+    for layer in ("layers.0", "layers.0._orig_mod"):
+        name = f"{layer}.module.weight"
         held = held_here([net], [net.optimizer], shards={name: ShardOf("layers.9.module.weight")})
         assert held.rows[0].parameter.name == "layers.9.module.weight"
         assert "layers.0.module.weight" not in held.former
         assert held.former["layers.1.module.weight"] == "layers.1._orig_mod.module.weight"
+        masters = {name: net.layers[0].module.weight.detach().clone()}
+        held = held_here([net], [net.optimizer], master_parameters=masters)
+        assert held.tensors()[0].data_ptr() == masters[name].data_ptr()
+        rest = [f"{layer.replace('0', n)}.{part}" for n in "10" for part in ("module.weight", "module.bias")]
+        order = [
+            "head.bias",
+            "head.weight",
+            *rest,
+            *(f"{layer.replace('0', n)}.norm.{k}" for n in "10" for k in ("weight", "bias")),
+        ]
+        agreed = agree(Alone(), held_here([net], [net.optimizer]), {}, order=order)
+        assert agreed is not None
+        names = [parameter.name for parameter in agreed.layout.parameters]
+        assert names == [each.replace("._orig_mod", "") for each in order]
 
 
 # ---- runs and checkpoints with former names ----

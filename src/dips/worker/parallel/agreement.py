@@ -115,7 +115,9 @@ def agree(
     _check_rows(rows)
     if any(each.is_replica for each in said):
         _check_same_rows(rows)
-    layout = Layout(tuple(_in_order(rows, order)))
+    former = {name: was for each in reversed(said) for name, was in each.former.items()}
+    plain = {was: name for name, was in former.items()}
+    layout = Layout(tuple(_in_order(rows, order and [plain.get(name, name) for name in order])))
     indices = {span.parameter.name: index for index, span in enumerate(layout.spans)}
     shared = _shared(layout, rows, indices)
     are_replicas = all(each.is_replica for each in said)
@@ -132,7 +134,6 @@ def agree(
             "tokens and loss count for %d of the %d ranks: the others train on the same data (tensor and pipeline "
             "parallelism); if that is wrong, give data_mesh=", max(coordinates) + 1, ranks.n_ranks,
         )  # fmt: skip
-    former = {name: was for each in reversed(said) for name, was in each.former.items()}
     return Agreed(ranks.rank, layout, tuple(pieces), coordinates, shared, are_replicas, held, tuple(own), former)
 
 

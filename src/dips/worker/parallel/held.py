@@ -215,7 +215,7 @@ def held_here(
     plain = [plain_model(model) for model in models]
     reshard(plain)
     names = _Names(plain, shards)
-    masters = dict(master_parameters or {})
+    masters = {names.plain.get(name, name): master for name, master in (master_parameters or {}).items()}
     found: list[_Tensor] = []
     for number, name, module, key, parameter in _parameters(plain):
         shard = names.of(number, name)
@@ -436,6 +436,7 @@ class _Names:
         self._shards: list[Shards] = several
         self._unused = {name for each in several for name in each}
         self._former = [former_names(model) for model in models]
+        self.plain = {raw: name for each in self._former for name, raw in each.items()}
         self.former: dict[str, str] = {}
         """Of those that were asked for: name in the full model -> with wrappers' parts."""
 
