@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import Version, parse_version
 from dips.core.layout import Layout, layout_from_json
-from dips.core.model_description import Lacking, ModelDescription
+from dips.core.model_description import Adapter, Lacking, ModelDescription
 from dips.core.observe.failpoints import failpoint
 from dips.worker.checkpoint_files import ITEM_BYTES, MAX_HEADER_BYTES, RawTensor, safetensors_header
 
@@ -64,8 +64,11 @@ def fill(layout: Layout, described: ModelDescription | None, path: Path) -> dict
             )
         return {name.removeprefix(described.prefix): tensor for name, tensor in rest.items()}
     found = {}
+    adapter = described.adapter or Adapter()
     for lacking in described.lacks:
-        tensor = state.get(lacking.name, state.get(described.prefix + lacking.name))
+        # An adapted model's file, or its base's.
+        names = lacking.name, described.prefix + lacking.name, adapter.in_base(lacking.name)
+        tensor = next((state[name] for name in names if name in state), None)
         if tensor is None:
             absent = [one.name for one in described.lacks if one.name not in state]
             more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from dips.core.allocator import zeros
 from dips.core.errors import ConfigError
 from dips.core.layout import AVERAGED_LAYER, DEFAULT_BLOCK_ELEMS, Layout, Parameter, layer_of
 from dips.core.messages import TensorDigest
-from dips.core.model_description import MAX_TOLD, Lacking, ModelDescription, Untrained
+from dips.core.model_description import MAX_TOLD, OF_PEFT, Adapter, Lacking, ModelDescription, Untrained
 from dips.core.net.payloads import SnapshotReady, hashing_copy
 from dips.worker.parameters import ChunkSums
 
@@ -344,20 +345,21 @@ def _add(digest: xxhash.xxh3_64, tensor: torch.Tensor) -> None:
 
 # ---- model description -----------------------------------------------------------------------------------------------
 #
-# Describes a model for exports: its tensors that the run does not train, and a transformers model's configuration
-# (core/model_description.py).
+# Describes a model for exports: its tensors that the run does not train, and the configurations of a transformers model
+# and of peft's adapter in it (core/model_description.py).
 #
-# Never imports transformers: a program that trains one of its models has done so.
+# Never imports transformers or peft: a program that trains one of their models has done so.
 
 
 def description_of(model: torch.nn.Module, held: Set[int] | None = None, untrained: Untrained | None = None) -> str:
-    """JSON for the layout; empty for a model that is trained completely and is not of transformers.
+    """JSON for the layout; empty for a model that is trained completely and is neither of transformers nor of peft.
 
     held: ids of the tensors that versions hold; None: those that require gradients. untrained: digests of the others.
     A transformers model may be inside of another module (a LightningModule, say), which gives its names a prefix.
     """
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     held = trained if held is None else held
+    adapter = _adapter_of(model, held)
     transformers = sys.modules.get("transformers")
     kind = getattr(transformers, "PreTrainedModel", None)
     for name, module in model.named_modules():
@@ -365,9 +367,90 @@ def description_of(model: torch.nn.Module, held: Set[int] | None = None, untrain
             config = json.loads(module.config.to_json_string())
             config["architectures"] = [type(module).__name__]
             prefix = f"{plain_name(model, name)}." if name else ""
-            return _descriptions(module, held, untrained or Untrained(), prefix, config).to_json()
+            described = _descriptions(module, held, untrained or Untrained(), prefix, config)
+            return replace(described, adapter=adapter).to_json()
     described = _descriptions(model, held, untrained or Untrained(), "", {})
-    return described.to_json() if described.n_absent else ""
+    return replace(described, adapter=adapter).to_json() if described.n_absent or adapter is not None else ""
+
+
+def _adapter_of(model: torch.nn.Module, held: Set[int]) -> Adapter | None:
+    """The adapter of peft that the run trains; None: the model has none, or trains another part of itself."""
+    peft: Any = sys.modules.get("peft")
+    if peft is None:
+        return None
+    layout_names = {id(p): name for name, p in (*named_parameters(model), *named_buffers(model)) if id(p) in held}
+    for path, module in model.named_modules():
+        injected = getattr(module, "_hf_peft_config_loaded", False)  # by transformers' own add_adapter()
+        if not injected and not isinstance(module, getattr(peft, "PeftModel", ())):
+            continue
+        named: list[tuple[str, torch.Tensor]] = [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+        # Names in place of tensors: peft says what is called how in the folder, and nothing is copied or gathered.
+        state = {name: layout_names.get(id(tensor), "") for name, tensor in named}
+        folder_prefix = "base_model.model." if injected else ""
+        prefix = f"{plain_name(model, path)}." if path else ""
+        found = []
+        for adapter, config in module.peft_config.items():
+            try:
+                with warnings.catch_warnings(action="ignore"):
+                    files = peft.get_peft_model_state_dict(
+                        module, state_dict=state, adapter_name=adapter, save_embedding_layers=False
+                    )
+                if any(isinstance(name, str) and name for name in files.values()):
+                    files = {folder_prefix + plain_name(module, file): name for file, name in files.items()}
+                    found.append(
+                        _described_adapter(module, adapter, config, prefix, folder_prefix, files, layout_names)
+                    )
+            except Exception as error:  # a library's own
+                found.append(Adapter(adapter, why_not=f"peft cannot say what is in it ({error!r:.200})"))
+        if len(found) > 1:
+            return Adapter(why_not=f"it trains {len(found)} adapters, such as {found[0].name!r} and {found[1].name!r}")
+        return found[0] if found else None
+    return None
+
+
+def _described_adapter(
+    module: Any, adapter: str, config: Any, prefix: str, folder_prefix: str, files: Mapping[str, object],
+    layout_names: Mapping[int, str],
+) -> Adapter:  # fmt: skip
+    """files: name in the folder -> name in the layout, empty where versions do not hold it."""
+    absent = [file for file, name in files.items() if not isinstance(name, str) or not name]
+    if absent:
+        return Adapter(adapter, why_not=f"the run does not train {len(absent)} of its tensors, such as {absent[0]!r}")
+    raw = {**config.to_dict(), "inference_mode": True}
+    if raw.get("task_type") is None:
+        base = module.get_base_model() if hasattr(module, "get_base_model") else module
+        raw["auto_mapping"] = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in raw.items()}
+    described = Adapter(adapter, json.loads(json.dumps(plain)), prefix, folder_prefix)
+    in_folder = dict.fromkeys(layout_names.values(), "") | {str(name): file for file, name in files.items()}
+    names = {name: file for name, file in in_folder.items() if described.in_folder(name) != file}
+    scaling = _scaling_of(module, adapter, config, folder_prefix)
+    return replace(described, names=names, scaling=scaling)
+
+
+def _scaling_of(module: torch.nn.Module, adapter: str, config: Any, folder_prefix: str) -> dict[str, float]:
+    """As Adapter.scaling. Only where an adapted module is a matrix, what it adds is known without peft."""
+    lora = sys.modules.get("peft.tuners.lora.layer")
+    trained_as_a_whole = getattr(sys.modules.get("peft.utils"), "ModulesToSaveWrapper", ())
+    factors: dict[str, float] = {}
+    for path, layer in module.named_modules():
+        parent, _, last = path.rpartition(".")
+        if last in OF_PEFT and not hasattr(module.get_submodule(parent), "adapter_layer_names"):
+            return {}  # the model's own module has such a name
+        if not hasattr(layer, "adapter_layer_names") or isinstance(layer, trained_as_a_whole):
+            continue
+        linear, embedding = getattr(lora, "Linear", None), getattr(lora, "Embedding", None)
+        turned = type(layer) is linear and layer.fan_in_fan_out is not bool(config.fan_in_fan_out)
+        if type(layer) not in (linear, embedding) or adapter not in layer.scaling or turned or layer.merged_adapters:
+            return {}
+        if any(getattr(layer, option, {}).get(adapter) for option in ("lora_variant", "use_dora", "lora_bias")):
+            return {}
+        factors[folder_prefix + plain_name(module, path)] = float(layer.scaling[adapter])
+    usual = next(iter(factors.values()), 1.0)
+    return {"": usual, **{name: factor for name, factor in factors.items() if factor != usual}}
 
 
 def _descriptions(
