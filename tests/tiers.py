@@ -33,6 +33,7 @@ LANDING = (
     "tests/unit/core/test_carry_memory.py",
     "tests/unit/deploy/test_deploy_client.py",
     "tests/unit/deploy/test_deploy_move.py",
+    "tests/unit/local/test_peft_folder.py",
     "tests/unit/planner/test_published_numbers.py",
     "tests/unit/worker/test_compiled_step.py",
     "tests/unit/worker/test_wrapped_blocks.py",

@@ -140,9 +140,9 @@ class Lacking:
     digest: int | None = None  # of its contents (core/model_description.py); None where training changes them
 
 
-_OF_BASE, _SAVED = ("base_layer", "original_module"), "modules_to_save"
-OF_PEFT = (*_OF_BASE, _SAVED)
-"""What peft puts into names of the model that it adapts."""
+_OF_BASE, WHOLE = ("base_layer", "original_module"), "modules_to_save"
+OF_PEFT = (*_OF_BASE, WHOLE)
+"""What peft puts into names of the model that it adapts; WHOLE: of modules that are trained as a whole."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Adapter:
     def in_base(self, name: str) -> str:
         """The name that a tensor has in the model without an adapter."""
         parts = [part for part in name.split(".") if part not in _OF_BASE]
-        if _SAVED in parts and parts[(at := parts.index(_SAVED)) + 1 : at + 2] == [self.name]:
+        if WHOLE in parts and parts[(at := parts.index(WHOLE)) + 1 : at + 2] == [self.name]:
             del parts[at : at + 2]
         return ".".join(parts)
 
@@ -206,7 +206,7 @@ class ModelDescription:
     adapter: Adapter | None = None
 
     def to_json(self) -> str:
-        """Empty when it is longer than a layout may carry: then a version cannot be exported to a folder."""
+        """Without what is too long for a layout; empty: then a version cannot be exported to a folder."""
         raw = {
             "format": TRANSFORMERS if self.config else OTHER,
             "config": dict(self.config),
@@ -214,10 +214,14 @@ class ModelDescription:
             "absent": list(self.absent[:MAX_TOLD]),
             "n_absent": self.n_absent,
         }
+        forms = [raw]
         if self.adapter is not None:
-            raw["adapter"] = vars(self.adapter)
+            too_long = Adapter(
+                self.adapter.name, why_not="its configuration and names are too long for the run's layout"
+            )
+            forms = [{**raw, "adapter": vars(self.adapter)}, {**raw, "adapter": vars(too_long)}]
         rows = [[one.name, list(one.shape), one.dtype, _hex(one.digest)] for one in self.lacks]
-        for whole in ({**raw, "lacks": rows}, raw):
+        for whole in ({**forms[0], "lacks": rows}, *forms):
             text = json.dumps(whole, sort_keys=True, separators=(",", ":"))
             if len(text) <= MAX_DESCRIPTION_CHARS:
                 return text

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import SlaveId, Version
 from dips.core.layout import Layout, layout_from_json
-from dips.core.model_description import Adapter, description_from_json
+from dips.core.model_description import WHOLE, Adapter, description_from_json
 from dips.core.placement import Placement
 from dips.slave import snapshot_files as manifests
 from dips.slave.snapshot_files import SnapshotError, SnapshotStamp, read_snapshot
@@ -207,7 +207,7 @@ def _merged(
             if "embedding" in kind or adapter.config.get("fan_in_fan_out"):
                 added = added.T
             merged[base] = _as_float32(weight) + added
-        elif whole in merged:
+        elif whole in merged or WHOLE not in name.split("."):  # or the base's own, such as a bias
             merged[whole] = tensor
         else:
             raise ConfigError(f"the run trains {name!r}, of which the base has no {whole!r}: {remedy}")

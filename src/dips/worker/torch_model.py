@@ -12,6 +12,7 @@ import logging
 import sys
 import warnings
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby, pairwise
@@ -449,7 +450,7 @@ def _scaling_of(module: torch.nn.Module, adapter: str, config: Any, folder_prefi
         if any(getattr(layer, option, {}).get(adapter) for option in ("lora_variant", "use_dora", "lora_bias")):
             return {}
         factors[folder_prefix + plain_name(module, path)] = float(layer.scaling[adapter])
-    usual = next(iter(factors.values()), 1.0)
+    ((usual, _),) = Counter(factors.values()).most_common(1) or [(1.0, 0)]
     return {"": usual, **{name: factor for name, factor in factors.items() if factor != usual}}
 
 

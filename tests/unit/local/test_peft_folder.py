@@ -53,7 +53,9 @@ def llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 def gpt2() -> PreTrainedModel:
     torch.manual_seed(1)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1)
+    )
 
 
 def lora(**given: Any) -> peft.LoraConfig:
@@ -182,6 +184,12 @@ def and_a_norm() -> torch.nn.Module:
     return adapted
 
 
+def of_very_many_ranks() -> torch.nn.Module:
+    adapted = peft.get_peft_model(llama(), lora())
+    adapted.peft_config["default"].rank_pattern = {f"layers.{n}.mlp.experts": 4 for n in range(20_000)}
+    return adapted
+
+
 def a_part_of_it() -> torch.nn.Module:
     adapted = peft.get_peft_model(llama(), lora())
     next(p for p in adapted.parameters() if p.requires_grad).requires_grad_(False)
@@ -197,6 +205,7 @@ def prompt() -> torch.nn.Module:
     [
         (two_adapters, r"folder of peft: it trains 2 adapters, such as 'default' and 'second'; export one file"),
         (and_a_norm, r"the run trains 'base_model.model.model.norm.weight', which is not part of its adapter: export"),
+        (of_very_many_ranks, r"folder of peft: its configuration and names are too long for the run's layout; export"),
         (a_part_of_it, r"the run does not train 1 of its tensors, such as 'base_model.*q_proj.lora_A.weight'; export"),
     ],
 )
@@ -233,10 +242,10 @@ def test_the_command_says_how_an_adapter_is_loaded(
 
 
 def test_stages_have_one_adapter_together() -> None:
-    texts = [
-        description_of(peft.get_peft_model(llama(), lora(rank_pattern={at: 2}))) for at in ("layers.0", "layers.1")
-    ]
+    query = "layers.{}.self_attn.q_proj"
+    texts = [description_of(peft.get_peft_model(llama(), lora(rank_pattern={query.format(n): 2}))) for n in (0, 1)]
     merged = description_from_json(merged_description(texts))
     assert merged is not None
     assert merged.adapter is not None
-    assert {name[-20:]: factor for name, factor in merged.adapter.scaling.items()}
+    names = [f"base_model.model.model.{query.format(n)}" for n in (0, 1)]
+    assert merged.adapter.scaling == {"": 2.0, names[0]: 4.0, names[1]: 4.0}
