@@ -33,8 +33,10 @@ LANDING = (
     "tests/unit/core/test_carry_memory.py",
     "tests/unit/deploy/test_deploy_client.py",
     "tests/unit/deploy/test_deploy_move.py",
+    "tests/unit/local/test_peft_folder.py",
     "tests/unit/planner/test_published_numbers.py",
     "tests/unit/worker/test_compiled_step.py",
+    "tests/unit/worker/test_wrapped_blocks.py",
     # They ask promtool, which a newcomer's machine has not.
     "tests/unit/containers/test_dashboards.py",
     "tests/unit/deploy/test_deploy_monitors.py",

@@ -93,7 +93,8 @@ def export(
     """Write a published version, while training goes on or after it has ended: one safetensors file, or a folder.
 
     Three formats: safetensors is one file of all tensors. huggingface is a folder with config.json and safetensors, as
-    transformers' from_pretrained() opens it, for models of transformers and for the byte model of `dips train`. dcp is
+    transformers' from_pretrained() opens it, for models of transformers and for the byte model of `dips train`; of a
+    run that trains an adapter of peft (a LoRA) it is the adapter's folder, or with --fill the merged model's. dcp is
     a torch.distributed.checkpoint, a folder from which each rank of any parallelism (FSDP2, tensor, pipeline, or none)
     loads its own part with torch.distributed.checkpoint.load().
 
@@ -106,7 +107,7 @@ def export(
         raise ConfigError("nothing says what to write: give --to FILE.safetensors, or --to DIR for a folder")
     named = NamedRun.of(run)
     from dips.core.model_description import description_from_json
-    from dips.local.model_folder import as_folder, check_target, write_folder
+    from dips.local.model_folder import AdapterFolder, as_folder, check_target, write_folder
     from dips.trainer.export import export_model, fill
 
     form = form or (Form.SAFETENSORS if to.suffix == ".safetensors" else Form.HUGGINGFACE)
@@ -115,8 +116,11 @@ def export(
     fetched = _fetch(named, wanted, wait_s, lambda: asked_security(keys, insecure, named.directory))
     described = description_from_json(fetched.layout.description)
     filled = fill(fetched.layout, described, fill_from) if fill_from is not None else {}
+    is_adapter = False
     if form is Form.HUGGINGFACE:
-        write_folder(as_folder(fetched, filled), to, force)
+        folder = as_folder(fetched, filled)
+        is_adapter = isinstance(folder, AdapterFolder)
+        write_folder(folder, to, force)
     else:
         prefix = described.prefix if described is not None else ""
         more = {prefix + name: tensor for name, tensor in filled.items()}
@@ -139,7 +143,12 @@ def export(
         "lacking": lacking,
     }
     sentence = f"{to}: version {fetched.version} of run {fetched.run_id}, {format_count(fetched.tokens)} tokens"
-    if described is not None and lacking:
+    if is_adapter:
+        sentence += (
+            f"\nIt is an adapter: load it with peft, PeftModel.from_pretrained(base, {str(to)!r}), over the base that "
+            "training began with; --fill FILE, with that base, gives the merged model"
+        )
+    elif described is not None and lacking:
         sentence += (
             f"\nIt lacks {lacking} tensors that the run does not train, such as {described.absent[0]!r}: load it over "
             "the model that training began with, or add them with --fill FILE"

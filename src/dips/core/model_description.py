@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -139,6 +140,58 @@ class Lacking:
     digest: int | None = None  # of its contents (core/model_description.py); None where training changes them
 
 
+_OF_BASE, WHOLE = ("base_layer", "original_module"), "modules_to_save"
+OF_PEFT = (*_OF_BASE, WHOLE)
+"""What peft puts into names of the model that it adapts; WHOLE: of modules that are trained as a whole."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of peft (a LoRA) that a run trains, and what its folder has."""
+
+    name: str = ""  # in peft, such as "default"
+    config: Mapping[str, Any] = field(default_factory=dict)  # the adapter_config.json
+    prefix: str = ""  # precedes the adapted model's names in the layout
+    folder_prefix: str = ""  # and in the adapter's folder
+    # names: of tensors in the layout that have another name in the folder than in_folder() makes; "": they are not
+    # part of the adapter
+    names: Mapping[str, str] = field(default_factory=dict)
+    # scaling: of what the adapter adds to the module of this name in the folder; "": to all others. Empty: it is no
+    # plain LoRA, and only peft can merge it.
+    scaling: Mapping[str, float] = field(default_factory=dict)
+    why_not: str = ""  # it cannot be written as a folder
+
+    def in_folder(self, name: str) -> str:
+        """The name that a tensor of the layout has in the adapter's folder; empty: it is not part of the adapter."""
+        if name in self.names:
+            return self.names[name]
+        parts = name.removeprefix(self.prefix).split(".")
+        at = len(parts) - (1 if parts[-1] == self.name else 2)
+        if at > 0 and parts[at] == self.name:
+            del parts[at]
+        return self.folder_prefix + ".".join(parts)
+
+    def in_base(self, name: str) -> str:
+        """The name that a tensor has in the model without an adapter."""
+        parts = [part for part in name.split(".") if part not in _OF_BASE]
+        if WHOLE in parts and parts[(at := parts.index(WHOLE)) + 1 : at + 2] == [self.name]:
+            del parts[at : at + 2]
+        return ".".join(parts)
+
+    @staticmethod
+    def from_raw(raw: Any) -> Adapter:
+        """Raises ValueError, KeyError or TypeError for what is not vars() of one."""
+        adapter = Adapter(**raw)
+        texts = (adapter.name, adapter.prefix, adapter.folder_prefix, adapter.why_not, *adapter.names.keys())
+        if not all(isinstance(text, str) for text in (*texts, *adapter.names.values(), *adapter.scaling.keys())):
+            raise TypeError("a name of its adapter is no text")
+        if not all(type(factor) in (int, float) and math.isfinite(factor) for factor in adapter.scaling.values()):
+            raise ValueError("the scaling of its adapter is no number")
+        if not adapter.why_not and not isinstance(adapter.config.get("peft_type"), str):
+            raise ValueError("the configuration of its adapter is not one of peft")
+        return adapter
+
+
 @dataclass(frozen=True)
 class ModelDescription:
     """Describes a model beyond its layout."""
@@ -150,9 +203,10 @@ class ModelDescription:
     absent: tuple[str, ...] = ()
     n_absent: int = 0
     lacks: tuple[Lacking, ...] = ()  # all of them; empty where they are too many
+    adapter: Adapter | None = None
 
     def to_json(self) -> str:
-        """Empty when it is longer than a layout may carry: then a version cannot be exported to a folder."""
+        """Without what is too long for a layout; empty: then a version cannot be exported to a folder."""
         raw = {
             "format": TRANSFORMERS if self.config else OTHER,
             "config": dict(self.config),
@@ -160,8 +214,14 @@ class ModelDescription:
             "absent": list(self.absent[:MAX_TOLD]),
             "n_absent": self.n_absent,
         }
+        forms = [raw]
+        if self.adapter is not None:
+            too_long = Adapter(
+                self.adapter.name, why_not="its configuration and names are too long for the run's layout"
+            )
+            forms = [{**raw, "adapter": vars(self.adapter)}, {**raw, "adapter": vars(too_long)}]
         rows = [[one.name, list(one.shape), one.dtype, _hex(one.digest)] for one in self.lacks]
-        for whole in ({**raw, "lacks": rows}, raw):
+        for whole in ({**forms[0], "lacks": rows}, *forms):
             text = json.dumps(whole, sort_keys=True, separators=(",", ":"))
             if len(text) <= MAX_DESCRIPTION_CHARS:
                 return text
@@ -186,13 +246,14 @@ def description_from_json(text: str) -> ModelDescription | None:
         if n_absent and not absent:
             raise ValueError("it names none of the tensors that are absent")
         lacks = tuple(_lacking(*row) for row in raw.get("lacks", []))
+        adapter = None if raw.get("adapter") is None else Adapter.from_raw(raw["adapter"])
         if lacks and len(lacks) != n_absent:
             raise ValueError(f"it describes {len(lacks)} of {n_absent} absent tensors")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"the run's description of its model cannot be read ({error}): export one file of tensors instead"
         ) from error
-    return ModelDescription(config, prefix, tuple(str(name) for name in absent), n_absent, lacks)
+    return ModelDescription(config, prefix, tuple(str(name) for name in absent), n_absent, lacks, adapter)
 
 
 def _hex(digest: int | None) -> str:

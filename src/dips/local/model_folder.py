@@ -1,7 +1,9 @@
-"""Writes a version as a folder: one that `from_pretrained` of Hugging Face transformers opens, or another content.
+"""Writes a version as a folder: one that `from_pretrained` of Hugging Face transformers or of peft opens, or another
+content.
 
 The configuration comes with the run's layout (core/model_description.py), or is the byte model's; so neither torch nor
-transformers is needed to write it. A folder appears whole or not at all, and what is in one is never overwritten
+transformers is needed to write it. Where both are installed, a model of that configuration says whether it would take
+the tensors, before anything is written. A folder appears whole or not at all, and what is in one is never overwritten
 unless `force` says so.
 """
 
@@ -14,6 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -24,7 +27,7 @@ from numpy.typing import NDArray
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import SlaveId, Version
 from dips.core.layout import Layout, layout_from_json
-from dips.core.model_description import description_from_json
+from dips.core.model_description import WHOLE, Adapter, description_from_json
 from dips.core.placement import Placement
 from dips.slave import snapshot_files as manifests
 from dips.slave.snapshot_files import SnapshotError, SnapshotStamp, read_snapshot
@@ -33,16 +36,18 @@ from dips.trainer.sizes import ModelConfig, llama_config, llama_name
 from dips.worker.checkpoint_files import RawTensor
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SHARD_BYTES = 5_000_000_000
 """A larger model is written in several files."""
 
 _OURS = re.compile(
-    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|config\.json|__\d+_\d+\.distcp|\.metadata|dips_version\.json"
+    r"(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|(adapter_)?config\.json|__\d+_\d+\.distcp"
+    r"|\.metadata|dips_version\.json"
 )
 """What earlier exports of any format wrote."""
 
-_HEADS = (CONFIG, ".metadata")
-"""Without its head, a folder is no model: neither for transformers nor for torch.distributed.checkpoint."""
+_HEADS = (CONFIG, ADAPTER_CONFIG, ".metadata")
+"""Without its head, a folder is no model: neither for transformers, nor for peft or torch.distributed.checkpoint."""
 
 Tensors = Mapping[str, NDArray[np.float32] | RawTensor]
 
@@ -79,6 +84,20 @@ class ModelFolder:
         write_whole(folder / CONFIG, _json(self.config))
 
 
+@dataclass(frozen=True)
+class AdapterFolder:
+    """The files for peft."""
+
+    config: Mapping[str, Any]
+    tensors: Tensors
+    about: Mapping[str, Any]
+
+    def write_files(self, folder: Path) -> None:
+        write_whole(folder / ADAPTER, serialized(self.tensors, {"format": "pt"}))
+        write_whole(folder / ABOUT, _json(self.about))
+        write_whole(folder / ADAPTER_CONFIG, _json(self.config))
+
+
 def check_target(folder: Path, force: bool) -> None:
     """Raise ConfigError when a folder cannot be written there without harm; call it before anything is fetched."""
     if folder.exists() and not folder.is_dir():
@@ -87,15 +106,21 @@ def check_target(folder: Path, force: bool) -> None:
         raise ConfigError(f"{folder} is not empty: give another folder, or --force to replace the model in it")
 
 
-def as_folder(fetched: Fetched, filled: Mapping[str, RawTensor] = MappingProxyType({})) -> ModelFolder:
-    """filled: what the version lacks. Raises ConfigError when all together is not a whole model that transformers
-    knows.
+def as_folder(fetched: Fetched, filled: Mapping[str, RawTensor] = MappingProxyType({})) -> ModelFolder | AdapterFolder:
+    """The model's folder; of a run that trains an adapter the adapter's, or with `filled` that of the merged model.
+
+    filled: what the version lacks. Raises ConfigError when all together is not a whole model that transformers knows,
+    or would not be taken by a model of its configuration.
     """
     described = description_from_json(fetched.layout.description)
     tensors = named_tensors(fetched.layout, fetched.flat)
     about = about_version(fetched)
     if described is None or not described.config:
-        return ModelFolder(_byte_model(fetched), {llama_name(name): t for name, t in tensors.items()}, about)
+        if described is not None and described.adapter is not None and not filled:
+            return _adapter_folder(described.adapter, tensors, about)
+        return _checked(ModelFolder(_byte_model(fetched), {llama_name(name): t for name, t in tensors.items()}, about))
+    if described.adapter is not None and not filled:
+        return _adapter_folder(described.adapter, tensors, about)
     if described.n_absent and not filled:
         raise ConfigError(
             f"the run trains a part of its model only: {described.n_absent} tensors, such as {described.absent[0]!r}, "
@@ -111,7 +136,9 @@ def as_folder(fetched: Fetched, filled: Mapping[str, RawTensor] = MappingProxyTy
     config = {key: value for key, value in described.config.items() if key not in left_out}
     config["torch_dtype" if "torch_dtype" in described.config else "dtype"] = "float32"
     own = {name.removeprefix(described.prefix): tensor for name, tensor in tensors.items()}
-    return ModelFolder(config, {**own, **filled}, about)
+    if described.adapter is not None:
+        return _checked(ModelFolder(config, _merged(described.adapter, tensors, described.prefix, filled), about))
+    return _checked(ModelFolder(config, {**own, **filled}, about))
 
 
 def write_folder(content: FolderContent, folder: Path, force: bool = False) -> None:
@@ -133,6 +160,110 @@ def write_folder(content: FolderContent, folder: Path, force: bool = False) -> N
         raise ConfigError(f"the folder {folder} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+_FILE = "export one file of tensors (--format safetensors)"
+
+
+def _adapter_folder(
+    adapter: Adapter, tensors: Mapping[str, NDArray[np.float32]], about: Mapping[str, Any]
+) -> AdapterFolder:
+    if adapter.why_not:
+        raise ConfigError(f"the run's adapter cannot be written as a folder of peft: {adapter.why_not}; {_FILE}")
+    if others := [name for name in tensors if not adapter.in_folder(name)]:
+        raise ConfigError(f"the run trains {others[0]!r}, which is not part of its adapter: {_FILE}")
+    return AdapterFolder(adapter.config, {adapter.in_folder(name): t for name, t in tensors.items()}, about)
+
+
+def _merged(
+    adapter: Adapter, tensors: Mapping[str, NDArray[np.float32]], prefix: str, filled: Mapping[str, RawTensor]
+) -> Tensors:
+    """The base with the adapter added to it (W + s B A), under the base's names. prefix: of these in the layout.
+
+    Raises ConfigError for what only peft can merge.
+    """
+    remedy = "leave out --fill, and merge it with peft: PeftModel.from_pretrained(base, DIR).merge_and_unload()"
+    if adapter.why_not:
+        raise ConfigError(f"the run's adapter cannot be merged: {adapter.why_not}; {_FILE}")
+    if not adapter.scaling:
+        raise ConfigError(f"the run's adapter is no plain LoRA of matrices, and is not merged here: {remedy}")
+    merged: dict[str, NDArray[np.float32] | RawTensor] = {adapter.in_base(name): t for name, t in filled.items()}
+    pairs: dict[str, dict[str, NDArray[np.float32]]] = {}
+    for name, tensor in tensors.items():
+        module, _, kind = adapter.in_folder(name).removesuffix(".weight").rpartition(".")
+        whole = adapter.in_base(name.removeprefix(prefix))
+        if kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
+            pair = pairs.setdefault(module, {})
+            pair[kind[-1]] = tensor
+            if len(pair) < 2:
+                continue
+            base = whole[: whole.rindex(f".{kind}")] + ".weight"
+            weight = merged.get(base)
+            if not isinstance(weight, RawTensor) or weight.dtype not in ("F32", "BF16", "F16"):
+                raise ConfigError(f"the base has no {base!r} of floating-point numbers to merge into: {remedy}")
+            added = (pair["B"] @ pair["A"]) * np.float32(adapter.scaling.get(module, adapter.scaling[""]))
+            if "embedding" in kind or adapter.config.get("fan_in_fan_out"):
+                added = added.T
+            merged[base] = _as_float32(weight) + added
+        elif whole in merged or WHOLE not in name.split("."):  # or the base's own, such as a bias
+            merged[whole] = tensor
+        else:
+            raise ConfigError(f"the run trains {name!r}, of which the base has no {whole!r}: {remedy}")
+    return merged
+
+
+def _as_float32(tensor: RawTensor) -> NDArray[np.float32]:
+    if tensor.dtype == "BF16":
+        values = (tensor.data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = tensor.data.view("<f4" if tensor.dtype == "F32" else "<f2").astype(np.float32)
+    return values.reshape(tensor.shape)
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def _checked(folder: ModelFolder) -> ModelFolder:
+    """Raises ConfigError where a model of the configuration would not take these tensors, and begin with random ones.
+
+    A configuration that the installed transformers does not know cannot be checked.
+    """
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        return folder
+    import torch
+    import transformers
+
+    kind = getattr(transformers, next(iter(folder.config.get("architectures") or [""])), None)
+    try:
+        with torch.device("meta"):
+            model = kind(kind.config_class.from_dict(dict(folder.config)))  # type: ignore[misc, union-attr]
+    except Exception:  # as that of a program's own class
+        return folder
+    expected = model.state_dict(keep_vars=True)
+    tied: dict[int, list[str]] = {}
+    for name, tensor in expected.items():
+        tied.setdefault(id(tensor), []).append(name)
+    may_lack = [*(model._keys_to_ignore_on_load_missing or ()), r"\bnum_batches_tracked$"]
+    missing = [
+        names[0]
+        for names in tied.values()
+        if not folder.tensors.keys() & set(names) and not any(re.search(each, names[0]) for each in may_lack)
+    ]
+    strange = [name for name in folder.tensors if name not in expected]
+    other = [name for name, t in folder.tensors.items() if name in expected and t.shape != tuple(expected[name].shape)]
+    parts = [("it lacks", missing), ("has", strange), ("has another shape of", other)]
+    if said := [f"{what} {_few(names)}" for what, names in parts if names]:
+        raise ConfigError(
+            f"a {type(model).__name__} of the folder's config.json would not take its tensors ({' and '.join(said)}): "
+            f"{_FILE}, and load it in the program that trained it"
+        )
+    return folder
+
+
+def _few(names: list[str]) -> str:
+    return repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _byte_model(fetched: Fetched) -> Mapping[str, Any]:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import Version, parse_version
 from dips.core.layout import Layout, layout_from_json
-from dips.core.model_description import Lacking, ModelDescription
+from dips.core.model_description import Adapter, Lacking, ModelDescription
 from dips.core.observe.failpoints import failpoint
 from dips.worker.checkpoint_files import ITEM_BYTES, MAX_HEADER_BYTES, RawTensor, safetensors_header
 
@@ -63,18 +63,28 @@ def fill(layout: Layout, described: ModelDescription | None, path: Path) -> dict
                 f"{described.absent[0]!r}): give the whole state of the model that training began with"
             )
         return {name.removeprefix(described.prefix): tensor for name, tensor in rest.items()}
-    found = {}
+    adapter = described.adapter or Adapter()
+    found, absent = {}, []
     for lacking in described.lacks:
-        tensor = state.get(lacking.name, state.get(described.prefix + lacking.name))
+        # An adapted model's file, or its base's.
+        names = lacking.name, described.prefix + lacking.name, adapter.in_base(lacking.name)
+        tensor = next((state[name] for name in names if name in state), None) or _tied(lacking, state)
         if tensor is None:
-            absent = [one.name for one in described.lacks if one.name not in state]
-            more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-            raise ConfigError(
-                f"{path} has no tensor {lacking.name!r}{more}: give the state of the model that was trained"
-            )
-        _check(lacking, tensor, path)
-        found[lacking.name] = tensor
+            absent.append(lacking.name)
+        else:
+            _check(lacking, tensor, path)
+            found[lacking.name] = tensor
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise ConfigError(f"{path} has no tensor {absent[0]!r}{more}: give the state of the model that was trained")
     return found
+
+
+def _tied(lacking: Lacking, state: Mapping[str, RawTensor]) -> RawTensor | None:
+    """The tensor under the name of another one that is tied to it: save_model() writes such a pair once."""
+    dtype = OF_TORCH.get(lacking.dtype)
+    alike = (each for each in state.values() if (each.shape, each.dtype) == (lacking.shape, dtype))
+    return next((each for each in alike if lacking.digest == _digest_of(lacking, each)), None)
 
 
 def read_state(path: Path) -> dict[str, RawTensor]:
@@ -132,13 +142,17 @@ def _check(lacking: Lacking, tensor: RawTensor, path: Path) -> None:
         )
     if lacking.digest is None:
         return
-    digest = xxhash.xxh3_64(f"torch.{lacking.dtype} {list(lacking.shape)}".encode())
-    digest.update(tensor.data.data)
-    if digest.intdigest() != lacking.digest:
+    if _digest_of(lacking, tensor) != lacking.digest:
         raise ConfigError(
             f"tensor {lacking.name!r} of {path} has other values than in the clusters' training: give the "
             "same model that training began with"
         )
+
+
+def _digest_of(lacking: Lacking, tensor: RawTensor) -> int:
+    digest = xxhash.xxh3_64(f"torch.{lacking.dtype} {list(lacking.shape)}".encode())
+    digest.update(tensor.data.data)
+    return digest.intdigest()
 
 
 # ---- export ----------------------------------------------------------------------------------------------------------

@@ -59,9 +59,11 @@ from dips.worker.step_checks import Losses, StepWatch, TokenCheck
 from dips.worker.torch_model import (
     TorchParameters,
     description_of,
+    former_names,
     has_shards,
     innermost,
     makes_state_only,
+    named_parameters,
     plain_model,
     plain_optimizer,
     refuse_hidden_moments,
@@ -467,7 +469,7 @@ class DiLoCo:
         inner = TorchState(model, optimizers, {"steps": _Steps(self), **_named(self._state)}, buffers=self._buffers)
         return ClusterShell(
             config, parameters, parameters.layout(), DataPlan(DataMode.OWN),
-            inner=inner, resume_label=self._resume_label, untrained=untrained,
+            inner=inner, resume_label=self._resume_label, untrained=untrained, former=former_names(model),
         )  # fmt: skip
 
     def _only_one(self) -> torch.nn.Module:
@@ -750,7 +752,7 @@ def _may_step(optimizer: torch.optim.Optimizer) -> None:
 def _warn_of_another_optimizer(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """An optimizer that the loop does not know steps after the push of a step, and its state is in no checkpoint."""
     stepped = stepped_by(optimizers)
-    named = (pair for model in models for pair in plain_model(model).named_parameters())
+    named = (pair for model in models for pair in named_parameters(plain_model(model)))
     others = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in stepped]
     if others:
         _logger.warning(

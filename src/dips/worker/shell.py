@@ -17,8 +17,8 @@ import secrets
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Protocol
@@ -85,7 +85,7 @@ WORTH_A_LINE_S = 2.0
 @dataclass(frozen=True)
 class OtherRanks:
     """The leader's cluster of several ranks. keys: the other ranks' of the data flow; curve: the leader's own.
-    checkpoints: of all ranks; None: they keep none.
+    checkpoints: of all ranks; None: they keep none. former: as in ClusterShell.
     """
 
     n_ranks: int
@@ -93,6 +93,7 @@ class OtherRanks:
     keys: tuple[bytes, ...]
     part: LeadersPart
     checkpoints: RanksCheckpoints | None = None
+    former: Mapping[str, str] = field(default_factory=dict)
 
 
 class RanksCheckpoints(Checkpoints, Protocol):
@@ -129,13 +130,15 @@ class ClusterShell:
         tape: Tape | None = None,
         resume_label: str | None = None,
         untrained: Untrained | None = None,
+        former: Mapping[str, str] | None = None,
     ) -> None:
         """Make the shell; opens no connection yet. Raises ConfigError for settings that cannot work.
 
         parameters: this process's, which hold all of layout; or the ranks that hold it together, of which this one is
         the leader. inner: further state in checkpoints, besides parameters and session. tape: where
         records go; None: config.tape, closed by close(). resume_label: resume from the checkpoint that checkpoint_now()
-        took under it. untrained: the model's other tensors, for the master to compare; None: none.
+        took under it. untrained: the model's other tensors, for the master to compare; None: none. former: names of
+        tensors -> those that earlier releases gave them, where they differ.
         """
         self.config = check(config)
         self.security = security_of(config, f"cluster {config.cluster_id}")
@@ -143,8 +146,9 @@ class ClusterShell:
         ranks = parameters if isinstance(parameters, OtherRanks) else None
         curve = pair_for(self.security) if ranks is None else ranks.curve
         session = _session_config(config, layout, data_plan, curve, untrained or Untrained())
+        session = replace(session, former=former or {})
         if ranks is not None:
-            session = replace(session, rank_keys=ranks.keys, pushers=ranks.n_ranks)
+            session = replace(session, rank_keys=ranks.keys, pushers=ranks.n_ranks, former=ranks.former)
         session = replace(session, answers_in_steps=ranks is None)
         self._session = ClusterMachine(session)
         self._lock = threading.RLock()

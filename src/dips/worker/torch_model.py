@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import warnings
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby, pairwise
@@ -21,13 +23,13 @@ import torch
 import torch.distributed as dist
 import xxhash
 from numpy.typing import NDArray
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from dips.core.allocator import zeros
 from dips.core.errors import ConfigError
 from dips.core.layout import AVERAGED_LAYER, DEFAULT_BLOCK_ELEMS, Layout, Parameter, layer_of
 from dips.core.messages import TensorDigest
-from dips.core.model_description import MAX_TOLD, Lacking, ModelDescription, Untrained
+from dips.core.model_description import MAX_TOLD, OF_PEFT, Adapter, Lacking, ModelDescription, Untrained
 from dips.core.net.payloads import SnapshotReady, hashing_copy
 from dips.worker.parameters import ChunkSums
 
@@ -36,17 +38,26 @@ from dips.worker.parameters import ChunkSums
 # Unwraps the model and the optimizer from the wrappers of trainers.
 #
 # Names of parameters must be the same on every cluster, whether it runs one process or eight, compiles its model or
-# not; and a step must be noticed where it is made. So wrappers are removed, and those that cut a model or its
-# optimizer state into shards are refused. Imports no wrapper: a program does not use one that it has not imported.
+# not, as a whole or block by block; and a step must be noticed where it is made. So wrappers are removed, and what they
+# put into names is left out; those that cut a model or its optimizer state into shards are refused. A wrapper is known
+# by its type, as a user's own submodule may have any name. Imports no wrapper: a program does not use one that it has
+# not imported.
 
 
 _TRAINERS = frozenset({"accelerate", "lightning", "pytorch_lightning"})
 _SHARDED_MODELS = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine", "PipelineEngine"})
 _SHARDED_OPTIMIZERS = frozenset({"ZeroRedundancyOptimizer", "DeepSpeedOptimizerWrapper"})
+_WRAPPERS = (
+    ("torch.nn.parallel", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel", "DataParallel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
+)
+"""Where a wrapper is defined, its class, and the attribute in which it holds a module."""
 
 
 def plain_model(model: torch.nn.Module) -> torch.nn.Module:
-    """The model without DistributedDataParallel, DataParallel and torch.compile around it."""
+    """The model without wrappers around it, such as DistributedDataParallel and torch.compile."""
     return list(_with_wrappers(model))[-1]
 
 
@@ -64,11 +75,76 @@ def _with_wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The given model, the model inside its wrapper, and so on; the plain model is the last."""
     while True:
         yield model
-        inner = model.module if isinstance(model, (DataParallel, DistributedDataParallel)) else None
-        inner = inner if inner is not None else getattr(model, "_orig_mod", None)
-        if not isinstance(inner, torch.nn.Module):
+        inner = _wrapped(model)
+        if inner is None:
             return
-        model = inner
+        model = inner[1]
+
+
+def _wrapped(module: torch.nn.Module | None) -> tuple[str, torch.nn.Module] | None:
+    """The attribute in which a wrapper holds a module, and that module; None: it is no wrapper."""
+    for source, kind, key in _WRAPPERS:
+        wrapper = getattr(sys.modules.get(source), kind, None)
+        if wrapper is not None and isinstance(module, wrapper):
+            inner = module._modules[key]
+            assert inner is not None, "a wrapper holds a module"
+            return key, inner
+    return None
+
+
+def plain_name(model: torch.nn.Module, name: str) -> str:
+    """A dotted name in the model without the parts that wrappers of its modules put into it. (torch leaves some of
+    them out of a state_dict's names itself.)
+    """
+    parts: list[str] = []
+    module: torch.nn.Module | None = model
+    for part in name.split("."):
+        inner = _wrapped(module)
+        while inner is not None and inner[0] != part:
+            inner = _wrapped(module := inner[1])
+        if inner is not None:
+            module = inner[1]
+        else:
+            parts.append(part)
+            module = None if module is None else module._modules.get(part)
+    return ".".join(parts)
+
+
+def plain_names(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Each name -> the name without the parts that wrappers put into it. Raises ConfigError where two become one."""
+    if not any(map(_wrapped, model.modules())):
+        return {name: name for name in names}
+    plain: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for name in names:
+        plain[name] = plain_name(model, name)
+        other = first.setdefault(plain[name], name)
+        if other != name:
+            raise ConfigError(
+                f"{other!r} and {name!r} are both called {plain[name]!r} without what the wrapper around a module puts "
+                "into names: give one of the two another name"
+            )
+    return plain
+
+
+def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """As the model's own, with plain names."""
+    named = list(model.named_parameters())
+    plain = plain_names(model, (name for name, _ in named))
+    return [(plain[name], parameter) for name, parameter in named]
+
+
+def named_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """As the model's own, with plain names."""
+    named = list(model.named_buffers())
+    plain = plain_names(model, (name for name, _ in named))
+    return [(plain[name], buffer) for name, buffer in named]
+
+
+def former_names(model: torch.nn.Module) -> dict[str, str]:
+    """Plain name -> the name with the wrappers' parts, as earlier releases used it; only those that differ."""
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    return {plain: name for name, plain in plain_names(model, names).items() if plain != name}
 
 
 def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -207,8 +283,8 @@ class UntrainedTensor(NamedTuple):
 def untrained_tensors(model: torch.nn.Module, trained: Set[int]) -> list[UntrainedTensor]:
     """Every parameter and buffer of the model that is not among `trained` (ids of tensors), tied ones once."""
     moving = moving_buffers(model)
-    frozen = [UntrainedTensor(name, p, False, True) for name, p in model.named_parameters() if id(p) not in trained]
-    named = [(name, b) for name, b in model.named_buffers() if id(b) not in trained]
+    frozen = [UntrainedTensor(name, p, False, True) for name, p in named_parameters(model) if id(p) not in trained]
+    named = [(name, b) for name, b in named_buffers(model) if id(b) not in trained]
     return frozen + [UntrainedTensor(name, b, True, id(b) not in moving) for name, b in named]
 
 
@@ -228,7 +304,7 @@ def untrained_of(model: torch.nn.Module, trained: Set[int]) -> Untrained:
 def running_statistics(model: torch.nn.Module, trained: Set[int]) -> list[str]:
     """Names of floating-point buffers that training moves, and that are not among `trained` (ids of tensors)."""
     moving = moving_buffers(model) - trained
-    return [name for name, buffer in model.named_buffers() if id(buffer) in moving and buffer.is_floating_point()]
+    return [name for name, buffer in named_buffers(model) if id(buffer) in moving and buffer.is_floating_point()]
 
 
 def moving_buffers(model: torch.nn.Module) -> set[int]:
@@ -270,30 +346,112 @@ def _add(digest: xxhash.xxh3_64, tensor: torch.Tensor) -> None:
 
 # ---- model description -----------------------------------------------------------------------------------------------
 #
-# Describes a model for exports: its tensors that the run does not train, and a transformers model's configuration
-# (core/model_description.py).
+# Describes a model for exports: its tensors that the run does not train, and the configurations of a transformers model
+# and of peft's adapter in it (core/model_description.py).
 #
-# Never imports transformers: a program that trains one of its models has done so.
+# Never imports transformers or peft: a program that trains one of their models has done so.
 
 
 def description_of(model: torch.nn.Module, held: Set[int] | None = None, untrained: Untrained | None = None) -> str:
-    """JSON for the layout; empty for a model that is trained completely and is not of transformers.
+    """JSON for the layout; empty for a model that is trained completely and is neither of transformers nor of peft.
 
     held: ids of the tensors that versions hold; None: those that require gradients. untrained: digests of the others.
     A transformers model may be inside of another module (a LightningModule, say), which gives its names a prefix.
     """
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     held = trained if held is None else held
+    adapter = _adapter_of(model, held)
     transformers = sys.modules.get("transformers")
     kind = getattr(transformers, "PreTrainedModel", None)
     for name, module in model.named_modules():
         if kind is not None and isinstance(module, kind) and trained <= {id(p) for p in module.parameters()}:
             config = json.loads(module.config.to_json_string())
             config["architectures"] = [type(module).__name__]
-            prefix = f"{name}." if name else ""
-            return _descriptions(module, held, untrained or Untrained(), prefix, config).to_json()
+            prefix = f"{plain_name(model, name)}." if name else ""
+            described = _descriptions(module, held, untrained or Untrained(), prefix, config)
+            return replace(described, adapter=adapter).to_json()
     described = _descriptions(model, held, untrained or Untrained(), "", {})
-    return described.to_json() if described.n_absent else ""
+    return replace(described, adapter=adapter).to_json() if described.n_absent or adapter is not None else ""
+
+
+def _adapter_of(model: torch.nn.Module, held: Set[int]) -> Adapter | None:
+    """The adapter of peft that the run trains; None: the model has none, or trains another part of itself."""
+    peft: Any = sys.modules.get("peft")
+    if peft is None:
+        return None
+    layout_names = {id(p): name for name, p in (*named_parameters(model), *named_buffers(model)) if id(p) in held}
+    for path, module in model.named_modules():
+        injected = getattr(module, "_hf_peft_config_loaded", False)  # by transformers' own add_adapter()
+        if not injected and not isinstance(module, getattr(peft, "PeftModel", ())):
+            continue
+        named: list[tuple[str, torch.Tensor]] = [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+        # Names in place of tensors: peft says what is called how in the folder, and nothing is copied or gathered.
+        state = {name: layout_names.get(id(tensor), "") for name, tensor in named}
+        folder_prefix = "base_model.model." if injected else ""
+        prefix = f"{plain_name(model, path)}." if path else ""
+        found = []
+        for adapter, config in module.peft_config.items():
+            try:
+                with warnings.catch_warnings(action="ignore"):
+                    files = peft.get_peft_model_state_dict(
+                        module, state_dict=state, adapter_name=adapter, save_embedding_layers=False
+                    )
+                if any(isinstance(name, str) and name for name in files.values()):
+                    files = {folder_prefix + plain_name(module, file): name for file, name in files.items()}
+                    found.append(
+                        _described_adapter(module, adapter, config, prefix, folder_prefix, files, layout_names)
+                    )
+            except Exception as error:  # a library's own
+                found.append(Adapter(adapter, why_not=f"peft cannot say what is in it ({error!r:.200})"))
+        if len(found) > 1:
+            return Adapter(why_not=f"it trains {len(found)} adapters, such as {found[0].name!r} and {found[1].name!r}")
+        return found[0] if found else None
+    return None
+
+
+def _described_adapter(
+    module: Any, adapter: str, config: Any, prefix: str, folder_prefix: str, files: Mapping[str, object],
+    layout_names: Mapping[int, str],
+) -> Adapter:  # fmt: skip
+    """files: name in the folder -> name in the layout, empty where versions do not hold it."""
+    absent = [file for file, name in files.items() if not isinstance(name, str) or not name]
+    if absent:
+        return Adapter(adapter, why_not=f"the run does not train {len(absent)} of its tensors, such as {absent[0]!r}")
+    raw = {**config.to_dict(), "inference_mode": True}
+    if raw.get("task_type") is None:
+        base = module.get_base_model() if hasattr(module, "get_base_model") else module
+        raw["auto_mapping"] = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in raw.items()}
+    described = Adapter(adapter, json.loads(json.dumps(plain)), prefix, folder_prefix)
+    in_folder = dict.fromkeys(layout_names.values(), "") | {str(name): file for file, name in files.items()}
+    names = {name: file for name, file in in_folder.items() if described.in_folder(name) != file}
+    scaling = _scaling_of(module, adapter, config, folder_prefix)
+    return replace(described, names=names, scaling=scaling)
+
+
+def _scaling_of(module: torch.nn.Module, adapter: str, config: Any, folder_prefix: str) -> dict[str, float]:
+    """As Adapter.scaling. Only where an adapted module is a matrix, what it adds is known without peft."""
+    lora = sys.modules.get("peft.tuners.lora.layer")
+    trained_as_a_whole = getattr(sys.modules.get("peft.utils"), "ModulesToSaveWrapper", ())
+    factors: dict[str, float] = {}
+    for path, layer in module.named_modules():
+        parent, _, last = path.rpartition(".")
+        if last in OF_PEFT and not hasattr(module.get_submodule(parent), "adapter_layer_names"):
+            return {}  # the model's own module has such a name
+        if not hasattr(layer, "adapter_layer_names") or isinstance(layer, trained_as_a_whole):
+            continue
+        linear, embedding = getattr(lora, "Linear", None), getattr(lora, "Embedding", None)
+        turned = type(layer) is linear and layer.fan_in_fan_out is not bool(config.fan_in_fan_out)
+        if type(layer) not in (linear, embedding) or adapter not in layer.scaling or turned or layer.merged_adapters:
+            return {}
+        if any(getattr(layer, option, {}).get(adapter) for option in ("lora_variant", "use_dora", "lora_bias")):
+            return {}
+        factors[folder_prefix + plain_name(module, path)] = float(layer.scaling[adapter])
+    ((usual, _),) = Counter(factors.values()).most_common(1) or [(1.0, 0)]
+    return {"": usual, **{name: factor for name, factor in factors.items() if factor != usual}}
 
 
 def _descriptions(
@@ -314,6 +472,7 @@ def _descriptions(
         if id(tensor) in seen or not isinstance(tensor, torch.Tensor):
             continue
         seen.add(id(tensor))
+        name = plain_name(module, name)
         digest = None if id(tensor) in moving else digests.get(prefix + name)
         lacks.append(Lacking(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), digest))
     return ModelDescription(config, prefix, tuple(one.name for one in lacks[:MAX_TOLD]), len(lacks), tuple(lacks))
@@ -363,7 +522,7 @@ class TorchParameters:
         partly with another one), and for another model's optimizer; Refused(LAYOUT) for a model without trainable
         parameters.
         """
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        named = {name: p for name, p in named_parameters(model) if p.requires_grad}
         self._model = model
         self._optimizers = as_list(optimizer)
         self._buffers = averaged_buffers(model) if buffers == "average" else {}
@@ -511,6 +670,7 @@ class TorchParameters:
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad or id(parameter) in ours:
                 continue
+            name = plain_name(self._model, name)
             if any(name == p.name for p in self._layout.parameters):
                 raise ConfigError(
                     f"parameter {name!r} is another tensor than when the loop was entered, so that no push holds it "
@@ -574,7 +734,8 @@ def averaged_buffers(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module,
                 _logger.info("buffer %r holds infinities or NaN, so that it is not averaged", name)
                 continue
             found[name] = (module, key)
-    return found
+    plain = plain_names(model, found)
+    return {plain[name]: place for name, place in found.items()}
 
 
 def as_averaged(name: str, buffer: torch.Tensor) -> Parameter:

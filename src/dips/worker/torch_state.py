@@ -17,7 +17,7 @@ import torch
 
 from dips.core.errors import ConfigError
 from dips.worker.checkpoint_files import RawTensor
-from dips.worker.torch_model import Optimizers, as_list, innermost, wait_for
+from dips.worker.torch_model import Optimizers, as_list, former_names, innermost, named_buffers, wait_for
 
 if TYPE_CHECKING:  # that module imports this one
     from dips.worker.parallel.shard_files import SavedShards
@@ -324,10 +324,12 @@ class _Buffers:
         self._model = model
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return dict(self._model.named_buffers())
+        return dict(named_buffers(self._model))
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         buffers = self.state_dict()
+        plain = {former: name for name, former in former_names(self._model).items()}
+        state = {plain.get(name, name): buffer for name, buffer in state.items()}
         if buffers.keys() != state.keys():
             raise KeyError(f"buffers {sorted(state)} were saved, the model has {sorted(buffers)}")
         with torch.no_grad():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,9 +112,62 @@ def test_another_model_or_a_part_of_one_is_refused_with_the_way_out() -> None:
         as_folder(fetched(torch.nn.Linear(3, 4)))
 
 
+def with_a_strange_tensor(model: Any) -> None:
+    model.model.extra = torch.nn.Parameter(torch.zeros(3))
+
+
+def without_a_norm(model: Any) -> None:
+    model.model.norm = torch.nn.Identity()
+
+
+def with_a_longer_head(model: Any) -> None:
+    model.lm_head = torch.nn.Linear(32, 70, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (with_a_strange_tensor, r"\(has 'model.extra'\)"),
+        (without_a_norm, r"\(it lacks 'model.norm.weight'\)"),
+        (with_a_longer_head, r"\(has another shape of 'lm_head.weight'\)"),
+    ],
+)
+def test_tensors_that_a_model_of_the_configuration_would_not_take_are_refused(
+    change: Callable[[Any], None], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would open with random weights."""
+    model = LlamaForCausalLM(CONFIG)
+    change(model)
+    found = fetched(model)
+    with pytest.raises(
+        ConfigError, match=f"a LlamaForCausalLM of .* would not take its tensors {said}: export one file"
+    ):
+        as_folder(found)
+    told = json.loads(found.layout.description)
+    told["config"]["architectures"] = ["OfAProgram"]  # which this process does not have
+    as_folder(replace(found, layout=replace(found.layout, description=json.dumps(told))))
+    monkeypatch.setattr(model_folder, "find_spec", lambda name: None)
+    as_folder(found)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"format":"huggingface-1"}', '{"format":"other"}'])
 def test_a_damaged_description_is_refused(text: str) -> None:
     layout = Layout((Parameter("w", (3,), "float32", "w"),), description=text)
+    with pytest.raises(ConfigError, match="description of its model cannot be read"):
+        as_folder(Fetched(layout, np.zeros(3, np.float32)))
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        7, {"other": 1}, {"config": {}}, {"config": {"peft_type": 3}}, {"names": {"w": 3}}, {"names": []},
+        {"scaling": {"": "2"}}, {"scaling": {"": math.inf}}, {"prefix": 1}, {"name": None}, {"why_not": []},
+    ],
+)  # fmt: skip
+def test_a_damaged_description_of_an_adapter_is_refused(adapter: Any) -> None:
+    whole = {"config": {"peft_type": "LORA"}, **adapter} if isinstance(adapter, dict) else adapter
+    raw = {"format": "torch-1", "config": {}, "prefix": "", "absent": ["b"], "n_absent": 1, "adapter": whole}
+    layout = Layout((Parameter("w", (3,), "float32", "w"),), description=json.dumps(raw))
     with pytest.raises(ConfigError, match="description of its model cannot be read"):
         as_folder(Fetched(layout, np.zeros(3, np.float32)))
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from dips.core.errors import ConfigError, Refused
 from dips.worker.torch_model import TorchParameters, _groups, plain_model, plain_optimizer, refuse_shards, wait_for
@@ -187,10 +188,11 @@ def test_sharded_parameters_are_refused() -> None:
 
 
 def test_wrappers_of_trainers_are_removed_and_no_others() -> None:
-    model = Tied()
-    compiled = torch.nn.Module()
-    compiled._orig_mod = torch.nn.DataParallel(model)
-    assert plain_model(torch.nn.DataParallel(compiled)) is plain_model(model) is model
+    model, users_own = Tied(), torch.nn.Module()
+    users_own._orig_mod = users_own.module = torch.nn.Linear(2, 2)
+    wrapped = torch.nn.DataParallel(checkpoint_wrapper(torch.nn.DataParallel(model)))
+    assert plain_model(wrapped) is plain_model(model) is model
+    assert plain_model(users_own) is users_own
     inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     lightning = kind_of(torch.optim.SGD, "LightningOptimizer", "lightning.core")
     wraps_nothing, of_lightning = (lightning(model.parameters(), lr=0.1) for _ in range(2))

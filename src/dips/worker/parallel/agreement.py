@@ -15,7 +15,7 @@ import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -72,6 +72,7 @@ class Agreed:
     are_replicas: bool  # every rank says that all hold the whole model
     mine: Held
     places: tuple[int, ...]  # of each of this rank's pieces: its row in mine
+    former: Mapping[str, str] = field(default_factory=dict)  # of all ranks, as Held.former
 
     def tensors(self) -> list[torch.Tensor]:
         """The memory of each of this rank's pieces now, in the piece's shape. As Held.tensors()."""
@@ -114,7 +115,9 @@ def agree(
     _check_rows(rows)
     if any(each.is_replica for each in said):
         _check_same_rows(rows)
-    layout = Layout(tuple(_in_order(rows, order)))
+    former = {name: was for each in reversed(said) for name, was in each.former.items()}
+    plain = {was: name for name, was in former.items()}
+    layout = Layout(tuple(_in_order(rows, order and [plain.get(name, name) for name in order])))
     indices = {span.parameter.name: index for index, span in enumerate(layout.spans)}
     shared = _shared(layout, rows, indices)
     are_replicas = all(each.is_replica for each in said)
@@ -131,7 +134,7 @@ def agree(
             "tokens and loss count for %d of the %d ranks: the others train on the same data (tensor and pipeline "
             "parallelism); if that is wrong, give data_mesh=", max(coordinates) + 1, ranks.n_ranks,
         )  # fmt: skip
-    return Agreed(ranks.rank, layout, tuple(pieces), coordinates, shared, are_replicas, held, tuple(own))
+    return Agreed(ranks.rank, layout, tuple(pieces), coordinates, shared, are_replicas, held, tuple(own), former)
 
 
 def _index(held: Held, row: int, indices: Mapping[str, int]) -> int:
@@ -156,6 +159,7 @@ class _Facts:
     rows: Sequence[Row] = ()
     data: DataPlace | None = None
     fsdp: DataPlace | None = None
+    former: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(held: Held | Exception | None, settings: Mapping[str, object], replicas: bool) -> _Facts:
@@ -164,7 +168,8 @@ class _Facts:
         if held is None:
             return _Facts(has_no_master=True)
         plain = json.loads(json.dumps({"buffers": held.buffers, "replicas": replicas, **settings}, default=str))
-        return _Facts("", False, replicas or held.is_replica, plain, held.rows, held.data, held.fsdp)
+        is_replica = replicas or held.is_replica
+        return _Facts("", False, is_replica, plain, held.rows, held.data, held.fsdp, held.former)
 
     def to_json(self) -> bytes:
         meshes = list(dict.fromkeys(row.mesh for row in self.rows))
@@ -181,6 +186,7 @@ class _Facts:
             ],
             "data": _raw(self.data),
             "fsdp": _raw(self.fsdp),
+            "former": dict(self.former),
         }
         return json.dumps(raw, separators=(",", ":")).encode()
 
@@ -199,7 +205,8 @@ class _Facts:
             for name, shape, dtype, layer, averaged, starts, sizes, mesh, is_marked in raw["rows"]
         ]
         places = [None if raw[key] is None else DataPlace(*raw[key]) for key in ("data", "fsdp")]
-        return _Facts(raw["error"], raw["has_no_master"], raw["is_replica"], raw["settings"], rows, *places)
+        first = raw["error"], raw["has_no_master"], raw["is_replica"], raw["settings"]
+        return _Facts(*first, rows, *places, raw["former"])
 
 
 def _raw(place: DataPlace | None) -> list[int] | None:

@@ -25,8 +25,11 @@ from dips.worker.torch_model import (
     as_averaged,
     averaged_buffers,
     described,
+    former_names,
     local,
     plain_model,
+    plain_name,
+    plain_names,
     refuse_another_dtype,
     refuse_shards,
     refuse_shared_memory,
@@ -64,7 +67,8 @@ class ShardOf:
 
 
 Shards = Mapping[str, ShardOf]
-"""Local name, as model.named_parameters() or named_buffers() has it, -> what it is in the full model."""
+"""Local name, as model.named_parameters() or named_buffers() has it (with or without the parts that wrappers put into
+names), -> what it is in the full model."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +127,10 @@ class Held:
         is_replica: bool,
         data: DataPlace | None,
         fsdp: DataPlace | None,
+        former: Mapping[str, str],
     ) -> None:
         """is_replica: every rank of the cluster holds all that this one does. data, fsdp: this rank's place in the mesh
-        that the user gave, and in FSDP's own.
+        that the user gave, and in FSDP's own. former: as former_names(), of the full model.
         """
         self.models = models
         self.untrained = untrained
@@ -133,6 +138,7 @@ class Held:
         self.is_replica = is_replica
         self.data = data
         self.fsdp = fsdp
+        self.former = former
         self._tensors = list(tensors)
         self._known = frozenset(id(each.held) for each in tensors)
 
@@ -175,9 +181,9 @@ class Held:
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad and id(parameter) not in self._known:
                     raise ConfigError(
-                        f"parameter {name!r} was not trained, or was another tensor, when the loop was entered, so "
-                        "that no push holds it and no version reaches it: enter the loop once the model is complete, "
-                        "on its device and cut into its shards"
+                        f"parameter {plain_name(model, name)!r} was not trained, or was another tensor, when the loop "
+                        "was entered, so that no push holds it and no version reaches it: enter the loop once the "
+                        "model is complete, on its device and cut into its shards"
                     )
 
 
@@ -208,8 +214,8 @@ def held_here(
             refuse_shards(plain_model(model), optimizer)
     plain = [plain_model(model) for model in models]
     reshard(plain)
-    names = _Names(len(plain), shards)
-    masters = dict(master_parameters or {})
+    names = _Names(plain, shards)
+    masters = {names.plain.get(name, name): master for name, master in (master_parameters or {}).items()}
     found: list[_Tensor] = []
     for number, name, module, key, parameter in _parameters(plain):
         shard = names.of(number, name)
@@ -243,6 +249,7 @@ def held_here(
         is_replica=all(_is_replica(model, of_world) for model in models),
         data=None if data_mesh is None else _data_place(data_mesh, of_world),
         fsdp=_place_in_fsdp(plain),
+        former=names.former,
     )
 
 
@@ -312,10 +319,13 @@ def refuse_ranks_outside(models: Sequence[torch.nn.Module], of_world: Sequence[i
     if of_world is None:
         return
     for model in models:
-        _check_inside("DistributedDataParallel averages gradients over", replica_ranks(model), of_world)
+        for module in model.modules():
+            _check_inside("DistributedDataParallel averages gradients over", replica_ranks(module), of_world)
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
             if hasattr(tensor, "device_mesh"):
-                _check_inside(f"{name!r} is cut over", tensor.device_mesh.mesh.flatten().tolist(), of_world)
+                _check_inside(
+                    f"{plain_name(model, name)!r} is cut over", tensor.device_mesh.mesh.flatten().tolist(), of_world
+                )
 
 
 def _check_inside(what: str, ranks: Sequence[int], of_world: Sequence[int] | None) -> None:
@@ -416,7 +426,8 @@ def _given_box(name: str, tensor: torch.Tensor, shard: ShardOf) -> tuple[Box, tu
 class _Names:
     """The names in the full model of what this rank's modules hold."""
 
-    def __init__(self, n_models: int, shards: Shards | Sequence[Shards] | None) -> None:
+    def __init__(self, models: Sequence[torch.nn.Module], shards: Shards | Sequence[Shards] | None) -> None:
+        n_models = len(models)
         several = [shards] * n_models if isinstance(shards, Mapping) else list(shards or [{}] * n_models)
         if len(several) != n_models:
             raise ConfigError(
@@ -424,11 +435,19 @@ class _Names:
             )
         self._shards: list[Shards] = several
         self._unused = {name for each in several for name in each}
+        self._former = [former_names(model) for model in models]
+        self.plain = {raw: name for each in self._former for name, raw in each.items()}
+        self.former: dict[str, str] = {}
+        """Of those that were asked for: name in the full model -> with wrappers' parts."""
 
     def of(self, number: int, name: str) -> ShardOf:
-        """number: of the module in the list. name: as this module has it."""
-        self._unused.discard(name)
-        return self._shards[number].get(name, ShardOf(name))
+        """number: of the module in the list. name: as this module has it, without wrappers' parts."""
+        shards, raw = self._shards[number], self._former[number].get(name, name)
+        self._unused -= {name, raw}
+        given = shards.get(name, shards.get(raw))
+        if given is None and raw != name:
+            self.former[name] = raw
+        return given or ShardOf(name)
 
     def check_all_were_used(self) -> None:
         if self._unused:
@@ -449,10 +468,11 @@ def _parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[int, str, t
             for prefix, module in model.named_modules()
             for key in module._parameters
         }
+        plain = plain_names(model, [name for name, _ in model.named_parameters()])
         for name, parameter in model.named_parameters():
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield number, name, *places[name], parameter
+                yield number, plain[name], *places[name], parameter
 
 
 def _untrained(models: Sequence[torch.nn.Module], trained: Set[int], names: _Names) -> Iterator[UntrainedPart]:

@@ -88,7 +88,7 @@ def loop_of_ranks(
         leading = LeadingPart(ranks, part, clock)
         if checkpoints is not None and store is not None:
             kept = LeadingCheckpoints(checkpoints, leading, store, config, clock)
-        others = OtherRanks(ranks.n_ranks, curve, tuple(key for key in keys[1:] if key), leading, kept)
+        others = OtherRanks(ranks.n_ranks, curve, tuple(key for key in keys[1:] if key), leading, kept, agreed.former)
         try:
             shell = shell_of(others, replace(agreed.layout, description=description), untrained, agreed.mine.ids)
         except BaseException as error:

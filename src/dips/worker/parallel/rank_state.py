@@ -22,7 +22,7 @@ from dips.worker.checkpoint_files import CheckpointError
 from dips.worker.parallel.agreement import Agreed, Gathering, cells_of
 from dips.worker.parallel.held import Box, Row
 from dips.worker.parallel.shard_files import SavedShards, Shard, part_of, whole
-from dips.worker.torch_model import innermost, local
+from dips.worker.torch_model import innermost, local, named_buffers
 from dips.worker.torch_state import (
     SAME_OPTIMIZERS,
     HasState,
@@ -211,8 +211,12 @@ class RankState:
         """
         try:
             if not self._only_parts and "optimizer" in state:
-                self._restore_groups(state["groups"])
-                self._restore_optimizer_state(state["optimizer"], saved)
+                plain = {was: name for name, was in self._agreed.former.items()}
+                saved = saved.with_names(plain)
+                self._restore_groups(
+                    [[options, [plain.get(n, n) for n in names]] for options, names in state["groups"]]
+                )
+                self._restore_optimizer_state({plain.get(n, n): each for n, each in state["optimizer"].items()}, saved)
                 self._restore_buffers(saved)
                 self._restore_working_copies(saved)
             self._restore_parts(state["parts"], saved)
@@ -317,7 +321,7 @@ class RankState:
         """The memory of the buffers; a module may have replaced one since the start. Raises ConfigError where one is
         gone.
         """
-        named = [dict(model.named_buffers()) for model in self._agreed.mine.models]
+        named = [dict(named_buffers(model)) for model in self._agreed.mine.models]
         found = []
         for each in self._buffers:
             tensor = named[each.number].get(each.local_name)

@@ -14,7 +14,7 @@ import math
 import re
 import struct
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -220,6 +220,20 @@ class SavedShards:
                 if others and (others[0][0].shape, others[0][0].dtype) != (each.shape, each.dtype):
                     raise CheckpointError(f"its manifest has two shapes or types of {each.name!r}")
                 others.append((each, file))
+
+    def with_names(self, names: Mapping[str, str]) -> SavedShards:
+        """The same tensors; those of a model's tensor that `names` has, also under the name that it says."""
+        if not names:
+            return self
+        other = SavedShards(self._folder, self._files)
+        for name, boxes in self._boxes.items():
+            kind, _, of_model = name.partition(".")
+            key = ""
+            if of_model not in names:  # of an optimizer's state the last part says what it is
+                of_model, _, key = of_model.rpartition(".")
+            if of_model in names:
+                other._boxes.setdefault(".".join(filter(None, (kind, names[of_model], key))), boxes)
+        return other
 
     def check(self, first: int = 0, step: int = 1) -> None:
         """Read every step-th file and compare it with what was written. Raises CheckpointError."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from dips.core.errors import ConfigError
 from dips.core.messages import TensorDigest
-from dips.core.model_description import MAX_TOLD, Lacking, ModelDescription, Untrained, description_from_json
+from dips.core.model_description import MAX_TOLD, Adapter, Lacking, ModelDescription, Untrained, description_from_json
 from dips.worker.parallel.agreement import Agreed, Gathering, cells_of
 from dips.worker.parallel.held import Box, UntrainedPart
 from dips.worker.parallel.replicas import Copy, part_of
@@ -211,15 +212,30 @@ def merged_description(texts: Sequence[str]) -> str:
     same = [described for described in known if described.prefix == first.prefix]
     lacks = {one.name: one for described in reversed(same) for one in reversed(described.lacks)}
     if any(described.n_absent and not described.lacks for described in same):
-        return ModelDescription(
-            first.config, first.prefix, first.absent, max(described.n_absent for described in same)
-        ).to_json()  # too many to be listed
-    return _with(first, list(reversed(lacks.values()))).to_json()
+        n_absent = max(described.n_absent for described in same)
+        return replace(first, n_absent=n_absent, lacks=(), adapter=_merged_adapter(known)).to_json()  # too many to list
+    return replace(_with(first, list(reversed(lacks.values()))), adapter=_merged_adapter(known)).to_json()
+
+
+def _merged_adapter(known: Sequence[ModelDescription]) -> Adapter | None:
+    """The adapter of all modules together: each stage of a pipeline adapts its own."""
+    adapters = [described.adapter for described in known if described.adapter is not None]
+    if not adapters:
+        return None
+    first = next((adapter for adapter in adapters if adapter.why_not), adapters[0])
+    scaling: dict[str, float] = {}
+    if all(adapter.scaling for adapter in adapters):
+        for adapter in adapters:
+            scaling |= {name: factor for name, factor in adapter.scaling.items() if name}
+            scaling.setdefault("", adapter.scaling[""])
+        if len({adapter.scaling[""] for adapter in adapters}) > 1:
+            scaling = {}
+    return replace(first, names={k: v for adapter in adapters for k, v in adapter.names.items()}, scaling=scaling)
 
 
 def _with(described: ModelDescription, lacks: Sequence[Lacking]) -> ModelDescription:
     absent = tuple(one.name for one in lacks[:MAX_TOLD])
     if not lacks:
         absent, n_absent = described.absent, described.n_absent
-        return ModelDescription(described.config, described.prefix, absent, n_absent)
-    return ModelDescription(described.config, described.prefix, absent, len(lacks), tuple(lacks))
+        return replace(described, absent=absent, n_absent=n_absent, lacks=())
+    return replace(described, absent=absent, n_absent=len(lacks), lacks=tuple(lacks))

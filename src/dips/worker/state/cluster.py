@@ -90,7 +90,6 @@ class ClusterMachine:
     """State machine of one cluster. The driver may read `shared`, `pushing` and `pulling`, and never writes them."""
 
     def __init__(self, config: SessionConfig) -> None:
-        self.config = config
         self.shared = SharedState(config)
         self.pulling = Pulling(self.shared)
         self.pushing = Pushing(self.shared, self.pulling)
@@ -101,8 +100,13 @@ class ClusterMachine:
         self._leases_asked = 0
         self._fresh: list[DataRange] = []
         self._resumed = False
+        self._refused_names: Refused | None = None
 
     # ---- queries of the driver ----
+
+    @property
+    def config(self) -> SessionConfig:
+        return self.shared.config
 
     @property
     def phase(self) -> SessionPhase:
@@ -427,6 +431,10 @@ class ClusterMachine:
             shared.donate, remedy = None, Remedy.PULL  # the master no longer asks for it
         if joining and shared.terms.previous is not None and refused.code in (RefusalCode.FENCED, RefusalCode.RUN_ID):
             self._resume_refused(refused)
+        elif joining and refused.code in (RefusalCode.LAYOUT, RefusalCode.FROZEN) and self.config.former:
+            shared.log("join", f"joining with the names of earlier releases: {refused.sentence}")
+            shared.config, self._refused_names = self.config.with_former_names(), refused
+            shared.ask(self._join_request)
         elif remedy is Remedy.JOIN_AGAIN:
             self._rejoin(refused.sentence)
         elif remedy is Remedy.WAIT:
@@ -444,7 +452,8 @@ class ClusterMachine:
             shared.log("join", f"this cluster cannot join: {refused.sentence}", logging.WARNING)
             self._leave(refused.sentence)
         elif remedy is Remedy.GIVE_UP:
-            raise refused
+            first = self._refused_names
+            raise first if first is not None and first.code is refused.code else refused
         else:
             lane.answered()
             self.pushing.refused(refused, remedy)

@@ -217,6 +217,8 @@ def restore(
 
     Raises ConfigError when the saved session is of another cluster, model or data.
     """
+    if shared.config.former and saved.layout_hash == (was := shared.config.with_former_names()).layout.layout_hash:
+        shared.config = was
     _check_identity(saved, shared.config)
     terms, work, push = shared.terms, shared.work, saved.push
     terms.run_id, terms.previous = saved.run_id, saved.incarnation

@@ -14,7 +14,7 @@ from enum import Enum
 
 from dips.core.errors import ConfigError, RefusalCode, Refused, RemoteProtocolError
 from dips.core.ids import ClusterId, Incarnation, Version
-from dips.core.layout import Layout
+from dips.core.layout import Layout, layer_of
 from dips.core.machine import MachineHistory, Phase, TransitionTable
 from dips.core.messages import (
     AwaitVerdictRequest,
@@ -188,6 +188,24 @@ class SessionConfig(GivenTimes):
     """The master's address, for people."""
     answers_in_steps: bool = False
     """Whether the driver also takes events during a step, where ClusterMachine.may_take_in_step() says that it may."""
+    former: Mapping[str, str] = field(default_factory=dict)
+    """Names of tensors whose names had parts of wrappers in earlier releases -> those names."""
+
+    def with_former_names(self) -> SessionConfig:
+        """For a run, or a checkpoint, of an earlier release: the same tensors in the same order, under former names."""
+        rows = tuple(
+            replace(row, name=was, layer=row.layer if row.averaged else layer_of(was))
+            if (was := self.former.get(row.name))
+            else row
+            for row in self.layout.parameters
+        )
+        frozen, buffers = (
+            tuple(replace(each, name=self.former.get(each.name, each.name)) for each in listed)
+            for listed in (self.untrained.frozen, self.untrained.buffers)
+        )
+        return replace(
+            self, layout=replace(self.layout, parameters=rows), untrained=Untrained(frozen, buffers), former={}
+        )
 
 
 class Terms:
