@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import signal
 import threading
@@ -407,6 +408,19 @@ def test_a_loop_whose_steps_are_not_counted_is_told_so(
     messages = [record.message for record in caplog.records if "since the last counted step" in record.message]
     assert len(messages) == bool(told)
     assert told in "".join(messages)
+
+
+def test_a_program_without_logging_sees_what_its_cluster_does(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    loop = Loop(run, 0, replicas=False)
+    with loop.sync:
+        loop.steps(1)
+    ours = logging.getLogger("dips")
+    ours.handlers.clear()
+    ours.setLevel(logging.NOTSET)
+    assert "dips: joined" in capsys.readouterr().err
 
 
 def test_a_block_that_trained_and_counted_no_step_is_an_error(run: RunInMemory) -> None:
