@@ -266,7 +266,7 @@ def check_unique(names: Iterable[str], key: str, where: str) -> None:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The remedy for a name that is not known: the one that was surely meant, or all."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(names)}"
 
 

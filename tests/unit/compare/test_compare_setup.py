@@ -62,7 +62,7 @@ def test_amounts_carry_units_and_one_rate_holds_for_all(tmp_path: Path) -> None:
         ("[model]\nsize = 'huge'\n", "choose one of tiny, small"),
         ("[run]\ndevice = 'gpu'\n", "device = 'gpu'"),
         ("[run]\nthreads = 0\n", "threads = 0"),
-        ("[figures]\n2c = ['DP']\n", "'2c' is not a setting; did you mean '2b'?"),
+        ("[figures]\n2c = ['DP']\n", "'2c' is not a setting; choose one of 12, 2b, 7"),
         ("[figures]\n7 = 'DP'\n", "figures"),
         ("[master]\nlisten = '127.0.0.1:1'\n", "'listen' has no meaning in a simulation"),
         ("[master]\nsync_every = 3\n", "'sync_every' follows from [run] inner_steps"),

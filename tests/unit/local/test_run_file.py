@@ -41,7 +41,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert (run.id, plan.run_id, plan.slave_ids, plan.cluster_ids) == ("mine", "mine", ["s0", "s1"], ["a", "b"])
     assert (plan.master.sync_every, plan.master.tk_max, plan.master.slaves) == (8, 1_500_000, 2)
     assert plan.master.directory == Path("runs/mine/master").absolute()
-    assert plan.slaves[1].directory == Path("runs/mine/slaves/s1")
+    assert plan.slaves[1].directory == Path("runs/mine/slaves/s1").absolute()
     assert {slave.memory_bytes for slave in plan.slaves} == {64 << 20}
     first, second = plan.clusters
     assert isinstance(first, TrainedCluster)
@@ -49,8 +49,8 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert (first.train.lr, first.train.emulate_gap, first.client.call_deadline_s) == (0.002, 0.0, 7.0)
     assert (second.train.lr, second.train.emulate_gap, second.client.call_deadline_s) == (0.001, 0.5, 9.0)
     assert (second.train.batch_size, second.client.run_id) == (8, "mine")
-    assert second.client.tape == tape_path(Path("runs/mine"), "b")
-    assert second.client.checkpoint_dir == Path("runs/mine/checkpoints/b")
+    assert second.client.tape == tape_path(Path("runs/mine").absolute(), "b")
+    assert second.client.checkpoint_dir == Path("runs/mine/checkpoints/b").absolute()
     assert second.client.resume, "whatever dies is started again, and goes on"
     assert plan.evaluate is not None
     assert plan.evaluate.lr == 0.002

@@ -26,7 +26,7 @@ def test_the_short_variables_say_where_and_who(monkeypatch: pytest.MonkeyPatch) 
     client = role_settings(ClientConfig, "worker", None, {}).value
     assert (client.master, client.run_id, client.cluster_id) == ("127.0.0.1:5", "mine", "a")
     monkeypatch.setenv("DIPS_KEYS", "keys/a")
-    assert role_settings(ClientConfig, "worker", None, {}).value.keys == Path("keys/a")
+    assert role_settings(ClientConfig, "worker", None, {}).value.keys == Path("keys/a").absolute()
     monkeypatch.setenv("DIPS_INSECURE", "1")
     with pytest.raises(ConfigError, match="both given"):
         role_settings(ClientConfig, "worker", None, {})
