@@ -394,6 +394,9 @@ def _adapter_of(model: torch.nn.Module, held: Set[int]) -> Adapter | None:
         prefix = f"{plain_name(model, path)}." if path else ""
         found = []
         for adapter, config in module.peft_config.items():
+            if config.is_prompt_learning:
+                found.append(Adapter(adapter, why_not="it is made of prompts, which peft computes as it saves them"))
+                continue
             try:
                 with warnings.catch_warnings(action="ignore"):
                     files = peft.get_peft_model_state_dict(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_model
 from support.trainer_models import Fetched, snapshot_of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from dips.cli import model as command_model
 from dips.core.errors import ConfigError
@@ -35,14 +35,14 @@ ATTENTION = ["q_proj", "v_proj"]
 
 
 @pytest.fixture
-def one_thread() -> Any:
+def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-def llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def llama(dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -51,20 +51,18 @@ def llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return LlamaForCausalLM(config).to(dtype)
 
 
-def gpt2() -> PreTrainedModel:
+def gpt2() -> Any:
     torch.manual_seed(1)
     return GPT2LMHeadModel(
         GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1)
     )
 
 
-def lora(**given: Any) -> peft.LoraConfig:
+def lora(**given: Any) -> Any:
     return peft.LoraConfig(**({"r": 4, "lora_alpha": 8, "target_modules": ATTENTION} | given))
 
 
-Made = tuple[PreTrainedModel, Any]
-
-KINDS: dict[str, tuple[Callable[[], PreTrainedModel], Any, bool]] = {
+KINDS: dict[str, tuple[Callable[[], Any], Any, bool]] = {
     "LoRA": (llama, lora(), True),
     "with all that it may have": (
         llama,
@@ -101,9 +99,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("base", "config", "merges"), KINDS.values(), ids=KINDS)
-def test_peft_opens_what_was_trained(
-    tmp_path: Path, base: Callable[[], PreTrainedModel], config: Any, merges: bool
-) -> None:
+def test_peft_opens_what_was_trained(tmp_path: Path, base: Callable[[], Any], config: Any, merges: bool) -> None:
     base().save_pretrained(tmp_path / "base")
     adapted: Any = peft.get_peft_model(base(), copy.deepcopy(config))
     found = trained(adapted)
@@ -171,32 +167,32 @@ def test_a_model_of_ones_own_is_adapted_too(tmp_path: Path) -> None:
     assert torch.equal(again.eval()(x), adapted.eval()(x))
 
 
-def two_adapters() -> torch.nn.Module:
+def two_adapters() -> Any:
     adapted = peft.get_peft_model(llama(), lora())
     adapted.add_adapter("second", lora())
     adapted.base_model.set_adapter(["default", "second"])
     return adapted
 
 
-def and_a_norm() -> torch.nn.Module:
+def and_a_norm() -> Any:
     adapted = peft.get_peft_model(llama(), lora())
     adapted.base_model.model.model.norm.weight.requires_grad_(True)
     return adapted
 
 
-def of_very_many_ranks() -> torch.nn.Module:
+def of_very_many_ranks() -> Any:
     adapted = peft.get_peft_model(llama(), lora())
     adapted.peft_config["default"].rank_pattern = {f"layers.{n}.mlp.experts": 4 for n in range(20_000)}
     return adapted
 
 
-def a_part_of_it() -> torch.nn.Module:
+def a_part_of_it() -> Any:
     adapted = peft.get_peft_model(llama(), lora())
     next(p for p in adapted.parameters() if p.requires_grad).requires_grad_(False)
     return adapted
 
 
-def prompt() -> torch.nn.Module:
+def prompt() -> Any:
     return peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
 
 
@@ -206,10 +202,11 @@ def prompt() -> torch.nn.Module:
         (two_adapters, r"folder of peft: it trains 2 adapters, such as 'default' and 'second'; export one file"),
         (and_a_norm, r"the run trains 'base_model.model.model.norm.weight', which is not part of its adapter: export"),
         (of_very_many_ranks, r"folder of peft: its configuration and names are too long for the run's layout; export"),
+        (prompt, r"folder of peft: it is made of prompts, which peft computes as it saves them; export one file"),
         (a_part_of_it, r"the run does not train 1 of its tensors, such as 'base_model.*q_proj.lora_A.weight'; export"),
     ],
 )
-def test_what_is_no_folder_of_peft_is_refused(made: Callable[[], torch.nn.Module], sentence: str) -> None:
+def test_what_is_no_folder_of_peft_is_refused(made: Callable[[], Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         as_folder(trained(made()))
 

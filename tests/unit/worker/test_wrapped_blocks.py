@@ -115,7 +115,7 @@ def test_names_are_those_of_plain_blocks(wrap: Wrap, told_by: Callable[[Net], tu
 def test_two_names_that_would_become_one_are_refused() -> None:
     net = Net(replicated)
     net.layers[1].register_module("head", torch.nn.Linear(2, 2))
-    net.layers[1].module.head = torch.nn.Linear(2, 2)
+    net.layers[1].get_submodule("module").register_module("head", torch.nn.Linear(2, 2))
     net.optimizer = torch.optim.AdamW(net.parameters())
     for told_by in (of_one, of_ranks):
         with pytest.raises(
@@ -132,7 +132,7 @@ def test_what_a_user_says_of_a_tensor_may_have_both_names() -> None:
         assert held.rows[0].parameter.name == "layers.9.module.weight"
         assert "layers.0.module.weight" not in held.former
         assert held.former["layers.1.module.weight"] == "layers.1._orig_mod.module.weight"
-        masters = {name: net.layers[0].module.weight.detach().clone()}
+        masters = {name: net.get_parameter("layers.0._orig_mod.module.weight").detach().clone()}
         held = held_here([net], [net.optimizer], master_parameters=masters)
         assert held.tensors()[0].data_ptr() == masters[name].data_ptr()
         rest = [f"{layer.replace('0', n)}.{part}" for n in "10" for part in ("module.weight", "module.bias")]

@@ -204,9 +204,9 @@ class _Facts:
             )
             for name, shape, dtype, layer, averaged, starts, sizes, mesh, is_marked in raw["rows"]
         ]
-        places = [None if raw[key] is None else DataPlace(*raw[key]) for key in ("data", "fsdp")]
+        data, fsdp = (None if raw[key] is None else DataPlace(*raw[key]) for key in ("data", "fsdp"))
         first = raw["error"], raw["has_no_master"], raw["is_replica"], raw["settings"]
-        return _Facts(*first, rows, *places, raw["former"])
+        return _Facts(*first, rows, data, fsdp, raw["former"])
 
 
 def _raw(place: DataPlace | None) -> list[int] | None:
