@@ -6,6 +6,8 @@ contradicts the record. Everything else is a gap, which proves nothing and accus
 tape, after its last line, and between two processes of which the second one is not the next that the master saw. Then
 a process ran without this tape, or the file is a copy that was made too early.
 
+When a run was restored from a copy, drop_lost() takes out of the tapes what was lost.
+
 Pure, and it never judges. Names are the tuples of dips.judge.facts.
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dips.judge.facts import Pair, PushKey, pair, push_of, say_push, say_round
@@ -296,3 +298,67 @@ class _ClusterTape:
         return bool(process) and any(
             self._master.process_of.get((self._name, one)) == process for one in known if one < incarnation
         )
+
+
+# ---- what was lost when a copy was put back ----
+
+
+_NAMES = {
+    "master": ("publish", "commit"),
+    "slave": ("committed", "persisted", "configured"),
+    "worker": ("installed", "verdict"),
+}
+"""Kinds of lines that say of a version that it was made, by role."""
+
+_GOES_ON = {"master": "epoch", "slave": "configured", "worker": "installed"}
+"""Kind of the line in which a process takes over the run's newest version, by role."""
+
+_STAY = STARTS | {"incarnation", "joined", "epoch", "journaled"}
+"""Kinds of lines that stay: which process wrote the tape, and how the journal grew, which its digests judge."""
+
+
+def drop_lost(records: RunRecords) -> str:
+    """Take the lines out that were lost with the journal when master and slaves were restored from a copy. Returns a
+    sentence, empty when nothing was lost.
+
+    Their tapes say it themselves: a process had a newer version than the one from which it goes on, with no ROLLBACK,
+    which would begin a timeline, and the journal made a version of that name only afterwards, or never.
+    """
+    made = {pair(record["version"]): int(record.get("epoch", 0)) for record in records.journal if record.get("version")}
+    found = ""
+    for role in _NAMES:
+        for name, lines in _by_name(records.lines[role]).items():
+            lost = _lost(role, lines, made)
+            if lost:
+                first, last = (lines[place] for place in lost[0])
+                gone = {id(line) for begin, end in lost for line in lines[begin:end] if line.kind not in _STAY}
+                records.lines[role] = [line for line in records.lines[role] if id(line) not in gone]
+                found = found or (
+                    f"{role} {name} knew of version {first.fields.get('version')}, and then went on from version "
+                    f"{last.fields.get('version')} of the same timeline: the run was restored from a copy once, "
+                    "and what was recorded after the copy, and lost, is not judged"
+                )
+    return found
+
+
+def _lost(role: str, lines: Sequence[TapeLine], made: Mapping[Pair | None, int]) -> list[tuple[int, int]]:
+    """The parts of a tape that were lost, each from its first line about a newer version to the line that goes on."""
+    parts, named, epoch = list[tuple[int, int]](), list[tuple[int, Pair]](), 0
+    for at, line in enumerate(lines):
+        if line.kind in ("incarnation", "joined") and (incarnation := _pair(line, "incarnation")) is not None:
+            epoch = incarnation[0]
+        if line.kind == "epoch":
+            epoch = _number(line, "epoch") or epoch
+        version = _pair(line, "version") if line.kind in (*_NAMES[role], _GOES_ON[role]) else None
+        if version is not None and line.kind == _GOES_ON[role]:
+            newer = [
+                place
+                for place, one in named
+                if one[0] == version[0] and one > version and (one not in made or made[one] >= epoch)
+            ]
+            if newer:
+                parts.append((newer[0], at))
+                named = [(place, one) for place, one in named if place < newer[0]]
+        if version is not None and line.kind in _NAMES[role]:
+            named.append((at, version))
+    return parts

@@ -243,14 +243,14 @@ def _short(value: object) -> str:
 
 def _decisions_against_master(records: RunRecords, history: History, found: Evidence) -> None:
     """Compare the journal's judgements and staleness bounds (s_max) with those on the master's tape."""
-    coverage, numbers = history.coverage or Coverage(records), _numbers(records)
+    coverage = history.coverage or Coverage(records)
     judged: dict[Pair | None, list[Fields]] = {}
     committed: dict[Pair | None, list[Fields]] = {}
     for line in _lines(records, "master"):
         kinds = {"judged": judged, "commit": committed}
         if line.kind in kinds:
             kinds[line.kind].setdefault(pair(line.fields.get("round")), []).append(line.fields)
-    for index, record in enumerate(records.journal):
+    for number, record in zip(_numbers(records), records.journal, strict=True):
         if record["kind"] not in ("COMMIT", "VOID") or record.get("round") is None:
             continue
         about = f"the {record['kind']} of round {say_round(pair(record['round']))}"
@@ -268,17 +268,12 @@ def _decisions_against_master(records: RunRecords, history: History, found: Evid
                 found.differs(
                     f"{about} says s_max = {record.get('s_max')}, but the master's tape says {bound}", "master commit"
                 )
-        elif (
-            record["kind"] == "COMMIT"
-            and committed
-            and not history.lossy
-            and _since_commits_are_recorded(records, record)
-        ):
-            place = coverage.of_master(int(record.get("epoch", 0)), numbers[index])
-            if place == COVERED:
+        elif record["kind"] == "COMMIT":
+            place = coverage.of_master(int(record.get("epoch", 0)), number)
+            if place not in (COVERED, KILLED):
+                history.lacks(*MASTER, place, f"version {say_version(pair(record['version']))}", "I4")
+            elif place == COVERED and committed and not history.lossy and _since_commits_are_recorded(records, record):
                 found.differs(f"the master's tape has no line about {about}", "master commit")
-            elif place != KILLED:
-                history.lacks(*MASTER, place, about, NAME)
 
 
 def _numbers(records: RunRecords) -> list[int | None]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from dips.core.errors import DipsError
-from dips.judge.coverage import SPANS, Coverage
+from dips.judge.coverage import SPANS, Coverage, drop_lost
 from dips.judge.evidence import NAME, PROMISE, SPEAKS, Evidence, ended_without_a_word, judge_evidence, put_back
 from dips.judge.facts import REMEMBERED
 from dips.judge.invariants import INVARIANTS, Checker, Violation
@@ -154,6 +154,7 @@ def _of_records(evidence: Evidence) -> PromiseRow:
 def check_records(records: RunRecords) -> Checker:
     """Feed all records to a checker, source by source: each source covers what the next one says."""
     durability, lost = _durability(records.lines["master"]), _lost_journal(records)
+    lost = drop_lost(records) or lost
     whole = records.whole and not lost
     checker = Checker(live=False, durability=durability, coverage=Coverage(records), whole=whole)
     if lost:
