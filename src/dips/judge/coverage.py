@@ -310,8 +310,8 @@ _NAMES = {
 }
 """Kinds of lines that say of a version that it was made, by role."""
 
-_GOES_ON = {"master": "epoch", "slave": "configured", "worker": "installed"}
-"""Kind of the line in which a process takes over the run's newest version, by role."""
+_GOES_ON = {"epoch": "version", "configured": "version", "installed": "version", "joined": "published"}
+"""Kinds of lines in which a process takes over the run's newest version, each with the name of its field."""
 
 _STAY = STARTS | {"incarnation", "joined", "epoch", "journaled"}
 """Kinds of lines that stay: which process wrote the tape, and how the journal grew, which its digests judge."""
@@ -321,8 +321,8 @@ def drop_lost(records: RunRecords) -> str:
     """Take the lines out that were lost with the journal when master and slaves were restored from a copy. Returns a
     sentence, empty when nothing was lost.
 
-    Their tapes say it themselves: a process had a newer version than the one from which it goes on, with no ROLLBACK,
-    which would begin a timeline, and the journal made a version of that name only afterwards, or never.
+    Tapes say it themselves: a process knew of newer versions than the one from which it goes on, without a ROLLBACK,
+    which would begin a timeline, and the journal made versions of their names only afterwards, or never.
     """
     made = {pair(record["version"]): int(record.get("epoch", 0)) for record in records.journal if record.get("version")}
     found = ""
@@ -330,35 +330,34 @@ def drop_lost(records: RunRecords) -> str:
         for name, lines in _by_name(records.lines[role]).items():
             lost = _lost(role, lines, made)
             if lost:
-                first, last = (lines[place] for place in lost[0])
+                first = lines[lost[0][0]].fields["version"]
                 gone = {id(line) for begin, end in lost for line in lines[begin:end] if line.kind not in _STAY}
                 records.lines[role] = [line for line in records.lines[role] if id(line) not in gone]
                 found = found or (
-                    f"{role} {name} knew of version {first.fields.get('version')}, and then went on from version "
-                    f"{last.fields.get('version')} of the same timeline: the run was restored from a copy once, "
-                    "and what was recorded after the copy, and lost, is not judged"
+                    f"{role} {name} knew of version {first}, and went on from an older one of the same timeline, or "
+                    "one that was made later: the run was restored from a copy once; what was recorded after the copy, "
+                    "and lost, is not judged"
                 )
     return found
 
 
 def _lost(role: str, lines: Sequence[TapeLine], made: Mapping[Pair | None, int]) -> list[tuple[int, int]]:
-    """The parts of a tape that were lost, each from its first line about a newer version to the line that goes on."""
-    parts, named, epoch = list[tuple[int, int]](), list[tuple[int, Pair]](), 0
+    """The parts of a tape that were lost: from the first line about a lost version to the begin of the epoch or
+    incarnation that goes on from an older one."""
+    parts, named, epoch, begin = list[tuple[int, int]](), list[tuple[int, Pair]](), 0, 0
     for at, line in enumerate(lines):
         if line.kind in ("incarnation", "joined") and (incarnation := _pair(line, "incarnation")) is not None:
-            epoch = incarnation[0]
+            epoch, begin = incarnation[0], at
         if line.kind == "epoch":
-            epoch = _number(line, "epoch") or epoch
-        version = _pair(line, "version") if line.kind in (*_NAMES[role], _GOES_ON[role]) else None
-        if version is not None and line.kind == _GOES_ON[role]:
-            newer = [
-                place
-                for place, one in named
-                if one[0] == version[0] and one > version and (one not in made or made[one] >= epoch)
-            ]
-            if newer:
-                parts.append((newer[0], at))
-                named = [(place, one) for place, one in named if place < newer[0]]
-        if version is not None and line.kind in _NAMES[role]:
+            epoch, begin = _number(line, "epoch") or epoch, at
+        field = _GOES_ON.get(line.kind)
+        if field is not None and (now := _pair(line, field)) is not None:
+            # Versions that the journal has not, or made in this epoch or later, after this process knew of them.
+            earlier = [(place, one) for place, one in named if place < begin and one[0] == now[0]]
+            lost = [(place, one) for place, one in earlier if made.get(one, epoch) >= epoch]
+            if any(one > now for _, one in lost):
+                parts.append((lost[0][0], begin))
+                named = [(place, one) for place, one in named if not lost[0][0] <= place < begin]
+        if line.kind in _NAMES[role] and (version := _pair(line, "version")) is not None:
             named.append((at, version))
     return parts

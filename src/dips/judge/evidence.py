@@ -121,7 +121,7 @@ def _whose(who: tuple[str, str]) -> str:
 
 _WRITTEN_TO = {
     "master": "a master writes master.tape.jsonl in its own",
-    "slave": "a slave writes slave.tape.jsonl in its own, or the file that --tape names",
+    "slave": "a slave writes NAME.tape.jsonl in its own, or the file that --tape names",
     "worker": "a loop writes the file that DIPS_WORKER_TAPE, or tape=, names",
 }
 

@@ -4,8 +4,9 @@ taken out of a tape contradict the other records.
 
 from __future__ import annotations
 
+import copy
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,47 @@ def test_a_slaves_end_in_order_without_a_later_attachment_is_the_end_of_its_tape
     assert verify_run(run).violations == [], "it attached again later"
     keep(tape_in(run, "test"), lambda lines: [line for line in lines if line.get("incarnation") not in ("3.1", "3.2")])
     assert results(verify_run(run))["I5"] == VIOLATED
+
+
+# ---- a run that was restored from a copy ----
+
+
+def restored(lost_on: Collection[str], again: int, pulls: bool) -> Script:
+    """Master and slaves are restored with version 1:1; before that the run made three more versions, of which the tapes
+    of these roles and of cluster a still tell. Then it makes `again` versions. pulls: cluster a pulls 1:1 first."""
+    script = Script()
+    script.start_master()
+    for cluster in "ab":
+        script.join(cluster)
+    script.commit(script.push("a"))
+    script.commit(script.push("a"))
+    before = copy.deepcopy(script)
+    for _ in range(3):
+        before.commit(before.push("a"), before.push("b"))
+    lost = before.steps[len(script.steps) :]
+    script.steps += [step for step in lost if step.source in lost_on or (step.source, step.who) == ("worker", "a")]
+    script.start_master()
+    for slave in ("s0", "s1"):
+        script.restart_slave(slave)
+    for cluster in "ab":
+        script.join(cluster)
+    if pulls:
+        script.add("worker", "a", "installed", version="1:1", digest_of_slave=dict(script.digests[1, 1]))
+    for _ in range(again):
+        script.commit(script.push("a"), script.push("b"))
+    return script
+
+
+@pytest.mark.parametrize("lost_on", [(), ("slave",)], ids=["with their tapes", "without the slaves' tapes"])
+@pytest.mark.parametrize("again", [1, 4])
+@pytest.mark.parametrize("pulls", [True, False])
+def test_what_was_lost_with_a_restored_run_is_not_judged(
+    tmp_path: Path, lost_on: Collection[str], again: int, pulls: bool
+) -> None:
+    report = verify_run(write_run(tmp_path / "run", restored(lost_on, again, pulls)))
+    assert (report.exit_code, [str(violation) for violation in report.violations], report.unproven) == (0, [], [])
+    (note,) = report.notes
+    assert "knew of version 1:2, and went on from an older one" in note
 
 
 # ---- lines that were taken out ----
