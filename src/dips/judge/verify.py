@@ -1,7 +1,8 @@
 """Checks every promise about state against all that a run's processes recorded (`dips verify`).
 
-A promise is "ok" when records were judged and none breaks it, "unproven" when no record is about it, and "not
-applicable" when the run's own configuration rules it out. docs/evidence.md lists each promise's evidence, and what it
+A promise is "ok" when records were judged and none breaks it, "violated" when two records contradict each other,
+"unproven" when no record is about it or a tape does not cover a part of the run, and "not applicable" when the run's
+own configuration rules it out. docs/evidence.md lists each promise's evidence, and what it
 cannot see.
 """
 
