@@ -333,11 +333,11 @@ CORRUPTIONS = (
     Corruption("base", "cluster tape", in_line("a", "push_sent", 2, base="1:0"), "its cluster sent"),
     Corruption("digests that were sent", "cluster tape", in_line(
         "a", "push_sent", 2, digest_of_slave={"s0": "ef" * 16, "s1": "ef" * 16}), "I9"),
-    Corruption("pushes are gone", "cluster tape", without_lines("b", "push_begun", "push_sent"), "lines are missing"),
+    Corruption("pushes are gone", "cluster tape", without_lines("b", "push_begun", "push_sent"), "were taken out"),
     Corruption("a torn model", "cluster tape", in_line(
         "b", "installed", digest_of_slave={"s0": "ef" * 16, "s1": "ef" * 16}), "I3"),
     Corruption("another verdict", "cluster tape", in_line("b", "verdict", 2, verdict="EXCLUDED"), "I6"),
-    Corruption("its end is gone", "cluster tape", cut_in_half("b"), "lines are missing"),
+    Corruption("its end is gone", "cluster tape", cut_in_half("b"), "ends with push"),
     Corruption("kappa", "master tape", in_line("master", "judged", 1, kappa=0.125), "kappa"),
     Corruption("accepted", "master tape", in_line("master", "judged", 1, accepted=["z"]), "accepted"),
     Corruption("s_max", "master tape", in_line("master", "commit", 2, s_max=80), "s_max"),
@@ -345,7 +345,7 @@ CORRUPTIONS = (
     Corruption("tickets are gone", "master tape", without_lines("master", "ticket", index=3), "tape has no ticket for"),
     Corruption("a ticket's tokens", "master tape", in_line("master", "ticket", 3, tokens=7), "its ticket says"),
     Corruption("journaled otherwise", "master tape", in_line("master", "journaled", digest="0" * 32), "digest for it"),
-    Corruption("its end is gone", "master tape", cut_in_half("master"), "tape has no ticket for"),
+    Corruption("its end is gone", "master tape", cut_in_half("master"), "ends with record"),
     # Tapes, by an attacker who does not know the digests.
     Corruption("a line was edited", "slave tape", in_line("s0", "staged", rechain=False, attempt=9), "tape.jsonl"),
     Corruption("a line is gone", "cluster tape", without_lines("a", "verdict", rechain=False, index=1), "a.jsonl"),

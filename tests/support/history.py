@@ -56,6 +56,7 @@ class Script:
     version: tuple[int, int] | None = None
     rounds: int = 0
     round_of: dict[tuple[int, int], str] = field(default_factory=dict)
+    attached: dict[str, tuple[int, int]] = field(default_factory=dict)
     tokens: int = 0
     tokens_at: dict[tuple[int, int], int] = field(default_factory=dict)
     digests: dict[tuple[int, int], dict[str, str]] = field(default_factory=dict)
@@ -77,13 +78,27 @@ class Script:
         self.add("journal", "", "EPOCH", epoch=self.epoch)
         self.add("master", "test", "epoch", epoch=self.epoch, durability=durability)
         for slave in SLAVES:
-            self.add("slave", slave, "promised", epoch=self.epoch)
+            self._attach(slave, started=self.epoch == 1)
+
+    def _attach(self, slave: str, started: bool) -> None:
+        """The master's tape has each attachment; the slave's also the start of its process."""
+        epoch, n = self.attached.get(slave, (0, 0))
+        self.attached[slave] = (self.epoch, n + 1 if epoch == self.epoch else 1)
+        incarnation = "{}.{}".format(*self.attached[slave])
+        self.add("master", "test", "slave_attached", slave=slave, incarnation=incarnation)
+        if started:
+            self.add("slave", slave, "started", endpoint="tcp://127.0.0.1:1", pid=1, snapshots=0)
+        self.add("slave", slave, "incarnation", incarnation=incarnation)
+        self.add("slave", slave, "promised", epoch=self.epoch)
 
     def join(self, cluster: str) -> None:
         known = self.incarnation.get(cluster)
         self.incarnation[cluster] = (self.epoch, 1 + (known[1] if known else 0))
         self.seqs[cluster] = 0
+        incarnation = "{}.{}".format(*self.incarnation[cluster])
         self.add("journal", "", "JOIN", epoch=self.epoch, cluster=cluster, incarnation=[*self.incarnation[cluster]])
+        self.add("master", "test", "join", cluster=cluster, incarnation=incarnation, process=f"{cluster}{self.epoch}")
+        self.add("worker", cluster, "joined", incarnation=incarnation, epoch=self.epoch)
 
     def push(self, cluster: str, tokens: int = CHUNK_TOKENS) -> dict[str, Any]:
         self.seqs[cluster] += 1
@@ -200,7 +215,7 @@ class Script:
         assert self.version is not None, "there is something to load"
         round_name = self.round_of[self.version]
         made = {"version": _text(self.version), "round": round_name, "digest": self._shards()[slave]}
-        self.add("slave", slave, "promised", epoch=self.epoch)
+        self._attach(slave, started=True)
         self.add("slave", slave, "configured", **made)
 
     def roll_back(self, origin: tuple[int, int], taken: list[list[Any]]) -> None:
@@ -345,23 +360,25 @@ def write_run(directory: Path, script: Script, steps: list[Step] | None = None) 
     (directory / "master").mkdir(parents=True)
     ledger = json.dumps(script.ledger())
     journal = Journal.open(directory / "master", "test")
-    entry, grown = 0, []
-    for step in (step for step in steps if step.source == "journal"):
+    entry, grown = 0, dict[int, tuple[int, str]]()
+    for at, step in ((at, step) for at, step in enumerate(steps) if step.source == "journal"):
         if step.kind == "EPOCH":
             assert journal.begin_epoch() == step.fields["epoch"]
         else:
             entry += 1
             text = json.dumps({"kind": step.kind, **step.fields})
             journal.append(step.fields["epoch"], entry, step.kind, text, ledger)
-        grown.append(journal.newest())
+        grown[at] = journal.newest()
     journal.close()
     for role, name in sorted({(s.source, s.who) for s in steps if s.source not in ("journal", "manifest")}):
         folder = {"master": directory / "master", "slave": directory / "slaves" / name}.get(role, directory / "tapes")
         with Tape(folder / f"{name}.tape.jsonl", role, name) as tape:
-            for step in (step for step in steps if (step.source, step.who) == (role, name)):
-                tape.write(step.kind, "-", **step.fields)
-            for number, said in grown if role == "master" else ():
-                tape.write("journaled", "-", number=number, digest=said)
+            for at, step in enumerate(steps):
+                if (step.source, step.who) == (role, name):
+                    tape.write(step.kind, "-", **step.fields)
+                if role == "master" and at in grown:
+                    number, said = grown[at]
+                    tape.write("journaled", "-", number=number, digest=said)
     newest = {step.who: step for step in steps if step.source == "manifest"}
     for slave, step in newest.items():
         _write_snapshot(directory / "slaves" / slave, slave, step.fields)

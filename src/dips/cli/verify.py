@@ -42,7 +42,11 @@ def verify(
     ] = False,
     without_tape: Annotated[
         list[str] | None,
-        typer.Option("--without-tape", metavar="NAME", help="A process (master, or a name) that left no tape here."),
+        typer.Option(
+            "--without-tape",
+            metavar="NAME",
+            help="A process (master, or a name) of which there is no tape, or no more than is here.",
+        ),
     ] = None,
 ) -> int:
     """Check every promise about state against the journal, all tapes, and the slaves' snapshots of a run.

@@ -10,13 +10,26 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dips.core.errors import ConfigError
-from dips.judge.facts import MERGES, Fields, History, Pair, PushKey, pair, push_of, say_push, say_round, say_version
+from dips.judge.coverage import COVERED, KILLED, Coverage
+from dips.judge.facts import (
+    MERGES,
+    Fields,
+    Gap,
+    History,
+    Pair,
+    PushKey,
+    pair,
+    push_of,
+    say_push,
+    say_round,
+    say_version,
+)
 from dips.judge.invariants import Violation
 from dips.judge.records import RunRecords, TapeLine
 from dips.master.archive import EPOCH
@@ -35,6 +48,9 @@ SPEAKS = frozenset(
 )
 """Role and kind of the tape lines that are compared here."""
 
+MASTER = ("master", "master")
+"""Role and name of the master in gaps and in --without-tape; its tape has the run's name."""
+
 MAX_SENTENCES = 20
 """How many sentences are kept of one kind of difference: the first ones explain the others."""
 
@@ -46,6 +62,7 @@ class Evidence:
     judged: int = 0  # how many records were compared
     violations: list[Violation] = field(default_factory=list)
     unproven: list[str] = field(default_factory=list)  # what is missing although other records name it
+    accepted: list[str] = field(default_factory=list)  # what the caller says was never recorded
 
     def differs(self, sentence: str, where: str) -> None:
         """Report that two records do not agree."""
@@ -56,11 +73,10 @@ class Evidence:
 def judge_evidence(records: RunRecords, history: History, without: Collection[str] = ()) -> Evidence:
     """Compare each record with all other records of the same fact.
 
-    history: what the invariants collected from the records. without: names of processes (`master` is one) whose tapes
-    were never in this directory, as the caller says.
+    history: what the invariants collected from the records; gaps that are found here are added to it. without: names of
+    processes (`master` is one) of which no other tape, or no more of it, was ever written, as the caller says.
     """
     found = Evidence(unproven=list(records.unproven))
-    _missing_tapes(records, history, without, found)
     _missing_manifests(records, history, without, found)
     for compare in (
         _journal_against_tape, _newest_state, _records_of_manifests, _decisions_against_master, _pushes_against_tapes,
@@ -70,28 +86,59 @@ def judge_evidence(records: RunRecords, history: History, without: Collection[st
             compare(records, history, found)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             records.problems.append(f"a record lacks fields that others of its kind have ({error!r}): it was changed")
+    _incomplete_tapes(records, history, without, found)
     return found
 
 
 # ---- what is missing ----
 
 
-def _missing_tapes(records: RunRecords, history: History, without: Collection[str], found: Evidence) -> None:
-    """Report missing tapes of processes that the journal names: what only these could contradict is not proven."""
+def _incomplete_tapes(records: RunRecords, history: History, without: Collection[str], found: Evidence) -> None:
+    """Report tapes of processes that the journal names which are missing, or do not cover the whole run: what only
+    these could contradict is not proven."""
     commits = history.commits.values()
-    named = {("slave", "slave", slave) for made in commits for slave in made.digests}
-    named |= {("worker", "cluster", item.push[0]) for made in commits for item in made.participants}
-    missing = [
-        f"the tape of {what} {name} is missing" for role, what, name in sorted(named)
-        if (role, name) not in records.tapes and name not in without
-    ]  # fmt: skip
-    if "master" not in without and not any(role == "master" for role, _ in records.tapes):
-        missing.insert(0, "the tape of the master is missing")
-    how = (
-        "put it into the directory (a loop writes the file that DIPS_WORKER_TAPE, or tape=, names), or give "
-        "--without-tape NAME if there never was one"
-    )
-    found.unproven += [f"{sentence}: {how}" for sentence in missing]
+    named = {("slave", slave) for made in commits for slave in made.digests}
+    named |= {("worker", item.push[0]) for made in commits for item in made.participants}
+    missing = {who for who in named if who not in records.tapes}
+    if not any(role == "master" for role, _ in records.tapes):
+        missing.add(MASTER)
+    for who in sorted({*missing, *history.gaps}):
+        name = who[1]
+        if who in missing:
+            said, how = f"the tape of {_whose(who)} is missing", f"put it into the directory ({_WRITTEN_TO[who[0]]})"
+        else:
+            said, how = _gap(records, who, history.gaps[who]), "put the file that has them into the directory"
+        if name in without:
+            found.accepted.append(f"{said}; what only it could contradict is not judged (--without-tape {name})")
+        else:
+            found.unproven.append(f"{said}: {how}, or give --without-tape {name} if there is none")
+
+
+def _whose(who: tuple[str, str]) -> str:
+    role, name = who
+    return "the master" if role == "master" else f"{'cluster' if role == 'worker' else role} {name}"
+
+
+_WRITTEN_TO = {
+    "master": "a master writes master.tape.jsonl in its own",
+    "slave": "a slave writes NAME.tape.jsonl in its own, or the file that --tape names",
+    "worker": "a loop writes the file that DIPS_WORKER_TAPE, or tape=, names",
+}
+
+_DIGITS = re.compile(r"\d+")
+
+
+def _gap(records: RunRecords, who: tuple[str, str], gap: Gap) -> str:
+    """What a tape does not cover, and what other records say that it should have lines about."""
+    files = [
+        str(path)
+        for path, (role, name) in records.tape_names.items()
+        if role == who[0] == "master" or (role, name) == who
+    ]
+    things = sorted(gap.things, key=lambda thing: (_DIGITS.sub("", thing), [*map(int, _DIGITS.findall(thing))]))
+    lines = f"lines about {things[0]}" + (f" and {len(things) - 1} more, up to {things[-1]}" if things[1:] else "")
+    where = f" ({', '.join(files)})" if files else ""
+    return f"the tape of {_whose(who)}{where} {' and '.join(gap.places)}, so that {lines} are missing"
 
 
 def _missing_manifests(records: RunRecords, history: History, without: Collection[str], found: Evidence) -> None:
@@ -101,7 +148,7 @@ def _missing_manifests(records: RunRecords, history: History, without: Collectio
     if newest is None:
         return
     for slave in sorted(history.commits[newest].digests):
-        if slave in without:
+        if slave in without and ("slave", slave) not in records.tapes:
             continue
         wanted: Pair | None = newest
         if not history.is_sync:
@@ -196,13 +243,14 @@ def _short(value: object) -> str:
 
 def _decisions_against_master(records: RunRecords, history: History, found: Evidence) -> None:
     """Compare the journal's judgements and staleness bounds (s_max) with those on the master's tape."""
+    coverage = history.coverage or Coverage(records)
     judged: dict[Pair | None, list[Fields]] = {}
     committed: dict[Pair | None, list[Fields]] = {}
     for line in _lines(records, "master"):
         kinds = {"judged": judged, "commit": committed}
         if line.kind in kinds:
             kinds[line.kind].setdefault(pair(line.fields.get("round")), []).append(line.fields)
-    for record in records.journal:
+    for number, record in zip(_numbers(records), records.journal, strict=True):
         if record["kind"] not in ("COMMIT", "VOID") or record.get("round") is None:
             continue
         about = f"the {record['kind']} of round {say_round(pair(record['round']))}"
@@ -220,13 +268,17 @@ def _decisions_against_master(records: RunRecords, history: History, found: Evid
                 found.differs(
                     f"{about} says s_max = {record.get('s_max')}, but the master's tape says {bound}", "master commit"
                 )
-        elif (
-            record["kind"] == "COMMIT"
-            and committed
-            and not history.lossy
-            and _since_commits_are_recorded(records, record)
-        ):
-            found.differs(f"the master's tape has no line about {about}", "master commit")
+        elif record["kind"] == "COMMIT":
+            place = coverage.of_master(int(record.get("epoch", 0)), number)
+            if place not in (COVERED, KILLED):
+                history.lacks(*MASTER, place, f"version {say_version(pair(record['version']))}", "I4")
+            elif place == COVERED and committed and not history.lossy and _since_commits_are_recorded(records, record):
+                found.differs(f"the master's tape has no line about {about}", "master commit")
+
+
+def _numbers(records: RunRecords) -> list[int | None]:
+    """The number of each record in the journal; None where the file itself was not read."""
+    return [row.number for row in records.rows] if records.rows else [None] * len(records.journal)
 
 
 def _since_commits_are_recorded(records: RunRecords, record: Fields) -> bool:
@@ -262,7 +314,8 @@ def _pushes_against_tapes(records: RunRecords, history: History, found: Evidence
         _by_push(_lines(records, "worker"), "push_sent"),
         _by_push(_lines(records, "master"), "ticket"),
     )
-    for record in records.journal:
+    coverage = history.coverage or Coverage(records)
+    for number, record in zip(_numbers(records), records.journal, strict=True):
         if record["kind"] not in ("COMMIT", "VOID"):
             continue
         for item in record.get("participants", ()):
@@ -275,27 +328,26 @@ def _pushes_against_tapes(records: RunRecords, history: History, found: Evidence
             _one_push(about, recorded, sent.get(push), f"worker {push[0]}", "its cluster sent", found)
             _one_push(about, recorded, begun.get(push), f"worker {push[0]}", "its cluster began it with", found)
             _one_push(about, recorded, tickets.get(push), "master", "its ticket says", found)
-            _unrecorded(records, history, about, push, (begun, sent, tickets), found)
+            # The cluster writes its line before the first byte of the push, the master before its ticket.
+            if push not in begun and push not in sent:
+                place = coverage.of_push(push, pair(record.get("version")))
+                whose = f"the tape of cluster {push[0]} has no line about"
+                _unrecorded(history, ("worker", push[0]), place, f"{whose} {about}", push, found)
+            if tickets and push not in tickets and not history.lossy:
+                place = coverage.of_master(push[1], number)
+                whose = "the master's tape has no ticket for"
+                _unrecorded(history, MASTER, COVERED if place == KILLED else place, f"{whose} {about}", push, found)
 
 
 def _unrecorded(
-    records: RunRecords,
-    history: History,
-    about: str,
-    push: PushKey,
-    lines: tuple[Mapping[PushKey, Any], ...],
-    found: Evidence,
+    history: History, who: tuple[str, str], place: str, sentence: str, push: PushKey, found: Evidence
 ) -> None:
-    """Report pushes without a line: the cluster writes it before the first byte, the master before the ticket."""
-    begun, sent, tickets = lines
-    cluster = push[0]
-    if ("worker", cluster) in records.tapes and ("worker", cluster) not in records.gaps:
-        if push not in begun and push not in sent:
-            found.differs(
-                f"the tape of cluster {cluster} has no line about {about}: lines are missing", f"worker {cluster}"
-            )
-    if tickets and push not in tickets and not history.lossy:
-        found.differs(f"the master's tape has no ticket for {about}: lines are missing", "master ticket")
+    if place == COVERED:
+        role, name = who
+        fact = "master ticket" if role == "master" else f"{role} {name}"
+        found.differs(f"{sentence}, although it has earlier and later ones: lines were taken out", fact)
+    else:
+        history.lacks(*who, place, f"push {say_push(push)}", NAME)
 
 
 def _by_push(lines: Iterable[TapeLine], kind: str) -> dict[PushKey, list[Fields]]:
@@ -355,7 +407,7 @@ def _directories(records: RunRecords, history: History, found: Evidence) -> None
         if str(owner.get("run_id")) != records.run_id:
             found.differs(f"{folder} belongs to run {owner.get('run_id')!r}, the journal to {records.run_id!r}", fact)
         others = {item.slave for item in records.manifests if item.path.parent == folder} - {slave}
-        others |= {name for path, name in records.tape_names.items() if path.parent == folder} - {slave}
+        others |= {name for path, (_, name) in records.tape_names.items() if path.parent == folder} - {slave}
         for other in sorted(others):
             found.differs(f"{folder} is the directory of slave {slave}, but holds files of slave {other}", fact)
         said = [line for line in records.lines["slave"] if line.name == slave and line.kind == "promised"]

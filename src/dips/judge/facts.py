@@ -14,7 +14,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from dips.judge.judgement import Judging
 
@@ -202,6 +202,32 @@ class Fact:
 # ---- the history ----
 
 
+class TapeCoverage(Protocol):
+    """Where on a process's tape a line belongs (dips.judge.coverage); empty where the tape covers that place."""
+
+    def of_slave(self, name: str, round_id: Pair, ended: bool = False) -> str: ...
+
+    def of_push(self, push: PushKey, version: Pair | None) -> str: ...
+
+    def of_master(self, epoch: int, number: int | None) -> str: ...
+
+
+@dataclass
+class Gap:
+    """What a tape does not say because it does not cover it (dips.judge.coverage): which invariants it leaves unproven.
+
+    places: where on the tape that would be, as pieces of a sentence. things: what it would be about.
+    """
+
+    places: dict[str, None] = field(default_factory=dict)
+    things: dict[str, None] = field(default_factory=dict)
+    invariants: set[str] = field(default_factory=set)
+
+    def add(self, place: str, thing: str, invariant: str) -> None:
+        self.places[place] = self.things[thing] = None
+        self.invariants.add(invariant)
+
+
 @dataclass(frozen=True)
 class RecordedPrepare:
     """The version that a slave prepared in a round. durable is None when its tape does not say."""
@@ -217,7 +243,7 @@ class History:
 
     durability: str | None = "sync"  # "sync" or "async", None when it is not known
     live: bool = True  # facts come in the order in which they happened; else source by source
-    tapes: frozenset[tuple[str, str]] | None = None  # processes whose tapes are available, None for all
+    coverage: TapeCoverage | None = None  # of the tapes; None: each covers the whole run
     whole: bool = True  # the journal's beginning is there
     lossy: bool = False  # a journal was lost, or another history was adopted, so that what it decided may be unknown
 
@@ -251,6 +277,8 @@ class History:
     unproven: list[tuple[Decision, int]] = field(default_factory=list)
     """Records that some tape does not cover, and how many rollbacks and adoptions the run had by then."""
     went_back: int = 0
+    gaps: dict[tuple[str, str], Gap] = field(default_factory=dict)
+    """By role and name of the process whose tape lacks a line without contradicting the record that asks for it."""
     judging: Judging = field(default_factory=Judging)
 
     def __post_init__(self) -> None:
@@ -260,8 +288,20 @@ class History:
     def is_sync(self) -> bool:
         return self.durability == "sync"
 
-    def has_tape(self, role: str, name: str) -> bool:
-        return self.tapes is None or (role, name) in self.tapes
+    def may_lack(self, slave: str, made: Decision, invariant: str, ended: bool = False) -> bool:
+        """Whether the slave's tape may lack a line about the record without contradicting it; such a gap is noted.
+
+        ended: a line that follows the record.
+        """
+        if self.coverage is None or made.round is None:
+            return False
+        place = self.coverage.of_slave(slave, made.round, ended)
+        if place:
+            self.lacks("slave", slave, place, f"version {say_version(made.version)}", invariant)
+        return bool(place)
+
+    def lacks(self, role: str, name: str, place: str, thing: str, invariant: str) -> None:
+        self.gaps.setdefault((role, name), Gap()).add(place, thing, invariant)
 
     def lost_journal(self, kept: Collection[Pair] = ()) -> None:
         """Note that the master's disk was lost or restored: what was decided may be decided again, differently.

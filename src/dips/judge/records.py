@@ -71,7 +71,7 @@ class RunRecords:
     notes: list[str] = field(default_factory=list)  # what is missing
     tapes: set[tuple[str, str]] = field(default_factory=set)  # role and name of the processes that left one
     gaps: set[tuple[str, str]] = field(default_factory=set)  # of those that lost lines to a full disk
-    tape_names: dict[Path, str] = field(default_factory=dict)  # whose tape a file is
+    tape_names: dict[Path, tuple[str, str]] = field(default_factory=dict)  # whose tape a file is
     last_kinds: dict[tuple[str, str], str] = field(default_factory=dict)  # the kind of each tape's last line
     # lines of masters and clusters that were written while the rest was read
     later: list[TapeLine] = field(default_factory=list)
@@ -122,20 +122,21 @@ def _read_manifests(records: RunRecords, files: bool) -> None:
 
 
 def find_tapes(run_dir: Path) -> dict[Path, str]:
-    """Find every tape below the directory, whatever its name, with its process's role."""
+    """Find every tape below the directory, whatever its name, with its process's role; those of one process in the
+    order in which they were begun."""
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is not a directory: give the directory of a run of `dips demo` or `dips up`")
-    found: dict[Path, str] = {}
-    for path in sorted(run_dir.rglob("*.jsonl")):
-        role = _role(path) if path.parent.name != FOLDER else None
-        if role is not None:
-            found[path] = role
-    return found
+    found: list[tuple[str, str, float, Path]] = []
+    for path in run_dir.rglob("*.jsonl"):
+        first = _first_line(path) if path.parent.name != FOLDER else None
+        if first is not None:
+            wall_s = first["wall_s"]
+            found.append((first["role"], str(first["name"]), wall_s if isinstance(wall_s, float | int) else 0.0, path))
+    return {path: role for role, _, _, path in sorted(found)}
 
 
-def _role(path: Path) -> str | None:
-    """The role of a tape's process; None for no tape or an incomplete first line. Raises ConfigError for a damaged
-    tape."""
+def _first_line(path: Path) -> dict[str, Any] | None:
+    """A tape's first event; None for no tape or an incomplete line. Raises ConfigError for a damaged tape."""
     begin = b""
     try:
         with path.open("rb") as file:
@@ -144,7 +145,7 @@ def _role(path: Path) -> str | None:
     except (OSError, ValueError):
         first = None
     if isinstance(first, dict) and all(name in first for name in HEAD) and first["role"] in ROLES:
-        return str(first["role"])
+        return first
     if f',"{CHAIN}":"'.encode() in begin:
         raise ConfigError(f"line 1 of tape {path} is not an event: the file was changed or damaged; restore it")
     return None
@@ -159,7 +160,7 @@ def _read_tapes(
             line = _line(event, path)
             bare += not vouched
             records.tapes.add((line.role, line.name))
-            records.tape_names[path] = line.name
+            records.tape_names[path] = (line.role, line.name)
             records.n_lines[path] = records.n_lines.get(path, 0) + 1
             records.last_kinds[line.role, line.name] = line.kind
             if line.kind == "gap":

@@ -1,7 +1,8 @@
 """Checks every promise about state against all that a run's processes recorded (`dips verify`).
 
-A promise is "ok" when records were judged and none breaks it, "unproven" when no record is about it, and "not
-applicable" when the run's own configuration rules it out. docs/evidence.md lists each promise's evidence, and what it
+A promise is "ok" when records were judged and none breaks it, "violated" when two records contradict each other,
+"unproven" when no record is about it or a tape does not cover a part of the run, and "not applicable" when the run's
+own configuration rules it out. docs/evidence.md lists each promise's evidence, and what it
 cannot see.
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from dips.core.errors import DipsError
+from dips.judge.coverage import SPANS, Coverage, drop_lost
 from dips.judge.evidence import NAME, PROMISE, SPEAKS, Evidence, ended_without_a_word, judge_evidence, put_back
 from dips.judge.facts import REMEMBERED
 from dips.judge.invariants import INVARIANTS, Checker, Violation
@@ -111,7 +113,7 @@ def verify_run(
     """Check all that a run recorded; `replay` also computes every version again from the recorded pushes.
 
     allow_skipped: versions that cannot be computed again because a recorded push is missing are only reported. without:
-    names of processes whose tapes were never in the directory.
+    names of processes of which there never was a tape, or no more of one than is in the directory.
     Raises ConfigError when there is no run or (with replay) no recorded push, FatalError when its journal is damaged.
     """
     records = read_run(run_dir, keep=_wanted)
@@ -126,11 +128,12 @@ def verify_run(
                 "(--allow-skipped accepts that)"
             )
     violations = [*checker.violations, *evidence.violations, *(_of_replay(replayed) if replayed is not None else ())]
-    notes = [*records.notes, *_not_recomputed(checker.history.judging), *ended_without_a_word(records)]
+    notes = [*records.notes, *evidence.accepted, *_not_recomputed(checker.history.judging)]
+    notes += ended_without_a_word(records)
     return VerifyReport(
         run_dir=run_dir,
         run_id=records.run_id,
-        rows=[*_rows(checker, records, replayed), _of_records(evidence)],
+        rows=[*_rows(checker, records, replayed, without), _of_records(evidence)],
         violations=violations,
         problems=records.problems,
         unproven=evidence.unproven,
@@ -152,8 +155,9 @@ def _of_records(evidence: Evidence) -> PromiseRow:
 def check_records(records: RunRecords) -> Checker:
     """Feed all records to a checker, source by source: each source covers what the next one says."""
     durability, lost = _durability(records.lines["master"]), _lost_journal(records)
+    lost = drop_lost(records) or lost
     whole = records.whole and not lost
-    checker = Checker(live=False, durability=durability, tapes=frozenset(records.tapes), whole=whole)
+    checker = Checker(live=False, durability=durability, coverage=Coverage(records), whole=whole)
     if lost:
         checker.lost_journal()
         records.notes.append(lost)
@@ -177,7 +181,7 @@ def check_records(records: RunRecords) -> Checker:
     return checker
 
 
-_USED = REMEMBERED.union(*(item.listens for item in INVARIANTS), {("master", "epoch")}, SPEAKS)
+_USED = REMEMBERED.union(*(item.listens for item in INVARIANTS), SPEAKS, SPANS)
 
 
 def _wanted(role: str, kind: str) -> bool:
@@ -224,8 +228,10 @@ def _lost_journal(records: RunRecords) -> str:
     return put_back(records)
 
 
-def _rows(checker: Checker, records: RunRecords, replayed: Replayed | None) -> list[PromiseRow]:
-    counts, broken = checker.counts(), checker.broken()
+def _rows(
+    checker: Checker, records: RunRecords, replayed: Replayed | None, without: Collection[str]
+) -> list[PromiseRow]:
+    counts, broken, gaps = checker.counts(), checker.broken(), checker.history.gaps
     if replayed is not None:
         counts["I14"] += replayed.shards
         broken["I14"] += len(replayed.wrong)
@@ -237,19 +243,41 @@ def _rows(checker: Checker, records: RunRecords, replayed: Replayed | None) -> l
         if broken[item.name]:
             result, why = VIOLATED, f"{broken[item.name]} times"
         elif count == 0:
-            result, why = _why_none(item.name, records)
+            result, why = _why_none(item.name, records, without)
+        elif short := sorted(
+            name for (_, name), gap in gaps.items() if item.name in gap.invariants and name not in without
+        ):
+            result, why = UNPROVEN, f"the tape of {', '.join(short)} does not cover all of the run, see below"
         elif item.name == "I18" and (holes := checker.history.judging.holes):
             result, why = UNPROVEN, f"{holes} records lack the inputs of their judgement, though earlier ones have them"
         rows.append(PromiseRow(item.name, item.promise, count, result, why))
     return rows
 
 
-def _why_none(name: str, records: RunRecords) -> tuple[str, str]:
+TOLD_BY = {"I3": "worker", "I4": "master", "I5": "slave", "I9": "slave", "I14": "slave"}
+"""Promises that only the tapes of one role prove."""
+
+
+def _why_none(name: str, records: RunRecords, without: Collection[str]) -> tuple[str, str]:
     """The result and its reason for a promise without a judged record: not applicable, or unproven."""
     ledger = records.ledger
+    role = TOLD_BY.get(name)
+    if role is not None and role in _never_recorded(records, without):
+        return NOT_APPLICABLE, "none of the processes that prove it wrote a tape, as --without-tape says"
     if name == "I12" and ledger is not None and ledger.get("data_plan") and ledger.get("leases") is None:
         return NOT_APPLICABLE, _OWN_DATA
     return UNPROVEN, "no record is about it"
+
+
+def _never_recorded(records: RunRecords, without: Collection[str]) -> set[str]:
+    """Roles of which no process wrote a tape, as the caller says."""
+    named = {("master", "master")}
+    for record in records.journal:
+        named |= {("slave", str(slave)) for slave in record.get("digests") or ()}
+        if record["kind"] == "JOIN":
+            named.add(("worker", str(record["cluster"])))
+    roles = {role for role, _ in named} - {role for role, _ in records.tapes}
+    return {role for role in roles if all(name in without for one, name in named if one == role)}
 
 
 def _not_recomputed(judging: Judging) -> list[str]:

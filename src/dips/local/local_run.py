@@ -84,7 +84,7 @@ class LocalRun:
         self._master_ended = False
         self._stall_s = stall_s
         # Of the processes whose start may take long.
-        tapes = {slave.slave_id: slave.tape for slave in plan.slaves if slave.tape is not None}
+        tapes = {slave.slave_id: tape for slave in plan.slaves if (tape := slave.tape_used) is not None}
         for cluster in plan.clusters:
             own = cluster.client.tape if isinstance(cluster, TrainedCluster) else None
             tapes[cluster.cluster_id] = own or tape_path(directory.path, cluster.cluster_id)

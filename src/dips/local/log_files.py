@@ -8,6 +8,7 @@ log line belongs to the entry before it, and one that is too long is cut. Never 
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -250,8 +251,8 @@ def find_logs(run_dir: Path, events: bool = False) -> list[LogFile]:
     """The logs of a run's directory; with `events` its tapes, too. Raises ConfigError when there are none."""
     found = [LogFile(path) for path in sorted((run_dir / "logs").glob(f"*{LOG_SUFFIX}"))]
     if events:
-        tapes = (*(run_dir / "master").glob(f"*{TAPE_SUFFIX}"), *(run_dir / "tapes").glob(f"*{TAPE_SUFFIX}"))
-        found += [LogFile(path, is_tape=True) for path in sorted(tapes)]
+        tapes = (run_dir.glob(f"{folder}/*{TAPE_SUFFIX}") for folder in ("master", "tapes", "slaves/*"))
+        found += [LogFile(path, is_tape=True) for path in sorted(itertools.chain.from_iterable(tapes))]
     if not found:
         raise ConfigError(
             f"{run_dir} has no logs: give the directory of a run that `dips up` or `dips demo` started, such as "

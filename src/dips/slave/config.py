@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -76,9 +76,18 @@ class SlaveConfig(MetricsKnobs):
         default=False,
         description="keep every accepted push on disk, so that `dips verify DIR --replay` can recompute",
     )
-    tape: Path | None = Field(default=None, description="file of this slave's event record; empty: none")
+    tape: Path | Literal["none"] | None = Field(
+        default=None,
+        description="file of this slave's event record, which `dips verify` reads; empty: NAME.tape.jsonl in "
+        "directory, with slave_id for NAME; none: no record",
+    )
     log_level: LogLevel = Field(default="INFO", description="DEBUG, INFO, WARNING or ERROR")
     log_format: LogFormat = Field(default="human", description="form of log lines: human, or json for machines")
+
+    @property
+    def tape_used(self) -> Path | None:
+        """The file of the event record; None: there is none."""
+        return None if self.tape == "none" else self.tape or self.directory / f"{self.slave_id}.tape.jsonl"
 
     @property
     def data_threads_used(self) -> int:

@@ -126,7 +126,7 @@ async def serve(config: SlaveConfig, stop: asyncio.Event) -> bool:
     clock = SystemClock()
     store = SnapshotStore(config.directory, config.run_id, config.slave_id, config.snapshots_kept)
     try:
-        with Tape(config.tape, "slave", config.slave_id, clock) as tape:
+        with Tape(config.tape_used, "slave", config.slave_id, clock) as tape:
             return await _serve(config, security, stop, store, tape, clock)
     finally:
         store.close()

@@ -234,13 +234,12 @@ def test_the_newest_states_own_record_is_compared(tmp_path: Path) -> None:
         second_attempt,
         before_commits_were_told,
         a_newer_epoch_went_on,
-        both(drop("worker", "push_begun"), drop("worker", "push_sent"), lambda r: r.gaps.add(("worker", "a"))),
         lambda records: records.later.append(records.lines["worker"].pop()),
         both(drop("master", "ticket"), lambda records: tape(records, "master", "test", "epoch", epoch=1)),
         lambda records: records.rows.__delitem__(slice(0, 2)),
         without_digests,
     ],
-    ids=["judged twice", "last attempt", "older release", "put back", "a gap", "later", "lost", "pruned", "no digests"],
+    ids=["judged twice", "last attempt", "older release", "put back", "later", "lost", "pruned", "no digests"],
 )  # fmt: skip
 def test_what_can_be_explained_is_no_contradiction(tmp_path: Path, change: Change) -> None:
     records = recorded(tmp_path)

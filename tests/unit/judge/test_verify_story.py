@@ -55,7 +55,7 @@ def test_a_push_is_told_from_its_ticket_to_its_verdict(run: Path) -> None:
 def test_a_slave_and_a_cluster_have_their_own(run: Path) -> None:
     slave = tell_story(run, "s0")
     assert slave.what == "slave"
-    assert {who for who, _ in kinds(slave.lines)} == {"slave s0", "journal"}
+    assert {who for who, _ in kinds(slave.lines)} == {"slave s0", "journal", "master"}
     cluster = tell_story(run, "a")
     assert cluster.what == "cluster"
     assert {("journal", "JOIN"), ("worker a", "push_sent"), ("master", "verdict")} <= kinds(cluster.lines)

@@ -165,11 +165,14 @@ def test_only_what_is_asked_for(
     assert found == told
 
 
-def test_a_cause_has_the_events_of_the_tapes_too(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run_dir / "tapes").mkdir()
+@pytest.mark.parametrize("folder", ["tapes", "slaves/s0"])
+def test_a_cause_has_the_events_of_the_tapes_too(
+    run_dir: Path, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_dir / folder).mkdir(parents=True)
     event = {"wall_s": T0 + 4.5, "monotonic_s": 1.0, "role": "slave", "name": "s0", "kind": "prepared", "cause": "r1.1",
              "digest": "00ff"}  # fmt: skip
-    (run_dir / "tapes" / "s0.tape.jsonl").write_text(json.dumps(event) + '\n{"torn')
+    (run_dir / folder / "s0.tape.jsonl").write_text(json.dumps(event) + '\n{"torn')
     assert main.run(["logs", str(run_dir), "--cause", "r1.1"]) == 0
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.endswith("W master m [r1.1]: four")

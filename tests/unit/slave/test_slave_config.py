@@ -88,3 +88,9 @@ def test_a_system_that_places_no_threads_says_so(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delattr("os.sched_getaffinity")
     with pytest.raises(ConfigError, match="does not let a process place its threads: leave it out"):
         _ = read(data_cpu="own").data_cpu_used
+
+
+def test_the_tape_is_in_the_slaves_directory_unless_said_otherwise(tmp_path: Path) -> None:
+    assert read(directory=tmp_path).tape_used == tmp_path / "s0.tape.jsonl"
+    assert read(directory=tmp_path, tape=str(tmp_path / "my.jsonl")).tape_used == tmp_path / "my.jsonl"
+    assert read(directory=tmp_path, tape="none").tape_used is None

@@ -7,7 +7,18 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dips.judge.facts import HELD, PULLED, SENT, Fact, History, Pair, Sentences, decision_of, ledger_of_record
+from dips.judge.facts import (
+    HELD,
+    PULLED,
+    SENT,
+    Fact,
+    History,
+    Pair,
+    Sentences,
+    TapeCoverage,
+    decision_of,
+    ledger_of_record,
+)
 from dips.judge.invariants import pushes, versions
 
 # ---- judging ---------------------------------------------------------------------------------------------------------
@@ -131,7 +142,7 @@ class Checker:
 
     live: facts come in the order in which they happened, in all processes together; else source by source, and what a
     source that comes later would prove is judged by finish(). durability: "sync" or "async"; None when unknown, which
-    asks nothing of disks. tapes: (role, name) of the processes whose tapes are available; None for all.
+    asks nothing of disks. coverage: of the tapes; None: each covers the whole run.
     """
 
     def __init__(
@@ -139,10 +150,10 @@ class Checker:
         *,
         live: bool = True,
         durability: str | None = "sync",
-        tapes: frozenset[tuple[str, str]] | None = None,
+        coverage: TapeCoverage | None = None,
         whole: bool = True,
     ) -> None:
-        self.history = History(durability=durability, live=live, tapes=tapes, whole=whole)
+        self.history = History(durability=durability, live=live, coverage=coverage, whole=whole)
         self._judges = _by_key()
         self._counts = {item.name: 0 for item in INVARIANTS}
         self._broken = {item.name: 0 for item in INVARIANTS}

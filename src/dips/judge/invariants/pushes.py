@@ -111,7 +111,7 @@ def complete_or_absent(history: History, fact: Fact) -> Sentences:
     """A push is complete or absent.
 
     Evidence: every merged push was `staged`, whole and verified, on every slave of the version, with the digest that
-    its cluster says it sent.
+    its cluster says it sent. Unproven where a slave's tape has a gap.
     """
     if fact.source == "worker":
         return _sent(history, fact)
@@ -122,7 +122,9 @@ def complete_or_absent(history: History, fact: Fact) -> Sentences:
         for slave in made.digests:
             staged = history.staged.get((item.push, slave))
             if staged is None:
-                if history.has_tape("slave", slave):
+                # What a slave prepares, it staged in the same life: then its tape has both.
+                prepared = (slave, made.round) in history.prepared
+                if prepared or not history.may_lack(slave, made, "I9"):
                     wrong.append(
                         f"{made} merged push {say_push(item.push)}, but slave {slave} never recorded that it had all "
                         "of it"
@@ -141,13 +143,14 @@ def _sent(history: History, fact: Fact) -> Sentences:
     decided = history.decided.get(push)
     if decided is None or decided[0] != "APPLIED":
         return None
-    wrong = []
+    wrong, judged = [], 0
     for slave, raw in digests.items():
         digest = raw.hex() if isinstance(raw, bytes) else str(raw)
         staged = history.staged.get((push, slave))
+        judged += staged is not None
         if staged is not None and digest not in staged.values():
             wrong.append(_differs(push, slave, staged, digest))
-    return wrong
+    return wrong if judged else None
 
 
 def _differs(push: PushKey, slave: str, staged: dict[int, str], sent: str) -> str:

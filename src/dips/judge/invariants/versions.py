@@ -223,7 +223,7 @@ def committed_everywhere(history: History, fact: Fact) -> Sentences:
     for slave in made.digests:
         on_disk = (slave, version) in history.on_disk
         if (slave, version) not in history.held and (history.live or not on_disk):
-            if history.has_tape("slave", slave):
+            if not history.may_lack(slave, made, "I4", ended=True):
                 wrong.append(f"{published}, but no record says that it was committed on slave {slave}")
             continue
         judged += 1
@@ -254,7 +254,7 @@ def completable(history: History, fact: Fact) -> Sentences:
     for slave, digest in made.digests.items():
         prepared = history.prepared.get((slave, made.round))
         if prepared is None:
-            missing = missing or history.has_tape("slave", slave)
+            missing = True
             continue
         judged += 1
         if prepared.version != made.version or prepared.digest != digest:
@@ -294,7 +294,7 @@ def _left_over(history: History) -> Sentences:
         wrong += [
             f"{made} was written, but no record says that slave {slave} prepared it (round {say_round(round_id)})"
             for slave in made.digests
-            if not _proven(history, slave, version, round_id, excused) and history.has_tape("slave", slave)
+            if not _proven(history, slave, version, round_id, excused) and not history.may_lack(slave, made, "I5")
         ]
     history.unproven.clear()
     return wrong or None

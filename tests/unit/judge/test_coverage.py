@@ -1,0 +1,352 @@
+"""A tape that does not cover the whole run is a gap: it accuses no one, and --without-tape settles it. Lines that were
+taken out of a tape contradict the other records.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import pytest
+from support.corruptions import tape_of
+from support.forge import Record, edit_tape
+from support.history import Script, write_run
+from support.recorded_run import unpacked
+
+from dips.judge.verify import NOT_APPLICABLE, UNPROVEN, VIOLATED, VerifyReport, verify_run
+from dips.master.directory import TAPE_NAME
+
+Cut = Callable[[list[Record]], list[Record]]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of real processes: s0 is killed after version 1:2 (its incarnations are 1.1 and 1.2), a after 1:5."""
+    return unpacked(tmp_path_factory.mktemp("recorded"))
+
+
+@pytest.fixture
+def recorded(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def keep(tape: Path, cut: Cut) -> None:
+    """Write a tape again with a part of its lines, and with digests that fit, as if no other line had been written."""
+
+    def change(lines: list[Record]) -> None:
+        lines[:] = cut(list(lines))
+
+    edit_tape(tape, change)
+
+
+def from_nth(kind: str, n: int = 1) -> Cut:
+    """What is left of a tape from the n-th line of a kind on (0: the first)."""
+    return lambda lines: lines[[at for at, line in enumerate(lines) if line["kind"] == kind][n] :]
+
+
+def up_to_nth(kind: str, n: int) -> Cut:
+    return lambda lines: lines[: [at for at, line in enumerate(lines) if line["kind"] == kind][n]]
+
+
+def results(report: VerifyReport) -> dict[str, str]:
+    return {row.invariant: row.result for row in report.rows if not row.holds}
+
+
+def settled(run: Path, name: str, about: str) -> None:
+    """With --without-tape the judgement is complete, and says without what."""
+    report = verify_run(run, without={name})
+    assert (report.exit_code, report.verdict, report.unproven) == (0, "ok", [])
+    (note,) = [note for note in report.notes if "--without-tape" in note]
+    assert about in note
+    assert f"(--without-tape {name})" in note
+
+
+# ---- gaps ----
+
+
+def test_a_slave_that_had_no_tape_at_first_is_unproven_up_to_its_first_line(recorded: Path) -> None:
+    """Started by hand without one; its next start had one."""
+    tape = tape_of(recorded, "s0")
+    keep(tape, from_nth("started"))
+    report = verify_run(recorded)
+    assert [str(violation) for violation in report.violations] == []
+    assert (report.exit_code, results(report)) == (7, dict.fromkeys(("I4", "I5", "I9", "records"), UNPROVEN))
+    assert report.unproven == [
+        f"the tape of slave s0 ({tape}) begins with incarnation 1.2, so that lines about version 1:0 and 2 more, up to "
+        "version 1:2 are missing: put the file that has them into the directory, or give --without-tape s0 if there is "
+        "none"
+    ]
+    assert "see below" in next(row.why for row in report.rows if row.invariant == "I5")
+    settled(recorded, "s0", "begins with incarnation 1.2")
+
+
+def test_the_part_that_was_kept_elsewhere_makes_it_whole_whatever_its_name(recorded: Path) -> None:
+    tape = tape_of(recorded, "s0")
+    older = tape.with_name("z-before.jsonl")
+    shutil.copy(tape, older)
+    keep(tape, from_nth("started"))
+    keep(older, up_to_nth("started", 1))
+    assert verify_run(recorded).ok
+
+
+def test_a_slaves_tape_that_was_copied_too_early_is_unproven_from_there_on(recorded: Path) -> None:
+    keep(tape_of(recorded, "s0"), up_to_nth("measured", 6))
+    report = verify_run(recorded)
+    assert (report.violations, report.exit_code) == ([], 7)
+    assert set(results(report)) == {"I4", "I5", "I9", "records"}
+    assert "ends with round r1.7, so that lines about version 1:7" in report.unproven[0]
+    settled(recorded, "s0", "ends with round r1.7")
+
+
+def test_a_cluster_that_had_no_tape_at_first_is_unproven_up_to_its_first_line(recorded: Path) -> None:
+    keep(tape_of(recorded, "a"), from_nth("joined"))
+    report = verify_run(recorded)
+    assert (report.violations, results(report)) == ([], {"records": UNPROVEN})
+    assert (
+        "begins with incarnation 1.2, so that lines about push a/1.1#1 and 4 more, up to push a/1.1#5 are missing"
+        in (report.unproven[0])
+    )
+    settled(recorded, "a", "begins with incarnation 1.2")
+
+
+def test_a_clusters_tape_that_was_copied_too_early_is_unproven_from_there_on(recorded: Path) -> None:
+    keep(tape_of(recorded, "b"), up_to_nth("push_begun", 6))
+    report = verify_run(recorded)
+    assert (report.violations, results(report)) == ([], {"records": UNPROVEN})
+    assert "ends with push b/1.1#6, so that lines about push b/1.1#7" in report.unproven[0]
+    settled(recorded, "b", "ends with push b/1.1#6")
+
+
+def test_the_masters_tape_that_was_copied_too_early_is_unproven_from_there_on(recorded: Path) -> None:
+    keep(recorded / "master" / TAPE_NAME, up_to_nth("ticket", 8))
+    report = verify_run(recorded)
+    assert (report.violations, results(report)) == ([], {"I4": UNPROVEN, "records": UNPROVEN})
+    assert "ends with record 8 of the journal" in report.unproven[0]
+    settled(recorded, "master", "ends with record 8 of the journal")
+
+
+@pytest.mark.parametrize("name", ["master", "s0", "s1", "a", "b"])
+def test_a_tape_that_was_never_written_is_unproven(recorded: Path, name: str) -> None:
+    tape = tape_of(recorded, name) if name != "master" else recorded / "master" / TAPE_NAME
+    tape.unlink()
+    report = verify_run(recorded)
+    assert (report.violations, report.exit_code) == ([], 7)
+    settled(recorded, name, "is missing")
+
+
+def test_a_run_in_which_no_slave_wrote_a_tape_can_be_judged_without(recorded: Path) -> None:
+    for name in ("s0", "s1"):
+        tape_of(recorded, name).unlink()
+    assert results(verify_run(recorded)).keys() >= {"I5", "I9", "records"}
+    assert results(verify_run(recorded, without={"s0"})).keys() >= {"I5", "I9", "records"}
+    report = verify_run(recorded, without={"s0", "s1"})
+    assert (report.exit_code, report.verdict) == (0, "ok")
+    assert {"I5", "I9"} <= {row.invariant for row in report.rows if row.result == NOT_APPLICABLE}
+
+
+def test_a_cluster_that_lost_lines_to_a_full_disk_is_unproven_there(recorded: Path) -> None:
+    tape = tape_of(recorded, "b")
+
+    def cut(lines: list[Record]) -> list[Record]:
+        first, last = (at for at, line in enumerate(lines) if line.get("push") == "b/1.1#7" and "base" in line)
+        gap = {name: lines[first][name] for name in ("wall_s", "monotonic_s", "role", "name")}
+        return [*lines[:first], {**gap, "kind": "gap", "cause": "-", "lost": 2}, *lines[last + 1 :]]
+
+    keep(tape, cut)
+    report = verify_run(recorded)
+    assert (report.violations, results(report)) == ([], {"records": UNPROVEN})
+    assert "lost lines to a full disk, so that lines about push b/1.1#7 are missing" in report.unproven[0]
+    settled(recorded, "b", "b/1.1#7")
+
+
+# ---- a run with several epochs ----
+
+
+def three_epochs() -> Script:
+    script = Script()
+    for _ in range(3):
+        script.start_master()
+        for slave in ("s0", "s1") if script.version else ():
+            script.restart_slave(slave)
+        script.join("a")
+        script.commit(script.push("a"))
+        script.commit(script.push("a"))
+    return script
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", three_epochs())
+
+
+def tape_in(run: Path, name: str) -> Path:
+    (path,) = run.rglob(f"{name}.tape.jsonl")
+    return path
+
+
+def of_epoch(line: Record, epoch: int) -> bool:
+    """Whether a line of the scripted run belongs to an epoch, by any name in it."""
+    texts = (str(line.get(name, "")) for name in ("incarnation", "push", "round"))
+    return any(f"{epoch}." in text for text in texts) or line.get("epoch") == epoch
+
+
+def test_the_scripted_run_is_proven(run: Path) -> None:
+    assert verify_run(run).ok
+
+
+def test_a_journal_that_was_restored_without_the_tape_is_unproven_before(run: Path) -> None:
+    """As docs/operations.md says: the journal comes from the backup, and the master's next tape begins then."""
+    keep(tape_in(run, "test"), from_nth("epoch", 2))
+    report = verify_run(run)
+    assert (report.violations, report.exit_code) == ([], 7)
+    assert len(report.unproven) == 1
+    assert "begins with epoch 3" in report.unproven[0]
+    settled(run, "master", "begins with epoch 3")
+
+
+def test_a_master_that_ran_once_without_its_tape_leaves_a_gap(run: Path) -> None:
+    tape = tape_in(run, "test")
+    keep(tape, lambda lines: [*up_to_nth("epoch", 1)(lines), *from_nth("epoch", 2)(lines)])
+    report = verify_run(run)
+    assert (report.violations, len(report.unproven)) == ([], 1)
+    assert "has no line of epoch 2" in report.unproven[0]
+    settled(run, "master", "has no line of epoch 2")
+
+
+def test_a_slave_that_ran_once_without_its_tape_leaves_a_gap(run: Path) -> None:
+    keep(tape_in(run, "s1"), lambda lines: [*up_to_nth("started", 1)(lines), *from_nth("started", 2)(lines)])
+    report = verify_run(run)
+    assert (report.violations, len(report.unproven)) == ([], 1)
+    assert "has no line between incarnations" in report.unproven[0]
+    settled(run, "s1", "has no line between incarnations")
+
+
+def test_a_cluster_that_ran_once_without_its_tape_leaves_a_gap(run: Path) -> None:
+    keep(tape_in(run, "a"), lambda lines: [*up_to_nth("joined", 1)(lines), *from_nth("joined", 2)(lines)])
+    report = verify_run(run)
+    assert (report.violations, len(report.unproven)) == ([], 1)
+    assert "has no line of incarnation 2.2" in report.unproven[0]
+    settled(run, "a", "has no line of incarnation 2.2")
+
+
+def test_the_same_process_that_joined_twice_had_its_tape_all_the_time(run: Path) -> None:
+    edit_tape(
+        tape_in(run, "test"), lambda lines: [line.update(process="one") for line in lines if line["kind"] == "join"]
+    )
+    keep(tape_in(run, "a"), lambda lines: [*up_to_nth("joined", 1)(lines), *from_nth("joined", 2)(lines)])
+    assert results(verify_run(run))["records"] == VIOLATED
+
+
+def test_a_slaves_end_in_order_without_a_later_attachment_is_the_end_of_its_tape(run: Path) -> None:
+    keep(tape_in(run, "s1"), up_to_nth("started", 2))
+    end = [{"kind": "stopped", "reason": "a signal"}]
+    keep(tape_in(run, "s1"), lambda lines: [*lines, {**lines[-1], **end[0]}])
+    assert verify_run(run).violations == [], "it attached again later"
+    keep(tape_in(run, "test"), lambda lines: [line for line in lines if line.get("incarnation") not in ("3.1", "3.2")])
+    assert results(verify_run(run))["I5"] == VIOLATED
+
+
+# ---- a run that was restored from a copy ----
+
+
+def restored(lost_on: Collection[str], again: int, pulls: bool) -> Script:
+    """Master and slaves are restored with version 1:1; before that the run made three more versions, of which the tapes
+    of these roles and of cluster a still tell. Then it makes `again` versions. pulls: cluster a pulls 1:1 first."""
+    script = Script()
+    script.start_master()
+    for cluster in "ab":
+        script.join(cluster)
+    script.commit(script.push("a"))
+    script.commit(script.push("a"))
+    before = copy.deepcopy(script)
+    for _ in range(3):
+        before.commit(before.push("a"), before.push("b"))
+    lost = before.steps[len(script.steps) :]
+    script.steps += [step for step in lost if step.source in lost_on or (step.source, step.who) == ("worker", "a")]
+    script.start_master()
+    for slave in ("s0", "s1"):
+        script.restart_slave(slave)
+    for cluster in "ab":
+        script.join(cluster)
+    if pulls:
+        script.add("worker", "a", "installed", version="1:1", digest_of_slave=dict(script.digests[1, 1]))
+    for _ in range(again):
+        script.commit(script.push("a"), script.push("b"))
+    return script
+
+
+@pytest.mark.parametrize("lost_on", [(), ("slave",)], ids=["with their tapes", "without the slaves' tapes"])
+@pytest.mark.parametrize("again", [1, 4])
+@pytest.mark.parametrize("pulls", [True, False])
+def test_what_was_lost_with_a_restored_run_is_not_judged(
+    tmp_path: Path, lost_on: Collection[str], again: int, pulls: bool
+) -> None:
+    report = verify_run(write_run(tmp_path / "run", restored(lost_on, again, pulls)))
+    assert (report.exit_code, [str(violation) for violation in report.violations], report.unproven) == (0, [], [])
+    (note,) = report.notes
+    assert "knew of version 1:2, and went on from an older one" in note
+
+
+# ---- lines that were taken out ----
+
+
+def without(*kinds: str, between: tuple[str, int, int]) -> Cut:
+    """Without lines of these kinds (none: of all) between two lines of a kind."""
+    kind, low, high = between
+
+    def cut(lines: list[Record]) -> list[Record]:
+        places = [at for at, line in enumerate(lines) if line["kind"] == kind]
+        return [
+            line
+            for at, line in enumerate(lines)
+            if not (places[low] < at < places[high] and (not kinds or line["kind"] in kinds))
+        ]
+
+    return cut
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "breaks"),
+    [
+        ("s0", without(between=("measured", 3, 6)), "I5"),  # in the middle of its second life
+        ("s0", without("prepared", between=("committed", 4, 6)), "I5"),
+        ("s0", lambda lines: lines[6:], "I5"),  # the beginning, and it does not begin with a start
+        ("s0", lambda lines: [*lines[:12], *from_nth("started")(lines)], "I5"),  # the first life's end
+        ("s0", without("staged", between=("measured", 3, 4)), "I9"),
+        ("a", without(between=("push_begun", 1, 3)), "records"),
+        ("a", lambda lines: lines[4:], "records"),  # the first incarnation's beginning
+        ("b", without("push_begun", "push_sent", between=("verdict", 3, 5)), "records"),
+    ],
+)
+def test_a_hole_in_the_middle_of_a_process_is_no_excuse(recorded: Path, name: str, cut: Cut, breaks: str) -> None:
+    keep(tape_of(recorded, name), cut)
+    assert results(verify_run(recorded))[breaks] == VIOLATED
+    assert results(verify_run(recorded, without={name}))[breaks] == VIOLATED
+
+
+@pytest.mark.parametrize("kind", ["ticket", "commit"])
+def test_a_hole_in_the_masters_tape_is_no_excuse(recorded: Path, kind: str) -> None:
+    keep(recorded / "master" / TAPE_NAME, without(kind, between=("publish", 2, 5)))
+    assert results(verify_run(recorded, without={"master"}))["records"] == VIOLATED
+
+
+def test_a_slave_that_is_named_without_a_tape_still_has_to_have_its_snapshots(recorded: Path) -> None:
+    for path in (recorded / "s0").glob("manifest-*"):
+        path.unlink()
+    assert "disk of slave s0" in verify_run(recorded, without={"s0"}).unproven[0]
+
+
+def test_a_master_that_was_killed_as_it_wrote_its_last_record_is_not_accused(run: Path) -> None:
+    """The COMMIT was durable; the lines about it were not written before the kill."""
+
+    def cut(lines: list[Record]) -> list[Record]:
+        second = [at for at, line in enumerate(lines) if line["kind"] == "epoch"][1]
+        last = max(at for at, line in enumerate(lines[:second]) if line["kind"] == "publish")
+        # The line before the epoch's own is about the EPOCH record; the one before that is the COMMIT's.
+        commit = max(at for at, line in enumerate(lines[:last]) if line["kind"] == "journaled")
+        return [*lines[:commit], *lines[second - 1 :]]
+
+    keep(tape_in(run, "test"), cut)
+    assert verify_run(run).violations == []
