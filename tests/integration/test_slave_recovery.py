@@ -119,8 +119,8 @@ def serving(config: SlaveConfig, master: MasterForSlaves) -> SlaveConfig:
 
 
 def on_tape(config: SlaveConfig, kind: str) -> list[dict[str, object]]:
-    assert config.tape is not None
-    return [line for line in read_tape(config.tape) if line["kind"] == kind]
+    assert config.tape_used is not None
+    return [line for line in read_tape(config.tape_used) if line["kind"] == kind]
 
 
 def committed(infos: Sequence[messages.SnapshotInfo]) -> list[str]:

@@ -123,8 +123,9 @@ def test_an_error_of_the_loop_itself_keeps_its_trace_and_says_what_is_lost(tmp_p
     file = written(tmp_path, (STEP, STEP + "        1 / (12 - sync.steps)\n"))
     done = run_to_its_end(file, **there(run, "b"))
     assert done.returncode == 1
-    lost, *trace = done.stderr.splitlines()
-    assert lost.startswith("leaving (ZeroDivisionError) without ")
+    begins = done.stderr.splitlines().index("Traceback (most recent call last):")
+    lost, *trace = done.stderr.splitlines()[begins - 1 :]
+    assert lost.startswith("dips: leaving (ZeroDivisionError) without ")
     assert "they were made since the last push, and the parameters may be in the middle of a step" in lost
     assert trace[0].startswith("Traceback")
     assert trace[-1] == "ZeroDivisionError: division by zero"
@@ -141,12 +142,14 @@ def test_ctrl_c_is_one_sentence(tmp_path: Path, run: WholeRun, joined: bool) -> 
         assert ended(process, log) == -signal.SIGINT  # a shell says 130
     said = [line for line in log.read_text().splitlines() if not line.startswith(("step ", "atexit"))]
     if joined:
-        assert said[0] == "ctrl-C: this cluster leaves the run; a second one ends the process at once"
+        said = said[said.index("dips: ctrl-C: this cluster leaves the run; a second one ends the process at once") :]
         what = "and has left the run; started again, it goes on from the newest version"
     else:
         what = "before it had joined the run"
     assert said[-1].startswith(f"dips: cluster b was ended by ctrl-C {what} (mine.py, line ")
-    assert all(line.startswith("leaving (KeyboardInterrupt) without ") for line in said[1:-1]), "it came inside a step"
+    if joined:
+        lost = [line for line in said[1:-1] if " without " in line]
+        assert all(line.startswith("dips: leaving (KeyboardInterrupt) without ") for line in lost), "inside a step"
 
 
 def test_the_same_seed_on_two_clusters_is_told_after_their_first_round(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -151,6 +152,7 @@ KINDS: Mapping[str, Callable[[World], Said]] = {
 
 
 def main(rank: int, folder: Path, master: str, *kinds: str) -> None:
+    logging.basicConfig(format="%(message)s")
     torch.set_num_threads(1)
     world = World(rank, folder, master)
     for kind in kinds:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -76,6 +77,7 @@ def train(kind: str, rank: int) -> dict[str, object]:
 
 
 def main(rank: int, store: str, *kinds: str) -> None:
+    logging.basicConfig(format="%(message)s")
     torch.set_num_threads(1)
     torch_model.Layout = agreement.Layout = same_cut  # type: ignore[attr-defined, assignment]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)

@@ -126,7 +126,8 @@ async def serve(config: SlaveConfig, stop: asyncio.Event) -> bool:
     clock = SystemClock()
     store = SnapshotStore(config.directory, config.run_id, config.slave_id, config.snapshots_kept)
     try:
-        with Tape(config.tape_used, "slave", config.slave_id, clock) as tape:
+        # A tape that was asked for is evidence, without which nothing is done; the one of its own accord is not.
+        with Tape(config.tape_used, "slave", config.slave_id, clock, may_lose=config.tape is None) as tape:
             return await _serve(config, security, stop, store, tape, clock)
     finally:
         store.close()

@@ -21,7 +21,7 @@ from dips.core.errors import ConfigError
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.local import model_folder
-from dips.local.model_folder import as_folder, check_target, write_folder
+from dips.local.model_folder import AdapterFolder, ModelFolder, as_folder, check_target, write_folder
 from dips.local.operator_client import NamedRun
 from dips.trainer.model import ByteModel
 from dips.trainer.sizes import SIZES
@@ -89,6 +89,11 @@ def test_the_byte_model_is_a_llama(tmp_path: Path) -> None:
         assert float(again(input_ids=tokens, labels=tokens).loss) == pytest.approx(float(loss), abs=1e-6)
 
 
+def in_files_of(n_bytes: int, folder: ModelFolder | AdapterFolder) -> ModelFolder:
+    assert isinstance(folder, ModelFolder)
+    return replace(folder, shard_bytes=n_bytes)
+
+
 def test_a_large_model_is_written_in_several_files(tmp_path: Path) -> None:
     class Around(torch.nn.Module):
         def __init__(self) -> None:
@@ -96,7 +101,7 @@ def test_a_large_model_is_written_in_several_files(tmp_path: Path) -> None:
             self.model = model
 
     model = LlamaForCausalLM(CONFIG)  # within another module it comes back under its own names
-    write_folder(replace(as_folder(fetched(Around())), shard_bytes=20_000), tmp_path / "model")
+    write_folder(in_files_of(20_000, as_folder(fetched(Around()))), tmp_path / "model")
     names = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
     assert len(names) > 2
     assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
@@ -185,7 +190,7 @@ def test_what_stands_there_is_not_overwritten_unless_somebody_says_so(tmp_path: 
     first, second = LlamaForCausalLM(CONFIG), LlamaForCausalLM(CONFIG)
     folder = tmp_path / "model"
     folder.mkdir()  # an empty one is as good as none
-    write_folder(replace(as_folder(fetched(first)), shard_bytes=20_000), folder)
+    write_folder(in_files_of(20_000, as_folder(fetched(first))), folder)
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="is not empty: give another folder, or --force"):
         write_folder(as_folder(fetched(second)), folder)

@@ -48,7 +48,8 @@ def llama(dtype: torch.dtype = torch.float32) -> Any:
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32, attention_bias=True,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(dtype)
+    model: Any = LlamaForCausalLM(config)
+    return model.to(dtype)
 
 
 def gpt2() -> Any:

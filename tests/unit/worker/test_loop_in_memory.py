@@ -59,7 +59,7 @@ class Loop:
     def __init__(self, run: RunInMemory, rank: int, **given: Any) -> None:
         self.run, self.rank = run, rank
         self.model = Model(rank)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         arguments: dict[str, Any] = {
             "tokens_per_step": 10 + rank, "master": run.address, "cluster_id": "a", "insecure": True, "replicas": True,
         }  # fmt: skip
@@ -461,7 +461,7 @@ def test_a_container_of_optimizers_steps_once_and_its_moments_are_reset_with_the
     loop.sync = dips.DiLoCo(
         loop.model, optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True
     )
-    loop.optimizer = cast(torch.optim.SGD, optimizer)
+    loop.optimizer = optimizer
     with loop.sync as sync:
         loop.steps(3)
         assert ([len(each.state) for each in optimizer.optimizers], sync.steps) == ([2, 3], 3)
