@@ -123,8 +123,9 @@ def test_an_error_of_the_loop_itself_keeps_its_trace_and_says_what_is_lost(tmp_p
     file = written(tmp_path, (STEP, STEP + "        1 / (12 - sync.steps)\n"))
     done = run_to_its_end(file, **there(run, "b"))
     assert done.returncode == 1
-    begins = done.stderr.splitlines().index("Traceback (most recent call last):")
-    lost, *trace = done.stderr.splitlines()[begins - 1 :]
+    lines = done.stderr.splitlines()
+    trace = lines[lines.index("Traceback (most recent call last):") :]
+    lost = next(line for line in lines if " without " in line)
     assert lost.startswith("dips: leaving (ZeroDivisionError) without ")
     assert "they were made since the last push, and the parameters may be in the middle of a step" in lost
     assert trace[0].startswith("Traceback")
