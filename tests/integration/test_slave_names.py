@@ -32,22 +32,24 @@ def test_the_addresses_of_a_name_are_tried_in_turn(monkeypatch: pytest.MonkeyPat
         placement = PlacementSpec(tuple(SlaveAddress(s, f"tcp://{s}.example:{port}") for s in names), (0, 1), b"p")
         refused: list[set[str]] = []
         for _ in range(2):
-            links, heard, failed = SlaveSockets(context, placement, 4096), set[bytes](), set[str]()
+            links, received, failed = SlaveSockets(context, placement, 4096), set[bytes](), set[str]()
             links.open(names)
             for slave in names:
                 links.send(slave, slave.encode())
 
-            def all_heard(links: SlaveSockets = links, heard: set[bytes] = heard, failed: set[str] = failed) -> bool:
+            def both_receive(
+                links: SlaveSockets = links, received: set[bytes] = received, failed: set[str] = failed
+            ) -> bool:
                 list(links.receive(0.02))
                 for slave, _ in list(links.turned_away()):
                     failed.add(slave)
                     links.reconnect(slave)
                     links.send(slave, slave.encode())
                 while router.poll(0):
-                    heard.add(router.recv_multipart()[-1])
-                return heard == {b"s0", b"s1"}
+                    received.add(router.recv_multipart()[-1])
+                return received == {b"s0", b"s1"}
 
-            until(all_heard, "both hear it")
+            until(both_receive, "both receive it")
             links.all_answered()
             links.close()
             refused.append(failed)

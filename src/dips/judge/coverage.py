@@ -1,10 +1,11 @@
 """Which part of the run each tape covers: whether a line that is not there contradicts the record that asks for it.
 
-A process appends to its tape from its start on, line by line, and only a cluster's tape may lose lines, which it then
-says itself (core/observe/tape.py). So a line that is missing between two lines of one process was taken out: the tape
-contradicts the record. Everything else is a gap, which proves nothing and accuses no one: before the first start on the
-tape, after its last line, and between two processes of which the second one is not the next that the master saw. Then
-a process ran without this tape, or the file is a copy that was made too early.
+A process appends to its tape from its start on, line by line. The tapes of clusters, and those that slaves write of
+their own accord, may lose lines to a full disk, and then say so (core/observe/tape.py). Else a line that is missing
+between two lines of one process was taken out: the tape contradicts the record. Everything else is a gap, which proves
+nothing and accuses no one: before the first start on the tape, after its last line, and between two processes of which
+the second one is not the next that the master saw. Then a process ran without this tape, or the file is a copy that was
+made too early.
 
 When a run was restored from a copy, drop_lost() takes out of the tapes what was lost.
 
@@ -38,40 +39,39 @@ SPANS = frozenset(
 )
 """Role and kind of the tape lines from which this is known."""
 
-COVERED, ABSENT, KILLED = "", "is missing", "breaks off"
-"""Places on a tape: it covers what is asked for; there is no tape; the master was killed as it wrote the record. All
-others are gaps, too, each as a piece of a sentence."""
+COVERED, ABSENT, KILLED, LOST = "", "is missing", "breaks off", "lost lines to a full disk"
+"""Places on a tape: it covers what is asked for; there is no tape; the master was killed as it wrote the record; the
+line may be a lost one. All others are gaps, too, each as a piece of a sentence."""
 
 
 class Coverage:
     """The part of the run that each tape covers."""
 
     def __init__(self, records: RunRecords) -> None:
-        self._tapes = frozenset(records.tapes)
+        self._tapes, self._lost = frozenset(records.tapes), frozenset(records.gaps)
         self.master = _MasterTape(records)
         back = [pair(record.get("round")) for record in records.journal if record["kind"] in ("ROLLBACK", "ADOPT")]
         went_back = tuple(one for one in back if one is not None)
         lines = _by_name(_lines(records, "slave"))
         self._slaves = {name: _SlaveTape(mine, self.master, name, went_back) for name, mine in lines.items()}
         lines = _by_name(_lines(records, "worker"))
-        self._clusters = {
-            name: _ClusterTape(mine, self.master, name, ("worker", name) in records.gaps)
-            for name, mine in lines.items()
-        }
+        self._clusters = {name: _ClusterTape(mine, self.master, name) for name, mine in lines.items()}
 
     def of_slave(self, name: str, round_id: Pair, ended: bool = False) -> str:
         """Where on the slave's tape its lines about a round belong. ended: those after the round's record."""
         if ("slave", name) not in self._tapes:
             return ABSENT
         tape = self._slaves.get(name)
-        return tape.place(round_id, ended) if tape is not None else "names no round"
+        place = tape.place(round_id, ended) if tape is not None else "names no round"
+        return place or (LOST if ("slave", name) in self._lost else COVERED)
 
     def of_push(self, push: PushKey, version: Pair | None) -> str:
         """Where on its cluster's tape the line about the begin of a push belongs. version: in which it was decided."""
         if ("worker", push[0]) not in self._tapes:
             return ABSENT
         tape = self._clusters.get(push[0])
-        return tape.place(push, version) if tape is not None else "names no push"
+        place = tape.place(push, version) if tape is not None else "names no push"
+        return place or (LOST if ("worker", push[0]) in self._lost else COVERED)
 
     def of_master(self, epoch: int, number: int | None) -> str:
         """Where on the master's tape a line of an epoch about the journal's record of this number belongs (None: it is
@@ -259,8 +259,8 @@ def _say(incarnation: Pair | None) -> str:
 
 
 class _ClusterTape:
-    def __init__(self, lines: Sequence[TapeLine], master: _MasterTape, name: str, lost: bool) -> None:
-        self._master, self._name, self._lost = master, name, lost
+    def __init__(self, lines: Sequence[TapeLine], master: _MasterTape, name: str) -> None:
+        self._master, self._name = master, name
         self._known: set[Pair] = set()  # incarnations that joined, or of pushes
         self._newest_push: PushKey | None = None
         self._newest_version: Pair = (0, -1)
@@ -289,7 +289,7 @@ class _ClusterTape:
             return f"has no line of incarnation {_say(incarnation)}"
         reached = self._newest_push is not None and push < self._newest_push
         if reached or self._left or (version is not None and version <= self._newest_version):
-            return "lost lines to a full disk" if self._lost else COVERED
+            return COVERED
         return "names no push" if self._newest_push is None else f"ends with push {say_push(self._newest_push)}"
 
     def _same_process(self, incarnation: Pair, known: Iterable[Pair]) -> bool:

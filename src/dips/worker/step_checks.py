@@ -148,12 +148,12 @@ LOOKED_AT = 32
 
 
 class StepWatch:
-    """Compares a model's parameters with what they were at the last counted step."""
+    """Compares a model's parameters with what they were when the block began, or some readings of `done` ago."""
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         trained = (p for model in models for p in plain_model(model).parameters() if p.requires_grad)
         self._some = [p for p in trained if local(p).numel()][:LOOKED_AT]
-        self._before = self._elements()
+        self._begin = self._before = self._elements()
         self._asked = 0
         self._told = False
 
@@ -169,7 +169,7 @@ class StepWatch:
         if self._asked == LOOKS_AFTER:
             self._before = self._elements()
         elif self._asked in (2 * LOOKS_AFTER, TELLS_AFTER) and not self._told:
-            changed = self.has_changed
+            changed = self._elements() != self._before
             if changed or self._asked == TELLS_AFTER:
                 self._told = True
                 _logger.warning(
@@ -177,13 +177,9 @@ class StepWatch:
                     ", and the model's parameters change" if changed else "", _NOT_COUNTED,
                 )  # fmt: skip
 
-    @property
-    def has_changed(self) -> bool:
-        return self._elements() != self._before
-
     def refuse_uncounted(self) -> None:
         """Raises ConfigError at the end of a block in which no step was counted, and parameters changed."""
-        if self.has_changed:
+        if self._elements() != self._begin:
             raise ConfigError(f"no step of this loop was counted, and the model's parameters changed: {_NOT_COUNTED}")
 
 

@@ -161,6 +161,22 @@ def test_a_cluster_that_lost_lines_to_a_full_disk_is_unproven_there(recorded: Pa
     settled(recorded, "b", "b/1.1#7")
 
 
+@pytest.mark.parametrize("kind", ["staged", "prepared", "committed"])
+def test_a_slave_that_lost_lines_to_a_full_disk_is_unproven_there(recorded: Path, kind: str) -> None:
+    tape = tape_of(recorded, "s0")
+
+    def cut(lines: list[Record]) -> list[Record]:
+        at = [number for number, line in enumerate(lines) if line["kind"] == kind][5]
+        gap = {name: lines[at][name] for name in ("wall_s", "monotonic_s", "role", "name")}
+        return [*lines[:at], {**gap, "kind": "gap", "cause": "-", "lost": 1}, *lines[at + 1 :]]
+
+    keep(tape, cut)
+    report = verify_run(recorded)
+    assert (report.violations, report.exit_code) == ([], 7)
+    assert "lost lines to a full disk, so that lines about version" in report.unproven[0]
+    settled(recorded, "s0", "lost lines to a full disk")
+
+
 # ---- a run with several epochs ----
 
 

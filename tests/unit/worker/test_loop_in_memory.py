@@ -426,11 +426,14 @@ def test_a_program_without_logging_sees_what_its_cluster_does(
 def test_a_block_that_trained_and_counted_no_step_is_an_error(run: RunInMemory) -> None:
     loop = Loop(run, 0, replicas=False)
     loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=1.0)
-    with (
-        pytest.raises(ConfigError, match="no step of this loop was counted, and the model's parameters changed"),
-        loop.sync,
-    ):
-        loop.steps(3)
+
+    def trains_and_evaluates() -> None:
+        with loop.sync as sync:
+            loop.steps(3)
+            assert not any(sync.done for _ in range(100))
+
+    with pytest.raises(ConfigError, match="no step of this loop was counted, and the model's parameters changed"):
+        trains_and_evaluates()
     assert len(run.leaves) == 1
     with Loop(run, 0, replicas=False).sync as sync:
         assert not sync.done, "to look at the model alone is no mistake"

@@ -180,7 +180,9 @@ def test_moments_of_optimizers_that_another_contains_go_on(tmp_path: Path, monke
     for one, two in zip(kept, back, strict=True):
         assert torch.equal(one["exp_avg_sq"], two["exp_avg_sq"])
     before.optimizer.state[before.net.first.weight]["own"] = torch.zeros(1)
-    with pytest.raises(StateTreeError, match="Inside keeps state of its own beside the optimizers that it contains"):
+    with pytest.raises(
+        StateTreeError, match="Inside keeps state of its own, outside of the optimizers that it contains"
+    ):
         before.state().capture()
 
 

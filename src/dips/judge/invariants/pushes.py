@@ -122,9 +122,7 @@ def complete_or_absent(history: History, fact: Fact) -> Sentences:
         for slave in made.digests:
             staged = history.staged.get((item.push, slave))
             if staged is None:
-                # What a slave prepares, it staged in the same life: then its tape has both.
-                prepared = (slave, made.round) in history.prepared
-                if prepared or not history.may_lack(slave, made, "I9"):
+                if not history.may_lack(slave, made, "I9"):
                     wrong.append(
                         f"{made} merged push {say_push(item.push)}, but slave {slave} never recorded that it had all "
                         "of it"

@@ -127,7 +127,7 @@ class RankState:
         for outer in self._containers:
             if outer.state and id(outer.state) not in inside:
                 raise StateTreeError(
-                    f"{type(outer).__name__} keeps state of its own beside the optimizers that it contains, which "
+                    f"{type(outer).__name__} keeps state of its own, outside of the optimizers that it contains, which "
                     "ranks cannot share out: leave out checkpoint_dir, or use another optimizer"
                 )
         for optimizer in self._optimizers:
