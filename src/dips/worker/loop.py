@@ -393,7 +393,7 @@ class DiLoCo:
         """In a forked process, such as a data loader's: the loop has ended here, and SIGTERM has its default effect."""
         self._sigterm.give_back()
         _of_parent.extend((self._shell, self._together))
-        self._shell = self._together = None
+        self._shell = self._together = self._watch = None
         self._end_hooks()
 
     def _end_hooks(self) -> None:
