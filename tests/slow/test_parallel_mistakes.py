@@ -10,7 +10,7 @@ from support.fork_server import ForkServer
 from support.parallel_run import RankedCluster
 from support.whole_run import WholeRun
 
-from dips.core.errors import ConfigError
+from dips.core.errors import ConfigError, FatalError
 
 WHOLE = {"DIPS_INSECURE": "1", "DIPS_CLUSTER": "a"}
 
@@ -58,3 +58,16 @@ def test_every_rank_says_one_sentence_and_ends(
     assert not any("Traceback" in line for of in lines for line in of)
     assert run.status().published is None, "nothing was sent"
     assert not run.status().clusters, "no cluster joined"
+
+
+def test_a_rank_whose_data_ends_earlier_names_the_others_and_ends_the_cluster(
+    server: ForkServer, run: WholeRun, tmp_path: Path
+) -> None:
+    """The other one waits in a collective of the training, which gloo ends with the process, and a launcher would."""
+    given = {"DIPS_MASTER": run.address, **WHOLE, "DIPS_WORKER_RANKS_WAIT_S": "2"}
+    options: dict[str, object] = {"computes": True, "steps": 6, "short": 3}
+    cluster = RankedCluster.start(server, "fsdp2", tmp_path / "ranks", given, **options)
+    codes = cluster.codes()
+    assert codes[1] == FatalError.exit_code, cluster.logs()
+    assert codes[0] != 0, cluster.logs()
+    assert "rank 0 of this cluster did not leave the loop with rank 1, and made no step for 2 s" in cluster.log(1)

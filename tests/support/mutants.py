@@ -322,6 +322,7 @@ JUDGE_MUTANTS: tuple[Mutant, ...] = (
 
 RARE_JUDGE_MUTANTS: tuple[Mutant, ...] = (
     _of_judge("no hard gate", "penalty_detect:_judged", "norm > config.hard_gate * median:", "False:"),
+    _of_judge("pushes of zeros are merged", "penalty_detect:_fault", "if participant.all_zero:", "if False:"),
     _of_judge("rejected norms are learnt", "penalty:_rejected", 'config.detector == "literal" and', ""),
     _of_judge("quarantine never ends", "penalty:_accepted", "quarantined=False", "quarantined=True"),
     _of_judge("void rounds clear nothing", "penalty:after_void", "norms=(), scores=(),", ""),

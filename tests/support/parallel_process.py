@@ -80,7 +80,7 @@ def train(part: Part, record: Record, told: argparse.Namespace) -> None:
         (told.folder / f"entered-{told.rank}").touch()
         if told.gate:
             wait_for(told.gate)
-        while not sync.done:
+        while not sync.done and not (told.short and told.rank == 1 and sync.steps == told.short):
             if told.computes:
                 part.forward_and_backward()
             part.evaluate()
@@ -121,6 +121,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--computes", action="store_true", help="also forward and backward, by torch's own means")
     parser.add_argument("--gate", type=Path, help="wait for this file before the first step")
     parser.add_argument("--unrecorded", action="store_true", help="note no parameters")
+    parser.add_argument("--short", type=int, default=0, help="rank 1 leaves after so many steps")
     parser.add_argument("--spoil", type=int, default=0, help="the step that makes an element NaN")
     parser.add_argument("--mistake", default="", help="enter with a wrong set-up")
     told = parser.parse_args(arguments)

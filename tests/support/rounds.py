@@ -27,6 +27,7 @@ class Push:
     nonfinite_elems: int = 0
     local_steps: int = 64
     made_steps: int = 0
+    all_zero: bool = False
     since_base: Vector = ()
 
     @property
@@ -48,7 +49,7 @@ class Master:
     def judge(self, pushes: Mapping[str, Push]) -> Judgement:
         names = sorted(pushes)
         participants = [
-            Participant(name, push.tokens, push.nonfinite_elems, push.local_steps, push.made_steps)
+            Participant(name, push.tokens, push.nonfinite_elems, push.local_steps, push.made_steps, push.all_zero)
             for name, push in sorted(pushes.items())
         ]
         gram = gram_of([pushes[name].vector for name in names])

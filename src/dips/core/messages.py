@@ -222,6 +222,8 @@ class HeartbeatRequest:
     base: Version | None = None
     note: str = ""  # why it waits, in a sentence
     late_ranks: tuple[int, ...] = ()  # its ranks whose part of the transfer under way is late
+    first_batches: bytes = b""  # digest of the inputs of its first steps in training; empty: unknown
+    unrecorded_s: float = 0.0  # for so long its push waits, since its disk does not take the record
 
 
 @dataclass(frozen=True)
@@ -585,7 +587,7 @@ class SlaveStatus:
 class Alarm:
     """A condition, until it is over, such as counts of tokens that cannot be compared."""
 
-    kind: str  # the code, a fixed word: "nothing_merged", "same_data" or "token_counts"
+    kind: str  # the code, a fixed word: "nothing_merged", "same_data", "token_counts" or "not_recorded"
     clusters: tuple[str, ...]  # those that it is about; empty: the whole run
     sentence: str
 
@@ -759,6 +761,8 @@ class Measured:
     # them, of theta_base - theta_j of each participant and then theta_base - theta of each; NaN: its base is not known
     # here. Empty: not measured. Only cosines are made of it.
     directions: tuple[float, ...] = ()
+    # For each participant, whether every trained element of its push here is 0. Empty: not measured.
+    all_zero: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)

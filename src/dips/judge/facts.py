@@ -426,7 +426,9 @@ class History:
     def add_measured(self, fact: Fact) -> None:
         round_id, gram = fact.round(), fact.fields.get("gram")
         if round_id is not None and gram is not None:
-            self.judging.measured(fact.who, round_id, gram, fact.fields["nonfinite_elems"])
+            self.judging.measured(
+                fact.who, round_id, gram, fact.fields["nonfinite_elems"], fact.fields.get("all_zero") or ()
+            )
 
     def add_prepared(self, fact: Fact) -> None:
         round_id = fact.round()

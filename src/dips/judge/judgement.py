@@ -131,6 +131,7 @@ class Round:
     H: tuple[int, ...]
     made: tuple[int, ...]
     nonfinite: tuple[int, ...]
+    zero: tuple[bool, ...]
     gram: tuple[tuple[float, ...], ...]
     live: frozenset[str]
     rates: Mapping[str, float]
@@ -158,6 +159,7 @@ def round_of(participants: Sequence[Fields], inputs: Fields) -> Round:
         _ints(inputs["local_steps"], k),
         tuple(int(item["steps"]) for item in participants),
         _ints(inputs["nonfinite_elems"], k),
+        tuple(map(bool, _ints(inputs.get("all_zero", [0] * k), k))),
         tuple(map(tuple, gram)),
         frozenset(map(str, inputs["live"])),
         {str(name): float(text) for name, text in inputs["rates_tokens_per_s"].items()},
@@ -172,6 +174,11 @@ def _ints(raw: Sequence[Any], k: int) -> tuple[int, ...]:
     if len(raw) != k:
         raise ValueError(f"{len(raw)} numbers for {k} participants")
     return tuple(map(int, raw))
+
+
+SlaveMeasured = tuple[tuple[float, ...], tuple[int, ...], tuple[bool, ...]]
+"""Of one round on one slave: the upper triangle of the Gram matrix; of each push its non-finite elements, and whether
+all of it is 0."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +240,7 @@ def threshold(given: Round, memory: PenaltyMemory) -> float:
 def _measured(given: Round, memory: PenaltyMemory, j: int) -> JudgedPush:
     squared, T, nan = given.gram[j][j], given.T[j], math.nan
     G = math.sqrt(max(0.0, squared)) if math.isfinite(squared) else squared
-    if given.nonfinite[j] > 0 or not math.isfinite(G) or not 0 < T <= MAX_TOKENS or G == 0:
+    if given.nonfinite[j] > 0 or given.zero[j] or not math.isfinite(G) or not 0 < T <= MAX_TOKENS or G == 0:
         return JudgedPush(G, nan, nan, nan, "invalid", False)
     me = memory.of.get(given.names[j], ClusterMemory())
     literal = given.settings["detector"] == "literal"
@@ -412,7 +419,7 @@ class Judging:
         self._at: dict[PushState, PenaltyMemory | None] = {}
         self._after: PenaltyMemory | None = self.memory
         self._compared: set[PushState] = set()
-        self._measured: dict[Pair, dict[str, tuple[tuple[float, ...], tuple[int, ...]] | None]] = {}
+        self._measured: dict[Pair, dict[str, SlaveMeasured | None]] = {}
 
     # ---- facts ----
 
@@ -420,9 +427,12 @@ class Judging:
         """Note that the master's state came from slaves or a copy: its next judgement contains it."""
         self.memory = None
 
-    def measured(self, slave: str, round_id: Pair, gram: Sequence[Any], nonfinite: Sequence[Any]) -> None:
-        """Add what a slave measured. Two different reports about one round are no evidence."""
-        said = (tuple(map(float, gram)), tuple(map(int, nonfinite)))
+    def measured(
+        self, slave: str, round_id: Pair, gram: Sequence[Any], nonfinite: Sequence[Any], zero: Sequence[Any] = ()
+    ) -> None:
+        """Add what a slave measured. Two different reports about one round are no evidence. zero: empty: of none."""
+        of_none = [False] * len(nonfinite)
+        said = (tuple(map(float, gram)), tuple(map(int, nonfinite)), tuple(map(bool, zero or of_none)))
         of_round = self._measured.setdefault(round_id, {})
         same = slave not in of_round or repr(of_round[slave]) == repr(said)
         of_round[slave] = said if same else None
@@ -504,16 +514,19 @@ class Judging:
         parts = [part for name in slaves if (part := said[name]) is not None]
         k = len(given.names)
         upper = [given.gram[row][column] for row in range(k) for column in range(row, k)]
-        if any(len(gram) != len(upper) or len(bad) != k for gram, bad in parts):
+        if any(len(gram) != len(upper) or not len(bad) == len(zero) == k for gram, bad, zero in parts):
             return ["slaves measured another number of pushes than its record names"]
         for index, value in enumerate(upper):
-            terms = [gram[index] for gram, _ in parts]
+            terms = [gram[index] for gram, *_ in parts]
             total = sum(terms)
             if not (near(max(total, 0.0) if _is_diagonal(index, k) else total, value, 1e-12 * sum(map(abs, terms)))):
                 return [f"entry {index} of its Gram matrix is {value!r}, but the slaves measured {total!r}"]
-        counts = tuple(sum(bad[j] for _, bad in parts) for j in range(k))
+        counts = tuple(sum(bad[j] for _, bad, _ in parts) for j in range(k))
         if counts != given.nonfinite:
             return [f"it counts {given.nonfinite} elements that are not finite, but the slaves measured {counts}"]
+        zero = tuple(all(of_push) for of_push in zip(*(each for *_, each in parts), strict=True))
+        if zero != given.zero:
+            return [f"it says {given.zero} of pushes that are all zero, but the slaves measured {zero}"]
         return []
 
     def _wrong_threshold(self, given: Round, judgement: Fields) -> list[str]:

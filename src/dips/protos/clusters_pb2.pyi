@@ -92,7 +92,7 @@ class JoinReply(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., settings: _Optional[_Union[_common_pb2.Settings, _Mapping]] = ..., seed: _Optional[bool] = ..., fence: _Optional[int] = ..., verdict: _Optional[_Union[_common_pb2.Verdict, _Mapping]] = ..., undecided: _Optional[_Union[_common_pb2.PushId, _Mapping]] = ..., published: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens: _Optional[int] = ..., local_steps: _Optional[int] = ..., run_id: _Optional[str] = ..., kept_ranges: _Optional[_Iterable[_Union[_common_pb2.DataRange, _Mapping]]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("caller", "phase", "steps", "tokens_per_s", "steps_per_s", "loss", "push_s", "pull_s", "base", "note", "late_ranks")
+    __slots__ = ("caller", "phase", "steps", "tokens_per_s", "steps_per_s", "loss", "push_s", "pull_s", "base", "note", "late_ranks", "first_batches", "unrecorded_s")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,8 @@ class HeartbeatRequest(_message.Message):
     BASE_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
     LATE_RANKS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    UNRECORDED_S_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     phase: str
     steps: int
@@ -115,7 +117,9 @@ class HeartbeatRequest(_message.Message):
     base: _common_pb2.Version
     note: str
     late_ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., phase: _Optional[str] = ..., steps: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., push_s: _Optional[float] = ..., pull_s: _Optional[float] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., note: _Optional[str] = ..., late_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    first_batches: bytes
+    unrecorded_s: float
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., phase: _Optional[str] = ..., steps: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., push_s: _Optional[float] = ..., pull_s: _Optional[float] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., note: _Optional[str] = ..., late_ranks: _Optional[_Iterable[int]] = ..., first_batches: _Optional[bytes] = ..., unrecorded_s: _Optional[float] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("epoch", "published", "tokens", "local_steps", "stop", "phase", "donate", "no_more_pushes", "limit")

@@ -160,14 +160,16 @@ class BlockGram(_message.Message):
     def __init__(self, block: _Optional[int] = ..., gram: _Optional[_Iterable[float]] = ..., nonfinite_elems: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Measured(_message.Message):
-    __slots__ = ("round", "blocks", "directions")
+    __slots__ = ("round", "blocks", "directions", "all_zero")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DIRECTIONS_FIELD_NUMBER: _ClassVar[int]
+    ALL_ZERO_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     blocks: _containers.RepeatedCompositeFieldContainer[BlockGram]
     directions: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockGram, _Mapping]]] = ..., directions: _Optional[_Iterable[float]] = ...) -> None: ...
+    all_zero: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockGram, _Mapping]]] = ..., directions: _Optional[_Iterable[float]] = ..., all_zero: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class Prepared(_message.Message):
     __slots__ = ("round", "digest")

@@ -118,6 +118,10 @@ class ShardArithmetic(Protocol):
 
     def measure(self, theta: Part, slots: Sequence[int]) -> tuple[BlockGram, ...]: ...
 
+    def all_zero(self, slots: Sequence[int]) -> tuple[bool, ...]:
+        """As Measured.all_zero; empty: not measured."""
+        ...
+
     def directions(
         self, version: Version, theta: Part, slots: Sequence[int], bases: Sequence[Version | None]
     ) -> tuple[float, ...]:

@@ -20,11 +20,12 @@ from dips.core.wire import DIFFERENCES, WIRE_DTYPES, Codec
 from dips.sim.arithmetic import F32, U8, Key, ModelVector, Stepped
 from dips.worker.state.effects import Install, InstallMode
 
-CLEAN, NAN, HUGE, SAME = 0, 1, 2, 3
-"""Kinds: ordinary numbers; some not finite; an update thirty times too large; equal to the current version."""
+CLEAN, NAN, HUGE, SAME, ALL_ZERO = 0, 1, 2, 3, 4
+"""Kinds: ordinary numbers; some not finite; an update thirty times too large; equal to the current version; only
+zeros, whose symbol is 0."""
 
 KIND_BITS = 3
-KIND_NAMES: Mapping[int, str] = {NAN: "nan_push", HUGE: "x30_push", SAME: "zero_push"}
+KIND_NAMES: Mapping[int, str] = {NAN: "nan_push", HUGE: "x30_push", SAME: "zero_push", ALL_ZERO: "all_zero_push"}
 
 LOSS = 2.0
 """The loss of every step: nothing is trained."""
@@ -52,7 +53,7 @@ class Trained:
     kind: int = CLEAN
 
     def value(self, chunk: Chunk) -> int:
-        return mixed(self.token, key_of(chunk)) | self.kind
+        return 0 if self.kind == ALL_ZERO else mixed(self.token, key_of(chunk)) | self.kind
 
 
 @dataclass(frozen=True)
@@ -261,6 +262,9 @@ class SymbolShard:
             gram_of(block, [self._rows[slot][index] for slot in slots])
             for block, index in zip(self._blocks, self._first, strict=True)
         )
+
+    def all_zero(self, slots: Sequence[int]) -> tuple[bool, ...]:
+        return tuple(not any(self._rows[slot].values()) for slot in slots)
 
     def directions(
         self, version: Version, theta: tuple[int, ...], slots: Sequence[int], bases: Sequence[Version | None]

@@ -148,6 +148,9 @@ class NumberShard:
     def measure(self, theta: F32, slots: Sequence[int]) -> tuple[BlockGram, ...]:
         return calculation.measure(self._memory, theta, slots)
 
+    def all_zero(self, slots: Sequence[int]) -> tuple[bool, ...]:
+        return calculation.all_zero(self._memory, slots)
+
     def directions(
         self, version: Version, theta: F32, slots: Sequence[int], bases: Sequence[Version | None]
     ) -> tuple[float, ...]:

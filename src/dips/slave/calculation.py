@@ -11,6 +11,7 @@ import math
 import mmap
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -58,6 +59,13 @@ def measure(
         BlockGram(block.block_id, (0.0,) * len(upper) if block.averaged else tuple(upper), tuple(bad))
         for block, upper, bad in zip(memory.blocks, uppers, bads, strict=True)
     )
+
+
+def all_zero(memory: ShardMemory, slots: Sequence[int]) -> tuple[bool, ...]:
+    """For each slot, whether every trained element of its push is 0: no training makes such parameters of a whole
+    model. Of any other push the first piece says so."""
+    edges = (*range(0, memory.n_trained, PIECE_ELEMS), memory.n_trained)
+    return tuple(not any(memory.staging[slot, a:b].any() for a, b in pairwise(edges)) for slot in slots)
 
 
 def _piece_sums(

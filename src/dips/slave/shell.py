@@ -374,7 +374,8 @@ class SlaveShell:
         known = self._data.known(version)
         blocks = await self._on(self._outer, calculation.measure, memory, theta, slots, known, self._threads)
         way = await self._on(self._outer, calculation.directions, memory, version, theta, slots, bases)
-        return Measured(body.round, blocks, way)
+        zero = await self._on(self._outer, calculation.all_zero, memory, slots)
+        return Measured(body.round, blocks, way, zero)
 
     async def _prepare(self, run: effects.Run, body: Prepare) -> SnapshotInfo:
         """Compute the shadow. Returns its name."""

@@ -69,6 +69,16 @@ class ClientConfig(MetricsKnobs):
     connect_wait_s: PositiveSeconds = Field(
         120.0, description="How long the first join waits for a master that cannot be reached, before it gives up."
     )
+    cut_off_limit_h: float = Field(
+        24.0,
+        gt=0,
+        description="Hours for which training goes on while the master or slaves are away; then it waits for them.",
+    )
+    ranks_wait_s: PositiveSeconds = Field(
+        600.0,
+        description="How long a rank that has left the loop waits for ranks that make no step, then the cluster ends; "
+        "longer where there was a longer pause between two steps.",
+    )
     call_deadline_s: AutoSeconds = Field(
         "auto",
         description="How long one control call may take; auto: as long as the master waits for beats (10 s), "

@@ -55,7 +55,7 @@ from dips.worker.parallel.joining import loop_of_ranks
 from dips.worker.parallel.rank_loop import RankLoop
 from dips.worker.parallel.ranks import Ranks, ranks_here
 from dips.worker.shell import ClusterShell, OtherRanks, is_orderly, reason_of
-from dips.worker.step_checks import Losses, StepWatch, TokenCheck
+from dips.worker.step_checks import FirstBatches, Losses, StepWatch, TokenCheck
 from dips.worker.torch_model import (
     TorchParameters,
     description_of,
@@ -287,6 +287,7 @@ class DiLoCo:
         self._watch: StepWatch | None = None
         self._steps_before = 0
         self._token_check: TokenCheck | None = None
+        self._first_batches: FirstBatches | None = None
         self._hooks: list[RemovableHandle] = []
         self._sigterm = Sigterm(self._received_sigterm)
         self._in_step = self._asked = self._warned_of_end = False
@@ -349,6 +350,8 @@ class DiLoCo:
             self._token_check = TokenCheck()
             for model in self._models:
                 self._token_check.begin(plain_model(model))
+        if (shell := self._shell) is not None:
+            self._first_batches = FirstBatches(self._models[0], lambda digest: setattr(shell, "first_batches", digest))
         if self.active and self._parallel.master_parameters is None:
             _warn_of_another_optimizer(self._models, self._optimizers)
         for optimizer in self._optimizers:
@@ -401,6 +404,8 @@ class DiLoCo:
         _entered.discard(self)
         if self._token_check is not None:
             self._token_check.end()
+        if self._first_batches is not None:
+            self._first_batches.end()
         while self._hooks:
             self._hooks.pop().remove()
 

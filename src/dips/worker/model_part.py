@@ -67,6 +67,11 @@ class Part(Protocol):
         """Whether theta_at_push is in the live parameters alone, so that KeepPush comes before they change."""
         ...
 
+    @property
+    def push_is_zero(self) -> bool:
+        """Whether this process holds the whole model, and every trained element of theta_at_push is 0."""
+        ...
+
     def close(self) -> None:
         """End the running transfer and its thread."""
         ...
@@ -145,6 +150,10 @@ class ModelPart:
     @property
     def push_is_live(self) -> bool:
         return self.vectors.push_is_live
+
+    @property
+    def push_is_zero(self) -> bool:
+        return self._share is None and self.vectors.push_is_zero()
 
     def close(self) -> None:
         self._transfers.close()

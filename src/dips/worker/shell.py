@@ -199,6 +199,8 @@ class ClusterShell:
         self._raised = False
         self._closed = False
         self.steps = 0
+        self.first_batches = b""
+        """Digest of the loop's first batches, once it knows it: equal ones of two clusters are an alarm."""
         self.resumed = False
         """Whether start() resumed from a checkpoint."""
 
@@ -592,6 +594,7 @@ class ClusterShell:
                 assert self._checkpoints is not None, "asked for only with a directory"
                 self._checkpoints.record_push(run.job, record)
             case SendPush() as push:
+                self._refuse_zeros()
                 check_slaves_reachable(self.config.master, push.ticket.placement.slaves)
                 caller, times = session.shared.terms.caller(run.cause), session.shared.terms.times
                 self._do(Send(run.job, push.push, push.ticket, caller, self.settings, times))
@@ -604,6 +607,17 @@ class ClusterShell:
                 self._do(Fetch(run.job, grant, run.cause, session.shared.terms.times, live, needed))
             case request:
                 self._client.start(run.job, request, run.deadline_s)
+
+    def _refuse_zeros(self) -> None:
+        """Raises ConfigError where every parameter of the copy that a push would send is 0; nothing is sent."""
+        push = self._session.pushing.open
+        if push is not None and push.base is not None and self._part.push_is_zero:
+            self._session.pushing.abandon()
+            raise ConfigError(
+                "every parameter of the copy that this cluster would push is 0, which no training gives, so nothing is "
+                "sent: look at what optimizer.step() leaves in the model (a learning rate times weight decay of 1 or "
+                "more, a step in a captured or compiled graph that was not run)"
+            )
 
     def _do(self, command: Command) -> None:
         """Have all ranks carry out a command."""
@@ -629,6 +643,7 @@ class ClusterShell:
         shared = self._session.shared
         if shared.terms.incarnation is None or self.done:
             return
+        since_s = shared.unrecorded_since_s
         request = HeartbeatRequest(
             shared.terms.caller(shared.cause),
             phase=self.phase,
@@ -641,6 +656,8 @@ class ClusterShell:
             base=shared.base,
             note=shared.note,
             late_ranks=tuple(self._part.late_ranks),
+            first_batches=self.first_batches,
+            unrecorded_s=0.0 if since_s is None else self._clock.monotonic_s() - since_s,
         )
         self._heartbeat.tell(request, shared.terms.settings)
 
@@ -667,6 +684,7 @@ def _session_config(
         run_id=config.run_id,
         declared_tokens_per_s=config.declared_tokens_per_s,
         connect_wait_s=config.connect_wait_s,
+        cut_off_limit_s=3600 * config.cut_off_limit_h,
         **asdict(given_times(config)),
         durable_pushes=config.checkpoint_dir is not None,
         wire=wire_of(config),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import xxhash
 from torch.utils.hooks import RemovableHandle
 
 from dips.core.errors import ConfigError
@@ -132,6 +133,69 @@ def _elems_in(inputs: Any) -> int | None:
             return None
         total += elems
     return total
+
+
+# ---- first batches ---------------------------------------------------------------------------------------------------
+#
+# Two clusters with one seed and one data set read the same batches, and one of them adds nothing. Each says the digest
+# of its first batches in its heartbeats, and the master compares them.
+
+
+N_BATCHES = 8
+"""Calls of the model in training mode."""
+
+BATCH_ELEMS = 4096
+"""Elements of each input that are read: the whole of a large batch would be copied from its device."""
+
+
+class FirstBatches:
+    """Digests the inputs of a model's first calls in training mode, then lets the model alone."""
+
+    def __init__(self, model: torch.nn.Module, known: Callable[[bytes], None]) -> None:
+        """known: gets the digest. Inputs within a compiled model are not seen."""
+        self._digest = xxhash.xxh3_128()
+        self._n_left = N_BATCHES
+        self._known = known
+        self._hook: RemovableHandle | None = None
+        # A compiled model's own hooks are traced, its wrapper's are not.
+        called = model if hasattr(model, "_orig_mod") else plain_model(model)
+        if not isinstance(called, torch.jit.ScriptModule):
+            self._hook = called.register_forward_pre_hook(HookHere(self._called), with_kwargs=True)
+
+    def end(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not module.training or self._hook is None:
+            return
+        try:
+            for tensor in _tensors_in([args, kwargs]):
+                if tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                    return  # a graph is made; nothing may be copied to the host
+                some = local(tensor).reshape(-1)[:BATCH_ELEMS].cpu()
+                self._digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+                self._digest.update(some.contiguous().view(torch.uint8).numpy())
+        except Exception as error:
+            # Tensors of vmap, or without content: no alarm is worth an error in a user's forward.
+            _logger.debug("the first batches are not compared with other clusters': %s", error)
+            self.end()
+            return
+        self._n_left -= 1
+        if self._n_left == 0:
+            self.end()
+            self._known(self._digest.digest())
+
+
+def _tensors_in(inputs: Any) -> Iterator[torch.Tensor]:
+    if isinstance(inputs, torch.Tensor):
+        yield inputs
+    elif isinstance(inputs, Mapping):
+        yield from _tensors_in(list(inputs.values()))
+    elif isinstance(inputs, (list, tuple)):
+        for item in inputs:
+            yield from _tensors_in(item)
 
 
 # ---- steps that no one counts ----------------------------------------------------------------------------------------

@@ -71,6 +71,14 @@ class Live:
         self._check_not_ended()
         return self._memory
 
+    def any(self, n_bytes: int) -> bool:
+        """Whether one of the first n_bytes differs from 0; for the thread that changes the parameters."""
+        for part, start in zip(self._parts, self._starts, strict=False):
+            for at in range(0, min(part.size, n_bytes - start), 4 * PIECE_ELEMS):
+                if part[at : min(at + 4 * PIECE_ELEMS, n_bytes - start)].any():
+                    return True
+        return False
+
     def bytes_at(self, here: slice) -> memoryview:
         """These bytes of the flat vector; the caller holds the lock. A copy where they span several parts.
 
@@ -240,6 +248,18 @@ class Vectors:
         if self._live is not None:
             return self._live, None
         return self._pushed(), self._ready
+
+    def push_is_zero(self) -> bool:
+        """Whether every trained element of theta_at_push is 0; nearly always its first piece says no."""
+        if self._live is not None:
+            return not self._live.any(4 * self._n_trained)
+        for start in range(0, self._n_trained, PIECE_ELEMS):
+            stop = min(start + PIECE_ELEMS, self._n_trained)
+            if self._ready is not None:
+                self._ready.wait(start, stop)
+            if self._pushed()[start:stop].any():
+                return False
+        return True
 
     def checksums(self) -> dict[Chunk, int]:
         """Those of theta_at_push's chunks that were taken while it was copied, chunks of the size that was given."""

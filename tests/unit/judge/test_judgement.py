@@ -86,8 +86,9 @@ class Run:
         rng = self.rng
         tokens = rng.choice((1000, 1000, 1500, 640, 0 if rng.random() < 0.05 else 800))
         return Participant(
-            name, tokens, int(rng.random() < 0.02) * 5, rng.choice((16, 16, 17, 32)), rng.choice((16, 99))
-        )
+            name, tokens, int(rng.random() < 0.02) * 5, rng.choice((16, 16, 17, 32)), rng.choice((16, 99)),
+            rng.random() < 0.02,
+        )  # fmt: skip
 
     def _vector(self) -> list[float]:
         """Mostly of norm 1; some are outliers for the score, some for the hard gate, a few are nothing."""
@@ -160,6 +161,19 @@ def test_sayings_of_a_slave_that_differ_are_no_evidence() -> None:
     judging.measured("s0", (1, 1), other, bad)
     judging.measured("s0", (1, 1), gram, bad)
     assert judging.judge(record, ["s0"]) == []
+
+
+def test_a_record_that_hides_a_push_of_zeros_or_says_one_that_no_slave_measured_is_wrong() -> None:
+    run, judging = Run(PenaltyConfig(), 4), Judging()
+    for hidden in (True, False):
+        record = run.record("VOID")
+        inputs = record["judgement"]["inputs"]
+        said = inputs.pop("all_zero", None) or [False] * len(inputs["nonfinite_elems"])
+        measured = [not each for each in said]
+        inputs["all_zero"] = said if hidden else measured
+        judging.measured("s0", (1, run.n), inputs["gram"], inputs["nonfinite_elems"], measured if hidden else said)
+        (sentence, *_) = judging.judge(record, ["s0"]) or [""]
+        assert "of pushes that are all zero, but the slaves measured" in sentence
 
 
 def test_slaves_that_measured_another_number_of_pushes_are_named() -> None:

@@ -30,6 +30,7 @@ def reason_of(judgement: Judgement, cluster: str) -> str:
         (Push(along(1.0), tokens=math.nan), "tokens are nan", VerdictCode.TOKENS),
         (Push(along(1.0), tokens=math.inf), "tokens are inf", VerdictCode.TOKENS),
         (Push(along(0.0)), "the norm is 0", VerdictCode.ZERO),
+        (Push(along(1.0), all_zero=True), "every parameter that it sent is 0", VerdictCode.ZERO),
     ],
 )
 @pytest.mark.parametrize("preset", ["safe", "paper", "paper-literal", "edit"])

@@ -117,3 +117,35 @@ def test_pushes_that_cannot_be_compared_say_nothing() -> None:
     bench.nonfinite, bench.ways = {}, {}
     rounds(bench, ALIKE_ROUNDS, "a", "b", "c")
     assert not [sentence for sentence in told(bench) if "push the same" in sentence]
+
+
+def test_clusters_that_begin_with_the_same_batches_are_named_before_a_push_and_until_they_differ() -> None:
+    bench = Bench().running("a", "b", "c")
+    bench.beat("a", first_batches=b"one")
+    assert standing(bench) == ()
+    for name, digest in (("b", b"one"), ("c", b"two"), ("a", b"one")):
+        bench.beat(name, first_batches=digest)
+    (alarm,) = standing(bench)
+    assert (alarm.kind, alarm.clusters) == ("same_data", ("a", "b"))
+    assert told(bench) == [alarm.sentence]
+    bench.beat("c")
+    bench.beat("a")
+    assert standing(bench) == (), "unknown batches are equal to none"
+    bench.beat("a", first_batches=b"one")
+    assert len(standing(bench)) == 1
+    bench.leave("b")
+    assert standing(bench) == ()
+
+
+def test_a_cluster_that_cannot_record_its_pushes_for_a_minute_is_an_alarm() -> None:
+    bench = Bench().running("a", "b")
+    bench.beat("a", unrecorded_s=59.0)
+    assert standing(bench) == ()
+    bench.beat("a", unrecorded_s=60.0, note="/kept cannot be written: No space left on device")
+    (alarm,) = standing(bench)
+    assert (alarm.kind, alarm.clusters) == ("not_recorded", ("a",))
+    assert "/kept cannot be written" in alarm.sentence
+    bench.beat("a", unrecorded_s=62.0)
+    assert len(told(bench)) == 1, "told once"
+    bench.beat("a")
+    assert standing(bench) == ()

@@ -220,3 +220,19 @@ def test_a_non_finite_mean_is_refused() -> None:
     body = prepare_of(R2, V1, PUSHES[:1], V0)
     with pytest.raises(Refused, match="1 elements that are NaN or infinite"):
         calculation.prepare(memory, theta, np.empty_like(theta), body, [0])
+
+
+def test_a_push_of_zeros_is_told_from_one_with_a_single_number() -> None:
+    memory = memory_of("s0", "s0")
+    memory.staging[1] = 0.0
+    assert calculation.all_zero(memory, [2, 1]) == (False, True)
+    memory.staging[1, -1] = np.nan
+    assert calculation.all_zero(memory, [1]) == (False,)
+
+
+def test_averaged_buffers_hide_no_push_of_zeros() -> None:
+    averaged = Layout((*LAYOUT.parameters, Parameter("var", (8,), "float32", AVERAGED_LAYER, averaged=True)))
+    memory = ShardMemory(averaged.blocks, 1024, 1, 1 << 20)
+    memory.staging[0] = 0.0
+    memory.staging[0, averaged.n_trained :] = 1.0
+    assert calculation.all_zero(memory, [0]) == (True,)

@@ -112,6 +112,39 @@ def test_a_refused_join_ends_with_the_masters_sentence(code: RefusalCode) -> Non
     assert life.ended_with(Refused).code is code
 
 
+def test_without_a_master_training_goes_on_for_the_hours_that_were_set_and_says_what_is_not_pushed() -> None:
+    life = ClusterBench(session_config(cut_off_limit_s=7200.0))
+    life.begin()
+    life.train(4)
+    said = list[str]()
+    for _ in range(12):
+        life.fail(messages.BeginPushRequest)
+        life.pass_s(590)
+        assert not life.waits
+        life.train(1)
+        said += [e.sentence for e in life.every if isinstance(e, effects.Log) and e.key == "cut off" and e.sentence]
+        life.every.clear()
+    assert said[0] == "5 steps with 500 tokens are not pushed yet, for 10 min"
+    assert len(said) == 4, "at twice the time"
+    life.fail(messages.BeginPushRequest)
+    life.pass_s(600)
+    assert life.waits
+    assert "16 steps with 1600 tokens are not pushed, and none were for 2 h" in life.session.waiting_for()
+    life.sent(life.ticket())
+    assert not life.waits, "the run takes its work again"
+
+
+def test_a_slave_that_is_away_is_no_less_cut_off_where_the_master_answers() -> None:
+    life = ClusterBench(session_config(cut_off_limit_s=100.0))
+    life.begin()
+    life.train(4)
+    for waits in (False, False, True):
+        job, _ = life.ticket()
+        life.say(effects.Failed(job, "slave s0 does not answer"))
+        life.pass_s(40)
+        assert life.waits is waits
+
+
 def test_a_join_that_is_put_off_is_repeated() -> None:
     life = ClusterBench().started()
     life.refuse(messages.JoinRequest, RefusalCode.BUSY, retry_after_s=5.0)

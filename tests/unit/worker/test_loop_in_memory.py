@@ -518,3 +518,21 @@ def test_a_state_without_the_two_methods_is_refused(run: RunInMemory, tmp_path: 
     loop = Loop(run, 0, replicas=False, checkpoint_dir=tmp_path, state={"loader": object()})
     with pytest.raises(ConfigError, match=r"'loader' is a object: give an object with state_dict\(\)"):
         loop.sync.__enter__()
+
+
+def test_a_model_of_which_a_step_leaves_only_zeros_is_not_pushed(run: RunInMemory, tmp_path: Path) -> None:
+    loop = Loop(run, 0, replicas=False, tape=tmp_path / "tape")
+
+    def train() -> None:
+        with loop.sync:
+            for _ in range(9):
+                for parameter in loop.model.parameters():
+                    parameter.grad = parameter.detach().clone()
+                run.clock.advance(1.0)
+                loop.optimizer.step()
+
+    with pytest.raises(ConfigError, match="every parameter of the copy that this cluster would push is 0"):
+        train()
+    kinds = [record["kind"] for record in read_tape(tmp_path / "tape")]
+    assert "push_begun" in kinds
+    assert "push_sent" not in kinds

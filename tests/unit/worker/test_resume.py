@@ -247,8 +247,13 @@ def test_a_disk_that_fails_is_said_and_training_goes_on(durable: LeasedClusterBe
     assert "No space left on device" in life.session.waiting_for()
     life.train(2)
     assert not life.asks(messages.BeginPushRequest)
+    assert life.session.shared.unrecorded_since_s == life.now_s
+    life.pass_s(70)
+    life.say(Delayed(job, "No space left on device"))
+    assert life.session.shared.unrecorded_since_s == life.now_s - 70
     life.say(Done(job))
     assert life.asked(messages.BeginPushRequest).tokens == 400
+    assert life.session.shared.unrecorded_since_s is None
 
 
 def test_a_record_that_can_never_be_written_ends_the_cluster_with_the_place(durable: LeasedClusterBench) -> None:

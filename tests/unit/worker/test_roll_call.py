@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from time import monotonic
 
 import pytest
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from dips.core.errors import ConfigError, FatalError
 from dips.worker.parallel import ranks
-from dips.worker.parallel.roll_call import ROLL_CALL_S, WORD_S, wait_for_ranks
+from dips.worker.parallel.roll_call import ROLL_CALL_S, WORD_S, Attendance, wait_for_ranks
 
 
 class Time:
@@ -89,3 +90,66 @@ def test_a_rank_that_is_lost_before_all_have_entered_is_one_sentence(monkeypatch
     monkeypatch.setattr(ranks, "call_the_roll", lost)
     with pytest.raises(FatalError, match=r"rank 1 .* has lost another rank .* \(connection closed\)"):
         ranks.ranks_here()
+
+
+class Leaving(Time):
+    """Ranks 1 and 2 leave, or wait in the next meeting, at their times."""
+
+    def pause(self, seconds: float) -> None:
+        self.now_s += seconds
+        for key, at_s in self.at_s.items():
+            if at_s <= self.now_s:
+                self.store.set(key, "")
+
+    def __init__(self, **at_s: float) -> None:
+        super().__init__({}, [0, 1, 2])
+        self.at_s = {key.replace("_", "/"): when_s for key, when_s in at_s.items()}
+        self.attendance = Attendance(self.store, 0, 3)
+
+    def leaves(self, limit_s: float = 300.0) -> float:
+        try:
+            self.attendance.leave(limit_s, self.now, self.pause)
+        finally:
+            self.attendance.end()
+        return self.now_s
+
+
+def test_a_rank_that_has_left_waits_until_all_have_and_says_for_whom(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    assert Leaving(left_1=0.0, left_2=0.0).leaves() < 1
+    assert not caplog.records
+    assert 200 <= Leaving(left_1=0.0, left_2=200.0).leaves() < 201
+    assert [r.getMessage() for r in caplog.records] == [
+        "rank 0 has left the loop, and waits for rank 2 of this cluster"
+    ]
+
+
+def test_a_rank_that_has_left_attends_the_meeting_in_which_another_waits() -> None:
+    """Where all of them hear that they made other numbers of steps."""
+    assert 20 <= Leaving(left_1=0.0, meets_1_2=20.0).leaves() < 21
+    with pytest.raises(FatalError):
+        Leaving(meets_0_1=0.0, meets_2_1=0.0).leaves()  # of other meetings
+
+
+def test_ranks_that_make_no_step_while_one_has_left_end_the_cluster_after_the_limit() -> None:
+    with pytest.raises(FatalError, match=r"ranks 1, 2 of this cluster did not leave the loop with rank 0, and made no"):
+        Leaving(left_2=301.0).leaves()
+
+
+def test_a_meeting_that_lasts_names_the_ranks_that_are_missing_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    here = Leaving()
+    here.attendance.end()
+    assert here.attendance.look(0, 1e9) == 0, "no meeting is under way"
+    here.attendance.begin()
+    begun_s = monotonic()
+    assert here.attendance.look(0, begun_s) == 0
+    assert not here.store.check(["meets/1/0"])
+    assert here.attendance.look(0, begun_s + 2) == 0
+    assert here.store.check(["meets/1/0"]), "a rank that has left looks for it"
+    here.store.set("left/1", "")
+    assert here.attendance.look(0, begun_s + WORD_S + 1) == 1
+    assert here.attendance.look(1, begun_s + WORD_S + 9) == 1
+    assert [r.getMessage() for r in caplog.records] == ["rank 0 waits for rank 2 of this cluster to make a step"]
+    here.attendance.over()
+    assert here.attendance.look(0, begun_s + WORD_S + 9) == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dips.core.errors import ConfigError
-from dips.worker.step_checks import TokenCheck
+from dips.worker.step_checks import N_BATCHES, FirstBatches, TokenCheck
 
 
 class Anything(torch.nn.Module):
@@ -112,3 +112,45 @@ def test_a_compiled_model_is_left_alone() -> None:
     for rows in (2, 2, 2):
         compiled(torch.ones(rows, 4))
         check.stepped(10**9)
+
+
+def digest_of(model: torch.nn.Module, batches: list[Any]) -> bytes:
+    found: list[bytes] = []
+    first = FirstBatches(model, found.append)
+    for batch in batches:
+        model(batch)
+    first.end()
+    assert len(found) <= 1
+    return b"".join(found)
+
+
+def batches_of(seed: int, dtype: torch.dtype = torch.long) -> list[dict[str, torch.Tensor]]:
+    made = torch.Generator().manual_seed(seed)
+    return [{"x": torch.randint(9, (2, 5), generator=made).to(dtype)} for _ in range(N_BATCHES)]
+
+
+def test_equal_first_batches_have_one_digest_and_others_have_another(model: Anything) -> None:
+    digest = digest_of(model, batches_of(1))
+    assert digest
+    assert digest == digest_of(Anything(), [*batches_of(1), *batches_of(3)]), "the first ones decide"
+    others = (batches_of(2), batches_of(1, torch.bfloat16), batches_of(1)[::-1])
+    assert len({digest, *(digest_of(Anything(), other) for other in others)}) == 4
+    assert digest_of(Anything(), batches_of(1)[1:]) == b"", "too few to tell"
+
+
+def test_batches_of_an_evaluation_are_not_the_first_ones(model: Anything) -> None:
+    found: list[bytes] = []
+    FirstBatches(model, found.append)
+    model.eval()
+    for batch in batches_of(2):
+        model(batch)
+    model.train()
+    for batch in batches_of(1):
+        model(batch)
+    assert found == [digest_of(Anything(), batches_of(1))]
+
+
+def test_a_compiled_models_batches_and_tensors_without_content_do_no_harm(model: Anything) -> None:
+    compiled = torch.compile(model, backend="eager")
+    assert digest_of(compiled, batches_of(1)) == digest_of(Anything(), batches_of(1))
+    assert digest_of(model, [torch.empty(2, device="meta")] * N_BATCHES) == b""

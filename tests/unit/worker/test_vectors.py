@@ -332,3 +332,13 @@ def test_averaged_buffers_are_the_pulled_ones_after_a_rebase() -> None:
         vectors.install(store, mode)
         assert store.theta[-2:].tolist() == [0.5, 0.5]
         assert store.theta[: N - 2].tolist() == [0.5 - 0.75 + (0.0 if before == 1.0 else before - 0.5)] * (N - 2)
+
+
+@pytest.mark.parametrize("kind", [Flat, Streaming, Plain])
+def test_a_push_of_zeros_is_seen_wherever_it_is_kept_and_averaged_elements_hide_it_not(kind: type[Flat]) -> None:
+    store, vectors = kind(np.zeros(N, np.float32)), Vectors(N, n_trained=N - 1)
+    for at, is_zero in ((N - 1, True), (N - 2, False)):
+        store.theta[at] = 1.0
+        vectors.snapshot(store, may_stay_live=True)
+        assert vectors.push_is_zero() is is_zero
+        assert vectors.push_is_live is (kind is Plain)

@@ -454,6 +454,8 @@ def write_heartbeat_request(value: m.HeartbeatRequest, message: clusters_pb2.Hea
         write_version(value.base, message.base)
     message.note = value.note
     message.late_ranks.extend(value.late_ranks)
+    message.first_batches = value.first_batches
+    message.unrecorded_s = value.unrecorded_s
 
 
 def read_heartbeat_request(message: clusters_pb2.HeartbeatRequest) -> m.HeartbeatRequest:
@@ -471,6 +473,8 @@ def read_heartbeat_request(message: clusters_pb2.HeartbeatRequest) -> m.Heartbea
         base=read_version(message.base) if message.HasField("base") else None,
         note=message.note,
         late_ranks=tuple(message.late_ranks),
+        first_batches=message.first_batches,
+        unrecorded_s=message.unrecorded_s,
     )
 
 
@@ -1463,6 +1467,7 @@ def write_measured(value: m.Measured, message: slaves_pb2.Measured) -> None:
     for block_gram in value.blocks:
         write_block_gram(block_gram, message.blocks.add())
     message.directions.extend(value.directions)
+    message.all_zero.extend(value.all_zero)
 
 
 def read_measured(message: slaves_pb2.Measured) -> m.Measured:
@@ -1472,6 +1477,7 @@ def read_measured(message: slaves_pb2.Measured) -> m.Measured:
         round=read_round_id(message.round),
         blocks=tuple(map(read_block_gram, message.blocks)),
         directions=tuple(message.directions),
+        all_zero=tuple(message.all_zero),
     )
 
 

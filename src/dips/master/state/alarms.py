@@ -15,7 +15,7 @@ from itertools import takewhile
 from dips.core.errors import RefusalCode, Refused
 from dips.core.messages import Alarm, BeginPushRequest, RoundSummary
 from dips.master.state.penalty_detect import cosine
-from dips.master.state.reasons import AlarmKind
+from dips.master.state.reasons import STANDING, AlarmKind
 from dips.master.state.shared import SharedState
 
 # ---- token counts ----------------------------------------------------------------------------------------------------
@@ -224,6 +224,44 @@ def _compare(shared: SharedState, pair: tuple[str, str], squared: float, other_s
         shared.same_data[pair] = alarm
 
 
+# ---- what beats tell -------------------------------------------------------------------------------------------------
+#
+# Clusters with one seed read the same batches from the beginning, whatever the lengths of their pushes: each says the
+# digest of its first ones. And a cluster whose disk takes no records pushes nothing, while its beats go on.
+
+
+UNRECORDED_S = 60.0
+"""So long a push may wait for its record before a person should know."""
+
+
+def look_at_beats(shared: SharedState) -> None:
+    """Reports what the live clusters' beats begin to show, and ends what they no longer do."""
+    found: list[Alarm] = []
+    of_digest: dict[bytes, list[str]] = {}
+    for member in shared.live():
+        beat = member.beat
+        if beat is not None and beat.first_batches:
+            of_digest.setdefault(beat.first_batches, []).append(member.cluster)
+        if beat is not None and beat.unrecorded_s >= UNRECORDED_S:
+            sentence = (
+                f"cluster {member.cluster} cannot record its push for {beat.unrecorded_s:.0f} s, so that it is not "
+                f"sent ({beat.note or 'its log says why'}): look at the disk of its checkpoint_dir"
+            )
+            found.append(Alarm(AlarmKind.NOT_RECORDED, (member.cluster,), sentence))
+    for clusters in of_digest.values():
+        if len(clusters) > 1:
+            sentence = (
+                f"clusters {' and '.join(clusters)} began with the same batches: they train on the same data in the "
+                "same order, so that all but one of them add nothing: give each its own part of the data, or at least "
+                "another seed"
+            )
+            found.append(Alarm(AlarmKind.SAME_DATA, tuple(clusters), sentence))
+    for alarm in found:
+        if (alarm.kind, alarm.clusters) not in shared.told_by_beats and alarm.clusters not in shared.same_data:
+            shared.alarm(alarm)
+    shared.told_by_beats = {(alarm.kind, alarm.clusters): alarm for alarm in found}
+
+
 # ---- active alarms ---------------------------------------------------------------------------------------------------
 #
 # Lists the active alarms: the same list in the status, on the page and in the metrics. The direction of a cluster's
@@ -248,7 +286,13 @@ def standing(shared: SharedState) -> tuple[Alarm, ...]:
         for name, (alarm, at_s) in sorted(shared.token_doubts.items())
         if name in shared.members or shared.now_s - at_s < GONE_S
     ]
-    return (*nothing, *(alarm for _, alarm in sorted(shared.same_data.items())), *counts)
+    told = [
+        alarm
+        for (_, clusters), alarm in shared.told_by_beats.items()
+        if shared.members.keys() >= set(clusters) and clusters not in shared.same_data
+    ]
+    found = (*nothing, *shared.same_data.values(), *counts, *told)
+    return tuple(sorted(found, key=lambda alarm: (STANDING.index(AlarmKind(alarm.kind)), alarm.clusters)))
 
 
 def round_was_fruitless(shared: SharedState) -> None:

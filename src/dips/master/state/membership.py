@@ -33,6 +33,7 @@ from dips.core.messages import (
 from dips.core.model_description import Untrained, difference
 from dips.core.protocol import MAX_LEASED_CHUNKS, MAX_RANKS, PROTOCOL_MIN, RANKS, agree
 from dips.master.state import pacing, tape
+from dips.master.state.alarms import look_at_beats
 from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE, LeaseTable, TokenState, overlapping
 from dips.master.state.ledger import ClusterEntry, pair
 from dips.master.state.pushes import OWN_DATA_START_S, Pushes
@@ -389,6 +390,7 @@ class Membership:
         member = shared.member_of(request.caller)
         member.beat_s, member.beat = shared.now_s, pacing.plausible(request)
         member.silent_since_s = None
+        look_at_beats(shared)
         if not member.local_steps:
             member.local_steps = pacing.local_steps(shared, member)
         published = shared.published.version if shared.published else None

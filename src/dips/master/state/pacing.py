@@ -100,6 +100,7 @@ and transfers vary."""
 
 DAY_S = 86_400.0
 MAX_WORDS = 200
+MAX_DIGEST_BYTES = 32
 MAX_STEPS_TOLD = 1 << 48
 
 
@@ -114,6 +115,8 @@ def plausible(beat: HeartbeatRequest) -> HeartbeatRequest:
         steps_per_s=_within(beat.steps_per_s, 1e-6, 1e9),
         push_s=_within(beat.push_s, 0.0, DAY_S),
         pull_s=_within(beat.pull_s, 0.0, DAY_S),
+        first_batches=beat.first_batches[:MAX_DIGEST_BYTES],
+        unrecorded_s=_within(beat.unrecorded_s, 0.0, math.inf),
         late_ranks=tuple(sorted({rank for rank in beat.late_ranks if rank < MAX_RANKS})),
     )
 

@@ -65,6 +65,18 @@ def add_directions(measured: Mapping[str, Sequence[float]], k: int) -> list[list
     return _square([sum(entries) for entries in rows], 2 * k)
 
 
+def zero_everywhere(measured: Mapping[str, Sequence[bool]], k: int) -> list[bool]:
+    """For each participant, whether all slaves measured only zeros; of none where a slave measured nothing.
+
+    Raises GramError for another number of participants.
+    """
+    if not measured or not all(measured.values()):
+        return [False] * k
+    if any(len(each) != k for each in measured.values()):
+        raise GramError(f"slaves looked for zeros in {sorted(map(len, measured.values()))} pushes, not in {k}")
+    return [all(of_push) for of_push in zip(*measured.values(), strict=True)]
+
+
 def _square(upper: Sequence[float], k: int) -> list[list[float]]:
     """From the upper triangle by rows; the diagonal is clamped to >= 0 (NaN stays NaN)."""
     matrix = [[0.0] * k for _ in range(k)]
@@ -169,6 +181,8 @@ def _fault(participant: Participant, norm: float) -> Reason | None:
         return Reason(VerdictCode.NOT_FINITE, f"the norm of its pseudo-gradient is {norm}")
     if not 0 < participant.tokens <= MAX_TOKENS:  # NaN is neither
         return Reason(VerdictCode.TOKENS, f"its tokens are {participant.tokens:g}, not a positive count")
+    if participant.all_zero:
+        return Reason(VerdictCode.ZERO, "every parameter that it sent is 0, which no training gives")
     if norm == 0.0:
         return Reason(VerdictCode.ZERO, "its parameters equal the current version's: the norm is 0")
     return None

@@ -325,6 +325,7 @@ class Participant:
     nonfinite_elems: int  # over all slaves
     local_steps: int  # H_j, the steps that it was asked to make
     made_steps: int = 0  # those that it made, as many or more; 0: unknown
+    all_zero: bool = False  # every trained element is 0, on every slave
 
     @property
     def tokens_for_local_steps(self) -> float:
@@ -391,6 +392,7 @@ class JudgeInputs:
         """Floats as repr text, like all floats of a record; the Gram matrix as its upper triangle, row by row."""
         k = len(self.participants)
         settings = {name: _text(value) for name, value in dataclasses.asdict(self.config).items()}
+        zero = [item.all_zero for item in self.participants]
         return {
             "format": INPUTS_FORMAT,
             "settings": settings | {"outer_lr": repr(self.outer_lr)},
@@ -402,6 +404,7 @@ class JudgeInputs:
             "push_intervals_s": {name: repr(interval_s) for name, interval_s in self.push_intervals_s},
             "round_tokens": repr(self.round_tokens),
             "detector": None if self.detector is None else self.detector.to_json(),
+            **({"all_zero": zero} if any(zero) else {}),  # earlier releases know no such push
         }
 
 

@@ -53,6 +53,7 @@ class AlarmKind(StrEnum):
     NOTHING_MERGED = "nothing_merged"
     SAME_DATA = "same_data"
     TOKEN_COUNTS = "token_counts"
+    NOT_RECORDED = "not_recorded"
     # Reported once, when it happens:
     DIRECTION = "direction"
     QUARANTINE = "quarantine"
@@ -63,7 +64,7 @@ class AlarmKind(StrEnum):
     ADOPTED = "adopted"
 
 
-STANDING = (AlarmKind.NOTHING_MERGED, AlarmKind.SAME_DATA, AlarmKind.TOKEN_COUNTS)
+STANDING = (AlarmKind.NOTHING_MERGED, AlarmKind.SAME_DATA, AlarmKind.TOKEN_COUNTS, AlarmKind.NOT_RECORDED)
 """Alarms that the status lists until they are over: all values of the label `kind` of dips_master_alarm."""
 
 

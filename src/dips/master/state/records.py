@@ -382,6 +382,7 @@ class RoundState:
     participants: list[Push] = field(default_factory=list)  # fixed from SEALED on, in cluster-id order
     measured: dict[str, tuple[BlockGram, ...]] = field(default_factory=dict)
     directions: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    all_zero: dict[str, tuple[bool, ...]] = field(default_factory=dict)
     digest_of_slave: dict[str, bytes] = field(default_factory=dict)  # of the prepared shards
     flipped: set[str] = field(default_factory=set)
     judgement: Judgement | None = None

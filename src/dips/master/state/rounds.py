@@ -33,7 +33,7 @@ from dips.master.state.alarms import compare_pushes, round_was_fruitless
 from dips.master.state.leases import TokenState
 from dips.master.state.ledger import CommitInfo, canonical, pair, push_to_json
 from dips.master.state.penalty import judge, round_tokens
-from dips.master.state.penalty_detect import GramError, add_blocks, add_directions
+from dips.master.state.penalty_detect import GramError, add_blocks, add_directions, zero_everywhere
 from dips.master.state.penalty_types import JudgeInputs, Judgement, Participant
 from dips.master.state.pushes import Pushes, recheck
 from dips.master.state.reasons import Reason, VerdictCode
@@ -193,6 +193,7 @@ class Rounds:
         if state.phase.now is not RoundPhase.MEASURE or body.round != state.id:
             return
         state.measured[slave.id], state.directions[slave.id] = body.blocks, body.directions
+        state.all_zero[slave.id] = body.all_zero
         if len(state.measured) < len(shared.slaves_expected()):
             return
         try:
@@ -200,18 +201,18 @@ class Rounds:
             assert placement is not None, "a round has a placement"
             gram, nonfinite = add_blocks(state.measured, placement, k)
             directions = add_directions(state.directions, k)
+            zero = zero_everywhere(state.all_zero, k)
         except GramError as error:
             self.abort(Reason(VerdictCode.REFUSED, str(error)))
             return
         self._move("all measured", RoundPhase.JUDGE)
-        self._judge(gram, nonfinite, directions)
+        facts = zip(state.participants, nonfinite, zero, strict=True)
+        self._judge(gram, [_judged_push(shared, *each) for each in facts], directions)
 
-    def _judge(self, gram: list[list[float]], nonfinite: list[int], directions: list[list[float]] | None) -> None:
+    def _judge(
+        self, gram: list[list[float]], participants: list[Participant], directions: list[list[float]] | None
+    ) -> None:
         shared, state = self._shared, self._shared.round
-        participants = [
-            Participant(push.cluster, float(push.request.tokens), bad, _local_steps(shared, push), push.request.steps)
-            for push, bad in zip(state.participants, nonfinite, strict=True)
-        ]
         detector, config = shared.ledger.detector, shared.config.penalty
         live = frozenset(shared.members) - frozenset(shared.ledger.draining)
         rates, intervals_s = pacing.rates_and_intervals(shared)
@@ -608,6 +609,7 @@ class Rounds:
         state.participants.clear()
         state.measured.clear()
         state.directions.clear()
+        state.all_zero.clear()
         state.digest_of_slave.clear()
         state.flipped.clear()
 
@@ -619,6 +621,12 @@ class Rounds:
         shared, state = self._shared, self._shared.round
         state.phase.move(input_name, to, shared.now_s, state.cause, why)
         shared.record(tape.RoundMoved(state.cause, round=state.id, phase=to.value, input=input_name, why=why))
+
+
+def _judged_push(shared: SharedState, push: Push, nonfinite_elems: int, all_zero: bool) -> Participant:
+    request = push.request
+    steps = _local_steps(shared, push)
+    return Participant(push.cluster, float(request.tokens), nonfinite_elems, steps, request.steps, all_zero)
 
 
 def _local_steps(shared: SharedState, push: Push) -> int:

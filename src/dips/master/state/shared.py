@@ -295,6 +295,7 @@ class SharedState:
         # Alarms (alarms.py)
         self.alike: dict[tuple[str, str], int] = {}  # by pair: rounds in which both pushed the same
         self.same_data: dict[tuple[str, str], Alarm] = {}  # by pair, while it lasts
+        self.told_by_beats: dict[tuple[str, tuple[str, ...]], Alarm] = {}  # by kind and clusters, while it lasts
         self.token_doubts: dict[str, tuple[Alarm, float]] = {}  # by cluster, and since when
 
     # ---- clusters and slaves ----

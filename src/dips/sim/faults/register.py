@@ -78,9 +78,9 @@ GROUP_OF: Mapping[str, str] = {
 OF_ONE_CLUSTER = (
     "crash_cluster", "crash_cluster_in_step", "pause_cluster_short", "pause_cluster_long", "slow_cluster", "slow_links",
     "cut_cluster_from_master", "cut_cluster_from_slave", "cluster_leaves", "same_cluster_twice", "nan_push", "x30_push",
-    "zero_push", "lost_checkpoint", "cluster_disk_error", "absurd_tokens", "foreign_ranges", "repeated_begin_push",
-    "used_up_numbers", "returned_in_its_name", "wrong_run_id", "old_incarnation", "old_epoch", "unknown_cluster",
-    "wrong_layout", "garbage_chunks", "operator_drains", "operator_evicts",
+    "zero_push", "all_zero_push", "lost_checkpoint", "cluster_disk_error", "absurd_tokens", "foreign_ranges",
+    "repeated_begin_push", "used_up_numbers", "returned_in_its_name", "wrong_run_id", "old_incarnation", "old_epoch",
+    "unknown_cluster", "wrong_layout", "garbage_chunks", "operator_drains", "operator_evicts",
 )  # fmt: skip
 """Faults of one bad cluster: slow, dead, cut off or hostile. No other cluster may wait longer for it than promised
 (I15)."""

@@ -88,7 +88,8 @@ class SimulatedShardMemory:
         version, theta = self.current.info.version, self.current.theta
         numbers, bases = [slot.number for slot in slots], [slot.base for slot in slots]
         blocks = self.parts.measure(theta, numbers)
-        return Measured(body.round, blocks, self.parts.directions(version, theta, numbers, bases))
+        way = self.parts.directions(version, theta, numbers, bases)
+        return Measured(body.round, blocks, way, self.parts.all_zero(numbers))
 
     def prepare(self, body: Prepare, slots: Sequence[Slot]) -> Stepped:
         """What the outer step makes. Raises Refused(BUSY) while no buffer is free, and NONFINITE."""

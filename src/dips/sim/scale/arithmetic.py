@@ -105,6 +105,9 @@ class ScaleShard:
             for block_id, share in self._shares
         )
 
+    def all_zero(self, slots: Sequence[int]) -> tuple[bool, ...]:
+        return ()
+
     def directions(
         self, version: Version, theta: int, slots: Sequence[int], bases: Sequence[Version | None]
     ) -> tuple[float, ...]:

@@ -438,7 +438,13 @@ class ShardState:
                 gram, bad = _sums(result.blocks)
                 records = [
                     tape.ShardMeasured(
-                        job.cause, took_s=took_s, round=command.round, version=version, gram=gram, nonfinite_elems=bad
+                        job.cause,
+                        took_s=took_s,
+                        round=command.round,
+                        version=version,
+                        gram=gram,
+                        nonfinite_elems=bad,
+                        all_zero=list(result.all_zero) if any(result.all_zero) else None,
                     )
                 ]
             case ListShard(version=version) as command, ShardList():

@@ -72,6 +72,7 @@ class ShardMeasured(Record):
     version: Version
     gram: list[str] | None = None
     nonfinite_elems: list[int] | None = None
+    all_zero: list[bool] | None = None  # of each push; None: of none
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,7 @@ def loop_of_ranks(
         except BaseException as error:
             leading.give_up(error)  # the others have made their loops, and wait in enter()
             raise
-    return RankLoop(ranks, part, agreed.coordinates, shell, leading, kept)
+    return RankLoop(ranks, part, agreed.coordinates, shell, leading, kept, clock=clock, wait_s=config.ranks_wait_s)
 
 
 def _settings_of(config: ClientConfig | None) -> dict[str, object]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from dips.core.clock import Clock, SystemClock
 from dips.core.messages import DataRange
 from dips.worker.commands import ShareOut
 from dips.worker.parallel.meetings import Report, next_meeting_steps, tally
@@ -25,11 +26,15 @@ class RankLoop:
 
     def __init__(
         self, ranks: Ranks, part: RankPart, coordinates: Sequence[int], shell: ClusterShell | None,
-        leading: LeadingPart | None, checkpoints: LeadingCheckpoints | None = None,
+        leading: LeadingPart | None, checkpoints: LeadingCheckpoints | None = None, *,
+        clock: Clock | None = None, wait_s: float = math.inf,
     ) -> None:  # fmt: skip
         """coordinates: of each rank; those with the same one train on the same data. shell, leading, checkpoints: the
-        leader's.
+        leader's. wait_s: how long a rank that has left waits for others that make no step, at least.
         """
+        self._clock = clock or SystemClock()
+        self._wait_s = wait_s
+        self._stepped_s: float | None = None
         self._ranks = ranks
         self._part = part
         self._coordinates = coordinates
@@ -68,6 +73,10 @@ class RankLoop:
         all ranks together have trained on, the same on each of them.
         """
         self._steps += 1
+        now_s = self._clock.monotonic_s()
+        if self._stepped_s is not None:
+            self._wait_s = max(self._wait_s, now_s - self._stepped_s)  # such as an evaluation
+        self._stepped_s = now_s
         self._tokens += tokens
         self._trained += ranges
         if not self.news.done and self._steps >= self.news.next_meeting_steps:
@@ -88,6 +97,7 @@ class RankLoop:
     def leave(self, reason: str, loss: float, *, wants_to_leave: bool) -> None:
         """All ranks leave their loops: the steps that are not shared yet are pushed, as ClusterShell.close() does."""
         if not self.news.done:
+            self._ranks.leave(self._wait_s)
             self._meet(loss, wants_to_leave=wants_to_leave, leaves_for=reason)
 
     def checkpoint(self, label: str, loss: Callable[[], float], *, wants_to_leave: bool) -> bool:

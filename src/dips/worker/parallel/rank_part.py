@@ -401,6 +401,11 @@ class LeadingPart:
         self.alone = True
 
     @property
+    def push_is_zero(self) -> bool:
+        """A rank's share may be; of the whole push the slaves say it."""
+        return False
+
+    @property
     def push_is_live(self) -> bool:
         """Equal on all ranks, as all carry out the same commands; False when the others no longer follow."""
         return not self.alone and self._part.push_is_live

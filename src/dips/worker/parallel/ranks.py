@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dips.core.errors import ConfigError, FatalError
-from dips.worker.parallel.roll_call import call_the_roll
+from dips.worker.parallel.roll_call import Attendance, call_the_roll
 
 LEADER = 0
 PATIENCE = timedelta(days=30)
@@ -49,6 +49,7 @@ class Ranks:
         self._group: dist.ProcessGroup | None = self._new_group(store, "messages")
         self.exchange: dist.ProcessGroup | None = self._new_group(store, "exchange")
         """The group in which parameters are exchanged, on the training thread."""
+        self._attendance = Attendance(store, self.rank, self.n_ranks)
         self._short = torch.zeros(SHORT_BYTES, dtype=torch.uint8)
         self._short_bytes = self._short.numpy().data
 
@@ -80,6 +81,7 @@ class Ranks:
     def hear(self, patience: timedelta) -> bytes:
         """The leader's next order. Raises FatalError where none comes in this time, or another rank has ended."""
         self._broadcast(self._short, patience)
+        self._attendance.over()
         n_bytes = int.from_bytes(self._short_bytes[:_LENGTH_BYTES], "little")
         order = bytes(self._short_bytes[_LENGTH_BYTES : _LENGTH_BYTES + n_bytes])
         if n_bytes > _ROOM_BYTES:
@@ -90,8 +92,16 @@ class Ranks:
 
     def report(self, numbers: Sequence[float]) -> list[list[float]]:
         """Send some numbers, as many on each rank, to the leader; returns all ranks' there, and nothing elsewhere."""
+        self._attendance.begin()
         rows: list[list[float]] = self._to_leader(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        if self.is_leader:
+            self._attendance.over()  # a follower waits for the leader's word
         return rows
+
+    def leave(self, limit_s: float) -> None:
+        """Before the last report: wait for the other ranks as Attendance.leave()."""
+        with self._others():
+            self._attendance.leave(limit_s)
 
     def report_bytes(self, mine: bytes, n_bytes: int) -> list[bytes]:
         """Likewise with bytes, padded with zeros to n_bytes, which is the same on each rank."""
@@ -117,6 +127,7 @@ class Ranks:
         it. One left open may abort the process at its end. May be called twice, and after the user has destroyed all
         groups.
         """
+        self._attendance.end()
         self._group = self.exchange = None
 
     def _new_group(self, store: dist.distributed_c10d.Store, name: str) -> dist.ProcessGroup:

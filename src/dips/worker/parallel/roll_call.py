@@ -1,15 +1,18 @@
-"""Which ranks of torch.distributed's world are a cluster; waits until all of them have entered the loop.
+"""Which ranks of torch.distributed's world are a cluster; waits until all of them have entered the loop, or left it.
 
 A rank that never enters, as its program asks for DIPS_MASTER before it makes a dips.DiLoCo, would leave the others
 waiting in their first collective, without a word. They call the roll in torch.distributed's own store first, where a
 rank that is missing has a number, and where each says which ranks it takes for its cluster. Ranks of other clusters,
-and ranks that do not train, need not take part.
+and ranks that do not train, need not take part. Likewise at the end: where one rank's data ends earlier, the others
+wait for it in a collective of the training, and answer nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -17,7 +20,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from dips.core.errors import ConfigError
+from dips.core.errors import ConfigError, FatalError
 
 ROLL_CALL_S = 600.0
 """Loading a model takes some ranks longer than others; torch gives a collective on accelerators as long."""
@@ -132,8 +135,93 @@ def _is_here(store: Store, rank: int, of_world: Sequence[int], other: int) -> bo
     return True
 
 
-def _ranks(missing: Sequence[int], of_world: Sequence[int]) -> str:
-    """By their numbers in the cluster."""
-    numbers = [of_world.index(each) for each in missing]
+MEETS_AFTER_S = 1.0
+"""A rank that waits longer in a meeting says so in the store: usually the others are there within milliseconds."""
+
+
+class Attendance:
+    """Which ranks of a cluster wait in a meeting, and which have left their loops.
+
+    A thread says in the store that this rank waits, and after WORD_S in the log for whom: the training thread cannot,
+    in a collective. All ranks count their meetings alike.
+    """
+
+    def __init__(self, store: Store, rank: int, n_ranks: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._n_ranks = n_ranks
+        self._n_met = 0
+        self._waits: tuple[int, float] | None = None  # in which meeting, since when
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="dips-ranks", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """A meeting begins here."""
+        self._n_met += 1
+        self._waits = (self._n_met, time.monotonic())
+
+    def over(self) -> None:
+        """The others are in the meeting, too."""
+        self._waits = None
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def leave(
+        self,
+        limit_s: float,
+        now_s: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Return when all ranks have left their loops, or one waits in the next meeting, which this one then attends.
+
+        Raises FatalError, with the numbers of those that are missing, when neither is so after limit_s.
+        """
+        self._store.set(f"left/{self._rank}", "")
+        began_s, has_said, meeting = now_s(), False, self._n_met + 1
+        while missing := [rank for rank in range(self._n_ranks) if not self._store.check([f"left/{rank}"])]:
+            if any(self._store.check([f"meets/{meeting}/{rank}"]) for rank in missing):
+                return
+            waited_s, named = now_s() - began_s, _named(missing)
+            if waited_s >= limit_s:
+                raise FatalError(
+                    f"{named} of this cluster did not leave the loop with rank {self._rank}, and made no step for "
+                    f"{waited_s:.0f} s: all ranks must make the same number of steps, so give all loaders as many "
+                    "batches (ranks_wait_s in [worker] lets a longer evaluation end)"
+                )
+            if waited_s >= WORD_S and not has_said:
+                has_said = True
+                _logger.warning("rank %d has left the loop, and waits for %s of this cluster", self._rank, named)
+            sleep(min(PAUSE_S, waited_s + SHORT_PAUSE_S))
+
+    def look(self, said: int, now_s: float) -> int:
+        """Say what there is to say of a wait. said: the meeting that the log has named; returns the one that it now
+        has."""
+        if self._waits is None or now_s - self._waits[1] < MEETS_AFTER_S:
+            return said
+        meeting, since_s = self._waits
+        self._store.set(f"meets/{meeting}/{self._rank}", "")
+        if now_s - since_s < WORD_S or said == meeting:
+            return said
+        keys = {rank: [f"meets/{meeting}/{rank}", f"left/{rank}"] for rank in range(self._n_ranks)}
+        missing = [rank for rank, names in keys.items() if not any(self._store.check([name]) for name in names)]
+        if missing and self._waits == (meeting, since_s):
+            _logger.warning("rank %d waits for %s of this cluster to make a step", self._rank, _named(missing))
+        return meeting
+
+    def _watch(self) -> None:
+        said = 0
+        with contextlib.suppress(RuntimeError):  # the store's process has ended: the training thread notices
+            while not self._ended.wait(MEETS_AFTER_S):
+                said = self.look(said, time.monotonic())
+
+
+def _named(numbers: Sequence[int]) -> str:
     named = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
     return f"rank {named}" if len(numbers) == 1 else f"ranks {named}"
+
+
+def _ranks(missing: Sequence[int], of_world: Sequence[int]) -> str:
+    """By their numbers in the cluster."""
+    return _named([of_world.index(each) for each in missing])

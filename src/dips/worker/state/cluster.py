@@ -74,6 +74,11 @@ _PUSHING = (SessionPhase.BEGINNING_PUSH, SessionPhase.TRANSFERRING, SessionPhase
 _EXCHANGING = (*_PUSHING, SessionPhase.AWAITING, SessionPhase.PULLING)
 
 
+CUT_OFF_WORD_S, CUT_OFF_WORD_MOST_S = 60.0, 3600.0
+"""After so long without the run the cluster says how many steps are not pushed; then at twice the time, and at least
+every hour."""
+
+
 @dataclass
 class _Ending:
     """Why this cluster leaves, and how long it still waits before that."""
@@ -101,6 +106,7 @@ class ClusterMachine:
         self._fresh: list[DataRange] = []
         self._resumed = False
         self._refused_names: Refused | None = None
+        self._say_cut_off_s = CUT_OFF_WORD_S
 
     # ---- queries of the driver ----
 
@@ -123,7 +129,8 @@ class ClusterMachine:
 
     def must_wait(self, now_s: float) -> bool:
         """Whether the training loop must wait: there is nothing to train on yet, steps would be dropped, the bounded
-        wait for an exchange lasts, or the run has not begun to merge and this cluster is a round ahead of it.
+        wait for an exchange lasts, the run has not begun to merge and this cluster is a round ahead of it, or its work
+        was not taken for cut_off_limit_s.
         """
         if self.phase in _GONE:
             return self.phase is SessionPhase.LEAVING
@@ -134,7 +141,20 @@ class ClusterMachine:
         if self.pulling.plan is not None and self.pulling.plan.drops:
             return True
         idle = self.phase in (SessionPhase.TRAINING, SessionPhase.JOINING)
-        return not idle and (now_s < self.shared.patience.until_s or self._is_ahead_of_first_merge)
+        if not idle and (now_s < self.shared.patience.until_s or self._is_ahead_of_first_merge):
+            return True
+        return self._cut_off_s(now_s) >= self.config.cut_off_limit_s and self._has_a_round
+
+    def _cut_off_s(self, now_s: float) -> float:
+        """For how long no one has taken this cluster's work."""
+        since_s = self.shared.cut_off_since_s
+        return 0.0 if since_s is None else now_s - since_s
+
+    @property
+    def _has_a_round(self) -> bool:
+        """Whether a whole round's steps, or more, are not decided."""
+        work, shared = self.shared.work, self.shared
+        return work.pending.steps + (work.in_push or Work()).steps >= shared.terms.local_steps
 
     @property
     def _is_ahead_of_first_merge(self) -> bool:
@@ -171,6 +191,10 @@ class ClusterMachine:
             return "no version is published yet"
         if self.phase is SessionPhase.AWAITING and self._is_ahead_of_first_merge:
             return "waiting for the run's first merge, and the clusters that it begins with (the master's min_clusters)"
+        if self._cut_off_s(self.shared.now_s) >= self.config.cut_off_limit_s:
+            hours = f"{self.config.cut_off_limit_s / 3600:g} h"
+            why = f": {self.shared.note}" if self.shared.note else ""
+            return f"waiting: {self.unshared} are not pushed, and none were for {hours} (cut_off_limit_h){why}"
         return self.shared.note or f"the master's answer ({self.phase.value.lower().replace('_', ' ')})"
 
     def next_deadline_s(self) -> float:
@@ -278,6 +302,14 @@ class ClusterMachine:
         self.shared.steps += event.steps
         self.shared.steps_since_snapshot += event.steps
         self.shared.steps_towards_push += event.steps
+        cut_off_s = self._cut_off_s(self.shared.now_s)
+        if cut_off_s >= self._say_cut_off_s:
+            self._say_cut_off_s = cut_off_s + min(cut_off_s, CUT_OFF_WORD_MOST_S)
+            self.shared.log(
+                "cut off", f"{self.unshared} are not pushed yet, for {cut_off_s / 60:.0f} min", logging.WARNING
+            )
+        elif not cut_off_s:
+            self._say_cut_off_s = CUT_OFF_WORD_S
 
     def _decide(self) -> None:
         """Begin what is due now without an event that asked for it."""
@@ -341,6 +373,8 @@ class ClusterMachine:
             case Done(_, reply):
                 lane.answered()
                 self.shared.log("master", "")
+                if self.phase is SessionPhase.TRAINING:
+                    self.shared.got_through()
                 if lane is not self.shared.side:
                     self.shared.note = ""
                 self._reply(reply)
@@ -475,6 +509,7 @@ class ClusterMachine:
     def _pulled(self, event: Done) -> None:
         self.pulling.install(event)
         shared, terms = self.shared, self.shared.terms
+        shared.got_through()
         shared.move("installed", SessionPhase.TRAINING)
         shared.patience.over(shared.now_s)
         shared.patience.train_on(shared.now_s)

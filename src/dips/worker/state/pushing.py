@@ -145,7 +145,7 @@ class Pushing:
     def recorded(self) -> None:
         """The push's number is on disk: it may be used."""
         push = self._must_be_open()
-        push.job, push.recorded = None, True
+        push.job, push.recorded, self._shared.unrecorded_since_s = None, True, None
         if self._shared.phase.now is SessionPhase.BEGINNING_PUSH:
             self._shared.log("push record", "")
             self._shared.ask(self._begin_request)
@@ -154,6 +154,8 @@ class Pushing:
         """The push's number is not on disk yet: the push waits, training goes on."""
         push, shared = self._must_be_open(), self._shared
         shared.train_on()
+        if shared.unrecorded_since_s is None:
+            shared.unrecorded_since_s = shared.now_s
         shared.note = f"push {push.id} cannot be recorded: {event.sentence}"
         shared.log("push record", f"{shared.note}; trying again", logging.WARNING)
 
@@ -176,6 +178,7 @@ class Pushing:
     def sent(self, digest_of_slave: DigestOfSlave, transfer_s: float) -> None:
         """All slaves hold the push: send FinishPush with its digests."""
         shared, push = self._shared, self._must_be_open()
+        shared.got_through()
         shared.push_s = shared.now_s - push.began_s
         shared.patience.transferred(ExchangeStage.SEND, transfer_s)
         ticket = push.ticket
@@ -281,6 +284,7 @@ class Pushing:
 
     def tell(self, verdict: Verdict) -> None:
         """Remember and record a verdict."""
+        self._shared.got_through()
         self.last_verdict, self.awaited = verdict, None
         if verdict.kind is not VerdictKind.ABORTED:
             self._aborts = 0
@@ -614,7 +618,7 @@ class Pushing:
         """Close the push; `settle` decides about its work."""
         if self.open is not None:
             settle()
-        self.open = self._aside = None
+        self.open = self._aside = self._shared.unrecorded_since_s = None
 
     def _await_request(self) -> AwaitVerdictRequest:
         assert self.awaited is not None, "asked only while a verdict is awaited"

@@ -163,6 +163,8 @@ class SessionConfig(GivenTimes):
     run_id: str = ""
     declared_tokens_per_s: float = 0.0
     connect_wait_s: float = 120.0
+    cut_off_limit_s: float = 86_400.0
+    """How long steps are made that no one takes, before training waits."""
     durable_pushes: bool = False
     """A push's number is used only once its record is on disk (PushRecord)."""
     expect_sync_every: int | None = None
@@ -333,6 +335,10 @@ class SharedState:
         self.leave_deadline_s = 0.0
         """Deadline of the call Leave."""
         self.note = ""
+        self.unrecorded_since_s: float | None = None
+        """Since when the open push cannot be recorded on this cluster's disk."""
+        self.cut_off_since_s: float | None = None
+        """Since when the master or a slave does not take this cluster's work."""
         self.donate: Version | None = None
         """The version that the master asks this cluster to donate."""
         self.donate_after_s = -math.inf
@@ -433,7 +439,14 @@ class SharedState:
         """The exchange reaches this stage: the training loop waits as long as the master's settings say."""
         self.patience.enter(stage, self.terms.settings, self.now_s)
 
+    def got_through(self) -> None:
+        """A whole exchange, or a part of one, was made: the run takes this cluster's work."""
+        self.cut_off_since_s = None
+        self.log("cut off", "")
+
     def train_on(self) -> None:
         """A peer cannot be reached: training goes on meanwhile."""
+        if self.cut_off_since_s is None:
+            self.cut_off_since_s = self.now_s
         self.patience.unusual()
         self.patience.train_on(self.now_s)
