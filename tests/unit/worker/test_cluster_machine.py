@@ -134,6 +134,14 @@ def test_without_a_master_training_goes_on_for_the_hours_that_were_set_and_says_
     assert not life.waits, "the run takes its work again"
 
 
+def test_a_cluster_that_cannot_join_says_why_and_not_what_it_has_not_pushed() -> None:
+    life = ClusterBench(session_config(cut_off_limit_s=1.0, connect_wait_s=1e9)).started()
+    for _ in range(3):
+        life.fail(messages.JoinRequest)
+        life.pass_s(5.0)
+    assert life.session.waiting_for().startswith("the master does not answer")
+
+
 def test_a_slave_that_is_away_is_no_less_cut_off_where_the_master_answers() -> None:
     life = ClusterBench(session_config(cut_off_limit_s=100.0))
     life.begin()
@@ -141,8 +149,23 @@ def test_a_slave_that_is_away_is_no_less_cut_off_where_the_master_answers() -> N
     for waits in (False, False, True):
         job, _ = life.ticket()
         life.say(effects.Failed(job, "slave s0 does not answer"))
-        life.pass_s(40)
+        life.pass_s(20)
+        busy = messages.Busy(0.5, "only 0 of 1 slaves have attached")
+        life.answer(messages.BeginPushRequest, messages.BeginPushReply(busy))
+        life.pass_s(20)
         assert life.waits is waits
+
+
+def test_a_push_that_the_master_puts_off_for_long_is_not_taken_either() -> None:
+    life = ClusterBench(session_config(cut_off_limit_s=100.0))
+    life.begin()
+    life.train(4)
+    for _ in range(2):
+        busy = messages.Busy(0.5, "only 0 of 1 slaves have attached")
+        life.answer(messages.BeginPushRequest, messages.BeginPushReply(busy))
+        life.pass_s(100)
+    assert "only 0 of 1 slaves" in life.session.waiting_for()
+    assert "are not pushed" in life.session.waiting_for()
 
 
 def test_a_join_that_is_put_off_is_repeated() -> None:

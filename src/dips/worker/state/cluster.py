@@ -143,18 +143,18 @@ class ClusterMachine:
         idle = self.phase in (SessionPhase.TRAINING, SessionPhase.JOINING)
         if not idle and (now_s < self.shared.patience.until_s or self._is_ahead_of_first_merge):
             return True
-        return self._cut_off_s(now_s) >= self.config.cut_off_limit_s and self._has_a_round
+        return self._is_cut_off(now_s)
 
     def _cut_off_s(self, now_s: float) -> float:
         """For how long no one has taken this cluster's work."""
         since_s = self.shared.cut_off_since_s
         return 0.0 if since_s is None else now_s - since_s
 
-    @property
-    def _has_a_round(self) -> bool:
-        """Whether a whole round's steps, or more, are not decided."""
-        work, shared = self.shared.work, self.shared
-        return work.pending.steps + (work.in_push or Work()).steps >= shared.terms.local_steps
+    def _is_cut_off(self, now_s: float) -> bool:
+        """Whether a whole round's steps, or more, were made, and no one took any for cut_off_limit_s."""
+        work = self.shared.work
+        has_a_round = work.pending.steps + (work.in_push or Work()).steps >= self.shared.terms.local_steps
+        return has_a_round and self._cut_off_s(now_s) >= self.config.cut_off_limit_s
 
     @property
     def _is_ahead_of_first_merge(self) -> bool:
@@ -191,7 +191,7 @@ class ClusterMachine:
             return "no version is published yet"
         if self.phase is SessionPhase.AWAITING and self._is_ahead_of_first_merge:
             return "waiting for the run's first merge, and the clusters that it begins with (the master's min_clusters)"
-        if self._cut_off_s(self.shared.now_s) >= self.config.cut_off_limit_s:
+        if self._is_cut_off(self.shared.now_s):
             hours = f"{self.config.cut_off_limit_s / 3600:g} h"
             why = f": {self.shared.note}" if self.shared.note else ""
             return f"waiting: {self.unshared} are not pushed, and none were for {hours} (cut_off_limit_h){why}"

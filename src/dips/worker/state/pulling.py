@@ -57,7 +57,7 @@ class Pulling:
         shared = self._shared
         if isinstance(answer, Busy):
             shared.note = answer.sentence
-            shared.patience.unusual()
+            shared.not_taken()
             shared.ask(self._request, max(answer.retry_after_s, 0.05))
             return
         check_placement(answer.placement, len(shared.config.layout.blocks))

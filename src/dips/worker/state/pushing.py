@@ -166,7 +166,7 @@ class Pushing:
                 self._ticket(answer)
             case Busy():
                 self._shared.note = answer.sentence
-                self._shared.patience.unusual()
+                self._shared.not_taken()
                 self._shared.ask(self._begin_request, max(answer.retry_after_s, 0.05))
             case Stale():
                 self._stale(answer)

@@ -444,9 +444,13 @@ class SharedState:
         self.cut_off_since_s = None
         self.log("cut off", "")
 
-    def train_on(self) -> None:
-        """A peer cannot be reached: training goes on meanwhile."""
+    def not_taken(self) -> None:
+        """The run does not take this cluster's work now."""
         if self.cut_off_since_s is None:
             self.cut_off_since_s = self.now_s
         self.patience.unusual()
+
+    def train_on(self) -> None:
+        """A peer cannot be reached: training goes on meanwhile."""
+        self.not_taken()
         self.patience.train_on(self.now_s)
