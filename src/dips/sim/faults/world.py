@@ -86,6 +86,7 @@ class FaultWorld(World):
         self.state_lost = False
         self.lost_now: set[str] = set()
         """Names whose disks were lost since the last publish; if all are lost, nothing is left to recover from."""
+        self._lost_before_round: set[str] = set()
 
         self.attic: dict[str, dict[str, bytes]] = {}
         """The content of slaves' disks before they were lost or damaged, for an operator who restores them."""
@@ -246,11 +247,13 @@ class FaultWorld(World):
     def _master_said(self, kind: str, fields: Mapping[str, Any]) -> None:
         if kind == "publish":
             self.publishes += 1
-            self.lost_now.clear()
+            self.lost_now -= self._lost_before_round  # a disk that was lost later has nothing of this version
             self.published = parse_version(fields["version"])
             self.rounds_at_publish = self.rounds - self.voids
         elif kind == "round":
             self._phase = str(fields["phase"])
+            if fields["phase"] == RoundPhase.SEALED.value:
+                self._lost_before_round = set(self.lost_now)
             self.rounds += fields["input"] == "window closed"
             self.voids += fields["input"] == "void"  # a bad push is rightly not published
         elif kind == "recovery":
