@@ -30,11 +30,16 @@ LANDING = (
     # Seconds of a processor each, for which a newcomer would wait.
     "tests/integration/test_carry_loops.py",
     "tests/integration/test_slave_data_server.py",
+    "tests/repository/test_layers.py",
     "tests/unit/core/test_carry_memory.py",
     "tests/unit/deploy/test_deploy_client.py",
     "tests/unit/deploy/test_deploy_move.py",
     "tests/unit/local/test_peft_folder.py",
     "tests/unit/planner/test_published_numbers.py",
+    "tests/unit/planner/test_scaleacross_search.py",
+    "tests/unit/sim/test_sim_counts.py",
+    "tests/unit/sim/test_sim_keys.py",
+    "tests/unit/sim/test_sim_seeds.py",
     "tests/unit/worker/test_compiled_step.py",
     "tests/unit/worker/test_wrapped_blocks.py",
     # They ask promtool, which a newcomer's machine has not.
