@@ -65,8 +65,7 @@ def test_a_rank_whose_data_ends_earlier_names_the_others_and_ends_the_cluster(
 ) -> None:
     """The other one waits in a collective of the training, which gloo ends with the process, and a launcher would."""
     given = {"DIPS_MASTER": run.address, **WHOLE, "DIPS_WORKER_RANKS_WAIT_S": "2"}
-    options: dict[str, object] = {"computes": True, "steps": 6, "short": 3}
-    cluster = RankedCluster.start(server, "fsdp2", tmp_path / "ranks", given, **options)
+    cluster = RankedCluster.start(server, "fsdp2", tmp_path / "ranks", given, computes=True, steps=6, short=3)
     codes = cluster.codes()
     assert codes[1] == FatalError.exit_code, cluster.logs()
     assert codes[0] != 0, cluster.logs()

@@ -176,7 +176,7 @@ class FirstBatches:
                     return  # a graph is made; nothing may be copied to the host
                 some = local(tensor).reshape(-1)[:BATCH_ELEMS].cpu()
                 self._digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
-                self._digest.update(some.contiguous().view(torch.uint8).numpy())
+                self._digest.update(some.contiguous().view(torch.uint8).numpy().data)
         except Exception as error:
             # Tensors of vmap, or without content: no alarm is worth an error in a user's forward.
             _logger.debug("the first batches are not compared with other clusters': %s", error)

@@ -151,6 +151,6 @@ def test_batches_of_an_evaluation_are_not_the_first_ones(model: Anything) -> Non
 
 
 def test_a_compiled_models_batches_and_tensors_without_content_do_no_harm(model: Anything) -> None:
-    compiled = torch.compile(model, backend="eager")
+    compiled: torch.nn.Module = torch.compile(model, backend="eager")  # type: ignore[assignment]
     assert digest_of(compiled, batches_of(1)) == digest_of(Anything(), batches_of(1))
     assert digest_of(model, [torch.empty(2, device="meta")] * N_BATCHES) == b""
