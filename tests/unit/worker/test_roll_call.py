@@ -97,12 +97,16 @@ class Leaving(Time):
 
     def pause(self, seconds: float) -> None:
         self.now_s += seconds
+        for rank in (1, 2):
+            if rank != self.dead:
+                self.store.add(f"alive/{rank}", 1)
         for key, at_s in self.at_s.items():
             if at_s <= self.now_s:
                 self.store.set(key, "")
 
-    def __init__(self, **at_s: float) -> None:
+    def __init__(self, *, dead: int | None = None, **at_s: float) -> None:
         super().__init__({}, [0, 1, 2])
+        self.dead = dead
         self.at_s = {key.replace("_", "/"): when_s for key, when_s in at_s.items()}
         self.attendance = Attendance(self.store, 0, 3)
 
@@ -129,6 +133,20 @@ def test_a_rank_that_has_left_attends_the_meeting_in_which_another_waits() -> No
     assert 20 <= Leaving(left_1=0.0, meets_1_2=20.0).leaves() < 21
     with pytest.raises(FatalError):
         Leaving(meets_0_1=0.0, meets_2_1=0.0).leaves()  # of other meetings
+
+
+def test_a_rank_that_has_left_notices_one_that_ended_meanwhile() -> None:
+    assert 20 <= Leaving(left_1=0.0, gone_2=20.0).leaves() < 21
+    with pytest.raises(FatalError, match="rank 2 of this cluster says nothing any longer, while rank 0 waits"):
+        Leaving(left_1=0.0, dead=2).leaves()
+
+
+def test_a_rank_that_closes_its_connections_says_so() -> None:
+    here = Leaving()
+    assert not here.store.check(["gone/0"])
+    here.attendance.end()
+    here.attendance.end()
+    assert here.store.check(["gone/0"])
 
 
 def test_ranks_that_make_no_step_while_one_has_left_end_the_cluster_after_the_limit() -> None:

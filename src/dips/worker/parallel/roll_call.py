@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -48,6 +49,8 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...
 
     def check(self, keys: list[str]) -> bool: ...
+
+    def add(self, key: str, amount: int) -> int: ...
 
 
 def call_the_roll(group: Any = None) -> tuple[tuple[int, ...], dist.distributed_c10d.Store]:
@@ -139,11 +142,15 @@ MEETS_AFTER_S = 1.0
 """A rank that waits longer in a meeting says so in the store: usually the others are there within milliseconds."""
 
 
-class Attendance:
-    """Which ranks of a cluster wait in a meeting, and which have left their loops.
+ALIVE_S, DEAD_S = 5.0, 60.0
+"""A rank says so often that it is alive, for those that have left; one that does not for so long is taken for dead."""
 
-    A thread says in the store that this rank waits, and after WORD_S in the log for whom: the training thread cannot,
-    in a collective. All ranks count their meetings alike.
+
+class Attendance:
+    """Which ranks of a cluster are alive, which wait in a meeting, and which have left their loops.
+
+    A thread says it in the store, and after WORD_S in the log for whom this rank waits: the training thread cannot, in
+    a collective. All ranks count their meetings alike.
     """
 
     def __init__(self, store: Store, rank: int, n_ranks: int) -> None:
@@ -166,7 +173,11 @@ class Attendance:
         self._waits = None
 
     def end(self) -> None:
-        self._ended.set()
+        """This rank's connections are closed: others that wait for it notice."""
+        if not self._ended.is_set():
+            self._ended.set()
+            with contextlib.suppress(RuntimeError):  # the store's process has ended before
+                self._store.set(f"gone/{self._rank}", "")
 
     def leave(
         self,
@@ -174,15 +185,27 @@ class Attendance:
         now_s: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Return when all ranks have left their loops, or one waits in the next meeting, which this one then attends.
+        """Return when all ranks have left their loops, or when the next meeting, which this one then attends, will say
+        what is wrong: another rank waits in it, or has closed its connections.
 
-        Raises FatalError, with the numbers of those that are missing, when neither is so after limit_s.
+        Raises FatalError, with the numbers of those that are missing, when neither is so after limit_s, and for one
+        that does not say any longer that it is alive.
         """
         self._store.set(f"left/{self._rank}", "")
         began_s, has_said, meeting = now_s(), False, self._n_met + 1
+        signs: dict[int, tuple[int, float]] = {}
         while missing := [rank for rank in range(self._n_ranks) if not self._store.check([f"left/{rank}"])]:
-            if any(self._store.check([f"meets/{meeting}/{rank}"]) for rank in missing):
-                return
+            for rank in missing:
+                if self._store.check([f"meets/{meeting}/{rank}"]) or self._store.check([f"gone/{rank}"]):
+                    return
+                sign = self._store.add(f"alive/{rank}", 0)
+                if signs.get(rank, (-1, 0.0))[0] != sign:
+                    signs[rank] = (sign, now_s())
+                elif now_s() - signs[rank][1] >= DEAD_S:
+                    raise FatalError(
+                        f"rank {rank} of this cluster says nothing any longer, while rank {self._rank} waits for it to "
+                        "leave the loop: its own log says why, or its host"
+                    )
             waited_s, named = now_s() - began_s, _named(missing)
             if waited_s >= limit_s:
                 raise FatalError(
@@ -211,10 +234,14 @@ class Attendance:
         return meeting
 
     def _watch(self) -> None:
-        said = 0
+        said, alive_s = 0, -math.inf
         with contextlib.suppress(RuntimeError):  # the store's process has ended: the training thread notices
             while not self._ended.wait(MEETS_AFTER_S):
-                said = self.look(said, time.monotonic())
+                now_s = time.monotonic()
+                said = self.look(said, now_s)
+                if now_s - alive_s >= ALIVE_S:
+                    alive_s = now_s
+                    self._store.add(f"alive/{self._rank}", 1)
 
 
 def _named(numbers: Sequence[int]) -> str:
