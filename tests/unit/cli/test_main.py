@@ -64,6 +64,29 @@ def test_help_is_asked_for_in_three_ways(words: list[str], capsys: pytest.Captur
     assert f"Usage: dips {' '.join(words)} " in text
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("dips st", {"status", "stop", "story"}), ("dips status --wa", {"--watch"}), ("dips plan calibr", {"calibrate"})],
+)
+def test_a_shell_completes_commands_and_their_options(
+    line: str, expected: set[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(main.COMPLETE, "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
+    with pytest.raises(SystemExit):
+        main.run([])
+    assert set(capsys.readouterr().out.split()) == expected
+
+
+@pytest.mark.parametrize(("shell", "code", "said"), [("bash", 0, "complete -o default"), ("nonsense", 1, "")])
+def test_the_script_of_a_named_shell_is_printed(
+    shell: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, out, _ = told(capsys, "--show-completion", shell)
+    assert (found, said in out) == (code, True)
+
+
 def test_the_process_ends_with_the_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     handlers: dict[int, Callable[[int, None], None]] = {}
     monkeypatch.setattr("signal.signal", handlers.__setitem__)
