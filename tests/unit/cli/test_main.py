@@ -54,6 +54,7 @@ def test_every_command_has_help_with_examples_of_its_own(
     code, out, _ = told(capsys, "help", command.name)
     assert (code, "Examples:" in out) == (0, True)
     assert command.examples
+    assert "<bool>" not in out
     assert all(example in out and example.startswith(f"dips {command.name}") for example in command.examples)
 
 
