@@ -621,7 +621,7 @@ class StatusReply:
     phase_age_s: float
     window_closes_in_s: float
     waiting_for: str  # why nothing happens, in a sentence; empty when all is well
-    rounds_committed: int = 0
+    rounds_committed: int = 0  # without that of version 0, which merges nothing
     rounds_merged: int = 0  # with two or more accepted clusters
     rounds_void: int = 0
     rounds_aborted: int = 0

@@ -223,7 +223,7 @@ def must_wait(status: StatusReply, faults: FaultPlan) -> bool:
 
     On a machine that does much else, a killed process takes its time to come back.
     """
-    rounds = max(1, status.rounds_committed - 1)  # without the one of version 0
+    rounds = max(1, status.rounds_committed)
     left = status.tk_max_tokens - status.tokens
     return left <= ROUNDS_TO_SPARE * status.tokens / rounds and faults.unfinished(status)
 

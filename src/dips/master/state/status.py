@@ -39,7 +39,7 @@ def status(shared: SharedState) -> StatusReply:
         shared.now_s - state.phase.since_s,
         max(0.0, state.window_closes_s - shared.now_s) if in_window else 0.0,
         waiting.sentence,
-        ledger.rounds_committed,
+        max(0, ledger.rounds_committed - 1),  # the first one only sets version 0
         ledger.rounds_merged,
         ledger.rounds_void,
         shared.rounds_aborted,
