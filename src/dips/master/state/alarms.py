@@ -248,7 +248,8 @@ def standing(shared: SharedState) -> tuple[Alarm, ...]:
         for name, (alarm, at_s) in sorted(shared.token_doubts.items())
         if name in shared.members or shared.now_s - at_s < GONE_S
     ]
-    return (*nothing, *(alarm for _, alarm in sorted(shared.same_data.items())), *counts)
+    same = [alarm for pair, alarm in sorted(shared.same_data.items()) if shared.members.keys() >= set(pair)]
+    return (*nothing, *same, *counts)
 
 
 def round_was_fruitless(shared: SharedState) -> None:
