@@ -213,7 +213,7 @@ class HeartbeatRequest:
 
     caller: Caller
     phase: str = ""
-    steps: int = 0  # inner steps made by this incarnation
+    steps: int = 0  # inner steps made by this process, over all its incarnations
     tokens_per_s: float = 0.0  # measured, of computing alone
     steps_per_s: float = 0.0
     loss: float = NAN  # mean of the last steps, nats per token; NaN: unknown

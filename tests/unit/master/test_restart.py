@@ -150,3 +150,30 @@ def test_ledger_survives_its_own_text() -> None:
     again = Ledger.from_json(text).commit
     assert again is not None
     assert again.commit_hash == commit.commit_hash
+
+
+def test_a_cluster_has_made_the_steps_that_its_processes_made_whatever_became_of_its_incarnations() -> None:
+    bench = Bench().running("a")
+
+    def steps() -> int:
+        return bench.status().clusters[0].steps_total
+
+    def joins(process: bytes) -> None:
+        bench.join("a", previous=bench.clusters["a"].join.incarnation, process_id=process)
+
+    joins(b"one")
+    bench.beat("a", steps=143)
+    bench.push("a")  # what the journal has then survives the master
+    bench.restart()
+    assert steps() == 143
+    joins(b"one")
+    assert steps() == 143
+    bench.beat("a", steps=360)  # it trained on, as in a cut of its link
+    assert steps() == 360
+    joins(b"one")
+    assert steps() == 360
+    bench.silent.add("a")
+    bench.advance(bench.config.evict_after_s + 1.0)
+    joins(b"two")
+    bench.beat("a", steps=5)
+    assert steps() == 365

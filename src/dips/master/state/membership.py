@@ -85,6 +85,8 @@ class Membership:
         entry.incarnations += 1
         entry.incarnation = Incarnation(shared.epoch, entry.incarnations)
         entry.member, entry.declared_tokens_per_s = True, request.declared_tokens_per_s
+        if request.process_id != entry.process_id or not request.process_id:
+            entry.steps_before, entry.steps_heard = entry.steps_before + entry.steps_heard, 0
         entry.process_id = request.process_id
         held = self._reattach(name, request.held_ranges, undecided)
         member = Member(name, entry.incarnation, slot, shared.now_s, held_at_join=held, push=undecided)
@@ -316,8 +318,6 @@ class Membership:
         member = shared.members.pop(name, None)
         shared.allowed.remove(KeyRole.CLUSTER, name)
         if member is not None:
-            entry = shared.ledger.entry(name)
-            entry.steps_before += member.beat.steps if member.beat else 0
             shared.link_rates.gone(name)
             shared.end_pulls(name)
             if member.push is not None and not member.push.sealed:
@@ -389,6 +389,8 @@ class Membership:
         member = shared.member_of(request.caller)
         member.beat_s, member.beat = shared.now_s, pacing.plausible(request)
         member.silent_since_s = None
+        entry = shared.ledger.entry(member.cluster)
+        entry.steps_heard = max(entry.steps_heard, member.beat.steps)
         if not member.local_steps:
             member.local_steps = pacing.local_steps(shared, member)
         published = shared.published.version if shared.published else None

@@ -104,7 +104,7 @@ def _cluster(shared: SharedState, name: str, leased_tokens: int) -> ClusterStatu
         statistics.quarantined,
         leased_tokens,
         f"draining: {draining}" if draining else beat.note if beat else "",
-        entry.steps_before + (beat.steps if beat else 0),
+        entry.steps_before + entry.steps_heard,
         statistics.usual_cosine,
         statistics.cosine_rounds,
         statistics.cosine_alarmed,
