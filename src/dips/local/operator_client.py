@@ -144,7 +144,9 @@ class NamedRun:
             raise ConfigError(f"{self.address} is an address: give the directory of a run on this machine")
         folder = self.directory / "master"
         folder = folder if folder.is_dir() else self.directory
-        if read_mark(self.directory) is None and not any((folder / name).exists() for name in (LOCK_NAME, ADDRESS_NAME)):
+        if read_mark(self.directory) is None and not any(
+            (folder / name).exists() for name in (LOCK_NAME, ADDRESS_NAME)
+        ):
             raise ConfigError(f"{self.directory} holds no run: give the directory of a run of `dips demo` or `dips up`")
         return folder
 

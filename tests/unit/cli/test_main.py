@@ -195,7 +195,7 @@ def test_exit_codes_of_errors(
 
     monkeypatch.setattr(operator_client.NamedRun, "master", fails)
     with contextlib.nullcontext() if code is not None else pytest.raises(type(raised)):
-        assert main.run(["status", "127.0.0.1:1"]) == code
+        assert main.run(["pause", "127.0.0.1:1"]) == code
     assert capsys.readouterr().err == said
 
 

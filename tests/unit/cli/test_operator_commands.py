@@ -153,7 +153,9 @@ def test_watching_ends_with_the_run(
 def left_behind(run_dir: Path, stopping: str) -> None:
     """What a master leaves in its directory when it ends in good order."""
     commit = CommitInfo(RoundId(1, 7), Version(1, 6), (), b"{}")
-    ledger = Ledger("mine", commit=commit, tokens=400, stopping=stopping, clusters={"a": ClusterEntry(pushes_applied=3)})
+    ledger = Ledger(
+        "mine", commit=commit, tokens=400, stopping=stopping, clusters={"a": ClusterEntry(pushes_applied=3)}
+    )
     journal = Journal.open(run_dir / "master", "mine")
     journal.append(journal.begin_epoch(), 1, "COMMIT", "{}", ledger.to_json())
     journal.close()

@@ -162,6 +162,7 @@ def test_a_cluster_has_made_the_steps_that_its_processes_made_whatever_became_of
         bench.join("a", previous=bench.clusters["a"].join.incarnation, process_id=process)
 
     joins(b"one")
+    bench.pull("a")
     bench.beat("a", steps=143)
     bench.push("a")  # what the journal has then survives the master
     bench.restart()
