@@ -316,7 +316,7 @@ def read_records(directory: Path, kind: str | None = None) -> Iterator[JournalRe
 
 
 def read_newest(directory: Path) -> tuple[int, str | None]:
-    """The epoch, and the ledger after the newest record (None: nothing was decided yet). Raises as read_records does."""
+    """The epoch, and the newest ledger (None: nothing was decided yet). Raises as read_records does."""
     with _reading(directory) as connection:
         return _epoch(connection.cursor()), get_snapshot(connection, directory / FILE_NAME)
 
