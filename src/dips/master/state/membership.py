@@ -482,7 +482,7 @@ class Membership:
         for member in shared.live():
             silent_s = shared.now_s - member.beat_s
             if silent_s > shared.config.evict_after_s:
-                self.evict(member.cluster, f"no heartbeat for {silent_s:.1f} s")
+                self.evict(member.cluster, f"its last heartbeat came {silent_s:.1f} s before")
         self._evict_absent()
         self._expire_leases()
 
