@@ -720,6 +720,7 @@ class SlaveBeat:
     durable: Version | None = None  # the newest version whose snapshot is on this slave's disk, with its COMMIT
     refused_connections: int = 0  # at the data port since start: unknown keys, and peers whose handshake fails
     refused_connection: str = ""  # why the last of them was refused
+    note: str = ""  # what its start still does, in words; empty once it serves
 
 
 @dataclass(frozen=True)

@@ -178,3 +178,17 @@ def test_a_cluster_has_made_the_steps_that_its_processes_made_whatever_became_of
     joins(b"two")
     bench.beat("a", steps=5)
     assert steps() == 365
+
+
+def test_settings_that_changed_with_a_restart_hold_for_the_next_round() -> None:
+    bench = Bench().running("a")
+    bench.config = replace(
+        bench.config, settings=replace(bench.config.settings, sync_every_steps=7, outer_lr=0.25, outer_momentum=0.5)
+    )
+    bench.restart()
+    reply = bench.join("a", previous=bench.clusters["a"].join.incarnation)
+    assert (reply.settings.sync_every_steps, reply.settings.outer_lr) == (7, 0.25)
+    bench.pull("a")
+    bench.push("a")
+    prepare = list(bench.slaves[0].prepared.values())[-1]
+    assert (prepare.outer_lr, bench.status().published) == (0.25, Version(1, 1))
