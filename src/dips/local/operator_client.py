@@ -173,8 +173,11 @@ class NamedRun:
             pass  # another user's process
 
     def _away(self) -> RetryLater:
-        left = self.at_rest()
-        why = f" ({left.waiting_for}; `dips status {self.directory}` shows it)" if left and left.stopped else ""
+        left, why = self.at_rest(), ""
+        if left is not None and left.stopped:
+            why = f" ({left.waiting_for}; `dips status {self.directory}` shows it)"
+        elif left is not None:
+            why = f" (the run has not ended: it is at version {left.published}, {left.tokens} tokens)"
         return RetryLater(f"no master runs in {self.directory}{why}: start the run")
 
     def at_rest(self) -> StatusReply | None:
