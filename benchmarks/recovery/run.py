@@ -24,7 +24,7 @@ from dips.local.local_run import LocalRun
 from dips.local.log_files import tape_path
 from dips.local.processes import OwnCluster, RunPlan
 from dips.local.run_directory import UP, Mark, claim
-from dips.local.run_file import make_slaves
+from dips.local.run_file import make_slaves, numbered
 from dips.local.supervisor import POLL_S
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME
@@ -100,7 +100,7 @@ class Watched:
         plan = RunPlan(
             RUN_ID,
             load(MasterConfig, "master", overrides=knobs).value,
-            make_slaves(self.directory, RUN_ID, shape.slaves),
+            make_slaves(self.directory, RUN_ID, numbered(shape.slaves)),
             tuple(OwnCluster(name, tuple(self._command(name))) for name in shape.clusters),
         )
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -38,7 +39,8 @@ async def test_clusters_are_told_the_address_that_they_reach(tmp_path: Path, adv
         async with slave_here(config):
             hello = await (await master.accept()).hello()
             assert hello.data_endpoint == expected.format(port)
-            assert (tmp_path / METRICS_FILE).exists()
+            file = tmp_path / METRICS_FILE
+            await asyncio.to_thread(until, file.exists, "the slave serves its metrics, with its kernels compiled")
             assert guards() == 1
     assert not (tmp_path / METRICS_FILE).exists()
     assert guards() == 0

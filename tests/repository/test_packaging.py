@@ -78,7 +78,7 @@ def test_the_distribution_is_none_that_the_index_takes_for_somebody_elses() -> N
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"] == DISTRIBUTION
     # The index compares names without case, and without hyphens, dots and underscores where it looks for likeness.
     assert re.sub(r"[-_.]", "", DISTRIBUTION.lower()) != "dips"
-    assert how_to_install("worker") == "pip install 'dips-training[worker]'"
+    assert how_to_install("worker") == "pip install '.[worker]' in the checkout of Di-PS"
 
 
 def test_nothing_advises_to_install_what_is_not_ours() -> None:

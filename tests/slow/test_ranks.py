@@ -209,8 +209,8 @@ def said_by(program: str) -> str:
 
 def test_a_missing_trainer_names_the_extra_and_none_is_loaded() -> None:
     said = said_by(WITHOUT)
-    assert "needs transformers: pip install 'dips-training[huggingface]'" in said
-    assert "pip install 'dips-training[lightning]'" in said
+    assert "needs transformers: pip install '.[huggingface]'" in said
+    assert "pip install '.[lightning]'" in said
     assert said_by(LAZY) == "[]\n"
 
 

@@ -48,7 +48,7 @@ def check_run(directory: Path, run: WholeRun, clusters: list[NumpyCluster], n_re
     report = verify_run(directory, replay=True)
     assert report.verdict == "ok", report.violations
     assert report.replayed is not None
-    assert report.replayed.versions == status.rounds_committed + n_reshards
+    assert report.replayed.versions == 1 + status.rounds_committed + n_reshards
     assert not report.replayed.skipped
 
 

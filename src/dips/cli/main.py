@@ -10,20 +10,26 @@ from __future__ import annotations
 import importlib
 import inspect
 import io
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 import typer.main
 from rich.markup import escape
+from typer.completion import shell_complete
 
 from dips.core.errors import DISK_ERRORS, INTERRUPTED, TERMINATED, ConfigError, DipsError, FatalError
 from dips.core.observe.logs import say_last
 from dips.core.release import VERSION, how_to_install
+
+_HELP = ["-h", "--help"]
+COMPLETE = "_DIPS_COMPLETE"
+"""The variable by which the scripts of --show-completion ask what may follow on a line."""
 
 _USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 _EXTRA_OF_PACKAGE = {
@@ -351,8 +357,12 @@ def run(arguments: Sequence[str]) -> int:
     if list(arguments[:1]) == ["help"]:
         arguments = [*arguments[1:], "--help"]
     try:
-        app = build_app(next((word for word in arguments if not word.startswith("-")), ""))
+        typed = arguments if COMPLETE not in os.environ else _line_to_complete()
+        app = build_app(next((word for word in typed if not word.startswith("-")), ""))
         command = typer.main.get_command(app)
+        _show_no_types_of_flags(command)
+        if len(arguments) == 2 and arguments[0] == "--show-completion":
+            return shell_complete(command, {}, "dips", COMPLETE, f"source_{arguments[1]}")  # of the shell that is named
         result = command.main(args=list(arguments) or ["--help"], prog_name="dips", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except (KeyboardInterrupt, typer.Abort):
@@ -371,16 +381,29 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(_usage_sentence(error, arguments), ConfigError.exit_code)
 
 
+def _show_no_types_of_flags(command: Any) -> None:
+    """Leave out <bool> behind each flag in the help of a command and of those below it: a flag takes no value."""
+    for option in command.get_params(typer.Context(command, help_option_names=_HELP)):
+        if getattr(option, "is_bool_flag", False):
+            option.metavar = ""
+    for one in getattr(command, "commands", {}).values():
+        _show_no_types_of_flags(one)
+
+
+def _line_to_complete() -> list[str]:
+    """The words after `dips` on the line for which a shell asks what may follow."""
+    return (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or "").split()[1:]
+
+
 def build_app(chosen: str) -> typer.Typer:
     """The command with all its sub-commands; only the chosen one is imported, the others are names for
     --help."""
     app = typer.Typer(
         help="Train one language model on several clusters in different places: an asynchronous parameter server.",
         epilog="Begin with:  dips demo\n\nOne command:  dips help COMMAND",
-        add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": _HELP},
     )
     app.callback()(_no_command)
     for command in COMMANDS:

@@ -19,7 +19,7 @@ from dips.core.errors import ConfigError, RetryLater
 from dips.core.messages import StatusReply
 from dips.core.units import parse_count
 from dips.local.operator_client import NamedRun, OperatorClient
-from dips.local.view import status_json, status_view
+from dips.local.view import cluster_table, status_json, status_view
 
 RunId = Annotated[str, typer.Option("--run-id", metavar="TEXT", help="Refuse to talk to the master of any other run.")]
 Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; the log and the tape have it.")]
@@ -41,15 +41,34 @@ def status(
 ) -> int:
     """Show what a run does now: why it waits, its version and tokens, its clusters, slaves and last rounds.
 
-    With --json the keys are those of the status message, ids in their text form, unknown numbers null.
+    With --json the keys are those of the status message, ids in their text form, unknown numbers null. Of a run that
+    has ended, and whose directory is named, it says why, from the master's journal.
     """
-    with _operator(run, run_id, keys, insecure) as operator:
-        if not watch:
-            _print_once(operator.status(), as_json)
+    named = NamedRun.of(run)
+    try:
+        with _operator(run, run_id, keys, insecure) as operator:
+            if not watch:
+                _print_once(operator.status(), as_json)
+            else:
+                print(_ended(_watch(operator, interval_s, as_json)), file=sys.stderr)
+    except RetryLater as error:
+        if named.directory is None:
+            hint = "of a run that has ended, `dips status DIRECTORY` shows the end, with the run's directory"
+            raise RetryLater(f"{error}; {hint}") from error
+        left = named.at_rest()
+        if left is None or not left.stopped:
+            raise
+        if as_json:
+            unknown = {"settings": None, "tk_max_tokens": left.tk_max_tokens or None}
+            print(json.dumps({**status_json(left), **unknown}, allow_nan=False))
         else:
-            last = _watch(operator, interval_s, as_json)
-            print(f"run {last.run_id} has ended at version {last.published}, {last.tokens} tokens", file=sys.stderr)
+            print(f"{_ended(left)} ({left.waiting_for.partition(': ')[2]})")
+            Console().print(cluster_table(left.clusters))
     return 0
+
+
+def _ended(last: StatusReply) -> str:
+    return f"run {last.run_id} has ended at version {last.published}, {last.tokens} tokens"
 
 
 def _watch(operator: OperatorClient, interval_s: float, as_json: bool) -> StatusReply:

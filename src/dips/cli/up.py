@@ -15,6 +15,7 @@ from dips.cli.run_options import insecure_asked
 from dips.core.clock import SystemClock
 from dips.core.net.addresses import format_address, parse_address
 from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE
+from dips.core.observe.logs import say_last
 from dips.doctor.local import refuse_what_cannot_start
 from dips.local.local_run import LocalRun
 from dips.local.log_files import HELDOUT_TAPE, heldout_losses, tape_path
@@ -58,8 +59,17 @@ def up(
     clock = SystemClock()
     console = Console(stderr=True)
     with claim(run.directory, Mark(plan.run_id, UP, " ".join(sys.argv))) as directory:
-        with progress_for(console, clock) as progress, LocalRun(plan, directory, clock, progress.say) as local:
-            ended = _serve(local, progress, directory, page, extend)
+        local: LocalRun | None = None
+        try:
+            with progress_for(console, clock) as progress, LocalRun(plan, directory, clock, progress.say) as local:
+                ended = _serve(local, progress, directory, page, extend)
+        except (KeyboardInterrupt, SystemExit) as signal:
+            how = "ctrl-C" if isinstance(signal, KeyboardInterrupt) else "SIGTERM"
+            last = local.status if local is not None else None
+            at = f" at version {last.published}, {last.tokens} tokens" if last is not None else ""
+            more = f"its files are in {directory.path}, and `dips up {file}` continues it"
+            say_last(f"{how}: the processes of run {plan.run_id} were ended{at}; {more}")
+            raise
         if (last := local.status) is not None:
             more = "" if ended else f"; `dips up {file}` continues it"
             how = "ended" if ended else "is"

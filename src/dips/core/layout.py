@@ -218,7 +218,11 @@ def first_difference(ours: Layout, theirs: Layout) -> str:
         return f"it has parameter {extra[0]!r}, which the run's model lacks"
     if ours.block_elems != theirs.block_elems:
         return f"its blocks are {theirs.block_elems} elements long, the run's are {ours.block_elems}"
-    return "its parameters are in another order"
+    at = next(i for i, pair in enumerate(zip(mine, other, strict=True)) if pair[0] != pair[1])
+    return (
+        f"its parameters are in another order: it has {list(other)[at]!r} where the run's model has {list(mine)[at]!r} "
+        "(ranks that hold parts of the model give order=[name for name, _ in model.named_parameters()], of the whole)"
+    )
 
 
 def _check(layout: Layout) -> None:

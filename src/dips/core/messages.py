@@ -213,7 +213,7 @@ class HeartbeatRequest:
 
     caller: Caller
     phase: str = ""
-    steps: int = 0  # inner steps made by this incarnation
+    steps: int = 0  # inner steps made by this process, over all its incarnations
     tokens_per_s: float = 0.0  # measured, of computing alone
     steps_per_s: float = 0.0
     loss: float = NAN  # mean of the last steps, nats per token; NaN: unknown
@@ -623,7 +623,7 @@ class StatusReply:
     phase_age_s: float
     window_closes_in_s: float
     waiting_for: str  # why nothing happens, in a sentence; empty when all is well
-    rounds_committed: int = 0
+    rounds_committed: int = 0  # without that of version 0, which merges nothing
     rounds_merged: int = 0  # with two or more accepted clusters
     rounds_void: int = 0
     rounds_aborted: int = 0
@@ -722,6 +722,7 @@ class SlaveBeat:
     durable: Version | None = None  # the newest version whose snapshot is on this slave's disk, with its COMMIT
     refused_connections: int = 0  # at the data port since start: unknown keys, and peers whose handshake fails
     refused_connection: str = ""  # why the last of them was refused
+    note: str = ""  # what its start still does, in words; empty once it serves
 
 
 @dataclass(frozen=True)

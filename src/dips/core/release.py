@@ -20,8 +20,10 @@ def requirement(*extras: str) -> str:
 
 
 def how_to_install(*extras: str) -> str:
-    """The command that adds what these extras need, for the remedy of an error."""
-    return f"pip install '{requirement(*extras)}'"
+    """The command that adds what these extras need, for the remedy of an error. It is that of a checkout until the
+    index has the distribution."""
+    place = f"'.[{','.join(extras)}]'" if extras else "."
+    return f"pip install {place} in the checkout of Di-PS"
 
 
 _COMPUTED_WITH = ("torch", "numpy", "numba", "grpcio", "protobuf", "pyzmq", "safetensors")

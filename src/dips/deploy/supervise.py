@@ -100,7 +100,8 @@ def _noted(memory: WatchMemory, status: StatusReply, slaves: Sequence[str], now_
     alive = {slave.slave_id for slave in status.slaves if slave.alive}
     fresh = status.epoch != memory.epoch
     away = {} if fresh else memory.away_s
-    moved = fresh or status.rounds_committed != memory.committed
+    committed = status.rounds_committed + (status.published is not None)
+    moved = fresh or committed != memory.committed
     blamed = {} if moved else memory.blamed_s
     # A round that waits for several slaves, or for something else, is no slave's fault.
     waited_for = status.waiting_slaves if status.waiting_code in _STEPS else ()
@@ -109,7 +110,7 @@ def _noted(memory: WatchMemory, status: StatusReply, slaves: Sequence[str], now_
         memory,
         away_s={slave: away.get(slave, now_s) for slave in slaves if slave not in alive},
         blamed_s={slave: blamed.get(slave, now_s) for slave in slaves if slave == guilty or slave in blamed},
-        committed=status.rounds_committed,
+        committed=committed,
         epoch=status.epoch,
     )
 

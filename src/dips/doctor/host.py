@@ -194,7 +194,7 @@ def check_packages(
             requirements = importlib.metadata.requires(DISTRIBUTION) or ()
         except importlib.metadata.PackageNotFoundError:
             sentence = f"{DISTRIBUTION} itself is not installed in this environment"
-            yield fail("packages", sentence, f"{how_to_install()}, or `pip install -e .` in a checkout of the sources")
+            yield fail("packages", sentence, how_to_install())
             return
     if (other := version("dips")) is not None:
         sentence = f"a distribution named dips ({other}) is installed as well, in the same folder as {DISTRIBUTION}"

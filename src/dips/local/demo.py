@@ -56,7 +56,7 @@ from dips.local.report import (
     write_report,
 )
 from dips.local.run_directory import DEMO, Mark, RunDirectory, claim
-from dips.local.run_file import NOT_YET_KNOWN, make_slaves
+from dips.local.run_file import NOT_YET_KNOWN, make_slaves, numbered
 from dips.local.supervisor import POLL_S, TELL_EVERY_S, how_it_ended
 from dips.master.config import MasterConfig
 from dips.trainer.config import TrainConfig
@@ -223,7 +223,7 @@ def must_wait(status: StatusReply, faults: FaultPlan) -> bool:
 
     On a machine that does much else, a killed process takes its time to come back.
     """
-    rounds = max(1, status.rounds_committed - 1)  # without the one of version 0
+    rounds = max(1, status.rounds_committed)
     left = status.tk_max_tokens - status.tokens
     return left <= ROUNDS_TO_SPARE * status.tokens / rounds and faults.unfinished(status)
 
@@ -259,7 +259,7 @@ def make_plan(wanted: DemoOptions, train: TrainConfig, tk_max: int, link: CutLin
     kinds = parallelisms(wanted)
     clusters = [_cluster(wanted.run_dir, train, *each) for each in zip(names, gaps, kinds, strict=True)]
     slaves = make_slaves(
-        wanted.run_dir, RUN_ID, wanted.slaves, record_pushes=wanted.record_pushes or wanted.parallel or None
+        wanted.run_dir, RUN_ID, numbered(wanted.slaves), record_pushes=wanted.record_pushes or wanted.parallel or None
     )
     if link is not None:
         first, *rest = link.ports

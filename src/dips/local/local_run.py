@@ -180,7 +180,8 @@ class LocalRun:
     def finish(self) -> None:
         """Once `finished`: let the master and the slaves end by themselves, for a bounded time."""
         names = [MASTER, *self.plan.slave_ids]
-        attached = [slave.slave_id for slave in self.status.slaves if slave.alive] if self.status is not None else []
+        here = [slave.slave_id for slave in self.status.slaves if slave.alive] if self.status is not None else []
+        attached = [name for name in self.plan.slave_ids if name in here]  # a reshard may have brought others
         ask_s = self._clock.monotonic_s()
         deadline_s = ask_s + _END_S
         while not self.supervisor.ended(names) and (now_s := self._clock.monotonic_s()) < deadline_s:

@@ -6,6 +6,7 @@ Blocking, each call with a deadline. It must never retry by itself: the caller d
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +32,12 @@ from dips.core.net.addresses import parse_address
 from dips.core.net.grpc_calls import open_channel, refused_from
 from dips.core.net.security import Security
 from dips.core.net.tls_probe import why_not_let_in
-from dips.master.directory import read_address
+from dips.local.run_directory import read_mark
+from dips.master.directory import ADDRESS_NAME, LOCK_NAME, read_address
 from dips.protos import operator_pb2_grpc
 
 CALL_S = 5.0
+CONNECT_S = 2.0
 
 T = TypeVar("T")
 
@@ -133,11 +136,58 @@ class NamedRun:
             raise ConfigError(f"{text} is neither a directory nor a master's address: write HOST:PORT") from error
         return cls(None, text)
 
+    @property
+    def masters(self) -> Path:
+        """The directory of its master: the folder `master` of the run's, or this one. Raises ConfigError when it holds
+        no run, or a run is named by its master's address."""
+        if self.directory is None:
+            raise ConfigError(f"{self.address} is an address: give the directory of a run on this machine")
+        folder = self.directory / "master"
+        folder = folder if folder.is_dir() else self.directory
+        if read_mark(self.directory) is None and not any(
+            (folder / name).exists() for name in (LOCK_NAME, ADDRESS_NAME)
+        ):
+            raise ConfigError(f"{self.directory} holds no run: give the directory of a run of `dips demo` or `dips up`")
+        return folder
+
     def master(self) -> str:
-        """The address of its master. Raises ConfigError when no master runs there."""
+        """The address of its master. Raises ConfigError as `masters` does, RetryLater when no master runs there."""
         if self.directory is None:
             return self.address or ""
-        written = read_address(self.directory / "master") or read_address(self.directory)
+        written = read_address(self.masters)
         if written is None:
-            raise ConfigError(f"no master runs in {self.directory}: start the run, or check the directory")
+            raise self._away()
         return written.address
+
+    def check_alive(self) -> None:
+        """Raises as master() does, and RetryLater for an address that a killed master left behind."""
+        address, written = self.master(), read_address(self.masters)
+        try:
+            os.kill(written.pid if written is not None else 0, 0)
+        except ProcessLookupError:  # or it is in a container, where processes have other numbers
+            try:
+                socket.create_connection(parse_address(address), CONNECT_S).close()
+            except OSError as error:
+                raise self._away() from error
+        except PermissionError:
+            pass  # another user's process
+
+    def _away(self) -> RetryLater:
+        left, why = self.at_rest(), ""
+        if left is not None and left.stopped:
+            why = f" ({left.waiting_for}; `dips status {self.directory}` shows it)"
+        elif left is not None:
+            why = f" (the run has not ended: it is at version {left.published}, {left.tokens} tokens)"
+        return RetryLater(f"no master runs in {self.directory}{why}: start the run")
+
+    def at_rest(self) -> StatusReply | None:
+        """What the journal says of a run whose master is gone; None for an address, or before the first decision."""
+        from dips.master.archive import FILE_NAME  # the master's state: not for --help
+        from dips.master.journal import read_newest
+        from dips.master.state.ledger import ledger_from_journal
+        from dips.master.state.status import at_rest
+
+        if self.directory is None or not (self.masters / FILE_NAME).is_file():
+            return None
+        epoch, ledger = read_newest(self.masters)
+        return at_rest(ledger_from_journal(ledger), epoch) if ledger is not None else None

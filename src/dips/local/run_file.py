@@ -11,11 +11,12 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dips.core.config import (
     Knobs,
@@ -53,7 +54,11 @@ class RunKnobs(Knobs):
 
     id: Name = Field(description="Name of the run.")
     directory: Path = Field(description="Where the run keeps everything; relative to where `dips up` is started.")
-    slaves: int = Field(1, ge=1, le=64, description="How many slaves.")
+    slaves: Annotated[int, Field(ge=1, le=64)] | Annotated[tuple[Name, ...], Field(min_length=1, max_length=64)] = (
+        Field(
+            1, description="How many slaves (s0, s1, ...); or a list of their names, such as those that a reshard left."
+        )
+    )
     advertise: str = Field(
         "",
         description="Host name or address, without a port, under which other machines reach this one; empty: that of "
@@ -76,6 +81,17 @@ class RunKnobs(Knobs):
     )
     log_format: LogFormat = Field("human", description="Form of all processes' log lines: human, or json for machines.")
 
+    @field_validator("slaves", mode="before")
+    @classmethod
+    def _number(cls, value: object) -> object:
+        """A number from the environment comes as a list of one text."""
+        return int(value[0]) if isinstance(value, list) and len(value) == 1 and str(value[0]).isdecimal() else value
+
+    @property
+    def slave_ids(self) -> tuple[str, ...]:
+        """The slaves' names."""
+        return self.slaves if isinstance(self.slaves, tuple) else numbered(self.slaves)
+
 
 class ClusterKnobs(Knobs):
     """The settings that only a table [[clusters]] has."""
@@ -94,6 +110,7 @@ def read_run_file(file: Path, insecure: bool = False, log_format: LogFormat | No
     _refuse_security(tables)
     overrides = {"insecure": True if insecure else None, "log_format": log_format}
     run = load(RunKnobs, "run", file=tables, overrides=overrides).value
+    check_unique(run.slave_ids, "name", f"{file} [run] slaves")
     train = load(TrainConfig, TRAIN_SECTION, file=tables)
     client = load(ClientConfig, WORKER_SECTION, file=tables)
     master = _master(tables, run, len(tables.rows("clusters")))
@@ -143,15 +160,20 @@ def _all_logging(plan: RunPlan, log_format: LogFormat) -> RunPlan:
     )
 
 
+def numbered(how_many: int) -> tuple[str, ...]:
+    """Names of slaves: s0, s1, ..."""
+    return tuple(f"s{index}" for index in range(how_many))
+
+
 def make_slaves(
-    directory: Path, run_id: str, how_many: int, file: SettingsFile | None = None, **more: object
+    directory: Path, run_id: str, names: Iterable[str], file: SettingsFile | None = None, **more: object
 ) -> tuple[SlaveConfig, ...]:
-    """Slaves s0, s1, ... with their directories and tapes inside the run's.
+    """Slaves of these names with their directories and tapes inside the run's.
 
     more: settings that go before those of the file; None: as the file says.
     """
     slaves = []
-    for name in (f"s{index}" for index in range(how_many)):
+    for name in names:
         ours: dict[str, object] = {
             **more,
             "run_id": run_id,
@@ -209,7 +231,7 @@ def _reachable_slaves(file: SettingsFile, run: RunKnobs, master: MasterConfig) -
         if "advertise" not in given:
             ours["advertise"] = format_address(public, 0)
     slaves = []
-    made = make_slaves(run.directory, run.id, run.slaves, file, insecure=run.insecure or None, **ours)
+    made = make_slaves(run.directory, run.id, run.slave_ids, file, insecure=run.insecure or None, **ours)
     for index, slave in enumerate(made):
         if public and is_loopback(slave.data_host) and "advertise" not in given:
             raise ConfigError(
@@ -251,7 +273,8 @@ def _explicit(loaded: Loaded[K]) -> dict[str, object]:
 
 
 def _master(file: SettingsFile, run: RunKnobs, n_clusters: int) -> MasterConfig:
-    ours: dict[str, object] = {"run_id": run.id, "directory": run.directory / "master", "slaves": run.slaves}
+    ours: dict[str, object] = {"run_id": run.id, "directory": run.directory / "master"}
+    ours["slaves"] = len(run.slave_ids)
     ours["insecure"] = run.insecure or None
     loaded = load(MasterConfig, "master", file=file, overrides=ours)
     if n_clusters > loaded.value.max_clusters:
@@ -267,7 +290,7 @@ def _clusters(
     found = [_cluster(file, run, number, train, client) for number in range(1, len(file.rows("clusters")) + 1)]
     names = [cluster.cluster_id for cluster in found]
     check_unique(names, "id", f"{file} [[clusters]]")
-    reserved = {"master", "heldout", *(f"s{index}" for index in range(run.slaves))}.intersection(names)
+    reserved = {"master", "heldout", *run.slave_ids}.intersection(names)
     if reserved:
         raise ConfigError(
             f"{file}: the cluster id {sorted(reserved)[0]!r} is the name of another process: choose another"

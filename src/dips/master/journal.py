@@ -315,6 +315,12 @@ def read_records(directory: Path, kind: str | None = None) -> Iterator[JournalRe
         yield from _records(directory, connection, kind)
 
 
+def read_newest(directory: Path) -> tuple[int, str | None]:
+    """The epoch, and the newest ledger (None: nothing was decided yet). Raises as read_records does."""
+    with _reading(directory) as connection:
+        return _epoch(connection.cursor()), get_snapshot(connection, directory / FILE_NAME)
+
+
 def pruned_to(directory: Path) -> Pruned | None:
     """The newest deleted record of the history in `directory`; None when it is whole. Raises as read_records does."""
     with _reading(directory) as connection:

@@ -108,7 +108,7 @@ class ConfigureRefused(_message.Message):
     def __init__(self, refusal: _Optional[_Union[_common_pb2.Refusal, _Mapping]] = ...) -> None: ...
 
 class SlaveBeat(_message.Message):
-    __slots__ = ("staging_bytes", "served_bytes", "refused_chunks", "resident_bytes", "staging_open", "progress", "durable", "refused_connections", "refused_connection")
+    __slots__ = ("staging_bytes", "served_bytes", "refused_chunks", "resident_bytes", "staging_open", "progress", "durable", "refused_connections", "refused_connection", "note")
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
     SERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     REFUSED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,7 @@ class SlaveBeat(_message.Message):
     DURABLE_FIELD_NUMBER: _ClassVar[int]
     REFUSED_CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_CONNECTION_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
     staging_bytes: int
     served_bytes: int
     refused_chunks: int
@@ -127,7 +128,8 @@ class SlaveBeat(_message.Message):
     durable: _common_pb2.Version
     refused_connections: int
     refused_connection: str
-    def __init__(self, staging_bytes: _Optional[int] = ..., served_bytes: _Optional[int] = ..., refused_chunks: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., staging_open: _Optional[int] = ..., progress: _Optional[_Iterable[_Union[StagingProgress, _Mapping]]] = ..., durable: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., refused_connections: _Optional[int] = ..., refused_connection: _Optional[str] = ...) -> None: ...
+    note: str
+    def __init__(self, staging_bytes: _Optional[int] = ..., served_bytes: _Optional[int] = ..., refused_chunks: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., staging_open: _Optional[int] = ..., progress: _Optional[_Iterable[_Union[StagingProgress, _Mapping]]] = ..., durable: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., refused_connections: _Optional[int] = ..., refused_connection: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
 
 class StagingProgress(_message.Message):
     __slots__ = ("push", "attempt", "landed_bytes")

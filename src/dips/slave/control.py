@@ -193,7 +193,8 @@ class Control:
             self._saved.clear()
             self._shell.note_refusals()
             if self._shell.state.link.attached:
-                beat = replace(with_resident_bytes(self._data.beat()), durable=self._shell.state.shard.saving.durable)
+                beat = with_resident_bytes(self._data.beat())
+                beat = replace(beat, durable=self._shell.state.shard.saving.durable, note=self._shell.starts)
                 self._reported_refused = beat.refused_connections
                 self._send(SlaveMessage(self._shell.state.caller(), beat))
 

@@ -184,16 +184,22 @@ async def _serve(
             config.compute_threads,
             curve,
         )
+        control = Control(config.master, security, shell, data)
+        tape.write("started", "", endpoint=endpoint, pid=os.getpid(), snapshots=len(store.ring.infos()))
+        log.info("run %s: data port %s, master %s", config.run_id, endpoint, config.master)
+        # Before the kernels are compiled, so that the master can say what it waits for. What it commands meanwhile for
+        # the data port, such as to load, is done once that runs.
+        dialling = asyncio.create_task(control.run())
         try:
             await shell.warm_up()
             data.start()
             guard = ConnectionGuard(data, config.memory_bytes)
             guard.start()
             metrics = await serve_slave_metrics(config, security, shell, data, guard, store.ring)
-            tape.write("started", "", endpoint=endpoint, pid=os.getpid(), snapshots=len(store.ring.infos()))
-            log.info("run %s: data port %s, master %s", config.run_id, endpoint, config.master)
-            return await _until_ended(shell, Control(config.master, security, shell, data), stop, tape)
+            return await _until_ended(shell, dialling, stop, tape)
         finally:
+            dialling.cancel()
+            await asyncio.gather(dialling, return_exceptions=True)
             if metrics is not None:
                 metrics.stop()
             if guard is not None:
@@ -227,10 +233,9 @@ def _push_evidence(config: SlaveConfig) -> PushEvidence:
         raise of_disk(error, f"{where} cannot be made: {error.strerror}; or leave record_pushes off") from error
 
 
-async def _until_ended(shell: SlaveShell, control: Control, stop: asyncio.Event, tape: Tape) -> bool:
+async def _until_ended(shell: SlaveShell, dialling: asyncio.Task[None], stop: asyncio.Event, tape: Tape) -> bool:
     """Serve until the end. Returns whether the master no longer needs this slave."""
     stopped = asyncio.create_task(stop.wait())
-    dialling = asyncio.create_task(control.run())
     try:
         ends: list[asyncio.Future[Any]] = [shell.ended, stopped, dialling]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -241,6 +246,5 @@ async def _until_ended(shell: SlaveShell, control: Control, stop: asyncio.Event,
         log.info("stopped: %s", reason)
         return shell.ended.done()
     finally:
-        for task in (dialling, stopped):
-            task.cancel()
-        await asyncio.gather(dialling, stopped, return_exceptions=True)
+        stopped.cancel()
+        await asyncio.gather(stopped, return_exceptions=True)

@@ -20,7 +20,7 @@ from dips.core.clock import Clock
 from dips.core.errors import DipsError, FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import Incarnation
 from dips.core.math import landing_numba, outer_numba, wire_numba
-from dips.core.math.compiling import watched
+from dips.core.math.compiling import watched, where_kept
 from dips.core.messages import (
     Allow,
     CloseStaging,
@@ -103,6 +103,8 @@ class SlaveShell:
         self._said_refused = 0
         self._said_away = 0
         self._counts = Counts(clock)
+        self.starts = ""
+        """What the start does that may take minutes, for the beats; empty when it is over."""
         self.send: Callable[[SlaveMessage], None] | None = None
         self.close_link: Callable[[str], None] | None = None
         self.saved: Callable[[], None] | None = None
@@ -113,9 +115,16 @@ class SlaveShell:
         """Compile the kernels before a round needs them: compiling holds the interpreter lock."""
         starting = Starting("kernels", log, self._tape, self._clock, quiet_s=0.0)
         modules = [outer_numba, wire_numba, landing_numba, *([serve_numba] if self._data.is_compiled else [])]
-        with watched(starting.compiles, *modules):
+        kept = where_kept()
+
+        def tell(name: str, done: int, of: int) -> None:
+            self.starts = f"compiles kernels, {done} of {of}"
+            starting.compiles(name, done, of, kept)
+
+        with watched(tell, *modules):
             for kernels in modules:
                 await self._loop.run_in_executor(self._outer, kernels.warm_up)
+        self.starts = ""
         starting.end()
 
     async def measure_memory(self) -> float:

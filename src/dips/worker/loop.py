@@ -69,6 +69,7 @@ from dips.worker.torch_model import (
     refuse_hidden_moments,
     refuse_shards,
     running_statistics,
+    skipped_by_scaler,
     stepped_by,
     untrained_of,
 )
@@ -668,6 +669,9 @@ class DiLoCo:
         if makes_state_only(optimizer, kwargs):
             self._in_step = bool(self._stepped)
             return
+        if self._was_skipped(optimizer):
+            self._in_step, self._next_tokens = bool(self._stepped), None
+            return
         if optimizer not in self._stepped:
             self._stepped.append(optimizer)
         if len(self._stepped) < len(self._optimizers):
@@ -703,6 +707,10 @@ class DiLoCo:
         if ended and not asked and not self._warned_of_end:
             self._warned_of_end = True
             _logger.warning("the run has ended for this cluster: ask `sync.done`; steps from now on are not shared")
+
+    def _was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer was called for a batch that is not trained on."""
+        return skipped_by_scaler(optimizer)
 
     def _step_together(self, together: RankLoop, tokens: int) -> None:
         near = together.push_is_near

@@ -186,6 +186,13 @@ def innermost(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.O
     return list(found.values())
 
 
+def skipped_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a fused optimizer's step changed nothing, since GradScaler found an overflow: of those it calls step(),
+    and says so to the optimizer until the step is over. Waits for the device, as GradScaler does for the others."""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, torch.Tensor) and bool(local(found).item())
+
+
 def makes_state_only(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> bool:
     """Whether a step was torch's own, by which get_optimizer_state_dict() makes an optimizer's state: of a rate and
     gradients of zero, and called with `closure=None`. (Gradients alone would not be the same on all ranks.)

@@ -253,4 +253,6 @@ def test_without_torch_the_command_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main.run(("plan", "run", "1f1b", "--out", str(tmp_path))) == 2
-    assert capsys.readouterr().err.endswith("dips: this command needs torch: pip install 'dips-training[worker]'\n")
+    assert capsys.readouterr().err.endswith(
+        "dips: this command needs torch: pip install '.[worker]' in the checkout of Di-PS\n"
+    )

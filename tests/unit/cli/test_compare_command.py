@@ -261,7 +261,7 @@ def test_a_place_or_a_package_that_is_missing_is_told_before_anything_runs(
         found: Callable[[str], object] = lambda name, package=package: None if name == package else name  # type: ignore[misc]  # noqa: E731
         monkeypatch.setattr("importlib.util.find_spec", found)
         assert main.run(["compare", "--figure", "9", "--run-dir", str(tmp_path)]) == 2
-        assert f"this command needs {package}: pip install 'dips-training[" in capsys.readouterr().err
+        assert f"this command needs {package}: pip install '.[" in capsys.readouterr().err
     assert not figures
 
 

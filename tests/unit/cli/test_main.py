@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 from support.repository import ROOT
+from support.run_status import run_status
 
 from dips.cli import main
 from dips.cli import place as command_place
+from dips.cli import up as command_up
 from dips.cli.demo import own_model
 from dips.core.errors import TERMINATED, FatalError, RefusalCode, Refused, RetryLater
 from dips.local import operator_client
@@ -54,6 +56,7 @@ def test_every_command_has_help_with_examples_of_its_own(
     code, out, _ = told(capsys, "help", command.name)
     assert (code, "Examples:" in out) == (0, True)
     assert command.examples
+    assert "<bool>" not in out
     assert all(example in out and example.startswith(f"dips {command.name}") for example in command.examples)
 
 
@@ -62,6 +65,29 @@ def test_help_is_asked_for_in_three_ways(words: list[str], capsys: pytest.Captur
     texts = {told(capsys, *asked)[1] for asked in ([*words, "--help"], [*words, "-h"], ["help", *words])}
     (text,) = texts
     assert f"Usage: dips {' '.join(words)} " in text
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("dips st", {"status", "stop", "story"}), ("dips status --wa", {"--watch"}), ("dips plan calibr", {"calibrate"})],
+)
+def test_a_shell_completes_commands_and_their_options(
+    line: str, expected: set[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(main.COMPLETE, "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
+    with pytest.raises(SystemExit):
+        main.run([])
+    assert set(capsys.readouterr().out.split()) == expected
+
+
+@pytest.mark.parametrize(("shell", "code", "said"), [("bash", 0, "complete -o default"), ("nonsense", 1, "")])
+def test_the_script_of_a_named_shell_is_printed(
+    shell: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, out, _ = told(capsys, "--show-completion", shell)
+    assert (found, said in out) == (code, True)
 
 
 def test_the_process_ends_with_the_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +178,7 @@ def test_a_persons_mistake_is_a_sentence_and_exit_code_2(
         (
             ModuleNotFoundError("No module named 'torch'", name="torch.nn"),
             2,
-            "dips: this command needs torch: pip install 'dips-training[worker]'\n",
+            "dips: this command needs torch: pip install '.[worker]' in the checkout of Di-PS\n",
         ),
         # Our own bugs keep their trace.
         (KeyError("bug"), None, ""),
@@ -171,7 +197,7 @@ def test_exit_codes_of_errors(
 
     monkeypatch.setattr(operator_client.NamedRun, "master", fails)
     with contextlib.nullcontext() if code is not None else pytest.raises(type(raised)):
-        assert main.run(["status", "127.0.0.1:1"]) == code
+        assert main.run(["pause", "127.0.0.1:1"]) == code
     assert capsys.readouterr().err == said
 
 
@@ -245,3 +271,50 @@ def test_output_into_a_closed_pipe_leaves_no_trace() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "how", "code"), [(KeyboardInterrupt(), "ctrl-C", 130), (SystemExit(TERMINATED), "SIGTERM", TERMINATED)]
+)
+def test_a_launcher_that_a_signal_ended_says_how_to_go_on(
+    ended_by: BaseException,
+    how: str,
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Run(contextlib.nullcontext["Run"]):
+        status = run_status()
+
+        def __init__(self, *given: object) -> None:
+            super().__init__(self)
+
+        def start(self, extend: bool) -> None:
+            raise ended_by
+
+    monkeypatch.setattr(command_up, "LocalRun", Run)
+    monkeypatch.setattr(command_up, "refuse_what_cannot_start", lambda run, plan: None)
+    file = tmp_path / "mine.toml"
+    file.write_text(f'[run]\nid = "mine"\ndirectory = "{tmp_path / "run"}"\ninsecure = true\n')
+    with contextlib.nullcontext() if how == "ctrl-C" else pytest.raises(SystemExit):
+        assert main.run(["up", str(file)]) == code
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"{how}: the processes of run mine were ended at version 1:12, 400000 tokens" in said
+    assert f"`dips up {file}` continues it" in said
+
+
+def test_ctrl_c_while_the_command_is_imported_is_no_trace() -> None:
+    """An import hook in place of a person who is quick."""
+    program = (
+        "import sys\n"
+        "class Quick:\n"
+        "    def find_spec(self, name, *of):\n"
+        "        if name == 'typer':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Quick())\n"
+        "from dips.cli.__main__ import main\n"
+        "main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stderr) == (130, "")

@@ -10,11 +10,14 @@ import pytest
 from support.run_status import run_status
 
 from dips.cli import main, operator
-from dips.core.errors import RetryLater
+from dips.core.errors import DipsError, RefusalCode, Refused, RetryLater
+from dips.core.ids import RoundId, Version
 from dips.core.messages import StatusReply
 from dips.core.net.security import INSECURE
 from dips.local.authority import ensure_keys
 from dips.master.directory import MasterAddress, write_address
+from dips.master.journal import Journal
+from dips.master.state.ledger import ClusterEntry, CommitInfo, Ledger
 
 AWAY = RetryLater("the master does not answer")
 GOES_ON, ENDING, ENDED = run_status(), run_status(stopping=True), run_status(stopping=True, stopped=True)
@@ -23,7 +26,7 @@ GOES_ON, ENDING, ENDED = run_status(), run_status(stopping=True), run_status(sto
 class Master:
     """In place of OperatorClient: notes what it is asked; answers each look with the next status."""
 
-    answers: list[StatusReply | RetryLater]
+    answers: list[StatusReply | DipsError]
     asked: list[Any]
 
     def __init__(self, address: str, run_id: str = "", *, security: object) -> None:
@@ -37,13 +40,15 @@ class Master:
 
     def status(self) -> StatusReply:
         answer = self.answers.pop(0)
-        if isinstance(answer, RetryLater):
+        if isinstance(answer, DipsError):
             raise answer
         return answer
 
     def __getattr__(self, name: str) -> Any:
         def ask(*given: object) -> str:
             self.asked.append((name, *given))
+            if self.answers:
+                self.status()
             return f"{name}: done"
 
         return ask
@@ -106,7 +111,7 @@ def test_a_runs_directory_names_its_master_and_has_the_operators_keys(
     tmp_path: Path, master: type[Master], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.run(["status", str(tmp_path)]) == 2
-    assert "no master runs in" in capsys.readouterr().err
+    assert "holds no run" in capsys.readouterr().err
     ensure_keys(tmp_path / "keys", operators=["operator"])
     (tmp_path / "master").mkdir()
     write_address(tmp_path / "master", MasterAddress("127.0.0.1:7", "mine", 1, 1))
@@ -143,3 +148,62 @@ def test_watching_ends_with_the_run(
     assert said in error
     assert pauses_s == [0.1] * len(pauses_s)
     assert bool(pauses_s) == (looks > 0)
+
+
+def left_behind(run_dir: Path, stopping: str) -> None:
+    """What a master leaves in its directory when it ends in good order."""
+    commit = CommitInfo(RoundId(1, 7), Version(1, 6), (), b"{}")
+    ledger = Ledger(
+        "mine", commit=commit, tokens=400, stopping=stopping, clusters={"a": ClusterEntry(pushes_applied=3)}
+    )
+    journal = Journal.open(run_dir / "master", "mine")
+    journal.append(journal.begin_epoch(), 1, "COMMIT", "{}", ledger.to_json())
+    journal.close()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_directory_of_a_run_that_has_ended_says_how_it_ended(
+    killed: bool, tmp_path: Path, master: type[Master], capsys: pytest.CaptureFixture[str]
+) -> None:
+    left_behind(tmp_path, "400 tokens are applied, tk_max is 400")
+    if killed:
+        write_address(tmp_path / "master", MasterAddress("127.0.0.1:7", "mine", 1, 1))
+        master.answers += [AWAY, AWAY]
+    assert main.run(["status", str(tmp_path), "--insecure"]) == 0
+    out = capsys.readouterr().out
+    assert "run mine has ended at version 1:6, 400 tokens (400 tokens are applied, tk_max is 400)" in out
+    assert "3 applied" in out
+    assert main.run(["status", str(tmp_path), "--json", "--insecure"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["stopped"], found["published"], found["tokens"], found["settings"]) == (True, "1:6", 400, None)
+
+
+OPERATOR = ("status", "pause", "resume", "stop", "extend", "evict", "drain", "reshard")
+NEEDS = {"evict": ["b"], "drain": ["b"], "reshard": ["--add", "s2"]}
+
+
+@pytest.mark.parametrize("command", OPERATOR)
+def test_one_cause_has_one_exit_code_in_all_commands(
+    command: str, tmp_path: Path, master: type[Master], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def code(run: Path, *answers: DipsError) -> int:
+        master.answers[:] = answers
+        return main.run([command, str(run), *NEEDS.get(command, []), "--insecure"])
+
+    no_run, unfinished = tmp_path / "none", tmp_path / "mine"
+    no_run.mkdir()
+    left_behind(unfinished, "")
+    assert code(no_run) == 2
+    assert code(unfinished) == 4
+    assert "no master runs in" in capsys.readouterr().err
+    write_address(unfinished / "master", MasterAddress("127.0.0.1:7", "mine", 1, 1))
+    assert code(unfinished, AWAY) == 4
+    assert code(unfinished, Refused(RefusalCode.IDENTITY, "of another authority")) == 3
+
+
+def test_an_address_alone_names_the_command_that_shows_an_ended_run(
+    master: type[Master], capsys: pytest.CaptureFixture[str]
+) -> None:
+    master.answers.append(AWAY)
+    assert main.run(["status", *AT]) == 4
+    assert "`dips status DIRECTORY`" in capsys.readouterr().err

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dips.cli import main
-from dips.master.directory import MasterAddress, write_address
-from dips.master.page.access import write_page_address
+from dips.master.directory import LOCK_NAME, MasterAddress, write_address
+from dips.master.page.access import ADDRESS_NAME, write_page_address
 
 URL = "http://127.0.0.1:29480/"
 
@@ -21,8 +21,8 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def serves(run_dir: Path, page: bool) -> None:
-    write_address(run_dir / "master", MasterAddress("127.0.0.1:29400", "mine", os.getpid(), 1))
+def serves(run_dir: Path, page: bool, pid: int | None = None) -> None:
+    write_address(run_dir / "master", MasterAddress("127.0.0.1:1", "mine", pid or os.getpid(), 1))
     if page:
         write_page_address(run_dir / "master", URL, os.getpid())
 
@@ -55,9 +55,16 @@ def test_a_browser_is_started_or_it_says_that_there_is_none(
 
 def test_a_run_without_a_page_or_without_a_master_says_so(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["page", str(run_dir / "nowhere")]) == 2
-    assert "is not a directory" in capsys.readouterr().err
+    assert "neither a directory nor" in capsys.readouterr().err
+    assert main.run(["page", str(run_dir)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    (run_dir / "master" / LOCK_NAME).touch()
     assert main.run(["page", str(run_dir)]) == 4
     assert "no master runs in" in capsys.readouterr().err
+    serves(run_dir, page=True, pid=2**22 + 1)  # no process has such a number: the master was killed
+    assert main.run(["page", str(run_dir)]) == 4
+    assert "no master runs in" in capsys.readouterr().err
+    (run_dir / "master" / ADDRESS_NAME).unlink()
     serves(run_dir, page=False)
     assert main.run(["page", str(run_dir)]) == 2
     assert "serves no page" in capsys.readouterr().err

@@ -11,7 +11,8 @@ import pytest
 
 from dips.core import allocator
 from dips.core.clock import ManualClock
-from dips.core.math.compiling import watched
+from dips.core.math import compiling
+from dips.core.math.compiling import folder, watched, where_kept
 from dips.core.observe.starting import EVERY_S, KIND, Starting
 from dips.core.observe.tape import Tape, read_tape
 
@@ -54,7 +55,7 @@ def test_what_is_over_at_once_says_nothing(clock: ManualClock, caplog: pytest.Lo
 
 
 def test_a_kernel_is_told_by_name_when_it_is_compiled_and_not_when_it_is_there(
-    clock: ManualClock, caplog: pytest.LogCaptureFixture
+    clock: ManualClock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
     kernels = ModuleType("kernels")
@@ -74,8 +75,10 @@ def test_a_kernel_is_told_by_name_when_it_is_compiled_and_not_when_it_is_there(
         with watched(lambda name, done, of: told.append((name, done, of)), kernels):
             kernels._half(1.0)
     assert told == [("half", 1, 2)]
-    starting.compiles(*told[0])
-    assert caplog.messages == ["kernels: compiling 1 of 2 (half); later starts on this machine load them"]
+    starting.compiles(*told[0], kept=where_kept())
+    assert caplog.messages == [f"kernels: compiling 1 of 2 (half); kept in {folder()} for later starts"]
+    monkeypatch.setattr(compiling, "folder", lambda: None)
+    assert "every start compiles it again: set NUMBA_CACHE_DIR" in where_kept()
 
 
 def test_memory_is_touched_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

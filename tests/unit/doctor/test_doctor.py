@@ -171,7 +171,7 @@ WANTED = ["numpy>=2", "torch>=2.6; extra == 'worker'", 'kubernetes>=31; extra ==
     ("extras", "have", "grades", "said"),
     [
         (["worker"], {"torch": "2.5"}, [FAIL, OK], "torch 2.5 is installed, and dips-training[worker] needs >=2.6"),
-        (["worker"], {}, [FAIL, OK], "pip install 'dips-training[worker]'"),
+        (["worker"], {}, [FAIL, OK], "pip install '.[worker]'"),
         ([], {"torch": "2.5"}, [OK], ""),
         ([], {"dips": "0.2.0"}, [FAIL, OK], "pip uninstall dips, then install dips-training again"),
     ],

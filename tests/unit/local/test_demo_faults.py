@@ -73,19 +73,19 @@ def test_a_slave_is_back_only_with_the_published_version() -> None:
     assert plan.observe(run_status(slaves=(ready,)), 45.0) == [faults[1]]
 
 
-NEAR_THE_END = {"tokens": 940_000, "rounds_committed": 48}
+NEAR_THE_END = {"tokens": 940_000, "rounds_committed": 47}
 """A round has 20 thousand tokens: three more may begin."""
 
 
 def test_a_run_waits_near_its_end_for_who_is_not_back_and_for_a_fault_that_is_due() -> None:
     plan, faults = plan_after_both()
-    near, early = run_status(**NEAR_THE_END), run_status(tokens=900_000, rounds_committed=46)
+    near, early = run_status(**NEAR_THE_END), run_status(tokens=900_000, rounds_committed=45)
     assert [must_wait(status, plan) for status in (early, near)] == [False, True]
     for fault in faults:
         fault.back = Moment(50.0, 700_000, 14)
     assert not must_wait(near, plan)
     assert [must_wait(near, FaultPlan(planned)) for planned in ([], [KILL_B])] == [False, True]
-    assert not must_wait(run_status(tokens=300_000, rounds_committed=2), FaultPlan([KILL_B])), "its time has not come"
+    assert not must_wait(run_status(tokens=300_000, rounds_committed=1), FaultPlan([KILL_B])), "its time has not come"
 
 
 class Master:

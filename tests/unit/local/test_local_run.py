@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from support.run_status import cluster_status, run_status
+from support.run_status import cluster_status, run_status, slave_status
 
 from dips.core.clock import ManualClock
 from dips.core.errors import TERMINATED, ConfigError, FatalError
@@ -107,6 +107,22 @@ def test_it_has_finished_when_all_have_ended(watched: Watched, stopped: bool, la
             break
     watched.ended[last] = 0
     assert watched.run.finished
+
+
+def test_the_end_does_not_wait_for_slaves_that_a_reshard_brought(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def ended(self: ProcessSupervisor, names: Iterable[str]) -> bool:
+        asked.extend(names)  # the supervisor has no process of another name
+        return len(asked) > 3
+
+    monkeypatch.setattr(ProcessSupervisor, "ended", ended)
+    monkeypatch.setattr("dips.local.local_run.time.sleep", lambda seconds: None)
+    watched.run.status = run_status(slaves=(slave_status("s0"), slave_status("s9")))
+    watched.run.finish()
+    assert set(asked) == {MASTER, *watched.run.plan.slave_ids}
 
 
 def test_nothing_is_started_again_once_the_master_has_ended(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def test_without_it_a_base_installation_says_so(plan: RunPlan, tmp_path: Path, m
     monkeypatch.setattr(processes, "page_can_be", lambda: False)
     assert with_page(plan, tmp_path) == plan
     assert page_sentence(None, wanted=True) == WITHOUT
-    assert "pip install 'dips-training[master]'" in WITHOUT
+    assert "pip install '.[master]'" in WITHOUT
     assert page_sentence(None, wanted=False) == ""
     assert page_sentence("http://x/", wanted=True).endswith(" http://x/")
     assert " https://x/?link=y (the browser asks once" in page_sentence("https://x/?link=y", wanted=True)

@@ -95,6 +95,20 @@ def test_the_environment_wins_over_the_file(tmp_path: Path, monkeypatch: pytest.
     assert plan.clusters[0].train.lr == 0.5
 
 
+@pytest.mark.parametrize(
+    ("line", "variable", "names"),
+    [("slaves = 2\n", "", ["s0", "s1"]), ('slaves = ["s1", "s2"]\n', "", ["s1", "s2"]), ("", "3", ["s0", "s1", "s2"]),
+     ("", "s1,s2", ["s1", "s2"])],
+)  # fmt: skip
+def test_slaves_are_a_number_or_the_names_that_a_reshard_left(
+    tmp_path: Path, line: str, variable: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIPS_RUN_SLAVES", variable)
+    run, plan = read_run_file(write(tmp_path, HEAD + line))
+    assert (plan.slave_ids, plan.master.slaves) == (names, len(names))
+    assert plan.slaves[-1].directory == (run.directory / "slaves" / names[-1]).absolute()
+
+
 @pytest.mark.parametrize("name", ["local.toml", "server.toml"])
 def test_the_examples_are_good(name: str) -> None:
     run, plan = read_run_file(EXAMPLES / name)
@@ -108,6 +122,8 @@ def test_the_examples_are_good(name: str) -> None:
         ('[run]\nid = "mine"\n', "directory is not given"),
         ('[run]\nid = "Not A Name"\ndirectory = "x"\n', "is not a name"),
         (HEAD + "slave = 3\n", "did you mean 'slaves'"),
+        (HEAD + 'slaves = ["s1", "s1"]\n', "two have the name 's1'"),
+        (HEAD + "slaves = []\n", "slaves = []"),
         (HEAD + "[masters]\nsync_every = 1\n", "'masters' is unknown; did you mean 'master'"),
         (HEAD + "[master]\nsync_evry = 1\n", "did you mean 'sync_every'"),
         (HEAD + '[master]\ngrace_s = "1 min"\n', "lower grace_s"),

@@ -84,7 +84,7 @@ def test_every_field_of_a_run_that_trains() -> None:
         | {"version": None, "accepted": [], "excluded": ["b"], "kappa": None, "rho": None, "norm": None}
         | {"tokens": 100, "at": 1001013.0},
     ]
-    assert state["rounds"] == {"committed": 2, "merged": 0, "void": 1, "aborted": 0}
+    assert state["rounds"] == {"committed": 1, "merged": 0, "void": 1, "aborted": 0}
     assert (state["version"], state["since_publish_s"], state["tokens"], state["left_s"]) == ("1:1", 5.5, 100, 90.0)
     assert state["round"] == {"id": None, "phase": "IDLE", "age_s": 0.5, "pushed": 0, "of": 2} | dict.fromkeys(
         ("closes_in_s", "planned_in_s")

@@ -150,3 +150,45 @@ def test_ledger_survives_its_own_text() -> None:
     again = Ledger.from_json(text).commit
     assert again is not None
     assert again.commit_hash == commit.commit_hash
+
+
+def test_a_cluster_has_made_the_steps_that_its_processes_made_whatever_became_of_its_incarnations() -> None:
+    bench = Bench().running("a")
+
+    def steps() -> int:
+        return bench.status().clusters[0].steps_total
+
+    def joins(process: bytes) -> None:
+        bench.join("a", previous=bench.clusters["a"].join.incarnation, process_id=process)
+
+    joins(b"one")
+    bench.pull("a")
+    bench.beat("a", steps=143)
+    bench.push("a")  # what the journal has then survives the master
+    bench.restart()
+    assert steps() == 143
+    joins(b"one")
+    assert steps() == 143
+    bench.beat("a", steps=360)  # it trained on, as in a cut of its link
+    assert steps() == 360
+    joins(b"one")
+    assert steps() == 360
+    bench.silent.add("a")
+    bench.advance(bench.config.evict_after_s + 1.0)
+    joins(b"two")
+    bench.beat("a", steps=5)
+    assert steps() == 365
+
+
+def test_settings_that_changed_with_a_restart_hold_for_the_next_round() -> None:
+    bench = Bench().running("a")
+    bench.config = replace(
+        bench.config, settings=replace(bench.config.settings, sync_every_steps=7, outer_lr=0.25, outer_momentum=0.5)
+    )
+    bench.restart()
+    reply = bench.join("a", previous=bench.clusters["a"].join.incarnation)
+    assert (reply.settings.sync_every_steps, reply.settings.outer_lr) == (7, 0.25)
+    bench.pull("a")
+    bench.push("a")
+    prepare = list(bench.slaves[0].prepared.values())[-1]
+    assert (prepare.outer_lr, bench.status().published) == (0.25, Version(1, 1))

@@ -163,6 +163,21 @@ def test_slave_with_a_torn_snapshot_or_another_history_is_not_taken(changes: dic
     assert words in bench.status().waiting_for
 
 
+def test_what_a_slave_does_in_its_start_is_what_the_run_waits_for() -> None:
+    bench = Bench()
+    slave = bench.slaves[0]
+    bench.attach_all()
+    slave.hold.add(m.Configure)
+    slave.say(m.SlaveBeat(note="compiles kernels, 12 of 60"))
+    bench.join("a")
+    assert bench.status().waiting_for == "slave s0 compiles kernels, 12 of 60"
+    slave.say(m.SlaveBeat())
+    assert "loads its snapshot" in bench.status().waiting_for
+    slave.release(m.Configure)
+    bench.seed("a")
+    assert bench.status().waiting_for == ""
+
+
 def test_slave_with_a_directory_of_a_run_that_the_master_does_not_know() -> None:
     old = Bench().running("a")
     bench = Bench()

@@ -90,6 +90,7 @@ class Shell:
         self.send: Any = None
         self.close_link: Any = None
         self.saved: Any = None
+        self.starts = "compiles kernels, 12 of 60"
 
     def handle(self, event: events.Event) -> None:
         self.seen.append(event)
@@ -177,6 +178,7 @@ async def test_a_stream_is_hello_promise_and_beats_and_its_end_is_told_and_anoth
         assert await first.hear(Promised) == Promised(1)
         beat = await first.hear(SlaveBeat)
         assert (beat.durable, beat.resident_bytes > 0) == (None, True)
+        assert beat.note == played.shell.starts
         assert played.shell.n_beats > 0
         played.data.away = SlaveBeat(refused_connections=3)
         while (await first.hear(SlaveBeat)).refused_connections != 3:

@@ -114,6 +114,9 @@ def test_a_tie_of_two_stages_is_one_parameter() -> None:
         ([["embed", "layers.0.w", "layers.2.w"], ["layers.1.w", "layers.3.w", "norm", "head"]], None),
         ([["embed", "layers.0.w", "layers.3.w", "norm", "head"], ["layers.1.w", "layers.2.w"]], None),
         ([["embed", "layers.0.w", "norm", "head"], ["layers.1.w", "layers.2.w"]], None),
+        ([["embed", "layers.0.w", "layers.1.w"], ["layers.2.w", "norm", "embed"]], None),  # tied to the head
+        ([["embed"], ["layers.0.w", "layers.1.w"], ["norm", "embed"]], None),
+        ([["embed", "layers.0.w", "layers.2.w"], ["layers.1.w", "layers.3.w", "norm", "embed"]], None),
         ([["layers.10.w"], ["layers.9.w"]], "layers.9.w layers.10.w"),
         ([["e.0.w", "e.1.w"], ["e.2.w", "d.0.w"], ["d.1.w"]], None),
         (

@@ -220,6 +220,8 @@ def test_a_master_that_was_restarted_is_joined_again_with_all_work(run: RunInMem
         train(run, shell, model, 1)
         assert (shell.incarnation, len(run.joins)) == (Incarnation(2, 2), 2)
         assert run.joins[1].caller.incarnation == Incarnation(1, 1)
+        assert run.heartbeats[-1].facts is not None
+        assert run.heartbeats[-1].facts.steps == 3, "of the process, not of the incarnation"
         train(run, shell, model, 1)
         assert (run.pushes[0].steps, run.pushes[0].caller.epoch) == (4, 2)
 

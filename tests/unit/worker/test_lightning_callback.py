@@ -26,6 +26,7 @@ class Trainer:
         given: dict[str, Any] = {"master": run.address, "cluster_id": "a", "insecure": True, **(loop or {})}
         self.callback = LightningCallback(**given)
         self.model = Model(1)
+        self.model.automatic_optimization = True  # type: ignore[assignment]
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         strategy = SingleDeviceStrategy("cpu")
         self.own: Any = SimpleNamespace(**{
@@ -37,17 +38,22 @@ class Trainer:
     def tell(self, event: str, *more: Any) -> None:
         getattr(self.callback, f"on_{event}")(self.own, self.model, *more)
 
-    def step(self, *losses: float) -> None:
-        """Several batches of 6 tokens for one step."""
+    def step(self, *losses: float | None) -> None:
+        """Several batches of 6 tokens for one step; None: training_step() returned it."""
         for number, loss in enumerate(losses):
             batch = {"input_ids": torch.zeros(2, 3)}
             self.tell("train_batch_start", batch, number)
-            sum(w.sum() for w in self.model.parameters()).backward()  # type: ignore[union-attr]
+            if number == 0:
+                self.optimizer.zero_grad()
+            if loss is not None:
+                self.tell("before_backward", torch.tensor(loss))
+                sum(w.sum() for w in self.model.parameters()).backward()  # type: ignore[union-attr]
             if number + 1 == len(losses):
                 self.tell("before_optimizer_step", self.optimizer)
                 self.optimizer.step()
                 self.own.global_step += 1
-            self.tell("train_batch_end", {"loss": torch.tensor(loss / len(losses))}, batch, number)
+            outputs = {} if loss is None else {"loss": torch.tensor(loss / len(losses))}
+            self.tell("train_batch_end", outputs, batch, number)
 
 
 def test_batches_of_a_step_count_together_and_a_checkpoint_has_its_label(run: RunInMemory, tmp_path: Path) -> None:
@@ -77,6 +83,19 @@ def test_batches_of_a_step_count_together_and_a_checkpoint_has_its_label(run: Ru
         again.tell("train_start")
         assert (run.joins[-1].caller.incarnation is not None) == resumes
         again.callback.close()
+
+
+def test_batches_and_steps_that_lightning_skips_are_not_counted(run: RunInMemory, tmp_path: Path) -> None:
+    trainer = Trainer(run, tmp_path)
+    trainer.tell("train_start")
+    sync = trainer.callback.sync
+    assert sync is not None
+    for losses in ([None], [2.0], [None], [None, 4.0], [2.0, None], [2.0]):
+        trainer.step(*losses)
+    assert sync.steps == 4
+    (push,) = run.pushes
+    assert (push.steps, push.tokens) == (4, 4 * 6)
+    trainer.callback.close()
 
 
 @pytest.mark.parametrize("released", [False, True])

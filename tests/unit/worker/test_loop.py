@@ -164,6 +164,20 @@ def test_an_optimizer_whose_step_is_skipped_moves_no_later_step(turned: bool, as
     assert shell.push_pending
 
 
+def test_a_fused_optimizer_that_finds_an_overflow_makes_no_step() -> None:
+    """GradScaler calls it all the same: it decides by itself that nothing changes."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    with dips.DiLoCo(model, optimizer, tokens_per_step=10) as sync:
+        for scale in (1.0, math.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale(scale * model(torch.ones(4)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert (sync.steps, sync.progress) == (2, 20)
+
+
 def test_a_list_of_optimizers_has_each_once() -> None:
     model, muon, _ = make_two()
     for optimizers in ([], [muon, muon]):

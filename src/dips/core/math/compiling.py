@@ -292,6 +292,14 @@ def folder() -> Path | None:
         return None
 
 
+def where_kept() -> str:
+    """Whether later starts find the compiled code, and in which folder: the end of a sentence."""
+    kept_in = folder()
+    if kept_in is None:
+        return "no folder for it can be written, so every start compiles it again: set NUMBA_CACHE_DIR"
+    return f"kept in {kept_in} for later starts"
+
+
 # ---- progress ----
 
 _COMPILES = "numba:compile"

@@ -155,11 +155,11 @@ def _is_compiled(common: Common, clock: Clock, wire_bytes: int, place: str) -> b
 @lru_cache(maxsize=1)
 def _warm_up() -> None:
     """Compile the loops, or load them: once for each process, and said where it takes long."""
-    from dips.core.math.compiling import watched
+    from dips.core.math.compiling import watched, where_kept
     from dips.core.net import carry_numba
 
     def tell(kernel: str, number: int, n_kernels: int) -> None:
-        _logger.info("compiling transfers, once for each machine: %s, %d of %d", kernel, number, n_kernels)
+        _logger.info("compiling transfers: %s, %d of %d; %s", kernel, number, n_kernels, where_kept())
 
     with watched(tell, carry_numba):
         carry_numba.warm_up()

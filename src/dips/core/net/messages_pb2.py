@@ -1406,6 +1406,7 @@ def write_slave_beat(value: m.SlaveBeat, message: slaves_pb2.SlaveBeat) -> None:
         write_version(value.durable, message.durable)
     message.refused_connections = value.refused_connections
     message.refused_connection = value.refused_connection
+    message.note = value.note
 
 
 def read_slave_beat(message: slaves_pb2.SlaveBeat) -> m.SlaveBeat:
@@ -1419,6 +1420,7 @@ def read_slave_beat(message: slaves_pb2.SlaveBeat) -> m.SlaveBeat:
         durable=read_version(message.durable) if message.HasField("durable") else None,
         refused_connections=message.refused_connections,
         refused_connection=message.refused_connection,
+        note=message.note,
     )
 
 

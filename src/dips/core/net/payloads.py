@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -60,15 +60,15 @@ def kernels() -> Kernels:
     return wire_numba
 
 
-def warm_up(tell: Callable[[str, int, int], None]) -> None:
-    """Compile the conversions, or load them. tell: called with (kernel, its number, number of kernels). Raises
-    ConfigError without numba.
+def warm_up(tell: Callable[..., None]) -> None:
+    """Compile the conversions, or load them. tell: called with (kernel, its number, number of kernels, kept=where code
+    is kept). Raises ConfigError without numba.
     """
     kernels()
     from dips.core.math import wire_numba
-    from dips.core.math.compiling import watched
+    from dips.core.math.compiling import watched, where_kept
 
-    with watched(tell, wire_numba):
+    with watched(partial(tell, kept=where_kept()), wire_numba):
         wire_numba.warm_up()
 
 
@@ -89,7 +89,7 @@ def _hashing_copy() -> HashingCopy | None:
     """Compiled, or loaded: once for each process, and said where it takes long. None without numba."""
     try:
         from dips.core.math import landing_numba
-        from dips.core.math.compiling import watched
+        from dips.core.math.compiling import watched, where_kept
     except ModuleNotFoundError as error:
         if error.name not in ("numba", "llvmlite"):
             raise
@@ -97,7 +97,7 @@ def _hashing_copy() -> HashingCopy | None:
 
     def tell(kernel: str, number: int, n_kernels: int) -> None:
         if number == 1:
-            _logger.info("compiling the copy of a model, once for each machine")
+            _logger.info("compiling the copy of a model; %s", where_kept())
 
     with watched(tell, landing_numba):
         landing_numba.copy_chunk(bytearray(1), bytes(1))

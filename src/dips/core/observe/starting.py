@@ -35,9 +35,11 @@ class Starting:
         self._due_s = self._began_s + quiet_s
         self._said = False
 
-    def compiles(self, name: str, done: int, of: int) -> None:
-        """A kernel of this name is compiled now; `done` are begun, this one included."""
-        self._at(done, of, f"{self._what}: compiling {done} of {of} ({name}); later starts on this machine load them")
+    def compiles(self, name: str, done: int, of: int, kept: str = "") -> None:
+        """A kernel of this name is compiled now; `done` are begun, this one included. kept: where the code is kept, or
+        why it is not; for the first line."""
+        more = f"; {kept}" if kept and not self._said else ""
+        self._at(done, of, f"{self._what}: compiling {done} of {of} ({name}){more}")
 
     def touched(self, done_bytes: int, of_bytes: int) -> None:
         """So much memory is really there by now."""

@@ -286,12 +286,9 @@ def standing(shared: SharedState) -> tuple[Alarm, ...]:
         for name, (alarm, at_s) in sorted(shared.token_doubts.items())
         if name in shared.members or shared.now_s - at_s < GONE_S
     ]
-    told = [
-        alarm
-        for (_, clusters), alarm in shared.told_by_beats.items()
-        if shared.members.keys() >= set(clusters) and clusters not in shared.same_data
-    ]
-    found = (*nothing, *shared.same_data.values(), *counts, *told)
+    told = [alarm for key, alarm in shared.told_by_beats.items() if key[1] not in shared.same_data]
+    of_live = [each for each in (*shared.same_data.values(), *told) if shared.members.keys() >= set(each.clusters)]
+    found = (*nothing, *counts, *of_live)
     return tuple(sorted(found, key=lambda alarm: (STANDING.index(AlarmKind(alarm.kind)), alarm.clusters)))
 
 

@@ -78,7 +78,8 @@ class ClusterEntry:
     pushes_excluded: int = 0
     tokens_applied: int = 0
     steps_applied: int = 0
-    steps_before: int = 0  # of its earlier incarnations
+    steps_before: int = 0  # of its earlier processes
+    steps_heard: int = 0  # of the process that holds the name now, as its beats say
     last_verdict: Verdict | None = None
     last_donation: Verdict | None = None  # apart, so that a donation does not hide the verdict of the last push
     process_id: bytes = b""  # the random identity of the process that joined last
@@ -350,6 +351,7 @@ def _entry_to_json(entry: ClusterEntry) -> dict[str, Any]:
         "last_verdict": verdict_to_json(entry.last_verdict),
         "last_donation": verdict_to_json(entry.last_donation),
         "process_id": entry.process_id.hex(),
+        "steps_heard": entry.steps_heard,
     }
 
 
@@ -360,6 +362,7 @@ def _entry_from_json(raw: Mapping[str, Any]) -> ClusterEntry:
     entry.last_verdict = _verdict_from_json(raw["last_verdict"])
     entry.last_donation = _verdict_from_json(raw.get("last_donation"))
     entry.process_id = bytes.fromhex(raw.get("process_id", ""))
+    entry.steps_heard = _whole(raw.get("steps_heard", 0))
     return entry
 
 

@@ -86,6 +86,8 @@ class Membership:
         entry.incarnations += 1
         entry.incarnation = Incarnation(shared.epoch, entry.incarnations)
         entry.member, entry.declared_tokens_per_s = True, request.declared_tokens_per_s
+        if request.process_id != entry.process_id or not request.process_id:
+            entry.steps_before, entry.steps_heard = entry.steps_before + entry.steps_heard, 0
         entry.process_id = request.process_id
         held = self._reattach(name, request.held_ranges, undecided)
         member = Member(name, entry.incarnation, slot, shared.now_s, held_at_join=held, push=undecided)
@@ -317,8 +319,6 @@ class Membership:
         member = shared.members.pop(name, None)
         shared.allowed.remove(KeyRole.CLUSTER, name)
         if member is not None:
-            entry = shared.ledger.entry(name)
-            entry.steps_before += member.beat.steps if member.beat else 0
             shared.link_rates.gone(name)
             shared.end_pulls(name)
             if member.push is not None and not member.push.sealed:
@@ -391,6 +391,8 @@ class Membership:
         member.beat_s, member.beat = shared.now_s, pacing.plausible(request)
         member.silent_since_s = None
         look_at_beats(shared)
+        entry = shared.ledger.entry(member.cluster)
+        entry.steps_heard = max(entry.steps_heard, member.beat.steps)
         if not member.local_steps:
             member.local_steps = pacing.local_steps(shared, member)
         published = shared.published.version if shared.published else None
@@ -482,7 +484,7 @@ class Membership:
         for member in shared.live():
             silent_s = shared.now_s - member.beat_s
             if silent_s > shared.config.evict_after_s:
-                self.evict(member.cluster, f"no heartbeat for {silent_s:.1f} s")
+                self.evict(member.cluster, f"its last heartbeat came {silent_s:.1f} s before")
         self._evict_absent()
         self._expire_leases()
 

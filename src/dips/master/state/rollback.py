@@ -173,6 +173,8 @@ def _entry(now: ClusterEntry | None, then: ClusterEntry | None, member: bool) ->
             return replace(only, member=member)
         # The restored version does not know this cluster: what it counted since is undone.
         return replace(only, member=member, pushes_applied=0, pushes_excluded=0, tokens_applied=0, steps_applied=0)
+    counts = [(one.steps_before, one.steps_heard) for one in (now, then)]
+    steps_before, steps_heard = max(counts, key=sum)
     return replace(
         then,
         fence=max(now.fence, then.fence),
@@ -181,7 +183,8 @@ def _entry(now: ClusterEntry | None, then: ClusterEntry | None, member: bool) ->
         incarnations=max(now.incarnations, then.incarnations),
         member=member,
         declared_tokens_per_s=now.declared_tokens_per_s,
-        steps_before=max(now.steps_before, then.steps_before),
+        steps_before=steps_before,
+        steps_heard=steps_heard,
         last_verdict=_later(now.last_verdict, then.last_verdict),
         last_donation=_later(now.last_donation, then.last_donation),
     )

@@ -7,6 +7,7 @@ incarnation. What it committed is on its disk.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.ids import Incarnation, SlaveId, check_name
@@ -302,7 +303,7 @@ class SlaveRegistry:
         match message.body:
             case SlaveBeat() as beat:
                 self._note_refused(slave, beat)
-                slave.beat = beat
+                slave.beat = replace(beat, note=beat.note[:MAX_REASON_CHARACTERS])
                 slave.durable = beat.durable or slave.durable
                 self._pushes.progress(slave, beat)
             case Promised() as body:

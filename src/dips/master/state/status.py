@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
 from dips.core.wire import encoded_bytes
 from dips.master.state.alarms import standing, usual_per_step
 from dips.master.state.leases import TokenState
+from dips.master.state.ledger import Ledger
 from dips.master.state.penalty_detect import threshold
-from dips.master.state.records import Push, RoundPhase, Slave
+from dips.master.state.records import Kept, Push, RoundPhase, Slave
 from dips.master.state.schedule import LinkRate
-from dips.master.state.shared import SharedState
+from dips.master.state.shared import RunConfig, SharedState
 from dips.master.state.waits import recovery_words, reshard_words, waiting_for
 
 # ---- status ----------------------------------------------------------------------------------------------------------
@@ -38,7 +39,7 @@ def status(shared: SharedState) -> StatusReply:
         shared.now_s - state.phase.since_s,
         max(0.0, state.window_closes_s - shared.now_s) if in_window else 0.0,
         waiting.sentence,
-        ledger.rounds_committed,
+        max(0, ledger.rounds_committed - 1),  # the first one only sets version 0
         ledger.rounds_merged,
         ledger.rounds_void,
         shared.rounds_aborted,
@@ -58,6 +59,18 @@ def status(shared: SharedState) -> StatusReply:
         waiting_code=waiting.code,
         waiting_slaves=waiting.slaves,
     )
+
+
+def at_rest(ledger: Ledger, epoch: int) -> StatusReply:
+    """The status of a run without a master, from the newest ledger of its journal. What only the settings say, such as
+    the token limit, has its default."""
+    shared = SharedState(RunConfig(ledger.run_id, max(1, len(ledger.slaves))), epoch, ledger, 0.0)
+    if ledger.commit is not None:
+        shared.published = Kept(ledger.commit, ledger.tokens)
+    if not ledger.stopping:
+        return replace(status(shared), waiting_for="no master runs")
+    shared.stopped_s = 0.0
+    return replace(status(shared), waiting_for=f"the run has ended: {ledger.stopping}")
 
 
 def _cluster(shared: SharedState, name: str, leased_tokens: int) -> ClusterStatus:
@@ -91,7 +104,7 @@ def _cluster(shared: SharedState, name: str, leased_tokens: int) -> ClusterStatu
         statistics.quarantined,
         leased_tokens,
         f"draining: {draining}" if draining else beat.note if beat else "",
-        entry.steps_before + (beat.steps if beat else 0),
+        entry.steps_before + entry.steps_heard,
         statistics.usual_cosine,
         statistics.cosine_rounds,
         statistics.cosine_alarmed,

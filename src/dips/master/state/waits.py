@@ -82,6 +82,9 @@ def reshard_waits_for(shared: SharedState) -> str:
         return f"version {shared.ledger.version} is about to be published"
     new = [(name, shared.slaves.get(name)) for name in (pending.add if pending else ())]
     missing = [name for name, slave in new if slave is None or slave.phase.now is not SlavePhase.PROMISED]
+    starting = [f"slave {name} {slave.beat.note}" for name, slave in new if slave is not None and slave.beat.note]
+    if starting and not missing:
+        return "; ".join(starting)
     return _slaves(missing, " has yet to attach: start it", " have yet to attach: start them") if missing else ""
 
 
@@ -173,6 +176,8 @@ def _trouble(name: str, slave: Slave | None) -> str:
         return f"slave {name}: {slave.trouble}"
     if slave.phase.now is SlavePhase.READY:
         return ""
+    if slave.beat.note:
+        return f"slave {name} {slave.beat.note}"
     if slave.phase.now is SlavePhase.CONFIGURING:
         return f"slave {name} allocates its memory and loads its snapshot"
     if slave.phase.now is SlavePhase.PROMISED:

@@ -66,6 +66,8 @@ class LightningCallback(Callback):
         self._joined = Joined()
         self._label: str | None = None
         self._steps_seen = 0
+        self._batch_tokens = 0  # of a batch that is not known to have gradients
+        self._sees_backward = self._has_gradients = False
 
     @property
     def sync(self) -> TrainerLoop | None:
@@ -79,16 +81,33 @@ class LightningCallback(Callback):
             model = trainer.strategy.model or pl_module  # with DDP's wrapper, if there is one
             loop = TrainerLoop(model, trainer.optimizers[0], self._options, self._folder(trainer), self._label)
             self._joined.begin(loop)
+            self._sees_backward = pl_module.automatic_optimization
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.sync is not None and self._options.tokens_per_step is None:
-            self.sync.add_tokens(self._tokens_of(batch))
+            self._batch_tokens = self._tokens_of(batch)
+            if not self._sees_backward:  # a loop of the module's own, which may call loss.backward() itself
+                self._add_tokens()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        self._sees_backward = self._has_gradients = True
+        self._add_tokens()
+
+    def _add_tokens(self) -> None:
+        tokens, self._batch_tokens = self._batch_tokens, 0
+        if self.sync is not None:
+            self.sync.add_tokens(tokens)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        if self.sync is not None:
+        if self.sync is None:
+            return
+        if pl_module.automatic_optimization and not self._has_gradients:
+            self.sync.skip_step()  # training_step() returned None: Lightning calls the optimizer without gradients
+        else:
             self.sync.before_step()
+        self._has_gradients = False
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -92,6 +92,7 @@ class TrainerLoop(DiLoCo):
         self._resume_label = label or step_label(0)
         self._label_taken: str | None = None
         self._counted = 0
+        self._skips = False
         self._seen_losses: list[torch.Tensor] = []
         self._are_shares = False
 
@@ -123,7 +124,14 @@ class TrainerLoop(DiLoCo):
                 "callback, the tokens (or samples) behind one optimizer.step() of this process"
             )
         self.count(tokens)
-        self._counted = 0
+        self._counted, self._skips = 0, False
+
+    def skip_step(self) -> None:
+        """Do not count an optimizer.step() that follows, if one does: there are no gradients."""
+        self._skips = True
+
+    def _was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._skips or super()._was_skipped(optimizer)
 
     def checkpoint(self, label: str) -> None:
         """Take the cluster's checkpoint before the trainer writes its own of this name. Once is enough for a name."""

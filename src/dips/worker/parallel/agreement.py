@@ -345,11 +345,12 @@ def merged(lists: Sequence[Sequence[str]]) -> list[str]:
 
     Where that leaves a choice, the next name continues the numbered family of the last one (layers.4 after layers.3, on
     whatever rank), and else comes from the lowest rank, but a smaller number of the same family first. So the stages of
-    a pipeline come out in the full model's order, also interleaved ones.
+    a pipeline come out in the full model's order, also interleaved ones. A tensor that is all that two stages share is
+    tied, as an embedding and the head: it stands where the lower rank has it.
 
     Raises ConfigError where two ranks have two names in opposite orders.
     """
-    distinct = list(dict.fromkeys(tuple(names) for names in lists if names))
+    distinct = _without_ties(list(dict.fromkeys(tuple(names) for names in lists if names)))
     waiting = Counter(name for names in distinct for name in names)
     at = [0] * len(distinct)
     result: list[str] = []
@@ -366,6 +367,18 @@ def merged(lists: Sequence[Sequence[str]]) -> list[str]:
         for i, names in enumerate(distinct):
             at[i] += at[i] < len(names) and names[at[i]] == chosen
     return result
+
+
+def _without_ties(lists: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The lists, without a name that is the only one of an earlier list in this one."""
+    sets = [set(names) for names in lists]
+    first: dict[str, int] = {}
+    found: list[list[str]] = []
+    for here, names in enumerate(lists):
+        places = {first.setdefault(name, here) for name in names} - {here}
+        stages = {place for place in places if len(sets[place] & sets[here]) == 1}
+        found.append([name for name in names if first[name] not in stages])
+    return found
 
 
 def _next(ready: Sequence[str], last: str) -> str:

@@ -346,7 +346,6 @@ class Pushing:
     def joined(self, reply: JoinReply) -> None:
         """Act on the answer to a new Join: reconcile the open push, the open pull and the base with it."""
         shared, last_push = self._shared, reply.last_push
-        shared.steps = 0
         shared.note = ""
         shared.donate = None
         # Donations end with their incarnation, and the push that one had set aside is open again.

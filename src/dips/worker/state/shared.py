@@ -323,7 +323,7 @@ class SharedState:
         self.base: Version | None = None
         self.base_fence = 0
         self.steps = 0
-        """Inner steps of this incarnation."""
+        """Inner steps of this process, over all its incarnations."""
         self.steps_since_snapshot = 0
         """Steps that theta_now is ahead of theta_at_push."""
         self.steps_towards_push = 0

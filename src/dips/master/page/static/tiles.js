@@ -16,7 +16,7 @@ export function prepareTiles() {
 export function showTiles(state) {
   const run = state.run;
   say(byId("run"), run.id);
-  say(byId("meta"), `epoch ${run.epoch} · ${run.preset} · H ${run.sync_every} · ${run.durability}`);
+  say(byId("meta"), `epoch ${run.epoch} · preset ${run.preset} · H ${run.sync_every} steps · durability ${run.durability}`);
   showSentence(state);
   showPhase(state.round);
   say(byId("version"), state.version ?? "none yet");
