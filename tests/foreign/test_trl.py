@@ -14,11 +14,10 @@ PROGRAM = ROOT / "tests" / "support" / "sft_trainer.py"
 
 
 def test_two_clusters_fine_tune_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both end with the version that they pulled last, so models are equal to the bit. A cluster may have made more
-    steps after its last push."""
+    """Both end with the version that they pulled last, so models are equal to the bit."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folders = {name: tmp_path / name for name in ("a", "b")}
     programs = {name: (sys.executable, PROGRAM, folder) for name, folder in folders.items()}
     with UpRun(tmp_path, programs, master='tk_max = "80k"') as run:
         run.until_end()
-    assert_three_facts(run.directory, folders)
+    assert_three_facts(run, folders)
