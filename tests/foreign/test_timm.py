@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.dips_command import ROOT
-from support.three_facts import assert_three_facts
+from support.three_facts import PATIENT, assert_three_facts
 from support.up_run import UpRun
 
 PROGRAM = ROOT / "tests" / "support" / "timm_loop.py"
@@ -19,6 +19,6 @@ def test_two_clusters_train_one_model(tmp_path: Path, model: str) -> None:
     running statistics too, since the run averages them."""
     folders = {name: tmp_path / name for name in ("a", "b")}
     programs = {name: (sys.executable, PROGRAM, model, folder) for name, folder in folders.items()}
-    with UpRun(tmp_path, programs, master='tk_max = "1k"') as run:
+    with UpRun(tmp_path, programs, master=PATIENT + 'tk_max = "1k"') as run:
         run.until_end()
     assert_three_facts(run, folders)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.dips_command import ROOT
-from support.three_facts import assert_three_facts
+from support.three_facts import PATIENT, assert_three_facts
 from support.up_run import UpRun
 
 PROGRAM = ROOT / "tests" / "support" / "sft_trainer.py"
@@ -18,6 +18,6 @@ def test_two_clusters_fine_tune_one_model(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folders = {name: tmp_path / name for name in ("a", "b")}
     programs = {name: (sys.executable, PROGRAM, folder) for name, folder in folders.items()}
-    with UpRun(tmp_path, programs, master='tk_max = "80k"') as run:
+    with UpRun(tmp_path, programs, master=PATIENT + 'tk_max = "80k"') as run:
         run.until_end()
     assert_three_facts(run, folders)

@@ -16,6 +16,10 @@ from support.dips_command import dips
 from support.judged_run import commits_of
 from support.up_run import UpRun
 
+PATIENT = 'preset = "safe"\noverlap = "none"\ngrace_s = "1 h"\nround_timeout_s = "2 h"\nverdict_wait_s = "4 h"\n'
+"""Of [master]: each round waits for all clusters, and each cluster for its verdict. So no push is old, and none is
+excluded, however slow a cluster is."""
+
 _MODEL, _STEPS = "trained.safetensors", "steps.json"
 _LEFT = re.compile(r"leaving \(the run has ended\) without (\d+) steps? with (\d+) tokens")
 """What a cluster says of its steps after its last push, when the run has ended meanwhile: they count nowhere."""
@@ -43,7 +47,7 @@ def assert_three_facts(run: UpRun, folders: Mapping[str, Path]) -> None:
     records prove its promises.
 
     Args:
-        run: One that has ended at its limit of tokens, so that clusters hold the version that they pulled last.
+        run: A PATIENT one that has ended at its limit of tokens: clusters hold the version that they pulled last.
         folders: Of clusters, as given to `note`.
     """
     counted = exported_is_trained(run.directory, folders)
