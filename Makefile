@@ -27,6 +27,7 @@ TORCH_STAMP := $(VENV)/.installed-torch
 DEMO_STAMP := $(VENV)/.installed-demo
 DEV_STAMP := $(VENV)/.installed-dev
 FUZZ_STAMP := $(VENV)/.installed-fuzz
+FOREIGN_STAMP := $(VENV)/.installed-foreign
 INPUTS := pyproject.toml constraints.txt
 
 # For deploy/images.sh and the commands of tests/tiers.py, from the command line as from the environment.
@@ -36,7 +37,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-landing test-long system check sim frozen model-check mutants fuzz soak protos bench docs dist images clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
+.PHONY: help demo test test-landing test-long system foreign check sim frozen model-check mutants fuzz soak protos bench docs dist images clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
 
 help:  ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
@@ -53,10 +54,10 @@ demo: $(DEMO_STAMP)  ## train a small model on four clusters here, and kill a cl
 test: $(DEV_STAMP)  ## the first tier: all checks, unit tests, and the main path in real processes, in a little over three minutes
 	$(BIN)/python tests/run_all.py --tier first $(ARGS)
 
-test-landing: $(DEV_STAMP) system  ## the landing tier: short faults, simulations, dashboards, the status page
+test-landing: $(FOREIGN_STAMP) system  ## the landing tier: short faults, simulations, dashboards, the status page
 	$(BIN)/python tests/run_all.py --tier landing $(ARGS)
 
-test-long: $(DEV_STAMP) system  ## the long tier, and what other tiers did not pass yet; RESUME=1 goes on, LONG_PART=1: a fifth
+test-long: $(FOREIGN_STAMP) system  ## the long tier, and what other tiers did not pass yet; RESUME=1 goes on, LONG_PART=1: a fifth
 	$(BIN)/python tests/run_all.py $(if $(LONG_PART),--tier long --part $(LONG_PART),\
 	  --tier first --tier landing --tier long --seen) $(if $(RESUME),--resume) $(ARGS)
 
@@ -69,6 +70,8 @@ system:  ## install what the landing and long tiers need from Debian: a browser,
 	fi; \
 	apt-get -o DPkg::Lock::Timeout=600 update -q && DEBIAN_FRONTEND=noninteractive \
 	  apt-get -o DPkg::Lock::Timeout=600 install -y -q --no-install-recommends "$${missing[@]}"
+
+foreign: $(FOREIGN_STAMP)  ## install the trainers of other people that the landing and long tiers run: trl, timm, torchtitan
 
 check: $(DEV_STAMP)  ## lint, types and layers, without running anything
 	$(BIN)/ruff check .
@@ -203,6 +206,13 @@ $(DEMO_STAMP): $(TORCH_STAMP)
 # Coverage-guided fuzzing runs only where atheris can be installed; the rest needs nothing more.
 $(FUZZ_STAMP): $(DEV_STAMP)
 	@$(PIP) --editable '.[fuzz]' || echo "make fuzz: atheris cannot be installed here: no coverage-guided part" >&2
+	@touch $@
+
+# pyproject.toml says why timm is installed alone.
+$(FOREIGN_STAMP): $(DEV_STAMP)
+	$(PIP) --editable '.[foreign]'
+	$(PIP) --no-deps timm
+	$(COMPILE)
 	@touch $@
 
 # It includes everything that the demo needs.

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
-from support.dips_command import ROOT, dips, ended, run_python
+from support.dips_command import ROOT, dips, run_python
+from support.three_facts import PATIENT, assert_three_facts
 from support.up_run import UpRun
 
 LOOP = ROOT / "tests" / "support" / "peft_loop.py"
@@ -24,17 +25,17 @@ def test_an_adapter_is_exported_as_it_was_trained(tmp_path: Path) -> None:
     programs = {
         name: (sys.executable, LOOP, "train", how, folders[name]) for name, how in (("a", "plain"), ("b", "wrapped"))
     }
-    with UpRun(tmp_path, {}, master='tk_max = "16k"') as run:
-        clusters = [run.begin(name, program) for name, program in programs.items()]
-        assert [ended(each, run.log) for each in clusters] == [0, 0], "".join(map(Path.read_text, run.logs.values()))
-        (before, of_a), (_, of_b) = (heldout(log.read_text()) for log in run.logs.values())
-        told = dips("export", run.directory, "--to", folders["adapter"])
-        assert told.returncode == 0, told.stderr
-        assert "It is an adapter: load it with peft" in told.stdout
-        told = dips("export", run.directory, "--to", folders["merged"], "--fill", folders["a"] / "base")
-        assert told.returncode == 0, told.stderr
+    with UpRun(tmp_path, programs, master=PATIENT + 'tk_max = "16k"') as run:
+        run.until_end()
+    (before, of_a), (_, of_b) = (heldout(log.read_text()) for log in run.logs.values())
+    assert_three_facts(run, {"a": folders["a"]})  # b's blocks are wrapped: its names are others
+    told = dips("export", run.directory, "--to", folders["adapter"])
+    assert told.returncode == 0, told.stderr
+    assert "It is an adapter: load it with peft" in told.stdout
+    told = dips("export", run.directory, "--to", folders["merged"], "--fill", folders["a"] / "base")
+    assert told.returncode == 0, told.stderr
     trained, exported = (
-        load_file(folders["a"] / "trained.safetensors"),
+        load_file(folders["a"] / "adapter.safetensors"),
         load_file(folders["adapter"] / "adapter_model.safetensors"),
     )
     assert trained.keys() == exported.keys()

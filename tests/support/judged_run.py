@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from support.whole_run import WholeRun
@@ -10,6 +11,12 @@ from support.whole_run import WholeRun
 from dips.judge.verify import verify_run
 from dips.local.log_files import tape_path
 from dips.master.journal import read_records
+
+
+def commits_of(run: Path) -> list[dict[str, Any]]:
+    """The COMMIT records in the journal of a run's directory."""
+    records = (json.loads(record.record_json) for record in read_records(run / "master"))
+    return [record for record in records if record["kind"] == "COMMIT"]
 
 
 class JudgedRun(WholeRun):
@@ -37,8 +44,7 @@ class JudgedRun(WholeRun):
         assert counted == self.commits()[-1]["tokens"], "the tokens of the applied pushes do not add up to the run's"
 
     def commits(self) -> list[dict[str, Any]]:
-        records = (json.loads(record.record_json) for record in read_records(self.directory / "master"))
-        return [record for record in records if record["kind"] == "COMMIT"]
+        return commits_of(self.directory)
 
     def parts(self) -> list[dict[str, Any]]:
         """The decided pushes, of all rounds that were committed; `push` begins with the cluster's name."""

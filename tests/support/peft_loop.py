@@ -12,6 +12,10 @@ from safetensors.torch import save_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import LlamaConfig, LlamaForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.three_facts import note, trained_parameters
+
 import dips
 
 CONFIG = LlamaConfig(
@@ -59,7 +63,8 @@ def train(wrapped: bool, folder: Path) -> None:
             sync.report(loss)
             optimizer.step()
     if not wrapped:
-        save_file(peft.get_peft_model_state_dict(model), folder / "trained.safetensors")
+        save_file(peft.get_peft_model_state_dict(model), folder / "adapter.safetensors")
+        note(folder, trained_parameters(model), [BATCH * LENGTH] * sync.steps)
     print("HELDOUT", repr(before), repr(heldout(model)), flush=True)
 
 

@@ -94,6 +94,10 @@ class UpRun:
     def stop(self) -> None:
         told = dips("stop", self.directory)
         assert told.returncode == 0, told.stderr
+        self.until_end()
+
+    def until_end(self) -> None:
+        """Until the run has ended, by an order or at its limit of tokens, and every process with exit code 0."""
         for log, process in reversed(self._running.items()):
             assert ended(process, log) == 0, log.read_text()[-3000:]
         assert all("the run has ended" in log.read_text() for log in self.logs.values())

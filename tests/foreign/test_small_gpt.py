@@ -1,0 +1,32 @@
+"""A script as many people have one, with one seed for everything, started twice."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from support.dips_command import ROOT, dips, end_at_a_limit
+from support.three_facts import PATIENT, assert_three_facts
+from support.up_run import UpRun
+from support.waiting import until
+
+PROGRAM = ROOT / "tests" / "support" / "small_gpt.py"
+
+
+def same_data_is_told(run: Path) -> bool:
+    told = dips("status", run, "--json")
+    assert told.returncode == 0, told.stderr
+    return any(alarm["kind"] == "same_data" for alarm in json.loads(told.stdout)["alarms"])
+
+
+def test_two_clusters_with_one_seed(tmp_path: Path) -> None:
+    """`dips status` says that they train on the same data. Both end with the version that they pulled last, so models
+    are equal to the bit."""
+    folders = {name: tmp_path / name for name in ("a", "b")}
+    programs = {name: (sys.executable, PROGRAM, folder) for name, folder in folders.items()}
+    with UpRun(tmp_path, programs, master=PATIENT) as run:
+        until(lambda: same_data_is_told(run.directory), "the alarm", run.log)
+        end_at_a_limit(run.directory)
+        run.until_end()
+    assert_three_facts(run, folders)
