@@ -29,6 +29,7 @@ from dips.core.layout import Layout, Parameter
 from dips.core.messages import SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.zmq_sockets import CurvePair, as_client
+from dips.core.observe.failpoints import armed
 from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import Codec
 from dips.slave import serve_numba
@@ -306,6 +307,19 @@ def test_memory_that_goes_away_is_not_held_by_peers_that_do_not_read(served: Ser
     peer = served.peer()
     peer.send_multipart(put_frames(0, push_id("a")))
     assert DataHeader.decode(peer.recv_multipart()[0]).op is DataOp.ACK
+
+
+def test_answers_are_lost_doubled_and_garbled_at_a_failpoint(served: Served) -> None:
+    peer = served.peer()
+    with armed("slave.data.before_answer=1*drop->1*dup->1*corrupt->1*error(gone)->off"):
+        served.told(served.server._post)  # the compiled loop leaves all to Python then
+        for request in range(5):
+            peer.send(get_frame(0, request))
+        heard = [peer.recv_multipart() for _ in range(4)]
+    headers = [DataHeader.decode(header) for header, _ in heard]
+    assert [header.request for header in headers] == [1, 1, 2, 4]
+    right = [header.checksum == checksum(body) for header, (_, body) in zip(headers, heard, strict=True)]
+    assert right == [True, True, False, True]
 
 
 @pytest.mark.parametrize("loop", ["python", "compiled"])
