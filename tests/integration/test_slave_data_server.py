@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
-from support import hostile
+from support import hostile, keyed_port
+from support.keyed_port import Cluster, KeyedPort
 from support.waiting import NO_LIMIT_S, until
 
 from dips.core.chunks import Buffer as Bytes
@@ -27,6 +28,8 @@ from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
+from dips.core.net.zmq_sockets import CurvePair, as_client
+from dips.core.observe.failpoints import armed
 from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import Codec
 from dips.slave import serve_numba
@@ -304,6 +307,67 @@ def test_memory_that_goes_away_is_not_held_by_peers_that_do_not_read(served: Ser
     peer = served.peer()
     peer.send_multipart(put_frames(0, push_id("a")))
     assert DataHeader.decode(peer.recv_multipart()[0]).op is DataOp.ACK
+
+
+def test_answers_are_lost_doubled_and_garbled_at_a_failpoint(served: Served) -> None:
+    peer = served.peer()
+    with armed("slave.data.before_answer=1*drop->1*dup->1*corrupt->1*error(gone)->off"):
+        served.told(served.server._post)  # the compiled loop leaves all to Python then
+        for request in range(5):
+            peer.send(get_frame(0, request))
+        heard = [peer.recv_multipart() for _ in range(4)]
+    headers = [DataHeader.decode(header) for header, _ in heard]
+    assert [header.request for header in headers] == [1, 1, 2, 4]
+    right = [header.checksum == checksum(body) for header, (_, body) in zip(headers, heard, strict=True)]
+    assert right == [True, True, False, True]
+
+
+@pytest.mark.parametrize("loop", ["python", "compiled"])
+def test_with_keys_the_list_says_who_comes_in_and_for_what_until_its_key_leaves(loop: LoopName) -> None:
+    with KeyedPort(CurvePair.new(), loop=loop) as port, keyed_port.fresh_context() as context:
+        a, b, reader, stranger = (Cluster(name, CurvePair.new(), port) for name in "abrx")
+        port.allow(a, b, readers=(reader,))
+        port.open("a")
+        assert port.server.traffic_bytes == 2 * 3 * MAX_WINDOW_CHUNKS * keyed_port.CHUNK_BYTES
+        port.server.note_deliveries(True)
+        pull, flat = reader.pull()
+        assert pull.done, pull.failure
+        np.testing.assert_array_equal(flat, keyed_port.THETA)
+        assert "is not cluster b's" in b.push(of="a").failure
+        assert port.server.note_deliveries(False)
+        assert a.push().done
+        np.testing.assert_array_equal(port.landed(0), keyed_port.pushed("a"))
+        digest = digest_of_array(port.landed(0), keyed_port.LAYOUT.blocks, keyed_port.CHUNK_BYTES)
+        assert port.staged == {keyed_port.push_id("a"): digest}
+        n_bytes = keyed_port.LAYOUT.n_bytes
+        until(lambda: port.server.beat().staging_bytes == n_bytes, "the push is counted")
+        assert (port.server.beat().served_bytes, port.server.figures().staged_of) == (n_bytes, {"a": n_bytes})
+
+        def dealer(who: Cluster) -> zmq.Socket[bytes]:
+            made = context.socket(zmq.DEALER)
+            assert who.curve is not None
+            assert port.curve is not None
+            as_client(made, who.curve, port.curve.public)
+            made.setsockopt(zmq.RCVTIMEO, int(NO_LIMIT_S * 1000))
+            made.connect(port.server.endpoint)
+            made.send(of_port)
+            return made
+
+        of_port = DataHeader(
+            keyed_port.RUN, 1, DataOp.GET_CHUNK, 1, version=keyed_port.V0, block=0, offset_bytes=0,
+            length_bytes=keyed_port.CHUNK_BYTES,
+        ).encode()  # fmt: skip
+        of_stranger, of_a, of_b = (dealer(who) for who in (stranger, a, b))
+        for known in (of_a, of_b):
+            assert DataHeader.decode(known.recv_multipart()[0]).op is DataOp.CHUNK
+        until(lambda: port.server.beat().refused_connections >= 1, "the stranger is counted")
+        assert f"data key {stranger.public.hex()[:8]}, which is not on" in port.server.beat().refused_connection
+        port.allow(a)
+        of_b.send(of_port)
+        until(lambda: "left the master's list" in port.server.beat().refused_connection, "the connection's end")
+        of_a.send(of_port)
+        assert DataHeader.decode(of_a.recv_multipart()[0]).op is DataOp.CHUNK
+        assert not of_stranger.poll(0)
 
 
 def test_words_after_the_end_go_nowhere(served: Served) -> None:

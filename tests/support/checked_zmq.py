@@ -68,6 +68,8 @@ class CheckedZmq:
         self._errno = 0
         self.polled: Callable[[int], int] = lambda timeout_ms: 0
         """Called when a poll finds nothing: how many items became ready then."""
+        self.fails: Callable[[], int] = lambda: 0
+        """Asked at each frame that is received or sent: an errno, or 0."""
         self.is_late = False
         """Whether payloads that were sent stay in its hands until give_back()."""
         self._sent: deque[_Message] = deque()
@@ -160,6 +162,8 @@ class CheckedZmq:
         message, end = self._at(place, _State.LIVE), self._sockets[int(socket)]
         if flags != zmq.DONTWAIT:
             raise Misused("zmq_msg_recv would wait")
+        if failed := self.fails():
+            return self._fail(failed)
         if not end.rest and end.inbox:
             frames, user = end.inbox.popleft()
             end.rest.extend((frame, index + 1 < len(frames), user) for index, frame in enumerate(frames))
@@ -204,7 +208,7 @@ class CheckedZmq:
         end = self._sockets[socket]
         if flags & ~zmq.SNDMORE != zmq.DONTWAIT:
             raise Misused("a frame is sent so that it may wait")
-        refused = end.refuses() if not end._parts else 0
+        refused = self.fails() or (end.refuses() if not end._parts else 0)
         if refused:
             return self._fail(refused)
         end._parts.append(data)

@@ -180,25 +180,27 @@ Replaced = Mapping[Any, Callable[..., Any]]
 
 
 class TwinLoop(BehindLoop):
-    """The loop's source in the interpreter, over a libzmq that checks. Use as a context."""
+    """The loop's source in the interpreter, over a libzmq that checks. It serves `end`, until `other` has something.
+    Use as a context."""
 
     def __init__(self, traffic: Traffic, rows: F32, kept: Kept, keyed: bool, instead: Replaced) -> None:
         self._memory = Memory()
-        self._zmq = CheckedZmq(self._memory)
-        self._end = self._zmq.socket()
+        self.zmq = CheckedZmq(self._memory)
+        self.end, self.other = self.zmq.socket(), self.zmq.socket()
         arrays: list[NDArray[Any]] = [rows, *kept.thetas, *kept.differences]
         for array in arrays:
             self._memory.add(array)
-        twins = Twins(self._memory, self._zmq.functions, {xxh3_numba.xxh3: self._checksum, **instead})
+        twins = Twins(self._memory, self.zmq.functions, {xxh3_numba.xxh3: self._checksum, **instead})
         self._patch = pytest.MonkeyPatch()
         self._patch.setattr(serve_numba, "serve", twins.of(serve_numba.serve))
         self._patch.setattr(serve_numba, "flush", twins.of(serve_numba.flush))
-        self._python = self._zmq.for_python()
+        self._python = self.zmq.for_python()
         loop = Loop(RUN)
-        items = np.zeros(1, POLL_ITEM).view(np.recarray)  # whose elements have attributes, as numba's do
-        items["socket"] = self._end.underlying
-        router: Any = self._end
-        loop.watch(router, items)
+        items = np.zeros(2, POLL_ITEM).view(np.recarray)  # whose elements have attributes, as numba's do
+        items["socket"] = self.end.underlying, self.other.underlying
+        router: Any = self.end
+        self.connect = lambda: loop.watch(router, items)
+        self.connect()
         self._lent = self._memory.add(loop._lent.counts)
         super().__init__(Port(traffic, rows, kept, keyed), loop)
 
@@ -217,17 +219,17 @@ class TwinLoop(BehindLoop):
 
     @property
     def n_open(self) -> int:
-        return self._zmq.n_open
+        return self.zmq.n_open
 
     def put_in(self, frames: Sequence[bytes]) -> None:
-        self._end.inbox.append(([self.peer, *frames], self.port.user))
+        self.end.inbox.append(([self.peer, *frames], self.port.user))
 
     def drop_rest(self) -> None:
-        self._end.rest.clear()
+        self.end.rest.clear()
 
     def take_out(self) -> list[bytes]:
-        ((peer, *frames),) = self._end.sent
-        self._end.sent.clear()
+        ((peer, *frames),) = self.end.sent
+        self.end.sent.clear()
         assert peer == self.peer
         return frames
 

@@ -84,13 +84,14 @@ def look(
 ) -> tuple[WatchMemory, Ending | None]:
     """One look: the state to keep, and the pod to end, if there is one. pods: by slave; None: not there."""
     memory = _noted(memory, status, tuple(pods), now_s)
-    if status.stopping or status.stopped or any(pod is None or not pod.ready for pod in pods.values()):
+    ready = {slave: pod for slave, pod in pods.items() if pod is not None and pod.ready}
+    if status.stopping or status.stopped or len(ready) < len(pods):
         return memory, None  # the run ends, or one slave is being started already
-    for slave, pod in pods.items():
+    for slave, pod in ready.items():
         why = _why(memory, slave, pod, now_s, patience)
         # What one restart did not heal, another one soon will not: longer pauses after each time.
         pause_s = min(LATER.first_delay_s * 2.0 ** (memory.endings.get(slave, 0) - 1), LATER.max_delay_s)
-        if why and pod is not None and now_s - memory.ended_s.get(slave, -math.inf) >= pause_s:
+        if why and now_s - memory.ended_s.get(slave, -math.inf) >= pause_s:
             return _with_ending(memory, slave, now_s), Ending(slave, pod, why)
     return memory, None
 
@@ -115,9 +116,7 @@ def _noted(memory: WatchMemory, status: StatusReply, slaves: Sequence[str], now_
     )
 
 
-def _why(memory: WatchMemory, slave: str, pod: Pod | None, now_s: float, patience: WatchLimits) -> str:
-    if pod is None:
-        return ""
+def _why(memory: WatchMemory, slave: str, pod: Pod, now_s: float, patience: WatchLimits) -> str:
     gone_s = now_s - memory.away_s.get(slave, now_s)
     if min(gone_s, pod.ready_for_s) >= patience.gone_s:
         return f"its pod has been ready for {pod.ready_for_s:.0f} s, and the master has missed it for {gone_s:.0f} s"

@@ -47,7 +47,8 @@ def test_a_picture_into_a_missing_folder_is_refused_at_once(tmp_path: Path, caps
 
 def test_the_picture_stacks_those_who_take_part(tmp_path: Path) -> None:
     report = simulate(load_scenario(write_setup(tmp_path), hours=1))
-    _, stacks = stacked(report)
+    times_s, stacks = stacked(report)
+    assert (times_s[0], times_s[-1]) == (0.0, 3600.0)
     assert max(stacks["a"]) == 8
     assert stacks["a"][0] == 0, "no cluster has joined at the beginning"
     assert stacks["b"][-1] == 4

@@ -36,6 +36,27 @@ def test_without_a_folder_for_the_code_it_compiles_all_the_same_and_says_so_once
     ]
 
 
+def test_what_another_process_compiled_while_its_end_was_waited_for_is_not_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "doubling.py").write_text("def twice(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    twice = importlib.import_module("doubling").twice
+    late, other, turn = compiled(twice), compiled(twice), compiling._turn
+
+    class Waited:
+        def take(self) -> bool:
+            monkeypatch.setattr(compiling, "_turn", turn)
+            assert other(21) == 42
+            return True
+
+    monkeypatch.setattr(compiling, "_turn", Waited())
+    assert late(21) == 42
+    assert sum(late.stats.cache_hits.values()) == 1
+    monkeypatch.setattr(turn, "take", lambda: pytest.fail("what is there is loaded without a turn"))
+    assert compiled(twice)(21) == 42
+
+
 def test_a_kernel_that_cannot_be_compiled_gives_the_turn_back() -> None:
     def wrong(x: Any) -> Any:
         return x.no_such_thing

@@ -56,6 +56,18 @@ MISTAKES = {
     "a name that Kubernetes refuses": ({'"small"': '"Small_run"'}, "cannot name objects of Kubernetes"),
     "no such placement": ({'"here"\nslaves': '"there"\nslaves'}, "placement = 'there' is none of auto, here"),
     "auto without links": ({'placement = "here"': ""}, "needs a site with a context and bandwidth_gbps"),
+    "auto with a link too many": (
+        {
+            'placement = "here"': "",
+            "[[clusters]]": 'bandwidth_gbps = [1]\n[[sites]]\nname = "there"\ncontext = "x"\nbandwidth_gbps = [1, 2]\n'
+            "[[clusters]]",
+        },
+        "there: bandwidth_gbps has 2 numbers for 1 clusters",
+    ),
+    "auto without speeds": (
+        {'placement = "here"': "", 'address = "192.0.2.7"': 'address = "192.0.2.7"\nbandwidth_gbps = [1]'},
+        "needs tokens_per_s",
+    ),
     "no such site": ({'id = "a"\nsite = "here"': 'id = "a"\nsite = "moon"'}, "site 'moon' is none of here"),
     "the id of a slave": ({'id = "a"': 'id = "s1"'}, "name of another process"),
     "servers without Kubernetes": ({'context = "here"': ""}, "the servers need Kubernetes: give its context"),

@@ -195,6 +195,10 @@ DIFFERENT: dict[str, tuple[Change, str]] = {
     "a ticket's attempt": (say("master", "ticket", attempt=2), "has attempt = 1, for which no ticket was recorded"),
     "no ticket": (drop("master", "ticket"), f"has no ticket for {OF_PUSH}"),
     "the last record": (say("master", "journaled", digest="0"), "is not the one that was written"),
+    "all records lost": (
+        lambda records: records.rows.clear(),
+        "the journal ends at record 0, but the master's tape says that record 1 was written",
+    ),
     "no digests told": (
         lambda records: [drop("master", "journaled")(records) for _ in records.rows],
         "does not say how far the journal goes",

@@ -135,6 +135,13 @@ def adopt(checker: Checker) -> None:
     assert feed(checker, ADOPTED) == []
 
 
+def adopt_and_exclude(checker: Checker) -> None:
+    """What was given up may be decided in another way."""
+    adopt(checker)
+    fields = {**HEARD.fields, "verdict": "EXCLUDED"}
+    assert feed(checker, Step("worker", "a", "verdict", fields)) == []
+
+
 @pytest.mark.parametrize(
     ("heard", "lost", "breaks"),
     [
@@ -143,8 +150,9 @@ def adopt(checker: Checker) -> None:
         (None, lose((1, 0), (1, 1)), {"I1", "I6"}),
         (None, adopt, set()),
         (HEARD, adopt, {"I6"}),
+        (HEARD, adopt_and_exclude, {"I6"}),
     ],
-    ids=["lost", "lost, and heard of", "in the copy", "another history", "another history, and heard of"],
+    ids=["lost", "lost, and heard of", "in the copy", "another history", "another history, and heard of", "decided"],
 )
 def test_a_lost_decision_may_be_made_again(
     heard: Step | None, lost: Callable[[Checker], object], breaks: set[str]
@@ -330,6 +338,7 @@ BROKEN = [
     ("I8", set_field("slave", "prepared", "round", "r1.77"), "but had promised epoch 2"),
     ("I8", set_field("master", "ticket", "push", "a/1.1#1"), "after one to push a/1.1#3"),
     ("I8", in_participant("fence", 1), "it is based on an older state"),
+    ("I8", judged(lambda r: r["participants"][1].update(fence=0), 2), "cluster was decided with fence"),
     ("I9", drop("slave", "staged"), "slave s1 never recorded that it had all of it"),
     ("I9", set_field("slave", "staged", "digest", ANOTHER), "but its cluster sent"),
     ("I10", in_participant("base", [1, -9]), "12 versions old: at most 8 are allowed"),

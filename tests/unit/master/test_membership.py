@@ -665,6 +665,7 @@ def test_the_master_of_an_ended_run_waits_for_readers_whose_pull_has_begun(goes:
     bench.operate(Stop(m.OperatorRequest("", "enough")))
     bench.result(bench.leave("a"))
     assert bench.status().stopped
+    assert bench.state.next_deadline_s() == bench.now_s + 5.0
     bench.advance(4.0)
     reader = m.Caller("", 0, "export")
     grant = bench.ask(m.BeginPullRequest(reader, True)).answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from pathlib import Path
@@ -397,7 +398,10 @@ async def test_a_page_that_keeps_up_gets_what_is_new_and_another_gets_all(tmp_pa
     hub = Hub(buffer, HeldoutTail(None), [(1.0, "alarm", {"sentence": "of an earlier life"})])
     assert hub.number == 0
     buffer.add(2.0, "join", {"cluster": "a", "incarnation": "1.1"})
+    waiting = asyncio.ensure_future(hub.after(0))
+    await asyncio.sleep(0)
     hub.take(bench.state.look(), 2.0, 0.0)
+    await waiting
     first = json.loads(hub.message_after(0))
     assert first["full"]
     assert [event["text"] for event in first["events"]] == ["of an earlier life", "joined as incarnation 1.1"]
@@ -409,7 +413,9 @@ async def test_a_page_that_keeps_up_gets_what_is_new_and_another_gets_all(tmp_pa
     assert [entry["version"] for entry in second["rounds"]] == ["1:1"]
     assert json.loads(hub.message_after(0))["history"]["at"] == [2.0, 3.0]
     assert "\n" not in hub.message_after(1)
-    await hub.after(0)
+    waiting = asyncio.ensure_future(hub.after(hub.number))
+    await asyncio.sleep(0)
+    assert not waiting.done()
     hub.end("the master has ended")
-    await hub.after(hub.number)
+    await waiting
     assert hub.ended == "the master has ended"

@@ -228,6 +228,23 @@ def test_snapshot_that_cannot_be_loaded_is_lost(code: RefusalCode | None, retry_
     assert bench.status().published == (V1 if retry_after_s else Version(2, 0))
 
 
+def test_what_a_slave_could_not_load_counts_no_more_once_it_was_away() -> None:
+    """It may have another disk."""
+    bench = at(1, "a")
+    slave, other = bench.slaves
+    for one in bench.slaves:
+        one.die()
+    slave.hold.add(m.Configure)
+    slave.attach()
+    slave.hold.clear()
+    slave.say_refused(RefusalCode.DISK, 0.0)
+    assert "not what it was" in bench.status().recovery
+    slave.die()
+    slave.attach()
+    other.attach()
+    assert (bench.status().published, bench.entries("ROLLBACK")) == (V1, [])
+
+
 def test_run_that_had_reached_its_tokens_goes_on_when_they_are_lost() -> None:
     bench = Bench(settings=m.Settings(tk_max_tokens=200)).running("a")
     bench.push("a")

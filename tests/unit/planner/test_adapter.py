@@ -241,6 +241,16 @@ def test_sizes_shrink_after_one_late_message_and_grow_after_a_window() -> None:
     assert messages(of, mixed, 1.0, WINDOW).sizes == of.pipeline.whole
 
 
+def test_rates_that_were_measured_before_choose_the_sizes_and_count_as_a_change_where_these_are_others() -> None:
+    of = rules()
+    links = {border.link for border in of.borders}
+    fast = of.measured(of.start, dict.fromkeys(links, WHOLE))
+    slow = of.measured(fast, dict.fromkeys(links, WHOLE // 2))
+    assert (fast.sizes, fast.changes, any(fast.levels)) == (of.pipeline.whole, 0, False)
+    assert (slow.sizes != fast.sizes, slow.changes, any(slow.levels)) == (True, 1, True)
+    assert of.measured(slow, {}) == slow, "what is not measured stays"
+
+
 def test_where_nothing_changes() -> None:
     of = rules()
     border = of.borders[0]

@@ -268,6 +268,22 @@ async def test_a_later_start_loads_what_was_committed_and_refuses_what_has_anoth
         assert len(slave.closed) == 1, "the next hello lacks it"
 
 
+async def test_a_snapshot_whose_parameters_are_not_those_of_its_digest_is_not_served(tmp_path: Path) -> None:
+    async with slave_on(tmp_path) as slave:
+        await slave.seeded()
+        ring = slave.store.ring
+        wrong = replace(ring.infos()[0], version=V1, round=R2, digest=b"another", committed=False)
+        ring.write_shadow(wrong, SEED, np.zeros_like(SEED))
+        ring.commit(wrong, HASH, RECORD)
+    async with slave_on(tmp_path) as slave:
+        await slave.join(epoch=2)
+        load: dict[str, Any] = {"load": V1, "load_round": R2, "load_digest": b"another", "commit_hash": HASH}
+        slave.tell(configure_for(PLACEMENT, **load, commit_record=RECORD))
+        refusal = (await slave.hear(messages.ConfigureRefused)).refusal
+        assert (refusal.code, b"another".hex() in refusal.sentence) == (RefusalCode.DIGEST, True)
+        assert slave.data.port.view().readable == {}
+
+
 async def test_a_round_that_was_given_up_leaves_no_shadow_in_memory_or_on_the_disk(tmp_path: Path) -> None:
     async with slave_on(tmp_path) as slave:
         await slave.seeded()

@@ -179,6 +179,14 @@ def test_stop_is_obeyed_at_once_also_during_a_job(bench: SlaveBench) -> None:
     assert bench.command(messages.StopSlave("the run ended")) == [messages.StopSlave("the run ended")]
 
 
+def test_a_command_that_waits_for_a_job_ends_with_its_stream(bench: SlaveBench) -> None:
+    bench.command(measure())
+    assert bench.command(measure(RoundId(1, 9))) == []
+    assert bench.state.n_waiting == 1
+    bench.give(events.Unlinked("reset"))
+    assert not only(bench.measured(), effects.Run)
+
+
 def test_configure_without_a_version_makes_empty_memory() -> None:
     bench = SlaveBench()
     bench.attach()

@@ -207,6 +207,16 @@ def test_a_leader_that_cannot_join_ends_all_ranks_with_its_error(
     assert together(monkeypatch, 2, one) == ["Refused: another shape"] * 2
 
 
+def test_failpoints_that_are_not_enabled_let_no_rank_enter(run: RunInMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPS_FAILPOINTS", "worker.nothing=off")
+
+    def one(rank: int) -> None:
+        with Loop(run, rank).sync:
+            raise AssertionError("armed by accident")
+
+    assert all("failpoints are not enabled" in str(said) for said in together(monkeypatch, 2, one))
+
+
 def test_ranks_that_shared_the_model_out_by_other_chunks_must_be_started_again(
     run: RunInMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

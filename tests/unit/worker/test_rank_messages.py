@@ -8,13 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.exchange_process import UNIT_BYTES, check, cluster
 
-from dips.core.errors import FatalError
+from dips.core.errors import ConfigError, FatalError, LocalProtocolError
+from dips.worker.parallel.exchange import Exchange
 from dips.worker.parallel.meetings import Report
 from dips.worker.parallel.orders import Ask, GoOn, Order, to_bytes
+from dips.worker.parallel.ownership import shares_of_ranks
 from dips.worker.parallel.rank_part import follow
 from dips.worker.parallel.ranks import PATIENCE, SILENCE, Ranks
 
@@ -70,6 +74,49 @@ def test_orders_of_any_length_and_copies_reach_every_other_rank(monkeypatch: pyt
 
     as_ranks(monkeypatch, lead, follows, follows)
     assert not any(copy.any() for copy in copies.values())
+
+
+@pytest.mark.parametrize(("kind", "n", "bits"), [("irregular", 3, 32), ("idle", 3, 32), ("tp", 2, 16)])
+def test_what_ranks_hold_and_own_is_exchanged_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch, kind: str, n: int, bits: int
+) -> None:
+    def exchange(ranks: Ranks) -> None:
+        assert ranks.exchange is not None
+        check(kind, n, ranks.exchange, bits=bits)
+
+    as_ranks(monkeypatch, *[exchange] * n)
+
+
+def test_an_exchange_that_cannot_be_right_is_refused_and_a_lost_rank_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, held = cluster("tp", 2)
+    closed = threading.Event()
+
+    def exchange(ranks: Ranks) -> None:
+        group, rank = ranks.exchange, ranks.rank
+        assert group is not None
+        with pytest.raises(ConfigError, match=r"rank 1 of this cluster shares the model out .* in another way"):
+            Exchange(layout, held, shares_of_ranks(layout, held, UNIT_BYTES * (1 + rank)), group)
+        shares = shares_of_ranks(layout, held, UNIT_BYTES)
+        both: Any = Exchange(layout, held, shares, group)
+        memory, flat = [torch.zeros(piece.sizes) for piece in held[rank]], np.zeros(shares[rank].n_elems, np.float32)
+        for vector in (flat[1:], flat.astype(np.float64), np.repeat(flat, 2)[::2]):
+            with pytest.raises(LocalProtocolError, match="a share's vector has"):
+                both.collect(memory, vector)
+        with pytest.raises(LocalProtocolError, match=r"'embed.weight' has shape \[1\], and had"):
+            both.spread(flat, [torch.zeros(1), *memory[1:]])
+        if rank == 1:
+            both.close()
+            with pytest.raises(FatalError, match="closed its connections"):
+                both.spread(flat, memory)
+            del group
+            ranks.close()
+            closed.set()
+        else:
+            closed.wait()
+            with pytest.raises(FatalError, match="has lost another rank of its cluster"):
+                both.spread(flat, memory)
+
+    as_ranks(monkeypatch, exchange, exchange)
 
 
 class Leader:

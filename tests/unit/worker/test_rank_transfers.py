@@ -16,7 +16,7 @@ from dips.worker.link_counts import LinkCounts, TransferDirection
 from dips.worker.parallel.meetings import Report, Stage
 from dips.worker.parallel.orders import from_bytes
 from dips.worker.parallel.part_ends import PartEnd
-from dips.worker.parallel.rank_part import LeadingPart
+from dips.worker.parallel.rank_part import LeadingPart, RankPart
 from dips.worker.state.effects import Cancel, Done, Event, Failed
 from dips.worker.state.waiting import GivenTimes, times_of
 
@@ -94,6 +94,15 @@ def test_the_leader_names_the_late_rank_and_counts_what_each_has_moved() -> None
     leading.do(SEND)
     assert after(3.0) == (), "the ranks have ended an earlier transfer, which says nothing of this one"
     assert links.ranks[0].n_bytes == {TransferDirection.PUSH: 32}
+
+
+def test_a_rank_reports_its_transfer_until_that_one_is_cancelled() -> None:
+    part = RankPart(*cast(Any, [None] * 3), [], ManualClock(), None, None, lambda: False)
+    part.do(SEND)
+    part.do(Cancel(SEND.job - 1))
+    assert part.report() == Report(job=SEND.job, stage=Stage.UNDER_WAY)
+    part.do(Cancel(SEND.job))
+    assert part.report().job == -1
 
 
 def test_a_part_that_failed_ends_the_parts_of_all_ranks_at_once() -> None:
