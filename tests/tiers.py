@@ -18,7 +18,6 @@ PARTS = 5
 LANDING = (
     "tests/integration/test_master_run.py",
     "tests/integration/test_own_loop.py",
-    "tests/integration/test_trainer_run.py",
     "tests/faults/test_corruptions.py",
     "tests/faults/test_fault_network.py",
     "tests/faults/test_kills.py",
