@@ -27,6 +27,7 @@ from dips.core.errors import (
 )
 from dips.core.ids import Incarnation, PushId, Version
 from dips.core.messages import DataMode, DataPlan, DataRange, VerdictKind
+from dips.core.observe.failpoints import armed
 from dips.core.observe.tape import read_tape
 from dips.core.release import VERSION
 from dips.worker.config import ClientConfig
@@ -489,6 +490,19 @@ def test_an_undecided_push_is_rebased_from_its_saved_parameters(run: RunInMemory
     with shell_of(run, again, **kept) as shell:
         step_without_change(shell)
         assert again.theta.tobytes() == (other + (later - pushed)).tobytes()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(
+    run: RunInMemory, kept: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = FlatModel(1)
+    with shell_of(run, model, **kept) as shell:
+        with armed("worker.checkpoint.before_manifest=error(no space left)"):
+            run.clock.advance(10.0)
+            shell.checkpoint_if_due()
+        assert "no space left; training goes on" in caplog.text
+        train(run, shell, model, 4)
+        assert shell.version == Version(1, 1)
 
 
 def test_resuming_takes_the_newest_whole_one_or_none(run: RunInMemory, kept: dict[str, Any], tmp_path: Path) -> None:
