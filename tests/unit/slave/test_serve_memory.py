@@ -4,17 +4,10 @@ loop is outside its buffers. tests/slow/test_serve_guarded.py has the compiled f
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
-from support.checked_memory import Outside
-from support.checked_zmq import Misused
 from support.hostile_data import Traffic
-from support.served_port import Both, Differs, TwinLoop
-
-from dips.core.net import header_numba
-from dips.core.wire import encoded_bytes
-from dips.slave.state.staging import find_chunk
+from support.served_port import Both, TwinLoop
 
 WITHOUT_SUMS, WITH_SUMS = 1024, 65536
 """Chunks of whole pieces are measured when they land."""
@@ -56,36 +49,3 @@ def test_the_loop_knows_readers_by_short_routing_ids_once_python_has_met_them(ro
     both = Both(traffic, TwinLoop, peer=routing_id)
     both.feed([traffic.get(chunk).encode()] for chunk in traffic.chunks()[:5])
     assert (both.served, both.left) == (served, 5 - served)
-
-
-class AnyLength(int):
-    def __ne__(self, other: object) -> bool:
-        return False
-
-
-def takes_any_length(codec: int, n_elems: int) -> int:
-    return AnyLength()
-
-
-def finds_every_chunk(places: object, chunk_bytes: int, block: int, offset_bytes: int, length_bytes: int) -> int:
-    return 1
-
-
-def is_always_ours(value: object, length: object, run_id: object) -> bool:
-    return True
-
-
-@pytest.mark.parametrize(
-    ("of", "careless"),
-    [
-        (encoded_bytes, takes_any_length),
-        (find_chunk, finds_every_chunk),
-        (header_numba.is_ours, is_always_ours),
-    ],
-    ids=lambda function: function.__name__,
-)
-def test_a_loop_that_checks_less_is_found_out(of: Callable[..., object], careless: Callable[..., object]) -> None:
-    traffic, rng = Traffic(WITHOUT_SUMS), random.Random(3)
-    both = Both(traffic, TwinLoop, {of: careless})
-    with pytest.raises((Outside, Misused, Differs)):
-        both.feed(traffic.hostile(rng) for _ in range(1000))
