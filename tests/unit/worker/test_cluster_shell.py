@@ -30,6 +30,7 @@ from dips.core.messages import DataMode, DataPlan, DataRange, VerdictKind
 from dips.core.observe.failpoints import armed
 from dips.core.observe.tape import read_tape
 from dips.core.release import VERSION
+from dips.core.wire import Codec
 from dips.worker.config import ClientConfig
 from dips.worker.shell import ClusterShell, is_orderly, reason_of
 from dips.worker.state.effects import Finished
@@ -239,6 +240,16 @@ def test_transfers_that_fail_are_tried_again_as_they_were(run: RunInMemory, tmp_
         assert run.theta_of(first(run)).tobytes() == before.tobytes()
     failed = [(e["kind"], e["reason"]) for e in read_tape(tmp_path / "tape") if "failed" in e["kind"]]
     assert failed == [("push_failed", "cut"), ("pull_failed", "gone")]
+
+
+def test_a_push_whose_base_is_gone_is_sent_again_as_parameters(run: RunInMemory) -> None:
+    model = FlatModel(1)
+    with shell_of(run, model, wire_dtype="int8") as shell:
+        run.failures = [Failure("that version is not here", base_gone=True)]
+        train(run, shell, model, 4)
+        run.clock.advance(1.0)
+        step_without_change(shell)
+        assert [push.wire for push in run.pushes] == [Codec.INT8, Codec.F32]
 
 
 def test_wrong_bytes_again_and_again_end_the_cluster(run: RunInMemory) -> None:
