@@ -247,9 +247,12 @@ def test_a_push_whose_base_is_gone_is_sent_again_as_parameters(run: RunInMemory)
     with shell_of(run, model, wire_dtype="int8") as shell:
         run.failures = [Failure("that version is not here", base_gone=True)]
         train(run, shell, model, 4)
-        run.clock.advance(1.0)
-        step_without_change(shell)
-        assert [push.wire for push in run.pushes] == [Codec.INT8, Codec.F32]
+        for _ in range(3):
+            run.clock.advance(1.0)
+            step_without_change(shell)
+        push = first(run)
+        assert (run.pushes[0].wire, run.attempts[push]) == (Codec.INT8, 2)
+        assert {slave.codecs[push] for slave in run.slaves} == {Codec.F32}
 
 
 def test_wrong_bytes_again_and_again_end_the_cluster(run: RunInMemory) -> None:
