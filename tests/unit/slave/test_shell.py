@@ -231,7 +231,9 @@ async def test_a_later_start_loads_what_was_committed_and_refuses_what_has_anoth
         slave.tell(messages.Commit(R1, V0, b"not its hash", RECORD))
         assert await slave.hear(messages.Flipped) == messages.Flipped(R1, V0)
         await slave.stage(A, 1, OURS[0])
-        await slave.round(R2, V1, V0, A)
+        newest = await slave.round(R2, V1, V0, A)
+        slave.tell(messages.ListShard(R3, V1))
+        listed = await slave.hear(messages.ShardList)
     digest = digest_of_array(SEED, BLOCKS, CHUNK_BYTES)
     load: dict[str, Any] = {
         "load": V0,
@@ -244,10 +246,14 @@ async def test_a_later_start_loads_what_was_committed_and_refuses_what_has_anoth
         assert slave.problems == []
         hello = await slave.join(epoch=2)
         assert (hello.promised_epoch, [info.version for info in hello.snapshots]) == (1, [V1, V0])
+        slave.tell(configure_for(PLACEMENT, **{**load, "load": V1, "load_round": R2, "load_digest": newest}))
+        assert await slave.hear(messages.Ready) == messages.Ready(V1, newest)
+        slave.tell(messages.ListShard(R3, V1))
+        assert await slave.hear(messages.ShardList) == listed, "the momentum too"
         slave.tell(configure_for(PLACEMENT, **load))
         assert await slave.hear(messages.Ready) == messages.Ready(V0, digest)
         np.testing.assert_array_equal(slave.theta(V0), SEED)
-        (line,) = slave.tape_says("snapshot_loaded")
+        _, line = slave.tape_says("snapshot_loaded")
         assert (line["version"], line["round"], line["digest"]) == ("1:0", "r1.1", digest.hex())
         named: dict[str, Any] = {
             **load,
