@@ -18,14 +18,12 @@ PARTS = 5
 LANDING = (
     "tests/integration/test_master_run.py",
     "tests/integration/test_own_loop.py",
-    "tests/integration/test_trainer_run.py",
     "tests/faults/test_corruptions.py",
     "tests/faults/test_fault_network.py",
     "tests/faults/test_kills.py",
     "tests/slow/test_encrypted_run.py",
     "tests/slow/test_manifests.py",
     "tests/slow/test_master_process.py",
-    "tests/slow/test_slave_restart.py",
     "tests/slow/test_verify_run.py",
     # Seconds of a processor each, for which a newcomer would wait.
     "tests/integration/test_carry_loops.py",

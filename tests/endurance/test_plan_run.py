@@ -44,33 +44,6 @@ def test_an_iteration_takes_as_long_as_planned(name: str, cuts: int, tmp_path: P
     assert (tmp_path / "trace.json").is_file()
 
 
-def test_a_swap_recovers_what_a_slow_link_costs(tmp_path: Path) -> None:
-    """CrossPipe, section 6: 1F1B near each other, then a link of twice T_F. On a quiet machine it recovers 98 %."""
-    near, far = ("--latency", 0, "--bandwidth", 0), ("--then-latency", 2, "--then-bandwidth", 0.5, "--links-after", 2)
-    done = dips("plan", "run", "1f1b", *near, *far, "--repeats", 2, *TOLERANT, "--ranks", 4, "--json")
-    found = json.loads(done.stdout)
-    assert found["verdict"]["advised"]
-    assert found["gradients_equal"]
-    assert found["recovered"] > 0.5, found
-    assert all(-0.01 <= part["error"] <= 0.5 for part in found["parts"])
-    assert found["parts"][2]["schedule"] != "1f1b"  # which of those that hide messages is best, measured times decide
-
-
-def test_the_plan_of_a_file_runs(tmp_path: Path) -> None:
-    """Unequal stages and a link of a plan.json; then the same order as plan.csv, for its gradients."""
-    text = (EXAMPLE / "sites.toml").read_text()
-    file = tmp_path / "sites.toml"
-    file.write_text(text.replace("pipeline = 8", "pipeline = 4").replace("microbatches = 16", "microbatches = 8"))
-    assert dips("plan", file, "--out", tmp_path / "plan").returncode == 0
-    times = ("--operation-ms", 320, "--repeats", 3)  # blocks may be cut into four parts
-    done = dips("plan", "run", tmp_path / "plan" / "plan.json", *times, *TOLERANT, "--json")
-    found = json.loads(done.stdout)
-    assert done.returncode == 0, found
-    assert -0.01 <= found["error"] <= 0.5
-    done = dips("plan", "run", tmp_path / "plan" / "plan.csv", "--check-gradients")
-    assert done.returncode == 0, done.stderr
-
-
 def test_the_example_trains_in_the_order_of_a_plan(tmp_path: Path) -> None:
     plan = tmp_path / "plan.csv"
     plan.write_text("0F0,0F1,3F0,3I0,3W0,3F1,3I1,3W1,0I0,0I1,0W0,0W1\n1F0,1F1,2F0,2F1,2B0,1B0,2B1,1B1\n")

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from support.ports import own_port
 from support.run_for_workers import (
     CHUNK_BYTES,
     RUN,
@@ -95,25 +94,6 @@ def test_a_push_of_many_chunks_sends_each_once(
     assert slave.share(PUSH).tobytes() == flat.tobytes()
     digests = digests_of(LAYOUT, placement(slave), CHUNK_BYTES, transfer.known())
     assert digests == (("s0", digest_of_array(flat, LAYOUT.blocks, CHUNK_BYTES)),)
-
-
-class Gate:
-    def __init__(self) -> None:
-        self.waited: list[tuple[int, int]] = []
-
-    def wait(self, start_elem: int, stop_elem: int) -> None:
-        self.waited.append((start_elem, stop_elem))
-
-
-def test_a_chunk_is_sent_only_once_its_part_of_the_snapshot_is_there(
-    slave: DataSlave, context: zmq.Context[zmq.Socket[bytes]], common: Common
-) -> None:
-    gate = Gate()
-    ticket = Ticket(1, placement(slave), ORDER)
-    transfer = carry_push(context, common, theta(), PUSH, ticket, SystemClock(), threading.Event(), ready=gate)
-    assert transfer.done
-    n = CHUNK_BYTES // 4
-    assert gate.waited == [(i * n, (i + 1) * n) for i in range(N_CHUNKS)]
 
 
 class LiveModel(FlatModel):
@@ -322,32 +302,6 @@ def test_a_residual_outlives_the_process(run: RunForWorkers, tmp_path: Path) -> 
         assert kept.tobytes() == residual.tobytes()
 
 
-def test_a_push_whose_base_is_gone_is_sent_again_as_parameters(run: RunForWorkers) -> None:
-    gone = Refusal(RefusalCode.BASE_GONE, "that version is not here any more")
-    run.slaves[1].hook = lambda header: gone if header.codec is Codec.INT8 else None
-    model = FlatModel(1)
-    real = run._BeginPush
-
-    def begin(request: object) -> object:
-        """A new opening of the staging, as real slaves make for another codec."""
-        reply = real(request)  # type: ignore[arg-type]
-        for slave in run.slaves:
-            slave.landed.clear()
-            slave.codecs.clear()
-        return reply
-
-    run._BeginPush = begin  # type: ignore[method-assign,assignment]
-    with shell(run, model, wire_dtype="int8") as client:
-        pushed = train(client, model, 1)
-        until_version_changes(client)
-        push = next(iter(run.verdicts))
-        assert run.attempts[push] == 2
-        for slave in run.slaves:
-            parts = [pushed[block.start_elem : block.stop_elem] for block in slave.blocks]
-            assert slave.versions[Version(1, 1)].tobytes() == np.concatenate(parts).tobytes()
-        assert part_of(client).vectors.residual is None, "float32 loses nothing"
-
-
 def quick(run: RunForWorkers, model: FlatModel, leave_wait_s: float = 5.0) -> ClusterShell:
     waits = {"data_silence_s": 0.3, "call_deadline_s": 2.0, "retry_max_s": 0.3, "connect_wait_s": 10.0}
     return shell(run, model, **waits, leave_wait_s=leave_wait_s)
@@ -382,27 +336,6 @@ def test_no_step_is_counted_while_the_exchanges_thread_looks_at_the_last_ones(
     assert alone == [True, True]
 
 
-def test_a_slave_that_comes_back_on_another_port_is_found_through_the_master(run: RunForWorkers) -> None:
-    slave = run.slaves[0]
-    model = FlatModel(1)
-    with quick(run, model) as client:
-        steps(client, model, 3)
-        slave.hang_up()
-        old = slave.endpoint
-        slave._port = own_port()
-
-        def come_back() -> None:
-            run.wait_for(lambda: max(run.attempts.values(), default=0) >= 1)
-            slave.listen()
-
-        helper = threading.Thread(target=come_back)
-        helper.start()
-        steps(client, model, 1)
-        until_version_changes(client)
-        helper.join()
-        assert slave.endpoint != old
-
-
 def test_a_cluster_that_is_sent_to_its_own_loopback_ends_and_leaves(
     run: RunForWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,11 +346,3 @@ def test_a_cluster_that_is_sent_to_its_own_loopback_ends_and_leaves(
     assert len(run.leaves) == 1
     with pytest.raises(ConfigError, match="which only its own machine reaches"):
         fetch_version(run.address, None, "reader", INSECURE, deadline_s=NO_LIMIT_S)
-
-
-def test_close_without_a_master_is_quick(run: RunForWorkers) -> None:
-    client = quick(run, FlatModel(1), leave_wait_s=NO_LIMIT_S)
-    client.start()
-    run.down()
-    client.close()  # the first call that fails is the last
-    client.close()

@@ -40,7 +40,6 @@ NO_EFFECT = {"failpoint", "log"}
 """Statements that call one of these only log, or are there for tests."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-_Loop = ast.For | ast.AsyncFor | ast.While
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,3 @@ def test_the_same_taps_see_everything_of_a_run_without_keys(tmp_path: Path) -> N
         assert found_in([run.control], control_words()) == control_words()
         assert len(found_in(run.data, pieces)) > 0.8 * len(pieces), "but for those that two blocks share"
         assert found_in(run.data, [A.encode()]) == [A.encode()]
-
-
-"""10 s at that rate."""

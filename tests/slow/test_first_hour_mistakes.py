@@ -15,7 +15,7 @@ from support.dips_command import dips, ended, environment, started
 from support.waiting import until
 from support.whole_run import WholeRun
 
-from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
+from dips.core.errors import RefusalCode, Refused, RetryLater
 
 LOOP = """
 import atexit, time, torch, dips
@@ -81,14 +81,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeRun]:
 
 def there(run: WholeRun, cluster: str) -> dict[str, str]:
     return {"DIPS_MASTER": run.address, "DIPS_INSECURE": "1", "DIPS_CLUSTER": cluster}
-
-
-def test_a_wrong_argument(tmp_path: Path) -> None:
-    file = written(tmp_path, ("tokens_per_step=8, steps=40", "tokens_per_step=8.5"))
-    done = run_to_its_end(file, DIPS_MASTER="127.0.0.1:1", DIPS_INSECURE="1")
-    assert done.stdout == "atexit\n"
-    said = one_sentence(done, ConfigError.exit_code)
-    assert "dips: tokens_per_step is 8.5: give the tokens of one optimizer.step(), a whole number" in said
 
 
 @pytest.fixture

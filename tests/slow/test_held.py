@@ -12,8 +12,6 @@ from support.rank_script import run_ranks
 
 from dips.core.errors import ConfigError
 
-"""Of each rank: which ranks train on the same data."""
-
 
 def said_by_ranks(n_ranks: int, kinds: Sequence[str], folder: Path) -> list[list[dict[str, Any]]]:
     """What each rank says of each kind."""

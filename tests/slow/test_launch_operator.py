@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from support.dips_command import children, dips, dips_started, ended, is_running, master_file
+from support.dips_command import children, dips_started, ended, is_running
 from support.waiting import until
 
 
@@ -15,16 +15,6 @@ def run_file(folder: Path) -> Path:
         f'[run]\nid = "served"\ndirectory = "{folder / "run"}"\nslaves = 2\n[slave]\nmemory_bytes = "8 MiB"\n'
     )
     return file
-
-
-def test_there_is_nothing_to_export_yet(tmp_path: Path) -> None:
-    log, run = tmp_path / "up.log", tmp_path / "run"
-    with dips_started("up", run_file(tmp_path), log=log):
-        until(lambda: "address" in master_file(run), "the master's address", log)
-        told = dips("export", run, "--to", run / "m.safetensors", "--wait", "0.5")
-    assert told.returncode == 4
-    assert "wait for the model's layout" in told.stderr or "slave" in told.stderr
-    assert not (run / "m.safetensors").exists()
 
 
 def test_a_launcher_that_is_told_to_end_ends_everything(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import signal
@@ -106,25 +105,3 @@ async def test_an_epoch_that_cannot_begin_ends_the_master_with_the_remedy(tmp_pa
     assert read_address(tmp_path) is None
     with contextlib.closing(Journal.open(tmp_path, "demo")) as journal:
         assert journal.begin_epoch() == 2
-
-
-async def test_an_address_that_cannot_be_removed_is_a_warning_and_the_end_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As after a disk error, upon which the system mounts the disk for reading only."""
-
-    def make(run: RunConfig, epoch: int, snapshot_json: str | None, wall_offset_s: float) -> ScriptedMachine:
-        machine = ScriptedMachine()
-        machine.first = [Halt(6, "the journal cannot be written")]
-        return machine
-
-    def refuse(path: Path, missing_ok: bool = False) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", refuse)
-        outcome = await serve(config_in(tmp_path, page_listen="127.0.0.1:0"), make)
-    assert outcome == Halt(6, "the journal cannot be written")
-    for name in ("master.json", "page.json"):
-        sentence = f"{tmp_path / name} cannot be removed (Read-only file system)"
-        assert [record.levelname for record in caplog.records if sentence in record.message] == ["WARNING"]

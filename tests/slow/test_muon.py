@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.byte_model_ranks import NO_MERGE, WIDE, check_resumption, losses, losses_of_one, start_alone
+from support.byte_model_ranks import NO_MERGE, check_resumption, losses, losses_of_one, start_alone
 from support.trainer_run import Processes
 
 MUON: dict[str, Any] = {"inner_optimizer": "muon"}
@@ -25,26 +25,6 @@ def test_ranks_that_cut_the_matrices_have_one_processs_losses(processes: Process
     expected = losses_of_one(tmp_path, **MUON)
     cut = losses(processes, start_alone(processes, kind, **MUON))
     assert cut == pytest.approx(expected, rel=BFLOAT16_ROUNDING)
-
-
-@pytest.mark.parametrize(
-    "clusters",
-    [
-        # Before each push the ranks are compared to the bit: replicas of a shard have made the same products.
-        {"a": {"parallel": "data=2,tensor=2", **MUON}},
-        {"a": MUON, "b": {}},
-    ],
-    ids=["ranks", "with AdamW"],
-)
-def test_clusters_with_muon_train_in_a_run(processes: Processes, clusters: dict[str, dict[str, str]]) -> None:
-    address = processes.start_master(f"min_clusters={len(clusters)}", "slaves=1", "sync_every=2")
-    processes.start_slaves(address, ["s0"])
-    for name, changes in clusters.items():
-        processes.start_cluster(address, name, WIDE.model_copy(update={"emulate_gap": 0.2, **changes}))
-    processes.until_version(3)
-    processes.stop_run(*clusters)
-    for name in clusters:
-        assert processes.records(name, "verdict"), processes.log(name)[-3000:]
 
 
 def test_a_killed_cluster_makes_the_same_steps_again(processes: Processes, address: str, tmp_path: Path) -> None:

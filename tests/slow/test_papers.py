@@ -26,16 +26,6 @@ def test_a_report_is_made_kept_and_the_same_again(tmp_path: Path) -> None:
     assert [path.read_text() for path in (out / "report.html", out / "report.json", docs / "jeeves.md")] == made
 
 
-def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
-    told = dips("papers", "--paper", "jeves", "--out", tmp_path)
-    assert told.returncode == 2
-    assert "--paper 'jeves' is not known: choose one of di-ps, jeeves, crosspipe" in told.stderr
-    (tmp_path / "file").touch()
-    told = dips("papers", "--paper", "jeeves", "--out", tmp_path / "file")
-    assert told.returncode == 2
-    assert "cannot be made" in told.stderr
-
-
 @pytest.mark.parametrize("command", [c for _, c in ONLY_HERE if c.startswith("dips size") or c.endswith("--help")])
 def test_what_shows_that_something_is_only_here_does_so(command: str) -> None:
     told = dips(*command.split()[1:])

@@ -50,7 +50,10 @@ def test_a_run_of_ranks(
     server: ForkServer, tmp_path: Path, overlap: str, drained: str, stays: str, wires: tuple[str, str]
 ) -> None:
     # NaN alone is excluded: on a busy machine one push has 4 steps and the next 100, and their norms tell nothing.
-    settings: dict[str, Any] = {"overlap": overlap, "chunk_bytes": 4096, "grace_s": 0.2, "detector": "off"}
+    pull_wire = "int8" if overlap == "push" else "float32"
+    settings: dict[str, Any] = {
+        "overlap": overlap, "chunk_bytes": 4096, "grace_s": 0.2, "detector": "off", "pull_wire": pull_wire,
+    }  # fmt: skip
     with JudgedRun(tmp_path / "run", server=server, **settings) as run:
         a = start(server, run, "a", drained, wires[0], number=0)
         b = start(server, run, "b", stays, wires[1], number=1, spoil=41)
@@ -80,7 +83,9 @@ def test_a_run_of_ranks(
         )
         assert not lost or overlap != "none", "steps during the last exchange alone are lost"
         assert stopped[0]["resets"] >= 1, "the inner optimizers' state was of the parameters that were dropped"
-        modes = Counter(event["mode"] for name in "ab" for event in tape(run, name) if event["kind"] == "installed")
+        installed = [event for name in "ab" for event in tape(run, name) if event["kind"] == "installed"]
+        modes = Counter(event["mode"] for event in installed)
+        assert WIRES[pull_wire] in {event["wire"] for event in installed}
         assert overlap == "none" or modes["REBASE_FROM_PUSH"], f"no cluster trained through an exchange: {modes}"
         for name, wire in zip("ab", wires, strict=True):
             pushes = [event for event in tape(run, name) if event["kind"] == "push_sent" and event["base"] != "None"]

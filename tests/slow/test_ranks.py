@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,15 +13,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from support.dips_command import ROOT, environment
-from support.run_for_workers import LAYOUT, RefuseCall, RunForWorkers
+from support.run_for_workers import RunForWorkers
 from support.trainer_models import LENGTH, Model, Rows, applied_tokens, same_cut
-from support.waiting import NO_LIMIT_S
 from torch.utils.data import DataLoader
 
 import dips
-from dips.core.errors import ConfigError, RefusalCode
-from dips.core.ids import PushId
-from dips.core.messages import Settings
+from dips.core.errors import ConfigError
 from dips.worker import torch_model
 from dips.worker.torch_model import plain_model, plain_optimizer
 
@@ -50,26 +45,17 @@ def enter(monkeypatch: pytest.MonkeyPatch, run: RunForWorkers) -> None:
         monkeypatch.setenv(name, value)
 
 
-def started(run: RunForWorkers, folder: Path, *kinds: str, **variables: str) -> list[subprocess.Popen[str]]:
-    """The two ranks of these clusters."""
-    return [
+def both_ranks(run: RunForWorkers, folder: Path, *kinds: str) -> list[tuple[int, list[str]]]:
+    """Exit code and output of each rank of these clusters."""
+    ranks = [
         subprocess.Popen(
             [sys.executable, str(CHILD), str(rank), str(folder / "store"), *kinds], cwd=folder, text=True,
-            env=environment({**of(run), **variables}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=environment(of(run)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for rank in range(2)
     ]  # fmt: skip
-
-
-def ended(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, list[str]]]:
-    """Exit code and output of each."""
     said = [rank.communicate()[0].splitlines() for rank in ranks]
     return [(rank.returncode, out) for rank, out in zip(ranks, said, strict=True)]
-
-
-def both_ranks(run: RunForWorkers, folder: Path, *kinds: str) -> list[tuple[int, list[str]]]:
-    """Exit code and output of each rank of these clusters."""
-    return ended(started(run, folder, *kinds))
 
 
 def test_two_ranks_are_one_cluster_with_the_tokens_of_both(run: RunForWorkers, tmp_path: Path) -> None:
@@ -90,42 +76,6 @@ def test_two_ranks_are_one_cluster_with_the_tokens_of_both(run: RunForWorkers, t
     assert len(run.joins) == 3
     assert [leave.reason for leave in run.leaves][1:] == ["the training loop has ended", "SIGTERM"]
     assert (ours[-1], theirs[-1]) == (LEFT, LEFT), "one rank was signalled, and where they meet next all of them leave"
-
-
-def test_a_sigterm_of_a_follower_is_heard_while_the_cluster_waits_to_join(run: RunForWorkers, tmp_path: Path) -> None:
-    tried = threading.Event()
-
-    def refuse(method: str, request: object) -> None:
-        if method == "Join":
-            tried.set()
-            raise RefuseCall(RefusalCode.BUSY, "waiting for slaves: 1 of 2 have attached", 0.1)
-
-    run.hook = refuse
-    ranks = started(run, tmp_path, "waits", DIPS_WORKER_CONNECT_WAIT_S="600")
-    assert tried.wait(NO_LIMIT_S)
-    ranks[1].send_signal(signal.SIGTERM)
-    assert [(code, said[-1]) for code, said in ended(ranks)] == [(143, LEFT), (143, LEFT)]
-    assert run.joins == []
-
-
-def test_a_sigterm_of_a_follower_is_heard_while_the_cluster_waits_for_a_verdict(tmp_path: Path) -> None:
-    settings = Settings(sync_every_steps=4, heartbeat_s=0.05, verdict_wait_s=600.0, chunk_bytes=4096, window_chunks=4)
-    run = RunForWorkers(settings, np.zeros(LAYOUT.n_elems, np.float32))
-    waits = threading.Event()
-
-    def decide(push: PushId) -> None:
-        waits.set()
-
-    run.decide = decide
-    try:
-        ranks = started(run, tmp_path, "waits", DIPS_WORKER_LEAVE_WAIT_S="1")
-        assert waits.wait(NO_LIMIT_S)
-        ranks[1].send_signal(signal.SIGTERM)
-        assert [(code, said[-1]) for code, said in ended(ranks)] == [(143, LEFT), (143, LEFT)]
-        assert [leave.reason for leave in run.leaves] == ["SIGTERM"]
-        assert len(run.pushes) == 1
-    finally:
-        run.close()
 
 
 def test_ranks_that_hold_shards_are_refused_and_none_is_overwritten(run: RunForWorkers, tmp_path: Path) -> None:
@@ -166,17 +116,6 @@ def test_a_loop_that_accelerate_prepared(run: RunForWorkers, monkeypatch: pytest
     assert sync.steps == 8, "accumulated batches are no steps"
     assert applied_tokens(run) == [0, 16 * LENGTH, 16 * LENGTH]
     assert np.array_equal(model.flat(), run.theta_of(next(reversed(run.verdicts))))
-
-
-def test_a_sharded_optimizer_is_refused(run: RunForWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
-    class ZeroRedundancyOptimizer(torch.optim.SGD):
-        """Has its name alone."""
-
-    enter(monkeypatch, run)
-    model = Model(1)
-    with pytest.raises(ConfigError, match="ZeroRedundancyOptimizer cuts the model"):
-        dips.DiLoCo(model, ZeroRedundancyOptimizer(model.parameters(), lr=0.1), tokens_per_step=1).__enter__()
-    assert run.joins == []
 
 
 WITHOUT = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import hashlib
 import os
 import threading
 from collections.abc import Awaitable, Callable
@@ -26,7 +27,7 @@ from dips.core.observe import tape
 from dips.slave import control
 from dips.slave.config import SlaveConfig
 from dips.slave.process import serve
-from dips.slave.ring import SnapshotStore
+from dips.slave.ring import Ring, SnapshotStore
 
 A, B = slave_wire.push_id("a"), slave_wire.push_id("b")
 V0 = Version(1, 0)
@@ -165,3 +166,18 @@ async def test_a_large_configure_passes_the_stream(tmp_path: Path) -> None:
         body: m.Configure = slave_wire.configure_for(slave_wire.placement_over("s0", layout=layout), layout=layout)
         link.send(body)
         await link.expect(m.Ready)
+
+
+async def test_messages_may_be_as_long_as_the_run_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the default of max_message_bytes."""
+    record = bytes(65 << 20)
+    commit_hash = hashlib.sha256(record).digest()
+    monkeypatch.setattr(Ring, "record", lambda ring, version, round_id: (record, commit_hash))
+    settings = m.Settings(heartbeat_s=0.1, chunk_bytes=1024, max_message_bytes=256 << 20)
+    here = MasterForSlaves(settings=settings)
+    async with here as master, slave_wire.slave_here(slave_wire.slave_config(tmp_path / "s0", master.address)):
+        link = await master.accept()
+        await link.hello()
+        await link.welcome()
+        link.send(m.SendCommitRecord(V0, R1))
+        assert hashlib.sha256((await link.expect(m.CommitRecord)).record).digest() == commit_hash

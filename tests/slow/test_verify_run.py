@@ -24,7 +24,7 @@ JUDGED = [*(f"I{number}" for number in range(1, 15)), "I18", "records"]
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two slaves that record pushes, two clusters, lent data; a slave and the master are killed on the way."""
     directory = tmp_path_factory.mktemp("verify") / "run"
-    run = WholeRun(directory, plan=LEASED)
+    run = WholeRun(directory, plan=LEASED, outer_optimizer="delayed-nesterov", delay_rounds=2, outer_momentum=0.5)
     run.slave = {"record_pushes": True}
     with run:
         clusters = [run.cluster(name, seed, step_s=0.01) for seed, name in enumerate("ab")]

@@ -37,10 +37,6 @@ class ByteTap:
         with self._lock:
             return [bytes(piece) for piece in self._pieces]
 
-    def holds(self, needle: bytes) -> bool:
-        assert len(needle) >= 4, "shorter ones are found in random bytes too"
-        return any(needle in piece for piece in self.seen())
-
     def found(self, needles: Iterable[bytes]) -> list[bytes]:
         seen = self.seen()
         return [needle for needle in needles if any(needle in piece for piece in seen)]

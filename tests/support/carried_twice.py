@@ -210,9 +210,8 @@ class Slave:
 class Transfers:
     """kind: "push", "pull", a codec whose differences are pushed, or "pull " and one whose differences are pulled."""
 
-    def __init__(self, kind: str, seed: int, instead: Mapping[Any, Callable[..., Any]] | None = None) -> None:
-        """instead: as of Twins, to see that it is found out."""
-        self._rng, self._kind, self._instead = random.Random(seed), kind, instead or {}
+    def __init__(self, kind: str, seed: int) -> None:
+        self._rng, self._kind = random.Random(seed), kind
         numbers = np.random.default_rng(seed)
         self._theta, self._base = map(in_guards, numbers.standard_normal((2, LAYOUT.n_elems)).astype(np.float32))
         placement = placement_over(*SLAVES, layout=LAYOUT)
@@ -354,7 +353,6 @@ class Transfers:
         instead: dict[Any, Callable[..., Any]] = {
             xxh3_numba.xxh3: lambda place, n_bytes: np.uint64(checksum(memory.read(place, n_bytes))),
             zmq_numba.monotonic_ns: lambda: time.ns,
-            **self._instead,
         }
         twins = Twins(memory, libzmq.functions, instead)
         with ExitStack() as stack:

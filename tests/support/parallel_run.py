@@ -31,15 +31,14 @@ class RankedCluster:
         kind: str,
         folder: Path,
         environment: Mapping[str, str] | None = None,
-        of_rank: Mapping[int, Mapping[str, str]] | None = None,
         **options: object,
     ) -> RankedCluster:
-        """environment: of all ranks; of_rank: more for one of them. options: of support.parallel_process."""
+        """options: of support.parallel_process."""
         folder.mkdir(parents=True)
         cluster = cls(kind, folder)
         for rank in range(ranks_of(kind)):
             words = ["rank", kind, str(rank), str(folder), *option_words(options)]
-            given = {"OMP_NUM_THREADS": "1", **(environment or {}), **(of_rank or {}).get(rank, {})}
+            given = {"OMP_NUM_THREADS": "1", **(environment or {})}
             cluster.ranks.append(server.start(folder.name, words, cluster.log_path(rank), given))
         return cluster
 

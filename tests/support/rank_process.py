@@ -42,7 +42,7 @@ def train(kind: str, rank: int) -> dict[str, object]:
     """ddp: replicas, whose ranks were given other values after they were wrapped. own: replicas with other values that
     are averaged by hand. The others are shards, each a rank's own part of a tensor-parallel model: `shards` with other
     values, `shapes` with other shapes, `group` under DistributedDataParallel over this rank alone, `seed` with values
-    that are equal as long as no step is made. waits: replicas. sigterm: likewise, of which rank 1 gets a SIGTERM after
+    that are equal as long as no step is made. sigterm: replicas, of which rank 1 gets a SIGTERM after
     six steps.
     """
     model = Model(seed=0 if kind == "seed" else rank)
@@ -52,7 +52,7 @@ def train(kind: str, rank: int) -> dict[str, object]:
     if kind == "group":
         alone = [dist.new_group([each]) for each in range(2)][rank]
         trained = DistributedDataParallel(model, process_group=alone)
-    if kind in ("sigterm", "waits"):
+    if kind == "sigterm":
         trained = DistributedDataParallel(model)
     if kind == "ddp":
         trained = DistributedDataParallel(model)

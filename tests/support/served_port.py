@@ -11,7 +11,7 @@ import gc
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -176,21 +176,19 @@ class BehindLoop(ABC):
 
 PEER = b"peer1"
 
-Replaced = Mapping[Any, Callable[..., Any]]
-
 
 class TwinLoop(BehindLoop):
     """The loop's source in the interpreter, over a libzmq that checks. It serves `end`, until `other` has something.
     Use as a context."""
 
-    def __init__(self, traffic: Traffic, rows: F32, kept: Kept, keyed: bool, instead: Replaced) -> None:
+    def __init__(self, traffic: Traffic, rows: F32, kept: Kept, keyed: bool) -> None:
         self._memory = Memory()
         self.zmq = CheckedZmq(self._memory)
         self.end, self.other = self.zmq.socket(), self.zmq.socket()
         arrays: list[NDArray[Any]] = [rows, *kept.thetas, *kept.differences]
         for array in arrays:
             self._memory.add(array)
-        twins = Twins(self._memory, self.zmq.functions, {xxh3_numba.xxh3: self._checksum, **instead})
+        twins = Twins(self._memory, self.zmq.functions, {xxh3_numba.xxh3: self._checksum})
         self._patch = pytest.MonkeyPatch()
         self._patch.setattr(serve_numba, "serve", twins.of(serve_numba.serve))
         self._patch.setattr(serve_numba, "flush", twins.of(serve_numba.flush))
@@ -237,8 +235,7 @@ class TwinLoop(BehindLoop):
 class GuardedLoop(BehindLoop):
     """The compiled loop over real sockets, on guarded memory. Use as a context."""
 
-    def __init__(self, traffic: Traffic, rows: F32, kept: Kept, keyed: bool, instead: Replaced) -> None:
-        assert not instead, "what is compiled cannot be replaced"
+    def __init__(self, traffic: Traffic, rows: F32, kept: Kept, keyed: bool) -> None:
         assert not keyed, "connections inside of a process have no keys"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router, self._dealer = self._context.socket(zmq.ROUTER), self._context.socket(zmq.DEALER)
@@ -287,11 +284,10 @@ MOST_FRAMES = 8
 
 class Both:
     def __init__(
-        self, traffic: Traffic, behind: type[TwinLoop] | type[GuardedLoop], instead: Replaced | None = None, *,
-        keyed: bool = False, peer: bytes = PEER,
+        self, traffic: Traffic, behind: type[TwinLoop] | type[GuardedLoop], *, keyed: bool = False, peer: bytes = PEER,
     ) -> None:  # fmt: skip
-        """instead: as of Twins, to see that it is found out. keyed: messages come from all USERS in turn."""
-        self._traffic, self._kind, self._instead, self._keyed = traffic, behind, instead or {}, keyed
+        """keyed: messages come from all USERS in turn."""
+        self._traffic, self._kind, self._keyed = traffic, behind, keyed
         self._peer = peer
         self._rows = Guarded(4 * len(PUSHES) * LAYOUT.n_elems).array(np.float32).reshape(len(PUSHES), -1)
         self._kept = Kept.of(traffic)
@@ -301,7 +297,7 @@ class Both:
         """Raises Differs for the first message that is answered in another way, and Outside or Misused."""
         traffic, kept = self._traffic, self._kept
         alone = Port(traffic, np.zeros_like(self._rows), kept, self._keyed)
-        with self._kind(traffic, self._rows, kept, self._keyed, self._instead) as behind:
+        with self._kind(traffic, self._rows, kept, self._keyed) as behind:
             behind.peer = self._peer
             for number, frames in enumerate(messages):
                 if self._keyed:

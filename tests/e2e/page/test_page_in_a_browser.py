@@ -26,9 +26,6 @@ PROBES = (Path(__file__).parent / "probes.js").read_text()
 TEXTS = ("p", "dt", ".big", ".small", "h2", "th", "td", ".under", ".state span", "li", "time", "button", "a")
 LEAST_CONTRAST = 4.5
 VERSIONS_TO_SHOW = 20
-ROW_OF_OSLO = (
-    "[...document.querySelectorAll('#clusters-table tbody tr.{}')].some((e) => e.textContent.includes('oslo'))"
-)
 
 
 def probe(page: Any, name: str, argument: object = None) -> Any:

@@ -14,7 +14,6 @@ from dips.core.chunks import Chunk, chunks_of
 from dips.core.ids import PushId
 from dips.core.messages import VerdictKind
 from dips.core.wire import DIFFERENCES, Codec
-from dips.sim import seeds
 from dips.sim.arithmetic import Key, Value
 from dips.sim.content import SimulatedModel
 from dips.sim.faults.world import OLD_ATTEMPT, OLD_LIFE
@@ -28,13 +27,6 @@ from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import InstallMode
 
 SEEDS = range(8)
-
-
-@pytest.mark.parametrize("pushers", [(2,), (3, 1, 2)])
-def test_every_invariant_holds_where_clusters_have_several_ranks(pushers: tuple[int, ...]) -> None:
-    outcomes = [seeds.run_one(seed, pushers)[0] for seed in SEEDS]
-    assert {outcome.seed: outcome.violations for outcome in outcomes if outcome.violations} == {}
-    assert all(outcome.published for outcome in outcomes)
 
 
 def test_every_rank_has_a_key_of_its_own() -> None:

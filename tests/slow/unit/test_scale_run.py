@@ -19,13 +19,6 @@ def run(folder: Path, *, hours: float | None = None, seed: int | None = None, **
     return simulate(load_scenario(write_setup(folder, **lines), hours=hours, seed=seed))
 
 
-FAILING = {
-    "npus": "mtbf_days = 0.05",
-    "total_tokens": 'total_tokens = "10B"',
-    "about": "about = 'failures of everything'",
-}
-
-
 def failing(folder: Path, seed: int, hours: float = 6) -> ScaleReport:
     """Clusters, links, slaves and the master fail every hour or so."""
     path = write_setup(folder, npus="mtbf_days = 0.05\nlink_mtbf_days = 0.05")

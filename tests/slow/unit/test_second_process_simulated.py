@@ -13,13 +13,6 @@ from dips.sim.seed_run import SeedRun
 SEEDS = range(9100, 9110)
 
 
-@pytest.mark.parametrize("fault", ["same_slave_twice", "same_cluster_twice"])
-def test_a_second_process_displaces_none_that_beats(fault: str) -> None:
-    outcomes = [SeedRun(seed, planned=(fault,)).run() for seed in SEEDS]
-    assert [outcome.violations for outcome in outcomes] == [()] * len(outcomes)
-    assert any(outcome.fired.get(fault) for outcome in outcomes)
-
-
 @pytest.mark.parametrize(
     ("owner", "rule", "fault"),
     [

@@ -202,12 +202,6 @@ def tape_in(run: Path, name: str) -> Path:
     return path
 
 
-def of_epoch(line: Record, epoch: int) -> bool:
-    """Whether a line of the scripted run belongs to an epoch, by any name in it."""
-    texts = (str(line.get(name, "")) for name in ("incarnation", "push", "round"))
-    return any(f"{epoch}." in text for text in texts) or line.get("epoch") == epoch
-
-
 def test_the_scripted_run_is_proven(run: Path) -> None:
     assert verify_run(run).ok
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.plain_penalty import cosine_with_the_others
 from support.rounds import Master, Push, Vector, along, gram_of
 
 from dips.core.errors import LocalProtocolError
@@ -120,6 +121,22 @@ def test_directions_must_fit() -> None:
 
 
 FLOATS = st.floats(-100.0, 100.0)
+
+
+Way = tuple[Vector, Vector, float]
+"""(theta_base - theta_j, theta_base - theta_v, tokens) of a push."""
+
+
+def cosine_with_the_others(ways: Mapping[str, Way], accepted: Sequence[str], name: str) -> float:
+    """cos(p_j, s_j + token-weighted mean of the other accepted p_i); NaN when one of them is no direction."""
+    own, moved = np.array(ways[name][0], float), np.array(ways[name][1], float)
+    others = [other for other in accepted if other != name]
+    tokens = sum(ways[other][2] for other in others)
+    way = moved + sum(
+        (ways[other][2] / tokens * np.array(ways[other][0], float) for other in others), np.zeros(len(own))
+    )
+    size = float(np.linalg.norm(own) * np.linalg.norm(way))
+    return float(own @ way) / size if np.isfinite(size) and size > 0.0 else math.nan
 
 
 @settings(max_examples=100)

@@ -8,24 +8,19 @@ import math
 import random
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import zmq
-from support.checked_memory import Outside
-from support.checked_zmq import Misused
 from support.hostile_data import PUSHES, V0, V1, V2, Traffic
-from support.served_port import Both, Differs, Kept, TwinLoop
+from support.served_port import Both, Kept, TwinLoop
 from support.slave_wire import LAYOUT
 
 from dips.core.ids import Version
-from dips.core.net import header_numba
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.zmq_numba import EINTR
-from dips.core.wire import encoded_bytes
 from dips.slave.serve_numba import COMPLETE, ENOUGH, FREED_AGAIN, IDLE, NEWS, SENT, UNUSUAL, Lent
-from dips.slave.state.staging import find_chunk
 
 WITHOUT_SUMS, WITH_SUMS = 1024, 65536
 """Chunks of whole pieces are measured when they land."""
@@ -69,39 +64,6 @@ def test_the_loop_knows_readers_by_short_routing_ids_once_python_has_met_them(ro
     assert (both.served, both.left) == (served, 5 - served)
 
 
-class AnyLength(int):
-    def __ne__(self, other: object) -> bool:
-        return False
-
-
-def takes_any_length(codec: int, n_elems: int) -> int:
-    return AnyLength()
-
-
-def finds_every_chunk(places: object, chunk_bytes: int, block: int, offset_bytes: int, length_bytes: int) -> int:
-    return 1
-
-
-def is_always_ours(value: object, length: object, run_id: object) -> bool:
-    return True
-
-
-@pytest.mark.parametrize(
-    ("of", "careless"),
-    [
-        (encoded_bytes, takes_any_length),
-        (find_chunk, finds_every_chunk),
-        (header_numba.is_ours, is_always_ours),
-    ],
-    ids=lambda function: function.__name__,
-)
-def test_a_loop_that_checks_less_is_found_out(of: Callable[..., object], careless: Callable[..., object]) -> None:
-    traffic, rng = Traffic(WITHOUT_SUMS), random.Random(3)
-    both = Both(traffic, TwinLoop, {of: careless})
-    with pytest.raises((Outside, Misused, Differs)):
-        both.feed(traffic.hostile(rng) for _ in range(1000))
-
-
 @pytest.mark.parametrize(("version", "base"), [(V1, V0), (V2, V1), (V2, V0), (V1, V2)])
 def test_differences_are_served_by_the_loop_where_they_lead_to_the_version(version: Version, base: Version) -> None:
     traffic, n = Traffic(WITHOUT_SUMS), 3
@@ -120,7 +82,7 @@ PEERS = (b"1", b"2", b"3")
 def twin() -> Iterator[TwinLoop]:
     """With a push in each slot, in which nothing has landed. It knows PEERS."""
     rows = np.zeros((len(PUSHES), LAYOUT.n_elems), np.float32)
-    with TwinLoop(SMALL, rows, Kept.of(SMALL), keyed=False, instead={}) as made:
+    with TwinLoop(SMALL, rows, Kept.of(SMALL), keyed=False) as made:
         for peer in PEERS:
             made.loop.meet(made.port.port, peer)
         yield made

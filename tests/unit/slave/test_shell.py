@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from support.slave_bench import commit
 from support.slave_wire import LAYOUT, RUN, configure_for, open_staging, placement_over, prepare_of, push_id
-from support.waiting import until
+from support.waiting import NO_LIMIT_S, until
 
 from dips.core import messages
 from dips.core.chunks import checksum, chunks_of, digest_of_array
@@ -25,6 +26,7 @@ from dips.core.math.outer_numpy import gram, outer_step
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.observe.tape import Tape, read_tape
 from dips.core.wire import Codec
+from dips.slave import calculation
 from dips.slave.data_port import DataPort
 from dips.slave.data_server import DataServer
 from dips.slave.memory import F32, ThetaBuffer
@@ -175,7 +177,7 @@ async def slave_on(tmp_path: Path, settings: messages.Settings = SETTINGS) -> As
 
 
 async def test_a_round_measures_computes_keeps_evidence_and_serves_what_the_reference_says(tmp_path: Path) -> None:
-    async with slave_on(tmp_path) as slave:
+    async with slave_on(tmp_path, replace(SETTINGS, memory_files="versions")) as slave:
         await slave.seeded()
         for slot, (push, values) in enumerate(zip((A, B_PUSH), OURS, strict=True), 1):
             await slave.stage(push, slot, values)
@@ -229,7 +231,9 @@ async def test_a_later_start_loads_what_was_committed_and_refuses_what_has_anoth
         slave.tell(messages.Commit(R1, V0, b"not its hash", RECORD))
         assert await slave.hear(messages.Flipped) == messages.Flipped(R1, V0)
         await slave.stage(A, 1, OURS[0])
-        await slave.round(R2, V1, V0, A)
+        newest = await slave.round(R2, V1, V0, A)
+        slave.tell(messages.ListShard(R3, V1))
+        listed = await slave.hear(messages.ShardList)
     digest = digest_of_array(SEED, BLOCKS, CHUNK_BYTES)
     load: dict[str, Any] = {
         "load": V0,
@@ -242,10 +246,14 @@ async def test_a_later_start_loads_what_was_committed_and_refuses_what_has_anoth
         assert slave.problems == []
         hello = await slave.join(epoch=2)
         assert (hello.promised_epoch, [info.version for info in hello.snapshots]) == (1, [V1, V0])
+        slave.tell(configure_for(PLACEMENT, **{**load, "load": V1, "load_round": R2, "load_digest": newest}))
+        assert await slave.hear(messages.Ready) == messages.Ready(V1, newest)
+        slave.tell(messages.ListShard(R3, V1))
+        assert await slave.hear(messages.ShardList) == listed, "the momentum too"
         slave.tell(configure_for(PLACEMENT, **load))
         assert await slave.hear(messages.Ready) == messages.Ready(V0, digest)
         np.testing.assert_array_equal(slave.theta(V0), SEED)
-        (line,) = slave.tape_says("snapshot_loaded")
+        _, line = slave.tape_says("snapshot_loaded")
         assert (line["version"], line["round"], line["digest"]) == ("1:0", "r1.1", digest.hex())
         named: dict[str, Any] = {
             **load,
@@ -317,7 +325,7 @@ async def test_a_move_of_blocks_is_sealed_on_the_disk_and_leaves_it_when_it_is_g
 
 
 async def test_versions_stay_readable_while_they_are_retained_and_until_the_port_has_left_them(tmp_path: Path) -> None:
-    async with slave_on(tmp_path) as slave:
+    async with slave_on(tmp_path, replace(SETTINGS, memory_files="stagings")) as slave:
         await slave.join()
         slave.tell(configure_for(PLACEMENT, pinned_versions=1))
         await slave.hear(messages.Ready)
@@ -363,6 +371,38 @@ async def test_versions_are_saved_behind_the_rounds_and_a_disk_that_fails_is_tri
         (saved,) = slave.store.ring.infos()
         assert (saved.version, saved.committed, saved.commit_hash) == (V0, True, HASH)
         assert [line["version"] for line in slave.tape_says("persisted")] == ["1:0"]
+
+
+async def test_a_round_waits_for_a_save_that_reads_what_it_would_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the version before its base: the momentum of the next one takes the place of that one's."""
+    async with slave_on(tmp_path, replace(SETTINGS, durability="async")) as slave:
+        shell, go_on, is_saved = slave.shell, threading.Event(), list[bool]()
+        write, prepare, saved_to_file = slave.store.ring.write_committed, calculation.prepare, shell._saved_to_file
+
+        def held(*arguments: Any) -> None:
+            assert go_on.wait(NO_LIMIT_S)
+            write(*arguments)
+
+        def noted(*arguments: Any) -> Any:
+            is_saved.append(shell._saving is None or shell._saving.done())
+            return prepare(*arguments)
+
+        async def released() -> None:
+            go_on.set()
+            await saved_to_file()
+
+        shell._pushes = None  # evidence is written by the thread that is held
+        monkeypatch.setattr(slave.store.ring, "write_committed", held)
+        monkeypatch.setattr(calculation, "prepare", noted)
+        await slave.seeded()
+        await slave.stage(A, 1, OURS[0])
+        await slave.round(R2, V1, V0, A)
+        monkeypatch.setattr(shell, "_saved_to_file", released)
+        await slave.round(R3, V2, V1, A)
+        go_on.set()
+    assert is_saved == [True, False, True]
 
 
 async def test_a_promise_that_cannot_be_kept_and_a_bug_end_the_slave(

@@ -281,6 +281,8 @@ def test_another_layout_than_its_hash_is_refused() -> None:
         (messages.Settings(chunk_bytes=1020), False),
         (messages.Settings(chunk_bytes=1026), False),
         (messages.Settings(window_chunks=MAX_WINDOW_CHUNKS + 1), False),
+        (messages.Settings(memory_files="tape"), False),
+        (messages.Settings(pull_wire="tape"), False),
     ],
 )
 def test_settings_that_the_data_port_cannot_serve_are_refused(settings: messages.Settings, right: bool) -> None:

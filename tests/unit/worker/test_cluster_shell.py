@@ -27,8 +27,10 @@ from dips.core.errors import (
 )
 from dips.core.ids import Incarnation, PushId, Version
 from dips.core.messages import DataMode, DataPlan, DataRange, VerdictKind
+from dips.core.observe.failpoints import armed
 from dips.core.observe.tape import read_tape
 from dips.core.release import VERSION
+from dips.core.wire import Codec
 from dips.worker.config import ClientConfig
 from dips.worker.shell import ClusterShell, is_orderly, reason_of
 from dips.worker.state.effects import Finished
@@ -240,6 +242,19 @@ def test_transfers_that_fail_are_tried_again_as_they_were(run: RunInMemory, tmp_
         assert run.theta_of(first(run)).tobytes() == before.tobytes()
     failed = [(e["kind"], e["reason"]) for e in read_tape(tmp_path / "tape") if "failed" in e["kind"]]
     assert failed == [("push_failed", "cut"), ("pull_failed", "gone")]
+
+
+def test_a_push_whose_base_is_gone_is_sent_again_as_parameters(run: RunInMemory) -> None:
+    model = FlatModel(1)
+    with shell_of(run, model, wire_dtype="int8") as shell:
+        run.failures = [Failure("that version is not here", base_gone=True)]
+        train(run, shell, model, 4)
+        for _ in range(3):
+            run.clock.advance(1.0)
+            step_without_change(shell)
+        push = first(run)
+        assert (run.pushes[0].wire, run.attempts[push]) == (Codec.INT8, 2)
+        assert {slave.codecs[push] for slave in run.slaves} == {Codec.F32}
 
 
 def test_wrong_bytes_again_and_again_end_the_cluster(run: RunInMemory) -> None:
@@ -491,6 +506,19 @@ def test_an_undecided_push_is_rebased_from_its_saved_parameters(run: RunInMemory
     with shell_of(run, again, **kept) as shell:
         step_without_change(shell)
         assert again.theta.tobytes() == (other + (later - pushed)).tobytes()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(
+    run: RunInMemory, kept: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = FlatModel(1)
+    with shell_of(run, model, **kept) as shell:
+        with armed("worker.checkpoint.before_manifest=error(no space left)"):
+            run.clock.advance(10.0)
+            shell.checkpoint_if_due()
+        assert "no space left; training goes on" in caplog.text
+        train(run, shell, model, 4)
+        assert shell.version == Version(1, 1)
 
 
 def test_resuming_takes_the_newest_whole_one_or_none(run: RunInMemory, kept: dict[str, Any], tmp_path: Path) -> None:
