@@ -11,7 +11,7 @@ import gc
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -197,7 +197,7 @@ class TwinLoop(BehindLoop):
         items = np.zeros(2, POLL_ITEM).view(np.recarray)  # whose elements have attributes, as numba's do
         items["socket"] = self.end.underlying, self.other.underlying
         router: Any = self.end
-        self.connect = lambda: loop.watch(router, items)
+        self.connect: Callable[[], None] = lambda: loop.watch(router, items)
         self.connect()
         self._lent = self._memory.add(loop._lent.counts)
         super().__init__(Port(traffic, rows, kept, keyed), loop)

@@ -42,7 +42,8 @@ def test_what_another_process_compiled_while_its_end_was_waited_for_is_not_compi
     (tmp_path / "doubling.py").write_text("def twice(x):\n    return 2 * x\n")
     monkeypatch.syspath_prepend(tmp_path)
     twice = importlib.import_module("doubling").twice
-    late, other, turn = compiled(twice), compiled(twice), compiling._turn
+    late: Any = compiled(twice)
+    other, turn = compiled(twice), compiling._turn
 
     class Waited:
         def take(self) -> bool:

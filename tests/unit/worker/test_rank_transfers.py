@@ -97,7 +97,8 @@ def test_the_leader_names_the_late_rank_and_counts_what_each_has_moved() -> None
 
 
 def test_a_rank_reports_its_transfer_until_that_one_is_cancelled() -> None:
-    part = RankPart(*cast(Any, [None] * 3), [], ManualClock(), None, None, lambda: False)
+    nothing: Any = None
+    part = RankPart(nothing, nothing, nothing, [], ManualClock(), None, None, lambda: False)
     part.do(SEND)
     part.do(Cancel(SEND.job - 1))
     assert part.report() == Report(job=SEND.job, stage=Stage.UNDER_WAY)
