@@ -54,7 +54,7 @@ demo: $(DEMO_STAMP)  ## train a small model on four clusters here, and kill a cl
 test: $(DEV_STAMP)  ## the first tier: all checks, unit tests, and the main path in real processes, in a little over three minutes
 	$(BIN)/python tests/run_all.py --tier first $(ARGS)
 
-test-landing: $(FOREIGN_STAMP) system  ## the landing tier: short faults, simulations, dashboards, the status page
+test-landing: $(DEV_STAMP) system  ## the landing tier: short faults, simulations, dashboards, the status page
 	$(BIN)/python tests/run_all.py --tier landing $(ARGS)
 
 test-long: $(FOREIGN_STAMP) system  ## the long tier, and what other tiers did not pass yet; RESUME=1 goes on, LONG_PART=1: a fifth
@@ -71,7 +71,7 @@ system:  ## install what the landing and long tiers need from Debian: a browser,
 	apt-get -o DPkg::Lock::Timeout=600 update -q && DEBIAN_FRONTEND=noninteractive \
 	  apt-get -o DPkg::Lock::Timeout=600 install -y -q --no-install-recommends "$${missing[@]}"
 
-foreign: $(FOREIGN_STAMP)  ## install the trainers of other people that the landing and long tiers run: trl, timm, torchtitan
+foreign: $(FOREIGN_STAMP)  ## install the trainers of other people that the long tier runs: trl, timm, torchtitan
 
 check: $(DEV_STAMP)  ## lint, types and layers, without running anything
 	$(BIN)/ruff check .

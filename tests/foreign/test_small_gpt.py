@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
-from support.dips_command import ROOT, dips, end_at_a_limit
+from support.dips_command import ROOT, dips, end_at_a_limit, operator_of
 from support.three_facts import PATIENT, assert_three_facts
 from support.up_run import UpRun
 from support.waiting import until
 
 PROGRAM = ROOT / "tests" / "support" / "small_gpt.py"
-
-
-def same_data_is_told(run: Path) -> bool:
-    told = dips("status", run, "--json")
-    assert told.returncode == 0, told.stderr
-    return any(alarm["kind"] == "same_data" for alarm in json.loads(told.stdout)["alarms"])
 
 
 def test_two_clusters_with_one_seed(tmp_path: Path) -> None:
@@ -26,7 +19,11 @@ def test_two_clusters_with_one_seed(tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("a", "b")}
     programs = {name: (sys.executable, PROGRAM, folder) for name, folder in folders.items()}
     with UpRun(tmp_path, programs, master=PATIENT) as run:
-        until(lambda: same_data_is_told(run.directory), "the alarm", run.log)
+        with operator_of(run.directory) as master:
+            until(lambda: any(alarm.kind == "same_data" for alarm in master.status().alarms), "the alarm", run.log)
+        told = dips("status", run.directory)
+        assert told.returncode == 0, told.stderr
+        assert "clusters a and b push the same" in " ".join(told.stdout.split())
         end_at_a_limit(run.directory)
         run.until_end()
     assert_three_facts(run, folders)

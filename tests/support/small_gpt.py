@@ -30,7 +30,6 @@ batch_size, block_size, accumulate = 4, 64, 4
 max_lr, min_lr, warmup_steps, decay_steps = 3e-3, 3e-4, 20, 400
 weight_decay, clip = 0.1, 1.0
 eval_every, eval_batches = 10, 4
-compile_model = False
 
 
 class Attention(nn.Module):
@@ -127,9 +126,8 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     prepare()
     torch.manual_seed(seed)
-    raw_model = Gpt()
-    optimizer = raw_model.configure_optimizer()
-    model = torch.compile(raw_model) if compile_model else raw_model
+    model = Gpt()
+    optimizer = model.configure_optimizer()
     tokens_per_step = accumulate * batch_size * block_size
     tokens = []
     X, Y = get_batch("train")
@@ -149,5 +147,5 @@ if __name__ == "__main__":
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             tokens.append(tokens_per_step)
-    note(folder, trained_parameters(raw_model), tokens)
+    note(folder, trained_parameters(model), tokens)
     print("HELDOUT", repr(estimate_loss()["val"]), flush=True)

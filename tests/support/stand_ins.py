@@ -23,8 +23,6 @@ class _Name(type):
 
 
 class _Module(ModuleType):
-    __path__: Sequence[str] = ()
-
     def __getattr__(self, name: str) -> _Name:
         return _of(self, name)
 

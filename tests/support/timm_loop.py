@@ -50,8 +50,8 @@ def train(name: str, folder: Path) -> None:
     )
     torch.manual_seed(zlib.crc32(os.environ["DIPS_CLUSTER"].encode()))
     tokens = []
-    how = {"buffers": "average"} if statistics else {}
-    with dips.DiLoCo(model, optimizer, tokens_per_step=BATCH, state={"scheduler": scheduler}, **how) as sync:
+    buffers = "average" if statistics else "own"
+    with dips.DiLoCo(model, optimizer, tokens_per_step=BATCH, state={"lr": scheduler}, buffers=buffers) as sync:
         while not sync.done:
             inputs, targets = images()
             loss = torch.nn.functional.cross_entropy(model(inputs), targets)

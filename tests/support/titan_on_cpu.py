@@ -41,14 +41,15 @@ class _Cpu:
     def empty_cache(self) -> None: ...
 
 
-_of_torch = _utils._get_available_device_type, _utils._get_device_module
-_utils._get_available_device_type = lambda: "cpu"
-_utils._get_device_module = lambda name: _Cpu()
+asked: Any = _utils
+_of_torch = asked._get_available_device_type, asked._get_device_module
+asked._get_available_device_type, asked._get_device_module = lambda: "cpu", lambda name: _Cpu()
 try:
     with stand_ins("triton"):  # for kernels of experts, which a Llama has none of
-        llama3, train = map(importlib.import_module, ("torchtitan.models.llama3", "torchtitan.train"))
+        llama3: Any = importlib.import_module("torchtitan.models.llama3")
+        train: Any = importlib.import_module("torchtitan.train")
 finally:
-    _utils._get_available_device_type, _utils._get_device_module = _of_torch
+    asked._get_available_device_type, asked._get_device_module = _of_torch
 
 
 _cut = llama3.parallelize_llama

@@ -39,7 +39,7 @@ def noted(trainer: type[Any], folder: Path) -> type[Any]:
             (model,) = self.model_parts
             whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
             if torch.distributed.get_rank() == 0:
-                note(folder, whole, self.of_steps)
+                note(folder, {name: t for name, t in whole.items() if isinstance(t, torch.Tensor)}, self.of_steps)
 
     return Noted
 
