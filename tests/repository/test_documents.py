@@ -122,7 +122,7 @@ def command_named(name: str) -> Any:
 def parse(command: str) -> None:
     """Raises what the command line would: an unknown command, option or value. Runs nothing."""
     words = [word for word in without_environment(command)[1:] if word != "--help"]
-    if not words or words == ["--version"]:
+    if not words or words[0] in ("--version", "--install-completion", "--show-completion"):
         return
     names = {known.name for known in cli.COMMANDS}
     assert words[0] in names, f"{command!r} is not one of {sorted(names)}"
