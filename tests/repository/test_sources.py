@@ -47,7 +47,7 @@ def test_no_text_leads_to_a_document_that_is_not_here() -> None:
 
 
 def test_unit_tests_never_sleep() -> None:
-    asleep = re.compile(r"\bsleep\(")
+    asleep = re.compile(r"\bsleep\((?!0\))")  # sleep(0) lets others run
     unit = sorted((ROOT / "tests" / "unit").rglob("*.py"))
     assert unit
     assert not [str(path.relative_to(ROOT)) for path in unit if asleep.search(path.read_text())]

@@ -80,7 +80,7 @@ def test_without_numba_differences_are_refused_with_a_remedy(monkeypatch: pytest
         monkeypatch.delitem(sys.modules, f"dips.core.math.{name}", raising=False)
         monkeypatch.delattr(dips.core.math, name, raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)
-    with pytest.raises(ConfigError, match=r"need numba.*dips-training\[worker\]"):
+    with pytest.raises(ConfigError, match=r"need numba.*pip install '\.\[worker\]'"):
         kernels()
 
 
