@@ -378,15 +378,21 @@ async def test_a_round_waits_for_a_save_that_reads_what_it_would_write(
 ) -> None:
     """Of the version before its base: the momentum of the next one takes the place of that one's."""
     async with slave_on(tmp_path, replace(SETTINGS, durability="async")) as slave:
-        shell, go_on, is_saved = slave.shell, threading.Event(), list[bool]()
+        shell, go_on, first, is_saved = slave.shell, threading.Event(), threading.Event(), list[bool]()
         write, prepare, saved_to_file = slave.store.ring.write_committed, calculation.prepare, shell._saved_to_file
 
         def held(*arguments: Any) -> None:
             assert go_on.wait(NO_LIMIT_S)
-            write(*arguments)
+            *others, has_read = arguments
+
+            def noted_too() -> None:
+                first.set()  # the next version's save may begin at once, and reads other arrays
+                has_read()
+
+            write(*others, noted_too)
 
         def noted(*arguments: Any) -> Any:
-            is_saved.append(shell._saving is None or shell._saving.done())
+            is_saved.append(shell._saving is None or first.is_set())
             return prepare(*arguments)
 
         async def released() -> None:
