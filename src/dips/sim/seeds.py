@@ -1,6 +1,6 @@
 """python -m dips.sim.seeds: simulate many seeds, or print the event history of one (docs/simulation.md).
 
-Exit code 1 when a seed violates an invariant, when a fault that was planned never fired (every kind must, from 200
+Exit code 1 when a seed violates an invariant, when a fault that was planned never fired (every kind must, from 500
 seeds on), when a transition was never taken that is not listed as out of reach with the reason (from 1000 seeds on),
 and when no process was killed in some phase of the round (from 2000 on).
 """
@@ -33,7 +33,7 @@ from dips.sim.seen import report as seen_report
 # planned and never struck, a phase of the round in which no process was killed, a step that no machine took.
 
 
-SEEDS_FOR_FAULTS = 200
+SEEDS_FOR_FAULTS = 500
 SEEDS_FOR_PHASES = 2000
 SEEDS_FOR_ARROWS = 1000
 PLANNED_ENOUGH = 10
