@@ -103,3 +103,8 @@ def test_a_version_that_was_published_and_lost_with_the_journal_gives_its_name_t
     outcomes = [lost_beside_the_journal(seed) for seed in range(8600, 8608)]
     assert {outcome.seed: outcome.violations for outcome in outcomes if outcome.violations} == {}
     assert sum(("recovery", "GATHERING", "rolled back", "NONE") in outcome.arrows for outcome in outcomes) > 3
+
+
+def test_a_disk_that_was_lost_while_a_version_was_committed_is_no_copy_of_it() -> None:
+    """Or the only other copy of the run's state, the master's, is lost too."""
+    assert not SeedRun(52).run().violations
