@@ -145,7 +145,8 @@ N_BATCHES = 8
 """Calls of the model in training mode."""
 
 BATCH_ELEMS = 4096
-"""Elements of each input that are read: the whole of a large batch would be copied from its device."""
+"""About so many elements of each input are read, from all over it: its beginning may be a margin that all samples have,
+and the whole of a large batch would be copied from its device."""
 
 
 class FirstBatches:
@@ -171,10 +172,15 @@ class FirstBatches:
         if torch.compiler.is_compiling() or not module.training or self._hook is None:
             return
         try:
-            for tensor in _tensors_in([args, kwargs]):
+            tensors = list(_tensors_in([args, kwargs]))
+            if not tensors:  # batches in other objects: the digests of all such clusters would be equal
+                self.end()
+                return
+            for tensor in tensors:
                 if tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                     return  # a graph is made; nothing may be copied to the host
-                some = local(tensor).reshape(-1)[:BATCH_ELEMS].cpu()
+                flat = local(tensor).reshape(-1)
+                some = flat[:: max(1, len(flat) // BATCH_ELEMS)].cpu()
                 self._digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
                 self._digest.update(some.contiguous().view(torch.uint8).numpy().data)
         except Exception as error:

@@ -138,6 +138,16 @@ def test_equal_first_batches_have_one_digest_and_others_have_another(model: Anyt
     assert digest_of(Anything(), batches_of(1)[1:]) == b"", "too few to tell"
 
 
+def test_batches_that_begin_alike_and_differ_later_are_others(model: Anything) -> None:
+    margin = torch.zeros(8, 5000)
+    images = [torch.cat([margin, torch.full((8, 5000), float(i))], dim=1) for i in range(2)]
+    assert digest_of(model, images[:1] * N_BATCHES) != digest_of(Anything(), images[1:] * N_BATCHES)
+
+
+def test_batches_that_are_no_tensors_have_no_digest(model: Anything) -> None:
+    assert digest_of(model, [object()] * N_BATCHES) == b""
+
+
 def test_batches_of_an_evaluation_are_not_the_first_ones(model: Anything) -> None:
     found: list[bytes] = []
     FirstBatches(model, found.append)
