@@ -379,7 +379,8 @@ async def test_a_round_waits_for_a_save_that_reads_what_it_would_write(
     """Of the version before its base: the momentum of the next one takes the place of that one's."""
     async with slave_on(tmp_path, replace(SETTINGS, durability="async")) as slave:
         shell, go_on, first, is_saved = slave.shell, threading.Event(), threading.Event(), list[bool]()
-        write, prepare, saved_to_file = slave.store.ring.write_committed, calculation.prepare, shell._saved_to_file
+        write: Any = slave.store.ring.write_committed
+        prepare, saved_to_file = calculation.prepare, shell._saved_to_file
 
         def held(*arguments: Any) -> None:
             assert go_on.wait(NO_LIMIT_S)
