@@ -118,21 +118,24 @@ class TokenCheck:
 
 def _elems_in(inputs: Any) -> int | None:
     """Elements of all tensors; None when other objects may hold data, too."""
-    if isinstance(inputs, torch.Tensor):
-        return inputs.numel()
-    if inputs is None or isinstance(inputs, (bool, int, float, str)):
-        return 0
+    total = 0
+    for leaf in _leaves(inputs):
+        if isinstance(leaf, torch.Tensor):
+            total += leaf.numel()
+        elif leaf is not None and not isinstance(leaf, (bool, int, float, str)):
+            return None
+    return total
+
+
+def _leaves(inputs: Any) -> Iterator[Any]:
+    """What mappings, lists and tuples hold, however deep."""
     if isinstance(inputs, Mapping):
         inputs = list(inputs.values())
-    if not isinstance(inputs, (list, tuple)):
-        return None
-    total = 0
-    for item in inputs:
-        elems = _elems_in(item)
-        if elems is None:
-            return None
-        total += elems
-    return total
+    if isinstance(inputs, (list, tuple)):
+        for item in inputs:
+            yield from _leaves(item)
+    else:
+        yield inputs
 
 
 # ---- first batches ---------------------------------------------------------------------------------------------------
@@ -172,7 +175,7 @@ class FirstBatches:
         if torch.compiler.is_compiling() or not module.training or self._hook is None:
             return
         try:
-            tensors = list(_tensors_in([args, kwargs]))
+            tensors = [leaf for leaf in _leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
             if not tensors:  # batches in other objects: the digests of all such clusters would be equal
                 self.end()
                 return
@@ -192,16 +195,6 @@ class FirstBatches:
         if self._n_left == 0:
             self.end()
             self._known(self._digest.digest())
-
-
-def _tensors_in(inputs: Any) -> Iterator[torch.Tensor]:
-    if isinstance(inputs, torch.Tensor):
-        yield inputs
-    elif isinstance(inputs, Mapping):
-        yield from _tensors_in(list(inputs.values()))
-    elif isinstance(inputs, (list, tuple)):
-        for item in inputs:
-            yield from _tensors_in(item)
 
 
 # ---- steps that no one counts ----------------------------------------------------------------------------------------
