@@ -77,7 +77,7 @@ def hugging_face(watch: Watch, steps: int, cut: str) -> None:
     if cut == "ddp":
         model: torch.nn.Module = Model(RANK)
     elif cut == "fsdp":
-        _accelerate_cuts_on_a_cpu()
+        accelerate_cuts_on_a_cpu()
         model = LlamaForCausalLM.from_pretrained(llama)
         given = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
     else:
@@ -100,7 +100,7 @@ def hugging_face(watch: Watch, steps: int, cut: str) -> None:
     watch.tell(trainer.state.global_step, trainer.model, look.talks)
 
 
-def _accelerate_cuts_on_a_cpu() -> None:
+def accelerate_cuts_on_a_cpu() -> None:
     """As on an accelerator; on a CPU it would silently take DistributedDataParallel instead."""
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
@@ -182,7 +182,7 @@ def accelerate(watch: Watch, steps: int, cut: str) -> None:
 
     model, plugin = Model(RANK if cut == "ddp" else 0), None
     if cut == "prepared-fsdp":
-        _accelerate_cuts_on_a_cpu()
+        accelerate_cuts_on_a_cpu()
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Layer"],
             cpu_ram_efficient_loading=False,
