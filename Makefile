@@ -37,7 +37,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-landing test-long system foreign check sim frozen model-check mutants fuzz soak protos bench docs dist images clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
+.PHONY: help demo test test-landing test-long system foreign check sim frozen model-check mutants fuzz soak protos papers bench docs dist images clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
 
 help:  ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
@@ -77,14 +77,14 @@ check: $(DEV_STAMP)  ## lint, types and layers, without running anything
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy deploy
-	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests tests benchmarks
+	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests tests benchmarks tools
 	$(BIN)/lint-imports --no-cache
 
 sim: $(DEV_STAMP)  ## simulate SEEDS runs with every fault, all invariants checked after every step
-	$(BIN)/python -m dips.sim.seeds --seeds $(SEEDS) $(ARGS)
+	$(BIN)/python -m dips.lab.sim.seeds --seeds $(SEEDS) $(ARGS)
 
 frozen: $(DEV_STAMP)  ## compare the records of 500 simulated runs with tests/frozen/seeds.txt, in a minute or two
-	$(BIN)/python -m dips.sim.canonical_records --check tests/frozen/seeds.txt $(ARGS)
+	$(BIN)/python tools/canonical_records.py --check tests/frozen/seeds.txt $(ARGS)
 
 model-check: $(DEV_STAMP)  ## visit every state of small runs, breadth first, in two minutes; ARGS=--short or ARGS=--long
 	PYTHONPATH=tests $(BIN)/python -m search --counts tests/frozen/searches.txt $(ARGS)
@@ -127,7 +127,10 @@ e2e-kubernetes: $(DEV_STAMP)  ## deploy to the cluster that KUBECONFIG names; sk
 	else $(BIN)/python -m pytest --require-passed -rs -s tests/e2e/kubernetes $(ARGS); fi
 
 protos: $(DEV_STAMP)  ## generate the stubs, the messages and their codec from src/dips/protos/*.proto
-	$(BIN)/python -m dips.protos.generate
+	$(BIN)/python tools/generate_messages.py
+
+papers: $(DEV_STAMP)  ## every figure and table of five papers next to what this project does: a report in runs/papers
+	PYTHONPATH=benchmarks $(BIN)/python -m papers $(ARGS)
 
 bench: $(DEV_STAMP)  ## run the benchmarks, or one: BENCH=sync runs benchmarks/bench_sync.py; ARGS=--quick: small sizes
 	@shopt -s nullglob; found=(benchmarks/bench_$(or $(BENCH),*).py); \
@@ -142,7 +145,7 @@ bench: $(DEV_STAMP)  ## run the benchmarks, or one: BENCH=sync runs benchmarks/b
 	if [ "$${#absent[@]}" = "$${#found[@]}" ]; then exit 2; fi
 
 docs: $(DEV_STAMP)  ## update the generated parts of docs/
-	$(BIN)/python -m dips.cli.docs --write docs
+	$(BIN)/python tools/generate_docs.py --write docs
 
 dist: $(DEV_STAMP)  ## build the wheel and the source archive that an index would have, in dist/
 	rm -rf dist

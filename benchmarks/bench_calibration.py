@@ -27,9 +27,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dips.local.plan_run import PlanSource, run_plan, scaled, source_of
 from dips.planner.calibration import MeasuredIteration, OverheadFit, fit_overheads
 from dips.planner.cluster import read_setup
+from dips.planner.commands.plan_run import PlanSource, run_plan, scaled, source_of
 from dips.planner.costs import NS, Costs
 from dips.planner.ir import Schedule
 from dips.planner.problem import Problem

@@ -146,7 +146,7 @@ def _row(cell: Cell) -> str:
 
 def draw(path: Path, cells: Sequence[Cell], inner_steps: int) -> None:
     """The share of ideal of each condition and system, after the kill where something is killed."""
-    from dips.compare.pictures import draw_bars
+    from dips.lab.compare.pictures import draw_bars
 
     shares: Mapping[tuple[str, str], float] = {
         (cell["system"], cell["condition"]): score["share" if score["share_after_kill"] is None else "share_after_kill"]

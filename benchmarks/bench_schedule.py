@@ -13,8 +13,8 @@ from itertools import islice
 
 from flows.simulated import Race, TransferMethod, run
 
+from dips.lab.sim.network import ProcessRates
 from dips.master.state.schedule import Way
-from dips.sim.network import ProcessRates
 
 _GBIT = ProcessRates(1e9, 1e9)
 _FAST = dict.fromkeys(("a", "b", "c"), _GBIT)

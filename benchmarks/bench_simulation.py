@@ -55,14 +55,14 @@ from peers.work import OUTER_LR, OUTER_MOMENTUM
 from shaped import Cable, NotPossible, ShapedNet, require_root
 
 from dips.core.layout import FLOAT32_BYTES
+from dips.lab.sim.hosts.cluster import ClusterHost
+from dips.lab.sim.kernel import SimulatedProcess
+from dips.lab.sim.scale.failures import Failures
+from dips.lab.sim.scale.rates import measure_s, outer_step_s
+from dips.lab.sim.scale.run import layout_of
+from dips.lab.sim.scale.scenario import Scenario, load_scenario
+from dips.lab.sim.scale.world import ScaleWorld
 from dips.master.directory import TAPE_NAME
-from dips.sim.hosts.cluster import ClusterHost
-from dips.sim.kernel import SimulatedProcess
-from dips.sim.scale.failures import Failures
-from dips.sim.scale.rates import measure_s, outer_step_s
-from dips.sim.scale.run import layout_of
-from dips.sim.scale.scenario import Scenario, load_scenario
-from dips.sim.scale.world import ScaleWorld
 
 WARM_UP = 2
 """Exchanges of each cluster that are not counted: first allocations, a speed that is learnt."""

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from support.seen_notes import read_log
 
-import dips.sim.seed_run  # imports every state machine, and so every table  # noqa: F401
+import dips.lab.sim.seed_run  # imports every state machine, and so every table  # noqa: F401
 from dips.core.machine import tables
-from dips.sim.seen import arrows_of, codes, report
+from dips.lab.sim.seen import arrows_of, codes, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

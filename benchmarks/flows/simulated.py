@@ -2,8 +2,8 @@
 
 The real machines: dips.core.net.transfer and dips.core.net.flow on one side, dips.slave.state.credits on the other,
 orders by dips.master.state.schedule. Links are first come, first served, with a rate for each process and direction
-and one delay for all ways (dips.sim.network). Nothing is lost and no process dies: the simulation of whole runs
-(dips.sim.seed_run) covers that.
+and one delay for all ways (dips.lab.sim.network). Nothing is lost and no process dies: the simulation of whole runs
+(dips.lab.sim.seed_run) covers that.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dips.core.net.flow import WindowRule
 from dips.core.net.transfer import PullTransfer, PushTransfer, SlaveRequest, Transfer, TransferSettings, chunks_by_slave
 from dips.core.placement import Placement
 from dips.core.share import Share
+from dips.lab.sim.kernel import Kernel
+from dips.lab.sim.network import LinkOccupancy, LinkPlan, ProcessRates
 from dips.master.state.schedule import TransferRequest, TransferScheduler, Way
-from dips.sim.kernel import Kernel
-from dips.sim.network import LinkOccupancy, LinkPlan, ProcessRates
 from dips.slave.state.credits import Credits
 from dips.worker.data import window_of_rank
 

@@ -15,11 +15,11 @@ from dips.core.errors import ConfigError
 from dips.core.net.addresses import parse_address
 from dips.core.net.keys import load_identity
 from dips.core.observe.failpoints import parse
+from dips.core.server_site import from_toml
+from dips.lab.sim.scale.scenario import load_scenario
 from dips.local.authority import ensure_keys
 from dips.local.run_file import read_run_file
 from dips.master.config import MasterConfig
-from dips.planner.server_site import from_toml
-from dips.sim.scale.scenario import load_scenario
 from dips.slave.config import SlaveConfig
 from dips.worker.config import ClientConfig
 from fuzz.disk import changed, fresh, numbered, scratch

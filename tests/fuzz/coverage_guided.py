@@ -31,7 +31,7 @@ TRACED = [
     *(f"dips.master.{name}" for name in ("archive", "journal", "state.ledger")),
     *(f"dips.master.state.{name}" for name in ("leases", "penalty_types")),
     *(f"dips.worker.{name}" for name in ("checkpoint_files", "torch_state", "state.saved")),
-    *("dips.local.run_file", "dips.planner.server_site", "dips.sim.scale.scenario"),
+    *("dips.local.run_file", "dips.core.server_site", "dips.lab.sim.scale.scenario"),
 ]
 """What reads bytes. Tracing everything would take half a minute at each start, and compiled kernels cannot be."""
 

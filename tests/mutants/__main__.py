@@ -30,7 +30,7 @@ from mutants.faults import Fault, changed_text, faults_of
 from mutants.warm import End, Test, Warm, pytest_main
 
 AREAS = ("master", "slave", "worker", "core", "planner", "judge", "deploy", "cli")
-OTHERS = ("sim", "local", "trainer", "doctor", "compare", "papers")
+OTHERS = ("lab", "local", "trainer", "doctor")
 
 TEST_S = 60.0
 """Of tests for one fault, at most."""

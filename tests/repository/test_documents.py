@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import typer.main
+from papers.papers import ONLY_HERE
 from support.document_walk import NOTES, WRITTEN_ADDRESS
 from support.documents import (
     EXAMPLES,
@@ -45,7 +46,6 @@ from dips.local.demo import DemoOptions, planned_faults, speed_gaps
 from dips.local.report import CLUSTER, SLAVE
 from dips.local.run_file import read_run_file
 from dips.master.config import MasterConfig
-from dips.papers.papers import ONLY_HERE
 
 DOCUMENTS = documents()
 BLOCKS = [block for file in DOCUMENTS for block in blocks(file)]
@@ -124,7 +124,7 @@ def parse(command: str) -> None:
     words = [word for word in without_environment(command)[1:] if word != "--help"]
     if not words or words[0] in ("--version", "--install-completion", "--show-completion"):
         return
-    names = {known.name for known in cli.COMMANDS}
+    names = {known.name for known in cli.commands_for("")}
     assert words[0] in names, f"{command!r} is not one of {sorted(names)}"
     if len(words) > 1:
         command_named(words[0]).make_context(words[0], words[1:])
@@ -142,7 +142,7 @@ def test_every_command_exists_with_these_options(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "example", [*(e for c in cli.COMMANDS for e in c.examples), *(command for _, command in ONLY_HERE)]
+    "example", [*(e for c in cli.commands_for("") for e in c.examples), *(command for _, command in ONLY_HERE)]
 )
 def test_the_examples_of_help_and_of_the_report_exist_with_these_options(example: str) -> None:
     parse(example.partition("  (")[0])
@@ -151,7 +151,7 @@ def test_the_examples_of_help_and_of_the_report_exist_with_these_options(example
 def test_the_documents_name_every_command() -> None:
     told = {words[1] for file in DOCUMENTS for c in commands_of(file) if len(words := shlex.split(c)) > 1}
     changes = (ROOT / "CHANGELOG.md").read_text()
-    for command in cli.COMMANDS:
+    for command in cli.commands_for(""):
         assert command.name in told or f"dips {command.name}" in START.read_text(), command.name
         assert f"`{command.name}`" in changes or f"`dips {command.name}`" in changes, command.name
 
@@ -204,7 +204,7 @@ def test_files_that_are_named_exist(file: Path) -> None:
     for span in spans(file):
         if not re.fullmatch(r"[\w./*-]+", span) or span == ".proto":  # a kind of file, not a file
             continue
-        folders = (*PACKAGES, "tests", "docs", "examples", "benchmarks", "deploy", "src", ".ci")
+        folders = (*PACKAGES, "tests", "docs", "examples", "benchmarks", "tools", "deploy", "src", ".ci")
         if span.split("/")[0] in folders and "/" in span:
             found = [*ROOT.glob(span.rstrip("/")), *SOURCE.glob(span.rstrip("/"))]  # code is named without src/dips/
             assert found, f"{file.name} names {span}"

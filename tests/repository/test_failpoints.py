@@ -15,7 +15,7 @@ import pytest
 from support.fault_plan import ARROWS
 from support.repository import SOURCE, modules
 
-import dips.sim.seed_run  # imports every state machine, and so every table  # noqa: F401
+import dips.lab.sim.seed_run  # imports every state machine, and so every table  # noqa: F401
 from dips.core import machine
 from dips.core.observe import failpoint_names
 from dips.core.observe.failpoint_names import OBEYS, PLACEHOLDERS, TABLES, all_names, expand

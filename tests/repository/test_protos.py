@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from generate_messages import MODULES, generate
 from support.repository import ROOT, SOURCE
-
-from dips.protos.generate import MODULES, generate
 
 PROTOS = sorted((SOURCE / "protos").glob("*.proto"))
 each_proto = pytest.mark.parametrize("path", PROTOS, ids=lambda path: path.name)

@@ -17,8 +17,8 @@ from support.dips_command import run_python
 from support.rank_script import PATHS
 from support.repository import ROOT
 
+from dips.lab.sim.scale.scenario import load_scenario
 from dips.planner.adapter.play import MONITOR_NS
-from dips.sim.scale.scenario import load_scenario
 
 BENCHMARKS = ROOT / "benchmarks"
 NOT_POSSIBLE = 2

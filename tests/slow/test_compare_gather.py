@@ -10,10 +10,10 @@ from rich.console import Console
 from support.compare_records import record
 from support.pool_work import fail_for_seed_two, made_up, stumble_for_seed_two
 
-from dips.compare.jobs import ComparisonJob, Results, gather
-from dips.compare.setup import load_setup
 from dips.core.clock import ManualClock
 from dips.core.errors import DipsError
+from dips.lab.compare.jobs import ComparisonJob, Results, gather
+from dips.lab.compare.setup import load_setup
 
 JOBS = [ComparisonJob("dips", seed, load_setup("small"), text="t") for seed in (1, 2, 3)]
 

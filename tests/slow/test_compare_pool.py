@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.pool_work import die, double, hang, threads
 
-from dips.compare.pool import PoolJobFailed, run_jobs
+from dips.lab.compare.pool import PoolJobFailed, run_jobs
 
 
 class Told:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from support.plain_diloco import Step, plain_diloco
 
-from dips.compare.engine import run_on_servers
-from dips.compare.methods import find_method
-from dips.compare.setup import ComparisonSetup, load_setup
 from dips.core.messages import DataRange
-from dips.sim.arithmetic import F32
+from dips.lab.compare.engine import run_on_servers
+from dips.lab.compare.methods import find_method
+from dips.lab.compare.setup import ComparisonSetup, load_setup
+from dips.lab.sim.arithmetic import F32
 from dips.trainer.config import TrainConfig
 from dips.trainer.learner import ByteLearner, SharedText, read_text
 from dips.trainer.model import ByteModel

@@ -86,19 +86,6 @@ def test_steps_count_the_tokens_of_all_their_batches_and_no_evaluation(run: RunF
     assert heard.losses[3] == pytest.approx((logged[1] + logged[2]) / 2), "each step's, but the first one's"
 
 
-def test_the_trainer_ends_with_the_run_and_has_its_last_version(run: RunForWorkers, tmp_path: Path) -> None:
-    def end(method: str, request: object) -> None:
-        run.stop = run.stop or (method == "FinishPull" and len(run.pushes) > 2)
-
-    run.hook = end
-    ours = trainer(tmp_path, dips.HuggingFaceCallback(tokens_per_step=7), max_steps=10_000)
-    ours.train()
-    assert ours.state.global_step < 200
-    assert applied_tokens(run)[:2] == [0, 28]
-    last = next(reversed(run.verdicts))
-    assert np.array_equal(flat(ours), run.theta_of(last))
-
-
 @pytest.mark.parametrize("killed_at", [6, 9])
 def test_a_killed_training_goes_on(tmp_path: Path, new_run: Callable[[], RunForWorkers], killed_at: int) -> None:
     """At 6 inside of a round; at 9 a round further than the checkpoint (of 5): what was not saved is made again."""

@@ -175,19 +175,6 @@ def test_batches_of_another_kind_are_counted_as_the_user_says(run: RunForWorkers
     assert applied_tokens(run) == [0, 4 * ACCUMULATED * 5]
 
 
-def test_the_trainer_ends_with_the_run_and_has_its_last_version(run: RunForWorkers, tmp_path: Path) -> None:
-    def end(method: str, request: object) -> None:
-        run.stop = run.stop or (method == "FinishPull" and len(run.pushes) > 2)
-
-    run.hook = end
-    module = Module(1)
-    ours = trainer(tmp_path, dips.LightningCallback(tokens_per_step=7), max_steps=10_000)
-    ours.fit(module, Batches())
-    assert ours.global_step < 200
-    assert applied_tokens(run)[:2] == [0, 28]
-    assert np.array_equal(module.flat(), run.theta_of(next(reversed(run.verdicts))))
-
-
 @pytest.mark.parametrize("killed_at", [6, 9])
 def test_a_killed_training_goes_on(tmp_path: Path, new_run: Callable[[], RunForWorkers], killed_at: int) -> None:
     """At 6 inside of a round; at 9 a round further than the checkpoint (of 5): what was not saved is made again."""

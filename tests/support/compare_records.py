@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from dips.compare.record import CurvePoint, PushFact, RoundFact, RunRecord
-from dips.compare.setup import ComparisonSetup
-from dips.compare.speed import Throughput, ThroughputComparison
+from dips.lab.compare.record import CurvePoint, PushFact, RoundFact, RunRecord
+from dips.lab.compare.setup import ComparisonSetup
+from dips.lab.compare.speed import Throughput, ThroughputComparison
 
 TOKENS = 12_000
 

@@ -17,18 +17,18 @@ from typing import Any
 
 from dips.core.ids import PushId, Version
 from dips.core.messages import ClusterRequest, JoinRequest, Refusal, SnapshotInfo, Verdict, VerdictKind
+from dips.lab.sim import run_plan
+from dips.lab.sim.checks import push_of
+from dips.lab.sim.disks import JournalDisk, StoredEntry
+from dips.lab.sim.faults import register, reshard
+from dips.lab.sim.hosts.master import MasterHost
+from dips.lab.sim.run_plan import make_plan
+from dips.lab.sim.seed_run import SeedRun
+from dips.lab.sim.world import MasterProcess, SlaveProcess
 from dips.master.state.events import ClusterCall
 from dips.master.state.leases import TokenState
 from dips.master.state.pulls import MAX_READERS
 from dips.master.state.records import PushPhase, RoundPhase
-from dips.sim import run_plan
-from dips.sim.checks import push_of
-from dips.sim.disks import JournalDisk, StoredEntry
-from dips.sim.faults import register, reshard
-from dips.sim.hosts.master import MasterHost
-from dips.sim.run_plan import make_plan
-from dips.sim.seed_run import SeedRun
-from dips.sim.world import MasterProcess, SlaveProcess
 
 SHAPE = replace(run_plan.SMALL, clusters=(3,), slaves=(2,))
 FAULT_EVERY_S = 0.7

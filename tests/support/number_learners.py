@@ -9,7 +9,7 @@ import numpy as np
 
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, DataRange
-from dips.sim.arithmetic import F32
+from dips.lab.sim.arithmetic import F32
 
 LAYOUT = Layout(
     tuple(Parameter(f"layers.{i}.w", (size,), "float32", f"layers.{i}") for i, size in enumerate((700, 300)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dips.local.plan_run import PlanSource, job_of
+from dips.planner.commands.plan_run import PlanSource, job_of
 from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.run import links
 

@@ -1,14 +1,14 @@
-"""What `dips papers` reads of other commands, so that their own tests see that it still can; and its pages."""
+"""What `make papers` reads of other commands, so that their own tests see that it still can; and its pages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from papers.di_ps import SOURCES
+from papers.findings import shown
+from papers.planning import Checks
 from support.repository import ROOT
 
-from dips.papers.di_ps import SOURCES
-from dips.papers.findings import shown
-from dips.papers.planning import Checks
 from dips.planner.validation.checks import PaperCheck
 
 SOURCES_OF_DI_PS = {source.name: source for source in SOURCES}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from support.compare_records import record
 
-from dips.compare.jobs import ComparisonJob
-from dips.compare.record import Progress, RunRecord
 from dips.core.errors import DipsError
+from dips.lab.compare.jobs import ComparisonJob
+from dips.lab.compare.record import Progress, RunRecord
 
 
 def double(number: int, tell: Progress) -> int:

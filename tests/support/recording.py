@@ -9,8 +9,8 @@ from typing import Any
 
 from dips.core.messages import SnapshotInfo
 from dips.judge.records import RunRecords, StoredManifest, TapeLine
-from dips.sim import seed_run as simulated
-from dips.sim.checks import Judge
+from dips.lab.sim import seed_run as simulated
+from dips.lab.sim.checks import Judge
 
 
 class Recording(Judge):

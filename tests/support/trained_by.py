@@ -57,7 +57,7 @@ def llama() -> LlamaForCausalLM:
 
 def hugging_face(folder: Path) -> None:
     """Evaluation, logging, checkpoints, gradient clipping and a scheduler, as its defaults have them."""
-    model, of_steps = llama(), []
+    model, of_steps = llama(), list[int]()
 
     class Counted(Trainer):
         of_batches = 0
@@ -131,7 +131,7 @@ def accelerate(folder: Path) -> None:
         accelerate_cuts_on_a_cpu()
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED, fsdp_plugin=plugin)
-    model, of_steps, of_batches = llama(), [], 0
+    model, of_steps, of_batches = llama(), list[int](), 0
     optimizer, loader = torch.optim.AdamW(model.parameters(), lr=3e-3), DataLoader(Texts(), BATCH, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     with dips.DiLoCo(model, optimizer, tokens_per_step=STEP_TOKENS) as sync:
@@ -149,7 +149,7 @@ def accelerate(folder: Path) -> None:
                 break
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if accelerator.is_main_process:
-        note(folder, {name: whole[name] for name, parameter in model.named_parameters()}, of_steps)
+        note(folder, {name: t for name, t in whole.items() if isinstance(t, torch.Tensor)}, of_steps)
 
 
 TRAINERS = {"hugging_face": hugging_face, "lightning": lightning, "accelerate": accelerate}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation, Overflow
 from typing import Annotated, ParamSpec, TypeVar
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from dips.core.errors import ConfigError
 
@@ -144,6 +144,15 @@ def _amount(parse: Callable[[object], N]) -> BeforeValidator:
     return BeforeValidator(validating(parse_amount), json_schema_input_type=int | float | str)
 
 
+def _bytes_per_second(value: object) -> float:
+    """Parse bytes a second from "3 GB/s" or a number."""
+    if isinstance(value, str):
+        if not value.strip().endswith("/s"):
+            raise ValueError(f'{value!r} is not a rate: write it like "3 GB/s"')
+        value = value.strip().removesuffix("/s")
+    return float(parse_bytes(value))
+
+
 Bytes = Annotated[int, _amount(parse_bytes)]
 """A setting in bytes, not negative; may be written with a unit."""
 
@@ -155,6 +164,7 @@ Count = Annotated[int, _amount(parse_count)]
 
 BitsPerSecond = Annotated[float, _amount(parse_bits_per_s)]
 """A setting in bits per second, not negative; may be written with a unit."""
+BytesPerSecond = Annotated[float, BeforeValidator(validating(_bytes_per_second)), Field(gt=0)]
 
 
 def _parse_one(value: object, what: str, factors: Mapping[str, int] | Mapping[str, Decimal], example: str) -> Decimal:

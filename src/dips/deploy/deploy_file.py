@@ -22,11 +22,11 @@ from dips.core.config import Knobs, SettingsFile, check_unique, load_table
 from dips.core.errors import ConfigError
 from dips.core.net.addresses import MAX_PORT, parse_address
 from dips.core.protocol import MAX_RANKS
+from dips.core.server_site import Sites
 from dips.core.units import Bytes, Count, format_bytes, format_count
 from dips.local.processes import check_servers, leaving_s
 from dips.local.sizing import SizeKnobs, SizeTable, size
 from dips.master.config import MasterConfig
-from dips.planner.server_site import Sites
 from dips.slave.config import SlaveConfig
 from dips.trainer.parallelism import Parallelism
 from dips.worker.config import ClientConfig

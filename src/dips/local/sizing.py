@@ -1,8 +1,8 @@
 """Computes how much memory, disk and time a run needs: one table of formulas, from a few numbers that a person knows.
 
 Pure: the same knobs give the same table. The formulas are those of docs/capacity.md, docs/storage.md and
-sim/scale/rates.py; rates that depend on a machine are knobs, and their defaults name their source. It must never hold a
-rate without one.
+lab/sim/scale/rates.py; rates that depend on a machine are knobs, and their defaults name their source. It must never
+hold a rate without one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from dips.core.layout import DEFAULT_BLOCK_ELEMS, MAX_ELEMS
 from dips.core.math.outer_numpy import PIECE_ELEMS
 from dips.core.placement import KEPT_PRODUCTS
 from dips.core.protocol import MAX_RANKS
-from dips.core.units import BitsPerSecond, Bytes, Count
+from dips.core.units import BitsPerSecond, Bytes, BytesPerSecond, Count
 from dips.core.wire import DIFFERENCES, RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, WIRE_DTYPES, Codec, encoded_bytes
-from dips.sim.scale.scenario import BytesPerSecond
 
 # ---- formula ---------------------------------------------------------------------------------------------------------
 #
@@ -252,7 +251,7 @@ SizeRow = tuple[str, str, str, str, str]
 
 PAPER_PARAMS = 100e9
 PAPER_TOKENS_PER_S = 112_912.0
-"""Cluster A of sim/scale/scenarios/paper-33-days.toml: Table 1's PFLOPS, with one factor fitted to the run's tokens."""
+"""Cluster A of the scenario paper-33-days: Table 1's PFLOPS, with one factor fitted to the run's tokens."""
 
 
 def _inputs(knobs: SizeKnobs) -> Mapping[str, float]:

@@ -74,10 +74,14 @@ def windows_of(text: bytes, sequence_tokens: int) -> NDArray[np.int64]:
 
 
 @torch.inference_mode()
-def heldout_loss(model: ByteModel, windows: NDArray[np.int64]) -> float:
-    """Mean cross entropy in nats per byte over all targets of (N, T + 1) windows. The model must be on the CPU."""
+def heldout_loss(model: ByteModel, windows: NDArray[np.int64], each_batch: Callable[[], None] = lambda: None) -> float:
+    """Mean cross entropy in nats per byte over all targets of (N, T + 1) windows. The model must be on the CPU.
+
+    each_batch: called before each batch of windows; what it raises ends the evaluation.
+    """
     sums: list[float] = []
     for start in range(0, len(windows), EVAL_BATCH):
+        each_batch()
         tokens = torch.from_numpy(windows[start : start + EVAL_BATCH])
         losses = model.loss(tokens[:, :-1], tokens[:, 1:], reduction="none")
         sums.append(losses.double().sum().item())
@@ -105,7 +109,8 @@ def model_from_flat(layout: Layout, flat: NDArray[np.float32]) -> ByteModel:
 # Follows a run and evaluates its versions, until the run has stopped.
 #
 # Evaluates every version as long as it can keep up, else the newest; the last one always. An evaluator must never
-# delay a run: it only reads, and skips a version that is gone.
+# delay a run: it only reads, and skips a version that is gone. The servers of a run that has ended answer for a while
+# only, which may be shorter than an evaluation: so it also asks during one, and gives it up for the last version.
 
 
 _logger = logging.getLogger("dips.trainer")
@@ -145,11 +150,16 @@ class RunWatch:
         self._channel.close()
 
 
-def next_version(published: Version | None, last: Version | None) -> Version | None:
+class _Superseded(Exception):
+    """The run has ended with a later version than the one that is being evaluated."""
+
+
+def next_version(status: StatusReply, last: Version | None) -> Version | None:
     """The next version after `last` to ask for; None: nothing new."""
+    published = status.published
     if published is None or published == last:
         return None
-    if last is not None and published.timeline == last.timeline and published.v > last.v:
+    if not status.stopped and last is not None and published.timeline == last.timeline and published.v > last.v:
         return last.next()
     return published
 
@@ -161,13 +171,14 @@ class Follower:
         self,
         status: Callable[[], StatusReply],
         fetch: Callable[[Version | None], Fetched],
-        evaluate: Callable[[Fetched], float],
+        evaluate: Callable[[Fetched, Callable[[], None]], float],
         tape: Tape,
         patience_s: float,
         clock: Clock | None = None,
     ) -> None:
-        """fetch(version), None for the newest. evaluate: returns the loss, in nats per byte. patience_s: how long the
-        master may be away before its first answer, and once its run is stopping: then it may have ended.
+        """fetch(version), None for the newest. evaluate(fetched, each_batch): returns the loss, in nats per byte; it
+        calls each_batch() often, and passes on what that raises. patience_s: how long the master may be away before its
+        first answer, and once its run is stopping: then it may have ended.
         """
         self._status = status
         self._fetch = fetch
@@ -176,7 +187,9 @@ class Follower:
         self._patience_s = patience_s
         self._clock: Clock = clock or SystemClock()
         self._last: Version | None = None
-        self._answered_s = self._clock.monotonic_s()
+        self._stopped = False
+        self._ended_with: Version | None = None
+        self._answered_s = self._ask_again_s = self._clock.monotonic_s()
         self._waits_for_ever = False
         self._changes = ChangeLogger(_logger)
 
@@ -190,11 +203,9 @@ class Follower:
         pause_s = 0.0
         while not wait(pause_s):
             try:
-                status = self._status()
-                self._answered()
-                self._waits_for_ever = not (status.stopping or status.stopped)
-                wanted = next_version(status.published, self._last)
-                if wanted is None and status.stopped:
+                # The servers of a run that has ended need not be there to say it again.
+                wanted = self._ended_with or next_version(self._asked(), self._last)
+                if self._stopped and wanted in (None, self._last):
                     return
                 pause_s = 0.0 if wanted is not None and self._evaluate_one(wanted) else POLL_S
             except RetryLater as error:
@@ -216,11 +227,33 @@ class Follower:
         self._answered()
         if fetched.version == self._last:
             return False
-        loss = self._evaluate(fetched)
+        try:
+            loss = self._evaluate(fetched, lambda: self._look_past(fetched.version))
+        except _Superseded:
+            return True
         self._last = fetched.version
         self._tape.write("heldout", new_cause(), version=str(fetched.version), tokens=fetched.tokens, loss=loss)
         _logger.info("version %s: held-out loss %.4f after %d tokens", fetched.version, loss, fetched.tokens)
         return True
+
+    def _look_past(self, version: Version) -> None:
+        """Ask now and then while a version is evaluated. Raises _Superseded."""
+        if self._clock.monotonic_s() < self._ask_again_s:
+            return
+        try:
+            self._asked()
+        except RetryLater:  # run() asks with more patience
+            self._ask_again_s = self._clock.monotonic_s() + self._patience_s / 4
+        if self._ended_with not in (None, version):
+            raise _Superseded
+
+    def _asked(self) -> StatusReply:
+        status = self._status()
+        self._answered()
+        self._waits_for_ever = not (status.stopping or status.stopped)
+        self._stopped, self._ended_with = status.stopped, status.published if status.stopped else None
+        self._ask_again_s = self._answered_s + POLL_S
+        return status
 
     def _answered(self) -> None:
         self._answered_s = self._clock.monotonic_s()
@@ -254,9 +287,9 @@ class Evaluator:
         torch.set_num_threads(train.threads)
         self._windows = windows_of(corpus_of(train).heldout, train.sequence_tokens)
 
-    def __call__(self, fetched: Fetched) -> Evaluation:
-        """Evaluate a version. Raises ConfigError when it is not of a byte model."""
-        loss = heldout_loss(model_from_flat(fetched.layout, fetched.flat), self._windows)
+    def __call__(self, fetched: Fetched, each_batch: Callable[[], None] = lambda: None) -> Evaluation:
+        """Evaluate a version. Raises ConfigError when it is not of a byte model, and what each_batch() raises."""
+        loss = heldout_loss(model_from_flat(fetched.layout, fetched.flat), self._windows, each_batch)
         return Evaluation(fetched.run_id, fetched.version, fetched.tokens, loss)
 
 
@@ -289,8 +322,8 @@ def follow(train: TrainConfig, client: ClientConfig) -> int:
     evaluator, clock = Evaluator(train), SystemClock()
     last: list[Evaluated] = []  # the last result, for scrapes, which are made on other threads
 
-    def evaluate(fetched: Fetched) -> float:
-        found = evaluator(fetched)
+    def evaluate(fetched: Fetched, each_batch: Callable[[], None]) -> float:
+        found = evaluator(fetched, each_batch)
         count = last[0].count + 1 if last else 1
         last[:] = [Evaluated(found.version, found.tokens, found.loss, clock.monotonic_s(), count)]
         return found.loss

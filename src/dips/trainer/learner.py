@@ -1,6 +1,6 @@
 """Trains one cluster of a comparison: the byte model, its inner optimizers and the text.
 
-Driven from outside (compare/record.py). Knows no session, no clock and no simulator: the caller gives the tokens of
+Driven from outside (lab/compare/record.py). Knows no session, no clock and no simulator: the caller gives the tokens of
 each step and the progress of the run. Many are in one process, so they share the text, and threads or device.
 """
 

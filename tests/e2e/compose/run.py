@@ -106,8 +106,8 @@ def _test(compose: list[str], given: argparse.Namespace, begin_s: float) -> int:
         stack.remove()
         play(stack, report, ports, ROOT / "runs" / PROJECT, build_first=not given.no_build)
     except StepFailed as error:
+        _show_logs(stack)  # first: of a long log only the end may be kept
         print(f"compose-test: FAILED after {report.checks} checks: {error}", flush=True)
-        _show_logs(stack)
         return 1
     finally:
         if not given.keep:

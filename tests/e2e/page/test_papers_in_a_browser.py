@@ -1,4 +1,4 @@
-"""The report of `dips papers` in a real browser: it opens without another file, and fits a desktop and a phone."""
+"""The report of `make papers` in a real browser: it opens without another file, and fits a desktop and a phone."""
 
 from __future__ import annotations
 

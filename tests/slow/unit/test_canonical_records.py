@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from canonical_records import Frozen, RecordedSeedRun, freeze, main, read
+from support.repository import ROOT
 
-from dips.sim.canonical_records import Frozen, RecordedSeedRun, freeze, main, read
-from dips.sim.seed_run import SeedRun
+from dips.lab.sim.seed_run import SeedRun
 
 SEED = 3
 
@@ -27,7 +28,7 @@ def test_records_depend_on_the_seed_alone(tmp_path: Path) -> None:
         folder.mkdir()
         environment = {**os.environ, "PYTHONHASHSEED": jobs}
         seeds = ("--first", "2", "--seeds", "6")
-        command = [sys.executable, "-m", "dips.sim.canonical_records", *seeds, "--jobs", jobs, "--out", "out"]
+        command = [sys.executable, ROOT / "tools" / "canonical_records.py", *seeds, "--jobs", jobs, "--out", "out"]
         ran = subprocess.run(
             command, env=environment, cwd=folder, capture_output=True, text=True, check=True, timeout=110
         )

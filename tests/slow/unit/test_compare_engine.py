@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from support.number_learners import DATA, LAYOUT, BowlLearner, bowl_loss
 
-from dips.compare.data_parallel import run_data_parallel
-from dips.compare.engine import HOPELESS_VOIDS, Course, SimulationError, plan_of, run_on_servers
-from dips.compare.methods import METHODS, Injection
-from dips.compare.record import CurvePoint, PushFact, RunRecord, at_tokens
-from dips.compare.setup import ComparisonSetup, load_setup
 from dips.core.errors import ConfigError
 from dips.core.math import outer_numpy as reference
 from dips.core.messages import DataRange
-from dips.sim.arithmetic import F32
-from dips.sim.checks import version_of
-from dips.sim.numbers import Numbers
+from dips.lab.compare.data_parallel import run_data_parallel
+from dips.lab.compare.engine import HOPELESS_VOIDS, Course, SimulationError, plan_of, run_on_servers
+from dips.lab.compare.methods import METHODS, Injection
+from dips.lab.compare.record import CurvePoint, PushFact, RunRecord, at_tokens
+from dips.lab.compare.setup import ComparisonSetup, load_setup
+from dips.lab.sim.arithmetic import F32
+from dips.lab.sim.checks import version_of
+from dips.lab.sim.numbers import Numbers
 from dips.worker.state.effects import Finished
 
 TOKENS = 49_152

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from support.compare_records import record
 
-from dips.compare import jobs as compare_jobs
-from dips.compare.jobs import ComparisonJob, Results, jobs_of, program_digest
-from dips.compare.setup import load_setup
 from dips.core.errors import ConfigError
+from dips.lab.compare import jobs as compare_jobs
+from dips.lab.compare.jobs import ComparisonJob, Results, jobs_of, program_digest
+from dips.lab.compare.setup import load_setup
 
 SETUP = load_setup("small")
 JOB = ComparisonJob("dips", 1, SETUP, text="t")
@@ -78,12 +78,14 @@ def test_a_set_ups_name_and_words_are_not_its_content() -> None:
 def test_what_computes_a_run_is_in_its_digest_and_what_only_shows_it_is_not() -> None:
     modules = compare_jobs.computing_modules()
     computing = {
-        "dips.compare.engine", "dips.compare.data_parallel", "dips.compare.setup", "dips.trainer.learner",
-        "dips.sim.seed_run", "dips.master.state.penalty", "dips.slave.calculation", "dips.core.net.payloads",
+        "dips.lab.compare.engine", "dips.lab.compare.data_parallel", "dips.lab.compare.setup", "dips.trainer.learner",
+        "dips.lab.sim.seed_run", "dips.master.state.penalty", "dips.slave.calculation", "dips.core.net.payloads",
     }  # fmt: skip
     assert computing <= set(modules)
     assert any(name.startswith("dips.judge.") for name in modules), "the judge can end a run"
-    assert not {f"dips.compare.{name}" for name in ("report", "pictures", "figures", "speed", "pool")} & set(modules)
+    assert not {f"dips.lab.compare.{name}" for name in ("report", "pictures", "figures", "speed", "pool")} & set(
+        modules
+    )
     assert not any(name.startswith(("dips.cli", "dips.planner")) for name in modules)
     assert len(program_digest()) == 32
 
@@ -94,6 +96,6 @@ def test_other_source_of_a_module_that_computes_is_another_program(
     before = program_digest.__wrapped__()
     changed = tmp_path / "engine.py"
     changed.write_text("# another engine\n")
-    modules = {**compare_jobs.computing_modules(), "dips.compare.engine": changed}
+    modules = {**compare_jobs.computing_modules(), "dips.lab.compare.engine": changed}
     monkeypatch.setattr(compare_jobs, "computing_modules", lambda: modules)
     assert program_digest.__wrapped__() != before

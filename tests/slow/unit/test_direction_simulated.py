@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 from support.number_learners import BowlLearner, bowl_loss
 
-from dips.compare.engine import run_on_servers
-from dips.compare.methods import METHODS, Injection
-from dips.compare.record import PushFact, RunRecord
-from dips.compare.setup import load_setup
 from dips.core.messages import DataRange
+from dips.lab.compare.engine import run_on_servers
+from dips.lab.compare.methods import METHODS, Injection
+from dips.lab.compare.record import PushFact, RunRecord
+from dips.lab.compare.setup import load_setup
 
 BAD = 3
 """The slowest cluster: with static steps it is nearly always alone, or late."""

@@ -11,10 +11,10 @@ from collections import Counter
 
 import pytest
 
-from dips.sim import run_plan
-from dips.sim import seeds as run_seeds
-from dips.sim.faults import register
-from dips.sim.seed_run import SeedRun
+from dips.lab.sim import run_plan
+from dips.lab.sim import seeds as run_seeds
+from dips.lab.sim.faults import register
+from dips.lab.sim.seed_run import SeedRun
 
 N_SEEDS = int(os.environ.get("DIPS_TEST_SEEDS", "100"))
 IN_ONE_TEST = 10

@@ -8,7 +8,7 @@ import pytest
 from search.bounds import Bounds
 from support.mutants import Mutant, planted
 
-from dips.sim.seed_run import SeedRun
+from dips.lab.sim.seed_run import SeedRun
 
 SEEDS = 150
 """Damage must fall on a pull; without the mutants these seeds are clean (test_sim_seeds.py)."""

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from support.repository import ROOT
 
-from dips.local.plan_clusters import asynchronous_clusters
-from dips.local.plan_systems import Decision, System, decide, decision_json
-from dips.local.plan_ways import reasons
 from dips.local.sizing import SizeKnobs, size
 from dips.planner.api import pose
+from dips.planner.commands.plan_clusters import asynchronous_clusters
+from dips.planner.commands.plan_systems import Decision, System, decide, decision_json
+from dips.planner.commands.plan_ways import reasons
 from dips.planner.errors import PlanError
 from dips.planner.plan import make_plan
 from dips.planner.problem import Problem

@@ -14,13 +14,13 @@ from dips.core.chunks import Chunk, chunks_of
 from dips.core.ids import PushId
 from dips.core.messages import VerdictKind
 from dips.core.wire import DIFFERENCES, Codec
-from dips.sim.arithmetic import Key, Value
-from dips.sim.content import SimulatedModel
-from dips.sim.faults.world import OLD_ATTEMPT, OLD_LIFE
-from dips.sim.hosts.cluster import OTHER_RANKS
-from dips.sim.hosts.ranks import Rank, Ranks, shares_of_replicas
-from dips.sim.run_plan import make_plan
-from dips.sim.seed_run import SeedRun
+from dips.lab.sim.arithmetic import Key, Value
+from dips.lab.sim.content import SimulatedModel
+from dips.lab.sim.faults.world import OLD_ATTEMPT, OLD_LIFE
+from dips.lab.sim.hosts.cluster import OTHER_RANKS
+from dips.lab.sim.hosts.ranks import Rank, Ranks, shares_of_replicas
+from dips.lab.sim.run_plan import make_plan
+from dips.lab.sim.seed_run import SeedRun
 from dips.worker.parallel.orders import from_bytes
 from dips.worker.state import effects, tape
 from dips.worker.state.cluster import ClusterMachine

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from papers.findings import Kind
 from support.papers import SOURCES_OF_DI_PS
 from support.scale_setup import write_setup
 
-from dips.papers.findings import Kind
-from dips.sim.scale import tally
-from dips.sim.scale.run import ScaleReport, simulate
-from dips.sim.scale.scenario import find, load_scenario
+from dips.lab.sim.scale import tally
+from dips.lab.sim.scale.run import ScaleReport, simulate
+from dips.lab.sim.scale.scenario import find, load_scenario
 
 
 def run(folder: Path, *, hours: float | None = None, seed: int | None = None, **lines: str) -> ScaleReport:

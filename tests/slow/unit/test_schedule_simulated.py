@@ -9,8 +9,8 @@ import pytest
 from bench_schedule import races, slowdowns
 from flows.simulated import MIB, Race, TransferMethod, run
 
+from dips.lab.sim.network import ProcessRates
 from dips.master.state.schedule import Way
-from dips.sim.network import ProcessRates
 
 GBIT = 1e9
 LINK = ProcessRates(GBIT, GBIT)

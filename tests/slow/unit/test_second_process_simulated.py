@@ -6,9 +6,9 @@ import pytest
 from search.explore import Search
 from search.searches import by_name
 
+from dips.lab.sim.seed_run import SeedRun
 from dips.master.state.membership import Membership
 from dips.master.state.slaves import SlaveRegistry
-from dips.sim.seed_run import SeedRun
 
 SEEDS = range(9100, 9110)
 

@@ -12,12 +12,12 @@ import pytest
 from dips.core.errors import Refused
 from dips.core.ids import RoundId, Version
 from dips.core.messages import DataMode, DataPlan, SnapshotInfo
-from dips.sim.content import to_array
-from dips.sim.disks import SlaveDisk
-from dips.sim.hosts.master import MasterHost
-from dips.sim.kernel import SimulatedProcess
-from dips.sim.run_plan import make_plan
-from dips.sim.seed_run import SeedOutcome, SeedRun
+from dips.lab.sim.content import to_array
+from dips.lab.sim.disks import SlaveDisk
+from dips.lab.sim.hosts.master import MasterHost
+from dips.lab.sim.kernel import SimulatedProcess
+from dips.lab.sim.run_plan import make_plan
+from dips.lab.sim.seed_run import SeedOutcome, SeedRun
 from dips.slave.ring import Ring
 
 

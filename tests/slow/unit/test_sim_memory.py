@@ -9,12 +9,12 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 
 import pytest
 
-from dips.compare.engine import Course
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, Settings
+from dips.lab.compare.engine import Course
+from dips.lab.sim.run_plan import CHUNK_BYTES, SimulatedRunPlan, make_plan
 from dips.master.state.shared import RunConfig
-from dips.sim.run_plan import CHUNK_BYTES, SimulatedRunPlan, make_plan
 
 ROUNDS = 240
 SOME = 120

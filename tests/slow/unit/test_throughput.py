@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from dips.compare.methods import find_method
-from dips.compare.setup import ComparisonSetup, load_setup
-from dips.compare.speed import first_clusters, measure, ring_diloco, with_last_link
+from dips.lab.compare.methods import find_method
+from dips.lab.compare.setup import ComparisonSetup, load_setup
+from dips.lab.compare.speed import first_clusters, measure, ring_diloco, with_last_link
 
 ROUNDS = 8
 

@@ -6,7 +6,7 @@ import pytest
 from support.recording import Recording
 
 from dips.judge.verify import check_records
-from dips.sim import seed_run as simulated
+from dips.lab.sim import seed_run as simulated
 
 
 @pytest.mark.parametrize("seed", range(12))

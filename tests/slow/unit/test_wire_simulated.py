@@ -11,8 +11,8 @@ from search.bounds import Bounds
 from support.mutants import Mutant, planted
 
 from dips.core.wire import DIFFERENCES, Codec
-from dips.sim.kernel import SimulatedProcess
-from dips.sim.seed_run import SeedRun
+from dips.lab.sim.kernel import SimulatedProcess
+from dips.lab.sim.seed_run import SeedRun
 
 SEEDS = range(60)
 """Without the planted bugs these are clean (test_sim_seeds.py)."""

@@ -11,9 +11,9 @@ import pytest
 from support.plan_command import refused, told
 from support.repository import ROOT
 
-from dips.local.plan_run import CASE, PlanSource, scaled, source_of
 from dips.planner.api import make
 from dips.planner.calibration import measured_json
+from dips.planner.commands.plan_run import CASE, PlanSource, scaled, source_of
 from dips.planner.plan import plan_json
 from dips.planner.simulate import simulate
 

@@ -17,8 +17,8 @@ from support.repository import ROOT
 
 from dips.cli import main
 from dips.core.errors import ConfigError, FatalError
-from dips.local import plan_run
 from dips.planner.cluster import read_setup
+from dips.planner.commands import plan_run
 from dips.planner.costs import NS, Costs
 from dips.planner.errors import PlanError
 from dips.planner.plan import make_plan, plan_json

@@ -15,9 +15,9 @@ import pytest
 from support.paced_play import play
 from support.plan_command import printed, refused
 
-from dips.local import plan_swap
-from dips.local.plan_run import CASE, source_of, stretched
 from dips.planner.api import make
+from dips.planner.commands import plan_swap
+from dips.planner.commands.plan_run import CASE, source_of, stretched
 from dips.planner.costs import NS
 from dips.planner.errors import PlanError
 from dips.planner.replan import read_running

@@ -9,8 +9,8 @@ import pytest
 from support.plan_command import refused, told
 from support.two_stages import TWO
 
-from dips.cli import plan as command_plan
 from dips.planner.cluster import read_setup
+from dips.planner.commands import plan as command_plan
 from dips.planner.problem import Problem
 from dips.planner.tradeoff import tradeoff, tradeoff_json
 from dips.planner.validation.checks import PaperCheck

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 from support.compare_records import record
 
-from dips.cli import compare, main
-from dips.compare.figures import FIGURES
-from dips.compare.jobs import ComparisonJob, Results
-from dips.compare.methods import METHODS
-from dips.compare.record import RunRecord
-from dips.compare.report import REFERENCES
-from dips.compare.setup import load_setup, shipped
-from dips.compare.speed import ROUNDS, SPEED_FIGURES
+from dips.cli import main
+from dips.lab.commands import compare
+from dips.lab.compare.figures import FIGURES
+from dips.lab.compare.jobs import ComparisonJob, Results
+from dips.lab.compare.methods import METHODS
+from dips.lab.compare.record import RunRecord
+from dips.lab.compare.report import REFERENCES
+from dips.lab.compare.setup import load_setup, shipped
+from dips.lab.compare.speed import ROUNDS, SPEED_FIGURES
 
 Asked = list[tuple[Any, ...]]
 

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from generate_docs import PAGES, ROLES, TABLES, diagram, main, protocol, settings
 from support.repository import ROOT
 
-from dips.cli.docs import PAGES, ROLES, TABLES, diagram, main, protocol, settings
 from dips.core.errors import ConfigError
 
 

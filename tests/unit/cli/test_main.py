@@ -16,11 +16,12 @@ from support.repository import ROOT
 from support.run_status import run_status
 
 from dips.cli import main
-from dips.cli import place as command_place
 from dips.cli import up as command_up
+from dips.cli.commands import Command
 from dips.cli.demo import own_model
 from dips.core.errors import TERMINATED, FatalError, RefusalCode, Refused, RetryLater
 from dips.local import operator_client
+from dips.planner.commands import place as command_place
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -33,7 +34,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 def test_help_lists_every_command_and_imports_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = told(capsys, *arguments)
     assert code == 0
-    for command in main.COMMANDS:
+    for command in main.commands_for(""):
         assert f" {command.name} " in out
 
 
@@ -48,9 +49,9 @@ def test_help_can_be_read_where_the_terminal_is_ascii(monkeypatch: pytest.Monkey
     assert b"--directory" in written.getvalue()
 
 
-@pytest.mark.parametrize("command", main.COMMANDS, ids=lambda command: command.name)
+@pytest.mark.parametrize("command", main.commands_for(""), ids=lambda command: command.name)
 def test_every_command_has_help_with_examples_of_its_own(
-    command: main.Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     code, out, _ = told(capsys, "help", command.name)

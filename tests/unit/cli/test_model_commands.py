@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dips.cli import main, model, plan, warm_up
+from dips.cli import main, model, warm_up
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
 from dips.core.ids import Version
 from dips.core.math import compiling
@@ -20,6 +20,7 @@ from dips.core.net import zmq_numba
 from dips.local import model_folder
 from dips.local.authority import ensure_keys
 from dips.master.directory import MasterAddress, write_address
+from dips.planner.commands import plan
 from dips.trainer import evaluate, export
 from dips.trainer import train as trainer
 from dips.trainer.evaluate import Evaluation

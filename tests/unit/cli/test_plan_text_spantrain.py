@@ -6,8 +6,8 @@ from io import StringIO
 
 from rich.console import Console
 
-from dips.cli.plan_text import spantrain_text
 from dips.planner.cluster import read_setup
+from dips.planner.commands.plan_text import spantrain_text
 from dips.planner.spantrain.report import Report, report_of
 
 

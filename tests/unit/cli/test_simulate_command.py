@@ -9,9 +9,9 @@ import pytest
 from support.scale_setup import write_setup
 
 from dips.cli import main
-from dips.cli.simulate import draw_resources, stacked
-from dips.sim.scale.run import simulate
-from dips.sim.scale.scenario import load_scenario
+from dips.lab.commands.simulate import draw_resources, stacked
+from dips.lab.sim.scale.run import simulate
+from dips.lab.sim.scale.scenario import load_scenario
 
 
 def test_the_list_names_every_set_up(capsys: pytest.CaptureFixture[str]) -> None:

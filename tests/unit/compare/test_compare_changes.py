@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dips.compare.engine import Course, plan_of, timing_data, timing_layout
-from dips.compare.methods import METHODS
-from dips.compare.setup import load_setup
-from dips.sim.kernel import SimulatedProcess
+from dips.lab.compare.engine import Course, plan_of, timing_data, timing_layout
+from dips.lab.compare.methods import METHODS
+from dips.lab.compare.setup import load_setup
+from dips.lab.sim.kernel import SimulatedProcess
 from dips.worker.pace import WINDOW_STEPS
 
 

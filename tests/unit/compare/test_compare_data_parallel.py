@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from dips.compare.data_parallel import run_data_parallel
-from dips.compare.record import RunRecord
-from dips.compare.setup import ComparisonSetup, load_setup
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, DataRange
-from dips.sim.arithmetic import F32
+from dips.lab.compare.data_parallel import run_data_parallel
+from dips.lab.compare.record import RunRecord
+from dips.lab.compare.setup import ComparisonSetup, load_setup
+from dips.lab.sim.arithmetic import F32
 
 CHUNK, BATCH, SEQUENCE = 32, 2, 8
 STEP_TOKENS = 4 * BATCH * SEQUENCE

@@ -10,10 +10,10 @@ import pytest
 from support.compare_records import record
 from support.papers import SOURCES_OF_DI_PS
 
-from dips.compare.figures import FIGURES, FigureResult, figure_jobs, figure_json, run_figure, write_figure
-from dips.compare.jobs import ComparisonJob
-from dips.compare.record import RunRecord
-from dips.compare.setup import load_setup
+from dips.lab.compare.figures import FIGURES, FigureResult, figure_jobs, figure_json, run_figure, write_figure
+from dips.lab.compare.jobs import ComparisonJob
+from dips.lab.compare.record import RunRecord
+from dips.lab.compare.setup import load_setup
 
 SETUP = load_setup("small")
 

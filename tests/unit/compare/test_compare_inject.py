@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dips.compare.methods import F32, HUGE, KINDS, NAN_ELEMS, Injection, Injector
 from dips.core.errors import ConfigError
+from dips.lab.compare.methods import F32, HUGE, KINDS, NAN_ELEMS, Injection, Injector
 
 N = 4096
 BAD = 10

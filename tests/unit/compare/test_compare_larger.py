@@ -12,10 +12,10 @@ import torch
 from support.compare_records import record
 
 from dips.cli import main
-from dips.compare.figures import FIGURES, Figure
-from dips.compare.jobs import ComparisonJob, Results, on_device, threads_of
-from dips.compare.setup import ComparisonSetup, load_setup
 from dips.core.errors import ConfigError
+from dips.lab.compare.figures import FIGURES, Figure
+from dips.lab.compare.jobs import ComparisonJob, Results, on_device, threads_of
+from dips.lab.compare.setup import ComparisonSetup, load_setup
 
 LARGER = load_setup("larger")
 ON_CPU = LARGER.with_overrides(device="cpu")

@@ -11,8 +11,8 @@ import pytest
 from matplotlib.figure import Figure
 from support.compare_records import committed, push, record
 
-from dips.compare.pictures import draw_bars, draw_cosines, draw_curves, draw_norms
-from dips.compare.record import RunRecord
+from dips.lab.compare.pictures import draw_bars, draw_cosines, draw_curves, draw_norms
+from dips.lab.compare.record import RunRecord
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ROUNDS = (

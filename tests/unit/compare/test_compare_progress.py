@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from dips.compare.pool import CompareProgress
 from dips.core.clock import ManualClock
+from dips.lab.compare.pool import CompareProgress
 
 
 def progress(clock: ManualClock, *, terminal: bool) -> tuple[CompareProgress, io.StringIO]:

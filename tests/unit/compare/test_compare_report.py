@@ -11,9 +11,18 @@ from rich.console import Console
 from rich.table import Table
 from support.compare_records import committed, push, record
 
-from dips.compare.record import RunRecord
-from dips.compare.report import SCHEMA, Comparison, by_method, course_table, loss_table, loss_text, readings, to_json
-from dips.compare.setup import load_setup
+from dips.lab.compare.record import RunRecord
+from dips.lab.compare.report import (
+    SCHEMA,
+    Comparison,
+    by_method,
+    course_table,
+    loss_table,
+    loss_text,
+    readings,
+    to_json,
+)
+from dips.lab.compare.setup import load_setup
 
 SETUP = load_setup("small")
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dips.compare.engine import link_plan, plan_of, timing_data, timing_layout
-from dips.compare.methods import METHODS, find_method
-from dips.compare.setup import ComparisonSetup, load_setup, shipped
-from dips.compare.speed import SPEED_FIGURES, speed_jobs
 from dips.core.errors import ConfigError
 from dips.core.wire import Codec
+from dips.lab.compare.engine import link_plan, plan_of, timing_data, timing_layout
+from dips.lab.compare.methods import METHODS, find_method
+from dips.lab.compare.setup import ComparisonSetup, load_setup, shipped
+from dips.lab.compare.speed import SPEED_FIGURES, speed_jobs
 from dips.master.config import MasterConfig
 
 SERVED = [method for method in METHODS.values() if method.kind == "servers"]
@@ -165,7 +165,7 @@ def test_overrides_change_what_they_name_and_must_fit() -> None:
 
 def test_the_digest_is_of_what_decides_and_not_of_words(tmp_path: Path) -> None:
     setup = load_setup("small")
-    text = (Path(__file__).parents[3] / "src/dips/compare/setups/small.toml").read_text()
+    text = (Path(__file__).parents[3] / "src/dips/lab/compare/setups/small.toml").read_text()
     renamed = load_setup(written(tmp_path, text))
     assert renamed.digest() == setup.digest()
     assert setup.with_overrides(tokens=1000).digest() != setup.digest()

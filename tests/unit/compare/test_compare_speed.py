@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from papers.findings import Kind
 from support.compare_records import SHARES, speed_comparison
 from support.papers import SOURCES_OF_DI_PS
 
-from dips.compare import speed
-from dips.compare.setup import ComparisonSetup, load_setup
-from dips.papers.findings import Kind
+from dips.lab.compare import speed
+from dips.lab.compare.setup import ComparisonSetup, load_setup
 
 EMULATED, WEAK = load_setup("emulated"), load_setup("weak-scaling")
 

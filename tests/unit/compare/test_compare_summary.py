@@ -8,8 +8,8 @@ import math
 import pytest
 from support.compare_records import committed, push, record, void
 
-from dips.compare.record import RunRecord
-from dips.compare.report import Difference, by_method, seed_noise, summarise
+from dips.lab.compare.record import RunRecord
+from dips.lab.compare.report import Difference, by_method, seed_noise, summarise
 
 
 def at_150(until_s: float) -> float:

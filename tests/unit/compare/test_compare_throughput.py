@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import pytest
 
-from dips.compare import speed
-from dips.compare.methods import find_method
-from dips.compare.record import PushFact, RoundFact, RunRecord
-from dips.compare.setup import load_setup
 from dips.core.errors import ConfigError
+from dips.lab.compare import speed
+from dips.lab.compare.methods import find_method
+from dips.lab.compare.record import PushFact, RoundFact, RunRecord
+from dips.lab.compare.setup import load_setup
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from support.repository import ROOT
 
-from dips.cli.main import COMMANDS
+from dips.cli.commands import COMMANDS
 from dips.core.config import load
 from dips.core.net.addresses import parse_address
 from dips.master.config import MasterConfig

@@ -15,11 +15,11 @@ from support.rounds import gram_of
 from dips.core.ids import Version
 from dips.judge.judgement import Judging
 from dips.judge.verify import check_records
+from dips.lab.sim import seed_run as simulated
 from dips.master.state.penalty import judge, round_tokens
 from dips.master.state.penalty_types import PRESETS, DetectorState, JudgeInputs, Participant, PenaltyConfig
 from dips.master.state.records import outer_step_of
 from dips.master.state.rounds import judgement_to_json
-from dips.sim import seed_run as simulated
 
 CONFIGS = {
     **PRESETS,

@@ -22,13 +22,13 @@ from dips.core.wire import WIRE_DTYPES
 from dips.judge.records import RunRecords, TapeLine
 from dips.judge.replay import replay_run
 from dips.judge.verify import check_records
+from dips.lab.sim.arithmetic import Stepped
+from dips.lab.sim.numbers import NumberShard
 from dips.master.state.ledger import Ledger
 from dips.master.state.penalty import judge
 from dips.master.state.penalty_types import DetectorState, JudgeInputs, Participant, PenaltyConfig
 from dips.master.state.records import OuterStep, outer_step_of, seed_step
 from dips.master.state.rounds import judgement_to_json
-from dips.sim.arithmetic import Stepped
-from dips.sim.numbers import NumberShard
 from dips.slave.push_evidence import PushEvidence, checksum
 
 F32 = NDArray[np.float32]

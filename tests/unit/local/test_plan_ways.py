@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from support.repository import ROOT
 
-from dips.cli.plan_text import decision_text
-from dips.local import plan_ways
-from dips.local.plan_clusters import asynchronous_clusters
-from dips.local.plan_systems import System, decide, decision_json
 from dips.planner.api import pose
+from dips.planner.commands import plan_ways
+from dips.planner.commands.plan_clusters import asynchronous_clusters
+from dips.planner.commands.plan_systems import System, decide, decision_json
+from dips.planner.commands.plan_text import decision_text
 from dips.planner.problem import Problem
 
 ASKED = (System.CROSSPIPE, System.DIPS)

@@ -27,8 +27,8 @@ from dips.core.placement import (
 )
 from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, WIRE_DTYPES, encoded_bytes
+from dips.lab.sim.scale import rates
 from dips.local.sizing import SizeKnobs, SizeTable, names_of, size, value_of
-from dips.sim.scale import rates
 from dips.slave.connections import ROOM_BYTES
 from dips.slave.ring import SPARE_FILES
 from dips.slave.snapshot_files import file_bytes

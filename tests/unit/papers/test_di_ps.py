@@ -13,10 +13,10 @@ import bench_scaling
 import bench_simulation
 import pytest
 from flows.simulated import TransferMethod
+from papers.findings import Finding, Kind
 from support.papers import SOURCES_OF_DI_PS
 
 from dips.master.state.schedule import Way
-from dips.papers.findings import Finding, Kind
 
 CLUSTERS = ("a", "b", "c", "d")
 

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from papers import source as module
+from papers.findings import Finding, Kind, shown
+from papers.papers import PAPERS
+from papers.planning import SECTIONS, Checks, section_of
+from papers.report import chapter, page, report_html, report_json
+from papers.source import Commands, Outcome, Picture, Runner, Source
 from support.waiting import until
 
 from dips.core.errors import DipsError
-from dips.papers import source as module
-from dips.papers.findings import Finding, Kind, shown
-from dips.papers.papers import PAPERS
-from dips.papers.planning import SECTIONS, Checks, section_of
-from dips.papers.report import chapter, page, report_html, report_json
-from dips.papers.source import Commands, Outcome, Picture, Runner, Source
 from dips.planner.validation.checks import holds, within
 
 SOURCES = [source for paper in PAPERS.values() for source in paper.sources]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.paced_play import RankClock, play
 from support.planner_grid import STATIC
 
-from dips.local.plan_run import CASE, PlanSource, scaled, source_of, timelines
+from dips.planner.commands.plan_run import CASE, PlanSource, scaled, source_of, timelines
 from dips.planner.costs import Costs, StageCost, Wire
 from dips.planner.ir import Kind, Op
 from dips.planner.run.links import FORTH, LinkBoard, PlanJob, RankLink, RankPace, RankReport, parse_cells

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.core.errors import ConfigError
-from dips.planner.server_site import choose_server_site, from_toml
+from dips.core.server_site import choose_server_site, from_toml
 
 GOOD = """
 [sites]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.sim.kernel import MIN_STEP_S, Kernel, SimulatedProcess
-from dips.sim.network import LinkOccupancy, LinkPlan, Network, ProcessRates, SharedLinks, all_reduce_s
+from dips.lab.sim.kernel import MIN_STEP_S, Kernel, SimulatedProcess
+from dips.lab.sim.network import LinkOccupancy, LinkPlan, Network, ProcessRates, SharedLinks, all_reduce_s
 
 MBIT = 1e6
 KB = 1000

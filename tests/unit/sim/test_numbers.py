@@ -14,9 +14,9 @@ from dips.core.layout import Layout, Parameter
 from dips.core.math import outer_numpy as reference
 from dips.core.messages import Prepare
 from dips.core.wire import DIFFERENCES, WIRE_DTYPES, Codec, encoded_bytes
-from dips.sim.arithmetic import F32, Stepped
-from dips.sim.content import CLEAN, key_of
-from dips.sim.numbers import FlatVector, NumberModel, Numbers, NumberShard
+from dips.lab.sim.arithmetic import F32, Stepped
+from dips.lab.sim.content import CLEAN, key_of
+from dips.lab.sim.numbers import FlatVector, NumberModel, Numbers, NumberShard
 from dips.worker.state.effects import Install, InstallMode
 
 CHUNK_BYTES = 1024

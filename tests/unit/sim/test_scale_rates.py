@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dips.sim.scale import rates
+from dips.lab.sim.scale import rates
 
 PARAMETERS = 100_000_000_000
 SHARE = PARAMETERS // 16

@@ -8,8 +8,8 @@ import pytest
 from support.scale_setup import write_setup
 
 from dips.core.errors import ConfigError
+from dips.lab.sim.scale.scenario import find, load_scenario
 from dips.master.config import MasterConfig
-from dips.sim.scale.scenario import find, load_scenario
 
 
 def test_the_paper_s_set_up_is_that_of_table_1() -> None:

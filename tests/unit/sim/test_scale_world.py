@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from support.scale_setup import write_setup
 
-from dips.sim.kernel import SimulatedProcess
-from dips.sim.scale import rates, tally
-from dips.sim.scale.failures import Failures
-from dips.sim.scale.run import layout_of
-from dips.sim.scale.scenario import load_scenario
-from dips.sim.scale.world import ScaleWorld
+from dips.lab.sim.kernel import SimulatedProcess
+from dips.lab.sim.scale import rates, tally
+from dips.lab.sim.scale.failures import Failures
+from dips.lab.sim.scale.run import layout_of
+from dips.lab.sim.scale.scenario import load_scenario
+from dips.lab.sim.scale.world import ScaleWorld
 
 
 def world_of(folder: Path, **lines: str) -> ScaleWorld:

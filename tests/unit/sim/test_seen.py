@@ -11,8 +11,8 @@ from support.repository import SOURCE, modules
 from dips.core.errors import RefusalCode, Refused
 from dips.core.machine import MachineHistory, Phase
 from dips.core.net.data_header import DataHeader
+from dips.lab.sim.seen import Seen, refuses, report
 from dips.master.state.records import SLAVE_TABLE, SlavePhase
-from dips.sim.seen import Seen, refuses, report
 
 HELLO = ("slave", "ABSENT", "hello", "ATTACHED")
 
@@ -51,13 +51,12 @@ def test_the_report_counts_what_was_seen_and_lists_what_never_was() -> None:
 
 def test_every_module_of_the_product_that_refuses_is_counted() -> None:
     # The simulator's hosts refuse in the place of real ones; refusals of a peer are only passed on, also what a master
-    # would say that lets no process in without keys. In protos, the generator only writes one.
+    # would say that lets no process in without keys.
     passed_on = ["dips.core.net.grpc_calls", "dips.worker.control"]
     found = [
         ".".join(("dips", *path.relative_to(SOURCE).with_suffix("").parts))
         for path in modules()
-        if re.search(r"\bRefused\(RefusalCode\.", path.read_text())
-        and path.relative_to(SOURCE).parts[0] not in ("sim", "protos")
+        if re.search(r"\bRefused\(RefusalCode\.", path.read_text()) and path.relative_to(SOURCE).parts[0] != "lab"
     ]
     assert {"dips.core.layout", "dips.local.supervisor", "dips.master.access", "dips.slave.ring"} <= set(found)
     assert [name for name in found if not refuses(name)] == passed_on

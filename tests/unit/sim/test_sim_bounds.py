@@ -6,8 +6,8 @@ import pytest
 from search.bounds import Bounds
 from support.mutants import Mutant, planted
 
-from dips.sim import run_plan
-from dips.sim.seed_run import SeedRun
+from dips.lab.sim import run_plan
+from dips.lab.sim.seed_run import SeedRun
 
 SABOTAGED = [seed for seed in range(600) if run_plan.of_seed(seed) is run_plan.SABOTAGE][:30]
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from dips.sim.counts import NO_MOMENT, RunCounts
-from dips.sim.seed_run import SeedRun
+from dips.lab.sim.counts import NO_MOMENT, RunCounts
+from dips.lab.sim.seed_run import SeedRun
 
 
 def unaccounted(counts: RunCounts) -> dict[str, int]:

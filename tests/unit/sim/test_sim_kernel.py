@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from dips.core.chunks import Chunk
-from dips.sim.disks import LOST_DATA, LOST_NAMES, TORN_DATA, PowerLossError, SlaveDisk
-from dips.sim.kernel import Kernel, SimulatedProcess
-from dips.sim.network import KEEPALIVE_S, End, Network, Stream, Weather
+from dips.lab.sim.disks import LOST_DATA, LOST_NAMES, TORN_DATA, PowerLossError, SlaveDisk
+from dips.lab.sim.kernel import Kernel, SimulatedProcess
+from dips.lab.sim.network import KEEPALIVE_S, End, Network, Stream, Weather
 
 CHUNK = Chunk(0, 0, 1024)
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from dips.core.net.data_header import DataHeader
-from dips.sim.hosts.slave import SlaveHost
-from dips.sim.run_plan import make_plan
-from dips.sim.seed_run import SeedRun
-from dips.sim.world import Away
+from dips.lab.sim.hosts.slave import SlaveHost
+from dips.lab.sim.run_plan import make_plan
+from dips.lab.sim.seed_run import SeedRun
+from dips.lab.sim.world import Away
 
 SEEDS = 12
 

@@ -1,7 +1,7 @@
 """Whole runs under a virtual clock: nothing that was promised breaks, whatever the seed lets happen.
 
 Some seeds; tests/slow/unit/test_many_seeds.py and `make sim` play more. A failing seed always fails the same way; its
-story: python -m dips.sim.seeds --seed N --trace.
+story: python -m dips.lab.sim.seeds --seed N --trace.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import sys
 
 import pytest
 
-from dips.sim import run_plan
-from dips.sim import seeds as run_seeds
-from dips.sim.seed_run import SeedRun
+from dips.lab.sim import run_plan
+from dips.lab.sim import seeds as run_seeds
+from dips.lab.sim.seed_run import SeedRun
 
 N_SEEDS = 10
 IN_ONE_TEST = 5
@@ -24,7 +24,7 @@ OF_EACH_SHAPE = [
     for shape in (run_plan.SMALL, run_plan.WIDE, run_plan.SABOTAGE)
 ]
 
-HASHES = "from dips.sim.seed_run import SeedRun; print(*(SeedRun(seed).run().trace_hash for seed in {seeds}))"
+HASHES = "from dips.lab.sim.seed_run import SeedRun; print(*(SeedRun(seed).run().trace_hash for seed in {seeds}))"
 
 
 def hashes_in_another_process(seeds: list[int], hash_seed: str) -> list[str]:

@@ -8,10 +8,10 @@ from random import Random
 
 import pytest
 
-from dips.sim import run_plan
-from dips.sim.faults import register
-from dips.sim.run_plan import make_plan
-from dips.sim.seed_run import SeedRun
+from dips.lab.sim import run_plan
+from dips.lab.sim.faults import register
+from dips.lab.sim.run_plan import make_plan
+from dips.lab.sim.seed_run import SeedRun
 
 
 def test_the_seed_alone_chooses_and_every_shape_has_its_share() -> None:

@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 
-from dips.sim import seeds as totals
-from dips.sim.counts import RunCounts
-from dips.sim.faults import register
-from dips.sim.seed_run import SeedOutcome, SeedRun
-from dips.sim.seeds import PHASES, SEEDS_FOR_ARROWS, SEEDS_FOR_FAULTS, Totals, complaints
+from dips.lab.sim import seeds as totals
+from dips.lab.sim.counts import RunCounts
+from dips.lab.sim.faults import register
+from dips.lab.sim.seed_run import SeedOutcome, SeedRun
+from dips.lab.sim.seeds import PHASES, SEEDS_FOR_ARROWS, SEEDS_FOR_FAULTS, Totals, complaints
 
 
 @cache
@@ -43,7 +43,7 @@ def totals_of(n: int, outcome: SeedOutcome) -> Totals:
 
 def test_a_violation_is_named_with_its_seed_and_how_to_see_its_story() -> None:
     said = complaints(totals_of(1, outcome_with(("I7: a push is lost",))))
-    assert said == ["seed 1: I7: a push is lost\n    its event history: python -m dips.sim.seeds --seed 1 --trace"]
+    assert said == ["seed 1: I7: a push is lost\n    its event history: python -m dips.lab.sim.seeds --seed 1 --trace"]
 
 
 def test_what_totals_complain_of() -> None:

@@ -37,10 +37,6 @@ class Fetched:
         return 100 * self.version.v
 
 
-def evaluate(fetched: Fetched) -> float:
-    return 10.0 - fetched.version.v
-
-
 def status(published: Version | None, stopped: bool = False) -> StatusReply:
     return StatusReply("run", 1, published, 0, 0, "IDLE", None, 0.0, 0.0, "", stopped=stopped)
 
@@ -81,8 +77,19 @@ class Waits:
         return self.calls > self.limit
 
 
-def follow(run: Run, tape: Path, limit: int = 200, fetch: Callable[[Version | None], Fetched] | None = None) -> Waits:
+def follow(
+    run: Run, tape: Path, limit: int = 200, fetch: Callable[[Version | None], Fetched] | None = None,
+    batches: int = 0,
+) -> Waits:  # fmt: skip
+    """batches: of each evaluation."""
     clock = ManualClock()
+
+    def evaluate(fetched: Fetched, each_batch: Callable[[], None]) -> float:
+        for _ in range(batches):
+            each_batch()
+            clock.advance(1.0)
+        return 10.0 - fetched.version.v
+
     waits = Waits(clock, limit)
     with Tape(tape, "worker", "heldout", clock) as records:
         Follower(run.status, fetch or run.fetch, evaluate, records, patience_s=20.0, clock=clock).run(waits)  # type: ignore[arg-type]
@@ -104,7 +111,9 @@ AWAY = RetryLater("no process answers", 1.0)
     ("script", "kept", "seen", "asked"),
     [
         ([status(None), status(v(0)), status(v(1)), status(v(1)), status(v(2), True)], 2, [v(0), v(1), v(2)], None),
-        ([status(v(0)), status(v(3)), status(v(3), True)], 5, [v(0), v(1), v(2), v(3)], None),
+        ([status(v(0)), status(v(3)), status(v(3)), status(v(3), True)], 5, [v(0), v(1), v(2), v(3)], None),
+        # The servers of a run that has ended soon go: the last one is next, and it is the end.
+        ([status(v(0)), status(v(9), True), AWAY], 5, [v(0), v(9)], None),
         # Versions that are gone are left out, the last one never.
         ([status(v(0)), status(v(7)), status(v(8), True)], 2, [v(0), v(7), v(8)], [v(0), v(1), None, v(8)]),
         ([status(v(0)), status(v(5), True)], 2, [v(0), v(5)], None),
@@ -130,6 +139,19 @@ def test_a_master_that_never_answers_or_may_have_ended_is_an_error(tmp_path: Pat
     run = Run(*before, RetryLater("no process answers", 1.0))
     with pytest.raises(RetryLater, match=r"could not be read for \d+ s: no process answers"):
         follow(run, tmp_path / "tape")
+
+
+def test_an_evaluation_gives_way_to_the_last_version_of_a_run_that_ends_meanwhile(tmp_path: Path) -> None:
+    run = Run(status(v(0)), status(v(1)), status(v(2)), AWAY, status(v(3)), status(v(4), True), AWAY, kept=9)
+    follow(run, tmp_path / "tape", batches=12)
+    assert versions(tmp_path / "tape") == ["1:4"]
+    assert run.asked == [v(0), v(4)]
+
+
+def test_a_run_that_ends_with_the_version_in_evaluation_is_not_evaluated_twice(tmp_path: Path) -> None:
+    run = Run(status(v(0)), status(v(0), True), AWAY)
+    follow(run, tmp_path / "tape", batches=3)
+    assert versions(tmp_path / "tape") == ["1:0"]
 
 
 def test_a_fetch_that_fails_for_now_is_tried_again(tmp_path: Path) -> None:

@@ -1,0 +1,437 @@
+"""Faults of disks: full, slow, failing, power loss within a step; damaged, lost, restored from a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dips.lab.sim.faults.processes import a_cluster, a_slave, the_master
+from dips.lab.sim.faults.world import FaultWorld
+from dips.lab.sim.hosts.slave import SlaveHost
+from dips.lab.sim.kernel import SimulatedProcess
+
+DOWN_S = (0.2, 1.0, 4.0)
+COPY_AGE_S = (2.0, 6.0, 12.0)
+
+# ---- the master's ----
+
+
+def master_disk_full(world: FaultWorld) -> bool:
+    """Counted when the master ends because of it."""
+    world.disk.full = True
+    world.kernel.after(world.kernel.rng.uniform(1.0, 8.0), None, _room_again, world)
+    return True
+
+
+def _room_again(world: FaultWorld) -> None:
+    world.disk.full = False
+
+
+def crash_master_while_writing(world: FaultWorld) -> bool:
+    """Kill the master during the next flush of the journal. Counted when it strikes."""
+    master = the_master(world)
+    if master is None:
+        return False
+    master.dies_in_flush = True
+    return True
+
+
+def slow_master_disk(world: FaultWorld) -> bool:
+    world.disk.flush_factor = 40.0
+    world.kernel.after(6.0, None, _master_disk_fast, world)
+    return True
+
+
+def _master_disk_fast(world: FaultWorld) -> None:
+    world.disk.flush_factor = 1.0
+
+
+JUMPS_S = (3600.0, -3600.0, 86_400.0, -86_400.0, 0.5, -0.5, 1e9, -1.6e9)
+"""Jumps: a time zone, a day, an NTP correction, and clocks that were never set or are set to another century."""
+
+
+def wall_clock_jump(world: FaultWorld) -> bool:
+    """Set the wall clock forward or back; a master that starts later sees it."""
+    master = the_master(world)
+    if master is None:
+        return False
+    world.wall_offset_s += world.kernel.rng.choice(JUMPS_S)
+    master.kill()
+    world.restart(master, 1.0)
+    return True
+
+
+def wall_clock_wanders(world: FaultWorld) -> bool:
+    """Set the clock repeatedly while the master runs, and at a start in between."""
+    rng = world.kernel.rng
+    for _ in range(4):
+        world.kernel.after(rng.uniform(0.0, 8.0), None, _set_clock, world)
+    return wall_clock_jump(world)
+
+
+def _set_clock(world: FaultWorld) -> None:
+    world.wall_offset_s += world.kernel.rng.choice(JUMPS_S)
+
+
+def old_master_disk(world: FaultWorld) -> bool:
+    """Restore the master's directory from a copy that is some seconds old."""
+    copy = world.disk.copy()
+    world.kernel.after(world.kernel.rng.choice(COPY_AGE_S), None, _put_master_disk_back, world, copy)
+    return world.disk.epoch > 0
+
+
+def _put_master_disk_back(world: FaultWorld, copy: object) -> None:
+    master = world.masters[0]
+    if world.healed or world.ended or not world.may_lose(["master"]):
+        return
+    if master.alive:
+        master.kill()
+    world.disk.put_back(copy)  # type: ignore[arg-type]
+    world.lost_state("master", "the disk is put back from a copy")
+    _start_again_with_rebuild(world)
+
+
+def lost_master_disk(world: FaultWorld) -> bool:
+    """Lose the master's disk; the operator starts the master with --rebuild."""
+    master = the_master(world)
+    if master is None or len(world.masters) > 1 or not world.may_lose(["master"]):
+        return False
+    master.kill()
+    world.disk.lose()
+    world.lost_state("master", "the disk is lost")
+    _start_again_with_rebuild(world)
+    return True
+
+
+def _start_again_with_rebuild(world: FaultWorld) -> None:
+    """Start the master again with --rebuild, sometimes first without: then it must refuse with a sentence."""
+    rng = world.kernel.rng
+    if rng.random() < 0.5:
+        world.rebuild = True
+    else:
+        world.kernel.after(5.0, None, _operator_rebuilds, world)
+    world.restart(world.masters[0], rng.choice(DOWN_S))
+
+
+def _operator_rebuilds(world: FaultWorld) -> None:
+    world.rebuild = True
+    if world.masters[0].alive and not world.ended:
+        world.masters[0].kill()
+        world.restart(world.masters[0], 0.5)
+
+
+# ---- a slave's ----
+
+
+def slow_slave_disk(world: FaultWorld) -> bool:
+    slave = a_slave(world)
+    if slave is None:
+        return False
+    slave.disk.fsync_factor = 60.0
+    world.kernel.after(6.0, None, _slave_disk_fast, slave)
+    return True
+
+
+def _slave_disk_fast(slave: SlaveHost) -> None:
+    slave.disk.fsync_factor = 1.0
+
+
+def slave_disk_error(world: FaultWorld) -> bool:
+    """Let writes or syncs fail a few times. Counted when it strikes."""
+    slave = a_slave(world)
+    if slave is None:
+        return False
+    rng = world.kernel.rng
+    errors = rng.randint(1, 3)
+    match rng.randrange(3):
+        case 0:
+            slave.disk.write_errors = errors
+        case 1:
+            slave.disk.sync_errors = errors
+        case _:
+            slave.disk.manifest_errors = errors
+    if rng.random() < 0.4:
+        slave.kill()  # so that they strike while it starts
+        world.restart(slave, 0.5)
+    return True
+
+
+def power_loss_in_disk_step(world: FaultWorld) -> bool:
+    """Cut the power between any two steps of the disk. Counted when it strikes."""
+    slave = a_slave(world)
+    if slave is None:
+        return False
+    slave.disk.dies_in = world.kernel.rng.randint(1, 20)
+    return True
+
+
+def power_loss_with_unsynced(world: FaultWorld) -> bool:
+    """Cut the power before a step of the disk at which written data is not synced yet. Counted when it strikes."""
+    slave = a_slave(world)
+    if slave is None:
+        return False
+    slave.disk.dies_dirty = world.kernel.rng.randint(1, 6)
+    return True
+
+
+def damaged_snapshot(world: FaultWorld) -> bool:
+    """A bit of a file flips, and the slave starts again: reading it back shows it."""
+    slave = a_slave(world)
+    if slave is None or not world.may_lose([slave.name]):
+        return False
+    _with_another_disk(world, slave, "a bit of a snapshot flips")
+    return slave.disk.flip_a_bit(world.kernel.rng, "ring-")
+
+
+def damaged_manifest(world: FaultWorld) -> bool:
+    slave = a_slave(world)
+    if slave is None or not world.may_lose([slave.name]):
+        return False
+    _with_another_disk(world, slave, "a bit of a manifest flips")
+    return slave.disk.flip_a_bit(world.kernel.rng, "manifest-")
+
+
+def lost_slave_disk(world: FaultWorld) -> bool:
+    slave = a_slave(world)
+    if slave is None or not world.may_lose([slave.name]):
+        return False
+    _with_another_disk(world, slave, "the disk is lost")
+    slave.disk.lose()
+    return True
+
+
+def all_slave_disks_lost(world: FaultWorld) -> bool:
+    """Lose all slaves' disks: only the clusters still hold a common version."""
+    if not world.may_lose(list(world.slaves)):
+        return False
+    for slave in world.slaves.values():
+        if slave.alive:
+            _with_another_disk(world, slave, "the disk is lost, like all slaves'")
+            slave.disk.lose()
+    return True
+
+
+def snapshot_rots(world: FaultWorld) -> bool:
+    """Flip bits of all files of a slave while it runs: it may just have reported what it holds."""
+    slave = a_slave(world)
+    if slave is None or not world.may_lose([slave.name]):
+        return False
+    prefix = world.kernel.rng.choice(("ring-", "manifest-"))
+    world.attic[slave.name] = slave.disk.copy()
+    world.lost_state(slave.name, f"the files {prefix}* rot")
+    return any([slave.disk.flip_a_bit(world.kernel.rng, prefix) for _ in range(8)])
+
+
+def disk_comes_back(world: FaultWorld) -> bool:
+    """Lose a slave's disk and restore it soon after, as if it had been mounted too late."""
+    slave = a_slave(world)
+    if slave is None or not world.may_lose([slave.name]):
+        return False
+    _with_another_disk(world, slave, "the disk is not mounted")
+    slave.disk.lose()
+    copy = world.attic[slave.name]
+    world.kernel.after(world.kernel.rng.uniform(2.0, 7.0), None, _put_slave_disk_back, world, slave, copy)
+    return True
+
+
+def old_slave_disk(world: FaultWorld) -> bool:
+    """Restore a slave's directory from a copy that is some seconds old."""
+    slave = a_slave(world)
+    if slave is None:
+        return False
+    world.kernel.after(world.kernel.rng.choice(COPY_AGE_S), None, _put_slave_disk_back, world, slave, slave.disk.copy())
+    return True
+
+
+def _put_slave_disk_back(world: FaultWorld, slave: SlaveHost, copy: dict[str, bytes]) -> None:
+    if world.healed or world.ended or not world.may_lose([slave.name]):
+        return
+    _with_another_disk(world, slave, "the disk is put back from a copy")
+    slave.disk.put_back(copy)
+
+
+def _with_another_disk(world: FaultWorld, slave: SlaveHost, why: str) -> None:
+    """Change a slave's disk while it is down; the old content is kept in `attic`."""
+    if slave.alive:
+        slave.kill()
+        world.restart(slave, world.kernel.rng.choice(DOWN_S))
+    world.attic[slave.name] = slave.disk.copy()
+    world.lost_state(slave.name, why)
+
+
+def cluster_disk_error(world: FaultWorld) -> bool:
+    """Let writes of push records fail. Counted when it strikes."""
+    cluster = a_cluster(world)
+    if cluster is None:
+        return False
+    cluster.checkpoint_disk.errors = world.kernel.rng.randint(1, 4)
+    return True
+
+
+def lost_checkpoint(world: FaultWorld) -> bool:
+    """Lose a cluster's checkpoint: its next process starts without state."""
+    cluster = a_cluster(world)
+    if cluster is None or cluster.checkpoint_disk.model is None:
+        return False
+    cluster.kill()
+    cluster.checkpoint_disk.lose()
+    world.restart(cluster, world.kernel.rng.choice(DOWN_S))
+    return True
+
+
+# ---- at a moment of their own ----
+
+
+def _when(world: FaultWorld, role: str, kind: str, phase: str, act: Callable[[SimulatedProcess], None]) -> None:
+    """Call once, at the next such line of a tape."""
+
+    def watch(said_by: str, process: SimulatedProcess, what: str, fields: Mapping[str, Any]) -> None:
+        if (said_by, what) == (role, kind) and phase in ("", fields.get("phase")):
+            world.watchers.remove(watch)
+            world.kernel.after(0.0, None, act, process)
+
+    world.watchers.append(watch)
+
+
+def killed_between_prepare_and_commit(world: FaultWorld) -> bool:
+    """Kill a slave between prepare and commit; its disk takes no manifest for a while. The COMMIT must still be
+    completed."""
+
+    def strike(process: SimulatedProcess) -> None:
+        slave = world.slaves[process.name]
+        if slave.alive and not world.healed:
+            world.fired("killed_between_prepare_and_commit")
+            slave.kill()
+            slave.disk.manifest_errors = 2
+            world.restart(slave, 0.3)
+
+    _when(world, "slave", "prepared", "", strike)
+    return True
+
+
+def rots_after_hello(world: FaultWorld) -> bool:
+    """A slave starts, reports what it holds, and then cannot read it."""
+    slave = a_slave(world)
+    if slave is None or not world.may_lose([slave.name]):
+        return False
+
+    def strike(process: SimulatedProcess) -> None:
+        name = process.name
+        if not world.healed and world.may_lose([name]):
+            world.fired("rots_after_hello")
+            world.attic[name] = world.slaves[name].disk.copy()
+            world.lost_state(name, "its snapshots rot after its hello")
+            for _ in range(30):
+                world.slaves[name].disk.flip_a_bit(world.kernel.rng, "ring-")
+
+    slave.kill()
+    world.restart(slave, 0.3)
+    _when(world, "slave", "promised", "", strike)
+    return True
+
+
+def asked_slave_fails(world: FaultWorld) -> bool:
+    """The master's disk is lost, and the slave that is asked for a record dies or cannot read it."""
+    if not lost_master_disk(world):
+        return False
+
+    def strike(process: SimulatedProcess) -> None:
+        master = world.masters[0]
+        asked = master.state.shared.recovery.asked if master.state is not None else None
+        if asked is None or world.healed:
+            return
+        slave = world.slaves[str(asked)]
+        world.fired("asked_slave_fails")
+        if world.kernel.rng.random() < 0.5:
+            slave.kill()
+            world.restart(slave, 1.0)
+        else:
+            slave.disk.flip_a_bit(world.kernel.rng, "manifest-")
+
+    _when(world, "master", "recovery", "ASKING", strike)
+    return True
+
+
+def lost_disk_in_commit(world: FaultWorld) -> bool:
+    """Lose a slave's disk between the journal's COMMIT and the publish."""
+
+    def strike(process: SimulatedProcess) -> None:
+        slave = a_slave(world)
+        if slave is not None and not world.healed and world.may_lose([slave.name]):
+            world.fired("lost_disk_in_commit")
+            _with_another_disk(world, slave, "the disk is lost while a version is committed")
+            slave.disk.lose()
+
+    _when(world, "master", "round", "COMMIT", strike)
+    return True
+
+
+def donation_fails(world: FaultWorld) -> bool:
+    """The model is lost, a cluster begins to give it back, and then: the disk is restored, or a slave dies."""
+
+    def strike(process: SimulatedProcess) -> None:
+        rng, names = world.kernel.rng, sorted(world.attic)
+        if world.healed or not names:
+            return
+        slave = world.slaves[rng.choice(names)]
+        world.fired("donation_fails")
+        if rng.random() < 0.6:
+            copy = world.attic[slave.name]
+            slave.kill()
+            slave.disk.put_back(copy)
+            world.restart(slave, 0.1)
+        else:
+            slave.kill()
+            world.restart(slave, 1.0)
+
+    _when(world, "worker", "donated", "", strike)
+    return lost_disk_in_commit(world) if world.kernel.rng.random() < 0.6 else lost_slave_disk(world)
+
+
+ARMED: frozenset[str] = frozenset(
+    {
+        "killed_between_prepare_and_commit",
+        "rots_after_hello",
+        "asked_slave_fails",
+        "lost_disk_in_commit",
+        "donation_fails",
+        "master_disk_full",
+        "crash_master_while_writing",
+        "slave_disk_error",
+        "power_loss_in_disk_step",
+        "power_loss_with_unsynced",
+        "cluster_disk_error",
+    }
+)
+
+FAULTS: Mapping[str, Callable[[FaultWorld], bool]] = {
+    "master_disk_full": master_disk_full,
+    "crash_master_while_writing": crash_master_while_writing,
+    "slow_master_disk": slow_master_disk,
+    "wall_clock_jump": wall_clock_jump,
+    "wall_clock_wanders": wall_clock_wanders,
+    "cluster_disk_error": cluster_disk_error,
+    "lost_checkpoint": lost_checkpoint,
+    "killed_between_prepare_and_commit": killed_between_prepare_and_commit,
+    "slow_slave_disk": slow_slave_disk,
+    "slave_disk_error": slave_disk_error,
+    "power_loss_in_disk_step": power_loss_in_disk_step,
+    "power_loss_with_unsynced": power_loss_with_unsynced,
+}
+
+LOSSES: Mapping[str, Callable[[FaultWorld], bool]] = {
+    "old_master_disk": old_master_disk,
+    "lost_master_disk": lost_master_disk,
+    "damaged_snapshot": damaged_snapshot,
+    "damaged_manifest": damaged_manifest,
+    "lost_slave_disk": lost_slave_disk,
+    "all_slave_disks_lost": all_slave_disks_lost,
+    "old_slave_disk": old_slave_disk,
+    "snapshot_rots": snapshot_rots,
+    "disk_comes_back": disk_comes_back,
+    "rots_after_hello": rots_after_hello,
+    "asked_slave_fails": asked_slave_fails,
+    "lost_disk_in_commit": lost_disk_in_commit,
+    "donation_fails": donation_fails,
+}
+"""Committed state is gone: the run may go back, on a new timeline, and must say so."""

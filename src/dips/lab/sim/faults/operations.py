@@ -1,0 +1,179 @@
+"""Faults by operators of a running run: clusters that keep joining and leaving, a rolling restart of every process, and
+a second master that takes over from one that was only suspended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from dips.lab.sim.faults.processes import end_second, the_master
+from dips.lab.sim.faults.world import FaultWorld
+from dips.lab.sim.hosts.cluster import ClusterHost
+from dips.lab.sim.hosts.master import MasterHost
+from dips.lab.sim.hosts.slave import SlaveHost
+from dips.master.state.records import RecoveryPhase
+
+Host = MasterHost | SlaveHost | ClusterHost
+
+CHURN_EVERY_S = 1.2
+CHURN_S = (8.0, 20.0, 60.0)
+AWAY_S = (0.2, 1.0, 4.0, 10.0)
+LOOK_S = 0.25
+PATIENCE_S = 15.0
+"""How long a rolling restart waits for one process before it goes on with the next in any case."""
+
+
+# ---- clusters that come and go ----
+
+
+def churn(world: FaultWorld) -> bool:
+    """For a while, clusters join and leave at short intervals. Each one is counted as well."""
+    if world.churning:
+        return False
+    world.churning = True
+    _come_or_go(world, world.kernel.now_s + world.kernel.rng.choice(CHURN_S))
+    return True
+
+
+def _come_or_go(world: FaultWorld, until_s: float) -> None:
+    rng = world.kernel.rng
+    if world.healed or world.ended or world.kernel.now_s >= until_s:
+        world.churning = False
+        return
+    away = [cluster for cluster in world.clusters.values() if not cluster.alive]
+    here = [cluster for cluster in world.clusters.values() if cluster.running]
+    if away and (rng.random() < 0.5 or len(here) < 2):
+        _come(world, rng.choice(away))
+    elif here:
+        _go(world, rng.choice(here))
+    world.kernel.after(rng.expovariate(1 / CHURN_EVERY_S), None, _come_or_go, world, until_s)
+
+
+def _come(world: FaultWorld, cluster: ClusterHost) -> None:
+    world.kernel.note(cluster.name, "is started")
+    world.fired("churn_joined" if cluster.generation else "churn_newcomer")
+    cluster.boot()
+
+
+def _go(world: FaultWorld, cluster: ClusterHost) -> None:
+    """Let a cluster leave in order, or kill it."""
+    rng = world.kernel.rng
+    if rng.random() < 0.6:
+        world.fired("churn_left")
+        cluster.stop_soon("asked to stop")
+    else:
+        world.fired("churn_killed")
+        cluster.kill()
+        world.kernel.note(cluster.name, "killed")
+        world.restart(cluster, rng.choice(AWAY_S))
+
+
+# ---- every process in turn ----
+
+
+def rolling_restart(world: FaultWorld) -> bool:
+    """Each process is restarted once the one before it is back. Counted when the last one is.
+
+    Not while all processes are suspended: then no operator can restart them.
+    """
+    if world.rolling or world.kernel.now_s < world.suspended_until_s:
+        return False
+    world.rolling = True
+    rng = world.kernel.rng
+    groups: list[list[Host]] = [[world.masters[0]], list(world.slaves.values()), list(world.clusters.values())]
+    rng.shuffle(groups)
+    _next_in_turn(world, iter([host for group in groups for host in group if host.alive]))
+    return True
+
+
+def _next_in_turn(world: FaultWorld, turn: Iterator[Host]) -> None:
+    if world.healed or world.ended:
+        return
+    host = next(turn, None)
+    if host is None:
+        world.rolling = False
+        world.fired("rolling_restart")
+        return
+    generation = host.generation
+    world.kernel.note(host.name, "is restarted in its turn")
+    if isinstance(host, ClusterHost) and host.running and world.kernel.rng.random() < 0.5:
+        host.stop_soon("restarted in its turn")
+    elif host.alive:
+        host.kill()
+    _wait_until_back(world, turn, host, generation, world.kernel.now_s + PATIENCE_S)
+
+
+def _wait_until_back(world: FaultWorld, turn: Iterator[Host], host: Host, generation: int, until_s: float) -> None:
+    if world.healed or world.ended:
+        return
+    if not host.alive:
+        host.boot()
+    if world.kernel.now_s >= until_s or (host.generation != generation and _is_back(world, host)):
+        world.kernel.after(LOOK_S, None, _next_in_turn, world, turn)
+    else:
+        world.kernel.after(LOOK_S, None, _wait_until_back, world, turn, host, generation, until_s)
+
+
+def _is_back(world: FaultWorld, host: Host) -> bool:
+    """Whether the process works again, as `dips status` would show."""
+    master = world.newest_master()
+    if master is None or master.state is None:
+        return False
+    run = master.state.shared
+    match host:
+        case MasterHost():
+            return run.all_slaves_ready() and run.recovery.phase.now is RecoveryPhase.NONE
+        case SlaveHost():
+            return any(slave.id == host.name for slave in run.ready_slaves())
+        case ClusterHost():
+            member, session = run.members.get(host.name), host.session
+            known = session.shared.terms.incarnation if session is not None else None
+            return member is not None and member.incarnation == known
+
+
+# ---- a second master ----
+
+
+def failover_from_a_sleeper(world: FaultWorld) -> bool:
+    """The master is suspended, another one takes over on the same journal, and then the first one resumes."""
+    master = the_master(world)
+    if master is None or master.paused or len(world.masters) > 1:
+        return False
+    rng, config = world.kernel.rng, world.plan.config
+    master.pause()
+    world.kernel.after(rng.uniform(0.2, 2.0), None, _take_over, world, master, master.generation)
+    world.kernel.after(rng.uniform(2.0, 2.0 * config.evict_after_s), None, _wake, master, master.generation)
+    return True
+
+
+def _take_over(world: FaultWorld, sleeper: MasterHost, generation: int) -> None:
+    if (
+        world.healed
+        or world.ended
+        or len(world.masters) > 1
+        or (sleeper.generation, sleeper.paused) != (generation, True)
+    ):
+        return
+    other = MasterHost(world, "master2", world.disk)
+    world.masters.append(other)
+    world.fired("failover_from_a_sleeper")
+    other.boot()
+    world.kernel.after(world.kernel.rng.uniform(4.0, 15.0), None, end_second, world, other)
+
+
+def _wake(sleeper: MasterHost, generation: int) -> None:
+    if sleeper.generation == generation:
+        sleeper.resume()
+
+
+ARMED: frozenset[str] = frozenset({"rolling_restart", "failover_from_a_sleeper"})
+
+CHURNED: tuple[str, ...] = ("churn_joined", "churn_newcomer", "churn_left", "churn_killed")
+"""Events of a churn; a newcomer is a cluster that was never there before."""
+
+
+FAULTS: Mapping[str, Callable[[FaultWorld], bool]] = {
+    "churn": churn,
+    "rolling_restart": rolling_restart,
+    "failover_from_a_sleeper": failover_from_a_sleeper,
+}

@@ -1,0 +1,298 @@
+"""Faults of processes: killed, stopped for a while, slow, started twice, or computing nonsense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dips.lab.sim.content import KIND_NAMES
+from dips.lab.sim.faults.world import FaultWorld
+from dips.lab.sim.hosts.cluster import ClusterHost
+from dips.lab.sim.hosts.master import MasterHost
+from dips.lab.sim.hosts.slave import SlaveHost
+from dips.lab.sim.kernel import SimulatedProcess
+from dips.master.state.records import RoundPhase
+
+DOWN_S = (0.2, 1.0, 4.0, 12.0)
+SLOW_FACTOR = 6.0
+TWIN_LIVES_S = 12.0
+TWIN_GENERATION = 1000
+"""So that a second process under a slave's name has other data endpoints than the first."""
+
+
+def a_slave(world: FaultWorld) -> SlaveHost | None:
+    """The slave of the moment, else any live one."""
+    alive = [slave for slave in world.slaves.values() if slave.alive]
+    if world.struck in alive and world.kernel.rng.random() < 0.7:
+        return next(slave for slave in alive if slave is world.struck)
+    return world.kernel.rng.choice(alive) if alive else None
+
+
+def a_cluster(world: FaultWorld) -> ClusterHost | None:
+    """The cluster of the moment, else any live one; if all faults are of one cluster, that one."""
+    only = world.plan.sabotaged
+    alive = [cluster for cluster in world.clusters.values() if cluster.alive and only in ("", cluster.name)]
+    if world.struck in alive and world.kernel.rng.random() < 0.7:
+        return next(cluster for cluster in alive if cluster is world.struck)
+    return world.kernel.rng.choice(alive) if alive else None
+
+
+def the_master(world: FaultWorld) -> MasterHost | None:
+    master = world.masters[0]
+    return master if master.alive else None
+
+
+# ---- killed ----
+
+
+def crash_all_slaves(world: FaultWorld) -> bool:
+    return all([crash(world, slave) for slave in world.slaves.values() if slave.alive])
+
+
+def crash_all_clusters(world: FaultWorld) -> bool:
+    return all([crash(world, cluster) for cluster in world.clusters.values() if cluster.alive])
+
+
+def power_failure(world: FaultWorld) -> bool:
+    """Kill all processes at once."""
+    master = crash(world, the_master(world))
+    slaves, clusters = crash_all_slaves(world), crash_all_clusters(world)
+    return master or slaves or clusters
+
+
+def crash_loop_of_slave(world: FaultWorld) -> bool:
+    """A slave that dies repeatedly soon after each start."""
+    slave = a_slave(world)
+    if slave is None:
+        return False
+    for _ in range(4):
+        world.kernel.after(world.kernel.rng.uniform(0.5, 6.0), None, crash, world, slave, 0.3)
+    return crash(world, slave, 0.3)
+
+
+def crash(world: FaultWorld, host: MasterHost | SlaveHost | ClusterHost | None, down_s: float | None = None) -> bool:
+    if host is None or not host.alive or world.healed:
+        return False
+    host.kill()
+    world.kernel.note(host.name, "killed")
+    world.restart(host, world.kernel.rng.choice(DOWN_S) if down_s is None else down_s)
+    return True
+
+
+# ---- stopped for a while ----
+
+
+def _heartbeat_s(world: FaultWorld) -> float:
+    return world.plan.config.settings.heartbeat_s
+
+
+def _evicted_after_s(world: FaultWorld) -> float:
+    return world.plan.config.evict_after_s
+
+
+def pause(world: FaultWorld, host: SimulatedProcess | None, for_s: float) -> bool:
+    if host is None or not host.running or world.healed:
+        return False
+    host.pause()
+    world.kernel.note(host.name, f"stopped for {for_s:.1f} s")
+    world.kernel.after(for_s, None, _resume, host, host.generation)
+    return True
+
+
+def _resume(host: SimulatedProcess, generation: int) -> None:
+    if host.generation == generation:
+        host.resume()
+
+
+SUSPENDED_S = (2.0, 20.0, 600.0, 7200.0)
+"""Suspensions: a machine's snapshot, a live migration, a power outage of ten minutes, a laptop that was closed."""
+
+
+def suspend_all(world: FaultWorld) -> bool:
+    """Suspend all processes at once, and resume them in another order; no time-out is the fault of a single one."""
+    rng = world.kernel.rng
+    hosts = [host for host in _hosts(world) if host.running]
+    if len(hosts) < 2 or world.rolling:
+        return False
+    for_s = rng.choice(SUSPENDED_S)
+    world.faults_until_s += for_s
+    world.suspended_until_s = world.kernel.now_s + for_s
+    for host in hosts:
+        host.pause()
+        world.kernel.after(for_s + rng.uniform(0.0, 1.0), None, _resume, host, host.generation)
+    world.kernel.note("world", f"everybody stands still for {for_s:.0f} s")
+    return True
+
+
+def stutter(world: FaultWorld) -> bool:
+    """Suspend processes for moments, several at once, repeatedly."""
+    rng, hosts = world.kernel.rng, _hosts(world)
+    for _ in range(3 * len(hosts)):
+        world.kernel.after(rng.uniform(0.0, 8.0), None, _falter, world, rng.choice(hosts), rng.expovariate(1.0))
+    return True
+
+
+def _falter(world: FaultWorld, host: SimulatedProcess, for_s: float) -> None:
+    if pause(world, host, for_s):
+        world.fired("stutter")
+
+
+def _hosts(world: FaultWorld) -> list[SimulatedProcess]:
+    return [world.masters[0], *world.slaves.values(), *world.clusters.values(), world.reader]
+
+
+# ---- killed within a step ----
+
+WITHOUT_TIME = (RoundPhase.SEALED, RoundPhase.JUDGE, RoundPhase.PUBLISH)
+"""The master goes through these phases within one step: no other fault can happen in them."""
+
+
+def crash_master_in_step(world: FaultWorld) -> bool:
+    """Kill the master between two effects of its next step, or as soon as its tape shows a phase, also one without
+    duration."""
+    master, rng = the_master(world), world.kernel.rng
+    if master is None or rng.random() < 0.3:
+        return _dies_in_step(world, master, 25)
+    aimed_at = rng.choice((*RoundPhase, *WITHOUT_TIME, *WITHOUT_TIME)).value
+
+    def watch(role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
+        if (role, kind) == ("master", "round") and fields["phase"] == aimed_at:
+            world.watchers.remove(watch)
+            process.dies_after = 1
+
+    world.watchers.append(watch)
+    return True
+
+
+def _dies_in_step(world: FaultWorld, host: SimulatedProcess | None, most: int) -> bool:
+    if host is None:
+        return False
+    host.dies_after = world.kernel.rng.randint(1, most)
+    return True
+
+
+def cluster_leaves(world: FaultWorld) -> bool:
+    """Ask a cluster to stop at any time; it comes back when all is healed."""
+    cluster = a_cluster(world)
+    if cluster is None or cluster.paused:
+        return False
+    cluster.stop_soon("asked to stop")
+    return True
+
+
+# ---- slow, doubled, wrong ----
+
+
+def slow_cluster(world: FaultWorld) -> bool:
+    cluster = a_cluster(world)
+    if cluster is None:
+        return False
+    cluster.step_s *= SLOW_FACTOR
+    world.kernel.after(8.0, None, _as_fast_as_before, cluster)
+    return True
+
+
+def _as_fast_as_before(cluster: ClusterHost) -> None:
+    cluster.step_s /= SLOW_FACTOR
+
+
+def same_cluster_twice(world: FaultWorld) -> bool:
+    """Start a second process under a live cluster's name."""
+    cluster = a_cluster(world)
+    if cluster is None or world.twins:
+        return False
+    twin = ClusterHost(world, cluster.name, cluster.step_s)
+    world.twins.append(twin)
+    twin.boot()
+    world.kernel.after(10.0, None, twin.kill)
+    return True
+
+
+def same_slave_twice(world: FaultWorld) -> bool:
+    """Start a second process under a live slave's name, with a directory of its own, as if made elsewhere. Half of the
+    time the first one dies, for so long that its name is free and the second takes over."""
+    slave = a_slave(world)
+    if slave is None or world.twins or not world.may_lose([slave.name]):
+        return False
+    twin = SlaveHost(world, slave.name)
+    twin.generation = TWIN_GENERATION
+    world.twins.append(twin)
+    twin.boot()
+    if world.kernel.rng.random() < 0.5:
+        crash(world, slave, TWIN_LIVES_S)
+    world.kernel.after(TWIN_LIVES_S, None, twin.end)
+    return True
+
+
+def two_masters(world: FaultWorld) -> bool:
+    """Start a second master on the same journal; peers reach either one."""
+    if len(world.masters) > 1 or the_master(world) is None:
+        return False
+    other = MasterHost(world, "master2", world.disk)
+    world.masters.append(other)
+    other.boot()
+    world.kernel.after(12.0, None, end_second, world, other)
+    return True
+
+
+def end_second(world: FaultWorld, other: MasterHost) -> None:
+    """Kill the second master if it is still alive."""
+    if other.alive:
+        other.kill()
+    if other in world.masters:
+        world.masters.remove(other)
+
+
+def _bad_push(kind: int) -> Callable[[FaultWorld], bool]:
+    def begin(world: FaultWorld) -> bool:
+        cluster = a_cluster(world)
+        if cluster is None or cluster.session is None or cluster.session.shared.base is None:
+            return False
+        cluster.next_push_kind = kind
+        return True
+
+    return begin
+
+
+def overflow_in_prepare(world: FaultWorld) -> bool:
+    """Make the merge of finite pushes overflow in one element."""
+    slave = a_slave(world)
+    if slave is None:
+        return False
+    slave.overflow = True
+    return True
+
+
+IN_STEP: Mapping[str, Callable[[FaultWorld], bool]] = {
+    "crash_master_in_step": crash_master_in_step,
+    "crash_slave_in_step": lambda world: _dies_in_step(world, a_slave(world), 8),
+    "crash_cluster_in_step": lambda world: _dies_in_step(world, a_cluster(world), 12),
+}
+
+ARMED: frozenset[str] = frozenset({*KIND_NAMES.values(), *IN_STEP, "overflow_in_prepare", "stutter"})
+
+FAULTS: Mapping[str, Callable[[FaultWorld], bool]] = {
+    "crash_master": lambda world: crash(world, the_master(world)),
+    "crash_slave": lambda world: crash(world, a_slave(world)),
+    "crash_cluster": lambda world: crash(world, a_cluster(world)),
+    "crash_all_slaves": crash_all_slaves,
+    "crash_all_clusters": crash_all_clusters,
+    "power_failure": power_failure,
+    "crash_loop_of_slave": crash_loop_of_slave,
+    "pause_master_short": lambda world: pause(world, the_master(world), 0.3 * _heartbeat_s(world)),
+    "pause_master_long": lambda world: pause(world, the_master(world), 1.5 * _evicted_after_s(world)),
+    "pause_slave_short": lambda world: pause(world, a_slave(world), 0.8 * _heartbeat_s(world)),
+    "pause_slave_long": lambda world: pause(world, a_slave(world), 1.5 * _evicted_after_s(world)),
+    "pause_cluster_short": lambda world: pause(world, a_cluster(world), 0.8 * _heartbeat_s(world)),
+    "pause_cluster_long": lambda world: pause(world, a_cluster(world), 1.5 * _evicted_after_s(world)),
+    "suspend_all": suspend_all,
+    "stutter": stutter,
+    "cluster_leaves": cluster_leaves,
+    "slow_cluster": slow_cluster,
+    "same_cluster_twice": same_cluster_twice,
+    "same_slave_twice": same_slave_twice,
+    "two_masters": two_masters,
+    "overflow_in_prepare": overflow_in_prepare,
+    **IN_STEP,
+    **{name: _bad_push(kind) for kind, name in KIND_NAMES.items()},
+}

@@ -1,0 +1,251 @@
+"""Asks every system how to train a problem, compares their answers for the same batch, and says which to use and why;
+and before that which way to use the sites (dips.planner.commands.plan_ways).
+
+JEEVES and CrossPipe order the operations of the pipelines that the file describes; SpanTrain groups the devices and
+chooses layers and microbatches too; ScaleAcross Explorer chooses all degrees of parallelism. These train synchronously.
+Asynchronous clusters under Di-PS do not: they train more tokens in the same time, and need more of them for the same
+loss. How many more cannot be computed: the file assumes a factor (`[asynchronous] more_tokens`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from dips.planner.calibration import interval_json
+from dips.planner.candidates import NAMES
+from dips.planner.commands.plan_clusters import AsynchronousClusters, asynchronous_clusters
+from dips.planner.commands.plan_ways import CLUSTERS, PIPELINE, NoWay, Way, Ways, compare_ways
+from dips.planner.errors import PlanError
+from dips.planner.plan import Plan, make_plan, schedules_of
+from dips.planner.problem import Problem
+from dips.planner.scaleacross.report import Report as ExplorerReport
+from dips.planner.scaleacross.report import name_of, report_of
+from dips.planner.scaleacross.topology import of_problem
+from dips.planner.spantrain.report import Report as SpanTrainReport
+from dips.planner.spantrain.report import report_of_best_groups
+
+
+class System(StrEnum):
+    """A system that can be asked."""
+
+    JEEVES = "jeeves"
+    CROSSPIPE = "crosspipe"
+    SPANTRAIN = "spantrain"
+    SCALEACROSS = "scaleacross"
+    DIPS = "dips"
+
+
+CANNOT_SEE = {
+    System.JEEVES: "gradients of weights as operations of their own; stages and replicas other than the file's",
+    System.CROSSPIPE: "stages and replicas other than the file's (dips plan tradeoff compares them)",
+    System.SPANTRAIN: "expert and context parallelism, zero_stage, blocks in parts; other orders than compact_zb",
+    System.SCALEACROSS: "measured times of a [profile]; schedules other than DoraPP and interleaved ZBV; as printed, "
+    "its Algorithm 1 knows no contention for links (here one message at a time goes over each)",
+    System.DIPS: "how many more tokens it needs for the same loss; the wait for the grace window of a round",
+}
+"""What a system leaves out: where it matters, its answer is further off than the others'."""
+
+DECIDE_INSIDE = (System.SPANTRAIN, System.SCALEACROSS)
+"""Systems that choose how devices of one site share layers. Where its network is not given, that costs them nothing."""
+
+SCHEDULES_OF = {
+    System.JEEVES: ("jeeves",),
+    System.CROSSPIPE: tuple(name for name in NAMES if name != "jeeves"),
+}
+"""The schedules of a plan that are a system's answer. CrossPipe compares its own with all others that are known."""
+
+COUNT_OVERHEADS = (*SCHEDULES_OF, System.SPANTRAIN)
+"""Systems whose times count the overheads of a calibration, so that its error is theirs."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one system says."""
+
+    system: System
+    what: str  # in a few words
+    tokens_per_s: float
+    iteration_s: float | None  # of the file's batch; None: clusters do not meet for one
+    found: Plan | SpanTrainReport | ExplorerReport | AsynchronousClusters  # all of it
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether its training is equal to that of one device which takes the whole batch."""
+        return self.iteration_s is not None
+
+
+@dataclass(frozen=True)
+class NoAnswer:
+    """A system that cannot train this problem, and the reason as a sentence."""
+
+    system: System
+    why: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """All answers, and which to use."""
+
+    problem: Problem
+    answers: tuple[Answer, ...]  # most tokens a second first
+    refused: tuple[NoAnswer, ...]
+    plan: Plan | None  # of the pipelines that the file describes, with the schedules of all systems that were asked
+    use: Answer  # where all sites train
+    why: tuple[str, ...]  # sentences without a full stop
+    ways: Ways | None  # to use several sites, where dips and a system that trains synchronously were asked
+
+
+def decide(problem: Problem, systems: Sequence[System] = tuple(System), sensitivity: bool = True) -> Decision:
+    """Ask the systems. sensitivity: also which change of a setting would help the pipelines most.
+
+    Raises PlanError where none of them can train the problem, with the reason of each.
+    """
+    schedules_of(problem)  # a mistake in the file is one of the user, not a system's refusal
+    answers: list[Answer] = []
+    refused: list[NoAnswer] = []
+    plan = _pipelines(problem, systems, sensitivity)
+    for system in systems:
+        try:
+            answers.append(_ask(system, problem, plan))
+        except PlanError as error:
+            refused.append(NoAnswer(system, str(error)))
+    if not answers:
+        raise PlanError("; ".join(dict.fromkeys(no.why for no in refused)))
+    answers.sort(key=lambda answer: -answer.tokens_per_s)
+    best, reasons = _best_together(problem, answers)
+    apart = next((answer for answer in answers if not answer.synchronous), None)
+    both = System.DIPS in systems and len(systems) > 1
+    ways = _ways(problem, best, apart, refused) if both and len(problem.setup.sites) > 1 else None
+    whole, use = plan if isinstance(plan, Plan) else None, _chosen(best, apart, ways)
+    return Decision(problem, tuple(answers), tuple(refused), whole, use, tuple(reasons), ways)
+
+
+def _pipelines(problem: Problem, systems: Sequence[System], sensitivity: bool) -> Plan | PlanError:
+    """The plan of the file's pipelines, with the schedules of the systems, or why there is none."""
+    asked = [system for system in systems if system in SCHEDULES_OF]
+    names = schedules_of(problem)
+    if len(asked) < len(SCHEDULES_OF):
+        names = [name for name in names if any(name in SCHEDULES_OF[system] for system in asked)]
+        problem = problem.with_options(schedules=names)
+    if not names:
+        return _left_out(problem)
+    try:
+        return make_plan(problem, sensitivity)
+    except PlanError as error:
+        return error
+
+
+def _left_out(problem: Problem) -> PlanError:
+    return PlanError(f"{problem.setup.file} [options]: schedules has none of its schedules: add one, or remove the key")
+
+
+def _ask(system: System, problem: Problem, plan: Plan | PlanError) -> Answer:
+    """One system's answer. Raises PlanError where it has none."""
+    training = problem.setup.training
+    tokens = training.data * training.microbatches * training.microbatch_sequences * training.sequence_tokens
+    if system in SCHEDULES_OF:
+        if isinstance(plan, PlanError):
+            raise plan
+        own = tuple(one for one in plan.candidates if one.name.removeprefix("dp/") in SCHEDULES_OF[system])
+        if not own:
+            reasons = [no.why for no in plan.refused if no.name in SCHEDULES_OF[system]]
+            raise PlanError(reasons[0]) if reasons else _left_out(problem)
+        best = own[0]
+        what = f"{best.name}, {training.pipeline} stages x {training.data} replicas"
+        return Answer(system, what, tokens / best.iteration_s, best.iteration_s, replace(plan, candidates=own))
+    if system is System.SPANTRAIN:
+        span = report_of_best_groups(problem.setup)
+        chain, groups = span.best.chain, span.grouping
+        what = (
+            f"{len(groups.groups)} groups ({groups.threshold_gbps:.3g} Gbit/s), {len(chain.stages)} stages, "
+            f"{chain.microbatches} microbatches of {chain.sequences}"
+        )
+        return Answer(system, what, tokens / span.iteration_s, span.iteration_s, span)
+    if system is System.SCALEACROSS:
+        report = report_of(of_problem(problem.setup), links=True)
+        choice = report.explored.best[0]
+        what = (
+            f"{name_of(choice)}, TP-CP-EP-PP-DP {choice.case.split}, {choice.case.split.microbatch_sequences} sequences"
+        )
+        return Answer(system, what, tokens / choice.links_s, choice.links_s, report)
+    clusters = asynchronous_clusters(problem)
+    every = problem.setup.asynchronous.sync_every
+    what = f"{len(clusters.clusters)} clusters, H {every}, servers at {clusters.servers_at}"
+    return Answer(system, what, clusters.tokens_per_s, None, clusters)
+
+
+def _best_together(problem: Problem, answers: Sequence[Answer]) -> tuple[Answer | None, list[str]]:
+    """The fastest of the synchronous answers that can be advised, if there are any, and why."""
+    free = [site.name for site in problem.setup.sites if site.network_gbps is None]
+    advised = [one for one in answers if one.synchronous and not (free and one.system in DECIDE_INSIDE)]
+    together = advised or [one for one in answers if one.synchronous]
+    if not together:
+        return None, ["no system that trains synchronously was asked and can train this problem"]
+    best, *others = together
+    reasons = [
+        f"{best.system.value} has the shortest iteration of those that train synchronously"
+        + "".join(f"; {one.system.value} takes {best.tokens_per_s / one.tokens_per_s - 1:.1%} longer" for one in others)
+    ]
+    guessed = [one.system.value for one in answers if free and one.system in DECIDE_INSIDE]
+    if guessed:
+        reasons.append(
+            f"{' and '.join(guessed)} chose tensor, context and data parallelism as if the network inside of "
+            f"{', '.join(free)} cost nothing{', and are not advised' if advised else ''}: give network_gbps there"
+        )
+    return best, reasons
+
+
+def _ways(problem: Problem, best: Answer | None, apart: Answer | None, refused: Sequence[NoAnswer]) -> Ways | None:
+    """The ways to use the sites, from the answers of the systems."""
+    no_ways = list[NoWay]()
+    together: Way | None = None
+    clusters: AsynchronousClusters | None = None
+    if best is not None:
+        together = Way(f"{best.system.value}: {best.what}", best.tokens_per_s, synchronous=True)
+    elif why := next((no.why for no in refused if no.system is not System.DIPS), ""):
+        no_ways.append(NoWay(PIPELINE, why))
+    if apart is not None and isinstance(apart.found, AsynchronousClusters):
+        clusters = apart.found
+    elif why := next((no.why for no in refused if no.system is System.DIPS), ""):
+        no_ways.append(NoWay(CLUSTERS, why))
+    return compare_ways(problem, together, clusters, no_ways)
+
+
+def _chosen(best: Answer | None, apart: Answer | None, ways: Ways | None) -> Answer:
+    """The answer to use: the fastest synchronous one, unless asynchronous clusters make up for their tokens."""
+    of_all = [way for way in ways.found if not way.without] if ways else []
+    use = apart if best is None or (apart is not None and of_all and not of_all[0].synchronous) else best
+    assert use is not None
+    return use
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def decision_json(found: Decision) -> dict[str, Any]:
+    """The systems' answers as JSON; times in seconds."""
+    return {
+        "ways": None if found.ways is None else found.ways.to_json(),
+        "use": found.use.system.value,
+        "why": list(found.why),
+        "systems": [_answer_json(found, answer) for answer in found.answers],
+        "no_answer": [{"system": no.system.value, "why": no.why} for no in found.refused],
+    }
+
+
+def _answer_json(found: Decision, answer: Answer) -> dict[str, Any]:
+    calibrated = answer.iteration_s if answer.system in COUNT_OVERHEADS else None
+    error = found.problem.calibration_error
+    return {
+        "system": answer.system.value,
+        "what": answer.what,
+        "tokens_per_s": answer.tokens_per_s,
+        "iteration_s": answer.iteration_s,
+        **(interval_json("iteration", calibrated, error) if calibrated is not None else {}),
+        "synchronous": answer.synchronous,
+        "cannot_see": CANNOT_SEE[answer.system],
+        **({} if isinstance(answer.found, Plan) else {"found": answer.found.to_json()}),
+    }
