@@ -41,7 +41,9 @@ def test_ranks_of_any_number_and_parallelism_read_what_others_wrote(tmp_path: Pa
     run(2, tmp_path / "a", [*(f"save:{kind}" for kind in SAVED_BY_TWO), *READ_BY_TWO])
     run(4, tmp_path / "b", [*(f"save:{kind}" for kind in SAVED_BY_FOUR), *READ_BY_FOUR])
     run(2, tmp_path / "c", READ_BY_FEWER)
-    run(1, tmp_path / "d", ["load:one:fsdp4", "load:one:pp2", "load:one:masters2"])
+    run(1, tmp_path / "d", ["load:one:fsdp4", "load:one:pp2", "load:one:masters2", "save:one", "load:one:one"])
+    run(2, tmp_path / "e", ["load:fsdp2:one", "load:pp2:one", "share:tp2:one"])
+    run(4, tmp_path / "f", ["load:fsdp-tp4:one"])
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

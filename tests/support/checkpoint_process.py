@@ -25,6 +25,7 @@ from support.shard_process import owned
 
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.share import Share
+from dips.worker.checkpoint import INNER, VectorCopies
 from dips.worker.checkpoint_files import CheckpointStore
 from dips.worker.model_part import ModelPart
 from dips.worker.parallel.agreement import Agreed, Gathering, agree
@@ -115,6 +116,13 @@ class Rank:
         self.set(1)
         vectors = self.one.vectors
         vectors.restore(*(owned(self.one.share, self.flat(what)) for what in (BASE, AT_PUSH, RESIDUAL)))
+        if self.ranks.n_ranks == 1 and self.store is not None:  # as worker/checkpoint.py does
+            state, inner = self.state.captured()
+            tensors = VectorCopies(vectors).take(self.one.parameters, SESSION)
+            tensors.update({INNER + name: tensor for name, tensor in inner.items()})
+            self.store.write({"session": SESSION.to_json(), "state": state, "label": None}, tensors)
+            self.close()
+            return
         number = self.store.begin_folder() if self.store is not None else 0
         number = int(self.ranks.gather(str(number).encode())[0])
         self.checkpoints.begin(*self.one.owned, number, json.dumps(SESSION.to_json()))

@@ -48,8 +48,8 @@ NEEDS_A_PERSON = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.
 GIVE_UP_RECORD_S = 900.0
 """Pauses in a row after one of these, until the cluster ends: a file system may be mounted again."""
 
-_INNER = "state."
-"""Prefix of the names of the inner state's tensors."""
+INNER = "state."
+"""Prefix of the names of the inner state's tensors; the flat vectors have none."""
 
 F32 = NDArray[np.float32]
 
@@ -66,8 +66,8 @@ class InnerState(Protocol):
 
     def restore(self, skeleton: Any, tensors: Mapping[str, RawTensor]) -> None: ...
 
-    def restore_of_ranks(self, state: Mapping[str, Any], saved: SavedShards) -> None:
-        """Likewise, from what several ranks captured (parallel/rank_state.py)."""
+    def restore_by_names(self, state: Mapping[str, Any], saved: SavedShards) -> None:
+        """Likewise, from what is kept by names of the full model (parallel/rank_state.py)."""
         ...
 
 
@@ -156,7 +156,7 @@ class Checkpointing:
             put_back(checkpoint, self._parameters, self._vectors, with_residual=session.shared.residual)
             if self._inner is not None:
                 tensors = checkpoint.tensors.items()
-                named = {name.removeprefix(_INNER): tensor for name, tensor in tensors if name.startswith(_INNER)}
+                named = {name.removeprefix(INNER): tensor for name, tensor in tensors if name.startswith(INNER)}
                 self._inner.restore(checkpoint.content.get("state"), named)
         else:
             checkpoint.put_back(self._parameters, self._vectors, self._inner, with_residual=session.shared.residual)
@@ -177,7 +177,7 @@ class Checkpointing:
             sentence = manifest
             if isinstance(manifest, Manifest):
                 try:
-                    if manifest.files_of_ranks is None:
+                    if not manifest.is_by_names:
                         return self._store.read(manifest)
                     # Not before it is needed, and not in a process without torch.
                     from dips.worker.parallel.rank_checkpoints import CheckpointOfRanks
@@ -215,10 +215,10 @@ class Checkpointing:
     def _take(self, saved: SavedSession, cause: str, label: str | None) -> Future[bool]:
         now_s = self._clock.monotonic_s()
         tensors = self._copies.take(self._parameters, saved)
-        content: dict[str, Any] = {"session": saved.to_json(), "state": None, "label": label}
+        content: dict[str, Any] = {"session": saved.to_json(), "state": None, "label": label, "n_ranks": 1}
         if self._inner is not None:
             content["state"], inner = self._inner.capture()
-            tensors.update({_INNER + name: tensor for name, tensor in inner.items()})
+            tensors.update({INNER + name: tensor for name, tensor in inner.items()})
         pause_s = self._clock.monotonic_s() - now_s
         return self._writer.submit(self._write, content, tensors, saved, cause, pause_s)
 

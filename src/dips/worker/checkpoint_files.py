@@ -92,6 +92,22 @@ def read_tensors(path: Path, stamp: CheckpointStamp) -> dict[str, RawTensor]:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
 
 
+def places_of(path: Path, n_bytes: int) -> list[tuple[str, str, tuple[int, ...], int]]:
+    """Name, dtype, shape and place in the file of each of its tensors; n_bytes: of the file. Reads its header alone.
+    Raises CheckpointError.
+    """
+    try:
+        with path.open("rb", buffering=0) as file:
+            header = _header(path, file, n_bytes, xxhash.xxh3_128())
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
+    rows, place = [], 8 + len(header)
+    for name, dtype, shape in _described(path, header, n_bytes - place):
+        rows.append((name, dtype, shape, place))
+        place += math.prod(shape) * ITEM_BYTES[dtype]
+    return rows
+
+
 def check_file(path: Path, stamp: CheckpointStamp) -> None:
     """Read a file and compare every byte of it. Raises CheckpointError when it is not the one that was stamped."""
     whole, n_bytes = xxhash.xxh3_128(), 0
@@ -123,17 +139,20 @@ def safetensors_header(tensors: Mapping[str, RawTensor], metadata: Mapping[str, 
 
 def _read(path: Path, file: Any, stamp: CheckpointStamp) -> dict[str, RawTensor]:
     whole = xxhash.xxh3_128()
-    prefix = _take(path, file, 8, whole)
-    length = int.from_bytes(prefix.tobytes(), "little")
-    if not 2 <= length <= min(MAX_HEADER_BYTES, stamp.n_bytes):
-        raise CheckpointError(f"{path.name} does not begin as a file of tensors does")
-    header = _take(path, file, length, whole).tobytes()
+    header = _header(path, file, stamp.n_bytes, whole)
     tensors = {}
-    for name, dtype, shape in _described(path, header, stamp.n_bytes - 8 - length):
+    for name, dtype, shape in _described(path, header, stamp.n_bytes - 8 - len(header)):
         tensors[name] = RawTensor(dtype, shape, _take(path, file, math.prod(shape) * ITEM_BYTES[dtype], whole))
     if whole.hexdigest() != stamp.xxh3_128:
         raise CheckpointError(f"{path.name}: its bytes are not those that were written")
     return tensors
+
+
+def _header(path: Path, file: Any, n_bytes: int, whole: xxhash.xxh3_128) -> bytes:
+    length = int.from_bytes(_take(path, file, 8, whole).tobytes(), "little")
+    if not 2 <= length <= min(MAX_HEADER_BYTES, n_bytes):
+        raise CheckpointError(f"{path.name} does not begin as a file of tensors does")
+    return _take(path, file, length, whole).tobytes()
 
 
 def _described(path: Path, header: bytes, n_bytes: int) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -271,6 +290,19 @@ class Manifest:
     stored: Mapping[str, Any]
 
     @property
+    def is_by_names(self) -> bool:
+        """Whether state is kept by names of the full model, so that any number of ranks goes on from it."""
+        state = self.content.get("state")
+        return self.files_of_ranks is not None or (isinstance(state, dict) and "parts" in state)
+
+    @property
+    def stamp(self) -> CheckpointStamp:
+        """Of the file of one process. Raises CheckpointError."""
+        if not isinstance(self.stored.get("n_bytes"), int):
+            raise CheckpointError("its manifest does not describe its tensors")
+        return CheckpointStamp(self.stored["n_bytes"], str(self.stored.get("xxh3_128")))
+
+    @property
     def files_of_ranks(self) -> Sequence[Any] | None:
         """What several ranks have written, file by file; None: one process has written it."""
         files = self.stored.get("files_of_ranks")
@@ -301,6 +333,11 @@ def read_manifest(directory: Path, number: int) -> Manifest:
 def folder_of_ranks(directory: Path, number: int) -> Path:
     """Where several ranks write the tensors of a checkpoint."""
     return _path(directory, number, _FOLDER)
+
+
+def file_of_one(directory: Path, number: int) -> Path:
+    """Where one process writes them."""
+    return _path(directory, number, "safetensors")
 
 
 def _path(directory: Path, number: int, kind: str) -> Path:
@@ -363,7 +400,7 @@ class CheckpointStore:
         """Make a checkpoint durable, and remove those beyond the kept ones. Raises OSError; older ones then stay."""
         number = self._next
         self._next += 1
-        data = self._path(number, "safetensors")
+        data = file_of_one(self.directory, number)
         try:
             stamp = write_tensors(data, tensors)
             described = {"file": data.name, "n_bytes": stamp.n_bytes, "xxh3_128": stamp.xxh3_128}
@@ -441,12 +478,8 @@ class CheckpointStore:
 
     def read(self, manifest: Manifest) -> Checkpoint:
         """The checkpoint of one process, every byte of it checked. Raises CheckpointError."""
-        stored, number = manifest.stored, manifest.number
-        if not isinstance(stored.get("n_bytes"), int):
-            raise CheckpointError("its manifest does not describe its tensors")
-        stamp = CheckpointStamp(stored["n_bytes"], str(stored.get("xxh3_128")))
-        tensors = read_tensors(self._path(number, "safetensors"), stamp)
-        return Checkpoint(number, manifest.content, tensors, stamp.n_bytes)
+        tensors = read_tensors(file_of_one(self.directory, manifest.number), manifest.stamp)
+        return Checkpoint(manifest.number, manifest.content, tensors, manifest.stamp.n_bytes)
 
     def cannot_be_used(self, number: int, why: object) -> str:
         """The sentence about it."""

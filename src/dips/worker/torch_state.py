@@ -7,6 +7,7 @@ the bytes later. Never pickles, never touches the parameters themselves.
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -19,15 +20,18 @@ from dips.core.errors import ConfigError
 from dips.worker.checkpoint_files import RawTensor
 from dips.worker.torch_model import Optimizers, as_list, former_names, innermost, named_buffers, wait_for
 
-if TYPE_CHECKING:  # that module imports this one
+if TYPE_CHECKING:  # these modules import this one
+    from dips.worker.parallel.rank_state import RankState
     from dips.worker.parallel.shard_files import SavedShards
+
+_logger = logging.getLogger("dips.worker.checkpoint")
 
 _TORCH_NAMES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
     torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
 }  # fmt: skip
-_TORCH_DTYPES = {name: dtype for dtype, name in _TORCH_NAMES.items()}
+TORCH_DTYPES = {name: dtype for dtype, name in _TORCH_NAMES.items()}
 
 # ---- nested state ----------------------------------------------------------------------------------------------------
 #
@@ -124,9 +128,9 @@ def _value(skeleton: Any, tensors: Mapping[str, RawTensor]) -> Any:
 
 def _tensor(name: str, tensors: Mapping[str, RawTensor]) -> torch.Tensor:
     raw = tensors.get(name)
-    if raw is None or raw.dtype not in _TORCH_DTYPES:
+    if raw is None or raw.dtype not in TORCH_DTYPES:
         raise StateTreeError(f"the checkpoint names a tensor {name!r} that it does not hold")
-    dtype = _TORCH_DTYPES[raw.dtype]
+    dtype = TORCH_DTYPES[raw.dtype]
     flat = torch.from_numpy(raw.data).view(dtype) if raw.data.size else torch.empty(0, dtype=dtype)
     return flat.reshape(raw.shape)
 
@@ -155,7 +159,9 @@ class TorchState:
     ) -> None:
         """parts: the loop's own things. buffers: as in DiLoCo."""
         self._optimizers = [kept for each in as_list(optimizer) for kept in _kept_by(each)]
-        self._of_ranks = model, dict(parts or {}), buffers
+        self._whole = model, dict(parts or {}), buffers
+        self._named: RankState | None = None
+        self._has_names = all(type(each).state_dict is torch.optim.Optimizer.state_dict for each in as_list(optimizer))
         self._parts: dict[str, HasState] = {
             "optimizer": self._optimizers[0] if len(self._optimizers) == 1 else _SeveralOptimizers(self._optimizers),
             "buffers": _Buffers(model),
@@ -165,10 +171,17 @@ class TorchState:
         self._copies = HostCopies()
 
     def capture(self) -> tuple[Any, dict[str, RawTensor]]:
-        """Copy the state of all parts. The result is valid until the next capture().
+        """Copy the state of all parts, by names of the full model where that can be. The result is valid until the next
+        capture().
 
         Raises StateTreeError when a part's state has a value that a checkpoint cannot hold.
         """
+        if self._has_names:
+            try:
+                return self._by_names().captured()
+            except StateTreeError as why:  # an optimizer's, of which it is not known how ranks would cut it
+                _logger.info("only one process can go on from these checkpoints: %s", why)
+                self._has_names = False
         state = {name: part.state_dict() for name, part in self._parts.items()}
         skeleton, tensors = flatten(state)
         raw: dict[str, RawTensor] = {}
@@ -198,18 +211,25 @@ class TorchState:
                     "model, optimizer and loop, or without --resume"
                 ) from error
 
-    def restore_of_ranks(self, state: Mapping[str, Any], saved: SavedShards) -> None:
-        """Give every part the state that several ranks captured (parallel/rank_state.py). Raises ConfigError where it
-        does not fit, CheckpointError for what is not there.
+    def restore_by_names(self, state: Mapping[str, Any], saved: SavedShards) -> None:
+        """Give every part the state that is kept by names of the full model. Raises ConfigError where it does not fit,
+        CheckpointError for what is not there.
         """
+        self._by_names().restore(state, saved)
+
+    def _by_names(self) -> RankState:
+        """This process as the only rank of its cluster."""
+        if self._named is not None:
+            return self._named
         from dips.worker.parallel.agreement import Alone, agree
         from dips.worker.parallel.held import held_here
         from dips.worker.parallel.rank_state import RankState
 
-        model, parts, buffers = self._of_ranks
+        model, parts, buffers = self._whole
         agreed = agree(Alone(), held_here([model], self._optimizers, buffers=buffers), {})
         assert agreed is not None, "one that holds its model has a place"
-        RankState(Alone(), agreed, self._optimizers, parts).restore(state, saved)
+        self._named = RankState(Alone(), agreed, self._optimizers, parts)
+        return self._named
 
 
 # ---- several optimizers ----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from support.cluster_bench import ClusterBench
+from support.repository import ROOT
 
 from dips.core.clock import ManualClock
 from dips.core.errors import ConfigError
@@ -40,7 +42,7 @@ from dips.worker.parallel.rank_checkpoints import (
 from dips.worker.parallel.rank_state import RankState, dealt, merged
 from dips.worker.parallel.shard_files import SavedShards, write_shards
 from dips.worker.torch_model import TorchParameters
-from dips.worker.torch_state import HasState, StateTreeError
+from dips.worker.torch_state import HasState, StateTreeError, TorchState
 from dips.worker.vectors import Vectors
 
 CHUNK_BYTES = 32
@@ -364,6 +366,64 @@ def test_the_newest_of_a_label_is_gone_on_from(tmp_path: Path) -> None:
     next_one.part.parameters.snapshot(again)
     assert np.array_equal(again, theta)
     next_one.close()
+
+
+def of_one_process(folder: Path, loop: Loop, part: Part, **settings: Any) -> Checkpointing:
+    inner = TorchState(loop.net, loop.optimizer, {"counter": loop.counter})
+    config, tape = ClientConfig(checkpoint_dir=folder, **settings), Tape(None, "worker", "")
+    return Checkpointing(
+        folder, config, part.parameters, part.vectors, inner, lambda event: None, tape, ManualClock()
+    )  # fmt: skip
+
+
+def everything(loop: Loop, part: Part) -> list[Any]:
+    theta = np.zeros(part.layout.n_elems, np.float32)
+    part.parameters.snapshot(theta)
+    moments = [tensor.tolist() for state in loop.optimizer.state.values() for tensor in state.values()]
+    return [theta.tolist(), part.vectors.base.tolist(), moments, [buffer.tolist() for buffer in loop.net.buffers()]]
+
+
+def test_ranks_go_on_from_what_one_process_wrote_and_one_process_too(tmp_path: Path) -> None:
+    loop = Loop(2)
+    part, bench = Part(loop), ClusterBench()
+    bench.begin()
+    bench.train(1)
+    kept = of_one_process(tmp_path, loop, part)
+    assert kept.take_now(bench.session, "cause", "x")
+    kept.close()
+    expected = everything(loop, part)
+    ranks = Cluster(tmp_path, 0)
+    assert ranks.resume()
+    assert (everything(ranks.loop, ranks.part), ranks.loop.counter.n) == (expected, 2)
+    ranks.close()
+    again = Loop(0)
+    kept = of_one_process(tmp_path, again, other := Part(again))
+    assert kept.resume(ClusterBench().session)
+    kept.close()
+    assert (everything(again, other), again.counter.n) == (expected, 2)
+
+
+def test_checkpoints_of_earlier_releases_are_gone_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Their numbers: theta of the i-th parameter is i and an eighth more for each element, its moments i + 1/4, 1/2."""
+    for kind in ("one", "ranks"):
+        shutil.copytree(ROOT / "tests" / "frozen" / "checkpoints" / kind, tmp_path / kind)
+        loop = Loop(0)
+        part = Part(loop)
+        kept = of_one_process(tmp_path / kind, loop, part)
+        assert kept.resume(ClusterBench().session), kind
+        kept.close()
+        for i, parameter in enumerate(loop.net.parameters()):
+            assert torch.equal(parameter.flatten(), torch.arange(parameter.numel()) / 8 + i), kind
+            moments = loop.optimizer.state[parameter]
+            assert (moments["exp_avg"].unique(), moments["exp_avg_sq"].unique()) == (i + 0.25, i + 0.5), kind
+        assert (loop.counter.n, loop.net.norm.running_var.tolist()) == (3, [1.25] * 5)
+    ranks = Cluster(tmp_path / "ranks", 0)
+    assert ranks.resume()
+    ranks.close()
+    ranks = Cluster(tmp_path / "one", 0)
+    assert not ranks.resume()
+    assert "keeps its state without names of parameters: resume with one process; trying" in caplog.text
+    ranks.close()
 
 
 def test_one_that_is_damaged_is_passed_over_with_a_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

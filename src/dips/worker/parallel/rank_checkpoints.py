@@ -4,7 +4,7 @@ A cut at a step boundary, as in one process (worker/checkpoint.py): every rank c
 its part of the training state, and writes the copy on a thread of its own while training goes on. Once all have
 written, which the leader hears when they meet, it writes the manifest: only that makes it a checkpoint. Flat vectors
 are one global tensor each, of which a rank's share are boxes (parallel/shard_files.py), so that ranks of another
-number, cut or chunk size go on from it, and so does one process.
+number, cut or chunk size go on from it, and so does one process; and ranks from what one process wrote by names.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from dips.core.errors import ConfigError
 from dips.core.observe.tape import Tape
 from dips.core.share import Share
 from dips.core.units import format_bytes
-from dips.worker.checkpoint import InnerState, PushRecorder, VectorCopies, saved_in
+from dips.worker.checkpoint import INNER, InnerState, PushRecorder, VectorCopies, saved_in
 from dips.worker.checkpoint_files import (
     CheckpointError,
     CheckpointStore,
     Manifest,
+    file_of_one,
     folder_of_ranks,
     fsync_directory,
     read_manifest,
@@ -58,6 +59,10 @@ F32 = NDArray[np.float32]
 
 _VECTOR = "vectors."
 """Prefix of the names of the flat vectors."""
+
+
+UNSHARED_CHUNK_BYTES = 1 << 20
+"""By which ranks share the model out until the master says otherwise, where one process had all of it."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +122,21 @@ def install_parameters(parameters: ParameterStore, saved: SavedShards, share: Sh
 
 
 def shards_of(directory: Path, manifest: Manifest) -> SavedShards:
-    """What several ranks have written. Raises CheckpointError for what they have not, or is not described."""
-    files = manifest.files_of_ranks
+    """What ranks, or one process, have written by names of the full model. Raises CheckpointError for all else."""
+    files, number = manifest.files_of_ranks, manifest.number
+    if not manifest.is_by_names:
+        raise CheckpointError(
+            "one process has written it, with a release or an optimizer that keeps its state without names of "
+            "parameters: resume with one process"
+        )
     if files is None:
-        raise CheckpointError("one process has written it, and this cluster has several ranks: resume with one process")
+        file = ShardFile.of_one_process(file_of_one(directory, number), manifest.stamp, _name_of)
+        return SavedShards(directory, [file])
     return SavedShards(folder_of_ranks(directory, manifest.number), [ShardFile.from_json(raw) for raw in files])
+
+
+def _name_of(in_file: str) -> str:
+    return in_file.removeprefix(INNER) if in_file.startswith(INNER) else _VECTOR + in_file
 
 
 def _refusal(number: int, directory: Path, error: CheckpointError) -> ConfigError:
@@ -129,7 +144,7 @@ def _refusal(number: int, directory: Path, error: CheckpointError) -> ConfigErro
 
 
 class CheckpointOfRanks:
-    """What several ranks have written, as a cluster of one process goes on from it."""
+    """What is kept by names of the full model, as a cluster of one process goes on from it."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         """Reads every byte, and compares it with what was written. Raises CheckpointError."""
@@ -148,7 +163,7 @@ class CheckpointOfRanks:
             install_parameters(parameters, self._saved, all_of_it, n_elems)
             restore_vectors(vectors, self._saved, all_of_it, n_elems, with_residual=with_residual)
             if inner is not None:
-                inner.restore_of_ranks(_state_in(state), self._saved)
+                inner.restore_by_names(_state_in(state), self._saved)
         except CheckpointError as error:
             raise _refusal(self.number, self._directory, error) from error
 
@@ -408,7 +423,7 @@ class LeadingCheckpoints:
         found = self._own.found
         saved = saved_in(found, where)
         session.resume(saved, newest)
-        chunk_bytes = found.content.get("chunk_bytes")
+        chunk_bytes = found.content.get("chunk_bytes", None if found.files_of_ranks else UNSHARED_CHUNK_BYTES)
         if not isinstance(chunk_bytes, int) or chunk_bytes < 1:
             raise ConfigError(
                 f"checkpoint {found.number} in {where} does not say how ranks shared the model: remove it"

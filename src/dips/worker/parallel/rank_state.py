@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import xxhash
 
 from dips.core.errors import ConfigError
-from dips.worker.checkpoint_files import CheckpointError
+from dips.worker.checkpoint_files import CheckpointError, RawTensor
 from dips.worker.parallel.agreement import Agreed, Gathering, cells_of
 from dips.worker.parallel.held import Box, Row
 from dips.worker.parallel.shard_files import SavedShards, Shard, part_of, whole
@@ -107,6 +108,11 @@ class RankState:
             part["digest"] = _digest(part["skeleton"], [s.tensor for s in shards if s.name.startswith(part["prefix"])])
         return state, shards
 
+    def captured(self) -> tuple[dict[str, Any], dict[str, RawTensor]]:
+        """capture() of the only rank: JSON as merged() returns it, and whole tensors by name."""
+        state, shards = self.capture()
+        return merged([state]), {shard.name: raw_of(shard.tensor) for shard in shards}
+
     def _part(self, name: str, part: HasState, shards: list[Shard]) -> dict[str, Any]:
         skeleton, tensors = flatten(part.state_dict())
         prefix = f"ranks.{self._rank}.{name}/"
@@ -116,8 +122,7 @@ class RankState:
             copy = self._copies.take(prefix + key, source)
             if copy.numel():
                 shards.append(whole(prefix + key, copy))
-        sizes = {key: t.size if isinstance(t, np.ndarray) else t.numel() for key, t in tensors.items()}
-        empty = {key: str(tensors[key].dtype) for key, size in sizes.items() if not size}
+        empty = {key: [str(t.dtype), list(t.shape)] for key, t in tensors.items() if not math.prod(t.shape)}
         return {"skeleton": skeleton, "prefix": prefix, "tensors": sorted(set(tensors) - set(empty)), "empty": empty}
 
     def _optimizer_state(self, shards: list[Shard]) -> tuple[dict[str, Any], list[Any]]:
@@ -247,7 +252,9 @@ class RankState:
                         "from rank 0's", len(of_ranks), name, self._n_ranks,
                     )  # fmt: skip
             tensors = {key: raw_of(saved.read_whole(own["prefix"] + key)) for key in own["tensors"]}
-            tensors.update({key: raw_of(torch.empty(0, dtype=_dtype_of(dtype))) for key, dtype in own["empty"].items()})
+            for key, said in own["empty"].items():
+                dtype, shape = (said, [0]) if isinstance(said, str) else said  # an earlier release said the type alone
+                tensors[key] = raw_of(torch.empty(shape, dtype=_dtype_of(dtype)))
             try:
                 part.load_state_dict(unflatten(own["skeleton"], tensors))
             except (ValueError, KeyError, TypeError, RuntimeError) as error:

@@ -14,7 +14,7 @@ import math
 import re
 import struct
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from dips.worker.checkpoint_files import CheckpointError, CheckpointStamp, check_file, write_durably
+from dips.worker.checkpoint_files import CheckpointError, CheckpointStamp, check_file, places_of, write_durably
 from dips.worker.parallel.held import Box
+from dips.worker.torch_state import TORCH_DTYPES
 
 if TYPE_CHECKING:  # it takes seconds to import, which only those wait for who keep checkpoints
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
@@ -93,7 +94,7 @@ class SavedBox(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One rank's file of a checkpoint."""
+    """One rank's file of a checkpoint, or the file of a cluster of one process."""
 
     name: str
     stamp: CheckpointStamp
@@ -118,6 +119,19 @@ class ShardFile:
             if not 0 <= each.offset <= begin <= end <= each.offset + each.n_bytes <= stamp.n_bytes:
                 raise CheckpointError(f"its manifest says that {each.name!r} is where {name} does not have it")
         return cls(name, stamp, boxes)
+
+    @classmethod
+    def of_one_process(cls, path: Path, stamp: CheckpointStamp, names: Callable[[str], str]) -> ShardFile:
+        """Of a file in safetensors' format, by its header. names: of a tensor in the file -> here. Raises
+        CheckpointError.
+        """
+        boxes = []
+        for name, dtype, shape, place in places_of(path, stamp.n_bytes):
+            box, kind = Box((0,) * len(shape), shape), str(TORCH_DTYPES[dtype]).removeprefix("torch.")
+            n_bytes = box.n_elems * TORCH_DTYPES[dtype].itemsize
+            if n_bytes:
+                boxes.append(SavedBox(names(name), kind, shape, box, place, n_bytes, place))
+        return cls(path.name, stamp, tuple(boxes))
 
 
 def _saved_box(row: Any) -> SavedBox:
@@ -291,15 +305,13 @@ class SavedShards:
         return self._boxes[name]
 
     def _load(self, saved: SavedBox, file: ShardFile) -> torch.Tensor:
-        data = np.empty(saved.data_bytes, np.uint8)
+        """Only what is used of it is read from the disk."""
         try:
-            with (self._folder / file.name).open("rb") as opened:
-                opened.seek(saved.data_offset)
-                n_bytes = opened.readinto(data.data)
+            data = np.memmap(self._folder / file.name, np.uint8, "c", saved.data_offset, saved.data_bytes)
         except OSError as error:
             raise CheckpointError(f"{file.name} cannot be read: {error.strerror}") from error
-        if n_bytes != data.size:
-            raise CheckpointError(f"{file.name} ends early: it is torn")
+        except ValueError as error:
+            raise CheckpointError(f"{file.name} ends early: it is torn") from error
         return torch.from_numpy(data).view(_dtype(saved.dtype)).view(saved.box.sizes)
 
 
