@@ -416,7 +416,7 @@ def test_checkpoints_of_earlier_releases_are_gone_on_from(tmp_path: Path, caplog
             assert torch.equal(parameter.flatten(), torch.arange(parameter.numel()) / 8 + i), kind
             moments = loop.optimizer.state[parameter]
             assert (moments["exp_avg"].unique(), moments["exp_avg_sq"].unique()) == (i + 0.25, i + 0.5), kind
-        assert (loop.counter.n, loop.net.norm.running_var.tolist()) == (3, [1.25] * 5)
+        assert (loop.counter.n, dict(loop.net.named_buffers())["norm.running_var"].tolist()) == (3, [1.25] * 5)
     ranks = Cluster(tmp_path / "ranks", 0)
     assert ranks.resume()
     ranks.close()
