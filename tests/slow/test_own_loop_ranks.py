@@ -1,4 +1,4 @@
-"""A loop of one's own on several ranks is killed again and again, and goes on with another number of ranks and another
+"""A loop of one's own is killed again and again, and goes on with another number of ranks, one first, and another
 parallelism: nothing is lost, nothing is counted twice, and the parameters are those of an undisturbed loop, to the bit.
 """
 
@@ -17,6 +17,7 @@ from dips.core.messages import Settings
 
 STEPS = 250
 LIVES: list[tuple[str, int, tuple[str, str] | None]] = [
+    ("one", 1, ("0", "step")),
     ("fsdp", 2, ("1", "step")),
     ("tensor", 4, ("0", "worker.checkpoint.before_manifest")),
     ("pipeline", 2, ("1", "worker.checkpoint.before_fsync")),

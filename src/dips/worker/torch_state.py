@@ -161,6 +161,7 @@ class TorchState:
         self._optimizers = [kept for each in as_list(optimizer) for kept in _kept_by(each)]
         self._whole = model, dict(parts or {}), buffers
         self._named: RankState | None = None
+        self._named_shapes: dict[str, torch.Size] = {}
         self._has_names = all(type(each).state_dict is torch.optim.Optimizer.state_dict for each in as_list(optimizer))
         self._parts: dict[str, HasState] = {
             "optimizer": self._optimizers[0] if len(self._optimizers) == 1 else _SeveralOptimizers(self._optimizers),
@@ -178,8 +179,11 @@ class TorchState:
         """
         if self._has_names:
             try:
-                return self._by_names().captured()
-            except StateTreeError as why:  # an optimizer's, of which it is not known how ranks would cut it
+                named = self._by_names()
+                if _shapes_of(self._whole[0]) != self._named_shapes:
+                    raise StateTreeError("the model has other buffers than at the first checkpoint")
+                return named.captured()
+            except ConfigError as why:
                 _logger.info("only one process can go on from these checkpoints: %s", why)
                 self._has_names = False
         state = {name: part.state_dict() for name, part in self._parts.items()}
@@ -228,8 +232,13 @@ class TorchState:
         model, parts, buffers = self._whole
         agreed = agree(Alone(), held_here([model], self._optimizers, buffers=buffers), {})
         assert agreed is not None, "one that holds its model has a place"
+        self._named_shapes = _shapes_of(model)
         self._named = RankState(Alone(), agreed, self._optimizers, parts)
         return self._named
+
+
+def _shapes_of(model: torch.nn.Module) -> dict[str, torch.Size]:
+    return {name: buffer.shape for name, buffer in named_buffers(model)}
 
 
 # ---- several optimizers ----------------------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ OPTIMIZERS: dict[str, Maker] = {
         [{"params": [p], "weight_decay": 0.1 * i} for i, p in enumerate(net.parameters())], lr=1e-2
     )],
     "muon and adamw": muon_and_adamw,
+    "of other shapes than its parameters": lambda net: [torch.optim.Adafactor(net.parameters(), lr=1e-2)],
     "with a state_dict() of its own": lambda net: [OwnAdamW(net.parameters(), lr=1e-2)],
     "one that contains both": lambda net: [Both(muon_and_adamw(net))],
 }  # fmt: skip
@@ -192,6 +193,17 @@ def test_what_was_captured_does_not_change_while_training_goes_on() -> None:
     _, later = state.capture()
     assert all(np.shares_memory(later[n].data, raw.data) for n, raw in tensors.items()), "memory is used again"
     assert later["optimizer.0.weight.exp_avg"].data.tobytes() != before["optimizer.0.weight.exp_avg"]
+
+
+def test_a_buffer_that_gets_another_shape_is_kept_all_the_same(tmp_path: Path) -> None:
+    net, again = model(), model()
+    state = TorchState(net, torch.optim.SGD(net.parameters()))
+    state.capture()
+    for each in (net, again):
+        each.register_buffer("cache", torch.zeros(3))
+    net.register_buffer("cache", torch.ones(3))
+    put_back(TorchState(again, torch.optim.SGD(again.parameters())), *saved(state, tmp_path))
+    assert torch.equal(dict(again.named_buffers())["cache"], torch.ones(3))
 
 
 def test_a_state_that_cannot_be_kept_is_named() -> None:
