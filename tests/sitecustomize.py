@@ -42,3 +42,8 @@ class AfterMachines(MetaPathFinder):
 
 if os.environ.get("DIPS_SEEN_LOG"):
     sys.meta_path.insert(0, AfterMachines())
+
+if os.environ.get("PUSHED_BLOCK_LOG"):
+    from pushed_block import in_this_process
+
+    in_this_process()
