@@ -7,13 +7,13 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.kept_state import put_back, saved
 
 from dips.core.errors import ConfigError, DipsError, FatalError, RefusalCode, Refused
 from dips.core.ids import Version
@@ -329,27 +329,27 @@ def test_without_a_master_and_steps_both_remedies_are_named(train: TrainConfig) 
         run(train, ClientConfig())
 
 
-def test_a_resumed_loop_makes_the_batches_that_were_to_come(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+def test_a_resumed_loop_makes_the_batches_that_were_to_come(
+    driver: type[ScriptedDriver], train: TrainConfig, tmp_path: Path
+) -> None:
     run(train, CLIENT)
     first = driver.last
     whole = [ranges for _, ranges, _ in first.steps]
 
-    saved: list[tuple[Any, Any, list[DataRange]]] = []
+    kept: list[tuple[Any, list[DataRange]]] = []
 
     def save_after_two(scripted: ScriptedDriver) -> None:
         if len(scripted.steps) == 2:
-            skeleton, tensors = scripted.inner.capture()
             used = [part for _, ranges, _ in scripted.steps for part in ranges]
-            copies = {name: replace(raw, data=raw.data.copy()) for name, raw in tensors.items()}
-            saved.append((skeleton, copies, list(without(joined(scripted.lent), used))))
+            kept.append((saved(scripted.inner, tmp_path), list(without(joined(scripted.lent), used))))
             scripted.done = True
 
     driver.at_step = staticmethod(save_after_two)
     run(train, CLIENT)
-    ((skeleton, tensors, unused),) = saved
+    ((state, unused),) = kept
 
     def resume(scripted: ScriptedDriver) -> None:
-        scripted.inner.restore(skeleton, tensors)
+        put_back(scripted.inner, *state)
         scripted.resumed, scripted.held_ranges = True, tuple(unused)
 
     driver.at_step = staticmethod(lambda scripted: None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.kept_state import put_back, saved
 
 from dips.core.errors import ConfigError
-from dips.worker.checkpoint_files import CheckpointError, read_tensors, write_tensors
-from dips.worker.parallel.shard_files import SavedShards, ShardFile
+from dips.worker.checkpoint_files import CheckpointError
 from dips.worker.torch_state import StateTreeError, TorchState
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,20 +73,6 @@ OPTIMIZERS: dict[str, Maker] = {
     "with a state_dict() of its own": lambda net: [OwnAdamW(net.parameters(), lr=1e-2)],
     "one that contains both": lambda net: [Both(muon_and_adamw(net))],
 }  # fmt: skip
-
-
-def saved(state: TorchState, folder: Path) -> tuple[Any, Any]:
-    content, tensors = state.capture()
-    path = folder / "x.safetensors"
-    stamp = write_tensors(path, tensors)
-    content = json.loads(json.dumps(content, allow_nan=False))
-    if "parts" not in content:
-        return content, read_tensors(path, stamp)
-    return content, SavedShards(folder, [ShardFile.of_one_process(path, stamp, str)])
-
-
-def put_back(state: TorchState, content: Any, tensors: Any) -> None:
-    (state.restore_by_names if "parts" in content else state.restore)(content, tensors)
 
 
 class OwnAdamW(torch.optim.AdamW):
