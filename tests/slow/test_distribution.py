@@ -62,7 +62,7 @@ def test_the_source_archive_builds_the_same_wheel_and_has_no_tests(built: Path, 
         names = {name.partition("/")[2] for name in archive.getnames()}
         archive.extractall(tmp_path, filter="data")
     assert {f"src/{name}" for name in packaged()} | {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml"} <= names
-    assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks", "runs", ".ci"))]
+    assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks", "tools", "runs", ".ci"))]
     again = tmp_path / "again"
     build = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(again), str(tmp_path / NAME)]
     subprocess.run([sys.executable, *build], capture_output=True, check=True)

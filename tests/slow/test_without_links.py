@@ -18,7 +18,7 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info")
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("checkout")
-    for name in ("src", "tests", "docs", "examples", "deploy", "benchmarks", ".ci"):
+    for name in ("src", "tests", "docs", "examples", "deploy", "benchmarks", "tools", ".ci"):
         shutil.copytree(ROOT / name, made / name, ignore=LEFT_OUT)
     for path in ROOT.iterdir():
         if path.is_file() and not path.is_symlink():

@@ -15,7 +15,7 @@ def modules() -> list[Path]:
 
 
 def texts() -> list[Path]:
-    folders = ["src/dips", "tests", "docs", "examples", "benchmarks", "deploy", ".ci"]
+    folders = ["src/dips", "tests", "docs", "examples", "benchmarks", "tools", "deploy", ".ci"]
     inside = (path for folder in folders for path in (ROOT / folder).rglob("*"))
     top = (path for path in ROOT.iterdir() if path.name not in ("LICENSE", ".git"))  # .git is a file in a worktree
     return sorted(path for path in (*inside, *top) if path.is_file() and _is_text(path))
