@@ -538,6 +538,18 @@ def test_leaving_finishes_the_open_push_and_pushes_what_came_after_it(life: Clus
     assert "lost" not in said(life)
 
 
+@pytest.mark.parametrize("stage", ["sending", "sent"])
+def test_a_second_request_to_stop_does_not_wait_for_the_open_push(life: ClusterBench, stage: str) -> None:
+    life.push_begun()
+    start = life.ticket()
+    if stage == "sent":
+        life.sent(start)
+    life.say(effects.StopWanted("enough", push_pending=False))
+    assert not life.asks(messages.LeaveRequest)
+    life.say(effects.StopWanted("enough", push_pending=False))
+    assert life.left().reason == "enough"
+
+
 def test_after_an_error_the_open_push_is_decided_and_later_steps_are_said_to_be_lost(life: ClusterBench) -> None:
     life.awaiting()
     life.train(2)

@@ -41,6 +41,7 @@ PLANNED_ENOUGH = 10
 
 PHASES = (NO_MASTER, STARTING, RECOVERY, *(phase.value for phase in RoundPhase))
 
+_IN_TIME = "who leaves finishes its push first, if there is time for it"
 _DONATION = "a donation that fails just there, of a cluster that was just there; tests/unit/worker take it by hand"
 _FINISH = "FinishPush is refused only in ways that ask for a new attempt; kept for a master of another release"
 _JOB = "no job of this release fails so: what can fail there names a time to try again"
@@ -61,7 +62,8 @@ UNREACHED: Mapping[Arrow, str] = {
     ("session", "FINISHING_PUSH", "not donated", "AWAITING"): _DONATION,
     ("session", "FINISHING_PUSH", "not donated", "PULLING"): _DONATION,
     ("session", "FINISHING_PUSH", "not donated", "TRAINING"): _DONATION,
-    ("session", "FINISHING_PUSH", "leave", "LEAVING"): "who leaves finishes its push first, if there is time for it",
+    ("session", "TRANSFERRING", "leave", "LEAVING"): _IN_TIME,
+    ("session", "FINISHING_PUSH", "leave", "LEAVING"): _IN_TIME,
     ("slave link", "PROMISING", "welcome", "PROMISING"): "a Welcome comes twice while the promise is being saved",
     ("slave shard", "MOVING", "failed", "EMPTY"): "the disk of a slave that is added fails while blocks move to it",
     ("slave link", "DETACHED", "unlinked", "DETACHED"): "every stream that ends was open: the dialler says so first",
