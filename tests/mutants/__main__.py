@@ -123,7 +123,7 @@ def _drawn(faults: Iterable[Fault], seed: str) -> list[Fault]:
 
 
 def _changed_lines(base: str) -> dict[str, set[int]]:
-    command = ["git", "diff", "-U0", "--no-renames", base, "--", "src/dips"]
+    command = ["git", "diff", "-U0", "--find-renames", base, "--", "src/dips"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         print(f"make mutants: --changed {base}: {done.stderr.strip().splitlines()[0]}", file=sys.stderr)
