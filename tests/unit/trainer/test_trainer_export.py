@@ -70,6 +70,18 @@ def test_the_loss_is_the_mean_over_all_bytes() -> None:
     assert heldout_loss(model, windows) == pytest.approx(-picked, abs=1e-6)
 
 
+def test_an_evaluation_asks_before_each_batch_whether_it_goes_on() -> None:
+    asked = iter(range(2))
+
+    def ask() -> None:
+        next(asked)
+
+    model, windows = ByteModel(ModelConfig(32, 1, 16)), np.zeros((2 * EVAL_BATCH, 17), np.int64)
+    heldout_loss(model, windows, ask)
+    with pytest.raises(StopIteration):
+        heldout_loss(model, windows, ask)
+
+
 def test_an_export_gives_back_every_bit(tmp_path: Path) -> None:
     original = fetched()
     export_model(original, tmp_path / "model.safetensors", sequence_tokens=128)

@@ -79,7 +79,7 @@ class Waits:
 
 def follow(
     run: Run, tape: Path, limit: int = 200, fetch: Callable[[Version | None], Fetched] | None = None,
-    batches: int = 0,
+    batches: int = 0, batch_s: float = 1.0,
 ) -> Waits:  # fmt: skip
     """batches: of each evaluation."""
     clock = ManualClock()
@@ -87,7 +87,7 @@ def follow(
     def evaluate(fetched: Fetched, each_batch: Callable[[], None]) -> float:
         for _ in range(batches):
             each_batch()
-            clock.advance(1.0)
+            clock.advance(batch_s)
         return 10.0 - fetched.version.v
 
     waits = Waits(clock, limit)
@@ -146,6 +146,16 @@ def test_an_evaluation_gives_way_to_the_last_version_of_a_run_that_ends_meanwhil
     follow(run, tmp_path / "tape", batches=12)
     assert versions(tmp_path / "tape") == ["1:4"]
     assert run.asked == [v(0), v(4)]
+
+
+@pytest.mark.parametrize(("answers", "asked"), [(status(v(0)), 4), (AWAY, 2)], ids=["a poll apart", "master away"])
+def test_during_an_evaluation_the_master_is_asked_now_and_then(
+    tmp_path: Path, answers: StatusReply | RetryLater, asked: int
+) -> None:
+    """Of 21 batches in 2.1 s."""
+    run = Run(status(v(0)), *[answers] * 99)
+    follow(run, tmp_path / "tape", limit=1, batches=21, batch_s=0.1)
+    assert 100 - len(run.script) == asked
 
 
 def test_a_run_that_ends_with_the_version_in_evaluation_is_not_evaluated_twice(tmp_path: Path) -> None:
