@@ -117,7 +117,7 @@ class Rank:
         vectors = self.one.vectors
         vectors.restore(*(owned(self.one.share, self.flat(what)) for what in (BASE, AT_PUSH, RESIDUAL)))
         if self.ranks.n_ranks == 1 and self.store is not None:  # as worker/checkpoint.py does
-            state, inner = self.state.captured()
+            state, inner = self.state.capture_whole()
             tensors = VectorCopies(vectors).take(self.one.parameters, SESSION)
             tensors.update({INNER + name: tensor for name, tensor in inner.items()})
             self.store.write({"session": SESSION.to_json(), "state": state, "label": None}, tensors)

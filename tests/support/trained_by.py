@@ -84,7 +84,7 @@ def hugging_face(folder: Path) -> None:
 
 
 def lightning(folder: Path) -> None:
-    """Automatic optimization, with callbacks of Lightning's own beside ours."""
+    """Automatic optimization, with callbacks of Lightning's own next to ours."""
     from lightning.pytorch import LightningModule
     from lightning.pytorch import Trainer as LightningTrainer
     from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, Timer

@@ -187,8 +187,7 @@ class Follower:
         self._patience_s = patience_s
         self._clock: Clock = clock or SystemClock()
         self._last: Version | None = None
-        self._stopped = False
-        self._ended_with: Version | None = None
+        self._end: StatusReply | None = None
         self._answered_s = self._ask_again_s = self._clock.monotonic_s()
         self._waits_for_ever = False
         self._changes = ChangeLogger(_logger)
@@ -203,9 +202,9 @@ class Follower:
         pause_s = 0.0
         while not wait(pause_s):
             try:
-                # The servers of a run that has ended need not be there to say it again.
-                wanted = self._ended_with or next_version(self._asked(), self._last)
-                if self._stopped and wanted in (None, self._last):
+                status = self._end or self._asked()  # the servers of a run that has ended need not say so again
+                wanted = next_version(status, self._last)
+                if wanted is None and status.stopped:
                     return
                 pause_s = 0.0 if wanted is not None and self._evaluate_one(wanted) else POLL_S
             except RetryLater as error:
@@ -244,14 +243,14 @@ class Follower:
             self._asked()
         except RetryLater:  # run() asks with more patience
             self._ask_again_s = self._clock.monotonic_s() + self._patience_s / 4
-        if self._ended_with not in (None, version):
+        if self._end is not None and next_version(self._end, version) is not None:
             raise _Superseded
 
     def _asked(self) -> StatusReply:
         status = self._status()
         self._answered()
         self._waits_for_ever = not (status.stopping or status.stopped)
-        self._stopped, self._ended_with = status.stopped, status.published if status.stopped else None
+        self._end = status if status.stopped else None
         self._ask_again_s = self._answered_s + POLL_S
         return status
 

@@ -182,7 +182,7 @@ class TorchState:
                 named = self._by_names()
                 if _shapes_of(self._whole[0]) != self._named_shapes:
                     raise StateTreeError("the model has other buffers than at the first checkpoint")
-                return named.captured()
+                return named.capture_whole()
             except ConfigError as why:
                 _logger.info("only one process can go on from these checkpoints: %s", why)
                 self._has_names = False

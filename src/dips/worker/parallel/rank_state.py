@@ -108,7 +108,7 @@ class RankState:
             part["digest"] = _digest(part["skeleton"], [s.tensor for s in shards if s.name.startswith(part["prefix"])])
         return state, shards
 
-    def captured(self) -> tuple[dict[str, Any], dict[str, RawTensor]]:
+    def capture_whole(self) -> tuple[dict[str, Any], dict[str, RawTensor]]:
         """capture() of the only rank: JSON as merged() returns it, and whole tensors by name."""
         state, shards = self.capture()
         return merged([state]), {shard.name: raw_of(shard.tensor) for shard in shards}
