@@ -61,7 +61,7 @@ def papers(
 
     Writes report.html (one file, pictures inside) and report.json. What a command printed is kept in the folder and
     used again while nothing that it depends on has changed: after ctrl-C, the same command goes on. Some measurements
-    need root, for network namespaces, and a clone of the repository: where they cannot be made, the report says why.
+    need root, for network namespaces: where they cannot be made, the report says why.
 
     Figures of a larger model take hours: `--full --without "--setup larger"` leaves them out, and the report says so.
 
@@ -79,7 +79,7 @@ def _report(paper: str, full: bool, out: Path, docs: Path | None, without: Seque
     chosen = _chosen(paper)
     for package in (*_NEEDED, *(_NEEDED_BY_RUNS if PAPERS["di-ps"] in chosen else ())):
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{package} is not installed: make .venv/.installed-dev")
+            raise ConfigError(f"{package} is not installed: `make papers` installs what it needs, and runs this")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     runner = Runner(_folder(out), not full, lambda line: console.print(line, markup=False), tuple(without))
     sources = [source for one in chosen for source in one.sources if full or not source.only_full]

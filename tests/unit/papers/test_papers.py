@@ -230,13 +230,6 @@ def test_an_interrupt_ends_the_commands_and_none_begins(tmp_path: Path) -> None:
             running.run([sys.executable, "-c", ""], tmp_path)
 
 
-def test_an_installed_package_has_no_benchmarks(benchmark: Path, runner: Runner) -> None:
-    benchmark.unlink()
-    (outcome,) = runner.run([a_source()])
-    assert "in a clone" in outcome.why_not
-    assert not outcome.failed
-
-
 def test_a_picture_that_is_missing_is_a_failure(benchmark: Path, runner: Runner) -> None:
     (outcome,) = runner.run([a_source(pictures=(Picture("Figure 9", "it.png", "Speed"),))])
     assert outcome.failed

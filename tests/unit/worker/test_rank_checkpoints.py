@@ -25,7 +25,7 @@ from dips.core.layout import Layout
 from dips.core.observe.tape import Tape
 from dips.core.share import Share
 from dips.worker.checkpoint import Checkpointing
-from dips.worker.checkpoint_files import CheckpointStore
+from dips.worker.checkpoint_files import CheckpointStore, read_record, write_record
 from dips.worker.config import ClientConfig
 from dips.worker.model_part import ModelPart
 from dips.worker.parallel import orders
@@ -403,6 +403,37 @@ def test_ranks_go_on_from_what_one_process_wrote_and_one_process_too(tmp_path: P
     assert (everything(again, other), again.counter.n) == (expected, 2)
 
 
+@pytest.mark.parametrize("damage", ["first bytes", "header", "data", "cut", "no length"])
+def test_a_damaged_checkpoint_of_one_process_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    loop = Loop(1)
+    part, bench = Part(loop), ClusterBench()
+    bench.begin()
+    bench.train(1)
+    kept = of_one_process(tmp_path, loop, part)
+    assert kept.take_now(bench.session, "cause", "x")
+    kept.close()
+    path, manifest = tmp_path / "checkpoint-00000001.safetensors", tmp_path / "checkpoint-00000001.json"
+    data = bytearray(path.read_bytes())
+    if damage == "no length":
+        body = read_record(manifest)
+        del body["tensors"]["n_bytes"]
+        write_record(manifest, body)
+    elif damage == "cut":
+        del data[-1]
+    else:
+        data[{"first bytes": 1, "header": 40, "data": len(data) - 9}[damage]] ^= 1
+    path.write_bytes(data)
+    ranks = Cluster(tmp_path, 0)
+    assert not ranks.resume()
+    ranks.close()
+    kept = of_one_process(tmp_path, loop, part)
+    assert not kept.resume(ClusterBench().session)
+    kept.close()
+    assert caplog.text.count(f"checkpoint 1 in {tmp_path} cannot be used: ") == 2
+
+
 def test_checkpoints_of_earlier_releases_are_gone_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Their numbers: theta of the i-th parameter is i and an eighth more for each element, its moments i + 1/4, 1/2."""
     for kind in ("one", "ranks"):
@@ -440,7 +471,7 @@ def test_one_that_is_damaged_is_passed_over_with_a_sentence(tmp_path: Path, capl
     assert next_one.loop.counter.n == 1
     said = [record.getMessage() for record in caplog.records]
     assert any(f"checkpoint 2 in {tmp_path} cannot be used: __0_0.distcp has" in line for line in said)
-    assert said[-1].startswith(f"resumed from checkpoint 1 in {tmp_path}, which 1 ranks have written: version")
+    assert said[-1].startswith(f"resumed from checkpoint 1 in {tmp_path}, which one process has written: version")
     next_one.close()
 
 

@@ -434,9 +434,10 @@ class LeadingCheckpoints:
             fence=saved.base_fence, incarnation=str(saved.incarnation), pending_tokens=saved.pending.tokens,
             push=str(saved.push.id) if saved.push is not None else None,
         )  # fmt: skip
+        n_ranks = found.content.get("n_ranks")
         _logger.info(
-            "resumed from checkpoint %d in %s, which %s ranks have written: version %s and %d steps since",
-            found.number, where, found.content.get("n_ranks"), saved.base, saved.pending.steps,
+            "resumed from checkpoint %d in %s, which %s written: version %s and %d steps since", found.number, where,
+            "one process has" if n_ranks == 1 else f"{n_ranks} ranks have", saved.base, saved.pending.steps,
         )  # fmt: skip
         return True
 
