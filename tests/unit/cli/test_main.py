@@ -110,6 +110,7 @@ def test_the_process_ends_with_the_code(capsys: pytest.CaptureFixture[str], monk
     [
         (["nonsense"], "No such command 'nonsense'"),
         (["status", "--nonsense"], "No such option: --nonsense"),
+        (["plan", "run", "--nonsense"], "No such option: --nonsense"),
         (["up"], "Missing argument 'FILE.toml'"),
         (["demo", "--clusters", "none"], "Invalid value for '--clusters'"),
         (["demo", "--minutes", "0"], "Invalid value for '--minutes'"),
@@ -122,7 +123,7 @@ def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str, capsys
     assert (code, out) == (2, "")
     assert error.startswith("dips: ")
     assert sentence in error
-    assert "--help` shows" in error
+    assert f"`dips {'' if arguments == ['nonsense'] else arguments[0] + ' '}--help` shows" in error
     assert len(error.splitlines()) == 1
 
 
