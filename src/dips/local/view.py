@@ -227,10 +227,12 @@ def _waits(status: StatusReply) -> Iterator[tuple[str, str]]:
 
 
 def late_sentence(cluster: ClusterStatus) -> str:
-    """Which of a cluster's ranks its transfer waits for."""
+    """Which of a cluster's ranks the others wait for."""
     ranks, more = cluster.late_ranks[:RANKS_NAMED], len(cluster.late_ranks) - RANKS_NAMED
     named = ", ".join(map(str, ranks)) + (f" and {more} more" if more > 0 else "")
     which = f"rank {named} is" if len(cluster.late_ranks) == 1 else f"ranks {named} are"
+    if cluster.phase == "TRAINING":
+        return f"{which} late with a step; the others wait"
     return f"{which} late in a transfer; the other {cluster.ranks - len(cluster.late_ranks)} are done"
 
 

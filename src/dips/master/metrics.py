@@ -66,7 +66,7 @@ METRICS: tuple[Spec, ...] = (
     Spec("cluster_up", "gauge", "1 while the cluster is a member (joined, beating)", "1", _CLUSTER),
     Spec("cluster_ranks", "gauge", "Ranks of the cluster, each of which pushes and pulls its share",
          "constant while the cluster is live", _CLUSTER, "", "the cluster is live"),
-    Spec("cluster_late_ranks", "gauge", "Ranks that the cluster's transfer waits for, long after the others are done",
+    Spec("cluster_late_ranks", "gauge", "Ranks that the cluster's others wait for, in a transfer or between two steps",
          "0", _CLUSTER, "", "the cluster is live"),
     Spec("cluster_draining", "gauge", "1 while the cluster is asked to finish and leave", "0", _CLUSTER),
     Spec("cluster_quarantined", "gauge", "1 while the cluster's pushes were rejected several times in a row", "0",

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -155,6 +156,8 @@ class Heartbeat:
         self._fenced = Incarnation(0, 0)  # no master's epoch is 0
         self._unanswered: deque[Incarnation | None] = deque()
         self._last_reply_s = 0.0
+        self.late_ranks: Sequence[int] = ()
+        """Ranks that others wait for between two steps, when the training thread can tell nothing; from any thread."""
         self.answered_s: float | None = None
         """When the master last answered a beat; for metrics, from any thread."""
         self._thread: threading.Thread | None = None
@@ -225,7 +228,7 @@ class Heartbeat:
             request, settings = self._facts
             self._unanswered.append(request.caller.incarnation)
             failpoint("worker.rpc.before_Heartbeat")
-            yield to_message(request)
+            yield to_message(replace(request, late_ranks=request.late_ranks or tuple(self.late_ranks)))
             silent_s = self._clock.monotonic_s() - self._last_reply_s
             if silent_s > settings.heartbeat_s * settings.evict_after_beats or self._used.renewed:
                 break

@@ -639,6 +639,10 @@ class ClusterShell:
             if self._part.push_is_live:
                 self._part.do(KeepPush(needed=self._session.pushing.open is not None or rebases))
 
+    def note_late_ranks(self, ranks: Sequence[int]) -> None:
+        """Have heartbeats name ranks that the others wait for between two steps; from any thread."""
+        self._heartbeat.late_ranks = tuple(ranks)
+
     def _update_heartbeat(self) -> None:
         shared = self._session.shared
         if shared.terms.incarnation is None or self.done:

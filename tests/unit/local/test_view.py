@@ -60,7 +60,13 @@ STATUSES = {
         recent_rounds=(RoundSummary(RoundId(1, 14), "void", "all were rejected", None, (), ("a", "b")),),
         stopped=True,
     ),
-    "late ranks": run_status(clusters=(cluster_status(ranks=4, late_ranks=(1, 3)), cluster_status("one", ranks=1))),
+    "late ranks": run_status(
+        clusters=(
+            cluster_status(phase="PUSHING", ranks=4, late_ranks=(1, 3)),
+            cluster_status("b", ranks=2, late_ranks=(0,)),
+            cluster_status("one", ranks=1),
+        )
+    ),
     "on disk later": run_status(
         settings=LATER,
         durable=None,

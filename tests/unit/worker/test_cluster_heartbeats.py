@@ -105,6 +105,19 @@ def test_news_are_delivered_once_and_a_fenced_incarnation_beats_no_more(monkeypa
     assert told.empty()
 
 
+def test_late_ranks_are_named_while_the_training_thread_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, told = ManualClock(50.0), queue.SimpleQueue[Beat]()
+    master = Master(clock, reply(1), 1e-6, reply(2))
+    beats = beating(master, told, monkeypatch)
+    beats.late_ranks = [1, 3]
+    beats.tell(facts(1), SETTINGS)
+    try:
+        told.get(timeout=60)
+    finally:
+        beats.close()
+    assert master.heard[0].late_ranks == (1, 3)
+
+
 def test_a_master_that_is_silent_for_as_long_as_it_would_evict_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, told = ManualClock(50.0), queue.SimpleQueue[Beat]()
     silent_s = SETTINGS.heartbeat_s * SETTINGS.evict_after_beats

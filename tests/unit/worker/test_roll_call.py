@@ -154,6 +154,33 @@ def test_ranks_that_make_no_step_while_one_has_left_end_the_cluster_after_the_li
         Leaving(left_2=301.0).leaves()
 
 
+def test_the_ranks_that_others_wait_for_are_known_to_the_leader() -> None:
+    here = Leaving()
+    here.attendance.end()
+    assert here.attendance.late_ranks(0.0) == []
+    here.attendance.begin()
+    begun_s = monotonic()
+    here.store.set("meets/1/0", "")
+    assert here.attendance.late_ranks(begun_s + WORD_S - 1) == []
+    assert here.attendance.late_ranks(begun_s + WORD_S + 1) == [1, 2]
+    here.attendance.over()
+    assert here.attendance.late_ranks(begun_s + WORD_S + 1) == []
+
+
+def test_a_rank_that_has_left_waits_for_those_that_train_on() -> None:
+    """They may wait for it in a collective of the training, and can say nothing themselves."""
+    here = Leaving(left_1=0.0)
+    gone = Attendance(here.store, 2, 3)
+    gone.end()
+    with pytest.raises(FatalError):
+        gone.leave(1.0, here.now, here.pause)
+    here.attendance.end()
+    assert here.attendance.late_ranks(100.0) == []
+    assert here.attendance.late_ranks(100.0 + WORD_S) == [0]
+    here.store.set("left/0", "")
+    assert here.attendance.late_ranks(101.0 + WORD_S) == []
+
+
 def test_a_meeting_that_lasts_names_the_ranks_that_are_missing_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     here = Leaving()

@@ -9,7 +9,7 @@ disturbed; they stay usable when the user destroys the training's groups first.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -102,6 +102,10 @@ class Ranks:
         """Before the last report: wait for the other ranks as Attendance.leave()."""
         with self._others():
             self._attendance.leave(limit_s)
+
+    def tell_late(self, late: Callable[[Sequence[int]], object]) -> None:
+        """Have a thread call `late` when the ranks that others wait for between two steps change."""
+        self._attendance.late = late
 
     def report_bytes(self, mine: bytes, n_bytes: int) -> list[bytes]:
         """Likewise with bytes, padded with zeros to n_bytes, which is the same on each rank."""

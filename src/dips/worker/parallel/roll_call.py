@@ -159,6 +159,9 @@ class Attendance:
         self._n_ranks = n_ranks
         self._n_met = 0
         self._waits: tuple[int, float] | None = None  # in which meeting, since when
+        self._left_s: float | None = None  # since when a rank has left
+        self.late: Callable[[Sequence[int]], object] | None = None
+        """Called by the thread when the ranks that others wait for change; none while no one waits for long."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="dips-ranks", daemon=True)
         self._thread.start()
@@ -192,6 +195,7 @@ class Attendance:
         that does not say any longer that it is alive.
         """
         self._store.set(f"left/{self._rank}", "")
+        self._store.set("left", "")
         began_s, has_said, meeting = now_s(), False, self._n_met + 1
         signs: dict[int, tuple[int, float]] = {}
         while missing := [rank for rank in range(self._n_ranks) if not self._store.check([f"left/{rank}"])]:
@@ -218,6 +222,23 @@ class Attendance:
                 _logger.warning("rank %d has left the loop, and waits for %s of this cluster", self._rank, named)
             sleep(min(PAUSE_S, waited_s + SHORT_PAUSE_S))
 
+    def late_ranks(self, now_s: float) -> list[int]:
+        """The ranks that have not come to a meeting in which this one waits, or that have not left while others wait for
+        them to; [] before WORD_S."""
+        if self._waits is not None:
+            meeting, since_s = self._waits
+            return self._missing(f"meets/{meeting}") if now_s - since_s >= WORD_S else []
+        if not self._store.check(["left"]):
+            return []
+        if self._left_s is None:
+            self._left_s = now_s
+        return self._missing("left") if now_s - self._left_s >= WORD_S else []
+
+    def _missing(self, name: str) -> list[int]:
+        """The ranks that have set neither this key nor the one that says that they have left."""
+        keys = {rank: {f"{name}/{rank}", f"left/{rank}"} for rank in range(self._n_ranks)}
+        return [rank for rank, names in keys.items() if not any(self._store.check([name]) for name in names)]
+
     def look(self, said: int, now_s: float) -> int:
         """Say what there is to say of a wait. said: the meeting that the log has named; returns the one that it now
         has."""
@@ -227,18 +248,20 @@ class Attendance:
         self._store.set(f"meets/{meeting}/{self._rank}", "")
         if now_s - since_s < WORD_S or said == meeting:
             return said
-        keys = {rank: [f"meets/{meeting}/{rank}", f"left/{rank}"] for rank in range(self._n_ranks)}
-        missing = [rank for rank, names in keys.items() if not any(self._store.check([name]) for name in names)]
+        missing = self._missing(f"meets/{meeting}")
         if missing and self._waits == (meeting, since_s):
             _logger.warning("rank %d waits for %s of this cluster to make a step", self._rank, _named(missing))
         return meeting
 
     def _watch(self) -> None:
-        said, alive_s = 0, -math.inf
+        said, alive_s, named = 0, -math.inf, list[int]()
         with contextlib.suppress(RuntimeError):  # the store's process has ended: the training thread notices
             while not self._ended.wait(MEETS_AFTER_S):
                 now_s = time.monotonic()
                 said = self.look(said, now_s)
+                if self.late is not None and (late := self.late_ranks(now_s)) != named:
+                    named = late
+                    self.late(named)
                 if now_s - alive_s >= ALIVE_S:
                     alive_s = now_s
                     self._store.add(f"alive/{self._rank}", 1)
