@@ -29,11 +29,12 @@ from dips.core.clock import SystemClock
 from dips.core.ids import Incarnation, Version
 from dips.core.observe.tape import Tape, read_tape
 from dips.worker.checkpoint import Checkpointing
+from dips.worker.checkpoint_files import CheckpointStore
 from dips.worker.config import ClientConfig
+from dips.worker.parallel.rank_state import TorchState
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.saved import SavedSession
 from dips.worker.torch_model import TorchParameters
-from dips.worker.torch_state import TorchState
 from dips.worker.vectors import Vectors
 
 BYTES_PER_PARAMETER = 16
@@ -80,10 +81,9 @@ def measure(n_bytes: int, repeats: int, directory: Path) -> Result:
     session = cast(ClusterMachine, _Standing(parameters.layout().layout_hash))
     tape, floors = directory / "tape", []
     with Tape(tape, "bench", "a") as records:
-        checkpoints = Checkpointing(
-            directory / "checkpoints", config, parameters, vectors, TorchState(model, optimizer), lambda event: None,
-            records, clock,
-        )  # fmt: skip
+        store = CheckpointStore(directory / "checkpoints", config.checkpoints_kept)
+        checkpoints = Checkpointing(config, store, parameters, vectors, TorchState(model, optimizer), clock)
+        checkpoints.begin(lambda event: None, records)
         for n in range(repeats + 1):
             checkpoints.take_if_due(session, "bench")
             while len(_checkpoints(tape)) <= n:

@@ -26,8 +26,8 @@ from functools import partial
 
 import torch
 
+from dips.worker.parallel.rank_state import TorchState
 from dips.worker.torch_model import TorchParameters
-from dips.worker.torch_state import TorchState
 
 WIDTH = 2048
 BATCH = 512

@@ -25,8 +25,7 @@ from support.shard_process import owned
 
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.share import Share
-from dips.worker.checkpoint import INNER, VectorCopies
-from dips.worker.checkpoint_files import CheckpointStore
+from dips.worker.checkpoint_files import INNER, CheckpointStore
 from dips.worker.model_part import ModelPart
 from dips.worker.parallel.agreement import Agreed, Gathering, agree
 from dips.worker.parallel.held import ShardOf, held_here
@@ -38,7 +37,7 @@ from dips.worker.parallel.shard_parameters import ShardParameters
 from dips.worker.state.effects import PushRecord
 from dips.worker.state.saved import SavedSession
 from dips.worker.state.work import Work
-from dips.worker.vectors import Vectors
+from dips.worker.vectors import VectorCopies, Vectors
 
 F32 = NDArray[np.float32]
 UNIT_BYTES, OTHER_UNIT_BYTES = 64, 160

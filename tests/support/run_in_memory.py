@@ -315,8 +315,7 @@ def in_memory(monkeypatch: pytest.MonkeyPatch, run: RunInMemory) -> RunInMemory:
     for module in ("control", "checkpoint", "parallel.rank_checkpoints", "reader", "data"):
         at_once = lambda *given, transfers=module == "data": AtOnce(run, transfers=transfers)  # noqa: E731
         monkeypatch.setattr(f"dips.worker.{module}.ThreadPoolExecutor", at_once)
-    for module in ("checkpoint", "parallel.rank_checkpoints"):
-        monkeypatch.setattr(f"dips.worker.{module}.PushRecorder", Recorder)
+    monkeypatch.setattr("dips.worker.checkpoint.PushRecorder", Recorder)
     monkeypatch.setattr("dips.worker.data.carry_push", run.carry_push)
     for module in ("data", "reader"):
         monkeypatch.setattr(f"dips.worker.{module}.carry_pull", run.carry_pull)

@@ -32,9 +32,10 @@ from dips.trainer.parallelism import Place, place_here
 from dips.trainer.progress import Slowdown, StepReports, StopSignals
 from dips.trainer.sizes import SIZES
 from dips.worker.config import ClientConfig
+from dips.worker.parallel.rank_state import TorchState
 from dips.worker.shell import ClusterShell
 from dips.worker.torch_model import TorchParameters
-from dips.worker.torch_state import HasState, TorchState
+from dips.worker.torch_state import HasState
 
 # ---- schedule --------------------------------------------------------------------------------------------------------
 #

@@ -12,8 +12,10 @@ import errno
 import logging
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,17 +27,16 @@ from dips.core.clock import Clock
 from dips.core.errors import ConfigError
 from dips.core.observe.tape import Tape
 from dips.core.units import format_bytes
-from dips.worker.checkpoint_files import Checkpoint, CheckpointError, CheckpointStore, Manifest, RawTensor
+from dips.worker.checkpoint_files import INNER, Checkpoint, CheckpointError, CheckpointStore, Manifest, RawTensor
 from dips.worker.config import ClientConfig
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import Delayed, Done, Event, Failed, InstallMode, PushRecord
+from dips.worker.state.effects import Delayed, Done, Event, Failed, PushRecord
 from dips.worker.state.saved import SavedSession, SavedStateError
-from dips.worker.vectors import Vectors
+from dips.worker.vectors import VectorCopies, Vectors
 
 if TYPE_CHECKING:  # these need torch
-    from dips.worker.parallel.rank_checkpoints import CheckpointOfRanks
-    from dips.worker.parallel.shard_files import SavedShards
+    from dips.worker.parallel.shard_files import CheckpointByNames, SavedShards
 
 _logger = logging.getLogger("dips.worker.checkpoint")
 
@@ -48,14 +49,11 @@ NEEDS_A_PERSON = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.
 GIVE_UP_RECORD_S = 900.0
 """Pauses in a row after one of these, until the cluster ends: a file system may be mounted again."""
 
-INNER = "state."
-"""Prefix of the names of the inner state's tensors; the flat vectors have none."""
-
 F32 = NDArray[np.float32]
 
 
 class InnerState(Protocol):
-    """The state of a training process besides the flat parameters; worker/torch_state.py is torch's.
+    """The state of a training process besides the flat parameters; parallel/rank_state.TorchState is torch's.
 
     Both methods are called on the training thread, between two steps.
     """
@@ -71,127 +69,185 @@ class InnerState(Protocol):
         ...
 
 
-class Checkpoints(Protocol):
-    """What the shell of a cluster uses: the checkpoints of its one process, or those of all ranks.
+@dataclass(frozen=True)
+class Begun:
+    """A checkpoint of which everything is copied. pause_s: for which training stopped."""
 
-    written_s: when the last one was complete; before the first, since when one could have been; NaN before training.
-    on_written: called with the seconds that each took to be written, on any thread; for metrics.
+    saved: SavedSession
+    cause: str
+    label: str | None
+    began_s: float
+    pause_s: float
+    number: int = 0  # of several ranks, which write into a folder that has it
+
+
+class Checkpoints(ABC):
+    """A cluster's checkpoints: when one is due, which one to go on from, and the records of its pushes.
+
+    Subclasses write and read them: one process its own, the leader of several ranks those of all.
     """
 
-    written_s: float
-    on_written: Callable[[float], None] | None
-
-    def resume(self, session: ClusterMachine, label: str | None = None) -> bool: ...
-
-    def take_if_due(self, session: ClusterMachine, cause: str) -> None: ...
-
-    def take_now(self, session: ClusterMachine, cause: str, label: str) -> bool: ...
-
-    def record_push(self, job: int, record: PushRecord) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Checkpointing:
-    """Handles the directory of checkpoints of a cluster of one process, from start to close."""
-
-    def __init__(
-        self,
-        directory: Path,
-        config: ClientConfig,
-        parameters: ParameterStore,
-        vectors: Vectors,
-        inner: InnerState | None,
-        deliver: Callable[[Event], None],
-        tape: Tape,
-        clock: Clock,
-    ) -> None:
-        """deliver is called on the recording thread. Raises ConfigError when the directory cannot be used."""
+    def __init__(self, store: CheckpointStore, config: ClientConfig, clock: Clock) -> None:
+        self._store = store
         self._config = config
-        self._parameters = parameters
-        self._vectors = vectors
-        self._inner = inner
-        self._tape = tape
         self._clock = clock
-        self._store = CheckpointStore(directory, config.checkpoints_kept)
-        self._copies = VectorCopies(vectors)
-        self._writer = ThreadPoolExecutor(1, "dips-checkpoint")
-        self._recorder = PushRecorder(self._store, deliver)
-        self._writing: Future[bool] | None = None
-        self.written_s = math.nan
-        self.on_written: Callable[[float], None] | None = None
+        self._recorder: PushRecorder | None = None
+        self._tape: Tape | None = None
         self._due_s = clock.monotonic_s() + config.checkpoint_every_s
+        self.written_s = math.nan
+        """When the last one was complete; before the first, since when one could have been; NaN before training."""
+        self.on_written: Callable[[float], None] | None = None
+        """Called with the seconds that each took to be written, on any thread; for metrics."""
+
+    def begin(self, deliver: Callable[[Event], None], tape: Tape) -> None:
+        """Before anything else. deliver: called on the recording thread with the ends of records."""
+        self._recorder, self._tape = PushRecorder(self._store, deliver), tape
 
     def close(self) -> None:
-        """Wait for the write under way, end both threads and unlock the directory."""
-        self._recorder.close()
-        self._writer.shutdown(wait=True)
+        """End the threads and unlock the directory."""
+        if self._recorder is not None:
+            self._recorder.close()
         self._store.close()
 
-    # ---- a new process ----
+    def record_push(self, job: int, record: PushRecord) -> None:
+        """As PushRecorder.record()."""
+        assert self._recorder is not None, "begin() comes first"
+        self._recorder.record(job, record)
+
+    @abstractmethod
+    def take_if_due(self, session: ClusterMachine, cause: str) -> None:
+        """Between two steps: take a checkpoint if it is time and the last one is written, without waiting for a
+        disk."""
+
+    @abstractmethod
+    def take_now(self, session: ClusterMachine, cause: str, label: str) -> bool:
+        """Take a checkpoint under a label, and wait until it is durable. Returns whether it is."""
 
     def resume(self, session: ClusterMachine, label: str | None = None) -> bool:
-        """Restore session, parameters and inner state from the newest complete checkpoint. Returns whether there was
-        one.
+        """Restore session, parameters and training state from the newest checkpoint that can be used. Returns whether
+        there was one.
 
         label: the newest of those that take_now() took under this label. Raises ConfigError when there is none though
         one is required, or when it does not fit.
         """
-        checkpoint = self._newest(label)
-        where = self._store.directory
-        if checkpoint is None:
+        where, found = self._store.directory, self._newest(label)
+        if found is None:
             if self._config.resume_required:
                 raise ConfigError(
-                    f"no checkpoint in {where} can be used, and one is required: give the right --checkpoint-dir, or "
-                    "--resume in place of --resume-required to start without one"
+                    f"no checkpoint in {where} can be used, and one is required: give the right checkpoint_dir "
+                    "(--checkpoint-dir), or --resume in place of --resume-required to start without one"
                 )
             _logger.info("no checkpoint in %s%s: starting without one", where, f" for {label}" if label else "")
             return False
         newest, sentence = self._store.newest_push()
         if sentence:
             _logger.warning("%s; the checkpoint alone is used", sentence)
-        saved = saved_in(checkpoint, where)
+        saved = _saved_in(found, where)
         session.resume(saved, newest)
-        if isinstance(checkpoint, Checkpoint):
-            put_back(checkpoint, self._parameters, self._vectors, with_residual=session.shared.residual)
-            if self._inner is not None:
-                tensors = checkpoint.tensors.items()
-                named = {name.removeprefix(INNER): tensor for name, tensor in tensors if name.startswith(INNER)}
-                self._inner.restore(checkpoint.content.get("state"), named)
-        else:
-            checkpoint.put_back(self._parameters, self._vectors, self._inner, with_residual=session.shared.residual)
-        self._tape.write(
-            "resumed", f"{saved.cluster_id}/join", number=checkpoint.number, seq=saved.seq, base=str(saved.base),
+        self._put_back(found, with_residual=session.shared.residual)
+        self._write_tape(
+            "resumed", f"{saved.cluster_id}/join", number=found.number, seq=saved.seq, base=str(saved.base),
             fence=saved.base_fence, incarnation=str(saved.incarnation), pending_tokens=saved.pending.tokens,
             push=str(saved.push.id) if saved.push is not None else None,
         )  # fmt: skip
+        n_ranks = len(found.files_of_ranks or [1])
         _logger.info(
-            "resumed from checkpoint %d in %s: version %s and %d steps since", checkpoint.number, where, saved.base,
-            saved.pending.steps,
+            "resumed from checkpoint %d in %s, which %s written: version %s and %d steps since", found.number, where,
+            "one process has" if n_ranks == 1 else f"{n_ranks} ranks have", saved.base, saved.pending.steps,
         )  # fmt: skip
         return True
 
-    def _newest(self, label: str | None) -> Checkpoint | CheckpointOfRanks | None:
+    def _newest(self, label: str | None) -> Manifest | None:
         """The newest that can be used; a warning about each newer one."""
         for manifest in self._store.manifests(label):
             sentence = manifest
             if isinstance(manifest, Manifest):
-                try:
-                    if not manifest.is_by_names:
-                        return self._store.read(manifest)
-                    # Not before it is needed, and not in a process without torch.
-                    from dips.worker.parallel.rank_checkpoints import CheckpointOfRanks
-
-                    return CheckpointOfRanks(self._store.directory, manifest)
-                except (CheckpointError, MemoryError) as error:
-                    sentence = self._store.cannot_be_used(manifest.number, error)
+                problem = self._find(manifest)
+                if not problem:
+                    return manifest
+                sentence = self._store.cannot_be_used(manifest.number, problem)
             _logger.warning("%s; trying the one before it", sentence)
         return None
 
-    # ---- between two steps ----
+    @abstractmethod
+    def _find(self, manifest: Manifest) -> str:
+        """Look whether a checkpoint can be used, and compare every byte of it. Returns what is wrong."""
+
+    @abstractmethod
+    def _put_back(self, found: Manifest, *, with_residual: bool) -> None:
+        """Make what _find() has found the state of this cluster. Raises ConfigError where it does not fit."""
+
+    def _note_written(self, begun: Begun, number: int, n_bytes: int, pause_s: float) -> None:
+        self.written_s = self._clock.monotonic_s()
+        write_s = self.written_s - begun.began_s
+        if self.on_written is not None:
+            self.on_written(write_s)
+        saved = begun.saved
+        self._write_tape(
+            "checkpoint", begun.cause, number=number, seq=saved.seq, base=str(saved.base), fence=saved.base_fence,
+            bytes=n_bytes, pause_s=pause_s, write_s=write_s,
+        )  # fmt: skip
+        _logger.debug("checkpoint %d: %s in %.2f s", number, format_bytes(n_bytes), write_s)
+
+    def _warn(self, problem: str) -> None:
+        _logger.warning(
+            "no checkpoint could be written to %s: %s; training goes on, and the next one is tried in %g s",
+            self._store.directory, problem, self._config.checkpoint_every_s,
+        )  # fmt: skip
+
+    def _write_tape(self, event: str, cause: str, **values: Any) -> None:
+        assert self._tape is not None, "begin() comes first"
+        self._tape.write(event, cause, **values)
+
+
+class Checkpointing(Checkpoints):
+    """The checkpoints of a cluster of one process."""
+
+    def __init__(
+        self, config: ClientConfig, store: CheckpointStore, parameters: ParameterStore, vectors: Vectors,
+        inner: InnerState | None, clock: Clock,
+    ) -> None:  # fmt: skip
+        super().__init__(store, config, clock)
+        self._parameters = parameters
+        self._vectors = vectors
+        self._inner = inner
+        self._copies = VectorCopies(vectors)
+        self._writer = ThreadPoolExecutor(1, "dips-checkpoint")
+        self._writing: Future[bool] | None = None
+        self._found: Checkpoint | CheckpointByNames | None = None
+
+    def close(self) -> None:
+        """Likewise; waits for the write under way."""
+        self._writer.shutdown(wait=True)
+        super().close()
+
+    def _find(self, manifest: Manifest) -> str:
+        try:
+            if manifest.is_by_names:
+                # Not before it is needed, and not in a process without torch.
+                from dips.worker.parallel.shard_files import CheckpointByNames
+
+                self._found = CheckpointByNames(self._store.directory, manifest)
+            else:
+                self._found = self._store.read(manifest)
+        except (CheckpointError, MemoryError) as error:
+            return str(error) or "it does not fit into memory"
+        return ""
+
+    def _put_back(self, found: Manifest, *, with_residual: bool) -> None:
+        checkpoint, self._found = self._found, None
+        if not isinstance(checkpoint, Checkpoint):
+            assert checkpoint is not None, "it was found"
+            restore = None if self._inner is None else self._inner.restore_by_names
+            checkpoint.put_back(self._parameters, self._vectors, restore, with_residual=with_residual)
+            return
+        put_back(checkpoint, self._parameters, self._vectors, with_residual=with_residual)
+        if self._inner is not None:
+            tensors = checkpoint.tensors.items()
+            named = {name.removeprefix(INNER): tensor for name, tensor in tensors if name.startswith(INNER)}
+            self._inner.restore(checkpoint.content.get("state"), named)
 
     def take_if_due(self, session: ClusterMachine, cause: str) -> None:
-        """Copy everything and give it to the writer, if it is time and the last one is written."""
         now_s = self._clock.monotonic_s()
         if math.isnan(self.written_s):
             self.written_s = now_s
@@ -203,7 +259,6 @@ class Checkpointing:
             self._writing = self._take(saved, cause, None)
 
     def take_now(self, session: ClusterMachine, cause: str, label: str) -> bool:
-        """Take a checkpoint under a label, and wait until it is durable. Returns whether it is."""
         saved = session.saved()
         if saved is None:
             return False
@@ -219,39 +274,22 @@ class Checkpointing:
         if self._inner is not None:
             content["state"], inner = self._inner.capture()
             tensors.update({INNER + name: tensor for name, tensor in inner.items()})
-        pause_s = self._clock.monotonic_s() - now_s
-        return self._writer.submit(self._write, content, tensors, saved, cause, pause_s)
+        copied_s = self._clock.monotonic_s()
+        return self._writer.submit(
+            self._write, content, tensors, Begun(saved, cause, label, copied_s, copied_s - now_s)
+        )
 
-    def _write(
-        self, content: Mapping[str, Any], tensors: Mapping[str, RawTensor], saved: SavedSession, cause: str,
-        pause_s: float,
-    ) -> bool:  # fmt: skip
-        began_s = self._clock.monotonic_s()
+    def _write(self, content: Mapping[str, Any], tensors: Mapping[str, RawTensor], begun: Begun) -> bool:
         try:
             written = self._store.write(content, tensors)
         except OSError as error:
-            _logger.warning(
-                "no checkpoint could be written to %s: %s; training goes on, and the next one is tried in %g s",
-                self._store.directory, error.strerror or error, self._config.checkpoint_every_s,
-            )  # fmt: skip
+            self._warn(error.strerror or str(error))
             return False
         except Exception:
             _logger.exception("a checkpoint could not be written")
             return False
-        self.written_s = self._clock.monotonic_s()
-        write_s = self.written_s - began_s
-        if self.on_written is not None:
-            self.on_written(write_s)
-        self._tape.write(
-            "checkpoint", cause, number=written.number, seq=saved.seq, base=str(saved.base), fence=saved.base_fence,
-            bytes=written.n_bytes, pause_s=pause_s, write_s=write_s,
-        )  # fmt: skip
-        _logger.debug("checkpoint %d: %s in %.2f s", written.number, format_bytes(written.n_bytes), write_s)
+        self._note_written(begun, written.number, written.n_bytes, begun.pause_s)
         return True
-
-    def record_push(self, job: int, record: PushRecord) -> None:
-        """As PushRecorder.record()."""
-        self._recorder.record(job, record)
 
 
 class PushRecorder:
@@ -305,45 +343,6 @@ class PushRecorder:
                 return
 
 
-class VectorCopies:
-    """Copies of the flat vectors, made on the training thread for the writer, each only when it has changed.
-
-    theta_base changes with the base, theta_at_push with the number of the push; both are in the saved session. The
-    residual of a difference codec is part of a checkpoint while there is one, and so is theta_installed.
-    """
-
-    def __init__(self, vectors: Vectors) -> None:
-        self._vectors = vectors
-        self._copies: dict[str, tuple[object, F32]] = {}
-
-    def take(self, parameters: ParameterStore, saved: SavedSession) -> dict[str, RawTensor]:
-        theta = self._copy_of("theta")
-        parameters.snapshot(theta)
-        tensors = {"theta": _raw(theta), "theta_base": _raw(self._of("theta_base", self._vectors.base, saved.base))}
-        rebases = saved.pull is not None and saved.pull.mode is InstallMode.REBASE_FROM_PUSH
-        if saved.push is not None or rebases:
-            tensors["theta_at_push"] = _raw(self._of("theta_at_push", self._vectors.push, saved.seq))
-        installed = self._vectors.installed
-        if installed is not None:
-            tensors["theta_installed"] = _raw(self._of("theta_installed", installed, self._vectors.installs))
-        residual = self._vectors.residual if saved.residual else None
-        if residual is not None:
-            tensors["residual"] = _raw(self._of("residual", residual, self._vectors.residual_changes))
-        return tensors
-
-    def _copy_of(self, name: str) -> F32:
-        if name not in self._copies:
-            self._copies[name] = (None, self._vectors.empty())
-        return self._copies[name][1]
-
-    def _of(self, name: str, vector: F32, content: object) -> F32:
-        copy = self._copy_of(name)
-        if self._copies[name][0] != content:
-            np.copyto(copy, vector)
-            self._copies[name] = (content, copy)
-        return copy
-
-
 def put_back(checkpoint: Checkpoint, parameters: ParameterStore, vectors: Vectors, *, with_residual: bool) -> None:
     """Make a checkpoint's vectors those of this process, and its theta live. Raises ConfigError where they are of
     another length."""
@@ -355,10 +354,6 @@ def put_back(checkpoint: Checkpoint, parameters: ParameterStore, vectors: Vector
     vectors.restore(_vector(checkpoint, "theta_base", n_elems), at_push, residual, installed)
 
 
-def _raw(vector: F32) -> RawTensor:
-    return RawTensor("F32", vector.shape, vector.view(np.uint8))
-
-
 def _vector(checkpoint: Checkpoint, name: str, n_elems: int) -> F32:
     """Read one of the flat vectors. Raises ConfigError when it is not of this model."""
     raw = checkpoint.tensors.get(name)
@@ -367,7 +362,7 @@ def _vector(checkpoint: Checkpoint, name: str, n_elems: int) -> F32:
     return raw.data.view(np.float32)
 
 
-def saved_in(checkpoint: Checkpoint | CheckpointOfRanks | Manifest, where: Path) -> SavedSession:
+def _saved_in(checkpoint: Manifest, where: Path) -> SavedSession:
     """The session in it. Raises ConfigError for one of another release."""
     try:
         return SavedSession.from_json(checkpoint.content.get("session"))

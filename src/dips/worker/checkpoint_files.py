@@ -44,6 +44,9 @@ ITEM_BYTES: Mapping[str, int] = {
 }
 """safetensors' names of element types, and their sizes."""
 
+INNER = "state."
+"""Prefix of the names of the inner state's tensors in the file of one process; the flat vectors have none."""
+
 ByteArray = NDArray[np.uint8]
 
 

@@ -53,6 +53,7 @@ from dips.worker.config import SECTION, ClientConfig, check
 from dips.worker.parallel.held import Held, Shards, held_here, refuse_ranks_outside
 from dips.worker.parallel.joining import loop_of_ranks
 from dips.worker.parallel.rank_loop import RankLoop
+from dips.worker.parallel.rank_state import TorchState
 from dips.worker.parallel.ranks import Ranks, ranks_here
 from dips.worker.shell import ClusterShell, OtherRanks, is_orderly, reason_of
 from dips.worker.step_checks import FirstBatches, Losses, StepWatch, TokenCheck
@@ -73,7 +74,7 @@ from dips.worker.torch_model import (
     stepped_by,
     untrained_of,
 )
-from dips.worker.torch_state import HasState, TorchState
+from dips.worker.torch_state import HasState
 
 # ---- sigterm ---------------------------------------------------------------------------------------------------------
 #

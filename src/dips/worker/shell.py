@@ -39,6 +39,7 @@ from dips.core.observe.starting import Starting
 from dips.core.observe.tape import Tape
 from dips.core.wire import DIFFERENCES
 from dips.worker.checkpoint import Checkpointing, Checkpoints, InnerState
+from dips.worker.checkpoint_files import CheckpointStore
 from dips.worker.commands import Command, Fetch, KeepPush, Send, ShareOut, Snapshot
 from dips.worker.config import ClientConfig, check, given_times, wire_of
 from dips.worker.control import Heartbeat, MasterClient
@@ -92,16 +93,8 @@ class OtherRanks:
     curve: CurvePair | None
     keys: tuple[bytes, ...]
     part: LeadersPart
-    checkpoints: RanksCheckpoints | None = None
+    checkpoints: Checkpoints | None = None
     former: Mapping[str, str] = field(default_factory=dict)
-
-
-class RanksCheckpoints(Checkpoints, Protocol):
-    """The checkpoints of all ranks."""
-
-    def begin(self, deliver: Callable[[Event], None], tape: Tape) -> None:
-        """Before anything else: where the ends of records go, and the event record."""
-        ...
 
 
 class LeadersPart(Part, Protocol):
@@ -180,17 +173,16 @@ class ClusterShell:
         if isinstance(parameters, OtherRanks):
             self._part: Part = parameters.part
             parameters.part.begin(self._events.put, self.tape, links)
-            if parameters.checkpoints is not None:
-                parameters.checkpoints.begin(self._events.put, self.tape)
-                self._checkpoints = parameters.checkpoints
+            self._checkpoints = parameters.checkpoints
+            if self._checkpoints is not None:
+                self._checkpoints.begin(self._events.put, self.tape)
         else:
             part = self._part = ModelPart(parameters, layout, self._arrived, self._clock, self.tape, curve, links)
             self._between = threading.Thread(target=self._go_on_in_steps, name="dips-exchange", daemon=True)
             if config.checkpoint_dir is not None:
-                self._checkpoints = Checkpointing(
-                    config.checkpoint_dir, config, parameters, part.vectors, inner, self._arrived, self.tape,
-                    self._clock,
-                )  # fmt: skip
+                store = CheckpointStore(config.checkpoint_dir, config.checkpoints_kept)
+                self._checkpoints = Checkpointing(config, store, parameters, part.vectors, inner, self._clock)
+                self._checkpoints.begin(self._arrived, self.tape)
         self._client = MasterClient(config.master, self.security, self._arrived)
         self._heartbeat = Heartbeat(config.master, self.security, self._events.put, self._clock)
         self._resume_label = resume_label

@@ -30,8 +30,10 @@ from dips.core.net.payloads import Memory, Places, SharedLock, SnapshotReady, by
 from dips.core.observe.starting import Starting
 from dips.core.share import Share
 from dips.core.wire import DIFFERENCES, Codec
+from dips.worker.checkpoint_files import RawTensor
 from dips.worker.parameters import ChunkSums, ParameterStore, RoundingStore, StreamingStore
 from dips.worker.state.effects import InstallMode
+from dips.worker.state.saved import SavedSession
 
 # ---- live ------------------------------------------------------------------------------------------------------------
 #
@@ -451,6 +453,49 @@ class _Exact:
                     self._copied.wait(start, stop)
                 self._store.add_rounded_off(self._flat, self._installed, start, stop)
                 self._is_exact[piece] = True
+
+
+class VectorCopies:
+    """Copies of the flat vectors, made on the training thread for the writer, each only when it has changed.
+
+    theta_base changes with the base, theta_at_push with the number of the push; both are in the saved session. The
+    residual of a difference codec is part of a checkpoint while there is one, and so is theta_installed.
+    """
+
+    def __init__(self, vectors: Vectors) -> None:
+        self._vectors = vectors
+        self._copies: dict[str, tuple[object, F32]] = {}
+
+    def take(self, parameters: ParameterStore, saved: SavedSession) -> dict[str, RawTensor]:
+        theta = self._copy_of("theta")
+        parameters.snapshot(theta)
+        tensors = {"theta": _raw(theta), "theta_base": _raw(self._of("theta_base", self._vectors.base, saved.base))}
+        rebases = saved.pull is not None and saved.pull.mode is InstallMode.REBASE_FROM_PUSH
+        if saved.push is not None or rebases:
+            tensors["theta_at_push"] = _raw(self._of("theta_at_push", self._vectors.push, saved.seq))
+        installed = self._vectors.installed
+        if installed is not None:
+            tensors["theta_installed"] = _raw(self._of("theta_installed", installed, self._vectors.installs))
+        residual = self._vectors.residual if saved.residual else None
+        if residual is not None:
+            tensors["residual"] = _raw(self._of("residual", residual, self._vectors.residual_changes))
+        return tensors
+
+    def _copy_of(self, name: str) -> F32:
+        if name not in self._copies:
+            self._copies[name] = (None, self._vectors.empty())
+        return self._copies[name][1]
+
+    def _of(self, name: str, vector: F32, content: object) -> F32:
+        copy = self._copy_of(name)
+        if self._copies[name][0] != content:
+            np.copyto(copy, vector)
+            self._copies[name] = (content, copy)
+        return copy
+
+
+def _raw(vector: F32) -> RawTensor:
+    return RawTensor("F32", vector.shape, vector.view(np.uint8))
 
 
 def chunk_spans(layout: Layout, chunk_bytes: int, share: Share | None = None) -> list[tuple[int, int]]:

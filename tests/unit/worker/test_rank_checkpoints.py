@@ -36,13 +36,11 @@ from dips.worker.parallel.rank_checkpoints import (
     LeadingCheckpoints,
     RankCheckpoints,
     Written,
-    boxes_of,
-    restore_vectors,
 )
-from dips.worker.parallel.rank_state import RankState, dealt, merged
-from dips.worker.parallel.shard_files import SavedShards, write_shards
+from dips.worker.parallel.rank_state import RankState, TorchState, dealt, merged
+from dips.worker.parallel.shard_files import SavedShards, boxes_of, restore_vectors, write_shards
 from dips.worker.torch_model import TorchParameters
-from dips.worker.torch_state import HasState, StateTreeError, TorchState
+from dips.worker.torch_state import HasState, StateTreeError
 from dips.worker.vectors import Vectors
 
 CHUNK_BYTES = 32
@@ -370,10 +368,15 @@ def test_the_newest_of_a_label_is_gone_on_from(tmp_path: Path) -> None:
 
 def of_one_process(folder: Path, loop: Loop, part: Part, **settings: Any) -> Checkpointing:
     inner = TorchState(loop.net, loop.optimizer, {"counter": loop.counter})
-    config, tape = ClientConfig(checkpoint_dir=folder, **settings), Tape(None, "worker", "")
-    return Checkpointing(
-        folder, config, part.parameters, part.vectors, inner, lambda event: None, tape, ManualClock()
-    )  # fmt: skip
+    return begun(folder, ClientConfig(checkpoint_dir=folder, **settings), part, inner, ManualClock())
+
+
+def begun(
+    folder: Path, config: ClientConfig, part: Part, inner: TorchState | None, clock: ManualClock
+) -> Checkpointing:  # fmt: skip
+    kept = Checkpointing(config, CheckpointStore(folder, 3), part.parameters, part.vectors, inner, clock)
+    kept.begin(lambda event: None, Tape(None, "worker", ""))
+    return kept
 
 
 def everything(loop: Loop, part: Part) -> list[Any]:
@@ -632,8 +635,7 @@ def test_the_age_of_a_checkpoint_that_could_never_be_written_counts_from_the_fir
     clock, bench, part = ManualClock(), ClusterBench(), Part(Loop(1))
     bench.begin()
     bench.train(1)
-    settings, tape = ClientConfig(checkpoint_dir=tmp_path, checkpoint_every_s=10.0), Tape(None, "worker", "")
-    kept = Checkpointing(tmp_path, settings, part.parameters, part.vectors, None, lambda event: None, tape, clock)
+    kept = begun(tmp_path, ClientConfig(checkpoint_dir=tmp_path, checkpoint_every_s=10.0), part, None, clock)
     clock.advance(100.0)
     assert math.isnan(kept.written_s), "a process that waits for its run has nothing to lose"
     first_step_s = clock.monotonic_s()

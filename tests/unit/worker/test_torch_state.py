@@ -14,7 +14,8 @@ from support.kept_state import put_back, saved
 
 from dips.core.errors import ConfigError
 from dips.worker.checkpoint_files import CheckpointError
-from dips.worker.torch_state import StateTreeError, TorchState
+from dips.worker.parallel.rank_state import TorchState
+from dips.worker.torch_state import StateTreeError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -25,14 +25,13 @@ from dips.core.model_description import Untrained
 from dips.worker import torch_model
 from dips.worker.parallel.agreement import Agreed, Alone, agree
 from dips.worker.parallel.held import ShardOf, held_here
-from dips.worker.parallel.rank_state import RankState, merged
+from dips.worker.parallel.rank_state import RankState, TorchState, merged
 from dips.worker.parallel.shard_files import SavedShards, write_shards
 from dips.worker.parallel.untrained import untrained_of_ranks
 from dips.worker.state import effects
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.saved import SavedSession
 from dips.worker.torch_model import TorchParameters, description_of, former_names, untrained_of
-from dips.worker.torch_state import TorchState
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -94,6 +94,7 @@ def loop_of_ranks(
         except BaseException as error:
             leading.give_up(error)  # the others have made their loops, and wait in enter()
             raise
+        ranks.tell_late(shell.note_late_ranks)
     return RankLoop(ranks, part, agreed.coordinates, shell, leading, kept, clock=clock, wait_s=config.ranks_wait_s)
 
 

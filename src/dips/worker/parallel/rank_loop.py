@@ -45,8 +45,6 @@ class RankLoop:
         self._trained: list[DataRange] = []
         self._given: list[DataRange] = []
         self.news = GoOn()
-        if shell is not None:
-            ranks.tell_late(shell.note_late_ranks)
         self.held_ranges: tuple[DataRange, ...] = ()
         """Leased to this cluster and not trained on, when news.times_forgotten went up; others may not be."""
 

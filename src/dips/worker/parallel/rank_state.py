@@ -20,10 +20,10 @@ import xxhash
 
 from dips.core.errors import ConfigError
 from dips.worker.checkpoint_files import CheckpointError, RawTensor
-from dips.worker.parallel.agreement import Agreed, Gathering, cells_of
-from dips.worker.parallel.held import Box, Row
+from dips.worker.parallel.agreement import Agreed, Alone, Gathering, agree, cells_of
+from dips.worker.parallel.held import Box, Row, held_here
 from dips.worker.parallel.shard_files import SavedShards, Shard, part_of, whole
-from dips.worker.torch_model import innermost, local, named_buffers
+from dips.worker.torch_model import Optimizers, as_list, former_names, innermost, local, named_buffers
 from dips.worker.torch_state import (
     SAME_OPTIMIZERS,
     HasState,
@@ -44,7 +44,7 @@ Held = Sequence[tuple[str, Box]]
 
 
 class RankState:
-    """capture() and restore(), as worker/torch_state.py has them for one process."""
+    """The state of one rank: capture() copies it, restore() puts it back."""
 
     def __init__(
         self,
@@ -478,3 +478,178 @@ def _digest(skeleton: Any, tensors: Sequence[torch.Tensor]) -> str:
     for tensor in tensors:
         digest.update(raw_of(tensor).data.data)
     return digest.hexdigest()
+
+
+# ---- one process -----------------------------------------------------------------------------------------------------
+
+
+class TorchState:
+    """The state of one process, part by part; restore() gives every part the state that capture() took from it."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizers,
+        parts: Mapping[str, HasState] | None = None,
+        *,
+        buffers: str = "own",
+    ) -> None:
+        """parts: the loop's own things. buffers: as in DiLoCo."""
+        self._optimizers = [kept for each in as_list(optimizer) for kept in _kept_by(each)]
+        self._whole = model, dict(parts or {}), buffers
+        self._named: RankState | None = None
+        self._named_shapes: dict[str, torch.Size] = {}
+        self._has_names = all(type(each).state_dict is torch.optim.Optimizer.state_dict for each in as_list(optimizer))
+        self._parts: dict[str, HasState] = {
+            "optimizer": self._optimizers[0] if len(self._optimizers) == 1 else _SeveralOptimizers(self._optimizers),
+            "buffers": _Buffers(model),
+            **{f"loop.{name}": part for name, part in (parts or {}).items()},
+            "random": RandomState(),
+        }
+        self._copies = HostCopies()
+
+    def capture(self) -> tuple[Any, dict[str, RawTensor]]:
+        """Copy the state of all parts, by names of the full model where that can be. The result is valid until the next
+        capture().
+
+        Raises StateTreeError when a part's state has a value that a checkpoint cannot hold.
+        """
+        if self._has_names:
+            try:
+                named = self._by_names()
+                if _shapes_of(self._whole[0]) != self._named_shapes:
+                    raise StateTreeError("the model has other buffers than at the first checkpoint")
+                return named.capture_whole()
+            except ConfigError as why:
+                _logger.info("only one process can go on from these checkpoints: %s", why)
+                self._has_names = False
+        state = {name: part.state_dict() for name, part in self._parts.items()}
+        skeleton, tensors = flatten(state)
+        raw: dict[str, RawTensor] = {}
+        for name, tensor in tensors.items():
+            source = torch.from_numpy(np.array(tensor)) if isinstance(tensor, np.ndarray) else tensor.detach()
+            refuse_unknown(name, source)
+            raw[name] = raw_of(self._copies.take(name, source))
+        self._copies.wait()
+        return skeleton, raw
+
+    def restore(self, skeleton: Any, tensors: Mapping[str, RawTensor]) -> None:
+        """Give every part its state back. Raises ConfigError when a part is missing or does not accept it."""
+        state = unflatten(skeleton, tensors)
+        if not isinstance(state, dict) or state.keys() != self._parts.keys():
+            there = sorted(state) if isinstance(state, dict) else "nothing"
+            raise ConfigError(
+                f"the checkpoint holds the state of {there}, this loop has {sorted(self._parts)}: resume with the "
+                "same loop, or without --resume"
+            )
+        _refuse_other_optimizers(state["optimizer"], self._optimizers)
+        for name, part in self._parts.items():
+            try:
+                part.load_state_dict(state[name])
+            except (ValueError, KeyError, TypeError, RuntimeError) as error:
+                raise ConfigError(
+                    f"the checkpoint's state of {name!r} does not fit this loop's ({error}): resume with the same "
+                    "model, optimizer and loop, or without --resume"
+                ) from error
+
+    def restore_by_names(self, state: Mapping[str, Any], saved: SavedShards) -> None:
+        """Give every part the state that is kept by names of the full model. Raises ConfigError where it does not fit,
+        CheckpointError for what is not there.
+        """
+        self._by_names().restore(state, saved)
+
+    def _by_names(self) -> RankState:
+        """This process as the only rank of its cluster."""
+        if self._named is not None:
+            return self._named
+        model, parts, buffers = self._whole
+        agreed = agree(Alone(), held_here([model], self._optimizers, buffers=buffers), {})
+        assert agreed is not None, "one that holds its model has a place"
+        self._named_shapes = _shapes_of(model)
+        self._named = RankState(Alone(), agreed, self._optimizers, parts)
+        return self._named
+
+
+def _shapes_of(model: torch.nn.Module) -> dict[str, torch.Size]:
+    return {name: buffer.shape for name, buffer in named_buffers(model)}
+
+
+# ---- several optimizers ----------------------------------------------------------------------------------------------
+
+_KINDS = "kinds"
+"""The state of one optimizer has no such key, and is written as it is."""
+
+
+class _SeveralOptimizers:
+    """The state of optimizers that step different parameters of one model, with their kinds."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def state_dict(self) -> dict[str, Any]:
+        return {_KINDS: _kinds_of(self._optimizers), "states": [each.state_dict() for each in self._optimizers]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for optimizer, saved in zip(self._optimizers, state["states"], strict=True):
+            optimizer.load_state_dict(saved)
+
+
+def _kept_by(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Those whose state_dict() has an optimizer's moments: itself, unless it leaves them to those that it contains."""
+    whole = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    return [optimizer] if whole else innermost([optimizer])
+
+
+def _kinds_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    return [type(each).__name__ for each in optimizers]
+
+
+def _refuse_other_optimizers(state: object, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises ConfigError where several optimizers were saved and others are here, or one of the two is alone, or one
+    with other options was saved than the one here.
+    """
+    saved = state.get(_KINDS) if isinstance(state, Mapping) else None
+    here = _kinds_of(optimizers)
+    if saved is None and len(here) == 1:
+        _refuse_other_options(state, optimizers[0])
+    elif saved != here:
+        there = "one optimizer" if saved is None else " and ".join(map(str, saved))
+        raise ConfigError(
+            f"the checkpoint holds the state of {there}, and this loop has {' and '.join(here)}: {SAME_OPTIMIZERS}"
+        )
+
+
+def _refuse_other_options(state: object, optimizer: torch.optim.Optimizer) -> None:
+    """One optimizer's state does not name its kind, and torch takes another kind's without a word. A release of torch
+    may add options to a kind; another kind also lacks some.
+    """
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    if not groups or not isinstance(groups[0], Mapping):
+        return  # load_state_dict() says what it is
+    common = {"params", "initial_lr"}  # the second is a scheduler's
+    there, here = set(groups[0]) - common, set(optimizer.param_groups[0]) - common
+    if there - here and here - there:
+        raise ConfigError(
+            f"the checkpoint holds the state of an optimizer with {', '.join(sorted(there - here))}, which this loop's "
+            f"{type(optimizer).__name__} does not have: {SAME_OPTIMIZERS}"
+        )
+
+
+class _Buffers:
+    """The model's buffers (running statistics): each cluster has its own, so no version contains them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(named_buffers(self._model))
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        buffers = self.state_dict()
+        plain = {former: name for name, former in former_names(self._model).items()}
+        state = {plain.get(name, name): buffer for name, buffer in state.items()}
+        if buffers.keys() != state.keys():
+            raise KeyError(f"buffers {sorted(state)} were saved, the model has {sorted(buffers)}")
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(state[name])

@@ -223,8 +223,9 @@ class Attendance:
             sleep(min(PAUSE_S, waited_s + SHORT_PAUSE_S))
 
     def late_ranks(self, now_s: float) -> list[int]:
-        """The ranks that have not come to a meeting in which this one waits, or that have not left while others wait for
-        them to; [] before WORD_S."""
+        """The ranks that have not come to a meeting in which this one waits, or that have not left the loop while
+        others have; none before WORD_S.
+        """
         if self._waits is not None:
             meeting, since_s = self._waits
             return self._missing(f"meets/{meeting}") if now_s - since_s >= WORD_S else []

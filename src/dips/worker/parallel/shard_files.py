@@ -21,17 +21,37 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from dips.worker.checkpoint_files import CheckpointError, CheckpointStamp, check_file, places_of, write_durably
+from dips.core.errors import ConfigError
+from dips.core.share import Share
+from dips.worker.checkpoint_files import (
+    INNER,
+    CheckpointError,
+    CheckpointStamp,
+    Manifest,
+    check_file,
+    file_of_one,
+    folder_of_ranks,
+    places_of,
+    write_durably,
+)
 from dips.worker.parallel.held import Box
+from dips.worker.parameters import ParameterStore
 from dips.worker.torch_state import TORCH_DTYPES
+from dips.worker.vectors import Vectors
 
 if TYPE_CHECKING:  # it takes seconds to import, which only those wait for who keep checkpoints
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
     from torch.distributed.checkpoint.planner import ReadItem
 
+F32 = NDArray[np.float32]
+
 PIECE_BYTES = 64 << 20
 """About the most that is written or read at once; a larger box is cut."""
+
+_VECTOR = "vectors."
+"""Prefix of the names of the flat vectors."""
 
 _FILE = re.compile(r"__\d+_0\.distcp\Z")
 
@@ -326,3 +346,106 @@ def _source(item: ReadItem) -> int:
 
 def _slices(offsets: torch.Size, lengths: torch.Size) -> tuple[slice, ...]:
     return tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
+
+
+# ---- a checkpoint ----------------------------------------------------------------------------------------------------
+
+
+def boxes_of(name: str, vector: F32, share: Share, n_elems: int) -> list[Shard]:
+    """A share's vector as boxes of the whole one, of n_elems elements."""
+    whole = torch.from_numpy(vector)
+    return [
+        Shard(_VECTOR + name, (n_elems,), Box((start,), (stop - start,)), whole[place : place + stop - start])
+        for (start, stop), place in zip(share.runs(), share.places.tolist(), strict=True)
+    ]
+
+
+def _read_vector(saved: SavedShards, name: str, share: Share, n_elems: int) -> F32 | None:
+    """None: the checkpoint has no such vector. Raises CheckpointError where it is of another model."""
+    if _VECTOR + name not in saved:
+        return None
+    vector = np.zeros(share.n_elems, np.float32)
+    saved.read(boxes_of(name, vector, share, n_elems))
+    return vector
+
+
+def restore_vectors(vectors: Vectors, saved: SavedShards, share: Share, n_elems: int, *, with_residual: bool) -> None:
+    """Make a checkpoint's vectors those of this process. Raises CheckpointError for what cannot be read."""
+    base = _read_vector(saved, "theta_base", share, n_elems)
+    if base is None:
+        raise CheckpointError("it does not hold theta_base")
+    residual = _read_vector(saved, "residual", share, n_elems) if with_residual else None
+    at_push, installed = _read_vector(saved, "theta_at_push", share, n_elems), None
+    if _VECTOR + "theta_installed" in saved:
+        # Ranks that own no parameter in fewer bits have not written theirs, and nothing reads those elements.
+        installed = base.copy()
+        saved.read(boxes_of("theta_installed", installed, share, n_elems), partly=True)
+    vectors.restore(base, at_push, residual, installed)
+
+
+def install_parameters(parameters: ParameterStore, saved: SavedShards, share: Share, n_elems: int) -> None:
+    """Make a checkpoint's parameters live, on all ranks together. Raises CheckpointError for what cannot be read."""
+    theta = _read_vector(saved, "theta", share, n_elems)
+    if theta is None:
+        raise CheckpointError("it does not hold theta")
+    parameters.install(theta)
+
+
+def shards_of(directory: Path, manifest: Manifest) -> SavedShards:
+    """What ranks, or one process, have written by names of the full model. Raises CheckpointError for all else."""
+    files, number = manifest.files_of_ranks, manifest.number
+    if not manifest.is_by_names:
+        raise CheckpointError(
+            "one process has written it, with a release or an optimizer that keeps its state without names of "
+            "parameters: resume with one process"
+        )
+    if files is None:
+        file = ShardFile.of_one_process(file_of_one(directory, number), manifest.stamp, _name_of)
+        return SavedShards(directory, [file])
+    return SavedShards(folder_of_ranks(directory, manifest.number), [ShardFile.from_json(raw) for raw in files])
+
+
+def _name_of(in_file: str) -> str:
+    return in_file.removeprefix(INNER) if in_file.startswith(INNER) else _VECTOR + in_file
+
+
+def refusal(number: int, directory: Path, error: CheckpointError) -> ConfigError:
+    return ConfigError(f"checkpoint {number} in {directory} does not fit this cluster ({error}): remove it")
+
+
+class CheckpointByNames:
+    """What is kept by names of the full model, as a cluster of one process goes on from it."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        """Reads every byte, and compares it with what was written. Raises CheckpointError."""
+        self.number, self.content = manifest.number, manifest.content
+        self._directory = directory
+        self._saved = shards_of(directory, manifest)
+        self._saved.check()
+
+    def put_back(
+        self,
+        parameters: ParameterStore,
+        vectors: Vectors,
+        restore: Callable[[Mapping[str, Any], SavedShards], None] | None,
+        *,
+        with_residual: bool,
+    ) -> None:
+        """Make it this process's state; restore: takes what belongs to no vector. Raises ConfigError where it does not
+        fit.
+        """
+        n_elems, state = vectors.n_elems, self.content.get("state")
+        all_of_it = Share.of_runs([(0, n_elems)])
+        try:
+            install_parameters(parameters, self._saved, all_of_it, n_elems)
+            restore_vectors(vectors, self._saved, all_of_it, n_elems, with_residual=with_residual)
+            if restore is not None:
+                restore(state_in(state), self._saved)
+        except CheckpointError as error:
+            raise refusal(self.number, self._directory, error) from error
+
+
+def state_in(state: object) -> dict[str, Any]:
+    if not isinstance(state, dict):
+        raise CheckpointError("it has no state of the training loop")
+    return state
