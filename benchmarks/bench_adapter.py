@@ -17,8 +17,8 @@ import statistics
 import time
 from typing import Any
 
-from dips.planner.adapter.pieces import Transfer
-from dips.planner.adapter.play import Comparison, compare
+from dips.planner.adapter.pieces import LinkMessage
+from dips.planner.adapter.play import AdapterComparison, compare
 from dips.planner.adapter.traces import WHOLE, Channel, shipped_traces
 from dips.planner.costs import NS
 from dips.planner.validation.spantrain_adapter import NOMINAL, ORDERS, OVERHEADS_MS, Setting, setting
@@ -28,14 +28,14 @@ def observation_us(messages: int = 20_000) -> float:
     """The mean time to observe one message while nothing changes."""
     rules = setting("1f1b", 0.7).rules()
     border = rules.borders[0]
-    state, transfer = rules.start, Transfer(border.sender, border.receiver, 32, 0, border.busy_ns, border.busy_ns)
+    state, transfer = rules.start, LinkMessage(border.sender, border.receiver, 32, 0, border.busy_ns, border.busy_ns)
     begin = time.perf_counter()
     for _ in range(messages):
         state = rules.observe(state, transfer)
     return (time.perf_counter() - begin) / messages * 1e6
 
 
-def random_case(drawn: random.Random, overheads_ms: tuple[float, ...]) -> Comparison:
+def random_case(drawn: random.Random, overheads_ms: tuple[float, ...]) -> AdapterComparison:
     """A random pipeline, a minute under random bandwidths of 20 to 100 % of its links'."""
     stages = drawn.randint(2, 6)
     one = Setting(

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from dips.core.layout import FLOAT32_BYTES, Layout, Parameter
 from dips.worker.parallel.exchange import Exchange
-from dips.worker.parallel.meetings import Report, tally
+from dips.worker.parallel.meetings import RankReport, tally
 from dips.worker.parallel.orders import GoOn, from_bytes, to_bytes
 from dips.worker.parallel.ownership import Piece, copies_to_holders, copies_to_owners, shares_of_ranks
 from dips.worker.parallel.ranks import PATIENCE, SHORT_BYTES, Ranks, ranks_here
@@ -193,14 +193,14 @@ def exchanged(
 
 def meeting(ranks: Ranks, group: dist.ProcessGroup) -> Meeting:
     """What one costs this rank; call it on all of them."""
-    report, order = Report(steps=1, tokens=4096, loss_sum=4096.0, loss_tokens=4096).numbers(), to_bytes(GoOn())
+    report, order = RankReport(steps=1, tokens=4096, loss_sum=4096.0, loss_tokens=4096).numbers(), to_bytes(GoOn())
     rows = [torch.zeros(len(report), dtype=torch.float64) for _ in range(ranks.n_ranks)]
     word = torch.zeros(SHORT_BYTES, dtype=torch.uint8)
 
     def meet() -> None:
         said = ranks.report(report)
         if ranks.is_leader:
-            tally([Report.of_numbers(numbers) for numbers in said], range(ranks.n_ranks))
+            tally([RankReport.of_numbers(numbers) for numbers in said], range(ranks.n_ranks))
             ranks.say(order)
         else:
             from_bytes(ranks.hear(PATIENCE))

@@ -32,8 +32,8 @@ from dips.planner.schedules.fixed import interleaved_1f1b, zb_h1
 from dips.planner.schedules.greedy import cross_ud
 from dips.planner.schedules.optimal import optimal
 from dips.planner.simulate import simulate
-from dips.planner.spantrain.report import Report, report_of
-from dips.planner.sweep import Case, cases
+from dips.planner.spantrain.report import SpanTrainReport, report_of
+from dips.planner.sweep import GridPoint, cases
 
 RATIOS = [0, 0.25, 0.5, 1, 2]
 
@@ -71,14 +71,14 @@ def summary(times_s: list[float]) -> dict[str, float]:
 
 
 def simulation(
-    make: Callable[[int, int], Schedule], chunks: int, wraps: bool, size: Case, repeats: int
+    make: Callable[[int, int], Schedule], chunks: int, wraps: bool, size: GridPoint, repeats: int
 ) -> dict[str, Any]:
     schedule, costs = make(size.n_pp, size.n_mb), size.costs(chunks, wraps)
     found = seconds(lambda: simulate(schedule, costs), repeats)
     return {"schedule": schedule.name, "ops": schedule.n_ops, "ops_per_s": schedule.n_ops / found["median_s"], **found}
 
 
-def greedy(size: Case, repeats: int) -> dict[str, Any]:
+def greedy(size: GridPoint, repeats: int) -> dict[str, Any]:
     return {"stages": size.n_pp, "microbatches": size.n_mb} | seconds(
         lambda: cross_ud(size.n_pp, size.n_mb, size.costs(), size.limits()), repeats
     )
@@ -115,7 +115,7 @@ def whole_plan(setup: str, repeats: int) -> dict[str, Any]:
 
 def spantrain(setup: str, repeats: int) -> dict[str, Any]:
     """SpanTrain's planner: with other plans (without groups, with idle devices), and the search alone."""
-    problem, kept = read_setup(setup), list[Report]()
+    problem, kept = read_setup(setup), list[SpanTrainReport]()
 
     def plan(alternatives: bool) -> None:
         kept.append(report_of(problem, alternatives=alternatives))
@@ -132,7 +132,7 @@ def spantrain(setup: str, repeats: int) -> dict[str, Any]:
     } | whole
 
 
-def gaps(grid: list[Case], time_limit_s: float) -> dict[str, Any]:
+def gaps(grid: list[GridPoint], time_limit_s: float) -> dict[str, Any]:
     """The greedy's makespan over the solver's bound in each case, and how long the proofs took."""
     ratios, times_s, cpu_s, proved = [], [], [], 0
     for case in grid:
@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes: does everything run?")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
-    size = Case(8, 32, 2, 1, 0.5, 1) if arguments.quick else Case(64, 512, 2, 1, 0.5, 1)
+    size = GridPoint(8, 32, 2, 1, 0.5, 1) if arguments.quick else GridPoint(64, 512, 2, 1, 0.5, 1)
     grid = cases([4], [8], [2, 4], RATIOS, RATIOS, [1, 2])
     found: dict[str, Any] = {
         "setting": {"cpus": os.cpu_count(), "load_1min": os.getloadavg()[0], "machine": platform.machine()},

@@ -9,7 +9,7 @@ from dips.planner.ir import straight
 from dips.planner.schedules.greedy import cross_ud
 from dips.planner.schedules.optimal import optimal
 from dips.planner.simulate import simulate
-from dips.planner.sweep import Case, cases, rows_of
+from dips.planner.sweep import GridPoint, cases, rows_of
 
 RATIOS = [0, 0.25, 0.5, 1, 2]
 
@@ -32,4 +32,4 @@ def test_the_greedy_is_within_five_percent_of_the_best_in_every_case_of_four_dev
 @pytest.mark.parametrize(("n_sites", "latency", "bandwidth"), [(2, 0.25, 0), (4, 0.5, 0.5), (4, 0.25, 2)])
 def test_eight_devices_the_solver_is_never_worse_than_others(n_sites: int, latency: float, bandwidth: float) -> None:
     for memory in (1, 2):
-        check_grid(rows_of(Case(8, 16, n_sites, latency, bandwidth, memory), optimal_s=10.0))
+        check_grid(rows_of(GridPoint(8, 16, n_sites, latency, bandwidth, memory), optimal_s=10.0))

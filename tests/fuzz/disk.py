@@ -32,7 +32,7 @@ from dips.master.state.effects import WriteJournal
 from dips.master.state.ledger import UNREADABLE, commit_from_record, ledger_from_journal, ledger_of
 from dips.slave import snapshot_files as manifests
 from dips.slave.ring import SnapshotStore
-from dips.slave.snapshot_files import Manifest, SnapshotError, build_header
+from dips.slave.snapshot_files import SnapshotError, SnapshotManifest, build_header
 from dips.trainer.export import read_state, serialized
 from dips.worker.checkpoint_files import CheckpointError, CheckpointStore, RawTensor
 from dips.worker.state.effects import PushRecord
@@ -80,7 +80,7 @@ def manifest_bytes() -> bytes:
     sums = (xxhash.xxh3_128_hexdigest(theta),) * 2
     _, head = build_header(INFO, N, sums, "run", "s0")
     return manifests.encode(
-        Manifest(INFO, "run", "s0", "ring-0.safetensors", head.stamp, INFO.version, INFO.round, '{"a":1}')
+        SnapshotManifest(INFO, "run", "s0", "ring-0.safetensors", head.stamp, INFO.version, INFO.round, '{"a":1}')
     )
 
 

@@ -34,7 +34,7 @@ from dips.slave.data_port import Answer, DataPort
 from dips.slave.data_server import DataServer, LoopName
 from dips.slave.landing import LandingJob
 from dips.slave.memory import ThetaBuffer, bytes_of
-from dips.slave.serve_numba import N_SERVED, Loop
+from dips.slave.serve_numba import N_SERVED, ServeLoop
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
 
@@ -134,7 +134,7 @@ class _BulkSlave:
         self.server.open(Slot(PUSH, 1, 0, 1))
 
     def _count_messages(self) -> None:
-        slave, begin_here, serve_compiled = self, DataPort.begin, Loop.serve
+        slave, begin_here, serve_compiled = self, DataPort.begin, ServeLoop.serve
 
         def begin(
             self: DataPort, frames: Sequence[memoryview], peer: bytes = b"", user: str = ""
@@ -142,13 +142,13 @@ class _BulkSlave:
             slave._received += len(frames) > 1
             return begin_here(self, frames, peer, user)
 
-        def serve(self: Loop, until_s: float, refresh_s: float) -> int:
+        def serve(self: ServeLoop, until_s: float, refresh_s: float) -> int:
             why = serve_compiled(self, until_s, refresh_s)
             slave._received += int(self._told[N_SERVED])
             return why
 
         DataPort.begin = begin  # type: ignore[method-assign]
-        Loop.serve = serve  # type: ignore[method-assign]
+        ServeLoop.serve = serve  # type: ignore[method-assign]
 
     def count(self) -> dict[str, Any]:
         while not self._staged.empty():

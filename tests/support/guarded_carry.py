@@ -23,7 +23,7 @@ from dips.core.clock import SystemClock
 from dips.core.math.simd_numba import address
 from dips.core.net import carry_numba, zmq_numba
 from dips.core.net.carriers import _Carrier, _PushCarrier
-from dips.core.net.carry_numba import Loop, PushLoop
+from dips.core.net.carry_numba import PushLoop, TransferLoop
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.payloads import F32, Memory, bytes_of
 from dips.core.net.transfer import SlaveRequest
@@ -134,7 +134,7 @@ class GuardedTransfers(Transfers):
         kind, self._kind = self._kind, "push" if self._kind == "parts" else self._kind
         carrier = self._carrier(wire, SystemClock(), into, compiled=True)
         self._kind, loop = kind, carrier._loop
-        assert isinstance(loop, Loop)
+        assert isinstance(loop, TransferLoop)
         carrier._transfer.columns = loop._columns = _all_in_guards(loop._columns)
         for name in ("_links", "_scratch", "_numbers", "_texts", "_held", "_source", "_landing"):
             if hasattr(loop, name):

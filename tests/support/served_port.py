@@ -40,7 +40,7 @@ from dips.slave.calculation import chunk_checksums
 from dips.slave.data_port import DataPort
 from dips.slave.landing import Sums
 from dips.slave.memory import F32, U8, EncodedShard, ThetaBuffer
-from dips.slave.serve_numba import COMPLETE, IDLE, UNUSUAL, Loop
+from dips.slave.serve_numba import COMPLETE, IDLE, UNUSUAL, ServeLoop
 from dips.slave.state.admission import Admission
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
@@ -127,7 +127,7 @@ class Port:
 class BehindLoop(ABC):
     """A port behind the compiled loop, served one message at a time; `served` counts those that the loop answered."""
 
-    def __init__(self, port: Port, loop: Loop) -> None:
+    def __init__(self, port: Port, loop: ServeLoop) -> None:
         self.port, self.loop, self.peer, self.served, self.left = port, loop, PEER, 0, 0
         loop.renew(port.port)
 
@@ -193,7 +193,7 @@ class TwinLoop(BehindLoop):
         self._patch.setattr(serve_numba, "serve", twins.of(serve_numba.serve))
         self._patch.setattr(serve_numba, "flush", twins.of(serve_numba.flush))
         self._python = self.zmq.for_python()
-        loop = Loop(RUN)
+        loop = ServeLoop(RUN)
         items = np.zeros(2, POLL_ITEM).view(np.recarray)  # whose elements have attributes, as numba's do
         items["socket"] = self.end.underlying, self.other.underlying
         router: Any = self.end
@@ -244,7 +244,7 @@ class GuardedLoop(BehindLoop):
         self._dealer.connect("inproc://port")
         self._message, self._counts, self._sent = new_messages(1), np.zeros(1, np.int64), 0
         self._rooms = [Guarded(1 << 18, at_end=index % 2 == 0) for index in range(2 * MOST_FRAMES)]
-        loop = Loop(RUN)
+        loop = ServeLoop(RUN)
         scratch = loop._scratch
         loop._scratch = scratch._replace(**{name: in_guards(array) for name, array in scratch._asdict().items()})
         loop.watch(self._router, in_guards(poll_items(self._router)))

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from dips.core.config import SettingsFile
 from dips.planner.cluster import ClusterFile, setup_of
 from dips.planner.grouping import Group, group, measured_of
-from dips.planner.spantrain.inside import DEFAULT_RULES, Rules
-from dips.planner.spantrain.search import Candidate, Chain, Level, divisors, least_s, simulated
+from dips.planner.spantrain.inside import DEFAULT_RULES, SecondLevelRules
+from dips.planner.spantrain.search import Chain, FirstLevelChoice, Level, divisors, least_s, simulated
 from dips.planner.spantrain.work import work_of
 
 WAN_GBPS, LAN_GBPS = (0.02, 0.05, 0.1, 0.2), (0.5, 1, 4, 10)
@@ -72,12 +72,12 @@ def grouped(setup: ClusterFile) -> tuple[Group, ...]:
     return group(measured_of(setup)).groups
 
 
-def candidates(level: Level) -> Iterator[Candidate]:
+def candidates(level: Level) -> Iterator[FirstLevelChoice]:
     n, units = len(level.groups), level.work.units
     for order in permutations(range(n)):
         for cuts in combinations(range(1, units), n - 1):
             bounds = (0, *cuts, units)
-            yield Candidate(order, tuple(b - a for a, b in pairwise(bounds)))
+            yield FirstLevelChoice(order, tuple(b - a for a, b in pairwise(bounds)))
 
 
 class Best(NamedTuple):
@@ -85,7 +85,7 @@ class Best(NamedTuple):
     iteration_s: float | None  # the least simulated one; None: nothing fits
 
 
-def brute_force(setup: ClusterFile, rules: Rules = DEFAULT_RULES) -> Best:
+def brute_force(setup: ClusterFile, rules: SecondLevelRules = DEFAULT_RULES) -> Best:
     """The best of all orders, divisions and microbatch sizes, each simulated unless its lower bound is too long."""
     groups, equation_s = grouped(setup), {}
     batch = setup.training.microbatches * setup.training.microbatch_sequences

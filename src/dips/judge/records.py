@@ -278,7 +278,7 @@ def _unchanged(path: Path, data: bytes) -> bool:
         return False
 
 
-def non_finite(path: Path, manifest: manifests.Manifest) -> dict[str, int]:
+def non_finite(path: Path, manifest: manifests.SnapshotManifest) -> dict[str, int]:
     """Count the elements of theta and momentum that are NaN or infinite. Raises SnapshotError and OSError."""
     with path.open("rb") as file:
         head = read_head(file, str(path))

@@ -17,7 +17,7 @@ from dips.planner.plan import Plan, make_plan, read_plan, ready_folder, write_pl
 from dips.planner.problem import Problem
 from dips.planner.profile import read_profile
 from dips.planner.simulate import Timeline
-from dips.planner.sweep import UNCALIBRATED, Case, SweepOverheads, SweepRow, cases, overheads_of, rows_of
+from dips.planner.sweep import UNCALIBRATED, GridPoint, SweepOverheads, SweepRow, cases, overheads_of, rows_of
 from dips.planner.validate import check_complete, validate
 
 MOST_SECONDS = 3600.0
@@ -135,7 +135,7 @@ def calibrated(profile: str | Path | None, operation_ms: float | None) -> SweepO
     return overheads_of(calibration, operation_ms)
 
 
-def swept(grid: Iterable[Case], optimal: bool, seconds: float) -> Iterator[SweepRow]:
+def swept(grid: Iterable[GridPoint], optimal: bool, seconds: float) -> Iterator[SweepRow]:
     """The rows of each case, one case after another. Raises ConfigError."""
     if not 0 < seconds <= MOST_SECONDS:
         raise PlanError(

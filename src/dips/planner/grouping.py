@@ -66,17 +66,17 @@ class Measured:
         return self.message_bytes * 8 / 1e9 / time_s if time_s else math.inf
 
 
-class Part(NamedTuple):
+class GroupPart(NamedTuple):
     """Devices of one site, all in the same group."""
 
     site: int
     devices: int
 
 
-Parts = tuple[Part, ...]
+Parts = tuple[GroupPart, ...]
 
 
-class Step(NamedTuple):
+class MergeStep(NamedTuple):
     """A merge that was made, or refused at the end."""
 
     left: Parts
@@ -97,7 +97,7 @@ class Group:
     """Devices with a fast network between them."""
 
     subgroups: tuple[Subgroup, ...]
-    steps: tuple[Step, ...]  # how the subgroups were made
+    steps: tuple[MergeStep, ...]  # how the subgroups were made
 
     @property
     def parts(self) -> Parts:
@@ -124,7 +124,7 @@ class Grouping:
     threshold_gbps: float
     alike: float
     groups: tuple[Group, ...]
-    steps: tuple[Step, ...]  # of the first level
+    steps: tuple[MergeStep, ...]  # of the first level
     margins: tuple[Margin, ...]  # the least of each level; none where it has one device alone
 
 
@@ -196,15 +196,15 @@ def group(measured: Measured, threshold_gbps: float = THRESHOLD_GBPS, alike: flo
     )
 
 
-def _first_parts(measured: Measured, limit_s: float) -> tuple[list[Part], list[Step]]:
+def _first_parts(measured: Measured, limit_s: float) -> tuple[list[GroupPart], list[MergeStep]]:
     """What the first level begins with: devices. Those of one site are one part from the beginning where they would
     merge before anything else: their own network is within the threshold, and no slower than the site's links."""
     parts, steps = [], []
     for site, (count, times_s) in enumerate(zip(measured.devices, measured.times_s, strict=True)):
         own_s = times_s[site]
         if count > 1 and _within(own_s, limit_s) and own_s <= min(times_s):
-            parts.append(Part(site, count))
-            steps.append(Step((Part(site, count),), (), own_s, True))
+            parts.append(GroupPart(site, count))
+            steps.append(MergeStep((GroupPart(site, count),), (), own_s, True))
         elif len(parts) + count > MOST_PARTS:
             raise PlanError(
                 f"{measured.file} [[sites]] {site + 1}: devices = {count}, and their network is slower than the "
@@ -212,14 +212,14 @@ def _first_parts(measured: Measured, limit_s: float) -> tuple[list[Part], list[S
                 "lower --threshold"
             )
         else:
-            parts += [Part(site, 1)] * count
+            parts += [GroupPart(site, 1)] * count
     return parts, steps
 
 
 def _divided(measured: Measured, parts: Parts, alike: float) -> Group:
     """A group of the first level, divided into subgroups."""
     sites = sorted({part.site for part in parts})
-    counts = [Part(site, _devices(tuple(part for part in parts if part.site == site))) for site in sites]
+    counts = [GroupPart(site, _devices(tuple(part for part in parts if part.site == site))) for site in sites]
 
     def power(some: Parts) -> float:
         return math.fsum(part.devices * measured.powers[part.site] for part in some) / _devices(some)
@@ -233,12 +233,12 @@ def _divided(measured: Measured, parts: Parts, alike: float) -> Group:
 
 
 def _merged(
-    parts: Sequence[Part], apart: Callable[[Parts, Parts], float], limit: float
-) -> tuple[list[Parts], list[Step]]:
+    parts: Sequence[GroupPart], apart: Callable[[Parts, Parts], float], limit: float
+) -> tuple[list[Parts], list[MergeStep]]:
     """Merge the two groups that are nearest, again and again, while they are no further apart than the limit; of equal
     ones, those that the file has first. Returns the groups at the end, and all merges, then those refused."""
     groups: dict[int, tuple[int, Parts]] = {number: (number, (part,)) for number, part in enumerate(parts)}
-    steps: list[Step] = []
+    steps: list[MergeStep] = []
 
     def entry(a: int, b: int) -> tuple[float, int, int, int, int]:
         (first, left), (second, right) = groups[a], groups[b]
@@ -252,7 +252,7 @@ def _merged(
             continue
         merged = _within(distance, limit)
         left, right = groups[a][1], groups[b][1]
-        steps.append(Step(left, right, distance, merged))
+        steps.append(MergeStep(left, right, distance, merged))
         if merged:
             del groups[a], groups[b]
             number = len(parts) + len(steps)
@@ -309,7 +309,7 @@ def grouping_json(found: Grouping) -> dict[str, Any]:
     def parts(some: Parts) -> list[dict[str, Any]]:
         return [{"site": measured.sites[part.site], "devices": part.devices} for part in some]
 
-    def step(one: Step) -> dict[str, Any]:
+    def step(one: MergeStep) -> dict[str, Any]:
         return {"left": parts(one.left), "right": parts(one.right), "merged": one.merged}
 
     return {

@@ -267,7 +267,7 @@ def _check(problem: Problem, division: Division, schedules: Sequence[Schedule], 
 TABLES = ("measured", "stages", "links")
 
 
-class MeasuredRun(Knobs):
+class MeasuredTable(Knobs):
     """The table [measured]: where the numbers come from."""
 
     source: str = Field(min_length=1, description="who measured, when and how: one text for all numbers of the file")
@@ -298,7 +298,7 @@ class MeasuredFile:
     """The content of a whole file."""
 
     file: str
-    run: MeasuredRun
+    run: MeasuredTable
     stages: tuple[MeasuredStage, ...]  # in their order, or none
     links: tuple[MeasuredLink, ...]
 
@@ -313,7 +313,7 @@ def read_measured(file: Path) -> MeasuredFile:
         raise PlanError(f'{file}: the table [measured] is missing: add it, with source = "who measured, and how"')
     found = MeasuredFile(
         str(file),
-        tables.settings(MeasuredRun, "measured"),
+        tables.settings(MeasuredTable, "measured"),
         tables.settings_of_rows(MeasuredStage, "stages"),
         tables.settings_of_rows(MeasuredLink, "links"),
     )

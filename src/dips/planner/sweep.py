@@ -65,7 +65,7 @@ UNCALIBRATED = SweepOverheads()
 
 
 @dataclass(frozen=True)
-class Case:
+class GridPoint:
     """One point of the grid."""
 
     n_pp: int
@@ -127,14 +127,14 @@ def cases(
     memories: Sequence[float],
     *,
     overheads: SweepOverheads = UNCALIBRATED,
-) -> list[Case]:
+) -> list[GridPoint]:
     """The grid, checked as a whole before anything is computed. Raises PlanError."""
     blocks = sum(stages) * sum(microbatches) * len(sites) * len(latencies) * len(bandwidths) * len(memories)
     sizes = itertools.product(dict.fromkeys(stages), dict.fromkeys(microbatches), dict.fromkeys(sites))
     delays = itertools.product(dict.fromkeys(latencies), dict.fromkeys(bandwidths), dict.fromkeys(memories))
     found = []
     for size, delay in itertools.product(sizes, delays):
-        case = Case(*size, *delay, overheads)
+        case = GridPoint(*size, *delay, overheads)
         _check(case)
         found.append(case)
         if blocks > MOST_BLOCKS_OF_A_GRID:
@@ -145,7 +145,7 @@ def cases(
     return found
 
 
-def _check(case: Case) -> None:
+def _check(case: GridPoint) -> None:
     for value in (case.latency, case.bandwidth, case.memory, case.overheads.operation, case.overheads.message):
         if not math.isfinite(value) or value > MOST:
             raise PlanError(f"{value:g} is not a number that can be planned with: give one up to {MOST:g}")
@@ -165,13 +165,13 @@ def _check(case: Case) -> None:
     equal_sites(case.n_pp, case.n_sites)
 
 
-def names_of(case: Case, optimal: bool = False) -> list[str]:
+def names_of(case: GridPoint, optimal: bool = False) -> list[str]:
     """The schedules that a case has rows for. Interleaved 1F1B takes a multiple of its devices as microbatches."""
     fits = {name: name != "interleaved_1f1b" or case.n_mb % case.n_pp == 0 for name in SCHEDULES}
     return [*(name for name in SCHEDULES if fits[name]), *(OPTIMAL if optimal else ())]
 
 
-def check_compared(grid: Sequence[Case], over: str, optimal: bool) -> None:
+def check_compared(grid: Sequence[GridPoint], over: str, optimal: bool) -> None:
     """Raise PlanError when a case has no row of `over`, before anything is computed."""
     for case in grid:
         names = names_of(case, optimal)
@@ -182,7 +182,7 @@ def check_compared(grid: Sequence[Case], over: str, optimal: bool) -> None:
             )
 
 
-def rows_of(case: Case, optimal_s: float = 0.0) -> Iterator[SweepRow]:
+def rows_of(case: GridPoint, optimal_s: float = 0.0) -> Iterator[SweepRow]:
     """The rows of one case, every schedule. optimal_s > 0: the solver's too, with so much time for each.
 
     Static schedules have no memory limit: their peak_activations say what they need.
@@ -197,7 +197,7 @@ def rows_of(case: Case, optimal_s: float = 0.0) -> Iterator[SweepRow]:
         yield _optimum(case, OPTIMAL[1], wave(case.n_pp), case.costs(2), back, optimal_s)
 
 
-def _best_cut(case: Case, others: Sequence[Schedule], costs: Costs, time_limit_s: float) -> SweepRow:
+def _best_cut(case: GridPoint, others: Sequence[Schedule], costs: Costs, time_limit_s: float) -> SweepRow:
     """The shorter one of the schedule with whole blocks and, if the greedy is better with parts, one with as many
     parts."""
     place = straight(case.n_pp)
@@ -211,7 +211,7 @@ def _best_cut(case: Case, others: Sequence[Schedule], costs: Costs, time_limit_s
 
 
 def _optimum(
-    case: Case, name: str, places: Sequence[int], costs: Costs, others: Sequence[Schedule], time_limit_s: float
+    case: GridPoint, name: str, places: Sequence[int], costs: Costs, others: Sequence[Schedule], time_limit_s: float
 ) -> SweepRow:
     """The solver's schedule, begun at the best of `others`, of the same kind, that fits; never worse than that."""
     from dips.planner.schedules.optimal import optimal  # OR-tools: a second to import, and only needed here
@@ -225,7 +225,7 @@ def _optimum(
 
 
 def _row(
-    case: Case,
+    case: GridPoint,
     schedule: Schedule,
     costs: Costs,
     name: str,

@@ -22,7 +22,7 @@ from dips.planner.problem import Problem, assumptions, regrouped
 
 
 @dataclass(frozen=True)
-class Split:
+class DeviceSplit:
     """One way to split devices and batch."""
 
     pipeline: int  # stages
@@ -42,10 +42,10 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SplitChoice:
     """One way to split, with the best schedule for it."""
 
-    split: Split
+    split: DeviceSplit
     plan: Plan
 
     @property
@@ -66,7 +66,7 @@ class Choice:
 class Impossible:
     """A way to split that is not possible, and the reason as a sentence."""
 
-    split: Split
+    split: DeviceSplit
     why: str
 
 
@@ -75,17 +75,17 @@ class Tradeoff:
     """The result."""
 
     problem: Problem
-    choices: tuple[Choice, ...]  # the fastest first
+    choices: tuple[SplitChoice, ...]  # the fastest first
     impossible: tuple[Impossible, ...]
 
 
 def tradeoff(problem: Problem) -> Tradeoff:
     """Plan every way to split. Raises PlanError when none is possible, with the first reasons."""
-    choices: list[Choice] = []
+    choices: list[SplitChoice] = []
     impossible: list[Impossible] = []
     for split in splits(problem):
         try:
-            choices.append(Choice(split, make_plan(pipelines_of(divided_so(problem, split)), sensitivity=False)))
+            choices.append(SplitChoice(split, make_plan(pipelines_of(divided_so(problem, split)), sensitivity=False)))
         except PlanError as error:
             impossible.append(Impossible(split, str(error)))
     if not choices:
@@ -95,7 +95,7 @@ def tradeoff(problem: Problem) -> Tradeoff:
     return Tradeoff(problem, tuple(choices), tuple(impossible))
 
 
-def splits(problem: Problem) -> Iterator[Split]:
+def splits(problem: Problem) -> Iterator[DeviceSplit]:
     """All ways with the same stages x replicas and the same microbatches in all, fewest stages first; some are
     impossible."""
     training, n_sites = problem.setup.training, len(problem.setup.sites)
@@ -103,14 +103,14 @@ def splits(problem: Problem) -> Iterator[Split]:
     for pipeline in _divisors(places):
         data = places // pipeline
         for groups in _divisors(n_sites):
-            yield Split(pipeline, data, batch // data, groups, n_sites)
+            yield DeviceSplit(pipeline, data, batch // data, groups, n_sites)
 
 
 def _divisors(n: int) -> list[int]:
     return [k for k in range(1, n + 1) if n % k == 0]
 
 
-def divided_so(problem: Problem, split: Split) -> Problem:
+def divided_so(problem: Problem, split: DeviceSplit) -> Problem:
     """The problem of one way to split. Raises PlanError when it is not possible."""
     training = problem.setup.training
     batch = training.microbatches * training.data
@@ -172,7 +172,7 @@ def tradeoff_json(found: Tradeoff) -> dict[str, Any]:
     }
 
 
-def _choice_json(found: Tradeoff, choice: Choice, best_s: float) -> dict[str, Any]:
+def _choice_json(found: Tradeoff, choice: SplitChoice, best_s: float) -> dict[str, Any]:
     sites, best = found.problem.setup.sites, choice.best
     return {
         **_split_json(choice.split),
@@ -192,7 +192,7 @@ def _choice_json(found: Tradeoff, choice: Choice, best_s: float) -> dict[str, An
     }
 
 
-def _split_json(split: Split) -> dict[str, Any]:
+def _split_json(split: DeviceSplit) -> dict[str, Any]:
     return {
         "pipeline": split.pipeline,
         "data": split.data,

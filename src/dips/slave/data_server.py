@@ -42,7 +42,7 @@ from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.slave.data_port import Answer, DataPort, Figures, landed
 from dips.slave.landing import KnownReceipts, LandingJob
 from dips.slave.memory import F32, ThetaBuffer
-from dips.slave.serve_numba import COMPLETE, NEWS, UNUSUAL, Loop
+from dips.slave.serve_numba import COMPLETE, NEWS, UNUSUAL, ServeLoop
 from dips.slave.state.admission import Admission
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
@@ -559,11 +559,11 @@ class DataServer:
 
     # ---- the compiled loop ----
 
-    def _compiled(self) -> Loop | None:
+    def _compiled(self) -> ServeLoop | None:
         """The compiled loop, unless something is on just now that only the Python loop does."""
         return None if self._delivered is not None or "slave.data.before_answer" in hits() else self._loop
 
-    def _turn_compiled(self, loop: Loop) -> None:
+    def _turn_compiled(self, loop: ServeLoop) -> None:
         """As the rest of _turn(), waiting included; loop: serves all messages but those that it leaves."""
         if self._renew:
             loop.renew(self._port)
@@ -587,7 +587,7 @@ class DataServer:
             if loop.is_ready(1):
                 os.read(self._wake_read, 4096)
 
-    def _until_s(self, loop: Loop) -> float:
+    def _until_s(self, loop: ServeLoop) -> float:
         """When to look at other things again though no message came."""
         now_s, until_s = time.monotonic(), math.inf
         if self._handshakes.unsettled:
@@ -752,7 +752,7 @@ class DataServer:
         self._ended = True
 
 
-def _loop_for(name: LoopName, run_id: str, data_threads: int, checks_xxh3: bool) -> Loop | None:
+def _loop_for(name: LoopName, run_id: str, data_threads: int, checks_xxh3: bool) -> ServeLoop | None:
     """The compiled loop; None: the Python loop serves alone. Raises ConfigError where the compiled one was asked for by
     name and cannot be had."""
     why_python = why_not()
@@ -763,7 +763,7 @@ def _loop_for(name: LoopName, run_id: str, data_threads: int, checks_xxh3: bool)
     if name == "compiled" and why_python:
         raise ConfigError(f"the data port's compiled loop cannot be had: {why_python}")
     wanted = AUTO if name == "auto" else name
-    return None if wanted == "python" or why_python else Loop(run_id)
+    return None if wanted == "python" or why_python else ServeLoop(run_id)
 
 
 def _through_failpoint(frames: list[bytes | memoryview]) -> list[list[bytes | memoryview]]:

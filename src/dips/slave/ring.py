@@ -25,9 +25,9 @@ from dips.slave.memory import DISK_RETRY_S, F32, U8, bytes_of
 from dips.slave.snapshot_files import (
     HEADER_BYTES,
     NO_RESIDUAL,
-    Manifest,
     SlotContent,
     SnapshotError,
+    SnapshotManifest,
     build_header,
     encode,
     file_bytes,
@@ -301,7 +301,9 @@ class Ring:
             text = record.decode()
         except UnicodeDecodeError as error:
             raise Refused(RefusalCode.MALFORMED, f"the COMMIT record of {info.round} is not text: {error}") from error
-        manifest = Manifest(info, *self._owner, ring_name(slot), content.head.stamp, said.version, said.round, text)
+        manifest = SnapshotManifest(
+            info, *self._owner, ring_name(slot), content.head.stamp, said.version, said.round, text
+        )
         try:
             replace_durably(self._disk, name, encode(manifest))
         except OSError as error:

@@ -228,7 +228,7 @@ class Tables(NamedTuple):
     readers: Readers
 
 
-class Scratch(NamedTuple):
+class ServeScratch(NamedTuple):
     """Memory of serve(), without meaning before and after, but for messages that it leaves."""
 
     messages: Messages  # routing id, header, payload; then routing ids of held acknowledgements
@@ -248,7 +248,7 @@ class Scratch(NamedTuple):
 
 @compiled
 def serve(
-    router: int, items: PollItems, until_s: float, refresh_s: float, tables: Tables, scratch: Scratch, lent: I64,
+    router: int, items: PollItems, until_s: float, refresh_s: float, tables: Tables, scratch: ServeScratch, lent: I64,
     free: int, told: I64,
 ) -> int:  # fmt: skip
     """Serve messages until there is something for Python: ENOUGH, IDLE, NEWS, UNUSUAL, COMPLETE or FAILED.
@@ -345,7 +345,7 @@ def _receive(router: int, message: int) -> int:
 
 
 @compiled
-def _put(tables: Tables, scratch: Scratch, head: int, body: int) -> tuple[int, bool]:
+def _put(tables: Tables, scratch: ServeScratch, head: int, body: int) -> tuple[int, bool]:
     """Land a chunk. Returns the push's row and whether this made it complete; row -1: it is left to Python."""
     value, rows, places, sums = scratch.value, tables.rows, tables.places, tables.sums
     row = _row_of(rows, value, scratch.length)
@@ -426,7 +426,7 @@ def _part_of(sums: F64, row: int, first: int, n: int) -> Any:
 
 
 @compiled
-def _get(tables: Tables, scratch: Scratch, peer: int, head: int, body: int, lent: I64, free: int) -> int:
+def _get(tables: Tables, scratch: ServeScratch, peer: int, head: int, body: int, lent: I64, free: int) -> int:
     """Make the answer to a request for a chunk: its header in scratch.answer, its payload in `body`. Returns the
     header's length; -1: it is left to Python."""
     value, length, versions, readers = scratch.value, scratch.length, tables.versions, tables.readers
@@ -511,7 +511,7 @@ def _reader(readers: Readers, number: Any) -> int:
 
 
 @compiled
-def _hold(tables: Tables, scratch: Scratch, told: I64, row: int, peer: int) -> None:
+def _hold(tables: Tables, scratch: ServeScratch, told: I64, row: int, peer: int) -> None:
     """Write the acknowledgement of a chunk of this row, and keep it with its routing id."""
     rows, at = tables.rows, told[HELD]
     complete = rows.counts[row, N_LANDED] == rows.landed.shape[1]
@@ -525,7 +525,7 @@ def _hold(tables: Tables, scratch: Scratch, told: I64, row: int, peer: int) -> N
 
 
 @compiled
-def _flush(router: int, scratch: Scratch, told: I64) -> bool:
+def _flush(router: int, scratch: ServeScratch, told: I64) -> bool:
     """Send what is held. False: libzmq failed, told[ERRNO] says how."""
     for index in range(told[HELD]):
         peer = address_of(scratch.messages) + MESSAGE_BYTES * (3 + index)
@@ -542,7 +542,7 @@ flush = _flush
 
 
 @compiled
-def _send_chunk(router: int, scratch: Scratch, peer: int, body: int, n_header: int, told: I64) -> bool:
+def _send_chunk(router: int, scratch: ServeScratch, peer: int, body: int, n_header: int, told: I64) -> bool:
     """Send the answer that _get() made. False as for _flush()."""
     if not _reaches(router, peer, told):
         zmq_msg_close(body)
@@ -610,7 +610,7 @@ class Lent:
         self._arrays = [*arrays, *earlier]
 
 
-class Loop:
+class ServeLoop:
     """serve(), with the tables of one data port. On the data thread only.
 
     renew() before serve() whenever the port's tables changed, and settle() after it.
@@ -618,7 +618,7 @@ class Loop:
 
     def __init__(self, run_id: str) -> None:
         self._run_id = text_of(run_id)
-        self._scratch = Scratch(
+        self._scratch = ServeScratch(
             *(new_messages(3 + TOGETHER), np.zeros((TOGETHER, ANSWER_BYTES), np.uint8), np.zeros(TOGETHER, np.int64)),
             *(np.zeros(ANSWER_BYTES, np.uint8), np.zeros(N_FIELDS, np.int64), np.zeros(N_FIELDS, np.int64)),
             *(np.zeros(8, np.uint64), np.zeros(LANES, np.float64)),
@@ -849,7 +849,7 @@ def warm_up() -> None:
     """Compile (or load from the cache) everything, so that the first message is not slow."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context, context.socket(zmq.ROUTER) as router:
-        loop = Loop("")
+        loop = ServeLoop("")
         loop.watch(router, poll_items(router))
         loop.serve(-math.inf, 0.0)
         loop.flush()

@@ -227,7 +227,7 @@ MANIFEST_FORMAT = "dips-manifest-2"
 
 
 @dataclass(frozen=True)
-class Manifest:
+class SnapshotManifest:
     """One manifest."""
 
     info: SnapshotInfo  # committed
@@ -256,7 +256,7 @@ class Manifest:
         )
 
 
-def encode(manifest: Manifest) -> bytes:
+def encode(manifest: SnapshotManifest) -> bytes:
     """The file's bytes: JSON, the body and its checksum."""
     info = manifest.info
     body = {
@@ -279,7 +279,7 @@ def encode(manifest: Manifest) -> bytes:
     return json.dumps({"body": body, "xxh3_128": _checksum(body)}, indent=1).encode()
 
 
-def decode(data: bytes, where: str) -> Manifest:
+def decode(data: bytes, where: str) -> SnapshotManifest:
     """Read a manifest. Raises SnapshotError when it is damaged or of another release."""
     try:
         outer = json.loads(data)
@@ -295,7 +295,7 @@ def decode(data: bytes, where: str) -> Manifest:
             committed=True,
             commit_hash=bytes.fromhex(body["commit_hash"]),
         )
-        return Manifest(
+        return SnapshotManifest(
             info,
             body["run_id"],
             body["slave_id"],
@@ -376,7 +376,7 @@ def _stock(disk: Disk, slot: int, names: list[str], owner: tuple[str, str], prob
         return shadow
 
 
-def read_manifest(disk: Disk, slot: int, head: FileHead) -> Manifest:
+def read_manifest(disk: Disk, slot: int, head: FileHead) -> SnapshotManifest:
     """The manifest of a slot whose file has this head. Raises SnapshotError unless it names that very file."""
     where = disk.where(manifest_name(slot))
     with disk.open(manifest_name(slot)) as file:

@@ -11,12 +11,12 @@ from support.repository import ROOT
 from dips.local.sizing import SizeKnobs, size
 from dips.planner.api import pose
 from dips.planner.commands.plan_clusters import asynchronous_clusters
-from dips.planner.commands.plan_systems import Decision, System, decide, decision_json
+from dips.planner.commands.plan_systems import System, SystemChoice, decide, decision_json
 from dips.planner.commands.plan_ways import reasons
 from dips.planner.errors import PlanError
 from dips.planner.plan import make_plan
 from dips.planner.problem import Problem
-from dips.planner.scaleacross.report import Report
+from dips.planner.scaleacross.report import ScaleAcrossReport
 
 EXAMPLE = ROOT / "examples" / "04-plan-a-schedule" / "sites.toml"
 QUICK = ["1f1b", "zb_h1", "cross_ud/1", "jeeves"]
@@ -38,7 +38,7 @@ def assuming(problem: Problem, **changes: object) -> Problem:
     return replace(problem, setup=replace(problem.setup, asynchronous=assumed))
 
 
-def decided(problem: Problem) -> Decision:
+def decided(problem: Problem) -> SystemChoice:
     return decide(problem, PIPELINES, sensitivity=False)
 
 
@@ -102,7 +102,7 @@ def test_scaleacross_explorer_reads_the_same_file(problem: Problem) -> None:
     small = problem.with_training(pipeline=2, data=2, microbatches=4, tensor=8)
     found = decide(small, (System.SCALEACROSS,), sensitivity=False)
     (answer,) = found.answers
-    assert isinstance(answer.found, Report)
+    assert isinstance(answer.found, ScaleAcrossReport)
     best = answer.found.explored.best[0]
     assert found.plan is None
     assert answer.iteration_s == best.links_s >= best.printed_s

@@ -15,8 +15,8 @@ from dips.planner.cluster import ClusterFile, read_setup
 from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule
 from dips.planner.spantrain.inside import DEFAULT_RULES
-from dips.planner.spantrain.report import Report, report_of, slowest_stage, unseen, write_report
-from dips.planner.spantrain.search import Candidate, Found, Level, simulated
+from dips.planner.spantrain.report import SpanTrainReport, report_of, slowest_stage, unseen, write_report
+from dips.planner.spantrain.search import FirstLevelChoice, Found, Level, simulated
 from dips.planner.spantrain.work import work_of
 
 
@@ -32,11 +32,11 @@ def two_regions(**training: object) -> ClusterFile:
 
 
 @pytest.fixture(scope="module")
-def found() -> Report:
+def found() -> SpanTrainReport:
     return report_of(two_regions(data=1))
 
 
-def test_devices_layers_and_memory(found: Report) -> None:
+def test_devices_layers_and_memory(found: SpanTrainReport) -> None:
     rows = found.devices()
     assert sum(row.devices for row in rows) == 4
     layers = {row.stage: (row.first_layer, row.layers) for row in rows}
@@ -55,7 +55,7 @@ def test_devices_layers_and_memory(found: Report) -> None:
         assert row.state_bytes + row.activation_bytes <= row.memory_bytes
 
 
-def test_json(found: Report) -> None:
+def test_json(found: SpanTrainReport) -> None:
     told = json.loads(json.dumps(found.to_json()))
     assert told["iteration_s"] == found.iteration_s == found.best.iteration_s
     assert told["samples_per_s"] == pytest.approx(12 / found.iteration_s)
@@ -119,7 +119,7 @@ def test_a_link_that_several_messages_share_is_named() -> None:
     work = work_of(setup, 2)
     level = Level(work, grouped(setup), 8, DEFAULT_RULES)
     for order, shared in (((0, 2, 1, 3), True), ((0, 1, 2, 3), False)):
-        chain = level.chain(Candidate(order, (2, 2, 2, 2)))
+        chain = level.chain(FirstLevelChoice(order, (2, 2, 2, 2)))
         assert chain is not None
         said = [
             one for one in unseen(setup, Found([simulated(work, chain)], works={2: work})) if "share the link" in one
@@ -128,7 +128,7 @@ def test_a_link_that_several_messages_share_is_named() -> None:
         assert said == (wanted if shared else [])
 
 
-def test_files(found: Report, tmp_path: Path) -> None:
+def test_files(found: SpanTrainReport, tmp_path: Path) -> None:
     """They are written into a new folder; plan.csv holds the schedule, trace.json its operations."""
     files = write_report(found, tmp_path / "new" / "plan")
     names = [file.name for file in files]

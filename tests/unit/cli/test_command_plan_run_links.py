@@ -24,7 +24,7 @@ from dips.planner.replan import read_running
 from dips.planner.run.links import RankReport, job_file, read_job, write_job, write_report
 from dips.planner.schedules import SCHEDULES
 from dips.planner.simulate import simulate
-from dips.planner.sweep import Case
+from dips.planner.sweep import GridPoint
 
 NOTHING_GIVEN: dict[str, float | None] = dict.fromkeys(CASE)
 NEAR: dict[str, float | None] = {**NOTHING_GIVEN, "latency": 0.0, "bandwidth": 0.0}
@@ -159,7 +159,7 @@ def test_the_files_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("sites", [2, 4])
 def test_a_name_with_sites_is_the_case_of_the_sweep(name: str, sites: int) -> None:
-    case = Case(4, 8, sites, 0.5, 0.25, 1)
+    case = GridPoint(4, 8, sites, 0.5, 0.25, 1)
     schedule, costs = case.schedule(name)
     problem = plan_swap.problem_of(case, 2)
     division = problem.uniform(schedule.n_stages)

@@ -16,7 +16,7 @@ from dips.cli import main
 from dips.core.errors import ConfigError
 from dips.planner.profile import LayerTime, read_profile
 from dips.planner.run import device_times
-from dips.planner.run.device_times import MeasuredPart, Rounds
+from dips.planner.run.device_times import MeasuredPart, MeasuringRounds
 
 # ---- profile ----
 
@@ -33,7 +33,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     asked: list[tuple[Any, ...]] = []
 
     def played(
-        parts: Sequence[MeasuredPart], example: Callable[[int], Any], sizes: Sequence[int], rounds: Rounds, device: str
+        parts: Sequence[MeasuredPart],
+        example: Callable[[int], Any],
+        sizes: Sequence[int],
+        rounds: MeasuringRounds,
+        device: str,
     ) -> Iterator[LayerTime]:
         weights = next(parts[0].module.parameters())
         asked.append((weights.dtype, example(3).shape, [*sizes], rounds.counted, device, torch.get_num_threads()))

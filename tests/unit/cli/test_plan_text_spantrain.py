@@ -8,10 +8,10 @@ from rich.console import Console
 
 from dips.planner.cluster import read_setup
 from dips.planner.commands.plan_text import spantrain_text
-from dips.planner.spantrain.report import Report, report_of
+from dips.planner.spantrain.report import SpanTrainReport, report_of
 
 
-def lines_of(found: Report) -> list[str]:
+def lines_of(found: SpanTrainReport) -> list[str]:
     console = Console(file=StringIO(), width=200)
     for piece in spantrain_text(found):
         console.print(piece, highlight=False, markup=False)

@@ -23,7 +23,7 @@ from dips.master.archive import FILE_NAME
 from dips.master.journal import JournalContent, read_content, set_base, set_meta
 from dips.slave.disk import LocalDisk
 from dips.slave.ring import Ring
-from dips.slave.snapshot_files import Manifest, decode
+from dips.slave.snapshot_files import SnapshotManifest, decode
 
 N_ELEMS = 8
 
@@ -282,7 +282,7 @@ def test_a_journal_of_an_older_release_is_unproven(run: Path) -> None:
 # ---- snapshots ----
 
 
-def ring_in(directory: Path, theta: NDArray[np.float32], momentum: NDArray[np.float32]) -> Manifest:
+def ring_in(directory: Path, theta: NDArray[np.float32], momentum: NDArray[np.float32]) -> SnapshotManifest:
     """A slave's ring with one committed snapshot; returns its manifest."""
     directory.mkdir(parents=True)
     ring = Ring(LocalDisk(directory), "test", "s9", 2)

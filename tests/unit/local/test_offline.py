@@ -22,7 +22,7 @@ from dips.core.placement import Placement
 from dips.local.model_folder import load_stored
 from dips.master.state.ledger import Ledger
 from dips.slave.ring import SnapshotStore
-from dips.slave.snapshot_files import Manifest, decode, encode
+from dips.slave.snapshot_files import SnapshotManifest, decode, encode
 from dips.trainer.export import read_export
 
 LAYOUT = Layout(
@@ -81,7 +81,7 @@ def manifest_body(path: Path) -> dict[str, Any]:
     return body
 
 
-def rewrite_manifest(path: Path, change: Callable[[Manifest], Manifest]) -> None:
+def rewrite_manifest(path: Path, change: Callable[[SnapshotManifest], SnapshotManifest]) -> None:
     """Another manifest, whole in itself."""
     path.write_bytes(encode(change(decode(path.read_bytes(), str(path)))))
 

@@ -118,12 +118,12 @@ def test_what_cannot_be_has_a_reason(problem: Problem) -> None:
     assert decision_json(found)["ways"] is None
 
 
-def way(tokens_per_day: float, synchronous: bool, **more: object) -> plan_ways.Way:
-    return plan_ways.Way("how", tokens_per_day / plan_ways.DAY_S, synchronous, **more)  # type: ignore[arg-type]
+def way(tokens_per_day: float, synchronous: bool, **more: object) -> plan_ways.SiteWay:
+    return plan_ways.SiteWay("how", tokens_per_day / plan_ways.DAY_S, synchronous, **more)  # type: ignore[arg-type]
 
 
-def told(problem: Problem, *found: plan_ways.Way) -> plan_ways.Ways:
-    return plan_ways.Ways(problem, found, tuple(one for one in found if one.without), ())
+def told(problem: Problem, *found: plan_ways.SiteWay) -> plan_ways.SiteWays:
+    return plan_ways.SiteWays(problem, found, tuple(one for one in found if one.without), ())
 
 
 def test_the_first_line_says_what_to_take_and_what_others_give(problem: Problem) -> None:

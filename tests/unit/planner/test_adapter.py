@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dips.planner.adapter.advise import advice_json, advise, read_before, rules_of
 from dips.planner.adapter.decide import WINDOW, AdapterState, Border, Rules
-from dips.planner.adapter.pieces import Piece, Pipeline, Played, Sizes, Transfer, play
+from dips.planner.adapter.pieces import LinkMessage, Piece, Pipeline, Played, Sizes, play
 from dips.planner.adapter.play import compare, with_adapter, without_adapter
 from dips.planner.adapter.traces import WHOLE, Channel, channels_of, read_trace
 from dips.planner.cluster import Profile, read_setup
@@ -26,7 +26,7 @@ from dips.planner.profile import LayerTime
 from dips.planner.replan import MeasuredFile, Running, read_measured, read_running
 from dips.planner.schedules import SCHEDULES
 from dips.planner.simulate import simulate
-from dips.planner.sweep import Case
+from dips.planner.sweep import GridPoint
 from dips.planner.validation.spantrain_adapter import setting
 
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "cross_ud/1", "cross_wave", "compact_zb")
@@ -111,7 +111,7 @@ def test_a_trace_of_a_link_that_the_plan_does_not_have(tmp_path: Path) -> None:
 def test_whole_microbatches_take_what_simulate_says(name: str, sites: int) -> None:
     """To the nanosecond: every order, with overheads, links that are shared by several senders included."""
     for latency, busy, microbatches in itertools.product((0, 0.5, 3), (0, 0.25, 2), (4, 8)):
-        case = Case(4, microbatches, sites, latency, busy, 1.5)
+        case = GridPoint(4, microbatches, sites, latency, busy, 1.5)
         schedule, bare = case.schedule(name)
         costs = bare.with_overheads(7_000_001, 3_000_000, schedule.device_of_stage)
         pipeline = Pipeline(schedule, costs, 32)
@@ -123,7 +123,7 @@ def test_whole_microbatches_take_what_simulate_says(name: str, sites: int) -> No
 
 def test_the_compact_order_by_readiness_takes_what_its_schedule_takes() -> None:
     for latency, busy, memory in itertools.product((0, 0.5, 3), (0, 0.25, 2), (0.5, 1, 1.5)):
-        case = Case(4, 8, 4, latency, busy, memory)
+        case = GridPoint(4, 8, 4, latency, busy, memory)
         schedule, costs = case.schedule("compact_zb")
         pipeline = Pipeline(schedule, costs, 32, limits=tuple(case.limits()))
         assert play(pipeline, pipeline.whole).span_ns == simulate(schedule, costs).makespan_ns
@@ -183,7 +183,7 @@ def test_times_between_profiled_sizes_are_interpolated() -> None:
 
 
 def test_what_cannot_be_cut() -> None:
-    case = Case(4, 8, 2, 0.5, 0.5, 1)
+    case = GridPoint(4, 8, 2, 0.5, 0.5, 1)
     schedule, costs = case.schedule("cross_ud/2")
     with pytest.raises(PlanError, match="cuts its blocks into 2 parts, so pieces of microbatches have no place in it"):
         Pipeline(schedule, costs, 4)
@@ -203,7 +203,7 @@ def messages(of: Rules, state: AdapterState, rate: float, count: int, border: in
     one = of.borders[border]
     took = round(one.busy_ns / rate)
     for _ in range(count):
-        state = of.observe(state, Transfer(one.sender, one.receiver, 32, 0, took, took))
+        state = of.observe(state, LinkMessage(one.sender, one.receiver, 32, 0, took, took))
     return state
 
 

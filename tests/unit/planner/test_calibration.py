@@ -31,7 +31,7 @@ from dips.planner.costs import Costs
 from dips.planner.ir import Schedule
 from dips.planner.schedules import SCHEDULES
 from dips.planner.simulate import Timeline, simulate
-from dips.planner.sweep import Case
+from dips.planner.sweep import GridPoint
 
 NS_OF_US = 1000
 OF_MS = 80_000_000 / 1e9
@@ -40,7 +40,7 @@ OF_MS = 80_000_000 / 1e9
 
 def pipeline(name: str, n_pp: int = 4, n_mb: int = 8, latency: float = 0.5, bandwidth: float = 0.25) -> Any:
     """A schedule and its costs, with forward passes of 80 ms on a device."""
-    schedule, costs = Case(n_pp, n_mb, 2, latency, bandwidth, float(n_mb)).schedule(name)
+    schedule, costs = GridPoint(n_pp, n_mb, 2, latency, bandwidth, float(n_mb)).schedule(name)
     stages = tuple(replace(s, **{key: round(getattr(s, key) * OF_MS) for key in TIMES}) for s in costs.stages)
     wires = {
         pair: wire._replace(busy_ns=round(wire.busy_ns * OF_MS), latency_ns=round(wire.latency_ns * OF_MS))
@@ -139,7 +139,10 @@ def test_what_cannot_be_told_apart_is_said() -> None:
     assert (spans.joined, spans.overhead_per_message_s) == (SPANS_ONLY, 0)
     assert spans.fitted_s == pytest.approx(spans.measured_s, rel=1e-5)
     assert fit_overheads(schedule, costs, [iterations[0], replace(iterations[1], ends_ns=())]).joined == SPANS_ONLY
-    alone, costs_alone = SCHEDULES["1f1b"].make(1, 8, Case(1, 8, 1, 0, 0, 8).costs(), [1 << 40]), Case(1, 8, 1, 0, 0, 8)
+    alone, costs_alone = (
+        SCHEDULES["1f1b"].make(1, 8, GridPoint(1, 8, 1, 0, 0, 8).costs(), [1 << 40]),
+        GridPoint(1, 8, 1, 0, 0, 8),
+    )
     one = fit_overheads(alone, costs_alone.costs(), [of(x) for x in measured(alone, costs_alone.costs(), 500, 300)])
     assert one.joined == NO_MESSAGES
     assert one.overhead_per_op_s * 1e6 == pytest.approx(500, abs=1)

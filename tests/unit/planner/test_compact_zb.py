@@ -12,7 +12,7 @@ from dips.planner.ir import Schedule
 from dips.planner.schedules.fixed import zb_h1
 from dips.planner.schedules.greedy import compact_zb
 from dips.planner.simulate import simulate
-from dips.planner.sweep import ACTIVATION, Case
+from dips.planner.sweep import ACTIVATION, GridPoint
 from dips.planner.validate import peaks, validate
 
 
@@ -37,7 +37,7 @@ def cells(schedule: Schedule, device: int) -> list[str]:
 def test_it_is_valid_and_within_any_memory(sites: int, memory: float, microbatches: int) -> None:
     for devices in (4, 8):
         for latency, bandwidth in itertools.product((0, 0.5, 3), (0, 0.5, 3)):
-            case = Case(devices, microbatches, sites, latency, bandwidth, memory)
+            case = GridPoint(devices, microbatches, sites, latency, bandwidth, memory)
             schedule, costs = case.schedule("compact_zb")
             validate(schedule, costs, case.limits())
 

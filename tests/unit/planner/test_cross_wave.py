@@ -11,7 +11,7 @@ from dips.planner.errors import PlanError
 from dips.planner.schedules.fixed import zb_v
 from dips.planner.schedules.greedy import cross_wave
 from dips.planner.simulate import simulate
-from dips.planner.sweep import Case
+from dips.planner.sweep import GridPoint
 from dips.planner.validate import validate
 
 UNIT = 1 << 20
@@ -19,7 +19,7 @@ UNIT = 1 << 20
 
 @pytest.mark.parametrize("delay", [(0.5, 0.25), (1, 0), (2, 0.25), (2, 1)])
 def test_it_bears_delay_better_than_zb_v_in_the_same_memory(delay: tuple[float, float]) -> None:
-    case = Case(4, 8, 2, *delay, 1)
+    case = GridPoint(4, 8, 2, *delay, 1)
     greedy = validate(cross_wave(4, 8, case.costs(2), case.limits()), case.costs(2), case.limits())
     assert greedy.makespan_ns < simulate(zb_v(4, 8), case.costs(2)).makespan_ns
 

@@ -16,7 +16,7 @@ from dips.planner.model import Model, read_model
 from dips.planner.run.device_times import (
     DecoderLayer,
     MeasuredPart,
-    Rounds,
+    MeasuringRounds,
     measure,
     own_parts,
     parts_of,
@@ -42,7 +42,7 @@ def test_the_times_are_medians_and_weights_take_what_the_whole_pass_takes_more()
     """Of a round the clock is looked at 5 times: forward 3 ms, a pause, input 2 ms, both gradients 7 ms, a pause."""
     clock = ticks(3_000_000, 10_000_000, 2_000_000, 7_000_000, 50_000_000)
     part = MeasuredPart("layer", 0, 3, nn.Linear(4, 4))
-    (found,) = measure([part], lambda n: torch.zeros(n, 4), [2], Rounds(3), "k", lambda: next(clock))
+    (found,) = measure([part], lambda n: torch.zeros(n, 4), [2], MeasuringRounds(3), "k", lambda: next(clock))
     assert found.times_ms == (3.0, 2.0, 5.0)
     assert (found.device, found.microbatch_sequences, found.count, found.spread) == ("k", 2, 3, 0.0)
 
@@ -51,14 +51,14 @@ def test_a_part_without_weights_and_one_without_gradient_of_its_input() -> None:
     clock = ticks(1_000_000)
     parts = [MeasuredPart("embedding", 0, 1, nn.Embedding(5, 4)), MeasuredPart("layer", 0, 1, nn.ReLU())]
     example = torch.ones(1, 3, dtype=torch.long)
-    first, second = measure(parts, lambda n: example, [1], Rounds(3), "k", lambda: next(clock))
+    first, second = measure(parts, lambda n: example, [1], MeasuringRounds(3), "k", lambda: next(clock))
     assert first.times_ms == (1.0, 0.0, 1.0)
     assert second.times_ms == (1.0, 1.0, 0.0)
 
 
 def test_described_models_are_measured_as_planned() -> None:
     parts, example = shipped_parts(MODEL, 7, CPU, torch.float32)
-    found = list(measure(parts, example, [1, 2], Rounds(3), "k"))
+    found = list(measure(parts, example, [1, 2], MeasuringRounds(3), "k"))
     assert [(row.part, row.count, row.microbatch_sequences) for row in found] == [
         (part, n, size) for size in (1, 2) for part, n in (("embedding", 1), ("layer", 3), ("output", 1))
     ]
@@ -73,7 +73,7 @@ def test_parts_of_users_and_of_described_models() -> None:
         shipped_parts(read_model("mixtral-8x7b"), 8, CPU, torch.float32)
     parts = parts_of([nn.Linear(4, 4), nn.Linear(3, 3)], 2, "m:f")
     with pytest.raises(ConfigError, match="layer 1 cannot be measured with 1 sequences in a microbatch: RuntimeError"):
-        list(measure(parts, lambda n: torch.zeros(n, 4), [1], Rounds(3), "k"))
+        list(measure(parts, lambda n: torch.zeros(n, 4), [1], MeasuringRounds(3), "k"))
 
 
 def test_modules_are_named_by_their_number() -> None:

@@ -13,7 +13,7 @@ from support.profiled import files
 
 from dips.core.errors import ConfigError
 from dips.planner.cluster import read_setup
-from dips.planner.grouping import Grouping, Measured, Part, group, grouping_json, measured_of
+from dips.planner.grouping import Grouping, GroupPart, Measured, group, grouping_json, measured_of
 from dips.planner.validation.spantrain import shaken
 
 SETTINGS = ("spantrain-figure-5", "spantrain-setting-1", "spantrain-setting-2")
@@ -75,7 +75,7 @@ def test_a_merge_is_decided_by_the_mean_time_of_a_message() -> None:
     """a and b are near each other; c is near a, far from b. Alone it would merge with a."""
     times_s = [[0, 1, 2], [1, 0, 9], [2, 9, 0]]
     found = group(measured(times_s), threshold_gbps=1 / 5)
-    assert [one.parts for one in found.groups] == [(Part(0, 1), Part(1, 1)), (Part(2, 1),)]
+    assert [one.parts for one in found.groups] == [(GroupPart(0, 1), GroupPart(1, 1)), (GroupPart(2, 1),)]
     assert [(step.apart, step.merged) for step in found.steps] == [(1, True), (5.5, False)]
     assert len(group(measured(times_s), threshold_gbps=1 / 5.5).groups) == 1
     a, b, c = ({"site": name, "devices": 1} for name in "abc")
@@ -115,9 +115,9 @@ def test_a_large_group_counts_by_its_devices() -> None:
 def test_devices_of_a_site_merge_one_by_one_or_not_at_all() -> None:
     """One merges with b before it would with the other; the mean of both decides then."""
     found = group(measured([[6, 9], [9, 2]], [3, 4]), threshold_gbps=1 / 5)
-    assert [one.parts for one in found.groups] == [(Part(0, 1),)] * 3 + [(Part(1, 4),)]
+    assert [one.parts for one in found.groups] == [(GroupPart(0, 1),)] * 3 + [(GroupPart(1, 4),)]
     found = group(measured([[4, 1], [1, 0]], [2, 1]), threshold_gbps=1 / 3)
-    assert [one.parts for one in found.groups] == [(Part(0, 2), Part(1, 1))]
+    assert [one.parts for one in found.groups] == [(GroupPart(0, 2), GroupPart(1, 1))]
     assert [step.apart for step in found.steps] == [1, 2.5]
 
 
@@ -127,9 +127,9 @@ def test_subgroups_by_speed() -> None:
     found = group(measured(none, powers=[118, 240, 100, 108]))
     (one,) = found.groups
     assert [(inner.parts, inner.power) for inner in one.subgroups] == [
-        ((Part(0, 1),), 118),
-        ((Part(1, 1),), 240),
-        ((Part(2, 1), Part(3, 1)), 104),
+        ((GroupPart(0, 1),), 118),
+        ((GroupPart(1, 1),), 240),
+        ((GroupPart(2, 1), GroupPart(3, 1)), 104),
     ]
     assert [step.merged for step in one.steps] == [True, False, False, False]
 

@@ -10,11 +10,11 @@ from dips.planner.ir import straight, wave
 from dips.planner.schedules.fixed import zb_v
 from dips.planner.schedules.greedy import cross_ud
 from dips.planner.schedules.optimal import Optimum, optimal
-from dips.planner.sweep import Case
+from dips.planner.sweep import GridPoint
 from dips.planner.validate import validate
 
 
-def best_of(case: Case) -> Optimum:
+def best_of(case: GridPoint) -> Optimum:
     hint = cross_ud(case.n_pp, case.n_mb, case.costs(), case.limits())
     return optimal("best", straight(case.n_pp), case.n_mb, case.costs(), case.limits(), hint)
 
@@ -22,7 +22,7 @@ def best_of(case: Case) -> Optimum:
 @pytest.mark.parametrize(("latency", "bandwidth"), [(0, 0), (0.5, 0), (0, 1), (1, 1)])
 def test_two_sites_and_1f1bs_memory_cost_four_delays(latency: float, bandwidth: float) -> None:
     """CrossPipe's setting: 27 + 4 (latency + bandwidth) is the best of one stage on each device."""
-    case = Case(4, 8, 2, latency, bandwidth, 1)
+    case = GridPoint(4, 8, 2, latency, bandwidth, 1)
     found = best_of(case)
     assert found.proved
     timeline = validate(found.schedule, case.costs(), case.limits())
@@ -31,7 +31,7 @@ def test_two_sites_and_1f1bs_memory_cost_four_delays(latency: float, bandwidth: 
 
 def test_stages_and_weight_gradients() -> None:
     """With frozen weights W ends when it begins: it precedes the F that begins then and needs its memory."""
-    case = Case(2, 4, 2, 0.5, 0, 2)
+    case = GridPoint(2, 4, 2, 0.5, 0, 2)
     hint = zb_v(2, 4)
     found = optimal("best", wave(2), 4, case.costs(2), case.limits(), hint)
     timeline = validate(found.schedule, case.costs(2), case.limits())
@@ -48,14 +48,14 @@ def test_memory_in_bytes_and_memory_for_nothing() -> None:
     costs = uniform(4, 1, times, release_of_d=2 / 34, activation=1284636673)
     found = optimal("best", straight(4), 8, costs, limits, cross_ud(4, 8, costs, limits), time_limit_s=2.0)
     assert 0 < found.lower_bound_ns <= validate(found.schedule, costs, limits).makespan_ns
-    case = Case(2, 2, 2, 0, 0, 1)
+    case = GridPoint(2, 2, 2, 0, 0, 1)
     with pytest.raises(PlanError, match="best: no schedule within the memory; none exists"):
         optimal("best", straight(2), 2, case.costs(), [1, 1])
 
 
 def test_blocks_cut_into_parts() -> None:
     """The greedy's 26.5 is the best there is, and the solver finds it alone; a hint must be cut alike."""
-    case = Case(3, 6, 3, 0.25, 2, 2)
+    case = GridPoint(3, 6, 3, 0.25, 2, 2)
     costs, limits = case.costs(), case.limits()
     found = optimal("best", straight(3), 6, costs, limits, parts=2)
     assert found.proved
@@ -67,7 +67,7 @@ def test_blocks_cut_into_parts() -> None:
 
 def test_a_solver_without_time_gives_back_the_schedule_that_it_began_with() -> None:
     """A busy machine may leave it too little time to find even that one."""
-    case = Case(8, 16, 2, 0.25, 0, 1)
+    case = GridPoint(8, 16, 2, 0.25, 0, 1)
     hint = cross_ud(case.n_pp, case.n_mb, case.costs(), case.limits())
     found = optimal("best", straight(8), 16, case.costs(), case.limits(), hint, time_limit_s=1e-3)
     assert (found.schedule.name, found.proved) == ("best", False)

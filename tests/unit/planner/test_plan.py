@@ -25,7 +25,7 @@ from dips.planner.plan import Plan, make_plan, plan_json, read_plan, write_plan
 from dips.planner.problem import Problem
 from dips.planner.schedules.greedy import cross_ud
 from dips.planner.simulate import simulate
-from dips.planner.sweep import Case
+from dips.planner.sweep import GridPoint
 from dips.planner.units import even_division
 from dips.planner.validate import validate
 
@@ -267,11 +267,11 @@ def test_a_slow_site_and_the_output_layer_get_fewer_layers() -> None:
 
 @pytest.mark.parametrize("parts", [2, 4])
 def test_a_runtime_without_parts_gets_stages(parts: int) -> None:
-    case = Case(4, 8, 2, 0.5, 0.25, 1)
+    case = GridPoint(4, 8, 2, 0.5, 0.25, 1)
     cut = cross_ud(4, 8, case.costs(), case.limits(), parts)
     whole = cut.with_parts_as_stages()
     assert (whole.n_stages, whole.parts, whole.n_devices) == (4 * parts, 1, 4)
-    costs = Case(4, 8, 2, 0.5, 0.25, 1).costs(parts)
+    costs = GridPoint(4, 8, 2, 0.5, 0.25, 1).costs(parts)
     assert validate(whole, costs).makespan_ns == simulate(cut, case.costs()).makespan_ns
     assert cross_ud(4, 8, case.costs(), case.limits(), 1).with_parts_as_stages().parts == 1
 

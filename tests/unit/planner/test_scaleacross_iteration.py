@@ -16,7 +16,7 @@ from dips.planner.model import Model
 from dips.planner.scaleacross import traffic
 from dips.planner.scaleacross.iteration import (
     Case,
-    Kernels,
+    KernelTimes,
     Outermost,
     Pipelining,
     Sharding,
@@ -274,10 +274,10 @@ def test_kernels_end_by_hand(links: bool) -> None:
     messages = {(0, 1): (4, 1), (1, 0): (4, 1)}
     # F 5-15, at 20 there but weights at 100: F 100-120, B -220; at 225 back: B -305, gradients -312.
     program = program_of(one_f_one_b(2, 1))
-    assert ends_of(program, Kernels(f, d, w, gather, reduce, messages), links).tolist() == [312]
+    assert ends_of(program, KernelTimes(f, d, w, gather, reduce, messages), links).tolist() == [312]
     # One device: F 5-15, weights at 105: F -125, D -165, W -225, gradients -425 (200), while D, W -305; then -432.
     reduce = np.array([[7], [200]])
-    assert ends_of(program_of(dora_pp(1, 1, 2, 1)), Kernels(f, d, w, gather, reduce, {}), links).tolist() == [432]
+    assert ends_of(program_of(dora_pp(1, 1, 2, 1)), KernelTimes(f, d, w, gather, reduce, {}), links).tolist() == [432]
 
 
 def test_collectives_and_messages_by_hand(topology: Topology) -> None:

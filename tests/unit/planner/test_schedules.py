@@ -14,7 +14,7 @@ from dips.planner.schedules import SCHEDULES
 from dips.planner.schedules.fixed import gpipe, one_f_one_b, zb_h1, zb_v
 from dips.planner.schedules.greedy import cross_ud
 from dips.planner.simulate import simulate
-from dips.planner.sweep import Case, cases
+from dips.planner.sweep import GridPoint, cases
 from dips.planner.validate import peaks, validate
 
 MAKERS = pytest.mark.parametrize("name", STATIC)
@@ -65,7 +65,7 @@ def test_memory_of_the_static_schedules() -> None:
 )
 def test_zb_v_of_few_microbatches(devices: int, microbatches: int, makespan: float) -> None:
     """Its pattern alone takes 30.5 with eight devices and eight microbatches: W comes before what others wait for."""
-    case = Case(devices, microbatches, 1, 0, 0, 1)
+    case = GridPoint(devices, microbatches, 1, 0, 0, 1)
     schedule, costs = case.schedule("zb_v")
     timeline = validate(schedule, costs, case.limits())
     assert schedule.name == "zb_v"
@@ -100,7 +100,7 @@ def test_zb_v_of_few_microbatches_is_the_shortest_order_that_fits() -> None:
 
 
 def test_zb_v_of_many_microbatches_is_its_pattern_whatever_the_delays() -> None:
-    for case in (Case(4, 8, 2, 0, 0, 1), Case(4, 8, 2, 2, 2, 2), Case(4, 6, 4, 1, 0.5, 1)):
+    for case in (GridPoint(4, 8, 2, 0, 0, 1), GridPoint(4, 8, 2, 2, 2, 2), GridPoint(4, 6, 4, 1, 0.5, 1)):
         assert case.schedule("zb_v")[0] == zb_v(4, case.n_mb)
 
 
@@ -124,13 +124,13 @@ def test_the_way_round_takes_the_link_in_the_middle() -> None:
 @pytest.mark.parametrize(("name", "crossings"), [("interleaved_1f1b", 6), ("zb_v", 4), ("1f1b", 2), ("zb_h1", 2)])
 def test_crossings_of_each_microbatch_with_two_sites(name: str, crossings: int) -> None:
     make, chunks = STATIC[name]
-    costs = Case(4, 8, 2, 0, 1, 1).costs(chunks, wraps=name == "interleaved_1f1b")
+    costs = GridPoint(4, 8, 2, 0, 1, 1).costs(chunks, wraps=name == "interleaved_1f1b")
     assert len(simulate(make(4, 8), costs).messages) == 8 * crossings
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_without_delay_the_greedy_is_as_good_as_zb_h1(parts: int) -> None:
-    case = Case(4, 8, 2, 0, 0, 1)
+    case = GridPoint(4, 8, 2, 0, 0, 1)
     schedule = cross_ud(4, 8, case.costs(), case.limits(), parts)
     assert validate(schedule, case.costs(), case.limits()).makespan_ns == 27 * NS
 
@@ -158,7 +158,7 @@ def test_the_greedy_makes_a_schedule_within_memory_whatever_things_cost(
 
 def test_memory_and_the_greedy() -> None:
     for case in cases([4], [8], [2, 4], [0, 0.5, 2], [0, 1], [1]):
-        wide = Case(case.n_pp, case.n_mb, case.n_sites, case.latency, case.bandwidth, 2)
+        wide = GridPoint(case.n_pp, case.n_mb, case.n_sites, case.latency, case.bandwidth, 2)
         spans = [simulate(cross_ud(4, 8, c.costs(), c.limits()), c.costs()).makespan_ns for c in (case, wide)]
         assert spans[1] <= spans[0]
     with pytest.raises(PlanError, match="stage 0 holds 1048576 for one microbatch, its memory allows 5: make"):
@@ -173,7 +173,7 @@ def test_what_is_printed_reads_back(name: str) -> None:
 
 
 def test_parts_are_printed() -> None:
-    case = Case(2, 2, 2, 0.5, 0, 1)
+    case = GridPoint(2, 2, 2, 0.5, 0, 1)
     schedule = cross_ud(2, 2, case.costs(), case.limits(), 2)
     assert "0F0,0F0.1" in schedule.to_csv()
     assert Schedule.from_csv(schedule.to_csv(), schedule.name) == schedule

@@ -19,9 +19,9 @@ from dips.planner.spantrain.inside import (
     SYMMETRIC,
     Inside,
     Planner,
-    Rules,
-    Stage,
+    SecondLevelRules,
     Team,
+    TeamStage,
     grid_of,
     held_by,
     inside_of,
@@ -44,7 +44,9 @@ def lan(*sites: Row, layers: int = 6, gbps: float = 1, **training: Any) -> Clust
     return problem(named, links, layers, **training)
 
 
-def planned(setup: ClusterFile, sequences: int, microbatches: int = 4, rules: Rules = DEFAULT_RULES) -> Planner:
+def planned(
+    setup: ClusterFile, sequences: int, microbatches: int = 4, rules: SecondLevelRules = DEFAULT_RULES
+) -> Planner:
     work = work_of(setup, sequences)
     return Planner(work, grouped(setup), microbatches, rules)
 
@@ -115,7 +117,7 @@ def test_a_microbatch_needs_a_sequence_for_each_device() -> None:
     setup = problem([{"name": "a", "devices": 7, "network_gbps": 10, "sustained_tflops": 1}], [], layers=6)
     assert not planned(setup, 6).has_teams(0)
     assert planned(setup, 7).has_teams(0)
-    assert planned(setup, 6, rules=Rules(idle=True)).has_teams(0)
+    assert planned(setup, 6, rules=SecondLevelRules(idle=True)).has_teams(0)
 
 
 def test_equal_devices_choose_tensor_or_data_parallel_by_what_is_sent() -> None:
@@ -149,14 +151,14 @@ def test_collectives_and_tensor_parallel_by_hand() -> None:
 def test_a_part_of_a_microbatch_takes_its_part_of_the_time() -> None:
     setup = lan({"sustained_tflops": 1}, {"sustained_tflops": 3})
     planner = planned(setup, 4, microbatches=1000)
-    alone = times_of(planner.work, Stage(planner.lines[0][-1][0][0], 0, 6)).total_s  # all devices in one team
+    alone = times_of(planner.work, TeamStage(planner.lines[0][-1][0][0], 0, 6)).total_s  # all devices in one team
     assert alone == pytest.approx(planner.work.times_s[0][-1].total_s / 4)
 
 
 def test_memory_of_a_device_by_hand() -> None:
     setup = lan({"sustained_tflops": 1, "memory_gib": 4}, {"sustained_tflops": 3})
     planner = planned(setup, 4)
-    stage = Stage(planner.lines[0][-1][0][0], 1, 3)
+    stage = TeamStage(planner.lines[0][-1][0][0], 1, 3)
     share = stage.team.shares[0]
     layer = setup.model.layer_parameters(0)
     held = held_by(planner.work, share, 1, 3)
@@ -189,14 +191,14 @@ def all_insides(planner: Planner, group: int) -> list[Inside]:
     """The insides of all lines with all cuts and all ways, by brute force."""
     work, found = planner.work, []
 
-    def grown(line: list[tuple[Team, ...]], stages: list[Stage], first: int) -> None:
+    def grown(line: list[tuple[Team, ...]], stages: list[TeamStage], first: int) -> None:
         if not line:
             if first == work.units:
                 found.append(inside_of(work, stages))
             return
         for last in range(first + 1, work.units + 1):
             for team in line[0]:
-                stage = Stage(team, first, last)
+                stage = TeamStage(team, first, last)
                 if tightest(work, stage).microbatches >= 1:
                     grown(line[1:], [*stages, stage], last)
 
@@ -215,7 +217,7 @@ def test_layers_inside_a_group_are_cut_as_well_as_can_be(gbps: float, memory_gib
         {"sustained_tflops": 2, "memory_gib": memory_gib},
         gbps=gbps,
     )
-    planner = planned(setup, 4, rules=Rules(idle=True))
+    planner = planned(setup, 4, rules=SecondLevelRules(idle=True))
     slowest = min(slowest_s(planner, one) for one in all_insides(planner, 0))
     chosen = min(
         slowest_s(planner, one) for line in planner.lines[0] for one in planner.of_line(line, 0, planner.work.units)
@@ -234,10 +236,10 @@ def slowest_s(planner: Planner, inside: Inside) -> float:
 
 def test_groups_and_shares_without_a_second_level() -> None:
     setup = lan({"sustained_tflops": 1}, {"sustained_tflops": 3})
-    (stage,) = whole(planned(setup, 4, rules=Rules(second_level=False))).stages
+    (stage,) = whole(planned(setup, 4, rules=SecondLevelRules(second_level=False))).stages
     assert [share.tile.data for share in stage.team.shares] == [Fraction(1, 2)] * 2
     with_it = planned(setup, 4)
-    assert whole(with_it).stage_s(4) < whole(planned(setup, 4, rules=Rules(second_level=False))).stage_s(4)
+    assert whole(with_it).stage_s(4) < whole(planned(setup, 4, rules=SecondLevelRules(second_level=False))).stage_s(4)
     (group,) = grouped(lan({"sustained_tflops": 1}, {"sustained_tflops": 3}))
     assert isinstance(group, Group)
     assert [inner.parts for inner in group.subgroups] == [((0, 1),), ((1, 1),)]
@@ -248,7 +250,7 @@ def test_a_group_is_one_stage_of_equation_1() -> None:
     setup = lan({"sustained_tflops": 1}, {"sustained_tflops": 8}, gbps=0.3)
     planner = planned(setup, 4, microbatches=1)
     line = next(line for line in planner.lines[0] if len(line) == 2)
-    stages = [Stage(line[0][0], 0, 1), Stage(line[1][0], 1, 6)]
+    stages = [TeamStage(line[0][0], 0, 1), TeamStage(line[1][0], 1, 6)]
     one, times = inside_of(planner.work, stages), [times_of(planner.work, stage) for stage in stages]
     busy_s = planner.work.message_bytes / 37.5e6
     assert one.fill_s == pytest.approx(times[0].forward_s + times[1].forward_s + busy_s + 1e-3)

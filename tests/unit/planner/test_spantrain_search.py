@@ -19,9 +19,9 @@ from dips.planner.ir import Kind
 from dips.planner.problem import Problem, problem_json
 from dips.planner.simulate import simulate
 from dips.planner.spantrain.flowing import ITERATIONS, flow
-from dips.planner.spantrain.inside import DEFAULT_RULES, Rules
+from dips.planner.spantrain.inside import DEFAULT_RULES, SecondLevelRules
 from dips.planner.spantrain.search import (
-    Candidate,
+    FirstLevelChoice,
     Level,
     costs_of,
     divisors,
@@ -42,7 +42,7 @@ def far(*sites: Row, gbps: float = 0.1, layers: int = 6, batch: int = 8, **train
     return problem(named, links, layers, batch, **training)
 
 
-def level_of(setup: ClusterFile, sequences: int, rules: Rules = DEFAULT_RULES) -> Level:
+def level_of(setup: ClusterFile, sequences: int, rules: SecondLevelRules = DEFAULT_RULES) -> Level:
     batch = setup.training.microbatches * setup.training.microbatch_sequences
     return Level(work_of(setup, sequences), grouped(setup), batch, rules)
 
@@ -53,7 +53,7 @@ def level_of(setup: ClusterFile, sequences: int, rules: Rules = DEFAULT_RULES) -
 def test_equation_1_by_hand() -> None:
     """Two groups of a device each, 2 + 4 layers, 4 microbatches of 2 sequences, a link of 0.1 Gbit/s and 1 ms."""
     level = level_of(far({}, {}), 2)
-    chain = level.chain(Candidate((0, 1), (2, 4)))
+    chain = level.chain(FirstLevelChoice((0, 1), (2, 4)))
     assert chain is not None
     units = Problem(replace_microbatch(level.work.setup, 2)).units
     first, second = (sum(unit.total_s for unit in some) for some in (units[:2], units[2:]))
@@ -126,7 +126,7 @@ def test_the_work_of_a_problem_by_hand() -> None:
 def test_an_iteration_of_one_group_is_its_computation_and_collectives() -> None:
     setup = problem([{"name": "a", "devices": 2, "network_gbps": 10, "sustained_tflops": 1}], [], 4, 8)
     level = level_of(setup, 4)
-    chain = level.chain(Candidate((0,), (4,)))
+    chain = level.chain(FirstLevelChoice((0,), (4,)))
     assert chain is not None
     assert chain.equation_s == pytest.approx(chain.insides[0].stage_s(2))
     assert simulated(level.work, chain).iteration_s == pytest.approx(chain.equation_s, rel=1e-6)
@@ -137,14 +137,17 @@ def test_an_iteration_of_one_group_is_its_computation_and_collectives() -> None:
 
 def test_moves() -> None:
     """Two groups change places, with their layers or without; a layer, or several at once, go to another group."""
-    before, orders = Candidate((0, 1, 2), (1, 2, 3)), {(1, 0, 2): (2, 1, 3), (2, 1, 0): (3, 2, 1), (0, 2, 1): (1, 3, 2)}
-    near = {Candidate(order, layers) for order, with_them in orders.items() for layers in (with_them, (1, 2, 3))}
-    near |= {Candidate((0, 1, 2), layers) for layers in ((2, 1, 3), (1, 1, 4), (1, 3, 2))}
+    before, orders = (
+        FirstLevelChoice((0, 1, 2), (1, 2, 3)),
+        {(1, 0, 2): (2, 1, 3), (2, 1, 0): (3, 2, 1), (0, 2, 1): (1, 3, 2)},
+    )
+    near = {FirstLevelChoice(order, layers) for order, with_them in orders.items() for layers in (with_them, (1, 2, 3))}
+    near |= {FirstLevelChoice((0, 1, 2), layers) for layers in ((2, 1, 3), (1, 1, 4), (1, 3, 2))}
     assert set(moves(before)) == near
-    wide = {Candidate((0, 1, 2), layers) for layers in ((2, 2, 2), (3, 2, 1), (1, 4, 1))}
+    wide = {FirstLevelChoice((0, 1, 2), layers) for layers in ((2, 2, 2), (3, 2, 1), (1, 4, 1))}
     assert set(wide_moves(before)) == near | wide
-    assert set(moves(Candidate((0, 1), (2, 2)))) == {
-        Candidate((1, 0), (2, 2)), Candidate((0, 1), (1, 3)), Candidate((0, 1), (3, 1)),
+    assert set(moves(FirstLevelChoice((0, 1), (2, 2)))) == {
+        FirstLevelChoice((1, 0), (2, 2)), FirstLevelChoice((0, 1), (1, 3)), FirstLevelChoice((0, 1), (3, 1)),
     }  # fmt: skip
 
 
@@ -278,7 +281,7 @@ def test_stages_share_the_link_between_their_sites() -> None:
     rows: list[Row] = [{"devices": 2, "network_gbps": 0.05}, {"devices": 2, "network_gbps": 0.05}]
     level = level_of(far(*rows), 2)
     assert len(level.groups) == 4
-    chain = level.chain(Candidate((0, 2, 1, 3), (2, 1, 1, 2)))
+    chain = level.chain(FirstLevelChoice((0, 2, 1, 3), (2, 1, 1, 2)))
     assert chain is not None
     costs, _ = costs_of(level.work, chain)
     assert costs.wires[0, 1].resource == costs.wires[2, 3].resource
@@ -293,7 +296,7 @@ def test_senders_that_wait_take_longer() -> None:
     found = []
     for one in (setup, blocking):
         level = level_of(one, 1)
-        chain = level.chain(Candidate((0, 1), (3, 3)))
+        chain = level.chain(FirstLevelChoice((0, 1), (3, 3)))
         assert chain is not None
         found.append(simulated(level.work, chain))
     assert found[1].costs.wires[0, 1].hold_ns == 2 * found[1].costs.wires[0, 1].latency_ns > 0
@@ -308,7 +311,7 @@ def test_overheads_of_a_calibration_count() -> None:
     plain, longer = (
         simulated(one.work, chain)
         for one in (level, other)
-        if (chain := one.chain(Candidate((0, 1), (3, 3)))) is not None
+        if (chain := one.chain(FirstLevelChoice((0, 1), (3, 3)))) is not None
     )
     assert longer.iteration_s > plain.iteration_s + 8 * 1e-3
 
@@ -359,7 +362,7 @@ def test_microbatches_go_back_through_other_weights() -> None:
 
 def test_iterations_do_not_overtake_their_all_reduce() -> None:
     setup = far({"sustained_tflops": 50}, {"sustained_tflops": 50}, gbps=0.3, layers=4)
-    one = search(setup, grouped(setup), [4], [4], rules=Rules(second_level=False)).simulated[0]
+    one = search(setup, grouped(setup), [4], [4], rules=SecondLevelRules(second_level=False)).simulated[0]
     (exchange,) = one.costs.exchanges
     out = flow(one)
     assert out.iteration_s == pytest.approx((exchange.reduce_ns + exchange.reduce_latency_ns) / NS)

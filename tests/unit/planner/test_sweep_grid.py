@@ -16,7 +16,7 @@ from dips.planner.schedules.fixed import zb_h1
 from dips.planner.schedules.greedy import cross_ud
 from dips.planner.schedules.optimal import Optimum, optimal
 from dips.planner.simulate import simulate
-from dips.planner.sweep import Case, cases, rows_of
+from dips.planner.sweep import GridPoint, cases, rows_of
 
 RATIOS = [0, 0.25, 0.5, 1, 2]
 
@@ -31,13 +31,13 @@ def test_what_holds_in_every_case_of_four_devices() -> None:
 @pytest.mark.parametrize(
     ("case", "best", "greedy"),
     [
-        (Case(4, 8, 2, 0.25, 0, 1), 28, 29),
-        (Case(4, 8, 2, 2, 2, 1), 43, 43),
-        (Case(4, 8, 2, 2, 2, 2), 31, 31),
-        (Case(4, 8, 4, 1, 0, 1), 39, 40),
+        (GridPoint(4, 8, 2, 0.25, 0, 1), 28, 29),
+        (GridPoint(4, 8, 2, 2, 2, 1), 43, 43),
+        (GridPoint(4, 8, 2, 2, 2, 2), 31, 31),
+        (GridPoint(4, 8, 4, 1, 0, 1), 39, 40),
     ],
 )
-def test_the_proved_best_and_the_greedy(case: Case, best: float, greedy: float) -> None:
+def test_the_proved_best_and_the_greedy(case: GridPoint, best: float, greedy: float) -> None:
     """Never more than five percent longer; the solver's schedule is the shortest of its kind."""
     costs, limits = case.costs(), case.limits()
     schedules = [cross_ud(4, 8, costs, limits, parts) for parts in (1, 2, 4)]
@@ -57,14 +57,14 @@ def test_the_solver_begins_at_the_best_of_its_kind_that_fits(monkeypatch: pytest
         return Optimum(rest[4], 0, proved=False, wall_s=0.0)
 
     monkeypatch.setattr("dips.planner.schedules.optimal.optimal", no_time)
-    rows = {row.schedule: row for row in rows_of(Case(4, 8, 2, 0.25, 0, 1), optimal_s=20.0)}
+    rows = {row.schedule: row for row in rows_of(GridPoint(4, 8, 2, 0.25, 0, 1), optimal_s=20.0)}
     assert hints == ["zb_h1", "cross_wave"]
     assert rows["cross_ud/optimal"].makespan == rows["zb_h1"].makespan == 28 < rows["cross_ud/1"].makespan
     assert rows["cross_wave/optimal"].makespan == 26.25 < rows["zb_v"].makespan
     hints.clear()
-    list(rows_of(Case(4, 8, 2, 0.25, 0, 0.75), optimal_s=20.0))
+    list(rows_of(GridPoint(4, 8, 2, 0.25, 0, 0.75), optimal_s=20.0))
     assert hints == ["cross_ud/1", "cross_ud/2", "cross_wave"]
     hints.clear()
-    rows = {row.schedule: row for row in rows_of(Case(3, 6, 3, 0.25, 2, 2), optimal_s=20.0)}
+    rows = {row.schedule: row for row in rows_of(GridPoint(3, 6, 3, 0.25, 2, 2), optimal_s=20.0)}
     assert hints == ["cross_ud/1", "cross_ud/2", "cross_wave"]
     assert rows["cross_ud/optimal"].makespan == rows["cross_ud/2"].makespan == 26.5 < rows["cross_ud/1"].makespan == 27

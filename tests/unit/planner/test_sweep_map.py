@@ -65,7 +65,7 @@ def test_the_best_is_the_shortest_that_fits_and_of_equal_ones_the_first(rows: li
 def test_what_is_compared_with_may_not_fit_but_must_be_there(rows: list[sweep.SweepRow]) -> None:
     small, large = sweep.panels(rows, over="gpipe")
     assert (small.over_fits, large.over_fits) == (False, True)
-    grid = [sweep.Case(4, 8, 2, 0, 0, 1), sweep.Case(4, 9, 2, 0, 0, 1)]
+    grid = [sweep.GridPoint(4, 8, 2, 0, 0, 1), sweep.GridPoint(4, 9, 2, 0, 0, 1)]
     sweep.check_compared(grid, "zb_v", optimal=False)
     sweep.check_compared(grid, sweep.OPTIMAL[0], optimal=True)
     with pytest.raises(PlanError, match=r"'interleaved_1f1b' is not a schedule that 4 stages and 9 microbatches can"):
@@ -75,7 +75,7 @@ def test_what_is_compared_with_may_not_fit_but_must_be_there(rows: list[sweep.Sw
 
 
 def test_rows_have_the_names_that_are_promised() -> None:
-    for case in (sweep.Case(4, 8, 2, 0, 0, 1), sweep.Case(4, 9, 2, 0, 0, 1)):
+    for case in (sweep.GridPoint(4, 8, 2, 0, 0, 1), sweep.GridPoint(4, 9, 2, 0, 0, 1)):
         assert [row.schedule for row in sweep.rows_of(case)] == sweep.names_of(case)
 
 

@@ -25,7 +25,7 @@ from dips.planner.schedules.fixed import one_f_one_b
 from dips.planner.schedules.greedy import compact_zb, cross_ud, cross_wave, jeeves
 from dips.planner.schedules.optimal import optimal
 from dips.planner.simulate import Timeline, simulate
-from dips.planner.sweep import Case
+from dips.planner.sweep import GridPoint
 from dips.planner.trace import (
     LINK_COLOUR,
     MOST_LANES,
@@ -39,7 +39,7 @@ from dips.planner.trace import (
 SHARDING = {_ComputationType.UNSHARD, _ComputationType.RESHARD, _ComputationType.REDUCE_GRAD}
 """What torch adds for stages whose weights are sharded; its player does not know it."""
 
-CASE = Case(4, 8, 2, 0.5, 0.25, 1)
+CASE = GridPoint(4, 8, 2, 0.5, 0.25, 1)
 
 
 KINDS = [*STATIC, "cross_ud/1", "cross_ud/2", "cross_ud/4", "cross_wave", "compact_zb", "jeeves", "optimal"]

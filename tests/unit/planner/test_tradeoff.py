@@ -12,7 +12,7 @@ from dips.planner.cluster import read_setup
 from dips.planner.errors import PlanError
 from dips.planner.plan import make_plan, pipelines_of
 from dips.planner.problem import Problem, regrouped
-from dips.planner.tradeoff import Split, Tradeoff, divided_so, splits, tradeoff, tradeoff_json
+from dips.planner.tradeoff import DeviceSplit, Tradeoff, divided_so, splits, tradeoff, tradeoff_json
 
 QUICK = ["1f1b", "zb_h1", "zb_v", "cross_ud/1"]
 
@@ -79,7 +79,7 @@ def test_two_ways_by_hand(tmp_path: Path) -> None:
 def test_times_of_a_stage_follow_its_layers() -> None:
     """Figure 12's own numbers for 8 stages: half of the times of 4."""
     four, eight = (Problem(read_setup(f"crosspipe-tradeoff-pp{p}")) for p in (4, 8))
-    split = divided_so(four, Split(8, 2, 32, 1, 2))
+    split = divided_so(four, DeviceSplit(8, 2, 32, 1, 2))
     assert split.setup.training == four.setup.training.model_copy(update={"pipeline": 8, "data": 2, "microbatches": 32})
     mine, theirs = (one.costs(one.uniform()).stages for one in (split, eight))
     assert [(s.f_ns, s.d_ns, s.w_ns) for s in mine] == [(s.f_ns, s.d_ns, s.w_ns) for s in theirs]
@@ -88,18 +88,18 @@ def test_times_of_a_stage_follow_its_layers() -> None:
 
 def test_a_deeper_pipeline_has_the_room_that_its_weights_leave() -> None:
     four = Problem(read_setup("crosspipe-tradeoff-pp4"))
-    split = divided_so(four, Split(8, 2, 32, 1, 2))
+    split = divided_so(four, DeviceSplit(8, 2, 32, 1, 2))
     whole = [max(one.state_bytes(one.uniform())) + min(one.limits(one.uniform())) for one in (four, split)]
     assert whole[0] == pytest.approx(whole[1], rel=1e-6)
     with pytest.raises(PlanError, match=r"a stage has room for .* microbatches next to its weights and optimizer"):
-        divided_so(four, Split(1, 16, 4, 2, 2))
+        divided_so(four, DeviceSplit(1, 16, 4, 2, 2))
 
 
 def test_a_batch_that_does_not_divide() -> None:
     problem = Problem(read_setup("crosspipe-figure-8"))
     odd = problem.with_training(microbatches=7)
     with pytest.raises(PlanError, match="7 microbatches do not divide among 2 replicas"):
-        divided_so(odd, Split(2, 2, 3, 1, 2))
+        divided_so(odd, DeviceSplit(2, 2, 3, 1, 2))
     assert {(s.pipeline, s.data) for s in splits(odd)} == {(1, 4), (2, 2), (4, 1)}
 
 

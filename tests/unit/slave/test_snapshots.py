@@ -20,7 +20,7 @@ from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
 from dips.slave import disk as durable
 from dips.slave.ring import SnapshotStore
-from dips.slave.snapshot_files import HEADER_BYTES, Manifest, decode, encode, file_bytes
+from dips.slave.snapshot_files import HEADER_BYTES, SnapshotManifest, decode, encode, file_bytes
 
 N = 3000
 RECORD = json.dumps({"tokens": 12, "unit": "ö"}, ensure_ascii=False).encode()
@@ -217,7 +217,7 @@ def test_a_damaged_manifest_leaves_a_shadow_and_a_sentence(tmp_path: Path, damag
     assert str(path) in problems[0]
 
 
-def of_info(**changes: Any) -> Callable[[Manifest], Manifest]:
+def of_info(**changes: Any) -> Callable[[SnapshotManifest], SnapshotManifest]:
     return lambda said: replace(said, info=replace(said.info, **changes))
 
 
@@ -236,7 +236,9 @@ def of_info(**changes: Any) -> Callable[[Manifest], Manifest]:
         of_info(digest=b"D"),
     ],
 )
-def test_a_manifest_of_another_file_is_not_believed(tmp_path: Path, other: Callable[[Manifest], Manifest]) -> None:
+def test_a_manifest_of_another_file_is_not_believed(
+    tmp_path: Path, other: Callable[[SnapshotManifest], SnapshotManifest]
+) -> None:
     two_versions(tmp_path)
     path = manifest_file(tmp_path, 1)
     path.write_bytes(encode(other(decode(path.read_bytes(), "here"))))

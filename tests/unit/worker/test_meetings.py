@@ -12,7 +12,7 @@ from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.messages import Caller, DataRange, PlacementSpec, PullGrant, Settings, SlaveAddress, Ticket
 from dips.core.wire import Codec
 from dips.worker.commands import Fetch, Send, ShareOut, Snapshot
-from dips.worker.parallel.meetings import MOST_STEPS, Report, Stage, late_ranks, next_meeting_steps, tally
+from dips.worker.parallel.meetings import MOST_STEPS, RankReport, TransferStage, late_ranks, next_meeting_steps, tally
 from dips.worker.parallel.orders import Ask, AskEnds, GiveUp, GoOn, Order, Ranges, from_bytes, to_bytes
 from dips.worker.state.effects import Cancel, ClearResidual, CopyBase, Install, InstallMode, KeepResidual
 from dips.worker.state.waiting import GivenTimes, times_of
@@ -90,12 +90,12 @@ def test_the_leaders_error_ends_the_others_with_the_same_sentence_and_exit_code(
     assert (type(raised), str(raised), raised.exit_code) == (type(expected), str(expected), expected.exit_code)
 
 
-TWO = [Report(3, 30, 60.0, 30), Report(3, 10, 40.0, 10)]
+TWO = [RankReport(3, 30, 60.0, 30), RankReport(3, 10, 40.0, 10)]
 
 
 def test_a_report_travels_as_numbers() -> None:
-    report = Report(3, 2**52 + 1, 1.5, 7, True, False, 12, Stage.MOVED, True)
-    assert Report.of_numbers(report.numbers()) == report
+    report = RankReport(3, 2**52 + 1, 1.5, 7, True, False, 12, TransferStage.MOVED, True)
+    assert RankReport.of_numbers(report.numbers()) == report
 
 
 def test_ranks_with_different_data_add_their_tokens_and_losses_count_by_tokens() -> None:
@@ -109,7 +109,7 @@ def test_ranks_with_the_same_data_count_once() -> None:
 
 
 def test_a_loss_that_nobody_knows() -> None:
-    assert math.isnan(tally([Report(1, 5), Report(1, 5)], (0, 1)).loss)
+    assert math.isnan(tally([RankReport(1, 5), RankReport(1, 5)], (0, 1)).loss)
 
 
 def test_one_sigterm_is_enough() -> None:
@@ -125,7 +125,7 @@ def test_one_sigterm_is_enough() -> None:
     ],
 )
 def test_ranks_that_do_not_agree_are_refused(
-    reports: list[Report], coordinates: tuple[int, ...], sentence: str
+    reports: list[RankReport], coordinates: tuple[int, ...], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         tally(reports, coordinates)

@@ -11,7 +11,7 @@ from typing import Any, cast
 from dips.core.clock import ManualClock
 from dips.core.messages import DataRange, Settings
 from dips.worker.commands import ShareOut
-from dips.worker.parallel.meetings import Report
+from dips.worker.parallel.meetings import RankReport
 from dips.worker.parallel.orders import Ask, GoOn, Order, Ranges, to_bytes
 from dips.worker.parallel.rank_loop import RankLoop
 from dips.worker.parallel.rank_part import ALIVE_S, LeadingPart
@@ -56,7 +56,7 @@ class Others:
         self._orders = list(orders)
 
     def report(self, numbers: list[float] | None = None) -> Any:
-        return Report() if numbers is None else [numbers, numbers]
+        return RankReport() if numbers is None else [numbers, numbers]
 
     def hear(self, patience: timedelta) -> bytes:
         return to_bytes(self._orders.pop(0))
@@ -164,14 +164,14 @@ def test_nothing_is_leased_after_the_end() -> None:
 def test_a_sigterm_of_any_rank_that_is_heard_while_the_leader_waits_stops_the_session_once() -> None:
     """Also one that no meeting follows: the leader asks the others as long as it waits."""
     clock, stopped, said = ManualClock(), list[Event](), list[bytes]()
-    reports = [Report(), Report()]
+    reports = [RankReport(), RankReport()]
     ranks: Any = SimpleNamespace(say=said.append, report=lambda mine: [each.numbers() for each in reports], n_ranks=2)
     part: Any = SimpleNamespace(report=lambda: reports[0], record=lambda tape, links: None)
     leading = LeadingPart(ranks, part, clock)
     leading.begin(stopped.append, cast(Any, None), None)
     leading.look()
     assert stopped == []
-    reports[1] = Report(wants_to_leave=True)
+    reports[1] = RankReport(wants_to_leave=True)
     for _ in range(3):
         clock.advance(ALIVE_S)
         leading.look()

@@ -16,7 +16,7 @@ from support.exchange_process import UNIT_BYTES, check, cluster
 
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError
 from dips.worker.parallel.exchange import Exchange
-from dips.worker.parallel.meetings import Report
+from dips.worker.parallel.meetings import RankReport
 from dips.worker.parallel.orders import Ask, GoOn, Order, to_bytes
 from dips.worker.parallel.ownership import shares_of_ranks
 from dips.worker.parallel.rank_part import follow
@@ -134,8 +134,8 @@ class Leader:
 
 
 class Part:
-    def report(self) -> Report:
-        return Report()
+    def report(self) -> RankReport:
+        return RankReport()
 
 
 def test_silence_is_bounded_only_within_a_meeting() -> None:

@@ -13,7 +13,7 @@ from dips.core.observe.tape import Tape
 from dips.core.wire import Codec
 from dips.worker.commands import KeepPush, Send, ShareOut
 from dips.worker.link_counts import LinkCounts, TransferDirection
-from dips.worker.parallel.meetings import Report, Stage
+from dips.worker.parallel.meetings import RankReport, TransferStage
 from dips.worker.parallel.orders import from_bytes
 from dips.worker.parallel.part_ends import PartEnd
 from dips.worker.parallel.rank_part import LeadingPart, RankPart
@@ -53,10 +53,10 @@ class TwoRanks:
 
     def record(self, tape: Tape, links: LinkCounts | None) -> None: ...
 
-    def reports(self) -> list[Report]:
-        moved = [Stage.MOVED if rank in self.ended else Stage.UNDER_WAY for rank in range(2)]
-        stages = [Stage.FAILED if rank in self.failed else stage for rank, stage in enumerate(moved)]
-        return [Report(job=7, stage=stage) for stage in stages]
+    def reports(self) -> list[RankReport]:
+        moved = [TransferStage.MOVED if rank in self.ended else TransferStage.UNDER_WAY for rank in range(2)]
+        stages = [TransferStage.FAILED if rank in self.failed else stage for rank, stage in enumerate(moved)]
+        return [RankReport(job=7, stage=stage) for stage in stages]
 
     def ends(self, job: int) -> list[PartEnd]:
         failed = [PartEnd(job, rank, failure="slave s0 is gone") for rank in self.failed]
@@ -101,7 +101,7 @@ def test_a_rank_reports_its_transfer_until_that_one_is_cancelled() -> None:
     part = RankPart(nothing, nothing, nothing, [], ManualClock(), None, None, lambda: False)
     part.do(SEND)
     part.do(Cancel(SEND.job - 1))
-    assert part.report() == Report(job=SEND.job, stage=Stage.UNDER_WAY)
+    assert part.report() == RankReport(job=SEND.job, stage=TransferStage.UNDER_WAY)
     part.do(Cancel(SEND.job))
     assert part.report().job == -1
 

@@ -62,7 +62,7 @@ from dips.core.share import Share
 from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
 
 if TYPE_CHECKING:
-    from dips.core.net.carry_numba import Loop, PushLoop
+    from dips.core.net.carry_numba import PushLoop, TransferLoop
 
 _logger = logging.getLogger("dips.data")
 
@@ -172,7 +172,7 @@ class _Carrier(ABC):
     are taken there. Whatever is unusual is done here, by the code that does everything without one.
     """
 
-    _loop: Loop | None = None
+    _loop: TransferLoop | None = None
 
     def __init__(self, common: Common, links: SlaveSockets, transfer: Transfer, clock: Clock) -> None:
         self._common = common
@@ -224,7 +224,7 @@ class _Carrier(ABC):
         elif why == self._loop.FAILED:
             yield from self._links.receive(0.0)  # raises what is wrong
 
-    def _run(self, loop: Loop, until_s: float) -> int:
+    def _run(self, loop: TransferLoop, until_s: float) -> int:
         """Run the compiled loop; returns why it ended."""
         return loop.run(until_s)
 
@@ -334,7 +334,7 @@ class _PushCarrier(_Carrier):
                 chunks.checksum[index], chunks.known[index] = self._common.checksum(payload), 1
             return payload, int(chunks.checksum[index])
 
-    def _run(self, loop: Loop, until_s: float) -> int:
+    def _run(self, loop: TransferLoop, until_s: float) -> int:
         assert self._push_loop is not None, "this is called for the loop of a push"
         loop, payloads = self._push_loop, self._payloads
         with payloads.lock:
@@ -371,7 +371,7 @@ class _PullCarrier(_Carrier):
 
     def __init__(
         self, common: Common, links: SlaveSockets, transfer: PullTransfer, clock: Clock, version: Version, flat: F32,
-        places: Places | BlockPlaces, loop: Loop | None, *, momentum: bool,
+        places: Places | BlockPlaces, loop: TransferLoop | None, *, momentum: bool,
         differences: PulledDifferences | None = None,
     ) -> None:  # fmt: skip
         super().__init__(common, links, transfer, clock)
@@ -390,7 +390,7 @@ class _PullCarrier(_Carrier):
         for ask in asks:
             self._send(ask)
 
-    def _run(self, loop: Loop, until_s: float) -> int:
+    def _run(self, loop: TransferLoop, until_s: float) -> int:
         why = loop.run(until_s)
         if why == loop.WHOLE:
             self._pull_transfer.verify()

@@ -164,7 +164,7 @@ class Links(NamedTuple):
     handed: I64  # (lanes, 2) payloads that libzmq was handed, and that it gave back
 
 
-class Held(NamedTuple):
+class HeldChunks(NamedTuple):
     """Requests that count as sent and wait until libzmq has room for them (LEAD): a ring for each lane."""
 
     slot: I64  # (lanes, MOST_REQUESTS)
@@ -185,7 +185,7 @@ class Source(NamedTuple):
     wanted: I64  # (1,) not 0: somebody wants the lock that is held while the loop runs
 
 
-class Landing(NamedTuple):
+class PullLanding(NamedTuple):
     """Where the chunks of a pull land."""
 
     into: I64  # (chunks,) addresses
@@ -216,7 +216,7 @@ class Scratch(NamedTuple):
 
 @compiled
 def _send_push(
-    columns: Columns, links: Links, held: Held, source: Source, texts: Texts, scratch: Scratch, numbers: I64,
+    columns: Columns, links: Links, held: HeldChunks, source: Source, texts: Texts, scratch: Scratch, numbers: I64,
     free_function: int,
 ) -> int:  # fmt: skip
     """Send what may be sent; returns how many chunks were. numbers[SLOT]: see SEND."""
@@ -245,7 +245,7 @@ def _send_push(
 
 @compiled
 def _send_held(
-    columns: Columns, links: Links, held: Held, source: Source, texts: Texts, scratch: Scratch, numbers: I64,
+    columns: Columns, links: Links, held: HeldChunks, source: Source, texts: Texts, scratch: Scratch, numbers: I64,
     free_function: int, lane: int,
 ) -> int:  # fmt: skip
     """Hand a lane's oldest requests to libzmq, as far as it has room; returns how many."""
@@ -398,7 +398,7 @@ def _hear_push(columns: Columns, links: Links, texts: Texts, scratch: Scratch, n
 
 @compiled
 def _hear_pull(
-    columns: Columns, links: Links, landing: Landing, texts: Texts, scratch: Scratch, numbers: I64
+    columns: Columns, links: Links, landing: PullLanding, texts: Texts, scratch: Scratch, numbers: I64
 ) -> int:  # fmt: skip
     """Take chunks; returns how many, NONE for a message that Python must judge, or NONE - 1 for a whole share."""
     head, n_heard = address_of(scratch.messages), 0
@@ -434,7 +434,7 @@ def _hear_pull(
 
 
 @compiled
-def _land_differences(landing: Landing, chunk: int, n_bytes: int, source: int, numbers: I64) -> Any:
+def _land_differences(landing: PullLanding, chunk: int, n_bytes: int, source: int, numbers: I64) -> Any:
     """As payloads.PulledDifferences.land; returns the checksum of what it leads to."""
     n, codec, before = n_bytes // 4, numbers[CODEC_NUMBER], landing.base[chunk]
     into = array_at(landing.into[chunk], n, np.float32)
@@ -469,7 +469,7 @@ def _answers(columns: Columns, lane: int, texts: Texts, scratch: Scratch, number
 
 @compiled
 def push(
-    columns: Columns, links: Links, held: Held, source: Source, texts: Texts, scratch: Scratch, numbers: I64,
+    columns: Columns, links: Links, held: HeldChunks, source: Source, texts: Texts, scratch: Scratch, numbers: I64,
     free_function: int, until_s: float,
 ) -> int:  # fmt: skip
     """Send chunks and take their acknowledgements, until until_s at the latest; returns one of the codes."""
@@ -504,7 +504,7 @@ def push(
 
 @compiled
 def pull(
-    columns: Columns, links: Links, landing: Landing, texts: Texts, scratch: Scratch, numbers: I64, until_s: float
+    columns: Columns, links: Links, landing: PullLanding, texts: Texts, scratch: Scratch, numbers: I64, until_s: float
 ) -> int:
     """Send requests and land their chunks, until until_s at the latest; returns one of the
     codes."""
@@ -533,7 +533,7 @@ def _milliseconds(wait_s: float) -> int:
 
 
 @compiled
-def _any_held(held: Held) -> bool:
+def _any_held(held: HeldChunks) -> bool:
     for lane in range(len(held.first)):
         if held.first[lane] < held.stop[lane]:
             return True
@@ -556,7 +556,7 @@ def wait(links: Links, numbers: I64, longest_ms: int) -> int:
 # ---- for Python ----
 
 
-class Loop(ABC):
+class TransferLoop(ABC):
     """One transfer's loop, with its memory; for use by the thread of its sockets."""
 
     UNUSUAL, SEND, WHOLE, IDLE, FAILED = UNUSUAL, SEND, WHOLE, IDLE, FAILED
@@ -611,7 +611,7 @@ class Loop(ABC):
         self._sockets_seen = self._sockets.changes
 
 
-class PushLoop(Loop):
+class PushLoop(TransferLoop):
     """The loop of a push. Call close() at its end, or the memory of payloads may be given back too early."""
 
     def __init__(
@@ -634,7 +634,7 @@ class PushLoop(Loop):
             np.full(n, 0 if payloads.gated else 1, np.uint8), wanted,
         )  # fmt: skip
         ring, ends = (n_lanes, MOST_REQUESTS), np.zeros(n_lanes, np.int64)
-        self._held = Held(np.zeros(ring, np.int64), np.zeros(ring, np.int64), ends, ends.copy())
+        self._held = HeldChunks(np.zeros(ring, np.int64), np.zeros(ring, np.int64), ends, ends.copy())
         self._memory: list[object] = []
 
     def read_from(self, parts: Sequence[U8]) -> None:
@@ -669,7 +669,7 @@ class PushLoop(Loop):
         )  # fmt: skip
 
 
-class PullLoop(Loop):
+class PullLoop(TransferLoop):
     """The loop of a pull."""
 
     def __init__(
@@ -687,7 +687,7 @@ class PullLoop(Loop):
         if differences is not None:
             self._numbers[CODEC_NUMBER], self._numbers[N_DIFFERENCES] = int(differences.codec), differences.n
             base = address(differences.theta) + places_bytes
-        self._landing = Landing(address(flat) + places_bytes, base)
+        self._landing = PullLanding(address(flat) + places_bytes, base)
 
     def _run(self, until_s: float) -> int:
         return pull(self._columns, self._links, self._landing, self._texts, self._scratch, self._numbers, until_s)

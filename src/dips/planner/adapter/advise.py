@@ -13,7 +13,7 @@ from typing import Any
 
 from dips.planner.adapter.decide import AdapterState, Border, Rules, Window, borders_of
 from dips.planner.adapter.pieces import Pipeline, Sizes
-from dips.planner.adapter.play import Comparison, Iterations, compare
+from dips.planner.adapter.play import AdapterComparison, Iterations, compare
 from dips.planner.adapter.traces import WHOLE, Channel, TraceFile, channels_of
 from dips.planner.calibration import interval_json
 from dips.planner.cluster import Link
@@ -87,7 +87,7 @@ def advise(running: Running, measured: MeasuredFile, before: AdapterState | None
     return Advice(running, rules, state, start.sizes, with_ns, without_ns)
 
 
-def traced(running: Running, trace: TraceFile) -> tuple[Rules, Comparison]:
+def traced(running: Running, trace: TraceFile) -> tuple[Rules, AdapterComparison]:
     """The plan under a trace, with and without the adapter. Raises PlanError for a plan that cannot be adapted, and for
     a trace of another one."""
     rules = rules_of(running, running.problem)
@@ -226,7 +226,7 @@ def _border_json(border: Border, level: int) -> dict[str, Any]:
     }
 
 
-def traced_json(compared: Comparison) -> dict[str, Any]:
+def traced_json(compared: AdapterComparison) -> dict[str, Any]:
     """A comparison under a trace as JSON; times in seconds."""
 
     def each(found: Iterations) -> list[dict[str, Any]]:
@@ -252,7 +252,7 @@ def traced_json(compared: Comparison) -> dict[str, Any]:
 # ---- picture ---------------------------------------------------------------------------------------------------------
 
 
-def draw(running: Running, trace: TraceFile, compared: Comparison, files: Sequence[Path]) -> None:
+def draw(running: Running, trace: TraceFile, compared: AdapterComparison, files: Sequence[Path]) -> None:
     """Draw throughput over time with and without the adapter, and below it the bandwidth of each link, in the form of
     each file's suffix. Raises OSError."""
     from matplotlib.figure import Figure

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
-from dips.planner.adapter.pieces import Pipeline, Played, Sizes, Transfer, play
+from dips.planner.adapter.pieces import LinkMessage, Pipeline, Played, Sizes, play
 from dips.planner.adapter.traces import WHOLE, Channel
 from dips.planner.ir import Kind
 
@@ -131,7 +131,7 @@ class Rules:
         least = max(1, -(-b // MOST_PIECES), profiled[0][0] if profiled else 1)
         return tuple(n for n in range(b // 2, least - 1, -1) if b % n == 0)
 
-    def observe(self, state: AdapterState, transfer: Transfer) -> AdapterState:
+    def observe(self, state: AdapterState, transfer: LinkMessage) -> AdapterState:
         """The state after one more message. Messages over other links change nothing."""
         number = self.border_of.get((transfer.sender, transfer.receiver))
         if number is None:

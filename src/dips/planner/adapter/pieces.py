@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
     drain: int  # backward, after that
 
 
-class Transfer(NamedTuple):
+class LinkMessage(NamedTuple):
     """One message that crossed a link."""
 
     sender: int  # stage
@@ -116,7 +116,7 @@ class Played:
         return self.end_ns - self.begin_ns
 
 
-Watch = Callable[[Transfer], Sequence[Sizes] | None]
+Watch = Callable[[LinkMessage], Sequence[Sizes] | None]
 """Gets each message when it arrives; returns the sizes from then on, or None where they stay."""
 
 
@@ -339,7 +339,7 @@ class _Run:
         if self._watch is None:
             return
         sender = stage - 1 if row == _F else stage + 1
-        changed = self._watch(Transfer(sender, stage, n, start, freed, self.now))
+        changed = self._watch(LinkMessage(sender, stage, n, start, freed, self.now))
         if changed is not None:
             self._sizes = changed
             touched.update(range(self._schedule.n_devices))

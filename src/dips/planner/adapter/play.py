@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dips.planner.adapter.decide import AdapterState, Rules
-from dips.planner.adapter.pieces import Pipeline, Played, Sizes, Transfer, play
+from dips.planner.adapter.pieces import LinkMessage, Pipeline, Played, Sizes, play
 from dips.planner.adapter.traces import Channel
 from dips.planner.costs import NS
 from dips.planner.errors import PlanError
@@ -67,7 +67,7 @@ def with_adapter(rules: Rules, channels: Mapping[int, Channel], iterations: int)
     """So many iterations with the adapter. A changed size counts from the next piece that a stage begins."""
     state, played, sizes = rules.start, list[Played](), list[tuple[Sizes, ...]]()
 
-    def watch(transfer: Transfer) -> Sequence[Sizes] | None:
+    def watch(transfer: LinkMessage) -> Sequence[Sizes] | None:
         nonlocal state
         before = state.sizes
         state = rules.observe(state, transfer)
@@ -95,7 +95,7 @@ def _joined(played: Sequence[Played], sizes: Sequence[tuple[Sizes, ...]], change
 
 
 @dataclass(frozen=True)
-class Comparison:
+class AdapterComparison:
     """As many iterations with the adapter as start within the trace without it."""
 
     without: Iterations
@@ -129,11 +129,11 @@ class Comparison:
         return self.adapted_ns - self.without.span_ns
 
 
-def compare(rules: Rules, channels: Mapping[int, Channel], duration_ns: int) -> Comparison:
+def compare(rules: Rules, channels: Mapping[int, Channel], duration_ns: int) -> AdapterComparison:
     """Play a trace with and without the adapter. channels: by the resource of a wire."""
     without = without_adapter(rules.pipeline, channels, duration_ns)
     adapted, _ = with_adapter(rules, channels, len(without.ends_ns))
-    return Comparison(without, adapted, exceeds(rules, channels, without.span_ns))
+    return AdapterComparison(without, adapted, exceeds(rules, channels, without.span_ns))
 
 
 def exceeds(rules: Rules, channels: Mapping[int, Channel], until_ns: int) -> bool:

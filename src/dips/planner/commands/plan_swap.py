@@ -53,7 +53,7 @@ from dips.planner.replan import (
     Limits,
     MeasuredFile,
     MeasuredLink,
-    MeasuredRun,
+    MeasuredTable,
     ReplanVerdict,
     Running,
     layers_moved,
@@ -66,7 +66,7 @@ from dips.planner.replan import (
 from dips.planner.run.links import GRADIENT_TOLERANCE, PlanJob, RankReport, Sent, report_file, write_job
 from dips.planner.schedules import SCHEDULES
 from dips.planner.simulate import Timeline, simulate
-from dips.planner.sweep import Case, cases
+from dips.planner.sweep import GridPoint, cases
 from dips.planner.units import Division
 
 SCHEMA = "dips-plan-swap/1"
@@ -164,11 +164,11 @@ def change_of_name(
         )
         for link in problem.setup.links
     )
-    changed = MeasuredFile("--then-latency and --then-bandwidth", MeasuredRun(source="options"), (), links)
+    changed = MeasuredFile("--then-latency and --then-bandwidth", MeasuredTable(source="options"), (), links)
     return Change(Running(problem, 1, name, "alone", division, (schedule,)), changed)
 
 
-def problem_of(case: Case, layers_of_a_device: int) -> Problem:
+def problem_of(case: GridPoint, layers_of_a_device: int) -> Problem:
     """A case of `sweep` as a problem of sites and links, in which T_F is a second and a message a megabyte."""
     says = {"source": "dips plan run: T_F = T_D = T_W = 1"}
     sites = [f"site {number}" for number in range(case.n_sites)]

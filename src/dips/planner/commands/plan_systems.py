@@ -17,15 +17,13 @@ from typing import Any
 from dips.planner.calibration import interval_json
 from dips.planner.candidates import NAMES
 from dips.planner.commands.plan_clusters import AsynchronousClusters, asynchronous_clusters
-from dips.planner.commands.plan_ways import CLUSTERS, PIPELINE, NoWay, Way, Ways, compare_ways
+from dips.planner.commands.plan_ways import CLUSTERS, PIPELINE, NoWay, SiteWay, SiteWays, compare_ways
 from dips.planner.errors import PlanError
 from dips.planner.plan import Plan, make_plan, schedules_of
 from dips.planner.problem import Problem
-from dips.planner.scaleacross.report import Report as ExplorerReport
-from dips.planner.scaleacross.report import name_of, report_of
+from dips.planner.scaleacross.report import ScaleAcrossReport, name_of, report_of
 from dips.planner.scaleacross.topology import of_problem
-from dips.planner.spantrain.report import Report as SpanTrainReport
-from dips.planner.spantrain.report import report_of_best_groups
+from dips.planner.spantrain.report import SpanTrainReport, report_of_best_groups
 
 
 class System(StrEnum):
@@ -62,14 +60,14 @@ COUNT_OVERHEADS = (*SCHEDULES_OF, System.SPANTRAIN)
 
 
 @dataclass(frozen=True)
-class Answer:
+class SystemAnswer:
     """What one system says."""
 
     system: System
     what: str  # in a few words
     tokens_per_s: float
     iteration_s: float | None  # of the file's batch; None: clusters do not meet for one
-    found: Plan | SpanTrainReport | ExplorerReport | AsynchronousClusters  # all of it
+    found: Plan | SpanTrainReport | ScaleAcrossReport | AsynchronousClusters  # all of it
 
     @property
     def synchronous(self) -> bool:
@@ -86,25 +84,25 @@ class NoAnswer:
 
 
 @dataclass(frozen=True)
-class Decision:
+class SystemChoice:
     """All answers, and which to use."""
 
     problem: Problem
-    answers: tuple[Answer, ...]  # most tokens a second first
+    answers: tuple[SystemAnswer, ...]  # most tokens a second first
     refused: tuple[NoAnswer, ...]
     plan: Plan | None  # of the pipelines that the file describes, with the schedules of all systems that were asked
-    use: Answer  # where all sites train
+    use: SystemAnswer  # where all sites train
     why: tuple[str, ...]  # sentences without a full stop
-    ways: Ways | None  # to use several sites, where dips and a system that trains synchronously were asked
+    ways: SiteWays | None  # to use several sites, where dips and a system that trains synchronously were asked
 
 
-def decide(problem: Problem, systems: Sequence[System] = tuple(System), sensitivity: bool = True) -> Decision:
+def decide(problem: Problem, systems: Sequence[System] = tuple(System), sensitivity: bool = True) -> SystemChoice:
     """Ask the systems. sensitivity: also which change of a setting would help the pipelines most.
 
     Raises PlanError where none of them can train the problem, with the reason of each.
     """
     schedules_of(problem)  # a mistake in the file is one of the user, not a system's refusal
-    answers: list[Answer] = []
+    answers: list[SystemAnswer] = []
     refused: list[NoAnswer] = []
     plan = _pipelines(problem, systems, sensitivity)
     for system in systems:
@@ -120,7 +118,7 @@ def decide(problem: Problem, systems: Sequence[System] = tuple(System), sensitiv
     both = System.DIPS in systems and len(systems) > 1
     ways = _ways(problem, best, apart, refused) if both and len(problem.setup.sites) > 1 else None
     whole, use = plan if isinstance(plan, Plan) else None, _chosen(best, apart, ways)
-    return Decision(problem, tuple(answers), tuple(refused), whole, use, tuple(reasons), ways)
+    return SystemChoice(problem, tuple(answers), tuple(refused), whole, use, tuple(reasons), ways)
 
 
 def _pipelines(problem: Problem, systems: Sequence[System], sensitivity: bool) -> Plan | PlanError:
@@ -142,7 +140,7 @@ def _left_out(problem: Problem) -> PlanError:
     return PlanError(f"{problem.setup.file} [options]: schedules has none of its schedules: add one, or remove the key")
 
 
-def _ask(system: System, problem: Problem, plan: Plan | PlanError) -> Answer:
+def _ask(system: System, problem: Problem, plan: Plan | PlanError) -> SystemAnswer:
     """One system's answer. Raises PlanError where it has none."""
     training = problem.setup.training
     tokens = training.data * training.microbatches * training.microbatch_sequences * training.sequence_tokens
@@ -155,7 +153,7 @@ def _ask(system: System, problem: Problem, plan: Plan | PlanError) -> Answer:
             raise PlanError(reasons[0]) if reasons else _left_out(problem)
         best = own[0]
         what = f"{best.name}, {training.pipeline} stages x {training.data} replicas"
-        return Answer(system, what, tokens / best.iteration_s, best.iteration_s, replace(plan, candidates=own))
+        return SystemAnswer(system, what, tokens / best.iteration_s, best.iteration_s, replace(plan, candidates=own))
     if system is System.SPANTRAIN:
         span = report_of_best_groups(problem.setup)
         chain, groups = span.best.chain, span.grouping
@@ -163,21 +161,21 @@ def _ask(system: System, problem: Problem, plan: Plan | PlanError) -> Answer:
             f"{len(groups.groups)} groups ({groups.threshold_gbps:.3g} Gbit/s), {len(chain.stages)} stages, "
             f"{chain.microbatches} microbatches of {chain.sequences}"
         )
-        return Answer(system, what, tokens / span.iteration_s, span.iteration_s, span)
+        return SystemAnswer(system, what, tokens / span.iteration_s, span.iteration_s, span)
     if system is System.SCALEACROSS:
         report = report_of(of_problem(problem.setup), links=True)
         choice = report.explored.best[0]
         what = (
             f"{name_of(choice)}, TP-CP-EP-PP-DP {choice.case.split}, {choice.case.split.microbatch_sequences} sequences"
         )
-        return Answer(system, what, tokens / choice.links_s, choice.links_s, report)
+        return SystemAnswer(system, what, tokens / choice.links_s, choice.links_s, report)
     clusters = asynchronous_clusters(problem)
     every = problem.setup.asynchronous.sync_every
     what = f"{len(clusters.clusters)} clusters, H {every}, servers at {clusters.servers_at}"
-    return Answer(system, what, clusters.tokens_per_s, None, clusters)
+    return SystemAnswer(system, what, clusters.tokens_per_s, None, clusters)
 
 
-def _best_together(problem: Problem, answers: Sequence[Answer]) -> tuple[Answer | None, list[str]]:
+def _best_together(problem: Problem, answers: Sequence[SystemAnswer]) -> tuple[SystemAnswer | None, list[str]]:
     """The fastest of the synchronous answers that can be advised, if there are any, and why."""
     free = [site.name for site in problem.setup.sites if site.network_gbps is None]
     advised = [one for one in answers if one.synchronous and not (free and one.system in DECIDE_INSIDE)]
@@ -198,13 +196,15 @@ def _best_together(problem: Problem, answers: Sequence[Answer]) -> tuple[Answer 
     return best, reasons
 
 
-def _ways(problem: Problem, best: Answer | None, apart: Answer | None, refused: Sequence[NoAnswer]) -> Ways | None:
+def _ways(
+    problem: Problem, best: SystemAnswer | None, apart: SystemAnswer | None, refused: Sequence[NoAnswer]
+) -> SiteWays | None:
     """The ways to use the sites, from the answers of the systems."""
     no_ways = list[NoWay]()
-    together: Way | None = None
+    together: SiteWay | None = None
     clusters: AsynchronousClusters | None = None
     if best is not None:
-        together = Way(f"{best.system.value}: {best.what}", best.tokens_per_s, synchronous=True)
+        together = SiteWay(f"{best.system.value}: {best.what}", best.tokens_per_s, synchronous=True)
     elif why := next((no.why for no in refused if no.system is not System.DIPS), ""):
         no_ways.append(NoWay(PIPELINE, why))
     if apart is not None and isinstance(apart.found, AsynchronousClusters):
@@ -214,7 +214,7 @@ def _ways(problem: Problem, best: Answer | None, apart: Answer | None, refused: 
     return compare_ways(problem, together, clusters, no_ways)
 
 
-def _chosen(best: Answer | None, apart: Answer | None, ways: Ways | None) -> Answer:
+def _chosen(best: SystemAnswer | None, apart: SystemAnswer | None, ways: SiteWays | None) -> SystemAnswer:
     """The answer to use: the fastest synchronous one, unless asynchronous clusters make up for their tokens."""
     of_all = [way for way in ways.found if not way.without] if ways else []
     use = apart if best is None or (apart is not None and of_all and not of_all[0].synchronous) else best
@@ -225,7 +225,7 @@ def _chosen(best: Answer | None, apart: Answer | None, ways: Ways | None) -> Ans
 # ---- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def decision_json(found: Decision) -> dict[str, Any]:
+def decision_json(found: SystemChoice) -> dict[str, Any]:
     """The systems' answers as JSON; times in seconds."""
     return {
         "ways": None if found.ways is None else found.ways.to_json(),
@@ -236,7 +236,7 @@ def decision_json(found: Decision) -> dict[str, Any]:
     }
 
 
-def _answer_json(found: Decision, answer: Answer) -> dict[str, Any]:
+def _answer_json(found: SystemChoice, answer: SystemAnswer) -> dict[str, Any]:
     calibrated = answer.iteration_s if answer.system in COUNT_OVERHEADS else None
     error = found.problem.calibration_error
     return {

@@ -13,21 +13,20 @@ from dips.core.units import format_bytes, format_seconds
 from dips.planner.adapter.advise import Advice
 from dips.planner.adapter.decide import Border, Rules
 from dips.planner.adapter.pieces import Sizes
-from dips.planner.adapter.play import Comparison
+from dips.planner.adapter.play import AdapterComparison
 from dips.planner.calibration import calibration_text, interval_text
 from dips.planner.candidates import Candidate
 from dips.planner.commands.plan_clusters import AsynchronousClusters, rounds_text
-from dips.planner.commands.plan_systems import CANNOT_SEE, Decision
-from dips.planner.commands.plan_ways import Ways, reasons, take_text, tokens_text
+from dips.planner.commands.plan_systems import CANNOT_SEE, SystemChoice
+from dips.planner.commands.plan_ways import SiteWays, reasons, take_text, tokens_text
 from dips.planner.costs import NS
 from dips.planner.grouping import Grouping, Parts
 from dips.planner.plan import Plan, layers_of
 from dips.planner.problem import assumptions
 from dips.planner.replan import ReplanVerdict, Running
-from dips.planner.scaleacross.report import Report
+from dips.planner.scaleacross.report import ScaleAcrossReport
 from dips.planner.simulate import Timeline
-from dips.planner.spantrain.report import Report as SpanTrainReport
-from dips.planner.spantrain.report import slowest_stage
+from dips.planner.spantrain.report import SpanTrainReport, slowest_stage
 from dips.planner.sweep import Panel, SweepRow
 from dips.planner.tradeoff import Tradeoff
 from dips.planner.validation.checks import PaperCheck
@@ -52,7 +51,7 @@ def _named(name: str, sharing: str) -> str:
     return f"{name}, {SHARING[sharing]}" if SHARING[sharing] else name
 
 
-def decision_text(decision: Decision) -> Iterator[str | Table]:
+def decision_text(decision: SystemChoice) -> Iterator[str | Table]:
     """Which way and which system to use and why, all answers, and the plan of the file's pipelines."""
     use = decision.use
     if decision.ways is not None:
@@ -73,14 +72,14 @@ def decision_text(decision: Decision) -> Iterator[str | Table]:
             yield from rounds_text(answer.found)
         elif answer is use and isinstance(answer.found, SpanTrainReport):
             yield from ("", *spantrain_text(answer.found))
-        elif answer is use and isinstance(answer.found, Report):
+        elif answer is use and isinstance(answer.found, ScaleAcrossReport):
             yield from ("", *explored_text(answer.found))
     if decision.plan is not None:
         yield ""
         yield from plan_text(decision.plan)
 
 
-def _ways_table(ways: Ways) -> Table:
+def _ways_table(ways: SiteWays) -> Table:
     table = table_of(("way", "how"), ("tokens a day", "worth", "of the best"))
     best = ways.counted(ways.take)
     others = [way for way in ways.left_out if way not in ways.found]
@@ -90,7 +89,7 @@ def _ways_table(ways: Ways) -> Table:
     return table
 
 
-def _systems_table(decision: Decision) -> Table:
+def _systems_table(decision: SystemChoice) -> Table:
     table = table_of(("system", "how"), ("iteration", "tokens/s", "of the best"))
     best = decision.answers[0].tokens_per_s
     for answer in decision.answers:
@@ -319,7 +318,7 @@ MOST_ROWS = 24
 """Iterations that a trace's table shows."""
 
 
-def traced_text(rules: Rules, compared: Comparison, error: float | None) -> Iterator[str | Table]:
+def traced_text(rules: Rules, compared: AdapterComparison, error: float | None) -> Iterator[str | Table]:
     """Iterations under a trace with and without the adapter; of many, some at equal distances."""
     yield _borders_table(rules, [border.busy_ns + border.latency_ns for border in rules.borders])
     without, adapted = compared.without, compared.adapted
@@ -468,7 +467,7 @@ def _spantrain_others(found: SpanTrainReport) -> Table:
     return table
 
 
-def explored_text(found: Report) -> Iterator[str | Table]:
+def explored_text(found: ScaleAcrossReport) -> Iterator[str | Table]:
     """ScaleAcross Explorer's choice, why, what the next one would need, and how to use the long links."""
     explored = found.explored
     topology, links = explored.topology, explored.links

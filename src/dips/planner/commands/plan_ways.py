@@ -37,7 +37,7 @@ NEAR = 0.1
 
 
 @dataclass(frozen=True)
-class Way:
+class SiteWay:
     """One way to use the sites."""
 
     how: str
@@ -84,23 +84,23 @@ class NoWay:
 
 
 @dataclass(frozen=True)
-class Ways:
+class SiteWays:
     """All ways that are possible, and which to take."""
 
     problem: Problem
-    found: tuple[Way, ...]  # those of all sites, and the best one without a site; the best first
-    left_out: tuple[Way, ...]  # for each site the best way without it, the best first
+    found: tuple[SiteWay, ...]  # those of all sites, and the best one without a site; the best first
+    left_out: tuple[SiteWay, ...]  # for each site the best way without it, the best first
     impossible: tuple[NoWay, ...]
 
     @property
-    def take(self) -> Way:
+    def take(self) -> SiteWay:
         return self.found[0]
 
     @property
     def more_tokens(self) -> float:
         return self.problem.setup.asynchronous.more_tokens
 
-    def counted(self, way: Way) -> float:
+    def counted(self, way: SiteWay) -> float:
         return way.counted_per_day(self.more_tokens)
 
     def to_json(self) -> dict[str, Any]:
@@ -115,8 +115,8 @@ class Ways:
 
 
 def compare_ways(
-    problem: Problem, together: Way | None, apart: AsynchronousClusters | None, refused: Iterable[NoWay]
-) -> Ways | None:
+    problem: Problem, together: SiteWay | None, apart: AsynchronousClusters | None, refused: Iterable[NoWay]
+) -> SiteWays | None:
     """Compare the ways of a problem with several sites. together: the best pipeline that is known; apart: the clusters;
     refused: why one of them is not there. None where no way is possible."""
     n, more, impossible = len(problem.setup.sites), problem.setup.asynchronous.more_tokens, list(refused)
@@ -128,7 +128,7 @@ def compare_ways(
     except PlanError:
         pass  # the file's own split is the only one
     known = {site: cluster.plan for site, cluster in enumerate(apart.clusters if apart is not None else ())}
-    left_out: list[Way] = []
+    left_out: list[SiteWay] = []
     for site in range(n) if n <= MOST_LEFT_OUT else ():
         try:
             left_out.append(best_without(problem, site, known))
@@ -142,10 +142,10 @@ def compare_ways(
     if not found:
         return None
     found.sort(key=lambda way: -way.counted_per_day(more))
-    return Ways(problem, tuple(found), tuple(left_out), tuple(impossible))
+    return SiteWays(problem, tuple(found), tuple(left_out), tuple(impossible))
 
 
-def pipeline_over(problem: Problem, sites: Sequence[int]) -> Way:
+def pipeline_over(problem: Problem, sites: Sequence[int]) -> SiteWay:
     """The best pipeline over these sites, which take the whole batch. Raises PlanError."""
     training, asked = problem.setup.training, problem.setup.options.schedules
     names: Sequence[str] = [name for name in QUICK if name in asked or not asked] or QUICK
@@ -158,7 +158,7 @@ def pipeline_over(problem: Problem, sites: Sequence[int]) -> Way:
     same = split == (training.pipeline, training.data, training.microbatches)
     without = _without(problem, sites)
     how = f"{_sites_of(problem, sites)}{plan.chosen.name}, {_split_text(plan)}"
-    return Way(how, tokens / plan.chosen.iteration_s, True, without, None if same else split)
+    return SiteWay(how, tokens / plan.chosen.iteration_s, True, without, None if same else split)
 
 
 def _split_text(plan: Plan) -> str:
@@ -168,7 +168,7 @@ def _split_text(plan: Plan) -> str:
     return f"{training.pipeline} stages x {replicas}{whole}"
 
 
-def clusters_way(found: AsynchronousClusters, sites: Sequence[int] | None = None) -> Way:
+def clusters_way(found: AsynchronousClusters, sites: Sequence[int] | None = None) -> SiteWay:
     """The way that trains in clusters. sites: those that train; None: all."""
     problem = found.problem
     without = "" if sites is None else _without(problem, sites)
@@ -176,15 +176,15 @@ def clusters_way(found: AsynchronousClusters, sites: Sequence[int] | None = None
         f"{len(found.clusters)} clusters, H {problem.setup.asynchronous.sync_every}, servers at {found.servers_at}, "
         f"exchanges leave {found.share_of_ideal:.1%}"
     )
-    return Way(how, found.tokens_per_s, False, without)
+    return SiteWay(how, found.tokens_per_s, False, without)
 
 
-def best_without(problem: Problem, site: int, known: Mapping[int, Plan]) -> Way:
+def best_without(problem: Problem, site: int, known: Mapping[int, Plan]) -> SiteWay:
     """The best way without a site. known: the plans of clusters.
 
     Raises PlanError, with the reason of the pipeline, where there is none."""
     rest = [number for number in range(len(problem.setup.sites)) if number != site]
-    ways, why = list[Way](), PlanError("")
+    ways, why = list[SiteWay](), PlanError("")
     try:
         ways.append(pipeline_over(problem, rest))
     except PlanError as error:
@@ -222,10 +222,10 @@ def tokens_text(tokens: float) -> str:
     return f"{tokens:,.0f}"
 
 
-def take_text(ways: Ways) -> str:
+def take_text(ways: SiteWays) -> str:
     """What to take, in tokens a day, and what the others would give."""
 
-    def given(way: Way) -> str:
+    def given(way: SiteWay) -> str:
         worth = "" if way.synchronous else f" (worth {tokens_text(ways.counted(way))})"
         return f"{tokens_text(way.tokens_per_day)}{{}}{worth}"
 
@@ -237,7 +237,7 @@ def take_text(ways: Ways) -> str:
     return text
 
 
-def reasons(ways: Ways) -> Iterator[str]:
+def reasons(ways: SiteWays) -> Iterator[str]:
     """Why, and what is assumed, as sentences without a full stop."""
     take, setup = ways.take, ways.problem.setup
     if len({way.synchronous for way in ways.found}) > 1:

@@ -91,7 +91,7 @@ def _measured_layers(
     """Where the times come from, and the times."""
     import torch
 
-    from dips.planner.run.device_times import Rounds, measure, name_of, own_parts, shipped_parts, torch_device
+    from dips.planner.run.device_times import MeasuringRounds, measure, name_of, own_parts, shipped_parts, torch_device
 
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"--dtype {dtype} is not measured: choose float32 or bfloat16")
@@ -103,7 +103,7 @@ def _measured_layers(
         parts, example = shipped_parts(setup.model, setup.training.sequence_tokens, place, getattr(torch, dtype))
     console = Console(stderr=True)
     with console.status(f"measuring {len(parts)} parts of {setup.model.name} on {on}"):
-        layers = tuple(measure(parts, example, sizes, Rounds(rounds), kind))
+        layers = tuple(measure(parts, example, sizes, MeasuringRounds(rounds), kind))
     what = f"{module}" if module is not None else f"layers of {dtype}"
     return (
         f"dips profile device on {name_of(place)}, torch {torch.__version__}, {threads} threads, {what}, medians of "

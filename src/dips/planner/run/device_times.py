@@ -42,7 +42,7 @@ class MeasuredPart:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class MeasuringRounds:
     """How often a layer is measured: rounds that count, after others that do not."""
 
     counted: int
@@ -53,7 +53,7 @@ def measure(
     parts: Sequence[MeasuredPart],
     example: Example,
     sizes: Sequence[int],
-    rounds: Rounds,
+    rounds: MeasuringRounds,
     device: str,
     now_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> Iterator[LayerTime]:
@@ -80,7 +80,7 @@ def measure(
 
 
 def _measured(
-    module: nn.Module, x: Tensor, rounds: Rounds, now_ns: Callable[[], int]
+    module: nn.Module, x: Tensor, rounds: MeasuringRounds, now_ns: Callable[[], int]
 ) -> tuple[dict[str, float], Tensor]:
     """The fields of LayerTime, and the module's output."""
     settle = _settle if x.is_cuda else _nothing

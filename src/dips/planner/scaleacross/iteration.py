@@ -186,7 +186,7 @@ def _several_servers(topology: Topology) -> bool:
 
 
 @dataclass(frozen=True)
-class Ways:
+class KernelWays:
     """The ways that the kernels of a case use."""
 
     hops: tuple[Way, ...]  # from each stage to the next one, and last from the last one to the first
@@ -247,7 +247,7 @@ def check_places(topology: Topology, case: Case) -> None:
 
 
 @lru_cache(maxsize=4096)
-def ways_of(topology: Topology, outermost: Outermost, sharding: Sharding, split: Split) -> Ways:
+def ways_of(topology: Topology, outermost: Outermost, sharding: Sharding, split: Split) -> KernelWays:
     p, d = split.pipeline, split.data
     group = split.tensor * split.context
     at = places_of(topology, outermost, split)
@@ -265,13 +265,13 @@ def ways_of(topology: Topology, outermost: Outermost, sharding: Sharding, split:
     leaders = None
     if hierarchical:
         leaders = topology.slowest(at[:, firsts].ravel(), at[:, np.roll(firsts, -1)].ravel(), senders)
-    return Ways(hops, topology.slowest(at.ravel(), there.ravel(), senders), leaders)
+    return KernelWays(hops, topology.slowest(at.ravel(), there.ravel(), senders), leaders)
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------
 
 
-class Step(NamedTuple):
+class SchedulePass(NamedTuple):
     """One pass, in an order in which each comes after those that it needs."""
 
     kind: Kind
@@ -283,16 +283,16 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class PlayedSchedule:
     """A schedule, made ready to be played."""
 
     schedule: Schedule
-    steps: tuple[Step, ...]
+    steps: tuple[SchedulePass, ...]
     # for each device, its chunks and, for each F, the parts of their activations that are held then
     held: tuple[tuple[tuple[int, ...], Floats], ...]
 
 
-def program_of(schedule: Schedule) -> Program:
+def program_of(schedule: Schedule) -> PlayedSchedule:
     """Raises PlanError for a schedule whose devices wait for each other."""
     n_chunks, n, place = schedule.n_stages, schedule.n_microbatches, schedule.device_of_stage
     at = [0] * schedule.n_devices
@@ -302,7 +302,7 @@ def program_of(schedule: Schedule) -> Program:
     for order in schedule.orders:
         for op in order:
             left[op.stage] += 1
-    steps: list[Step] = []
+    steps: list[SchedulePass] = []
     waiting = set(range(schedule.n_devices))
     kind_f, kind_w, new = Kind.F, Kind.W, tuple.__new__
     while waiting:
@@ -324,7 +324,7 @@ def program_of(schedule: Schedule) -> Program:
                 if chunk:
                     waiting.add(place[chunk - 1])
             left[chunk] -= 1
-            steps.append(new(Step, (kind, chunk, m, device, not seen[chunk], not left[chunk])))
+            steps.append(new(SchedulePass, (kind, chunk, m, device, not seen[chunk], not left[chunk])))
             seen[chunk] = True
         else:
             index = len(order)
@@ -332,7 +332,7 @@ def program_of(schedule: Schedule) -> Program:
         waiting.discard(device)
     if len(steps) < schedule.n_ops:
         raise PlanError(f"{schedule.name}: its devices wait for each other")
-    return Program(schedule, tuple(steps), tuple(_held(schedule, d) for d in range(schedule.n_devices)))
+    return PlayedSchedule(schedule, tuple(steps), tuple(_held(schedule, d) for d in range(schedule.n_devices)))
 
 
 def _held(schedule: Schedule, device: int) -> tuple[tuple[int, ...], Floats]:
@@ -351,7 +351,7 @@ def _held(schedule: Schedule, device: int) -> tuple[tuple[int, ...], Floats]:
 
 
 @lru_cache(maxsize=512)
-def _program(pipelining: Pipelining, n_stages: int, n: int, chunks: int, together: int, delay: int) -> Program:
+def _program(pipelining: Pipelining, n_stages: int, n: int, chunks: int, together: int, delay: int) -> PlayedSchedule:
     if pipelining is Pipelining.PLAIN:
         return program_of(one_f_one_b(n_stages, n))
     if pipelining is Pipelining.DORA:
@@ -362,7 +362,7 @@ def _program(pipelining: Pipelining, n_stages: int, n: int, chunks: int, togethe
 # ---- Algorithm 1 -----------------------------------------------------------------------------------------------------
 
 
-class Kernels(NamedTuple):
+class KernelTimes(NamedTuple):
     """The times of all kernels, in nanoseconds."""
 
     forward: Ints
@@ -373,7 +373,7 @@ class Kernels(NamedTuple):
     messages: Mapping[tuple[int, int], tuple[int, int]]  # by (from, to): time on the way, and latency
 
 
-def ends_of(program: Program, kernels: Kernels, links: bool) -> Ints:
+def ends_of(program: PlayedSchedule, kernels: KernelTimes, links: bool) -> Ints:
     """When everything has ended, for each division. links: a way carries one message at a time."""
     schedule, n = program.schedule, kernels.forward.shape[1]
     n_chunks, place = schedule.n_stages, schedule.device_of_stage
@@ -441,7 +441,7 @@ def sums_of(values: Floats, divisions: Ints) -> Floats:
     return np.asarray((prefix[ends] - prefix[ends - divisions]).T)
 
 
-def kernels_of(topology: Topology, case: Case, divisions: Ints) -> Kernels:
+def kernels_of(topology: Topology, case: Case, divisions: Ints) -> KernelTimes:
     split, layers = case.split, layer_costs(topology, case.split)
     ways = ways_of(topology, case.outermost, case.sharding, split)
     slower = 1 + topology.accelerators.zbv_overhead if case.pipelining is Pipelining.ZBV else 1.0
@@ -451,7 +451,7 @@ def kernels_of(topology: Topology, case: Case, divisions: Ints) -> Kernels:
 
     sizes = sums_of(layers.exchanged_bytes, divisions)
     gather_s, reduce_s = collective_s(topology, case, ways, sizes)
-    return Kernels(
+    return KernelTimes(
         ns(sums_of(layers.forward_s, divisions) * slower),
         ns(sums_of(layers.input_gradient_s, divisions) * slower),
         ns(sums_of(layers.weight_gradient_s, divisions) * slower),
@@ -461,7 +461,7 @@ def kernels_of(topology: Topology, case: Case, divisions: Ints) -> Kernels:
     )
 
 
-def collective_s(topology: Topology, case: Case, ways: Ways, sizes: Floats) -> tuple[Floats, Floats]:
+def collective_s(topology: Topology, case: Case, ways: KernelWays, sizes: Floats) -> tuple[Floats, Floats]:
     """Times of an all-gather and of a reduce-scatter of so many bytes."""
     split = case.split
     members = split.data * split.context
@@ -481,7 +481,7 @@ def collective_s(topology: Topology, case: Case, ways: Ways, sizes: Floats) -> t
     return inside, 3 * inside + 2 * ring(len(shares), ways.leaders)
 
 
-def _messages(topology: Topology, case: Case, ways: Ways) -> dict[tuple[int, int], tuple[int, int]]:
+def _messages(topology: Topology, case: Case, ways: KernelWays) -> dict[tuple[int, int], tuple[int, int]]:
     split = case.split
     size = message_bytes(
         topology.model, topology.batch.sequence_tokens, split.microbatch_sequences, split.tensor, split.context
@@ -493,7 +493,7 @@ def _messages(topology: Topology, case: Case, ways: Ways) -> dict[tuple[int, int
     return found
 
 
-def memory_of(topology: Topology, case: Case, program: Program, divisions: Ints) -> Floats:
+def memory_of(topology: Topology, case: Case, program: PlayedSchedule, divisions: Ints) -> Floats:
     """Bytes on the fullest accelerator, for each division: weights and gradients whole, the optimizer's state shared
     among the replicas that shard it, and activations. With HSDP a leader has its gradients a second time."""
     split, layers = case.split, layer_costs(topology, case.split)
@@ -514,7 +514,7 @@ def memory_of(topology: Topology, case: Case, program: Program, divisions: Ints)
     return found
 
 
-def program_for(topology: Topology, case: Case) -> Program:
+def program_for(topology: Topology, case: Case) -> PlayedSchedule:
     """The program of a case. Interleaved ZBV's order is made for the time of its longest message, rounded up to a power
     of two quarters of a pass."""
     split, n, delay = case.split, case.split.microbatches(topology), 0

@@ -33,7 +33,7 @@ CONGESTED = 8.0
 
 
 @dataclass(frozen=True)
-class Advice:
+class NetworkAdvice:
     """One recommendation."""
 
     about: str
@@ -43,7 +43,7 @@ class Advice:
     source: str
 
 
-def recommend(topology: Topology, choice: Choice) -> list[Advice]:
+def recommend(topology: Topology, choice: Choice) -> list[NetworkAdvice]:
     """Recommendations for the longest route between buildings; none for one building, or an unknown network."""
     longest = topology.longest()
     if longest is None or topology.network is None:
@@ -83,7 +83,7 @@ def crossing(topology: Topology, choice: Choice) -> tuple[int, float]:
     return 2 * (members - 1), whole / members
 
 
-def _balancing(topology: Topology, way: Way, latency_us: float) -> Advice:
+def _balancing(topology: Topology, way: Way, latency_us: float) -> NetworkAdvice:
     network = topology.network
     assert network is not None
     bound = sprayed_bytes_per_s(way.latency_s, network.in_flight_packets, network.packet_bytes)
@@ -96,7 +96,7 @@ def _balancing(topology: Topology, way: Way, latency_us: float) -> Advice:
     else:
         use = "packet spraying" if enough else "ECMP"
     limit = "no limit" if math.isinf(bound) else f"{bound * 8 / 1e9:.3g} Gbit/s"
-    return Advice(
+    return NetworkAdvice(
         "load balancing",
         use,
         f"{latency_us:.4g} us one way: a queue pair with packet spraying has {limit}; {needed} of them carry the "
@@ -108,11 +108,11 @@ def _balancing(topology: Topology, way: Way, latency_us: float) -> Advice:
     )
 
 
-def _congestion(topology: Topology, latency_us: float, ratio: float) -> Advice:
+def _congestion(topology: Topology, latency_us: float, ratio: float) -> NetworkAdvice:
     assert topology.network is not None
     usual = topology.network.usual_oversubscription
     off = latency_us >= FAR_US and ratio >= CONGESTED * usual
-    return Advice(
+    return NetworkAdvice(
         "congestion control",
         "none" if off else "as it is: ECN-based or none",
         f"{latency_us:.4g} us one way, 1:{ratio:g} is {ratio / usual:.3g} times the usual 1:{usual:g}",
@@ -122,12 +122,12 @@ def _congestion(topology: Topology, latency_us: float, ratio: float) -> Advice:
     )
 
 
-def _loss(topology: Topology, latency_us: float, messages: int, size: float, outermost: Outermost) -> Advice:
+def _loss(topology: Topology, latency_us: float, messages: int, size: float, outermost: Outermost) -> NetworkAdvice:
     network = topology.network
     assert network is not None
     lost_s = retransmission_s(messages, size, network.loss_rate, network.packet_bytes, 2 * latency_us / 1e6)
     far = latency_us > FAR_US
-    return Advice(
+    return NetworkAdvice(
         "loss of packets",
         "redundancy (selective repetition or erasure coding)" if far else "retransmission (Go-Back-N)",
         f"at a loss of {network.loss_rate:.3%} {messages} messages of {size / 1e6:.3g} MB, which {outermost} does not "

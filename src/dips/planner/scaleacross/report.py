@@ -9,16 +9,16 @@ from typing import Any
 
 from dips.core.units import format_seconds
 from dips.planner.scaleacross.iteration import Outermost, shares_of
-from dips.planner.scaleacross.network import Advice, recommend
+from dips.planner.scaleacross.network import NetworkAdvice, recommend
 from dips.planner.scaleacross.search import Choice, Explored, Parts, catches_up, explore, parts_of
 from dips.planner.scaleacross.topology import Topology
 
 
 @dataclass(frozen=True, eq=False)
-class Report:
+class ScaleAcrossReport:
     explored: Explored
     parts: Parts  # of the best
-    advice: tuple[Advice, ...]
+    advice: tuple[NetworkAdvice, ...]
     why: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -55,11 +55,11 @@ def _choice_json(choice: Choice) -> dict[str, Any]:
     }
 
 
-def report_of(topology: Topology, links: bool = False) -> Report:
+def report_of(topology: Topology, links: bool = False) -> ScaleAcrossReport:
     """Explore a topology. Raises PlanError where nothing fits."""
     found = explore(topology, links)
     parts = parts_of(topology, found.best[0], links)
-    return Report(found, parts, tuple(recommend(topology, found.best[0])), tuple(_why(found, parts)))
+    return ScaleAcrossReport(found, parts, tuple(recommend(topology, found.best[0])), tuple(_why(found, parts)))
 
 
 def name_of(choice: Choice) -> str:

@@ -22,11 +22,11 @@ from dips.planner.scaleacross.iteration import (
     MOST_PASSES,
     Case,
     Floats,
+    KernelWays,
     Outermost,
     Pipelining,
     Sharding,
     Split,
-    Ways,
     check_places,
     collective_s,
     ends_of,
@@ -198,7 +198,7 @@ def lower_bound_s(topology: Topology, case: Case) -> float:
     return first_s + max(bounds)
 
 
-def _reducing_s(topology: Topology, case: Case, ways: Ways) -> float:
+def _reducing_s(topology: Topology, case: Case, ways: KernelWays) -> float:
     """All reduce-scatters of the average stage."""
     whole = layer_costs(topology, case.split).exchanged_bytes.sum() / case.split.pipeline
     none_s, all_s = collective_s(topology, case, ways, np.array([0.0, whole]))[1]

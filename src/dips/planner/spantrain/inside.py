@@ -33,8 +33,8 @@ from heapq import heapify, heapreplace
 from itertools import chain, combinations, groupby, pairwise
 from typing import NamedTuple
 
-from dips.planner.grouping import ALIKE, Group, Part
-from dips.planner.spantrain.work import UnitTimes, Way, Work
+from dips.planner.grouping import ALIKE, Group, GroupPart
+from dips.planner.spantrain.work import MessageWay, UnitTimes, Work
 
 MOST_IN_A_GRID = 12
 """Devices of which a grid is looked for: the ways to place them grow with 2^devices."""
@@ -125,7 +125,7 @@ def whole_shares(total: int, powers: tuple[float, ...]) -> tuple[int, ...]:
 # ---- teams -----------------------------------------------------------------------------------------------------------
 
 
-class Share(NamedTuple):
+class DeviceShare(NamedTuple):
     """Equal devices of one site with equal tiles."""
 
     site: int
@@ -138,7 +138,7 @@ class Team:
     """Devices that share the same layers, and how."""
 
     layout: str
-    shares: tuple[Share, ...]
+    shares: tuple[DeviceShare, ...]
     left_out: int  # devices whose memory is too small; their shares come last
     sites: tuple[int, ...]  # of those that work
     replicas: int  # that exchange gradients
@@ -154,7 +154,7 @@ class Team:
         return sum(share.devices for share in self.shares if share.tile.data)
 
 
-class Stage(NamedTuple):
+class TeamStage(NamedTuple):
     """A team with its units: first, up to and without last."""
 
     team: Team
@@ -166,7 +166,7 @@ class Stage(NamedTuple):
         return self.last - self.first
 
 
-def times_of(work: Work, stage: Stage) -> UnitTimes:
+def times_of(work: Work, stage: TeamStage) -> UnitTimes:
     """Seconds of one microbatch, of computation alone: of the slowest device of each operation."""
     columns = []
     for site, part in stage.team.paces:
@@ -175,18 +175,18 @@ def times_of(work: Work, stage: Stage) -> UnitTimes:
     return UnitTimes(*columns[0]) if len(columns) == 1 else UnitTimes(*map(max, zip(*columns, strict=True)))
 
 
-def tensor_s(stage: Stage) -> float:
+def tensor_s(stage: TeamStage) -> float:
     """Collectives of tensor parallelism for one microbatch, forward and backward."""
     return 2 * stage.team.tensor_s * stage.layers
 
 
-def sync_s(work: Work, stage: Stage) -> float:
+def sync_s(work: Work, stage: TeamStage) -> float:
     """The all-reduce of the team's gradients, once in an iteration."""
     size_bytes = work.weight_bytes[stage.last] - work.weight_bytes[stage.first]
     return size_bytes * stage.team.sync_s_per_byte + stage.team.sync_latency_s
 
 
-class Held(NamedTuple):
+class DeviceMemory(NamedTuple):
     """Memory of a device."""
 
     state_bytes: float
@@ -200,20 +200,22 @@ class Held(NamedTuple):
         return left / self.activation_bytes if self.activation_bytes else math.inf if left >= 0 else -1.0
 
 
-def held_by(work: Work, share: Share, first: int, last: int) -> Held:
+def held_by(work: Work, share: DeviceShare, first: int, last: int) -> DeviceMemory:
     tensor = float(share.tile.tensor)
     state = (work.state_bytes[last] - work.state_bytes[first]) * tensor
     activation = (work.activation_bytes[last] - work.activation_bytes[first]) * tensor * float(share.tile.data)
-    return Held(state, activation, work.memory_bytes[share.site])
+    return DeviceMemory(state, activation, work.memory_bytes[share.site])
 
 
-def tightest(work: Work, stage: Stage) -> Held:
+def tightest(work: Work, stage: TeamStage) -> DeviceMemory:
     """Memory of the device that can hold the fewest microbatches."""
     busy = (share for share in stage.team.shares if share.tile.data)
     return min((held_by(work, share, stage.first, stage.last) for share in busy), key=lambda held: held.microbatches)
 
 
-def _team(work: Work, layout: str, shares: Sequence[Share], idle: Sequence[Part], replicas: int, parts: int) -> Team:
+def _team(
+    work: Work, layout: str, shares: Sequence[DeviceShare], idle: Sequence[GroupPart], replicas: int, parts: int
+) -> Team:
     """The costs of a team. parts: devices that share a layer. replicas: those that got sequences."""
     busy = [share for share in shares if share.tile.data]
     counts = {site: sum(s.devices for s in some) for site, some in groupby(sorted(busy), key=lambda s: s.site)}
@@ -231,27 +233,27 @@ def _team(work: Work, layout: str, shares: Sequence[Share], idle: Sequence[Part]
         whole = 1.0 if way.sender != way.receiver else 1 / parts  # rings of all parts share a link between sites
         sync_rate = 2 * (replicas - 1) / replicas * whole / way.bytes_per_s
         sync_latency = 2 * (replicas - 1) * way.latency_s
-    left_out = [Share(part.site, part.devices, Tile(Fraction(0), Fraction(0))) for part in idle]
+    left_out = [DeviceShare(part.site, part.devices, Tile(Fraction(0), Fraction(0))) for part in idle]
     return Team(
         layout, (*shares, *left_out), _devices(idle), sites, replicas, parts, paces, tensor, sync_rate, sync_latency
     )  # fmt: skip
 
 
-def _least(ways: Sequence[Way]) -> Way:
+def _least(ways: Sequence[MessageWay]) -> MessageWay:
     return min(ways, key=lambda way: (way.bytes_per_s, -way.latency_s))
 
 
-class Rules(NamedTuple):
+class SecondLevelRules(NamedTuple):
     """What the second level may do."""
 
     second_level: bool = True  # no: all devices of a group share its layers with even parts of each microbatch
     idle: bool = False  # devices may get no sequence, though their memory is large enough
 
 
-DEFAULT_RULES = Rules()
+DEFAULT_RULES = SecondLevelRules()
 
 
-def teams_of(work: Work, parts: Sequence[Part], alike: bool, rules: Rules) -> Iterator[Team]:
+def teams_of(work: Work, parts: Sequence[GroupPart], alike: bool, rules: SecondLevelRules) -> Iterator[Team]:
     """The teams that devices can be. alike: they are one subgroup."""
     even, strict = not rules.second_level, False
     by_memory = sorted({work.memory_bytes[part.site] for part in parts})
@@ -268,7 +270,7 @@ def teams_of(work: Work, parts: Sequence[Part], alike: bool, rules: Rules) -> It
         strict = strict or not allowed
 
 
-def _devices(parts: Sequence[Part]) -> int:
+def _devices(parts: Sequence[GroupPart]) -> int:
     return sum(part.devices for part in parts)
 
 
@@ -277,7 +279,9 @@ def _power(work: Work, site: int) -> float:
     return 1 / work.times_s[site][-1].total_s
 
 
-def _symmetric(work: Work, used: Sequence[Part], idle: Sequence[Part], even: bool, most: float) -> Iterator[Team]:
+def _symmetric(
+    work: Work, used: Sequence[GroupPart], idle: Sequence[GroupPart], even: bool, most: float
+) -> Iterator[Team]:
     common, heads = math.gcd(*(part.devices for part in used)), work.setup.model.heads
     for parts in (size for size in range(1, min(common, heads) + 1) if common % size == 0 and heads % size == 0):
         if _devices(used) // parts > most:
@@ -287,7 +291,7 @@ def _symmetric(work: Work, used: Sequence[Part], idle: Sequence[Part], even: boo
         yield _shared(work, SYMMETRIC, sites, powers, idle, parts)
 
 
-def _data_parallel(work: Work, used: Sequence[Part], idle: Sequence[Part], most: float) -> Iterator[Team]:
+def _data_parallel(work: Work, used: Sequence[GroupPart], idle: Sequence[GroupPart], most: float) -> Iterator[Team]:
     if _devices(used) > most:
         return
     sites = [part.site for part in used for _ in range(part.devices)]
@@ -295,18 +299,18 @@ def _data_parallel(work: Work, used: Sequence[Part], idle: Sequence[Part], most:
 
 
 def _shared(
-    work: Work, layout: str, sites: Sequence[int], powers: tuple[float, ...], idle: Sequence[Part], parts: int
+    work: Work, layout: str, sites: Sequence[int], powers: tuple[float, ...], idle: Sequence[GroupPart], parts: int
 ) -> Team:
     """A team of replicas, each of `parts` devices of one site, with whole sequences for each."""
     counts = whole_shares(work.sequences, powers)
     shares = []
     for (site, count), some in groupby(sorted(zip(sites, counts, strict=True), key=lambda s: (s[0], -s[1]))):
         tile = Tile(Fraction(count, work.sequences), Fraction(1 if count else 0, parts))
-        shares.append(Share(site, parts * len(list(some)), tile))
+        shares.append(DeviceShare(site, parts * len(list(some)), tile))
     return _team(work, layout, shares, idle, sum(count > 0 for count in counts), parts)
 
 
-def _grid(work: Work, used: Sequence[Part], idle: Sequence[Part]) -> list[Team]:
+def _grid(work: Work, used: Sequence[GroupPart], idle: Sequence[GroupPart]) -> list[Team]:
     """Empty where powers are no grid, or a row or column of it would get nothing."""
     if _devices(used) > MOST_IN_A_GRID:
         return []
@@ -325,7 +329,7 @@ def _grid(work: Work, used: Sequence[Part], idle: Sequence[Part]) -> list[Team]:
         for r, row in enumerate(grid)
         for c, i in enumerate(row)
     )
-    shares = [Share(site, len(list(some)), tile) for (site, tile), some in groupby(placed)]
+    shares = [DeviceShare(site, len(list(some)), tile) for (site, tile), some in groupby(placed)]
     return [_team(work, GRID, shares, idle, len(sequences), len(heads))]
 
 
@@ -336,7 +340,7 @@ def _grid(work: Work, used: Sequence[Part], idle: Sequence[Part]) -> list[Team]:
 class Inside:
     """A group with its layers, as Equation 1 sees it: one stage. Seconds."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[TeamStage, ...]
     fill_s: float  # the forward pass of one microbatch, through all teams and between them
     each_s: float  # t^c: computation of one microbatch on the slowest team
     tensor_s: float  # and its collectives of tensor parallelism
@@ -348,7 +352,7 @@ class Inside:
         return microbatches * (self.each_s + self.tensor_s + self.wait_s) + self.sync_s
 
 
-def lines_of(group: Group, second_level: bool) -> list[tuple[tuple[tuple[Part, ...], bool], ...]]:
+def lines_of(group: Group, second_level: bool) -> list[tuple[tuple[tuple[GroupPart, ...], bool], ...]]:
     """The lines of a group: for each team its devices, and whether they are one subgroup."""
     subgroups = [(inner.parts, True) for inner in group.subgroups]
     everything = tuple(chain.from_iterable(parts for parts, _ in subgroups))
@@ -367,7 +371,7 @@ def lines_of(group: Group, second_level: bool) -> list[tuple[tuple[tuple[Part, .
 class Planner:
     """Plans the inside of groups for an iteration of so many microbatches, and remembers what it found."""
 
-    def __init__(self, work: Work, groups: Sequence[Group], microbatches: int, rules: Rules) -> None:
+    def __init__(self, work: Work, groups: Sequence[Group], microbatches: int, rules: SecondLevelRules) -> None:
         self.work, self.microbatches, self.rules = work, microbatches, rules
         self.evaluated = 0  # teams with layers whose time was computed
         # of each group: lines of teams, each with the ways in which it may share layers
@@ -381,7 +385,7 @@ class Planner:
         self._best: dict[tuple[int, int, int], Inside | None] = {}
         self._tables: dict[tuple[int, int], tuple[list[float], list[list[int]]]] = {}
         # by the identity of a team's ways, which self.lines keeps
-        self._sides: dict[tuple[int, int, int], tuple[float, Stage | None]] = {}
+        self._sides: dict[tuple[int, int, int], tuple[float, TeamStage | None]] = {}
 
     def has_teams(self, group: int) -> bool:
         """Whether the devices of a group can share a microbatch at all, whatever their memory."""
@@ -404,7 +408,7 @@ class Planner:
         if stages is not None:
             yield inside_of(self.work, stages)
 
-    def _cut(self, line: Sequence[tuple[Team, ...]], first: int, last: int) -> list[Stage] | None:
+    def _cut(self, line: Sequence[tuple[Team, ...]], first: int, last: int) -> list[TeamStage] | None:
         """Cut units into consecutive parts with the least maximum of the teams' times; None where they do not fit."""
         best, cuts = self._table(line, first)
         if math.isinf(best[last]):
@@ -448,13 +452,13 @@ class Planner:
     def _seconds(self, teams: tuple[Team, ...], first: int, last: int) -> float:
         return self._side(teams, first, last)[0]
 
-    def _side(self, teams: tuple[Team, ...], first: int, last: int) -> tuple[float, Stage | None]:
+    def _side(self, teams: tuple[Team, ...], first: int, last: int) -> tuple[float, TeamStage | None]:
         """The fastest of a team's ways for these units, and its time; None where none fits."""
         key = id(teams), first, last
         found = self._sides.get(key)
         if found is None:
             self.evaluated += len(teams)
-            fit = [one for one in (Stage(team, first, last) for team in teams) if _fits(self.work, one)]
+            fit = [one for one in (TeamStage(team, first, last) for team in teams) if _fits(self.work, one)]
             if not self.rules.idle:  # devices are left out for their memory alone
                 fewest = min((one.team.left_out for one in fit), default=0)
                 fit = [one for one in fit if one.team.left_out == fewest]
@@ -463,7 +467,7 @@ class Planner:
         return found
 
 
-def _fits(work: Work, stage: Stage) -> bool:
+def _fits(work: Work, stage: TeamStage) -> bool:
     """Whether each device holds its state and one microbatch; and where that matters, whether none that is left out
     could hold one sequence."""
     if tightest(work, stage).microbatches < 1:
@@ -473,11 +477,11 @@ def _fits(work: Work, stage: Stage) -> bool:
     return all(held_by(work, share._replace(tile=one), stage.first, stage.last).microbatches < 1 for share in out)
 
 
-def _stage_s(work: Work, stage: Stage, microbatches: int) -> float:
+def _stage_s(work: Work, stage: TeamStage, microbatches: int) -> float:
     return microbatches * (times_of(work, stage).total_s + tensor_s(stage)) + sync_s(work, stage)
 
 
-def inside_of(work: Work, stages: Sequence[Stage]) -> Inside:
+def inside_of(work: Work, stages: Sequence[TeamStage]) -> Inside:
     """The line of these teams as one stage."""
     times = [times_of(work, stage) for stage in stages]
     slowest = max(range(len(stages)), key=lambda i: times[i].total_s + tensor_s(stages[i]))

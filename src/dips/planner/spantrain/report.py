@@ -17,8 +17,8 @@ from dips.planner.errors import PlanError
 from dips.planner.grouping import ALIKE, THRESHOLD_GBPS, Group, Grouping, group, measured_of
 from dips.planner.plan import ready_folder, writing
 from dips.planner.spantrain.flowing import SENTENCE, Flowing, flow
-from dips.planner.spantrain.inside import Rules, Share, Stage, held_by
-from dips.planner.spantrain.search import SIMULATED_OPERATIONS, Found, Simulated, Terms, search, way_between
+from dips.planner.spantrain.inside import DeviceShare, SecondLevelRules, TeamStage, held_by
+from dips.planner.spantrain.search import SIMULATED_OPERATIONS, Found, GroupTerms, Simulated, search, way_between
 from dips.planner.spantrain.work import Work
 from dips.planner.trace import draw, trace_events
 from dips.planner.validate import peaks
@@ -51,13 +51,13 @@ class DeviceRow(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Report:
+class SpanTrainReport:
     """A plan of SpanTrain, its reasons and its limits."""
 
     setup: ClusterFile
     grouping: Grouping
     found: Found
-    rules: Rules
+    rules: SecondLevelRules
     flowing: Flowing | None  # where the out-of-order variant was asked for
     unseen: tuple[str, ...]  # what SpanTrain does not see, or does not say, as sentences without a full stop
 
@@ -103,7 +103,9 @@ class Report:
             found += [self._row(work, inside, number, stage, share, microbatches) for share in stage.team.shares]
         return found
 
-    def _row(self, work: Work, inside: int, number: int, stage: Stage, share: Share, microbatches: float) -> DeviceRow:
+    def _row(
+        self, work: Work, inside: int, number: int, stage: TeamStage, share: DeviceShare, microbatches: float
+    ) -> DeviceRow:
         held, tile = held_by(work, share, stage.first, stage.last), share.tile
         return DeviceRow(
             inside, number, stage.team.layout, self.setup.sites[share.site].name, share.devices, stage.first,
@@ -167,7 +169,7 @@ def report_of(
     out_of_order: bool = False,
     alternatives: bool = True,
     seed: int = 0,
-) -> Report:
+) -> SpanTrainReport:
     """Plan a problem as SpanTrain does.
 
     batches: sequences of an iteration, of which the one with most samples a second is chosen; None: the file's.
@@ -179,16 +181,16 @@ def report_of(
     training = setup.training
     grouping = group(measured_of(setup), threshold_gbps, alike)
     wanted = batches or [training.microbatches * training.microbatch_sequences * training.data]
-    rules = Rules(second_level, idle)
+    rules = SecondLevelRules(second_level, idle)
     found = search(setup, grouping.groups, wanted, microbatch_sequences, seed=seed, rules=rules)
     flowing = flow(found.simulated[0]) if out_of_order else None
     sentences = [*unseen(setup, found), *([SENTENCE] if out_of_order else [])]
     if alternatives:
         sentences += _alternatives(setup, grouping, found, microbatch_sequences, seed, rules)
-    return Report(setup, grouping, found, rules, flowing, tuple(sentences))
+    return SpanTrainReport(setup, grouping, found, rules, flowing, tuple(sentences))
 
 
-def report_of_best_groups(setup: ClusterFile) -> Report:
+def report_of_best_groups(setup: ClusterFile) -> SpanTrainReport:
     """The fastest plan of several thresholds of groups, of which the paper gives none. Raises PlanError."""
     first = report_of(setup, alternatives=False)
     found = [first]
@@ -258,13 +260,13 @@ def _alternatives(
     found: Found,
     sizes: Sequence[int] | None,
     seed: int,
-    rules: Rules,
+    rules: SecondLevelRules,
 ) -> Iterator[str]:
     """Plans that SpanTrain does not look for, where they are faster, for the same batch."""
     groups, best = grouping.groups, found.simulated[0]
     batch = best.chain.batch
 
-    def faster(some: Sequence[Group], changed: Rules) -> float | None:
+    def faster(some: Sequence[Group], changed: SecondLevelRules) -> float | None:
         try:
             one = search(
                 setup, some, [batch], sizes, seed=seed, rules=changed, operations=SIMULATED_OPERATIONS // 8
@@ -315,7 +317,7 @@ def _other_groups(grouping: Grouping) -> Iterator[tuple[float, tuple[Group, ...]
             yield limit, some
 
 
-def write_report(report: Report, folder: Path) -> list[Path]:
+def write_report(report: SpanTrainReport, folder: Path) -> list[Path]:
     """Write the answer as files, and make the folder: spantrain.json (to_json()), plan.csv (a line for each team, as
     torch's pipeline runtime loads it), trace.json for Perfetto, timeline.svg and .png. Of the out-of-order variant the
     orders and times are of all simulated iterations. Raises PlanError when it cannot be written."""
@@ -347,7 +349,7 @@ def write_report(report: Report, folder: Path) -> list[Path]:
     return [*(folder / name for name in texts), *pictures]
 
 
-def slowest_stage(report: Report) -> tuple[int, Terms]:
+def slowest_stage(report: SpanTrainReport) -> tuple[int, GroupTerms]:
     """The group, from 1 on, that decides Equation 1, and its terms."""
     chain = report.best.chain
     number, terms = max(zip(chain.candidate.order, chain.terms, strict=True), key=lambda one: one[1].total_s)

@@ -46,8 +46,17 @@ from dips.planner.ir import straight
 from dips.planner.problem import RELEASED_BY_INPUT_GRADIENT
 from dips.planner.schedules.greedy import compact_zb
 from dips.planner.simulate import Timeline, simulate
-from dips.planner.spantrain.inside import DEFAULT_RULES, Inside, Planner, Rules, Stage, tensor_s, tightest, times_of
-from dips.planner.spantrain.work import Way, Work, work_of
+from dips.planner.spantrain.inside import (
+    DEFAULT_RULES,
+    Inside,
+    Planner,
+    SecondLevelRules,
+    TeamStage,
+    tensor_s,
+    tightest,
+    times_of,
+)
+from dips.planner.spantrain.work import MessageWay, Work, work_of
 
 BEAM = 24
 """Candidates that are kept: l of Algorithm 1."""
@@ -72,14 +81,14 @@ SIMULATED_OPERATIONS = 240_000
 """Operations that one search simulates, about: a few seconds. At least one candidate is simulated, of any size."""
 
 
-class Candidate(NamedTuple):
+class FirstLevelChoice(NamedTuple):
     """What the first level chooses."""
 
     order: tuple[int, ...]  # groups, in the order of the pipeline
     layers: tuple[int, ...]  # units of each, in that order
 
 
-class Terms(NamedTuple):
+class GroupTerms(NamedTuple):
     """Equation 1's terms of one group, in seconds."""
 
     fill_s: float
@@ -96,11 +105,11 @@ class Terms(NamedTuple):
 class Chain:
     """A candidate with the inside of each group."""
 
-    candidate: Candidate
+    candidate: FirstLevelChoice
     batch: int  # sequences of an iteration
     sequences: int  # of a microbatch
     insides: tuple[Inside, ...]
-    terms: tuple[Terms, ...]
+    terms: tuple[GroupTerms, ...]
 
     @property
     def microbatches(self) -> int:
@@ -112,7 +121,7 @@ class Chain:
         return max(terms.total_s for terms in self.terms)
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[TeamStage, ...]:
         """All teams, in the order of the pipeline."""
         return tuple(stage for inside in self.insides for stage in inside.stages)
 
@@ -136,7 +145,7 @@ class Simulated:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedBatch:
     """A microbatch size that cannot be planned, and why, as a sentence."""
 
     batch: int
@@ -149,7 +158,7 @@ class Found:
     """What a search found: the fastest simulated candidates, the best first."""
 
     simulated: list[Simulated]
-    refused: list[Refused] = field(default_factory=list)
+    refused: list[RefusedBatch] = field(default_factory=list)
     works: dict[int, Work] = field(default_factory=dict)  # by sequences of a microbatch
     evaluated: int = 0  # teams with layers whose time was computed
     compared: int = 0  # candidates whose Equation 1 was computed
@@ -161,17 +170,17 @@ class Found:
 class Level:
     """The first level for one batch and one size of microbatches."""
 
-    def __init__(self, work: Work, groups: Sequence[Group], batch: int, rules: Rules) -> None:
+    def __init__(self, work: Work, groups: Sequence[Group], batch: int, rules: SecondLevelRules) -> None:
         self.work, self.groups, self.batch = work, groups, batch
         self.microbatches = batch // work.sequences
         self.planner = Planner(work, groups, self.microbatches, rules)
-        self._seen: dict[Candidate, float] = {}
+        self._seen: dict[FirstLevelChoice, float] = {}
 
     @property
     def compared(self) -> int:
         return len(self._seen)
 
-    def chain(self, candidate: Candidate) -> Chain | None:
+    def chain(self, candidate: FirstLevelChoice) -> Chain | None:
         """The candidate with the inside of its groups; None where one does not fit."""
         starts = [0, *accumulate(candidate.layers)]
         insides = []
@@ -183,7 +192,7 @@ class Level:
         terms = equation_1(self.work, insides, self.microbatches)
         return Chain(candidate, self.batch, self.work.sequences, tuple(insides), tuple(terms))
 
-    def seconds(self, candidate: Candidate) -> float:
+    def seconds(self, candidate: FirstLevelChoice) -> float:
         """Equation 1; infinite where a group does not fit."""
         if candidate not in self._seen:
             found = self.chain(candidate)
@@ -192,7 +201,7 @@ class Level:
 
     # ---- Algorithm 1 ----
 
-    def best(self, dice: random.Random, most: int = MOST_COMPARED) -> list[Candidate]:
+    def best(self, dice: random.Random, most: int = MOST_COMPARED) -> list[FirstLevelChoice]:
         """Beam search; the best first, and none where nothing fits. The same dice give the same candidates. most: are
         compared, about."""
         beam = self._ranked(self._initial(dice))
@@ -203,21 +212,21 @@ class Level:
             beam = grown
         return beam
 
-    def finalists(self, dice: random.Random, most: int = MOST_COMPARED) -> list[Candidate]:
+    def finalists(self, dice: random.Random, most: int = MOST_COMPARED) -> list[FirstLevelChoice]:
         """What is simulated: the best, and the best of each order of the groups, since Equation 1 and the simulation
         differ most between orders."""
         best = self.best(dice, most)[:FINALISTS]
-        of_order: dict[tuple[int, ...], Candidate] = {}
+        of_order: dict[tuple[int, ...], FirstLevelChoice] = {}
         for one in sorted(self._seen, key=lambda one: (self._seen[one], one)):
             if math.isfinite(self._seen[one]):
                 of_order.setdefault(one.order, one)
         return list(dict.fromkeys([*best, *list(of_order.values())[:FINALISTS]]))
 
-    def _ranked(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+    def _ranked(self, candidates: Iterable[FirstLevelChoice]) -> list[FirstLevelChoice]:
         found = [one for one in candidates if math.isfinite(self.seconds(one))]
         return sorted(found, key=lambda one: (self.seconds(one), one))[:BEAM]
 
-    def _initial(self, dice: random.Random) -> Iterator[Candidate]:
+    def _initial(self, dice: random.Random) -> Iterator[FirstLevelChoice]:
         """Random orders of the groups, all of them where these are few, each with layers by the groups' speeds."""
         n = len(self.groups)
         if math.factorial(min(n, 8)) <= 2 * BEAM:
@@ -227,7 +236,7 @@ class Level:
         for order in dict.fromkeys(orders):
             for layers in (self.segmented(order), self.in_proportion(order)):
                 if layers is not None:
-                    yield Candidate(order, layers)
+                    yield FirstLevelChoice(order, layers)
 
     def in_proportion(self, order: Sequence[int]) -> tuple[int, ...] | None:
         """Layers in proportion to the computing power of the groups; None where groups are more than layers."""
@@ -289,26 +298,26 @@ class Level:
         return math.inf if inside is None else inside.stage_s(self.microbatches)
 
 
-def moves(one: Candidate) -> Iterator[Candidate]:
+def moves(one: FirstLevelChoice) -> Iterator[FirstLevelChoice]:
     """The two moves: exchange two groups, which keep their numbers of layers or leave these where they are; and move a
     layer over the border of two neighbours."""
     n = len(one.order)
     for a in range(n):
         for b in range(a + 1, n):
             order = _exchanged(one.order, a, b)
-            yield Candidate(order, _exchanged(one.layers, a, b))
+            yield FirstLevelChoice(order, _exchanged(one.layers, a, b))
             if one.layers[a] != one.layers[b]:
-                yield Candidate(order, one.layers)
+                yield FirstLevelChoice(order, one.layers)
     for a in range(n - 1):
         for change in (-1, 1):
             layers = list(one.layers)
             layers[a] += change
             layers[a + 1] -= change
             if min(layers[a], layers[a + 1]) > 0:
-                yield Candidate(one.order, tuple(layers))
+                yield FirstLevelChoice(one.order, tuple(layers))
 
 
-def wide_moves(one: Candidate) -> Iterator[Candidate]:
+def wide_moves(one: FirstLevelChoice) -> Iterator[FirstLevelChoice]:
     """The same two, and several layers at once, also between groups that are not neighbours: all in between then get
     other layers of the model. The simulated time has more valleys than Equation 1."""
     yield from moves(one)
@@ -318,7 +327,7 @@ def wide_moves(one: Candidate) -> Iterator[Candidate]:
             layers = list(one.layers)
             layers[a] -= count
             layers[b] += count
-            yield Candidate(one.order, tuple(layers))
+            yield FirstLevelChoice(one.order, tuple(layers))
             count *= 2
 
 
@@ -328,13 +337,13 @@ def _exchanged(row: tuple[int, ...], a: int, b: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def equation_1(work: Work, insides: Sequence[Inside], microbatches: int) -> list[Terms]:
+def equation_1(work: Work, insides: Sequence[Inside], microbatches: int) -> list[GroupTerms]:
     """Equation 1's terms of each group of a chain."""
     found, fill, wait = [], 0.0, 0.0
     for number, inside in enumerate(insides):
         wait += microbatches * inside.wait_s
         collective = microbatches * inside.tensor_s + inside.sync_s
-        found.append(Terms(fill, microbatches * inside.each_s, wait, collective))
+        found.append(GroupTerms(fill, microbatches * inside.each_s, wait, collective))
         if number + 1 < len(insides):
             way = way_between(work, inside.stages[-1], insides[number + 1].stages[0])
             busy = way.busy_s(work.message_bytes)
@@ -343,7 +352,7 @@ def equation_1(work: Work, insides: Sequence[Inside], microbatches: int) -> list
     return found
 
 
-def way_between(work: Work, sender: Stage, receiver: Stage) -> Way:
+def way_between(work: Work, sender: TeamStage, receiver: TeamStage) -> MessageWay:
     return work.slowest(sender.team.sites, receiver.team.sites)
 
 
@@ -386,7 +395,7 @@ def costs_of(work: Work, chain: Chain) -> tuple[Costs, tuple[int, ...]]:
     return costs, tuple(limits)
 
 
-def _wire(work: Work, way: Way, pair: int) -> Wire:
+def _wire(work: Work, way: MessageWay, pair: int) -> Wire:
     """Inside of a site each pair of teams has a wire of its own; a link between sites is shared by all."""
     busy_ns, latency_ns = round(way.busy_s(work.message_bytes) * NS), round(way.latency_s * NS)
     if way.sender == way.receiver:
@@ -394,7 +403,7 @@ def _wire(work: Work, way: Way, pair: int) -> Wire:
     return Wire(way.resource, busy_ns, latency_ns, 2 * latency_ns if work.setup.options.blocking else 0)
 
 
-def _exchange(work: Work, number: int, stage: Stage) -> Exchange:
+def _exchange(work: Work, number: int, stage: TeamStage) -> Exchange:
     size_bytes = work.weight_bytes[stage.last] - work.weight_bytes[stage.first]
     busy_ns, latency_ns = round(size_bytes * stage.team.sync_s_per_byte * NS), round(stage.team.sync_latency_s * NS)
     return Exchange(number, 0, busy_ns, 0, latency_ns)
@@ -436,7 +445,7 @@ def search(
     microbatch_sequences: Sequence[int] | None = None,
     *,
     seed: int = 0,
-    rules: Rules = DEFAULT_RULES,
+    rules: SecondLevelRules = DEFAULT_RULES,
     operations: int = SIMULATED_OPERATIONS,
 ) -> Found:
     """Algorithm 1 over batches (sequences of an iteration) and microbatch sizes (None: all divisors of each batch),
@@ -448,7 +457,7 @@ def search(
         )
     found = Found([])
     levels: dict[tuple[int, int], Level] = {}
-    finalists: list[tuple[float, int, int, Candidate]] = []
+    finalists: list[tuple[float, int, int, FirstLevelChoice]] = []
     pairs = [
         (batch, size)
         for batch in dict.fromkeys(batches)
@@ -458,11 +467,11 @@ def search(
         try:
             level = levels[batch, size] = _level(setup, groups, batch, size, rules, found.works)
         except PlanError as error:
-            found.refused.append(Refused(batch, size, str(error)))
+            found.refused.append(RefusedBatch(batch, size, str(error)))
             continue
         best = level.finalists(random.Random(f"{seed} {batch} {size}"), MOST_COMPARED // len(pairs))
         if not best:
-            found.refused.append(Refused(batch, size, why_not(level)))
+            found.refused.append(RefusedBatch(batch, size, why_not(level)))
         finalists += [(level.seconds(one) / batch, batch, size, one) for one in best]
     if not finalists:
         raise PlanError("; ".join(dict.fromkeys(one.why for one in (found.refused[0], found.refused[-1]))))
@@ -473,7 +482,7 @@ def search(
 
 
 def _level(
-    setup: ClusterFile, groups: Sequence[Group], batch: int, size: int, rules: Rules, works: dict[int, Work]
+    setup: ClusterFile, groups: Sequence[Group], batch: int, size: int, rules: SecondLevelRules, works: dict[int, Work]
 ) -> Level:
     if size < 1 or batch % size:
         raise PlanError(f"microbatches of {size} sequences do not divide a batch of {batch}: give a divisor")
@@ -514,9 +523,9 @@ class _Ranking:
     def __init__(self, levels: dict[tuple[int, int], Level], operations: int) -> None:
         self._levels = levels
         self._left = operations
-        self._done: dict[tuple[int, int, Candidate], Simulated] = {}
+        self._done: dict[tuple[int, int, FirstLevelChoice], Simulated] = {}
 
-    def ranked(self, finalists: Sequence[tuple[float, int, int, Candidate]]) -> list[Simulated]:
+    def ranked(self, finalists: Sequence[tuple[float, int, int, FirstLevelChoice]]) -> list[Simulated]:
         for _, batch, size, candidate in finalists:
             fastest = max((one.samples_per_s for one in self._done.values()), default=0.0)
             self._simulate(batch, size, candidate, fastest)
@@ -546,7 +555,7 @@ class _Ranking:
                 return
             best = better
 
-    def _simulate(self, batch: int, size: int, candidate: Candidate, above: float) -> Simulated | None:
+    def _simulate(self, batch: int, size: int, candidate: FirstLevelChoice, above: float) -> Simulated | None:
         """None: it does not fit, cannot reach more samples a second than `above`, or takes too long to simulate."""
         key = batch, size, candidate
         if key in self._done:

@@ -19,7 +19,7 @@ from dips.planner.problem import Problem
 from dips.planner.units import Unit
 
 
-class Way(NamedTuple):
+class MessageWay(NamedTuple):
     """How messages go from a device of one site to one of another, or of the same."""
 
     bytes_per_s: float  # infinite: messages take no time on it
@@ -58,11 +58,11 @@ class Work:
     state_bytes: tuple[float, ...]  # sums: weights, gradients and optimizer state
     weight_bytes: tuple[float, ...]  # sums, as gradients are sent
     memory_bytes: tuple[float, ...]  # of a device, by site
-    ways: tuple[tuple[Way, ...], ...]  # ways[a][b]: from site a to site b
+    ways: tuple[tuple[MessageWay, ...], ...]  # ways[a][b]: from site a to site b
     # what slowest() found before
-    _slowest: dict[tuple[tuple[int, ...], tuple[int, ...]], Way] = field(default_factory=dict, init=False)
+    _slowest: dict[tuple[tuple[int, ...], tuple[int, ...]], MessageWay] = field(default_factory=dict, init=False)
 
-    def slowest(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> Way:
+    def slowest(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> MessageWay:
         """The way on which a message of one microbatch takes longest, of those between two sets of sites."""
         found = self._slowest.get((senders, receivers))
         if found is None:
@@ -71,7 +71,7 @@ class Work:
             self._slowest[senders, receivers] = found
         return found
 
-    def slowest_within(self, sites: Sequence[int], devices: Sequence[int]) -> Way:
+    def slowest_within(self, sites: Sequence[int], devices: Sequence[int]) -> MessageWay:
         """The way with the least bandwidth between devices of these sites; devices: of each site."""
         found = [self.ways[a][b] for a in sites for b in sites if a != b]
         found += [self.ways[a][a] for a, count in zip(sites, devices, strict=True) if count > 1]
@@ -146,12 +146,12 @@ def _memory_bytes(setup: ClusterFile, site: int) -> float:
     return given * 2**30
 
 
-def _way(setup: ClusterFile, a: int, b: int) -> Way:
+def _way(setup: ClusterFile, a: int, b: int) -> MessageWay:
     sites = setup.sites
     resource = a * len(sites) + b
     if a == b:
         gbps = sites[a].network_gbps
         rate = math.inf if gbps is None else gbps * 1e9 / 8
-        return Way(rate, sites[a].network_latency_us / 1e6, resource, a, b)
+        return MessageWay(rate, sites[a].network_latency_us / 1e6, resource, a, b)
     link = setup.link(sites[a].name, sites[b].name, "which SpanTrain's groups need of every pair of sites")
-    return Way(link.bytes_per_s, link.latency_ms / 1e3, resource, a, b)
+    return MessageWay(link.bytes_per_s, link.latency_ms / 1e3, resource, a, b)

@@ -20,7 +20,7 @@ from dips.planner.ir import straight, wave
 from dips.planner.problem import Problem
 from dips.planner.schedules import CROSS_UD, SCHEDULES
 from dips.planner.simulate import simulate
-from dips.planner.sweep import Case, rows_of
+from dips.planner.sweep import GridPoint, rows_of
 from dips.planner.validation.checks import PaperCheck, holds, within
 
 TOLERANCES = {"1f1b": 0.16, "zb_h1": 0.16, "UDSub": 0.18}
@@ -147,7 +147,8 @@ def figure_8() -> Iterator[PaperCheck]:
     points = [(ratio, 0.0) for ratio in ratios] + [(0.0, ratio) for ratio in ratios[1:]]
     names = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
     at = {
-        point: {row.schedule: row.makespan for row in rows_of(Case(4, 8, 2, *point, 1))} for point in [*points, (2, 2)]
+        point: {row.schedule: row.makespan for row in rows_of(GridPoint(4, 8, 2, *point, 1))}
+        for point in [*points, (2, 2)]
     }
     splits = all(row["zb_h1"] <= row["1f1b"] and row["zb_v"] <= row["interleaved_1f1b"] for row in at.values())
     yield holds(about, "split backward passes are never slower than whole ones", splits)

@@ -15,10 +15,10 @@ from dips.planner.costs import NS
 from dips.planner.grouping import Grouping, Measured, group, measured_of
 from dips.planner.problem import Problem
 from dips.planner.simulate import simulate
-from dips.planner.spantrain.inside import Rules, data_shares, tiles
+from dips.planner.spantrain.inside import SecondLevelRules, data_shares, tiles
 from dips.planner.spantrain.search import search
 from dips.planner.spantrain.work import work_of
-from dips.planner.sweep import ACTIVATION, Case
+from dips.planner.sweep import ACTIVATION, GridPoint
 from dips.planner.validate import peaks
 from dips.planner.validation.checks import PaperCheck, holds
 from dips.planner.validation.spantrain_adapter import adapter_checks
@@ -85,7 +85,7 @@ def figure_6() -> Iterator[PaperCheck]:
     yield holds(FIGURE_6, "and shorter where a message takes T_F or more", shorter)
     first = next(lat / 4 for lat in range(25) if _both(lat / 4, 0)[0] < _both(lat / 4, 0)[1])
     yield PaperCheck(FIGURE_6, "latency from which it is shorter, in steps of 0.25 T_F", None, first)
-    schedule, costs = Case(4, 6, 4, 1, 0, 1.5).schedule("compact_zb")
+    schedule, costs = GridPoint(4, 6, 4, 1, 0, 1.5).schedule("compact_zb")
     held = max(peaks(schedule, costs)) / ACTIVATION
     yield PaperCheck(FIGURE_6, "microbatches that the first group holds (all, before its first D)", 6, held, 6, 6)
     compact, original = _both(0, 0)
@@ -98,7 +98,7 @@ def figure_6() -> Iterator[PaperCheck]:
 
 def _both(latency: float, bandwidth: float, memory: float = 1.5) -> tuple[float, float]:
     """The makespans of the compact order and of ZB-H1, in T_F. memory: 1.5 holds all 6 microbatches."""
-    case = Case(4, 6, 4, latency, bandwidth, memory)
+    case = GridPoint(4, 6, 4, latency, bandwidth, memory)
     compact, original = (simulate(*case.schedule(name)).makespan_ns / NS for name in ("compact_zb", "zb_h1"))
     return compact, original
 
@@ -220,7 +220,7 @@ def section_4() -> Iterator[PaperCheck]:
 def _plans(setup: ClusterFile) -> _Plans:
     groups = group(measured_of(setup)).groups
     found = {batch: search(setup, groups, [batch]) for batch in (256, 128)}
-    even = search(setup, groups, [256], rules=Rules(second_level=False))
+    even = search(setup, groups, [256], rules=SecondLevelRules(second_level=False))
     return _Plans(
         ours={batch: one.simulated[0].samples_per_s for batch, one in found.items()},
         even=even.simulated[0].samples_per_s,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dips.planner.adapter.decide import Rules, borders_of
 from dips.planner.adapter.pieces import Pipeline, Sizes
-from dips.planner.adapter.play import Comparison, compare
+from dips.planner.adapter.play import AdapterComparison, compare
 from dips.planner.adapter.traces import WHOLE, Channel, channels_of, read_trace, shipped_traces
 from dips.planner.cluster import Link
 from dips.planner.costs import NS, Costs, StageCost, Wire
@@ -48,7 +48,7 @@ class Setting:
         links = {wire.resource: ((f"group-{a + 1}", f"group-{b + 1}"), 1.0) for (a, b), wire in wires.items()}
         return Rules(pipeline, borders_of(pipeline, links))
 
-    def compared(self, trace: str) -> Comparison:
+    def compared(self, trace: str) -> AdapterComparison:
         """With and without the adapter under a shipped trace."""
         rules, file = self.rules(), read_trace(trace)
         names = {border.resource: border.link for border in rules.borders}
@@ -59,7 +59,7 @@ class Setting:
         found = channels_of(file, ways)
         return compare(rules, {resource: found[link] for resource, link in names.items()}, file.duration_ns)
 
-    def under(self, part: float, iterations: int = 20) -> Comparison:
+    def under(self, part: float, iterations: int = 20) -> AdapterComparison:
         """The same under a constant part of the bandwidth, for about so many iterations."""
         rules = self.rules()
         channels = {border.resource: Channel((0,), (round(part * WHOLE),)) for border in rules.borders}

@@ -25,7 +25,7 @@ MOST_STEPS = 1000
 """Most steps between two meetings, whatever the measured speed."""
 
 
-class Stage(IntEnum):
+class TransferStage(IntEnum):
     """How a rank's part of the running job stands."""
 
     UNDER_WAY = 0
@@ -34,7 +34,7 @@ class Stage(IntEnum):
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """One rank's part of a meeting; of the steps since the last one."""
 
     steps: int = 0
@@ -44,7 +44,7 @@ class Report:
     wants_to_leave: bool = False  # it got a SIGTERM
     leaves: bool = False  # its loop has ended
     job: int = -1
-    stage: int = Stage.UNDER_WAY
+    stage: int = TransferStage.UNDER_WAY
     writes_checkpoint: bool = False  # its part of one is on its way to the disk
 
     def numbers(self) -> list[float]:
@@ -52,7 +52,7 @@ class Report:
         return [float(value) for value in vars(self).values()]
 
     @classmethod
-    def of_numbers(cls, numbers: Sequence[float]) -> Report:
+    def of_numbers(cls, numbers: Sequence[float]) -> RankReport:
         steps, tokens, loss_sum, loss_tokens, wants, leaves, job, stage, writes = numbers
         counted = int(steps), int(tokens), loss_sum, int(loss_tokens)
         return cls(*counted, bool(wants), bool(leaves), int(job), int(stage), bool(writes))
@@ -69,7 +69,7 @@ class Tally:
     leaves: bool
 
 
-def tally(reports: Sequence[Report], coordinates: Sequence[int]) -> Tally:
+def tally(reports: Sequence[RankReport], coordinates: Sequence[int]) -> Tally:
     """Add the ranks' reports up. coordinates: of each rank; those with the same one train on the same data, so that
     their tokens and loss count once. A loss is known on some of them only, as on the last stage of a pipeline.
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from dips.core.clock import Clock, SystemClock
 from dips.core.messages import DataRange
 from dips.worker.commands import ShareOut
-from dips.worker.parallel.meetings import Report, next_meeting_steps, tally
+from dips.worker.parallel.meetings import RankReport, next_meeting_steps, tally
 from dips.worker.parallel.orders import GoOn, Ranges
 from dips.worker.parallel.rank_checkpoints import LeadingCheckpoints
 from dips.worker.parallel.rank_part import LeadingPart, RankPart, follow
@@ -175,13 +175,13 @@ class RankLoop:
             leaves=leaves_for is not None,
         )
         self._steps = self._tokens = 0
-        reports = [Report.of_numbers(numbers) for numbers in self._ranks.report(mine.numbers())]
+        reports = [RankReport.of_numbers(numbers) for numbers in self._ranks.report(mine.numbers())]
         if self._shell is None:
             self._follow()
         else:
             self._lead(lambda: self._decide(reports, leaves_for))
 
-    def _decide(self, reports: Sequence[Report], leaves_for: str | None) -> None:
+    def _decide(self, reports: Sequence[RankReport], leaves_for: str | None) -> None:
         """The leader's part of a meeting."""
         assert self._shell is not None, "only the leader decides"
         assert self._leading is not None, "likewise"

@@ -32,7 +32,7 @@ from dips.worker.data import RankShare, wire_of_pull
 from dips.worker.link_counts import LinkCounts, TransferDirection
 from dips.worker.model_part import ModelPart
 from dips.worker.parallel.agreement import Agreed
-from dips.worker.parallel.meetings import Report, Stage, late_ranks
+from dips.worker.parallel.meetings import RankReport, TransferStage, late_ranks
 from dips.worker.parallel.orders import (
     Ask,
     AskEnds,
@@ -139,17 +139,17 @@ class RankPart:
     def push_is_live(self) -> bool:
         return self._part is not None and self._part.push_is_live
 
-    def report(self) -> Report:
+    def report(self) -> RankReport:
         """How this rank's part of the running job stands, and whether it wants to leave."""
         while not self._ended.empty():
             end = self._ended.get()
             if end.job == self._job:
                 self._end = end
-        stage = Stage.UNDER_WAY
+        stage = TransferStage.UNDER_WAY
         if self._end is not None:
-            stage = Stage.FAILED if self._end.failure else Stage.MOVED
+            stage = TransferStage.FAILED if self._end.failure else TransferStage.MOVED
         writes = self._checkpoints is not None and self._checkpoints.is_writing
-        return Report(wants_to_leave=self._wants_to_leave(), job=self._job, stage=stage, writes_checkpoint=writes)
+        return RankReport(wants_to_leave=self._wants_to_leave(), job=self._job, stage=stage, writes_checkpoint=writes)
 
     def ends(self, job: int) -> list[PartEnd]:
         """All ranks' ends of this job, as far as they have ended; only on the leader."""
@@ -263,7 +263,7 @@ class LeadingPart:
         self._job: _Job | None = None
         self._moved_s: dict[int, float] = {}  # of the running job, seconds of each rank's part that is done
         self._links: LinkCounts | None = None
-        self._reports: Sequence[Report] = ()
+        self._reports: Sequence[RankReport] = ()
         self._asked_s = -float("inf")
         self._stops = False
         self.alone = False
@@ -298,7 +298,7 @@ class LeadingPart:
         # A rank that fails here may leave the others in the middle of an exchange, where they cannot be told.
         self._together(lambda: self._part.do(command))
 
-    def heard(self, reports: Sequence[Report]) -> None:
+    def heard(self, reports: Sequence[RankReport]) -> None:
         """The ranks have reported: look() need not ask them. A SIGTERM of any rank is one of the cluster."""
         self._reports, self._asked_s = reports, self._clock.monotonic_s()
         self.checkpoint_is_written = not any(report.writes_checkpoint for report in reports)
@@ -317,15 +317,17 @@ class LeadingPart:
         if not self._reports:
             self._say(to_bytes(Ask()))
             numbers = self._together(lambda: self._ranks.report(self._part.report().numbers()))
-            self.heard([Report.of_numbers(each) for each in numbers])
+            self.heard([RankReport.of_numbers(each) for each in numbers])
         reports, self._reports, job = self._reports, (), self._job
         if job is None:
             return
         for rank, each in enumerate(reports):
-            if each.job == job.job and each.stage is Stage.MOVED:
+            if each.job == job.job and each.stage is TransferStage.MOVED:
                 self._moved_s.setdefault(rank, now_s - job.began_s)
         stages = [each.stage for each in reports if each.job == job.job]
-        if Stage.FAILED not in stages and (len(stages) < self._ranks.n_ranks or Stage.UNDER_WAY in stages):
+        if TransferStage.FAILED not in stages and (
+            len(stages) < self._ranks.n_ranks or TransferStage.UNDER_WAY in stages
+        ):
             return
         self._say(to_bytes(AskEnds(job.job)))
         ends = self._together(lambda: self._part.ends(job.job))
