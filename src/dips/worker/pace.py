@@ -17,6 +17,12 @@ class _Steps(NamedTuple):
     steps: int
 
 
+class _Pace(NamedTuple):
+    tokens_per_s: float
+    steps_per_s: float
+    loss: float
+
+
 class StepTimer:
     """Measures computing time from resume() to the next stepped(), without the pauses between. Times in seconds.
 
@@ -28,6 +34,7 @@ class StepTimer:
         self._resumed_s: float | None = None
         self._paused_s = 0.0
         self._warm = False
+        self._known: _Pace | None = None
 
     def resume(self, now_s: float) -> None:
         """The training loop computes from now on."""
@@ -43,22 +50,30 @@ class StepTimer:
         """
         if self._resumed_s is not None and self._warm:
             self._steps.append(_Steps(tokens, max(0.0, now_s - self._resumed_s - self._paused_s), loss, steps))
-        self._warm, self._resumed_s = True, None
+        self._warm, self._resumed_s, self._known = True, None, None
 
     @property
     def tokens_per_s(self) -> float:
-        return self._rate(sum(each.tokens for each in self._steps))
+        return self._pace().tokens_per_s
 
     @property
     def steps_per_s(self) -> float:
-        return self._rate(sum(each.steps for each in self._steps))
+        return self._pace().steps_per_s
 
     @property
     def loss(self) -> float:
         """Mean of the finite losses in the window, nats per token; NaN when there is none."""
-        known = [each.loss for each in self._steps if math.isfinite(each.loss)]
-        return sum(known) / len(known) if known else math.nan
+        return self._pace().loss
 
-    def _rate(self, amount: float) -> float:
-        seconds = sum(each.computing_s for each in self._steps)
-        return amount / seconds if seconds > 0 else 0.0
+    def _pace(self) -> _Pace:
+        """Computed once for each step, in one pass: each step's heartbeat asks for all three."""
+        if self._known is None:
+            tokens = steps = n_known = 0
+            seconds = losses = 0.0
+            for each in self._steps:
+                tokens, steps, seconds = tokens + each.tokens, steps + each.steps, seconds + each.computing_s
+                if math.isfinite(each.loss):
+                    losses, n_known = losses + each.loss, n_known + 1
+            loss = losses / n_known if n_known else math.nan
+            self._known = _Pace(tokens / seconds, steps / seconds, loss) if seconds > 0 else _Pace(0.0, 0.0, loss)
+        return self._known
