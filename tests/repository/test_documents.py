@@ -164,7 +164,7 @@ def test_exit_codes_are_those_of_the_errors() -> None:
     rows = [(int(code), name.strip("`")) for code, name, _ in table(START, "Exit codes")]
     named = {(code, name) for code, name in rows if name}
     assert named == {(kind.exit_code, kind.__name__) for kind in kinds() if kind.__module__ == "dips.core.errors"}
-    others = {0, EXIT_BROKEN, errors.NAME_TAKEN_EXIT, errors.INTERRUPTED, errors.TERMINATED}
+    others = {0, EXIT_BROKEN, errors.NAME_TAKEN_EXIT, errors.KEYS_REFUSED_EXIT, errors.INTERRUPTED, errors.TERMINATED}
     assert {code for code, name in rows if not name} == others
 
 

@@ -13,7 +13,7 @@ from support.waiting import NO_LIMIT_S, until
 from support.whole_run import LAYOUT, NumpyModel, WholeRun
 
 from dips.cli import main
-from dips.core.errors import RefusalCode, Refused
+from dips.core.errors import KEYS_REFUSED_EXIT, RefusalCode, Refused
 from dips.core.messages import DataMode, DataPlan
 from dips.core.net.keys import MASTER_DNS_NAME, load_identity
 from dips.core.net.security import INSECURE, Identity
@@ -74,7 +74,7 @@ def test_a_run_with_keys_trains_and_says_so(run: WholeRun) -> None:
 def test_keys_of_another_run_are_told_so(run: WholeRun, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = keys_of(run, ".").parent / "foreign" / "operator"
     code, error = said(capsys, "status", run.address, "--keys", theirs)
-    assert code == 3
+    assert code == KEYS_REFUSED_EXIT
     assert "shows a certificate that the authorities in" in error
     assert "these keys belong to another run" in error
 
@@ -83,7 +83,7 @@ def test_a_foreign_certificate_is_refused(run: WholeRun, tmp_path: Path, capsys:
     where = foreign(run, "a", tmp_path / "a")
     before = log_of_master(run).count("unable to get local issuer certificate")
     code, error = said(capsys, "status", run.address, "--keys", where)
-    assert code == 3
+    assert code == KEYS_REFUSED_EXIT
     assert "does not accept the certificate of cluster a" in error
     assert "its authority is not in the master's ca.crt" in error
     until(
@@ -95,7 +95,7 @@ def test_a_foreign_certificate_is_refused(run: WholeRun, tmp_path: Path, capsys:
 def test_a_foreign_slave_and_a_foreign_cluster_end_with_the_reason(run: WholeRun, tmp_path: Path) -> None:
     own = ("--run-id", "test", "--slave-id", "s0", "--directory", tmp_path / "s0", "--master", run.address)
     told = dips("slave", *own, "--keys", foreign(run, "s0", tmp_path / "keys"))
-    assert told.returncode == 3
+    assert told.returncode == KEYS_REFUSED_EXIT
     assert "dips slave s0: the master at" in told.stderr
     assert "does not accept the certificate of slave s0" in told.stderr.splitlines()[-1]
     config = ClientConfig(cluster_id="a", master=run.address, keys=foreign(run, "a", tmp_path / "a"))
@@ -118,7 +118,7 @@ def status_with(run: WholeRun, identity: Identity) -> object:
 
 def test_keys_are_wanted_where_there_are_keys(run: WholeRun, capsys: pytest.CaptureFixture[str]) -> None:
     code, error = said(capsys, "status", run.address, "--insecure")
-    assert code == 3
+    assert code == KEYS_REFUSED_EXIT
     assert "wants keys: give --keys DIR instead of --insecure" in error
     code, error = said(capsys, "status", run.address)
     assert (code, "this command has no keys: give --keys DIR" in error) == (2, True)

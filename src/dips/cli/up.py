@@ -13,6 +13,7 @@ from rich.console import Console
 
 from dips.cli.run_options import insecure_asked
 from dips.core.clock import SystemClock
+from dips.core.errors import KEYS_REFUSED_EXIT, RefusalCode, Refused
 from dips.core.net.addresses import format_address, parse_address
 from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE
 from dips.core.observe.logs import say_last
@@ -96,6 +97,12 @@ def _serve(local: LocalRun, progress: Progress, directory: RunDirectory, page: b
         if status is not None and local.deserted:
             # Drained, or their own commands are done: no one said that the run is over, so it must not be.
             progress.say("all clusters have ended, and the run has not: its other processes end now")
+            if refused := [name for name, code in local.exit_codes().items() if code == KEYS_REFUSED_EXIT]:
+                raise Refused(
+                    RefusalCode.IDENTITY,
+                    f"the keys of {', '.join(refused)} are refused: give new ones (`dips keys renew`), then start the "
+                    "run again",
+                )
             return False
         time.sleep(POLL_S)
     local.finish()

@@ -19,8 +19,9 @@ TERMINATED = 128 + signal.SIGTERM
 """Exit codes, as shells have them, of a process that a signal ended before its work was done. 0 would say that the work
 is done, and no supervisor starts such a process again."""
 
-NAME_TAKEN_EXIT = 8
-"""Exit code of a process that has another one's name: started again it would only find the same."""
+NAME_TAKEN_EXIT, KEYS_REFUSED_EXIT = 8, 9
+"""Exit codes of a process that has another one's name, and of one whose keys are refused: started again it would only
+find the same."""
 
 
 class DipsError(Exception):
@@ -46,22 +47,23 @@ class ConfigError(DipsError):
 class Refused(DipsError):
     """A request is refused; it changed nothing.
 
-    retry_after_s > 0 invites the same request again; 0 means that it will not be accepted unchanged. NAME_TAKEN has an
-    exit code of its own.
+    retry_after_s > 0 invites the same request again; 0 means that it will not be accepted unchanged. NAME_TAKEN and
+    IDENTITY have exit codes of their own.
     """
 
     exit_code = 3
 
     def __init__(self, code: RefusalCode, sentence: str, retry_after_s: float = 0.0) -> None:
         super().__init__(sentence)
-        if code is RefusalCode.NAME_TAKEN:
-            self.exit_code = NAME_TAKEN_EXIT
+        self.exit_code = _EXITS.get(code, self.exit_code)
         self.code = code
         self.sentence = sentence
         self.retry_after_s = retry_after_s
         for watcher in _watchers:
             watcher(code, str(sys._getframe(1).f_globals.get("__name__", "")))
 
+
+_EXITS = {RefusalCode.NAME_TAKEN: NAME_TAKEN_EXIT, RefusalCode.IDENTITY: KEYS_REFUSED_EXIT}
 
 Watcher = Callable[[RefusalCode, str], None]
 """Gets the code of a refusal that is made, and the name of the module that makes it."""

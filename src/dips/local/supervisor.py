@@ -26,6 +26,7 @@ from dips.core.clock import Clock
 from dips.core.errors import (
     DISK_ERRORS,
     INTERRUPTED,
+    KEYS_REFUSED_EXIT,
     NAME_TAKEN_EXIT,
     TERMINATED,
     ConfigError,
@@ -317,7 +318,8 @@ class ProcessSupervisor:
     def _failed(self, child: _Child, pid: int, code: int, now_s: float) -> None:
         name, log_path, how = child.spec.name, child.spec.log_path, how_it_ended(code)
         the_end = f"the end of {log_path}:\n"
-        sentence = last_word(log_path) if code in (ConfigError.exit_code, NAME_TAKEN_EXIT) else ""
+        says_why = code in (ConfigError.exit_code, NAME_TAKEN_EXIT, KEYS_REFUSED_EXIT)
+        sentence = last_word(log_path) if says_why else ""
         if code == ConfigError.exit_code:
             # Its own sentence says what is wrong and what to do; without one, the end of its log has to.
             child.exit_code = code
@@ -327,6 +329,11 @@ class ProcessSupervisor:
             # Two supervisors that start processes of the same names: the one that came later ends.
             child.exit_code = code
             raise Refused(RefusalCode.NAME_TAKEN, f"{name}: {sentence} (its log is {log_path})")
+        if code == KEYS_REFUSED_EXIT and sentence:
+            # It may have been revoked on purpose: the others train on.
+            child.exit_code = code
+            self._tell(child, "ended", pid, code, f"is not started again: {sentence} (its log is {log_path})")
+            return
         delay_s = child.failures.failed(now_s - child.started_s)
         if delay_s is None:
             child.exit_code = code

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterable, Sequence
 
-from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, FatalError
+from dips.core.errors import KEYS_REFUSED_EXIT, NAME_TAKEN_EXIT, ConfigError, FatalError
 from dips.core.observe.logs import say_last
 
 OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -20,7 +20,7 @@ OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 to no one: a node that comes later waits for it until its time is over (seen with torch 2.13).
 """
 
-A_PERSON_MUST_ACT = (ConfigError.exit_code, NAME_TAKEN_EXIT)
+A_PERSON_MUST_ACT = (ConfigError.exit_code, NAME_TAKEN_EXIT, KEYS_REFUSED_EXIT)
 
 
 def exit_code(codes: Iterable[int]) -> int:

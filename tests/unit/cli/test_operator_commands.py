@@ -10,7 +10,7 @@ import pytest
 from support.run_status import run_status
 
 from dips.cli import main, operator
-from dips.core.errors import DipsError, RefusalCode, Refused, RetryLater
+from dips.core.errors import KEYS_REFUSED_EXIT, DipsError, RefusalCode, Refused, RetryLater
 from dips.core.ids import RoundId, Version
 from dips.core.messages import StatusReply
 from dips.core.net.security import INSECURE
@@ -198,7 +198,7 @@ def test_one_cause_has_one_exit_code_in_all_commands(
     assert "no master runs in" in capsys.readouterr().err
     write_address(unfinished / "master", MasterAddress("127.0.0.1:7", "mine", 1, 1))
     assert code(unfinished, AWAY) == 4
-    assert code(unfinished, Refused(RefusalCode.IDENTITY, "of another authority")) == 3
+    assert code(unfinished, Refused(RefusalCode.IDENTITY, "of another authority")) == KEYS_REFUSED_EXIT
 
 
 def test_an_address_alone_names_the_command_that_shows_an_ended_run(

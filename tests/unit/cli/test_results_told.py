@@ -16,6 +16,7 @@ from dips.cli import main, warm_up
 from dips.cli import verify as command_verify
 from dips.cli.demo import own_model
 from dips.cli.up import how_to_join
+from dips.core.errors import KEYS_REFUSED_EXIT
 from dips.core.messages import StatusReply
 from dips.judge.invariants.checker import Violation
 from dips.judge.replay import Replayed
@@ -187,6 +188,7 @@ class PlayedRun:
     """In place of LocalRun: two looks, then it is finished, or deserted."""
 
     ends_as = "finished"
+    keys_refused = False
     asked: list[object]
 
     def __init__(self, plan: RunPlan, directory: RunDirectory, clock: object, tell: Callable[[str], None]) -> None:
@@ -217,8 +219,22 @@ class PlayedRun:
     def deserted(self) -> bool:
         return self.ends_as == "deserted" and self.looks == 2
 
+    def exit_codes(self) -> dict[str, int | None]:
+        return {"m": None, "a": KEYS_REFUSED_EXIT if self.keys_refused else 0}
+
     def finish(self) -> None:
         self.asked.append("finish")
+
+
+def up_played(ends_as: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of `dips up`."""
+    file = folder / "run.toml"
+    file.write_text(f'[run]\nid = "x"\ndirectory = "{folder / "run"}"\n[slave]\nmemory_bytes = "64 MiB"\n')
+    monkeypatch.setattr("dips.cli.up.LocalRun", PlayedRun)
+    monkeypatch.setattr("dips.cli.up.refuse_what_cannot_start", lambda run, plan: None)
+    monkeypatch.setattr("dips.cli.up.time.sleep", lambda seconds: None)
+    PlayedRun.ends_as, PlayedRun.asked = ends_as, []
+    return main.run(["up", str(file), "--extend", "--insecure", "--metrics", "--no-page"])
 
 
 @pytest.mark.parametrize(
@@ -231,22 +247,25 @@ class PlayedRun:
 def test_up_watches_a_run_to_its_end(
     ends_as: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(f'[run]\nid = "x"\ndirectory = "{tmp_path / "run"}"\n[slave]\nmemory_bytes = "64 MiB"\n')
-    monkeypatch.setattr("dips.cli.up.LocalRun", PlayedRun)
-    monkeypatch.setattr("dips.cli.up.refuse_what_cannot_start", lambda run, plan: None)
-    monkeypatch.setattr("dips.cli.up.time.sleep", lambda seconds: None)
-    PlayedRun.ends_as, PlayedRun.asked = ends_as, []
-    assert main.run(["up", str(file), "--extend", "--insecure", "--metrics", "--no-page"]) == 0
+    assert up_played(ends_as, tmp_path, monkeypatch) == 0
     start = ("start", True, True, True, None)
     assert PlayedRun.asked == [start, *(["finish"] if ends_as == "finished" else []), "closed"]
     out, error = capsys.readouterr()
-    assert out.startswith(said.replace("FILE", str(file)))
+    assert out.startswith(said.replace("FILE", str(tmp_path / "run.toml")))
     assert f"next: dips export {tmp_path / 'run'} --to model.safetensors" in out
     assert "the run's master listens on 127.0.0.1:5" in error
     assert "metrics: let Prometheus read" in error
     assert "start your own training loops" in error
     assert ("all clusters have ended, and the run has not" in error) == (ends_as == "deserted")
+
+
+def test_up_says_whose_keys_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(PlayedRun, "keys_refused", True)
+    assert up_played("deserted", tmp_path, monkeypatch) == KEYS_REFUSED_EXIT
+    assert "the keys of a are refused: give new ones" in capsys.readouterr().err
+    assert PlayedRun.asked[-1] == "closed"
 
 
 # ---- keys and compiled code ----

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dips.core.clock import ManualClock
-from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, FatalError, Refused
+from dips.core.errors import KEYS_REFUSED_EXIT, NAME_TAKEN_EXIT, ConfigError, FatalError, Refused
 from dips.local.supervisor import (
     ChildEvent,
     ChildSpec,
@@ -180,6 +180,23 @@ def test_what_cannot_live_is_given_up(
     assert words in str(told.value)
     assert log in str(told.value) or log.removeprefix("dips: ") in str(told.value)
     assert (supervisor.starts("a"), supervisor.exit_code("a")) == (starts, code)
+
+
+def test_one_whose_keys_are_refused_ends_alone(clock: ManualClock, tmp_path: Path) -> None:
+    """A cluster that was revoked on purpose came back again and again, and all others' run with it."""
+    Played.lives["a"] = [(1000.0, KEYS_REFUSED_EXIT)]
+    events: list[ChildEvent] = []
+    supervisor = ProcessSupervisor(clock, events.append, POLICY)
+    for name in ("a", "b"):
+        supervisor.start(spec(tmp_path, name))
+    (tmp_path / "a.log").write_text("dips: the certificate of cluster a was revoked (stolen)\n")
+    for _ in range(200):
+        clock.advance(10.0)
+        supervisor.poll()
+    assert (supervisor.starts("a"), supervisor.exit_code("a")) == (1, KEYS_REFUSED_EXIT)
+    assert supervisor.exit_code("b") is None
+    assert [event.kind for event in events if event.name == "a"] == ["started", "ended"]
+    assert "is not started again: the certificate of cluster a was revoked (stolen) (its log is" in events[-1].sentence
 
 
 def test_all_end_stage_by_stage_and_what_does_not_is_killed(clock: ManualClock, tmp_path: Path) -> None:
