@@ -79,7 +79,8 @@ METRICS: tuple[Spec, ...] = (
          "Clusters that are gone: how leave, or evict (silent, not back after the master's restart, by an operator, or "
          "all when the master takes over the slaves' history)",
          "no evict", ("cluster", "how")),
-    Spec("slave_up", "gauge", "1 while the slave is attached and ready for rounds, or waits for its first blocks", "1",
+    Spec("slave_up", "gauge",
+         "1 while the slave is attached and ready for rounds, or waits for its first blocks or for other slaves", "1",
          _SLAVE, "", "blocks are placed on it, or it is attached"),
     Spec("slave_beat_age_seconds", "gauge", "Time since the slave's last heartbeat", "below two heartbeats (4)",
          _SLAVE, "s", "the slave is attached"),
@@ -541,7 +542,8 @@ def _slaves(families: Families, now: MetricsMoment) -> None:
         states["ready" if ready else "attached" if slave.alive else "away"] += 1
         idle = name in now.view.without_blocks  # rounds need it only once it holds blocks
         if slave.alive or not idle:
-            families.set("slave_up", flag(ready or idle), name)
+            # In a recovery a slave that is here waits for the others: the alarm is for those that are away.
+            families.set("slave_up", flag(ready or idle or (slave.alive and now.view.recovers)), name)
         families.set("slave_beat_age_seconds", slave.beat_age_s + now.late_s if slave.alive else None, name)
         families.set("slave_incarnations_total", slave.incarnations, name)
         families.set("slave_losses_total", now.counted.slave_losses.get(name, 0), name)

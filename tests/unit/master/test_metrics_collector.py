@@ -247,6 +247,25 @@ def test_a_slave_without_blocks_is_up_while_it_waits_and_not_shown_when_it_is_go
     assert ("slave_up", "s2") not in run.scrape()
 
 
+def test_only_the_slave_that_is_away_is_down_after_the_masters_restart(tmp_path: Path) -> None:
+    bench = Bench().running("a")
+    bench.push("a")
+    bench.slaves[1].die()
+    bench.silent.add("a")
+    bench.start_master()
+    bench.slaves[0].attach()
+    run = Scraped(bench, tmp_path)
+    bench.advance(75.0)
+    found = run.scrape()
+    assert (found["slave_up", "s0"], found["slave_up", "s1"]) == (1, 0)
+    assert bench.status().recovery == (
+        "the master was started again 75 s ago, and goes on from version 1:1 once slave s1 is here"
+    )
+    bench.slaves[1].attach()
+    assert run.scrape()["slave_up", "s1"] == 1
+    assert (bench.status().recovery, bench.status().published) == ("", Version(1, 1))
+
+
 def test_leased_tokens_are_shown_where_the_run_lends_data(run: Scraped, tmp_path: Path) -> None:
     own = Scraped(Bench(plan=OWN).running("a"), tmp_path / "own")
     assert [("cluster_leased_tokens", "a") in one.scrape() for one in (run, own)] == [True, False]

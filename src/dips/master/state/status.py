@@ -14,7 +14,7 @@ from dips.master.state.penalty_detect import threshold
 from dips.master.state.records import Kept, Push, RoundPhase, Slave
 from dips.master.state.schedule import LinkRate
 from dips.master.state.shared import RunConfig, SharedState
-from dips.master.state.waits import recovery_words, reshard_words, waiting_for
+from dips.master.state.waits import recovery_words, reshard_words, restart_words, waiting_for
 
 # ---- status ----------------------------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ def status(shared: SharedState) -> StatusReply:
         totals.get(TokenState.EXCLUDED, 0),
         shared.settings(),
         shared.durable,
-        recovery_words(shared),
+        recovery_words(shared) or restart_words(shared),
         reshard=reshard_words(shared),
         alarms=standing(shared),
         waiting_code=waiting.code,

@@ -33,6 +33,12 @@ def slaves_away(shared: SharedState) -> str:
     return away or (_slaves(here, f" waits for {what}", f" wait for {what}") if here else "")
 
 
+def _not_attached(shared: SharedState) -> list[SlaveId]:
+    """The slaves that a recovery waits for."""
+    here = {name for name, slave in shared.slaves.items() if slave.phase.now is SlavePhase.PROMISED}
+    return [name for name in shared.slaves_expected() if name not in here]
+
+
 def recovery_words(shared: SharedState) -> str:
     """What a recovery waits for; empty when there is none, or when a restarted master waits for its slaves."""
     state, version = shared.recovery, shared.ledger.version
@@ -42,8 +48,7 @@ def recovery_words(shared: SharedState) -> str:
         case RecoveryPhase.NONE:
             return ""
         case RecoveryPhase.GATHERING:
-            here = {name for name, slave in shared.slaves.items() if slave.phase.now is SlavePhase.PROMISED}
-            away = [name for name in shared.slaves_expected() if name not in here]
+            away = _not_attached(shared)
             parts = [state.reason, state.words, f"waiting for {_slaves(away)}" if away else ""]
             return "; ".join(part for part in parts if part) if state.reason else ""
         case RecoveryPhase.ASKING:
@@ -53,6 +58,17 @@ def recovery_words(shared: SharedState) -> str:
             donor = state.donor
             who = f"cluster {donor.cluster} gives its copy of version {donor.commit.version}" if donor else "no donor"
             return f"{state.reason}; no version is on every slave: {who}"
+
+
+def restart_words(shared: SharedState) -> str:
+    """What a restarted master goes on from, and with whom; empty once all slaves are here."""
+    state, version = shared.recovery, shared.ledger.version
+    away = _not_attached(shared)
+    if state.phase.now is not RecoveryPhase.GATHERING or state.reason or version is None or not away:
+        return ""
+    since_s = shared.now_s - state.phase.since_s
+    with_whom = _slaves(away, " is here", " are here")
+    return f"the master was started again {since_s:.0f} s ago, and goes on from version {version} once {with_whom}"
 
 
 def lagging(shared: SharedState) -> str:
