@@ -106,9 +106,15 @@ def test_the_address_is_told_in_the_form_that_prometheus_reads_and_taken_back(tm
     server = MetricsServer(LOOPBACK, one, INSECURE)
     server.announce(tmp_path / "sub" / "metrics.json", "slave", "s0", "demo")
     said = json.loads((tmp_path / "sub" / "metrics.json").read_text())
-    assert said == [{"targets": [server.address], "labels": {"role": "slave", "name": "s0", "run": "demo"}}]
-    server.start()
-    server.stop()
+    labels = {"role": "slave", "name": "s0", "run": "demo", "instance": "demo/s0"}
+    assert said == [{"targets": [server.address], "labels": labels}]
+    again = MetricsServer(LOOPBACK, one, INSECURE)  # with a port of its own
+    again.announce(tmp_path / "again.json", "slave", "s0", "demo")
+    (target,) = json.loads((tmp_path / "again.json").read_text())
+    assert (target["targets"], target["labels"]) == ([again.address], labels), "the series go on"
+    for each in (server, again):
+        each.start()
+        each.stop()
     assert not list((tmp_path / "sub").iterdir())
     server.stop()
 

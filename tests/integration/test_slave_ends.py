@@ -72,7 +72,8 @@ def test_a_signal_ends_it_with_its_own_code(tmp_path: Path, number: signal.Signa
         file = tmp_path / "s0" / METRICS_FILE
         until(lambda: file.exists() and "targets" in file.read_text(), "the slave serves its metrics")
         (found,) = json.loads(file.read_text())
-        assert found["labels"] == {"role": "slave", "name": "s0", "run": config.run_id}
+        labels = {"role": "slave", "name": "s0", "run": config.run_id, "instance": f"{config.run_id}/s0"}
+        assert found["labels"] == labels
         with urllib.request.urlopen(f"http://{found['targets'][0]}/metrics", timeout=NO_LIMIT_S) as answer:
             said.append(answer.read().decode())
         until(lambda: tape.exists() and "started" in tape.read_text(), "the slave has started")

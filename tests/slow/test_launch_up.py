@@ -31,7 +31,8 @@ def scraped(run_dir: Path, name: str) -> dict[str, float]:
     """What Prometheus would hear of a process, whose address it reads in the run's directory; {} while it is not up."""
     try:
         [target] = json.loads((run_dir / "metrics" / f"{name}.json").read_text())
-        assert target["labels"] == {"run": "mine", "role": "evaluator", "name": name}
+        labels = {"run": "mine", "role": "evaluator", "name": name, "instance": f"mine/{name}"}
+        assert target["labels"] == labels
         with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=30) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
     except (OSError, json.JSONDecodeError):  # the file is written in place, and Prometheus reads it again, too

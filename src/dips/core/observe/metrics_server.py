@@ -203,7 +203,9 @@ class MetricsServer:
         scheme = "https" if self.tls else "http"
         _logger.info("metrics are served at %s://%s%s", scheme, self.address, PATH)
         if file is not None:
-            labels = {"role": role, "name": name, "run": run}
+            # instance: by itself Prometheus takes the address, whose port is another one after each start: the series
+            # would begin again, and an alarm that counts restarts or rollbacks would never see two of them in one.
+            labels = {"role": role, "name": name, "run": run, "instance": f"{run}/{name}"}
             _write(file, json.dumps([{"targets": [dialable(self.address)], "labels": labels}]) + "\n")
             self._file = file
 
