@@ -101,6 +101,7 @@ class DeployKnobs(Knobs):
     keys: Path = Field(description="Folder that `dips keys` made; of it each process gets its own identity only")
     placement: str = Field("auto", description="Site of the servers; auto: the one whose links serve the training best")
     slaves: int = Field(ge=1, le=64, description="How many slaves; a running run is changed by `dips deploy scale`")
+    master_cpus: float = Field(1, gt=0, le=1024, description="Processors that the master asks for")
     slave_cpus: float = Field(4, gt=0, le=1024, description="Processors that a slave asks for")
     expose: Literal["load-balancer", "node-port", "inside"] = Field(
         "load-balancer",

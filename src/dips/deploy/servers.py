@@ -203,7 +203,7 @@ def _master(deployment: Deployment, hashed: str) -> Object:
         "master",
         deployment.run.image("master"),
         ["dips", "master", "--config", f"{CONFIG}/master.toml"],
-        resources("1", quantity(sizes.master_process_bytes)),
+        resources(processors(deployment.run.master_cpus), quantity(sizes.master_process_bytes)),
         [STATE_MOUNT, KEYS_MOUNT, CONFIG_MOUNT],
         {"control": CONTROL_PORT, **METRICS},
         startupProbe=tcp_probe("control", PROBE_S, START_PROBES),

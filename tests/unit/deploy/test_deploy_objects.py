@@ -182,7 +182,7 @@ def test_keys_are_never_printed(tmp_path: Path) -> None:
 
 
 def test_the_first_run_fits_on_a_small_machine() -> None:
-    """4 processors and 8 GiB, of which Kubernetes itself has a processor and half of the memory."""
+    """4 processors and 8 GiB, of which Kubernetes itself has a processor and half of the memory; other pods have one."""
     requests = [
         (pod["containers"][0]["resources"]["requests"], one["spec"].get("replicas", one["spec"].get("completions")))
         for one in objects(DEPLOYMENTS["one-cluster"])
@@ -192,7 +192,7 @@ def test_the_first_run_fits_on_a_small_machine() -> None:
     assert len(requests) == 5
     cpus = sum(n * (int(one["cpu"][:-1]) / 1000 if "m" in one["cpu"] else int(one["cpu"])) for one, n in requests)
     memory = sum(n * int(parse_bytes(f"{one['memory']}B")) for one, n in requests)
-    assert 2 < cpus <= 2.6
+    assert 1.5 < cpus <= 2
     assert 2 << 30 < memory <= 4 << 30
     assert "requiredDuringSchedulingIgnoredDuringExecution" not in str(objects(DEPLOYMENTS["one-cluster"]))
 
