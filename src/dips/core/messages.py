@@ -221,7 +221,7 @@ class HeartbeatRequest:
     pull_s: float = 0.0
     base: Version | None = None
     note: str = ""  # why it waits, in a sentence
-    late_ranks: tuple[int, ...] = ()  # its ranks whose part of the transfer under way is late
+    late_ranks: tuple[int, ...] = ()  # its ranks that the others wait for, in a transfer or between two steps
     first_batches: bytes = b""  # digest of the inputs of its first steps in training; empty: unknown
     unrecorded_s: float = 0.0  # for so long its push waits, since its disk does not take the record
 
@@ -559,7 +559,7 @@ class ClusterStatus:
     tokens_per_step: float = 0.0  # of its accepted pushes and, before the first, of its beats; 0: unknown
     draining: bool = False  # it was asked to finish its push and leave; the note has the reason
     ranks: int = 0  # its processes that push and pull, each a share; 0: it is away
-    late_ranks: tuple[int, ...] = ()  # those whose part of the transfer under way is late
+    late_ranks: tuple[int, ...] = ()  # those that the others wait for, in a transfer or between two steps
 
 
 @dataclass(frozen=True)
