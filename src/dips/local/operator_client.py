@@ -107,9 +107,21 @@ class OperatorClient:
             # gRPC does not say why a handshake failed; a probe of our own does.
             if words := why_not_let_in(self.address, self._security):
                 raise Refused(RefusalCode.IDENTITY, words) from error
-            why = f"the master at {self.address} does not answer: start it, or check the address ({refused})"
-            raise RetryLater(why, refused.retry_after_s) from error
+            raise RetryLater(_why_not(self.address, str(refused)), refused.retry_after_s) from error
         return codec_protobuf.from_message(reply, kind)
+
+
+def _why_not(address: str, words: str) -> str:
+    """Why no master answers; words: gRPC's."""
+    host, port = parse_address(address)
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError:
+        return (
+            f"no address is known for the name {host!r} of {address}: the run has ended and its master's host or "
+            "container is gone, it is not started yet, or the name is wrong"
+        )
+    return f"the master at {address} does not answer: start it, or check the address ({words})"
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ def test_keys_are_never_printed(tmp_path: Path) -> None:
 
 
 def test_the_first_run_fits_on_a_small_machine() -> None:
-    """4 processors and 8 GiB, of which Kubernetes itself has a processor and half of the memory; other pods have one."""
+    """4 processors and 8 GiB, of which Kubernetes and other pods have two processors and half of the memory."""
     requests = [
         (pod["containers"][0]["resources"]["requests"], one["spec"].get("replicas", one["spec"].get("completions")))
         for one in objects(DEPLOYMENTS["one-cluster"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,7 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Channel:
     channel = Channel()
     monkeypatch.setattr(operator_client, "open_channel", lambda address, security: channel)
     monkeypatch.setattr(operator_client, "why_not_let_in", lambda address, security: "")
+    monkeypatch.setattr(operator_client.socket, "getaddrinfo", lambda host, port: [host])
     return channel
 
 
@@ -104,6 +106,15 @@ def test_a_master_that_cannot_be_asked_is_told(channel: Channel, monkeypatch: py
     channel.fails = grpc.StatusCode.UNAVAILABLE
     with pytest.raises(RetryLater, match="the master at h:1 does not answer: start it"):
         operator.status()
+
+    def unknown(host: str, port: int) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(operator_client.socket, "getaddrinfo", unknown)
+        with pytest.raises(RetryLater, match="no address is known for the name 'h' of h:1: the run has ended") as told:
+            operator.status()
+    assert "service not known" not in str(told.value)
     monkeypatch.setattr(operator_client, "why_not_let_in", lambda address, security: "it is another authority")
     with pytest.raises(Refused, match="it is another authority") as refused:
         operator.stop("")
