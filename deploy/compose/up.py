@@ -13,8 +13,9 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parents[2]
 PORTS = {"PAGE_PORT": 8080, "PROMETHEUS_PORT": 9090, "GRAFANA_PORT": 3000}
@@ -28,6 +29,7 @@ BUILT = ("dips-keys", "dips-master", "dips-slave", "dips-worker", "dips-link")
 LEAST_COMPOSE = "1.29"
 ANSWER_S = 30.0
 MISSING = 2
+INTERRUPTED = 130
 
 
 class Missing(Exception):
@@ -125,7 +127,31 @@ def main(arguments: Sequence[str]) -> int:
         return MISSING
     os.chdir(ROOT)
     sys.stdout.flush()
-    os.execvp(compose[0], [*compose, "up", *arguments])
+    if "--detach" not in arguments:
+        os.execvp(compose[0], [*compose, "up", *arguments])
+    try:
+        code = subprocess.run([*compose, "up", *arguments], check=False).returncode
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    if code == 0:
+        for line in what_next(" ".join(compose), found):
+            print(f"compose: {line}")
+    return code
+
+
+def what_next(compose: str, environment: Mapping[str, str]) -> Iterator[str]:
+    """Where the run is seen, and the next commands. compose: how it is called here."""
+    page, dashboards = (environment.get(name) or PORTS[name] for name in ("PAGE_PORT", "GRAFANA_PORT"))
+    link = _says([*compose.split(), "exec", "-T", "master", "cat", "/var/lib/dips/page.json"], wants_output=True)
+    try:
+        url = urlsplit(str(json.loads(link or "")["url"]))._replace(netloc=f"127.0.0.1:{page}").geturl()
+        yield f"the run's page: {url} (the run signs its certificate: the browser asks whether you trust it)"
+    except (ValueError, KeyError, TypeError):
+        yield f"the run's page: {compose} exec master cat /var/lib/dips/page.json prints its link once the master is up"
+    yield f"dashboards: http://127.0.0.1:{dashboards}"
+    yield f"its status: {compose} run --rm operator status"
+    yield f"end it: {compose} run --rm operator stop"
+    yield f"remove all of it: {compose} down -v"
 
 
 def _says(command: Sequence[str], *, wants_error: bool = False, wants_output: bool = False) -> str | None:

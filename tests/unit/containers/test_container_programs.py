@@ -254,6 +254,33 @@ def test_what_is_pulled_and_built_is_said_first(tmp_path: Path, monkeypatch: pyt
     assert "CUDA" not in up.announcement({"TORCH_INDEX": "https://download.pytorch.org/whl/cpu"})[-1]
 
 
+STARTED = """
+import json, sys
+open("told", "a").write(" ".join(sys.argv[1:]) + chr(10))
+if "exec" in sys.argv:
+    print(json.dumps({"url": "https://0.0.0.0:8080/?token=t", "pid": 1}))
+"""
+
+
+def test_a_run_that_is_started_in_the_background_says_where_it_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_docker(tmp_path, STARTED)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PAGE_PORT", "9080")
+    monkeypatch.setattr(up, "ROOT", tmp_path)
+    monkeypatch.setattr(up, "_is_free", lambda port: True)
+    monkeypatch.chdir(tmp_path)
+    assert up.main(["--build", "--detach"]) == 0
+    assert "compose up --build --detach" in (tmp_path / "told").read_text().splitlines()
+    said = capsys.readouterr().out
+    assert "the run's page: https://127.0.0.1:9080/?token=t" in said
+    assert "its status: docker compose run --rm operator status" in said
+    fake_docker(tmp_path, "sys.exit(1)")
+    page, *_ = up.what_next("docker compose", {})
+    assert "exec master cat /var/lib/dips/page.json prints its link" in page
+
+
 def test_a_port_is_free_until_somebody_listens() -> None:
     with pytest.raises(up.Missing, match="GRAFANA_PORT is 'http': give a port"):
         up.taken_ports({"GRAFANA_PORT": "http"})
