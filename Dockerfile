@@ -9,8 +9,12 @@ ARG BASE=python:3.11-slim
 
 # ---- what is the same everywhere: a user, its folders, the entry point, the health check ----
 
+# No program in an image changes its user, and nothing installs into one: both would only serve an intruder.
+
 FROM ${BASE} AS common
-RUN groupadd --gid 10001 dips \
+RUN find / -xdev -type f -perm /6000 -exec chmod a-s {} + \
+ && find /usr -depth \( -name "pip" -o -name "pip-*" -o -name "pip3*" -o -name ensurepip \) -exec rm -rf {} + \
+ && groupadd --gid 10001 dips \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin dips \
  && install -d -o 10001 -g 10001 -m 0700 /var/lib/dips /var/lib/heldout /etc/dips/keys \
  && install -d /opt/dips

@@ -93,6 +93,10 @@ def images(report: Report) -> None:
         found = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is not None)"
         command("docker", "run", "--rm", "--network", "none", name, "python", "-c", found)
     report.check(True, "the images of master and slave hold no torch")
+    for name in names:
+        found = "find / -xdev -type f -perm /6000 2>/dev/null; python -c 'import pip' 2>/dev/null && echo pip; true"
+        told = command("docker", "run", "--rm", "--network", "none", "--entrypoint", "sh", name, "-c", found)
+        report.check(not told.split(), f"{name} holds no setuid file and no pip {' '.join(told.split()[:5])}")
 
 
 def first_version(stack: Stack, report: Report) -> None:

@@ -362,6 +362,7 @@ async def test_the_page_shows_the_run_and_nothing_else_and_to_its_own_names_only
         pass
     index = await browser.ask("/")
     assert (index.status, "<title>Di-PS</title>" in index.text) == (200, True)
+    assert index.headers["Server"] == "dips", "no version is told"
     policy = index.headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; script-src 'self' 'sha256-")
     assert ("unsafe" in policy, "frame-ancestors 'none'" in policy) == (False, True)

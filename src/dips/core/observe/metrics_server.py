@@ -265,7 +265,10 @@ def _app(collect: Callable[[], Iterable[Metric]]) -> WSGIApplication:
     ProcessCollector(registry=registry)
     metrics: WSGIApplication = make_wsgi_app(registry)
 
-    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+    def app(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        def start_response(status: str, headers: list[tuple[str, str]], *error: Any) -> Any:
+            return start(status, [*headers, ("Server", "dips")], *error)  # else wsgiref names its version and Python's
+
         if environ.get("PATH_INFO") != PATH:
             return _say(start_response, "404 Not Found", f"metrics are at {PATH}")
         try:
