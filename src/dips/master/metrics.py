@@ -54,13 +54,11 @@ METRICS: tuple[Spec, ...] = (
          "0 for each kind", ("kind", "cluster")),
     Spec("stalls_total", "counter", "Pauses of the master itself for more than half a heartbeat",
          "no increase"),
-    Spec("heartbeat_seconds", "gauge", "The run's heartbeat_s", "as configured (2)", unit="s"),
     Spec("evict_after_seconds", "gauge", "Silence after which a peer is evicted", "as configured (10)", unit="s"),
     CERTIFICATE,
     # ---- members ----
     Spec("clusters", "gauge", "Clusters by state: live, and of these draining and quarantined; away",
          "live as many as you started; quarantined 0", ("state",)),
-    Spec("clusters_limit", "gauge", "max_clusters: how many may take part", "above the live ones"),
     Spec("slaves", "gauge", "Slaves by state: ready, attached (not ready yet), away", "all ready", ("state",)),
     Spec("slaves_expected", "gauge", "Slaves that rounds need", "equal to slaves{state=\"ready\"}"),
     Spec("cluster_up", "gauge", "1 while the cluster is a member (joined, beating)", "1", _CLUSTER),
@@ -84,10 +82,7 @@ METRICS: tuple[Spec, ...] = (
          _SLAVE, "", "blocks are placed on it, or it is attached"),
     Spec("slave_beat_age_seconds", "gauge", "Time since the slave's last heartbeat", "below two heartbeats (4)",
          _SLAVE, "s", "the slave is attached"),
-    Spec("slave_incarnations_total", "counter", "Incarnations of the slave since the master started", "no increase",
-     _SLAVE),
     Spec("slave_losses_total", "counter", "Times that the slave was lost", "no increase", _SLAVE),
-    Spec("slave_version", "gauge", "Version that the slave holds", "equal to version", _SLAVE, "", "it holds one"),
     Spec("slave_durable_version", "gauge", "Newest version on the slave's disk",
          "equal to version; with durability async at most async_lag_versions less", _SLAVE, "", "it holds one"),
     # ---- rounds and versions ----
@@ -102,9 +97,6 @@ METRICS: tuple[Spec, ...] = (
          "about one round of the fastest cluster", (), "s", "two were published since the master started"),
     Spec("round_phase", "gauge", "1 for the phase that the round is in", "not one phase but idle for long",
          ("phase",)),
-    Spec("round_phase_age_seconds", "gauge", "Time in that phase", "idle: below a round; others: seconds", unit="s"),
-    Spec("window_closes_seconds", "gauge", "Time until the grace window closes; 0 outside of one",
-         "below grace_s (three times that if it slides)", unit="s"),
     Spec("rounds_total", "counter", "Rounds by result: commit, void (nothing was accepted), abort (tried again)",
          "commit rises; void and abort hardly ever", ("result",)),
     Spec("merged_rounds_total", "counter", "Committed rounds that merged pushes of two or more clusters",
@@ -118,7 +110,6 @@ METRICS: tuple[Spec, ...] = (
     Spec("recovery_active", "gauge", "1 while the master determines the version that the slaves continue from",
          "0, but for seconds after a restart"),
     Spec("reshard_active", "gauge", "1 while a RESHARD is asked for or under way", "0"),
-    Spec("reshards_total", "counter", "RESHARDs that were completed", "what operators asked for"),
     # ---- judgement ----
     Spec("verdicts_total", "counter", "Verdicts by cluster, verdict and reason (fixed words, docs/metrics.md)",
          "applied rises alike for all clusters; excluded and aborted hardly ever", ("cluster", "verdict", "reason")),
@@ -154,7 +145,6 @@ METRICS: tuple[Spec, ...] = (
          "tokens/s"),
     Spec("cluster_tokens_per_second", "gauge", "The cluster's speed, of computing alone", "steady", _CLUSTER,
          "tokens/s"),
-    Spec("cluster_steps_total", "counter", "Inner steps of the cluster, over all its incarnations", "rises", _CLUSTER),
     Spec("cluster_local_steps", "gauge", "Inner steps that the cluster is to make between two pushes (H_j)",
          "sync_every, less for slow clusters with dynamic steps", _CLUSTER, "", "the cluster is live"),
     Spec("cluster_loss", "gauge", "Mean training loss of the cluster's last steps", "falls, alike on all clusters",
@@ -177,16 +167,6 @@ METRICS: tuple[Spec, ...] = (
          "near the link's; a share of it when transfers share one", ("cluster", "slave"), "bytes/s", "there was one"),
     Spec("link_pull_bytes_per_second", "gauge", "Mean rate of the cluster's last whole pull from the slave",
          "near the link's; a share of it when transfers share one", ("cluster", "slave"), "bytes/s", "there was one"),
-    Spec("slave_staged_bytes_total", "counter", "Bytes of pushes that the slave received since it started",
-         "rises with each push", _SLAVE, "bytes"),
-    Spec("slave_served_bytes_total", "counter", "Bytes of versions that the slave sent since it started",
-         "rises with each pull", _SLAVE, "bytes"),
-    Spec("slave_resident_bytes", "gauge", "Memory of the slave's process", "below its budget (docs/capacity.md)",
-         _SLAVE, "bytes"),
-    Spec("slave_refused_messages_total", "counter", "Data messages that the slave refused (busy ones too)",
-         "hardly rises", _SLAVE),
-    Spec("slave_refused_connections_total", "counter", "Connections that the slave's data port refused",
-         "no increase", _SLAVE),
     Spec("pulls_total", "counter", "Pulls begun: by clusters, and by readers such as `dips export`",
          "one a round and cluster", ("by",)),
     Spec("pinned_versions", "gauge", "Versions that open pulls read, the newest included",
@@ -225,7 +205,6 @@ WORDS_FOR_EACH_CLUSTER = 32
 _OF_KIND = {
     "alarm": "alarms_total",
     "stood_still": "stalls_total",
-    "resharded": "reshards_total",
     "rolled_back": "rollbacks_total",
 }
 """Kinds of tape lines that are counted, and in which metric."""
@@ -431,7 +410,6 @@ class Collector:
         for cluster in shown:
             name = cluster.cluster_id
             values["cluster_tokens_applied_total", name] = cluster.tokens_applied
-            values["cluster_steps_total", name] = cluster.steps_total
             values["cluster_incarnations_total", name] = cluster.incarnations
         for (metric, label), counter in self._rising.look(values).items():
             families.set(metric, counter, *([label] if label else []))
@@ -457,7 +435,6 @@ def _run(families: Families, now: MetricsMoment) -> None:
     families.set("paused", flag(status.paused))
     families.set("stopping", flag(status.stopping))
     families.one_of("waiting", status.waiting_code, WaitingCode)
-    families.set("heartbeat_seconds", status.settings.heartbeat_s)
     families.set("evict_after_seconds", view.evict_after_s)
     families.set("recovery_active", flag(view.recovers))
     families.set("reshard_active", flag(view.reshards))
@@ -474,7 +451,6 @@ def _run(families: Families, now: MetricsMoment) -> None:
         "away": len(status.clusters) - len(live),
     }
     families.each("clusters", states)
-    families.set("clusters_limit", view.max_clusters)
     families.set("tokens_per_second", sum(cluster.tokens_per_s for cluster in live))
     families.set("open_pushes", len(view.pushes))
     for push in sorted(view.pushes, key=lambda push: push.cluster):
@@ -545,15 +521,8 @@ def _slaves(families: Families, now: MetricsMoment) -> None:
             # In a recovery a slave that is here waits for the others: the alarm is for those that are away.
             families.set("slave_up", flag(ready or idle or (slave.alive and now.view.recovers)), name)
         families.set("slave_beat_age_seconds", slave.beat_age_s + now.late_s if slave.alive else None, name)
-        families.set("slave_incarnations_total", slave.incarnations, name)
         families.set("slave_losses_total", now.counted.slave_losses.get(name, 0), name)
-        families.set("slave_version", slave.version.v if slave.version else None, name)
         families.set("slave_durable_version", slave.durable.v if slave.durable else None, name)
-        families.set("slave_staged_bytes_total", slave.staging_bytes, name)
-        families.set("slave_served_bytes_total", slave.served_bytes, name)
-        families.set("slave_resident_bytes", slave.resident_bytes, name)
-        families.set("slave_refused_messages_total", slave.refused_chunks, name)
-        families.set("slave_refused_connections_total", slave.refused_connections, name)
     families.each("slaves", states)
     families.set("slaves_expected", now.view.slaves_expected)
 
@@ -567,8 +536,6 @@ def _rounds(families: Families, now: MetricsMoment) -> None:
         families.set("published_age_seconds", view.since_publish_s + now.late_s)
     families.set("publish_interval_seconds", view.publish_interval_s or None)
     families.one_of("round_phase", status.phase.lower(), PHASES)
-    families.set("round_phase_age_seconds", status.phase_age_s + now.late_s)
-    families.set("window_closes_seconds", max(0.0, status.window_closes_in_s - now.late_s))
     families.set("threshold", view.threshold if math.isfinite(view.threshold) else None)
     kappa, rho, merged_norm = now.counted.judged
     families.set("clip_factor", kappa)

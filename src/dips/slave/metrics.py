@@ -16,7 +16,7 @@ from dips.core.messages import Commit, Configure, ListShard, Measure, MoveBlocks
 from dips.core.net.data_header import REFUSED_DATA
 from dips.core.net.keys import certificate_left_s
 from dips.core.net.security import INSECURE, Security
-from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, Spec, flag
+from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, Spec
 from dips.core.release import VERSION
 from dips.slave.data_port import Figures
 from dips.slave.memory import ShardMemory
@@ -50,21 +50,12 @@ _LOADED = "the slave has its memory"
 METRICS: tuple[Spec, ...] = (
     # ---- the link to the master ----
     Spec("info", "gauge", "1; the labels say which slave of which run", "1", ("run", "slave", "version")),
-    Spec("attached", "gauge", "1 while the slave is attached to the master", "1"),
-    Spec("epoch", "gauge", "Newest epoch that the slave has promised to obey", "equal to the master's"),
-    Spec("incarnations_total", "counter", "Incarnations that the master gave to this process",
-         "1, and 1 more for each loss of the link"),
     Spec("link_losses_total", "counter", "Streams to the master that ended", "no increase"),
-    Spec("refused_commands_total", "counter", "Commands of the master that were refused (older epochs, say)",
-         "no increase"),
     CERTIFICATE,
     # ---- parameters ----
     Spec("shard_phase", "gauge", "1 for the phase of the slave's part of the model", "ready most of the time",
          ("phase",)),
-    Spec("shard_bytes", "gauge", "Parameters that the slave holds, of one version", "alike on all slaves", (), "bytes",
-         _LOADED),
     Spec("version", "gauge", "Version that the slave serves as the newest", "equal to the master's", (), "", _LOADED),
-    Spec("timeline", "gauge", "Timeline of that version", "equal to the master's", (), "", _LOADED),
     Spec("durable_version", "gauge", "Newest version on this slave's disk with its COMMIT",
          "equal to version; with durability async a few less", (), "", "there is one"),
     Spec("readable_versions", "gauge", "Versions that can be pulled", "2, more while old ones are read"),
@@ -114,9 +105,7 @@ METRICS: tuple[Spec, ...] = (
 
 
 _OF_KIND = {
-    "incarnation": "incarnations_total",
     "unlinked": "link_losses_total",
-    "refused_command": "refused_commands_total",
     "staged": "staged_pushes_total",
 }
 """Kinds of tape lines that are counted, and in which metric."""
@@ -192,10 +181,9 @@ _UNREFUSED = {code.name: 0 for code in REFUSED_DATA}
 
 @dataclass(frozen=True)
 class Held:
-    """A slave's memory: bytes by use, bytes of one version's parameters, and the number of readable versions."""
+    """A slave's memory: bytes by use, and the number of readable versions."""
 
     use: Mapping[str, int]
-    shard_bytes: int
     readable: int
 
 
@@ -204,8 +192,6 @@ class MetricsMoment:
     """The event loop's state at one moment."""
 
     run_id: str
-    attached: bool
-    epoch: int
     phase: str
     version: Version | None
     durable: Version | None
@@ -221,12 +207,10 @@ def snapshot(state: SlaveMachine, memory: ShardMemory | None, counts: Counts) ->
     shard = state.shard
     return MetricsMoment(
         state.link.run_id,
-        state.link.attached,
-        state.link.promised_epoch,
         shard.phase.now.value.lower(),
         shard.current.version if shard.current is not None else None,
         shard.saving.durable,
-        Held(memory.bytes_by_use(), memory.map.n_bytes, len(memory.readable())) if memory is not None else None,
+        Held(memory.bytes_by_use(), len(memory.readable())) if memory is not None else None,
         counts.made,
         counts.snapshot_s,
         counts.last_update,
@@ -257,8 +241,6 @@ class Collector:
         families = Families(PREFIX, METRICS, now.counted)
         families.set("info", 1, now.run_id, self.slave_id, VERSION)
         families.set(CERTIFICATE.name, certificate_left_s(self.security))
-        families.set("attached", flag(now.attached))
-        families.set("epoch", now.epoch)
         _shard(families, now)
         if now.update is not None:
             families.set("update_seconds", now.update.seconds)
@@ -280,11 +262,9 @@ class Collector:
 def _shard(families: Families, now: MetricsMoment) -> None:
     families.one_of("shard_phase", now.phase, PHASES)
     families.set("version", now.version.v if now.version else None)
-    families.set("timeline", now.version.timeline if now.version else None)
     families.set("durable_version", now.durable.v if now.durable else None)
     families.set("readable_versions", now.held.readable if now.held else 0)
     if now.held is not None:
-        families.set("shard_bytes", now.held.shard_bytes)
         families.each("memory_bytes", now.held.use)
     if now.snapshot_s is not None:
         families.set("snapshot_age_seconds", max(0.0, now.now_s - now.snapshot_s))

@@ -323,8 +323,7 @@ def follow(train: TrainConfig, client: ClientConfig) -> int:
 
     def evaluate(fetched: Fetched, each_batch: Callable[[], None]) -> float:
         found = evaluator(fetched, each_batch)
-        count = last[0].count + 1 if last else 1
-        last[:] = [Evaluated(found.version, found.tokens, found.loss, clock.monotonic_s(), count)]
+        last[:] = [Evaluated(found.version, found.tokens, found.loss, clock.monotonic_s())]
         return found.loss
 
     def fetch(version: Version | None) -> FetchedModel:

@@ -13,22 +13,21 @@ from dataclasses import dataclass
 from dips.core.clock import Clock
 from dips.core.errors import Refused
 from dips.core.ids import Version
-from dips.core.messages import PullGrant, StaleKind, VerdictKind
+from dips.core.messages import PullGrant, StaleKind
 from dips.core.net.data_header import REFUSED_DATA
 from dips.core.net.keys import certificate_left_s
 from dips.core.net.security import INSECURE, Security
-from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, Spec, flag
+from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, Spec
 from dips.core.observe.metrics_server import MetricsServer, serve_metrics
 from dips.core.release import VERSION
-from dips.core.wire import Codec
 from dips.worker.checkpoint import Checkpoints
 from dips.worker.config import ClientConfig
 from dips.worker.link_counts import LinkCounts, RankCounts, SlaveLinkCounts, TransferDirection
 from dips.worker.pace import StepTimer
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import Cancel, Done, Effect, Event, Failed, PushRecord, Run, SendPush, Stepped
+from dips.worker.state.effects import Cancel, Done, Effect, Event, Failed, PushRecord, Run, SendPush
 from dips.worker.state.shared import SessionPhase
-from dips.worker.state.tape import BaseStale, SessionJoined, VerdictReceived, VersionInstalled
+from dips.worker.state.tape import BaseStale
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 
@@ -43,40 +42,27 @@ METRICS: tuple[Spec, ...] = (
     # ---- the session ----
     Spec("info", "gauge", "1; the labels say which cluster of which run", "1", ("run", "cluster", "version")),
     Spec("phase", "gauge", "1 for the phase that the session is in", "training most of the time", ("phase",)),
-    Spec("waiting", "gauge", "1 while the training loop waits for an exchange or for data",
-         "0 most of the time"),
     Spec("waited_seconds_total", "counter", "Time that the training loop waited: for an exchange, or for data",
          "below a tenth of the time", ("what",), "s"),
     Spec("beat_age_seconds", "gauge", "Time since the master last answered a heartbeat", "below two heartbeats (4)",
          (), "s", "it has answered one"),
-    Spec("joins_total", "counter", "Times that this process joined, also again after a fence", "1"),
     Spec("calls_total", "counter", "Calls to the master by result: done, refused, failed (no answer)",
          "failed and refused only while the master is restarted", ("result",)),
     Spec("refused_calls_total", "counter", "Calls that the master refused, by code (docs/protocol.md)",
          "FENCED after a restart of the master", ("code",)),
     CERTIFICATE,
     # ---- training ----
-    Spec("steps_total", "counter", "Inner steps that this process made", "rises"),
-    Spec("tokens_total", "counter", "Tokens that this process trained on", "rises", (), "tokens"),
-    Spec("tokens_per_second", "gauge", "Speed, of computing alone, over the last 32 steps", "steady", (), "tokens/s"),
-    Spec("steps_per_second", "gauge", "The same in inner steps", "steady", (), "steps/s"),
-    Spec("loss", "gauge", "Mean training loss of the last 32 steps", "falls", (), "nats/token", "the loop reports it"),
-    Spec("local_steps", "gauge", "Inner steps between two pushes (H_j)", "sync_every, or as the master fits it"),
+    Spec("steps_per_second", "gauge", "Inner steps a second, of computing alone, over the last 32 steps", "steady",
+         (), "steps/s"),
     Spec("pending_tokens", "gauge", "Tokens trained on that are in no version yet", "below two rounds' worth", (),
          "tokens"),
-    Spec("base_version", "gauge", "Version that was pulled last", "follows the published one", (), "",
-         "one was pulled"),
-    Spec("base_timeline", "gauge", "Timeline of that version", "constant", (), "", "one was pulled"),
     Spec("staleness_versions", "gauge", "Versions that the base is behind the published one", "0 to 2", (), "versions",
          "one was pulled on the published timeline"),
-    Spec("verdicts_total", "counter", "Verdicts that this process received", "applied alone", ("verdict",)),
     Spec("stale_pushes_total", "counter", "Pushes whose base was too old or replaced: versions, fence, timeline",
          "no increase", ("kind",)),
     # ---- transfers ----
     Spec("transfers_total", "counter", "Transfers that ended, by direction (push, pull) and result: done, failed",
          "done alone", ("direction", "result")),
-    Spec("installs_total", "counter", "Versions that were installed, by how they were fetched: difference, float32",
-         "difference alone after the first, with the run's pull_wire", ("kind",)),
     Spec("transfer_seconds", "histogram", "Time of transfers that were done", "below a tenth of a round",
          ("direction",), "s"),
     Spec("push_retries_total", "counter", "Attempts of pushes after the first one", "no increase"),
@@ -112,14 +98,12 @@ HELDOUT: tuple[Spec, ...] = (
     Spec("heldout_tokens", "gauge", "Tokens that it was trained on", "rises", (), "tokens", "one was evaluated"),
     Spec("heldout_age_seconds", "gauge", "Time since that evaluation", "below three publish intervals", (), "s",
          "one was evaluated"),
-    Spec("heldout_evaluations_total", "counter", "Versions that were evaluated", "rises"),
 )  # fmt: skip
 
 EXCHANGE, DATA = "exchange", "data"
 """What the training loop waits for."""
 
 PHASES = tuple(phase.value.lower() for phase in SessionPhase)
-VERDICTS = tuple(kind.name.lower() for kind in VerdictKind)
 STALE = tuple(kind.name.lower() for kind in StaleKind)
 DIRECTIONS = tuple(direction.value for direction in TransferDirection)
 
@@ -135,19 +119,13 @@ DIRECTIONS = tuple(direction.value for direction in TransferDirection)
 
 @dataclass(frozen=True)
 class View:
-    """The training thread's state at one moment.
-
-    rates: tokens and steps a second.
-    """
+    """The training thread's state at one moment."""
 
     run_id: str
     phase: str
     waiting: str
     waiting_since_s: float  # of the process's clock; None while it trains
-    tokens_per_s: float
     steps_per_s: float
-    loss: float  # NaN where not known
-    local_steps: int
     pending_tokens: int
     base: Version | None
     published: Version | None
@@ -160,16 +138,11 @@ class Counts:
     def __init__(self) -> None:
         self.made = Instruments(PREFIX, METRICS)
         self.checkpoints = self.made.histogram("checkpoint_seconds")
-        self._steps = self.made.counter("steps_total")
-        self._tokens = self.made.counter("tokens_total")
         self._calls = self.made.counter("calls_total", "done", "refused", "failed")
         self._refused = self.made.counter("refused_calls_total")
-        self._joins = self.made.counter("joins_total")
-        self._verdicts = self.made.counter("verdicts_total", *VERDICTS)
         self._stale = self.made.counter("stale_pushes_total", *STALE)
         self._retries = self.made.counter("push_retries_total")
         self._transfers = self.made.counter("transfers_total")
-        self._installs = self.made.counter("installs_total", "difference", "float32")
         self._transfer_s = self.made.histogram("transfer_seconds", *DIRECTIONS)
         for direction in DIRECTIONS:
             for result in ("done", "failed"):
@@ -183,9 +156,6 @@ class Counts:
     def took(self, event: Event) -> None:
         """Count an event that the session takes."""
         match event:
-            case Stepped():
-                self._steps.inc()
-                self._tokens.inc(event.tokens)
             case Failed(job) if job in self._jobs:
                 self._ended(self._jobs.pop(job), "failed")
             case Done(job, result) if job in self._jobs:
@@ -213,14 +183,8 @@ class Counts:
                 self._jobs[job] = {PullGrant: "pull", PushRecord: "record"}.get(type(command), "call")
             case Cancel(job):
                 self._jobs.pop(job, None)
-            case VerdictReceived(verdict=verdict):
-                self._verdicts.labels(verdict.lower()).inc()
             case BaseStale(stale_kind=kind):
                 self._stale.labels(kind.lower()).inc()
-            case SessionJoined():
-                self._joins.inc()
-            case VersionInstalled(wire=wire):
-                self._installs.labels("float32" if wire == Codec.F32.name else "difference").inc()
 
     def waits(self, what: str, now_s: float) -> None:
         """The training loop waits from now on, for an exchange or for data; may be called again during the wait."""
@@ -239,10 +203,7 @@ class Counts:
             session.phase.value.lower(),
             self._waiting,
             self._waiting_since_s,
-            pace.tokens_per_s,
             pace.steps_per_s,
-            pace.loss,
-            shared.terms.local_steps,
             shared.work.tokens,
             shared.base,
             shared.terms.published,
@@ -285,7 +246,6 @@ class Collector:
         families.set("beat_age_seconds", now_s - answered_s if answered_s is not None else None)
         families.set("checkpoint_age_seconds", now_s - checkpoint_s)
         families.one_of("phase", view.phase, PHASES)
-        families.set("waiting", flag(view.waiting))
         for what, seconds in view.waited_s.items():
             now_waiting_s = now_s - view.waiting_since_s if what == view.waiting else 0.0
             families.set("waited_seconds_total", seconds + now_waiting_s, what)
@@ -296,15 +256,9 @@ class Collector:
 
 
 def _training(families: Families, view: View) -> None:
-    families.set("tokens_per_second", view.tokens_per_s)
     families.set("steps_per_second", view.steps_per_s)
-    families.set("loss", view.loss if math.isfinite(view.loss) else None)
-    families.set("local_steps", view.local_steps)
     families.set("pending_tokens", view.pending_tokens)
-    base, published = view.base, view.published
-    families.set("base_version", base.v if base else None)
-    families.set("base_timeline", base.timeline if base else None)
-    families.set("staleness_versions", base.behind(published) if base else None)
+    families.set("staleness_versions", view.base.behind(view.published) if view.base else None)
 
 
 def _links(families: Families, links: Mapping[str, SlaveLinkCounts]) -> None:
@@ -332,20 +286,18 @@ def _ranks(families: Families, ranks: Mapping[int, RankCounts]) -> None:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The newest evaluation, and the number of evaluations."""
+    """The newest evaluation."""
 
     version: Version
     tokens: int
     loss: float
     at_s: float  # of the process's clock
-    count: int
 
 
 def heldout_families(evaluated: Evaluated | None, security: Security, now_s: float) -> Families:
     """The metric families of `dips eval --follow`."""
     families = Families(PREFIX, HELDOUT)
     families.set(CERTIFICATE.name, certificate_left_s(security))
-    families.set("heldout_evaluations_total", evaluated.count if evaluated else 0)
     if evaluated is not None:
         families.set("heldout_loss", evaluated.loss)
         families.set("heldout_version", evaluated.version.v)

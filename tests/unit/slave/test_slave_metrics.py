@@ -44,7 +44,7 @@ def counts() -> Counts:
 def test_a_slave_without_memory_says_so(bench: SlaveBench, counts: Counts) -> None:
     found = scraped(look(bench.state, None, counts))
     assert found["shard_phase", "empty"] == 1
-    assert found["attached",] == found["readable_versions",] == 0
+    assert found["readable_versions",] == 0
     assert ("version",) not in found
     assert ("memory_bytes", "theta") not in found
     assert ("snapshot_age_seconds",) not in found
@@ -54,9 +54,7 @@ def test_a_slave_that_serves_a_version(bench: SlaveBench, counts: Counts) -> Non
     bench.ready(snapshot(V0, R1))
     blocks = Layout((Parameter("w", (8, 8), "float32", "w"),)).blocks
     found = scraped(look(bench.state, ShardMemory(blocks, 64, 2, 1 << 20), counts))
-    assert found["attached",] == found["epoch",] == 1
     assert found["version",] == found["durable_version",] == V0.v
-    assert found["shard_bytes",] == 256
     assert (found["memory_bytes", "theta"], found["memory_bytes", "momentum"]) == (3 * 256, 2 * 256)
     assert found["memory_bytes", "staging"] == 2 * 256
 
@@ -97,11 +95,10 @@ def test_jobs_snapshots_and_updates_take_the_clocks_time(bench: SlaveBench, coun
 
 
 def test_lines_of_the_tape_are_counted(bench: SlaveBench, counts: Counts) -> None:
-    for kind in ("incarnation", "staged", "staged", "unlinked", "refused_command"):
+    for kind in ("staged", "staged", "unlinked", "refused_command"):
         counts.note(kind)
     found = scraped(look(bench.state, None, counts))
-    assert (found["incarnations_total",], found["staged_pushes_total",]) == (1, 2)
-    assert (found["link_losses_total",], found["refused_commands_total",]) == (1, 1)
+    assert (found["link_losses_total",], found["staged_pushes_total",]) == (1, 2)
 
 
 def test_a_disk_that_does_not_answer_has_no_sample(bench: SlaveBench, counts: Counts, tmp_path: Path) -> None:
