@@ -39,7 +39,7 @@ from dips.core.math import landing_numba, outer_numba, wire_numba
 from dips.core.math.outer_numpy import n_pieces
 from dips.core.math.simd_numba import compiled, load, splat, store
 from dips.core.threads import usable_processors
-from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
+from dips.core.wire import Codec, encoded_bytes
 
 CLUSTERS = (1, 2, 4, 8)
 F32 = NDArray[np.float32]
@@ -170,7 +170,7 @@ class Bench:
 
     def _codecs(self, size: int) -> Works:
         works: Works = {}
-        for codec in sorted(DIFFERENCES):
+        for codec in filter(lambda codec: codec.is_difference, Codec):
             for name in ("encode", "decode", "residual"):
                 works[f"{name} {codec.name.lower()}", 1] = (
                     size * (2 if name == "encode" else 3),

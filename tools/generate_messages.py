@@ -55,6 +55,7 @@ class ProtoEnum:
     comment: str
     members: list[tuple[str, int, str]]  # name, number, comment
     zero: str  # the member 0; empty: there is none
+    properties: dict[str, list[str]]  # the members of which each is true
 
 
 @dataclass
@@ -147,7 +148,11 @@ class DescriptorReader:
             for n, value in enumerate(enum.value)
             if value.number or zero
         ]
-        return ProtoEnum(enum.name, comments.get(at, ""), members, zero)
+        properties: dict[str, list[str]] = {}
+        for value in enum.value:
+            if name := value.options.Extensions[self._options.property]:
+                properties.setdefault(name, []).append(value.name.removeprefix(prefix))
+        return ProtoEnum(enum.name, comments.get(at, ""), members, zero, properties)
 
     def _message(
         self, proto: FileDescriptorProto, comments: dict[tuple[int, ...], str], number: int, message: DescriptorProto
@@ -236,6 +241,9 @@ def enums_module(files: Sequence[ProtoFile]) -> str:
         lines += ["", f"class {enum.name}(IntEnum):", *_docstring(enum.comment)]
         for name, number, comment in enum.members:
             lines += _with_comment(f"{name} = {number}", comment)
+        for name, members in enum.properties.items():
+            true = ", ".join(f"{enum.name}.{member}" for member in members)
+            lines += ["", "    @property", f"    def {name}(self) -> bool:", f"        return self in ({true})"]
     return "\n".join(lines)
 
 

@@ -30,7 +30,6 @@ from dips.core.net.codec_protobuf import encode, from_message, to_message
 from dips.core.net.grpc_calls import REFUSAL_KEY
 from dips.core.net.payloads import Difference, Differences, Parameters, ParameterSource, Payloads, Places, SnapshotReady
 from dips.core.net.transfer import SlaveProgress
-from dips.core.wire import DIFFERENCES
 from dips.worker.checkpoint import PushRecorder
 from dips.worker.state.effects import Beat, Event, PushRecord
 
@@ -253,7 +252,7 @@ class RunInMemory(RunForWorkers):
     ) -> Any:  # fmt: skip
         places, sums = Places(common.layout, common.share), {} if checksums is None else checksums
         payloads: Payloads = Parameters(flat, places)
-        if ticket.wire in DIFFERENCES:
+        if ticket.wire.is_difference:
             assert difference is not None
             payloads = Differences(ticket.wire, flat, difference, places, common.settings.chunk_bytes)  # type: ignore[arg-type]
         return self._carried(common, ticket.placement, ticket.block_order, cancelled, sums, (

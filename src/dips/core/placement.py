@@ -12,7 +12,7 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import SlaveId
 from dips.core.layout import FLOAT32_BYTES, Block, Layout
 from dips.core.math.outer_numpy import n_pieces
-from dips.core.wire import DIFFERENCES, RESIDUAL_CODEC, WIRE_DTYPES, encoded_block_bytes
+from dips.core.wire import RESIDUAL_CODEC, WIRE_DTYPES, encoded_block_bytes
 
 BYTES_PER_ELEM_FIXED = 20
 """theta v, v-1 and v+1, momentum v and v+1, float32 each (docs/capacity.md, memory of a slave)."""
@@ -87,7 +87,7 @@ def difference_bytes_needed(block_elems: int, chunk_bytes: int, pins: int, pull_
     """Memory of a slave for a block's differences, which lead to v, v-1, v+1 and pinned versions, and for the residuals
     of v and v+1 (pull_wire: one of WIRE_DTYPES)."""
     codec = WIRE_DTYPES[pull_wire]
-    if codec not in DIFFERENCES:
+    if not codec.is_difference:
         return 0
     of_version = encoded_block_bytes(codec, block_elems, chunk_bytes)
     return (3 + pins) * of_version + 2 * encoded_block_bytes(RESIDUAL_CODEC, block_elems, chunk_bytes)
@@ -96,7 +96,7 @@ def difference_bytes_needed(block_elems: int, chunk_bytes: int, pins: int, pull_
 def check_rounding(blocks: Iterable[Block], pull_wire: str) -> None:
     """Raises Refused(CONFIG) where published versions are rounded (pull_wire: one of WIRE_DTYPES) and a block holds
     averaged buffers."""
-    if WIRE_DTYPES[pull_wire] in DIFFERENCES and any(block.averaged for block in blocks):
+    if WIRE_DTYPES[pull_wire].is_difference and any(block.averaged for block in blocks):
         raise Refused(
             RefusalCode.CONFIG,
             f"the run's pull_wire is {pull_wire!r}, whose rounding could make a running variance negative, and the "

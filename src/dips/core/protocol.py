@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dips.core.errors import RefusalCode, Refused
-from dips.core.wire import DIFFERENCES, Codec
+from dips.core.wire import Codec
 
 PROTOCOL_VERSION = 1
 """What this build speaks."""
@@ -35,7 +35,7 @@ CAPABILITIES: frozenset[str] = frozenset(
         RANKS,
         PULL_DIFFERENCES,
         codec_capability(Codec.F32),
-        *(codec_capability(codec) for codec in DIFFERENCES),
+        *(codec_capability(codec) for codec in Codec if codec.is_difference),
     }
 )
 """What this build can do beyond the bare protocol; peers use the intersection."""

@@ -21,10 +21,6 @@ from dips.protos.enums import Codec as Codec
 
 SCALE_BLOCK_ELEMS = 64
 
-
-DIFFERENCES = frozenset({Codec.BF16, Codec.INT8, Codec.INT4})
-"""Codecs that need the base's parameters on both sides."""
-
 WIRE_DTYPES = {"float32": Codec.F32, "bfloat16": Codec.BF16, "int8": Codec.INT8, "int4": Codec.INT4}
 """The names that people use."""
 
@@ -63,7 +59,7 @@ def encoded_bytes(codec: int, n_elems: int) -> int:
 def pays(codec: Codec, n_differences: int) -> bool:
     """Whether so many differences, one at least, have fewer bytes than parameters."""
     n = SCALE_BLOCK_ELEMS
-    return codec in DIFFERENCES and 0 < n_differences * encoded_bytes(codec, n) < encoded_bytes(Codec.F32, n)
+    return codec.is_difference and 0 < n_differences * encoded_bytes(codec, n) < encoded_bytes(Codec.F32, n)
 
 
 def encoded_block_bytes(codec: Codec, n_elems: int, chunk_bytes: int) -> int:

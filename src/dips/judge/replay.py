@@ -25,7 +25,7 @@ from dips.core.ids import SlaveId
 from dips.core.layout import FLOAT32_BYTES, Block, layout_from_json
 from dips.core.math import outer_numpy, wire_numpy
 from dips.core.placement import Placement
-from dips.core.wire import DIFFERENCES, RESIDUAL_CODEC, Codec, encoded_bytes
+from dips.core.wire import RESIDUAL_CODEC, Codec, encoded_bytes
 from dips.judge.facts import MERGES, Decision, Pair, decision_of, pair, say_round, say_version, short
 from dips.judge.judgement import near
 from dips.judge.records import RunRecords
@@ -410,7 +410,7 @@ def _step(rows: F32, recorded: Mapping[str, Any], before: _State | None, blocks:
         share = float(recorded["averaged_share"])
         outer_numpy.average_step(before.theta, rows, slots, weights, share, theta, momentum, n_trained, n)
     codec = Codec[str(recorded.get("pull_wire", Codec.F32.name))]
-    if codec not in DIFFERENCES:
+    if not codec.is_difference:
         return _State(theta, momentum)
     return _State(theta, momentum, _publish(codec, theta, before, blocks, int(recorded["chunk_bytes"])))
 

@@ -23,7 +23,7 @@ from dips.core.math.outer_numpy import PIECE_ELEMS
 from dips.core.placement import KEPT_PRODUCTS
 from dips.core.protocol import MAX_RANKS
 from dips.core.units import BitsPerSecond, Bytes, BytesPerSecond, Count
-from dips.core.wire import DIFFERENCES, RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, WIRE_DTYPES, Codec, encoded_bytes
+from dips.core.wire import RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, WIRE_DTYPES, Codec, encoded_bytes
 
 # ---- formula ---------------------------------------------------------------------------------------------------------
 #
@@ -272,7 +272,7 @@ def _inputs(knobs: SizeKnobs) -> Mapping[str, float]:
         "wire_bytes": _bytes_of_param(WIRE_DTYPES[knobs.wire]),
         "pull_wire_bytes": _bytes_of_param(WIRE_DTYPES[knobs.pull_wire]),
         "lost_bytes": _bytes_of_param(RESIDUAL_CODEC),
-        "residual_bytes": 4 if WIRE_DTYPES[knobs.wire] in DIFFERENCES else 0,
+        "residual_bytes": 4 if WIRE_DTYPES[knobs.wire].is_difference else 0,
         "pairs": slots * (slots + 1) // 2,
         "products": min(slots * (slots - 1) // 2, KEPT_PRODUCTS),
         "block_params": DEFAULT_BLOCK_ELEMS,
@@ -303,7 +303,7 @@ _OF_DIFFERENCES_NO_PINS = " + 3 * pull_wire_bytes + 2 * lost_bytes"
 
 
 def _rounds(knobs: SizeKnobs) -> bool:
-    return WIRE_DTYPES[knobs.pull_wire] in DIFFERENCES
+    return WIRE_DTYPES[knobs.pull_wire].is_difference
 
 
 def _own_of_param(knobs: SizeKnobs, files: str) -> str:

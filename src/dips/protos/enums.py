@@ -75,9 +75,13 @@ class Codec(IntEnum):
 
     NONE = 0
     F32 = 1  # parameters, little-endian IEEE 754 binary32
-    BF16 = 2  # this and the next two: differences to the base's parameters
+    BF16 = 2  # these differences need the base on both sides
     INT8 = 3
     INT4 = 4
+
+    @property
+    def is_difference(self) -> bool:
+        return self in (Codec.BF16, Codec.INT8, Codec.INT4)
 
 
 class StaleKind(IntEnum):

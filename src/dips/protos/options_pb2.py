@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x64ips/protos/options.proto\x12\x07\x64ips.v1\x1a google/protobuf/descriptor.proto:<\n\x0cpython_class\x12\x1f.google.protobuf.MessageOptions\x18\xd1\x86\x03 \x01(\tB\x03\x88\x01\x02:7\n\x07ordered\x12\x1f.google.protobuf.MessageOptions\x18\xd2\x86\x03 \x01(\x08\x42\x03\x88\x01\x02:9\n\town_codec\x12\x1f.google.protobuf.MessageOptions\x18\xd3\x86\x03 \x01(\tB\x03\x88\x01\x02:6\n\x08may_omit\x12\x1d.google.protobuf.FieldOptions\x18\xd1\x86\x03 \x01(\x08\x42\x03\x88\x01\x02:;\n\rdefault_value\x12\x1d.google.protobuf.FieldOptions\x18\xd2\x86\x03 \x01(\tB\x03\x88\x01\x02:9\n\x0bpython_type\x12\x1d.google.protobuf.FieldOptions\x18\xd3\x86\x03 \x01(\tB\x03\x88\x01\x02:;\n\rmay_be_absent\x12\x1d.google.protobuf.OneofOptions\x18\xd1\x86\x03 \x01(\x08\x42\x03\x88\x01\x02:9\n\x0boneof_union\x12\x1d.google.protobuf.OneofOptions\x18\xd2\x86\x03 \x01(\tB\x03\x88\x01\x02:1\n\x04zero\x12\x1c.google.protobuf.EnumOptions\x18\xd1\x86\x03 \x01(\tB\x03\x88\x01\x02:=\n\rservice_union\x12\x1f.google.protobuf.ServiceOptions\x18\xd1\x86\x03 \x01(\tB\x03\x88\x01\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x64ips/protos/options.proto\x12\x07\x64ips.v1\x1a google/protobuf/descriptor.proto:<\n\x0cpython_class\x12\x1f.google.protobuf.MessageOptions\x18\xd1\x86\x03 \x01(\tB\x03\x88\x01\x02:7\n\x07ordered\x12\x1f.google.protobuf.MessageOptions\x18\xd2\x86\x03 \x01(\x08\x42\x03\x88\x01\x02:9\n\town_codec\x12\x1f.google.protobuf.MessageOptions\x18\xd3\x86\x03 \x01(\tB\x03\x88\x01\x02:6\n\x08may_omit\x12\x1d.google.protobuf.FieldOptions\x18\xd1\x86\x03 \x01(\x08\x42\x03\x88\x01\x02:;\n\rdefault_value\x12\x1d.google.protobuf.FieldOptions\x18\xd2\x86\x03 \x01(\tB\x03\x88\x01\x02:9\n\x0bpython_type\x12\x1d.google.protobuf.FieldOptions\x18\xd3\x86\x03 \x01(\tB\x03\x88\x01\x02:;\n\rmay_be_absent\x12\x1d.google.protobuf.OneofOptions\x18\xd1\x86\x03 \x01(\x08\x42\x03\x88\x01\x02:9\n\x0boneof_union\x12\x1d.google.protobuf.OneofOptions\x18\xd2\x86\x03 \x01(\tB\x03\x88\x01\x02:1\n\x04zero\x12\x1c.google.protobuf.EnumOptions\x18\xd1\x86\x03 \x01(\tB\x03\x88\x01\x02::\n\x08property\x12!.google.protobuf.EnumValueOptions\x18\xd1\x86\x03 \x01(\tB\x03\x88\x01\x02:=\n\rservice_union\x12\x1f.google.protobuf.ServiceOptions\x18\xd1\x86\x03 \x01(\tB\x03\x88\x01\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,6 +50,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['oneof_union']._serialized_options = b'\210\001\002'
   _globals['zero']._loaded_options = None
   _globals['zero']._serialized_options = b'\210\001\002'
+  _globals['property']._loaded_options = None
+  _globals['property']._serialized_options = b'\210\001\002'
   _globals['service_union']._loaded_options = None
   _globals['service_union']._serialized_options = b'\210\001\002'
 # @@protoc_insertion_point(module_scope)

@@ -21,5 +21,7 @@ ONEOF_UNION_FIELD_NUMBER: _ClassVar[int]
 oneof_union: _descriptor.FieldDescriptor
 ZERO_FIELD_NUMBER: _ClassVar[int]
 zero: _descriptor.FieldDescriptor
+PROPERTY_FIELD_NUMBER: _ClassVar[int]
+property: _descriptor.FieldDescriptor
 SERVICE_UNION_FIELD_NUMBER: _ClassVar[int]
 service_union: _descriptor.FieldDescriptor

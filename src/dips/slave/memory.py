@@ -23,7 +23,7 @@ from dips.core.ids import Version
 from dips.core.layout import FLOAT32_BYTES, Block
 from dips.core.messages import SnapshotInfo
 from dips.core.placement import BYTES_PER_CHECKSUM, shard_bytes_needed
-from dips.core.wire import DIFFERENCES, RESIDUAL_CODEC, WIRE_DTYPES, Codec, encoded_block_bytes, encoded_bytes
+from dips.core.wire import RESIDUAL_CODEC, WIRE_DTYPES, Codec, encoded_block_bytes, encoded_bytes
 from dips.slave.state.staging import ShardMap
 
 F32 = NDArray[np.float32]
@@ -169,7 +169,7 @@ class ShardMemory:
             "momentum": sum(m.nbytes for m in self._momentum),
             "staging": self.staging.nbytes if which == "none" else 0,
         }
-        if self.pull_wire in DIFFERENCES:
+        if self.pull_wire.is_difference:
             by_use["difference"] = sum(b.difference.data.nbytes for b in self._buffers if b.difference is not None)
             by_use["residual"] = sum(residual.data.nbytes for residual in self._residual)
         return by_use
@@ -213,7 +213,7 @@ class ShardMemory:
         complete too."""
         assert self.shadow is not None
         self.shadow.info, self.shadow.checksums = info, checksums
-        self.shadow.base = base if self.pull_wire in DIFFERENCES else None
+        self.shadow.base = base if self.pull_wire.is_difference else None
 
     def drop_shadow(self) -> None:
         if self.shadow is not None:
@@ -248,7 +248,7 @@ class ShardMemory:
         self._leaving = []
 
     def _buffer(self, touched: Callable[[int], None] | None = None) -> ThetaBuffer:
-        difference = self._encoded(self.pull_wire) if self.pull_wire in DIFFERENCES else None
+        difference = self._encoded(self.pull_wire) if self.pull_wire.is_difference else None
         if self._files.which != "versions":
             return ThetaBuffer(_touched((self.n_elems,), touched), difference=difference)
         theta = self._in_file(self.n_elems)
@@ -259,7 +259,7 @@ class ShardMemory:
     def _encoded(self, codec: Codec) -> EncodedShard:
         """Room for the payloads of all chunks, all zeros; none where the run publishes float32."""
         sizes = [0] * self.map.n_chunks
-        if self.pull_wire in DIFFERENCES:
+        if self.pull_wire.is_difference:
             of_chunk = self.map.chunk_bytes // FLOAT32_BYTES
             sizes = [
                 encoded_bytes(codec, min(of_chunk, block.n_elems - start))
@@ -273,7 +273,7 @@ class ShardMemory:
         return EncodedShard(codec, room.view(np.uint8)[:n_bytes], starts)
 
     def _encoded_bytes(self, codec: Codec, block: Block) -> int:
-        return encoded_block_bytes(codec, block.n_elems, self.map.chunk_bytes) if codec in DIFFERENCES else 0
+        return encoded_block_bytes(codec, block.n_elems, self.map.chunk_bytes) if codec.is_difference else 0
 
     def _in_file(self, *shape: int) -> F32:
         directory, n_bytes = self._files.directory, FLOAT32_BYTES * math.prod(shape)
@@ -301,7 +301,7 @@ class ShardMemory:
 
 def residual_bytes_of(blocks: Iterable[Block], chunk_bytes: int, pull_wire: str) -> int:
     """Length of the residual of a shard of these blocks: of a version's third tensor, in memory and in its file."""
-    if WIRE_DTYPES[pull_wire] not in DIFFERENCES:
+    if not WIRE_DTYPES[pull_wire].is_difference:
         return 0
     return sum(encoded_block_bytes(RESIDUAL_CODEC, block.n_elems, chunk_bytes) for block in blocks)
 

@@ -24,7 +24,7 @@ from dips.core.net.payloads import Difference
 from dips.core.net.transfer import Transfer, TransferSettings, digests_of
 from dips.core.net.zmq_sockets import CurvePair
 from dips.core.share import Share
-from dips.core.wire import DIFFERENCES, Codec
+from dips.core.wire import Codec
 from dips.worker.link_counts import LinkCounts, TransferDirection
 from dips.worker.parallel.part_ends import PartEnd
 from dips.worker.state.effects import DigestOfSlave, Done, Event, Failed, SendPush
@@ -172,7 +172,7 @@ class Transfers:
         """Send the push vector; ends in Done with the digests, or in Failed, or as a part."""
         vectors, clock, ticket = self._vectors, self._clock, push.ticket
         (flat, ready), wire = vectors.sending(), ticket.wire
-        difference = Difference(vectors.base, vectors.residual) if wire in DIFFERENCES else None
+        difference = Difference(vectors.base, vectors.residual) if wire.is_difference else None
         n_ranks = 1 if self._of_rank is None else self._of_rank.n_ranks
         limits = _settings(settings.chunk_bytes, window_of_rank(settings.window_chunks, n_ranks), times)
         common = self._common(caller.run_id, caller.epoch, caller.cause_id, limits)
@@ -197,7 +197,7 @@ class Transfers:
     def pull(self, job: int, grant: PullGrant, flat: F32, cause: str, times: Times) -> None:
         """Fetch into `flat`; ends in Done or Failed, or as a part, whose digests no one has compared yet."""
         clock = self._clock
-        base = self._vectors.base if grant.wire in DIFFERENCES else None
+        base = self._vectors.base if grant.wire.is_difference else None
         n_ranks = 1 if self._of_rank is None else self._of_rank.n_ranks
         limits = _settings(grant.chunk_bytes, window_of_rank(PULL_WINDOW_CHUNKS, n_ranks), times)
         common = self._common(grant.run_id, grant.epoch, cause, limits)
@@ -262,7 +262,7 @@ class Transfers:
 
 def wire_of_pull(grant: PullGrant) -> tuple[Codec, int]:
     """How a grant's version is fetched: its codec, and how many payloads each chunk has."""
-    if grant.wire not in DIFFERENCES or grant.base is None:
+    if not grant.wire.is_difference or grant.base is None:
         return Codec.F32, 1
     return grant.wire, grant.version.v - grant.base.v
 

@@ -37,7 +37,6 @@ from dips.core.net.zmq_sockets import CurvePair, pair_for
 from dips.core.observe.logs import ChangeLogger
 from dips.core.observe.starting import Starting
 from dips.core.observe.tape import Tape
-from dips.core.wire import DIFFERENCES
 from dips.worker.checkpoint import Checkpointing, Checkpoints, InnerState
 from dips.worker.checkpoint_files import CheckpointStore
 from dips.worker.commands import Command, Fetch, KeepPush, Send, ShareOut, Snapshot
@@ -154,7 +153,7 @@ class ClusterShell:
         self._log = ChangeLogger(logging.getLogger("dips.worker"))
         self._owns_tape = tape is None
         self.tape = tape or Tape(config.tape, "worker", config.cluster_id, self._clock, may_lose=True)
-        if wire_of(config) in DIFFERENCES:
+        if wire_of(config).is_difference:
             if layout.n_trained < layout.n_elems:
                 raise ConfigError(
                     f"wire_dtype is {config.wire_dtype!r}, whose rounding could make a running variance negative: "
@@ -563,7 +562,7 @@ class ClusterShell:
             case CopyParameters():
                 try:
                     # No copy is made where training is likely to wait until its push is sent, in float32.
-                    settings, whole = self.settings, wire_of(self.config) not in DIFFERENCES
+                    settings, whole = self.settings, not wire_of(self.config).is_difference
                     waits = settings.overlap == "none" and settings.verdict_wait_s > 0 and whole
                     self._do(Snapshot(may_stay_live=waits, whole=whole))
                 except ConfigError:

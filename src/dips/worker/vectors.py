@@ -29,7 +29,7 @@ from dips.core.layout import Layout
 from dips.core.net.payloads import Memory, Places, SharedLock, SnapshotReady, bytes_of, hashing_copy, kernels
 from dips.core.observe.starting import Starting
 from dips.core.share import Share
-from dips.core.wire import DIFFERENCES, Codec
+from dips.core.wire import Codec
 from dips.worker.checkpoint_files import RawTensor
 from dips.worker.parameters import ChunkSums, ParameterStore, RoundingStore, StreamingStore
 from dips.worker.state.effects import InstallMode
@@ -356,7 +356,7 @@ class Vectors:
 
     def keep_residual(self, wire: Codec, spans: Iterable[tuple[int, int]]) -> None:
         """residual = (push - base + residual) - the differences sent; `spans`: chunk_spans() of the push."""
-        assert wire in DIFFERENCES, "float32 loses nothing"
+        assert wire.is_difference, "float32 loses nothing"
         now, base, residual, keep = self.push, self.base, self._residual_room(), kernels().keep_residual
         if not self._has_residual:
             residual.fill(0)

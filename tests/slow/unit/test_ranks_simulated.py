@@ -13,7 +13,7 @@ import pytest
 from dips.core.chunks import Chunk, chunks_of
 from dips.core.ids import PushId
 from dips.core.messages import VerdictKind
-from dips.core.wire import DIFFERENCES, Codec
+from dips.core.wire import Codec
 from dips.lab.sim.arithmetic import Key, Value
 from dips.lab.sim.content import SimulatedModel
 from dips.lab.sim.faults.world import OLD_ATTEMPT, OLD_LIFE
@@ -134,7 +134,7 @@ def test_clusters_of_several_ranks_go_through_all_that_one_process_does(overlap:
         decided.update(world.decided)
         fired.update(outcome.fired)
     verdicts = {kind.name for kind in VerdictKind}
-    kept = {f"kept {wire.name}" for wire in DIFFERENCES}
+    kept = {f"kept {wire.name}" for wire in Codec if wire.is_difference}
     rest = {"ClearResidual", "VersionDonated", "BaseStale"} | {mode.name for mode in MODES[overlap]}
     assert (verdicts | kept | rest) - decided.keys() == set()
     assert fired[OTHER_RANKS]

@@ -12,9 +12,9 @@ from support.checked_memory import Interpreted
 from support.numerics import F32, Shard, assert_same_bits
 
 from dips.core.math import wire_numba, wire_numpy
-from dips.core.wire import DIFFERENCES, RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, Codec, encoded_bytes, n_scales
+from dips.core.wire import RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, Codec, encoded_bytes, n_scales
 
-CODECS = sorted(DIFFERENCES)
+CODECS = [codec for codec in Codec if codec.is_difference]
 SIZES = [1, 2, 63, 64, 65, 127, 128, 1000, 4099]
 U8 = np.ndarray
 

@@ -13,7 +13,7 @@ from dips.core.ids import RoundId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.math import outer_numpy as reference
 from dips.core.messages import Prepare
-from dips.core.wire import DIFFERENCES, WIRE_DTYPES, Codec, encoded_bytes
+from dips.core.wire import WIRE_DTYPES, Codec, encoded_bytes
 from dips.lab.sim.arithmetic import F32, Stepped
 from dips.lab.sim.content import CLEAN, key_of
 from dips.lab.sim.numbers import FlatVector, NumberModel, Numbers, NumberShard
@@ -167,7 +167,7 @@ class TestModel:
         assert np.array_equal(self.whole(model), pulled)
 
 
-@pytest.mark.parametrize("wire", sorted(DIFFERENCES), ids=lambda wire: wire.name)
+@pytest.mark.parametrize("wire", [wire for wire in Codec if wire.is_difference], ids=lambda wire: wire.name)
 class TestDifferences:
     """What a cluster writes and a slave reads, with the codecs that run in production."""
 

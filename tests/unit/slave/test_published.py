@@ -18,7 +18,7 @@ from dips.core.math import outer_numpy, wire_numpy
 from dips.core.messages import Configure, PlacementSpec, Settings, SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.placement import shard_bytes_needed
-from dips.core.wire import DIFFERENCES, RESIDUAL_CODEC, WIRE_DTYPES, Codec, encoded_bytes
+from dips.core.wire import RESIDUAL_CODEC, WIRE_DTYPES, Codec, encoded_bytes
 from dips.slave import calculation
 from dips.slave.data_port import Answer, DataPort
 from dips.slave.disk import LocalDisk
@@ -27,7 +27,7 @@ from dips.slave.ring import Ring
 from dips.slave.state.checks import check_memory, check_settings
 
 CHUNKS = chunks_of(BLOCKS, CHUNK_BYTES)
-NAMES = sorted(name for name, codec in WIRE_DTYPES.items() if codec in DIFFERENCES)
+NAMES = sorted(name for name, codec in WIRE_DTYPES.items() if codec.is_difference)
 
 
 @pytest.mark.parametrize("pull_wire", NAMES)

@@ -63,7 +63,7 @@ from dips.core.math.xxh3_numba import (
     update,
     xxh3,
 )
-from dips.core.wire import DIFFERENCES, Codec
+from dips.core.wire import Codec
 
 U8 = NDArray[np.uint8]
 
@@ -90,19 +90,19 @@ def land_chunk(
     """
     source = np.frombuffer(payload, np.uint8)
     at, acc = address(source), np.empty(8, np.uint64)
-    if codec in DIFFERENCES:
+    if codec.is_difference:
         if base is None:
             raise ValueError(f"codec {codec.name} writes differences, and no base was given")
         check_wire(codec, source, base=base, out=into)
     else:
         check_land(into, source.view(np.float32))
     if theta is None or squared is None:
-        if base is None or codec not in DIFFERENCES:
+        if base is None or not codec.is_difference:
             return land(into, at, acc)
         return land_difference(int(codec), into, at, source.size, base, acc)
     check_pieces(theta, squared, into=into)
     lanes = np.empty(LANES, np.float64)
-    if base is None or codec not in DIFFERENCES:
+    if base is None or not codec.is_difference:
         return land_measured(into, at, theta, squared, acc, lanes)
     return land_difference_measured(int(codec), into, at, source.size, base, theta, squared, acc, lanes)
 

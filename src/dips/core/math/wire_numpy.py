@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dips.core.wire import DIFFERENCES, RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, Codec, encoded_bytes, n_scales
+from dips.core.wire import RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, Codec, encoded_bytes, n_scales
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
@@ -120,7 +120,7 @@ def _dequantised(codec: Codec, payload: U8, n_elems: int) -> F32:
 
 def check_wire(codec: Codec, payload: U8, **vectors: F32 | None) -> None:
     """What both twins check before they touch memory. Raises ValueError unless all arguments fit together."""
-    if codec not in DIFFERENCES:
+    if not codec.is_difference:
         raise ValueError(f"codec {codec.name} writes no differences")
     present = {name: vector for name, vector in vectors.items() if vector is not None}
     shape = (len(next(iter(present.values()))),)

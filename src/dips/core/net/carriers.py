@@ -59,7 +59,7 @@ from dips.core.observe.failpoints import hits as failpoint_hits
 from dips.core.observe.logs import ChangeLogger
 from dips.core.release import how_to_install
 from dips.core.share import Share
-from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
+from dips.core.wire import Codec, encoded_bytes
 
 if TYPE_CHECKING:
     from dips.core.net.carry_numba import PushLoop, TransferLoop
@@ -474,7 +474,7 @@ def carry_push(
     places, settings = Places(common.layout, common.share), common.settings
     shares = common.chunks_by_slave(ticket.placement, ticket.block_order)
     payloads: Payloads = Parameters(flat, places)
-    if ticket.wire in DIFFERENCES:
+    if ticket.wire.is_difference:
         assert difference is not None, "a ticket for differences answers a push that has a base"
         assert isinstance(flat, np.ndarray), "differences are taken from a snapshot"
         payloads = Differences(ticket.wire, flat, difference, places, settings.chunk_bytes)
@@ -521,7 +521,7 @@ def carry_pull(
     where the loop must be compiled or differences are fetched.
     """
     differences = None
-    if grant.wire in DIFFERENCES:
+    if grant.wire.is_difference:
         assert base is not None, "the state asks for differences only to what is here"
         assert grant.base is not None, "the state checked the grant"
         kernels()

@@ -16,7 +16,7 @@ from dips.core.ids import Incarnation, PushId, Version
 from dips.core.machine import HISTORY_LENGTH
 from dips.core.messages import ClusterRequest, HeartbeatRequest, SnapshotInfo, VerdictKind
 from dips.core.protocol import MAX_LEASED_CHUNKS
-from dips.core.wire import DIFFERENCES, WIRE_DTYPES, Codec
+from dips.core.wire import WIRE_DTYPES, Codec
 from dips.judge.facts import decision_of
 from dips.judge.invariants import Checker, Violation
 from dips.lab.sim.arithmetic import Key, ModelVector, Value
@@ -550,7 +550,7 @@ def residual_fault(
     for push in _applied(outputs):
         if push not in sent_as:
             return f"residual {after} outlives push {push}, and the form of that push is not known" if after else ""
-        if sent_as[push] in DIFFERENCES:
+        if sent_as[push].is_difference:
             kept = after not in (0, before)
             return "" if kept else f"push {push} was applied as differences, and residual {before} did not advance"
     moved = before != after and not (after == 0 and (_reinstalled(outputs) or _dropped_and_donating(outputs)))

@@ -16,7 +16,7 @@ from dips.core.chunks import Chunk, chunks_of, shard_digest
 from dips.core.ids import Version
 from dips.core.layout import Block, Layout
 from dips.core.messages import BlockGram, DataRange, Prepare
-from dips.core.wire import DIFFERENCES, WIRE_DTYPES, Codec
+from dips.core.wire import WIRE_DTYPES, Codec
 from dips.lab.sim.arithmetic import F32, U8, Key, ModelVector, Stepped
 from dips.worker.state.effects import Install, InstallMode
 
@@ -133,7 +133,7 @@ class SimulatedModel:
 
     def sent(self, wire: Codec) -> ModelVector:
         assert self.push is not None, "a snapshot was taken before"
-        if wire not in DIFFERENCES:
+        if not wire.is_difference:
             self.written = None
             return self.push
         self.written = self._rounded(wire)
@@ -191,7 +191,7 @@ def averaged(theta: int, pushed: Sequence[int], weights: Sequence[float], share:
 def published(codec: Codec, stepped: int, theta: int, residual: int) -> tuple[int, int]:
     """One chunk's (theta, residual) where pull_wire rounds versions; stepped: theta after the outer step; theta and
     residual: of the version before."""
-    if codec not in DIFFERENCES:
+    if not codec.is_difference:
         return stepped, 0
     made = (codec.name, stepped, theta, residual)
     return mixed("published", *made), mixed("lost", *made)
@@ -273,7 +273,7 @@ class SymbolShard:
         return ()
 
     def prepare(self, before: Stepped | None, slots: Sequence[int], body: Prepare) -> Stepped:
-        steps, rounds = [], self._codec in DIFFERENCES
+        steps, rounds = [], self._codec.is_difference
         for index in range(self._n_chunks):
             pushed = [self._rows[slot][index] for slot in slots]
             theta, momentum = (before.theta[index], before.momentum[index]) if before else (0, 0)
@@ -309,13 +309,13 @@ class SymbolShard:
         return tuple(int(value) for value in array.view("<u8"))
 
     def empty_residual(self) -> U8:
-        return np.zeros(8 * self._n_chunks if self._codec in DIFFERENCES else 0, np.uint8)
+        return np.zeros(8 * self._n_chunks if self._codec.is_difference else 0, np.uint8)
 
     def residual_bytes(self, residual: tuple[int, ...] | None) -> U8:
         return np.array(residual or (), "<u8").view(np.uint8)
 
     def residual_from(self, data: U8) -> tuple[int, ...] | None:
-        return tuple(int(value) for value in data.view("<u8")) if self._codec in DIFFERENCES else None
+        return tuple(int(value) for value in data.view("<u8")) if self._codec.is_difference else None
 
 
 class Symbols:

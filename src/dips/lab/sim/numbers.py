@@ -21,7 +21,7 @@ from dips.core.math import wire_numba
 from dips.core.messages import BlockGram, DataRange, Prepare
 from dips.core.net.payloads import Difference, Differences, Places
 from dips.core.placement import shard_bytes_needed
-from dips.core.wire import DIFFERENCES, Codec
+from dips.core.wire import Codec
 from dips.lab.sim.arithmetic import F32, U8, Key, ModelVector, Stepped, Trainer
 from dips.lab.sim.content import CLEAN
 from dips.slave import calculation
@@ -102,7 +102,7 @@ class NumberModel:
     def sent(self, wire: Codec) -> ModelVector:
         vectors = self._vectors
         theta = vectors.push if self._spoiled is None else self._spoiled
-        if wire not in DIFFERENCES:
+        if not wire.is_difference:
             return FlatVector(theta, self._layout)
         return WrittenVector(wire, theta, Difference(vectors.base, vectors.residual), self._places, self._chunk_bytes)
 

@@ -16,7 +16,7 @@ from dips.core.messages import (
     PullGrant,
 )
 from dips.core.protocol import PULL_DIFFERENCES
-from dips.core.wire import DIFFERENCES, MOST_DIFFERENCES, WIRE_DTYPES, Codec, pays
+from dips.core.wire import MOST_DIFFERENCES, WIRE_DTYPES, Codec, pays
 from dips.master.state import pacing, tape
 from dips.master.state.records import Kept, Member, Pin
 from dips.master.state.schedule import Way
@@ -72,7 +72,7 @@ class Pulls:
         else:
             shared.link_rates.pull_began(member.cluster, wire, max(1, n_differences), shared.now_s)
         grant = self._grant(kept, pin, member)
-        if wire in DIFFERENCES:
+        if wire.is_difference:
             grant = replace(grant, wire=wire, base=request.base)
         shared.reply(token, BeginPullReply(grant))
 
@@ -87,7 +87,7 @@ class Pulls:
                 shared.allowed.remove(KeyRole.READER, request.caller.name)
             else:
                 shared.link_rates.pull_ended(member.cluster, shared.now_s)
-            if member is not None and member.wanted_wire in DIFFERENCES:
+            if member is not None and member.wanted_wire.is_difference:
                 member.base = pin.version
         if member is not None:
             member.local_steps = pacing.local_steps(shared, member, pulled=True)

@@ -31,7 +31,7 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.core.protocol import FINISH_HOLD_S, codec_capability
-from dips.core.wire import DIFFERENCES, Codec
+from dips.core.wire import Codec
 from dips.master.state import pacing, tape
 from dips.master.state.alarms import check_token_count
 from dips.master.state.reasons import Reason, VerdictCode
@@ -53,7 +53,7 @@ from dips.master.state.waits import moving_words, recovery_words, slaves_away, w
 
 def granted(shared: SharedState, wanted_wire: Codec, base: Version | None) -> Codec:
     """The codec for a push on this base: the one that its cluster asks for, or float32."""
-    if wanted_wire not in DIFFERENCES or base not in shared.kept:
+    if not wanted_wire.is_difference or base not in shared.kept:
         return Codec.F32
     offered = all(codec_capability(wanted_wire) in slave.capabilities for slave in shared.ready_slaves())
     return wanted_wire if offered else Codec.F32

@@ -18,7 +18,7 @@ from dips.core.messages import (
     SnapshotInfo,
 )
 from dips.core.placement import Placement
-from dips.core.wire import DIFFERENCES, Codec
+from dips.core.wire import Codec
 from dips.master.state.ledger import CommitInfo
 from dips.master.state.penalty_types import JudgeInputs, Judgement, PenaltyConfig
 from dips.master.state.reasons import VerdictCode
@@ -291,7 +291,7 @@ class Push:
     @property
     def needs_base(self) -> bool:
         """Whether slaves still need its base's parameters: after sealing, all its chunks have been decoded."""
-        return self.wire in DIFFERENCES and not self.sealed
+        return self.wire.is_difference and not self.sealed
 
     def forget(self, slave: str) -> None:
         """Forgets what a lost slave had received of it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from dips.core.errors import RemoteProtocolError
 from dips.core.ids import Version
 from dips.core.messages import BeginPullRequest, Busy, FinishPullRequest, PlacementSpec, PullGrant
-from dips.core.wire import DIFFERENCES, Codec
+from dips.core.wire import Codec
 from dips.worker.state import tape
 from dips.worker.state.effects import Cancel, Done, Failed, Install, InstallMode
 from dips.worker.state.shared import SharedState
@@ -61,9 +61,9 @@ class Pulling:
             shared.ask(self._request, max(answer.retry_after_s, 0.05))
             return
         check_placement(answer.placement, len(shared.config.layout.blocks))
-        if answer.wire in DIFFERENCES and (answer.base is None or not answer.base.behind(answer.version)):
+        if answer.wire.is_difference and (answer.base is None or not answer.base.behind(answer.version)):
             raise RemoteProtocolError(f"the master grants differences of {answer.version} to {answer.base}")
-        if answer.wire in DIFFERENCES and answer.base != shared.base:
+        if answer.wire.is_difference and answer.base != shared.base:
             raise RemoteProtocolError(f"the master grants differences to {answer.base}, here is {shared.base}")
         assert self.plan is not None, "a grant answers the question of a plan"
         shared.terms.granted(answer)
@@ -130,7 +130,7 @@ class Pulling:
                 tokens=grant.tokens,
                 local_steps=shared.terms.local_steps,
                 digest_of_slave=dict(grant.digest_of_slave),
-                wire=grant.wire.name if grant.wire in DIFFERENCES else Codec.F32.name,
+                wire=grant.wire.name if grant.wire.is_difference else Codec.F32.name,
             )
         )
         shared.note = ""

@@ -29,7 +29,7 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
-from dips.core.wire import DIFFERENCES, Codec
+from dips.core.wire import Codec
 from dips.worker.state import tape
 from dips.worker.state.effects import (
     Cancel,
@@ -541,7 +541,7 @@ class Pushing:
     def _ticket(self, ticket: Ticket) -> None:
         check_placement(ticket.placement, len(self._shared.config.layout.blocks))
         push = self._must_be_open()
-        if ticket.wire not in DIFFERENCES:
+        if not ticket.wire.is_difference:
             ticket = replace(ticket, wire=Codec.F32)  # a master of an earlier release says nothing
         elif ticket.wire is not push.wanted_wire:
             raise RemoteProtocolError(

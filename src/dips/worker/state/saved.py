@@ -18,7 +18,6 @@ from typing import Any, NewType, get_args, get_origin, get_type_hints
 from dips.core.errors import ConfigError, DipsError
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.messages import DataRange, Verdict
-from dips.core.wire import DIFFERENCES
 from dips.worker.state.effects import PushRecord
 from dips.worker.state.pulling import Pulling, PullPlan
 from dips.worker.state.pushing import OpenPush, Pushing
@@ -226,7 +225,7 @@ def restore(
     shared.base, shared.base_fence = saved.base, saved.base_fence
     shared.steps_since_snapshot, shared.steps_towards_push = saved.steps_since_snapshot, saved.steps_towards_push
     work.held, work.pending, work.lost = saved.held, saved.pending, saved.lost
-    shared.residual = saved.residual and shared.config.wire in DIFFERENCES
+    shared.residual = saved.residual and shared.config.wire.is_difference
     if saved.residual and not shared.residual:
         shared.log("residual", "the residual of earlier pushes is dropped: this process sends float32")
     work.in_push = push.work if push is not None and push.donates is None and push.base is not None else None

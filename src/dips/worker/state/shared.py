@@ -31,7 +31,7 @@ from dips.core.messages import (
 )
 from dips.core.model_description import Untrained
 from dips.core.protocol import RANKS, agree
-from dips.core.wire import DIFFERENCES, Codec
+from dips.core.wire import Codec
 from dips.worker.state.effects import ClearResidual, Command, Effect, KeepResidual, Log, Record, Run
 from dips.worker.state.waiting import RULES, ExchangeStage, GivenTimes, RepeatedCall, WaitPolicy, times_of
 from dips.worker.state.work import WorkBook
@@ -362,7 +362,7 @@ class SharedState:
 
         A push in float32 loses nothing, and carries no residual.
         """
-        if wire in DIFFERENCES:
+        if wire is not None and wire.is_difference:
             self.residual = True
             self.emit(KeepResidual(wire))
         elif wire is None:

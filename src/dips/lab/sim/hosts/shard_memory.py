@@ -14,7 +14,7 @@ from dips.core.ids import Version
 from dips.core.layout import FLOAT32_BYTES, Block
 from dips.core.messages import Measure, Measured, Prepare, SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
-from dips.core.wire import DIFFERENCES, WIRE_DTYPES, encoded_bytes, pays
+from dips.core.wire import WIRE_DTYPES, encoded_bytes, pays
 from dips.lab.sim.arithmetic import Arithmetic, Key, Part, Stepped, Value
 from dips.slave.state.events import PushStaged
 from dips.slave.state.shard import to_refusal
@@ -63,7 +63,7 @@ class SimulatedShardMemory:
 
     def decoded(self, slot: Slot, landing: Landing, value: Value) -> Value:
         """A chunk's parameters. Raises Refused(BASE_GONE) when the base of a difference is not here."""
-        if slot.wire not in DIFFERENCES:
+        if not slot.wire.is_difference:
             return value
         base = self.readable.get(slot.base) if slot.base is not None else None
         if base is None:

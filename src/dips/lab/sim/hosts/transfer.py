@@ -27,7 +27,7 @@ from dips.core.net.transfer import (
     digests_of,
 )
 from dips.core.share import Share
-from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
+from dips.core.wire import Codec, encoded_bytes
 from dips.lab.sim.arithmetic import Arithmetic, Key, ModelVector, Value
 from dips.lab.sim.content import key_of
 from dips.lab.sim.kernel import SimulatedProcess
@@ -288,7 +288,7 @@ class PullCarrier(Carrier):
         digests = dict(grant.digest_of_slave) if part is None else None
         transfer = PullTransfer(shares, digests, settings, world.kernel.now_s)
         differences = None
-        if grant.wire in DIFFERENCES:
+        if grant.wire.is_difference:
             assert grant.base is not None, "differences are to a base"
             assert installed is not None, "only who has it asks for them"
             differences = FromBase(grant.wire, grant.base, installed())
