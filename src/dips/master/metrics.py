@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +16,8 @@ from pathlib import Path
 
 from dips.core.clock import Clock
 from dips.core.messages import ClusterStatus, StatusReply
-from dips.core.net.keys import certificate_left_s
 from dips.core.net.security import INSECURE, Security
-from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, Recent, Spec, flag
+from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, Recent, Spec, disk_free_bytes, flag
 from dips.core.observe.metrics_knobs import METRICS_FILE
 from dips.core.observe.metrics_server import LoopSnapshots, NotNow, serve_metrics, served
 from dips.core.release import VERSION
@@ -222,20 +220,19 @@ class Counted:
     judged: tuple[float, float, float]
 
 
-class Counts:
+class Counts(Instruments):
     """Counts of one process; `most_clusters` bounds the labels."""
 
     def __init__(self, most_clusters: int = 8, most_slaves: int = 64) -> None:
-        self.made = Instruments(PREFIX, METRICS)
-        self._of_kind = {kind: self.made.counter(name) for kind, name in _OF_KIND.items()}
-        self._rolled_back_tokens = self.made.counter("rolled_back_tokens_total")
-        self._pulls = self.made.counter("pulls_total", "cluster", "reader")
-        self._calls = self.made.counter("calls_total")
-        self._refused = self.made.counter("refused_calls_total")
-        self._phases = self.made.histogram("round_phase_seconds")
-        self._rounds = self.made.histogram("round_seconds")
-        self._journal_s = self.made.histogram("journal_append_seconds")
-        self._journal_entries = self.made.counter("journal_entries_total")
+        super().__init__(PREFIX, METRICS, _OF_KIND)
+        self._rolled_back_tokens = self.counter("rolled_back_tokens_total")
+        self._pulls = self.counter("pulls_total", "cluster", "reader")
+        self._calls = self.counter("calls_total")
+        self._refused = self.counter("refused_calls_total")
+        self._phases = self.histogram("round_phase_seconds")
+        self._rounds = self.histogram("round_seconds")
+        self._journal_s = self.histogram("journal_append_seconds")
+        self._journal_entries = self.counter("journal_entries_total")
         self._verdicts: Recent[tuple[str, ...]] = Recent(WORDS_FOR_EACH_CLUSTER * most_clusters)
         self._departures: Recent[tuple[str, ...]] = Recent(2 * most_clusters)
         self._attempts: Recent[tuple[str, ...]] = Recent(2 * most_clusters)
@@ -248,8 +245,7 @@ class Counts:
 
     def note(self, record: Record, now_s: float) -> None:
         """Counts a line of the tape, when the journal entries that it depends on are durable."""
-        if record.kind in self._of_kind:
-            self._of_kind[record.kind].inc()
+        self.count_kind(record.kind)
         match record:
             case tape.RoundMoved(phase=phase):
                 self._moved(phase, now_s)
@@ -370,18 +366,17 @@ class MetricsMoment:
 class Collector:
     """Makes the families of each scrape. Remembers only the counters made from numbers that may fall."""
 
-    def __init__(self, directory: Path, made: Instruments, security: Security = INSECURE) -> None:
+    def __init__(self, directory: Path, counts: Counts, security: Security = INSECURE) -> None:
         self._directory = directory
-        self._made = made
+        self._counts = counts
         self._security = security
         self._rising = Rising()
 
     def families(self, now: MetricsMoment) -> Families:
         """The families of one moment, with the files' sizes at the time of this call."""
-        families = Families(PREFIX, METRICS, self._made)
+        families = self._counts.families(self._security)
         shown = clusters_shown(now.view.status.clusters, now.view.max_clusters)
         names = {cluster.cluster_id for cluster in shown}
-        families.set(CERTIFICATE.name, certificate_left_s(self._security))
         _run(families, now)
         _alarms(families, now.view.status, names)
         _slaves(families, now)
@@ -550,11 +545,8 @@ def _disk(families: Families, directory: Path) -> None:
     parts = {"journal": [directory / FILE_NAME], "wal": [directory / f"{FILE_NAME}-wal"]}
     parts["archive"] = list((directory / FOLDER).glob("*")) if (directory / FOLDER).is_dir() else []
     families.each("journal_bytes", {part: sum(map(_size, files)) for part, files in parts.items()})
-    try:
-        room = os.statvfs(directory)
-        families.set("disk_free_bytes", room.f_bavail * room.f_frsize)
-    except OSError:
-        pass  # no sample: the disk does not answer, and an alert on the absence reports it
+    # None and no sample where the disk does not answer: an alert on the absence reports it.
+    families.set("disk_free_bytes", disk_free_bytes(directory))
 
 
 def _size(file: Path) -> int:
@@ -592,7 +584,7 @@ class Metrics:
     @contextlib.contextmanager
     def served(self, config: MasterConfig, security: Security, clock: Clock) -> Iterator[None]:
         """A context in which scrapes are answered, if the settings ask for it. Raises ConfigError as MetricsServer."""
-        collector = Collector(config.directory, self.counts.made, security)
+        collector = Collector(config.directory, self.counts, security)
         snapshots = LoopSnapshots(asyncio.get_running_loop(), lambda: self.snapshot(clock.monotonic_s()))
         server = serve_metrics(
             config,

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from dips.core.clock import Clock
 from dips.core.errors import Refused
 from dips.core.ids import Version
 from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import Commit, Configure, ListShard, Measure, MoveBlocks, Prepare
-from dips.core.net.data_header import REFUSED_DATA
-from dips.core.net.keys import certificate_left_s
 from dips.core.net.security import INSECURE, Security
 from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, Spec
 from dips.core.release import VERSION
@@ -119,23 +115,17 @@ class Update:
     n_bytes: int
 
 
-class Counts:
+class Counts(Instruments):
     """Counts of one process. snapshot_s: when the last snapshot became durable, of the process's clock."""
 
     def __init__(self, clock: Clock) -> None:
+        super().__init__(PREFIX, METRICS, _OF_KIND)
         self.clock = clock
-        self.made = Instruments(PREFIX, METRICS)
         self.snapshot_s: float | None = None
         self.last_update: Update | None = None
-        self._of_kind = {kind: self.made.counter(name) for kind, name in _OF_KIND.items()}
-        self._jobs = self.made.histogram("job_seconds")
-        self._failures = self.made.counter("job_failures_total", *JOBS)
-        self._snapshots = self.made.histogram("snapshot_seconds")
-
-    def note(self, kind: str) -> None:
-        """Count a line of the tape, or the end of a stream ("unlinked"). Kinds are the state machine's."""
-        if kind in self._of_kind:
-            self._of_kind[kind].inc()
+        self._jobs = self.histogram("job_seconds")
+        self._failures = self.counter("job_failures_total", *JOBS)
+        self._snapshots = self.histogram("snapshot_seconds")
 
     @contextlib.contextmanager
     def job(self, kind: str) -> Iterator[None]:
@@ -175,9 +165,6 @@ class Counts:
 
 PHASES = tuple(phase.value.lower() for phase in ShardPhase)
 
-_UNREFUSED = {code.name: 0 for code in REFUSED_DATA}
-"""Refusal codes of data messages, counted from 0: a counter that first appears with 1 would show no increase."""
-
 
 @dataclass(frozen=True)
 class Held:
@@ -196,10 +183,7 @@ class MetricsMoment:
     version: Version | None
     durable: Version | None
     held: Held | None
-    counted: Instruments
-    snapshot_s: float | None  # as in Counts
-    update: Update | None
-    now_s: float  # of the process's clock
+    counts: Counts
 
 
 def snapshot(state: SlaveMachine, memory: ShardMemory | None, counts: Counts) -> MetricsMoment:
@@ -211,10 +195,7 @@ def snapshot(state: SlaveMachine, memory: ShardMemory | None, counts: Counts) ->
         shard.current.version if shard.current is not None else None,
         shard.saving.durable,
         Held(memory.bytes_by_use(), len(memory.readable())) if memory is not None else None,
-        counts.made,
-        counts.snapshot_s,
-        counts.last_update,
-        counts.clock.monotonic_s(),
+        counts,
     )
 
 
@@ -238,13 +219,13 @@ class Collector:
     security: Security = INSECURE
 
     def families(self, now: MetricsMoment, figures: Figures, sizes: DiskSizes) -> Families:
-        families = Families(PREFIX, METRICS, now.counted)
+        families = now.counts.families(self.security)
         families.set("info", 1, now.run_id, self.slave_id, VERSION)
-        families.set(CERTIFICATE.name, certificate_left_s(self.security))
         _shard(families, now)
-        if now.update is not None:
-            families.set("update_seconds", now.update.seconds)
-            families.set("update_floor_seconds", now.update.n_bytes / self.memory_bytes_per_s)
+        update = now.counts.last_update
+        if update is not None:
+            families.set("update_seconds", update.seconds)
+            families.set("update_floor_seconds", update.n_bytes / self.memory_bytes_per_s)
         families.set("memory_limit_bytes", self.memory_limit_bytes)
         families.set("resident_bytes", sizes.resident_bytes)
         families.set("budget_bytes", sizes.budget_bytes)
@@ -255,7 +236,7 @@ class Collector:
         families.set("served_bytes_total", figures.beat.served_bytes)
         families.set("refused_connections_total", figures.beat.refused_connections)
         families.each("cluster_staged_bytes_total", dict(sorted(figures.staged_of.items())))
-        families.each("refused_messages_total", dict(sorted({**_UNREFUSED, **figures.refused}.items())))
+        families.refusals("refused_messages_total", figures.refused)
         return families
 
 
@@ -266,14 +247,5 @@ def _shard(families: Families, now: MetricsMoment) -> None:
     families.set("readable_versions", now.held.readable if now.held else 0)
     if now.held is not None:
         families.each("memory_bytes", now.held.use)
-    if now.snapshot_s is not None:
-        families.set("snapshot_age_seconds", max(0.0, now.now_s - now.snapshot_s))
-
-
-def disk_free_bytes(directory: Path) -> int | None:
-    """Bytes that this process may still allocate on the disk of its directory."""
-    try:
-        room = os.statvfs(directory)
-    except OSError:
-        return None
-    return room.f_bavail * room.f_frsize
+    if now.counts.snapshot_s is not None:
+        families.set("snapshot_age_seconds", max(0.0, now.counts.clock.monotonic_s() - now.counts.snapshot_s))

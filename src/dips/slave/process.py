@@ -20,7 +20,7 @@ from dips.core.net.security import Security, check_reach
 from dips.core.net.zmq_sockets import pair_for
 from dips.core.observe import failpoints
 from dips.core.observe.logs import configure_logging, say_last
-from dips.core.observe.metrics import Families
+from dips.core.observe.metrics import Families, disk_free_bytes
 from dips.core.observe.metrics_knobs import METRICS_FILE
 from dips.core.observe.metrics_server import LoopSnapshots, MetricsServer, serve_metrics
 from dips.core.observe.tape import Tape
@@ -28,7 +28,7 @@ from dips.slave.config import SlaveConfig
 from dips.slave.connections import ConnectionGuard
 from dips.slave.control import Control
 from dips.slave.data_server import DataServer
-from dips.slave.metrics import Collector, DiskSizes, disk_free_bytes
+from dips.slave.metrics import Collector, DiskSizes
 from dips.slave.push_evidence import DIRECTORY, PushEvidence
 from dips.slave.ring import Ring, SnapshotStore
 from dips.slave.shell import SlaveShell

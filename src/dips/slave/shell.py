@@ -139,7 +139,7 @@ class SlaveShell:
         """Give the state machine an event and carry out its effects, in order. Any error ends the process: a caller on
         the event loop could only log it, and the effects behind it are lost."""
         if isinstance(event, events.Unlinked):
-            self._counts.note("unlinked")
+            self._counts.count_kind("unlinked")
         try:
             for effect in self.state.handle(event, self._clock.monotonic_s()):
                 self._carry_out(effect)
@@ -182,7 +182,7 @@ class SlaveShell:
                 if self.send is not None:
                     self.send(SlaveMessage(self.state.caller(), body))
             case effects.Record():
-                self._counts.note(effect.kind)
+                self._counts.count_kind(effect.kind)
                 self._tape.write(effect.kind, effect.cause, **effect.fields)
             case effects.Log(level, key, sentence, because):
                 self._changes.report(key, sentence, level, because)

@@ -14,8 +14,6 @@ from dips.core.clock import Clock
 from dips.core.errors import Refused
 from dips.core.ids import Version
 from dips.core.messages import PullGrant, StaleKind
-from dips.core.net.data_header import REFUSED_DATA
-from dips.core.net.keys import certificate_left_s
 from dips.core.net.security import INSECURE, Security
 from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, Spec
 from dips.core.observe.metrics_server import MetricsServer, serve_metrics
@@ -132,18 +130,18 @@ class View:
     waited_s: Mapping[str, float]
 
 
-class Counts:
-    """Counts of one process. For the training thread; others use view() and `made`."""
+class Counts(Instruments):
+    """Counts of one process. For the training thread; others use view() and families()."""
 
     def __init__(self) -> None:
-        self.made = Instruments(PREFIX, METRICS)
-        self.checkpoints = self.made.histogram("checkpoint_seconds")
-        self._calls = self.made.counter("calls_total", "done", "refused", "failed")
-        self._refused = self.made.counter("refused_calls_total")
-        self._stale = self.made.counter("stale_pushes_total", *STALE)
-        self._retries = self.made.counter("push_retries_total")
-        self._transfers = self.made.counter("transfers_total")
-        self._transfer_s = self.made.histogram("transfer_seconds", *DIRECTIONS)
+        super().__init__(PREFIX, METRICS)
+        self.checkpoints = self.histogram("checkpoint_seconds")
+        self._calls = self.counter("calls_total", "done", "refused", "failed")
+        self._refused = self.counter("refused_calls_total")
+        self._stale = self.counter("stale_pushes_total", *STALE)
+        self._retries = self.counter("push_retries_total")
+        self._transfers = self.counter("transfers_total")
+        self._transfer_s = self.histogram("transfer_seconds", *DIRECTIONS)
         for direction in DIRECTIONS:
             for result in ("done", "failed"):
                 self._transfers.labels(direction, result)
@@ -218,10 +216,6 @@ class Counts:
 # Must be called only by a scrape, and never wait for a thread of the process.
 
 
-_UNREFUSED = {code.name: 0 for code in REFUSED_DATA}
-"""Labels that are counted from 0: a counter that first appears with 1 would show no increase."""
-
-
 @dataclass(frozen=True)
 class Collector:
     """Makes the metric families of each scrape of a cluster."""
@@ -232,7 +226,7 @@ class Collector:
     def families(
         self,
         view: View,
-        counted: Instruments,
+        counts: Counts,
         links: LinkCounts,
         checkpoint_s: float,
         answered_s: float | None,
@@ -240,9 +234,8 @@ class Collector:
     ) -> Families:
         """checkpoint_s: Checkpoints.written_s; NaN where none are written. answered_s: when the master last answered a
         beat. All of the same clock."""
-        families = Families(PREFIX, METRICS, counted)
+        families = counts.families(self.security)
         families.set("info", 1, view.run_id, self.cluster_id, VERSION)
-        families.set(CERTIFICATE.name, certificate_left_s(self.security))
         families.set("beat_age_seconds", now_s - answered_s if answered_s is not None else None)
         families.set("checkpoint_age_seconds", now_s - checkpoint_s)
         families.one_of("phase", view.phase, PHASES)
@@ -269,8 +262,7 @@ def _links(families: Families, links: Mapping[str, SlaveLinkCounts]) -> None:
         families.set("link_resumed_bytes_total", link.resumed_bytes, slave)
         families.set("link_round_trip_seconds", link.round_trip_s, slave)
         families.set("link_reconnects_total", link.reconnects, slave)
-        for code, count in sorted({**_UNREFUSED, **link.refusals}.items()):
-            families.set("link_refusals_total", count, slave, code)
+        families.refusals("link_refusals_total", link.refusals, slave)
 
 
 def _ranks(families: Families, ranks: Mapping[int, RankCounts]) -> None:
@@ -296,8 +288,7 @@ class Evaluated:
 
 def heldout_families(evaluated: Evaluated | None, security: Security, now_s: float) -> Families:
     """The metric families of `dips eval --follow`."""
-    families = Families(PREFIX, HELDOUT)
-    families.set(CERTIFICATE.name, certificate_left_s(security))
+    families = Instruments(PREFIX, HELDOUT).families(security)
     if evaluated is not None:
         families.set("heldout_loss", evaluated.loss)
         families.set("heldout_version", evaluated.version.v)
@@ -339,7 +330,7 @@ class Metrics:
         def collect() -> Families:
             written_s = checkpoints.written_s if checkpoints is not None else math.nan
             now_s = self._clock.monotonic_s()
-            return collector.families(self._view, self.counts.made, self.links, written_s, answered_s(), now_s)
+            return collector.families(self._view, self.counts, self.links, written_s, answered_s(), now_s)
 
         self._server = serve_metrics(
             config, security, collect, role="cluster", name=config.cluster_id, run=config.run_id

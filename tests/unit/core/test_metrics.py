@@ -18,6 +18,10 @@ SPECS = (
 )
 
 
+def families_of(counted: Instruments | None = None) -> Families:
+    return Families("x_", {spec.name: spec for spec in SPECS}, counted.collect() if counted else {})
+
+
 def made(families: Families) -> dict[str, Metric]:
     return {family.name: family for family in families}
 
@@ -27,7 +31,7 @@ def values(family: Metric) -> dict[tuple[str, ...], float]:
 
 
 def test_every_listed_family_is_there_with_its_type_and_meaning_also_without_a_value() -> None:
-    families = made(Families("x_", SPECS))
+    families = made(families_of())
     assert list(families) == ["x_level", "x_things", "x_work_seconds", "x_state"]
     assert [family.type for family in families.values()] == ["gauge", "counter", "histogram", "gauge"]
     assert families["x_level"].documentation == "a level"
@@ -35,7 +39,7 @@ def test_every_listed_family_is_there_with_its_type_and_meaning_also_without_a_v
 
 
 def test_what_is_not_known_has_no_sample() -> None:
-    families = Families("x_", SPECS)
+    families = families_of()
     families.set("level", None)
     families.set("level", math.nan)
     assert not made(families)["x_level"].samples
@@ -44,7 +48,7 @@ def test_what_is_not_known_has_no_sample() -> None:
 
 
 def test_of_several_states_one_holds() -> None:
-    families = Families("x_", SPECS)
+    families = families_of()
     families.one_of("state", "on", ("on", "off"), "lamp")
     assert values(made(families)["x_state"]) == {("lamp", "on"): 1.0, ("lamp", "off"): 0.0}
 
@@ -52,7 +56,7 @@ def test_of_several_states_one_holds() -> None:
 @pytest.mark.parametrize(("name", "labels"), [("unheard_of", ()), ("level", ("label",)), ("things_total", ())])
 def test_what_is_not_on_the_list_cannot_be_exported(name: str, labels: tuple[str, ...]) -> None:
     with pytest.raises(LocalProtocolError, match="not on its role's list"):
-        Families("x_", SPECS).set(name, 1.0, *labels)
+        families_of().set(name, 1.0, *labels)
 
 
 def test_what_is_counted_is_shown_without_the_times_of_creation() -> None:
@@ -61,7 +65,7 @@ def test_what_is_counted_is_shown_without_the_times_of_creation() -> None:
     things.labels("new").inc(2)
     for seconds in (0.0005, 0.001, 0.02, 5.0, 5000.0):
         work.labels("all").observe(seconds)
-    families = made(Families("x_", SPECS, counted))
+    families = made(families_of(counted))
     assert list(families) == ["x_level", "x_things", "x_work_seconds", "x_state"]
     assert values(families["x_things"]) == {("old",): 0.0, ("new",): 2.0}
     found = families["x_work_seconds"].samples
@@ -79,7 +83,7 @@ def test_what_is_counted_cannot_be_set_as_well() -> None:
     counted = Instruments("x_", SPECS)
     counted.counter("things_total")
     with pytest.raises(LocalProtocolError):
-        Families("x_", SPECS, counted).set("things_total", 1.0, "new")
+        families_of(counted).set("things_total", 1.0, "new")
 
 
 def test_only_the_keys_that_were_counted_last_stay() -> None:

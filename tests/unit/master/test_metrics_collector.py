@@ -27,7 +27,7 @@ class Scraped:
         self.metrics = Metrics(bench.config.max_clusters)
         self.metrics.watch(bench.state)
         self.counts = self.metrics.counts
-        self.collector = Collector(folder, self.counts.made)
+        self.collector = Collector(folder, self.counts)
         self._told = 0
 
     def scrape(self, late_s: float = 0.0) -> dict[tuple[str, ...], float]:
@@ -120,7 +120,7 @@ def test_phases_take_the_time_that_passed_in_them() -> None:
     for phase, now_s in (("WINDOW", 20.0), ("PREPARE", 22.0), ("COMMIT", 22.5), ("PUBLISH", 23.0), ("IDLE", 23.0)):
         counts.note(tape.RoundMoved("r1.2", round=None, phase=phase, input="", why=""), now_s)
     found: dict[str, dict[str, float]] = {}
-    for metric in counts.made.collect().values():
+    for metric in counts.collect().values():
         for sample in metric.samples:
             found.setdefault(sample.name, {})[sample.labels.get("phase", "")] = sample.value
     expected = {"window": 3.0, "sealed": 0.0, "measure": 0.5, "prepare": 0.5, "commit": 0.5, "publish": 0.0}

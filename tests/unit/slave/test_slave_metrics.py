@@ -11,9 +11,10 @@ from dips.core.clock import ManualClock
 from dips.core.errors import RefusalCode, Refused
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import SlaveBeat
+from dips.core.observe.metrics import disk_free_bytes
 from dips.slave.data_port import Figures
 from dips.slave.memory import ShardMemory
-from dips.slave.metrics import METRICS, PREFIX, Collector, Counts, DiskSizes, MetricsMoment, disk_free_bytes
+from dips.slave.metrics import METRICS, PREFIX, Collector, Counts, DiskSizes, MetricsMoment
 from dips.slave.metrics import snapshot as look
 
 FIGURES = Figures(SlaveBeat(100, 200, 3, 0, 1, refused_connections=4), {"BUSY": 3}, {"a": 60, "b": 40})
@@ -86,7 +87,7 @@ def test_jobs_snapshots_and_updates_take_the_clocks_time(bench: SlaveBench, coun
     assert found["update_seconds",] == 0.5
     assert found["update_floor_seconds",] == pytest.approx(6 * 4_000_000 / 1e9)
     assert found["snapshot_age_seconds",] == 10.0
-    sums = [sample for sample in now.counted.collect()["job_seconds"].samples if sample.name.endswith("_sum")]
+    sums = [sample for sample in counts.collect()["job_seconds"].samples if sample.name.endswith("_sum")]
     assert [(sample.labels["kind"], sample.value) for sample in sums] == [("prepare", 2.5)]
     assert found["job_seconds", "prepare"] == 1
     assert found["job_failures_total", "commit"] == 1
@@ -96,7 +97,7 @@ def test_jobs_snapshots_and_updates_take_the_clocks_time(bench: SlaveBench, coun
 
 def test_lines_of_the_tape_are_counted(bench: SlaveBench, counts: Counts) -> None:
     for kind in ("staged", "staged", "unlinked", "refused_command"):
-        counts.note(kind)
+        counts.count_kind(kind)
     found = scraped(look(bench.state, None, counts))
     assert (found["link_losses_total",], found["staged_pushes_total",]) == (1, 2)
 

@@ -42,9 +42,7 @@ def scraped(
     answered_s: float | None = None,
     now_s: float = 100.0,
 ) -> dict[tuple[str, ...], float]:
-    families = metrics.Collector("a").families(
-        view, counts.made, links or LinkCounts(), checkpoint_s, answered_s, now_s
-    )
+    families = metrics.Collector("a").families(view, counts, links or LinkCounts(), checkpoint_s, answered_s, now_s)
     labels = {metrics.PREFIX + spec.name: spec.labels for spec in metrics.METRICS}
     found = {}
     for family in families:

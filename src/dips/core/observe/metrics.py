@@ -9,15 +9,20 @@ Must never read a role's state itself, and never take a label whose values are w
 from __future__ import annotations
 
 import math
+import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import Metric
 
 from dips.core.errors import LocalProtocolError
+from dips.core.net.data_header import REFUSED_DATA
+from dips.core.net.keys import certificate_left_s
+from dips.core.net.security import Security
 
 MetricKind = Literal["gauge", "counter", "histogram"]
 
@@ -55,12 +60,19 @@ class Instruments:
     """prometheus_client's counters and histograms of one role, by the names of its list. Safe on all threads.
 
     They are in no registry of the library, since one process may hold several roles, as in tests: Families shows them.
+    of_kind: kinds of tape lines that are counted, and in which metric.
     """
 
-    def __init__(self, prefix: str, specs: Sequence[Spec]) -> None:
+    def __init__(self, prefix: str, specs: Sequence[Spec], of_kind: Mapping[str, str] | None = None) -> None:
         self._prefix = prefix
         self._specs = {spec.name: spec for spec in specs}
         self._made: dict[str, Counter | Histogram] = {}
+        self._of_kind = {kind: self.counter(name) for kind, name in (of_kind or {}).items()}
+
+    def count_kind(self, kind: str) -> None:
+        """Counts a line of the tape, where lines of its kind are counted."""
+        if kind in self._of_kind:
+            self._of_kind[kind].inc()
 
     def counter(self, name: str, *words: str) -> Counter:
         """A counter of the list. words: values of its only label that are counted from 0: a series that first appears
@@ -88,15 +100,21 @@ class Instruments:
             metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
         return found
 
+    def families(self, security: Security) -> Families:
+        """Begins the families of one scrape: with what is counted, and what every role exports."""
+        families = Families(self._prefix, self._specs, self.collect())
+        families.set(CERTIFICATE.name, certificate_left_s(security))
+        return families
+
 
 class Families:
     """The families of one scrape, filled by a role's collector. Nothing that is not on the role's list can be set."""
 
-    def __init__(self, prefix: str, specs: Sequence[Spec], counted: Instruments | None = None) -> None:
+    def __init__(self, prefix: str, specs: Mapping[str, Spec], counted: Mapping[str, Metric]) -> None:
         self._prefix = prefix
-        self._specs = {spec.name: spec for spec in specs}
+        self._specs = specs
         self._samples: dict[str, list[tuple[tuple[str, ...], float]]] = {}
-        self._counted = counted.collect() if counted is not None else {}
+        self._counted = counted
 
     def set(self, name: str, value: float | None, *labels: str) -> None:
         """One value; None or NaN: it is not known now, and there is no sample."""
@@ -110,6 +128,12 @@ class Families:
         """One value for each value of the only label."""
         for label, value in values.items():
             self.set(name, value, label)
+
+    def refusals(self, name: str, counts: Mapping[str, int], *labels: str) -> None:
+        """Data messages that were refused, by code, which is the last label. Codes are shown from 0: a counter that
+        first appears with 1 would show no increase."""
+        for code, count in sorted({**{code.name: 0 for code in REFUSED_DATA}, **counts}.items()):
+            self.set(name, count, *labels, code)
 
     def one_of(self, name: str, now: str, states: Iterable[str], *labels: str) -> None:
         """1 for the state that holds now, 0 for the others; the state is the last label."""
@@ -158,3 +182,12 @@ class Recent(Generic[K]):
 def flag(value: object) -> float:
     """1.0 if the value is true, else 0.0."""
     return 1.0 if value else 0.0
+
+
+def disk_free_bytes(directory: Path) -> int | None:
+    """Bytes that this process may still allocate on the disk of its directory; None: the disk does not answer."""
+    try:
+        room = os.statvfs(directory)
+    except OSError:
+        return None
+    return room.f_bavail * room.f_frsize
