@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import xxhash
 from hypothesis import strategies as st
+from support.checkpoints import newest_of
+from support.journals import records_of
 from support.master_bench import Bench
 
 from dips.core.errors import ConfigError, FatalError, RetryLater
@@ -27,7 +29,7 @@ from dips.core.messages import DataRange, SnapshotInfo, TensorDigest, Verdict, V
 from dips.core.model_description import Lacking, ModelDescription, Untrained, description_from_json
 from dips.core.observe.tape import Tape, read_tape
 from dips.master.archive import FILE_NAME, FOLDER, JournalRecord, write_segment
-from dips.master.journal import RECORDS, Journal, read_records, set_base
+from dips.master.journal import RECORDS, Journal, set_base
 from dips.master.state.effects import WriteJournal
 from dips.master.state.ledger import UNREADABLE, commit_from_record, ledger_from_journal, ledger_of
 from dips.slave import snapshot_files as manifests
@@ -228,10 +230,9 @@ def journal() -> Target:
         try:
             opened.begin_epoch()
             opened.latest_snapshot()
-            list(opened.records())
         finally:
             opened.close()
-        list(read_records(folder))
+        records_of(folder)
         return "taken"
 
     return Target("journal", mutated(lambda: [journal_bytes()]), feed, (ConfigError, FatalError, RetryLater))
@@ -242,7 +243,7 @@ def archive() -> Target:
     def seed() -> bytes:
         folder = fresh("seed-archive")
         with closing(sqlite3.connect(_journal_file(folder))) as connection:
-            rows = connection.execute(f"{RECORDS} LIMIT 5", (None, 0)).fetchall()
+            rows = connection.execute(f"{RECORDS} LIMIT 5", (0,)).fetchall()
         return write_segment(folder, [JournalRecord(*row) for row in rows]).path.read_bytes()
 
     def feed(data: bytes) -> str:
@@ -254,7 +255,7 @@ def archive() -> Target:
             set_base(connection.cursor(), 5, digest)
             connection.commit()
         (folder / FOLDER / "0000000001-0000000005.jsonl").write_bytes(data)
-        list(read_records(folder))
+        records_of(folder)
         return "taken"
 
     return Target("archive", st.one_of(mutated(lambda: [seed()]), st.sampled_from(NESTED)), feed, (FatalError,))
@@ -333,7 +334,7 @@ def checkpoint() -> Target:
         for name, content in (files() | {which: data[1:]}).items():
             (folder / name).write_bytes(content)
         with CheckpointStore(folder, 2) as store:
-            found, sentences = store.newest()
+            found, sentences = newest_of(store)
             push, why = store.newest_push()
         if (found is None) != bool(sentences) or (push is None) != bool(why):
             raise Broken("a file that cannot be used has no sentence")

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import zmq
 from support import keyed_port
+from support.manual_clock import ManualClock
 from support.run_for_workers import CHUNK_BYTES, RUN, DataSlave
 
 from dips.core.chunks import chunks_of, digest_of_array
-from dips.core.clock import ManualClock, SystemClock
+from dips.core.clock import SystemClock
 from dips.core.errors import ConfigError, RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Block, Layout, Parameter

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from support.compare_records import record
+from support.manual_clock import ManualClock
 from support.pool_work import fail_for_seed_two, made_up, stumble_for_seed_two
 
-from dips.core.clock import ManualClock
 from dips.core.errors import DipsError
 from dips.lab.compare.jobs import ComparisonJob, Results, gather
 from dips.lab.compare.setup import load_setup

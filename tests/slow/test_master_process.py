@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from support.journals import records_of
 from support.master_process import MasterProcess
 from support.scripted_master_state import ScriptedMachine, leave
 from support.waiting import NO_LIMIT_S
@@ -21,7 +22,7 @@ from dips.core.net.grpc_calls import channel_options, refused_from
 from dips.core.observe.failpoints import armed
 from dips.master.config import MasterConfig
 from dips.master.directory import MasterAddress, read_address
-from dips.master.journal import Journal, read_records
+from dips.master.journal import Journal
 from dips.master.process import serve
 from dips.master.state.effects import BeginAgain, Halt
 from dips.master.state.shared import RunConfig
@@ -68,7 +69,7 @@ def test_what_was_confirmed_before_a_kill_is_there_after_it(start: Start, tmp_pa
     with leaving(again.started().address) as leave_for:
         leave_for("after the restart")
     assert again.signal(signal.SIGTERM) == TERMINATED
-    reasons = [json.loads(record.record_json) for record in read_records(tmp_path / "run", "LEAVE")]
+    reasons = [json.loads(record.record_json) for record in records_of(tmp_path / "run", "LEAVE")]
     assert reasons == [*confirmed, "after the restart"]
     with contextlib.closing(Journal.open(tmp_path / "run", "demo")) as journal:
         assert json.loads(journal.latest_snapshot() or "[]") == reasons

@@ -295,9 +295,6 @@ def _intrinsics(memory: Memory) -> dict[Any, Callable[..., Any]]:
     def array_at(place: int, n_elems: int, dtype: type) -> ArrayAt:
         return ArrayAt(memory, place, int(n_elems), np.dtype(dtype))
 
-    def poke(n_bytes: int) -> Callable[[int, np.uint64], None]:
-        return lambda place, value: memory.write(place, int(value).to_bytes(8, sys.byteorder)[:n_bytes])
-
     def peek(n_bytes: int) -> Callable[[int], np.uint64]:
         return lambda place: np.uint64(int.from_bytes(memory.read(place, n_bytes), sys.byteorder))
 
@@ -342,8 +339,6 @@ def _intrinsics(memory: Memory) -> dict[Any, Callable[..., Any]]:
         simd_numba.peek8: peek(1),
         simd_numba.peek32: peek(4),
         simd_numba.peek64: peek(8),
-        simd_numba.poke8: poke(1),
-        simd_numba.poke64: poke(8),
         simd_numba.atomic_add: atomic_add,
         simd_numba.atomic_get: atomic_get,
         simd_numba.mulhi_fold: mulhi_fold,

@@ -371,9 +371,9 @@ def _state_of(pid: int) -> str:
 
 
 def records(master: Path) -> list[dict[str, object]]:
-    from dips.master.journal import read_records
+    from support.journals import records_of
 
-    return [json.loads(record.record_json) for record in read_records(master)]
+    return [json.loads(record.record_json) for record in records_of(master)]
 
 
 BEGINS = frozenset({RoundPhase.WINDOW.value, RoundPhase.SEALED.value})

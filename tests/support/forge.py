@@ -15,11 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from support.journals import records_of
+
 from dips.core.observe.tape import CHAIN, next_chain
 from dips.master import archive
 from dips.master import journal as journal_file
 from dips.master.archive import EPOCH, FILE_NAME, JournalRecord, first_digest, segments
-from dips.master.journal import read_records
 
 Record = dict[str, Any]
 
@@ -34,7 +35,7 @@ def journal_sql(master: Path) -> Iterator[sqlite3.Cursor]:
 
 def _rows(cursor: sqlite3.Cursor, master: Path) -> dict[Path | None, list[JournalRecord]]:
     rows: dict[Path | None, list[JournalRecord]] = {item.path: list(item.records()) for item in segments(master)}
-    rows[None] = [JournalRecord(*row) for row in cursor.execute(journal_file.RECORDS, (None, 0))]
+    rows[None] = [JournalRecord(*row) for row in cursor.execute(journal_file.RECORDS, (0,))]
     return rows
 
 
@@ -64,7 +65,7 @@ def rechain_journal(master: Path, cursor: sqlite3.Cursor, rows: dict[Path | None
 
 def retell_journal(master: Path) -> None:
     """Let the master's tape say the digests that the journal has now, of as many records as it has."""
-    digests = {record.number: record.digest for record in read_records(master)}
+    digests = {record.number: record.digest for record in records_of(master)}
 
     def change(lines: list[Record]) -> None:
         lines[:] = [line for line in lines if line["kind"] != "journaled" or line["number"] in digests]

@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from support.journals import records_of
 from support.whole_run import WholeRun
 
 from dips.judge.verify import verify_run
 from dips.local.log_files import tape_path
-from dips.master.journal import read_records
 
 
 def commits_of(run: Path) -> list[dict[str, Any]]:
     """The COMMIT records in the journal of a run's directory."""
-    records = (json.loads(record.record_json) for record in read_records(run / "master"))
+    records = (json.loads(record.record_json) for record in records_of(run / "master"))
     return [record for record in records if record["kind"] == "COMMIT"]
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import grpc
 import pytest
+from support.manual_clock import ManualClock
 from support.run_for_workers import F32, DataSlave, RefuseCall, RunForWorkers
 
 from dips.core import messages
 from dips.core.chunks import Chunk, checksum
-from dips.core.clock import ManualClock
 from dips.core.errors import Refused
 from dips.core.ids import PushId
 from dips.core.messages import HeartbeatReply, HeartbeatRequest, PullGrant, Settings, Ticket

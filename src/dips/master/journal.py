@@ -113,10 +113,6 @@ class Journal:
         with disk_errors_fatal(self._path):
             return newest(self._connection.cursor())
 
-    def append(self, epoch: int, entry_id: int, kind: str, record_json: str, snapshot_json: str) -> None:
-        """Makes one entry durable. Raises FatalError as append_all does."""
-        self.append_all(epoch, [WriteJournal(entry_id, kind, record_json, snapshot_json)])
-
     def append_all(self, epoch: int, entries: Sequence[WriteJournal]) -> None:
         """Makes entries durable, all or none, with one flush of the disk; only the last snapshot is kept.
 
@@ -152,11 +148,6 @@ class Journal:
             return False
         first, last = self._held()
         return last - first + 1 > room
-
-    def records(self, kind: str | None = None) -> Iterator[JournalRecord]:
-        """All records that were not deleted, oldest first; with `kind`, only those."""
-        with disk_errors_fatal(self._path):
-            yield from _records(self._path.parent, self._connection, kind)
 
     def pruned(self) -> Pruned | None:
         """The newest record that was deleted to keep the archive's size limit; None when the history is whole."""
@@ -235,7 +226,7 @@ class Journal:
 
     def _assert_same(self, archived: Sequence[JournalRecord]) -> None:
         """Raises FatalError when the archive belongs to another journal: records in both must be equal."""
-        held = {record.number: record for record in _records_from(self._connection, None, archived[0].number)}
+        held = {record.number: record for record in _records_from(self._connection, archived[0].number)}
         if any(held.get(record.number, record) != record for record in archived):
             raise FatalError(foreign(self._path))
 
@@ -288,10 +279,15 @@ class JournalContent:
 
 
 def read_content(directory: Path) -> JournalContent:
-    """Reads archive and journal at one moment, with all digests checked. Raises as read_records does."""
+    """Reads archive and journal at one moment without locking them, so that a running master is not disturbed; with all
+    digests checked.
+
+    Raises ConfigError when there is no journal in `directory`, FatalError when it is damaged, RetryLater when it was
+    pruned while it was read.
+    """
     with _reading(directory) as connection:
         cursor = connection.cursor()
-        records = list(_records(directory, connection, None))
+        records = list(_records(directory, connection))
         pruned = _pruned(cursor)
         begin = pruned.number + 1 if pruned else 1
         first = records[0].number if records else begin
@@ -305,26 +301,10 @@ def read_content(directory: Path) -> JournalContent:
         )
 
 
-def read_records(directory: Path, kind: str | None = None) -> Iterator[JournalRecord]:
-    """Reads archive and journal without locking them, for tools; a running master is not disturbed.
-
-    Oldest first, each record once; pruned_to() says whether the beginning is gone. Raises ConfigError when there is
-    no journal in `directory`, FatalError when it is damaged, RetryLater when it was pruned while it was read.
-    """
-    with _reading(directory) as connection:
-        yield from _records(directory, connection, kind)
-
-
 def read_newest(directory: Path) -> tuple[int, str | None]:
-    """The epoch, and the newest ledger (None: nothing was decided yet). Raises as read_records does."""
+    """The epoch, and the newest ledger (None: nothing was decided yet). Raises as read_content does."""
     with _reading(directory) as connection:
         return _epoch(connection.cursor()), get_snapshot(connection, directory / FILE_NAME)
-
-
-def pruned_to(directory: Path) -> Pruned | None:
-    """The newest deleted record of the history in `directory`; None when it is whole. Raises as read_records does."""
-    with _reading(directory) as connection:
-        return _pruned(connection.cursor())
 
 
 @contextmanager
@@ -337,19 +317,15 @@ def _reading(directory: Path) -> Iterator[sqlite3.Connection]:
         yield connection
 
 
-def _records(directory: Path, connection: sqlite3.Connection, kind: str | None) -> Iterator[JournalRecord]:
+def _records(directory: Path, connection: sqlite3.Connection) -> Iterator[JournalRecord]:
     """The archive's records, checked by their digests, then the file's, which were checked when it was opened."""
     first, _ = _bounds(connection)
     cursor = connection.cursor()
     pruned = _pruned(cursor)
     begin, checked = pruned.number + 1 if pruned else 1, has_digests(connection)
     archived = _archived(directory, begin, first)
-    if checked:
-        archived = _joined(directory, cursor, archived)
-    for record in archived:
-        if kind is None or record.kind == kind:
-            yield record
-    yield from _records_from(connection, kind, first)
+    yield from _joined(directory, cursor, archived) if checked else archived
+    yield from _records_from(connection, first)
 
 
 def _joined(directory: Path, cursor: sqlite3.Cursor, archived: Iterator[JournalRecord]) -> Iterator[JournalRecord]:
@@ -378,9 +354,9 @@ def _archived(directory: Path, begin: int, end: int) -> Iterator[JournalRecord]:
             raise RetryLater(f"the master deleted {segment.path} while it was read: read the journal again") from None
 
 
-def _records_from(connection: sqlite3.Connection, kind: str | None, first: int) -> Iterator[JournalRecord]:
+def _records_from(connection: sqlite3.Connection, first: int) -> Iterator[JournalRecord]:
     rows = RECORDS if has_digests(connection) else RECORDS_WITHOUT_DIGESTS
-    for row in connection.execute(rows, (kind, first)):
+    for row in connection.execute(rows, (first,)):
         yield JournalRecord(*row)
 
 
@@ -388,7 +364,7 @@ def _of_one_segment(connection: sqlite3.Connection, first: int, end: int) -> lis
     """Records from `first` to before `end`: as many as a segment's bytes allow, and at least one."""
     taken: list[JournalRecord] = []
     size_bytes = 0
-    for record in _records_from(connection, None, first):
+    for record in _records_from(connection, first):
         size_bytes += len(record.record_json)
         if record.number >= end or (taken and size_bytes > SEGMENT_BYTES):
             break
@@ -439,7 +415,7 @@ SCHEMA = 3
 SCHEMAS_WITHOUT_DIGESTS = (1, 2)
 
 RECORDS = """SELECT epoch, entry_id, kind, record_json, number, digest FROM records
-    WHERE (?1 IS NULL OR kind = ?1) AND number >= ?2 ORDER BY number"""
+    WHERE number >= ? ORDER BY number"""
 
 RECORDS_WITHOUT_DIGESTS = RECORDS.replace(", digest FROM", " FROM")
 
@@ -648,7 +624,7 @@ def _upgrade(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
     number, digest = digest_segments(path.parent, *start)
     cursor.execute("BEGIN IMMEDIATE")
     try:
-        rows = cursor.execute(RECORDS_WITHOUT_DIGESTS, (None, 0)).fetchall()
+        rows = cursor.execute(RECORDS_WITHOUT_DIGESTS, (0,)).fetchall()
         snapshot = cursor.execute("SELECT epoch, entry_id, snapshot_json FROM snapshot").fetchone()
         _assert_archived_alike(path, [JournalRecord(*row) for row in rows])
         cursor.execute("DROP TABLE records")
@@ -738,7 +714,7 @@ def _check_content(connection: sqlite3.Connection, path: Path) -> None:
     decided: JournalRecord | None = None
     last: JournalRecord | None = None
     _, previous = base(cursor)
-    for last in chained((JournalRecord(*row) for row in connection.execute(RECORDS, (None, 0))), previous, path):
+    for last in chained((JournalRecord(*row) for row in connection.execute(RECORDS, (0,))), previous, path):
         decided = last if last.kind != EPOCH else decided
     if last is not None and last.epoch != whole(get_meta(cursor, "epoch") or 0):
         raise FatalError(damaged(path, f"its newest record is of epoch {last.epoch}, the table meta says another"))

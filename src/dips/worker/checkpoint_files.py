@@ -450,22 +450,6 @@ class CheckpointStore:
 
     # ---- reading ----
 
-    def newest(self, label: str | None = None) -> tuple[Checkpoint | None, list[str]]:
-        """The newest complete checkpoint of one process, and a sentence about each newer one that cannot be used.
-
-        label: only those whose content has this `label`; None: any.
-        """
-        sentences: list[str] = []
-        for manifest in self.manifests(label):
-            if isinstance(manifest, str):
-                sentences.append(manifest)
-                continue
-            try:
-                return self.read(manifest), sentences
-            except (CheckpointError, MemoryError) as error:
-                sentences.append(self.cannot_be_used(manifest.number, error))
-        return None, sentences
-
     def manifests(self, label: str | None = None) -> Iterator[Manifest | str]:
         """What is said of each checkpoint, newest first; a sentence in place of what cannot be read. label: only those
         whose content has this `label`; None: any.

@@ -196,14 +196,8 @@ class Vectors:
         """theta_installed, where it is a separate vector."""
         return None if self._installed is self._base else self._installed
 
-    @property
-    def n_vectors(self) -> int:
-        """Vectors in memory, the residual's included."""
-        held = (self._base, self._push, self._pull, self._residual, self.installed)
-        return len(self._free) + sum(vector is not None for vector in held)
-
     def empty(self) -> F32:
-        """A further vector in memory of the same kind; not one of those counted here."""
+        """A further vector in memory of the same kind."""
         starting = self._starting() if self._starting is not None else None
         if starting is not None:
             starting.touched(0, 4 * self._n_elems)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.journals import append
 from support.run_status import run_status
 
 from dips.cli import main, operator
@@ -157,7 +158,7 @@ def left_behind(run_dir: Path, stopping: str) -> None:
         "mine", commit=commit, tokens=400, stopping=stopping, clusters={"a": ClusterEntry(pushes_applied=3)}
     )
     journal = Journal.open(run_dir / "master", "mine")
-    journal.append(journal.begin_epoch(), 1, "COMMIT", "{}", ledger.to_json())
+    append(journal, journal.begin_epoch(), 1, "COMMIT", "{}", ledger.to_json())
     journal.close()
 
 

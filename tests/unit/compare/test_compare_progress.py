@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 
 from rich.console import Console
+from support.manual_clock import ManualClock
 
-from dips.core.clock import ManualClock
 from dips.lab.compare.pool import CompareProgress
 
 

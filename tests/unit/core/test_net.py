@@ -11,8 +11,8 @@ import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
+from support.manual_clock import ManualClock
 
-from dips.core.clock import ManualClock
 from dips.core.errors import ConfigError
 from dips.core.net import addresses
 from dips.core.net.zmq_sockets import SETTLED_S, SILENT_S, Failure, Handshakes

@@ -20,12 +20,6 @@ def peeked(at: int) -> tuple[int, int, int]:
 
 
 @simd_numba.compiled
-def poked(at: int, low: int, high: int) -> None:
-    simd_numba.poke8(at, np.uint64(low))
-    simd_numba.poke64(at + 1, np.uint64(high))
-
-
-@simd_numba.compiled
 def counted(at: int, n: int) -> int:
     last = 0
     for _ in range(n):
@@ -46,13 +40,15 @@ def folded(a: int, b: int) -> int:
 
 
 @pytest.mark.parametrize("shift", range(9))
-def test_memory_is_read_and_written_at_any_address_and_nowhere_else(shift: int) -> None:
-    memory = np.full(32, 7, np.uint8)
-    at = simd_numba.address(memory) + shift
-    poked(at, 0x1FF, WORD)
+def test_memory_is_read_at_any_address(shift: int) -> None:
     wanted = b"\xff" + WORD.to_bytes(8, "little")
-    assert memory.tobytes() == bytes([7]) * shift + wanted + bytes([7]) * (32 - shift - len(wanted))
-    assert peeked(at) == (0xFF, int.from_bytes(wanted[:4], "little"), int.from_bytes(wanted[:8], "little"))
+    memory = np.frombuffer(bytes([7]) * shift + wanted + bytes([7]) * 16, np.uint8)
+    at = simd_numba.address(memory) + shift
+    assert peeked(at) == (
+        0xFF,
+        int.from_bytes(wanted[:4], "little"),
+        int.from_bytes(wanted[:8], "little"),
+    )
 
 
 def test_threads_that_count_at_once_lose_nothing() -> None:

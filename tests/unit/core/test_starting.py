@@ -8,9 +8,9 @@ from types import ModuleType
 
 import numba
 import pytest
+from support.manual_clock import ManualClock
 
 from dips.core import allocator
-from dips.core.clock import ManualClock
 from dips.core.math import compiling
 from dips.core.math.compiling import folder, watched, where_kept
 from dips.core.observe.starting import EVERY_S, KIND, Starting

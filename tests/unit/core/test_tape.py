@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.manual_clock import ManualClock
 
-from dips.core.clock import ManualClock
 from dips.core.errors import ConfigError, FatalError, RefusalCode
 from dips.core.ids import Version
 from dips.core.observe.tape import Tape, read_chained, read_tape

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.manual_clock import ManualClock
 
-from dips.core.clock import ManualClock
 from dips.core.errors import ConfigError
 from dips.local import demo
 from dips.local.demo import (

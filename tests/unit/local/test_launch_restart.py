@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.manual_clock import ManualClock
 
-from dips.core.clock import ManualClock
 from dips.core.errors import KEYS_REFUSED_EXIT, NAME_TAKEN_EXIT, ConfigError, FatalError, Refused
 from dips.local.supervisor import (
     ChildEvent,

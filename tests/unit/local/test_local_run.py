@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from support.manual_clock import ManualClock
 from support.run_status import cluster_status, run_status, slave_status
 
-from dips.core.clock import ManualClock
 from dips.core.errors import TERMINATED, ConfigError, FatalError
 from dips.core.messages import StatusReply
 from dips.core.net.security import INSECURE

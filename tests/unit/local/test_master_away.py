@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from support.manual_clock import ManualClock
 from support.run_status import run_status
 
-from dips.core.clock import ManualClock
 from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.messages import SlaveStatus
 from dips.local.local_run import LocalRun

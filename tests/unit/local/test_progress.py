@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.manual_clock import ManualClock
 from support.run_status import run_status
 
-from dips.core.clock import ManualClock
 from dips.core.ids import Version
 from dips.core.messages import Alarm
 from dips.local.log_files import HeldoutPoint

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dips.core.clock import ManualClock
+from support.manual_clock import ManualClock
+
 from dips.core.ids import Version
 from dips.core.observe.tape import Tape
 from dips.local.log_files import (

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.journals import append, records_of
 
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError
 from dips.master.archive import FILE_NAME
@@ -21,7 +22,7 @@ from dips.master.directory import (
     remove_address,
     write_address,
 )
-from dips.master.journal import Journal, read_records
+from dips.master.journal import Journal
 from dips.master.state.effects import WriteJournal
 
 
@@ -40,7 +41,7 @@ def sql(directory: Path, statement: str) -> None:
 
 def test_snapshot_records_and_port_survive_a_restart_and_each_start_begins_the_next_epoch(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no journal in"):
-        list(read_records(tmp_path))
+        records_of(tmp_path)
     kinds: list[tuple[int, int, str]] = []
     for epoch in (1, 2, 3):
         with contextlib.closing(Journal.open(tmp_path, "demo")) as journal:
@@ -49,12 +50,12 @@ def test_snapshot_records_and_port_survive_a_restart_and_each_start_begins_the_n
             journal.remember_port(45_000 + epoch)
             assert journal.begin_epoch() == epoch
             for number, kind in ((1, "JOIN"), (2, "COMMIT")):  # numbers begin again in each epoch
-                journal.append(epoch, number, kind, f'{{"n": {epoch}}}', f'"{kind} {epoch}"')
+                append(journal, epoch, number, kind, f'{{"n": {epoch}}}', f'"{kind} {epoch}"')
             kinds += [(epoch, 0, "EPOCH"), (epoch, 1, "JOIN"), (epoch, 2, "COMMIT")]
-            for records in (journal.records(), read_records(tmp_path)):
-                assert [(record.epoch, record.entry_id, record.kind) for record in records] == kinds
-            for records in (journal.records("COMMIT"), read_records(tmp_path, "COMMIT")):
-                assert [record.record_json for record in records] == [f'{{"n": {n + 1}}}' for n in range(epoch)]
+            assert [(record.epoch, record.entry_id, record.kind) for record in records_of(tmp_path)] == kinds
+            assert [record.record_json for record in records_of(tmp_path, "COMMIT")] == [
+                f'{{"n": {n + 1}}}' for n in range(epoch)
+            ]
         journal.close()
 
 
@@ -65,27 +66,27 @@ def test_several_entries_are_written_together_or_not_at_all(journal: Journal) ->
     with pytest.raises(LocalProtocolError, match="rising numbers"):
         journal.append_all(epoch, [WriteJournal(3, "JOIN", "{}", '"three"'), WriteJournal(3, "EVICT", "{}", '"four"')])
     assert journal.latest_snapshot() == '"two"'
-    assert [record.entry_id for record in journal.records()] == [0, 1, 2]
+    assert [record.entry_id for record in records_of(journal._path.parent)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("entry_id", [0, 1, 2])
 def test_an_entry_number_is_never_used_again(journal: Journal, entry_id: int) -> None:
     epoch = journal.begin_epoch()
-    journal.append(epoch, 2, "COMMIT", "{}", '"kept"')
+    append(journal, epoch, 2, "COMMIT", "{}", '"kept"')
     with pytest.raises(LocalProtocolError, match="rising numbers"):
-        journal.append(epoch, entry_id, "COMMIT", "{}", '"lost"')
+        append(journal, epoch, entry_id, "COMMIT", "{}", '"lost"')
     assert journal.latest_snapshot() == '"kept"'
 
 
 def test_a_master_whose_epoch_is_over_writes_nothing(journal: Journal) -> None:
     old = journal.begin_epoch()
-    journal.append(old, 1, "JOIN", "{}", '"old"')
+    append(journal, old, 1, "JOIN", "{}", '"old"')
     new = journal.begin_epoch()
     with pytest.raises(FatalError, match="a newer master runs") as caught:
-        journal.append(old, 2, "COMMIT", "{}", '"stale"')
+        append(journal, old, 2, "COMMIT", "{}", '"stale"')
     assert f"epoch {new}" in str(caught.value)
     assert journal.latest_snapshot() == '"old"'
-    assert [record.kind for record in journal.records()] == ["EPOCH", "JOIN", "EPOCH"]
+    assert [record.kind for record in records_of(journal._path.parent)] == ["EPOCH", "JOIN", "EPOCH"]
 
 
 def test_another_run_schema_or_place_is_refused_and_the_lock_given_back(journal: Journal, tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_disk_trouble_is_fatal_and_names_the_remedy(journal: Journal, tmp_path: 
     epoch = journal.begin_epoch()
     sql(tmp_path, "DROP TABLE records")
     with pytest.raises(FatalError, match="check that the disk has room"):
-        journal.append(epoch, 1, "COMMIT", "{}", '"lost"')
+        append(journal, epoch, 1, "COMMIT", "{}", '"lost"')
     assert journal.latest_snapshot() is None
 
 
@@ -214,7 +215,7 @@ def filled(directory: Path) -> None:
 def test_whatever_was_changed_in_the_file_is_found_by_master_and_tools(tmp_path: Path, statement: str) -> None:
     filled(tmp_path)
     sql(tmp_path, statement)
-    for read in (lambda: Journal.open(tmp_path, "demo"), lambda: list(read_records(tmp_path))):
+    for read in (lambda: Journal.open(tmp_path, "demo"), lambda: records_of(tmp_path)):
         with pytest.raises(FatalError, match=r"is damaged \(.*one with --rebuild if the slaves still hold") as caught:
             read()
         assert caught.value.exit_code == 6
@@ -243,5 +244,5 @@ def test_a_bit_in_any_byte_that_means_something_is_found(tmp_path: Path) -> None
             continue
         changed += 1
         with pytest.raises((FatalError, ConfigError)):
-            list(read_records(tmp_path))
+            records_of(tmp_path)
     assert changed > 100

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from support.manual_clock import ManualClock
 from support.scripted_master_state import MemoryJournal, ScriptedMachine, command, leave, refusal, slave_message
 
-from dips.core.clock import ManualClock
 from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.messages import LeaveReply, StatusRequest
 from dips.core.net.codec_protobuf import encode

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.manual_clock import ManualClock
 from support.master_bench import LEASED, Bench
 
-from dips.core.clock import ManualClock
 from dips.core.messages import ClusterStatus, Settings, SlaveBeat, StagingProgress
 from dips.master.page.event_buffer import MAX_EVENTS, MAX_TEXT, BufferedTape, EventBuffer, earlier_events
 from dips.master.page.history import EventTimeline, HeldoutTail, ProgressHistory, TokenRate, sentence_of

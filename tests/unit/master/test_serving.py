@@ -17,12 +17,13 @@ import aiohttp
 import grpc
 import grpc.aio
 import pytest
+from support.journals import records_of
+from support.manual_clock import ManualClock
 from support.master_bench import Bench
 from support.run_status import run_status
 from support.scripted_master_state import ScriptedMachine, caller, leave, refusal
 
 from dips.core import messages as m
-from dips.core.clock import ManualClock
 from dips.core.config import load
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, RefusalCode, Refused
 from dips.core.net.addresses import parse_address
@@ -33,7 +34,7 @@ from dips.core.observe.tape import read_tape
 from dips.local.authority import Authority, ensure_keys
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME, MasterAddress, read_address
-from dips.master.journal import Journal, read_records
+from dips.master.journal import Journal
 from dips.master.page.access import read_page_url
 from dips.master.process import serve
 from dips.master.shell import MasterShell
@@ -182,7 +183,7 @@ async def test_epochs_follow_each_other_at_one_address_and_the_end_is_said(made:
     assert (read_address(master.folder), read_page_url(master.folder)) == (None, None)
     assert [line["epoch"] for line in master.tape("master-started")] == [1, 7]
     assert [line["exit_code"] for line in master.tape("master-ended")] == [3]
-    numbers = [record.number for record in read_records(master.folder)]
+    numbers = [record.number for record in records_of(master.folder)]
     assert [line["number"] for line in master.tape("journaled")] == numbers == [1, 2, 3]
     again = made()
     await again.start()

@@ -65,14 +65,14 @@ def test_the_streams_that_need_least_go_first() -> None:
 def test_where_senders_links_are_the_narrow_place_all_run_at_full_rate() -> None:
     pace = credits_of(a=9e3, b=9e3, c=9e3, d=9e3)
     now_s = run(pace, "abcd", own_links(a=25, b=25, c=25, d=25), 4.0)
-    assert pace.full_rate_streams == 4
+    assert pace._cap.streams == 4
     assert held(pace, "abcd", now_s) == ""
 
 
 def test_where_the_slaves_own_link_is_the_narrow_place_one_goes_first() -> None:
     pace = credits_of(a=9e3, b=8e3, c=7e3)
     now_s = run(pace, "abc", one_link(100), 4.0)
-    assert pace.full_rate_streams == 1
+    assert pace._cap.streams == 1
     assert held(pace, "abc", now_s) == "ab"
 
 
@@ -88,7 +88,7 @@ def test_a_stream_that_is_slow_by_itself_takes_no_place() -> None:
     pace = credits_of(slow=1, a=9e3, b=9e3)
     now_s = run(pace, ("slow", "a", "b"), own_links(slow=2, a=50, b=50), 4.0)  # type: ignore[arg-type]
     assert [pace.credit(key, now_s) for key in ("slow", "a", "b")] == [MOST] * 3
-    assert pace.full_rate_streams == 2
+    assert pace._cap.streams == 2
 
 
 def test_a_stream_that_slows_down_makes_room() -> None:

@@ -13,13 +13,13 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
+from support.manual_clock import ManualClock
 from support.slave_bench import commit
 from support.slave_wire import LAYOUT, RUN, configure_for, open_staging, placement_over, prepare_of, push_id
 from support.waiting import NO_LIMIT_S, until
 
 from dips.core import messages
 from dips.core.chunks import checksum, chunks_of, digest_of_array
-from dips.core.clock import ManualClock
 from dips.core.errors import ConfigError, DipsError, FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.math.outer_numpy import gram, outer_step

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.manual_clock import ManualClock
 from support.slave_bench import R1, V0, SlaveBench, snapshot
 
-from dips.core.clock import ManualClock
 from dips.core.errors import RefusalCode, Refused
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import SlaveBeat

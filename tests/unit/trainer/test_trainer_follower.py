@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.manual_clock import ManualClock
 
-from dips.core.clock import ManualClock
 from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from support.checkpoints import newest_of
 
 from dips.core.errors import ConfigError
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
@@ -44,7 +45,7 @@ def write(store: checkpoint_files.CheckpointStore, value: int) -> None:
 
 
 def value_of(store: checkpoint_files.CheckpointStore) -> int | None:
-    found, _ = store.newest()
+    found, _ = newest_of(store)
     if found is None:
         return None
     value = int(found.content["value"])
@@ -68,7 +69,7 @@ def store(tmp_path: Path) -> Iterator[checkpoint_files.CheckpointStore]:
 
 
 def test_the_newest_is_found_and_only_so_many_stay(store: checkpoint_files.CheckpointStore) -> None:
-    assert store.newest() == (None, [])
+    assert newest_of(store) == (None, [])
     for value in range(1, 5):
         write(store, value)
         assert value_of(store) == value
@@ -108,7 +109,7 @@ def test_a_single_bit_that_changed_is_found(store: checkpoint_files.CheckpointSt
         at, bit = rng.randrange(len(whole)), rng.randrange(8)
         data[at] ^= 1 << bit
         path.write_bytes(data)
-        found, sentences = store.newest()
+        found, sentences = newest_of(store)
         assert found is None, (at, bit)
         assert "cannot be used" in sentences[0]
 
@@ -133,20 +134,20 @@ def test_a_damaged_one_falls_back_to_the_one_before_and_says_so(
     write(store, 1)
     write(store, 2)
     damage(store.directory / f"checkpoint-00000002.{kind}")
-    found, sentences = store.newest()
+    found, sentences = newest_of(store)
     assert found is not None
     assert found.content == {"value": 1}
     assert len(sentences) == 1
     assert sentences[0].startswith(f"checkpoint 2 in {store.directory} cannot be used: ")
     damage(store.directory / f"checkpoint-00000001.{kind}")
-    assert store.newest()[0] is None
-    assert len(store.newest()[1]) == 2
+    assert newest_of(store)[0] is None
+    assert len(newest_of(store)[1]) == 2
 
 
 def test_missing_tensors_are_noticed(store: checkpoint_files.CheckpointStore) -> None:
     write(store, 1)
     (store.directory / "checkpoint-00000001.safetensors").unlink()
-    found, sentences = store.newest()
+    found, sentences = newest_of(store)
     assert found is None
     assert "cannot be read" in sentences[0]
 
@@ -154,7 +155,7 @@ def test_missing_tensors_are_noticed(store: checkpoint_files.CheckpointStore) ->
 def test_another_format_is_not_guessed_at(store: checkpoint_files.CheckpointStore) -> None:
     body = {"format": "dips-checkpoint-9", "content": {}}
     checkpoint_files.write_record(store.directory / "checkpoint-00000001.json", body)
-    assert "'dips-checkpoint-9'" in store.newest()[1][0]
+    assert "'dips-checkpoint-9'" in newest_of(store)[1][0]
 
 
 def test_a_header_that_speaks_of_too_much_allocates_nothing(tmp_path: Path) -> None:

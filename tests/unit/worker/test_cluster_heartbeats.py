@@ -10,10 +10,10 @@ from typing import Any
 
 import grpc
 import pytest
+from support.manual_clock import ManualClock
 from support.run_for_workers import RefuseCall
 from support.run_in_memory import CallEnded
 
-from dips.core.clock import ManualClock
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation, Version
 from dips.core.messages import Caller, HeartbeatReply, HeartbeatRequest, Settings

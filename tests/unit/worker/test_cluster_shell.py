@@ -15,6 +15,7 @@ import pytest
 from prometheus_client import Metric
 from support.run_for_workers import FlatModel, RefuseCall, part_of
 from support.run_in_memory import Failure, RunInMemory
+from support.vectors_held import vectors_held
 
 from dips.core.errors import (
     ConfigError,
@@ -101,7 +102,7 @@ def test_rounds_of_pushes_that_are_applied(run: RunInMemory, tmp_path: Path) -> 
         assert shell.last_verdict is not None
         assert shell.last_verdict.kind is VerdictKind.APPLIED
         assert (shell.run_id, shell.cluster_id, shell.cause, shell.released) == ("run", "a", "a/1.1#2", False)
-        assert part_of(shell).vectors.n_vectors == 2
+        assert vectors_held(part_of(shell).vectors) == 2
     assert kinds(tmp_path / "tape") == ["joined", "installed", *ROUND, *ROUND, "leaving", "left"]
     assert run.deadlines == [("Join", 10.0), *PUSHES[-2:], *PUSHES, *PUSHES, ("Leave", 6.0)]
     assert [(push.seq, push.steps, push.tokens, push.base, push.fence) for push in run.pushes] == [

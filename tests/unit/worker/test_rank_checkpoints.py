@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 from support.cluster_bench import ClusterBench
+from support.manual_clock import ManualClock
 from support.repository import ROOT
 
-from dips.core.clock import ManualClock
 from dips.core.errors import ConfigError
 from dips.core.layout import Layout
 from dips.core.observe.tape import Tape

@@ -8,7 +8,8 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
-from dips.core.clock import ManualClock
+from support.manual_clock import ManualClock
+
 from dips.core.messages import DataRange, Settings
 from dips.worker.commands import ShareOut
 from dips.worker.parallel.meetings import RankReport

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from support.manual_clock import ManualClock
+
 from dips.core.chunks import Chunk
-from dips.core.clock import ManualClock
 from dips.core.ids import ClusterId, Incarnation, PushId
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import Caller, PlacementSpec, Settings, SlaveAddress, Ticket

@@ -222,18 +222,6 @@ def _reads(n_bits: int) -> Callable[..., Any]:
     return read
 
 
-def _writes(n_bits: int) -> Callable[..., Any]:
-    def write(typing: Any, address: Any, value: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            low = args[1] if n_bits == 64 else builder.trunc(args[1], ir.IntType(n_bits))
-            builder.store(low, builder.inttoptr(args[0], ir.IntType(n_bits).as_pointer()), align=1)
-            return context.get_dummy_value()
-
-        return types.void(types.intp, types.uint64), codegen
-
-    return write
-
-
 peek8 = _intrinsic(_reads(8))
 """peek8(address) -> uint64: the byte there."""
 
@@ -242,12 +230,6 @@ peek32 = _intrinsic(_reads(32))
 
 peek64 = _intrinsic(_reads(64))
 """peek64(address) -> uint64: the 8 bytes there."""
-
-poke8 = _intrinsic(_writes(8))
-"""poke8(address, value): writes the lowest byte of value."""
-
-poke64 = _intrinsic(_writes(64))
-"""poke64(address, value): writes all 8 bytes of value."""
 
 
 @_intrinsic

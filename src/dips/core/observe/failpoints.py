@@ -376,18 +376,3 @@ def _carry_out(name: str, action: FailpointAction) -> None:
             time.sleep(action.delay_s)
         case FailpointKind.ERROR:
             raise OSError(errno.EIO, action.message or f"failpoint {name}")
-
-
-@dataclass(frozen=True)
-class Fired:
-    """One line of the file that DIPS_FAILPOINT_LOG names."""
-
-    name: str
-    action: str
-    pid: int
-
-
-def read_log(text: str) -> list[Fired]:
-    """The lines of a failpoint log, oldest first."""
-    rows = (line.split() for line in text.splitlines() if line)
-    return [Fired(name, action, int(pid)) for name, action, pid in rows]

@@ -119,11 +119,6 @@ class Credits(Generic[Key]):
         self._came_bytes = 0
 
     @property
-    def full_rate_streams(self) -> int:
-        """Streams that may run at full rate now, without slow ones."""
-        return self._cap.streams
-
-    @property
     def n_streams(self) -> int:
         """Number of streams that are tracked now."""
         return len(self._streams)
