@@ -39,8 +39,8 @@ class HistoryLine:
 class MachineHistory:
     """The bounded log of what happened and why, oldest first."""
 
-    def __init__(self, length: int = HISTORY_LENGTH) -> None:
-        self._lines: deque[HistoryLine] = deque(maxlen=length)
+    def __init__(self) -> None:
+        self._lines: deque[HistoryLine] = deque(maxlen=HISTORY_LENGTH)
 
     def add(self, at_s: float, machine: str, cause: str, text: str) -> None:
         self._lines.append(HistoryLine(at_s, machine, cause, text))

@@ -87,7 +87,7 @@ def check_name_found(who: str, address: str, setting: str) -> Finding:
     return ok("addresses", f"{who}: {address} is {', '.join(found[:4])}")
 
 
-def dialled(address: str, tries: int = TRIES) -> Reached:
+def dialled(address: str) -> Reached:
     """Dial an address several times; the shortest round trip counts.
 
     A host that refuses is there, too: it answers. Nothing is sent on the connection.
@@ -95,7 +95,7 @@ def dialled(address: str, tries: int = TRIES) -> Reached:
     host, port = parse_address(address)
     best: float | None = None
     listens, why = False, ""
-    for _ in range(tries):
+    for _ in range(TRIES):
         began_s = time.monotonic()
         try:
             with socket.create_connection((host, port), REACH_S):

@@ -186,10 +186,10 @@ def draw_losses(
     figure.savefig(path, format="png")
 
 
-def running_mean(points: Sequence[LossPoint], of: int = _MEAN_OF) -> list[float]:
-    """The mean of each point's loss and up to `of` - 1 before it."""
+def running_mean(points: Sequence[LossPoint]) -> list[float]:
+    """The mean of each point's loss and of those before it, up to _MEAN_OF in all."""
     losses = [point.loss for point in points]
-    windows = (losses[max(0, i + 1 - of) : i + 1] for i in range(len(losses)))
+    windows = (losses[max(0, i + 1 - _MEAN_OF) : i + 1] for i in range(len(losses)))
     return [sum(window) / len(window) for window in windows]
 
 

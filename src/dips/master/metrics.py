@@ -197,6 +197,8 @@ METRICS: tuple[Spec, ...] = (
 
 IDLE = "IDLE"
 
+MOST_SLAVES = 64
+
 WORDS_FOR_EACH_CLUSTER = 32
 """More than the number of verdicts with reasons."""
 
@@ -223,7 +225,7 @@ class Counted:
 class Counts(Instruments):
     """Counts of one process; `most_clusters` bounds the labels."""
 
-    def __init__(self, most_clusters: int = 8, most_slaves: int = 64) -> None:
+    def __init__(self, most_clusters: int = 8) -> None:
         super().__init__(PREFIX, METRICS, _OF_KIND)
         self._rolled_back_tokens = self.counter("rolled_back_tokens_total")
         self._pulls = self.counter("pulls_total", "cluster", "reader")
@@ -236,7 +238,7 @@ class Counts(Instruments):
         self._verdicts: Recent[tuple[str, ...]] = Recent(WORDS_FOR_EACH_CLUSTER * most_clusters)
         self._departures: Recent[tuple[str, ...]] = Recent(2 * most_clusters)
         self._attempts: Recent[tuple[str, ...]] = Recent(2 * most_clusters)
-        self._losses: Recent[str] = Recent(most_slaves)
+        self._losses: Recent[str] = Recent(MOST_SLAVES)
         self._judged = (math.nan, math.nan, math.nan)
         self._phase: tuple[str, float] = (IDLE, 0.0)
         self._opened_s: float | None = None

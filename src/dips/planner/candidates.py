@@ -228,13 +228,13 @@ def best_hint(problem: Problem, name: str, costs: Costs, limits: Sequence[int]) 
 STATIC_AND_GREEDY = ("1f1b", "zb_h1", "zb_v", "cross_ud/1")
 
 
-def data_parallel(problem: Problem, names: Iterable[str] = STATIC_AND_GREEDY) -> Candidate:
+def data_parallel(problem: Problem) -> Candidate:
     """The best of these schedules with a whole pipeline at each site. Raises PlanError when sites cannot hold that."""
     if len(problem.setup.sites) < 2:
         raise PlanError("whole pipelines at several sites need at least two of them")
     each = regrouped(problem, len(problem.setup.sites))
     found, why = [], ""
-    for name in names:
+    for name in STATIC_AND_GREEDY:
         try:
             found.append(plain(each, name))
         except PlanError as error:

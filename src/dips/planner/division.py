@@ -24,6 +24,9 @@ FEW_REPLICAS = 4
 """Replicas that the hill climbing simulates, with proportionally larger messages; its result is judged with all
 replicas."""
 
+MOST_TRIALS = 150
+"""Divisions that are simulated in all."""
+
 SpanOf = Callable[[Division], int]
 
 
@@ -38,10 +41,10 @@ class Divided:
     tried: int  # divisions that were simulated
 
 
-def divide(problem: Problem, coordinated: bool = True, most_trials: int = 150) -> Divided:
+def divide(problem: Problem, coordinated: bool = True) -> Divided:
     """Find the best division. coordinated: replicas send one message at a time.
 
-    most_trials: divisions that are simulated in all. Raises PlanError where not even a uniform division has a schedule.
+    Raises PlanError where not even a uniform division has a schedule.
     """
     uniform = problem.uniform()
     few = _spans(problem, min(problem.replicas, FEW_REPLICAS) if coordinated else 1)
@@ -49,7 +52,7 @@ def divide(problem: Problem, coordinated: bool = True, most_trials: int = 150) -
         seed = solve(problem)
     except PlanError:
         seed = uniform
-    climb = _Climb(few, most_trials)
+    climb = _Climb(few)
     slopes = list(_slopes(problem))
     ends = {uniform, climb.up(min([uniform, seed, *slopes], key=lambda d: (climb.of(d), d))), climb.up(uniform)}
     whole = _spans(problem, problem.replicas if coordinated else 1)
@@ -82,14 +85,14 @@ def _spans(problem: Problem, replicas: int) -> SpanOf:
 
 
 class _Climb:
-    def __init__(self, span_ns: SpanOf, most: int) -> None:
-        self._span_ns, self._most = span_ns, most
+    def __init__(self, span_ns: SpanOf) -> None:
+        self._span_ns = span_ns
         self.known: dict[Division, int] = {}
 
     def up(self, division: Division) -> Division:
         """Move one unit from a stage to another one while that is faster, the best such move each time."""
         while True:
-            moves = [move for move in _moves(division) if move in self.known or len(self.known) < self._most]
+            moves = [move for move in _moves(division) if move in self.known or len(self.known) < MOST_TRIALS]
             best = min(moves, key=lambda move: (self.of(move), move), default=division)
             if self.of(best) >= self.of(division):
                 return division
@@ -141,14 +144,14 @@ def _shared(total: int, weights: Sequence[float]) -> Division:
 # ---- the paper's integer program ----
 
 
-def solve(problem: Problem, time_limit_s: float = 2.0) -> Division:
+def solve(problem: Problem) -> Division:
     """The division with the smallest value of the paper's objective; all units count as equal, as the paper's layers.
     Raises PlanError where even stages leave no memory for activations: the objective counts what they hold."""
     from ortools.sat.python import cp_model  # imported here: it takes a second, and only this needs it
 
     program = _Program(problem, cp_model.CpModel())
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = time_limit_s
+    solver.parameters.max_time_in_seconds = 2.0
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 1
     if solver.solve(program.model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):

@@ -53,13 +53,13 @@ def output_work(model: Model, tokens: int) -> MicrobatchCost:
 # ---- memory ----
 
 
-def layer_activation_bytes(model: Model, layer: int, training: Training, tensor: int | None = None) -> float:
+def layer_activation_bytes(model: Model, layer: int, training: Training) -> float:
     """Bytes that one device keeps of one layer and microbatch for the backward pass, in 16-bit numbers.
 
     Everything is divided among the devices of a tensor group (sequence parallel) and of a context group.
     """
     tokens = training.microbatch_sequences * training.sequence_tokens
-    shared = (training.tensor if tensor is None else tensor) * training.context
+    shared = training.tensor * training.context
     hidden, mask = model.hidden, 1 if model.dropout else 0
     if training.recompute == "full":
         return 2.0 * hidden * tokens / shared

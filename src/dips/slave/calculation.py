@@ -270,10 +270,10 @@ BYTES = 64 << 20
 TRIES = 3
 
 
-def memory_bytes_per_s(threads: Threads, n_bytes: int = BYTES) -> float:
+def memory_bytes_per_s(threads: Threads) -> float:
     """Bytes read and written a second by all threads together: the best of a few tries, as other programs run too."""
-    with mmap.mmap(-1, n_bytes) as pages:  # not malloc, which may keep freed memory
-        return 2 * n_bytes / _best_s(threads, np.frombuffer(pages, np.float32))
+    with mmap.mmap(-1, BYTES) as pages:  # not malloc, which may keep freed memory
+        return 2 * BYTES / _best_s(threads, np.frombuffer(pages, np.float32))
 
 
 def _best_s(threads: Threads, array: F32) -> float:

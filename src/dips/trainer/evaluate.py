@@ -298,14 +298,13 @@ def evaluate_live(
     train: TrainConfig,
     security: Security,
     version: Version | None = None,
-    name: str = READER_NAME,
 ) -> Evaluation:
     """The held-out loss of a version that the slaves still keep; None: the newest.
 
     Raises ConfigError as an Evaluator does, Refused when that version is gone, RetryLater when no answer comes.
     """
     evaluator = Evaluator(train)
-    return evaluator(fetch_version(master, run_id, name, security, version=version, deadline_s=FETCH_DEADLINE_S))
+    return evaluator(fetch_version(master, run_id, READER_NAME, security, version=version, deadline_s=FETCH_DEADLINE_S))
 
 
 def follow(train: TrainConfig, client: ClientConfig) -> int:

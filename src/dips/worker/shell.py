@@ -118,7 +118,6 @@ class ClusterShell:
         data_plan: DataPlan,
         *,
         inner: InnerState | None = None,
-        clock: Clock | None = None,
         tape: Tape | None = None,
         resume_label: str | None = None,
         untrained: Untrained | None = None,
@@ -134,7 +133,7 @@ class ClusterShell:
         """
         self.config = check(config)
         self.security = security_of(config, f"cluster {config.cluster_id}")
-        self._clock: Clock = clock or SystemClock()
+        self._clock: Clock = SystemClock()
         ranks = parameters if isinstance(parameters, OtherRanks) else None
         curve = pair_for(self.security) if ranks is None else ranks.curve
         session = _session_config(config, layout, data_plan, curve, untrained or Untrained())

@@ -309,9 +309,9 @@ def clear() -> None:
 
 
 @contextlib.contextmanager
-def armed(text: str, seed: int = 0, log_path: str | None = None) -> Iterator[None]:
+def armed(text: str, seed: int = 0) -> Iterator[None]:
     """set_failpoints for the length of a block; what was armed before is forgotten. For tests."""
-    set_failpoints(text, seed, log_path)
+    set_failpoints(text, seed)
     try:
         yield
     finally:

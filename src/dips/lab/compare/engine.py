@@ -119,9 +119,9 @@ def run_on_servers(
     return _ServersRun(setup, method, seed, progress, learner_of, evaluate, injection, versions).through()
 
 
-def timing_only(setup: ComparisonSetup, method: Method, seed: int, progress: Progress | None = None) -> RunRecord:
+def timing_only(setup: ComparisonSetup, method: Method, seed: int) -> RunRecord:
     """Run the method without training: times, rounds and staleness; no losses, and no bad pushes. Same errors."""
-    return _ServersRun(setup, method, seed, progress).through()
+    return _ServersRun(setup, method, seed).through()
 
 
 class _Watched:
@@ -150,7 +150,7 @@ class _ServersRun:
         setup: ComparisonSetup,
         method: Method,
         seed: int,
-        progress: Progress | None,
+        progress: Progress | None = None,
         learner_of: Callable[[str, int], Learner] | None = None,
         evaluate: Evaluate | None = None,
         injection: Injection | None = None,

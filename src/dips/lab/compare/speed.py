@@ -25,7 +25,7 @@ from dips.lab.compare.figures import SCHEMA, tell_statement
 from dips.lab.compare.jobs import write_json
 from dips.lab.compare.methods import METHODS, Method
 from dips.lab.compare.pictures import draw_bars
-from dips.lab.compare.pool import CompareProgress, JobWork, PoolJobFailed, run_jobs
+from dips.lab.compare.pool import CompareProgress, PoolJobFailed, run_jobs
 from dips.lab.compare.record import Progress, RunRecord
 from dips.lab.compare.report import table_of
 from dips.lab.compare.setup import ComparisonSetup
@@ -347,7 +347,6 @@ def run_speed(
     processes: int,
     console: Console,
     clock: Clock,
-    work: JobWork[SpeedJob, ThroughputComparison] = do_speed,
 ) -> list[SpeedResult]:
     """Run a figure; one result for each set-up. Raises ConfigError for a set-up that does not fit, DipsError when a run
     fails."""
@@ -356,7 +355,7 @@ def run_speed(
     try:
         with (
             CompareProgress(console, clock, [job.title for job in jobs], [1] * len(jobs)) as progress,
-            closing(run_jobs(jobs, work, processes, progress)) as running,
+            closing(run_jobs(jobs, do_speed, processes, progress)) as running,
         ):
             for index, comparison in running:
                 found[index] = comparison

@@ -64,9 +64,7 @@ def fit(times: LinkTimes, large_bytes: int, sender: str, receiver: str, at: date
     )  # fmt: skip
 
 
-def probe(
-    host: str, port: int, large_bytes: int, rounds: int, warm_up: int, now_ns: Callable[[], int] = time.perf_counter_ns
-) -> tuple[LinkTimes, LinkTimes]:
+def probe(host: str, port: int, large_bytes: int, rounds: int, warm_up: int) -> tuple[LinkTimes, LinkTimes]:
     """The times of messages to a serving end, and of those from it. Raises FatalError where it cannot be reached or
     does not answer."""
     sent, got = LinkTimes([], []), LinkTimes([], [])
@@ -76,9 +74,9 @@ def probe(
             for number in range(warm_up + rounds):
                 for size, which in ((SMALL_BYTES, 0), (large_bytes, 1)):
                     for what, times in ((TAKE, sent), (GIVE, got)):
-                        begin_ns = now_ns()
+                        begin_ns = time.perf_counter_ns()
                         _ask(link, what, size)
-                        lasted_ns = now_ns() - begin_ns
+                        lasted_ns = time.perf_counter_ns() - begin_ns
                         if number >= warm_up:
                             times[which].append(lasted_ns)
     except (OSError, UnicodeError) as error:

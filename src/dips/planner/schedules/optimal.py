@@ -55,14 +55,13 @@ def optimal(
     memory: Sequence[int],
     hint: Schedule | None = None,
     time_limit_s: float = 20.0,
-    workers: int = 0,
     parts: int = 1,
 ) -> Optimum:
     """Find the best order. memory[d]: limit of device d in the units of costs. hint: a schedule (split, and of as many
     parts) to begin with, that must fit that memory; the result is never longer. parts: pieces that every block is cut
     into.
 
-    workers: threads of the solver; 0: one for each processor. Raises PlanError when none was found in the time, and no
+    Raises PlanError when none was found in the time, and no
     hint was given.
     """
     if hint is not None and hint.parts != parts:
@@ -74,7 +73,7 @@ def optimal(
         problem.hint(simulate(hint, costs))
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_s
-    solver.parameters.num_workers = workers
+    solver.parameters.num_workers = 0  # one thread for each processor
     solver.parameters.random_seed = 1
     status = solver.solve(problem.model)
     solved = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)

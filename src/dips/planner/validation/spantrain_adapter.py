@@ -181,8 +181,9 @@ def resnet_101() -> Setting:
     return Setting("compact_zb", _times_ms([32 * 2 * 0.16e9 / 4 / 1e12] * 4), transfers_ms, 1.0, 5.0)
 
 
-def hidden(one: Setting, part: float = 0.8) -> Setting:
-    """The same with links on which a message takes this part of the compute that hides it, latency included."""
+def hidden(one: Setting) -> Setting:
+    """The same with links on which a message takes 0.8 of the compute that hides it, latency included."""
+    part = 0.8
     compute = [
         max(left[0], right[0]) + one.operation_ms for left, right in zip(one.times_ms, one.times_ms[1:], strict=False)
     ]
