@@ -248,7 +248,8 @@ def _replay_one(
         measured.add(base.theta, rows, blocks)
     after = _step(rows, recorded, base, blocks)
     kept[made.version] = after
-    _forget_old(kept)
+    while len(kept) > KEPT:
+        del kept[next(iter(kept))]
     _same_pushes(made, recorded, name, result)
     if recorded["format"] == WITHOUT_CHECKSUMS:
         result.unproven.append(f"{path} and its pushes have no checksums: an older release wrote them")
@@ -263,11 +264,6 @@ def _replay_one(
 
 KEPT = 24
 """Versions of a shard that stay in memory: a ROLLBACK goes back to one that slaves keep on disk, and they are few."""
-
-
-def _forget_old(kept: dict[Pair, _State]) -> None:
-    while len(kept) > KEPT:
-        del kept[next(iter(kept))]
 
 
 def _chunk_bytes(folders: Mapping[str, Path]) -> int:

@@ -524,7 +524,8 @@ class DataServer:
 
     def _turn(self) -> None:
         """Handle ended landings first, then posted calls, then messages; then wait, if nothing is left to read."""
-        self._finish_landed()
+        while not self._landed.empty():
+            self._finish(self._landed.get())
         if not self._posted.empty():
             self._run_posted()
         if self._ended:
@@ -703,10 +704,6 @@ class DataServer:
             outcome = error
         self._landed.put((peer, job, outcome))
         self._wake_up()
-
-    def _finish_landed(self) -> None:
-        while not self._landed.empty():
-            self._finish(self._landed.get())
 
     def _finish(self, ended: tuple[bytes, LandingJob, Refused | BaseException | None]) -> None:
         peer, job, outcome = ended

@@ -109,9 +109,9 @@ class ShardMemory:
                 f"{self.n_elems} elements do not fit {memory_bytes} bytes: raise this slave's memory_bytes",
             )
         self.pull_wire = WIRE_DTYPES[pull_wire]
-        of_difference = sum(self._encoded_bytes(self.pull_wire, block) for block in blocks)
         of_buffer = (0 if which == "versions" else self.map.n_bytes) + BYTES_PER_CHECKSUM * self.map.n_chunks
-        of_buffer += of_difference
+        if self.pull_wire.is_difference:
+            of_buffer += sum(encoded_block_bytes(self.pull_wire, block.n_elems, chunk_bytes) for block in blocks)
         more = spare // max(1, of_buffer)
         self.max_buffers = RING_BUFFERS + (min(more, self._files.pins) if which == "versions" else more)
         of_bytes, done_bytes = (staging_slots + RING_BUFFERS + 2) * self.map.n_bytes, 0
@@ -271,9 +271,6 @@ class ShardMemory:
         n_bytes = int(starts[-1])
         room = _touched((-(-n_bytes // FLOAT32_BYTES),))
         return EncodedShard(codec, room.view(np.uint8)[:n_bytes], starts)
-
-    def _encoded_bytes(self, codec: Codec, block: Block) -> int:
-        return encoded_block_bytes(codec, block.n_elems, self.map.chunk_bytes) if codec.is_difference else 0
 
     def _in_file(self, *shape: int) -> F32:
         directory, n_bytes = self._files.directory, FLOAT32_BYTES * math.prod(shape)

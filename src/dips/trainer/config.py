@@ -32,10 +32,6 @@ def _known_size(name: str) -> str:
     return name
 
 
-def _known_parallelism(text: str) -> str:
-    return str(validating(Parallelism.parse)(text))
-
-
 class TrainConfig(Knobs):
     """Settings of a cluster's training. The defaults take `tiny` on 4 clusters below 2 nats per byte in a million
     tokens."""
@@ -67,7 +63,7 @@ class TrainConfig(Knobs):
         description="tiny (0.36 million parameters), small (3.3 million), medium (10.7 million), or wide (0.36 "
         "million, in 2 layers of 4 heads).",
     )
-    parallel: Annotated[str, AfterValidator(_known_parallelism)] = Field(
+    parallel: Annotated[str, AfterValidator(lambda text: str(validating(Parallelism.parse)(text)))] = Field(
         "",
         description="How the processes that torchrun started share the model: data=N (each has all of it), fsdp=N, "
         "tensor=N (a part of each layer's heads) or pipeline=N (stages), or several, as in fsdp=2,tensor=2; the "

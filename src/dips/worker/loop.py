@@ -691,7 +691,10 @@ class DiLoCo:
         self._steps += 1
         self._own_tokens += tokens
         if self._together is not None:
-            self._step_together(self._together, tokens)
+            near = self._together.push_is_near
+            self._together.step(
+                tokens, lambda: self._losses.take(time.monotonic(), near), wants_to_leave=self._sigterm.caught
+            )
         elif self._shell is not None:
             loss = self._losses.take(time.monotonic(), self._shell.push_is_near)
             self._shell.step(tokens, loss=loss)
@@ -712,10 +715,6 @@ class DiLoCo:
     def _was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer was called for a batch that is not trained on."""
         return skipped_by_scaler(optimizer)
-
-    def _step_together(self, together: RankLoop, tokens: int) -> None:
-        near = together.push_is_near
-        together.step(tokens, lambda: self._losses.take(time.monotonic(), near), wants_to_leave=self._sigterm.caught)
 
 
 def _in_forked_process() -> None:

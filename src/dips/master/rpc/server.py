@@ -123,11 +123,10 @@ class _Current(grpc.GenericRpcHandler):
         for service in self.services:
             handler = service.service(handler_call_details)
             if handler is not None:
-                return self._guarded(handler, handler_call_details.method)
+                if not self._access.checks:
+                    return handler
+                return guarded(handler, handler_call_details.method, self._access, self.refusing)
         return None
-
-    def _guarded(self, handler: grpc.RpcMethodHandler[Any, Any], path: str) -> grpc.RpcMethodHandler[Any, Any]:
-        return guarded(handler, path, self._access, self.refusing) if self._access.checks else handler
 
 
 class _Certificates:

@@ -37,10 +37,6 @@ def committed(shared: SharedState, slave: Slave) -> list[SnapshotInfo]:
     return [s for s in slave.snapshots if s.committed and not shared.ledger.is_given_up(s.version)]
 
 
-def newest_committed(shared: SharedState, slave: Slave) -> Version | None:
-    return max((s.version for s in committed(shared, slave)), default=None)
-
-
 def holds(slave: Slave, ledger: Ledger, broken: Broken) -> bool:
     """Whether the slave can load the ledger's commit, by its name or by that of the rollback's origin."""
     commit = ledger.commit
@@ -88,7 +84,8 @@ def snapshot_of(info: SnapshotInfo) -> HeldVersion:
 
 def why_not(shared: SharedState, slave: Slave) -> str:
     """A sentence when the slave's disk does not hold what this run has committed; empty when it does."""
-    commit, newest = shared.ledger.commit, newest_committed(shared, slave)
+    commit = shared.ledger.commit
+    newest = max((each.version for each in committed(shared, slave)), default=None)
     if commit is None:
         return (
             f"its directory holds version {newest}, but this master knows none: start it with `dips master --rebuild` "

@@ -224,7 +224,8 @@ def copies_to_owners(layout: Layout, held: Sequence[Sequence[Piece]], shares: Se
             with_choice = np.flatnonzero((own < 0) & (here.geometry.n_holders[cells] > 1))
             n_elems = sizes[with_choice].prod(axis=1).tolist()
             for row, n in zip(with_choice.tolist(), n_elems, strict=True):
-                rank = min(here.geometry.holders_of(int(cells[row])), key=sent.__getitem__)
+                holders: list[int] = np.flatnonzero(entry_of[cells[row]] >= 0).tolist()
+                rank = min(holders, key=sent.__getitem__)
                 entries[row] = entry_of[cells[row], rank]
                 sent[rank] += n
         sources = here.geometry.rank_of[entries]
@@ -279,11 +280,6 @@ class _Geometry:
             self.entry_of[np.ix_(np.flatnonzero(covers[:, box]), self.rank_of[entries])] = entries
         self.n_holders = (self.entry_of >= 0).sum(axis=1)
         self.first_entry = self.entry_of[np.arange(len(self.entry_of)), (self.entry_of >= 0).argmax(axis=1)]
-
-    def holders_of(self, cell: int) -> list[int]:
-        """The ranks that hold it."""
-        ranks: list[int] = np.flatnonzero(self.entry_of[cell] >= 0).tolist()
-        return ranks
 
 
 @dataclass(frozen=True, eq=False)

@@ -277,17 +277,13 @@ class SavedShards:
     def __contains__(self, name: str) -> bool:
         return name in self._boxes
 
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """Raises CheckpointError for a tensor that is not here."""
-        return self._of(name)[0][0].shape
-
     def dtype_of(self, name: str) -> torch.dtype:
-        """Likewise."""
+        """Raises CheckpointError for a tensor that is not here."""
         return _dtype(self._of(name)[0][0].dtype)
 
     def read_whole(self, name: str) -> torch.Tensor:
         """All of a tensor, on the host."""
-        tensor = torch.empty(self.shape_of(name), dtype=self.dtype_of(name))
+        tensor = torch.empty(self._of(name)[0][0].shape, dtype=self.dtype_of(name))
         self.read([whole(name, tensor)])
         return tensor
 
