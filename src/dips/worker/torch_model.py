@@ -557,8 +557,6 @@ class TorchParameters:
         self._narrow = narrow_runs((tensor.dtype, start, stop) for tensor, start, stop in trained)
         self._devices = {group.device for group in self._groups if group.device.type == "cuda"}
         self._sides = {device: torch.cuda.Stream(device) for device in self._devices}
-        self.installs = self.resets = 0
-        """How often the parameters were replaced and the optimizer was reset: other ranks must follow."""
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -617,7 +615,6 @@ class TorchParameters:
             ready.wait(0, self._layout.n_elems)
 
     def install(self, flat: F32) -> None:
-        self.installs += 1
         self._find_buffers()
         # Past the caches where that pays: nothing of a large model is still in them when training reads it.
         copy = hashing_copy(flat.nbytes) or np.copyto
@@ -667,7 +664,6 @@ class TorchParameters:
         return views
 
     def reset_inner_optimizer(self) -> None:
-        self.resets += 1
         clear_moments(self._optimizers)
 
     def _check_still_trained(self) -> None:

@@ -15,7 +15,6 @@ Shapes: n elements of a chunk; into, base and theta float32 (n,); squared float6
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dips.core.chunks import Buffer
 from dips.core.layout import FLOAT32_BYTES
@@ -64,8 +63,6 @@ from dips.core.math.xxh3_numba import (
     xxh3,
 )
 from dips.core.wire import Codec
-
-U8 = NDArray[np.uint8]
 
 BLOCK_ELEMS = BLOCK_BYTES // FLOAT32_BYTES
 

@@ -363,13 +363,13 @@ class NameChecks:
 
     def _takes(self, whose: tuple[str, str], drawn: str, incarnation: str) -> None:
         world, owner = self._world, self._owners.get(whose)
-        if owner is not None and owner.drawn != drawn and self._is_alive(whose, owner):
+        if owner is not None and owner.drawn != drawn and self._is_alive(owner):
             world.violated(
                 f"{whose[0]} {whose[1]} was taken over, as incarnation {incarnation}, from a process that sends beats"
             )
         self._owners[whose] = _Owner(drawn, incarnation, world.kernel.now_s, whose[0] == "slave")
 
-    def _is_alive(self, whose: tuple[str, str], owner: _Owner) -> bool:
+    def _is_alive(self, owner: _Owner) -> bool:
         """Whether the owner is alive, and can reach the master."""
         world = self._world
         process, generation = self._processes[owner.drawn]

@@ -61,11 +61,6 @@ def of_seed(seed: int) -> Shape:
     return SMALL
 
 
-def named(name: str) -> Shape:
-    """The shape with this name. Raises KeyError for an unknown one."""
-    return {shape.name: shape for shape in SHAPES}[name]
-
-
 # ---- run plan --------------------------------------------------------------------------------------------------------
 
 

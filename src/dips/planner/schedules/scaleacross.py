@@ -78,7 +78,7 @@ class _Dora:
     """DoraPP's rule."""
 
     def __init__(self, n_devices: int, chunks: int, n_microbatches: int, together: int) -> None:
-        self._n, self._together = n_devices, together
+        self._together = together
         self._ahead = [(chunks - 1) * together + 2 * (n_devices - 1 - d) + 1 for d in range(n_devices)]
         # Forward passes of a device: groups of microbatches, each through all chunks.
         self._turns = [
