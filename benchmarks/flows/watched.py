@@ -14,12 +14,12 @@ from types import TracebackType
 
 from dips.core.clock import SystemClock
 from dips.core.net.security import INSECURE
-from dips.core.observe.metrics import Families
+from dips.core.observe.metrics import Families, disk_free_bytes
 from dips.core.observe.metrics_server import PATH, LoopSnapshots, MetricsServer
 from dips.slave.connections import ConnectionGuard
 from dips.slave.data_server import DataServer
 from dips.slave.memory import ShardMemory
-from dips.slave.metrics import JOBS, Collector, Counts, DiskSizes, disk_free_bytes, snapshot
+from dips.slave.metrics import JOBS, Collector, Counts, DiskSizes, snapshot
 from dips.slave.state.slave import SlaveMachine
 
 MEMORY_BYTES = 8 << 30

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.journals import append
 
 from dips.core.ids import Version, parse_version
 from dips.core.messages import SnapshotInfo
@@ -367,7 +368,7 @@ def write_run(directory: Path, script: Script, steps: list[Step] | None = None) 
         else:
             entry += 1
             text = json.dumps({"kind": step.kind, **step.fields})
-            journal.append(step.fields["epoch"], entry, step.kind, text, ledger)
+            append(journal, step.fields["epoch"], entry, step.kind, text, ledger)
         grown[at] = journal.newest()
     journal.close()
     for role, name in sorted({(s.source, s.who) for s in steps if s.source not in ("journal", "manifest")}):

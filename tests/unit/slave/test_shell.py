@@ -207,7 +207,7 @@ async def test_a_round_measures_computes_keeps_evidence_and_serves_what_the_refe
         assert names == {"round-r1.1.json", "r1.1-0.safetensors", "round-r1.2.json", "r1.2-0.safetensors",
                          "r1.2-1.safetensors"}  # fmt: skip
         assert [line["version"] for line in slave.tape_says("committed")] == ["1:0", "1:1"]
-        samples = slave.shell.look().counted.collect()["job_seconds"].samples
+        samples = slave.shell.look().counts.collect()["job_seconds"].samples
         jobs = {sample.labels["kind"]: sample.value for sample in samples if sample.name.endswith("_count")}
         assert jobs == {"load": 1, "prepare": 2, "commit": 2, "measure": 1, "list": 1}
         slave.tell(messages.SendCommitRecord(V1, R2))
