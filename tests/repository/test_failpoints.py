@@ -26,6 +26,7 @@ ROLES = ("core", "master", "slave", "worker")
 SECTIONS = {role: getattr(failpoint_names, role.upper()) for role in ROLES}
 PATTERNS = {pattern for section in SECTIONS.values() for pattern in section}
 MACHINERY = SOURCE / "core" / "observe" / "failpoints.py"
+FILES = SOURCE / "core" / "files.py"
 ROLE_OF_PACKAGE = {role: role for role in ROLES} | {"trainer": "worker"}
 MODULES = [path for path in modules() if path.relative_to(SOURCE).parts[0] in ROLE_OF_PACKAGE and path != MACHINERY]
 
@@ -37,7 +38,7 @@ HANDLERS = {"grpc.unary_unary_rpc_method_handler", "grpc.unary_stream_rpc_method
 
 @dataclass(frozen=True)
 class Use:
-    """One call of failpoint(). obeyed: its result is used."""
+    """One call of failpoint(), or one that FILES makes for a place of the caller's. obeyed: its result is used."""
 
     path: Path
     pattern: str
@@ -139,9 +140,27 @@ def _part(part: ast.expr) -> str:
     raise AssertionError(f"only a plain name may stand in a failpoint's braces: {ast.unparse(part)}")
 
 
+def in_files(path: Path) -> Iterator[Use]:
+    """The failpoints that a module has in FILES, by the place or the role that it names there, as far as registered."""
+    for call in calls_of(path):
+        match called(call), [argument.value for argument in call.keywords if argument.arg == "place"], call.args:
+            case "replace_file", [ast.Constant(str(place))], _:
+                role = place.partition(".")[0]
+            case "sync_folder", _, [_, ast.Constant(str(role))]:
+                place = ""
+            case _:
+                continue
+        steps = [pattern_of(step) for step in calls_of(FILES) if is_failpoint(step)]
+        names = {step.replace("{place}", place).replace("{role}", role) for step in steps}
+        yield from (Use(path, name, False) for name in sorted(names & {*all_names()}))
+
+
 def uses() -> list[Use]:
     found = []
     for path in MODULES:
+        found += in_files(path)
+        if path == FILES:
+            continue
         calls = list(filter(is_failpoint, calls_of(path)))
         bare = {id(node.value) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Expr)} if calls else set()
         found += [Use(path, pattern_of(call), id(call) not in bare) for call in calls]
@@ -163,7 +182,7 @@ def test_a_failpoint_stands_wherever_something_can_be_half_done(path: Path) -> N
 
 def test_places_of_every_kind_were_found() -> None:
     found = {path.relative_to(SOURCE).as_posix() for path in MODULES if edges(tree_of(path))}
-    assert found >= {"master/journal.py", "master/directory.py", "master/rpc/services.py", "slave/control.py"}
+    assert found >= {"master/journal.py", "core/files.py", "master/rpc/services.py", "slave/control.py"}
     assert found >= {"slave/disk.py", "worker/control.py"}
 
 

@@ -31,7 +31,6 @@ AGAIN_S = 2.0
 ELSEWHERE: Mapping[str, str] = {
     "master.archive.before_prune": "tests/unit/master/test_archive.py",
     "worker.export.before_rename": "tests/unit/trainer/test_trainer_export.py",
-    "worker.export.before_directory_fsync": "tests/unit/trainer/test_trainer_export.py",
     "worker.status.before_call": "tests/unit/trainer/test_trainer_follower.py",
     "worker.status.after_call": "tests/unit/trainer/test_trainer_follower.py",
     "master.rpc.before_ReturnData": "tests/integration/test_master_server.py",

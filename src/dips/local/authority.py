@@ -8,7 +8,6 @@ revoked by name. Files are replaced whole and private ones are never readable by
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +27,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from dips.core.errors import ConfigError
+from dips.core.files import FolderLock, replace_file
 from dips.core.ids import check_name
 from dips.core.net.keys import (
     CA_FILE,
@@ -106,8 +106,8 @@ class Authority:
     @contextlib.contextmanager
     def locked(self) -> Iterator[Authority]:
         """Alone with the folder; a second command waits."""
-        with _readable(self._ca / LOCK_FILE), (self._ca / LOCK_FILE).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        unusable = f"{self._ca / LOCK_FILE} cannot be written: {{why}}"
+        with FolderLock(self._ca, LOCK_FILE, unusable=unusable, held="", waits=True):
             yield self
 
     # ---- identities ----
@@ -358,22 +358,8 @@ def _checked(file: Path) -> Path:
 
 
 def _write(file: Path, content: bytes, private: bool = False) -> None:
-    """Replace a file whole, flushed; a private one is so from its first byte on. Raises ConfigError."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    with _readable(file):
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o644)
-        try:
-            os.fchmod(handle, 0o600 if private else 0o644)
-            os.write(handle, content)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        os.replace(temporary, file)
-
-
-@contextlib.contextmanager
-def _readable(file: Path) -> Iterator[None]:
+    """Replace a file whole, durably; a private one is so from its first byte on. Raises ConfigError."""
     try:
-        yield
+        replace_file(file, [content], mode=0o600 if private else 0o644)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from error

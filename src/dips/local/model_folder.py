@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dips.core.errors import ConfigError, Refused
+from dips.core.files import sync_folder
 from dips.core.ids import SlaveId, Version
 from dips.core.layout import Layout, layout_from_json
 from dips.core.model_description import WHOLE, Adapter, description_from_json
@@ -305,16 +306,8 @@ def _put_in_place(new: Path, folder: Path) -> None:
             old.unlink()
         for name in sorted((path.name for path in new.iterdir()), key=lambda name: name in _HEADS):
             os.replace(new / name, folder / name)
-        _fsync(folder)
-    _fsync(folder.parent)
-
-
-def _fsync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        sync_folder(folder)
+    sync_folder(folder.parent)
 
 
 def _json(value: Mapping[str, Any]) -> list[memoryview]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dips.core.errors import TERMINATED
+from dips.core.files import replace_file
 from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
 from dips.core.release import software_versions
 from dips.local.log_files import HeldoutPoint, LossPoint
@@ -304,9 +305,7 @@ def failed_checks(report: Mapping[str, Any]) -> list[str]:
 
 def write_report(report: Mapping[str, Any], path: Path) -> None:
     """Write the report whole or not at all."""
-    temporary = path.with_suffix(".json.part")
-    temporary.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
-    temporary.replace(path)
+    replace_file(path, [f"{json.dumps(report, indent=2, allow_nan=False)}\n".encode()])
 
 
 def _heldout(point: HeldoutPoint) -> dict[str, Any]:

@@ -6,16 +6,16 @@ what a run keeps in its directory are here.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from dips.core.errors import ConfigError
+from dips.core.files import FolderLock, is_locked, replace_file
 
 _MARK = "run.json"
 _LOCK = "launch.lock"
@@ -38,7 +38,7 @@ class Mark:
 class RunDirectory:
     """A directory that this process holds until it closes it (or dies)."""
 
-    def __init__(self, path: Path, lock: IO[str], replaced: bool, resumed: bool) -> None:
+    def __init__(self, path: Path, lock: FolderLock, replaced: bool, resumed: bool) -> None:
         self.path = path
         self.replaced = replaced
         self.resumed = resumed
@@ -50,7 +50,7 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._lock.close()
+        self._lock.release()
 
     @property
     def master(self) -> Path:
@@ -98,11 +98,9 @@ def claim(path: Path, mark: Mark) -> RunDirectory:
             f"{path} belongs to run {earlier.run_id!r} of `{earlier.made_by}`, not to run {mark.run_id!r} of "
             f"`{mark.made_by}`: choose another directory, or remove that one"
         )
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be made: {error.strerror}; choose another directory") from error
-    lock = _lock(path)
+    unusable = f"{path} cannot be made: {{why}}; choose another directory"
+    held = f"another dips process runs in {path} (process {{holder}}): end it first, or choose another directory"
+    lock = FolderLock(path, _LOCK, unusable=unusable, held=held)
     if earlier is not None and mark.made_by != DEMO:
         return RunDirectory(path, lock, replaced=False, resumed=True)
     # What a run keeps goes, and only that: a person's own files in the directory stay.
@@ -112,20 +110,14 @@ def claim(path: Path, mark: Mark) -> RunDirectory:
             shutil.rmtree(entry)
         else:
             entry.unlink(missing_ok=True)
-    (path / _MARK).write_text(json.dumps({**asdict(mark), "wall_s": time.time()}, indent=2) + "\n")
+    text = json.dumps({**asdict(mark), "wall_s": time.time()}, indent=2)
+    replace_file(path / _MARK, [f"{text}\n".encode()])
     return RunDirectory(path, lock, replaced=earlier is not None, resumed=False)
 
 
 def is_held(path: Path) -> bool:
     """Whether a launcher runs in this directory now. Changes nothing."""
-    try:
-        with (path / _LOCK).open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    return is_locked(path, _LOCK)
 
 
 def read_mark(path: Path) -> Mark | None:
@@ -139,13 +131,3 @@ def read_mark(path: Path) -> Mark | None:
         return Mark(str(raw["run_id"]), str(raw["made_by"]), str(raw["command"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} cannot be read ({error!r}): choose another directory, or remove this one") from error
-
-
-def _lock(path: Path) -> IO[str]:
-    lock = (path / _LOCK).open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
-        raise ConfigError(f"another dips process runs in {path}: end it first, or choose another directory") from error
-    return lock

@@ -14,7 +14,6 @@ Every function blocks on the disk; only the master that holds the directory's lo
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +22,7 @@ from pathlib import Path
 import xxhash
 
 from dips.core.errors import FatalError
-from dips.core.observe.failpoints import failpoint
-from dips.master.directory import sync_directory
+from dips.core.files import TEMPORARY, replace_file, sync_folder
 
 FOLDER = "archive"
 
@@ -130,9 +128,7 @@ def digest_segments(directory: Path, after: int, previous: str) -> tuple[int, st
             records.append(record.after(previous))
             previous = records[-1].digest
         after = segment.last
-        temporary = segment.path.with_suffix(".tmp")
-        _write(temporary, records)
-        _name_durably(temporary, segment.path)
+        _write(segment, records)
     return after, previous
 
 
@@ -151,37 +147,25 @@ def write_segment(directory: Path, records: Sequence[JournalRecord]) -> Segment:
     folder = directory / FOLDER
     if not folder.is_dir():
         folder.mkdir()
-        sync_directory(directory)
-    for left in folder.glob("*.tmp"):  # of a master that was killed
-        left.unlink()
-    failpoint("master.archive.before_write")
+        sync_folder(directory, "master")
+    for pattern in (f"{TEMPORARY}*", "*.tmp"):  # of a master that was killed; of one of an older release
+        for left in folder.glob(pattern):
+            left.unlink()
     first, last = records[0].number, records[-1].number
     segment = Segment(folder / f"{first:010d}-{last:010d}.jsonl", first, last)
-    temporary = segment.path.with_suffix(".tmp")
-    _write(temporary, records)
-    _name_durably(temporary, segment.path)
+    _write(segment, records)
     return segment
 
 
 def drop_segment(segment: Segment) -> None:
     """Deletes one segment; the journal must have recorded that already. Raises OSError."""
     segment.path.unlink(missing_ok=True)
-    sync_directory(segment.path.parent)
+    sync_folder(segment.path.parent, "master")
 
 
-def _write(path: Path, records: Sequence[JournalRecord]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(_line(record) for record in records)
-        file.flush()
-        failpoint("master.archive.before_fsync")
-        os.fsync(file.fileno())
-
-
-def _name_durably(temporary: Path, path: Path) -> None:
-    failpoint("master.archive.before_rename")
-    os.replace(temporary, path)
-    failpoint("master.archive.after_rename")
-    sync_directory(path.parent)
+def _write(segment: Segment, records: Sequence[JournalRecord]) -> None:
+    text = "".join(map(_line, records))
+    replace_file(segment.path, [text.encode()], place="master.archive")
 
 
 def _line(record: JournalRecord) -> str:

@@ -1,20 +1,14 @@
-"""The master's directory: the lock that allows one process to write there, and the address of the running master.
-
-One process holds the directory at a time. A file's content must never decide this: only the kernel knows whether a
-process is gone.
-"""
+"""The master's directory: the lock that allows one process to write there, and the address of the running master."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dips.core.errors import ConfigError, FatalError, of_disk
-from dips.core.observe.failpoints import failpoint
+from dips.core.errors import ConfigError, FatalError
+from dips.core.files import FolderLock, replace_file
 from dips.core.observe.logs import ChangeLogger
 
 _left = ChangeLogger(logging.getLogger(__name__))
@@ -35,46 +29,11 @@ class MasterAddress:
     epoch: int
 
 
-class DirectoryLock:
-    """The lock of one directory, held until release() or until the process ends in any way."""
-
-    def __init__(self, directory: Path) -> None:
-        """Raises ConfigError when another master holds the directory or it cannot be made or written, FatalError when
-        its disk is full or fails."""
-        self._handle = _open_lock(directory)
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(self._handle, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            self.release()
-            raise ConfigError(
-                f"another master (process {holder}) runs in {directory}: stop it first, or give this one "
-                "another directory"
-            ) from error
-        try:
-            os.ftruncate(self._handle, 0)
-            os.pwrite(self._handle, f"{os.getpid()}\n".encode("ascii"), 0)
-        except OSError as error:
-            self.release()
-            raise FatalError(
-                f"the master's directory {directory} cannot be written ({error.strerror}): check that the disk has "
-                "room and works, then start the master again"
-            ) from error
-
-    def release(self) -> None:
-        """Releases the lock; may be called twice."""
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
-
-
-def _open_lock(directory: Path) -> int:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        return os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        sentence = f"the master's directory {directory} cannot be used ({error.strerror}): give one that it may write"
-        raise of_disk(error, sentence) from error
+def lock_directory(directory: Path) -> FolderLock:
+    """Raises ConfigError when another master has the directory or it cannot be used, FatalError when its disk fails."""
+    unusable = f"the master's directory {directory} cannot be used ({{why}}): give one that it may write"
+    held = f"another master (process {{holder}}) runs in {directory}: stop it first, or give this one another directory"
+    return FolderLock(directory, LOCK_NAME, unusable=unusable, held=held)
 
 
 def write_address(directory: Path, address: MasterAddress) -> None:
@@ -83,13 +42,8 @@ def write_address(directory: Path, address: MasterAddress) -> None:
     Raises FatalError when the disk does not take it.
     """
     path = directory / ADDRESS_NAME
-    temporary = path.with_suffix(f".{address.pid}.tmp")
     try:
-        temporary.write_text(json.dumps(asdict(address)) + "\n", encoding="utf-8")
-        failpoint("master.address.before_rename")
-        os.replace(temporary, path)
-        failpoint("master.address.after_rename")
-        sync_directory(directory)
+        replace_file(path, [f"{json.dumps(asdict(address))}\n".encode()], place="master.address")
     except OSError as error:
         raise FatalError(
             f"the master's address {path} cannot be written ({error.strerror or error}): check that the disk has room "
@@ -128,13 +82,3 @@ def read_address(directory: Path) -> MasterAddress | None:
         raise ConfigError(
             f"{path} does not name a master ({error}): remove it, or name the master's HOST:PORT"
         ) from error
-
-
-def sync_directory(directory: Path) -> None:
-    """Makes the names in a directory durable: flushing a file does not flush its name."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        failpoint("master.directory.before_fsync")
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -22,6 +22,7 @@ from pathlib import Path
 import xxhash
 
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError, RetryLater
+from dips.core.files import FolderLock, sync_folder
 from dips.core.observe.failpoints import failpoint
 from dips.master.archive import (
     EPOCH,
@@ -39,7 +40,7 @@ from dips.master.archive import (
     segments,
     write_segment,
 )
-from dips.master.directory import DirectoryLock, sync_directory
+from dips.master.directory import lock_directory
 from dips.master.state.effects import WriteJournal
 
 _PRUNED_AT_ONCE = 4
@@ -64,7 +65,7 @@ class Retention:
 class Journal:
     """An open journal, locked for this process until close()."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, lock: DirectoryLock, retention: Retention) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection, lock: FolderLock, retention: Retention) -> None:
         self._path = path
         self._connection = connection
         self._lock = lock
@@ -78,7 +79,7 @@ class Journal:
         Raises ConfigError when another master holds the directory, when it belongs to another run or was
         written by another release, or when it cannot be written; FatalError when its content is damaged.
         """
-        lock = DirectoryLock(directory)
+        lock = lock_directory(directory)
         path = directory / FILE_NAME
         try:
             journal = cls(path, connect(path, run_id), lock, retention or Retention())
@@ -221,7 +222,7 @@ class Journal:
             if kept and kept[-1].last >= first:
                 archived = list(kept[-1].records())
                 self._assert_same(archived)
-                sync_directory(kept[-1].path.parent)
+                sync_folder(kept[-1].path.parent, "master")
                 self._delete_to(archived[-1])
 
     def _assert_same(self, archived: Sequence[JournalRecord]) -> None:
@@ -610,7 +611,7 @@ def _create(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
     failpoint("master.journal.before_create")
     connection.execute("COMMIT")
     failpoint("master.journal.after_create")
-    sync_directory(path.parent)
+    sync_folder(path.parent, "master")
 
 
 def _upgrade(connection: sqlite3.Connection, path: Path, run_id: str) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import json
 import mmap
 import os
@@ -20,6 +19,7 @@ import numpy as np
 import xxhash
 
 from dips.core.errors import ConfigError, of_disk
+from dips.core.files import TEMPORARY, sync_folder
 from dips.core.observe.failpoints import failpoint
 
 # ---- overwrite -------------------------------------------------------------------------------------------------------
@@ -167,7 +167,6 @@ _sync_file_range = _find_sync_file_range()
 IO_BYTES = 4 << 20
 """Read in pieces of this size: large enough for the disk, small enough for the cache."""
 
-TEMPORARY = ".tmp-"
 BLOCK_BYTES = 512
 """The unit of st_blocks, whatever the file system's own is (stat(2))."""
 
@@ -292,13 +291,7 @@ class LocalDisk:
             os.unlink(self._directory / name)
 
     def sync_names(self) -> None:
-        handle = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            failpoint("slave.directory.before_fsync")
-            os.fsync(handle)
-            failpoint("slave.directory.after_fsync")
-        finally:
-            os.close(handle)
+        sync_folder(self._directory, "slave")
 
 
 def replace_durably(disk: Disk, name: str, data: bytes) -> None:
@@ -400,27 +393,6 @@ _REMEDY = "restore it from a copy, or begin again in an empty directory"
 IDENTITY = "identity.json"
 KEYS = frozenset({"run_id", "slave_id", "directory_id"})
 DRAWN_BYTES = 16
-
-
-class DirectoryLock:
-    """One slave's directory, made if needed and locked while this object is open. Raises ConfigError."""
-
-    def __init__(self, directory: Path) -> None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise of_disk(error, f"the slave's directory {directory} cannot be used: {error.strerror}") from error
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._handle)
-            raise ConfigError(
-                f"another slave uses the directory {directory}: stop it, or give this one its own directory"
-            ) from error
-
-    def close(self) -> None:
-        os.close(self._handle)
 
 
 def claim(disk: Disk, run_id: str, slave_id: str) -> bytes:

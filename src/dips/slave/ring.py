@@ -16,11 +16,12 @@ from pathlib import Path
 import xxhash
 
 from dips.core.errors import RefusalCode, Refused
+from dips.core.files import TEMPORARY, FolderLock
 from dips.core.ids import RoundId, Version
 from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import SnapshotInfo
 from dips.core.observe.failpoints import failpoint
-from dips.slave.disk import IO_BYTES, TEMPORARY, DirectoryLock, Disk, LocalDisk, Promise, claim, listed, replace_durably
+from dips.slave.disk import IO_BYTES, Disk, LocalDisk, Promise, claim, listed, replace_durably
 from dips.slave.memory import DISK_RETRY_S, F32, U8, bytes_of
 from dips.slave.snapshot_files import (
     HEADER_BYTES,
@@ -478,19 +479,21 @@ class SnapshotStore:
 
     def __init__(self, directory: Path, run_id: str, slave_id: str, snapshots_kept: int) -> None:
         self.directory = directory
-        self._lock = DirectoryLock(directory)
+        unusable = f"the slave's directory {directory} cannot be used: {{why}}"
+        held = f"another slave uses {directory} (process {{holder}}): stop it, or give this one its own directory"
+        self._lock = FolderLock(directory, "lock", unusable=unusable, held=held)
         try:
             self._disk = LocalDisk(directory)
             self.directory_id = claim(self._disk, run_id, slave_id)
             self.promise = Promise(self._disk)
             self.ring = Ring(self._disk, run_id, slave_id, snapshots_kept)
         except BaseException:
-            self._lock.close()
+            self._lock.release()
             raise
 
     def close(self) -> None:
         """Release the lock."""
-        self._lock.close()
+        self._lock.release()
 
     def scan(self) -> list[str]:
         """Verify every snapshot. Returns one sentence for each that cannot be used. Raises ConfigError."""

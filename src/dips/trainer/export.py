@@ -7,8 +7,6 @@ copies the model: memory is that of the version itself.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +19,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from dips.core.errors import ConfigError, Refused
+from dips.core.files import replace_file
 from dips.core.ids import Version, parse_version
 from dips.core.layout import Layout, layout_from_json
 from dips.core.model_description import Adapter, Lacking, ModelDescription
-from dips.core.observe.failpoints import failpoint
 from dips.worker.checkpoint_files import ITEM_BYTES, MAX_HEADER_BYTES, RawTensor, safetensors_header
 
 # ---- fill ------------------------------------------------------------------------------------------------------------
@@ -293,25 +291,8 @@ def _opened(path: Path, read: Callable[[Any], T]) -> T:
 
 
 def write_whole(path: Path, parts: Iterable[memoryview]) -> None:
-    """Write a file as a whole: temporary file next to it, fsync, rename, fsync of the folder. Raises ConfigError."""
-    temporary: str | None = None
+    """Write a file as a whole. Raises ConfigError."""
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        failpoint("worker.export.before_rename")
-        os.replace(temporary, path)
-        handle = os.open(path.parent, os.O_RDONLY)
-        try:
-            failpoint("worker.export.before_directory_fsync")
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        replace_file(path, parts, place="worker.export")
     except OSError as error:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
         raise ConfigError(f"the export {path} cannot be written: {error.strerror or error}") from error

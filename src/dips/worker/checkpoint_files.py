@@ -17,7 +17,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from dips.core.errors import ConfigError, DipsError, of_disk
+from dips.core.errors import DipsError
+from dips.core.files import TEMPORARY, FolderLock, replace_file, sync_folder
 from dips.core.observe.failpoints import failpoint
 from dips.worker.state.effects import PushRecord
 from dips.worker.state.saved import SavedStateError, push_from_json, push_to_json
@@ -33,7 +34,7 @@ from dips.worker.state.saved import SavedStateError, push_from_json, push_to_jso
 
 
 IO_BYTES = 4 << 20
-"""Size of one read or write: large enough for the disk, small enough for the cache."""
+"""Size of one read, or of what is hashed and written at once: large enough for the disk, small enough for the cache."""
 
 MAX_HEADER_BYTES = 64 << 20
 """Largest header. It takes about 100 bytes for each tensor, so this allows some hundred thousand of them."""
@@ -223,51 +224,19 @@ def _canonical(body: Mapping[str, Any]) -> bytes:
 
 
 def write_durably(path: Path, parts: Iterable[memoryview]) -> CheckpointStamp:
-    """Replace a file as a whole: temporary file, flush, rename, flush of the directory.
-
-    Raises OSError; the temporary file is then removed, and the file is the old one or the complete new one.
-    """
-    temporary = path.with_name(f".tmp-{path.name}")
-    try:
-        stamp = _write_parts(temporary, parts)
-        failpoint("worker.checkpoint.before_rename")
-        os.replace(temporary, path)
-        failpoint("worker.checkpoint.after_rename")
-        fsync_directory(path.parent)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    return stamp
-
-
-def fsync_directory(directory: Path) -> None:
-    """Make names durable: a rename is durable only once its directory is flushed."""
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        failpoint("worker.checkpoint.before_directory_fsync")
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _write_parts(path: Path, parts: Iterable[memoryview]) -> CheckpointStamp:
+    """Replace a file as a whole. Raises OSError; the file is then the old one or the complete new one."""
     hasher, total = xxhash.xxh3_128(), 0
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        failpoint("worker.checkpoint.before_write")
+
+    def pieces() -> Iterator[memoryview]:
+        nonlocal total
         for part in parts:
             for begin in range(0, part.nbytes, IO_BYTES):
                 piece = part[begin : begin + IO_BYTES]
                 hasher.update(piece)
                 total += piece.nbytes
-                while piece.nbytes:
-                    piece = piece[os.write(handle, piece) :]
-        failpoint("worker.checkpoint.before_fsync")
-        os.fsync(handle)
-        failpoint("worker.checkpoint.after_fsync")
-    finally:
-        os.close(handle)
+                yield piece
+
+    replace_file(path, pieces(), place="worker.checkpoint")
     return CheckpointStamp(total, hasher.hexdigest())
 
 
@@ -352,30 +321,21 @@ class CheckpointStore:
 
     def __init__(self, directory: Path, kept: int) -> None:
         """kept: checkpoints to keep. Raises ConfigError when another process uses the directory, or it is unusable."""
-        import fcntl  # not on Windows, where programs without a master run
-
         self.directory = directory
         self._kept = kept
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._lock: int | None = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            sentence = f"checkpoints cannot be kept in {directory}: {error.strerror}; give another --checkpoint-dir"
-            raise of_disk(error, sentence) from error
-        try:
-            # A lock of the process: a forked data loader does not inherit it and so cannot keep it after our end.
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.close()
-            raise ConfigError(
-                f"another process keeps its checkpoints in {directory}: end it first, or give each cluster a "
-                "--checkpoint-dir of its own"
-            ) from error
+        self._lock = FolderLock(
+            directory,
+            _LOCK,
+            unusable=f"checkpoints cannot be kept in {directory}: {{why}}; give another --checkpoint-dir",
+            held=f"another process ({{holder}}) keeps its checkpoints in {directory}: end it first, or give each "
+            "cluster a --checkpoint-dir of its own",
+            of_process=True,
+        )
         # A crash leaves temporary files, and tensors without a manifest.
         numbers = set(self.numbers())
         started = {*self._named("safetensors"), *self._named(_FOLDER)}
         self._next = max([0, *numbers, *started]) + 1
-        for path in directory.glob(".tmp-*"):
+        for path in directory.glob(f"{TEMPORARY}*"):
             with contextlib.suppress(OSError):
                 path.unlink()
         for number in started - numbers:
@@ -383,9 +343,7 @@ class CheckpointStore:
 
     def close(self) -> None:
         """Unlock the directory. May be called twice."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock.release()
 
     def __enter__(self) -> CheckpointStore:
         return self
@@ -429,8 +387,8 @@ class CheckpointStore:
         """
         body = {"format": FORMAT, "number": number, "content": content, "tensors": {"files_of_ranks": list(files)}}
         try:
-            fsync_directory(folder_of_ranks(self.directory, number))
-            fsync_directory(self.directory)
+            sync_folder(folder_of_ranks(self.directory, number), "worker")
+            sync_folder(self.directory, "worker")
             failpoint("worker.checkpoint.before_manifest")
             write_record(self._path(number, "json"), body)
         except OSError:

@@ -16,8 +16,8 @@ from support.journals import append, records_of
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError
 from dips.master.archive import FILE_NAME
 from dips.master.directory import (
-    DirectoryLock,
     MasterAddress,
+    lock_directory,
     read_address,
     remove_address,
     write_address,
@@ -155,14 +155,15 @@ def test_a_full_disk_is_told_with_its_remedy(tmp_path: Path, monkeypatch: pytest
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(FatalError, match=r"address .*master\.json cannot be written \(No space left"):
         write_address(tmp_path, MasterAddress("127.0.0.1:4000", "demo", 12, 1))
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(FatalError, match=r"directory .* cannot be written .*check that the disk has room"):
-        DirectoryLock(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(FatalError, match=r"directory .* cannot be used \(No space left"):
+        lock_directory(tmp_path)
     monkeypatch.undo()
-    DirectoryLock(tmp_path).release()
+    lock_directory(tmp_path).release()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"address": "127.0.0.1:1"}', '{"other": 1}'])
@@ -174,7 +175,7 @@ def test_an_address_file_of_nobody_is_refused(tmp_path: Path, text: str) -> None
 
 def test_a_lock_file_left_by_a_dead_process_does_not_hold_the_directory(tmp_path: Path) -> None:
     (tmp_path / "master.lock").write_text("999999\n")
-    lock = DirectoryLock(tmp_path)
+    lock = lock_directory(tmp_path)
     assert (tmp_path / "master.lock").read_text() == f"{os.getpid()}\n"
     lock.release()
     lock.release()

@@ -132,7 +132,7 @@ def test_a_failed_export_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dips.trainer.export.os.fsync", full)
+    monkeypatch.setattr("dips.core.files.os.fsync", full)
     with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
         export_model(own_model(), path)
     assert path.read_text() == "old"

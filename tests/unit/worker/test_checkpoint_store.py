@@ -19,6 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 from support.checkpoints import newest_of
 
+from dips.core import files
 from dips.core.errors import ConfigError
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.worker import checkpoint_files
@@ -202,14 +203,10 @@ class Dead(BaseException):
 
 
 class DyingSystem:
-    """Stands for the module `os` in checkpoint_file; dies at the given step. A step may be done half before that.
+    """Stands for the module `os` in core/files.py; dies at the given step. A step may be done half before that.
 
     `power`: the machine loses power, not only the process: what was written and not flushed is torn.
     """
-
-    O_RDONLY, O_WRONLY, O_CREAT, O_TRUNC = os.O_RDONLY, os.O_WRONLY, os.O_CREAT, os.O_TRUNC
-    O_DIRECTORY = os.O_DIRECTORY
-    fstat, close = staticmethod(os.fstat), staticmethod(os.close)
 
     def __init__(self, steps_left: int, power: bool) -> None:
         self.steps_left = steps_left
@@ -246,6 +243,9 @@ class DyingSystem:
         assert one not in self._unflushed.values(), "renamed before it is durable"
         os.replace(one, two)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
 
 Act = Callable[[checkpoint_files.CheckpointStore], None]
 
@@ -260,7 +260,7 @@ def deaths(folder: Path, monkeypatch: pytest.MonkeyPatch, act: Act, power: bool)
         shutil.copytree(folder / "template", folder / str(steps))
         died = False
         with checkpoint_files.CheckpointStore(folder / str(steps), kept=2) as before, monkeypatch.context() as patch:
-            patch.setattr(checkpoint_files, "os", DyingSystem(steps, power))
+            patch.setattr(files, "os", DyingSystem(steps, power))
             try:
                 act(before)
             except Dead:
@@ -349,7 +349,7 @@ def test_a_disk_that_fails_leaves_the_old_ones_and_no_rest(
 
     setattr(system, failing, fail)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_files, "os", system)
+        patch.setattr(files, "os", system)
         with pytest.raises(OSError, match="No space left"):
             write(store, 2)
     assert sorted(path.name for path in store.directory.iterdir()) == before

@@ -22,6 +22,7 @@ from rich.console import Console
 import dips
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError, DipsError
+from dips.core.files import replace_file
 from dips.core.release import software_versions
 from dips.lab.compare.methods import find_method
 from dips.lab.compare.pool import CompareProgress, JobWork, PoolJobFailed, run_jobs
@@ -169,11 +170,9 @@ def computing_modules() -> dict[str, Path]:
 
 def write_json(path: Path, content: dict[str, Any], option: str = "--run-dir") -> None:
     """Write a JSON file atomically. Raises ConfigError for a place that cannot be written; option: what chose it."""
-    temporary = path.with_suffix(f".{os.getpid()}.part")  # another command may be writing the same run at this moment
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-        temporary.replace(path)
+        replace_file(path, [f"{json.dumps(content, indent=1, allow_nan=False)}\n".encode()])
     except OSError as error:
         remedy = f"choose another folder with {option}"
         raise ConfigError(f"{path} cannot be written: {error.strerror}: {remedy}") from error

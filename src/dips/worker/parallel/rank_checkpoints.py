@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError
+from dips.core.files import TEMPORARY, sync_folder
 from dips.core.share import Share
 from dips.worker.checkpoint import Begun, Checkpoints
 from dips.worker.checkpoint_files import (
@@ -34,7 +35,6 @@ from dips.worker.checkpoint_files import (
     CheckpointStore,
     Manifest,
     folder_of_ranks,
-    fsync_directory,
     read_manifest,
 )
 from dips.worker.config import ClientConfig
@@ -100,11 +100,11 @@ class RankCheckpoints:
         self._check_shared()
 
     def _check_shared(self) -> None:
-        name, problem = f".tmp-seen-{secrets.token_hex(8)}", ""
+        name, problem = f"{TEMPORARY}seen-{secrets.token_hex(8)}", ""
         if self._ranks.rank == 0:
             try:
                 (self.directory / name).touch()
-                fsync_directory(self.directory)
+                sync_folder(self.directory, "worker")
             except OSError as error:
                 problem = f"checkpoints cannot be kept in {self.directory}: {error.strerror}"
         said = json.loads(self._ranks.gather(json.dumps([name, problem]).encode())[0])

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from dips.core.errors import DipsError, RefusalCode, Refused
+from dips.core.files import TEMPORARY
 from dips.core.ids import Incarnation, RoundId
 from dips.core.messages import (
     Allow,
@@ -42,7 +43,7 @@ from dips.lab.sim.hosts.shard_memory import Shard, SimDataPort, SimulatedShardMe
 from dips.lab.sim.kernel import Action
 from dips.lab.sim.network import End, Stream
 from dips.lab.sim.world import Away, SlaveProcess, World
-from dips.slave.disk import TEMPORARY, Promise
+from dips.slave.disk import Promise
 from dips.slave.ring import Ring
 from dips.slave.state import effects, events
 from dips.slave.state.admission import Admission
