@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from support.journals import append
 
+from dips.core.files import make_folder
 from dips.core.ids import Version, parse_version
 from dips.core.messages import SnapshotInfo
 from dips.core.observe.tape import Tape
@@ -358,7 +359,7 @@ def check(steps: list[Step], **options: Any) -> Checker:
 def write_run(directory: Path, script: Script, steps: list[Step] | None = None) -> Path:
     """The facts as a run's directory has them: a journal, a tape for each process, and each slave's newest snapshot."""
     steps = script.steps if steps is None else steps
-    (directory / "master").mkdir(parents=True)
+    make_folder(directory / "master")
     ledger = json.dumps(script.ledger())
     journal = Journal.open(directory / "master", "test")
     entry, grown = 0, dict[int, tuple[int, str]]()
@@ -388,7 +389,7 @@ def write_run(directory: Path, script: Script, steps: list[Step] | None = None) 
 
 def _write_snapshot(directory: Path, slave: str, said: dict[str, Any]) -> None:
     """A ring of two files, one of them committed; the shard is all zeros, whatever its digest says."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory)
     ring = Ring(LocalDisk(directory), "test", slave, 1)
     ring.make(N_ELEMS)
     version, round_id = parse_version(said["version"]), parse_round(said["round"])

@@ -14,6 +14,7 @@ from rich.console import Console
 from dips.cli.run_options import insecure_asked
 from dips.core.clock import SystemClock
 from dips.core.errors import KEYS_REFUSED_EXIT, RefusalCode, Refused
+from dips.core.files import share_with
 from dips.core.net.addresses import format_address, parse_address
 from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE
 from dips.core.observe.logs import say_last
@@ -57,6 +58,7 @@ def up(
     page = run.page if page is None else page
     plan = with_page(plan, run.directory) if page else without_page(plan)
     refuse_what_cannot_start(run, plan)
+    share_with(run.files_group)
     clock = SystemClock()
     console = Console(stderr=True)
     with claim(run.directory, Mark(plan.run_id, UP, " ".join(sys.argv))) as directory:

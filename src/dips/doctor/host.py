@@ -18,6 +18,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from dips.core.file_limit import WANTED_FILES
+from dips.core.files import open_to_others
 from dips.core.release import DISTRIBUTION, how_to_install, requirement
 from dips.core.threads import usable_processors
 from dips.core.units import format_bits_per_s, format_bytes, format_seconds
@@ -75,6 +76,18 @@ def check_writable(directory: Path) -> Finding:
     if not os.access(place, os.W_OK | os.X_OK):
         return fail("directory", f"{place} cannot be written by this user", "change its owner, or choose another one")
     return ok("directory", f"{directory} can be written")
+
+
+def check_closed(folders: Iterable[Path], group: str) -> Findings:
+    """Whether other users of this machine can open what a run keeps in these folders. group: of files_group."""
+    there = {folder.resolve() for folder in folders if folder.is_dir()}
+    for folder in sorted(one for one in there if there.isdisjoint(one.parents)):
+        if found := list(open_to_others(folder, group)):
+            what = f"other users of this machine can open {len(found)} of its files and folders, such as {found[-1]}"
+            remedy = f"chgrp -R {group} {folder} && chmod -R o= {folder}" if group else f"chmod -R go= {folder}"
+            yield warn("permissions", f"{folder}: {what}", remedy)
+        else:
+            yield ok("permissions", f"{folder} is closed to other users")
 
 
 def check_room(rooms: Iterable[Room]) -> Findings:

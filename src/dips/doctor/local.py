@@ -75,6 +75,7 @@ class LocalDoctor:
             extras.append("worker")
         return [
             Check("directory", self._directory),
+            Check("permissions", self._permissions),
             Check("packages", partial(check_packages, extras)),
             Check("clusters", self._clusters),
             Check("data", self._data),
@@ -106,6 +107,12 @@ class LocalDoctor:
         if self.runs_now:
             sentence = f"a launcher runs in {directory} now, so its ports are taken by the run itself"
             yield warn("directory", sentence, "only what does not depend on ports is checked; end the run to check all")
+
+    def _permissions(self) -> Findings:
+        plan = self._plan
+        folders = [self._run.directory, plan.master.directory, *(slave.directory for slave in plan.slaves)]
+        folders += [one.client.checkpoint_dir for one in plan.clusters if one.client.checkpoint_dir is not None]
+        return disk.check_closed(folders, self._run.files_group)
 
     def _programs(self) -> Findings:
         for cluster in self._own:

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from dips.core.errors import ConfigError
-from dips.core.files import FolderLock, replace_file
+from dips.core.files import FolderLock, make_folder, replace_file, secret
 from dips.core.ids import check_name
 from dips.core.net.keys import (
     CA_FILE,
@@ -107,7 +107,7 @@ class Authority:
     def locked(self) -> Iterator[Authority]:
         """Alone with the folder; a second command waits."""
         unusable = f"{self._ca / LOCK_FILE} cannot be written: {{why}}"
-        with FolderLock(self._ca, LOCK_FILE, unusable=unusable, held="", waits=True):
+        with FolderLock(self._ca, LOCK_FILE, unusable=unusable, held="", waits=True, opener=secret):
             yield self
 
     # ---- identities ----
@@ -211,7 +211,7 @@ class Authority:
         row = Issued(f"{certificate.serial_number:x}", role.value, name, certificate.not_valid_after_utc.isoformat())
         rows = [asdict(item) for item in (*self.issued(), row)]
         _write(self._ca / ISSUED_FILE, _as_json({"issued": rows}))
-        _write(place / KEY_FILE, _key_pem(key), private=True)
+        _write(place / KEY_FILE, _key_pem(key))
         _write(place / CERT_FILE, certificate.public_bytes(Encoding.PEM))
         _write(place / CA_FILE, self._bundle())
         if (self._ca / REVOKED_FILE).exists():
@@ -297,7 +297,7 @@ def _write_authority(ca: Path, older: bytes, now: datetime) -> None:
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
-    _write(ca / CA_KEY_FILE, _key_pem(key), private=True)
+    _write(ca / CA_KEY_FILE, _key_pem(key))
     _write(ca / CA_FILE, certificate.public_bytes(Encoding.PEM) + older)
 
 
@@ -345,7 +345,7 @@ def _as_json(content: Mapping[str, object]) -> bytes:
 
 def _make_private(directory: Path) -> None:
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(directory, private=True)
         directory.chmod(0o700)
     except OSError as error:
         raise ConfigError(f"{directory} cannot be made: {error.strerror}; choose another folder") from error
@@ -357,9 +357,9 @@ def _checked(file: Path) -> Path:
     return file
 
 
-def _write(file: Path, content: bytes, private: bool = False) -> None:
-    """Replace a file whole, durably; a private one is so from its first byte on. Raises ConfigError."""
+def _write(file: Path, content: bytes) -> None:
+    """Replace a file whole, durably; its owner alone can read it, from its first byte on. Raises ConfigError."""
     try:
-        replace_file(file, [content], mode=0o600 if private else 0o644)
+        replace_file(file, [content], opener=secret)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from error

@@ -26,6 +26,7 @@ from rich.console import Console
 from dips.core.clock import Clock
 from dips.core.config import load
 from dips.core.errors import ConfigError, FatalError
+from dips.core.files import GROUP_VARIABLE, share_with
 from dips.core.messages import StatusReply
 from dips.core.net.addresses import format_address
 from dips.core.units import format_count, format_seconds
@@ -424,6 +425,7 @@ def run_demo(wanted: DemoOptions, console: Console, clock: Clock) -> DemoResult:
     train = train_settings(wanted)
     if wanted.cut_link:
         check_possible()
+    share_with(os.environ.get(GROUP_VARIABLE, ""))
     with (
         claim(wanted.run_dir, Mark(RUN_ID, DEMO, command)) as directory,
         progress_for(console, clock) as progress,

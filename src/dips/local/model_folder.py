@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dips.core.errors import ConfigError, Refused
-from dips.core.files import sync_folder
+from dips.core.files import TEMPORARY, sync_folder
 from dips.core.ids import SlaveId, Version
 from dips.core.layout import Layout, layout_from_json
 from dips.core.model_description import WHOLE, Adapter, description_from_json
@@ -151,7 +151,8 @@ def write_folder(content: FolderContent, folder: Path, force: bool = False) -> N
     folder = folder.absolute()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        new = folder.with_name(f"{TEMPORARY}{folder.name}.{secrets.token_hex(4)}")
+        new.mkdir()
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be written: {error.strerror or error}") from error
     try:
@@ -296,7 +297,6 @@ def _n_bytes(tensor: NDArray[np.float32] | RawTensor) -> int:
 
 def _put_in_place(new: Path, folder: Path) -> None:
     """A new folder at once. In one that is there its head goes first and comes last."""
-    new.chmod(0o755)
     if not folder.exists() or not any(folder.iterdir()):
         os.rename(new, folder)  # an empty folder gives way
     else:

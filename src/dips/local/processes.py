@@ -21,6 +21,7 @@ import typer
 
 from dips.core.config import environment_name
 from dips.core.errors import ConfigError, Refused
+from dips.core.files import GROUP_VARIABLE
 from dips.core.messages import Settings
 from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE, SETTINGS
 from dips.core.observe.logs import LOG_FORMAT_VARIABLE, LogFormat
@@ -114,6 +115,7 @@ class RunPlan:
     log_format: LogFormat = "human"  # of all processes
     metrics: bool = False  # every process serves them, at a free loopback port where none is set
     public_host: str = ""  # under what other machines find this one; empty: the run is for this machine alone
+    files_group: str = ""  # may read what all processes keep
 
     @property
     def cluster_ids(self) -> list[str]:
@@ -242,8 +244,9 @@ def _environment(plan: RunPlan, added: Mapping[str, str] | None = None) -> dict[
     prefixes = tuple(f"DIPS_{section}_" for section in _SECTIONS)
     ours = {"DIPS_MASTER", KEYS_VARIABLE, INSECURE_VARIABLE}
     kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith(prefixes)}
+    shared = {GROUP_VARIABLE: plan.files_group} if plan.files_group else {}
     # A log that is read while the process runs must not wait in a buffer.
-    return {**kept, "PYTHONUNBUFFERED": "1", LOG_FORMAT_VARIABLE: plan.log_format, **(added or {})}
+    return {**kept, **shared, "PYTHONUNBUFFERED": "1", LOG_FORMAT_VARIABLE: plan.log_format, **(added or {})}
 
 
 # ---- metrics option --------------------------------------------------------------------------------------------------

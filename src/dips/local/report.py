@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dips.core.errors import TERMINATED
-from dips.core.files import replace_file
+from dips.core.files import closed, replace_file
 from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
 from dips.core.release import software_versions
 from dips.local.log_files import HeldoutPoint, LossPoint
@@ -184,7 +184,8 @@ def draw_losses(
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.legend(loc="outside lower center", ncols=_LEGEND_COLUMNS, fontsize="small", frameon=False)
-    figure.savefig(path, format="png")
+    with open(path, "wb", opener=closed) as file:
+        figure.savefig(file, format="png")
 
 
 def running_mean(points: Sequence[LossPoint]) -> list[float]:

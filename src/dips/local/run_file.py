@@ -30,6 +30,7 @@ from dips.core.config import (
     load_table,
 )
 from dips.core.errors import ConfigError
+from dips.core.files import GROUP_VARIABLE, FilesGroup
 from dips.core.net.addresses import MAX_PORT, format_address, is_loopback, parse_address
 from dips.core.net.security import SETTINGS
 from dips.core.observe.logs import LogFormat
@@ -80,6 +81,7 @@ class RunKnobs(Knobs):
         "metrics/*.json in the run's directory say where.",
     )
     log_format: LogFormat = Field("human", description="Form of all processes' log lines: human, or json for machines.")
+    files_group: FilesGroup = ""
 
     @field_validator("slaves", mode="before")
     @classmethod
@@ -109,7 +111,8 @@ def read_run_file(file: Path, insecure: bool = False, log_format: LogFormat | No
     tables = SettingsFile.read(file, TABLES)
     _refuse_security(tables)
     overrides = {"insecure": True if insecure else None, "log_format": log_format}
-    run = load(RunKnobs, "run", file=tables, overrides=overrides).value
+    variables = {"files_group": GROUP_VARIABLE}
+    run = load(RunKnobs, "run", file=tables, variables=variables, overrides=overrides).value
     check_unique(run.slave_ids, "name", f"{file} [run] slaves")
     train = load(TrainConfig, TRAIN_SECTION, file=tables)
     client = load(ClientConfig, WORKER_SECTION, file=tables)
@@ -125,6 +128,7 @@ def read_run_file(file: Path, insecure: bool = False, log_format: LogFormat | No
         run.log_format,
         run.metrics,
         public_host(run, master),
+        run.files_group,
     )
     check_servers(master, plan.slaves[0], str(file))
     _check_ports(file, plan)

@@ -34,6 +34,7 @@ from dips.core.errors import (
     RefusalCode,
     Refused,
 )
+from dips.core.files import closed, make_folder
 from dips.core.observe.logs import LogFormat, LogLine, parse, rendered
 from dips.core.units import format_seconds
 from dips.local.child import wrapped
@@ -290,8 +291,8 @@ class ProcessSupervisor:
         begins = f"{spec.name}, start {child.starts + 1}: {' '.join(spec.command)}"
         line = LogLine(self._clock.wall_s(), "INFO", "launch", spec.name, begins, logger="dips.launch")
         try:
-            spec.log_path.parent.mkdir(parents=True, exist_ok=True)
-            log = spec.log_path.open("ab", buffering=0)
+            make_folder(spec.log_path.parent)
+            log = open(spec.log_path, "ab", buffering=0, opener=closed)
         except OSError as error:
             if child.starts == 0 and error.errno not in DISK_ERRORS:
                 raise ConfigError(f"{spec.log_path} cannot be written: {error.strerror}") from error

@@ -22,7 +22,7 @@ from pathlib import Path
 import xxhash
 
 from dips.core.errors import FatalError
-from dips.core.files import TEMPORARY, replace_file, sync_folder
+from dips.core.files import TEMPORARY, make_folder, replace_file, sync_folder
 
 FOLDER = "archive"
 
@@ -146,7 +146,7 @@ def write_segment(directory: Path, records: Sequence[JournalRecord]) -> Segment:
     """Makes records durable as the next segment, which gets its name only when it is whole. Raises OSError."""
     folder = directory / FOLDER
     if not folder.is_dir():
-        folder.mkdir()
+        make_folder(folder)
         sync_folder(directory, "master")
     for pattern in (f"{TEMPORARY}*", "*.tmp"):  # of a master that was killed; of one of an older release
         for left in folder.glob(pattern):

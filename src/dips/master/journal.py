@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -22,7 +23,7 @@ from pathlib import Path
 import xxhash
 
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError, RetryLater
-from dips.core.files import FolderLock, sync_folder
+from dips.core.files import FolderLock, closed, settle, sync_folder
 from dips.core.observe.failpoints import failpoint
 from dips.master.archive import (
     EPOCH,
@@ -454,12 +455,17 @@ TABLES_WITHOUT_DIGESTS = {
 def connect(path: Path, run_id: str) -> sqlite3.Connection:
     """Opens or makes the file for writing. Raises ConfigError and FatalError as Journal.open does."""
     with disk_errors_fatal(path):
+        settle(path)
+        if not path.exists():  # SQLite makes its other files as this one is
+            os.close(closed(path, os.O_WRONLY | os.O_CREAT))
         # The thread that opens and the journal's own thread use the connection in turn, never both at once.
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
             _prepare(connection, path, run_id)
+            for other in ("-wal", "-shm"):  # of an earlier release, or of a folder that is not the group's
+                settle(path.with_name(path.name + other))
         except BaseException:
             connection.close()
             raise

@@ -20,6 +20,7 @@ from dips.core.clock import Clock, SystemClock
 from dips.core.config import Loaded
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError
 from dips.core.file_limit import raise_file_limit
+from dips.core.files import share_with
 from dips.core.net.addresses import dialable, format_address, parse_address, shown_listening
 from dips.core.net.keys import security_of
 from dips.core.net.security import Identity, Role, Security
@@ -294,6 +295,7 @@ def run(config: MasterConfig, loaded: Loaded[MasterConfig] | None = None) -> int
     raise_file_limit()
     configure_logging("master", config.run_id, config.log_level, config.log_format)
     install("master", enabled=config.failpoints)
+    share_with(config.files_group)
     if loaded is not None:
         _logger.info("settings:\n%s", loaded.describe())
     return asyncio.run(serve(config, MasterMachine)).exit_code

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from dips.core.errors import ConfigError, of_disk
-from dips.core.files import TEMPORARY, sync_folder
+from dips.core.files import TEMPORARY, closed, sync_folder
 from dips.core.observe.failpoints import failpoint
 
 # ---- overwrite -------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class _Overwritten:
     """An open file with its two ways of writing; any thread may write, each its own bytes. `with` closes it."""
 
     def __init__(self, path: Path, straight: bool) -> None:
-        self._plain = os.open(path, os.O_WRONLY)
+        self._plain = closed(path, os.O_WRONLY)  # an earlier release made it open
         self._direct = _open_direct(path) if straight else None
         self._refused = self._direct is None
 
@@ -244,7 +244,7 @@ class LocalDisk:
         return status.f_bavail * status.f_frsize
 
     def allocate(self, name: str, n_bytes: int) -> None:
-        handle = os.open(self._directory / name, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = closed(self._directory / name, os.O_RDWR | os.O_CREAT)
         try:
             failpoint("slave.ring.before_allocate")
             os.posix_fallocate(handle, 0, n_bytes)
@@ -262,7 +262,8 @@ class LocalDisk:
     def create(self, name: str, data: bytes) -> None:
         file = kind_of(name)
         failpoint(f"slave.{file}.before_create")
-        handle = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self.remove(name)  # someone may have it open
+        handle = closed(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             left = memoryview(data)
             while left:

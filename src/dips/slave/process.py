@@ -14,6 +14,7 @@ from dips.core.clock import SystemClock
 from dips.core.config import Loaded
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, DipsError, of_disk
 from dips.core.file_limit import raise_file_limit
+from dips.core.files import share_with
 from dips.core.net.addresses import format_address, is_elsewhere, is_loopback_endpoint, parse_address
 from dips.core.net.keys import security_of
 from dips.core.net.security import Security, check_reach
@@ -92,6 +93,7 @@ def run(config: SlaveConfig, loaded: Loaded[SlaveConfig] | None = None) -> int:
     try:
         configure_logging("slave", config.slave_id, config.log_level, config.log_format)
         failpoints.install("slave", enabled=config.failpoints)
+        share_with(config.files_group)
         if loaded is not None:
             log.info("settings:\n%s", loaded.describe())
         return asyncio.run(_until_signalled(config))

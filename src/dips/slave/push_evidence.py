@@ -17,6 +17,7 @@ from typing import Any
 
 import xxhash
 
+from dips.core.files import closed, make_folder
 from dips.core.messages import Prepare, SnapshotInfo
 from dips.core.observe.failpoints import failpoint
 from dips.core.wire import Codec
@@ -32,7 +33,7 @@ class PushEvidence:
 
     def __init__(self, directory: Path, run_id: str, slave_id: str) -> None:
         self._directory = directory / DIRECTORY
-        self._directory.mkdir(exist_ok=True)
+        make_folder(self._directory)
         self._disk = LocalDisk(self._directory)
         self._owner = {"format": FORMAT, "run_id": run_id, "slave_id": slave_id}
 
@@ -78,7 +79,7 @@ def _write_push(path: Path, push: F32, metadata: Mapping[str, str]) -> str:
     sum_of_bytes = xxhash.xxh3_128(head)
     sum_of_bytes.update(bytes_of(push))
     failpoint("slave.pushes.before_write")
-    with path.open("wb", buffering=0) as file:
+    with open(path, "wb", buffering=0, opener=closed) as file:
         _write_all(file.fileno(), 0, memoryview(head))
         _write_all(file.fileno(), 8 + len(text), bytes_of(push))
         failpoint("slave.pushes.before_fsync")

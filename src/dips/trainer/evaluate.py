@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
+from dips.core.files import share_with
 from dips.core.ids import Version
 from dips.core.layout import Layout
 from dips.core.messages import StatusReply, StatusRequest
@@ -316,6 +317,7 @@ def follow(train: TrainConfig, client: ClientConfig) -> int:
     """
     name = client.cluster_id or READER_NAME
     configure_logging("worker", name, client.log_level, client.log_format)
+    share_with(client.files_group)
     security = security_of(client, "the evaluator")
     evaluator, clock = Evaluator(train), SystemClock()
     last: list[Evaluated] = []  # the last result, for scrapes, which are made on other threads

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from dips.core.errors import ConfigError, Refused
-from dips.core.files import replace_file
+from dips.core.files import by_umask, replace_file
 from dips.core.ids import Version, parse_version
 from dips.core.layout import Layout, layout_from_json
 from dips.core.model_description import Adapter, Lacking, ModelDescription
@@ -291,8 +291,8 @@ def _opened(path: Path, read: Callable[[Any], T]) -> T:
 
 
 def write_whole(path: Path, parts: Iterable[memoryview]) -> None:
-    """Write a file as a whole. Raises ConfigError."""
+    """Write a file as a whole, for those to read whom the user's umask allows it. Raises ConfigError."""
     try:
-        replace_file(path, parts, place="worker.export")
+        replace_file(path, parts, place="worker.export", opener=by_umask)
     except OSError as error:
         raise ConfigError(f"the export {path} cannot be written: {error.strerror or error}") from error

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dips.core.errors import ConfigError, FatalError
+from dips.core.files import share_with
 from dips.core.observe.failpoints import install
 from dips.core.observe.logs import configure_logging
 from dips.core.observe.tape import Tape
@@ -236,6 +237,7 @@ def run(train: TrainConfig, client: ClientConfig) -> int:
     client = settings_of_rank(client, place)
     configure_logging("worker", client.cluster_id or ALONE, client.log_level, client.log_format)
     install("worker", enabled=client.failpoints)
+    share_with(client.files_group)
     check_settings(train, client)
     with StopSignals() as signals, _trainer_here(train, place, signals) as inner:
         if client.master:

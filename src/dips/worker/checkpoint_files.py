@@ -18,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from dips.core.errors import DipsError
-from dips.core.files import TEMPORARY, FolderLock, replace_file, sync_folder
+from dips.core.files import TEMPORARY, FolderLock, make_folder, replace_file, sync_folder
 from dips.core.observe.failpoints import failpoint
 from dips.worker.state.effects import PushRecord
 from dips.worker.state.saved import SavedStateError, push_from_json, push_to_json
@@ -378,7 +378,7 @@ class CheckpointStore:
         """Make the folder in which several ranks will write; returns the number of their checkpoint. Raises OSError."""
         number = self._next
         self._next += 1
-        folder_of_ranks(self.directory, number).mkdir()
+        make_folder(folder_of_ranks(self.directory, number))
         return number
 
     def commit_folder(self, number: int, content: Mapping[str, Any], files: Sequence[Any]) -> None:

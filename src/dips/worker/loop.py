@@ -37,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dips.core.config import COMMAND_LINE, load
 from dips.core.errors import TERMINATED, ConfigError, DipsError
+from dips.core.files import share_with
 from dips.core.ids import Version
 from dips.core.layout import Layout
 from dips.core.messages import DataMode, DataPlan, Verdict
@@ -451,6 +452,8 @@ class DiLoCo:
         """Join the run, alone or with the other ranks. Does nothing where no rank has a master."""
         cut = self._parallel != _Parallel() or len(self._models) > 1 or any(map(has_shards, self._models))
         ranks, config = ranks_here(self._group, cut=cut), self._config
+        if config is not None:
+            share_with(config.files_group)
         if ranks is not None:
             try:
                 self._join_with(ranks, config)

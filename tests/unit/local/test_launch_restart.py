@@ -138,16 +138,13 @@ def test_a_full_disk_keeps_no_process_from_being_started(
     events: list[ChildEvent] = []
     supervisor = ProcessSupervisor(clock, events.append, POLICY)
     assert supervisor.start(replace(spec(tmp_path, "a"), log_path=Path("/dev/full"))) == 101
-    opened = Path.open
+    errors = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), PermissionError(errno.EACCES, "denied")]
 
-    def refuses(path: Path, *more: Any, **options: Any) -> Any:
-        if path.name == "b.log":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return opened(path, *more, **options)
+    def refuses(*_: Any) -> int:
+        raise errors.pop(0)
 
-    monkeypatch.setattr(Path, "open", refuses)
+    monkeypatch.setattr("dips.local.supervisor.closed", refuses)
     assert supervisor.start(spec(tmp_path, "b")) == 102
-    monkeypatch.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(PermissionError(errno.EACCES, "denied")))
     with pytest.raises(ConfigError, match=r"c\.log cannot be written: denied"):
         supervisor.start(spec(tmp_path, "c"))
 

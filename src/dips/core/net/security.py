@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from dips.core.config import Knobs
+from dips.core.files import GROUP_VARIABLE
 from dips.core.net.addresses import parse_address, require_loopback
 from dips.core.units import validating
 
@@ -64,8 +65,9 @@ VARIABLES = {
     "run_id": "DIPS_RUN",
     "keys": KEYS_VARIABLE,
     "insecure": INSECURE_VARIABLE,
+    "files_group": GROUP_VARIABLE,
 }
-"""Variables that say where and who a process is, whatever its role, by the names of the settings."""
+"""Variables that say where and who a process is, and whose its files are, by the names of the settings."""
 
 
 class SecurityKnobs(Knobs):

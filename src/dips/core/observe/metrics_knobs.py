@@ -1,4 +1,4 @@
-"""The two settings of a process that exports metrics; serving them is core/observe/metrics_server.py's."""
+"""The settings of every role: its metrics, which core/observe/metrics_server.py serves, and who may read its files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field
 
+from dips.core.files import FilesGroup
 from dips.core.net.security import Address, SecurityKnobs
 
 METRICS_FILE = "metrics.json"
@@ -14,9 +15,9 @@ METRICS_FILE = "metrics.json"
 
 
 class MetricsKnobs(SecurityKnobs):
-    """The settings of a process whose metrics can be scraped."""
+    """The settings of a process whose metrics can be scraped, and which keeps files."""
 
-    GROUPS: ClassVar = {"metrics_listen": "Metrics"}
+    GROUPS: ClassVar = {"metrics_listen": "Metrics", "files_group": "Files"}
 
     metrics_listen: Annotated[Address | None, BeforeValidator(lambda value: value or None)] = Field(
         None,
@@ -28,3 +29,4 @@ class MetricsKnobs(SecurityKnobs):
         description="File that says where metrics are served, as Prometheus' file_sd_configs reads it; "
         "else metrics.json in the directory of a master or slave",
     )
+    files_group: FilesGroup = ""

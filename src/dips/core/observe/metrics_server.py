@@ -29,6 +29,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from dips.core.errors import ConfigError
+from dips.core.files import closed, make_folder
 from dips.core.net.addresses import dialable, format_address, is_loopback, parse_address
 from dips.core.net.keys import CERT_FILE, KEY_FILE, REVOKED_FILE, parse_certificate, read_revoked, reloaded, stamp_of
 from dips.core.net.security import Identity, Security, check_reach
@@ -369,8 +370,9 @@ def _write(file: Path, text: str) -> None:
     reads a file again that it found half written.
     """
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        make_folder(file.parent)
+        with open(file, "w", encoding="utf-8", opener=closed) as stream:
+            stream.write(text)
     except OSError as error:
         raise ConfigError(
             f"{file} (metrics_file) cannot be written: {error.strerror}; give a path that this process may write"

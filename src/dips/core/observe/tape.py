@@ -28,6 +28,7 @@ import xxhash
 
 from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError, FatalError, of_disk
+from dips.core.files import closed, make_folder
 
 HEAD = ("wall_s", "monotonic_s", "role", "name", "kind", "cause")
 """The keys that every line of a tape begins with; the event's own fields follow them."""
@@ -172,11 +173,11 @@ def _no_event(path: Path, number: int) -> str:
 def _open_to_append(path: Path) -> tuple[FileIO, bytes]:
     """The file, whole up to its last line, and that line's digest."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab+") as file:
+        make_folder(path.parent)
+        with open(path, "ab+", opener=closed) as file:
             _cut_torn_line(file)
             chain = _last_chain(file)
-        return path.open("ab", buffering=0), chain
+        return open(path, "ab", buffering=0, opener=closed), chain
     except OSError as error:
         raise of_disk(error, f"tape {path} cannot be written: {error.strerror}; choose another path") from error
 

@@ -22,7 +22,7 @@ from rich.console import Console
 import dips
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError, DipsError
-from dips.core.files import replace_file
+from dips.core.files import by_umask, replace_file
 from dips.core.release import software_versions
 from dips.lab.compare.methods import find_method
 from dips.lab.compare.pool import CompareProgress, JobWork, PoolJobFailed, run_jobs
@@ -172,7 +172,7 @@ def write_json(path: Path, content: dict[str, Any], option: str = "--run-dir") -
     """Write a JSON file atomically. Raises ConfigError for a place that cannot be written; option: what chose it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, [f"{json.dumps(content, indent=1, allow_nan=False)}\n".encode()])
+        replace_file(path, [f"{json.dumps(content, indent=1, allow_nan=False)}\n".encode()], opener=by_umask)
     except OSError as error:
         remedy = f"choose another folder with {option}"
         raise ConfigError(f"{path} cannot be written: {error.strerror}: {remedy}") from error

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dips.core.errors import ConfigError
+from dips.core.files import secret
 from dips.core.net.keys import MASTER_DNS_NAME
 from dips.master.access import Access
 from dips.master.directory import remove_file
@@ -162,7 +163,6 @@ def read_page_url(directory: Path) -> str | None:
 
 def _write_private(path: Path, content: Mapping[str, object]) -> None:
     """Writes a file that others can never read. After a crash it may be incomplete: readers then ignore it."""
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    number = secret(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
     with os.fdopen(number, "w", encoding="ascii") as file:
-        os.fchmod(number, 0o600)  # for a file that existed before
         file.write(json.dumps(content) + "\n")

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError
-from dips.core.files import TEMPORARY, sync_folder
+from dips.core.files import TEMPORARY, closed, sync_folder
 from dips.core.share import Share
 from dips.worker.checkpoint import Begun, Checkpoints
 from dips.worker.checkpoint_files import (
@@ -103,7 +103,7 @@ class RankCheckpoints:
         name, problem = f"{TEMPORARY}seen-{secrets.token_hex(8)}", ""
         if self._ranks.rank == 0:
             try:
-                (self.directory / name).touch()
+                os.close(closed(self.directory / name, os.O_WRONLY | os.O_CREAT))
                 sync_folder(self.directory, "worker")
             except OSError as error:
                 problem = f"checkpoints cannot be kept in {self.directory}: {error.strerror}"
