@@ -347,7 +347,8 @@ and `dips train` print at their start what they use, and where each value came f
 missing ends the command with exit code 2 and a sentence with its place, the value and the remedy.
 
 Some settings also have a short variable, the same for all roles, which is stronger than the long one: `DIPS_MASTER`
-(`master`), `DIPS_CLUSTER` (`cluster_id`), `DIPS_RUN` (`run_id`), `DIPS_KEYS` (`keys`), `DIPS_INSECURE` (`insecure`).
+(`master`), `DIPS_CLUSTER` (`cluster_id`), `DIPS_RUN` (`run_id`), `DIPS_KEYS` (`keys`), `DIPS_INSECURE` (`insecure`),
+`DIPS_FILES_GROUP` (`files_group`).
 The commands of the roles also read `DIPS_LOG_LEVEL` (`log_level`) and `DIPS_LOG_FORMAT` (`log_format`). A variable that
 is empty counts as not given.
 

@@ -338,7 +338,14 @@ def test_a_pod_of_another_user_reads_by_the_group_of_its_volume(place: Path) -> 
     assert as_user(OURS, [TEAM], run(str(TEAM))) == ""
     assert as_user(THEIRS, [TEAM], read) == ""
     assert as_user(THEIRS, [], read).startswith("PermissionError")
-    assert as_user(OURS, [TEAM], lambda: Journal.open(place / "master", "demo").close()) == "", "it goes on"
+
+    def go_on() -> None:
+        share_with(str(TEAM))
+        Journal.open(place / "master", "demo").close()
+
+    assert as_user(OURS, [TEAM], go_on) == ""
+    assert not (place / "master" / "journal.sqlite3-wal").exists()
+    assert as_user(THEIRS, [TEAM], read) == "", "also at rest, without a right to write there"
 
 
 @root_only

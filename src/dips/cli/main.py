@@ -73,6 +73,9 @@ def run(arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         return _missing_package(error)
     except OSError as error:
+        if isinstance(error, PermissionError) and error.filename:
+            whose = "ask the user whose it is, who can let a group read a run's files (files_group)"
+            return _fail(f"{error.filename} is closed to this user: {whose}", ConfigError.exit_code)
         if error.errno not in DISK_ERRORS:
             raise
         return _fail(f"{error.filename or 'a file'} cannot be written: {error.strerror}", FatalError.exit_code)

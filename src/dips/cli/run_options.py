@@ -46,13 +46,13 @@ def asked_security(keys: Path | None, insecure: bool, run_dir: Path | None = Non
 
 
 def keys_of_run(run_dir: Path | None) -> Path | None:
-    """The operator's identity in a run's directory, if there is one."""
+    """The operator's identity in a run's directory, if there is one that this user can open."""
     if run_dir is None:
         return None
     from dips.local.authority import OPERATOR
 
     found = run_dir / KEYS / OPERATOR
-    return found if found.is_dir() else None
+    return found if os.access(found, os.X_OK) else None
 
 
 def insecure_asked(flag: bool) -> bool:

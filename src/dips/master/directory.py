@@ -71,13 +71,15 @@ def remove_file(path: Path) -> None:
 def read_address(directory: Path) -> MasterAddress | None:
     """Reads the address that the newest master wrote, or None. After a crash it may name a process that is gone.
 
-    Raises ConfigError when the file was not written by a master.
+    Raises ConfigError when the file was not written by a master, PermissionError when it is closed to this user.
     """
     path = directory / ADDRESS_NAME
     try:
         return MasterAddress(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
+    except PermissionError:  # another user's run
+        raise
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{path} does not name a master ({error}): remove it, or name the master's HOST:PORT"

@@ -176,6 +176,12 @@ def test_a_persons_mistake_is_a_sentence_and_exit_code_2(
         (Refused(RefusalCode.RUN_ID, "another run is served here"), 3, "dips: another run is served here\n"),
         (RetryLater("the master is away"), 4, "dips: the master is away\n"),
         (FatalError("the disk is gone"), 6, "dips: the disk is gone\n"),
+        (
+            PermissionError(13, "Permission denied", "/runs/theirs/master"),
+            2,
+            "dips: /runs/theirs/master is closed to this user: ask the user whose it is, who can let a group read a "
+            "run's files (files_group)\n",
+        ),
         (KeyboardInterrupt(), 130, ""),
         (
             ModuleNotFoundError("No module named 'torch'", name="torch.nn"),

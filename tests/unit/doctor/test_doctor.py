@@ -262,6 +262,14 @@ def doctored(file: Path, wish: local.DoctorOptions | None = None, **changes: Any
     return by_check(examined(local.LocalDoctor(run, plan, wish or local.DoctorOptions(), facts(**changes)).checks()))
 
 
+def test_a_run_that_other_users_can_open_is_named(run_file: Path, tmp_path: Path) -> None:
+    with claim(tmp_path / "run", Mark("doctored", UP, "dips up")):
+        pass
+    assert doctored(run_file)["permissions"] is OK
+    (tmp_path / "run").chmod(0o755)
+    assert doctored(run_file)["permissions"] is WARN
+
+
 def test_a_good_file_on_a_good_machine_has_nothing_against_it(run_file: Path, tmp_path: Path) -> None:
     found = doctored(run_file)
     assert found.pop("keys") is WARN, "insecure is worth a word"
