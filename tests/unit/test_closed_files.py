@@ -13,9 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.history import usual_run, write_run
 from support.slave_bench import prepare, snapshot
 
+from dips import DiLoCo
 from dips.core import files
 from dips.core.clock import SystemClock
 from dips.core.errors import ConfigError
@@ -31,13 +33,20 @@ from dips.local.authority import ensure_keys
 from dips.local.report import draw_losses, write_report
 from dips.local.run_directory import UP, Mark, claim
 from dips.local.supervisor import ChildSpec, ProcessSupervisor
+from dips.master import process as master
+from dips.master.config import MasterConfig
 from dips.master.directory import MasterAddress, write_address
 from dips.master.journal import Journal, Retention, connect_to_read
 from dips.master.page.access import Secret, save_secret, write_page_address
+from dips.slave import process as slave
+from dips.slave.config import SlaveConfig
 from dips.slave.push_evidence import PushEvidence
 from dips.slave.ring import SnapshotStore
+from dips.trainer import evaluate, train
+from dips.trainer.config import TrainConfig
 from dips.trainer.export import write_whole
 from dips.worker.checkpoint_files import CheckpointStore, RawTensor, folder_of_ranks, write_tensors
+from dips.worker.config import ClientConfig
 
 TEAM, OURS, THEIRS = 54321, 54322, 54323
 """A group and two users that this machine need not know."""
@@ -374,6 +383,53 @@ def test_a_group_that_is_not_there_is_refused_with_the_remedy(monkeypatch: pytes
         share_with("54321")
     share_with("7")
     assert files._group == 7
+
+
+def start_master(folder: Path) -> None:
+    master.run(MasterConfig(run_id="r", directory=folder, insecure=True, files_group="no such"))
+
+
+def start_trainer(folder: Path) -> None:
+    train.run(TrainConfig(), ClientConfig(checkpoint_dir=folder, insecure=True, files_group="no such"))
+
+
+def start_evaluator(folder: Path) -> None:
+    evaluate.follow(TrainConfig(), ClientConfig(tape=folder / "tape", insecure=True, files_group="no such"))
+
+
+def start_own_loop(folder: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = {"master": "127.0.0.1:9", "cluster_id": "a", "insecure": True}
+    with DiLoCo(model, optimizer, tokens_per_step=1, checkpoint_dir=folder, **run):
+        pass
+
+
+@pytest.fixture
+def _kept_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("master.process", "slave.process", "trainer.train", "trainer.evaluate"):
+        monkeypatch.setattr(f"dips.{module}.configure_logging", lambda *_: None)
+    monkeypatch.setattr("dips.slave.process.keep_freed_memory", lambda: None)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+
+
+@pytest.mark.parametrize("start", [start_master, start_trainer, start_evaluator, start_own_loop])
+@pytest.mark.usefixtures("_kept_process")
+def test_each_role_takes_the_group_of_its_settings_before_it_makes_anything(
+    start: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIPS_FILES_GROUP", "no such")
+    with pytest.raises(ConfigError, match="files_group is 'no such'"):
+        start(tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("_kept_process")
+def test_a_slave_takes_the_group_of_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = SlaveConfig(run_id="r", slave_id="s0", directory=tmp_path / "s0", insecure=True, files_group="no such")
+    assert slave.run(config) == 2
+    assert "files_group is 'no such'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_a_file_or_is_there_is_as_with_mkdir(tmp_path: Path) -> None:

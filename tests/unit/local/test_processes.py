@@ -13,6 +13,8 @@ import pytest
 from support.repository import ROOT
 
 from dips.core.config import load
+from dips.core.net.security import VARIABLES
+from dips.core.observe.metrics_knobs import MetricsKnobs
 from dips.local.demo import DemoOptions, make_plan, train_settings
 from dips.local.processes import (
     STOP_MARGIN_S,
@@ -105,6 +107,17 @@ def test_torchrun_ends_its_ranks_before_it_is_ended_itself(directory: RunDirecto
     for spec in of_ranks:
         leaves_s = float(spec.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
         assert 30 + 60 <= leaves_s < spec.stop_s, "torchrun must not kill what still leaves, nor outlive its own end"
+
+
+def test_each_process_gives_its_files_to_the_runs_group(
+    plan: RunPlan, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DIPS_FILES_GROUP", raising=False)
+    specs = specs_of(replace(plan, files_group="team"), directory)
+    assert len(specs) > 3
+    for spec in specs:
+        assert load(MetricsKnobs, "x", environment=spec.environment, variables=VARIABLES).value.files_group == "team"
+    assert all("DIPS_FILES_GROUP" not in spec.environment for spec in specs_of(plan, directory))
 
 
 def test_a_command_of_ones_own_gets_the_settings_of_its_table_without_those_that_the_run_decides(

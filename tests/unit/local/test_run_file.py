@@ -56,6 +56,17 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert plan.evaluate.lr == 0.002
 
 
+def test_a_group_for_the_files_of_all_is_in_the_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DIPS_FILES_GROUP", raising=False)
+    assert read_run_file(write(tmp_path, HEAD))[1].files_group == ""
+    run, plan = read_run_file(write(tmp_path, f'{HEAD}files_group = "team"\n'))
+    assert (run.files_group, plan.files_group) == ("team", "team")
+    monkeypatch.setenv("DIPS_FILES_GROUP", "others")
+    assert read_run_file(write(tmp_path, f'{HEAD}files_group = "team"\n'))[1].files_group == "others"
+
+
 def test_metrics_and_log_lines_are_those_of_all(tmp_path: Path) -> None:
     assert not read_run_file(write(tmp_path, HEAD))[1].metrics
     text = HEAD + 'metrics = true\n[slave]\nmetrics_listen = "127.0.0.1:9400"\n'
