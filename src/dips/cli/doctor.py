@@ -53,10 +53,10 @@ def doctor(
     With --master and --keys: whether a cluster can join from this machine; the master and every slave's data port are
     dialled with these keys, and kernel buffers are judged by the rate of --link and the measured round trip. Started
     by torchrun or srun, each rank asks for itself and says what it does not reach. Of a file of `dips up`: settings,
-    directory, packages, data, keys, ports, addresses, memory, disks with the time of a flush, files, huge pages,
-    kernel buffers, clock. Of a file of `dips deploy`: keys, contexts, addresses, sizes, times, and what the pods of
-    clusters of several ranks reach. Nothing is changed; a probe writes and removes a file of 64 MiB. Exit code 1 when
-    anything is FAIL.
+    directory, what other users can open in it, packages, data, keys, ports, addresses, memory, disks with the time of a
+    flush, files, huge pages, kernel buffers, clock. Of a file of `dips deploy`: keys, contexts, addresses, sizes,
+    times, and what the pods of clusters of several ranks reach. Nothing is changed; a probe writes and removes a file
+    of 64 MiB. Exit code 1 when anything is FAIL.
     """
     wanted = DoctorOptions(
         parse_count(params) if params else None,
