@@ -108,7 +108,11 @@ class Authority:
         """Alone with the folder; a second command waits."""
         unusable = f"{self._ca / LOCK_FILE} cannot be written: {{why}}"
         with FolderLock(self._ca, LOCK_FILE, unusable=unusable, held="", waits=True, opener=secret):
-            yield self
+            try:
+                yield self
+            except OSError as error:
+                place = error.filename or self.directory
+                raise ConfigError(f"{place} cannot be read or written: {error.strerror}") from error
 
     # ---- identities ----
 

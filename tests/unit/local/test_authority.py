@@ -187,3 +187,10 @@ def test_an_authority_whose_key_is_kept_elsewhere_signs_nothing(folder: Path) ->
     with pytest.raises(ConfigError, match="made where the authority's key is kept"):
         Authority(folder).add(Role.CLUSTER, "c")
     Authority(folder).revoke("a", "still possible")
+
+
+def test_a_file_that_cannot_be_read_is_one_sentence(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "a" / "tls.key").unlink()
+    (folder / "a" / "tls.key").mkdir()
+    assert main.run(["keys", "renew", str(folder), "a"]) == 2
+    assert capsys.readouterr().err == f"dips: {folder / 'a' / 'tls.key'} cannot be read or written: Is a directory\n"
