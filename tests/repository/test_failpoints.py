@@ -156,7 +156,7 @@ def in_files(path: Path) -> Iterator[Use]:
 
 
 def uses() -> list[Use]:
-    found = []
+    found = list[Use]()
     for path in MODULES:
         found += in_files(path)
         if path == FILES:

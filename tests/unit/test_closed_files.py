@@ -400,8 +400,10 @@ def start_evaluator(folder: Path) -> None:
 def start_own_loop(folder: Path) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = {"master": "127.0.0.1:9", "cluster_id": "a", "insecure": True}
-    with DiLoCo(model, optimizer, tokens_per_step=1, checkpoint_dir=folder, **run):
+    where = "127.0.0.1:9"
+    with DiLoCo(
+        model, optimizer, tokens_per_step=1, master=where, cluster_id="a", insecure=True, checkpoint_dir=folder
+    ):
         pass
 
 

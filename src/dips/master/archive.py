@@ -128,7 +128,7 @@ def digest_segments(directory: Path, after: int, previous: str) -> tuple[int, st
             records.append(record.after(previous))
             previous = records[-1].digest
         after = segment.last
-        _write(segment, records)
+        _write(segment.path, records)
     return after, previous
 
 
@@ -153,7 +153,7 @@ def write_segment(directory: Path, records: Sequence[JournalRecord]) -> Segment:
             left.unlink()
     first, last = records[0].number, records[-1].number
     segment = Segment(folder / f"{first:010d}-{last:010d}.jsonl", first, last)
-    _write(segment, records)
+    _write(segment.path, records)
     return segment
 
 
@@ -163,9 +163,9 @@ def drop_segment(segment: Segment) -> None:
     sync_folder(segment.path.parent, "master")
 
 
-def _write(segment: Segment, records: Sequence[JournalRecord]) -> None:
+def _write(path: Path, records: Sequence[JournalRecord]) -> None:
     text = "".join(map(_line, records))
-    replace_file(segment.path, [text.encode()], place="master.archive")
+    replace_file(path, [text.encode()], place="master.archive")
 
 
 def _line(record: JournalRecord) -> str:

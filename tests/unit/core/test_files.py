@@ -69,8 +69,9 @@ def test_two_that_write_one_file_do_not_disturb_each_other(tmp_path: Path) -> No
     assert names(tmp_path) == ["a"]
 
 
-def lock(folder: Path, **more: bool) -> FolderLock:
-    return FolderLock(folder, "lock", unusable="no use of {x} ({why})", held="{x} is {holder}'s", **more)
+def lock(folder: Path, of_process: bool = False) -> FolderLock:
+    unusable, held = "no use of {x} ({why})", "{x} is {holder}'s"
+    return FolderLock(folder, "lock", unusable=unusable, held=held, of_process=of_process)
 
 
 def test_a_folder_is_one_process_own_and_the_other_is_told_whose(tmp_path: Path) -> None:
