@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,15 +12,14 @@ from typing import Any
 
 import pytest
 from papers import source as module
-from papers.findings import Finding, Kind, shown
+from papers.findings import Finding
 from papers.papers import PAPERS
-from papers.planning import SECTIONS, Checks, section_of
+from papers.planning import SECTIONS, section_of
 from papers.report import chapter, page, report_html, report_json
-from papers.source import Commands, Outcome, Picture, Runner, Source
+from papers.source import Commands, Picture, Runner, Source
 from support.waiting import until
 
 from dips.core.errors import DipsError
-from dips.planner.validation.checks import holds, within
 
 SOURCES = [source for paper in PAPERS.values() for source in paper.sources]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -48,20 +46,6 @@ def runner(tmp_path: Path) -> Runner:
     return Runner(tmp_path / "results", True, lambda line: None)
 
 
-def test_a_finding_is_fitted_whatever_its_command(runner: Runner) -> None:
-    def both(told: Any) -> list[Finding]:
-        return [Finding("Figure 9", "free", 1.0, 1.0), Finding("Figure 9", "chosen", 1.0, 1.0, kind=Kind.FITTED)]
-
-    for program, kind in (
-        (("bench_x.py",), Kind.MEASURED),
-        (("simulate",), Kind.SIMULATED),
-        (("plan",), Kind.COMPUTED),
-    ):
-        outcome = Outcome(a_source(program=program, findings=both), {})
-        (entry,) = [one for one in chapter(PAPERS["di-ps"], [outcome], runner).entries if one.rows]
-        assert [row.kind for row in entry.rows] == [kind, Kind.FITTED]
-
-
 @pytest.mark.parametrize("paper", SECTIONS)
 def test_every_section_is_at_a_place_of_its_paper(paper: str) -> None:
     for section in SECTIONS[paper]:
@@ -73,28 +57,6 @@ def test_an_unknown_place_is_an_error_that_names_it() -> None:
         PAPERS["jeeves"].place("Figure 99")
     with pytest.raises(DipsError, match="JEEVES, section 7"):
         section_of("jeeves", "JEEVES, section 7: new", "x")
-
-
-@pytest.mark.parametrize(
-    ("about", "what", "fitted"),
-    [
-        ("SpanTrain, section 3.2.2 (Figure 5)", "setting 2: one group, since all networks are alike", True),
-        ("SpanTrain, section 3.2.2 (Figure 5)", "FG2 keeps all devices single", False),
-        ("SpanTrain, section 3.3.1 (Figure 6)", "the compact order is never longer over slow links", True),
-        ("SpanTrain, section 3.3.1 (Figure 6)", "and shorter where a message takes T_F or more", True),
-    ],
-)
-def test_what_follows_from_a_threshold_that_was_chosen_for_it_is_fitted(about: str, what: str, fitted: bool) -> None:
-    assert section_of("spantrain", about, what).fitted is fitted
-
-
-def test_statements_hold_or_do_not() -> None:
-    about = "JEEVES, section 4: GPT-3\nassumed: much"
-    told = [holds(about, "faster", True).to_json(), holds(about, "slower", False).to_json()]
-    told.append(within(about, "time", 2.0, 3.0, 0.1).to_json())
-    yes, no, number = Checks("jeeves")(told)
-    assert (yes.published, yes.ours, no.ours) == ("holds", "holds", "does not hold")
-    assert (number.ratio, number.assumption, number.kind) == ("1.50", "section 4: GPT-3; assumed: much", Kind.FITTED)
 
 
 @pytest.mark.parametrize(
@@ -112,12 +74,6 @@ def test_statements_hold_or_do_not() -> None:
 )
 def test_the_ratio_is_of_numbers_alone(published: Any, ours: Any, ratio: str) -> None:
     assert Finding("Figure 9", "it", published, ours).ratio == ratio
-
-
-def test_values_have_units() -> None:
-    assert shown(0.982, "%") == "98.2 %"
-    assert shown((1.23, 1.38), "x") == "1.230 to 1.380 x"
-    assert (shown(None, "x"), shown("it grows", "x"), shown(2.3e12, "")) == ("", "it grows", "2.3e+12")
 
 
 def test_a_result_is_kept_until_its_program_changes(benchmark: Path, runner: Runner) -> None:
@@ -165,17 +121,6 @@ def test_what_is_left_out_is_not_run_and_the_place_says_so(benchmark: Path, runn
     assert found["Figure 10"].missing == (why,)
 
 
-def test_a_place_with_all_of_its_pictures_misses_nothing(benchmark: Path, runner: Runner) -> None:
-    def draw(told: Any, folder: Path) -> None:
-        (folder / "it.png").write_bytes(PNG)
-
-    drawn = a_source(pictures=(Picture("Figure 8", "it.png", "Clusters"),), draw=draw)
-    left_out = a_source(name="larger", program=("bench_absent.py", "--setup", "larger"))
-    outcomes = replace(runner, without=("--setup larger",)).run([drawn, left_out])
-    found = {entry.place.name: entry for entry in chapter(PAPERS["di-ps"], outcomes, runner).entries}
-    assert (len(found["Figure 8"].pictures), found["Figure 8"].missing) == (1, ())
-
-
 def test_a_quick_report_leaves_the_pictures_of_a_full_one(benchmark: Path, runner: Runner) -> None:
     def draw(told: Any, folder: Path) -> None:
         (folder / "it.png").write_bytes(PNG + told["n"].encode())
@@ -187,29 +132,6 @@ def test_a_quick_report_leaves_the_pictures_of_a_full_one(benchmark: Path, runne
         (outcome,) = one.run([source])
         assert (one.files(source) / "it.png").read_bytes() == PNG + outcome.told["n"].encode()
     assert (outcome.told, runner.run([source])[0].told) == ({"n": "f"}, {"n": "q"})
-
-
-def test_what_is_measured_runs_first_and_results_keep_their_order(benchmark: Path, runner: Runner) -> None:
-    said: list[str] = []
-    groups = next(source for source in PAPERS["spantrain"].sources if source.name.startswith("groups-"))
-    outcomes = replace(runner, say=said.append).run([groups, a_source()])
-    assert said == ["2 of 2: python benchmarks/bench_own.py", f"1 of 2: {groups.command(quick=True)}"]
-    assert [outcome.source.name for outcome in outcomes] == [groups.name, "links"]
-
-
-MEETS = """import pathlib, signal, sys
-signal.alarm(20)  # ends the process
-open(pathlib.Path(__file__).with_name('fifo'), sys.argv[1])  # waits for who opens the other end
-print('{"n": 2}')"""
-
-
-def test_what_needs_little_runs_side_by_side(benchmark: Path, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    benchmark.write_text(MEETS)
-    os.mkfifo(benchmark.with_name("fifo"))
-    monkeypatch.setattr(Source, "wants_the_machine", False)
-    monkeypatch.setattr(module, "usable_processors", lambda: 2)
-    sources = [a_source(name=name, program=("bench_own.py", name)) for name in ("r", "w")]
-    assert [outcome.told for outcome in runner.run(sources)] == [{"n": 2}, {"n": 2}]
 
 
 WAITS = """import signal, sys
