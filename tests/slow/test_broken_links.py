@@ -8,14 +8,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import zmq
-from support.waiting import NO_LIMIT_S, until
+from support.waiting import NO_LIMIT_S
 
 from dips.core.clock import SystemClock
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import PlacementSpec, PullGrant, SlaveAddress
 from dips.core.net.carriers import Common, LoopChoice, carry_pull
-from dips.core.net.slave_sockets import SlaveSockets
 from dips.core.net.transfer import TransferSettings
 
 LAYOUT = Layout((Parameter("w", (1000,), "float32", "w"),))
@@ -43,27 +42,6 @@ class Mute:
     def die(self) -> None:
         self._router.close(linger=0)
         self._context.term()
-
-
-def test_a_link_says_that_its_slave_is_gone(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    slave = Mute()
-    links = SlaveSockets(context, slave.placement, 4096)
-    links.open(["s0"])
-    links.send("s0", b"x")
-    assert slave.hears()
-    assert not list(links.turned_away())
-    slave.die()
-    told: list[tuple[str, str]] = []
-
-    def gone() -> bool:
-        list(links.receive(0.05))
-        told.extend(links.turned_away())
-        return bool(told)
-
-    until(gone, "the link says so")
-    links.close()
-    assert told[0][0] == "s0"
-    assert "has ended" in told[0][1]
 
 
 @pytest.mark.parametrize("loop", ["python", "compiled"])

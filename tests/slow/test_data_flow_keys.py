@@ -8,31 +8,25 @@ import struct
 import threading
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import zmq
 from support.fault_proxy import Harm, NetFault, Proxies, Way
 from support.keyed_port import (
-    CHUNK_BYTES,
     LAYOUT,
     RUN,
     THETA,
-    V0,
     Cluster,
     KeyedPort,
     fresh_context,
     push_id,
 )
-from support.waiting import NO_LIMIT_S, until
+from support.waiting import until
 
 from dips.core.errors import ConfigError
 from dips.core.net import zmq_sockets
-from dips.core.net.data_header import DataHeader, DataOp
-from dips.core.net.zmq_sockets import CurvePair, as_client
+from dips.core.net.zmq_sockets import CurvePair
 from dips.slave import data_server
 from dips.slave.data_server import DataServer
-
-GET = DataHeader(RUN, 1, DataOp.GET_CHUNK, 1, version=V0, block=0, offset_bytes=0, length_bytes=CHUNK_BYTES).encode()
 
 
 @pytest.fixture(autouse=True, params=["python", "compiled"])
@@ -97,51 +91,6 @@ def test_a_list_that_comes_late_is_waited_for(port: KeyedPort) -> None:
     threading.Timer(0.2, port.allow, (who,)).start()
     transfer = who.push()
     assert transfer.done, transfer.failure
-
-
-def test_a_cluster_sends_its_own_pushes_only(port: KeyedPort) -> None:
-    a, b = cluster(port, "a"), cluster(port, "b")
-    port.allow(a, b)
-    port.open("a")
-    transfer = b.push(of="a")
-    assert not transfer.done
-    assert "is not cluster b's" in transfer.failure
-    assert port.server.last_refusal.endswith("a cluster sends its own pushes only")
-    assert a.push().done
-    assert port.staged.keys() == {push_id("a")}
-
-
-def test_a_reader_pulls_and_pushes_nothing(port: KeyedPort) -> None:
-    reader = cluster(port, "a")
-    port.allow(readers=(reader,))
-    port.open("a")
-    pull, flat = reader.pull()
-    assert pull.done, pull.failure
-    assert np.array_equal(flat, THETA)
-    push = reader.push()
-    assert "is not reader a's" in push.failure
-
-
-def test_an_open_connection_ends_when_its_key_leaves_the_list(port: KeyedPort) -> None:
-    """And those of no other."""
-    a, b = cluster(port, "a"), cluster(port, "b")
-    port.allow(a, b)
-    with fresh_context() as context:
-        of_a, of_b = (_dealer(context, port, who) for who in (a, b))
-        for dealer in (of_a, of_b):
-            assert _asked(dealer) is DataOp.CHUNK
-        of_a.send(GET)  # its answer must come: no other connection is touched
-        port.allow(a)
-        of_b.send(GET)
-        until(lambda: "left the master's list" in port.server.beat().refused_connection, "the data port counts it")
-        for _ in range(3):
-            of_b.send(GET)
-        assert DataHeader.decode(of_a.recv_multipart()[0]).op is DataOp.CHUNK
-        assert _asked(of_a) is DataOp.CHUNK
-        heard = []
-        while of_b.poll(300):
-            heard.append(DataHeader.decode(of_b.recv_multipart()[0]).op)
-        assert heard in ([], [DataOp.REFUSED]), "the one message that was on its way, if it was answered at all"
 
 
 def test_a_slave_that_has_another_key_than_the_master_named_gets_nothing(port: KeyedPort) -> None:
@@ -286,19 +235,3 @@ def _stranger(port: KeyedPort) -> socket.socket:
     stranger = socket.create_connection(("127.0.0.1", port.port))
     stranger.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 4)
     return stranger
-
-
-def _dealer(context: zmq.Context[zmq.Socket[bytes]], port: KeyedPort, who: Cluster) -> zmq.Socket[bytes]:
-    assert who.curve is not None
-    assert port.curve is not None
-    dealer = context.socket(zmq.DEALER)
-    as_client(dealer, who.curve, port.curve.public)
-    dealer.setsockopt(zmq.RCVTIMEO, int(NO_LIMIT_S * 1000))
-    dealer.connect(port.server.endpoint)
-    return dealer
-
-
-def _asked(dealer: zmq.Socket[bytes]) -> DataOp:
-    """What comes back for a chunk."""
-    dealer.send(GET)
-    return DataHeader.decode(dealer.recv_multipart()[0]).op

@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
-from support.load_process import byte_batch, loss_of
+from support.load_process import loss_of
 from support.parallel_models import full_model, merged
 from support.rank_script import run_ranks
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -20,8 +20,6 @@ from dips.core.ids import Version
 from dips.core.layout import Layout
 from dips.local.model_folder import write_folder
 from dips.trainer.dcp import CheckpointFolder
-from dips.trainer.model import ByteModel
-from dips.trainer.sizes import SIZES
 from dips.worker.torch_model import TorchParameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -70,20 +68,3 @@ def test_every_rank_loads_its_part(tmp_path: Path, n_ranks: int, kinds: tuple[st
         said = [line.split()[2] for _, lines in told for line in lines if line.startswith(f"loss {kind} ")]
         stages = 0 if kind != "pp2" else n_ranks  # no stage alone has a loss
         assert [float(loss) for loss in said] == pytest.approx([alone] * (n_ranks - stages), abs=1e-5), kind
-
-
-def test_the_trainers_model_is_loaded_under_every_parallelism_of_the_trainer(tmp_path: Path) -> None:
-    kinds = ("fsdp=2", "tensor=2", "pipeline=2", "data=2")
-    published = publish(ByteModel(SIZES["wide"]), tmp_path)
-    told = run_ranks("load_process", 2, tmp_path, *kinds)
-    assert [code for code, _ in told] == [0, 0], told
-    alone = loaded(ByteModel(SIZES["wide"], seed=5), tmp_path)
-    batch = byte_batch()
-    loss = alone.loss(batch.inputs, batch.targets).item()
-    for kind in kinds:
-        for rank, (_, lines) in enumerate(told):
-            whole = load_file(tmp_path / f"{kind}-{rank}.safetensors")
-            flat = torch.cat([whole[span.parameter.name].flatten() for span in published.layout.spans])
-            assert np.array_equal(flat.numpy(), published.flat), kind
-            (said,) = (line.split()[2] for line in lines if line.startswith(f"loss {kind} "))
-            assert float(said) == pytest.approx(loss, abs=1e-5), kind

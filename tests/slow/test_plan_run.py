@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from support.dips_command import children, dips, dips_started, ended, is_running
-from support.rank_script import run_ranks
 from support.waiting import until
 
 LONG = ("zb_v", "--stages", "2", "--microbatches", "4", "--operation-ms", "5000")
@@ -107,23 +106,6 @@ def test_a_plan_is_swapped_while_ranks_train(tmp_path: Path) -> None:
     assert max(part["gradient_difference"] for part in found["parts"]) < 1e-12
     assert (tmp_path / "plan" / "plan.csv").is_file()
     assert json.loads((tmp_path / "profile.json").read_text()) == found["profile"]
-
-
-def test_an_own_loop_swaps_its_plan_with_the_state_of_its_optimizer(tmp_path: Path) -> None:
-    """Parameters and gradients after six steps of AdamW, of which three are with another plan."""
-    for code, lines in run_ranks("planned_ranks", 2, tmp_path, "swap"):
-        assert code == 0, lines
-        assert float(lines[-1].split()[-1]) < 1e-10
-
-
-def test_a_rank_helps_with_a_third_of_a_stage(tmp_path: Path) -> None:
-    """The first stage, one in the middle, and the last one, with backward passes that are split and that are not."""
-    kinds = [f"share-{stage}-{order}" for stage in range(3) for order in ("1f1b", "zb_h1")]
-    for code, lines in run_ranks("planned_ranks", 4, tmp_path, *kinds):
-        assert code == 0, lines
-        found = dict(line.split() for line in lines if line.startswith("share-"))
-        assert list(found) == kinds
-        assert max(map(float, found.values())) < 1e-10
 
 
 @pytest.mark.parametrize("victim", ["a rank", "the command"])

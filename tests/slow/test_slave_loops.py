@@ -241,17 +241,6 @@ def test_pushes_of_all_codecs_land_and_are_summed_alike(
     assert compiled.left_to_python == 0
 
 
-def test_a_version_is_read_alike_and_only_a_readers_first_request_is_left_to_python(both: tuple[End, End]) -> None:
-    python, compiled = both
-    for version in (V0, V1):
-        for index in range(len(python.chunks)):
-            expected = python.ask(python.get(index, version))
-            assert expected[0].checksum == checksum(expected[1][0])
-            assert compiled.ask(compiled.get(index, version)) == expected
-    assert compiled.left_to_python == 1
-    assert_same(python, compiled)
-
-
 def test_ten_thousand_readers_come_and_go_and_each_is_answered(end: MakeEnd) -> None:
     """Forty times as many as the loop knows at a time. They come in crowds, and leave without a word."""
     compiled, smallest, crowd = end("compiled"), 1, 100
@@ -405,21 +394,6 @@ def test_what_only_the_python_loop_does_is_left_to_it(end: MakeEnd, what: str) -
     compiled.settle()
     compiled.ask(compiled.put(0, 3))
     assert compiled.left_to_python == python
-
-
-def test_readers_without_number_are_served(end: MakeEnd) -> None:
-    """More than are known at a time, and some with long names of their own."""
-    compiled = end("compiled")
-    for number in range(serve_numba.MOST_PEERS + 5):
-        peer = compiled.context.socket(zmq.DEALER)
-        peer.setsockopt(zmq.RCVTIMEO, int(NO_LIMIT_S * 1000))
-        if number % 50 == 0:
-            peer.setsockopt(zmq.ROUTING_ID, b"a-name-of-my-own-%d" % number)
-        peer.connect(compiled.server.endpoint)
-        for index in (1, 1):
-            header, (body,) = compiled.ask(compiled.get(index, V1), peer)
-            assert header.checksum == checksum(body)
-        peer.close(linger=0)
 
 
 def test_a_compiled_loop_that_cannot_be_had_is_refused_by_name() -> None:

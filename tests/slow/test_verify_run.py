@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sqlite3
-from collections.abc import Collection
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from support.dips_command import dips
-from support.waiting import until
 from support.whole_run import LEASED, WholeRun
 
 from dips.judge.records import read_run
@@ -71,69 +66,3 @@ def test_the_story_of_a_version_goes_through_every_process(run_dir: Path) -> Non
     kinds = [line["kind"] for line in lines]
     for first, then in (("ticket", "push_sent"), ("staged", "prepared"), ("prepared", "committed")):
         assert kinds.index(first) < kinds.index(then)
-
-
-def back_up(run: WholeRun, to: Path) -> None:
-    """As docs/operations.md says: the journal, not the master's tape; and the slaves' directories."""
-    with run.operator() as operator:
-        operator.pause("backup")
-    until(lambda: run.status().phase in ("IDLE", "WINDOW"), "the open round's end")
-    (to / "master").mkdir(parents=True)
-    name = "journal.sqlite3"
-    with (
-        closing(sqlite3.connect(run.directory / "master" / name)) as journal,
-        closing(sqlite3.connect(to / "master" / name)) as copy,
-    ):
-        journal.backup(copy)
-    for slave in ("s0", "s1"):
-        shutil.copytree(run.directory / slave, to / slave)
-    with run.operator() as operator:
-        operator.resume("the backup is made")
-
-
-def put_back(run: WholeRun, where: Path) -> None:
-    for name in ("master", "s0", "s1"):
-        run.kill(name)
-        shutil.rmtree(run.directory / name)
-        shutil.copytree(where / name, run.directory / name)
-    run.start_master()
-    for slave in ("s0", "s1"):
-        run.start_slave(slave)
-    until(lambda: run.version() >= 0, "the restored run")
-    with run.operator() as operator:
-        operator.resume("restored")
-
-
-def judged(directory: Path, without: Collection[str] = ()) -> tuple[list[str], str, int]:
-    """What is violated, the verdict, and how much is unproven."""
-    report = verify_run(directory, replay=True, without=without)
-    return [str(violation) for violation in report.violations], report.verdict, len(report.unproven)
-
-
-def test_tapes_that_begin_late_and_a_restored_run_accuse_no_one(tmp_path: Path) -> None:
-    """The slaves are started without a tape, and get one with their next start. Later master and slaves are restored
-    from a backup, while the clusters and their tapes go on: the versions since then are lost, and made again."""
-    directory = tmp_path / "run"
-    run = WholeRun(directory, plan=LEASED)
-    run.slave = {"record_pushes": True, "tape": "none"}
-    with run:
-        clusters = [run.cluster(name, seed, step_s=0.01) for seed, name in enumerate("ab")]
-        run.wait_for_version(2)
-        run.slave = {"record_pushes": True}
-        for slave in ("s0", "s1"):
-            run.kill(slave)
-            run.start_slave(slave)
-        run.wait_for_version(run.version() + 2)
-        late = "I4 unproven; I5 unproven; I9 unproven; records unproven"
-        assert judged(directory) == ([], late, 2)
-        assert judged(directory, {"s0", "s1"}) == ([], "ok", 0)
-        back_up(run, tmp_path / "backup")
-        lost = run.version() + 3
-        run.wait_for_version(lost)
-        put_back(run, tmp_path / "backup")
-        run.wait_for_version(lost + 1)
-        run.stop(*clusters)
-    assert judged(directory) == ([], late, 3)
-    told = dips("verify", directory, "--replay", *(f"--without-tape={name}" for name in ("s0", "s1", "master")))
-    assert told.returncode == 0, told.stdout + told.stderr
-    assert "the run was restored from a copy once" in " ".join(told.stdout.split())

@@ -26,6 +26,8 @@ from dips.planner.run.step import PlannedPipeline, move_layers
 CPU = torch.device("cpu")
 FUSED = "0F0,1F0,0F1,1B0,0B0,1F1,1B1,0B1\n"
 SPLIT = "0F0,0F1,1F0,1I0,0I0,1F1,1W0,1I1,0I1,0W1,1W1,0W0\n"
+FUSED_3 = "0F0,1F0,2F0,0F1,2B0,1F1,1B0,2F1,0B0,2B1,1B1,0B1\n"
+SPLIT_3 = "0F0,1F0,2F0,0F1,2I0,1F1,1I0,2F1,0I0,2I1,1W0,1I1,0I1,2W0,0W0,2W1,1W1,0W1\n"
 
 
 @dataclass(frozen=True)
@@ -111,13 +113,17 @@ def together(first: Callable[[], Any], *others: Callable[[], Any]) -> None:
     assert not failed
 
 
-@pytest.mark.parametrize("text", [FUSED, SPLIT])
-@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize(
+    ("text", "stages", "shared"),
+    [(FUSED, 2, 0), (FUSED, 2, 1), (SPLIT, 2, 0), (SPLIT, 2, 1), (FUSED_3, 3, 1), (SPLIT_3, 3, 1)],
+)
 @pytest.mark.usefixtures("threads")
-def test_members_of_a_shared_stage_all_get_the_gradients_of_whole_microbatches(text: str, shared: int) -> None:
+def test_members_of_a_shared_stage_all_get_the_gradients_of_whole_microbatches(
+    text: str, stages: int, shared: int
+) -> None:
     """Also over two steps without an update, whose gradients add up."""
     leader, *helping = (StageShare(member, (3, 2, 1)) for member in members(3))
-    modules = {stage: model.block(stage, CPU) for stage in range(2)}
+    modules = {stage: model.block(stage, CPU) for stage in range(stages)}
     helpers = [model.block(shared, CPU) for _ in helping]
     pipeline = PlannedPipeline(parse_cells(text, "plan"), modules, model.loss, CPU, shares={shared: leader})
     inputs, targets = model.batch(6, CPU)
@@ -135,9 +141,9 @@ def test_members_of_a_shared_stage_all_get_the_gradients_of_whole_microbatches(t
         lambda: [pipeline.step(inputs, targets) for _ in range(2)],
         *(help_with(module, share) for module, share in zip(helpers, helping, strict=True)),
     )
-    whole = [model.block(stage, CPU) for stage in range(2)]
+    whole = [model.block(stage, CPU) for stage in range(stages)]
     (2 * model.loss(nn.Sequential(*whole)(inputs), targets)).backward()
-    for ours, stage in [(modules[0], 0), (modules[1], 1), *((helper, shared) for helper in helpers)]:
+    for stage, ours in (*modules.items(), *((shared, helper) for helper in helpers)):
         for a, b in zip(ours.parameters(), whole[stage].parameters(), strict=True):
             assert a.grad is not None
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-14)
