@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import zmq
-from support.byte_tap import ByteTap
+from support.fault_proxy import FaultProxy, Proxies
 from support.ports import own_port
 from support.run_for_workers import part_of
 from support.waiting import until
@@ -16,6 +16,7 @@ from support.whole_run import LAYOUT, NumpyCluster, WholeRun
 
 from dips.core.errors import DipsError
 from dips.core.messages import BeginPullReply, BeginPullRequest, Caller, PullGrant, SlaveAddress
+from dips.core.net.addresses import parse_address
 from dips.core.net.zmq_sockets import CurvePair, Failure, Handshakes, as_client
 from dips.local.authority import Authority, ensure_keys
 from dips.worker.control import MasterStubs, channel_to
@@ -25,28 +26,32 @@ A, B = "cluster-alpha", "cluster-beta"
 
 
 class TappedRun(WholeRun):
-    """A tap before the master and before each slave's data port; all traffic goes through them."""
+    """A relay before the master and before each slave's data port keeps all that passes. Ended by tapped()."""
 
     def start_master(self) -> None:
         super().start_master()
-        host, _, port = self.address.rpartition(":")
-        self.control = ByteTap(host, int(port))
-        self.data: list[ByteTap] = []
+        self.taps = Proxies()
+        self.taps.__enter__()
+        self.control = self.tapping("control", self.address)
+        self.data: list[FaultProxy] = []
         self.address = self.control.address
 
     def start_slave(self, name: str, **more: object) -> None:
         port = own_port()
-        tap = ByteTap("127.0.0.1", port)
-        self.data.append(tap)
-        super().start_slave(name, data_port=port, advertise=tap.address, **more)
+        self.data.append(self.tapping(name, f"127.0.0.1:{port}"))
+        super().start_slave(name, data_port=port, advertise=self.data[-1].address, **more)
+
+    def tapping(self, name: str, address: str) -> FaultProxy:
+        relay = self.taps.add(name, parse_address(address))
+        relay.keeps = True
+        return relay
 
     @contextmanager
     def tapped(self) -> Iterator[None]:
         try:
             yield
         finally:
-            for tap in (self.control, *self.data):
-                tap.__exit__(None, None, None)
+            self.taps.__exit__()
 
 
 def wait_for_versions(run: WholeRun, n: int) -> None:
@@ -71,9 +76,9 @@ def control_words() -> list[bytes]:
     return [b"/dips.v1.Clusters/Join", b"/dips.v1.Slaves/Attach", A.encode(), b"reader-gamma", b"layers.5.w"]
 
 
-def found_in(taps: Iterable[ByteTap], needles: list[bytes]) -> list[bytes]:
-    seen = [needle for tap in taps for needle in tap.found(needles)]
-    return [needle for needle in needles if needle in seen]
+def found_in(taps: Iterable[FaultProxy], needles: list[bytes]) -> list[bytes]:
+    seen = [bytes(piece) for tap in taps for piece in tap.seen]
+    return [needle for needle in needles if any(needle in piece for piece in seen)]
 
 
 def answer_to(pair: CurvePair, address: SlaveAddress) -> Failure | None:
@@ -116,7 +121,7 @@ def test_a_run_with_keys_hides_everything_and_turns_away_foreign_and_revoked_key
         vectors = [fetched(run).flat, *good.model.pushed, *good.model.installed, *bad.model.pushed]
         needles = [*control_words(), *(piece for flat in vectors for piece in windows(flat))]
         taps = [run.control, *run.data]
-        assert all(sum(map(len, tap.seen())) > 4 * LAYOUT.n_bytes for tap in taps), "all of it went through them"
+        assert all(sum(map(len, tap.seen)) > 4 * LAYOUT.n_bytes for tap in taps), "all of it went through them"
         assert found_in(taps, needles) == []
 
 

@@ -111,6 +111,9 @@ class FaultProxy:
         self.target = target
         self.bites: list[float] = []
         """Wall times at which the present fault did something."""
+        self.keeps = False
+        self.seen: list[bytearray] = []
+        """If it keeps what passes: all bytes of each direction of each connection, as a listener would see them."""
         self._loop = loop
         self._fault: NetFault | None = None
         self._left = 0
@@ -219,11 +222,16 @@ class FaultProxy:
 
     async def _read(self, link: _Link, way: Way, pieces: asyncio.Queue[tuple[float, bytes]]) -> None:
         source = link.client if way is Way.UP else link.server
+        kept = bytearray()
+        if self.keeps:
+            self.seen.append(kept)
         while True:
             try:
                 data = await self._loop.sock_recv(source, PIECE_BYTES)
             except OSError:
                 data = b""
+            if self.keeps:
+                kept += data
             fault = self._fault
             delay_s = fault.delay_s if fault is not None and fault.harm is Harm.DELAY and way in fault.ways else 0.0
             if delay_s and data:

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 import pytest
+from support.failed_call import FailedCall
 from support.manual_clock import ManualClock
 from support.run_for_workers import F32, DataSlave, RefuseCall, RunForWorkers
 
@@ -26,8 +27,7 @@ from dips.core.errors import Refused
 from dips.core.ids import PushId
 from dips.core.messages import HeartbeatReply, HeartbeatRequest, PullGrant, Settings, Ticket
 from dips.core.net.carriers import Common
-from dips.core.net.codec_protobuf import encode, from_message, to_message
-from dips.core.net.grpc_calls import REFUSAL_KEY
+from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.payloads import Difference, Differences, Parameters, ParameterSource, Payloads, Places, SnapshotReady
 from dips.core.net.transfer import SlaveProgress
 from dips.worker.checkpoint import PushRecorder
@@ -35,21 +35,6 @@ from dips.worker.state.effects import Beat, Event, PushRecord
 
 MOST_IDLE = 20_000
 """Waits in which nothing arrived, after which a test has failed."""
-
-
-class CallEnded(grpc.RpcError):
-    def __init__(self, status: grpc.StatusCode, sent: RefuseCall | None = None) -> None:
-        super().__init__(status.name)
-        self._status, self._sent = status, sent
-
-    def code(self) -> grpc.StatusCode:
-        return self._status
-
-    def details(self) -> str:
-        return "" if self._sent is None else self._sent.refusal.sentence
-
-    def trailing_metadata(self) -> Any:
-        return () if self._sent is None else ((REFUSAL_KEY, encode(self._sent.refusal)),)
 
 
 class Done(Future[Any]):
@@ -235,11 +220,11 @@ class RunInMemory(RunForWorkers):
                 def call(message: Any, timeout: float) -> Any:
                     run.deadlines.append((method, timeout))
                     if not run.is_up:
-                        raise CallEnded(grpc.StatusCode.UNAVAILABLE)
+                        raise FailedCall(grpc.StatusCode.UNAVAILABLE)
                     try:
                         return to_message(run.call(method, from_message(message, kind)))
                     except RefuseCall as refused:
-                        raise CallEnded(grpc.StatusCode.ABORTED, refused) from None
+                        raise FailedCall.refused(grpc.StatusCode.ABORTED, refused.refusal) from None
 
                 return call
 

@@ -6,6 +6,7 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.failed_call import FailedCall
 
 from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.net.codec_protobuf import encode
@@ -16,22 +17,6 @@ from dips.core.net.grpc_calls import (
     refused_from,
     to_refusal,
 )
-
-Metadata = tuple[tuple[str, str | bytes], ...]
-
-
-class FailedCall(grpc.RpcError):
-    def __init__(self, status: grpc.StatusCode, details: str | None = "", metadata: Metadata | None = ()) -> None:
-        self._answers = (status, details, metadata)
-
-    def code(self) -> grpc.StatusCode:
-        return self._answers[0]
-
-    def details(self) -> str | None:
-        return self._answers[1]
-
-    def trailing_metadata(self) -> Metadata | None:  # type: ignore[override]  # grpc says None where there is none
-        return self._answers[2]
 
 
 @pytest.mark.parametrize("code", list(RefusalCode))

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from support.failed_call import FailedCall
 from support.run_status import run_status
 
 from dips.core import messages as m
@@ -16,23 +17,6 @@ from dips.core.net import codec_protobuf
 from dips.core.net.security import INSECURE
 from dips.local import operator_client
 from dips.local.operator_client import OperatorClient
-
-
-class Failed(grpc.RpcError):
-    """A call that fails with a status of gRPC itself."""
-
-    def __init__(self, status: grpc.StatusCode) -> None:
-        super().__init__()
-        self.status = status
-
-    def code(self) -> grpc.StatusCode:
-        return self.status
-
-    def details(self) -> str:
-        return "as gRPC says"
-
-    def trailing_metadata(self) -> tuple[()]:
-        return ()
 
 
 class Channel:
@@ -49,7 +33,7 @@ class Channel:
         def call(message: Any, timeout: float) -> Any:
             self.calls.append((method, message, timeout))
             if self.fails is not None:
-                raise Failed(self.fails)
+                raise FailedCall(self.fails)
             return codec_protobuf.to_message(run_status() if method == "Status" else m.OperatorReply(f"{method}: yes"))
 
         return call

@@ -12,13 +12,14 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 import pytest
+from support.failed_call import FailedCall
 from support.slave_bench import SlaveBench
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation
 from dips.core.messages import Hello, Promised, Settings, SlaveBeat, SlaveCommand, SlaveHello, SlaveMessage, Welcome
-from dips.core.net.codec_protobuf import encode, from_message, to_message
-from dips.core.net.grpc_calls import REFUSAL_KEY, STATUS_OF_CODE, to_refusal
+from dips.core.net.codec_protobuf import from_message, to_message
+from dips.core.net.grpc_calls import STATUS_OF_CODE, to_refusal
 from dips.core.net.security import INSECURE
 from dips.protos import slaves_pb2, slaves_pb2_grpc
 from dips.slave import control as module
@@ -35,22 +36,8 @@ def welcome(epoch: int) -> SlaveCommand:
     return replace(WELCOME, epoch=epoch, incarnation=Incarnation(epoch, 1))
 
 
-class Ended(grpc.RpcError):
-    def __init__(self, status: grpc.StatusCode, refusal: Refused | None = None) -> None:
-        self._status, self._refusal = status, refusal
-
-    def code(self) -> grpc.StatusCode:
-        return self._status
-
-    def details(self) -> str:
-        return "gone" if self._refusal is None else self._refusal.sentence
-
-    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:  # type: ignore[override]  # plain pairs
-        return () if self._refusal is None else ((REFUSAL_KEY, encode(to_refusal(self._refusal))),)
-
-
-def refused(code: RefusalCode, retry_after_s: float = 0.0) -> Ended:
-    return Ended(STATUS_OF_CODE[code], Refused(code, "no", retry_after_s))
+def refused(code: RefusalCode, retry_after_s: float = 0.0) -> FailedCall:
+    return FailedCall.refused(STATUS_OF_CODE[code], to_refusal(Refused(code, "no", retry_after_s)))
 
 
 class Stream:
@@ -188,7 +175,7 @@ async def test_a_stream_is_hello_promise_and_beats_and_its_end_is_told_and_anoth
         assert first.cancelled
         assert played.shell.ends() == ["the master ended it"]
         await second.hear(SlaveHello)
-        second.say(Ended(grpc.StatusCode.UNAVAILABLE))
+        second.say(FailedCall(grpc.StatusCode.UNAVAILABLE, "gone"))
         await played.stream()
         assert "UNAVAILABLE: gone" in played.shell.ends()[1]
         assert played.shell.failed == []

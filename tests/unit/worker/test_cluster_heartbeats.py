@@ -10,9 +10,9 @@ from typing import Any
 
 import grpc
 import pytest
+from support.failed_call import FailedCall
 from support.manual_clock import ManualClock
 from support.run_for_workers import RefuseCall
-from support.run_in_memory import CallEnded
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation, Version
@@ -47,9 +47,9 @@ class Master:
                     self.heard.append(from_message(message, HeartbeatRequest))
                     match self.script.pop(0) if self.script else None:
                         case None:
-                            raise CallEnded(grpc.StatusCode.UNAVAILABLE)
+                            raise FailedCall(grpc.StatusCode.UNAVAILABLE)
                         case RefuseCall() as refused:
-                            raise CallEnded(grpc.StatusCode.ABORTED, refused)
+                            raise FailedCall.refused(grpc.StatusCode.ABORTED, refused.refusal)
                         case float() as silent_s:
                             self.clock.advance(silent_s)
                         case reply:
