@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 from hypothesis import given
@@ -14,71 +14,55 @@ from dips.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("value", "n_bytes"),
+    ("parse", "amounts"),
     [
-        (4096, 4096),
-        (4096.0, 4096),
-        ("4096", 4096),
-        ("0", 0),
-        ("1 MiB", 1 << 20),
-        ("1mib", 1 << 20),
-        ("64MB", 64_000_000),
-        ("64 mb", 64_000_000),
-        ("1.5 GiB", 3 << 29),
-        (" 2 TiB ", 2 << 40),
-        ("1_000 kB", 10**6),
-        ("7 B", 7),
-        ("0.001 MB", 1000),
+        (
+            units.parse_bytes,
+            {
+                4096: (4096, 4096.0, "4096"),
+                0: ("0",),
+                1 << 20: ("1 MiB", "1mib"),
+                64_000_000: ("64MB", "64 mb"),
+                3 << 29: ("1.5 GiB",),
+                2 << 40: (" 2 TiB ",),
+                10**6: ("1_000 kB",),
+                7: ("7 B",),
+                1000: ("0.001 MB",),
+            },
+        ),
+        (
+            units.parse_seconds,
+            {
+                2.0: (2, "2", "2s"),
+                0.25: (0.25, "250 ms"),
+                60.0: ("1 min", "1m"),
+                5400.0: ("1 h 30 min", "1h30m"),
+                21600.0: ("6 h",),
+                172800.0: ("2 d",),
+                5e-5: ("50us",),
+                1000.0: ("1e3 s",),
+            },
+        ),
+        (
+            units.parse_count,
+            {7: (7, "7"), 1_500_000: ("1.5M",), 20_000: ("20k",), 2 * 10**9: ("2e9",), 10**9: ("1 B",)},
+        ),
+        (
+            units.parse_bits_per_s,
+            {
+                1e10: (1e10, "10gbps", "10 Gbps", "10 Gbit/s", "1.25 GB/s"),
+                1e8: ("100 mbit/s",),
+                8 * 2**20: ("1 MiB/s",),
+                0.0: ("0",),
+            },
+        ),
     ],
 )
-def test_sizes(value: object, n_bytes: int) -> None:
-    assert units.parse_bytes(value) == n_bytes
-
-
-@pytest.mark.parametrize(
-    ("value", "seconds_s"),
-    [
-        (2, 2.0),
-        (0.25, 0.25),
-        ("2", 2.0),
-        ("2s", 2.0),
-        ("250 ms", 0.25),
-        ("1 min", 60.0),
-        ("1m", 60.0),
-        ("1 h 30 min", 5400.0),
-        ("1h30m", 5400.0),
-        ("6 h", 21600.0),
-        ("2 d", 172800.0),
-        ("50us", 5e-5),
-        ("1e3 s", 1000.0),
-    ],
-)
-def test_durations(value: object, seconds_s: float) -> None:
-    assert units.parse_seconds(value) == seconds_s
-
-
-@pytest.mark.parametrize(
-    ("value", "count"), [(7, 7), ("7", 7), ("1.5M", 1_500_000), ("20k", 20_000), ("2e9", 2 * 10**9), ("1 B", 10**9)]
-)
-def test_counts(value: object, count: int) -> None:
-    assert units.parse_count(value) == count
-
-
-@pytest.mark.parametrize(
-    ("value", "bits_per_s"),
-    [
-        (1e10, 1e10),
-        ("10gbps", 1e10),
-        ("10 Gbps", 1e10),
-        ("10 Gbit/s", 1e10),
-        ("100 mbit/s", 1e8),
-        ("1.25 GB/s", 1e10),
-        ("1 MiB/s", 8 * 2**20),
-        ("0", 0.0),
-    ],
-)
-def test_rates(value: object, bits_per_s: float) -> None:
-    assert units.parse_bits_per_s(value) == bits_per_s
+def test_amounts_are_read_exactly(
+    parse: Callable[[object], float], amounts: Mapping[float, tuple[object, ...]]
+) -> None:
+    for amount, written in amounts.items():
+        assert [parse(each) for each in written] == [amount] * len(written)
 
 
 NONSENSE = [
@@ -157,7 +141,7 @@ def test_amounts_are_printed_shortly(text: str, wanted: str) -> None:
 
 
 @given(st.integers(0, 2**60))
-def test_a_printed_size_reads_back_within_its_digits(n_bytes: int) -> None:
+def test_a_printed_amount_reads_back_within_its_digits(n_bytes: int) -> None:
     shown = units.format_bytes(n_bytes)
     number, unit = shown.split()
     scale = units.parse_bytes(f"1 {unit}")

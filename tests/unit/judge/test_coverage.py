@@ -91,40 +91,30 @@ def test_the_part_that_was_kept_elsewhere_makes_it_whole_whatever_its_name(recor
     assert verify_run(recorded).ok
 
 
-def test_a_slaves_tape_that_was_copied_too_early_is_unproven_from_there_on(recorded: Path) -> None:
-    keep(tape_of(recorded, "s0"), up_to_nth("measured", 6))
+@pytest.mark.parametrize(
+    ("name", "cut", "unproven", "gap", "lost"),
+    [
+        ("s0", up_to_nth("measured", 6), {"I4", "I5", "I9", "records"}, "ends with round r1.7", "version 1:7"),
+        (
+            "a",
+            from_nth("joined"),
+            {"records"},
+            "begins with incarnation 1.2",
+            "push a/1.1#1 and 4 more, up to push a/1.1#5 are missing",
+        ),
+        ("b", up_to_nth("push_begun", 6), {"records"}, "ends with push b/1.1#6", "push b/1.1#7"),
+        ("master", up_to_nth("ticket", 8), {"I4", "records"}, "ends with record 8 of the journal", ""),
+    ],
+)
+def test_a_tape_that_begins_late_or_was_copied_too_early_is_unproven_there(
+    recorded: Path, name: str, cut: Cut, unproven: set[str], gap: str, lost: str
+) -> None:
+    keep(recorded / "master" / TAPE_NAME if name == "master" else tape_of(recorded, name), cut)
     report = verify_run(recorded)
     assert (report.violations, report.exit_code) == ([], 7)
-    assert set(results(report)) == {"I4", "I5", "I9", "records"}
-    assert "ends with round r1.7, so that lines about version 1:7" in report.unproven[0]
-    settled(recorded, "s0", "ends with round r1.7")
-
-
-def test_a_cluster_that_had_no_tape_at_first_is_unproven_up_to_its_first_line(recorded: Path) -> None:
-    keep(tape_of(recorded, "a"), from_nth("joined"))
-    report = verify_run(recorded)
-    assert (report.violations, results(report)) == ([], {"records": UNPROVEN})
-    assert (
-        "begins with incarnation 1.2, so that lines about push a/1.1#1 and 4 more, up to push a/1.1#5 are missing"
-        in (report.unproven[0])
-    )
-    settled(recorded, "a", "begins with incarnation 1.2")
-
-
-def test_a_clusters_tape_that_was_copied_too_early_is_unproven_from_there_on(recorded: Path) -> None:
-    keep(tape_of(recorded, "b"), up_to_nth("push_begun", 6))
-    report = verify_run(recorded)
-    assert (report.violations, results(report)) == ([], {"records": UNPROVEN})
-    assert "ends with push b/1.1#6, so that lines about push b/1.1#7" in report.unproven[0]
-    settled(recorded, "b", "ends with push b/1.1#6")
-
-
-def test_the_masters_tape_that_was_copied_too_early_is_unproven_from_there_on(recorded: Path) -> None:
-    keep(recorded / "master" / TAPE_NAME, up_to_nth("ticket", 8))
-    report = verify_run(recorded)
-    assert (report.violations, results(report)) == ([], {"I4": UNPROVEN, "records": UNPROVEN})
-    assert "ends with record 8 of the journal" in report.unproven[0]
-    settled(recorded, "master", "ends with record 8 of the journal")
+    assert results(report) == dict.fromkeys(unproven, UNPROVEN)
+    assert (f"{gap}, so that lines about {lost}" if lost else gap) in report.unproven[0]
+    settled(recorded, name, gap)
 
 
 @pytest.mark.parametrize("name", ["master", "s0", "s1", "a", "b"])
@@ -206,46 +196,36 @@ def test_the_scripted_run_is_proven(run: Path) -> None:
     assert verify_run(run).ok
 
 
-def test_a_journal_that_was_restored_without_the_tape_is_unproven_before(run: Path) -> None:
-    """As docs/operations.md says: the journal comes from the backup, and the master's next tape begins then."""
-    keep(tape_in(run, "test"), from_nth("epoch", 2))
+def but_the_second(kind: str) -> Cut:
+    """A tape without what its process wrote between the second and the third of these lines."""
+    return lambda lines: [*up_to_nth(kind, 1)(lines), *from_nth(kind, 2)(lines)]
+
+
+@pytest.mark.parametrize(
+    ("tape", "cut", "name", "gap"),
+    [
+        # As docs/operations.md says: the journal comes from the backup, and the master's next tape begins then.
+        ("test", from_nth("epoch", 2), "master", "begins with epoch 3"),
+        ("test", but_the_second("epoch"), "master", "has no line of epoch 2"),
+        ("s1", but_the_second("started"), "s1", "has no line between incarnations"),
+        ("a", but_the_second("joined"), "a", "has no line of incarnation 2.2"),
+    ],
+)
+def test_a_process_that_ran_once_without_its_tape_leaves_a_gap(
+    run: Path, tape: str, cut: Cut, name: str, gap: str
+) -> None:
+    keep(tape_in(run, tape), cut)
     report = verify_run(run)
-    assert (report.violations, report.exit_code) == ([], 7)
-    assert len(report.unproven) == 1
-    assert "begins with epoch 3" in report.unproven[0]
-    settled(run, "master", "begins with epoch 3")
-
-
-def test_a_master_that_ran_once_without_its_tape_leaves_a_gap(run: Path) -> None:
-    tape = tape_in(run, "test")
-    keep(tape, lambda lines: [*up_to_nth("epoch", 1)(lines), *from_nth("epoch", 2)(lines)])
-    report = verify_run(run)
-    assert (report.violations, len(report.unproven)) == ([], 1)
-    assert "has no line of epoch 2" in report.unproven[0]
-    settled(run, "master", "has no line of epoch 2")
-
-
-def test_a_slave_that_ran_once_without_its_tape_leaves_a_gap(run: Path) -> None:
-    keep(tape_in(run, "s1"), lambda lines: [*up_to_nth("started", 1)(lines), *from_nth("started", 2)(lines)])
-    report = verify_run(run)
-    assert (report.violations, len(report.unproven)) == ([], 1)
-    assert "has no line between incarnations" in report.unproven[0]
-    settled(run, "s1", "has no line between incarnations")
-
-
-def test_a_cluster_that_ran_once_without_its_tape_leaves_a_gap(run: Path) -> None:
-    keep(tape_in(run, "a"), lambda lines: [*up_to_nth("joined", 1)(lines), *from_nth("joined", 2)(lines)])
-    report = verify_run(run)
-    assert (report.violations, len(report.unproven)) == ([], 1)
-    assert "has no line of incarnation 2.2" in report.unproven[0]
-    settled(run, "a", "has no line of incarnation 2.2")
+    assert (report.violations, report.exit_code, len(report.unproven)) == ([], 7, 1)
+    assert gap in report.unproven[0]
+    settled(run, name, gap)
 
 
 def test_the_same_process_that_joined_twice_had_its_tape_all_the_time(run: Path) -> None:
     edit_tape(
         tape_in(run, "test"), lambda lines: [line.update(process="one") for line in lines if line["kind"] == "join"]
     )
-    keep(tape_in(run, "a"), lambda lines: [*up_to_nth("joined", 1)(lines), *from_nth("joined", 2)(lines)])
+    keep(tape_in(run, "a"), but_the_second("joined"))
     assert results(verify_run(run))["records"] == VIOLATED
 
 
