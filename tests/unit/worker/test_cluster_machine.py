@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.cluster_bench import LEASED, SETTINGS, TK_MAX, ClusterBench, phase_of, session_config
@@ -22,10 +23,23 @@ from dips.worker.state import effects
 from dips.worker.state.shared import SessionPhase
 
 
+def begun(settings: messages.Settings = SETTINGS, **config: Any) -> ClusterBench:
+    life = ClusterBench(session_config(**config), settings)
+    life.begin()
+    return life
+
+
 @pytest.fixture
 def life() -> ClusterBench:
+    return begun()
+
+
+def seeding() -> ClusterBench:
+    """A cluster that was told to seed the run."""
     life = ClusterBench()
-    life.begin()
+    life.published = None
+    life.say(effects.Started())
+    life.join(seed=True)
     return life
 
 
@@ -43,10 +57,7 @@ def test_a_new_cluster_joins_pulls_and_may_train() -> None:
 
 
 def test_the_first_cluster_seeds_with_no_work_and_pulls_what_became_of_it() -> None:
-    life = ClusterBench()
-    life.published = None
-    life.say(effects.Started())
-    life.join(seed=True)
+    life = seeding()
     life.take(effects.CopyParameters)
     request = life.asked(messages.BeginPushRequest)
     assert (request.base, request.ranges, request.tokens, request.steps, request.fence) == (None, (), 0, 0, 0)
@@ -62,10 +73,7 @@ def test_the_first_cluster_seeds_with_no_work_and_pulls_what_became_of_it() -> N
 
 @pytest.mark.parametrize("stage", ["begin", "finish", "await"])
 def test_an_aborted_seed_is_pushed_again_under_a_new_number(stage: str) -> None:
-    life = ClusterBench()
-    life.published = None
-    life.say(effects.Started())
-    life.join(seed=True)
+    life = seeding()
     life.goes_on(stage)
     life.judged(stage, life.verdict(messages.VerdictKind.ABORTED))
     request = life.asked(messages.BeginPushRequest)
@@ -73,10 +81,7 @@ def test_an_aborted_seed_is_pushed_again_under_a_new_number(stage: str) -> None:
 
 
 def test_nobody_seeds_over_a_version() -> None:
-    life = ClusterBench()
-    life.published = None
-    life.say(effects.Started())
-    life.join(seed=True)
+    life = seeding()
     life.refuse(messages.BeginPushRequest, RefusalCode.SEED_EXISTS)
     life.published = Version(1, 0)
     assert life.pulled().mode is effects.InstallMode.REPLACE
@@ -113,8 +118,7 @@ def test_a_refused_join_ends_with_the_masters_sentence(code: RefusalCode) -> Non
 
 
 def test_without_a_master_training_goes_on_for_the_hours_that_were_set_and_says_what_is_not_pushed() -> None:
-    life = ClusterBench(session_config(cut_off_limit_s=7200.0))
-    life.begin()
+    life = begun(cut_off_limit_s=7200.0)
     life.train(4)
     said = list[str]()
     for _ in range(12):
@@ -143,8 +147,7 @@ def test_a_cluster_that_cannot_join_says_why_and_not_what_it_has_not_pushed() ->
 
 
 def test_a_slave_that_is_away_is_no_less_cut_off_where_the_master_answers() -> None:
-    life = ClusterBench(session_config(cut_off_limit_s=100.0))
-    life.begin()
+    life = begun(cut_off_limit_s=100.0)
     life.train(4)
     for waits in (False, False, True):
         job, _ = life.ticket()
@@ -157,8 +160,7 @@ def test_a_slave_that_is_away_is_no_less_cut_off_where_the_master_answers() -> N
 
 
 def test_a_push_that_the_master_puts_off_for_long_is_not_taken_either() -> None:
-    life = ClusterBench(session_config(cut_off_limit_s=100.0))
-    life.begin()
+    life = begun(cut_off_limit_s=100.0)
     life.train(4)
     for _ in range(2):
         busy = messages.Busy(0.5, "only 0 of 1 slaves have attached")
@@ -307,18 +309,18 @@ def test_a_version_that_is_gone_is_replaced_by_the_newest(life: ClusterBench) ->
     assert life.asked(messages.BeginPullRequest).at_least is None
 
 
-def test_fencing_cancels_the_transfer(life: ClusterBench) -> None:
+def test_a_fence_counts_for_its_own_incarnation_and_cancels_the_transfer(life: ClusterBench) -> None:
+    life.say(effects.Beat(Incarnation(1, 0), Refused(RefusalCode.FENCED, "evicted")))
+    assert life.phase is SessionPhase.TRAINING
+    life.say(effects.Beat(Incarnation(1, 1), Refused(RefusalCode.MALFORMED, "strange")))
+    assert life.phase is SessionPhase.TRAINING
+    assert any(isinstance(effect, effects.Log) and "strange" in effect.sentence for effect in life.effects)
     life.push_begun()
     start = life.ticket()
     life.say(effects.Beat(Incarnation(1, 1), Refused(RefusalCode.FENCED, "evicted")))
     assert life.take(effects.Cancel).job == start[0]
     life.say(effects.Done(start[0], (), 0.1))
     assert life.phase is SessionPhase.JOINING
-
-
-def test_a_fence_of_an_older_incarnation_is_ignored(life: ClusterBench) -> None:
-    life.say(effects.Beat(Incarnation(1, 0), Refused(RefusalCode.FENCED, "evicted")))
-    assert life.phase is SessionPhase.TRAINING
 
 
 def test_a_revoked_cluster_ends_with_the_masters_sentence_and_trains_no_further(life: ClusterBench) -> None:
@@ -344,15 +346,8 @@ def test_a_second_process_of_a_name_waits_while_it_is_told_to_and_then_ends() ->
     assert finished.error.exit_code == NAME_TAKEN_EXIT
 
 
-def test_another_refused_heartbeat_is_only_said(life: ClusterBench) -> None:
-    life.say(effects.Beat(Incarnation(1, 1), Refused(RefusalCode.MALFORMED, "strange")))
-    assert life.phase is SessionPhase.TRAINING
-    assert any(isinstance(effect, effects.Log) and "strange" in effect.sentence for effect in life.effects)
-
-
 def test_leases_are_handed_out_once_and_survive_an_absent_master() -> None:
-    life = ClusterBench(session_config(data_plan=LEASED))
-    life.begin()
+    life = begun(data_plan=LEASED)
     life.say(effects.LeaseWanted(500))
     life.fail(messages.LeaseDataRequest)
     life.pass_s(0.2)
@@ -367,8 +362,7 @@ def test_leases_are_handed_out_once_and_survive_an_absent_master() -> None:
 
 
 def test_what_is_used_up_is_not_kept_for_a_loop_that_goes_by_what_it_holds() -> None:
-    life = ClusterBench(session_config(data_plan=LEASED), replace(SETTINGS, sync_every_steps=1000))
-    life.begin()
+    life = begun(replace(SETTINGS, sync_every_steps=1000), data_plan=LEASED)
     for chunk in range(50):
         lent = messages.DataRange(chunk, 0, chunk, 0, 100)
         life.say(effects.LeaseWanted(100))
@@ -381,15 +375,13 @@ def test_what_is_used_up_is_not_kept_for_a_loop_that_goes_by_what_it_holds() -> 
 
 def test_no_more_is_asked_for_at_once_than_is_lent() -> None:
     """H 64 with steps of 32 Ki tokens is two million, more than one call may have of chunks of a thousand."""
-    life = ClusterBench(session_config(data_plan=LEASED))
-    life.begin()
+    life = begun(data_plan=LEASED)
     life.say(effects.LeaseWanted(1 << 21))
     assert life.asked(messages.LeaseDataRequest).want_tokens == MAX_LEASED_CHUNKS * LEASED.chunk_tokens < 1 << 21
 
 
 def test_a_lease_that_is_not_there_yet_is_asked_for_again() -> None:
-    life = ClusterBench(session_config(data_plan=LEASED))
-    life.begin()
+    life = begun(data_plan=LEASED)
     life.say(effects.LeaseWanted(500))
     life.answer(messages.LeaseDataRequest, messages.LeaseDataReply(()))
     assert (life.asks(messages.LeaseDataRequest), life.session.waiting_for()) == (False, "all data is leased")
@@ -399,8 +391,7 @@ def test_a_lease_that_is_not_there_yet_is_asked_for_again() -> None:
 
 
 def test_a_lease_asked_for_while_joining_again_is_asked_after_it() -> None:
-    life = ClusterBench(session_config(data_plan=LEASED))
-    life.begin()
+    life = begun(data_plan=LEASED)
     life.say(effects.LeaseWanted(500))
     life.refuse(messages.LeaseDataRequest, RefusalCode.STALE_EPOCH)
     assert not life.asks(messages.LeaseDataRequest)
@@ -409,8 +400,7 @@ def test_a_lease_asked_for_while_joining_again_is_asked_after_it() -> None:
 
 
 def test_a_step_must_account_for_its_tokens() -> None:
-    life = ClusterBench(session_config(data_plan=LEASED))
-    life.begin()
+    life = begun(data_plan=LEASED)
     with pytest.raises(LocalProtocolError, match="hold 0"):
         life.say(effects.Stepped(100))
     with pytest.raises(LocalProtocolError, match="does not hold"):
@@ -418,18 +408,19 @@ def test_a_step_must_account_for_its_tokens() -> None:
     assert life.session.shared.work.tokens == 0
 
 
-def test_local_steps_follow_the_masters_word(life: ClusterBench) -> None:
-    life.beat(local_steps=2)
-    life.train(2)
-    assert life.phase is SessionPhase.BEGINNING_PUSH
-
-
-def test_progress_never_runs_back_on_one_timeline(life: ClusterBench) -> None:
+def test_what_a_heartbeat_says(life: ClusterBench) -> None:
     life.beat(tokens=12_000)
     life.beat(tokens=11_000)
     assert life.session.shared.terms.tokens == 12_000
     life.beat(tokens=500, published=Version(2, 0))
     assert life.session.shared.terms.tokens == 500
+    for limit in (2 * TK_MAX, 0):
+        life.beat(limit=messages.TokenLimit(limit))
+        life.beat()
+        assert life.session.shared.terms.settings.tk_max_tokens == limit
+    life.beat(local_steps=2)
+    life.train(2)
+    assert life.phase is SessionPhase.BEGINNING_PUSH
 
 
 def test_the_runs_end_pulls_the_last_version_and_leaves(life: ClusterBench) -> None:
@@ -598,11 +589,10 @@ def test_an_undecided_last_push_is_said_to_be_one(life: ClusterBench) -> None:
     assert "4 steps with 400 tokens: no verdict of push a/1.1#1 came in time; it may come yet" in said(life)["lost"]
 
 
-def test_leaving_waits_for_the_window_that_the_master_named(life: ClusterBench) -> None:
+def test_leaving_waits_for_the_window_that_the_master_named() -> None:
     """Unless a bound was set by hand."""
-    for config, waits_s in ((session_config(), 130.0), (session_config(leave_wait_s=5.0), 5.0)):
-        life = ClusterBench(config)
-        life.begin()
+    for config, waits_s in (({}, 130.0), ({"leave_wait_s": 5.0}, 5.0)):
+        life = begun(**config)
         life.train(1)
         life.say(effects.StopWanted("enough"))
         life.sent(life.ticket())
@@ -690,13 +680,6 @@ def test_an_end_that_is_taken_back_is_one_no_longer(life: ClusterBench) -> None:
     assert life.asked(messages.BeginPushRequest).steps == 3
 
 
-def test_a_heartbeat_moves_the_runs_limit(life: ClusterBench) -> None:
-    for limit in (2 * TK_MAX, 0):
-        life.beat(limit=messages.TokenLimit(limit))
-        life.beat()
-        assert life.session.shared.terms.settings.tk_max_tokens == limit
-
-
 def test_a_last_push_of_a_drained_cluster_that_takes_too_long_leaves_time_for_the_last_version(
     life: ClusterBench,
 ) -> None:
@@ -757,8 +740,7 @@ def test_a_drained_clusters_last_push_and_pull_may_take_as_long_as_those_before(
 
 
 def test_a_bound_on_leaving_that_is_set_by_hand_is_kept_at_the_runs_end() -> None:
-    life = ClusterBench(session_config(leave_wait_s=8.0))
-    life.begin()
+    life = begun(leave_wait_s=8.0)
     long_transfers(life)
     life.run_ends()
     life.grant()
