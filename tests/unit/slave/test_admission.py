@@ -41,9 +41,12 @@ def refusal_of(admission: Admission, key: bytes, header: DataHeader) -> str:
     return str(caught.value)
 
 
-def test_no_key_is_admitted_before_a_list_came() -> None:
+def test_whoever_is_on_the_list_may_read_and_nobody_before_it_came(admission: Admission) -> None:
     assert Admission().user_of(KEY_A) is None
     assert "no longer on the master's list" in refusal_of(Admission(), KEY_A, GET)
+    for allowed in LIST:
+        assert admission.user_of(allowed.curve_key) == allowed.curve_key.hex()
+        admission.check(allowed.curve_key.hex(), GET)
 
 
 def test_a_push_is_touched_by_its_own_cluster_alone(admission: Admission) -> None:
@@ -70,12 +73,6 @@ def test_a_cluster_with_several_keys_is_named_once_on_the_tape() -> None:
     out = bench.command(Allow((*LIST, AllowedKey(KeyRole.CLUSTER, "a", b"r" * 32))))
     (allowed,) = only(out, tape.KeysAllowed)
     assert allowed.fields["owners"] == ["cluster a", "cluster b", "reader a"]
-
-
-def test_whoever_is_on_the_list_may_read(admission: Admission) -> None:
-    for allowed in LIST:
-        assert admission.user_of(allowed.curve_key) == allowed.curve_key.hex()
-        admission.check(allowed.curve_key.hex(), GET)
 
 
 def test_momentum_is_for_slaves_alone(admission: Admission) -> None:
@@ -114,16 +111,13 @@ def test_a_list_that_makes_no_sense_is_refused(keys: tuple[AllowedKey, ...], why
     assert why in only(out, effects.Log)[0].sentence
 
 
-def test_a_list_waits_for_no_job() -> None:
+def test_a_list_waits_for_no_job_and_one_of_an_older_epoch_or_another_life_changes_nothing() -> None:
     """A revoked key must not be served for as long as a snapshot is loaded."""
     bench = SlaveBench(curve_key=b"k" * 32)
     bench.attach()
     bench.command(configure())
     assert bench.state.shard.busy
     assert only(bench.command(Allow(LIST)), Allow) == [Allow(LIST)]
-
-
-def test_a_list_of_an_older_epoch_or_another_life_changes_nothing() -> None:
     bench = SlaveBench(curve_key=b"k" * 32)
     bench.attach(epoch=3)
     for changes in ({"epoch": 2}, {"incarnation": Incarnation(3, 9)}, {"run_id": "other"}):

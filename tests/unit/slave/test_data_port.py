@@ -155,8 +155,11 @@ def test_the_momentum_of_the_newest_version_is_served_and_of_no_other(port: Port
     assert answer.header.checksum == checksum(answer.payload)
 
 
-def test_reads_do_not_ask_for_the_epoch_because_a_version_never_changes(port: Port) -> None:
+def test_reads_ask_for_no_epoch_since_a_version_never_changes_and_one_that_left_is_gone(port: Port) -> None:
     assert port.send(replace(get(CHUNKS[0]), epoch=1)).header.op is DataOp.CHUNK
+    assert port.refused(get(CHUNKS[0], Version(1, 1))).code is RefusalCode.VERSION_GONE
+    port.port.set_readable({}, None)
+    assert port.refused(get(CHUNKS[0])).code is RefusalCode.VERSION_GONE
 
 
 @pytest.mark.parametrize(
@@ -187,9 +190,14 @@ def test_a_wrong_put_is_refused(port: Port, changes: dict[str, object], code: Re
     assert port.port.refused_chunks == 1
 
 
-def test_a_chunk_that_comes_before_its_staging_is_open_is_no_news_for_people(port: Port) -> None:
+def test_a_chunk_that_comes_before_its_staging_is_open_is_no_news_and_new_memory_forgets_every_staging(
+    port: Port,
+) -> None:
     assert port.refused(replace(put(CHUNKS[0]), attempt=2), payload(CHUNKS[0])).retry_after_s > 0
     assert port.port.last_refusal == ""
+    port.send(put(CHUNKS[0]), payload(CHUNKS[0]))
+    port.port.set_memory(ShardMap(BLOCKS, CHUNK_BYTES), np.zeros((1, LAYOUT.n_elems), np.float32))
+    assert port.refused(put(CHUNKS[0]), payload(CHUNKS[0])).code is RefusalCode.UNKNOWN_PUSH
 
 
 @pytest.mark.parametrize("size", [0, 1, 1023, 1025, 4096])
@@ -197,24 +205,15 @@ def test_a_payload_of_another_length_than_its_header_is_refused(port: Port, size
     assert port.refused(put(CHUNKS[0]), bytes(size)).code is RefusalCode.CHUNK
 
 
-def test_a_landed_chunk_is_not_replaced_by_other_bytes(port: Port) -> None:
-    port.send(put(CHUNKS[0]), payload(CHUNKS[0]))
-    other = bytes(1024)
-    refusal = port.refused(replace(put(CHUNKS[0]), checksum=checksum(other)), other)
-    assert refusal.code is RefusalCode.DIGEST
-
-
-def test_missing_and_surplus_frames_are_refused(port: Port) -> None:
+def test_frames_that_do_not_fit_and_other_bytes_for_a_landed_chunk_are_refused(port: Port) -> None:
     assert port.refused(put(CHUNKS[0])).code is RefusalCode.MALFORMED
     assert port.refused(put(CHUNKS[0]), payload(CHUNKS[0]), b"").code is RefusalCode.MALFORMED
     assert port.refused(get(CHUNKS[0]), b"").code is RefusalCode.MALFORMED
     assert port.port.answer([]).header.op is DataOp.REFUSED
-
-
-def test_a_version_that_left_is_gone(port: Port) -> None:
-    assert port.refused(get(CHUNKS[0], Version(1, 1))).code is RefusalCode.VERSION_GONE
-    port.port.set_readable({}, None)
-    assert port.refused(get(CHUNKS[0])).code is RefusalCode.VERSION_GONE
+    port.send(put(CHUNKS[0]), payload(CHUNKS[0]))
+    other = bytes(1024)
+    refusal = port.refused(replace(put(CHUNKS[0]), checksum=checksum(other)), other)
+    assert refusal.code is RefusalCode.DIGEST
 
 
 def test_a_slave_without_memory_asks_for_patience(port: Port) -> None:
@@ -228,12 +227,6 @@ def test_a_slave_without_memory_asks_for_patience(port: Port) -> None:
         assert refusal.code is RefusalCode.BUSY
         assert refusal.retry_after_s > 0
     assert port.port.beat().staging_open == 0
-
-
-def test_new_memory_forgets_every_staging(port: Port) -> None:
-    port.send(put(CHUNKS[0]), payload(CHUNKS[0]))
-    port.port.set_memory(ShardMap(BLOCKS, CHUNK_BYTES), np.zeros((1, LAYOUT.n_elems), np.float32))
-    assert port.refused(put(CHUNKS[0]), payload(CHUNKS[0])).code is RefusalCode.UNKNOWN_PUSH
 
 
 def test_the_beat_shows_open_stagings(port: Port) -> None:

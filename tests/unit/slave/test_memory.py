@@ -114,7 +114,7 @@ def test_a_dropped_shadow_gives_its_buffer_back() -> None:
     assert memory.take() is first
 
 
-def test_a_shadow_that_is_not_complete_or_another_version_cannot_be_flipped_to() -> None:
+def test_a_shadow_is_flipped_to_only_when_complete_and_a_second_one_is_a_bug() -> None:
     memory = make()
     with pytest.raises(LocalProtocolError):
         memory.flip(info(0))
@@ -124,9 +124,7 @@ def test_a_shadow_that_is_not_complete_or_another_version_cannot_be_flipped_to()
     memory.name_shadow(info(0), [])
     with pytest.raises(LocalProtocolError):
         memory.flip(info(1))
-
-
-def test_a_second_shadow_is_a_bug() -> None:
+    memory.drop_shadow()
     memory = make()
     memory.take()
     with pytest.raises(LocalProtocolError, match="second shadow"):

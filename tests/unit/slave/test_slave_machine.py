@@ -129,25 +129,14 @@ def test_nothing_from_elsewhere_changes_state(bench: SlaveBench, changes: dict[s
     assert why in str(record.fields["reason"])
 
 
-def test_a_command_before_welcome_is_not_obeyed() -> None:
+def test_without_a_right_welcome_nothing_is_obeyed() -> None:
     bench = SlaveBench()
     bench.link()
     assert not runs(bench.command(configure()), messages.Configure)
-
-
-def test_a_master_of_another_protocol_ends_the_slave() -> None:
-    bench = SlaveBench()
-    bench.link()
-    (given_up,) = only(bench.command(messages.Welcome(messages.Hello(7, 9), messages.Settings())), effects.GiveUp)
+    welcome = messages.Welcome(messages.Hello(1, 1), messages.Settings())
+    assert only(bench.command(welcome, incarnation=None), effects.CloseLink)
+    (given_up,) = only(bench.command(replace(welcome, hello=messages.Hello(7, 9))), effects.GiveUp)
     assert given_up.refusal.code is RefusalCode.PROTOCOL_VERSION
-
-
-def test_a_welcome_without_incarnation_closes_the_stream() -> None:
-    bench = SlaveBench()
-    bench.link()
-    assert only(
-        bench.command(messages.Welcome(messages.Hello(1, 1), messages.Settings()), incarnation=None), effects.CloseLink
-    )
 
 
 def test_the_same_incarnation_keeps_stagings_and_says_them_again(bench: SlaveBench) -> None:
@@ -159,7 +148,7 @@ def test_the_same_incarnation_keeps_stagings_and_says_them_again(bench: SlaveBen
     assert not only(out, effects.CloseAllSlots)
 
 
-def test_a_new_incarnation_has_no_stagings(bench: SlaveBench) -> None:
+def test_a_new_incarnation_has_no_stagings_and_a_fenced_slave_asks_for_one(bench: SlaveBench) -> None:
     bench.give(events.Unlinked("reset"))
     bench.link()
     out = bench.welcome(2, 1)
@@ -167,9 +156,6 @@ def test_a_new_incarnation_has_no_stagings(bench: SlaveBench) -> None:
     assert said(out) == [messages.Promised(2)]
     refused = answer(bench.command(measure(RoundId(2, 1))), messages.RoundRefused)
     assert refused.refusal.code is RefusalCode.UNKNOWN_PUSH
-
-
-def test_a_fenced_slave_asks_for_a_new_incarnation(bench: SlaveBench) -> None:
     bench.give(events.Fenced())
     assert bench.state.caller().incarnation is None
 
@@ -187,27 +173,27 @@ def test_a_command_that_waits_for_a_job_ends_with_its_stream(bench: SlaveBench) 
     assert not only(bench.measured(), effects.Run)
 
 
-def test_configure_without_a_version_makes_empty_memory() -> None:
-    bench = SlaveBench()
+@pytest.mark.parametrize(
+    ("snapshots", "asked", "source", "loaded", "ready"),
+    [
+        ((), None, None, None, messages.Ready(None)),
+        ((NEXT, BASE), BASE, BASE, BASE, messages.Ready(V0, BASE.digest)),
+        ((SHADOW, BASE), SHADOW, SHADOW, NEXT, messages.Ready(V1, NEXT.digest)),
+    ],
+    ids=["empty", "committed", "shadow whose commit was never seen"],
+)
+def test_configure_loads_what_is_asked_for(
+    snapshots: tuple[messages.SnapshotInfo, ...],
+    asked: messages.SnapshotInfo | None,
+    source: messages.SnapshotInfo | None,
+    loaded: messages.SnapshotInfo | None,
+    ready: messages.Ready,
+) -> None:
+    bench = SlaveBench(snapshots)
     bench.attach()
-    (load,) = runs(bench.command(configure()), messages.Configure)
-    assert load.source is None
-    assert said(bench.loaded()) == [messages.Ready(None)]
-
-
-def test_configure_loads_the_committed_snapshot() -> None:
-    bench = SlaveBench((NEXT, BASE))
-    bench.attach()
-    (load,) = runs(bench.command(configure(BASE)), messages.Configure)
-    assert load.source == BASE
-
-
-def test_configure_promotes_a_shadow_on_disk_whose_commit_was_never_seen() -> None:
-    bench = SlaveBench((SHADOW, BASE))
-    bench.attach()
-    (load,) = runs(bench.command(configure(SHADOW)), messages.Configure)
-    assert load.source == SHADOW
-    assert said(bench.loaded(NEXT)) == [messages.Ready(V1, NEXT.digest)]
+    (load,) = runs(bench.command(configure(asked)), messages.Configure)
+    assert load.source == source
+    assert said(bench.loaded(loaded)) == [ready]
 
 
 def test_configure_promotes_a_shadow_in_memory(prepared_bench: SlaveBench) -> None:

@@ -84,17 +84,14 @@ def test_commands_wait_for_the_job_and_keep_their_order(bench: SlaveBench) -> No
     assert bench.phase is ShardPhase.READY
 
 
-def test_abort_drops_the_shadow_and_the_round_never_comes_back(prepared_bench: SlaveBench) -> None:
+def test_abort_drops_the_shadow_of_its_own_round_which_never_comes_back(prepared_bench: SlaveBench) -> None:
+    assert not only(prepared_bench.command(messages.AbortRound(R1, "old news")), effects.DropShadow)
+    assert prepared_bench.phase is ShardPhase.PREPARED
     out = prepared_bench.command(messages.AbortRound(R2, "a slave was lost"))
     assert only(out, effects.DropShadow) == [effects.DropShadow(SHADOW)]
     assert SHADOW not in prepared_bench.state.shard.snapshots
     refused = answer(prepared_bench.command(commit()), messages.RoundRefused)
     assert (refused.command, refused.refusal.code) == ("commit", RefusalCode.VERSION_GONE)
-
-
-def test_abort_of_another_round_keeps_the_shadow(prepared_bench: SlaveBench) -> None:
-    assert not only(prepared_bench.command(messages.AbortRound(R1, "old news")), effects.DropShadow)
-    assert prepared_bench.phase is ShardPhase.PREPARED
 
 
 @pytest.mark.parametrize("body", [measure(R3), prepare(R3)])
@@ -172,16 +169,15 @@ def test_a_promotion_goes_only_forward_too() -> None:
     assert said(bench.loaded(NEXT)) == [messages.Ready(V1, NEXT.digest)]
 
 
-def test_a_failed_commit_keeps_the_shadow_and_can_be_sent_again(prepared_bench: SlaveBench) -> None:
-    prepared_bench.command(commit())
-    assert said(prepared_bench.failed(FULL)) == [messages.RoundRefused(R2, "commit", FULL)]
-    assert runs(prepared_bench.command(commit()), messages.Commit)
-
-
-def test_a_commit_of_another_round_is_refused(prepared_bench: SlaveBench) -> None:
+def test_a_commit_of_another_round_is_refused_and_a_failed_one_keeps_the_shadow_and_can_be_sent_again(
+    prepared_bench: SlaveBench,
+) -> None:
     for body in (commit(R3, V1), commit(R2, V2)):
         refused = answer(prepared_bench.command(body), messages.RoundRefused)
         assert "send Configure" in refused.refusal.sentence
+    prepared_bench.command(commit())
+    assert said(prepared_bench.failed(FULL)) == [messages.RoundRefused(R2, "commit", FULL)]
+    assert runs(prepared_bench.command(commit()), messages.Commit)
 
 
 def test_a_commit_that_ends_without_a_stream_still_flips(prepared_bench: SlaveBench) -> None:
@@ -237,14 +233,8 @@ def test_the_origin_is_loaded_when_the_version_itself_is_not_there() -> None:
     )
     assert rolled_back.fields["digest"] == BASE.digest.hex()
     assert (configured.kind, configured.fields["round"]) == ("configured", "r4.1")
-
-
-def test_once_it_is_there_the_same_command_is_ready_at_once() -> None:
-    bench = recovering(BASE)
-    bench.command(go_back())
-    bench.loaded(BACK)
     out = bench.command(go_back())
-    assert said(out) == [messages.Ready(BACK.version, BACK.digest)]
+    assert said(out) == [messages.Ready(BACK.version, BACK.digest)], "at once: it is there"
     assert not runs(out, messages.Configure)
 
 
@@ -288,7 +278,7 @@ def test_a_round_that_comes_again_with_another_content_is_computed_again(prepare
     assert run.command == other
 
 
-def test_a_record_is_read_for_the_incarnation_that_asked_also_before_configure_and_during_a_job() -> None:
+def test_a_record_is_read_and_sent_for_the_incarnation_that_asked_alone() -> None:
     bench = recovering(BASE)
     asked = messages.SendCommitRecord(V0, BASE.round)
     assert bench.command(asked) == [effects.ReadRecord(bench.incarnation, asked)]
@@ -296,9 +286,6 @@ def test_a_record_is_read_for_the_incarnation_that_asked_also_before_configure_a
     assert said(bench.give(events.RecordRead(bench.incarnation, answer))) == [answer]
     bench.command(configure(BASE))
     assert bench.command(asked) == [effects.ReadRecord(bench.incarnation, asked)]
-
-
-def test_a_record_for_an_earlier_incarnation_is_not_sent() -> None:
     bench = recovering(BASE)
     answer = messages.CommitRecord(V0, BASE.round, refusal=messages.Refusal(RefusalCode.VERSION_GONE, "gone"))
     assert said(bench.give(events.RecordRead(Incarnation(1, 7), answer))) == []
@@ -306,7 +293,10 @@ def test_a_record_for_an_earlier_incarnation_is_not_sent() -> None:
     assert said(bench.give(events.RecordRead(bench.incarnation, answer))) == []
 
 
-def test_a_snapshot_that_broke_since_hello_is_told_and_the_next_hello_lacks_it() -> None:
+def test_a_snapshot_that_broke_since_hello_is_told_and_the_next_hello_lacks_it_and_else_the_stream_is_kept() -> None:
+    bench = recovering(BASE)
+    bench.command(configure(BASE))
+    assert not only(bench.give(events.Failed(bench.job(), FULL, (BASE,))), effects.CloseLink)
     bench = recovering(NEXT, BASE)
     bench.command(configure(NEXT))
     out = bench.give(events.Failed(bench.job(), FULL, (BASE,)))
@@ -317,12 +307,6 @@ def test_a_snapshot_that_broke_since_hello_is_told_and_the_next_hello_lacks_it()
     bench.give(events.Unlinked("closed"))
     (hello,) = said(bench.link())
     assert hello.snapshots == (BASE,)  # type: ignore[union-attr]
-
-
-def test_a_load_that_failed_for_another_reason_keeps_the_stream() -> None:
-    bench = recovering(BASE)
-    bench.command(configure(BASE))
-    assert not only(bench.give(events.Failed(bench.job(), FULL, (BASE,))), effects.CloseLink)
 
 
 def test_work_of_an_earlier_incarnation_stays_mute_when_it_is_tried_again() -> None:

@@ -331,14 +331,11 @@ def test_averaged_buffers_come_last_and_are_found_again() -> None:
         first.tensors()
 
 
-def test_a_parameter_that_is_new_since_is_refused() -> None:
+def test_a_parameter_that_is_new_since_and_another_models_optimizer_are_refused() -> None:
     (alone,) = whole(held(FULL))
     alone.mine.models[0].register_parameter("more", torch.nn.Parameter(torch.ones(1)))
     with pytest.raises(ConfigError, match="parameter 'more' was not trained, or was another tensor, when the loop"):
         alone.tensors()
-
-
-def test_another_models_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match="the optimizer holds none of the model's parameters"):
         held_here([module(FULL)], [torch.optim.SGD(module(FULL).parameters(), lr=0.1)])
 

@@ -81,13 +81,10 @@ def test_once_taken_the_work_is_dropped_and_the_leases_are_settled_anew(life: Le
     assert life.asks(messages.LeaseDataRequest)
 
 
-def test_another_version_than_the_base_is_not_donated(life: LeasedClusterBench) -> None:
+def test_only_the_base_is_donated_and_once_at_a_time(life: LeasedClusterBench) -> None:
     life.beat(donate=Version(1, 4))
     assert life.phase is SessionPhase.TRAINING
     assert not life.has(CopyBase)
-
-
-def test_it_is_not_donated_twice_at_once(life: LeasedClusterBench) -> None:
     first = life.donate()
     life.beat(donate=Version(1, 5))
     assert life.push_id == first

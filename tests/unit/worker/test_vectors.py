@@ -134,7 +134,7 @@ def test_a_rebase_keeps_its_share_of_the_steps_since_the_push(share: float, kept
     assert vectors.base.tolist() == [100.0] * N
 
 
-def test_a_pull_that_is_asked_for_again_lands_where_it_did_before() -> None:
+def test_a_pull_that_is_asked_for_again_lands_where_it_did_and_one_that_came_to_nothing_leaves_its_vector() -> None:
     store, vectors = at_base()
     vectors.snapshot(store)
     first = vectors.landing(push_is_live=True)
@@ -142,9 +142,6 @@ def test_a_pull_that_is_asked_for_again_lands_where_it_did_before() -> None:
     assert vectors.landing() is first
     assert vectors.pull is first
     assert vectors.push is not first
-
-
-def test_a_pull_that_came_to_nothing_leaves_its_vector_to_the_next_push() -> None:
     store, vectors = at_base()
     vectors.landing()[:] = -1.0
     store.theta += 1.0
@@ -224,7 +221,7 @@ def test_a_checkpoint_puts_all_vectors_back() -> None:
     assert vectors.residual is None
 
 
-def test_a_snapshot_that_goes_on_is_waited_for_by_whoever_reads_all_of_it() -> None:
+def test_a_snapshot_under_way_is_waited_for_by_whoever_reads_all_of_it_or_lands_in_its_place() -> None:
     store = Streaming(np.arange(N, dtype=np.float32))
     vectors = Vectors(N, store)
     vectors.snapshot(store)
@@ -237,14 +234,7 @@ def test_a_snapshot_that_goes_on_is_waited_for_by_whoever_reads_all_of_it() -> N
     store.theta += 10.0
     assert vectors.push.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert store.made == 1, "memory comes from the store"
-
-
-def test_a_snapshot_under_way_is_whole_before_a_pull_may_land_in_its_place() -> None:
-    store = Streaming(np.arange(N, dtype=np.float32))
-    vectors = Vectors(N, store)
-    vectors.snapshot(store)
-    landing = vectors.landing(push_is_live=True)
-    landing[:] = 7.0
+    vectors.landing(push_is_live=True)[:] = 7.0
     vectors.install(store, InstallMode.REPLACE)
     assert store.theta.tolist() == [7.0] * N
 
