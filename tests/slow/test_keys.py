@@ -79,19 +79,6 @@ def test_keys_of_another_run_are_told_so(run: WholeRun, capsys: pytest.CaptureFi
     assert "these keys belong to another run" in error
 
 
-def test_a_foreign_certificate_is_refused(run: WholeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    where = foreign(run, "a", tmp_path / "a")
-    before = log_of_master(run).count("unable to get local issuer certificate")
-    code, error = said(capsys, "status", run.address, "--keys", where)
-    assert code == KEYS_REFUSED_EXIT
-    assert "does not accept the certificate of cluster a" in error
-    assert "its authority is not in the master's ca.crt" in error
-    until(
-        lambda: log_of_master(run).count("unable to get local issuer certificate") > before,
-        "the failed handshake in the master's log",
-    )
-
-
 def test_a_foreign_slave_and_a_foreign_cluster_end_with_the_reason(run: WholeRun, tmp_path: Path) -> None:
     own = ("--run-id", "test", "--slave-id", "s0", "--directory", tmp_path / "s0", "--master", run.address)
     told = dips("slave", *own, "--keys", foreign(run, "s0", tmp_path / "keys"))

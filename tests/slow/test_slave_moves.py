@@ -119,25 +119,3 @@ def test_a_cancelled_move_ends_while_it_waits(moving: Moving, sources: list[Sour
     refused = moving.refused(move_of(sources), cancel_when=asked)
     assert refused.code is RefusalCode.BUSY
     assert refused.sentence == f"round {RoundId(1, 2)} was given up"
-
-
-def test_a_slave_that_goes_away_ends_the_move(moving: Moving, sources: list[Source]) -> None:
-    """Its place in the move is its old address: the master begins again, with the new one."""
-    gone = threading.Event()
-
-    def leave(header: DataHeader) -> None:
-        sources[1].mute = True
-        gone.set()
-
-    sources[1].hook = leave
-
-    def hang_up() -> None:
-        assert gone.wait(NO_LIMIT_S)
-        sources[1].hang_up()
-
-    leaving = threading.Thread(target=hang_up)
-    leaving.start()
-    refused = moving.refused(move_of(sources))
-    leaving.join()
-    assert refused.code is RefusalCode.BUSY
-    assert "slave s1" in refused.sentence
