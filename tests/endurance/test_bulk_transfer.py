@@ -6,7 +6,6 @@ Two processes and no round, so that memory is enough for a tensor of more than 4
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,7 +21,6 @@ from dips.core.messages import PullGrant, Ticket
 from dips.core.net.carriers import Common, carry_pull, carry_push
 from dips.core.net.slave_sockets import SlaveSockets
 from dips.core.net.transfer import digests_of
-from dips.slave.memory import bytes_of
 
 MIB = 1 << 20
 QUICK = Bulk(1, 10 * MIB + 3, block_elems=1 << 32, chunk_bytes=MIB)
@@ -50,7 +48,6 @@ def test_what_is_pushed_is_there_once_and_comes_back(
     bulk: Bulk,
     context: zmq.Context[zmq.Socket[bytes]],
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     connects: list[str] = []
     connect = SlaveSockets.reconnect
@@ -64,16 +61,10 @@ def test_what_is_pushed_is_there_once_and_comes_back(
     bulk.fill(flat)
     order = tuple(block.block_id for block in bulk.layout.blocks)
     common = Common(RUN, EPOCH, "bulk", bulk.layout, bulk.settings())
-    clock, took_s = SystemClock(), {}
+    clock = SystemClock()
     with BulkPort(bulk) as slave:
-        began_s = time.perf_counter()
-        slave.send_plain(bytes_of(flat))
-        took_s["TCP"] = time.perf_counter() - began_s
-
-        began_s = time.perf_counter()
         ticket = Ticket(1, bulk.placement(slave.endpoint), order)
         push = carry_push(context, common, flat, PUSH, ticket, clock, threading.Event())
-        took_s["push"] = time.perf_counter() - began_s
         assert push.done, push.failure
         ((_, digest),) = digests_of(bulk.layout, ticket.placement, bulk.chunk_bytes, push.known())
         assert digest == digest_of_array(flat, bulk.layout.blocks, bulk.chunk_bytes)
@@ -81,19 +72,11 @@ def test_what_is_pushed_is_there_once_and_comes_back(
         assert slave.ask("serve") == {"digest": digest.hex()}
 
         flat.fill(np.nan)
-        began_s = time.perf_counter()
         grant = PullGrant(
             VERSION, 0, 1, bulk.placement(slave.endpoint), order, ((SLAVE, digest),), 0, 1, None, bulk.chunk_bytes,
             EPOCH, RUN,
         )  # fmt: skip
         pull = carry_pull(context, common, flat, grant, clock, threading.Event())
-        took_s["pull"] = time.perf_counter() - began_s
     assert pull.done, pull.failure
     assert bulk.wrong_elems(flat) == 0
     assert connects == [SLAVE, SLAVE], "nothing was lost on the way, so no process had to connect again"
-    with capsys.disabled():
-        rates = ", ".join(
-            f"{name} {bulk.n_bytes / each_s / 1e9:.3f} GB/s, {bulk.n_chunks / each_s:.0f} chunks/s"
-            for name, each_s in took_s.items()
-        )
-        print(f" [{bulk.n_chunks} chunks, {bulk.n_bytes / 1e6:.0f} MB: {rates}] ", end="")

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -284,23 +283,6 @@ def test_rounds_in_fewer_bits_with_error_feedback(run: RunForWorkers, wire_dtype
         assert vectors_held(part_of(client).vectors) == 3, "theta_base, the push that becomes the pull, the residual"
     payload_bytes = sum(len(p) for slave in run.slaves for p in slave.landed[push].values())
     assert payload_bytes == sum(encoded_bytes(codec, stop - start) for start, stop in SPANS)
-
-
-def test_a_residual_outlives_the_process(run: RunForWorkers, tmp_path: Path) -> None:
-    model = FlatModel(1)
-    knobs = {"checkpoint_dir": tmp_path, "checkpoint_every_s": 0.0}
-    with shell(run, model, wire_dtype="int8", **knobs) as client:
-        train(client, model, 1)
-        client.checkpoint_if_due()
-        kept = part_of(client).vectors.residual
-        assert kept is not None
-        residual = kept.copy()
-    again = FlatModel(2)
-    with shell(run, again, wire_dtype="int8", resume_required=True, **knobs) as client:
-        assert client.resumed
-        kept = part_of(client).vectors.residual
-        assert kept is not None
-        assert kept.tobytes() == residual.tobytes()
 
 
 def quick(run: RunForWorkers, model: FlatModel, leave_wait_s: float = 5.0) -> ClusterShell:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dips.core.ids import ClusterId, Incarnation, PushId, SlaveId
-from dips.core.layout import FLOAT32_BYTES, Layout, Parameter
+from dips.core.layout import Layout, Parameter
 from dips.core.messages import PlacementSpec, SlaveAddress
 from dips.core.net.transfer import TransferSettings
 from dips.core.placement import Placement
@@ -41,10 +41,6 @@ class Bulk:
     @property
     def n_elems(self) -> int:
         return self.n_tensors * self.tensor_elems
-
-    @property
-    def n_bytes(self) -> int:
-        return self.n_elems * FLOAT32_BYTES
 
     @property
     def n_chunks(self) -> int:

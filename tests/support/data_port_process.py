@@ -11,7 +11,6 @@ import json
 import os
 import queue
 import resource
-import socket
 import subprocess
 import sys
 import threading
@@ -39,7 +38,6 @@ from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
 
 VERSION = Version(1, 0)
-PLAIN_PIECE_BYTES = 4 << 20
 GUARDED_CHUNK_BYTES = 1024
 GUARDED_SLOTS = 2
 
@@ -88,13 +86,6 @@ class BulkPort(_PortProcess):
 
     def __init__(self, bulk: Bulk) -> None:
         super().__init__("bulk", bulk.to_json())
-
-    def send_plain(self, data: memoryview) -> None:
-        """As many bytes by a TCP connection, for comparison; returns when all has landed there."""
-        with socket.create_connection(("127.0.0.1", self.ask("plain")["port"])) as connection:
-            for begin in range(0, len(data), PLAIN_PIECE_BYTES):
-                connection.sendall(data[begin : begin + PLAIN_PIECE_BYTES])
-            self._answer()
 
 
 class GuardedPort(_PortProcess):
@@ -165,15 +156,6 @@ class _BulkSlave:
         assert served.wait(NO_LIMIT_S)
         return {"digest": shard_digest(sums).hex()}
 
-    def plain(self) -> dict[str, Any]:
-        data = bytes_of(self._rows[0])
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            _say(port=server.getsockname()[1])
-            with server.accept()[0] as connection:
-                while data:
-                    data = data[connection.recv_into(data[:PLAIN_PIECE_BYTES]) :]
-        return {}
-
 
 def _bulk(bulk: str) -> int:
     outer_numba.warm_up()
@@ -181,7 +163,7 @@ def _bulk(bulk: str) -> int:
     slave = _BulkSlave(Bulk.from_json(bulk))
     _say(endpoint=slave.server.endpoint)
     for line in sys.stdin:
-        _say(**{"count": slave.count, "serve": slave.serve, "plain": slave.plain}[line.strip()]())
+        _say(**{"count": slave.count, "serve": slave.serve}[line.strip()]())
     slave.server.stop()
     return 0
 

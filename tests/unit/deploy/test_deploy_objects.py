@@ -20,7 +20,7 @@ from dips.deploy import identities, rollout
 from dips.deploy.compare import shown
 from dips.deploy.deploy_file import OUR_PREFIX, OUR_VARIABLES, Deployment, read_deploy_file
 from dips.deploy.render import folders, script
-from dips.deploy.servers import master_settings, server_objects, slave_settings
+from dips.deploy.servers import master_settings, slave_settings
 from dips.master.config import MasterConfig
 from dips.slave.config import SlaveConfig
 
@@ -132,25 +132,6 @@ def test_what_master_and_slaves_are_told_is_what_they_take() -> None:
         assert slave.advertise == f"slave-{index}.fra.example.org:29500"
         assert slave.memory_bytes == deployment.sizes.slave_memory_bytes
         assert slave.snapshots_kept == 2
-
-
-def test_volumes_outlive_everything() -> None:
-    for one in server_objects(DEPLOYMENTS["three-sites"]):
-        if one["kind"] == "StatefulSet":
-            kept = {"whenDeleted": "Retain", "whenScaled": "Retain"}
-            assert one["spec"]["persistentVolumeClaimRetentionPolicy"] == kept
-
-
-def test_the_supervisor_may_end_the_slaves_pods_and_nothing_else() -> None:
-    deployment = DEPLOYMENTS["three-sites"]
-    (rule,) = named(deployment, "Role", "three-sites-supervisor")["rules"]
-    assert rule == {
-        "apiGroups": [""],
-        "resources": ["pods"],
-        "resourceNames": ["three-sites-slave-0", "three-sites-slave-1", "three-sites-slave-2"],
-        "verbs": ["get", "delete"],
-    }
-    assert [one["kind"] for one in objects(deployment) if one["kind"].endswith("RoleBinding")] == ["RoleBinding"]
 
 
 def test_doors_are_open_to_the_sites_networks_only(tmp_path: Path) -> None:

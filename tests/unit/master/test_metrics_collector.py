@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from prometheus_client.core import Metric
 from support.master_bench import LEASED, OWN, Bench
+from support.metric_samples import Samples, samples
 from support.reshard_bench import ReshardBench
 
 from dips.core.errors import RefusalCode
@@ -30,23 +30,12 @@ class Scraped:
         self.collector = Collector(folder, self.counts)
         self._told = 0
 
-    def scrape(self, late_s: float = 0.0) -> dict[tuple[str, ...], float]:
-        """(name without prefix, label values in the order of the list) -> value; histograms: their counts."""
+    def scrape(self, late_s: float = 0.0) -> Samples:
         for record in self.bench.records[self._told :]:
             self.counts.note(record, self.bench.now_s)
         self._told = len(self.bench.records)
-        return samples(list(self.collector.families(self.metrics.snapshot(self.bench.now_s + late_s))))
-
-
-def samples(families: list[Metric]) -> dict[tuple[str, ...], float]:
-    labels = {PREFIX + spec.name: spec.labels for spec in METRICS}
-    found = {}
-    for family in families:
-        for sample in family.samples:
-            name = sample.name.removesuffix("_count") if family.type == "histogram" else sample.name
-            if name in labels and "le" not in sample.labels:
-                found[name.removeprefix(PREFIX), *(sample.labels[label] for label in labels[name])] = sample.value
-    return found
+        now = self.metrics.snapshot(self.bench.now_s + late_s)
+        return samples(self.collector.families(now), PREFIX, METRICS)
 
 
 @pytest.fixture

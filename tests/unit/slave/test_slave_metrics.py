@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.manual_clock import ManualClock
+from support.metric_samples import Samples, samples
 from support.slave_bench import R1, V0, SlaveBench, snapshot
 
 from dips.core.errors import RefusalCode, Refused
@@ -21,15 +22,8 @@ FIGURES = Figures(SlaveBeat(100, 200, 3, 0, 1, refused_connections=4), {"BUSY": 
 SIZES = DiskSizes(1000, 5000, 7000, 3)
 
 
-def scraped(now: MetricsMoment, sizes: DiskSizes = SIZES) -> dict[tuple[str, ...], float]:
-    labels = {PREFIX + spec.name: spec.labels for spec in METRICS}
-    found = {}
-    for family in Collector("s0", 1 << 20, 1e9).families(now, FIGURES, sizes):
-        for sample in family.samples:
-            name = sample.name.removesuffix("_count") if family.type == "histogram" else sample.name
-            if name in labels and "le" not in sample.labels:
-                found[name.removeprefix(PREFIX), *(sample.labels[label] for label in labels[name])] = sample.value
-    return found
+def scraped(now: MetricsMoment, sizes: DiskSizes = SIZES) -> Samples:
+    return samples(Collector("s0", 1 << 20, 1e9).families(now, FIGURES, sizes), PREFIX, METRICS)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from support.metric_samples import Samples, samples
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
@@ -41,18 +42,9 @@ def scraped(
     checkpoint_s: float = math.nan,
     answered_s: float | None = None,
     now_s: float = 100.0,
-) -> dict[tuple[str, ...], float]:
+) -> Samples:
     families = metrics.Collector("a").families(view, counts, links or LinkCounts(), checkpoint_s, answered_s, now_s)
-    labels = {metrics.PREFIX + spec.name: spec.labels for spec in metrics.METRICS}
-    found = {}
-    for family in families:
-        for sample in family.samples:
-            name = sample.name.removesuffix("_count") if family.type == "histogram" else sample.name
-            if name in labels and "le" not in sample.labels:
-                found[name.removeprefix(metrics.PREFIX), *(sample.labels[label] for label in labels[name])] = (
-                    sample.value
-                )
-    return found
+    return samples(families, metrics.PREFIX, metrics.METRICS)
 
 
 PUSH = PushId(ClusterId("a"), Incarnation(1, 1), 1)
