@@ -12,17 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.corruptions import (
-    CORRUPTIONS,
-    FLIPS,
-    OF_A_LONG_RUN,
-    Corruption,
-    Flips,
-    content,
-    flip,
-    judged,
-    tape_of,
-)
+from support.corruptions import FLIPS, OF_A_LONG_RUN, Corruption, Flips, content, flip, judged, tape_of
 from support.dips_command import dips
 from support.whole_run import LEASED, WholeRun
 
@@ -33,9 +23,6 @@ N_FLIPS = 200
 
 BY_COMMAND = 2
 """Of each kind through the command; all others in this process."""
-
-_ALL = (*CORRUPTIONS, *OF_A_LONG_RUN)
-_firsts = {kind: [item for item in _ALL if item.kind == kind][:BY_COMMAND] for kind in {item.kind for item in _ALL}}
 
 
 @pytest.fixture(scope="module")
@@ -78,18 +65,6 @@ def test_each_corruption_of_a_long_run_is_said_by_name(run: Path, corruption: Co
     code, said = judged(run)
     assert code != 0
     assert corruption.finds in said
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", sorted(_firsts))
-def test_the_command_says_so_too(recorded: Path, tmp_path: Path, kind: str) -> None:
-    for corruption in _firsts[kind]:
-        run = copied(recorded, tmp_path / corruption.name)
-        corruption.apply(run)
-        told = dips("verify", run, "--replay")
-        assert told.returncode not in (0, None), corruption.name
-        assert corruption.finds in " ".join((told.stdout + told.stderr).split())
-        assert "Traceback" not in told.stderr
 
 
 def is_of_an_earlier_kill(run: Path, before: object, after: object) -> bool:

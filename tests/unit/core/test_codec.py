@@ -75,18 +75,12 @@ def _value_or_refusal(data: bytes, kind: type[Any]) -> Any:
         return refused.code
 
 
-def test_a_oneof_with_nothing_set_is_refused_when_something_must_be() -> None:
+def test_what_a_message_lacks_and_what_nobody_knows_is_refused_by_name() -> None:
     with pytest.raises(Refused, match=r"BeginPushReply\.answer: none of its alternatives is set") as caught:
         decode(b"", messages.BeginPushReply)
     assert caught.value.code is RefusalCode.MALFORMED
-
-
-def test_a_required_message_that_is_missing_is_refused_by_name() -> None:
     with pytest.raises(Refused, match=r"PushId\.incarnation: it is missing"):
         decode(common_pb2.PushId(cluster="a", seq=1).SerializeToString(), PushId)
-
-
-def test_an_enum_number_that_nobody_knows_is_refused() -> None:
     message = common_pb2.Refusal(sentence="?")
     message.code = typing.cast(Any, 999)
     with pytest.raises(Refused, match=r"Refusal\.code: 999 is not a known RefusalCode"):

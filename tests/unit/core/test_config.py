@@ -75,22 +75,17 @@ def test_the_processs_own_environment_is_read_by_default(monkeypatch: pytest.Mon
     assert load(Oven, "oven").value.name == "mine"
 
 
-def test_an_empty_variable_is_not_given() -> None:
+def test_variables_that_give_no_setting() -> None:
     assert load(Oven, "oven", environment={"DIPS_OVEN_NAME": "a", "DIPS_OVEN_RECORD": ""}).value.record is None
-
-
-def test_the_address_of_the_master_is_no_setting_of_the_master() -> None:
     environment = {"DIPS_MASTER": "127.0.0.1:4711", "DIPS_MASTER_NAME": "m"}
     assert load(Oven, "master", environment=environment).value.name == "m"
 
 
-def test_what_kubernetes_puts_into_a_container_is_no_setting() -> None:
+def test_what_kubernetes_puts_into_a_container_is_no_setting_and_what_looks_like_it_is() -> None:
     names = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_4711_TCP", "PORT_4711_TCP_ADDR")
     environment = {"DIPS_OVEN_NAME": "a", **{f"DIPS_OVEN_{name}": "tcp://10.0.0.1:4711" for name in names}}
     assert load(Oven, "oven", environment=environment).value.name == "a"
 
-
-def test_a_setting_that_looks_like_kubernetes_is_still_a_setting() -> None:
     class Listener(Knobs):
         port: int = Field(0, description="where it listens")
 

@@ -71,12 +71,9 @@ def test_the_checksum_is_an_ordinary_last_field() -> None:
     assert DataHeader.decode(replace(DataHeader.decode(PUT.encode()), block=6).encode()) == replace(PUT, block=6)
 
 
-def test_an_oversized_header_is_refused_unread() -> None:
+def test_the_longest_honest_header_fits_and_a_longer_one_is_refused_unread() -> None:
     with pytest.raises(Refused, match=str(MAX_HEADER_BYTES)):
         DataHeader.decode(b"\x00" * (MAX_HEADER_BYTES + 1))
-
-
-def test_the_longest_honest_header_fits() -> None:
     missing = tuple(MissingChunk(2**32 - 1, 2**63) for _ in range(MAX_MISSING))
     header = DataHeader("r" * 63, 2**63, DataOp.MISSING, 2**63, push=PUSH, missing=missing)
     assert len(header.encode()) <= MAX_HEADER_BYTES

@@ -122,12 +122,9 @@ def test_sleep_waits_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert slept == [2.5]
 
 
-def test_an_error_without_words_names_its_failpoint() -> None:
+def test_an_error_without_words_names_its_failpoint_and_drop_and_dup_are_the_callers() -> None:
     with armed(f"{PLACE}=error"), pytest.raises(OSError, match=f"failpoint {PLACE}"):
         failpoint(PLACE)
-
-
-def test_drop_and_dup_are_left_to_the_caller() -> None:
     with armed(f"{LOSING}=1*drop->1*dup"):
         assert [copies(failpoint(LOSING)) for _ in range(3)] == [0, 2, 1]
 

@@ -29,13 +29,10 @@ def test_text_forms() -> None:
     assert str(push) == "a/2.5#7"
 
 
-def test_order_is_by_time() -> None:
+def test_order_is_by_time_and_the_next_version_stays_on_its_timeline() -> None:
     assert Version(1, 9) < Version(2, 0) < Version(2, 1)
     assert Incarnation(1, 9) < Incarnation(2, 0)
     assert RoundId(1, 2) < RoundId(1, 10) < RoundId(2, 0)
-
-
-def test_the_next_version_stays_on_its_timeline() -> None:
     assert Version(3, 17).next() == Version(3, 18)
 
 

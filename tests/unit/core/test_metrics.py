@@ -38,16 +38,13 @@ def test_every_listed_family_is_there_with_its_type_and_meaning_also_without_a_v
     assert not any(family.samples for family in families.values())
 
 
-def test_what_is_not_known_has_no_sample() -> None:
+def test_what_is_not_known_has_no_sample_and_of_several_states_one_holds() -> None:
     families = families_of()
     families.set("level", None)
     families.set("level", math.nan)
     assert not made(families)["x_level"].samples
     families.set("level", 0)
     assert values(made(families)["x_level"]) == {(): 0.0}
-
-
-def test_of_several_states_one_holds() -> None:
     families = families_of()
     families.one_of("state", "on", ("on", "off"), "lamp")
     assert values(made(families)["x_state"]) == {("lamp", "on"): 1.0, ("lamp", "off"): 0.0}

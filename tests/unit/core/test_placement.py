@@ -75,9 +75,6 @@ def test_memory_is_20_bytes_an_element_and_4_for_each_slot_and_pin() -> None:
     """As docs/capacity.md says to operators; what is kept in files counts for them alone."""
     assert memory_bytes_needed(1000, staging_slots=0, pins=0) == 20_000
     assert memory_bytes_needed(1000, staging_slots=4, pins=6) == 60_000
-
-
-def test_a_model_fits_exactly() -> None:
     needed = shard_bytes_needed([100], CHUNK_BYTES, staging_slots=2, pins=1)
     assert loads(place(model(100, 100), slaves(2, needed), 2, 1, CHUNK_BYTES), model(100, 100)) == [100, 100]
 

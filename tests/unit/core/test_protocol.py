@@ -8,12 +8,9 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION, agree
 
 
-def test_the_newest_common_version_is_taken() -> None:
+def test_the_newest_common_version_and_common_capabilities_are_taken() -> None:
     assert agree(PROTOCOL_MIN, PROTOCOL_VERSION, CAPABILITIES, "slave s-0").version == PROTOCOL_VERSION
     assert agree(PROTOCOL_MIN, PROTOCOL_VERSION + 5, CAPABILITIES, "slave s-0").version == PROTOCOL_VERSION
-
-
-def test_capabilities_are_intersected() -> None:
     offered = {"resume-chunks", "telepathy"}
     assert agree(PROTOCOL_MIN, PROTOCOL_VERSION, offered, "x").capabilities == {"resume-chunks"}
     assert agree(PROTOCOL_MIN, PROTOCOL_VERSION, (), "x").capabilities == frozenset()

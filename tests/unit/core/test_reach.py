@@ -18,11 +18,8 @@ def test_what_is_here_or_not_found_is_not_elsewhere(address: str) -> None:
     assert not is_elsewhere(address)
 
 
-def test_an_address_of_no_interface_is_elsewhere() -> None:
+def test_addresses_that_are_elsewhere_and_those_that_lead_every_machine_to_itself() -> None:
     assert is_elsewhere("192.0.2.7:29400")  # for documentation, by RFC 5737: no machine has it
-
-
-def test_endpoints_that_lead_every_machine_to_itself() -> None:
     assert is_loopback_endpoint(INWARD.data_endpoint)
     assert not is_loopback_endpoint(OUTWARD.data_endpoint)
     assert not is_loopback_endpoint("")  # a slave that is away

@@ -241,15 +241,12 @@ def test_a_damaged_segment_is_named_with_what_to_do(tmp_path: Path) -> None:
         assert journal.begin_epoch() == 2, "the run goes on without its history"
 
 
-def test_an_archive_without_its_journal_is_not_taken_over(tmp_path: Path) -> None:
+def test_an_archive_without_its_journal_or_of_another_one_is_refused(tmp_path: Path) -> None:
     archived(tmp_path, 60)
     for path in tmp_path.glob(f"{FILE_NAME}*"):
         path.unlink()
     with pytest.raises(ConfigError, match="move that folder away"):
         Journal.open(tmp_path, "demo")
-
-
-def test_an_archive_of_another_journal_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path / "one") as journal:
         fill(journal, 20)
     write_segment(tmp_path / "one", [JournalRecord(7, n, "COMMIT", "{}", n) for n in (1, 2, 3)])

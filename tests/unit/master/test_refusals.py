@@ -33,13 +33,10 @@ def test_no_refusal_is_lost_from_the_count() -> None:
     assert refusals.due(200.0, everything=True) == []
 
 
-def test_other_methods_and_codes_are_kinds_of_their_own() -> None:
+def test_other_methods_and_codes_are_kinds_of_their_own_and_what_a_peer_sent_is_quoted_in_part() -> None:
     refusals = Refusals()
     kinds = [("Join", "MALFORMED"), ("Join", "BUSY"), ("Leave", "BUSY")]
     assert all(refusals.note(refusal(*kind), 1.0) is not None for kind in kinds)
-
-
-def test_what_a_peer_sent_is_quoted_in_part() -> None:
     line = Refusals().note(refusal(sentence="x" * 10**7), 0.0)
     assert line is not None
     assert len(str(line.fields["sentence"])) == MAX_CHARACTERS

@@ -37,13 +37,9 @@ def test_the_paper_s_run_with_the_defaults_differs_only_in_its_settings() -> Non
     assert ours.master.penalty == MasterConfig(run_id="r", directory=Path("d")).to_run_config().penalty
 
 
-def test_ideal_tokens_count_only_the_time_that_a_cluster_may_run(tmp_path: Path) -> None:
+def test_ideal_tokens_count_the_time_that_a_cluster_may_run(tmp_path: Path) -> None:
     scenario = load_scenario(write_setup(tmp_path, npus="present_days = [[0, 0.125]]"))
     assert scenario.ideal_tokens() == 100_000 * 3 * 3600 + 60_000 * 6 * 3600
-
-
-def test_a_cluster_that_is_always_there_stays_to_the_last_moment(tmp_path: Path) -> None:
-    """Through days and back, this length is a little less than it was."""
     scenario = load_scenario(write_setup(tmp_path), hours=0.07)
     assert [scenario.windows_s(cluster) for cluster in scenario.clusters] == [[(0.0, scenario.duration_s)]] * 2
 

@@ -78,13 +78,10 @@ def test_threads_that_share_one_processor_are_not_many(monkeypatch: pytest.Monke
     assert (read().data_threads_used, read(data_cpu="own").data_threads_used) == (4, 1)
 
 
-def test_a_processor_that_is_not_this_processs_is_refused_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_that_cannot_be_had_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2, 5})
     with pytest.raises(ConfigError, match="may run on 0-2,5 only: give one of these, or own"):
         _ = read(data_cpu="4").data_cpu_used
-
-
-def test_a_system_that_places_no_threads_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("os.sched_getaffinity")
     with pytest.raises(ConfigError, match="does not let a process place its threads: leave it out"):
         _ = read(data_cpu="own").data_cpu_used

@@ -324,14 +324,11 @@ def test_a_push_that_is_written_in_another_way_begins_with_nothing(bench: SlaveB
     assert not only(bench.command(differences), effects.OpenSlot), "an older attempt, however it is written"
 
 
-def test_an_older_attempt_and_a_wrong_slot_open_nothing(bench: SlaveBench) -> None:
+def test_a_new_push_takes_the_slot_of_the_old_one_and_what_is_older_or_wrong_opens_none(bench: SlaveBench) -> None:
     bench.command(open_staging(B, 1, attempt=3))
     assert not only(bench.command(open_staging(B, 1, attempt=2)), effects.OpenSlot)
     assert not only(bench.command(open_staging(B, 4)), effects.OpenSlot)
     assert not only(bench.command(open_staging(B, -1)), effects.OpenSlot)
-
-
-def test_a_new_push_takes_the_slot_of_the_old_one(bench: SlaveBench) -> None:
     bench.stage(B, 0)
     refused = answer(bench.command(measure()), messages.RoundRefused)
     assert "it is not here" in refused.refusal.sentence

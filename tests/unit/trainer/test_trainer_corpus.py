@@ -85,16 +85,13 @@ def test_a_limit_that_cuts_a_character_does_not_make_a_file_binary(tmp_path: Pat
     assert sum(len(d.text) for d in corpus.training) + len(corpus.heldout) == 99
 
 
-def test_the_evaluated_text_is_a_share_of_every_held_out_file(tmp_path: Path) -> None:
+def test_the_evaluated_text_is_a_share_of_every_held_out_file_or_the_end_of_a_single_one(tmp_path: Path) -> None:
     make_folder(tmp_path, 60)
     whole = read_corpus([tmp_path], CorpusLimits(10**7, 0.3, 10**6)).heldout.split(SEPARATOR)
     some = read_corpus([tmp_path], CorpusLimits(10**7, 0.3, 1000)).heldout.split(SEPARATOR)
     assert len(some) == len(whole) > 5
     assert sum(map(len, some)) == 1000
     assert all(part in text for part, text in zip(some, whole, strict=True))
-
-
-def test_of_a_single_file_the_end_is_held_out(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     text = bytes(random.Random(0).choices(b"abcdefgh \n", k=5000))
     path.write_bytes(text)

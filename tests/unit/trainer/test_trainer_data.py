@@ -127,13 +127,10 @@ def test_inputs_and_targets_are_the_text_shifted_by_one() -> None:
     assert batch.tokens == 2 * CHUNK
 
 
-def test_a_shorter_row_is_filled_up_with_targets_that_count_for_nothing() -> None:
+def test_a_shorter_row_is_filled_up_and_a_batch_of_nothing_is_an_error() -> None:
     batch = make_batch(text(), [whole(2), DataRange(1, 0, 5, 0, 10)])
     assert batch.targets[1, 10:].tolist() == [IGNORED_TARGET] * (CHUNK - 10)
     assert int((batch.targets != IGNORED_TARGET).sum()) == batch.tokens == CHUNK + 10
-
-
-def test_a_batch_of_nothing_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one row"):
         LeasedBatches(text(), 4, 16).next()
 

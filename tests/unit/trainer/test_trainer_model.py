@@ -44,16 +44,13 @@ def test_the_configuration_tells_every_parameter_in_order(config: ModelConfig) -
     assert list(shapes.items()) == list(config.parameter_shapes.items())
 
 
-def test_the_first_parameters_depend_on_the_seed_alone() -> None:
+def test_the_first_parameters_depend_on_the_seed_alone_and_know_nothing() -> None:
     torch.manual_seed(1)
     first = ByteModel(SMALLEST, seed=7)
     torch.manual_seed(2)
     again, other = ByteModel(SMALLEST, seed=7), ByteModel(SMALLEST, seed=8)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
     assert not torch.equal(first.embedding.weight, other.embedding.weight)
-
-
-def test_a_fresh_model_knows_nothing() -> None:
     tokens = some_bytes(8, 65)
     loss = ByteModel(SIZES["tiny"]).loss(tokens[:, :-1], tokens[:, 1:]).item()
     assert loss == pytest.approx(np.log(256), abs=0.15)
@@ -104,16 +101,13 @@ def test_a_layout_tells_the_configuration(config: ModelConfig) -> None:
     assert ModelConfig.from_layout(layout_of(ByteModel(config))) == config
 
 
-def test_a_flat_vector_is_the_model() -> None:
+def test_a_flat_vector_is_the_model_and_one_of_another_length_is_refused() -> None:
     model = ByteModel(SMALLEST, seed=3)
     parameters = TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
     flat = np.empty(parameters.layout().n_elems, np.float32)
     parameters.snapshot(flat)
     rebuilt = model_from_flat(parameters.layout(), flat)
     assert torch.equal(rebuilt(some_bytes(1, 8)), model(some_bytes(1, 8)))
-
-
-def test_a_vector_of_another_length_is_refused() -> None:
     layout = layout_of(ByteModel(SMALLEST))
     with pytest.raises(ConfigError, match="the layout has"):
         model_from_flat(layout, np.zeros(layout.n_elems - 1, np.float32))

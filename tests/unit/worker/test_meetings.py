@@ -98,21 +98,12 @@ def test_a_report_travels_as_numbers() -> None:
     assert RankReport.of_numbers(report.numbers()) == report
 
 
-def test_ranks_with_different_data_add_their_tokens_and_losses_count_by_tokens() -> None:
+def test_tokens_losses_and_a_wish_to_leave_are_added_up_over_ranks() -> None:
     total = tally(TWO, (0, 1))
     assert (total.steps, total.tokens, total.loss, total.leaves) == (3, 40, 2.5, False)
-
-
-def test_ranks_with_the_same_data_count_once() -> None:
     total = tally([TWO[0], replace(TWO[0], loss_sum=0.0, loss_tokens=0), TWO[1], TWO[1]], (0, 0, 1, 1))
     assert (total.tokens, total.loss) == (40, 2.5), "the loss is known on one stage of a pipeline only"
-
-
-def test_a_loss_that_nobody_knows() -> None:
     assert math.isnan(tally([RankReport(1, 5), RankReport(1, 5)], (0, 1)).loss)
-
-
-def test_one_sigterm_is_enough() -> None:
     assert tally([TWO[0], replace(TWO[1], wants_to_leave=True)], (0, 1)).wants_to_leave
 
 

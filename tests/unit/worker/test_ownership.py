@@ -168,16 +168,13 @@ def test_holders_send_as_much_as_each_other(kind: str) -> None:
     assert sent.max() <= 1.5 * sent.mean() + 4096
 
 
-def test_a_rank_may_hold_nothing() -> None:
+def test_a_rank_may_hold_nothing_and_a_model_may_be_smaller_than_its_ranks() -> None:
     layout = layout_of((3, 8), (1,), (100,))
     held = fsdp(layout, 4)
     assert [math.prod(piece.sizes) for piece in held[3]] == [0, 0, 25]
     shares = shares_of_ranks(layout, [*held, []], UNIT_BYTES)
     owner_of(layout, shares)
     assert shares[4].n_elems > 0  # the others have no room above 1.1 of the mean
-
-
-def test_a_model_smaller_than_its_ranks() -> None:
     layout = layout_of((2,), block_elems=1)
     shares = shares_of_ranks(layout, ddp(layout, 5), UNIT_BYTES)
     assert sorted(share.n_elems for share in shares) == [0, 0, 0, 1, 1]

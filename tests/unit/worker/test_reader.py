@@ -25,12 +25,9 @@ def renewals(bytes_per_s: float, pin_s: float = 60.0, for_s: int = 300, from_s: 
     return [s for s in range(for_s + 1) if renewal.due(int(max(0, s - from_s) * bytes_per_s), BEGAN_S + s)]
 
 
-def test_a_pin_is_renewed_three_times_in_its_time() -> None:
+def test_a_pin_is_renewed_three_times_in_its_time_and_as_before_where_the_master_does_not_say_it() -> None:
     assert renewals(1e6) == list(range(20, 301, 20))
     assert renewals(1e6, pin_s=9.0, for_s=12) == [3, 6, 9, 12]
-
-
-def test_an_older_master_does_not_say_how_long_a_pin_lasts() -> None:
     assert renewals(1e6, pin_s=0.0) == renewals(1e6, pin_s=OLDER_PIN_S)
 
 

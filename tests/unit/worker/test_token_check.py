@@ -129,22 +129,16 @@ def batches_of(seed: int, dtype: torch.dtype = torch.long) -> list[dict[str, tor
     return [{"x": torch.randint(9, (2, 5), generator=made).to(dtype)} for _ in range(N_BATCHES)]
 
 
-def test_equal_first_batches_have_one_digest_and_others_have_another(model: Anything) -> None:
+def test_first_batches_have_one_digest_if_all_of_them_is_equal(model: Anything) -> None:
     digest = digest_of(model, batches_of(1))
     assert digest
     assert digest == digest_of(Anything(), [*batches_of(1), *batches_of(3)]), "the first ones decide"
     others = (batches_of(2), batches_of(1, torch.bfloat16), batches_of(1)[::-1])
     assert len({digest, *(digest_of(Anything(), other) for other in others)}) == 4
     assert digest_of(Anything(), batches_of(1)[1:]) == b"", "too few to tell"
-
-
-def test_batches_that_begin_alike_and_differ_later_are_others(model: Anything) -> None:
     margin = torch.zeros(8, 5000)
     images = [torch.cat([margin, torch.full((8, 5000), float(i))], dim=1) for i in range(2)]
     assert digest_of(model, images[:1] * N_BATCHES) != digest_of(Anything(), images[1:] * N_BATCHES)
-
-
-def test_batches_that_are_no_tensors_have_no_digest(model: Anything) -> None:
     assert digest_of(model, [object()] * N_BATCHES) == b""
 
 

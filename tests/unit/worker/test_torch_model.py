@@ -167,12 +167,9 @@ def test_views_of_one_memory_that_are_apart_or_tied_are_served(model: torch.nn.M
     assert np.array_equal(flat[: first.numel()], first.detach().flatten().numpy())
 
 
-def test_an_optimizer_of_another_model_is_refused() -> None:
+def test_an_optimizer_of_another_model_and_a_model_with_nothing_to_train_are_refused() -> None:
     with pytest.raises(ConfigError, match="none of the model's parameters"):
         TorchParameters(Tied(), torch.optim.SGD(Tied().parameters(), lr=0.1))
-
-
-def test_a_model_with_nothing_to_train_is_refused() -> None:
     model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.requires_grad_(False)
