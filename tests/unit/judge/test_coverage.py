@@ -192,10 +192,6 @@ def tape_in(run: Path, name: str) -> Path:
     return path
 
 
-def test_the_scripted_run_is_proven(run: Path) -> None:
-    assert verify_run(run).ok
-
-
 def but_the_second(kind: str) -> Cut:
     """A tape without what its process wrote between the second and the third of these lines."""
     return lambda lines: [*up_to_nth(kind, 1)(lines), *from_nth(kind, 2)(lines)]
@@ -314,18 +310,6 @@ def test_a_hole_in_the_middle_of_a_process_is_no_excuse(recorded: Path, name: st
     keep(tape_of(recorded, name), cut)
     assert results(verify_run(recorded))[breaks] == VIOLATED
     assert results(verify_run(recorded, without={name}))[breaks] == VIOLATED
-
-
-@pytest.mark.parametrize("kind", ["ticket", "commit"])
-def test_a_hole_in_the_masters_tape_is_no_excuse(recorded: Path, kind: str) -> None:
-    keep(recorded / "master" / TAPE_NAME, without(kind, between=("publish", 2, 5)))
-    assert results(verify_run(recorded, without={"master"}))["records"] == VIOLATED
-
-
-def test_a_slave_that_is_named_without_a_tape_still_has_to_have_its_snapshots(recorded: Path) -> None:
-    for path in (recorded / "s0").glob("manifest-*"):
-        path.unlink()
-    assert "disk of slave s0" in verify_run(recorded, without={"s0"}).unproven[0]
 
 
 def test_a_master_that_was_killed_as_it_wrote_its_last_record_is_not_accused(run: Path) -> None:

@@ -42,12 +42,6 @@ def broken_by(script: Script, change: Change, **options: Any) -> dict[str, list[
 # ---- what is well ----
 
 
-@pytest.mark.parametrize("script", [usual_run(), rolled_back_run()], ids=["usual", "rolled back"])
-@pytest.mark.parametrize("live", [True, False])
-def test_a_run_that_went_well_breaks_nothing(script: Script, live: bool) -> None:
-    assert check(script.steps, live=live).violations == []
-
-
 def test_every_invariant_judges_some_facts_and_has_a_broken_history() -> None:
     counts = check(usual_run().steps).counts()
     assert list(counts) == NAMES
@@ -226,25 +220,6 @@ def number(name: str, value: Any, *path: str) -> Change:
     return judged(change_record)
 
 
-def twice(source: str, kind: str) -> Change:
-    """The last fact of a kind, once more, in another round and version."""
-
-    def change(steps: list[Step]) -> None:
-        step = copy.deepcopy(nth(steps, source, kind, -1))
-        version, round_id = step.fields["version"], step.fields["round"]
-        step.fields |= {"version": [version[0], version[1] + 1], "round": [round_id[0], round_id[1] + 1]}
-        step.fields |= {
-            "from_version": version,
-            "tokens": step.fields["tokens"] + step.fields["participants"][0]["tokens"],
-        }
-        for item in step.fields["participants"]:
-            item["push"][3] += 1
-            item["fence"] += 1
-        steps.append(step)
-
-    return change
-
-
 def leases(change_rows: Any) -> Change:
     return lease_table(lambda table: change_rows(table["holdings"]))
 
@@ -400,10 +375,6 @@ def test_what_breaks_a_promise_is_seen_and_said(name: str, change: Change, sente
     assert any(re.search(sentence, said) for said in found[name]), found[name]
 
 
-def test_a_push_that_is_counted_again_is_seen_by_its_ranges() -> None:
-    assert "I6" in broken_by(usual_run(), twice("journal", "COMMIT"))
-
-
 # ---- going back ----
 
 
@@ -431,26 +402,6 @@ def test_a_rollback_must_name_the_pushes_that_it_takes_back() -> None:
 def test_a_rollback_that_is_none_is_seen(name: str, field: str, value: Any, sentence: str) -> None:
     found = broken_by(rolled_back_run(), set_field("journal", "ROLLBACK", field, value))
     assert any(re.search(sentence, said) for said in found.get(name, ())), found
-
-
-def test_a_rollback_to_the_newest_version_loses_nothing() -> None:
-    script = Script()
-    script.start_master()
-    script.join("a")
-    script.commit(script.push("a"))
-    script.commit(script.push("a"))
-    script.start_master()
-    script.roll_back((1, 1), [])
-    assert nth(script.steps, "journal", "ROLLBACK").fields["lost_tokens"] == 0
-    assert check(script.steps).violations == []
-    assert "I11" in broken_by(script, set_field("journal", "ROLLBACK", "lost_tokens", 1))
-
-
-def test_data_of_a_version_that_was_given_up_may_be_applied_again() -> None:
-    script = rolled_back_run()
-    ranges = [nth(script.steps, "journal", "COMMIT", i).fields["participants"][0]["ranges"] for i in (2, 3)]
-    assert ranges[0] == ranges[1]
-    assert check(script.steps).violations == []
 
 
 # ---- what is not known ----
@@ -489,21 +440,6 @@ def test_a_missing_line_of_a_slave_is_proven_by_what_stood_there_later() -> None
     last = changed(usual_run(), drop("slave", "prepared"))
     (found,) = check(last, live=False).violations
     assert "no record says that slave s1 prepared it" in str(found)
-
-
-def test_async_durability_asks_nothing_of_disks() -> None:
-    steps = changed(usual_run(), set_field("slave", "prepared", "durable", False))
-    assert check(steps, durability="async").violations == []
-
-
-def test_a_lost_journal_may_use_epochs_and_rounds_again() -> None:
-    script = usual_run()
-    checker = Checker()
-    for step in script.steps:
-        feed(checker, step)
-    assert feed(checker, Step("journal", "", "EPOCH", {"epoch": 1}))[0].invariant == "I8"
-    checker.lost_journal()
-    assert feed(checker, Step("journal", "", "EPOCH", {"epoch": 1})) == []
 
 
 @pytest.mark.parametrize("copied", [True, False])

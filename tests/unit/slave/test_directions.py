@@ -61,16 +61,6 @@ def test_a_large_shard_is_measured_on_a_sample_of_it_scaled_to_the_whole() -> No
     assert cosine == pytest.approx(float(own @ gone) / np.sqrt(float(own @ own) * float(gone @ gone)), abs=0.02)
 
 
-@pytest.mark.parametrize("base", [V1, None])
-def test_an_unknown_base_is_not_a_number_and_spoils_nothing_else(base: Version | None) -> None:
-    theta = vectors(1, 300)[0]
-    found = matrix(directions(memory_of(vectors(2, 300)), V0, theta, [0, 1], [V0, base]), 2)
-    assert np.isnan(found[1]).all()
-    assert np.isnan(found[3]).all()
-    assert np.isfinite(found[np.ix_([0, 2], [0, 2])]).all()
-    assert found[0, 0] > 0
-
-
 def test_elements_that_are_not_finite_spoil_their_own_push_only() -> None:
     theta, staging = vectors(1, 300)[0], vectors(2, 300)
     staging[0, 7], staging[0, 8] = np.nan, np.inf

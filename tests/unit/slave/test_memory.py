@@ -52,17 +52,6 @@ def test_exactly_the_stated_memory_is_enough_and_one_byte_less_is_not() -> None:
     assert caught.value.code is RefusalCode.MEMORY
 
 
-def test_the_current_and_the_previous_version_stay_readable() -> None:
-    memory = make()
-    for v in range(5):
-        publish(memory, v)
-        readable = memory.readable()
-        assert sorted(readable) == [Version(1, x) for x in range(max(0, v - 1), v + 1)]
-        assert all((buffer.theta == version.v).all() for version, buffer in readable.items())
-        assert (memory.momentum == -v).all()
-    assert memory.n_bytes == 28 * N
-
-
 def test_a_pinned_version_stays_and_costs_one_buffer() -> None:
     memory = make(pins=1)
     publish(memory, 0)
@@ -101,16 +90,6 @@ def test_a_buffer_that_left_waits_for_the_data_port() -> None:
     with pytest.raises(Refused, match="read or pinned"):
         memory.take()
     memory.left()
-    assert memory.take() is first
-
-
-def test_a_dropped_shadow_gives_its_buffer_back() -> None:
-    memory = make()
-    publish(memory, 0)
-    publish(memory, 1)
-    first = memory.take()
-    memory.drop_shadow()
-    memory.drop_shadow()
     assert memory.take() is first
 
 

@@ -223,19 +223,3 @@ def test_two_differences_that_are_no_fewer_bytes_are_refused() -> None:
     refusal = served.ask(0, 3, 1).header.refusal
     assert refusal is not None
     assert refusal.code is RefusalCode.BASE_GONE
-
-
-def test_a_version_that_was_loaded_has_no_difference() -> None:
-    served = Served("int8")
-    served.rounds(2)
-    memory = served.shard.memory
-    assert memory.current is not None
-    assert memory.current.info is not None
-    info = replace(memory.current.info, version=Version(1, 7))
-    memory.take()
-    memory.name_shadow(info, memory.current.checksums)
-    memory.flip(info)
-    served.port.set_readable(memory.readable(), info.version)
-    refusal = served.ask(0, 7, 2).header.refusal
-    assert refusal is not None
-    assert refusal.code is RefusalCode.BASE_GONE

@@ -17,7 +17,7 @@ from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_port import DataPort
-from dips.slave.landing import MOST_COMPANIONS, KnownReceipts
+from dips.slave.landing import KnownReceipts
 from dips.slave.memory import ThetaBuffer
 from dips.slave.state.staging import ShardMap, Slot
 
@@ -166,33 +166,9 @@ def test_another_push_in_a_row_begins_with_nothing_known() -> None:
     assert not found[1].any()
 
 
-def test_without_a_version_pushes_land_unmeasured_and_their_bad_elements_are_counted() -> None:
-    port = Port()
-    port.serve(None)
-    values = [VALUES[0].copy()]
-    values[0][[0, 5, LAYOUT.n_elems - 1]] = [np.nan, np.inf, -np.inf]
-    port.put(0, values=values)
-    np.testing.assert_array_equal(port.staging[0], values[0])
-    port.serve(V0)
-    known = port.known()
-    assert not known.squared(0)[1].any()
-    assert known.bad(0).tolist() == [2, 0, 0, 0, 1]
-
-
 @pytest.mark.parametrize("chunk_bytes", [1024, PIECE_ELEMS * 4 - 4])
 def test_chunks_that_cut_pieces_are_landed_unmeasured(chunk_bytes: int) -> None:
     port = Port(chunk_bytes)
     port.put(0)
     np.testing.assert_array_equal(port.staging[0], VALUES[0])
     assert not port.known().squared(0)[1].any()
-
-
-def test_products_are_left_to_a_later_pass_when_many_pushes_are_here() -> None:
-    port = Port()
-    for row in range(MOST_COMPANIONS + 2):
-        port.put(row)
-    known = port.known()
-    last = MOST_COMPANIONS + 1
-    assert known.squared(last)[1].all()
-    assert all(known.products(last, other) is None for other in range(last))
-    assert all(known.products(last - 1, other) is not None for other in range(last - 1))

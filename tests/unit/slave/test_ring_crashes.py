@@ -239,17 +239,6 @@ def test_what_was_lost_leaves_only_when_the_new_name_is_durable() -> None:
     assert min(removals) > named + 1
 
 
-def test_a_rolled_back_snapshot_can_be_rolled_back_again() -> None:
-    disk = CrashDisk(before_rollback())
-    ring = Life(disk).ring
-    named = roll_back(ring)
-    later = replace(NAMED, version=Version(9, 3), round=RoundId(9, 1))
-    again, _ = ring.adopt(named, later, named.version, b"hash", record_of(later))
-    found = found_on(disk.images()[0])
-    assert again in found.infos()
-    assert again.version == Version(9, 3)
-
-
 def test_a_promise_that_was_said_is_never_lost() -> None:
     whole = CrashDisk()
     promise_twice(whole, [])

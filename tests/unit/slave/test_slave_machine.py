@@ -70,17 +70,6 @@ def test_a_promise_is_said_only_when_it_is_durable() -> None:
     assert bench.state.caller().epoch == 7
 
 
-def test_an_older_master_is_refused_for_ever() -> None:
-    bench = SlaveBench(promised=5)
-    bench.link()
-    bench.epoch = 4
-    out = bench.command(messages.Welcome(messages.Hello(1, 1), messages.Settings()))
-    assert only(out, effects.SavePromise) == []
-    (closed,) = only(out, effects.CloseLink)
-    assert "epoch 4 is older than 5" in closed.sentence
-    assert bench.state.link.promised_epoch == 5
-
-
 def test_a_welcome_that_is_overtaken_is_not_promised_aloud() -> None:
     bench = SlaveBench()
     bench.link()
@@ -171,29 +160,6 @@ def test_a_command_that_waits_for_a_job_ends_with_its_stream(bench: SlaveBench) 
     assert bench.state.n_waiting == 1
     bench.give(events.Unlinked("reset"))
     assert not only(bench.measured(), effects.Run)
-
-
-@pytest.mark.parametrize(
-    ("snapshots", "asked", "source", "loaded", "ready"),
-    [
-        ((), None, None, None, messages.Ready(None)),
-        ((NEXT, BASE), BASE, BASE, BASE, messages.Ready(V0, BASE.digest)),
-        ((SHADOW, BASE), SHADOW, SHADOW, NEXT, messages.Ready(V1, NEXT.digest)),
-    ],
-    ids=["empty", "committed", "shadow whose commit was never seen"],
-)
-def test_configure_loads_what_is_asked_for(
-    snapshots: tuple[messages.SnapshotInfo, ...],
-    asked: messages.SnapshotInfo | None,
-    source: messages.SnapshotInfo | None,
-    loaded: messages.SnapshotInfo | None,
-    ready: messages.Ready,
-) -> None:
-    bench = SlaveBench(snapshots)
-    bench.attach()
-    (load,) = runs(bench.command(configure(asked)), messages.Configure)
-    assert load.source == source
-    assert said(bench.loaded(loaded)) == [ready]
 
 
 def test_configure_promotes_a_shadow_in_memory(prepared_bench: SlaveBench) -> None:

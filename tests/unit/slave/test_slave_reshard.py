@@ -75,32 +75,10 @@ def test_checksums_are_listed_of_the_current_version_alone(ready: SlaveBench) ->
     assert (refused.command, refused.refusal.code) == ("listshard", RefusalCode.VERSION_GONE)
 
 
-def test_the_new_shard_is_prepared_and_then_loaded_under_the_new_placement(ready: SlaveBench) -> None:
-    (work,) = runs(ready.command(move()), messages.MoveBlocks)
-    assert work.command == move()
-    assert said(moved(ready)) == [messages.Prepared(R2, b"theta")]
-    assert ready.state.shard.current == BASE, "the old shard serves until the record is written"
-    out = ready.command(configure_for(WIDER, load=V1, load_round=R2, load_digest=b"theta", commit_hash=b"hash"))
-    (load,) = runs(out, messages.Configure)
-    assert load.source == MOVED
-    assert said(ready.loaded(replace(MOVED, committed=True))) == [messages.Ready(V1, b"theta")]
-
-
 def test_the_same_command_again_is_answered_again(ready: SlaveBench) -> None:
     ready.command(move())
     moved(ready)
     assert said(ready.command(move())) == [messages.Prepared(R2, b"theta")]
-
-
-def test_a_slave_without_blocks_begins_with_a_move() -> None:
-    bench = SlaveBench()
-    bench.attach()
-    (work,) = runs(bench.command(move(sources=spec(ELSEWHERE))), messages.MoveBlocks)
-    assert work.command == move(sources=spec(ELSEWHERE))
-    moved(bench)
-    assert bench.phase is ShardPhase.EMPTY
-    out = bench.command(configure_for(WIDER, load=V1, load_round=R2, load_digest=b"theta", commit_hash=b"hash"))
-    assert runs(out, messages.Configure)[0].source == MOVED
 
 
 def test_a_slave_without_blocks_whose_move_fails_has_none_still() -> None:

@@ -71,19 +71,6 @@ def test_every_command_of_a_round_is_answered_again_and_not_done_again(bench: Sl
     assert not runs(out, messages.Commit)
 
 
-def test_commands_wait_for_the_job_and_keep_their_order(bench: SlaveBench) -> None:
-    bench.command(measure())
-    assert bench.prepare() == []
-    assert bench.command(messages.AbortRound(R2, "late")) == []
-    out = bench.measured()
-    assert isinstance(said(out)[0], messages.Measured)
-    assert runs(out, messages.Prepare)
-    out = bench.prepared(SHADOW)
-    assert said(out) == [messages.Prepared(R2, SHADOW.digest)]
-    assert only(out, effects.DropShadow) == [effects.DropShadow(SHADOW)]
-    assert bench.phase is ShardPhase.READY
-
-
 def test_abort_drops_the_shadow_of_its_own_round_which_never_comes_back(prepared_bench: SlaveBench) -> None:
     assert not only(prepared_bench.command(messages.AbortRound(R1, "old news")), effects.DropShadow)
     assert prepared_bench.phase is ShardPhase.PREPARED
@@ -167,17 +154,6 @@ def test_a_promotion_goes_only_forward_too() -> None:
     (again,) = runs(out, messages.Configure)
     assert (again.source, again.delay_s) == (SHADOW, 1.5)
     assert said(bench.loaded(NEXT)) == [messages.Ready(V1, NEXT.digest)]
-
-
-def test_a_commit_of_another_round_is_refused_and_a_failed_one_keeps_the_shadow_and_can_be_sent_again(
-    prepared_bench: SlaveBench,
-) -> None:
-    for body in (commit(R3, V1), commit(R2, V2)):
-        refused = answer(prepared_bench.command(body), messages.RoundRefused)
-        assert "send Configure" in refused.refusal.sentence
-    prepared_bench.command(commit())
-    assert said(prepared_bench.failed(FULL)) == [messages.RoundRefused(R2, "commit", FULL)]
-    assert runs(prepared_bench.command(commit()), messages.Commit)
 
 
 def test_a_commit_that_ends_without_a_stream_still_flips(prepared_bench: SlaveBench) -> None:
@@ -410,27 +386,6 @@ def test_a_round_answers_without_the_disk_and_the_save_begins_with_the_commit(la
     assert isinstance(record, effects.Record), "the tape comes before the answer that it proves"
     assert isinstance(answer, effects.SendUp)
     assert durable(late) == 0
-
-
-def test_versions_that_were_overtaken_are_skipped(late: SlaveBench) -> None:
-    assert only(one_round(late, 1), effects.SaveVersion)
-    for v in (2, 3, 4):
-        assert not only(one_round(late, v), effects.SaveVersion)
-    (save,) = only(saved(late, 1, 1), effects.SaveVersion)
-    assert (save.number, save.info) == (2, version(4))
-    assert durable(late) == 1
-    assert not only(saved(late, 2, 4), effects.SaveVersion)
-    assert durable(late) == 4
-
-
-def test_no_save_begins_while_memory_flips(late: SlaveBench) -> None:
-    one_round(late, 1)
-    late.command(prepare(RoundId(1, 3), Version(1, 2), Version(1, 1)))
-    late.give(events.Done(late.job(), version(2, committed=False), late.disk))
-    late.command(commit(RoundId(1, 3), Version(1, 2)))
-    assert not only(saved(late, 1, 1), effects.SaveVersion)
-    (save,) = only(late.flipped(version(2)), effects.SaveVersion)
-    assert save.info == version(2)
 
 
 def test_a_disk_that_fails_is_tried_again_with_what_is_newest_then(late: SlaveBench) -> None:

@@ -107,16 +107,6 @@ def test_the_file_is_ordinary_safetensors_and_the_manifest_ordinary_json(store: 
     assert (body["file"], body["file_bytes"]) == (path.name, path.stat().st_size)
 
 
-def test_an_empty_shard_is_a_snapshot_too(tmp_path: Path) -> None:
-    with closing(open_store(tmp_path)) as store:
-        store.ring.make(0)
-        nothing = np.empty(0, np.float32)
-        store.ring.write_shadow(info(0), nothing, nothing)
-        committed = store.ring.commit(info(0), b"h", b"{}")
-        assert store.scan() == []
-        store.ring.load(committed, nothing, nothing)
-
-
 TEXT_END = 1000
 """Within the header's blanks: its text is shorter than this."""
 
