@@ -45,6 +45,7 @@ from dips.deploy.objects import (
     toml,
 )
 from dips.worker.config import SECTION
+from dips.worker.torchrun import FOR_SRUN
 
 RENDEZVOUS_PORT = 29600
 JOIN_S, STORE_S = 3600, 120
@@ -125,6 +126,8 @@ def command(deployment: Deployment, cluster: DeployedClusterKnobs, settings: str
         ways += [f"--nnodes={cluster.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:{RENDEZVOUS_PORT}"]
         ways += [f"--rdzv-id={object_name(deployment, cluster)}", f"--local-addr={own}"]
         ways.append(f"--rdzv-conf=join_timeout={JOIN_S},read_timeout={STORE_S}")
+    if cluster.starts == "slurm" and cluster.nodes > 1:
+        ways.insert(0, FOR_SRUN)
     # torchrun brings the interpreter itself.
     return ["python", "-m", "dips.worker.torchrun", *ways, *(words[1:] if words[0] in ("python", "python3") else words)]
 

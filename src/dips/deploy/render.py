@@ -9,7 +9,7 @@ from pathlib import Path
 from dips.core.errors import ConfigError
 from dips.core.release import requirement
 from dips.deploy import rollout
-from dips.deploy.clusters import cluster_settings, command, environment
+from dips.deploy.clusters import cluster_settings, command, end_s, environment
 from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment
 from dips.deploy.objects import MONITORS, Object, as_yaml, permits_all
 
@@ -31,35 +31,59 @@ def script(deployment: Deployment, cluster: DeployedClusterKnobs) -> tuple[str, 
 
 
 def slurm_script(deployment: Deployment, cluster: DeployedClusterKnobs) -> str:
-    """A script for sbatch. It is queued again when it dies: a cluster comes back as a new incarnation and goes on."""
-    name = f"{deployment.name}-{cluster.id}"
+    """A script for sbatch. It is queued again at the time limit and when its cluster dies, which comes back as a new
+    incarnation and goes on; not when it is cancelled, and where a person must act.
+    """
+    name, leave_s, cpus = f"{deployment.name}-{cluster.id}", end_s(deployment), round(cluster.cpus + 0.499)
     wanted = [
         f"--job-name={name}",
         f"--nodes={cluster.nodes}",
         "--ntasks-per-node=1",
-        f"--cpus-per-task={round(cluster.cpus + 0.499)}",
+        f"--cpus-per-task={cpus}",
         f"--mem={-(-cluster.memory // NODE_MEMORY_UNIT)}M",
         *([f"--gpus-per-node={cluster.gpus}"] if cluster.gpus else []),
         *([f"--partition={cluster.partition}"] if cluster.partition else []),
         "--requeue",
-        "--signal=B:TERM@120",
+        f"--signal=B:USR1@{leave_s}",
         f"--output={name}-%j.log",
+        "--open-mode=append",
     ]
     run = _line(deployment, cluster, '"$first"', '"$SLURMD_NODENAME"')
-    body = [
-        'first="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
-        "export first",
-        f"srun --kill-on-bad-exit=1 bash -c {shlex.quote(run)} &",
-        "child=$!",
-        """trap 'kill -TERM "$child"' TERM  # time to push the last steps""",
-        'wait "$child"',
-        "code=$?",
-        # A signal that is trapped ends the first wait, long before the cluster has left.
-        'if kill -0 "$child" 2> /dev/null; then wait "$child"; code=$?; fi',
-        'case "$code" in 0 | 2 | 8) exit "$code" ;; esac  # ended well, a setting is wrong, or its name is taken',
-        'scontrol requeue "$SLURM_JOB_ID"',
-    ]
+    # Where one node has ended, the others have the time of a last push: they may still be pushing. srun would otherwise
+    # start its tasks with one processor each (since Slurm 22.05).
+    step = f"srun --cpus-per-task={cpus} --kill-on-bad-exit=0 --wait={leave_s} bash -c {shlex.quote(run)} &"
+    body = SLURM_BODY.replace("@step@", step).strip().splitlines()
     return _text([f"#SBATCH {one}" for one in wanted], deployment, cluster, body)
+
+
+SLURM_BODY = r"""
+first="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+export first
+# Slurm sends USR1 before the time limit, and TERM when the job is cancelled. The steps get TERM for both: the cluster
+# pushes its last steps and ends with 143. (A TERM to srun would kill it.)
+leave() {
+  signalled=yes
+  scancel --signal=TERM "$SLURM_JOB_ID" 2> /dev/null
+}
+# After TERM the job is not queued again, unless its time is over: then at once, for KILL follows.
+end() {
+  if [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%r)" = TimeLimit ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+  again=no
+  leave
+}
+again=yes
+trap leave USR1
+trap end TERM
+@step@
+child=$! signalled=yes
+while [ "$signalled" = yes ]; do signalled=no; wait "$child"; code=$?; done  # a signal ends a wait, not the cluster
+case "$code" in
+  0 | 2 | 8) exit "$code" ;;            # ended well, a setting is wrong, or its name is taken
+  202 | 208) exit "$((code - 200))" ;;  # the same of one of several nodes, with --for-srun
+esac
+if [ "$again" = yes ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$code"
+"""
 
 
 def plain_script(deployment: Deployment, cluster: DeployedClusterKnobs) -> str:

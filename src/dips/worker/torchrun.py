@@ -3,6 +3,9 @@
 torchrun itself ends with 1 whatever its processes ended with. What starts a cluster again must know whether that can
 help (a dead rank, a lost node), or whether a person must act (a wrong setting), so this one ends with the code of the
 rank that failed. And each attempt gets a store of its own, so that a new node can join those that lost one.
+
+`--for-srun` as the first argument, for several nodes under srun: 202 and 208 in place of 2 and 8, where a person must
+act. srun ends with the highest code of its tasks, and the nodes that lost this one end with 6, 137 or 143.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ to no one: a node that comes later waits for it until its time is over (seen wit
 
 A_PERSON_MUST_ACT = (ConfigError.exit_code, NAME_TAKEN_EXIT, KEYS_REFUSED_EXIT)
 
+FOR_SRUN, ADDED_FOR_SRUN = "--for-srun", 200
+
 
 def exit_code(codes: Iterable[int]) -> int:
     """The exit code of a node whose ranks ended so, the first to fail first. A process that a signal ended has minus
@@ -40,14 +45,15 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.run import parse_args, run
 
     os.environ.setdefault(OWN_STORES, "1")
+    for_srun = arguments[:1] == [FOR_SRUN]
     try:
-        run(parse_args(list(arguments)))
+        run(parse_args(list(arguments[for_srun:])))
     except ChildFailedError as error:
         failures = sorted(error.failures.items(), key=lambda item: (item[1].timestamp, item[0]))
         code = exit_code(failure.exitcode for _, failure in failures)
         ends = ", ".join(f"rank {rank} with {failure.exitcode}" for rank, failure in sorted(failures))
         say_last(f"ranks of this node ended ({ends}): their own last lines say why")
-        return code
+        return code + ADDED_FOR_SRUN if for_srun and code in A_PERSON_MUST_ACT else code
     except SignalException as error:
         return 128 + int(signal.Signals(error.sigval))
     except (RendezvousError, DistError) as error:

@@ -1,0 +1,153 @@
+"""The script for Slurm on a real Slurm: what follows each way in which a job can end.
+
+The trainer is a stand-in, which says what it is told and pushes for as long as it is asked to; in the last tests it is
+torchrun, and `dips train` in a real run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.deploy_files import SMALL, written
+from support.slurm import KILL_WAIT_S, NO_CGROUPS, WHY_NOT, Slurm, has_control_groups, is_installed
+
+from dips.deploy import render
+from dips.deploy.deploy_file import read_deploy_file
+
+pytestmark = pytest.mark.skipif(not is_installed(), reason=WHY_NOT)
+
+STAND_IN = """\
+leave() {
+  echo "node $SLURM_NODEID: TERM"
+  sleep "$(echo "$PUSH_S" | cut -d+ -f$((SLURM_NODEID + 1)))"
+  echo "node $SLURM_NODEID: pushed"
+  exit 143
+}
+trap leave TERM
+echo "node $SLURM_NODEID: attempt ${SLURM_RESTART_COUNT:-0}, process $$, $SLURM_CPUS_PER_TASK processors"
+while [ -z "${CODE-}" ]; do sleep 0.1; done
+exit "$CODE"
+"""
+BEGAN = tuple(f"node {node}: attempt 0" for node in (0, 1))
+PUSHED = tuple(f"node {node}: pushed" for node in (0, 1))
+SHORT_S = 5
+"""Stands for the time of a last push: USR1 is sent so long before the time limit, or half a minute more."""
+
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    with Slurm() as found:
+        yield found
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "end_s", lambda deployment: SHORT_S)
+
+
+def rendered(slurm: Slurm, folder: Path, *, nodes: int = 2, table: str = "") -> Path:
+    """The script of a cluster as `dips deploy render` writes it; its command is the stand-in's, or of `table`."""
+    table = table or f'command = ["bash", "{slurm.jobs}/stand-in.sh"]'
+    site = '[[sites]]\nname = "there"\n\n[[clusters]]\nid = "a"\nsite = "there"\nstarts = "slurm"\n'
+    more = f"{site}nodes = {nodes}\ncpus = 2\nmemory = '1 GiB'\n{table}\n"
+    deployment = read_deploy_file(written(folder, SMALL.partition("[[clusters]]")[0] + more))
+    (slurm.jobs / "stand-in.sh").write_text(STAND_IN)
+    name, text = render.script(deployment, deployment.clusters[0])
+    file = slurm.jobs / name
+    file.write_text(text)
+    return file
+
+
+def test_before_the_time_limit_all_nodes_push_and_the_job_is_queued_again(
+    slurm: Slurm, short: None, tmp_path: Path
+) -> None:
+    file = rendered(slurm, tmp_path)
+    # The nodes of the first end at different times. The second's push takes longer than its time, and the third is
+    # cancelled during its push.
+    one, slow, cancelled = (slurm.submit(file, "--time=1", PUSH_S=push_s) for push_s in ("3+0", "600+600", "600+600"))
+    cancelled.until_said("node 0: TERM", "node 1: TERM")
+    cancelled.cancel()
+    one.until_queued_again()
+    assert all(line in one.log for line in (*BEGAN, *PUSHED))
+    assert cancelled.end()["Restarts"] == "0"
+    slow.until_queued_again()
+    assert "pushed" not in slow.log
+    for job in (one, slow):
+        job.cancel()
+        job.end()
+
+
+def test_a_job_that_is_cancelled_ends(slurm: Slurm, short: None, tmp_path: Path) -> None:
+    job = slurm.submit(rendered(slurm, tmp_path), PUSH_S="0+0")
+    job.until_said(*BEGAN)
+    job.cancel()
+    facts = job.end()
+    assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0")
+
+
+@pytest.mark.skipif(not has_control_groups(), reason=NO_CGROUPS)
+def test_a_cluster_that_is_cancelled_has_time_to_push(slurm: Slurm, short: None, tmp_path: Path) -> None:
+    """Plain scancel: until KillWait. With --batch and TERM, until the time limit."""
+    file = rendered(slurm, tmp_path)
+    long_s = KILL_WAIT_S + 2
+    plain, batch = slurm.submit(file, PUSH_S="2+0"), slurm.submit(file, PUSH_S=f"{long_s}+{long_s}")
+    for job in (plain, batch):
+        job.until_said(*BEGAN)
+    plain.cancel()
+    batch.cancel("--batch", "--signal=TERM")
+    for job, state in ((plain, "CANCELLED"), (batch, "FAILED")):
+        facts = job.end()
+        assert (facts["JobState"], facts["Restarts"]) == (state, "0")
+        assert all(line in job.log for line in PUSHED), job.log
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, "COMPLETED"), (2, "FAILED"), (8, "FAILED")])
+def test_a_cluster_that_is_done_or_needs_a_person_is_not_queued_again(
+    slurm: Slurm, short: None, tmp_path: Path, code: int, state: str
+) -> None:
+    facts = slurm.submit(rendered(slurm, tmp_path, nodes=1), CODE=str(code)).end()
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == (state, f"{code}:0", "0")
+
+
+def test_a_killed_task_brings_the_job_back_with_all_its_processors(slurm: Slurm, short: None, tmp_path: Path) -> None:
+    job = slurm.submit(rendered(slurm, tmp_path), PUSH_S="0+0")
+    job.until_said(*BEGAN)
+    assert set(re.findall(r"(\d+) processors", job.log)) == {"2"}
+    pid = re.search(r"node 1: attempt 0, process (\d+)", job.log)
+    assert pid is not None
+    os.kill(int(pid[1]), signal.SIGKILL)
+    job.until_queued_again()
+    job.cancel()
+    job.end()
+
+
+@pytest.mark.parametrize(
+    ("partition", "pushes", "comes_back"),
+    [
+        ("low", True, True),
+        ("patient", True, True),
+        ("cancelled", True, False),
+        ("cancelled-patient", True, True),
+    ],
+)
+def test_a_job_that_is_preempted(
+    slurm: Slurm, short: None, tmp_path: Path, partition: str, pushes: bool, comes_back: bool
+) -> None:
+    job = slurm.submit(rendered(slurm, tmp_path), f"--partition={partition}", PUSH_S="1+1")
+    job.until_said(*BEGAN)
+    other = slurm.submit(rendered(slurm, tmp_path), "--partition=high", "--exclusive", PUSH_S="0+0")
+    other.until_said(*BEGAN)
+    print(job.story())
+    assert all(line in job.log for line in PUSHED) == pushes
+    other.cancel()
+    other.end()
+    if comes_back:
+        job.until_queued_again()
+        job.cancel()
+    job.end()
