@@ -127,27 +127,28 @@ def test_a_killed_task_brings_the_job_back_with_all_its_processors(slurm: Slurm,
     job.end()
 
 
-@pytest.mark.parametrize(
-    ("partition", "pushes", "comes_back"),
-    [
-        ("low", True, True),
-        ("patient", True, True),
-        ("cancelled", True, False),
-        ("cancelled-patient", True, True),
-    ],
-)
-def test_a_job_that_is_preempted(
-    slurm: Slurm, short: None, tmp_path: Path, partition: str, pushes: bool, comes_back: bool
+@pytest.mark.parametrize("partition", ["requeued", "requeued-later", "cancelled", "cancelled-later"])
+def test_a_job_that_is_preempted_pushes_and_comes_back(
+    slurm: Slurm, short: None, tmp_path: Path, partition: str
 ) -> None:
-    job = slurm.submit(rendered(slurm, tmp_path), f"--partition={partition}", PUSH_S="1+1")
+    preempted(slurm, rendered(slurm, tmp_path), partition)
+
+
+def preempted(slurm: Slurm, file: Path, partition: str) -> None:
+    job = slurm.submit(file, f"--partition={partition}", PUSH_S="1+1")
     job.until_said(*BEGAN)
-    other = slurm.submit(rendered(slurm, tmp_path), "--partition=high", "--exclusive", PUSH_S="0+0")
+    other = slurm.submit(file, "--partition=urgent", "--exclusive", PUSH_S="0+0")
     other.until_said(*BEGAN)
-    print(job.story())
-    assert all(line in job.log for line in PUSHED) == pushes
+    print(job.log)
+    assert all(line in job.log for line in PUSHED), job.log
     other.cancel()
+    job.until_queued_again()
+    job.cancel()
+    assert job.end()["Restarts"] == "1"
     other.end()
-    if comes_back:
-        job.until_queued_again()
-        job.cancel()
-    job.end()
+
+
+def test_a_site_may_send_the_signal_at_a_preemption_too(short: None, tmp_path: Path) -> None:
+    with Slurm(more="SlurmctldParameters=preempt_send_user_signal") as slurm:
+        for partition in ("requeued-later", "cancelled-later"):
+            preempted(slurm, rendered(slurm, tmp_path), partition)

@@ -24,13 +24,13 @@ KILL_WAIT_S = 5
 """Seconds from TERM to KILL of a job that is cancelled, or whose time is over."""
 
 PARTITIONS = {
-    "low": "PriorityTier=1 PreemptMode=REQUEUE Default=YES",
-    "patient": "PriorityTier=1 PreemptMode=REQUEUE GraceTime=30",
-    "cancelled": "PriorityTier=1 PreemptMode=CANCEL",
-    "cancelled-patient": "PriorityTier=1 PreemptMode=CANCEL GraceTime=30",
-    "high": "PriorityTier=9 PreemptMode=OFF",
+    "requeued": "PreemptMode=REQUEUE Default=YES",
+    "requeued-later": "PreemptMode=REQUEUE GraceTime=30",
+    "cancelled": "PreemptMode=CANCEL",
+    "cancelled-later": "PreemptMode=CANCEL GraceTime=30",
+    "urgent": "PreemptMode=OFF PriorityTier=9",
 }
-"""Jobs in `high` preempt those in the others."""
+"""Jobs in `urgent` preempt those in the others."""
 
 _CONFIGURATION = """
 ClusterName=test

@@ -63,13 +63,16 @@ export first
 # pushes its last steps and ends with 143. (A TERM to srun would kill it.)
 leave() {
   signalled=yes
-  scancel --signal=TERM "$SLURM_JOB_ID" 2> /dev/null
+  scancel --signal=TERM "$SLURM_JOB_ID"
 }
-# After TERM the job is not queued again, unless its time is over: then at once, for KILL follows.
+# A job that is cancelled stays so. One whose time is over, or that is preempted, gets TERM too, and KILL soon after: it
+# is queued again at once.
 end() {
-  if [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%r)" = TimeLimit ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+  case "$(scontrol show job "$SLURM_JOB_ID")" in
+    *Reason=TimeLimit* | *PreemptTime=[0-9]*) scontrol requeue "$SLURM_JOB_ID" ;;
+  esac
   again=no
-  leave
+  leave 2> /dev/null  # Slurm has told the steps already, unless this was `scancel --batch`
 }
 again=yes
 trap leave USR1
