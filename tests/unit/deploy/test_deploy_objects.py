@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -60,18 +62,76 @@ def test_a_cluster_that_is_evicted_has_the_time_to_push_its_last_steps(tmp_path:
         assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == seconds
 
 
-def test_the_script_for_slurm_waits_for_its_cluster_after_a_signal() -> None:
+STAND_INS = {
+    # As Slurm's: a TERM to it kills its tasks.
+    "srun": """while [ "$1" != bash ]; do shift; done; "$@" & trap 'kill -KILL $!; exit 137' TERM; wait $!""",
+    "scancel": 'kill -TERM "$(cat task)"',
+    "scontrol": 'case "$1 $2" in "show job") cat facts ;; "show "*) echo n1 ;; *) echo "queued again" ;; esac',
+    # The task: torchrun with a trainer.
+    "python": """echo $$ > task; trap 'sleep 0.3; echo pushed; exit 143' TERM; echo ready
+        until [ -e code ]; do sleep 0.05; done; exit "$(cat code)" """,
+}
+
+
+@pytest.fixture
+def slurm_job(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """The script of a cluster of two nodes, as it runs on the first of them, with its task at work in tmp_path."""
     deployment = DEPLOYMENTS["three-sites"]
     _, text = script(deployment, next(one for one in deployment.clusters if one.starts == "slurm"))
-    body = text[text.index("srun ") :].replace("scontrol", "echo").splitlines()
-    body[0] = "bash -c 'trap \"sleep 0.3; echo pushed; exit 143\" TERM; echo ready; while :; do sleep 0.1; done' &"
-    # A signal that comes before either of the two shells has its trap ends that one at once.
-    body.insert(next(number for number, line in enumerate(body) if line.startswith("trap ")) + 1, "echo ready")
-    ended = subprocess.Popen(["bash", "-c", "\n".join(body)], stdout=subprocess.PIPE, text=True)
-    assert ended.stdout is not None
-    assert [ended.stdout.readline() for _ in range(2)] == ["ready\n", "ready\n"]
-    ended.send_signal(signal.SIGTERM)
-    assert ended.communicate(timeout=20)[0].split()[0] == "pushed", "and only then is it queued again"
+    for name, body in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "facts").write_text("JobState=RUNNING Reason=None PreemptTime=None")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    environment["SLURMD_NODENAME"] = "n1"
+    with subprocess.Popen(
+        ["bash", "-c", text], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment, start_new_session=True
+    ) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "ready\n"
+        yield job
+        said_by(job)
+
+
+def said_by(job: subprocess.Popen[str]) -> list[str]:
+    """What it has said when it ends; nothing of it runs on."""
+    job.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGKILL)
+    assert job.stdout is not None
+    return job.stdout.read().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "says"),
+    [
+        ("USR1", "", ["pushed", "queued again"]),  # before the time limit
+        ("TERM", "", ["pushed"]),  # cancelled
+        ("TERM", "JobState=COMPLETING Reason=TimeLimit", ["queued again", "pushed"]),
+        ("TERM", "PreemptEligibleTime=2026-11-29T22:58:56 PreemptTime=2026-11-29T22:58:57", ["queued again", "pushed"]),
+        ("TERM", "PreemptEligibleTime=2026-11-29T22:58:56 PreemptTime=None", ["pushed"]),
+    ],
+)
+def test_after_a_signal_the_job_of_slurm_pushes_and_is_queued_again_unless_it_was_cancelled(
+    slurm_job: subprocess.Popen[str], tmp_path: Path, name: str, facts: str, says: list[str]
+) -> None:
+    (tmp_path / "facts").write_text(facts)
+    slurm_job.send_signal(signal.Signals[f"SIG{name}"])
+    assert said_by(slurm_job) == says
+    assert slurm_job.returncode == 143
+
+
+@pytest.mark.parametrize(
+    ("code", "ends", "again"),
+    [(0, 0, False), (2, 2, False), (8, 8, False), (202, 2, False), (208, 8, False), (6, 6, True), (137, 137, True)],
+)
+def test_a_job_of_slurm_is_queued_again_unless_its_cluster_is_done_or_a_person_must_act(
+    slurm_job: subprocess.Popen[str], tmp_path: Path, code: int, ends: int, again: bool
+) -> None:
+    (tmp_path / "code.new").write_text(str(code))
+    (tmp_path / "code.new").rename(tmp_path / "code")
+    assert said_by(slurm_job) == ["queued again"] * again
+    assert slurm_job.returncode == ends
 
 
 @each_deployment

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from argparse import Namespace
 
-from dips.worker.torchrun import exit_code
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from dips.worker.torchrun import exit_code, main
 
 
 @pytest.mark.parametrize(
@@ -21,3 +24,16 @@ from dips.worker.torchrun import exit_code
 )
 def test_the_first_failure_counts_unless_a_person_must_act(ends: list[int], code: int) -> None:
     assert exit_code(ends) == code
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["x.py"], 2), (["--for-srun", "x.py"], 202)])
+def test_for_srun_a_code_that_stops_a_job_is_higher_than_those_of_other_nodes(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int
+) -> None:
+    def fails(parsed: Namespace) -> None:
+        assert parsed.training_script == "x.py"
+        failed = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file="")
+        raise ChildFailedError("x.py", {0: failed})
+
+    monkeypatch.setattr("torch.distributed.run.run", fails)
+    assert main(arguments) == code
