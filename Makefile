@@ -12,7 +12,7 @@ MINUTES ?= 5
 CHROMIUM ?= chromium
 RESUME ?=
 LONG_PART ?=
-SYSTEM := chromium docker-compose docker.io debootstrap iproute2 iptables prometheus
+SYSTEM := chromium docker-compose docker.io debootstrap iproute2 iptables munge prometheus slurm-client slurmctld slurmd
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --constraint constraints.txt
@@ -61,7 +61,7 @@ test-long: $(FOREIGN_STAMP) system  ## the long tier, and what other tiers did n
 	$(BIN)/python tests/run_all.py $(if $(LONG_PART),--tier long --part $(LONG_PART),\
 	  --tier first --tier landing --tier long --seen) $(if $(RESUME),--resume) $(ARGS)
 
-system:  ## install what the landing and long tiers need from Debian: a browser, Prometheus, a container engine
+system:  ## install what the landing and long tiers need from Debian: a browser, Prometheus, a container engine, Slurm
 	@missing=(); \
 	for package in $(SYSTEM); do dpkg -s "$$package" >/dev/null 2>&1 || missing+=("$$package"); done; \
 	if [ "$${#missing[@]}" = 0 ]; then exit 0; fi; \

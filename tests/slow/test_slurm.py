@@ -13,11 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.deploy_files import SMALL, written
-from support.slurm import KILL_WAIT_S, NO_CGROUPS, WHY_NOT, Slurm, has_control_groups, is_installed
+from support import live
+from support.deploy_files import SMALL, with_keys, written
+from support.dips_command import ROOT, dips
+from support.ports import own_port
+from support.slurm import KILL_WAIT_S, WHY_NOT, Slurm, is_installed
+from support.up_run import endless
+from support.waiting import until
+from support.whole_run import WholeRun
 
-from dips.deploy import render
-from dips.deploy.deploy_file import read_deploy_file
+from dips.deploy import clusters, render
+from dips.deploy.deploy_file import NODE_PORTS, read_deploy_file
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=WHY_NOT)
 
@@ -33,11 +39,11 @@ echo "node $SLURM_NODEID: attempt ${SLURM_RESTART_COUNT:-0}, process $$, $SLURM_
 while [ -z "${CODE-}" ]; do sleep 0.1; done
 exit "$CODE"
 """
+LEFT = "SIGTERM: this cluster has left the run, and this process ends with exit code 143"
 BEGAN = tuple(f"node {node}: attempt 0" for node in (0, 1))
 PUSHED = tuple(f"node {node}: pushed" for node in (0, 1))
 SHORT_S = 5
 """Stands for the time of a last push: USR1 is sent so long before the time limit, or half a minute more."""
-
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +57,17 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render, "end_s", lambda deployment: SHORT_S)
 
 
-def rendered(slurm: Slurm, folder: Path, *, nodes: int = 2, table: str = "") -> Path:
-    """The script of a cluster as `dips deploy render` writes it; its command is the stand-in's, or of `table`."""
+def rendered(slurm: Slurm, folder: Path, *, nodes: int = 2, table: str = "", servers: str = "") -> Path:
+    """The script of a cluster as `dips deploy render` writes it; its command is the stand-in's, or of `table`.
+
+    servers: more of the table `deploy`.
+    """
     table = table or f'command = ["bash", "{slurm.jobs}/stand-in.sh"]'
     site = '[[sites]]\nname = "there"\n\n[[clusters]]\nid = "a"\nsite = "there"\nstarts = "slurm"\n'
     more = f"{site}nodes = {nodes}\ncpus = 2\nmemory = '1 GiB'\n{table}\n"
-    deployment = read_deploy_file(written(folder, SMALL.partition("[[clusters]]")[0] + more))
+    changes = {"192.0.2.7": "127.0.0.1", '"small"': '"test"', "slaves = 2": f"slaves = 2\n{servers}"}
+    text = SMALL.partition("[[clusters]]")[0] + more
+    deployment = read_deploy_file(written(folder, text, changes))
     (slurm.jobs / "stand-in.sh").write_text(STAND_IN)
     name, text = render.script(deployment, deployment.clusters[0])
     file = slurm.jobs / name
@@ -73,10 +84,10 @@ def test_before_the_time_limit_all_nodes_push_and_the_job_is_queued_again(
     one, slow, cancelled = (slurm.submit(file, "--time=1", PUSH_S=push_s) for push_s in ("3+0", "600+600", "600+600"))
     cancelled.until_said("node 0: TERM", "node 1: TERM")
     cancelled.cancel()
-    one.until_queued_again()
+    one.until_it_runs_again()
     assert all(line in one.log for line in (*BEGAN, *PUSHED))
     assert cancelled.end()["Restarts"] == "0"
-    slow.until_queued_again()
+    slow.until_it_runs_again()
     assert "pushed" not in slow.log
     for job in (one, slow):
         job.cancel()
@@ -91,7 +102,6 @@ def test_a_job_that_is_cancelled_ends(slurm: Slurm, short: None, tmp_path: Path)
     assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0")
 
 
-@pytest.mark.skipif(not has_control_groups(), reason=NO_CGROUPS)
 def test_a_cluster_that_is_cancelled_has_time_to_push(slurm: Slurm, short: None, tmp_path: Path) -> None:
     """Plain scancel: until KillWait. With --batch and TERM, until the time limit."""
     file = rendered(slurm, tmp_path)
@@ -122,7 +132,7 @@ def test_a_killed_task_brings_the_job_back_with_all_its_processors(slurm: Slurm,
     pid = re.search(r"node 1: attempt 0, process (\d+)", job.log)
     assert pid is not None
     os.kill(int(pid[1]), signal.SIGKILL)
-    job.until_queued_again()
+    job.until_it_runs_again()
     job.cancel()
     job.end()
 
@@ -142,7 +152,7 @@ def preempted(slurm: Slurm, file: Path, partition: str) -> None:
     print(job.log)
     assert all(line in job.log for line in PUSHED), job.log
     other.cancel()
-    job.until_queued_again()
+    job.until_it_runs_again()
     job.cancel()
     assert job.end()["Restarts"] == "1"
     other.end()
@@ -152,3 +162,54 @@ def test_a_site_may_send_the_signal_at_a_preemption_too(short: None, tmp_path: P
     with Slurm(more="SlurmctldParameters=preempt_send_user_signal") as slurm:
         for partition in ("requeued-later", "cancelled-later"):
             preempted(slurm, rendered(slurm, tmp_path), partition)
+
+
+WRONG_ON_ONE_NODE = """\
+import os, sys, time
+while os.environ["RANK"] == "1":
+    time.sleep(0.1)
+sys.exit(2)
+"""
+
+
+def test_a_wrong_setting_of_one_node_under_torchrun_ends_the_job(short: None, tmp_path: Path) -> None:
+    """The other node knows nothing of it, and is killed when its time is over: srun itself would end with 137."""
+    (tmp_path / "wrong.py").write_text(WRONG_ON_ONE_NODE)
+    table = f'torchrun = true\nrestarts = 0\ncommand = ["python", "{tmp_path}/wrong.py"]'
+    with live.run(live.HEAVY), Slurm(user=0) as slurm:
+        facts = slurm.submit(rendered(slurm, tmp_path, table=table)).end()
+        assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "2:0", "0")
+
+
+def test_the_trainers_last_push_before_the_time_limit_is_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster of two nodes, each with torchrun and one rank of examples/fsdp_loop.py, in a run of real servers."""
+    monkeypatch.setattr(clusters, "RENDEZVOUS_PORT", own_port())
+    port = own_port(NODE_PORTS)
+    program = endless(ROOT / "examples" / "fsdp_loop.py", tmp_path, "STEPS = 8, 32, 200")
+    table = f'torchrun = true\nrestarts = 0\ncommand = ["python", "{program}"]'
+    ports = f"master_port = {port}\ndata_port = {port + 1 if port < 32000 else 30000}"
+    keys = tmp_path / "keys"
+    with Slurm(user=0) as slurm:
+        file = rendered(slurm, tmp_path, table=table, servers=ports)
+        with_keys(tmp_path / "run.toml")
+        with WholeRun(tmp_path / "run", keys=keys, listen=f"127.0.0.1:{port}", sync_every=8) as whole:
+            job = slurm.submit(file, DIPS_KEYS=str(keys / "a"))
+            until(lambda: whole.version() >= 2, "a few versions", job.story)
+            # USR1 comes 120 s before, or half a minute earlier.
+            minutes = int(job.facts["RunTime"].split(":")[1]) + 3
+            slurm.ask("scontrol", "update", f"JobId={job.number}", f"TimeLimit={minutes}")
+            job.until_said(LEFT)
+            (left,) = whole.status().clusters
+            print(left)
+            job.until_it_runs_again()
+            assert "without" not in job.log, job.log
+            again = whole.version() + 2
+            until(lambda: whole.version() >= again, "more versions", job.story)
+            whole.stop()
+            facts = job.end()
+            assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1")
+            print(job.log)
+    done = dips("verify", tmp_path / "run")
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,6 @@ from support.ports import own_port
 from support.waiting import until
 
 WHY_NOT = "needs Slurm (Debian, Ubuntu: apt-get install slurmctld slurmd slurm-client munge), which is not installed"
-NO_CGROUPS = "this kernel lets no one make control groups: Slurm would signal every process of a task, srun too"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 FREEZER = Path("/sys/fs/cgroup/freezer")
 NOBODY = 65534
@@ -71,7 +71,7 @@ def is_installed() -> bool:
 
 def has_control_groups() -> bool:
     """Whether Slurm can track processes as nearly all sites have it: a signal is sent to tasks, not to their children,
-    among which is the srun of a script.
+    among which is the srun of a script. Without, it is sent to all of them.
     """
     return os.access(FREEZER, os.W_OK) and FREEZER.is_mount()
 
@@ -90,7 +90,8 @@ class Slurm:
         self._user = user
         self._processes: list[subprocess.Popen[bytes]] = []
         host, port, ports = socket.gethostname().partition(".")[0], own_port(), (own_port(), own_port())
-        self._nodes = [f"dips{port}" for port in ports]
+        # Nodes find each other by their names: these need no entry in /etc/hosts.
+        self._nodes = [f"127.{port >> 8}.{port & 255}.1" for port in ports]
         tracking = "cgroup" if has_control_groups() else "linuxproc"
         text = _CONFIGURATION.format(
             host=host, port=port, folder=self.folder, tracking=tracking, more=more, kill_wait_s=KILL_WAIT_S
@@ -145,7 +146,9 @@ class Slurm:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"PATH": os.environ["PATH"], "SLURM_CONF": str(self.folder / "slurm.conf")}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        kept = {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
+        return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def submit(self, script: Path, *options: str, **added: str) -> Job:
         """Queue a script, in the jobs' folder and with more variables."""
@@ -203,9 +206,13 @@ class Job:
         until(lambda: self.facts["JobState"] in ENDED, f"the end of job {self.number}", self.story)
         return self.facts
 
-    def until_queued_again(self) -> None:
-        """Wait until it has been queued again, and has begun its second attempt."""
-        until(lambda: "attempt 1" in self.log, f"job {self.number} begins again", self.story)
+    def until_it_runs_again(self) -> None:
+        """Wait until it has been queued again, and runs."""
+        until(lambda: self.runs_with("1"), f"job {self.number} begins again", self.story)
+
+    def runs_with(self, restarts: str) -> bool:
+        facts = self.facts
+        return (facts["JobState"], facts["Restarts"]) == ("RUNNING", restarts)
 
     def cancel(self, *options: str) -> None:
         self._slurm.ask("scancel", *options, self.number)
