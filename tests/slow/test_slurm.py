@@ -149,7 +149,6 @@ def preempted(slurm: Slurm, file: Path, partition: str) -> None:
     job.until_said(*BEGAN)
     other = slurm.submit(file, "--partition=urgent", "--exclusive", PUSH_S="0+0")
     other.until_said(*BEGAN)
-    print(job.log)
     assert all(line in job.log for line in PUSHED), job.log
     other.cancel()
     job.until_it_runs_again()
@@ -195,21 +194,23 @@ def test_the_trainers_last_push_before_the_time_limit_is_merged(
         file = rendered(slurm, tmp_path, table=table, servers=ports)
         with_keys(tmp_path / "run.toml")
         with WholeRun(tmp_path / "run", keys=keys, listen=f"127.0.0.1:{port}", sync_every=8) as whole:
-            job = slurm.submit(file, DIPS_KEYS=str(keys / "a"))
+            tape = tmp_path / "run" / "a.jsonl"
+            job = slurm.submit(file, DIPS_KEYS=str(keys / "a"), DIPS_WORKER_TAPE=str(tape))
             until(lambda: whole.version() >= 2, "a few versions", job.story)
             # USR1 comes 120 s before, or half a minute earlier.
             minutes = int(job.facts["RunTime"].split(":")[1]) + 3
             slurm.ask("scontrol", "update", f"JobId={job.number}", f"TimeLimit={minutes}")
             job.until_said(LEFT)
+            until(lambda: job.facts["JobState"] == "PENDING", "it is queued again", job.story)
+            slurm.ask("scontrol", "update", f"JobId={job.number}", "TimeLimit=UNLIMITED")
             (left,) = whole.status().clusters
-            print(left)
+            assert (left.last_verdict, left.pushes_excluded, left.pushes_aborted) == ("APPLIED", 0, 0)
             job.until_it_runs_again()
-            assert "without" not in job.log, job.log
+            assert "without" not in job.log, "a step that is not pushed is named"
             again = whole.version() + 2
             until(lambda: whole.version() >= again, "more versions", job.story)
             whole.stop()
             facts = job.end()
             assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1")
-            print(job.log)
     done = dips("verify", tmp_path / "run")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -124,12 +125,17 @@ class Slurm:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.ask("scancel", f"--user={self._user}", user=0)
-        until(lambda: not self.ask("squeue", "--noheader"), "all jobs have ended", self.said)
-        for process in reversed(self._processes):
-            process.terminate()
-        for process in reversed(self._processes):
-            process.wait()
+        try:
+            self.ask("scancel", f"--user={self._user}", user=0)
+            until(lambda: not self.ask("squeue", "--noheader"), "all jobs have ended", self.said)
+        finally:
+            for process in reversed(self._processes):
+                process.terminate()
+            for process in reversed(self._processes):
+                process.wait()
+            # Where the test's time is over, jobs are left.
+            for pid in subprocess.run(["pgrep", "-f", str(self.folder)], capture_output=True, text=True).stdout.split():
+                os.kill(int(pid), signal.SIGKILL)
         for node in self._nodes:
             for group in sorted(FREEZER.glob(f"slurm_{node}/**/"), reverse=True):
                 group.rmdir()
