@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -133,9 +134,7 @@ class Slurm:
                 process.terminate()
             for process in reversed(self._processes):
                 process.wait()
-            # Where the test's time is over, jobs are left.
-            for pid in subprocess.run(["pgrep", "-f", str(self.folder)], capture_output=True, text=True).stdout.split():
-                os.kill(int(pid), signal.SIGKILL)
+            self._kill_the_rest()
         for node in self._nodes:
             for group in sorted(FREEZER.glob(f"slurm_{node}/**/"), reverse=True):
                 group.rmdir()
@@ -167,6 +166,13 @@ class Slurm:
         """What the daemons said last, and what is in the queue."""
         logs = (f"{file.name}:\n{file.read_text(errors='replace')[-3000:]}" for file in self.folder.glob("*.log"))
         return "\n".join([*logs, self.ask("sinfo"), self.ask("scontrol", "show", "job")])
+
+    def _kill_the_rest(self) -> None:
+        """What a test leaves whose time is over: every process of this Slurm has its configuration's name."""
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if f"SLURM_CONF={self.folder}/".encode() in environ.read_bytes():
+                    os.kill(int(environ.parent.name), signal.SIGKILL)
 
     def _runs(self) -> bool:
         assert all(process.poll() is None for process in self._processes), "a daemon has ended"
