@@ -117,6 +117,13 @@ def test_a_cluster_that_is_cancelled_has_time_to_push(slurm: Slurm, short: None,
         assert all(line in job.log for line in PUSHED), job.log
 
 
+def test_a_job_that_is_cancelled_as_its_cluster_dies_stays_cancelled(slurm: Slurm, short: None, tmp_path: Path) -> None:
+    """Whichever the script hears of first."""
+    file = rendered(slurm, tmp_path, table='command = ["bash", "-c", "scancel $SLURM_JOB_ID; exit 1"]')
+    jobs = [slurm.submit(file) for _ in range(8)]
+    assert {(job.end()["JobState"], job.facts["Restarts"]) for job in jobs} == {("CANCELLED", "0")}
+
+
 @pytest.mark.parametrize(("code", "state"), [(0, "COMPLETED"), (2, "FAILED"), (8, "FAILED")])
 def test_a_cluster_that_is_done_or_needs_a_person_is_not_queued_again(
     slurm: Slurm, short: None, tmp_path: Path, code: int, state: str

@@ -84,7 +84,8 @@ case "$code" in
   0 | 2 | 8) exit "$code" ;;            # ended well, a setting is wrong, or its name is taken
   202 | 208) exit "$((code - 200))" ;;  # the same of one of several nodes, with --for-srun
 esac
-if [ "$again" = yes ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+# Incomplete: not if it was cancelled just now, and the steps have ended before TERM came here.
+if [ "$again" = yes ]; then scontrol requeue Incomplete "$SLURM_JOB_ID"; fi
 exit "$code"
 """
 

@@ -62,11 +62,14 @@ def test_a_cluster_that_is_evicted_has_the_time_to_push_its_last_steps(tmp_path:
         assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == seconds
 
 
+AGAIN, AGAIN_AT_ONCE = "requeue Incomplete 7", "requeue 7"
+"""Only a job that runs; and also one that is being ended."""
+
 STAND_INS = {
     # As Slurm's: a TERM to it kills its tasks.
     "srun": """while [ "$1" != bash ]; do shift; done; "$@" & trap 'kill -KILL $!; exit 137' TERM; wait $!""",
     "scancel": 'kill -TERM "$(cat task)"',
-    "scontrol": 'case "$1 $2" in "show job") cat facts ;; "show "*) echo n1 ;; *) echo "queued again" ;; esac',
+    "scontrol": 'case "$1 $2" in "show job") cat facts ;; "show "*) echo n1 ;; *) echo "$@" ;; esac',
     # The task: torchrun with a trainer.
     "python": """echo $$ > task; trap 'sleep 0.3; echo pushed; exit 143' TERM; echo ready
         until [ -e code ]; do sleep 0.05; done; exit "$(cat code)" """,
@@ -105,10 +108,10 @@ def said_by(job: subprocess.Popen[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "facts", "says"),
     [
-        ("USR1", "", ["pushed", "queued again"]),  # before the time limit
+        ("USR1", "", ["pushed", AGAIN]),  # before the time limit
         ("TERM", "", ["pushed"]),  # cancelled
-        ("TERM", "JobState=COMPLETING Reason=TimeLimit", ["queued again", "pushed"]),
-        ("TERM", "PreemptEligibleTime=2026-11-29T22:58:56 PreemptTime=2026-11-29T22:58:57", ["queued again", "pushed"]),
+        ("TERM", "JobState=COMPLETING Reason=TimeLimit", [AGAIN_AT_ONCE, "pushed"]),
+        ("TERM", "PreemptEligibleTime=2026-11-29T22:58:56 PreemptTime=2026-11-29T22:58:57", [AGAIN_AT_ONCE, "pushed"]),
         ("TERM", "PreemptEligibleTime=2026-11-29T22:58:56 PreemptTime=None", ["pushed"]),
     ],
 )
@@ -130,7 +133,7 @@ def test_a_job_of_slurm_is_queued_again_unless_its_cluster_is_done_or_a_person_m
 ) -> None:
     (tmp_path / "code.new").write_text(str(code))
     (tmp_path / "code.new").rename(tmp_path / "code")
-    assert said_by(slurm_job) == ["queued again"] * again
+    assert said_by(slurm_job) == [AGAIN] * again
     assert slurm_job.returncode == ends
 
 
