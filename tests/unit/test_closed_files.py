@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.history import usual_run, write_run
+from support.journals import append
 from support.slave_bench import prepare, snapshot
 
 from dips import DiLoCo
@@ -64,7 +65,7 @@ def of_a_master(folder: Path) -> dict[str, str]:
     journal = Journal.open(folder, "demo", Retention(records=8))
     epoch = journal.begin_epoch()
     for number in range(1, 33):
-        journal.append(epoch, number, "LEASE", "{}", "{}")
+        append(journal, epoch, number, "LEASE", "{}", "{}")
     assert journal.tidy(), "some go to the archive"
     write_address(folder, MasterAddress("127.0.0.1:1", "demo", 1, 1))
     save_secret(folder, Secret("x" * 43, 1))
@@ -328,7 +329,7 @@ def test_a_pod_of_another_user_reads_by_the_group_of_its_volume(place: Path) -> 
             for name, write in (("master", of_a_master), ("slave", of_a_slave), ("cluster", of_a_cluster)):
                 write(place / name)
             journal = Journal.open(place / "master", "demo")
-            journal.append(journal.begin_epoch(), 2, "COMMIT", "{}", "{}")
+            append(journal, journal.begin_epoch(), 2, "COMMIT", "{}", "{}")
             kept.append(journal)  # as a master that was killed leaves it: with its log
 
         return act

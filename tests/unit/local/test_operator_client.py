@@ -50,7 +50,7 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Channel:
     channel = Channel()
     monkeypatch.setattr(operator_client, "open_channel", lambda address, security: channel)
     monkeypatch.setattr(operator_client, "why_not_let_in", lambda address, security: "")
-    monkeypatch.setattr(operator_client.socket, "getaddrinfo", lambda host, port: [host])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: [host])
     return channel
 
 
@@ -95,7 +95,7 @@ def test_a_master_that_cannot_be_asked_is_told(channel: Channel, monkeypatch: py
         raise socket.gaierror(-2, "Name or service not known")
 
     with monkeypatch.context() as patch:
-        patch.setattr(operator_client.socket, "getaddrinfo", unknown)
+        patch.setattr(socket, "getaddrinfo", unknown)
         with pytest.raises(RetryLater, match="no address is known for the name 'h' of h:1: the run has ended") as told:
             operator.status()
     assert "service not known" not in str(told.value)
