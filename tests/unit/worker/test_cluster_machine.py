@@ -320,11 +320,7 @@ def test_a_fence_counts_for_its_own_incarnation_and_cancels_the_transfer(life: C
     life.say(effects.Beat(Incarnation(1, 1), Refused(RefusalCode.FENCED, "evicted")))
     assert life.take(effects.Cancel).job == start[0]
     life.say(effects.Done(start[0], (), 0.1))
-<<<<<<< HEAD
-    assert life.phase.value == "JOINING"
-=======
     assert phase_of(life) is SessionPhase.JOINING
->>>>>>> 27934e3b (Types of two tests of a cluster's session)
 
 
 def test_a_revoked_cluster_ends_with_the_masters_sentence_and_trains_no_further(life: ClusterBench) -> None:
@@ -595,14 +591,8 @@ def test_an_undecided_last_push_is_said_to_be_one(life: ClusterBench) -> None:
 
 def test_leaving_waits_for_the_window_that_the_master_named() -> None:
     """Unless a bound was set by hand."""
-<<<<<<< HEAD
-    bounds: list[tuple[dict[str, Any], float]] = [({}, 130.0), ({"leave_wait_s": 5.0}, 5.0)]
-    for config, waits_s in bounds:
-        life = begun(**config)
-=======
     for knobs, waits_s in ((dict[str, Any](), 130.0), ({"leave_wait_s": 5.0}, 5.0)):
         life = begun(**knobs)
->>>>>>> 27934e3b (Types of two tests of a cluster's session)
         life.train(1)
         life.say(effects.StopWanted("enough"))
         life.sent(life.ticket())
