@@ -276,7 +276,7 @@ def test_the_ranks_of_a_cluster_are_one_stream_of_a_pull(end: MakeEnd, loop: Loo
         for peer in peers[name]:
             one.ask(one.get(1), peer)
         one.settle()  # the compiled loop tells what it served after a while
-    assert one.server._port._pull_credits.n_streams == len(cluster)
+    assert len(one.server._port._pull_credits._streams) == len(cluster)
     credits = {name: {credit_of(one, peer) for peer in peers[name]} for name in cluster}
     assert credits == {"c0": {MAX_WINDOW_CHUNKS}, "c1": {MAX_WINDOW_CHUNKS}, "c2": {HELD}, "c3": {HELD}}
     for row, name in enumerate(cluster):  # of a push all ranks are one stream, too; c3 and c4 have least to send

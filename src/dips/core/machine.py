@@ -45,10 +45,6 @@ class MachineHistory:
     def add(self, at_s: float, machine: str, cause: str, text: str) -> None:
         self._lines.append(HistoryLine(at_s, machine, cause, text))
 
-    def about(self, word: str) -> list[HistoryLine]:
-        """Lines whose cause, machine or text contains `word`."""
-        return [line for line in self._lines if any(word in part for part in (line.cause, line.machine, line.text))]
-
     def lines(self) -> list[HistoryLine]:
         return list(self._lines)
 
@@ -120,9 +116,6 @@ class TransitionTable(Generic[P]):
         self.initial = initial
         self.rows: dict[tuple[P, str], frozenset[P]] = {key: frozenset(to) for key, to in rows.items()}
         _tables.append(self)
-
-    def inputs(self) -> list[str]:
-        return sorted({name for _, name in self.rows})
 
     def arrows(self) -> list[tuple[P, str, P]]:
         """(from, input, to), in a stable order, for diagrams and coverage."""

@@ -564,11 +564,6 @@ class TorchParameters:
         return self._parameters
 
     @property
-    def trained(self) -> Sequence[torch.Tensor]:
-        """The trained tensors: equal on all ranks of a cluster, which averaged buffers need not be."""
-        return self._parameters[: len(self._parameters) - len(self._buffers)]
-
-    @property
     def ids(self) -> frozenset[int]:
         """id() of each tensor of the layout: the model's other tensors are not part of the run."""
         return frozenset(map(id, self._parameters))

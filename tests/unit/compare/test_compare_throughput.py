@@ -70,7 +70,6 @@ def test_what_gains_are_compared_with() -> None:
     found = speed.compare_speeds(load_setup("emulated"), [find_method("dynamic")], rounds=6)
     both = [found.of("diloco"), found.of("ring-diloco")]
     assert found.synchronous == found.of("ring-diloco") == max(both, key=lambda item: item.tokens_per_s)
-    assert found.gain("dynamic") == found.of("dynamic").tokens_per_s / found.synchronous.tokens_per_s
     assert [item.method for item in found.baselines] == ["dp", "ring-diloco", "diloco", "ring-async"]
     fast, slow = speed.Throughput("x", 300.0, 400.0), speed.Throughput("y", 100.0, 400.0)
     assert (fast.share_of_ideal, fast.gain_over(slow)) == (0.75, 3.0)

@@ -74,16 +74,6 @@ def test_a_machine_tells_which_inputs_it_takes() -> None:
     assert not phase.allows("turn")
 
 
-def test_a_story_is_found_by_cause_machine_or_word() -> None:
-    story = MachineHistory()
-    story.add(1.0, "round r1.1", "c-1", "opened")
-    story.add(2.0, "cluster a", "c-2", "pushed for r1.1")
-    story.add(3.0, "cluster b", "c-3", "joined")
-    assert [line.at_s for line in story.about("r1.1")] == [1.0, 2.0]
-    assert [line.at_s for line in story.about("c-3")] == [3.0]
-    assert story.about("nothing") == []
-
-
 def test_a_story_forgets_its_oldest_lines() -> None:
     story = MachineHistory()
     for n in range(HISTORY_LENGTH + 10):
@@ -142,7 +132,6 @@ def test_an_observer_sees_each_move_once_before_it_is_made_until_it_is_forgotten
     phase.move("push", Door.SHUT, at_s=3.0)
     assert seen == [(("door", "SHUT", "push", "OPEN"), Door.SHUT)]
     assert TABLE in tables()
-    assert TABLE.inputs() == ["push", "turn"]
     assert len(TABLE.arrows()) == 5
 
 

@@ -118,7 +118,7 @@ def test_a_push_that_is_never_closed_is_forgotten_in_the_end() -> None:
     """Its slot was given to another one. Two later ones run at full rate, and it takes no room in the table."""
     pace = credits_of(lost=1, a=9e3, b=9e3)
     run(pace, "ab", own_links(a=50, b=50), 1.0, credits.OPENED_IDLE_S)
-    assert pace.n_streams == 2
+    assert len(pace._streams) == 2
 
 
 def test_no_more_streams_are_told_apart_than_there_is_room_for() -> None:

@@ -72,10 +72,6 @@ class ThroughputComparison:
     baselines: tuple[Throughput, ...]
     measured: tuple[Throughput, ...]  # the chosen methods
 
-    def gain(self, method: str) -> float:
-        """Speed of a measured method relative to synchronous DiLoCo, the faster of its two forms."""
-        return self.of(method).gain_over(self.synchronous)
-
     def of(self, method: str) -> Throughput:
         return next(item for item in (*self.measured, *self.baselines) if item.method == method)
 

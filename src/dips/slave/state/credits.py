@@ -118,11 +118,6 @@ class Credits(Generic[Key]):
         self._began_s = -math.inf
         self._came_bytes = 0
 
-    @property
-    def n_streams(self) -> int:
-        """Number of streams that are tracked now."""
-        return len(self._streams)
-
     def note_open(self, key: Key, remaining_bytes: float, now_s: float) -> None:
         """A push is expected, or has so many bytes left."""
         known = self._streams.get(key)
