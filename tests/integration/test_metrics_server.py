@@ -85,7 +85,8 @@ def test_metrics_are_served_with_those_of_the_process(server: MetricsServer) -> 
 def test_other_paths_are_not_there(server: MetricsServer) -> None:
     with pytest.raises(urllib.error.HTTPError, match="404") as told:
         read(server.address, "/")
-    assert told.value.headers.get_all("Server") == ["dips"], "no version is told"
+    with told.value as answer:
+        assert answer.headers.get_all("Server") == ["dips"], "no version is told"
 
 
 def test_a_taken_port_is_told_with_its_remedy(server: MetricsServer) -> None:

@@ -81,8 +81,8 @@ trap end TERM
 child=$! signalled=yes
 while [ "$signalled" = yes ]; do signalled=no; wait "$child"; code=$?; done  # a signal ends a wait, not the cluster
 case "$code" in
-  0 | 2 | 8) exit "$code" ;;            # ended well, a setting is wrong, or its name is taken
-  202 | 208) exit "$((code - 200))" ;;  # the same of one of several nodes, with --for-srun
+  0 | 2 | 8 | 9) exit "$code" ;;              # ended well; a setting is wrong, its name is taken, its keys are refused
+  202 | 208 | 209) exit "$((code - 200))" ;;  # the same of one of several nodes, with --for-srun
 esac
 # Incomplete: not if it was cancelled just now, and the steps have ended before TERM came here.
 if [ "$again" = yes ]; then scontrol requeue Incomplete "$SLURM_JOB_ID"; fi
@@ -97,7 +97,7 @@ def plain_script(deployment: Deployment, cluster: DeployedClusterKnobs) -> str:
         "while true; do",
         f"  {run} && exit 0",
         "  code=$?",
-        '  case "$code" in 2 | 8) exit "$code" ;; esac  # a setting is wrong, or its name is taken: a person must act',
+        '  case "$code" in 2 | 8 | 9) exit "$code" ;; esac  # settings, its name or its keys: a person must act',
         '  echo "cluster ended with $code; again in 10 s" >&2',
         "  sleep 10",
         "done",

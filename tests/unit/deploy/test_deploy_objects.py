@@ -126,7 +126,17 @@ def test_after_a_signal_the_job_of_slurm_pushes_and_is_queued_again_unless_it_wa
 
 @pytest.mark.parametrize(
     ("code", "ends", "again"),
-    [(0, 0, False), (2, 2, False), (8, 8, False), (202, 2, False), (208, 8, False), (6, 6, True), (137, 137, True)],
+    [
+        (0, 0, False),
+        (2, 2, False),
+        (8, 8, False),
+        (9, 9, False),
+        (202, 2, False),
+        (208, 8, False),
+        (209, 9, False),
+        (6, 6, True),
+        (137, 137, True),
+    ],
 )
 def test_a_job_of_slurm_is_queued_again_unless_its_cluster_is_done_or_a_person_must_act(
     slurm_job: subprocess.Popen[str], tmp_path: Path, code: int, ends: int, again: bool

@@ -128,7 +128,7 @@ def failed(**codes: int) -> ChildFailedError:
     [
         (None, 0),
         (failed(r0=6, r1=9), 9),
-        (failed(r3=2, r4=9), 2),
+        (failed(r3=2, r4=7), 2),
         (SignalException("told", signal.SIGTERM), 143),
         (RendezvousError("no others"), FatalError.exit_code),
     ],
