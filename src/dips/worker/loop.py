@@ -86,6 +86,10 @@ from dips.worker.torch_state import HasState
 # whole group and then to each process.
 
 
+_handlers: WeakSet[Sigterm] = WeakSet()
+"""Those that are installed: also while a loop joins its run, or leaves it."""
+
+
 class Sigterm:
     """The handler. `received` is called inside it, once, and must be safe there."""
 
@@ -100,12 +104,14 @@ class Sigterm:
         if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._handle)
             self._installed = True
+            _handlers.add(self)
 
     def give_back(self) -> None:
         """Put the default handler back, unless another handler has replaced this one. May be called twice."""
         if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._installed = False
+        _handlers.discard(self)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.caught:
@@ -396,8 +402,7 @@ class DiLoCo:
             raise self._end_of_process()
 
     def _leave_to_parent(self) -> None:
-        """In a forked process, such as a data loader's: the loop has ended here, and SIGTERM has its default effect."""
-        self._sigterm.give_back()
+        """In a forked process, such as a data loader's: the loop has ended here."""
         _of_parent.extend((self._shell, self._together))
         self._shell = self._together = self._watch = None
         self._end_hooks()
@@ -720,13 +725,30 @@ class DiLoCo:
         return skipped_by_scaler(optimizer)
 
 
+_forks = threading.local()
+"""The signals that a thread which forks had blocked before."""
+
+
+def _before_fork() -> None:
+    """A SIGTERM that came to the child before its handler is gone would be lost: it waits until then."""
+    _forks.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if _handlers else None
+
+
+def _after_fork() -> None:
+    if (blocked := _forks.__dict__.pop("blocked", None)) is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
 def _in_forked_process() -> None:
+    for handler in list(_handlers):
+        handler.give_back()
     for loop in list(_entered):
         loop._leave_to_parent()
+    _after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_forked_process)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_forked_process)
 
 
 @dataclass(frozen=True)

@@ -342,6 +342,22 @@ def test_a_process_forked_in_the_loop_has_no_part_in_it(run: RunInMemory) -> Non
     assert ([push.steps for push in run.pushes], len(run.leaves)) == ([4], 1)
 
 
+def test_a_sigterm_that_comes_before_a_forked_process_has_run_a_line_ends_it(run: RunInMemory) -> None:
+    """As multiprocessing's terminate() right after start(): the handler swallowed it, and join() waited for ever."""
+    loop = Loop(run, 0, replicas=False)
+    ends = []
+    with loop.sync:
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+                os._exit(1)
+            os.kill(child, signal.SIGTERM)
+            ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert ends == [-signal.SIGTERM] * 20
+
+
 def test_paths_stay_where_they_were_when_the_program_changes_its_directory(
     run: RunInMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
