@@ -35,7 +35,7 @@ leave() {
   exit 143
 }
 trap leave TERM
-echo "node $SLURM_NODEID: attempt ${SLURM_RESTART_COUNT:-0}, process $$, $SLURM_CPUS_PER_TASK processors"
+echo "node $SLURM_NODEID: attempt ${SLURM_RESTART_COUNT:-0}, process $$, $SLURM_CPUS_ON_NODE processors"
 while [ -z "${CODE-}" ]; do sleep 0.1; done
 exit "$CODE"
 """

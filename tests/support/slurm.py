@@ -137,6 +137,8 @@ class Slurm:
             self._kill_the_rest()
         for node in self._nodes:
             for group in sorted(FREEZER.glob(f"slurm_{node}/**/"), reverse=True):
+                tasks = group / "tasks"
+                until(lambda tasks=tasks: not tasks.read_text(), f"no process is in {group}")  # type: ignore[misc]
                 group.rmdir()
         shutil.rmtree(self.folder)
 
