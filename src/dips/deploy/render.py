@@ -49,8 +49,8 @@ def slurm_script(deployment: Deployment, cluster: DeployedClusterKnobs) -> str:
         "--open-mode=append",
     ]
     run = _line(deployment, cluster, '"$first"', '"$SLURMD_NODENAME"')
-    # Where one node has ended, the others have the time of a last push: they may still be pushing. Since Slurm 22.05 srun
-    # does not take --cpus-per-task from sbatch.
+    # Where one node has ended, the others have the time of a last push: they may still be pushing. Since Slurm 22.05
+    # srun does not take --cpus-per-task from sbatch.
     step = f"srun --cpus-per-task={cpus} --kill-on-bad-exit=0 --wait={leave_s} bash -c {shlex.quote(run)} &"
     body = SLURM_BODY.replace("@step@", step).strip().splitlines()
     return _text([f"#SBATCH {one}" for one in wanted], deployment, cluster, body)
