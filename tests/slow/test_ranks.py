@@ -81,7 +81,8 @@ def test_two_ranks_are_one_cluster_with_the_tokens_of_both(run: RunForWorkers, t
 def test_ranks_that_hold_shards_are_refused_and_none_is_overwritten(run: RunForWorkers, tmp_path: Path) -> None:
     ended = both_ranks(run, tmp_path, "shards", "shapes", "group", "seed")
     assert [code for code, _ in ended] == [ConfigError.exit_code] * 2, ended
-    said, other_said = (out for _, out in ended)
+    # A slave that answers late on a busy machine is another matter.
+    said, other_said = ([line for line in out if not line.endswith("trying again")] for _, out in ended)
     assert said.pop(3).startswith("leaving (ConfigError) without 4 steps with "), "rank 0, which talks to the master"
     assert said == other_said
     assert [line.partition(":")[0] for line in said[:3]] == [

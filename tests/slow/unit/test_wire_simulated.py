@@ -62,7 +62,7 @@ BUGS = (
     (
         bug(
             "read beside the newest version",
-            "sim.hosts.shard_memory:SimulatedShardMemory.decoded",
+            "lab.sim.hosts.shard_memory:SimulatedShardMemory.decoded",
             "base = self.readable.get(slot.base) if slot.base is not None else None",
             "base = self.current",
         ),
