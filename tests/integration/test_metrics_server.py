@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from support.waiting import NO_LIMIT_S, until
 
-from dips.core.errors import ConfigError
+from dips.core.errors import ConfigError, FatalError
 from dips.core.net.addresses import parse_address
 from dips.core.net.keys import CA_FILE, CERT_FILE, KEY_FILE, REVOKED_FILE, load_identity
 from dips.core.net.security import INSECURE
@@ -126,6 +126,8 @@ def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     server = MetricsServer(LOOPBACK, one, INSECURE)
     with pytest.raises(ConfigError, match=r"metrics.json \(metrics_file\) cannot be written"):
         server.announce(tmp_path / "file" / "metrics.json", "slave", "s0", "demo")
+    with pytest.raises(FatalError, match="No space left on device"):  # a supervisor tries again
+        server.announce(Path("/dev/full"), "slave", "s0", "demo")
     server.stop()
 
 

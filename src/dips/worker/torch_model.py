@@ -51,6 +51,8 @@ _WRAPPERS = (
     ("torch.nn.parallel", "DistributedDataParallel", "module"),
     ("torch.nn.parallel", "DataParallel", "module"),
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    ("lightning.fabric.wrappers", "_FabricModule", "_forward_module"),
+    ("lightning_fabric.wrappers", "_FabricModule", "_forward_module"),
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
 )
 """Where a wrapper is defined, its class, and the attribute in which it holds a module."""

@@ -26,3 +26,13 @@ def test_the_variable_says_how_many_checkpoints_are_kept_unless_the_callback_doe
     loop = TrainerLoop(model, optimizer, CallbackOptions(8, None, {**RUN, **given}), tmp_path, None)
     assert loop._config is not None
     assert loop._config.checkpoints_kept == kept
+
+
+def test_paths_of_a_callback_stay_where_they_were_when_it_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = CallbackOptions(8, Path("kept"), {"tape": "tape", "master": "h:1"})
+    monkeypatch.chdir("else")
+    assert (options.checkpoint_dir, options.loop["tape"]) == (tmp_path / "kept", tmp_path / "tape")

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from lightning.fabric.strategies import SingleDeviceStrategy
+from lightning.fabric.wrappers import _FabricModule
 from support.cluster_bench import ClusterBench, session_config
 from support.run_for_workers import RefuseCall
 from support.run_in_memory import RunInMemory
@@ -52,12 +54,17 @@ def compiled(module: torch.nn.Module) -> torch.nn.Module:
     return wrapper  # type: ignore[no-any-return]
 
 
+def in_fabric(module: torch.nn.Module) -> torch.nn.Module:
+    return _FabricModule(module, SingleDeviceStrategy(torch.device("cpu")))
+
+
 WRAPPERS: dict[str, Wrap] = {
     "plain": lambda block: block,
     "checkpointed": checkpoint_wrapper,
     "offloaded": offload_wrapper,
     "compiled": compiled,
     "replicated": replicated,
+    "set up by Fabric": in_fabric,
     "compiled and checkpointed": lambda block: checkpoint_wrapper(compiled(block)),
     "checkpointed, compiled and replicated": lambda block: replicated(compiled(checkpoint_wrapper(block))),
 }

@@ -28,7 +28,7 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
-from dips.core.errors import ConfigError
+from dips.core.errors import ConfigError, of_disk
 from dips.core.files import closed, make_folder
 from dips.core.net.addresses import dialable, format_address, is_loopback, parse_address
 from dips.core.net.keys import CERT_FILE, KEY_FILE, REVOKED_FILE, parse_certificate, read_revoked, reloaded, stamp_of
@@ -364,7 +364,7 @@ def _cut(connection: socket.socket) -> None:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a file of one line. Raises ConfigError.
+    """Write a file of one line. Raises as of_disk() says.
 
     In place: nothing is lost where a process dies in between, since the next start writes it again, and Prometheus
     reads a file again that it found half written.
@@ -374,6 +374,6 @@ def _write(file: Path, text: str) -> None:
         with open(file, "w", encoding="utf-8", opener=closed) as stream:
             stream.write(text)
     except OSError as error:
-        raise ConfigError(
-            f"{file} (metrics_file) cannot be written: {error.strerror}; give a path that this process may write"
+        raise of_disk(
+            error, f"{file} (metrics_file) cannot be written: {error.strerror}; give a path that this process may write"
         ) from error

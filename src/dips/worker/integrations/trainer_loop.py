@@ -53,6 +53,11 @@ class CallbackOptions:
             raise ConfigError(
                 f"tokens_per_step is {self.tokens_per_step}: give at least 1, or None to have them counted"
             )
+        # Now: the program may change its directory before it trains.
+        if self.checkpoint_dir is not None:
+            object.__setattr__(self, "checkpoint_dir", Path(self.checkpoint_dir).absolute())
+        paths = {name: Path(self.loop[name]).absolute() for name in ("tape", "keys") if self.loop.get(name) is not None}
+        object.__setattr__(self, "loop", {**self.loop, **paths})
 
     @property
     def has_master(self) -> bool:
