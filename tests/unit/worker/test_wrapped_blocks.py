@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from lightning.fabric.strategies import SingleDeviceStrategy
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from lightning.fabric.wrappers import _FabricModule
 from support.cluster_bench import ClusterBench, session_config
 from support.run_for_workers import RefuseCall
