@@ -246,8 +246,10 @@ def small(name: str, **fields: object) -> Apply:
 
 
 def in_archive(change: Callable[[list[str]], object], index: int = 0) -> Apply:
+    """Of those that archived() names."""
+
     def apply(run: Path) -> None:
-        path = sorted((run / "master" / FOLDER).iterdir())[index]
+        path = archived(run)[index]
         lines = path.read_text().splitlines(keepends=True)
         change(lines)
         path.write_text("".join(lines))
@@ -256,16 +258,21 @@ def in_archive(change: Callable[[list[str]], object], index: int = 0) -> Apply:
 
 
 def remove_segment(index: int) -> Apply:
-    """Of those whose records the journal itself has no more: a master that is killed may leave a file that is being
-    written, or one whose records stand in both places."""
+    """Of those that archived() names."""
 
     def apply(run: Path) -> None:
-        with journal_sql(run / "master") as cursor:
-            first = int(cursor.execute("SELECT min(number) FROM records").fetchone()[0])
-        files = sorted((run / "master" / FOLDER).glob("*.jsonl"))
-        [file for file in files if int(file.stem.partition("-")[2]) < first][index].unlink()
+        archived(run)[index].unlink()
 
     return apply
+
+
+def archived(run: Path) -> list[Path]:
+    """The files of the archive whose records the journal itself has no more, oldest first: a master that is killed may
+    leave a file that is being written, or one whose records stand in both places."""
+    with journal_sql(run / "master") as cursor:
+        first = int(cursor.execute("SELECT min(number) FROM records").fetchone()[0])
+    files = sorted((run / "master" / FOLDER).glob("*.jsonl"))
+    return [file for file in files if int(file.stem.partition("-")[2]) < first]
 
 
 def other_tokens(lines: list[str]) -> None:

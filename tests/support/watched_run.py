@@ -23,7 +23,7 @@ from support.ports import own_port
 from support.repository import ROOT
 from support.waiting import until
 
-from dips.core.errors import DipsError
+from dips.core.errors import KEYS_REFUSED_EXIT, DipsError
 from dips.core.messages import ClusterStatus, StatusReply
 from dips.core.net.keys import load_identity
 from dips.local.operator_client import OperatorClient
@@ -220,7 +220,7 @@ class WatchedRun:
 
     def pause(self) -> None:
         address = f"127.0.0.1:{self.ports['master']}"
-        for keys, code in (("a", 3), ("me", 0)):
+        for keys, code in (("a", KEYS_REFUSED_EXIT), ("me", 0)):
             asked = _dips("pause", address, "--keys", self.folder / "keys" / keys, "--reason", "a look")
             done = subprocess.run(asked, capture_output=True, text=True, check=False)
             assert done.returncode == code, done.stderr
