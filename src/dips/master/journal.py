@@ -477,7 +477,7 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
 
     Raises ConfigError when a newer release wrote it, FatalError when it is damaged.
     """
-    # Who reads makes the file that SQLite locks. Where this user may not, and a master has not, nobody writes either.
+    # Who reads makes the file that SQLite locks. Where this user may not, and a master has not, no one writes either.
     is_alone = not path.with_name(f"{path.name}-wal").exists() and not os.access(path.parent, os.W_OK)
     how = "mode=ro&immutable=1" if is_alone else "mode=ro"
     connection = sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, isolation_level=None)
