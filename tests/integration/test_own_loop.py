@@ -49,6 +49,26 @@ def test_two_clusters_as_the_page_starts_them_and_the_second_one_late(tmp_path: 
     assert dips("verify", run.directory).returncode == 0
 
 
+def test_the_steps_of_a_loop_that_ends_before_another_cluster_comes_are_merged(tmp_path: Path) -> None:
+    """Fewer steps than a push is due after: the first cluster waits at its end, and both are counted."""
+    short = tmp_path / "short.py"
+    short.write_text((ROOT / "examples" / "own_loop.py").read_text().replace("steps=200", "steps=5"))
+    with UpRun(tmp_path, {}) as run:
+        first = run.begin("b", (sys.executable, short))
+        until(lambda: "the training loop ended 1 min ago" in run.logs["b"].read_text(), "it waits", run.logs["b"])
+        second = run.begin("a", (sys.executable, short))
+        assert [ended(process, run.log) for process in (first, second)] == [0, 0]
+        told = json.loads(dips("status", run.directory, "--json").stdout)
+        assert dips("stop", run.directory).returncode == 0
+    assert told["tokens"] == 2 * 5 * 16 * 64
+    for name in "ab":
+        last = run.logs[name].read_text().splitlines()[-1]
+        assert "left the run with version" in last
+        assert "5 steps with 5120 tokens of this cluster are counted" in last
+    verified = dips("verify", run.directory, "--replay")
+    assert verified.returncode == 0, "the published model is what both pushed, merged"
+
+
 WITHOUT_POSIX = """
 import sys
 for name in ("fcntl", "grp", "pwd", "resource", "termios"):

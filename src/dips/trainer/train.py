@@ -331,7 +331,6 @@ class _ClusterLoop:
             self._shell.close(reason, push_pending=whole)
             self._tape.close()
             self._inner.close()
-        _logger.info("left the run: %s", self._shell.exit_reason)
         return 0 if self._shell.released else self._signals.exit_code
 
     def _train_until_done(self) -> None:

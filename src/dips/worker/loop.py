@@ -392,7 +392,8 @@ class DiLoCo:
                 self._leave_together(self._together, kind, reason)
             elif self._shell is not None:
                 # Inside of a step parameters are incomplete, and a loop that has come to its end is in none.
-                self._shell.close(reason, push_pending=kind is None or (is_orderly(kind) and not self._in_step))
+                whole = kind is None or (is_orderly(kind) and not self._in_step)
+                self._shell.close(reason, push_pending=whole, patient=kind is None and not self._sigterm.caught)
         except KeyboardInterrupt as again:
             self._say_of_ctrl_c(again, "while it left the run: its last steps may be lost")
             raise

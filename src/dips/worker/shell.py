@@ -293,12 +293,15 @@ class ClusterShell:
         """
         self._events.put(StopWanted(reason))
 
-    def close(self, reason: str = "the training loop has ended", *, push_pending: bool = True) -> None:
+    def close(
+        self, reason: str = "the training loop has ended", *, push_pending: bool = True, patient: bool = False
+    ) -> None:
         """Leave the run, if that has not happened, and end all threads. May be called twice; raises nothing new.
 
         First the open push is decided, and steps that are not in it are pushed, unless `push_pending` says that the
-        parameters may be in the middle of a step: for at most leave_wait_s. Steps that could not be pushed are logged
-        as a warning.
+        parameters may be in the middle of a step: for at most leave_wait_s, or cut_off_limit_h where a loop that ended
+        by itself is `patient` and the run has merged nothing yet. Steps that could not be pushed are logged as a
+        warning.
         """
         if self._closed:
             return
@@ -307,7 +310,7 @@ class ClusterShell:
         if self._between is not None and self._between.ident is not None:
             self._between.join()
         try:
-            self._leave(reason, push_pending)
+            self._leave(reason, push_pending, patient)
         finally:
             self._heartbeat.close()
             self._part.close()
@@ -330,7 +333,7 @@ class ClusterShell:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(reason_of(kind, error), push_pending=is_orderly(kind))
+        self.close(reason_of(kind, error), push_pending=is_orderly(kind), patient=kind is None)
 
     # ---- state that may be read ----
 
@@ -514,11 +517,11 @@ class ClusterShell:
         if taken:
             self._update_heartbeat()
 
-    def _leave(self, reason: str, push_pending: bool) -> None:
+    def _leave(self, reason: str, push_pending: bool, patient: bool) -> None:
         try:
             with self._lock, self._training_goes_on():
                 if not self.done:
-                    self._handle(StopWanted(reason, push_pending and not self._part.alone))
+                    self._handle(StopWanted(reason, push_pending and not self._part.alone, patient))
                 if not self.done and self._part.alone:
                     self._handle(StopWanted(reason, push_pending=False))  # the open push is given up: no one can pull
                 while not self.done and self._clock.monotonic_s() < self._session.gives_up_s:

@@ -766,3 +766,129 @@ def test_a_cluster_that_leaves_without_the_last_version_warns_of_it_in_time(
     (warning,) = (e.sentence for e in life.every if isinstance(e, effects.Log) and e.level == logging.WARNING)
     assert (warning.startswith(who), "(slave s0 is away)" in warning) == (True, True)
     assert "lost" not in said(life)
+
+
+# ---- a loop that ends by itself before the run's first merge ----
+
+
+OWN_END = effects.StopWanted("the training loop has ended", patient=True)
+
+
+def before_first_merge(**config: Any) -> ClusterBench:
+    life = ClusterBench(session_config(**config))
+    life.published = Version(1, 0)
+    life.begin()
+    return life
+
+
+def words_of(life: ClusterBench, key: str) -> list[str]:
+    return [e.sentence for e in life.every if isinstance(e, effects.Log) and e.key == key and e.sentence]
+
+
+def master_says(life: ClusterBench, sentence: str) -> None:
+    life.answer(messages.AwaitVerdictRequest, messages.AwaitVerdictReply(messages.Busy(0.0, sentence)))
+
+
+@pytest.mark.parametrize("steps", [3, 6])
+def test_a_short_loop_waits_for_the_first_merge_with_all_that_it_has(steps: int) -> None:
+    life = before_first_merge()
+    life.train(steps)
+    life.say(OWN_END)
+    life.goes_on("await")
+    master_says(life, "the run begins with 2 clusters, and only a is here")
+    for _ in range(3600):
+        life.pass_s(10.0)
+    assert phase_of(life) is SessionPhase.AWAITING
+    said_so = words_of(life, "patient")
+    assert f"{steps} steps with {steps}00 tokens are not merged yet" in said_so[0]
+    assert "only a is here" in said_so[0]
+    assert len(said_so) < 25, "each at twice the time, then every hour"
+    life.decide(messages.VerdictKind.APPLIED)
+    if steps > 4:
+        life.pulled()
+        assert life.asked(messages.BeginPushRequest).steps == steps - 4
+        life.merged()
+    life.left()
+    assert "lost" not in said(life)
+    assert f"{steps} steps with {steps}00 tokens of this cluster are counted" in said(life)["left"]
+
+
+def test_after_the_first_merge_leaving_takes_as_long_as_always() -> None:
+    life = before_first_merge()
+    life.train(6)
+    life.say(OWN_END)
+    life.goes_on("await")
+    life.pass_s(3600.0)
+    life.decide(messages.VerdictKind.APPLIED)
+    life.pulled()
+    life.answer(messages.BeginPushRequest, messages.BeginPushReply(messages.Busy(0.5, "slave s0 is away")))
+    life.pass_s(29.9)
+    assert phase_of(life) is SessionPhase.BEGINNING_PUSH
+    life.pass_s(0.2)
+    life.left()
+    assert "without 2 steps with 200 tokens: slave s0 is away" in said(life)["lost"]
+    assert said(life)["left"] == (
+        "left the run with version 1:1 (the training loop has ended): 4 steps with 400 tokens of this cluster are "
+        "counted, and 2 steps with 200 tokens are not"
+    )
+
+
+@pytest.mark.parametrize("begin_s", [0.0, 3600.0])
+def test_a_signal_ends_the_wait_for_the_first_merge_within_the_usual_time(begin_s: float) -> None:
+    life = before_first_merge()
+    life.train(3)
+    life.say(OWN_END)
+    life.goes_on("await")
+    life.pass_s(begin_s)
+    life.say(effects.StopWanted("SIGTERM"))
+    life.pass_s(max(0.0, 31.1 - begin_s))
+    assert life.left().reason == "SIGTERM"
+    assert "leaving (SIGTERM) without 3 steps with 300 tokens" in said(life)["lost"]
+
+
+@pytest.mark.parametrize("knobs", [{"cut_off_limit_s": 7200.0}, {"leave_wait_s": 5.0}])
+def test_the_wait_for_the_first_merge_is_bounded_also_by_hand(knobs: dict[str, float]) -> None:
+    life = before_first_merge(**knobs)
+    life.train(3)
+    life.say(OWN_END)
+    life.goes_on("await")
+    (bound_s,) = knobs.values()
+    life.pass_s(bound_s - 0.1)
+    assert phase_of(life) is SessionPhase.AWAITING
+    life.pass_s(0.2)
+    assert phase_of(life) is SessionPhase.LEAVING
+
+
+@pytest.mark.parametrize("what", ["a signal", "an error"])
+def test_only_a_loops_own_end_waits_for_the_first_merge(what: str) -> None:
+    life = before_first_merge()
+    life.awaiting()
+    life.say(effects.StopWanted(what, push_pending=what == "a signal"))
+    life.pass_s(31.1)
+    assert phase_of(life) is SessionPhase.LEAVING
+
+
+def test_a_run_that_is_stopped_before_its_first_merge_lets_a_waiting_cluster_go() -> None:
+    life = before_first_merge()
+    life.awaiting()
+    life.say(OWN_END)
+    life.pass_s(3600.0)
+    life.beat(stop=True, no_more_pushes=True)
+    life.decide(messages.VerdictKind.ABORTED)
+    life.left()
+    assert "without 4 steps with 400 tokens: the run has ended" in said(life)["lost"]
+
+
+def test_a_master_that_restarts_before_the_first_merge_is_waited_for_too() -> None:
+    life = before_first_merge()
+    life.train(3)
+    life.say(OWN_END)
+    life.goes_on("await")
+    life.pass_s(3600.0)
+    life.effects.clear()
+    life.beat(epoch=2)
+    life.epoch = 2
+    life.join()
+    life.merged()
+    life.left()
+    assert "lost" not in said(life)

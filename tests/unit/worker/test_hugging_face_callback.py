@@ -112,6 +112,24 @@ def test_copies_and_files_of_the_model_have_no_part_in_the_training(run: RunInMe
     assert (push.tokens, push.mean_loss) == (4 * 6, 1.0)
 
 
+def test_closed_while_an_exception_is_on_its_way_it_pushes_no_step_that_may_be_half_made(
+    run: RunInMemory, tmp_path: Path
+) -> None:
+    trainer = Trainer(run, tmp_path)
+
+    def trains() -> None:
+        try:
+            trainer.tell("train_begin")
+            trainer.step(batch(1.0))
+            raise ValueError("no")
+        finally:
+            trainer.callback.close()
+
+    with pytest.raises(ValueError, match="no"):
+        trains()
+    assert (run.pushes, [leave.reason for leave in run.leaves]) == ([], ["ValueError: no"])
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

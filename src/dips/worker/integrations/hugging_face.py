@@ -9,6 +9,7 @@ touches evaluation, schedules or data.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -124,12 +125,14 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self.sync.report(loss)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Leave the run, for example after an exception in a process that goes on. May be repeated."""
         self._remove_hooks()
         self._joined.end()
+
+    def close(self) -> None:
+        """Leave the run, for example in a `finally`: of an exception on its way no step is pushed that may be half made.
+        May be repeated."""
+        self._remove_hooks()
+        self._joined.end(*sys.exc_info())
 
     def _count(self, model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         if model.training and torch.is_grad_enabled() and self.sync is not None:

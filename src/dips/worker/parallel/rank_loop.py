@@ -193,7 +193,7 @@ class RankLoop:
         if self._checkpoints is not None and (total.leaves or self._shell.done):
             self._checkpoints.finish()  # as long as the others follow
         if total.leaves and leaves_for is not None:
-            self._shell.close(leaves_for)
+            self._shell.close(leaves_for, patient=not total.wants_to_leave)
         self.news = replace(self.news, ends=total.wants_to_leave)
 
     def _lead(self, decide: Callable[[], object]) -> None:

@@ -74,9 +74,25 @@ _PUSHING = (SessionPhase.BEGINNING_PUSH, SessionPhase.TRANSFERRING, SessionPhase
 _EXCHANGING = (*_PUSHING, SessionPhase.AWAITING, SessionPhase.PULLING)
 
 
-CUT_OFF_WORD_S, CUT_OFF_WORD_MOST_S = 60.0, 3600.0
-"""After so long without the run the cluster says how many steps are not pushed; then at twice the time, and at least
-every hour."""
+FIRST_WORD_S, WORD_MOST_S = 60.0, 3600.0
+"""After so long without the run, or at the loop's end without a first merge, the cluster says how many steps are not
+pushed; then at twice the time, and at least every hour."""
+
+
+class _Words:
+    """When to say again that something lasts."""
+
+    def __init__(self) -> None:
+        self._next_s = FIRST_WORD_S
+
+    def due(self, lasted_s: float) -> bool:
+        """Whether to say it now; 0: it has not begun, or is over."""
+        if not lasted_s:
+            self._next_s = FIRST_WORD_S
+        due = lasted_s >= self._next_s
+        if due:
+            self._next_s = lasted_s + min(lasted_s, WORD_MOST_S)
+        return due
 
 
 @dataclass
@@ -86,6 +102,8 @@ class _Ending:
     reason: str = ""
     error: DipsError | None = None
     by_s: float = math.inf
+    since_s: float = 0.0
+    patient_until_s: float = -math.inf  # the loop ended by itself before the run's first merge: until when it waits
     wanted: bool = False  # the process asked for it (StopWanted), and push_pending is of that request
     push_pending: bool = True
     dropped: Work | None = None  # the work that did not count when leaving began; None: the cluster does not leave
@@ -106,7 +124,7 @@ class ClusterMachine:
         self._fresh: list[DataRange] = []
         self._resumed = False
         self._refused_names: Refused | None = None
-        self._say_cut_off_s = CUT_OFF_WORD_S
+        self._cut_off_words, self._end_words = _Words(), _Words()
 
     # ---- queries of the driver ----
 
@@ -163,9 +181,14 @@ class ClusterMachine:
         The run's other clusters may come minutes later: a cluster that trained on would make all its steps alone.
         """
         shared = self.shared
-        merged = shared.terms.published is not None and shared.terms.published.v > 0
         pushes = self.phase in (*_PUSHING, SessionPhase.AWAITING)
-        return pushes and not merged and shared.steps_since_snapshot >= shared.terms.local_steps
+        return pushes and not self._has_merged and shared.steps_since_snapshot >= shared.terms.local_steps
+
+    @property
+    def _has_merged(self) -> bool:
+        """Whether a version of the run, as far as known here, has merged pushes."""
+        versions = (self.shared.base, self.shared.terms.published)
+        return any(version is not None and version.v > 0 for version in versions)
 
     def may_take_in_step(self, event: Event) -> bool:
         """Whether an event may be handled while a step is made: it moves an exchange on as planned, so that its effects
@@ -189,8 +212,9 @@ class ClusterMachine:
         """What the session waits for: one sentence for people."""
         if not self.shared.note and self.phase is SessionPhase.TRAINING and self.shared.base is None:
             return "no version is published yet"
-        if self.phase is SessionPhase.AWAITING and self._is_ahead_of_first_merge:
-            return "waiting for the run's first merge, and the clusters that it begins with (the master's min_clusters)"
+        if self.phase is SessionPhase.AWAITING and (self._is_ahead_of_first_merge or self._is_patient):
+            why = self.pushing.why_undecided or "the clusters that it begins with (the master's min_clusters)"
+            return f"waiting for the run's first merge: {why}"
         if self._is_cut_off(self.shared.now_s):
             hours = f"{self.config.cut_off_limit_s / 3600:g} h"
             why = f": {self.shared.note}" if self.shared.note else ""
@@ -303,13 +327,10 @@ class ClusterMachine:
         self.shared.steps_since_snapshot += event.steps
         self.shared.steps_towards_push += event.steps
         cut_off_s = self._cut_off_s(self.shared.now_s)
-        if cut_off_s >= self._say_cut_off_s:
-            self._say_cut_off_s = cut_off_s + min(cut_off_s, CUT_OFF_WORD_MOST_S)
+        if self._cut_off_words.due(cut_off_s):
             self.shared.log(
                 "cut off", f"{self.unshared} are not pushed yet, for {cut_off_s / 60:.0f} min", logging.WARNING
             )
-        elif not cut_off_s:
-            self._say_cut_off_s = CUT_OFF_WORD_S
 
     def _decide(self) -> None:
         """Begin what is due now without an event that asked for it."""
@@ -586,9 +607,14 @@ class ClusterMachine:
         if ending.wanted:
             if not request.push_pending:
                 self._leave(request.reason)  # a second request does not wait
+            elif self._is_patient and not request.patient:
+                # A signal while it waits: what leaving may take otherwise has begun with the wait.
+                ending.patient_until_s, ending.reason = -math.inf, request.reason
             return
         ending.wanted, ending.push_pending, ending.reason = True, request.push_pending, request.reason
         self._begin_ending()
+        if request.patient and self.config.leave_wait_s is None and not self._has_merged:
+            ending.patient_until_s = shared.now_s + self.config.cut_off_limit_s
         if self._unfinished().tokens and self.phase is not SessionPhase.JOINING:
             shared.log(
                 "leave", f"leaving ({request.reason}) once {self._unfinished()} are pushed and their verdict is known"
@@ -600,7 +626,29 @@ class ClusterMachine:
         shared, ending = self.shared, self._ending
         if math.isinf(ending.by_s):
             usual_s = 0.0 if self.config.leave_wait_s is not None else 2 * (shared.push_s + shared.pull_s)
-            ending.by_s, ending.dropped = shared.now_s + shared.terms.times.leave_wait_s + usual_s, shared.work.dropped
+            ending.by_s, ending.since_s = shared.now_s + shared.terms.times.leave_wait_s + usual_s, shared.now_s
+            ending.dropped = shared.work.dropped if ending.dropped is None else ending.dropped
+
+    @property
+    def _is_patient(self) -> bool:
+        return not math.isinf(self._ending.patient_until_s)
+
+    def _wait_for_first_merge(self) -> None:
+        """The loop has ended by itself, and the run's other clusters may come hours later: say so from time to time.
+        Once the run merges, or ends, leaving takes as long as always.
+        """
+        shared, ending = self.shared, self._ending
+        if self._has_merged or shared.terms.stop:
+            ending.patient_until_s, ending.by_s = -math.inf, math.inf
+            self._begin_ending()
+        elif self._end_words.due(lasted_s := shared.now_s - ending.since_s):
+            shared.log(
+                "patient",
+                f"the training loop ended {lasted_s / 60:.0f} min ago, and {self._unfinished()} are not merged yet: "
+                f"{self.waiting_for()}; this cluster leaves without them {self.config.cut_off_limit_s / 3600:g} h after "
+                "the loop's end (cut_off_limit_h), or at ctrl-C or SIGTERM",
+                logging.WARNING,
+            )
 
     def _unfinished(self) -> Work:
         """The work that leaving waits for."""
@@ -611,6 +659,8 @@ class ClusterMachine:
     def _finish_and_leave(self) -> None:
         """Take the next step towards leaving: the open push is decided, the rest is pushed, then Leave."""
         shared, ending = self.shared, self._ending
+        if self._is_patient:
+            self._wait_for_first_merge()
         if not self._unfinished().tokens or shared.now_s >= self._by_s:
             self._leave(ending.reason)
         elif not shared.terms.takes_pushes and self.phase is not SessionPhase.AWAITING:
@@ -621,6 +671,8 @@ class ClusterMachine:
     @property
     def _by_s(self) -> float:
         """When the cluster leaves at the latest: not before the open window closes, unless a bound was set by hand."""
+        if self._is_patient:
+            return self._ending.patient_until_s
         by_s = self._ending.by_s
         if math.isinf(by_s) or self.config.leave_wait_s is not None or self.phase is not SessionPhase.AWAITING:
             return by_s
@@ -695,8 +747,7 @@ class ClusterMachine:
     def unshared(self) -> Work:
         """The work that is lost if this cluster leaves now: since leaving began, or since the last push that counts."""
         work = self.shared.work
-        before = work.dropped if self._ending.dropped is None else self._ending.dropped
-        now = work.dropped + (work.in_push or Work()) + work.pending
+        before, now = work.dropped if self._ending.dropped is None else self._ending.dropped, work.uncounted
         return Work((), now.tokens - before.tokens, now.steps - before.steps)
 
     def _say_what_is_lost(self, lost: Work, reason: str, error: DipsError | None) -> None:
@@ -720,6 +771,13 @@ class ClusterMachine:
         shared.log("lost", f"leaving ({reason.partition(':')[0]}) without {lost}: {why}", level)
 
     def _left(self) -> None:
+        work, base = self.shared.work, self.shared.base
+        reason = self._ending.reason.partition(":")[0]
+        version = f"with version {base}" if base is not None else "before it had a version"
+        lost = f", and {work.uncounted} are not" if work.uncounted.steps else ""
+        self.shared.log(
+            "left", f"left the run {version} ({reason}): {work.counted} of this cluster are counted{lost}"
+        )
         self.shared.move("left", SessionPhase.LEFT)
         self.shared.record(tape.SessionLeft(self.shared.cause, reason=self._ending.reason))
         self.shared.emit(Finished(self._ending.reason, self._ending.error))

@@ -195,11 +195,14 @@ class LeaseWanted:
 @dataclass(frozen=True)
 class StopWanted:
     """This cluster must leave, whatever the run does, once the open push is decided. A second request with
-    push_pending=False waits for nothing."""
+    push_pending=False waits for nothing; any second one ends the patience of the first."""
 
     reason: str
     # steps that are not in it are pushed too; False: the parameters may be in the middle of a step
     push_pending: bool = True
+    # the loop has come to its own end: until the run has merged its first pushes, it waits for that as long as a loop
+    # trains while the master is away
+    patient: bool = False
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,8 @@ class Pushing:
         self._aside: tuple[PushId, OpenPush | None] | None = None
         """The awaited push and the open push that a donation set aside."""
         self.awaited: PushId | None = None
+        self.why_undecided = ""
+        """What the run waits for before it decides the awaited push, in the master's words."""
         self.last_verdict: Verdict | None = None
         self.not_before_s = -math.inf
         """When a push that was aborted again may be followed by one that is not due."""
@@ -240,6 +242,7 @@ class Pushing:
 
     def awaited_answer(self, answer: Verdict | Busy) -> None:
         if isinstance(answer, Busy):
+            self.why_undecided = answer.sentence
             self._shared.note = answer.sentence or f"push {self.awaited} is not decided yet"
             self._shared.ask(self._await_request, max(answer.retry_after_s, 0.05))
         else:
@@ -461,7 +464,7 @@ class Pushing:
 
     def _await(self, push_id: PushId) -> None:
         """Wait for the verdict of a push; the caller has moved the phase to AWAITING."""
-        self.awaited = push_id
+        self.awaited, self.why_undecided = push_id, ""
         self._shared.note = f"waiting for the verdict of push {push_id}"
         self._shared.ask(self._await_request)
 

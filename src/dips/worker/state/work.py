@@ -52,8 +52,13 @@ class WorkBook:
         """Some pending work used data that is no longer this cluster's: it can only be dropped."""
         self.times_forgotten = 0
         """How often held ranges were taken back by the master."""
-        self.dropped = Work()
-        """All work that was done here and does not count."""
+        self.counted = self.dropped = Work()
+        """All work that was done here and that the run has counted, and that which does not count."""
+
+    @property
+    def uncounted(self) -> Work:
+        """All work that was done here and that the run has not counted, as far as known."""
+        return self.dropped + replace((self.in_push or Work()) + self.pending, ranges=())
 
     @property
     def tokens(self) -> int:
@@ -83,8 +88,11 @@ class WorkBook:
 
     def decided(self, *, counts: bool) -> None:
         """The push is APPLIED (it counts) or EXCLUDED; its ranges are no longer kept here."""
-        if self.in_push is not None and not counts:
-            self.dropped += replace(self.in_push, ranges=())
+        work = replace(self.in_push or Work(), ranges=())
+        if counts:
+            self.counted += work
+        else:
+            self.dropped += work
         self.in_push = None
 
     def drop(self) -> tuple[DataRange, ...]:
