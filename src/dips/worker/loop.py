@@ -83,7 +83,8 @@ from dips.worker.torch_state import HasState
 #
 # A library must not take signals from its user: the handler is installed only in the main thread and only in place of
 # the default handler, which is put back afterwards. A second SIGTERM changes nothing, since launchers send one to a
-# whole group and then to each process.
+# whole group and then to each process. A program's own handler is called as ever; but while a loop that has ended waits
+# for the run, for hours perhaps, this program can do nothing else, so that the signal ends the wait, too.
 
 
 _handlers: WeakSet[Sigterm] = WeakSet()
@@ -96,6 +97,7 @@ class Sigterm:
     def __init__(self, received: Callable[[], None]) -> None:
         self._received = received
         self._installed = False
+        self._theirs: Callable[[int, FrameType | None], Any] | None = None
         self.caught = False
 
     def install(self) -> None:
@@ -106,15 +108,27 @@ class Sigterm:
             self._installed = True
             _handlers.add(self)
 
+    def accompany(self) -> None:
+        """Call `received` after the program's own handler, if it has one; `caught` stays as it is."""
+        theirs = signal.getsignal(signal.SIGTERM)
+        if threading.current_thread() is threading.main_thread() and callable(theirs) and not self._installed:
+            self._theirs = theirs
+            signal.signal(signal.SIGTERM, self._handle)
+            self._installed = True
+            _handlers.add(self)
+
     def give_back(self) -> None:
-        """Put the default handler back, unless another handler has replaced this one. May be called twice."""
+        """Put the handler back that was there, unless another one has replaced this one. May be called twice."""
         if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._installed = False
+            signal.signal(signal.SIGTERM, self._theirs or signal.SIG_DFL)
+        self._installed, self._theirs = False, None
         _handlers.discard(self)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self.caught:
+        if self._theirs is not None:
+            self._theirs(number, frame)
+            self._received()
+        elif not self.caught:
             self.caught = True
             self._received()
 
@@ -388,6 +402,8 @@ class DiLoCo:
                 _logger.warning("ctrl-C: this cluster leaves the run; a second one ends the process at once")
             self._say_of_ctrl_c(error, "and has left the run; started again, it goes on from the newest version")
         try:
+            if kind is None and self.active:
+                self._sigterm.accompany()
             if self._together is not None:
                 self._leave_together(self._together, kind, reason)
             elif self._shell is not None:
@@ -469,6 +485,8 @@ class DiLoCo:
         elif config is not None:
             install("worker", enabled=config.failpoints)
             self._shell = self._shell_of_one(config)
+            if self._sigterm.caught:  # while it was made, when no one could be told
+                self._received_sigterm()
             self._shell.__enter__()
 
     def _shell_of_one(self, config: ClientConfig) -> ClusterShell:

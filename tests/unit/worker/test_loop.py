@@ -135,7 +135,7 @@ class Shell:
 
     def checkpoint_if_due(self) -> None: ...
 
-    def close(self, reason: str, *, push_pending: bool) -> None:
+    def close(self, reason: str, *, push_pending: bool, patient: bool) -> None:
         self.push_pending = push_pending
 
 

@@ -308,6 +308,124 @@ def test_how_a_loop_ends_decides_what_becomes_of_its_last_steps(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.parametrize(
+    ("comes", "raised", "says"),
+    [
+        ("a merge", None, "left the run with version 1:0 (the training loop has ended): 2 steps with 20 tokens"),
+        ("SIGTERM", SystemExit, "SIGTERM: this cluster has left the run"),
+        ("ctrl-C", KeyboardInterrupt, "interrupted while leaving: 2 steps with 20 tokens may be lost"),
+        ("the run's end", None, "without 2 steps with 20 tokens: the run has ended"),
+    ],
+)
+def test_what_ends_the_wait_of_a_loop_that_ended_before_the_runs_first_merge(
+    run: RunInMemory, caplog: pytest.LogCaptureFixture, comes: str, raised: type[BaseException] | None, says: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    loop, comes_s = Loop(run, 0, replicas=False, steps=2), run.clock.monotonic_s() + 300.0
+    run.decide = lambda push: None
+
+    def happens() -> None:
+        if run.clock.monotonic_s() < comes_s:
+            return
+        run.while_waiting = lambda: None
+        match comes:
+            case "a merge":
+                run.decide = lambda push: VerdictKind.APPLIED
+            case "SIGTERM":
+                for _ in range(2):
+                    os.kill(os.getpid(), signal.SIGTERM)
+            case "ctrl-C":
+                raise KeyboardInterrupt
+            case _:
+                run.stop = True
+                run.decide = lambda push: VerdictKind.ABORTED
+
+    def trains() -> None:
+        with loop.sync as sync:
+            while not sync.done:
+                loop.steps(1)
+            run.while_waiting = happens
+
+    if raised is None:
+        trains()
+    else:
+        with pytest.raises(raised) as ended:
+            trains()
+        assert getattr(ended.value, "code", TERMINATED) == TERMINATED
+    assert says in caplog.text
+    assert run.clock.monotonic_s() < comes_s + 15.0
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_sigterm_that_the_program_handles_itself_ends_the_wait_at_a_loops_end_and_not_the_process(
+    run: RunInMemory,
+) -> None:
+    """As Lightning's, which looks for the signal between two batches."""
+    run.decide = lambda push: None
+    heard: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        heard.append(number)
+
+    def happens() -> None:
+        if not heard:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        loop = Loop(run, 0, replicas=False, steps=2)
+        with loop.sync as sync:
+            while not sync.done:
+                loop.steps(1)
+            run.while_waiting = happens
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (heard, [leave.reason for leave in run.leaves]) == ([signal.SIGTERM], ["SIGTERM"])
+
+
+def test_a_sigterm_that_comes_to_one_rank_ends_the_wait_of_all_at_their_end(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.decide = lambda push: None
+    comes_s = run.clock.monotonic_s() + 300.0
+    loops = [Loop(run, rank, steps=2) for rank in range(2)]
+
+    def happens() -> None:
+        loops[1].sync._sigterm.caught = run.clock.monotonic_s() >= comes_s
+
+    def one(rank: int) -> object:
+        def trains() -> None:
+            with loops[rank].sync as sync:
+                while not sync.done:
+                    loops[rank].steps(1)
+                run.while_waiting = happens
+
+        with pytest.raises(SystemExit) as ended:
+            trains()
+        return ended.value.code
+
+    assert together(monkeypatch, 2, one) == [TERMINATED] * 2
+    assert ([leave.reason for leave in run.leaves], run.clock.monotonic_s() < comes_s + 15.0) == (["SIGTERM"], True)
+
+
+def test_a_sigterm_that_comes_while_a_loop_begins_ends_its_wait_for_the_run(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it can hear of it: kernels may compile for minutes."""
+    monkeypatch.setattr("dips.worker.loop.running_statistics", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or ())
+    run.down()
+    began_s = run.clock.monotonic_s()
+
+    def trains() -> None:
+        with Loop(run, 0, replicas=False).sync as sync:
+            assert sync.done
+
+    with pytest.raises(SystemExit):
+        trains()
+    assert run.clock.monotonic_s() < began_s + 15.0
+
+
 def test_a_users_own_handler_of_sigterm_stays(run: RunInMemory) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
