@@ -72,8 +72,8 @@ class ClientConfig(MetricsKnobs):
     cut_off_limit_h: float = Field(
         24.0,
         gt=0,
-        description="Hours for which training goes on while the master or slaves are away, then it waits for them; and for "
-        "which a loop that ended before the run's first merge waits for that.",
+        description="Hours for which training goes on while the master or slaves are away, then it waits for them; and "
+        "for which a loop that ended before the run's first merge waits for that.",
     )
     ranks_wait_s: PositiveSeconds = Field(
         600.0,

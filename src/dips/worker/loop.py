@@ -28,11 +28,12 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from dips.core.config import COMMAND_LINE, load
@@ -57,7 +58,8 @@ from dips.worker.parallel.rank_loop import RankLoop
 from dips.worker.parallel.rank_state import TorchState
 from dips.worker.parallel.ranks import Ranks, ranks_here
 from dips.worker.shell import ClusterShell, OtherRanks, is_orderly, reason_of
-from dips.worker.step_checks import FirstBatches, Losses, StepWatch, TokenCheck
+from dips.worker.state.work import Work
+from dips.worker.step_checks import FirstBatches, Losses, StepWatch, TokenCheck, not_compiled
 from dips.worker.torch_model import (
     TorchParameters,
     description_of,
@@ -171,15 +173,6 @@ def _keywords_are_named() -> Iterator[None]:
     except DipsError as error:
         error.args = (in_keywords(str(error)),)
         raise
-
-
-H = TypeVar("H", bound=Callable[..., None])
-
-
-def not_compiled(hook: H) -> H:
-    """Traced into a compiled step, a hook would copy the tracer's tensors, which hold nothing."""
-    uncompiled: H = torch.compiler.disable(hook)
-    return uncompiled
 
 
 class _Use(Enum):
@@ -313,7 +306,8 @@ class DiLoCo:
         self._first_batches: FirstBatches | None = None
         self._hooks: list[RemovableHandle] = []
         self._sigterm = Sigterm(self._received_sigterm)
-        self._in_step = self._asked = self._warned_of_end = False
+        self._in_step = self._asked = False
+        self._after_end = Work()
         self._shell: ClusterShell | None = None
         self._config: ClientConfig | None = None
         self._together: RankLoop | None = None
@@ -380,8 +374,10 @@ class DiLoCo:
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
-        self._use, self._was_used = _Use.ENTERED, False
-        self._watch = StepWatch(self._models) if self.active else None
+        self._use, self._was_used, self._after_end = _Use.ENTERED, False, Work()
+        self._watch = StepWatch(self._models, self._optimizers) if self.active else None
+        if self._watch is not None:
+            self._hooks.append(register_optimizer_step_post_hook(self._watch.any_stepped))
         self._steps_before = self._steps
         _entered.add(self)
         return self
@@ -396,6 +392,11 @@ class DiLoCo:
             except ConfigError as uncounted:
                 self.__exit__(type(uncounted), uncounted, uncounted.__traceback__)
                 raise
+        if self._after_end.steps:
+            _logger.warning(
+                "%s after the run's end are not counted, and are in the model here: `dips export` writes the run's",
+                self._after_end,
+            )
         reason = "SIGTERM" if self._sigterm.caught else reason_of(kind, error)
         if isinstance(error, KeyboardInterrupt) and self.active:
             if not self.run_ended:
@@ -618,6 +619,10 @@ class DiLoCo:
     def run_ended(self) -> bool:
         """Whether the run has ended for this cluster: steps from now on are not shared."""
         self._asked = True
+        return self._has_ended
+
+    @property
+    def _has_ended(self) -> bool:
         if self._together is not None:
             return self._together.news.done  # the same on every rank
         return self._shell is not None and self._shell.done
@@ -691,6 +696,8 @@ class DiLoCo:
         if self._stepped and order and order.index(optimizer) < order.index(self._stepped[-1]):
             self._forget_half_a_step()
         self._in_step = True
+        if self._watch is not None:
+            self._watch.begins(optimizer)
 
     @not_compiled
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -704,17 +711,27 @@ class DiLoCo:
             self._stepped.append(optimizer)
         if len(self._stepped) < len(self._optimizers):
             return
+        tokens = self._next_tokens or self._tokens_per_step
+        self._next_tokens, self._was_used = None, True
+        if not self._trains(tokens):
+            self._forget_half_a_step()
+            return
         if not self._order:
             self._order = list(self._stepped)
             if self.active:
                 refuse_hidden_moments(self._optimizers)
         self._stepped.clear()
-        tokens = self._next_tokens or self._tokens_per_step
-        self._next_tokens, self._was_used = None, True
         if self._token_check is not None:
             self._token_check.stepped(tokens)
         if self._watch is not None:
             self._watch.counted()
+        if self._has_ended:
+            if not self._after_end.steps:
+                _logger.warning(
+                    "the run has ended for this cluster: this step and later ones are not counted; end the loop when "
+                    "`sync.done` is true, or leave the `with` block"
+                )
+            self._after_end += Work((), tokens, 1)
         self._steps += 1
         self._own_tokens += tokens
         if self._together is not None:
@@ -728,16 +745,20 @@ class DiLoCo:
         if not self._asks_done:
             self._checkpoint_if_due()  # for a loop that never reads `done`
         self._in_step = False
-        asked, ended = self._asked, self.run_ended
-        self._asked = False
-        if ended or not self.active:
+        asked, self._asked = self._asked, False
+        if self._has_ended or not self.active:
             self._losses = Losses()  # no one reads them
         alone = self._together is None or self._together.news.done  # no one else must hear of a SIGTERM any longer
         if (self._ends or (self._sigterm.caught and alone and self.active)) and not asked:
             raise self._end_of_process()  # a loop that does not read `done` would go on
-        if ended and not asked and not self._warned_of_end:
-            self._warned_of_end = True
-            _logger.warning("the run has ended for this cluster: ask `sync.done`; steps from now on are not shared")
+
+    def _trains(self, tokens: int) -> bool:
+        """Whether a complete step trained the model. Of ranks that share a batch some may have no gradients, as a
+        frozen stage: they count what the others count.
+        """
+        if self._watch is None or (self._together is not None and not self._together.own_data):
+            return True
+        return self._watch.trains(self._optimizers, tokens)
 
     def _was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer was called for a batch that is not trained on."""

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import xxhash
 from torch.utils.hooks import RemovableHandle
 
 from dips.core.errors import ConfigError
-from dips.worker.torch_model import local, plain_model
+from dips.worker.torch_model import innermost, local, plain_model
 
-# ---- hooks of modules ------------------------------------------------------------------------------------------------
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+
+H = TypeVar("H", bound=Callable[..., None])
+
+
+def not_compiled(hook: H) -> H:
+    """Traced into a compiled step, a hook would copy the tracer's tensors, which hold nothing."""
+    uncompiled: H = torch.compiler.disable(hook)
+    return uncompiled
 
 
 class HookHere:
@@ -199,51 +207,97 @@ class FirstBatches:
 
 # ---- steps that no one counts ----------------------------------------------------------------------------------------
 #
-# Finds loops whose optimizer is not the one that was given, or whose model is a copy.
+# Finds loops whose optimizer is not the one that was given, or whose model is a copy; and steps that train nothing.
 
 
-LOOKS_AFTER, TELLS_AFTER = 64, 1000
-"""Readings of `done` in a row without a counted step, until the model is looked at: one that accumulates gradients or
-evaluates has not changed; and until it is told of in any case."""
+LOOKS_AFTER = 32
+"""Readings of `done` in a row without a counted step, until the model is looked at; then at twice as many."""
+
+N_LOOKS = 3
+"""Looks that all differ: training goes on. Weights that an evaluation puts in place and back have two values."""
+
+OTHER_STEPS = 64
+"""Steps of other optimizers without a counted one, until they are told of."""
 
 LOOKED_AT = 32
 """Parameters of which one element each is read."""
 
 
 class StepWatch:
-    """Compares a model's parameters with what they were when the block began, or some readings of `done` ago."""
+    """Watches, from the beginning of a block on, what optimizers do and whether the model's parameters change."""
 
-    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         trained = (p for model in models for p in plain_model(model).parameters() if p.requires_grad)
         self._some = [p for p in trained if local(p).numel()][:LOOKED_AT]
-        self._begin = self._before = self._elements()
-        self._asked = 0
-        self._told = False
+        self._own = {id(each) for each in (*optimizers, *innermost(optimizers))}
+        self._begin = self._elements()
+        self._known: list[str] | None = self._begin  # at the last step's end; None: not read, as it had gradients
+        self._looks: list[list[str]] = []
+        self._look_at = LOOKS_AFTER
+        self._asked = self._n_others = 0
+        self._has_gradient = self._told = self._told_empty = False
 
     def _elements(self) -> list[str]:
         return [repr(float(local(p).reshape(-1)[-1])) for p in self._some]  # NaN is equal to itself
 
     def counted(self) -> None:
-        self._asked = 0
+        self._asked = self._n_others = 0
+        self._looks, self._look_at = [], LOOKS_AFTER
 
     def asked(self) -> None:
-        """`done` was read."""
+        """`done` was read: often, where a loop waits for data or evaluates, which changes no parameter for good."""
         self._asked += 1
-        if self._asked == LOOKS_AFTER:
-            self._before = self._elements()
-        elif self._asked in (2 * LOOKS_AFTER, TELLS_AFTER) and not self._told:
-            changed = self._elements() != self._before
-            if changed or self._asked == TELLS_AFTER:
-                self._told = True
-                _logger.warning(
-                    "`done` was read %d times since the last counted step%s: %s", self._asked,
-                    ", and the model's parameters change" if changed else "", _NOT_COUNTED,
-                )  # fmt: skip
+        if self._asked == self._look_at and not self._told:
+            self._look_at *= 2
+            self._looks = [*self._looks[1 - N_LOOKS :], self._elements()]
+            if len({tuple(look) for look in self._looks}) == N_LOOKS:
+                self._tell(f"`done` was read {self._asked} times, and the model's parameters change")
+
+    @not_compiled
+    def any_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """For torch's hook after the steps of all optimizers of this process."""
+        if id(optimizer) not in self._own and not self._told:
+            self._n_others += 1
+            if self._n_others == OTHER_STEPS:
+                name = type(optimizer).__name__
+                self._tell(f"{OTHER_STEPS} steps were made by other optimizers ({name}), which may train another model")
+
+    def _tell(self, what: str) -> None:
+        self._told = True
+        _logger.warning("since the last counted step %s: %s", what, _NOT_COUNTED)
+
+    def begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """One of the loop's own optimizers is about to step."""
+        self._has_gradient = self._has_gradient or _has_gradient(optimizer)
+        if not self._has_gradient and self._known is None:
+            self._known = self._elements()
+
+    def trains(self, optimizers: Iterable[torch.optim.Optimizer], tokens: int) -> bool:
+        """All of them have stepped: whether there was a gradient, also one of a closure, or parameters changed all the
+        same, as with optimizers that step during backward(). Tells once of a step that trained nothing.
+        """
+        had = self._has_gradient or any(map(_has_gradient, optimizers)) or not self._some
+        self._has_gradient, before, self._known = False, self._known, None
+        if not had:
+            self._known = self._elements()
+            had = self._known != before
+        if not had and not self._told_empty:
+            self._told_empty = True
+            _logger.warning(
+                "optimizer.step() changed nothing, as no parameter of the optimizer has a gradient: its %d tokens are "
+                "not counted, and such a step is none; call loss.backward() before it, and zero_grad() after it",
+                tokens,
+            )
+        return had
 
     def refuse_uncounted(self) -> None:
         """Raises ConfigError at the end of a block in which no step was counted, and parameters changed."""
         if self._elements() != self._begin:
             raise ConfigError(f"no step of this loop was counted, and the model's parameters changed: {_NOT_COUNTED}")
+
+
+def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 _NOT_COUNTED = (

@@ -529,8 +529,11 @@ def test_a_model_that_is_converted_in_the_block_is_refused_before_its_push(
 @pytest.mark.parametrize(
     ("trains", "reads", "each", "told"),
     [
-        ("another optimizer", 200, 1, "128 times since the last counted step, and the model's parameters change"),
-        ("a copy's", 1100, 1, "1000 times since the last counted step: a step is counted when"),
+        ("another optimizer", 200, 1, "64 steps were made by other optimizers (SGD)"),
+        ("a copy's", 200, 1, "64 steps were made by other optimizers (SGD)"),
+        ("by hand", 200, 1, "`done` was read 128 times, and the model's parameters change"),
+        ("not, and waits for data", 1100, 1, ""),
+        ("not, and evaluates averaged weights", 1100, 1, ""),
         ("the given one", 300, 120, ""),
         ("the given one", 300, 1, ""),
     ],
@@ -543,15 +546,118 @@ def test_a_loop_whose_steps_are_not_counted_is_told_so(
     model = copy.deepcopy(loop.model) if trains == "a copy's" else loop.model
     with loop.sync as sync:
         loop.steps(1)
-        if trains != "the given one":
+        if trains in ("another optimizer", "a copy's"):
             loop.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         for i in range(reads):
             assert not sync.done
-            if i % each == each - 1:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    match trains:
+                        case "by hand":
+                            parameter += 1.0
+                        case "not, and evaluates averaged weights":
+                            parameter += (1.0, -1.0)[i // 70 % 2] if i % 70 == 0 else 0.0
+            if i % each == each - 1 and trains in ("another optimizer", "a copy's", "the given one"):
                 loop.steps(1)
     messages = [record.message for record in caplog.records if "since the last counted step" in record.message]
     assert len(messages) == bool(told)
     assert told in "".join(messages)
+
+
+def test_a_step_without_any_gradient_is_none_and_told_once(run: RunInMemory, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(run, 0, replicas=False)
+    with loop.sync as sync:
+        loop.steps(1)
+        for _ in range(3):
+            sync.count(7)
+            loop.optimizer.zero_grad()
+            loop.optimizer.step()
+        assert sync.steps == 1
+        loop.steps(3)
+    assert [(push.steps, push.tokens) for push in run.pushes] == [(4, 40)]
+    assert sum("no parameter of the optimizer has a gradient" in record.message for record in caplog.records) == 1
+
+
+class Searching(torch.optim.SGD):
+    """Needs no gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data + 1.0
+
+
+def test_steps_made_in_backward_and_those_that_need_no_gradients_are_counted(run: RunInMemory) -> None:
+    loop = Loop(run, 0, replicas=False)
+    with loop.sync as sync:
+        for _ in range(2):  # as hooks that step each parameter, and let its gradient go
+            with torch.no_grad():
+                for parameter in loop.model.parameters():
+                    parameter += 1.0
+            loop.optimizer.step()
+    assert sync.steps == 2
+    optimizer = Searching(loop.model.parameters(), lr=1.0)
+    with dips.DiLoCo(
+        loop.model, optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True
+    ) as sync:
+        for _ in range(2):
+            optimizer.step()
+    assert sync.steps == 2
+
+
+def test_ranks_leave_out_a_step_without_gradients_together(run: RunInMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one(rank: int) -> int:
+        loop = Loop(run, rank)
+        with loop.sync as sync:
+            loop.steps(1)
+            loop.optimizer.zero_grad()
+            loop.optimizer.step()
+            loop.steps(3)
+        return sync.steps
+
+    assert together(monkeypatch, 2, one) == [4, 4]
+    assert [(push.steps, push.tokens) for push in run.pushes] == [(4, 84)]
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_weights_that_an_evaluation_puts_in_place_and_back_have_no_effect(
+    run: RunInMemory, caplog: pytest.LogCaptureFixture, swaps: bool
+) -> None:
+    loop = Loop(run, 0, replicas=False)
+    averaged = torch.optim.swa_utils.AveragedModel(loop.model)
+    with loop.sync as sync:
+        for _ in range(10):
+            loop.steps(1)
+            averaged.update_parameters(loop.model)
+            if swaps:
+                own = copy.deepcopy(loop.model.state_dict())
+                loop.model.load_state_dict(averaged.module.state_dict())
+                assert not sync.done
+                loop.model.load_state_dict(own)
+    assert flat(loop.model).tobytes() == after(10)
+    assert [push.steps for push in run.pushes] == [4, 4, 2]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_steps_after_the_runs_end_are_told_of_at_the_first_and_counted_at_the_blocks_end(
+    run: RunInMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also to a loop that reads `done` and goes on."""
+    for reads in (False, True):
+        run.stop = False
+        loop = Loop(run, 0, replicas=False)
+        caplog.clear()
+        with loop.sync as sync:
+            loop.steps(4)
+            run.stop = True
+            run.passes(0.0)
+            loop.steps(1)
+            assert "not counted" not in caplog.text, "it may read `done` now"
+            for _ in range(3):
+                assert not reads or sync.done
+                loop.steps(1)
+            assert sum("this step and later ones are not counted" in r.message for r in caplog.records) == 1
+        assert "3 steps with 30 tokens after the run's end are not counted" in caplog.text
 
 
 def test_a_program_without_logging_sees_what_its_cluster_does(

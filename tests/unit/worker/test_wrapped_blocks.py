@@ -193,6 +193,8 @@ def test_a_run_whose_layout_has_former_names_is_joined_with_these(run: RunInMemo
     with dips.DiLoCo(model, optimizer, **given):
         for _ in range(4):
             run.clock.advance(1.0)
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
             optimizer.step()
     assert [push.steps for push in run.pushes] == [4]
 

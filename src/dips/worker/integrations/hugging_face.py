@@ -129,8 +129,9 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._joined.end()
 
     def close(self) -> None:
-        """Leave the run, for example in a `finally`: of an exception on its way no step is pushed that may be half made.
-        May be repeated."""
+        """Leave the run, for example in a `finally`: while an exception is on its way, no step is pushed that may be
+        half made. May be repeated.
+        """
         self._remove_hooks()
         self._joined.end(*sys.exc_info())
 

@@ -642,11 +642,12 @@ class ClusterMachine:
             ending.patient_until_s, ending.by_s = -math.inf, math.inf
             self._begin_ending()
         elif self._end_words.due(lasted_s := shared.now_s - ending.since_s):
+            limit_h = self.config.cut_off_limit_s / 3600
             shared.log(
                 "patient",
                 f"the training loop ended {lasted_s / 60:.0f} min ago, and {self._unfinished()} are not merged yet: "
-                f"{self.waiting_for()}; this cluster leaves without them {self.config.cut_off_limit_s / 3600:g} h after "
-                "the loop's end (cut_off_limit_h), or at ctrl-C or SIGTERM",
+                f"{self.waiting_for()}; this cluster leaves without them {limit_h:g} h after the loop's end "
+                "(cut_off_limit_h), or at ctrl-C or SIGTERM",
                 logging.WARNING,
             )
 
@@ -775,9 +776,7 @@ class ClusterMachine:
         reason = self._ending.reason.partition(":")[0]
         version = f"with version {base}" if base is not None else "before it had a version"
         lost = f", and {work.uncounted} are not" if work.uncounted.steps else ""
-        self.shared.log(
-            "left", f"left the run {version} ({reason}): {work.counted} of this cluster are counted{lost}"
-        )
+        self.shared.log("left", f"left the run {version} ({reason}): {work.counted} of this cluster are counted{lost}")
         self.shared.move("left", SessionPhase.LEFT)
         self.shared.record(tape.SessionLeft(self.shared.cause, reason=self._ending.reason))
         self.shared.emit(Finished(self._ending.reason, self._ending.error))
