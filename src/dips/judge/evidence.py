@@ -122,7 +122,7 @@ def _whose(who: tuple[str, str]) -> str:
 _WRITTEN_TO = {
     "master": "a master writes master.tape.jsonl in its own",
     "slave": "a slave writes NAME.tape.jsonl in its own, or the file that --tape names",
-    "worker": "a loop writes the file that DIPS_WORKER_TAPE, or tape=, names",
+    "worker": "a cluster writes NAME.tape.jsonl in its checkpoint_dir, or the file that DIPS_WORKER_TAPE names",
 }
 
 _DIGITS = re.compile(r"\d+")

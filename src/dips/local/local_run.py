@@ -86,7 +86,7 @@ class LocalRun:
         # Of the processes whose start may take long.
         tapes = {slave.slave_id: tape for slave in plan.slaves if (tape := slave.tape_used) is not None}
         for cluster in plan.clusters:
-            own = cluster.client.tape if isinstance(cluster, TrainedCluster) else None
+            own = cluster.client.tape_used if isinstance(cluster, TrainedCluster) else None
             tapes[cluster.cluster_id] = own or tape_path(directory.path, cluster.cluster_id)
         self._starts = StartFollower(tapes)
         self._progress: tuple[int, float] = (-1, 0.0)

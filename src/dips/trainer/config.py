@@ -136,4 +136,4 @@ def settings_of_rank(client: ClientConfig, place: Place) -> ClientConfig:
     if place.leads:
         return client
     level = "WARNING" if client.log_level == "INFO" else client.log_level
-    return client.model_copy(update={"tape": None, "log_level": level})
+    return client.model_copy(update={"tape": "none", "log_level": level})

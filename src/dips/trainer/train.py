@@ -299,7 +299,7 @@ class _ClusterLoop:
         self._signals = signals
         self._inner = inner
         self._batches = LeasedBatches(self._inner.text, train.batch_size, train.sequence_tokens)
-        self._tape = Tape(client.tape, "worker", client.cluster_id, may_lose=True)
+        self._tape = Tape(client.tape_used, "worker", client.cluster_id, may_lose=True)
         self._reports = StepReports(self._tape, train.log_every_steps)
         self._shell = self._session(client)
         self._slowdown = _slowdown_of(train, place)
@@ -375,7 +375,7 @@ def _run_alone(inner: InnerTrainer, client: ClientConfig, place: Place, signals:
     """Plain training of the same model on the same text: a baseline, and a first try without any server."""
     train = inner.config
     windows = windows_of(inner.heldout, train.sequence_tokens)
-    with Tape(client.tape, "worker", client.cluster_id or ALONE, may_lose=True) as tape:
+    with Tape(client.tape_used, "worker", client.cluster_id or ALONE, may_lose=True) as tape:
         tokens = _steps_alone(inner, place, signals, StepReports(tape, train.log_every_steps))
         model = inner.whole_model()
         if place.leads:

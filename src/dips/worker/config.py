@@ -44,7 +44,11 @@ class ClientConfig(MetricsKnobs):
     run_id: str = Field("", description="The run to take part in; empty: whichever the master serves.")
     cluster_id: str = Field("", description="This cluster's name; the same after a restart.")
     master: str = Field("", description="The master's HOST:PORT.")
-    tape: Path | None = Field(None, description="File to which this process appends its event record.")
+    tape: Path | Literal["none"] | None = Field(
+        None,
+        description="File to which this process appends its event record; empty: NAME.tape.jsonl in checkpoint_dir, "
+        "with cluster_id for NAME, or none without a checkpoint_dir; none: no record.",
+    )
     declared_tokens_per_s: float = Field(
         0.0, ge=0, description="Speed at which this cluster claims to train until it is measured; 0: unknown."
     )
@@ -124,6 +128,14 @@ class ClientConfig(MetricsKnobs):
     log_format: LogFormat = Field(
         "human", description="Form of log lines: human, or json for machines (`dips train` only, as log_level)."
     )
+
+    @property
+    def tape_used(self) -> Path | None:
+        """The file of the event record; None: there is none."""
+        if self.tape is None:
+            kept = self.checkpoint_dir if self.cluster_id else None
+            return None if kept is None else kept / f"{self.cluster_id}.tape.jsonl"
+        return None if self.tape == "none" else self.tape
 
     @field_validator("wire_dtype")
     @classmethod

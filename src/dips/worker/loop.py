@@ -222,7 +222,8 @@ class DiLoCo:
             master that has keys: Refused (IDENTITY).
         wire_dtype: The format of pushes: "float32", or differences to the pulled version in fewer bits: "bfloat16",
             "int8" or "int4"; the rounding error is added to the next push. Anything else: ConfigError.
-        tape: A file for this cluster's event record. Not writable: ConfigError.
+        tape: A file for this cluster's event record; left out, one in checkpoint_dir, if there is one; "none": none.
+            Not writable: ConfigError.
         checkpoint_dir: A folder for this cluster's checkpoints alone (docs/storage.md). Of another cluster or run:
             ConfigError.
         checkpoint_every_s: Seconds between two checkpoints.
@@ -334,7 +335,7 @@ class DiLoCo:
                             "outer_lr": outer_lr,
                             "outer_momentum": outer_momentum,
                             "wire_dtype": wire_dtype,
-                            "tape": None if tape is None else Path(tape),
+                            "tape": Path(tape) if tape not in (None, "none") else tape,
                             "checkpoint_dir": None if checkpoint_dir is None else Path(checkpoint_dir),
                             "checkpoint_every_s": checkpoint_every_s,
                             "checkpoints_kept": checkpoints_kept,

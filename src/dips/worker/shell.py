@@ -126,10 +126,10 @@ class ClusterShell:
         """Make the shell; opens no connection yet. Raises ConfigError for settings that cannot work.
 
         parameters: this process's, which hold all of layout; or the ranks that hold it together, of which this one is
-        the leader. inner: further state in checkpoints, besides parameters and session. tape: where
-        records go; None: config.tape, closed by close(). resume_label: resume from the checkpoint that checkpoint_now()
-        took under it. untrained: the model's other tensors, for the master to compare; None: none. former: names of
-        tensors -> those that earlier releases gave them, where they differ.
+        the leader. inner: further state in checkpoints, besides parameters and session. tape: where records go; None:
+        config.tape_used, closed by close(). resume_label: resume from the checkpoint that checkpoint_now() took under
+        it. untrained: the model's other tensors, for the master to compare; None: none. former: names of tensors ->
+        those that earlier releases gave them, where they differ.
         """
         self.config = check(config)
         self.security = security_of(config, f"cluster {config.cluster_id}")
@@ -151,7 +151,7 @@ class ClusterShell:
         self._failed_in_step: BaseException | None = None
         self._log = ChangeLogger(logging.getLogger("dips.worker"))
         self._owns_tape = tape is None
-        self.tape = tape or Tape(config.tape, "worker", config.cluster_id, self._clock, may_lose=True)
+        self.tape = tape or Tape(config.tape_used, "worker", config.cluster_id, self._clock, may_lose=True)
         if wire_of(config).is_difference:
             if layout.n_trained < layout.n_elems:
                 raise ConfigError(

@@ -660,6 +660,34 @@ def test_steps_after_the_runs_end_are_told_of_at_the_first_and_counted_at_the_bl
         assert "3 steps with 30 tokens after the run's end are not counted" in caplog.text
 
 
+@pytest.mark.parametrize("tape", [None, "none", "other"])
+def test_a_cluster_with_a_checkpoint_directory_writes_its_tape_there(
+    run: RunInMemory, tmp_path: Path, tape: str | None
+) -> None:
+    given = str(tmp_path / "other") if tape == "other" else tape
+    for checkpoint_dir in (None, tmp_path / "kept"):
+        loop = Loop(run, 0, replicas=False, checkpoint_dir=checkpoint_dir, tape=given)
+        with loop.sync:
+            loop.steps(4)
+    written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
+    tapes = [name for name in written if "checkpoint-" not in name and ("tape" in name or name == "other")]
+    assert tapes == {None: ["kept/a.tape.jsonl"], "none": [], "other": ["other"]}[tape]
+    for name in tapes:
+        assert [record["kind"] for record in read_tape(tmp_path / name)][-1] == "left"
+
+
+def test_of_several_ranks_one_writes_the_tape(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def one(rank: int) -> None:
+        loop = Loop(run, rank, checkpoint_dir=tmp_path)
+        with loop.sync:
+            loop.steps(4)
+
+    assert together(monkeypatch, 2, one) == [None, None]
+    assert [record["kind"] for record in read_tape(tmp_path / "a.tape.jsonl")].count("joined") == 1
+
+
 def test_a_program_without_logging_sees_what_its_cluster_does(
     run: RunInMemory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,7 +56,8 @@ class CallbackOptions:
         # Now: the program may change its directory before it trains.
         if self.checkpoint_dir is not None:
             object.__setattr__(self, "checkpoint_dir", Path(self.checkpoint_dir).absolute())
-        paths = {name: Path(self.loop[name]).absolute() for name in ("tape", "keys") if self.loop.get(name) is not None}
+        given = {name: self.loop.get(name) for name in ("tape", "keys")}
+        paths = {name: Path(path).absolute() for name, path in given.items() if path not in (None, "none")}
         object.__setattr__(self, "loop", {**self.loop, **paths})
 
     @property
