@@ -251,7 +251,9 @@ def find_logs(run_dir: Path, events: bool = False) -> list[LogFile]:
     """The logs of a run's directory; with `events` its tapes, too. Raises ConfigError when there are none."""
     found = [LogFile(path) for path in sorted((run_dir / "logs").glob(f"*{LOG_SUFFIX}"))]
     if events:
-        tapes = (run_dir.glob(f"{folder}/*{TAPE_SUFFIX}") for folder in ("master", "tapes", "slaves/*"))
+        tapes = (
+            run_dir.glob(f"{folder}/*{TAPE_SUFFIX}") for folder in ("master", "tapes", "slaves/*", "checkpoints/*")
+        )
         found += [LogFile(path, is_tape=True) for path in sorted(itertools.chain.from_iterable(tapes))]
     if not found:
         raise ConfigError(

@@ -76,7 +76,7 @@ def test_run_begins_with_min_clusters_and_never_waits_for_them_again() -> None:
     bench.push("a")
     bench.advance(20.0)
     assert bench.status().phase == "WINDOW"
-    assert bench.status().waiting_for == "the run begins with 2 clusters, 1 are here"
+    assert bench.status().waiting_for == "the run begins with 2 clusters: a is here, 1 missing, for 20 s"
     bench.join("b")
     assert bench.status().published == Version(1, 1)
     bench.silent.add("b")
@@ -84,6 +84,18 @@ def test_run_begins_with_min_clusters_and_never_waits_for_them_again() -> None:
     bench.pull("a")
     bench.push("a")
     assert bench.status().published == Version(1, 2)
+
+
+def test_a_first_round_that_waits_names_who_is_here_and_who_was() -> None:
+    bench = Bench(min_clusters=4, grace_s=1.0).running("a", "b", "c")
+    bench.leave("b")
+    bench.push("a")
+    token = bench.await_verdict("a")
+    bench.advance(60.0)
+    words = "the run begins with 4 clusters: a, c are here, 2 missing (b was here before)"
+    assert bench.status().waiting_for == f"{words}, for 1 min"
+    assert [log.sentence for log in bench.logs if log.key == "first round"] == [words]
+    assert bench.result(token).answer.sentence == words, "without the time: a cluster's terminal says it once"
 
 
 def test_partial_round_is_scaled_by_its_share_of_tokens() -> None:

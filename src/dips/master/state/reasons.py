@@ -94,3 +94,4 @@ class Waiting:
     code: WaitingCode
     sentence: str
     slaves: tuple[SlaveId, ...] = ()  # those that the open round waits for, or that are not ready
+    since_s: float | None = None  # where people are to hear for how long

@@ -50,7 +50,7 @@ from dips.master.state.records import (
 )
 from dips.master.state.rollback import next_version, roll_back
 from dips.master.state.shared import SharedState
-from dips.master.state.waits import lagging
+from dips.master.state.waits import lagging, too_few_clusters
 
 MAX_TIMEOUT_FACTOR = 8.0
 RETRY_PAUSE_S = 1.0
@@ -128,6 +128,8 @@ class Rounds:
         shared.ledger.round_n += 1
         pacing.open_window(shared)
         self._move("push admitted", RoundPhase.WINDOW)
+        if words := too_few_clusters(shared):
+            shared.log("first round", words)
 
     def _may_go_on(self) -> bool:
         shared = self._shared

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
+from dips.core.units import format_seconds
 from dips.core.wire import encoded_bytes
 from dips.master.state.alarms import standing, usual_per_step
 from dips.master.state.leases import TokenState
@@ -27,6 +28,7 @@ def status(shared: SharedState) -> StatusReply:
     totals = ledger.leases.totals() if ledger.leases else {}
     leased_tokens = ledger.leases.leased_tokens() if ledger.leases else {}
     waiting = waiting_for(shared)
+    lasts = "" if waiting.since_s is None else f", for {format_seconds(round(shared.now_s - waiting.since_s))}"
     in_window = state.phase.now is RoundPhase.WINDOW
     return StatusReply(
         shared.config.run_id,
@@ -38,7 +40,7 @@ def status(shared: SharedState) -> StatusReply:
         state.id,
         shared.now_s - state.phase.since_s,
         max(0.0, state.window_closes_s - shared.now_s) if in_window else 0.0,
-        waiting.sentence,
+        f"{waiting.sentence}{lasts}",
         max(0, ledger.rounds_committed - 1),  # the first one only sets version 0
         ledger.rounds_merged,
         ledger.rounds_void,

@@ -60,6 +60,25 @@ def recovery_words(shared: SharedState) -> str:
             return f"{state.reason}; no version is on every slave: {who}"
 
 
+NAMED_CLUSTERS = 8
+"""The most clusters whose names a sentence has."""
+
+
+def too_few_clusters(shared: SharedState) -> str:
+    """Who is here, and how many are missing, while the run's first round waits for min_clusters; else empty."""
+    if shared.ledger.version is None or shared.enough_clusters():
+        return ""
+    n, here = shared.config.min_clusters, sorted(shared.members)
+    were = sorted(name for name in shared.ledger.clusters if name not in shared.members)
+    known = f" ({_clusters(were, 'was', 'were')} here before)" if were else ""
+    return f"the run begins with {n} clusters: {_clusters(here, 'is', 'are')} here, {n - len(here)} missing{known}"
+
+
+def _clusters(names: Sequence[str], one: str, several: str) -> str:
+    more = f" and {len(names) - NAMED_CLUSTERS} more" if len(names) > NAMED_CLUSTERS else ""
+    return f"{', '.join(names[:NAMED_CLUSTERS]) or 'none'}{more} {several if len(names) > 1 else one}"
+
+
 def restart_words(shared: SharedState) -> str:
     """What a restarted master goes on from, and with whom; empty once all slaves are here."""
     state, version = shared.recovery, shared.ledger.version
@@ -170,9 +189,8 @@ def _round(shared: SharedState) -> Waiting:
         case RoundPhase.WINDOW if state.last_abort and shared.now_s < state.not_before_s:
             words = f"the last round was aborted ({state.last_abort}); it begins again"
             return Waiting(WaitingCode.ABORTED_ROUND, words)
-        case RoundPhase.WINDOW if shared.ledger.version is not None and not shared.enough_clusters():
-            words = f"the run begins with {shared.config.min_clusters} clusters, {len(shared.members)} are here"
-            return Waiting(WaitingCode.MIN_CLUSTERS, words)
+        case RoundPhase.WINDOW if words := too_few_clusters(shared):
+            return Waiting(WaitingCode.MIN_CLUSTERS, words, since_s=state.phase.since_s)
         case RoundPhase.MEASURE:
             code, done, what = WaitingCode.MEASURE, set(state.measured), "measure the pushes"
         case RoundPhase.PREPARE:
