@@ -810,7 +810,7 @@ def test_a_short_loop_waits_for_the_first_merge_with_all_that_it_has(steps: int)
         life.merged()
     life.left()
     assert "lost" not in said(life)
-    assert f"{steps} steps with {steps}00 tokens of this cluster are counted" in said(life)["left"]
+    assert f"{steps} steps with {steps}00 tokens were counted" in said(life)["left"]
 
 
 def test_after_the_first_merge_leaving_takes_as_long_as_always() -> None:
@@ -828,8 +828,8 @@ def test_after_the_first_merge_leaving_takes_as_long_as_always() -> None:
     life.left()
     assert "without 2 steps with 200 tokens: slave s0 is away" in said(life)["lost"]
     assert said(life)["left"] == (
-        "left the run with version 1:1 (the training loop has ended): 4 steps with 400 tokens of this cluster are "
-        "counted, and 2 steps with 200 tokens are not"
+        "left the run with version 1:1 (the training loop has ended): since the start 4 steps with 400 tokens were "
+        "counted, and 2 steps with 200 tokens were not"
     )
 
 

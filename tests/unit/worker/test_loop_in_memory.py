@@ -311,7 +311,7 @@ def test_how_a_loop_ends_decides_what_becomes_of_its_last_steps(
 @pytest.mark.parametrize(
     ("comes", "raised", "says"),
     [
-        ("a merge", None, "left the run with version 1:0 (the training loop has ended): 2 steps with 20 tokens"),
+        ("a merge", None, "left the run with version 1:0 (the training loop has ended): since the start 2 steps with"),
         ("SIGTERM", SystemExit, "SIGTERM: this cluster has left the run"),
         ("ctrl-C", KeyboardInterrupt, "interrupted while leaving: 2 steps with 20 tokens may be lost"),
         ("the run's end", None, "without 2 steps with 20 tokens: the run has ended"),
@@ -384,6 +384,29 @@ def test_a_sigterm_that_the_program_handles_itself_ends_the_wait_at_a_loops_end_
     assert (heard, [leave.reason for leave in run.leaves]) == ([signal.SIGTERM], ["SIGTERM"])
 
 
+def test_the_steps_of_ranks_whose_loops_end_before_the_runs_first_merge_are_merged(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.decide = lambda push: None
+    comes_s = run.clock.monotonic_s() + 300.0
+    loops = [Loop(run, rank, steps=6) for rank in range(2)]
+
+    def happens() -> None:
+        if run.clock.monotonic_s() >= comes_s:
+            run.decide = lambda push: VerdictKind.APPLIED
+
+    def one(rank: int) -> None:
+        with loops[rank].sync as sync:
+            while not sync.done:
+                loops[rank].steps(1)
+            run.while_waiting = happens
+
+    assert together(monkeypatch, 2, one) == [None] * 2
+    assert [push.steps for push in run.pushes] == [4, 2]
+    assert len(run.verdicts) == 2
+    assert run.clock.monotonic_s() < comes_s + 15.0
+
+
 def test_a_sigterm_that_comes_to_one_rank_ends_the_wait_of_all_at_their_end(
     run: RunInMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,7 +436,12 @@ def test_a_sigterm_that_comes_while_a_loop_begins_ends_its_wait_for_the_run(
     run: RunInMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before it can hear of it: kernels may compile for minutes."""
-    monkeypatch.setattr("dips.worker.loop.running_statistics", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or ())
+
+    def compiles(*given: object) -> tuple[str, ...]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return ()
+
+    monkeypatch.setattr("dips.worker.loop.running_statistics", compiles)
     run.down()
     began_s = run.clock.monotonic_s()
 
@@ -554,9 +582,9 @@ def test_a_loop_whose_steps_are_not_counted_is_told_so(
                 for parameter in model.parameters():
                     match trains:
                         case "by hand":
-                            parameter += 1.0
+                            parameter.add_(1.0)
                         case "not, and evaluates averaged weights":
-                            parameter += (1.0, -1.0)[i // 70 % 2] if i % 70 == 0 else 0.0
+                            parameter.add_((1.0, -1.0)[i // 70 % 2] if i % 70 == 0 else 0.0)
             if i % each == each - 1 and trains in ("another optimizer", "a copy's", "the given one"):
                 loop.steps(1)
     messages = [record.message for record in caplog.records if "since the last counted step" in record.message]
@@ -593,7 +621,7 @@ def test_steps_made_in_backward_and_those_that_need_no_gradients_are_counted(run
         for _ in range(2):  # as hooks that step each parameter, and let its gradient go
             with torch.no_grad():
                 for parameter in loop.model.parameters():
-                    parameter += 1.0
+                    parameter.add_(1.0)
             loop.optimizer.step()
     assert sync.steps == 2
     optimizer = Searching(loop.model.parameters(), lr=1.0)

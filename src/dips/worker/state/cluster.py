@@ -775,8 +775,8 @@ class ClusterMachine:
         work, base = self.shared.work, self.shared.base
         reason = self._ending.reason.partition(":")[0]
         version = f"with version {base}" if base is not None else "before it had a version"
-        lost = f", and {work.uncounted} are not" if work.uncounted.steps else ""
-        self.shared.log("left", f"left the run {version} ({reason}): {work.counted} of this cluster are counted{lost}")
+        lost = f", and {work.uncounted} were not" if work.uncounted.steps else ""
+        self.shared.log("left", f"left the run {version} ({reason}): since the start {work.counted} were counted{lost}")
         self.shared.move("left", SessionPhase.LEFT)
         self.shared.record(tape.SessionLeft(self.shared.cause, reason=self._ending.reason))
         self.shared.emit(Finished(self._ending.reason, self._ending.error))
