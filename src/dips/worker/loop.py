@@ -187,8 +187,8 @@ class DiLoCo:
     It works from the beginning of its `with` block to its end. Steps before it, and `done` and count(), raise
     ConfigError; steps after it are not shared. At the end of the block the last steps are pushed and their verdict is
     awaited, for at most leave_wait_s, or, before the run's first merge, cut_off_limit_h; after an error, only the
-    verdict of the open push is awaited. Steps that could not be pushed are logged as a warning. SIGTERM, where the program does not handle it, does the same at the next step
-    or `done`, and then ends the process with exit code 143.
+    verdict of the open push is awaited. Steps that could not be pushed are logged as a warning. SIGTERM, where the
+    program does not handle it, does the same at the next step or `done`, and then ends the process with exit code 143.
 
     Several processes of torch.distributed are one cluster, of any parallelism of torch (docs/integrations.md): all of
     them enter and step together, and each pushes and pulls its own part of the model. Ranks that hold the same elements
