@@ -262,10 +262,10 @@ Out = tuple[Any, ...]
 BLIND = frozenset(
     {"story", "_story", "config", "_config", "recent", "_calls", "_table", "_label", "since_s", "now_s", "last_wall_s"}
     | {"layout", "_layout", "data_plan", "_plan", "welcome", "_changes", "note", "rounds_aborted", "aborted_of"}
-    | {"schedule", "link_rates"}
+    | {"schedule", "link_rates", "counted", "why_undecided"}
 )
 """Attributes that no decision reads, or that never differ within one search. schedule: which slave a transfer goes to
-first, which no other decision reads. link_rates: for people only."""
+first, which no other decision reads. link_rates, counted, why_undecided: for people only."""
 
 
 class Arena(Generic[M]):
