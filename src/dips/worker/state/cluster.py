@@ -20,6 +20,7 @@ from dips.core.errors import (
     RemoteProtocolError,
     RetryLater,
 )
+from dips.core.ids import Version
 from dips.core.messages import (
     Admitted,
     AwaitVerdictReply,
@@ -93,6 +94,11 @@ class _Words:
         if due:
             self._next_s = lasted_s + min(lasted_s, WORD_MOST_S)
         return due
+
+
+def _has_merged(version: Version | None) -> bool:
+    """Whether the run had merged pushes when it made this version."""
+    return version is not None and version.v > 0
 
 
 @dataclass
@@ -182,13 +188,8 @@ class ClusterMachine:
         """
         shared = self.shared
         pushes = self.phase in (*_PUSHING, SessionPhase.AWAITING)
-        return pushes and not self._has_merged and shared.steps_since_snapshot >= shared.terms.local_steps
-
-    @property
-    def _has_merged(self) -> bool:
-        """Whether a version of the run, as far as known here, has merged pushes."""
-        versions = (self.shared.base, self.shared.terms.published)
-        return any(version is not None and version.v > 0 for version in versions)
+        ahead = shared.steps_since_snapshot >= shared.terms.local_steps
+        return pushes and ahead and not _has_merged(shared.terms.published)
 
     def may_take_in_step(self, event: Event) -> bool:
         """Whether an event may be handled while a step is made: it moves an exchange on as planned, so that its effects
@@ -613,7 +614,7 @@ class ClusterMachine:
             return
         ending.wanted, ending.push_pending, ending.reason = True, request.push_pending, request.reason
         self._begin_ending()
-        if request.patient and self.config.leave_wait_s is None and not self._has_merged:
+        if request.patient and self.config.leave_wait_s is None and not _has_merged(shared.base):
             ending.patient_until_s = shared.now_s + self.config.cut_off_limit_s
         if self._unfinished().tokens and self.phase is not SessionPhase.JOINING:
             shared.log(
@@ -638,7 +639,7 @@ class ClusterMachine:
         Once the run merges, or ends, leaving takes as long as always.
         """
         shared, ending = self.shared, self._ending
-        if self._has_merged or shared.terms.stop:
+        if _has_merged(shared.base) or _has_merged(shared.terms.published) or shared.terms.stop:
             ending.patient_until_s, ending.by_s = -math.inf, math.inf
             self._begin_ending()
         elif self._end_words.due(lasted_s := shared.now_s - ending.since_s):
