@@ -106,11 +106,6 @@ class ClusterOfRanks:
         return self._loop.news.released
 
     @property
-    def exit_reason(self) -> str:
-        """Known to the leader."""
-        return "" if self._loop.shell is None else self._loop.shell.exit_reason
-
-    @property
     def resumed(self) -> bool:
         return self._loop.news.resumed
 

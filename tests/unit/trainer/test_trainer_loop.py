@@ -66,7 +66,6 @@ class ScriptedDriver:
         self.progress = 0
         self.done = False
         self.released = False
-        self.exit_reason = ""
         self.steps: list[tuple[int, tuple[DataRange, ...], float]] = []
         self.lent: list[DataRange] = []
         self.wanted: list[int] = []
@@ -98,7 +97,6 @@ class ScriptedDriver:
 
     def request_stop(self) -> None:
         self.done = True
-        self.exit_reason = "asked to stop"
 
     def close(self, reason: str, *, push_pending: bool) -> None:
         assert push_pending == (reason == "finished"), "after an error the parameters may be in the middle of a step"
