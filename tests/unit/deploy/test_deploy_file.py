@@ -85,6 +85,10 @@ MISTAKES = {
     "a wrong setting of a cluster": ({"[model]": "[worker]\nwire_dtype = 'int3'\n[model]"}, "'int3' is none of"),
     "no network": ({'address = "192.0.2.7"': 'address = "192.0.2.7"\ncidrs = ["192.0.2.7/24"]'}, "is no network"),
     "nodes of `dips train`": ({'id = "a"': 'id = "a"\nnodes = 2'}, "`dips train` uses one node"),
+    "torchrun of nothing, in the second cluster": (
+        {'[[clusters]]\nid = "a"': f'{CLUSTER.format("b", "here")}\n[[clusters]]\nid = "a"\ntorchrun = true'},
+        "a: torchrun needs a command of yours",
+    ),
     "torchrun of nothing": ({'id = "a"': 'id = "a"\ntorchrun = true'}, "torchrun needs a command of yours"),
     "two masters of one program": (
         {'id = "a"': 'id = "a"\nparallel = "fsdp=2"\ncommand = ["x.py"]'},

@@ -117,6 +117,12 @@ def manifests_of(slave: str, *kept: int) -> Change:
     return change
 
 
+def in_another_directory(records: RunRecords) -> None:
+    """The newest manifest of a slave lies where the older one does not."""
+    stored = records.manifests[-1]
+    records.manifests[-1] = replace(stored, path=stored.path.parent / "copy" / "manifest")
+
+
 def in_manifest(**fields: Any) -> Change:
     return lambda records: records.manifests[-1].body.update(fields)  # type: ignore[attr-defined]
 
@@ -181,6 +187,7 @@ DIFFERENT: dict[str, tuple[Change, str]] = {
     "the state's tokens": (in_ledger(tokens=7), "newest state has 7 tokens, its newest version 600"),
     "the state's version": (in_newest(version=[1, 3], round=[1, 1]), "of another version than its newest decision"),
     "the state's digests": (in_newest(digests={}), "of another version than its newest decision"),
+    "two homes": (in_another_directory, "manifests of slave s1 are in more than one directory"),
     "a manifest's hash": (in_manifest(commit_hash="ab" * 32), "in the manifest of slave s1 than in the journal's"),
     "a manifest's record": (in_manifest_record(s_max=80), "says s_max = 8 in the journal, but 80 in the manifest of"),
     "rho": (say("master", "judged", rho=0.125), "says rho = "),

@@ -408,6 +408,13 @@ def test_saved_floating_point_buffers_follow_behind_the_parameters() -> None:
     assert not any(p.averaged for p in store(model).layout().parameters)
 
 
+def test_a_buffer_that_two_modules_share_is_averaged_once() -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2))
+    model[1].running_mean = model[0].running_mean
+    averaged = [p.name for p in averaging(model).layout().parameters if p.averaged]
+    assert averaged == ["0.running_mean", "0.running_var", "1.running_var"]
+
+
 def test_buffers_travel_with_the_parameters_also_when_a_step_replaces_them() -> None:
     model = Normed()
     parameters = averaging(model)
