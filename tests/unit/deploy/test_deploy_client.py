@@ -117,6 +117,8 @@ def test_a_context_or_a_server_that_is_not_there_is_told(
     write_kubeconfig(file, {"here": "http://127.0.0.1:1"})
     told = refused(capsys, "apply", small, *APPLY, code=4)
     assert "the API server of context 'here' at http://127.0.0.1:1 does not answer" in told
+    file.write_text("apiVersion: v1\n")
+    assert str(file) in refused(capsys, "apply", small, *APPLY)
     monkeypatch.setenv("KUBECONFIG", str(file.with_name("nowhere")))
     assert "there is no kubeconfig" in refused(capsys, "apply", small, *APPLY)
     assert deploy("plan", small, "--summary") == 0

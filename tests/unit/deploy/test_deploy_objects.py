@@ -319,6 +319,13 @@ def test_pods_in_their_nodes_network_reach_the_servers(tmp_path: Path) -> None:
         assert ({"cidr": "0.0.0.0/0"} in [peer.get("ipBlock") for peer in rule["from"]]) is anyone
 
 
+def test_a_node_port_is_the_one_that_is_dialled(tmp_path: Path) -> None:
+    deployment = read_deploy_file(written(tmp_path))
+    for name, address in (("master-outside", deployment.master_address), ("slave-1", deployment.slave_address(1))):
+        spec = named(deployment, "Service", f"small-{name}")["spec"]
+        assert (spec["type"], [port["nodePort"] for port in spec["ports"]]) == ("NodePort", [int(address[-5:])])
+
+
 def test_a_cluster_has_the_processes_that_its_table_says(tmp_path: Path) -> None:
     more = 'id = "a"\ntorchrun = true\nnodes = 2\nprocesses = 3\nrestarts = 0\ncommand = ["python", "-m", "mine"]'
     deployment = read_deploy_file(written(tmp_path, changes={'id = "a"': more}))

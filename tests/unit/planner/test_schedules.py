@@ -119,6 +119,8 @@ def test_the_way_round_takes_the_link_in_the_middle() -> None:
     assert wires[3, 0].resource == wires[2, 1].resource
     assert wires[0, 3].resource == wires[1, 2].resource
     assert (0, 1) not in wires
+    uneven = site_wires([0, 0, 1], 1, 0, wraps=True)
+    assert uneven[2, 0].resource == uneven[2, 1].resource
 
 
 @pytest.mark.parametrize(("name", "crossings"), [("interleaved_1f1b", 6), ("zb_v", 4), ("1f1b", 2), ("zb_h1", 2)])
