@@ -53,9 +53,9 @@ class Site(Sourced):
     )
     stages: Maybe = Field(default=0, description="pipeline stages at this site; 0: in proportion to the devices")
     network_gbps: Amount | None = Field(
-        default=None, description="bandwidth between two stages at this site, 10^9 bit/s"
+        default=None, description="bandwidth of one device to others at this site, 10^9 bit/s"
     )
-    network_latency_us: DurationOrNone = Field(default=0.0, description="latency between two stages at this site")
+    network_latency_us: DurationOrNone = Field(default=0.0, description="latency between two devices at this site")
     device: Name | None = Field(default=None, description="kind of its devices, as a profile names it")
     since: Instant | None = Field(
         default=None, description="when it was last changed: a profile that was measured before is refused"
@@ -108,6 +108,11 @@ class Training(Sourced):
         default=0,
         description="1 or 2: the embedding and the output layer each count as a layer when stages are divided",
     )
+
+    @property
+    def devices_of_stage(self) -> int:
+        """Devices that share the layers and sequences of one stage: each has a network of its own."""
+        return self.tensor * self.context
 
 
 StageTimes = tuple[float, float, float]

@@ -9,19 +9,19 @@ from __future__ import annotations
 from importlib import resources
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, Strict, model_validator
 
 from dips.core.config import Knobs, SettingsFile
 from dips.planner.errors import PlanError
 
-PositiveCount = Annotated[int, Field(ge=1, le=10**9)]
-Maybe = Annotated[int, Field(ge=0, le=10**9)]
+PositiveCount = Annotated[int, Strict(), Field(ge=1, le=10**9)]
+Maybe = Annotated[int, Strict(), Field(ge=0, le=10**9)]
 
-Amount = Annotated[float, Field(ge=1e-6, le=1e9)]
+Amount = Annotated[float, Strict(), Field(ge=1e-6, le=1e9)]
 """A rate or a size, in the unit of its key: a value outside of these limits is a mistake in the number or the unit."""
 
-Duration = Annotated[float, Field(gt=0, le=1e8)]
-DurationOrNone = Annotated[float, Field(ge=0, le=1e8)]
+Duration = Annotated[float, Strict(), Field(gt=0, le=1e8)]
+DurationOrNone = Annotated[float, Strict(), Field(ge=0, le=1e8)]
 """A time in milliseconds, up to a day; nanoseconds of all operations together stay whole numbers that a solver can
 hold."""
 
@@ -69,7 +69,7 @@ class Model(Sourced):
     """One decoder-only transformer."""
 
     name: Name = Field(description="name of the model")
-    layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = Field(description="transformer layers")
+    layers: Annotated[int, Strict(), Field(ge=1, le=MOST_LAYERS)] = Field(description="transformer layers")
     hidden: PositiveCount = Field(description="width of the residual stream")
     heads: PositiveCount = Field(description="attention heads")
     kv_heads: Maybe = Field(default=0, description="heads of keys and values; 0: as many as heads")

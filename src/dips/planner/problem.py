@@ -201,9 +201,9 @@ class Problem:
                 hold_ns = 2 * latency_ns if self.setup.options.blocking else 0
                 found[a, b] = Wire(here * len(sites) + there, busy_ns, latency_ns, hold_ns)
                 continue
-            # Inside a site each pair of devices of one replica has a link of its own.
+            # Inside a site each pair of devices of one replica has a link of its own, and sends its part.
             gbps, latency_ns = sites[here].network_gbps, round(sites[here].network_latency_us * 1e3)
-            busy_ns = 0 if gbps is None else round(self.message_bytes * 8 / gbps)
+            busy_ns = 0 if gbps is None else round(self.message_bytes * 8 / gbps / self.setup.training.devices_of_stage)
             if a != b and (gbps is not None or latency_ns):
                 found[a, b] = Wire(len(sites) ** 2 + n * a + b, busy_ns, latency_ns, shared=False)
         return found
@@ -257,7 +257,8 @@ class Problem:
         members = self.replicas * self.setup.training.context
         busy_s, latency_s, resource = 0.0, (members - 1) * site.network_latency_us / 1e6, device
         if site.network_gbps is not None:
-            busy_s = sum(unit.inside_bytes for unit in units) * 8 / site.network_gbps / 1e9 / equal
+            each_bytes = sum(unit.inside_bytes for unit in units) / self.setup.training.devices_of_stage
+            busy_s = each_bytes * 8 / site.network_gbps / 1e9 / equal
         if self.rings:
             ring, k = self.rings[position], self.groups
             latency_s += busy_s + (k - 1) * ring.latency_s

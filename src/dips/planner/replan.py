@@ -193,7 +193,8 @@ def swap_cost(problem: Problem, running: Running, new: Candidate, pause_s: float
     times = [link.latency_ms / 1e3 + size / link.bytes_per_s for link, size in links]
     for (site, _, _), size in inside.items():
         network = sites[site].network_gbps
-        times.append(size * 8 / network / 1e9 if network else 0.0)
+        each_bytes = size / problem.setup.training.tensor  # every device of a stage sends its part
+        times.append(each_bytes * 8 / network / 1e9 if network else 0.0)
     return Swap(len(moved), named, sum(inside.values()), max(times, default=0.0) + pause_s)
 
 

@@ -1,7 +1,9 @@
-"""Which way to use several sites: one pipeline, separate clusters, or without a site; in tokens a day."""
+"""Which way to use several sites: all, some or one of them, together or as clusters; in tokens a day."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -9,8 +11,9 @@ from support.repository import ROOT
 
 from dips.planner.api import pose
 from dips.planner.commands import plan_ways
-from dips.planner.commands.plan_clusters import asynchronous_clusters
-from dips.planner.commands.plan_systems import System, decide, decision_json
+from dips.planner.commands.plan_best import System, best, bound
+from dips.planner.commands.plan_clusters import NEAR_SHARE, asynchronous_clusters, inner_step, inner_steps
+from dips.planner.commands.plan_systems import decide, decision_json
 from dips.planner.commands.plan_text import decision_text
 from dips.planner.problem import Problem
 
@@ -51,16 +54,21 @@ def test_a_days_tokens_are_those_of_a_batch_over_the_iteration(problem: Problem)
     (pipeline,) = (answer for answer in found.answers if answer.synchronous)
     ways = {way.name: way for way in found.ways.found}
     way, clusters = ways[plan_ways.PIPELINE], ways[plan_ways.CLUSTERS]
-    tokens = 8 * 8192
     assert pipeline.iteration_s is not None
-    assert way.tokens_per_day >= tokens / pipeline.iteration_s * plan_ways.DAY_S
-    assert way.tokens_per_s == max(pipeline.tokens_per_s, plan_ways.pipeline_over(problem, [0, 1]).tokens_per_s)
-    assert clusters.tokens_per_day == pytest.approx(asynchronous_clusters(problem).tokens_per_s * 86_400)
+    assert way.tokens_per_day >= 8 * 8192 / pipeline.iteration_s * plan_ways.DAY_S
+    assert way.tokens_per_s == max(pipeline.tokens_per_s, best(problem, [0, 1], 8, ASKED).tokens_per_s)
+    assert clusters.tokens_per_day == pytest.approx(
+        asynchronous_clusters(problem, steps=steps(problem)).tokens_per_s * 86_400
+    )
+
+
+def steps(problem: Problem) -> dict[int, plan_ways.SitePlan]:
+    return inner_steps(problem, ASKED)
 
 
 def test_clusters_train_what_their_sites_do_alone_but_for_the_waits(problem: Problem) -> None:
-    found = asynchronous_clusters(assuming(problem, overlap="none"))
-    ideal = sum(cluster.tokens / cluster.step_s for cluster in found.clusters)
+    found = asynchronous_clusters(assuming(problem, overlap="none"), steps=steps(problem))
+    ideal = sum(cluster.step.tokens_per_s for cluster in found.clusters)
     assert 0 < found.share_of_ideal < 1
     assert found.tokens_per_s == pytest.approx(found.share_of_ideal * ideal)
     shares = [cluster.compute_s / cluster.round_s for cluster in found.clusters]
@@ -75,42 +83,89 @@ def test_the_way_with_most_tokens_for_the_same_loss_is_taken(problem: Problem) -
     assert (few.ways.take.name, few.use.system) == (plan_ways.CLUSTERS, System.DIPS)
     assert many.ways.take.synchronous
     assert many.use.system is System.CROSSPIPE
-    assert [way.tokens_per_s for way in few.ways.left_out] == [way.tokens_per_s for way in many.ways.left_out]
 
 
-def test_a_site_behind_a_slow_link_costs_a_pipeline_more_than_it_brings(problem: Problem) -> None:
-    three = assuming(with_third(problem, gbps=0.1), more_tokens=100.0).with_training(pipeline=5)
-    found = plan_ways.compare_ways(three, None, None, ())
+def judged(problem: Problem, clock: Iterator[float] | None = None) -> plan_ways.SiteWays:
+    ticks = itertools.repeat(0.0) if clock is None else clock
+    found = plan_ways.compare_ways(problem, None, steps(problem), (), ASKED, clock=lambda: next(ticks))
     assert found is not None
-    assert found.take.without == "milan"
-    assert found.take.tokens_per_s == plan_ways.pipeline_over(problem, [0, 1]).tokens_per_s
-    assert "milan costs more than it brings: remove its [[sites]] and [[links]] from the file" in list(
-        plan_ways.reasons(found)
+    return found
+
+
+@pytest.mark.parametrize(("gbps", "more_tokens"), [(0.1, 100.0), (0.1, 1.0), (25.0, 1.5), (400.0, 100.0)])
+def test_no_set_of_sites_is_better_than_what_is_taken(problem: Problem, gbps: float, more_tokens: float) -> None:
+    three = assuming(with_third(problem, gbps), more_tokens=more_tokens)
+    take, batch = judged(three).take, 8
+    counted = take.tokens_per_s / (1.0 if take.synchronous else more_tokens)
+    for size in (1, 2, 3):
+        for sites in itertools.combinations(range(3), size):
+            together = best(three, sites, batch, ASKED).tokens_per_s
+            assert together <= counted
+            assert together <= bound(three, sites, batch)
+            if size > 1:
+                assert asynchronous_clusters(three, sites, steps(three)).tokens_per_s / more_tokens <= counted
+
+
+def behind_a_slow_link(problem: Problem, between: float) -> Problem:
+    """Milan's links are slow; those between the others so many times as fast as in the file."""
+    three = with_third(problem.with_links(bandwidth=between), gbps=0.1).with_training(microbatches=32)
+    return assuming(three, more_tokens=100.0)
+
+
+def test_sites_that_cost_more_than_they_bring_are_named(problem: Problem) -> None:
+    found = judged(behind_a_slow_link(problem, between=20))
+    assert found.take.name == "one pipeline over amsterdam and stockholm"
+    assert "milan costs more than it brings: remove its [[sites]] and [[links]] from the file" in plan_ways.reasons(
+        found
     )
-    assert len(found.left_out) == 3
+    alone = judged(behind_a_slow_link(problem, between=1e-3))
+    assert alone.take.name == "amsterdam alone"
+    assert any(line.startswith("stockholm and milan cost more than they") for line in plan_ways.reasons(alone))
+
+
+def test_a_search_that_ends_says_how_many_sets_it_did_not_judge(problem: Problem) -> None:
+    three = assuming(with_third(problem, gbps=100), more_tokens=100.0)
+    late = judged(three, itertools.chain([0.0], itertools.repeat(plan_ways.SEARCH_S + 1)))
+    assert late.unjudged > 0
+    assert {way.sites for way in late.judged} == {(0,), (0, 1, 2)}
+    assert any(f"{late.unjudged} sets of sites were not judged" in line for line in plan_ways.reasons(late))
+    assert judged(three).unjudged == 0
+
+
+def test_many_sites_are_searched_step_by_step(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    three = behind_a_slow_link(problem, between=20)
+    monkeypatch.setattr(plan_ways, "MOST_JUDGED", 2)
+    found = judged(three)
+    assert found.take.sites == (0, 1)
+    assert any("not every set is judged" in line for line in plan_ways.reasons(found))
+
+
+def test_a_cluster_takes_the_microbatches_that_suit_its_replicas(problem: Problem) -> None:
+    """Its share is 21, which no two replicas have in equal parts."""
+    uneven = with_third(problem, gbps=25, devices=48).with_training(microbatches=37)
+    step, share = inner_step(uneven, 0, ASKED), 21
+    microbatches = step.tokens / 8192
+    assert abs(microbatches - share) <= NEAR_SHARE * share
+    exact = best(uneven, [0], share, ASKED)
+    assert step.tokens_per_s > exact.tokens_per_s
 
 
 def test_clusters_that_stay_have_the_steps_that_they_had(problem: Problem) -> None:
     three = with_third(problem, gbps=25)
-    whole, rest = asynchronous_clusters(three), asynchronous_clusters(three, [0, 1])
-    assert [one.step_s for one in rest.clusters] == [one.step_s for one in whole.clusters[:2]]
+    whole, rest = (asynchronous_clusters(three, sites, steps(three)) for sites in (None, [0, 1]))
+    assert [one.step.iteration_s for one in rest.clusters] == [one.step.iteration_s for one in whole.clusters[:2]]
     assert [one.site for one in rest.clusters] == ["amsterdam", "stockholm"]
     assert rest.clusters[0].exchange_s <= whole.clusters[0].exchange_s
-    known = {site: cluster.plan for site, cluster in enumerate(whole.clusters)}
-    way = plan_ways.best_without(assuming(three, more_tokens=1.0), 2, known)
-    assert not way.synchronous
-    assert way.tokens_per_s == rest.tokens_per_s
 
 
 def test_what_cannot_be_has_a_reason(problem: Problem) -> None:
     three = with_third(problem, gbps=25)
     apart = replace(three, setup=replace(three.setup, links=three.setup.links[:2]))  # none from stockholm to milan
-    ways = plan_ways.compare_ways(apart, None, None, [plan_ways.NoWay(plan_ways.PIPELINE, "no link")])
+    refused = [plan_ways.NoWay(plan_ways.CLUSTERS, "no link")]
+    ways = plan_ways.compare_ways(apart, None, {}, refused, ASKED)
     assert ways is not None
-    reasons_of = {no.name: no.why for no in ways.impossible}
-    assert reasons_of[plan_ways.PIPELINE] == "no link"
-    assert "no link from stockholm to milan" in reasons_of["without amsterdam"]
-    assert {way.without for way in ways.left_out} == {"stockholm", "milan"}
+    assert [(no.name, no.why) for no in ways.impossible] == [(plan_ways.CLUSTERS, "no link")]
+    assert all((1, 2) != way.sites for way in ways.judged)
     assert decide(problem, (System.CROSSPIPE,), sensitivity=False).ways is None
     alone = replace(problem, setup=replace(problem.setup, sites=problem.setup.sites[:1], links=()))
     found = decide(alone.with_training(pipeline=2), ASKED, sensitivity=False)
@@ -118,20 +173,21 @@ def test_what_cannot_be_has_a_reason(problem: Problem) -> None:
     assert decision_json(found)["ways"] is None
 
 
-def way(tokens_per_day: float, synchronous: bool, **more: object) -> plan_ways.SiteWay:
-    return plan_ways.SiteWay("how", tokens_per_day / plan_ways.DAY_S, synchronous, **more)  # type: ignore[arg-type]
+def way(tokens_per_day: float, synchronous: bool, *sites: int, **more: object) -> plan_ways.SiteWay:
+    name = "B alone" if sites else plan_ways.PIPELINE if synchronous else plan_ways.CLUSTERS
+    return plan_ways.SiteWay(name, sites or (0, 1), "how", tokens_per_day / plan_ways.DAY_S, synchronous, **more)  # type: ignore[arg-type]
 
 
 def told(problem: Problem, *found: plan_ways.SiteWay) -> plan_ways.SiteWays:
-    return plan_ways.SiteWays(problem, found, tuple(one for one in found if one.without), ())
+    return plan_ways.SiteWays(problem, found, ())
 
 
 def test_the_first_line_says_what_to_take_and_what_others_give(problem: Problem) -> None:
     clusters, pipeline = way(3e9, False), way(1.1e9, True)
-    ways = told(problem, clusters, pipeline, way(1e9, True, without="B"))
+    ways = told(problem, clusters, pipeline, way(1e9, True, 1))
     assert plan_ways.take_text(ways) == (
         "take: separate clusters under Di-PS, 3 billion tokens a day (worth 2 billion); "
-        "one pipeline over the sites gives 1.1 billion, without B 1 billion"
+        "one pipeline over the sites gives 1.1 billion, B alone 1 billion"
     )
     assert plan_ways.take_text(told(problem, pipeline)) == "take: one pipeline over the sites, 1.1 billion tokens a day"
     assert plan_ways.take_text(told(problem, pipeline, clusters)).endswith(
@@ -146,7 +202,7 @@ def test_the_reasons_say_that_tokens_differ_and_what_is_near(problem: Problem) -
         "separate clusters under Di-PS and one pipeline over the sites differ by 5.3%, less than such numbers are sure"
     )
     assert near[2].startswith("clusters: sync_every 64, overlap full, wire float32, 8 slaves")
-    alike = list(plan_ways.reasons(told(problem, way(3e9, True, split=(8, 1, 8)), way(1e9, True, without="B"))))
+    alike = list(plan_ways.reasons(told(problem, way(3e9, True, split=(8, 1, 8)), way(1e9, True, 1))))
     assert alike == [
         "in [training] give pipeline = 8, data = 1, microbatches = 8 (the file has 4, 2, 4), and plan again"
     ]
@@ -168,10 +224,6 @@ def test_text_and_json_put_it_first(problem: Problem) -> None:
     assert first == plan_ways.take_text(found.ways)
     assert any(str(line).startswith("where all sites train, use ") for line in others)
     said = decision_json(found)["ways"]
-    assert said["take"] == said["found"][0]
-    assert {row["way"] for row in said["found"]} >= {plan_ways.PIPELINE, plan_ways.CLUSTERS}
-    assert [row["without"] for row in said["left_out"]] == ["amsterdam", "stockholm"]
+    assert said["take"] == said["judged"][0]
+    assert ["amsterdam", "stockholm"] in [row["sites"] for row in said["judged"]]
     assert said["take"]["tokens_per_day"] == found.ways.take.tokens_per_s * 86_400
-    assert plan_ways.clusters_way(asynchronous_clusters(problem)).how.startswith(
-        "2 clusters, H 64, servers at amsterdam, "
-    )

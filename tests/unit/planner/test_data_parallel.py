@@ -199,12 +199,15 @@ def _exchanges(problem: Problem) -> tuple[Exchange, ...]:
 
 def test_inside_a_site_it_costs_what_its_network_says() -> None:
     """Nothing is known of the network: nothing is counted, and that is said. Else (n - 1) / n of the stage's weights,
-    two bytes each, over the network of its devices, and n - 1 latencies."""
+    two bytes each, of which every device sends its part over its own network, and n - 1 latencies."""
     problem = small(data=4, extra_layers=0)
     assert _exchanges(problem) == ()
     assert any("inside a site without network_gbps costs no time" in line for line in assumptions(problem))
     setup = problem.setup
-    sites = tuple(s.model_copy(update={"network_gbps": 800.0, "network_latency_us": 10.0}) for s in setup.sites)
+    sites = tuple(
+        s.model_copy(update={"network_gbps": 800.0 / setup.training.tensor, "network_latency_us": 10.0})
+        for s in setup.sites
+    )
     counted = replace(problem, setup=replace(setup, sites=sites))
     division = counted.uniform()
     weights = sum(setup.model.layer_parameters(layer) for layer in range(division[0])) * 2

@@ -192,7 +192,7 @@ def test_sites_are_buildings(tmp_path: Path) -> None:
     assert topology.routes[0].distance_km == 2400
     assert topology.network is None
     assert topology.present is None
-    assert topology.accelerators.network_gbps == 800  # of one device; the slower site's, two devices a stage
+    assert topology.accelerators.network_gbps == 1600  # of one device; the slower site's
 
 
 def test_a_message_takes_as_long_as_on_the_link_of_a_plan(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_gradients_and_free_networks(tmp_path: Path) -> None:
     ring = ways_of(topology, Outermost.DP, Sharding.FSDP, Split(2, 1, 1, 3, 3, 1)).ring
     assert ring.bytes_per_s == pytest.approx(50e9 / 8 / 6)
     wide = topology.with_bandwidth(1e4)
-    assert wide.way(0, 8, 6).bytes_per_s == 800e9 / 8
+    assert wide.way(0, 8, 6).bytes_per_s == 1600e9 / 8
     setup = two_sites(tmp_path, **{"network_gbps = 1600\n": "", "network_gbps = 3200\n": ""})
     assert of_problem(setup).accelerators.network_gbps == FREE_GBPS
 

@@ -25,6 +25,7 @@ from dips.planner.adapter.advise import ADAPT_FILES, advice_json, advise, draw, 
 from dips.planner.adapter.traces import read_trace
 from dips.planner.calibration import interval_text
 from dips.planner.cluster import read_setup
+from dips.planner.commands.plan_best import System
 from dips.planner.commands.plan_calibrate import calibrate as fit_to_run
 from dips.planner.commands.plan_calibrate import calibrated_profile, calibration_json, calibration_lines
 from dips.planner.commands.plan_run import outcome_json, run_plan, source_of, tell, write_files
@@ -37,7 +38,7 @@ from dips.planner.commands.plan_swap import (
     tell_change,
     write_change,
 )
-from dips.planner.commands.plan_systems import System, decide, decision_json
+from dips.planner.commands.plan_systems import decide, decision_json
 from dips.planner.commands.plan_text import (
     advice_text,
     checks_text,
@@ -424,12 +425,12 @@ def make(
 ) -> int:
     """How to train a file's model over its sites and links: what to take, in tokens a day, and why.
 
-    First, where there are several sites: one pipeline over them, separate clusters under Di-PS, or one of these without
-    a site. For that all systems are asked: JEEVES and CrossPipe for the order of a pipeline's operations, SpanTrain for
-    groups of devices with layers and microbatches of their own, ScaleAcross Explorer for all degrees of parallelism;
-    and Di-PS for a cluster at each site that trains by itself. Then the best plan for the pipelines that the file
-    describes: how long an iteration takes, memory of each stage, bytes of each link, what else was tried, what would
-    help most.
+    First, where there are several sites: one training over all or some of them, one site alone, or separate clusters
+    under Di-PS at all or some of them. For that all systems are asked: JEEVES and CrossPipe for the order of a
+    pipeline's operations, SpanTrain for groups of devices with layers and microbatches of their own, ScaleAcross
+    Explorer for all degrees of parallelism; and Di-PS for a cluster at each site that trains by itself. Then the best
+    plan for the pipelines that the file describes: how long an iteration takes, memory of each stage, bytes of each
+    link, what else was tried, what would help most.
 
     `dips plan FILE` is short for `dips plan make FILE`. With --out, writes the plan of these pipelines: plan.json,
     plan.csv (for torch's pipeline runtime), trace.json (for Perfetto), timeline.svg and timeline.png.
@@ -437,7 +438,8 @@ def make(
     problem = api.pose(file, solver_s)
     if out is not None:
         ready_folder(out)
-    decision = decide(problem, tuple(dict.fromkeys(systems or System)), sensitivity)
+    with Console(stderr=True).status("planning") as status:
+        decision = decide(problem, tuple(dict.fromkeys(systems or System)), sensitivity, status.update)
     if out is not None:
         if decision.plan is None:
             reasons = "; ".join(no.why for no in decision.refused) or "neither jeeves nor crosspipe was asked"

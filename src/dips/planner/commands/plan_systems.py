@@ -9,32 +9,28 @@ loss. How many more cannot be computed: the file assumes a factor (`[asynchronou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Any
 
 from dips.planner.calibration import interval_json
-from dips.planner.candidates import NAMES
-from dips.planner.commands.plan_clusters import AsynchronousClusters, asynchronous_clusters
-from dips.planner.commands.plan_ways import CLUSTERS, PIPELINE, NoWay, SiteWay, SiteWays, compare_ways
+from dips.planner.commands.plan_best import (
+    DECIDE_INSIDE,
+    SCHEDULES_OF,
+    SitePlan,
+    System,
+    asked_scaleacross,
+    asked_spantrain,
+    count,
+    tokens_of,
+)
+from dips.planner.commands.plan_clusters import AsynchronousClusters, asynchronous_clusters, inner_steps
+from dips.planner.commands.plan_ways import CLUSTERS, PIPELINE, NoWay, SiteWays, compare_ways
 from dips.planner.errors import PlanError
 from dips.planner.plan import Plan, make_plan, schedules_of
 from dips.planner.problem import Problem
-from dips.planner.scaleacross.report import ScaleAcrossReport, name_of, report_of
-from dips.planner.scaleacross.topology import of_problem
-from dips.planner.spantrain.report import SpanTrainReport, report_of_best_groups
-
-
-class System(StrEnum):
-    """A system that can be asked."""
-
-    JEEVES = "jeeves"
-    CROSSPIPE = "crosspipe"
-    SPANTRAIN = "spantrain"
-    SCALEACROSS = "scaleacross"
-    DIPS = "dips"
-
+from dips.planner.scaleacross.report import ScaleAcrossReport
+from dips.planner.spantrain.report import SpanTrainReport
 
 CANNOT_SEE = {
     System.JEEVES: "gradients of weights as operations of their own; stages and replicas other than the file's",
@@ -45,15 +41,6 @@ CANNOT_SEE = {
     System.DIPS: "how many more tokens it needs for the same loss; the wait for the grace window of a round",
 }
 """What a system leaves out: where it matters, its answer is further off than the others'."""
-
-DECIDE_INSIDE = (System.SPANTRAIN, System.SCALEACROSS)
-"""Systems that choose how devices of one site share layers. Where its network is not given, that costs them nothing."""
-
-SCHEDULES_OF = {
-    System.JEEVES: ("jeeves",),
-    System.CROSSPIPE: tuple(name for name in NAMES if name != "jeeves"),
-}
-"""The schedules of a plan that are a system's answer. CrossPipe compares its own with all others that are known."""
 
 COUNT_OVERHEADS = (*SCHEDULES_OF, System.SPANTRAIN)
 """Systems whose times count the overheads of a calibration, so that its error is theirs."""
@@ -96,18 +83,27 @@ class SystemChoice:
     ways: SiteWays | None  # to use several sites, where dips and a system that trains synchronously were asked
 
 
-def decide(problem: Problem, systems: Sequence[System] = tuple(System), sensitivity: bool = True) -> SystemChoice:
-    """Ask the systems. sensitivity: also which change of a setting would help the pipelines most.
+def decide(
+    problem: Problem,
+    systems: Sequence[System] = tuple(System),
+    sensitivity: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> SystemChoice:
+    """Ask the systems. sensitivity: also which change of a setting would help the pipelines most; say: is told what is
+    being done.
 
     Raises PlanError where none of them can train the problem, with the reason of each.
     """
     schedules_of(problem)  # a mistake in the file is one of the user, not a system's refusal
     answers: list[SystemAnswer] = []
     refused: list[NoAnswer] = []
+    say("planning the file's pipelines")
     plan = _pipelines(problem, systems, sensitivity)
+    steps = inner_steps(problem, systems) if System.DIPS in systems and len(problem.setup.sites) > 1 else {}
     for system in systems:
+        say(f"asking {system.value}")
         try:
-            answers.append(_ask(system, problem, plan))
+            answers.append(_ask(system, problem, plan, steps))
         except PlanError as error:
             refused.append(NoAnswer(system, str(error)))
     if not answers:
@@ -116,7 +112,9 @@ def decide(problem: Problem, systems: Sequence[System] = tuple(System), sensitiv
     best, reasons = _best_together(problem, answers)
     apart = next((answer for answer in answers if not answer.synchronous), None)
     both = System.DIPS in systems and len(systems) > 1
-    ways = _ways(problem, best, apart, refused) if both and len(problem.setup.sites) > 1 else None
+    ways = None
+    if both and len(problem.setup.sites) > 1:
+        ways = _ways(problem, best, steps, refused, systems, say)
     whole, use = plan if isinstance(plan, Plan) else None, _chosen(best, apart, ways)
     return SystemChoice(problem, tuple(answers), tuple(refused), whole, use, tuple(reasons), ways)
 
@@ -140,10 +138,9 @@ def _left_out(problem: Problem) -> PlanError:
     return PlanError(f"{problem.setup.file} [options]: schedules has none of its schedules: add one, or remove the key")
 
 
-def _ask(system: System, problem: Problem, plan: Plan | PlanError) -> SystemAnswer:
-    """One system's answer. Raises PlanError where it has none."""
+def _ask(system: System, problem: Problem, plan: Plan | PlanError, steps: Mapping[int, SitePlan]) -> SystemAnswer:
+    """One system's answer. steps: of clusters. Raises PlanError where it has none."""
     training = problem.setup.training
-    tokens = training.data * training.microbatches * training.microbatch_sequences * training.sequence_tokens
     if system in SCHEDULES_OF:
         if isinstance(plan, PlanError):
             raise plan
@@ -152,24 +149,15 @@ def _ask(system: System, problem: Problem, plan: Plan | PlanError) -> SystemAnsw
             reasons = [no.why for no in plan.refused if no.name in SCHEDULES_OF[system]]
             raise PlanError(reasons[0]) if reasons else _left_out(problem)
         best = own[0]
-        what = f"{best.name}, {training.pipeline} stages x {training.data} replicas"
-        return SystemAnswer(system, what, tokens / best.iteration_s, best.iteration_s, replace(plan, candidates=own))
-    if system is System.SPANTRAIN:
-        span = report_of_best_groups(problem.setup)
-        chain, groups = span.best.chain, span.grouping
-        what = (
-            f"{len(groups.groups)} groups ({groups.threshold_gbps:.3g} Gbit/s), {len(chain.stages)} stages, "
-            f"{chain.microbatches} microbatches of {chain.sequences}"
+        what = f"{best.name}, {count(training.pipeline, 'stage')} x {count(training.data, 'replica')}"
+        return SystemAnswer(
+            system, what, tokens_of(problem.setup) / best.iteration_s, best.iteration_s, replace(plan, candidates=own)
         )
-        return SystemAnswer(system, what, tokens / span.iteration_s, span.iteration_s, span)
-    if system is System.SCALEACROSS:
-        report = report_of(of_problem(problem.setup), links=True)
-        choice = report.explored.best[0]
-        what = (
-            f"{name_of(choice)}, TP-CP-EP-PP-DP {choice.case.split}, {choice.case.split.microbatch_sequences} sequences"
-        )
-        return SystemAnswer(system, what, tokens / choice.links_s, choice.links_s, report)
-    clusters = asynchronous_clusters(problem)
+    if system in DECIDE_INSIDE:
+        ask = asked_spantrain if system is System.SPANTRAIN else asked_scaleacross
+        short, whole = ask(problem.setup)
+        return SystemAnswer(system, short.what, short.tokens_per_s, short.iteration_s, whole)
+    clusters = asynchronous_clusters(problem, steps=steps)
     every = problem.setup.asynchronous.sync_every
     what = f"{len(clusters.clusters)} clusters, H {every}, servers at {clusters.servers_at}"
     return SystemAnswer(system, what, clusters.tokens_per_s, None, clusters)
@@ -197,26 +185,30 @@ def _best_together(problem: Problem, answers: Sequence[SystemAnswer]) -> tuple[S
 
 
 def _ways(
-    problem: Problem, best: SystemAnswer | None, apart: SystemAnswer | None, refused: Sequence[NoAnswer]
+    problem: Problem,
+    best: SystemAnswer | None,
+    steps: Mapping[int, SitePlan],
+    refused: Sequence[NoAnswer],
+    systems: Sequence[System],
+    say: Callable[[str], None],
 ) -> SiteWays | None:
-    """The ways to use the sites, from the answers of the systems."""
+    """The ways to use the sites; those of all of them from the answers of the systems."""
     no_ways = list[NoWay]()
-    together: SiteWay | None = None
-    clusters: AsynchronousClusters | None = None
-    if best is not None:
-        together = SiteWay(f"{best.system.value}: {best.what}", best.tokens_per_s, synchronous=True)
+    together: SitePlan | None = None
+    if best is not None and best.iteration_s is not None:
+        what = f"{best.system.value}: {best.what}"
+        plan = best.found if isinstance(best.found, Plan) else None
+        together = SitePlan(System.CROSSPIPE, what, tokens_of(problem.setup), best.iteration_s, plan)
     elif why := next((no.why for no in refused if no.system is not System.DIPS), ""):
         no_ways.append(NoWay(PIPELINE, why))
-    if apart is not None and isinstance(apart.found, AsynchronousClusters):
-        clusters = apart.found
-    elif why := next((no.why for no in refused if no.system is System.DIPS), ""):
+    if why := next((no.why for no in refused if no.system is System.DIPS), ""):
         no_ways.append(NoWay(CLUSTERS, why))
-    return compare_ways(problem, together, clusters, no_ways)
+    return compare_ways(problem, together, steps, no_ways, systems, say)
 
 
 def _chosen(best: SystemAnswer | None, apart: SystemAnswer | None, ways: SiteWays | None) -> SystemAnswer:
     """The answer to use: the fastest synchronous one, unless asynchronous clusters make up for their tokens."""
-    of_all = [way for way in ways.found if not way.without] if ways else []
+    of_all = [way for way in ways.found if ways.of_all(way)] if ways else []
     use = apart if best is None or (apart is not None and of_all and not of_all[0].synchronous) else best
     assert use is not None
     return use

@@ -34,6 +34,9 @@ from dips.planner.validation.checks import PaperCheck
 WIDEST = 400
 """Cells of time that a timeline has in a line."""
 
+MOST_WAYS = 8
+"""Ways to use the sites that are shown at most, but for those that are always compared."""
+
 SHARING = {"fair": "bandwidth shared evenly", "coordinated": "one message at a time", "alone": ""}
 
 
@@ -82,8 +85,8 @@ def decision_text(decision: SystemChoice) -> Iterator[str | Table]:
 def _ways_table(ways: SiteWays) -> Table:
     table = table_of(("way", "how"), ("tokens a day", "worth", "of the best"))
     best = ways.counted(ways.take)
-    others = [way for way in ways.left_out if way not in ways.found]
-    for way in sorted((*ways.found, *others), key=lambda way: -ways.counted(way)):
+    shown = {*ways.found, *ways.judged[:MOST_WAYS]}
+    for way in (way for way in ways.judged if way in shown):
         counted = ways.counted(way)
         table.add_row(way.name, way.how, tokens_text(way.tokens_per_day), tokens_text(counted), f"{counted / best:.1%}")
     return table

@@ -1,56 +1,53 @@
-"""Compares the ways to use several sites, in tokens a day: one pipeline over them, a cluster at each of them under
-Di-PS, or one of these two without the site that costs more than it brings.
+"""Compares the ways to use several sites, in tokens a day: one training over all or some of them, one site alone, or a
+cluster at each of all or some of them under Di-PS.
 
-A pipeline is the best that is found, of the file's own split and of all others of the same batch. Clusters are those of
-dips.planner.commands.plan_clusters: what the sites train alone, times the share that exchanges over the links leave of
-it. A token of clusters counts for less than one of a pipeline, since they need more tokens for the same loss: how many
-more is an assumption of the file (`[asynchronous] more_tokens`).
+Every set of sites is judged, with best() of dips.planner.commands.plan_best: what a set does together with the file's
+batch, and what its clusters do, which is what the sites train alone, times the share that exchanges over the links
+leave of it. A token of clusters counts for less than one of synchronous training, since they need more tokens for the
+same loss: how many more is an assumption of the file (`[asynchronous] more_tokens`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
-from dips.planner.commands.plan_clusters import INSIDE_A_SITE, AsynchronousClusters, asynchronous_clusters, best_split
+from dips.planner.commands.plan_best import DECIDE_INSIDE, SitePlan, System, best, bound
+from dips.planner.commands.plan_clusters import AsynchronousClusters, asynchronous_clusters
 from dips.planner.errors import PlanError
-from dips.planner.plan import Plan
 from dips.planner.problem import Problem
 
 DAY_S = 86_400
 
 PIPELINE, CLUSTERS = "one pipeline over the sites", "separate clusters under Di-PS"
 
-QUICK = ("1f1b", "zb_h1", "zb_v", "cross_ud/1", "cross_wave")
-"""The schedules of a pipeline whose stages and replicas are searched for; the best of them is within a few percent of
-the best of all."""
+MOST_JUDGED = 8
+"""Sites up to which every set of them is judged."""
 
-MOST_MESSAGES_TRIED = 1 << 15
-"""Stages x microbatches x replicas up to which splits are searched for: larger ones take long."""
-
-MOST_LEFT_OUT = 8
-"""Sites up to which each is left out once."""
+SEARCH_S = 60.0
+"""Time of a processor for the search among sets of sites; what was found until then is compared."""
 
 NEAR = 0.1
 """Two ways that differ by less are said to: the numbers of a file are seldom better."""
+
+Sites = tuple[int, ...]
+"""A set of sites in the order of the file."""
 
 
 @dataclass(frozen=True)
 class SiteWay:
     """One way to use the sites."""
 
+    name: str
+    sites: Sites  # those that train
     how: str
     tokens_per_s: float
     synchronous: bool
-    without: str = ""  # the site that is left out; empty: none
     split: tuple[int, int, int] | None = None  # stages, replicas, microbatches, where the file says others
-
-    @property
-    def name(self) -> str:
-        if self.without:
-            return f"without {self.without}"
-        return PIPELINE if self.synchronous else CLUSTERS
 
     @property
     def tokens_per_day(self) -> float:
@@ -59,20 +56,6 @@ class SiteWay:
     def counted_per_day(self, more_tokens: float) -> float:
         """As tokens of synchronous training, which needs the fewest for a loss."""
         return self.tokens_per_day / (1.0 if self.synchronous else more_tokens)
-
-    def to_json(self, more_tokens: float) -> dict[str, Any]:
-        stages, replicas, microbatches = self.split or (None, None, None)
-        return {
-            "way": self.name,
-            "how": self.how,
-            "without": self.without or None,
-            "synchronous": self.synchronous,
-            "tokens_per_day": self.tokens_per_day,
-            "counted_tokens_per_day": self.counted_per_day(more_tokens),
-            "pipeline": stages,
-            "data": replicas,
-            "microbatches": microbatches,
-        }
 
 
 @dataclass(frozen=True)
@@ -85,16 +68,25 @@ class NoWay:
 
 @dataclass(frozen=True)
 class SiteWays:
-    """All ways that are possible, and which to take."""
+    """All ways that were judged, and which to take."""
 
     problem: Problem
-    found: tuple[SiteWay, ...]  # those of all sites, and the best one without a site; the best first
-    left_out: tuple[SiteWay, ...]  # for each site the best way without it, the best first
+    judged: tuple[SiteWay, ...]  # the best first
     impossible: tuple[NoWay, ...]
+    unjudged: int = 0  # sets of sites that the search did not come to
 
     @property
     def take(self) -> SiteWay:
-        return self.found[0]
+        return self.judged[0]
+
+    @property
+    def found(self) -> tuple[SiteWay, ...]:
+        """What a reader compares, the best first: what to take, both ways of all sites, and the best site alone."""
+        alone = next((way for way in self.judged if len(way.sites) == 1), None)
+        return tuple(way for way in self.judged if way is self.take or way is alone or self.of_all(way))
+
+    def of_all(self, way: SiteWay) -> bool:
+        return len(way.sites) == len(self.problem.setup.sites)
 
     @property
     def more_tokens(self) -> float:
@@ -105,109 +97,169 @@ class SiteWays:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "take": self.take.to_json(self.more_tokens),
+            "take": self._json(self.take),
             "why": list(reasons(self)),
             "more_tokens": self.more_tokens,
-            "found": [way.to_json(self.more_tokens) for way in self.found],
-            "left_out": [way.to_json(self.more_tokens) for way in self.left_out],
+            "judged": [self._json(way) for way in self.judged],
+            "not_judged": self.unjudged,
             "not_possible": [{"way": no.name, "why": no.why} for no in self.impossible],
+        }
+
+    def _json(self, way: SiteWay) -> dict[str, Any]:
+        stages, replicas, microbatches = way.split or (None, None, None)
+        return {
+            "way": way.name,
+            "how": way.how,
+            "sites": [self.problem.setup.sites[site].name for site in way.sites],
+            "synchronous": way.synchronous,
+            "tokens_per_day": way.tokens_per_day,
+            "counted_tokens_per_day": self.counted(way),
+            "pipeline": stages,
+            "data": replicas,
+            "microbatches": microbatches,
         }
 
 
 def compare_ways(
-    problem: Problem, together: SiteWay | None, apart: AsynchronousClusters | None, refused: Iterable[NoWay]
+    problem: Problem,
+    together: SitePlan | None,
+    steps: Mapping[int, SitePlan],
+    refused: Iterable[NoWay],
+    systems: Sequence[System] = tuple(System),
+    say: Callable[[str], None] = lambda text: None,
+    clock: Callable[[], float] = time.process_time,
 ) -> SiteWays | None:
-    """Compare the ways of a problem with several sites. together: the best pipeline that is known; apart: the clusters;
-    refused: why one of them is not there. None where no way is possible."""
-    n, more, impossible = len(problem.setup.sites), problem.setup.asynchronous.more_tokens, list(refused)
-    try:
-        searched = pipeline_over(problem, range(n))
-        if together is None or searched.tokens_per_s > together.tokens_per_s:
-            together = searched
-            impossible = [no for no in impossible if no.name != PIPELINE]
-    except PlanError:
-        pass  # the file's own split is the only one
-    known = {site: cluster.plan for site, cluster in enumerate(apart.clusters if apart is not None else ())}
-    left_out: list[SiteWay] = []
-    for site in range(n) if n <= MOST_LEFT_OUT else ():
-        try:
-            left_out.append(best_without(problem, site, known))
-        except PlanError as error:
-            impossible.append(NoWay(f"without {problem.setup.sites[site].name}", str(error)))
-    if n > MOST_LEFT_OUT:
-        impossible.append(NoWay("without a site", f"not tried for more than {MOST_LEFT_OUT} sites"))
-    left_out.sort(key=lambda way: -way.counted_per_day(more))
-    of_clusters = None if apart is None else clusters_way(apart)
-    found = [way for way in (together, of_clusters, *left_out[:1]) if way is not None]
-    if not found:
+    """Compare the ways of a problem with several sites. together: the best that is known for all of them; steps: the
+    inner step of each site that can be a cluster; refused: why a way of all sites is not there; say: is told what is
+    judged. None where no way is possible."""
+    search = _Search(problem, steps, systems, say, clock)
+    impossible = list(refused)
+    if together is not None:
+        search.add(search.together_way(search.all, together))
+    search.run()
+    if not search.judged:
         return None
-    found.sort(key=lambda way: -way.counted_per_day(more))
-    return SiteWays(problem, tuple(found), tuple(left_out), tuple(impossible))
+    if any(way.synchronous and way.sites == search.all for way in search.judged):
+        impossible = [no for no in impossible if no.name != PIPELINE]
+    more = problem.setup.asynchronous.more_tokens
+    ranked = sorted(search.judged, key=lambda way: -way.counted_per_day(more))
+    return SiteWays(problem, tuple(ranked), tuple(impossible), search.unjudged)
 
 
-def pipeline_over(problem: Problem, sites: Sequence[int]) -> SiteWay:
-    """The best pipeline over these sites, which take the whole batch. Raises PlanError."""
-    training, asked = problem.setup.training, problem.setup.options.schedules
-    names: Sequence[str] = [name for name in QUICK if name in asked or not asked] or QUICK
-    if len(sites) == 1:
-        names = INSIDE_A_SITE
-    batch = training.microbatches * training.data
-    plan = best_split(problem, sites, batch, names, MOST_MESSAGES_TRIED)
-    found, tokens = plan.problem.setup.training, batch * training.microbatch_sequences * training.sequence_tokens
-    split = found.pipeline, found.data, found.microbatches
-    same = split == (training.pipeline, training.data, training.microbatches)
-    without = _without(problem, sites)
-    how = f"{_sites_of(problem, sites)}{plan.chosen.name}, {_split_text(plan)}"
-    return SiteWay(how, tokens / plan.chosen.iteration_s, True, without, None if same else split)
+class _Search:
+    """Judges sets of sites: those of one first, then those that could be better than the best so far."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        steps: Mapping[int, SitePlan],
+        systems: Sequence[System],
+        say: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._problem, self._steps, self._systems, self._say, self._clock = problem, steps, systems, say, clock
+        training = problem.setup.training
+        self._batch = training.microbatches * training.data
+        self._ends_s = clock() + SEARCH_S
+        self._seen: set[Sites] = set()
+        self.all: Sites = tuple(range(len(problem.setup.sites)))
+        self.judged: list[SiteWay] = []
+        self.unjudged = 0
+        self._best = 0.0  # of a second, counted
+
+    def run(self) -> None:
+        first, *others = sorted(((site,) for site in self.all), key=lambda sites: -max(self._bounds(sites)))
+        self._judge(first, surely=True)
+        self._judge_all(others)
+        self._judge(self.all, surely=True)
+        if len(self.all) <= MOST_JUDGED:
+            sizes = range(2, len(self.all))
+            self._judge_all(sites for size in sizes for sites in combinations(self.all, size))
+            return
+        # From the best set so far to the best of those with one site more or less, as long as that is better.
+        while True:
+            before, at = self._best, max(self.judged, key=self._counted, default=None)
+            if at is None:
+                return
+            self._judge_all(tuple(sorted({*at.sites} ^ {site})) for site in self.all)
+            if self._best <= before:
+                return
+
+    def _judge_all(self, sets: Iterable[Sites]) -> None:
+        """Judge the most promising first, until no other can be better."""
+        bounds = [(max(self._bounds(sites)), sites) for sites in sets if sites and sites not in self._seen]
+        for _, sites in sorted(bounds, reverse=True):
+            self._judge(sites)
+
+    def _bounds(self, sites: Sites) -> tuple[float, float]:
+        """What the sites cannot exceed together, and as clusters, in counted tokens a second."""
+        clusters = len(sites) > 1 and all(site in self._steps for site in sites)
+        apart = sum(self._steps[site].tokens_per_s for site in sites) if clusters else 0.0
+        synchronous = any(system is not System.DIPS for system in self._systems)
+        together = bound(self._problem, sites, self._batch) if synchronous else 0.0
+        return together, apart / self._problem.setup.asynchronous.more_tokens
+
+    def _judge(self, sites: Sites, surely: bool = False) -> None:
+        """surely: also where another set is better, or the search has ended."""
+        together, apart = self._bounds(sites)
+        self._seen.add(sites)
+        if not surely and max(together, apart) <= self._best:
+            return
+        if not surely and self._clock() > self._ends_s:
+            self.unjudged += 1
+            return
+        self._say(f"judging {self._names(sites)}")
+        with contextlib.suppress(PlanError):  # no link to the servers at any of these sites
+            if apart and (surely or apart > self._best):
+                found = asynchronous_clusters(self._problem, sites, self._steps)
+                self.add(clusters_way(found, sites, self._name(sites, synchronous=False)))
+        with contextlib.suppress(PlanError):  # a reason is told for all sites; others need not be able to train
+            if together and (surely or together > self._best):
+                # The systems that choose more than pipelines were asked for all sites.
+                asked = [one for one in self._systems if sites != self.all or one not in DECIDE_INSIDE]
+                self.add(self.together_way(sites, best(self._problem, sites, self._batch, asked)))
+
+    def add(self, way: SiteWay) -> None:
+        """Keep a way, but one of the same sites and kind that is not better."""
+        same = next((one for one in self.judged if (one.sites, one.synchronous) == (way.sites, way.synchronous)), None)
+        if same is not None and same.tokens_per_s >= way.tokens_per_s:
+            return
+        self.judged = [one for one in self.judged if one is not same] + [way]
+        self._best = max(self._best, self._counted(way))
+
+    def _counted(self, way: SiteWay) -> float:
+        return way.counted_per_day(self._problem.setup.asynchronous.more_tokens) / DAY_S
+
+    def together_way(self, sites: Sites, plan: SitePlan) -> SiteWay:
+        training = self._problem.setup.training
+        same = plan.split == (training.pipeline, training.data, training.microbatches) and sites == self.all
+        how = plan.what if plan.system is System.CROSSPIPE else f"{plan.system.value}: {plan.what}"
+        split = None if same else plan.split
+        return SiteWay(self._name(sites, synchronous=True), sites, how, plan.tokens_per_s, True, split)
+
+    def _name(self, sites: Sites, synchronous: bool) -> str:
+        if sites == self.all:
+            return PIPELINE if synchronous else CLUSTERS
+        if len(sites) == 1:
+            return f"{self._names(sites)} alone"
+        return f"{'one pipeline over' if synchronous else 'clusters at'} {self._names(sites)}"
+
+    def _names(self, sites: Sites) -> str:
+        return listed([self._problem.setup.sites[site].name for site in sites])
 
 
-def _split_text(plan: Plan) -> str:
-    training, groups = plan.problem.setup.training, plan.problem.groups
-    whole = ", whole pipelines at each site" if groups > 1 else ""
-    replicas = "1 replica" if training.data == 1 else f"{training.data} replicas"
-    return f"{training.pipeline} stages x {replicas}{whole}"
-
-
-def clusters_way(found: AsynchronousClusters, sites: Sequence[int] | None = None) -> SiteWay:
-    """The way that trains in clusters. sites: those that train; None: all."""
-    problem = found.problem
-    without = "" if sites is None else _without(problem, sites)
+def clusters_way(found: AsynchronousClusters, sites: Sites, name: str = CLUSTERS) -> SiteWay:
+    """The way that trains in clusters at these sites."""
     how = (
-        f"{len(found.clusters)} clusters, H {problem.setup.asynchronous.sync_every}, servers at {found.servers_at}, "
-        f"exchanges leave {found.share_of_ideal:.1%}"
+        f"{len(found.clusters)} clusters, H {found.problem.setup.asynchronous.sync_every}, servers at "
+        f"{found.servers_at}, exchanges leave {found.share_of_ideal:.1%}"
     )
-    return SiteWay(how, found.tokens_per_s, False, without)
+    return SiteWay(name, sites, how, found.tokens_per_s, False)
 
 
-def best_without(problem: Problem, site: int, known: Mapping[int, Plan]) -> SiteWay:
-    """The best way without a site. known: the plans of clusters.
-
-    Raises PlanError, with the reason of the pipeline, where there is none."""
-    rest = [number for number in range(len(problem.setup.sites)) if number != site]
-    ways, why = list[SiteWay](), PlanError("")
-    try:
-        ways.append(pipeline_over(problem, rest))
-    except PlanError as error:
-        why = error
-    try:
-        if len(rest) > 1:
-            ways.append(clusters_way(asynchronous_clusters(problem, rest, known), rest))
-    except PlanError:
-        pass  # the pipeline's reason says as much
-    if not ways:
-        raise why
-    return max(ways, key=lambda way: way.counted_per_day(problem.setup.asynchronous.more_tokens))
-
-
-def _without(problem: Problem, sites: Sequence[int]) -> str:
-    return next((site.name for number, site in enumerate(problem.setup.sites) if number not in sites), "")
-
-
-def _sites_of(problem: Problem, sites: Sequence[int]) -> str:
-    """Who trains, where that is not each site."""
-    if len(sites) == len(problem.setup.sites):
-        return ""
-    return f"{' and '.join(problem.setup.sites[number].name for number in sites)}: "
+def listed(names: Sequence[str]) -> str:
+    """a, b and c."""
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
@@ -232,7 +284,7 @@ def take_text(ways: SiteWays) -> str:
     take, *others = ways.found
     text = f"take: {take.name}, {given(take).format(' tokens a day')}"
     for number, way in enumerate(others):
-        verb = "" if number else " give" if way.name == CLUSTERS else " gives"
+        verb = "" if number else " give" if not way.synchronous else " gives"
         text += f"{', ' if number else '; '}{way.name}{verb} {given(way).format('')}"
     return text
 
@@ -250,8 +302,11 @@ def reasons(ways: SiteWays) -> Iterator[str]:
         yield (
             f"{take.name} and {ways.found[1].name} differ by {ahead:.1%}, less than such numbers are sure: measure both"
         )
-    if take.without:
-        yield f"{take.without} costs more than it brings: remove its [[sites]] and [[links]] from the file"
+    names = [site.name for number, site in enumerate(setup.sites) if number not in take.sites]
+    if names:
+        one = len(names) == 1
+        cost = "costs more than it brings: remove its" if one else "cost more than they bring: remove their"
+        yield f"{listed(names)} {cost} [[sites]] and [[links]] from the file"
     if take.split is not None:
         stages, replicas, microbatches = take.split
         training = setup.training
@@ -260,6 +315,16 @@ def reasons(ways: SiteWays) -> Iterator[str]:
             f"{training.pipeline}, {training.data}, {training.microbatches})"
             f"{', remove stages from [[sites]]' if any(site.stages for site in setup.sites) else ''}, and plan again"
         )
+    whole = next((way for way in ways.judged if way.synchronous and ways.of_all(way) and way.split is not None), None)
+    if whole is not None and whole is not take and whole.split is not None:
+        yield (
+            f"over all sites {whole.split[0]} x {whole.split[1]} stages x replicas take less time than the file's "
+            f"{setup.training.pipeline} x {setup.training.data}"
+        )
+    if ways.unjudged:
+        yield f"the search ended after {SEARCH_S:g} s: {ways.unjudged} sets of sites were not judged"
+    elif len(setup.sites) > MOST_JUDGED:
+        yield f"of more than {MOST_JUDGED} sites not every set is judged: a better one may exist"
     if any(not way.synchronous for way in ways.found):
         assumed = setup.asynchronous
         yield (

@@ -410,13 +410,12 @@ def of_problem(setup: ClusterFile) -> Topology:
             )
         )  # fmt: skip
     known = [site.network_gbps for site in setup.sites if site.network_gbps is not None]
-    group = training.tensor * training.context
     first = setup.sites[0]
     assert first.memory_gib is not None
     assert first.sustained_tflops is not None
     accelerators = Accelerators(
         memory_gib=first.memory_gib, sustained_tflops=first.sustained_tflops, per_server=training.tensor,
-        server_gbps=FREE_GBPS, network_gbps=min(known) / group if known else FREE_GBPS,
+        server_gbps=FREE_GBPS, network_gbps=min(known) if known else FREE_GBPS,
         network_latency_us=max(site.network_latency_us for site in setup.sites), source=stated,
     )  # fmt: skip
     found = Topology(
