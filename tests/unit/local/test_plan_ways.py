@@ -11,7 +11,7 @@ from support.repository import ROOT
 
 from dips.planner.api import pose
 from dips.planner.commands import plan_ways
-from dips.planner.commands.plan_best import System, best, bound
+from dips.planner.commands.plan_best import SitePlan, System, best, bound
 from dips.planner.commands.plan_clusters import NEAR_SHARE, asynchronous_clusters, inner_step, inner_steps
 from dips.planner.commands.plan_systems import decide, decision_json
 from dips.planner.commands.plan_text import decision_text
@@ -62,7 +62,7 @@ def test_a_days_tokens_are_those_of_a_batch_over_the_iteration(problem: Problem)
     )
 
 
-def steps(problem: Problem) -> dict[int, plan_ways.SitePlan]:
+def steps(problem: Problem) -> dict[int, SitePlan]:
     return inner_steps(problem, ASKED)
 
 
