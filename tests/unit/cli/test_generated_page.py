@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from generate_docs import PAGES, ROLES, TABLES, diagram, main, protocol, settings
+from generate_docs import PAGES, ROLES, main, protocol
 from support.repository import ROOT
 
 from dips.core.errors import ConfigError
@@ -47,18 +47,6 @@ def test_a_page_whose_text_is_kept_by_hand_must_be_there(docs: Path, capsys: pyt
 def test_missing_or_unknown_part_is_an_error(change: tuple[str, str]) -> None:
     with pytest.raises(ConfigError):
         protocol((ROOT / "docs" / "protocol.md").read_text().replace(*change))
-
-
-@pytest.mark.parametrize("name", sorted(TABLES))
-def test_diagram_shows_every_arrow(name: str) -> None:
-    text = diagram(TABLES[name])
-    for start, label, end in TABLES[name].arrows():
-        [line] = [line for line in text.splitlines() if line.strip().startswith(f"{start.value} --> {end.value}:")]
-        assert label.replace("_", " ") in line
-
-
-def test_a_size_that_is_shown_can_be_typed_and_is_the_same() -> None:
-    assert "| `max_bytes` | size, at least 1 B | `24 MB` | " in settings()
 
 
 def test_names_of_metrics_are_unique_and_say_their_kind_and_unit() -> None:

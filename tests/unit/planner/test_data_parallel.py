@@ -61,15 +61,6 @@ def test_weights_come_first_and_gradients_last() -> None:
     assert timeline.starts[0][0] == 2 * NS
 
 
-def test_one_network_for_all_carries_one_exchange_at_a_time() -> None:
-    """Weights of stage 1 come at 4, so its first forward pass waits one unit; its gradients go at 10 to 14, those of
-    stage 0, ready at 12, at 14 to 18."""
-    timeline = validate(one_f_one_b(2, 2), costs_of((0, 1), 2, 4, shared=True))
-    assert spans(timeline) == [(0, True, 0, 2), (1, True, 2, 4), (1, False, 10, 14), (0, False, 14, 18)]
-    assert [start / NS for start in timeline.starts[1]] == [4, 5, 7, 8]
-    assert timeline.makespan_ns == 18 * NS
-
-
 def test_what_is_hidden_and_what_is_not() -> None:
     timeline = validate(one_f_one_b(2, 2), costs_of((0, 1), 2, 4, latency=0.5, shared=True))
     assert spans(timeline)[:2] == [(0, True, 0, 2.5), (1, True, 2, 4.5)]

@@ -12,7 +12,7 @@ from dips.planner.costs import NS, Costs, StageCost, Wire, uniform
 from dips.planner.errors import PlanError
 from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Kind, Schedule
-from dips.planner.schedules.fixed import gpipe, one_f_one_b, zb_h1
+from dips.planner.schedules.fixed import gpipe, one_f_one_b
 from dips.planner.schedules.greedy import jeeves
 from dips.planner.simulate import simulate
 from dips.planner.validate import peaks, validate
@@ -89,13 +89,6 @@ def test_what_cannot_run_is_named() -> None:
     bad = Schedule("bad", good.device_of_stage, 2, (good.orders[0][::-1], good.orders[1]))
     with pytest.raises(PlanError, match="replica 1: the schedule cannot end: device 0 waits at cell 1"):
         simulate_fleet([good, bad], uniform(2, 1))
-
-
-def test_a_fleet_of_one() -> None:
-    for make in (gpipe, one_f_one_b, zb_h1):
-        fleet = simulate_fleet([make(4, 8)], costs(0.5, 0.25))
-        plain = simulate(make(4, 8), costs(0.5, 0.25))
-        assert (fleet.timelines[0].starts, fleet.timelines[0].ends) == (plain.starts, plain.ends)
 
 
 def test_turns_on_a_link() -> None:

@@ -12,8 +12,8 @@ import torch
 from support.rank_table import RankTable, Seat
 
 from dips.core.errors import ConfigError
-from dips.worker.parallel.agreement import Agreed, agree, cells_of, merged
-from dips.worker.parallel.held import Box, DataPlace, Held, Row, ShardOf, Shards, held_here
+from dips.worker.parallel.agreement import Agreed, agree, merged
+from dips.worker.parallel.held import DataPlace, Held, Row, ShardOf, Shards, held_here
 from dips.worker.parallel.ownership import Piece
 from dips.worker.parallel.replicas import SAMPLE_STRIDE, Replicas
 from dips.worker.torch_model import TorchParameters
@@ -142,13 +142,6 @@ def test_opposite_orders_are_refused_and_order_decides() -> None:
     first, _ = whole(held(one), held(other), order=["frozen", "head.w", "embed.w"])
     assert [parameter.name for parameter in first.layout.parameters] == ["head.w", "embed.w"]
     assert "order= lacks 'embed.w'" in refused(held(one), held(other), order=["head.w"])
-
-
-def test_cells_are_cut_where_any_box_begins_or_ends() -> None:
-    whole_tensor, left, right = Box((0, 0), (2, 6)), Box((0, 0), (2, 4)), Box((0, 4), (2, 2))
-    assert cells_of({whole_tensor: [0], left: [1, 3], right: [2]}) == {left: [0, 1, 3], right: [0, 2]}
-    assert cells_of({Box((), ()): [0, 1]}) == {Box((), ()): [0, 1]}
-    assert cells_of({}) == {}
 
 
 def part(start: int, values: torch.Tensor) -> Held:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -280,45 +278,6 @@ def test_a_lost_version_is_given_back_to_the_bit(run: RunInMemory) -> None:
         assert model.theta.tobytes() == BASE.tobytes(), "its own steps are dropped"
 
 
-def test_the_masters_stop_ends_the_loop_with_the_last_version(run: RunInMemory) -> None:
-    model, last = FlatModel(1), FlatModel(11).theta
-    with shell_of(run, model) as shell:
-        train(run, shell, model, 2)
-        run.publish(last)
-        run.stop = True
-        run.passes(0.0)
-        train(run, shell, model, 1)
-        assert (shell.done, shell.released, shell.exit_reason) == (True, True, "the run has ended")
-        assert model.theta.tobytes() == last.tobytes()
-    assert len(run.leaves) == 1
-
-
-@pytest.mark.parametrize("how", ["asked", "ended", "failed", "exits"])
-def test_whoever_leaves_between_steps_has_its_last_steps_pushed_first(run: RunInMemory, how: str) -> None:
-    model = FlatModel(1)
-    shell = shell_of(run, model)
-    ends: dict[str, BaseException] = {"failed": ValueError("no"), "exits": SystemExit(3)}
-
-    def loop() -> None:
-        with shell:
-            train(run, shell, model, 2)
-            if how == "asked":
-                shell.request_stop("SIGTERM")
-                train(run, shell, model, 1)
-                assert shell.done
-            if how in ends:
-                raise ends[how]
-
-    with pytest.raises(type(ends[how])) if how in ends else contextlib.nullcontext():
-        loop()
-    reason = {"asked": "SIGTERM", "ended": "the training loop has ended", "failed": "ValueError: no",
-              "exits": "SystemExit: 3"}[how]  # fmt: skip
-    assert [leave.reason for leave in run.leaves] == [reason]
-    assert [push.steps for push in run.pushes] == {"asked": [3], "failed": []}.get(how, [2])
-    shell.close()
-    assert len(run.leaves) == 1
-
-
 def test_leaving_is_given_up_when_nothing_answers(run: RunInMemory) -> None:
     model = FlatModel(1)
     shell = shell_of(run, model, leave_wait_s=3.0)
@@ -520,32 +479,6 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(
         assert "no space left; training goes on" in caplog.text
         train(run, shell, model, 4)
         assert shell.version == Version(1, 1)
-
-
-def test_resuming_takes_the_newest_whole_one_or_none(run: RunInMemory, kept: dict[str, Any], tmp_path: Path) -> None:
-    model = FlatModel(1)
-    with pytest.raises(ConfigError, match="one is required"):
-        shell_of(run, model, **kept, resume_required=True).__enter__()
-    assert run.joins == [], "the master was not asked"
-    shell = shell_of(run, model, **kept)
-    shell.start()
-    thetas = []
-    for _ in range(2):
-        train(run, shell, model, 1)
-        assert shell.checkpoint_now("label")
-        thetas.append(model.theta.copy())
-    die(shell)
-    newest = max((tmp_path / "kept").glob("*.safetensors"))
-    newest.write_bytes(newest.read_bytes()[:-7])
-    again = FlatModel(2)
-    shell = shell_of(run, again, **kept)
-    shell.start()
-    assert again.theta.tobytes() == thetas[0].tobytes()
-    die(shell)
-    other = shell_of(run, FlatModel(2), **kept | {"cluster_id": "b"})
-    with pytest.raises(ConfigError, match="of cluster a, this is cluster b"):
-        other.__enter__()
-    assert not math.isnan(shell.steps_per_s)
 
 
 def test_a_scrape_finds_what_the_loop_did(

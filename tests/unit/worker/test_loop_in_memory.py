@@ -820,12 +820,6 @@ def test_an_optimizer_that_the_loop_does_not_know_is_a_warning(
         assert all("3 of the parameters that require gradients ('layers.2.w')" in each for each in told)
 
 
-def test_a_state_without_the_two_methods_is_refused(run: RunInMemory, tmp_path: Path) -> None:
-    loop = Loop(run, 0, replicas=False, checkpoint_dir=tmp_path, state={"loader": object()})
-    with pytest.raises(ConfigError, match=r"'loader' is a object: give an object with state_dict\(\)"):
-        loop.sync.__enter__()
-
-
 def test_a_model_of_which_a_step_leaves_only_zeros_is_not_pushed(run: RunInMemory, tmp_path: Path) -> None:
     loop = Loop(run, 0, replicas=False, tape=tmp_path / "tape")
 

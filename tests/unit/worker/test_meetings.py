@@ -13,7 +13,20 @@ from dips.core.messages import Caller, DataRange, PlacementSpec, PullGrant, Sett
 from dips.core.wire import Codec
 from dips.worker.commands import Fetch, Send, ShareOut, Snapshot
 from dips.worker.parallel.meetings import MOST_STEPS, RankReport, TransferStage, late_ranks, next_meeting_steps, tally
-from dips.worker.parallel.orders import Ask, AskEnds, GiveUp, GoOn, Order, Ranges, from_bytes, to_bytes
+from dips.worker.parallel.orders import (
+    Ask,
+    AskEnds,
+    BeginCheckpoint,
+    CommitCheckpoint,
+    FindCheckpoint,
+    GiveUp,
+    GoOn,
+    Order,
+    PutBack,
+    Ranges,
+    from_bytes,
+    to_bytes,
+)
 from dips.worker.state.effects import Cancel, ClearResidual, CopyBase, Install, InstallMode, KeepResidual
 from dips.worker.state.waiting import GivenTimes, times_of
 
@@ -38,6 +51,10 @@ ORDERS: list[Order] = [
     Ranges((DataRange(1, 0, 7, 0, 1024), DataRange(2, 1, 8, 512, 1024)), are_all=True),
     Ranges((), are_all=False),
     GiveUp("ConfigError", "a sentence", 0),
+    BeginCheckpoint(3, "{}"),
+    CommitCheckpoint(),
+    FindCheckpoint(3),
+    PutBack(True),
 ]
 
 

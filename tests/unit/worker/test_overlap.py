@@ -12,7 +12,7 @@ from support.cluster_bench import SETTINGS, ClusterBench, LeasedClusterBench, ph
 from dips.core import messages
 from dips.core.errors import RemoteProtocolError
 from dips.core.ids import Version
-from dips.worker.state.effects import Failed, Install, InstallMode, Run, SendPush
+from dips.worker.state.effects import Failed, Install, InstallMode, Run
 from dips.worker.state.shared import SessionPhase
 from dips.worker.state.waiting import BRIEF_MOST_S, BRIEF_SHARE, RULES, ExchangeStage
 
@@ -245,19 +245,6 @@ def test_the_share_of_the_run_is_kept_of_steps_made_during_the_exchange_alone() 
     assert life.pulled() == Install(InstallMode.REBASE_FROM_BASE, reset_inner=False, share=1.0)
 
 
-def through(life: LeasedClusterBench, kind: messages.VerdictKind, steps: int = 2) -> tuple[int, SendPush]:
-    life.push_begun()
-    life.train(steps)
-    start = life.ticket()
-    life.train(steps)
-    life.sent(start)
-    life.train(steps)
-    life.admitted()
-    life.train(steps)
-    life.decide(kind)
-    return start
-
-
 @pytest.mark.parametrize(("overlap", "trains"), [("none", False), ("push", False), ("full", True)])
 def test_a_busy_pull_is_trained_through_by_full_alone(overlap: str, trains: bool) -> None:
     life = ripe(overlap)
@@ -318,21 +305,6 @@ def test_leaving_in_the_middle_ends_everything(stage: ExchangeStage) -> None:
     life.left()
     assert life.finished is not None
     assert life.finished.error is None
-
-
-@each_overlap
-def test_dynamic_steps_count_from_the_pull(overlap: str) -> None:
-    life = living(overlap, dynamic=True)
-    through(life, messages.VerdictKind.APPLIED, steps=1)
-    life.local_steps = 3
-    life.grant()
-    life.train(1)
-    assert life.pull_ends().mode is InstallMode.REBASE_FROM_PUSH
-    life.train(2)
-    assert not life.asks(messages.BeginPushRequest)
-    life.train(1)
-    push = life.asked(messages.BeginPushRequest)
-    assert (push.steps, push.tokens) == (8, 800), "with those made since the push before"
 
 
 @that_overlap

@@ -106,25 +106,6 @@ def test_each_owned_element_comes_once_from_a_holder(cluster: tuple[Layout, Held
     assert (came == 1).all()
 
 
-@settings(max_examples=60)
-@given(clusters())
-def test_each_held_element_comes_once_from_its_owner(cluster: tuple[Layout, Held]) -> None:
-    layout, held = cluster
-    shares = shares_of_ranks(layout, held, UNIT_BYTES)
-    owner, copies = owner_of(layout, shares), copies_to_holders(layout, held, shares)
-    came = [[np.zeros(layout.n_elems, int) for _ in pieces] for pieces in held]
-    for row in range(len(copies)):
-        moved = elements(layout, copies, row)
-        source, target = int(copies.sources[row]), int(copies.targets[row])
-        assert (owner[moved] == source).all()
-        assert any(start <= min(moved) and max(moved) < stop for start, stop in shares[source].runs())
-        came[target][int(copies.pieces[row])][moved] += 1
-    for counts, pieces in zip(came, held, strict=True):
-        for count, piece in zip(counts, pieces, strict=True):
-            assert np.flatnonzero(count).tolist() == sorted(elements_of(layout, piece))
-            assert count.max(initial=0) <= 1
-
-
 def moved_elems(copies: Copies) -> int:
     return int(copies.n_elems[copies.sources != copies.targets].sum())
 
@@ -254,7 +235,9 @@ def test_shares_are_collected_and_spread_to_the_bit(cluster: tuple[Layout, Held]
 
     then = now + 1000
     vectors = [owned(share, then) for share in shares]
-    to_holders = moves_of(layout, held, shares, copies_to_holders(layout, held, shares), bucket_elems)
+    copies = copies_to_holders(layout, held, shares)
+    assert copies.n_elems.sum() == sum(math.prod(piece.sizes) for pieces in held for piece in pieces), "each comes once"
+    to_holders = moves_of(layout, held, shares, copies, bucket_elems)
     exchanged(
         to_holders,
         lambda rank, rows, bucket: _copy(rows.in_bucket(bucket), rows.in_share(vectors[rank])),

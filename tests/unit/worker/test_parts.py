@@ -93,14 +93,6 @@ def test_whatever_names_a_time_to_retry_is_retried(code: RefusalCode) -> None:
     assert remedy_for(Refused(code, "x", 1.0), joining=True, pushing=False) is Remedy.WAIT
 
 
-def test_settings_come_from_the_environment_with_units() -> None:
-    given = {"MASTER": "127.0.0.1:5", "CLUSTER_ID": "a", "DATA_STALL_S": "2 min"}
-    environment = {f"DIPS_WORKER_{name}": value for name, value in given.items()}
-    loaded = load(ClientConfig, "worker", environment=environment)
-    assert check(loaded.value).data_stall_s == 120.0
-    assert "DIPS_WORKER_DATA_STALL_S" in loaded.provenance["data_stall_s"]
-
-
 @pytest.mark.parametrize("field", ["call_deadline_s", "data_silence_s", "sync_every", "outer_lr"])
 def test_settings_that_make_no_sense_are_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=field):

@@ -28,10 +28,8 @@ from dips.worker.checkpoint import Checkpointing
 from dips.worker.checkpoint_files import CheckpointStore, read_record, write_record
 from dips.worker.config import ClientConfig
 from dips.worker.model_part import ModelPart
-from dips.worker.parallel import orders
 from dips.worker.parallel.agreement import Agreed, Alone, agree
 from dips.worker.parallel.held import Box, held_here
-from dips.worker.parallel.orders import BeginCheckpoint, CommitCheckpoint, FindCheckpoint, Order, PutBack
 from dips.worker.parallel.rank_checkpoints import (
     LeadingCheckpoints,
     RankCheckpoints,
@@ -618,11 +616,6 @@ def test_ranks_that_read_other_manifests_agree_on_none(tmp_path: Path) -> None:
     assert own.find(1) == ["", "rank 1 has another one of this number"]
     own.close()
     cluster.close()
-
-
-@pytest.mark.parametrize("order", [BeginCheckpoint(3, "{}"), CommitCheckpoint(), FindCheckpoint(3), PutBack(True)])
-def test_orders_about_checkpoints_travel(order: Order) -> None:
-    assert orders.from_bytes(orders.to_bytes(order)) == order
 
 
 def test_the_age_of_a_checkpoint_that_could_never_be_written_counts_from_the_first_step(

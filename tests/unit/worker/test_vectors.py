@@ -16,7 +16,7 @@ from dips.core.layout import Layout, Parameter
 from dips.core.net.payloads import SnapshotReady
 from dips.worker.parameters import ChunkSums
 from dips.worker.state.effects import InstallMode
-from dips.worker.vectors import Live, Vectors, chunk_spans
+from dips.worker.vectors import Live, Vectors
 
 F32 = NDArray[np.float32]
 N = 6
@@ -82,44 +82,6 @@ def at_base(theta: float = 1.0) -> tuple[Flat, Vectors]:
     vectors.landing()[:] = theta
     vectors.install(store, InstallMode.REPLACE)
     return store, vectors
-
-
-def test_replacing_keeps_every_bit() -> None:
-    odd = np.array([-0.0, 1e-45, np.inf, -np.inf, np.nan, 1.0], np.float32)
-    store, vectors = at_base()
-    vectors.landing()[:] = odd
-    vectors.install(store, InstallMode.REPLACE)
-    assert store.theta.tobytes() == vectors.base.tobytes() == odd.tobytes()
-
-
-def test_two_vectors_do_while_training_waits() -> None:
-    store, vectors = at_base()
-    for v in range(2, 6):
-        store.theta += 1
-        vectors.snapshot(store)
-        landing = vectors.landing(push_is_live=True)
-        landing[:] = float(10 * v)
-        vectors.install(store, InstallMode.REPLACE)
-        assert vectors_held(vectors) == 2
-        assert vectors.base.tolist() == store.theta.tolist() == [10.0 * v] * N
-
-
-def test_theta_at_push_gets_a_vector_when_training_goes_on_and_gives_it_back() -> None:
-    store, vectors = at_base()
-    store.theta += 4.0
-    vectors.snapshot(store)
-    vectors.landing(push_is_live=True)[:] = 100.0
-    vectors.keep_push(store)
-    assert vectors_held(vectors) == 3
-    assert vectors.push.tolist() == [5.0] * N
-    store.theta += 2.0
-    vectors.install(store, InstallMode.REBASE_FROM_PUSH)
-    assert store.theta.tolist() == [102.0] * N
-    assert vectors.base.tolist() == [100.0] * N
-    vectors.snapshot(store)
-    vectors.landing(push_is_live=True)[:] = 7.0
-    vectors.install(store, InstallMode.REPLACE)
-    assert vectors_held(vectors) == 2
 
 
 @pytest.mark.parametrize(("share", "kept"), [(1.0, 2.0), (0.5, 1.0), (0.0, 0.0)])
@@ -301,13 +263,6 @@ def test_nothing_is_read_from_parameters_that_change_without_a_copy() -> None:
                 vectors.install(store, InstallMode.REPLACE)
         with pytest.raises(LocalProtocolError, match="given up"):
             read(source)
-
-
-def test_chunk_spans_cover_the_vector_once_and_no_chunk_crosses_a_block() -> None:
-    parameters = tuple(Parameter(f"l.{i}.w", (size,), "float32", f"l.{i}") for i, size in enumerate((10, 300, 1)))
-    layout = Layout(parameters, 256)
-    spans = chunk_spans(layout, 512)
-    assert spans == [(0, 10), (10, 138), (138, 266), (266, 310), (310, 311)]
 
 
 def test_averaged_buffers_are_the_pulled_ones_after_a_rebase() -> None:
