@@ -13,7 +13,6 @@ from support.compare_records import committed, push, record
 
 from dips.lab.compare.record import RunRecord
 from dips.lab.compare.report import (
-    SCHEMA,
     Comparison,
     by_method,
     course_table,
@@ -99,21 +98,6 @@ def plain() -> dict[str, Any]:
     found = comparison([*THREE, record("async", 1, None)])
     loaded: dict[str, Any] = json.loads(json.dumps(to_json(found), allow_nan=False))
     return loaded
-
-
-def test_compare_json_holds_what_was_found(plain: dict[str, Any]) -> None:
-    assert plain["schema"] == SCHEMA
-    assert plain["setup"]["clusters"]["gaps"] == [0.0, 0.16, 0.33, 0.5]
-    assert plain["ideal_ratio"] == pytest.approx(1.23, abs=0.005)
-    dips = plain["methods"]["dips"]
-    assert dips["flags_of_master"] == []
-    assert dips["minus"] == {"diloco-clip": pytest.approx(0.05), "dp": pytest.approx(0.1)}
-    assert dips["minus_half_90"] == {"diloco-clip": None, "dp": None}, "one seed has no interval"
-    seed = dips["seeds"]["1"]
-    assert (seed["loss"], seed["virtual_s"], seed["rounds"], seed["staleness_max"]) == (2.3, 100.0, 2, 2)
-    assert seed["clipped"] == 0.5
-    assert seed["flags"] == {"true": 0, "false": 0, "missed": 0}
-    assert seed["curve"][-1] == [12_000, 100.0, 2.3]
 
 
 def test_compare_json_has_null_for_what_is_not_finite(plain: dict[str, Any]) -> None:

@@ -94,42 +94,6 @@ def _sgd_round(parameter: torch.nn.Parameter, sgd: torch.optim.SGD, shard: Shard
     sgd.step()
 
 
-def test_only_the_range_is_written() -> None:
-    shard = Shard.random(1, 100, slots=2)
-    theta, momentum = shard.outputs()
-    slots, weights = random_slots(1, 2, 2)
-    outer_numpy.outer_step(
-        shard.theta, shard.momentum, shard.staging, slots, weights, 1, 0.7, 0.8, 0.8, 1, theta, momentum, 30, 60
-    )
-    outside = np.r_[0:30, 60:100]
-    assert np.all(theta[outside] == 77)
-    assert np.all(momentum[outside] == 77)
-    assert not np.any(theta[30:60] == 77)
-
-
-def test_nonfinite_outputs_are_counted_in_both_outputs() -> None:
-    shard = Shard.random(1, 10, slots=2)
-    shard.staging[1, 3] = np.nan  # reaches theta and momentum
-    shard.theta[7], shard.staging[:, 7] = 3e38, -3e38  # finite, and overflows
-    theta, momentum = shard.outputs()
-    weights = np.array([0.5, 0.5], np.float32)
-    bad = outer_numpy.outer_step(
-        shard.theta, shard.momentum, shard.staging, np.arange(2), weights, 1, 0.7, 0.8, 0.8, 1, theta, momentum, 0, 10
-    )
-    assert bad == 4
-    assert not np.isfinite(theta[[3, 7]]).any()
-
-
-def test_seed_step_copies_the_seed_and_clears_the_momentum() -> None:
-    shard = Shard.random(1, 50, slots=3)
-    shard.staging[2, [4, 40]] = np.inf, np.nan
-    theta, momentum = shard.outputs()
-    assert outer_numpy.seed_step(shard.staging, 2, theta, momentum, 10, 50) == 1
-    assert_same_bits(theta[10:], shard.staging[2, 10:])
-    assert np.all(momentum[10:] == 0)
-    assert np.all(theta[:10] == 77)
-
-
 @pytest.mark.parametrize("n_elems", [1, LANES - 1, LANES, 3 * LANES + 5])
 def test_gram_is_the_exact_inner_product_within_double_rounding(n_elems: int) -> None:
     shard = Shard.random(3, n_elems, slots=3)
@@ -141,37 +105,6 @@ def test_gram_is_the_exact_inner_product_within_double_rounding(n_elems: int) ->
             assert math.isclose(gram[j, k], exact, rel_tol=1e-12, abs_tol=1e-12)
     assert np.array_equal(gram, gram.T)
     assert counts.tolist() == [0, 0, 0]
-
-
-def test_gram_order_of_additions_is_by_lanes() -> None:
-    """The definition, written out by hand: 2^53 swallows a 1 that is added to its lane, but not one beside
-    it."""
-    n_elems = 2 * LANES
-    theta = np.zeros(n_elems, np.float32)
-    staging = np.zeros((1, n_elems), np.float32)
-    staging[0, 0] = 2.0**26.5
-    big = float(staging[0, 0]) ** 2
-    staging[0, LANES] = 0.5  # the same lane as element 0
-    staging[0, 1] = 0.5
-    lanes = [0.0] * LANES
-    for i in range(n_elems):
-        lanes[i % LANES] += float(staging[0, i]) ** 2
-    while len(lanes) > 1:
-        half = len(lanes) // 2
-        lanes = [lanes[i] + lanes[i + half] for i in range(half)]
-    gram, _ = outer_numpy.gram(theta, staging, np.zeros(1, np.int64), 0, n_elems)
-    assert gram[0, 0] == lanes[0]
-    assert gram[0, 0] >= big
-
-
-def test_gram_adds_whole_pieces_in_the_order_of_their_offsets() -> None:
-    """2^60 in the first piece swallows the 1 of each later one, which they would not do to each other."""
-    n_elems = 3 * PIECE_ELEMS
-    staging = np.zeros((1, n_elems), np.float32)
-    staging[0, [0, PIECE_ELEMS, PIECE_ELEMS + 7, 2 * PIECE_ELEMS]] = 2.0**30, 8.0, 8.0, 8.0
-    gram, _ = outer_numpy.gram(np.zeros(n_elems, np.float32), staging, np.zeros(1, np.int64), 0, n_elems)
-    assert gram[0, 0] == (2.0**60 + 128.0) + 64.0
-    assert gram[0, 0] != 2.0**60 + (128.0 + 64.0)
 
 
 @pytest.mark.parametrize("n_elems", [1, PIECE_ELEMS, PIECE_ELEMS + 1])
@@ -201,15 +134,6 @@ def test_sums_refuse_what_does_not_fit() -> None:
         outer_numpy.products(x, x, np.zeros(5, np.float32), np.zeros(1))
     with pytest.raises(ValueError, match="dimension"):
         outer_numpy.measure_landed(np.zeros((2, 2), np.float32), np.zeros((2, 2), np.float32), np.zeros(1))
-
-
-def test_a_nonfinite_element_spoils_its_own_row_and_column_only() -> None:
-    shard = Shard.random(4, 200, slots=3)
-    shard.staging[1, [5, 6]] = np.nan, np.inf
-    gram, counts = outer_numpy.gram(shard.theta, shard.staging, np.arange(3), 0, 200)
-    assert counts.tolist() == [0, 2, 0]
-    finite = np.isfinite(gram)
-    assert finite.tolist() == [[True, False, True], [False, False, False], [True, False, True]]
 
 
 def _step_arguments() -> dict[str, object]:

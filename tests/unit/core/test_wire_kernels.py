@@ -12,7 +12,7 @@ from support.checked_memory import Interpreted
 from support.numerics import F32, Shard, assert_same_bits
 
 from dips.core.math import wire_numba, wire_numpy
-from dips.core.wire import RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, Codec, encoded_bytes, n_scales
+from dips.core.wire import RESIDUAL_CODEC, Codec, encoded_bytes, n_scales
 
 CODECS = [codec for codec in Codec if codec.is_difference]
 SIZES = [1, 2, 63, 64, 65, 127, 128, 1000, 4099]
@@ -122,38 +122,6 @@ def test_residuals_do_not_grow_and_nothing_is_lost_in_the_long_run(codec: Codec)
         arrived += out
     np.testing.assert_allclose(arrived + residual, meant, atol=1e-4)
     assert np.abs(residual).max() < 0.5
-
-
-@pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_block_that_is_not_finite_stays_so_and_spoils_no_other(codec: Codec, bad: float) -> None:
-    now, base, _ = vectors(5, 3 * SCALE_BLOCK_ELEMS)
-    now[SCALE_BLOCK_ELEMS + 3] = bad
-    payload, out = payload_of(codec, len(now)), np.zeros_like(now)
-    wire_numba.encode(codec, now, base, None, payload)
-    wire_numba.decode(codec, base, payload, out)
-    assert np.isnan(out[SCALE_BLOCK_ELEMS : 2 * SCALE_BLOCK_ELEMS]).all()
-    assert np.isfinite(out[:SCALE_BLOCK_ELEMS]).all()
-    assert np.isfinite(out[2 * SCALE_BLOCK_ELEMS :]).all()
-
-
-@pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4])
-def test_the_largest_of_a_block_is_exact_and_ties_go_to_even(codec: Codec) -> None:
-    top = wire_numpy.TOP[codec]
-    now = np.zeros(SCALE_BLOCK_ELEMS, np.float32)
-    now[:4] = top, -top, 2.5, -1.5
-    out, payload = np.zeros_like(now), payload_of(codec, len(now))
-    wire_numba.encode(codec, now, np.zeros_like(now), None, payload)
-    wire_numba.decode(codec, np.zeros_like(now), payload, out)
-    assert out[:5].tolist() == [top, -top, 2.0, -2.0, 0.0]
-
-
-@pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4])
-def test_what_is_too_small_for_a_scale_waits_in_the_residual(codec: Codec) -> None:
-    now = np.full(SCALE_BLOCK_ELEMS, 1e-38, np.float32)
-    residual = np.zeros_like(now)
-    wire_numba.keep_residual(codec, now, np.zeros_like(now), residual)
-    assert_same_bits(residual, now)
 
 
 @pytest.mark.parametrize("module", [wire_numpy, wire_numba], ids=["reference", "compiled"])

@@ -10,10 +10,8 @@ import pytest
 
 from dips.core.config import load
 from dips.core.errors import ConfigError
-from dips.core.messages import Settings
 from dips.master.config import PENALTY_KNOBS, MasterConfig
 from dips.master.state.penalty_types import PRESET_NAMES, PRESETS, PenaltyConfig
-from dips.master.state.shared import RunConfig
 
 
 def configured(**knobs: object) -> MasterConfig:
@@ -25,15 +23,6 @@ def refused(**knobs: object) -> str:
     with pytest.raises(ConfigError) as caught:
         configured(**knobs)
     return str(caught.value)
-
-
-def test_the_defaults_are_those_of_the_design() -> None:
-    run = configured().to_run_config()
-    settings = Settings(
-        verdict_wait_measured=True, preset="dynamic", dynamic_local_steps=True, overlap="full", overlap_share=0.5
-    )
-    assert run == RunConfig(run_id="demo", n_slaves=2, settings=settings, penalty=PRESETS["dynamic"])
-    assert run.evict_after_s == 10.0
 
 
 def test_only_a_heartbeat_and_a_round_need_be_chosen_and_all_other_times_follow() -> None:
@@ -221,11 +210,3 @@ def test_an_address_that_others_can_reach_is_refused(listen: str) -> None:
         assert f"{knob} is '{listen}', which is not a loopback address" in sentence
         assert "127.0.0.1" in sentence
     assert configured(listen=listen, keys="keys/master").listen == listen
-
-
-def test_the_environment_reaches_every_knob_by_its_name() -> None:
-    environment = {"DIPS_MASTER_RUN_ID": "e", "DIPS_MASTER_DIRECTORY": "d", "DIPS_MASTER_GRACE_S": "500 ms"}
-    loaded = load(MasterConfig, "master", environment=environment)
-    assert loaded.value.to_run_config().grace_s == 0.5
-    assert loaded.provenance["grace_s"] == "environment DIPS_MASTER_GRACE_S"
-    assert loaded.provenance["heartbeat_s"] == "default"

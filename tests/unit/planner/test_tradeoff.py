@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from support.two_stages import TWO
 
 from dips.planner.cluster import read_setup
 from dips.planner.errors import PlanError
 from dips.planner.plan import make_plan, pipelines_of
 from dips.planner.problem import Problem, regrouped
-from dips.planner.tradeoff import DeviceSplit, Tradeoff, divided_so, splits, tradeoff, tradeoff_json
+from dips.planner.tradeoff import DeviceSplit, Tradeoff, divided_so, splits, tradeoff
 
 QUICK = ["1f1b", "zb_h1", "zb_v", "cross_ud/1"]
 
@@ -40,40 +38,6 @@ def test_figure_12_deep_pipelines_are_hardly_slower(found: Tradeoff) -> None:
     across = {c.split.pipeline: c.best.iteration_s for c in found.choices if c.split.groups == 1}
     deep = [across[p] for p in (4, 8, 16)]
     assert max(deep) < 1.25 * min(deep)
-
-
-def test_two_ways_by_hand(tmp_path: Path) -> None:
-    """Two stages over the sites take 116 ms (test_plan.py: test_a_whole_plan_by_hand). Whole pipelines of 60 ms
-    exchange 2,650 numbers of two bytes before and after, half of them each way: 5 ms and 21.2 us over 1 Gbit/s."""
-    (tmp_path / "two.toml").write_text(TWO)
-    found = tradeoff_json(tradeoff(Problem(read_setup(tmp_path / "two.toml"))))
-    apart_s, across_s = 0.0700424, 0.116
-
-    def row(seconds: float, **more: object) -> dict[str, object]:
-        ends = {"iteration_low_s": pytest.approx(0.9 * seconds), "iteration_high_s": pytest.approx(1.1 * seconds)}
-        return {"schedule": "1f1b", "sharing": "alone", "iteration_s": pytest.approx(seconds), **ends, **more}
-
-    def links(size: float) -> list[dict[str, object]]:
-        ends = ("here", "there"), ("there", "here")
-        return [{"sender": sender, "receiver": receiver, "bytes": pytest.approx(size)} for sender, receiver in ends]
-
-    assert found["choices"] == [
-        row(
-            apart_s, pipeline=1, data=2, microbatches=1, groups=2, long_links_carry="gradients", layers=[2],
-            slower_by=0, sync_s=pytest.approx(0.0100424), bubble_fraction=pytest.approx(1 - 0.06 / apart_s),
-            memory_used=pytest.approx((2650 * 10 + 57600) / 2**30), links=links(5300),
-        ),
-        row(
-            across_s, pipeline=2, data=1, microbatches=2, groups=1, long_links_carry="activations", layers=[1, 1],
-            slower_by=pytest.approx(across_s / apart_s - 1), sync_s=0, bubble_fraction=pytest.approx(1 - 120 / 232),
-            memory_used=pytest.approx((21120 + 57600) / 2**30), links=links(2e6),
-        ),
-    ]  # fmt: skip
-    assert (found["setup"], found["model"], found["calibration_error"]) == ("two.toml", "two", 0.1)
-    assert [(no["pipeline"], no["groups"], no["long_links_carry"]) for no in found["impossible"]] == [
-        (1, 1, "activations"),
-        (2, 2, "gradients"),
-    ]
 
 
 def test_times_of_a_stage_follow_its_layers() -> None:

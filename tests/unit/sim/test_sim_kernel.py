@@ -10,7 +10,7 @@ import pytest
 from dips.core.chunks import Chunk
 from dips.lab.sim.disks import LOST_DATA, LOST_NAMES, TORN_DATA, PowerLossError, SlaveDisk
 from dips.lab.sim.kernel import Kernel, SimulatedProcess
-from dips.lab.sim.network import KEEPALIVE_S, End, Network, Stream, Weather
+from dips.lab.sim.network import KEEPALIVE_S, End, Network, Stream
 
 CHUNK = Chunk(0, 0, 1024)
 
@@ -120,25 +120,6 @@ class TestStreams:
         pair.stream.died(pair.a)
         run(pair.kernel)
         assert pair.down == ["b"]
-
-
-class TestDatagrams:
-    def arrived(self, weather: Weather, n: int = 300) -> tuple[list[int], set[str]]:
-        kernel = Kernel(3)
-        kinds: set[str] = set()
-        net = Network(kernel, kinds.add, weather)
-        seen: list[int] = []
-        for number in range(n):
-            kernel.at(number * 0.01, None, net.datagram, "a", "b", None, seen.append, number)
-        run(kernel)
-        return seen, kinds
-
-    def test_bad_weather_loses_doubles_and_reorders_and_says_so(self) -> None:
-        seen, kinds = self.arrived(Weather(loss=0.2, doubled=0.2, late=0.2))
-        assert len(set(seen)) < 300
-        assert len(seen) > len(set(seen))
-        assert seen != sorted(seen)
-        assert kinds == {"lost_chunks", "doubled_chunks", "reordered_chunks"}
 
 
 class TestSlaveDisk:

@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.slave_bench import (
     BASE,
     FULL,
@@ -27,7 +25,6 @@ from support.slave_bench import (
     configure,
     measure,
     only,
-    prepare,
     runs,
     said,
     snapshot,
@@ -314,71 +311,6 @@ def test_other_slots_are_opened_while_a_job_runs(bench: SlaveBench) -> None:
     bench.command(measure())
     assert only(bench.command(open_staging(B, 1)), effects.OpenSlot)
     assert only(bench.command(messages.CloseStaging(B)), messages.CloseStaging)
-
-
-_COMMANDS: list[messages.CommandBody] = [
-    measure(R2),
-    measure(R3),
-    prepare(R2),
-    prepare(R3),
-    commit(R2),
-    commit(R3),
-    messages.AbortRound(R2, "x"),
-    messages.AbortRound(R3, "x"),
-    configure(BASE),
-    configure(NEXT),
-    configure(snapshot(V1, R3)),
-    open_staging(A, 0),
-    open_staging(A, 0, attempt=2),
-    open_staging(B, 0),
-    messages.CloseStaging(A),
-    messages.Retain((V0,)),
-]
-
-
-@settings(max_examples=150)
-@given(st.lists(st.integers(0, len(_COMMANDS) + 4), max_size=40))
-def test_no_sequence_of_commands_and_completions_breaks_the_machine(steps: list[int]) -> None:
-    """The shard's arrows and the bench's invariants hold whatever comes; the version only ever goes forward."""
-    bench = SlaveBench()
-    bench.ready(BASE)
-    bench.stage(A, 0)
-    for step in steps:
-        before, version = bench.phase, bench.state.shard.current
-        if step < len(_COMMANDS):
-            bench.command(_COMMANDS[step])
-        elif step == len(_COMMANDS):
-            bench.give(events.Unlinked("reset"))
-            bench.attach(bench.epoch, bench.incarnation.n)
-        elif step == len(_COMMANDS) + 1 and bench.state.shard.job is not None:
-            bench.failed(FULL)
-        else:
-            _finish(bench)
-        after = bench.state.shard.current
-        if before is ShardPhase.COMMITTING and version and after:
-            assert after.version >= version.version
-
-
-def _finish(bench: SlaveBench) -> None:
-    job = bench.state.shard.job
-    if job is None:
-        return
-    match bench.phase:
-        case ShardPhase.LOADING:
-            body = job.command
-            assert isinstance(body, messages.Configure)
-            assert body.load is not None
-            assert body.load_round is not None
-            bench.loaded(snapshot(body.load, body.load_round))
-        case ShardPhase.MEASURING:
-            bench.measured()
-        case ShardPhase.PREPARING:
-            assert isinstance(job.command, messages.Prepare)
-            bench.prepared(snapshot(V1, job.command.round, committed=False))
-        case ShardPhase.COMMITTING:
-            shadow = bench.state.shard.shadow
-            assert shadow is not None
-            bench.committed(snapshot(shadow.version, shadow.round))
 
 
 @pytest.mark.parametrize("order", [1, -1])
