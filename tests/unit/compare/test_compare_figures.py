@@ -18,15 +18,6 @@ from dips.lab.compare.setup import load_setup
 SETUP = load_setup("small")
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for n in range(60):
-        (folder / f"{n}.txt").write_text(f"file {n}\n" * 100)
-    return folder
-
-
 def found(name: str, text: Path, losses: dict[str, float | None]) -> FigureResult:
     """The figure with a made-up loss for each line; those not named have 2.0."""
     figure = FIGURES[name]

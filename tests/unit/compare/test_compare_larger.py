@@ -22,15 +22,6 @@ ON_CPU = LARGER.with_overrides(device="cpu")
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for n in range(60):
-        (folder / f"{n}.txt").write_text(f"file {n}\n" * 100)
-    return folder
-
-
-@pytest.fixture
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 

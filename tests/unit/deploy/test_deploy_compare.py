@@ -96,15 +96,6 @@ def test_what_is_done_about_a_difference(name: str) -> None:
         assert step_for("here", wanted(*key), there).action is action
 
 
-@pytest.mark.parametrize("one", EVERYTHING, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
-def test_what_was_made_is_as_it_should_be(one: Object) -> None:
-    there = {**marked(one), "status": {"observedGeneration": 1}}
-    assert step_for("here", one, there).action is SAME
-    namespace = {"kind": "Namespace", "metadata": {"name": "dips", "labels": {}}}
-    if one["kind"] == "Namespace":
-        assert step_for("here", one, namespace).action is SAME, "it belongs to whoever made it"
-
-
 @pytest.mark.parametrize(("stopped_with", "pods"), [("3", 3), ("", 0), ("three", 0)])
 def test_a_set_that_was_stopped_for_a_move_starts_with_as_many_pods(stopped_with: str, pods: int) -> None:
     there = live(*SETS)

@@ -159,20 +159,12 @@ MISTAKES = {
         {"slaves = 2": f'slaves = 2\ndigests = ["slave=sha256:{"0" * 64}", "slave=sha256:{"1" * 64}"]'},
         "digests has slave twice",
     ),
-    "two values of one annotation": (
-        {"slaves = 2": 'slaves = 2\nload_balancer_annotations = ["a=b", "c=d", "a=e"]'},
-        "load_balancer_annotations has a twice",
-    ),
     "an annotation of ours": (
         {
             "192.0.2.7": "{name}.x.org",
             '"node-port"': f'"load-balancer"\nload_balancer_annotations = ["{HOST_ANNOTATION}=x"]',
         },
         f"{HOST_ANNOTATION} follows from the site's address",
-    ),
-    "two values of one node's label": (
-        {"slaves = 2": 'slaves = 2\nserver_node_selector = ["pool=a", "pool=b"]'},
-        "server_node_selector has pool twice",
     ),
     "two clusters of one name": (
         {"[[clusters]]": f"{CLUSTER.format('a', 'here')}\n[[clusters]]"},

@@ -105,22 +105,6 @@ def test_what_is_shown_is_the_golden_text() -> None:
     assert text.splitlines() == GOLDEN.read_text().splitlines()
 
 
-def test_nothing_is_said_that_is_not_so() -> None:
-    usual = shown(run_status()) + plain_line(run_status())
-    for word in ("waiting", "recovering", "disk", "alarm", "reports a loss", "refused because", "void", "late"):
-        assert word not in usual
-    gone = STATUSES["direction alarm of one that is gone"]
-    assert "direction alarm" not in shown(gone) + plain_line(gone)
-    told = " ".join(shown(STATUSES["no loss"]).split())
-    assert "no cluster reports a loss: write sync.report(loss)" in told
-    for name in ("no loss yet", "a loss of one", "nothing yet"):
-        assert "reports a loss" not in shown(STATUSES[name])
-    text = shown(STATUSES["waiting and recovering"])
-    assert text.index("recovering: ") < text.index("waiting: slave s1 is away") < text.index("clusters")
-    assert "waiting: waiting" not in shown(STATUSES["waiting in its own words"])
-    assert "\n" not in plain_line(STATUSES["waiting and recovering"])
-
-
 @pytest.mark.parametrize(("value", "text"), [(1.25, "1.2"), (NAN, "-"), (float("inf"), "-"), (0.0, "0.0")])
 def test_numbers_that_are_not_known_are_a_dash(value: float, text: str) -> None:
     assert number(value, 1) == text

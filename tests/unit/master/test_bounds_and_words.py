@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from support.master_bench import Bench
 
-from dips.core.messages import DataMode, DataPlan, DataRange
 from dips.core.net.keys import is_signed_by, load_identity
 from dips.local.authority import ensure_keys
 from dips.master import access, process
@@ -21,7 +20,6 @@ from dips.master.directory import remove_file
 from dips.master.page import history
 from dips.master.page.history import HeldoutTail, sentence_of
 from dips.master.page.snapshot import sentence
-from dips.master.state.leases import LeaseTable
 from dips.master.state.slave_links import MAX_CLAIMS, NameClaims
 
 # ---- the process ----
@@ -124,34 +122,6 @@ def test_a_file_without_lines_is_passed_over_and_what_follows_is_read(
     assert [one.version for one in tail.news()] == ["1:1"]
     path.unlink()
     assert tail.news() == []
-
-
-@pytest.mark.parametrize(
-    ("kept", "freed"),
-    [
-        ([], [(0, 100)]),
-        ([(10, 20)], [(0, 10), (20, 100)]),
-        ([(60, 70), (10, 20), (70, 80)], [(0, 10), (20, 60), (80, 100)]),
-        ([(0, 100)], []),
-        ([(0, 30), (20, 40), (90, 100)], [(40, 90)]),
-    ],
-)
-def test_what_an_old_process_leased_is_free_but_for_what_the_new_one_holds(
-    kept: list[tuple[int, int]], freed: list[tuple[int, int]]
-) -> None:
-    for free_all_but in (False, True):
-        table = LeaseTable(DataPlan(DataMode.LEASED, b"x", 400, 100))
-        (lease,) = table.lease("a", 100)
-        held = [DataRange(lease.lease_id, 0, lease.chunk, begin, end) for begin, end in kept]
-        if free_all_but:
-            assert table.free_all_but("a", held) == sum(end - begin for begin, end in freed)
-        else:
-            table.free("b", [lease], held)
-            assert table.leased_tokens()["a"] == 100, "it is not another's to free"
-            table.free("a", [lease, dataclasses.replace(lease, pass_index=9)], held)
-        free = [(begin, end) for _, begin, end, holding in table.holdings() if holding.state.value == "free"]
-        assert [(begin, min(end, 100)) for begin, end in free if begin < 100] == freed
-        assert table.leased_tokens()["a"] == 100 - sum(end - begin for begin, end in freed)
 
 
 # ---- the page ----

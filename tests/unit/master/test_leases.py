@@ -157,6 +157,14 @@ def test_table_answers_like_one_that_forgets_nothing(steps: list[tuple[str, str,
     assert len(table.to_json()["holdings"]) <= 3 * live
 
 
+def test_ranges_of_another_cluster_or_of_no_pass_are_not_freed() -> None:
+    table = LeaseTable(FOUR_CHUNKS)
+    (lease,) = table.lease("a", 100)
+    table.free("b", [lease], [])
+    table.free("a", [replace(lease, pass_index=9)], [])
+    assert table.leased_tokens()["a"] == 100
+
+
 @pytest.mark.parametrize(
     "outcome",
     [lambda n: TokenState.APPLIED, lambda n: [TokenState.APPLIED, TokenState.EXCLUDED][n % 2]],
@@ -172,42 +180,6 @@ def test_table_does_not_grow_with_passes(outcome: Callable[[int], TokenState]) -
         assert len(json.dumps(table.to_json())) < 300
     assert table.to_json()["begun"] == 2000
     assert table.totals() == {state: expected[state] for state in TokenState}
-
-
-def test_table_does_not_grow_within_a_long_pass_with_what_is_excluded() -> None:
-    table = LeaseTable(DataPlan(DataMode.LEASED, b"x", 1 << 40, 100))
-    waiting = table.lease("slow", 1)
-    for number in range(2000):
-        (item,) = table.lease("a", 1)
-        table.settle([item], TokenState.EXCLUDED if number % 2 else TokenState.APPLIED)
-    assert len(json.dumps(table.to_json())) < 300
-    table.check("slow", waiting)
-    assert table.totals()[TokenState.EXCLUDED] == 1000 * 100
-
-
-def test_one_range_that_is_held_for_long_keeps_no_other_pass() -> None:
-    table = LeaseTable(FOUR_CHUNKS)
-    held = table.lease("slow", 1)
-    for _ in range(2000):
-        table.settle(table.lease("a", 400), TokenState.APPLIED)
-    assert len(json.dumps(table.to_json())) < 500
-    table.check("slow", held)
-    table.settle(held, TokenState.FREE)
-    (again,) = table.lease("a", 1)
-    assert (again.pass_index, again.chunk) == (0, 0)
-
-
-def test_range_of_a_pass_that_is_over_is_no_longer_leased() -> None:
-    bench = Bench(plan=LEASED).running("a")
-    ranges = bench.lease("a", LEASED.total_tokens)
-    bench.push("a", sum(item.tokens for item in ranges), ranges)
-    assert applied(bench) == LEASED.total_tokens
-    with refused_with(RefusalCode.RANGES):
-        bench.ask(ReturnDataRequest(bench.caller("a"), ranges[:1]))
-    (fresh,) = bench.lease("a", 1)
-    assert (fresh.pass_index, fresh.chunk) == (1, 0)
-    assert bench.join("a", held=(ranges[0], fresh)).kept_ranges == (fresh,)
-    assert bench.status().leased_tokens == fresh.tokens
 
 
 def test_rollback_over_the_end_of_a_pass_makes_its_data_free_again() -> None:

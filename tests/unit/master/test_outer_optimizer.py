@@ -55,17 +55,6 @@ def close(actual: F32, expected: object) -> None:
     np.testing.assert_allclose(actual, np.asarray(expected), rtol=1e-5, atol=1e-6)
 
 
-def test_heavy_ball_is_polyaks() -> None:
-    """theta' = theta - lr buf', buf' = mu buf + g."""
-    slave, theta, buf = Slave(), np.zeros(N_ELEMS), np.zeros(N_ELEMS)
-    for v, gradient in enumerate(gradients(12)):
-        slave.make(step_of("heavy-ball", v, scale=0.5, outer_momentum=0.9), gradient)
-        buf = 0.9 * buf + 0.5 * gradient
-        theta = theta - 0.7 * buf
-        close(slave.theta, theta)
-        close(slave.momentum, buf)
-
-
 def test_averaging_with_its_learning_rate_is_the_mean_of_what_was_pushed() -> None:
     rng = np.random.default_rng(6)
     theta, momentum = rng.standard_normal(N_ELEMS, np.float32), np.full(N_ELEMS, 9.0, np.float32)

@@ -78,14 +78,6 @@ def test_alone_and_with_nothing_merged_since_its_base_a_push_says_nothing() -> N
     assert master.state.of("a").cosine_rounds == 0
 
 
-def test_alone_it_is_compared_with_the_way_that_the_model_went_since_its_base() -> None:
-    """theta_v - theta_j points back by as much as the model went on; what the cluster did is beside that."""
-    same = Push([-1.0, 0.0], since_base=[2.0, 0.0])
-    against = Push([-3.0, 0.0], since_base=[2.0, 0.0])
-    beside = Push([-2.0, 1.0], since_base=[2.0, 0.0])
-    assert [cosines({"a": push})["a"] for push in (same, against, beside)] == [1.0, -1.0, 0.0]
-
-
 def test_rejected_pushes_are_measured_but_nobody_is_compared_with_them() -> None:
     master = Master().warmed_up()
     before = master.state.of("b").cosine_rounds

@@ -20,13 +20,6 @@ tokens_per_s = [10, 20.0, 15.0]
 """
 
 
-def test_the_fast_center_wins_over_the_biggest_cluster() -> None:
-    """Cluster 0 makes most tokens, but site 1 reaches all clusters well."""
-    choice = choose_server_site([[10, 1, 1], [8, 10, 8], [1, 1, 10]], [5, 3, 3])
-    assert choice.demand == (56.0, 94.0, 38.0)
-    assert choice.index == 1
-
-
 @given(
     rows=st.integers(1, 5).flatmap(
         lambda m: st.tuples(
@@ -94,7 +87,6 @@ def test_a_file_is_read_and_explained(tmp_path: Path) -> None:
     [
         ("[sites]", "[site]", "names is not given"),
         ("names =", "name =", "'name' is not a setting; did you mean 'names'"),
-        ('names = ["north", "south", "west"]', "", "names is not given"),
         ('"south"', '"north"', "a name twice"),
         ('"south"', "7", r"names = .*: Input should be a valid string \(entry 2\)"),
         ('"north", ', "", "names has 2 sites, bandwidth_gbps has 3 rows"),
@@ -103,8 +95,6 @@ def test_a_file_is_read_and_explained(tmp_path: Path) -> None:
         ("[10, 20.0, 15.0]", "3", "tokens_per_s = 3: Input should be a list"),
         ("[100.0, 1.0, 2.0]", '"fast"', r"bandwidth_gbps = .*: Input should be a list \(entry 1\)"),
         ("[[100.0, 1.0, 2.0], [1.0, 100.0, 10.0], [2.0, 10, 100.0]]", "9", "bandwidth_gbps = 9: Input should be a"),
-        ("[100.0, 1.0, 2.0]", "[100.0, 1.0]", "row 0 has 2 numbers"),
-        ("100.0", "-100.0", "must be finite and not negative"),
         ("= [10", "= = [10", "is not TOML"),
     ],
 )

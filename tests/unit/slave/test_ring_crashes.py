@@ -155,27 +155,6 @@ def test_life_goes_on_after_every_loss_of_power() -> None:
         assert said is not None
 
 
-def test_a_version_that_leaves_is_never_named_by_a_manifest_while_its_file_changes() -> None:
-    """The order itself: manifest away, names synced, file written, file synced, manifest renamed, names synced."""
-    disk = CrashDisk()
-    life = Life(disk)
-    life.configure()
-    for v in range(3):
-        life.step(info(v))
-    disk.log.clear()
-    life.step(info(3))
-    assert disk.log == [
-        "remove manifest-0.json",
-        "sync names",
-        *["write ring-0.safetensors"] * 3,
-        "sync ring-0.safetensors",
-        "create .tmp-manifest-0.json",
-        "sync .tmp-manifest-0.json",
-        "rename manifest-0.json",
-        "sync names",
-    ]
-
-
 ORIGIN = info(3, n=51)
 NAMED = replace(info(3, timeline=7, n=1), digest=ORIGIN.digest)
 LOST = (info(4, n=52), info(5, n=53))
@@ -227,16 +206,6 @@ def check_rolled_back(image: Image, where: str) -> None:
     assert key(LOST[0]) not in {key(what) for what in ring.infos() if what.committed}, where
     ring.write_shadow(info(4, timeline=7, n=2), *arrays(info(4, timeline=7, n=2)))
     assert named in ring.infos(), where
-
-
-def test_what_was_lost_leaves_only_when_the_new_name_is_durable() -> None:
-    disk = CrashDisk(before_rollback())
-    roll_back(Life(disk).ring)
-    named = disk.log.index("rename manifest-0.json")
-    assert disk.log[named + 1] == "sync names"
-    removals = [index for index, step in enumerate(disk.log) if step.startswith("remove manifest")]
-    assert removals
-    assert min(removals) > named + 1
 
 
 def test_a_promise_that_was_said_is_never_lost() -> None:

@@ -32,8 +32,6 @@ def read(**knobs: Any) -> SlaveConfig:
         ({"data_port": 70000}, "65535"),
         ({"memory_bytes": "much"}, "memory_bytes"),
         ({"memory_bytes": -1}, "negative"),
-        ({"snapshots_kept": 0}, "snapshots_kept"),
-        ({"max_chunk_bytes": 10}, "max_chunk_bytes"),
         ({"data_cpu": "last"}, "give shared, own, or a processor's number"),
         ({"data_cpu": "-1"}, "give shared, own, or a processor's number"),
         ({"data_cpu": "own", "data_threads": 2}, "leave data_threads out, or set data_cpu to shared"),

@@ -186,7 +186,6 @@ def test_configure_to_an_older_version_loads_it_again(bench: SlaveBench) -> None
         (configure(snapshot(V0, R3)), RefusalCode.VERSION_GONE, r"no verified snapshot of version 1:0 (r1.3)"),
         (configure(snapshot(V0, R1, digest=b"x")), RefusalCode.VERSION_GONE, "with the digest of its COMMIT"),
         (configure(), RefusalCode.SEED_EXISTS, "the master knows none"),
-        (configure(BASE, slots=1000), RefusalCode.MEMORY, "raise its memory_bytes"),
         (configure_for(placement_over("s1", "s2")), RefusalCode.CONFIG, "does not name slave 's0'"),
     ],
 )

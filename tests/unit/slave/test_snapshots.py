@@ -139,20 +139,17 @@ def test_a_flipped_bit_anywhere_skips_the_snapshot_and_the_older_one_stands(
     assert reopened(tmp_path)[1] == []
 
 
-@pytest.mark.parametrize("length", [1, 5, 100, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 4 * N, -1])
-def test_a_torn_file_is_skipped(tmp_path: Path, length: int) -> None:
+LENGTHS = [1, 5, 100, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 4 * N, -1]
+
+
+@pytest.mark.parametrize(
+    "left",
+    [*(lambda whole, n=n: whole[:n] for n in LENGTHS), *(lambda _, n=n: bytes(n) for n in (0, 3, file_bytes(N)))],
+)
+def test_a_file_that_is_torn_or_was_emptied_is_skipped_and_told(tmp_path: Path, left: Callable[[bytes], bytes]) -> None:
     two_versions(tmp_path)
     path = ring_file(tmp_path, 1)
-    path.write_bytes(path.read_bytes()[:length])
-    infos, problems = reopened(tmp_path)
-    assert [found.version.v for found in infos] == [0]
-    assert [problem.startswith("snapshot skipped") for problem in problems] == [True]
-
-
-@pytest.mark.parametrize("length", [0, 3, HEADER_BYTES, file_bytes(N)])
-def test_a_file_that_was_emptied_is_told_when_a_manifest_names_it(tmp_path: Path, length: int) -> None:
-    two_versions(tmp_path)
-    ring_file(tmp_path, 1).write_bytes(bytes(length))
+    path.write_bytes(left(path.read_bytes()))
     infos, problems = reopened(tmp_path)
     assert [found.version.v for found in infos] == [0]
     assert len(problems) == 1
@@ -172,15 +169,6 @@ def test_a_header_that_is_nested_without_end_is_skipped(tmp_path: Path) -> None:
     infos, problems = reopened(tmp_path)
     assert [found.version.v for found in infos] == [0]
     assert any("its header cannot be read" in problem for problem in problems)
-
-
-def test_a_mixture_of_two_versions_is_found_out(tmp_path: Path) -> None:
-    """The header of one version before the bytes of another, whole pages each, as a crash may leave them."""
-    two_versions(tmp_path)
-    older, newer = (ring_file(tmp_path, slot).read_bytes() for slot in (0, 1))
-    for cut in (HEADER_BYTES, HEADER_BYTES + 4 * N):
-        ring_file(tmp_path, 1).write_bytes(newer[:cut] + older[cut:])
-        assert [found.version.v for found in reopened(tmp_path)[0]] == [0]
 
 
 @pytest.mark.parametrize(

@@ -59,19 +59,6 @@ def test_it_steps_as_the_trainer_does_to_the_bit(config: TrainConfig, text: Shar
     assert np.array_equal(vector(learner), theirs)
 
 
-def test_the_rate_follows_the_runs_progress(config: TrainConfig, text: SharedText) -> None:
-    rows = batches(text, 1)[0]
-    moved = []
-    for progress in (0, 256, TOTAL):
-        learner = ByteLearner(config, text, TOTAL)
-        before = vector(learner)
-        learner.step(rows, progress)
-        moved.append(float(np.abs(vector(learner) - before).max()))
-    warm_up, peak, end = moved
-    assert warm_up < end < peak
-    assert end / peak == pytest.approx(config.min_lr_fraction, rel=0.05)
-
-
 def test_a_loss_that_is_not_finite_changes_nothing_and_is_returned(config: TrainConfig, text: SharedText) -> None:
     learner = ByteLearner(config, text, TOTAL)
     first, second = batches(text, 2)

@@ -1,4 +1,4 @@
-"""A run in memory, and torch on one thread."""
+"""A run in memory, a cluster that trains on leased data, and torch on one thread."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.cluster_bench import LeasedClusterBench
 from support.run_for_workers import FlatModel
 from support.run_in_memory import RunInMemory, in_memory
 from support.trainer_models import same_cut
@@ -27,3 +28,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def life() -> LeasedClusterBench:
+    life = LeasedClusterBench()
+    life.begin()
+    return life

@@ -17,13 +17,6 @@ from dips.worker.state.effects import Cancel, Delayed, Done, Failed, InstallMode
 from dips.worker.state.shared import SessionConfig, SessionPhase
 
 
-@pytest.fixture
-def life() -> LeasedClusterBench:
-    life = LeasedClusterBench()
-    life.begin()
-    return life
-
-
 def test_there_is_nothing_to_save_before_the_first_version_and_after_the_end(life: LeasedClusterBench) -> None:
     fresh = ClusterBench()
     assert fresh.session.saved() is None

@@ -18,13 +18,6 @@ from dips.worker.state.shared import SessionPhase
 OVERLAPS = ("none", "push", "full")
 
 
-@pytest.fixture
-def life() -> LeasedClusterBench:
-    life = LeasedClusterBench()
-    life.begin()
-    return life
-
-
 STAGES = ("begin", "send", "finish", "await")
 WAYS = [
     *((stage, "answer") for stage in STAGES if stage != "send"),
