@@ -22,6 +22,11 @@ def job(kind: str = "Job", suspend: bool = False, **status: Any) -> dict[str, An
     return {"kind": kind, "metadata": {}, "spec": {"suspend": suspend, "parallelism": 2}, "status": status}
 
 
+def balancer(**ingress: str) -> dict[str, Any]:
+    status = {"loadBalancer": {"ingress": [ingress]}} if ingress else {}
+    return {"kind": "Service", "spec": {"type": "LoadBalancer"}, "status": status}
+
+
 def ends(kind: str, *conditions: dict[str, str]) -> dict[str, Any]:
     return job(kind, conditions=list(conditions), active=2, ready=1)
 
@@ -57,20 +62,14 @@ NEW = {"currentRevision": "1", "updateRevision": "2"}
         (ends("JobSet", {"type": "Completed", **TRUE}), DONE, "ended well"),
         (job("JobSet", suspend=True), READY, "waits in its queue"),
         ({"kind": "Service", "spec": {"type": "ClusterIP"}}, READY, "there"),
-        ({"kind": "Service", "spec": {"type": "LoadBalancer"}}, WAITING, "has no address yet"),
+        (balancer(), WAITING, "has no address yet"),
+        (balancer(hostname="a.x", ip="b"), READY, "at a.x"),
+        (balancer(ip="192.0.2.1"), READY, "at 192.0.2.1"),
     ],
 )  # fmt: skip
 def test_the_state_of_an_object(live: dict[str, Any] | None, health: Health, sentence: str) -> None:
     found = state_of(live)
     assert (found.health, found.sentence) == (health, sentence)
-
-
-@pytest.mark.parametrize(
-    ("ingress", "where"), [({"hostname": "a.x", "ip": "b"}, "a.x"), ({"ip": "192.0.2.1"}, "192.0.2.1")]
-)
-def test_a_load_balancer_is_ready_once_it_has_an_address(ingress: dict[str, str], where: str) -> None:
-    live = {"kind": "Service", "spec": {"type": "LoadBalancer"}, "status": {"loadBalancer": {"ingress": [ingress]}}}
-    assert (state_of(live).health, state_of(live).sentence) == (READY, f"at {where}")
 
 
 @pytest.mark.parametrize(

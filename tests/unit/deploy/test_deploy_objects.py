@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.deploy_files import BASE, EXAMPLE, ONE_CLUSTER, SMALL, example, with_keys, written
+from support.deploy_files import BASE, EXAMPLE, ONE_CLUSTER, example, with_keys, written
 from support.documents import table
 from support.repository import ROOT
 
@@ -40,26 +40,23 @@ def objects(deployment: Deployment) -> list[Object]:
     return [one for stage in rollout.stages(deployment) for one in stage.objects]
 
 
-def pods(deployment: Deployment) -> Iterator[tuple[str, Object]]:
-    """Name and pod spec of every workload."""
+def templates(deployment: Deployment) -> Iterator[tuple[str, Object]]:
+    """Name and pod template of every workload."""
     for one in objects(deployment):
         spec = one.get("spec", {})
         if one["kind"] == "JobSet":
             spec = spec["replicatedJobs"][0]["template"]["spec"]
         if one["kind"] in rollout.WORKLOADS:
-            yield one["metadata"]["name"], spec["template"]["spec"]
+            yield one["metadata"]["name"], spec["template"]
+
+
+def pods(deployment: Deployment) -> Iterator[tuple[str, Object]]:
+    return ((name, template["spec"]) for name, template in templates(deployment))
 
 
 def named(deployment: Deployment, kind: str, name: str) -> Object:
     (found,) = [one for one in objects(deployment) if (one["kind"], one["metadata"]["name"]) == (kind, name)]
     return found
-
-
-def test_a_cluster_that_is_evicted_has_the_time_to_push_its_last_steps(tmp_path: Path) -> None:
-    text = SMALL + "[worker]\nleave_wait_s = 200.5\n[master]\ngrace_s = 9\n"
-    for said, seconds in ((SMALL, 120), (text, 211 + 9 + 30)):  # 200.5 s, 10 s for the answer to Leave
-        job = named(read_deploy_file(written(tmp_path, said)), "Job", "small-cluster-a")
-        assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == seconds
 
 
 AGAIN, AGAIN_AT_ONCE = "requeue Incomplete 7", "requeue 7"
@@ -183,13 +180,9 @@ def test_every_pod_has_a_policy_that_closes_both_directions(deployment: Deployme
     for policy in policies:
         assert policy["policyTypes"] == ["Ingress", "Egress"]
     closed = [policy["podSelector"]["matchLabels"].items() for policy in policies]
-    for one in objects(deployment):
-        spec = one.get("spec", {})
-        if one["kind"] == "JobSet":
-            spec = spec["replicatedJobs"][0]["template"]["spec"]
-        if one["kind"] in rollout.WORKLOADS:
-            labels = spec["template"]["metadata"]["labels"].items()
-            assert any(wanted <= labels for wanted in closed), one["metadata"]["name"]
+    for name, template in templates(deployment):
+        labels = template["metadata"]["labels"].items()
+        assert any(wanted <= labels for wanted in closed), name
 
 
 def test_what_master_and_slaves_are_told_is_what_they_take() -> None:

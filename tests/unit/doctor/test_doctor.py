@@ -365,7 +365,6 @@ def test_keys_that_are_there_are_looked_at(run_file: Path, tmp_path: Path) -> No
     [
         ("", "neither a file of `dips up`"),
         ("[run", "is not TOML"),
-        ("[run]\nid = 'x'\n", "directory is not given"),
         ("[run]\nid = 'x'\ndirectory = 'd'\nslavs = 2\n", "did you mean 'slaves'"),
         ("[deploy]\nrun = 'x'\n", "[deploy]"),
     ],

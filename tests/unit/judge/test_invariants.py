@@ -42,6 +42,14 @@ def broken_by(script: Script, change: Change, **options: Any) -> dict[str, list[
 # ---- what is well ----
 
 
+def seeded_run() -> Script:
+    script = Script()
+    script.start_master()
+    script.join("a")
+    script.commit(script.push("a"))
+    return script
+
+
 def test_every_invariant_judges_some_facts_and_has_a_broken_history() -> None:
     counts = check(usual_run().steps).counts()
     assert list(counts) == NAMES
@@ -58,10 +66,7 @@ def test_the_round_that_waits_for_its_flips_is_no_violation() -> None:
 
 
 def test_a_round_that_was_aborted_leaves_shadows_that_mean_nothing() -> None:
-    script = Script()
-    script.start_master()
-    script.join("a")
-    script.commit(script.push("a"))
+    script = seeded_run()
     shadow = {"version": "1:1", "round": script.next_round(), "digest": "0" * 32, "durable": True, "finite": True}
     script.add("slave", "s0", "prepared", **shadow)
     script.commit(script.push("a"))
@@ -79,10 +84,7 @@ def test_a_job_that_ends_after_a_newer_promise_is_well_if_it_began_before() -> N
 
 def test_what_a_killed_master_only_noted_may_be_decided_otherwise() -> None:
     """It died before its VOID was durable, or before anybody heard of its ABORTED: its next life merges the push."""
-    script = Script()
-    script.start_master()
-    script.join("a")
-    script.commit(script.push("a"))
+    script = seeded_run()
     again = script.push("a")
     script.add("master", "test", "verdict", push=push_name(again), verdict="EXCLUDED", version="1:0", round="r1.2")
     script.start_master()
@@ -97,12 +99,7 @@ def once_more(heard: Step | None, lost: Callable[[Checker], object], *, publishe
 
     heard: what is known outside of the journal when it is lost. Not published: no slave had flipped.
     """
-    scripts = Script(), Script()
-    for script in scripts:
-        script.start_master()
-        script.join("a")
-        script.commit(script.push("a"))
-    before, again = scripts
+    before, again = seeded_run(), seeded_run()
     push, seeded = before.push("a"), len(again.steps)
     before.commit(push)
     end = before.steps.index(nth(before.steps, *((_PUBLISH) if published else ("journal", "COMMIT")), 1)) + 1
@@ -161,10 +158,7 @@ def test_what_was_published_is_never_decided_again(lost: Callable[[Checker], obj
 
 
 def test_a_version_that_was_adopted_from_another_round_replaces_the_one_of_its_name() -> None:
-    script = Script()
-    script.start_master()
-    script.join("a")
-    script.commit(script.push("a"))
+    script = seeded_run()
     script.commit(script.push("a"))
     checker = Checker()
     for step in script.steps[: script.steps.index(nth(script.steps, "journal", "COMMIT", 1)) + 1]:

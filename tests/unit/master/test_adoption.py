@@ -36,23 +36,6 @@ def asked(bench: Bench) -> list[tuple[str, Version]]:
     return [(s.name, c.version) for s in bench.slaves for c in s.commands if isinstance(c, m.SendCommitRecord)]
 
 
-def test_old_journal_is_replaced_by_what_the_slaves_hold() -> None:
-    bench, kept = old_journal("a", "b", plan=LEASED)
-    before = bench.state.shared.ledger
-    bench.restart(kept)
-    status = bench.status()
-    assert (status.published, status.tokens, status.recovery) == (V2, 400, "")
-    ledger = bench.state.shared.ledger
-    assert {n: e.fence for n, e in ledger.clusters.items()} == {n: e.fence for n, e in before.clusters.items()}
-    assert ledger.detector == before.detector
-    assert asked(bench) == [("s0", V2)]
-    (record,) = bench.entries("ADOPT")
-    assert (record["version"], record["from_version"], record["tokens"]) == ([1, 2], [1, 1], 400)
-    assert record["wall_s"] == bench.wall_s
-    assert bench.recorded("adopted")[0]["version"] == "1:2"
-    assert any("took over version 1:2" in str(alarm["sentence"]) for alarm in bench.recorded("alarm"))
-
-
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_what_asynchronous_disks_hold_is_adopted_on_a_new_timeline(in_memory: bool) -> None:
     """Versions after it may have been published, pulled and lost, and only the lost journal would know. What stands in
@@ -289,6 +272,7 @@ def test_master_without_a_journal_takes_the_run_from_the_slaves() -> None:
     assert ledger.layout == before.layout
     assert ledger.placement == before.placement
     assert ledger.data_plan == before.data_plan
+    assert ledger.detector == before.detector
     assert bench.entries("ADOPT")[0]["from_version"] is None
     bench.join("a")
     bench.pull("a")

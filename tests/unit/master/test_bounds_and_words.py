@@ -18,7 +18,7 @@ from dips.master import access, process
 from dips.master.config import MasterConfig
 from dips.master.directory import remove_file
 from dips.master.page import history
-from dips.master.page.history import HeldoutTail, sentence_of
+from dips.master.page.history import HeldoutTail
 from dips.master.page.snapshot import sentence
 from dips.master.state.slave_links import MAX_CLAIMS, NameClaims
 
@@ -125,41 +125,6 @@ def test_a_file_without_lines_is_passed_over_and_what_follows_is_read(
 
 
 # ---- the page ----
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields", "told"),
-    [
-        ("master-ended", {"sentence": "SIGTERM"}, ("info", "master", "SIGTERM")),
-        ("adopted", {"version": "1:4"}, ("warn", "run", "1:4")),
-        ("stopped", {"reason": "its limit"}, ("info", "run", "its limit")),
-        ("revoked", {"holder": "cluster a"}, ("warn", "cluster a", "revoked")),
-        ("recovery", {"why": "s1 lost it"}, ("warn", "run", "s1 lost it")),
-        ("recovery", {"why": ""}, None),
-        ("resharded", {"blocks": 7}, ("good", "run", "7 blocks")),
-        ("leave", {"cluster": "a", "reason": "done"}, ("info", "cluster a", "done")),
-        ("verdict", {"push": "a/1.1#3", "verdict": "ROLLED_BACK"}, ("bad", "cluster a", "rolled back")),
-        ("slave_attached", {"slave": "s0", "incarnation": "1.2"}, ("info", "slave s0", "1.2")),
-        ("slave_ready", {"slave": "s0", "version": "None"}, ("good", "slave s0", "no version")),
-        ("slave_dismissed", {"slave": "s0", "reason": "moved"}, ("info", "slave s0", "moved")),
-        (
-            "refused_connections",
-            {"slave": "s0", "count": 1, "last_reason": "x"},
-            ("warn", "slave s0", "a connection: x"),
-        ),
-        ("refused_connections", {"slave": "s0", "count": 3, "last_reason": "x"}, ("warn", "slave s0", "3 connections")),
-        ("stood_still", {"gap_s": "no number"}, None),
-    ],
-)
-def test_an_event_has_a_level_its_process_and_what_happened(
-    kind: str, fields: dict[str, Any], told: tuple[str, str, str] | None
-) -> None:
-    found = sentence_of(kind, fields)
-    if told is None or found is None:
-        assert found is told is None
-    else:
-        assert found[:2] == told[:2]
-        assert told[2] in found[2]
 
 
 def test_what_an_operator_did_stands_beside_the_sentence_unless_it_is_the_sentence() -> None:

@@ -27,26 +27,6 @@ def lost(*names: str, **config: object) -> Bench:
     return bench
 
 
-def test_cluster_gives_back_the_version_that_the_slaves_lost() -> None:
-    bench = lost("a", "b", plan=LEASED)
-    assert "cluster a gives its copy of version 1:1" in bench.status().recovery
-    assert (bench.beat("a").donate, bench.beat("b").donate) == (V1, None)
-    push = bench.donate("a", V1)
-    status = bench.status()
-    assert (status.published, status.tokens, status.recovery) == (Version(2, 1), 200, "")
-    verdict = bench.verdict("a", push)
-    assert (verdict.kind, verdict.version) == (m.VerdictKind.APPLIED, Version(2, 1))
-    assert bench.beat("a").donate is None
-    (record,) = bench.entries("ROLLBACK")
-    assert (record["origin"], record["donor"], record["lost_tokens"], record["rolled_back"]) == ([1, 1], "a", 0, [])
-    (participant,) = record["participants"]
-    assert (participant["tokens"], participant["verdict"], participant["base"]) == (0, "APPLIED", None)
-    assert bench.recorded("rolled_back")[0]["donor"] == "a"
-    prepare = [c for c in bench.slaves[0].commands if isinstance(c, m.Prepare)][-1]
-    assert (prepare.from_version, prepare.to_version) == (None, Version(2, 1))
-    assert bench.slaves[1].snapshots[Version(2, 1)].digest == bench.slaves[1].snapshots[V1].digest
-
-
 @pytest.mark.parametrize("then", ["flips", "the master dies", "the disk is lost again"])
 def test_donation_that_is_journaled_is_driven_forward_and_pulled_once_it_is_committed(then: str) -> None:
     bench = lost("a", "b")

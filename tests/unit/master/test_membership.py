@@ -122,20 +122,6 @@ def test_cluster_ids_are_remembered_for_ever_and_so_only_so_many_are_let_in(monk
     assert bench.join("a")
 
 
-def test_silent_cluster_is_evicted_after_five_beats_and_its_unsealed_push_is_aborted() -> None:
-    bench = Bench(grace_s=60.0).running("a", "b", "c")
-    push = bench.push("a")
-    bench.silent.add("a")
-    bench.advance(10.0)
-    assert bench.alive("a")
-    bench.advance(0.5)
-    assert not bench.alive("a")
-    assert bench.status().phase == "IDLE"
-    last = bench.join("a", previous=bench.clusters["a"].join.incarnation).last_push
-    assert isinstance(last, m.Verdict)
-    assert (last.push, last.kind) == (push, m.VerdictKind.ABORTED)
-
-
 def test_leases_of_a_restarted_process_are_free_again_except_those_it_still_holds() -> None:
     bench = Bench(plan=LEASED).running("a", "b")
     first, second = (*bench.lease("a", 100), *bench.lease("a", 100))

@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from support.master_bench import Bench, Unanswered, refused_with
+from support.master_bench import Bench, refused_with
 
 from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.master.state.events import Pause, Resume, Stop
+from dips.master.state.events import Stop
 
 V0, V1 = Version(1, 0), Version(1, 1)
-
-
-def test_pause_survives_a_restart_and_resume_too() -> None:
-    bench = Bench().running("a")
-    bench.hold_journal = True
-    with pytest.raises(Unanswered):
-        bench.operate(Pause(m.OperatorRequest("", "maintenance")))
-    bench.write_journal(bench.journal[-1])
-    bench.hold_journal = False
-    bench.restart()
-    assert bench.status().paused
-    bench.join("a")
-    bench.pull("a")
-    bench.push("a")
-    bench.advance(20.0)
-    assert (bench.status().published, bench.status().phase) == (V0, "WINDOW")
-    assert "maintenance" in bench.status().waiting_for
-    bench.operate(Resume(m.OperatorRequest("")))
-    assert bench.status().published == V1
-    bench.restart()
-    assert not bench.status().paused
-    assert [entry.kind for entry in bench.journal if entry.kind in ("PAUSE", "RESUME")] == ["PAUSE", "RESUME"]
 
 
 @pytest.mark.parametrize("how", ["leaves", "is evicted"])

@@ -120,17 +120,6 @@ def test_one_push_is_undecided_and_a_decided_one_gets_its_verdict_again_and_neve
     assert bench.status().tokens == 200
 
 
-def test_push_against_a_base_that_a_verdict_replaced_or_of_another_timeline_is_stale() -> None:
-    bench = Bench().running("a")
-    bench.push("a")
-    assert bench.verdict("a").kind is m.VerdictKind.APPLIED
-    for base, kind in ((Version(1, 0), m.StaleKind.FENCE), (Version(9, 0), m.StaleKind.TIMELINE)):
-        answer = bench.begin_push("a", base=base)  # without the pull that APPLIED asks for
-        assert isinstance(answer, m.Stale)
-        assert answer.kind is kind
-    assert bench.status().tokens == 100
-
-
 def test_push_too_many_versions_behind_is_stale_also_while_it_travels_and_can_be_rebased() -> None:
     bench = Bench(settings=m.Settings(max_staleness_versions=2), grace_s=0.5).running("a", "b", "c")
     for n in range(3):

@@ -12,7 +12,7 @@ H = 80
 GRACE_S = 10.0
 
 
-def round_over(*names: str, **settings: object) -> Bench:
+def round_over(ago_s: float, *names: str, **settings: object) -> Bench:
     """Clusters that make one step a second; their first pushes are merged and all have pulled since."""
     terms = Settings(**({"sync_every_steps": H, "heartbeat_s": 5.0} | settings))  # type: ignore[arg-type]
     bench = Bench(settings=terms, grace_s=GRACE_S).running(*names)
@@ -21,6 +21,7 @@ def round_over(*names: str, **settings: object) -> Bench:
     for name in names:
         bench.pull(name)
         bench.beat(name, steps_per_s=1.0)
+    later(bench, ago_s)
     return bench
 
 
@@ -46,8 +47,7 @@ def why_closed(bench: Bench) -> str:
 
 
 def test_a_push_does_not_wait_for_a_cluster_that_is_far_from_its_own() -> None:
-    bench = round_over("a", "b")
-    later(bench, 20)
+    bench = round_over(20, "a", "b")
     bench.push("a")
     assert newest(bench) == ("a",)
     assert why_closed(bench) == "b cannot push in the 10.0 s that are left"
@@ -59,8 +59,7 @@ def test_a_push_does_not_wait_for_a_cluster_that_is_far_from_its_own() -> None:
 def test_it_waits_for_one_that_may_come_in_time() -> None:
     """95 % of 80 steps are made after 76 s: a window from 65 s to 75 s is too early for that, one from 67 s is not."""
     for seconds, waits in ((65, False), (67, True)):
-        bench = round_over("a", "b")
-        later(bench, seconds)
+        bench = round_over(seconds, "a", "b")
         bench.push("a")
         assert open_window(bench) is waits
     later(bench, 4)
@@ -70,8 +69,7 @@ def test_it_waits_for_one_that_may_come_in_time() -> None:
 
 
 def test_it_closes_with_the_last_one_that_could_come() -> None:
-    bench = round_over("a", "b", "c")
-    later(bench, 68)
+    bench = round_over(68, "a", "b", "c")
     bench.beat("c", steps_per_s=0.5)
     bench.push("a")
     assert open_window(bench)
@@ -81,8 +79,7 @@ def test_it_closes_with_the_last_one_that_could_come() -> None:
 
 
 def test_a_cluster_whose_speed_is_not_known_is_waited_for() -> None:
-    bench = round_over("a", "b")
-    later(bench, 20)
+    bench = round_over(20, "a", "b")
     bench.beat("b")
     bench.push("a")
     assert open_window(bench)
@@ -91,13 +88,11 @@ def test_a_cluster_whose_speed_is_not_known_is_waited_for() -> None:
 
 
 def test_one_that_pushes_is_not_if_its_last_push_took_longer_than_the_window_is_open() -> None:
-    bench = round_over("a", "b")
-    later(bench, 20)
+    bench = round_over(20, "a", "b")
     bench.begin_push("b")
     bench.push("a")
     assert open_window(bench), "it is not known how long it takes"
-    bench = round_over("a", "b")
-    later(bench, 20)
+    bench = round_over(20, "a", "b")
     bench.beat("b", steps_per_s=1.0, push_s=12.0)
     bench.begin_push("b")
     bench.push("a")
@@ -114,8 +109,7 @@ def test_one_that_pushes_is_not_if_its_last_push_took_longer_than_the_window_is_
 @pytest.mark.parametrize("what", ["all is staged", "a new attempt", "aborted"])
 def test_one_that_sends_what_was_missing_is_waited_for(what: str) -> None:
     """It may be in at any time; what was aborted, of the same steps, is pushed again at once."""
-    bench = round_over("a", "b")
-    later(bench, 20)
+    bench = round_over(20, "a", "b")
     bench.beat("b", steps_per_s=1.0, push_s=12.0)
     bench.begin_push("b")
     if what == "a new attempt":
@@ -133,8 +127,7 @@ def test_one_that_sends_what_was_missing_is_waited_for(what: str) -> None:
 @pytest.mark.parametrize("held", [False, True])
 def test_a_new_incarnation_is_waited_for(held: bool) -> None:
     """It may bring steps of the one before."""
-    bench = round_over("a", "b")
-    later(bench, 20)
+    bench = round_over(20, "a", "b")
     bench.join("b", previous=bench.clusters["b"].join.incarnation if held else None)
     bench.pull("b")
     bench.beat("b", steps_per_s=1.0)
@@ -145,8 +138,7 @@ def test_a_new_incarnation_is_waited_for(held: bool) -> None:
 @pytest.mark.parametrize(("overlap", "dynamic"), [("none", False), ("push", False), ("full", False), ("full", True)])
 def test_before_its_pull_is_over_a_cluster_makes_an_eighth_of_h_at_least(overlap: str, dynamic: bool) -> None:
     """Steps count from the pull where H_j is dynamic or nothing overlaps, else from the beginning of the push."""
-    bench = round_over("a", "b", overlap=overlap, dynamic_local_steps=dynamic)
-    later(bench, 70)
+    bench = round_over(70, "a", "b", overlap=overlap, dynamic_local_steps=dynamic)
     bench.begin_push("b")
     later(bench, 5)
     bench.stage("b")
@@ -158,8 +150,7 @@ def test_before_its_pull_is_over_a_cluster_makes_an_eighth_of_h_at_least(overlap
     bench.push("a")
     from_pull = dynamic or overlap == "none"
     assert open_window(bench)  # 9.5 s from the verdict, or from 5 s before it, are within the window of 10 s
-    bench = round_over("a", "b", overlap=overlap, dynamic_local_steps=dynamic)
-    later(bench, 70)
+    bench = round_over(70, "a", "b", overlap=overlap, dynamic_local_steps=dynamic)
     bench.begin_push("b")
     later(bench, 2)
     bench.stage("b")

@@ -41,6 +41,11 @@ TOKENS, STEP_S = 100, 0.5
 BASE = FlatModel(7).theta
 
 
+@pytest.fixture
+def model() -> FlatModel:
+    return FlatModel(1)
+
+
 def shell_of(run: RunInMemory, model: FlatModel, plan: DataPlan = OWN, **knobs: object) -> ClusterShell:
     given: dict[str, Any] = {"master": run.address, "cluster_id": "a", "insecure": True}
     return ClusterShell(ClientConfig.model_validate(given | knobs), model, model.layout(), plan)
@@ -74,8 +79,7 @@ ROUND = ["push_begun", "push_sent", "admitted", "verdict", "installed"]
 PUSHES = [("BeginPush", 6.0), ("FinishPush", 6.0), ("AwaitVerdict", 16.0), ("BeginPull", 6.0), ("FinishPull", 6.0)]
 
 
-def test_rounds_of_pushes_that_are_applied(run: RunInMemory, tmp_path: Path) -> None:
-    model = FlatModel(1)
+def test_rounds_of_pushes_that_are_applied(run: RunInMemory, model: FlatModel, tmp_path: Path) -> None:
     with shell_of(run, model, tape=tmp_path / "tape") as shell:
         assert model.theta.tobytes() == BASE.tobytes()
         assert (shell.version, shell.incarnation, shell.phase, shell.done) == (
@@ -129,9 +133,10 @@ def held_push(run: RunInMemory, shell: ClusterShell, model: FlatModel) -> None:
 
 
 @pytest.mark.parametrize("wait_s", [5.0, 0.0])
-def test_training_waits_for_an_exchange_so_long_and_then_goes_on(run: RunInMemory, wait_s: float) -> None:
+def test_training_waits_for_an_exchange_so_long_and_then_goes_on(
+    run: RunInMemory, model: FlatModel, wait_s: float
+) -> None:
     run.settings = replace(run.settings, verdict_wait_s=wait_s)
-    model = FlatModel(1)
     with shell_of(run, model) as shell:
         train(run, shell, model, 3)
         began_s, pushed = run.clock.monotonic_s() + STEP_S, model.theta + 1
@@ -151,11 +156,10 @@ def test_training_waits_for_an_exchange_so_long_and_then_goes_on(run: RunInMemor
 
 @pytest.mark.parametrize("needed", [True, False])
 def test_a_version_that_lands_while_training_goes_on_keeps_the_steps_or_drops_them(
-    run: RunInMemory, needed: bool
+    run: RunInMemory, model: FlatModel, needed: bool
 ) -> None:
     run.settings = replace(run.settings, verdict_wait_s=1.0)
     run.decide = lambda push: VerdictKind.APPLIED if needed else VerdictKind.EXCLUDED
-    model = FlatModel(1)
     with shell_of(run, model) as shell:
         train(run, shell, model, 3)
 
@@ -179,9 +183,8 @@ def test_a_version_that_lands_while_training_goes_on_keeps_the_steps_or_drops_th
             assert (model.theta.tobytes(), model.resets) == (BASE.tobytes(), 1)
 
 
-def test_an_exchange_goes_on_during_a_step_and_installs_after_it(run: RunInMemory) -> None:
+def test_an_exchange_goes_on_during_a_step_and_installs_after_it(run: RunInMemory, model: FlatModel) -> None:
     run.settings = replace(run.settings, overlap="full")
-    model = FlatModel(1)
     with shell_of(run, model) as shell:
         assert shell._session.config.answers_in_steps
         held_push(run, shell, model)
@@ -197,8 +200,9 @@ def test_an_exchange_goes_on_during_a_step_and_installs_after_it(run: RunInMemor
         assert (shell.phase, model.installs, shell.version) == ("TRAINING", installs + 1, Version(1, 1))
 
 
-def test_a_master_that_is_away_is_not_waited_for_and_gets_the_push_that_was_frozen(run: RunInMemory) -> None:
-    model = FlatModel(1)
+def test_a_master_that_is_away_is_not_waited_for_and_gets_the_push_that_was_frozen(
+    run: RunInMemory, model: FlatModel
+) -> None:
     with shell_of(run, model) as shell:
         train(run, shell, model, 4 + 3)  # the run has merged once
         run.down()
@@ -212,8 +216,7 @@ def test_a_master_that_is_away_is_not_waited_for_and_gets_the_push_that_was_froz
         assert ([push.steps for push in run.pushes], shell.version) == ([4, 4, 5], Version(1, 3))
 
 
-def test_a_master_that_was_restarted_is_joined_again_with_all_work(run: RunInMemory) -> None:
-    model = FlatModel(1)
+def test_a_master_that_was_restarted_is_joined_again_with_all_work(run: RunInMemory, model: FlatModel) -> None:
     with shell_of(run, model) as shell:
         train(run, shell, model, 2)
         run.restart()
@@ -227,8 +230,7 @@ def test_a_master_that_was_restarted_is_joined_again_with_all_work(run: RunInMem
         assert (run.pushes[0].steps, run.pushes[0].caller.epoch) == (4, 2)
 
 
-def test_transfers_that_fail_are_tried_again_as_they_were(run: RunInMemory, tmp_path: Path) -> None:
-    model = FlatModel(1)
+def test_transfers_that_fail_are_tried_again_as_they_were(run: RunInMemory, model: FlatModel, tmp_path: Path) -> None:
     with shell_of(run, model, tape=tmp_path / "tape") as shell:
         train(run, shell, model, 3)
         run.failures = [Failure("cut"), Failure(""), Failure("gone")]
@@ -243,8 +245,7 @@ def test_transfers_that_fail_are_tried_again_as_they_were(run: RunInMemory, tmp_
     assert failed == [("push_failed", "cut"), ("pull_failed", "gone")]
 
 
-def test_a_push_whose_base_is_gone_is_sent_again_as_parameters(run: RunInMemory) -> None:
-    model = FlatModel(1)
+def test_a_push_whose_base_is_gone_is_sent_again_as_parameters(run: RunInMemory, model: FlatModel) -> None:
     with shell_of(run, model, wire_dtype="int8") as shell:
         run.failures = [Failure("that version is not here", base_gone=True)]
         train(run, shell, model, 4)
@@ -263,8 +264,7 @@ def test_wrong_bytes_again_and_again_end_the_cluster(run: RunInMemory) -> None:
     assert len(run.leaves) == 1
 
 
-def test_a_lost_version_is_given_back_to_the_bit(run: RunInMemory) -> None:
-    model = FlatModel(1)
+def test_a_lost_version_is_given_back_to_the_bit(run: RunInMemory, model: FlatModel) -> None:
     with shell_of(run, model) as shell:
         train(run, shell, model, 2)
         run.donate = Version(1, 0)
@@ -278,8 +278,7 @@ def test_a_lost_version_is_given_back_to_the_bit(run: RunInMemory) -> None:
         assert model.theta.tobytes() == BASE.tobytes(), "its own steps are dropped"
 
 
-def test_leaving_is_given_up_when_nothing_answers(run: RunInMemory) -> None:
-    model = FlatModel(1)
+def test_leaving_is_given_up_when_nothing_answers(run: RunInMemory, model: FlatModel) -> None:
     shell = shell_of(run, model, leave_wait_s=3.0)
     shell.start()
     train(run, shell, model, 1)
@@ -292,14 +291,13 @@ def test_leaving_is_given_up_when_nothing_answers(run: RunInMemory) -> None:
 
 
 def test_an_install_that_fails_ends_with_good_bye_and_its_own_error(
-    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+    run: RunInMemory, model: FlatModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the session asks beside the install, which frees the version's memory, is answered before Leave is sent."""
 
     def fails(*_: object) -> None:
         raise OSError("the accelerator is lost")
 
-    model = FlatModel(1)
     shell = shell_of(run, model)
 
     def loop() -> None:
@@ -372,8 +370,7 @@ def test_counts_below_one_are_refused_and_own_data_is_not_leased(run: RunInMemor
         assert shell.steps == 0
 
 
-def test_leased_data_is_lent_counted_and_pushed_by_name(run: RunInMemory) -> None:
-    model = FlatModel(1)
+def test_leased_data_is_lent_counted_and_pushed_by_name(run: RunInMemory, model: FlatModel) -> None:
     with shell_of(run, model, LEASED) as shell:
         run.hook = refuses("LeaseData", RefusalCode.BUSY)
         waited_from_s = run.clock.monotonic_s()
@@ -406,9 +403,8 @@ def kept(run: RunInMemory, tmp_path: Path) -> dict[str, Any]:
 
 
 def test_the_next_life_has_the_parameters_to_the_bit_and_its_work(
-    run: RunInMemory, kept: dict[str, Any], tmp_path: Path
+    run: RunInMemory, model: FlatModel, kept: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = FlatModel(1)
     shell = shell_of(run, model, **kept)
     shell.start()
     assert not shell.resumed
@@ -444,10 +440,11 @@ def test_the_next_life_has_the_parameters_to_the_bit_and_its_work(
     )
 
 
-def test_an_undecided_push_is_rebased_from_its_saved_parameters(run: RunInMemory, kept: dict[str, Any]) -> None:
+def test_an_undecided_push_is_rebased_from_its_saved_parameters(
+    run: RunInMemory, model: FlatModel, kept: dict[str, Any]
+) -> None:
     run.settings = replace(run.settings, verdict_wait_s=0.0)
     run.decide = lambda push: None
-    model = FlatModel(1)
     shell = shell_of(run, model, **kept)
     shell.start()
     train(run, shell, model, 4)
@@ -469,9 +466,8 @@ def test_an_undecided_push_is_rebased_from_its_saved_parameters(run: RunInMemory
 
 
 def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(
-    run: RunInMemory, kept: dict[str, Any], caplog: pytest.LogCaptureFixture
+    run: RunInMemory, model: FlatModel, kept: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = FlatModel(1)
     with shell_of(run, model, **kept) as shell:
         with armed("worker.checkpoint.before_manifest=error(no space left)"):
             run.clock.advance(10.0)
@@ -482,7 +478,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(
 
 
 def test_a_scrape_finds_what_the_loop_did(
-    run: RunInMemory, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    run: RunInMemory, model: FlatModel, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scrapes: list[Callable[[], Iterable[Metric]]] = []
     stopped: list[bool] = []
@@ -493,7 +489,6 @@ def test_a_scrape_finds_what_the_loop_did(
         return SimpleNamespace(stop=lambda: stopped.append(True))
 
     monkeypatch.setattr("dips.worker.metrics.serve_metrics", serve)
-    model = FlatModel(1)
     with shell_of(run, model, metrics_listen="127.0.0.1:0", **kept) as shell:
         train(run, shell, model, 4)
         run.clock.advance(10.0)

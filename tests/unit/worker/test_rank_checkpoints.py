@@ -377,6 +377,17 @@ def begun(
     return kept
 
 
+def written_by_one_process(folder: Path, steps: int) -> tuple[Loop, Part]:
+    loop = Loop(steps)
+    part, bench = Part(loop), ClusterBench()
+    bench.begin()
+    bench.train(1)
+    kept = of_one_process(folder, loop, part)
+    assert kept.take_now(bench.session, "cause", "x")
+    kept.close()
+    return loop, part
+
+
 def everything(loop: Loop, part: Part) -> list[Any]:
     theta = np.zeros(part.layout.n_elems, np.float32)
     part.parameters.snapshot(theta)
@@ -385,13 +396,7 @@ def everything(loop: Loop, part: Part) -> list[Any]:
 
 
 def test_ranks_go_on_from_what_one_process_wrote_and_one_process_too(tmp_path: Path) -> None:
-    loop = Loop(2)
-    part, bench = Part(loop), ClusterBench()
-    bench.begin()
-    bench.train(1)
-    kept = of_one_process(tmp_path, loop, part)
-    assert kept.take_now(bench.session, "cause", "x")
-    kept.close()
+    loop, part = written_by_one_process(tmp_path, 2)
     expected = everything(loop, part)
     ranks = Cluster(tmp_path, 0)
     assert ranks.resume()
@@ -408,13 +413,7 @@ def test_ranks_go_on_from_what_one_process_wrote_and_one_process_too(tmp_path: P
 def test_a_damaged_checkpoint_of_one_process_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
-    loop = Loop(1)
-    part, bench = Part(loop), ClusterBench()
-    bench.begin()
-    bench.train(1)
-    kept = of_one_process(tmp_path, loop, part)
-    assert kept.take_now(bench.session, "cause", "x")
-    kept.close()
+    loop, part = written_by_one_process(tmp_path, 1)
     path, manifest = tmp_path / "checkpoint-00000001.safetensors", tmp_path / "checkpoint-00000001.json"
     data = bytearray(path.read_bytes())
     if damage == "no length":
