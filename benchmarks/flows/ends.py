@@ -156,8 +156,9 @@ class SlaveEnd:
         buffer = ThetaBuffer(self._memory.current.theta, self._memory.current.info, self.checksums[way])
         done = threading.Event()
         server.start()
-        server.set_memory(self._memory.map, self._memory.staging, lambda: None)
-        server.set_readable({V0: buffer}, done.set, V0)
+        server.do(server.port.set_memory, self._memory.map, self._memory.staging)
+        server.do(server.port.set_readable, {V0: buffer}, V0)
+        server.do(done.set)
         done.wait()
         return server
 
@@ -169,7 +170,7 @@ class SlaveEnd:
         """Let the cluster with this key in; returns this slave's own."""
         for way, server in self._servers.items():
             if WAYS[way].curve:
-                server.set_allowed([AllowedKey(KeyRole.CLUSTER, push_id(0).cluster, key)])
+                server.do(server.port.set_allowed, [AllowedKey(KeyRole.CLUSTER, push_id(0).cluster, key)])
         return self._pair.public
 
     def is_compiled(self, way: str) -> bool:
@@ -200,7 +201,8 @@ class SlaveEnd:
     def open(self, number: int, way: str) -> None:
         """Open the staging of this push; the one before leaves the slot."""
         self._staged.clear()
-        self._servers[way].open(Slot(push_id(number), 1, 0, number))
+        server = self._servers[way]
+        server.do(server.port.hold, [Slot(push_id(number), 1, 0, number)])
 
     def wait_staged(self) -> bytes:
         self._staged.wait()

@@ -75,9 +75,11 @@ class SlaveSite:
         staging = zeros(n_clusters, blocks[0].n_elems)
         self._server = DataServer(host, 0, RUN, CHUNK_BYTES, self._staged, lambda error: None)
         self._server.start()
+        self._slots: dict[int, Slot] = {}
         done = threading.Event()
-        self._server.set_memory(ShardMap(blocks, CHUNK_BYTES), staging, lambda: None)
-        self._server.set_readable({V0: ThetaBuffer(theta, info, checksums)}, done.set, V0)
+        self._server.do(self._server.port.set_memory, ShardMap(blocks, CHUNK_BYTES), staging)
+        self._server.do(self._server.port.set_readable, {V0: ThetaBuffer(theta, info, checksums)}, V0)
+        self._server.do(done.set)
         done.wait()
 
     def _staged(self, event: PushStaged) -> None:
@@ -91,7 +93,8 @@ class SlaveSite:
 
     def open(self, cluster: str, number: int, slot: int) -> None:
         """Expect this push; the cluster's one before leaves its slot."""
-        self._server.open(Slot(push_id(cluster, number), 1, slot, number))
+        self._slots[slot] = Slot(push_id(cluster, number), 1, slot, number)
+        self._server.do(self._server.port.hold, list(self._slots.values()))
 
     def close(self) -> None:
         self._server.stop()

@@ -42,7 +42,7 @@ class ServedMetrics:
 
         def collect() -> Families:
             sizes = DiskSizes(guard.memory_bytes(), guard.limit_bytes, disk_free_bytes(Path.cwd()), 0)
-            return collector.families(snapshots.take(), data.figures(), sizes)
+            return collector.families(snapshots.take(), data.figures, sizes)
 
         self._server = MetricsServer("127.0.0.1:0", collect, INSECURE)
         self.url = f"http://{self._server.address}{PATH}"

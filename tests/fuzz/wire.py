@@ -152,8 +152,8 @@ class Port:
         info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", b"", committed=True)
         buffer = ThetaBuffer(theta, info, chunk_checksums(theta, LAYOUT.blocks, CHUNK_BYTES))
         self.port.set_readable({V0: buffer}, V0)
-        self.port.open(Slot(push_id("a"), 1, 0, opening=1))
-        self.port.open(Slot(push_id("b"), 1, 1, opening=1, wire=Codec.INT8, base=V0))
+        differences = Slot(push_id("b"), 1, 1, opening=1, wire=Codec.INT8, base=V0)
+        self.port.hold([Slot(push_id("a"), 1, 0, opening=1), differences])
 
     def take(self, frames: Sequence[bytes]) -> str:
         """One message. Raises Broken unless it is answered once, counted if refused, and lands only when ACKed: a wrong

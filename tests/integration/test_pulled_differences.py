@@ -40,11 +40,12 @@ class Served:
         self.server = DataServer("127.0.0.1", 0, RUN, 1 << 20, lambda staged: None, self.crashed.append, loop=loop)
         self.server.start()
         done = threading.Event()
-        self.server.set_memory(shard.memory.map, shard.memory.staging, lambda: None)
+        self.server.do(self.server.port.set_memory, shard.memory.map, shard.memory.staging)
         assert shard.memory.current is not None
         info = shard.memory.current.info
         assert info is not None
-        self.server.set_readable(shard.memory.readable(), done.set, info.version)
+        self.server.do(self.server.port.set_readable, shard.memory.readable(), info.version)
+        self.server.do(done.set)
         done.wait(NO_LIMIT_S)
         self.digest = info.digest
         self.shard = shard

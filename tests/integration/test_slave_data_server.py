@@ -74,6 +74,7 @@ class Served:
         self.memory.flip(info)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._peers: list[zmq.Socket[bytes]] = []
+        self._slots: dict[int, Slot] = {}
         self.serve()
 
     def _note(self, event: PushStaged) -> None:
@@ -82,21 +83,24 @@ class Served:
 
     def serve(self) -> None:
         assert self.memory is not None
-        self.server.set_memory(self.memory.map, self.memory.staging, lambda: None)
-        self.told(lambda done: self.server.set_readable(self._readable(), done, V0))
+        self.server.do(self.server.port.set_memory, self.memory.map, self.memory.staging)
+        self.server.do(self.server.port.set_readable, self._readable(), V0)
+        self.settle()
 
     def _readable(self) -> dict[Version, ThetaBuffer]:
         assert self.memory is not None
         return dict(self.memory.readable())
 
-    def told(self, say: object) -> None:
+    def settle(self) -> None:
         done = threading.Event()
-        say(done.set)  # type: ignore[operator]
+        self.server.do(done.set)
         assert done.wait(NO_LIMIT_S)
 
     def open(self, push: PushId, slot: int, opening: int) -> None:
-        self.server.open(Slot(push, 1, slot, opening))
-        self.told(self.server._post)
+        """As this slot; what was in it leaves."""
+        self._slots[slot] = Slot(push, 1, slot, opening)
+        self.server.do(self.server.port.hold, list(self._slots.values()))
+        self.settle()
 
     def peer(self) -> zmq.Socket[bytes]:
         dealer = self.context.socket(zmq.DEALER)
@@ -164,7 +168,7 @@ def test_every_message_gets_one_answer_and_every_push_is_staged_once(served: Ser
     assert served.memory is not None
     for row in served.memory.staging:
         np.testing.assert_array_equal(row, VALUES)
-    known = served.server.known(V0)
+    known = served.server.port.known(V0)
     assert known is not None
     assert known.squared(0)[1].all()
     np.testing.assert_array_equal(known.squared(0)[0], known.squared(1)[0])
@@ -195,7 +199,7 @@ def test_a_chunk_that_is_sent_again_and_again_while_it_lands_fills_no_memory(ser
         most = len(server._deferred)
         return checksum(payload)
 
-    server._port._checksum = slow_checksum
+    server.port._checksum = slow_checksum
     served.open(push_id("a"), 0, 1)
     peer = served.peer()
     for request in range(n_sent):
@@ -214,10 +218,11 @@ def test_words_wait_for_landings_that_are_under_way(served: Served) -> None:
         served.open(first, 0, 2 * again + 1)
         for index in range(len(CHUNKS)):
             peer.send_multipart(put_frames(index, first))
-        served.server.open(Slot(second, 1, 0, 2 * again + 2))
+        served.server.do(served.server.port.hold, [Slot(second, 1, 0, 2 * again + 2)])
         for _ in CHUNKS:
             assert DataHeader.decode(peer.recv_multipart()[0]).op in (DataOp.ACK, DataOp.REFUSED)
-        served.told(lambda done: served.server.set_readable(served._readable(), done, V0))
+        served.server.do(served.server.port.set_readable, served._readable(), V0)
+        served.settle()
         assert served.memory is not None
         served.memory.staging[0].fill(0)
         query = DataHeader("run", 1, DataOp.QUERY_MISSING, 1, push=second, attempt=1)
@@ -234,14 +239,14 @@ def test_the_last_of_many_messages_is_counted_too(served: Served) -> None:
     def busy() -> None:
         free.wait(NO_LIMIT_S)
 
-    served.server._post(busy)
+    served.server.do(busy)
     for number in range(n):
         peer.send(get_frame(0, number))
     time.sleep(0.2)  # most of them lie before the thread then; where they do not, this test asks less
     free.set()
     for _ in range(n):
         peer.recv_multipart()
-    until(lambda: served.server.beat().served_bytes >= n * CHUNKS[0].length_bytes, "the last is counted")
+    until(lambda: served.server.figures.beat.served_bytes >= n * CHUNKS[0].length_bytes, "the last is counted")
 
 
 def test_messages_of_too_many_frames_are_counted_at_once_though_nothing_else_comes(served: Served) -> None:
@@ -249,7 +254,7 @@ def test_messages_of_too_many_frames_are_counted_at_once_though_nothing_else_com
         with hostile.dealer(served.server.endpoint) as stranger:
             hostile.many_frames(stranger, MOST_FRAMES + 1)
             assert hostile.hung_up(stranger)
-        until(lambda n=number: served.server.beat().refused_connections == n, f"{number} of them")  # type: ignore[misc]
+        until(lambda n=number: served.server.figures.beat.refused_connections == n, f"{number} of them")  # type: ignore[misc]
 
 
 def asked_for_much(served: Served) -> zmq.Socket[bytes]:
@@ -261,7 +266,7 @@ def asked_for_much(served: Served) -> zmq.Socket[bytes]:
     for number in range(MAX_WINDOW_CHUNKS):
         lazy.send(get_frame(number % 9, number))
     other = served.peer()
-    while served.server.beat().served_bytes < MAX_WINDOW_CHUNKS * CHUNK_BYTES:
+    while served.server.figures.beat.served_bytes < MAX_WINDOW_CHUNKS * CHUNK_BYTES:
         other.send(DataHeader("run", 1, DataOp.QUERY_MISSING, 1, push=push_id("z")).encode())
         assert DataHeader.decode(other.recv_multipart()[0]).op is DataOp.REFUSED
     return lazy
@@ -273,7 +278,8 @@ def test_a_peer_that_never_reads_holds_up_no_buffer_and_what_it_reads_late_is_se
     assert served.memory is not None
     assert served.memory.current is not None
     theta = served.memory.current.theta
-    served.told(lambda done: served.server.set_readable({}, done, None))
+    served.server.do(served.server.port.set_readable, {}, None)
+    served.settle()
     theta.fill(7.0)  # as the next round would
     right = late = 0
     for _ in range(MAX_WINDOW_CHUNKS):
@@ -297,12 +303,13 @@ def test_memory_that_goes_away_is_not_held_by_peers_that_do_not_read(served: Ser
     assert served.memory.current is not None
     freed = threading.Event()
     weakref.finalize(served.memory.current.theta.base, freed.set)
-    served.told(lambda done: served.server.set_memory(None, None, done))
+    served.server.do(served.server.port.set_memory, None, None)
+    served.settle()
     served.memory = None
     gc.collect()
     assert freed.wait(NO_LIMIT_S)
     served.memory = ShardMemory(LAYOUT.blocks, CHUNK_BYTES, 2, 40 * LAYOUT.n_elems)
-    served.server.set_memory(served.memory.map, served.memory.staging, lambda: None)
+    served.server.do(served.server.port.set_memory, served.memory.map, served.memory.staging)
     served.open(push_id("a"), 0, 1)
     peer = served.peer()
     peer.send_multipart(put_frames(0, push_id("a")))
@@ -312,7 +319,7 @@ def test_memory_that_goes_away_is_not_held_by_peers_that_do_not_read(served: Ser
 def test_answers_are_lost_doubled_and_garbled_at_a_failpoint(served: Served) -> None:
     peer = served.peer()
     with armed("slave.data.before_answer=1*drop->1*dup->1*corrupt->1*error(gone)->off"):
-        served.told(served.server._post)  # the compiled loop leaves all to Python then
+        served.settle()  # the compiled loop leaves all to Python then
         for request in range(5):
             peer.send(get_frame(0, request))
         heard = [peer.recv_multipart() for _ in range(4)]
@@ -328,7 +335,7 @@ def test_with_keys_the_list_says_who_comes_in_and_for_what_until_its_key_leaves(
         a, b, reader, stranger = (Cluster(name, CurvePair.new(), port) for name in "abrx")
         port.allow(a, b, readers=(reader,))
         port.open("a")
-        assert port.server.traffic_bytes == 2 * 3 * MAX_WINDOW_CHUNKS * keyed_port.CHUNK_BYTES
+        assert port.server.port.traffic_bytes == 2 * 3 * MAX_WINDOW_CHUNKS * keyed_port.CHUNK_BYTES
         port.server.note_deliveries(True)
         pull, flat = reader.pull()
         assert pull.done, pull.failure
@@ -340,8 +347,8 @@ def test_with_keys_the_list_says_who_comes_in_and_for_what_until_its_key_leaves(
         digest = digest_of_array(port.landed(0), keyed_port.LAYOUT.blocks, keyed_port.CHUNK_BYTES)
         assert port.staged == {keyed_port.push_id("a"): digest}
         n_bytes = keyed_port.LAYOUT.n_bytes
-        until(lambda: port.server.beat().staging_bytes == n_bytes, "the push is counted")
-        assert (port.server.beat().served_bytes, port.server.figures().staged_of) == (n_bytes, {"a": n_bytes})
+        until(lambda: port.server.figures.beat.staging_bytes == n_bytes, "the push is counted")
+        assert (port.server.figures.beat.served_bytes, port.server.figures.staged_of) == (n_bytes, {"a": n_bytes})
 
         def dealer(who: Cluster) -> zmq.Socket[bytes]:
             made = context.socket(zmq.DEALER)
@@ -360,11 +367,11 @@ def test_with_keys_the_list_says_who_comes_in_and_for_what_until_its_key_leaves(
         of_stranger, of_a, of_b = (dealer(who) for who in (stranger, a, b))
         for known in (of_a, of_b):
             assert DataHeader.decode(known.recv_multipart()[0]).op is DataOp.CHUNK
-        until(lambda: port.server.beat().refused_connections >= 1, "the stranger is counted")
-        assert f"data key {stranger.public.hex()[:8]}, which is not on" in port.server.beat().refused_connection
+        until(lambda: port.server.figures.beat.refused_connections >= 1, "the stranger is counted")
+        assert f"data key {stranger.public.hex()[:8]}, which is not on" in port.server.figures.beat.refused_connection
         port.allow(a)
         of_b.send(of_port)
-        until(lambda: "left the master's list" in port.server.beat().refused_connection, "the connection's end")
+        until(lambda: "left the master's list" in port.server.figures.beat.refused_connection, "the connection's end")
         of_a.send(of_port)
         assert DataHeader.decode(of_a.recv_multipart()[0]).op is DataOp.CHUNK
         assert not of_stranger.poll(0)
@@ -374,7 +381,7 @@ def test_words_after_the_end_go_nowhere(served: Served) -> None:
     """The control side may still speak while it ends; the pipe's number may belong to another file by then."""
     served.server.stop()
     with tempfile.TemporaryFile() as first, tempfile.TemporaryFile() as second:
-        served.server.open(Slot(push_id("a"), 1, 0, 1))
+        served.server.do(served.server.port.hold, [Slot(push_id("a"), 1, 0, 1)])
         assert [os.fstat(file.fileno()).st_size for file in (first, second)] == [0, 0]
 
 

@@ -16,7 +16,6 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.messages import (
     BlockGram,
-    CloseStaging,
     Commit,
     CommitRecord,
     Configure,
@@ -279,16 +278,8 @@ class SlavePart:
             case effects.SavePromise(epoch):
                 self.promised = max(self.promised, epoch)
                 return self._handle(events.PromiseSaved(epoch))
-            case effects.OpenSlot(slot):
-                return self._open(slot)
-            case CloseStaging(push):
-                if self.table is not None:
-                    self.table.close(push)
-                self._forget_closed_slots()
-            case effects.CloseAllSlots():
-                if self.table is not None:
-                    self.table.close_all()
-                self._forget_closed_slots()
+            case effects.HoldSlots(slots):
+                return self._hold(slots)
             case effects.Serve(epoch):
                 self.served = epoch
             case Retain(versions):
@@ -337,19 +328,15 @@ class SlavePart:
                 self.move = (run.number, command)
         return []
 
-    def _open(self, slot: Slot) -> list[Out]:
-        if self.table is None:
-            return []
-        staging = self.table.open(slot)
-        if not staging.n_landed:
-            self.staging[slot.number] = (None,) * self.shard.n_chunks
-        self._forget_closed_slots()
-        return self._say_staged(staging) if staging.complete else []
-
-    def _forget_closed_slots(self) -> None:
-        """Clear unused slots, whose content makes no difference."""
-        used = {slot.number for slot in self.table.slots()} if self.table is not None else set()
+    def _hold(self, slots: tuple[Slot, ...]) -> list[Out]:
+        """Unused slots are cleared: their content makes no difference."""
+        changed = [] if self.table is None else self.table.hold(slots)
+        for staging in changed:
+            if not staging.n_landed:
+                self.staging[staging.slot.number] = (None,) * self.shard.n_chunks
+        used = {staging.slot.number for staging in self.table.stagings()} if self.table is not None else set()
         self.staging = {number: content for number, content in self.staging.items() if number in used}
+        return [out for staging in changed if staging.complete for out in self._say_staged(staging)]
 
     def _infos(self) -> tuple[SnapshotInfo, ...]:
         return tuple(file.info for _, file in sorted(self.disk.items(), key=lambda item: item[0], reverse=True))

@@ -133,8 +133,9 @@ def run_of(
         run = Run(ports, [pair() for _ in range(n_ranks)], shares_of(n_ranks), loop)
         for port in ports:
             if with_keys:
-                port.server.set_allowed(
-                    [AllowedKey(KeyRole.CLUSTER, CLUSTER, curve.public) for curve in run.curves if curve is not None]
+                port.server.do(
+                    port.server.port.set_allowed,
+                    [AllowedKey(KeyRole.CLUSTER, CLUSTER, curve.public) for curve in run.curves if curve is not None],
                 )
             port.open(CLUSTER, wire)
         yield run

@@ -54,7 +54,7 @@ class DoorClock:
 
         def counted() -> bool:
             self._now_s += 2 * zmq_sockets.SETTLED_S
-            return self._port.server.beat().refused_connections >= at_least
+            return self._port.server.figures.beat.refused_connections >= at_least
 
         until(counted, "the data port counts it")
 
@@ -78,8 +78,8 @@ def test_a_key_that_is_not_on_the_list_is_turned_away_with_a_sentence(port: Keye
     assert not transfer.done
     assert "refuses this process's data key" in transfer.failure
     assert push_id("b") not in port.staged
-    until(lambda: port.server.beat().refused_connections > 0, "the data port counts it")
-    beat = port.server.beat()
+    until(lambda: port.server.figures.beat.refused_connections > 0, "the data port counts it")
+    beat = port.server.figures.beat
     assert stranger.public.hex()[:8] in beat.refused_connection
     assert "not on the master's list" in beat.refused_connection
 
@@ -112,7 +112,7 @@ def test_a_peer_without_keys_is_counted_and_gets_nothing(port: KeyedPort, door_c
     door_clock.wait_for_refused(1)
     # Who of the two hangs up first is a race.
     either = ("has not this port's key", "it may want other security (CURVE, or none)")
-    assert any(words in port.server.beat().refused_connection for words in either)
+    assert any(words in port.server.figures.beat.refused_connection for words in either)
     with fresh_context() as context:
         dealer = context.socket(zmq.DEALER)
         dealer.connect(port.server.endpoint)
@@ -144,12 +144,12 @@ def test_what_was_recorded_and_is_said_again_is_not_understood(port: KeyedPort, 
         relay = proxies.add("data", ("127.0.0.1", port.port))
         who.endpoint = f"tcp://{relay.address}"
         assert who.push().done
-        until(lambda: port.server.beat().staging_bytes == LAYOUT.n_bytes, "the data port counts it")
-        before = port.server.beat()
+        until(lambda: port.server.figures.beat.staging_bytes == LAYOUT.n_bytes, "the data port counts it")
+        before = port.server.figures.beat
         proxies.harm("data", NetFault(Harm.REPLAY))
         assert relay.bites
         door_clock.wait_for_refused(before.refused_connections + 1)
-        after = port.server.beat()
+        after = port.server.figures.beat
     assert (after.staging_bytes, after.refused_chunks) == (before.staging_bytes, before.refused_chunks)
 
 
@@ -161,12 +161,12 @@ def test_who_does_not_shake_hands_is_counted_once_among_those_who_do(port: Keyed
             strangers.enter_context(_stranger(port))
             assert who.pull()[0].done
         door_clock.wait_for_refused(3)
-        assert port.server.beat().refused_connections == 3
+        assert port.server.figures.beat.refused_connections == 3
         for _ in range(3):
             assert who.pull()[0].done
         strangers.enter_context(_stranger(port))
         door_clock.wait_for_refused(4)
-        assert port.server.beat().refused_connections == 4, "and whoever came between is not"
+        assert port.server.figures.beat.refused_connections == 4, "and whoever came between is not"
 
 
 @pytest.mark.parametrize("by_reset", [False, True])
@@ -182,7 +182,7 @@ def test_probes_that_connect_and_close_are_no_strangers(port: KeyedPort, door_cl
     until(lambda: not port.server._handshakes.unsettled, "the data port counts it")
     with _stranger(port):
         door_clock.wait_for_refused(1)
-        beat = port.server.beat()
+        beat = port.server.figures.beat
     assert beat.refused_connections == 1
     assert "has not this port's key" in beat.refused_connection
 
@@ -192,7 +192,7 @@ def test_a_peer_that_stays_and_says_nothing_is_counted(monkeypatch: pytest.Monke
     with KeyedPort(CurvePair.new()) as port, socket.create_connection(("127.0.0.1", port.port)) as peer:
         while peer.recv(64):  # until it is dropped
             pass
-        until(lambda: port.server.beat().refused_connections == 1, "the data port counts it")
+        until(lambda: port.server.figures.beat.refused_connections == 1, "the data port counts it")
 
 
 def test_neither_side_falls_back_to_the_clear(port: KeyedPort) -> None:
@@ -227,7 +227,7 @@ def test_parameters_are_pushed_and_pulled_over_ipv6(host: str, way: str) -> None
         pull, flat = who.pull()
         assert pull.done, pull.failure
         assert flat.tobytes() == THETA.tobytes()
-        assert port.server.beat().refused_connections == 0
+        assert port.server.figures.beat.refused_connections == 0
 
 
 def _stranger(port: KeyedPort) -> socket.socket:

@@ -87,25 +87,27 @@ class End:
         self._count_messages()
         self.server.start()
         self.staging = np.zeros((N_SLOTS, LAYOUT.n_elems), np.float32)
-        self.server.set_epoch(2)
-        self.server.set_memory(ShardMap(BLOCKS, chunk_bytes), self.staging, lambda: None)
+        self.server.do(self.server.port.set_epoch, 2)
+        self.server.do(self.server.port.set_memory, ShardMap(BLOCKS, chunk_bytes), self.staging)
         self.serve(current)
-        for row, codec in enumerate(codecs):
-            base = V0 if codec is not Codec.F32 else None
-            self.server.open(Slot(push_id(row), 1, row, 1, codec, base))
+        slots = [
+            Slot(push_id(row), 1, row, 1, codec, V0 if codec is not Codec.F32 else None)
+            for row, codec in enumerate(codecs)
+        ]
+        self.server.do(self.server.port.hold, slots)
         self.settle()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._peers: list[zmq.Socket[bytes]] = []
         self._first: zmq.Socket[bytes] | None = None
 
     def _count_messages(self) -> None:
-        real = self.server._port.begin
+        real = self.server.port.begin
 
         def begin(*arguments: object) -> object:
             self.left_to_python += 1
             return real(*arguments)  # type: ignore[arg-type]
 
-        self.server._port.begin = begin  # type: ignore[assignment, method-assign]
+        self.server.port.begin = begin  # type: ignore[assignment, method-assign]
 
     def serve(self, current: Version | None) -> None:
         def buffer(version: Version) -> ThetaBuffer:
@@ -113,13 +115,13 @@ class End:
             theta = THETA[version]
             return ThetaBuffer(theta, info, chunk_checksums(theta, BLOCKS, self.chunk_bytes), -theta)
 
-        self.server.set_readable({version: buffer(version) for version in THETA}, lambda: None, current)
+        self.server.do(self.server.port.set_readable, {version: buffer(version) for version in THETA}, current)
         self.settle()
 
     def settle(self) -> None:
         """Until the data thread has done what it was told."""
         done = threading.Event()
-        self.server._post(done.set)
+        self.server.do(done.set)
         assert done.wait(NO_LIMIT_S)
 
     def peer(self, pair: CurvePair | None = None) -> zmq.Socket[bytes]:
@@ -165,7 +167,7 @@ class End:
 
     def counts(self) -> tuple[SlaveBeat, dict[str, int], dict[str, int], list[PushStaged]]:
         self.settle()
-        figures = self.server._port.figures()
+        figures = self.server.port.figures()
         return figures.beat, dict(figures.refused), dict(figures.staged_of), self.staged
 
     def close(self) -> None:
@@ -206,7 +208,7 @@ def assert_same(python: End, compiled: End) -> None:
     """What both have landed, summed and counted."""
     assert compiled.counts() == python.counts()
     np.testing.assert_array_equal(compiled.staging.view(np.uint32), python.staging.view(np.uint32))
-    ours, theirs = (end.server._port.view() for end in (python, compiled))
+    ours, theirs = (end.server.port for end in (python, compiled))
     assert ours.rows is not None
     assert theirs.rows is not None
     for mine, other in zip(ours.rows, theirs.rows, strict=True):
@@ -268,7 +270,7 @@ def test_ten_thousand_readers_come_and_go_and_each_is_answered(end: MakeEnd) -> 
 def test_the_ranks_of_a_cluster_are_one_stream_of_a_pull(end: MakeEnd, loop: LoopName) -> None:
     """They take one place of those that run at full rate."""
     one = end(loop, curve=CurvePair.new())
-    one.server._port._now_s = lambda: 0.0
+    one.server.port._now_s = lambda: 0.0
     cluster = {name: [CurvePair.new() for _ in range(n)] for name, n in (("c0", 5), ("c1", 1), ("c2", 3), ("c3", 1))}
     allow(one, cluster)
     peers = {name: [one.peer(pair) for pair in pairs] for name, pairs in cluster.items()}
@@ -276,7 +278,7 @@ def test_the_ranks_of_a_cluster_are_one_stream_of_a_pull(end: MakeEnd, loop: Loo
         for peer in peers[name]:
             one.ask(one.get(1), peer)
         one.settle()  # the compiled loop tells what it served after a while
-    assert len(one.server._port._pull_credits._streams) == len(cluster)
+    assert len(one.server.port._pull_credits._streams) == len(cluster)
     credits = {name: {credit_of(one, peer) for peer in peers[name]} for name in cluster}
     assert credits == {"c0": {MAX_WINDOW_CHUNKS}, "c1": {MAX_WINDOW_CHUNKS}, "c2": {HELD}, "c3": {HELD}}
     for row, name in enumerate(cluster):  # of a push all ranks are one stream, too; c3 and c4 have least to send
@@ -287,7 +289,7 @@ def test_the_ranks_of_a_cluster_are_one_stream_of_a_pull(end: MakeEnd, loop: Loo
 def allow(end: End, cluster: Mapping[str, Sequence[CurvePair]]) -> None:
     """Admit these ranks' keys."""
     pairs = [(name, pair) for name, ranks in cluster.items() for pair in ranks]
-    end.server.set_allowed([AllowedKey(KeyRole.CLUSTER, name, pair.public) for name, pair in pairs])
+    end.server.do(end.server.port.set_allowed, [AllowedKey(KeyRole.CLUSTER, name, pair.public) for name, pair in pairs])
     end.settle()
 
 
@@ -301,10 +303,10 @@ def test_every_rank_of_a_large_cluster_is_served_without_python(end: MakeEnd) ->
     """More of them than the loop knows readers without keys; their key table stays as long as the list does."""
     compiled, slots = end("compiled", curve=CurvePair.new()), N_SLOTS
     ranks = [CurvePair.new() for _ in range(serve_numba.MOST_PEERS + 5)]
-    few = compiled.server.traffic_bytes
+    few = compiled.server.port.traffic_bytes
     allow(compiled, {push_id(4).cluster: ranks, "other": [CurvePair.new()]})
     assert few == 2 * slots * MAX_WINDOW_CHUNKS * compiled.chunk_bytes
-    assert compiled.server.traffic_bytes == few + 2 * (len(ranks) - MAX_WINDOW_CHUNKS) * compiled.chunk_bytes
+    assert compiled.server.port.traffic_bytes == few + 2 * (len(ranks) - MAX_WINDOW_CHUNKS) * compiled.chunk_bytes
     loop = compiled.server._loop
     assert loop is not None
     tables = []
@@ -347,7 +349,7 @@ def test_a_port_that_is_stopped_while_it_is_busy_ends(end: MakeEnd) -> None:
         thread.start()
     for number in range(60):
         lazy.send_multipart(compiled.get(number % 3))
-    until(lambda: compiled.server.beat().served_bytes >= 100 * WHOLE_PIECES, "a hundred pieces")
+    until(lambda: compiled.server.figures.beat.served_bytes >= 100 * WHOLE_PIECES, "a hundred pieces")
     compiled.server.stop()
     stop.set()
     for thread in threads:

@@ -120,9 +120,9 @@ class _BulkSlave:
         self._count_messages()
         self.server = DataServer("127.0.0.1", 0, RUN, bulk.chunk_bytes, self._staged.put, _crashed)
         self.server.start()
-        self.server.set_epoch(EPOCH)
-        self.server.set_memory(ShardMap(self._blocks, bulk.chunk_bytes), self._rows, lambda: None)
-        self.server.open(Slot(PUSH, 1, 0, 1))
+        self.server.do(self.server.port.set_epoch, EPOCH)
+        self.server.do(self.server.port.set_memory, ShardMap(self._blocks, bulk.chunk_bytes), self._rows)
+        self.server.do(self.server.port.hold, [Slot(PUSH, 1, 0, 1)])
 
     def _count_messages(self) -> None:
         slave, begin_here, serve_compiled = self, DataPort.begin, ServeLoop.serve
@@ -144,7 +144,7 @@ class _BulkSlave:
     def count(self) -> dict[str, Any]:
         while not self._staged.empty():
             self._digest = self._staged.get().digest.hex()
-        return {"received": self._received, "refusal": self.server.last_refusal, "staged": self._digest}
+        return {"received": self._received, "refusal": self.server.port.last_refusal, "staged": self._digest}
 
     def serve(self) -> dict[str, Any]:
         data, sums = bytes_of(self._rows[0]), []
@@ -152,7 +152,8 @@ class _BulkSlave:
             begin = 4 * self._blocks[chunk.block_id].start_elem + chunk.offset_bytes
             sums.append(checksum(data[begin : begin + chunk.length_bytes]))
         served = threading.Event()
-        self.server.set_readable({VERSION: ThetaBuffer(self._rows[0], None, sums)}, served.set)
+        self.server.do(self.server.port.set_readable, {VERSION: ThetaBuffer(self._rows[0], None, sums)}, None)
+        self.server.do(served.set)
         assert served.wait(NO_LIMIT_S)
         return {"digest": shard_digest(sums).hex()}
 
@@ -168,39 +169,38 @@ def _bulk(bulk: str) -> int:
     return 0
 
 
-class _Remembering(DataServer):
-    """Keeps why the guard cut connections; the port's last sentence may be of another connection a moment later."""
-
-    cuts = ""
-
-    def refuse_connection(self, sentence: str, n: int) -> None:
-        self.cuts += f"{sentence}\n"
-        super().refuse_connection(sentence, n)
-
-
 def _guarded(room_bytes: str, n_files: str, loop: LoopName) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(n_files), int(n_files)))
     allocator.keep_freed_memory()
     outer_numba.warm_up()
     serve_numba.warm_up()
     layout = slave_wire.LAYOUT
-    server = _Remembering("127.0.0.1", 0, slave_wire.RUN, GUARDED_CHUNK_BYTES, lambda staged: None, _crashed, loop=loop)
+    server = DataServer("127.0.0.1", 0, slave_wire.RUN, GUARDED_CHUNK_BYTES, lambda staged: None, _crashed, loop=loop)
+    cuts = list[str]()  # the port's last sentence may be of another connection a moment later
+    refuse = server.port.refuse_connection
+
+    def remember(sentence: str, n: int = 1) -> None:
+        cuts.append(sentence)
+        refuse(sentence, n)
+
+    server.port.refuse_connection = remember  # type: ignore[method-assign]
     if server.is_compiled:
         serve_numba.warm_up()
         landing_numba.warm_up()  # so that nothing is loaded after the guard has looked at what there is
     ready = threading.Event()
     rows = allocator.zeros(GUARDED_SLOTS, layout.n_elems)
     server.start()
-    server.set_epoch(1)
-    server.set_memory(ShardMap(layout.blocks, GUARDED_CHUNK_BYTES), rows, ready.set)
-    server.open(Slot(slave_wire.push_id("a"), 1, 0, 1))
+    server.do(server.port.set_epoch, 1)
+    server.do(server.port.set_memory, ShardMap(layout.blocks, GUARDED_CHUNK_BYTES), rows)
+    server.do(ready.set)
+    server.do(server.port.hold, [Slot(slave_wire.push_id("a"), 1, 0, 1)])
     assert ready.wait(NO_LIMIT_S)
     guard = ConnectionGuard(server, rows.nbytes, int(room_bytes))
     guard.start()
     _say(endpoint=server.endpoint, limit_bytes=guard.limit_bytes)
     for _ in sys.stdin:
-        beat = server.beat()
-        why = f"{server.cuts}{beat.refused_connection}"
+        beat = server.figures.beat
+        why = "\n".join([*cuts, beat.refused_connection])
         _say(chunks=beat.refused_chunks, connections=beat.refused_connections, why=why, looks=guard._looks)
     guard.stop()
     server.stop()

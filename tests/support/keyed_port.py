@@ -79,26 +79,27 @@ class KeyedPort:
         info = messages.SnapshotInfo(V0, RoundId(1, 1), b"", b"", self.digest, committed=True)
         self._memory.name_shadow(info, sums)
         self._memory.flip(info)
-        self._slots = 0
+        self._slots: list[Slot] = []
 
     def start(self) -> None:
         self.server.start()
-        self.server.set_epoch(1)
-        self.server.set_memory(self._memory.map, self._memory.staging, lambda: None)
-        self.server.set_readable(dict(self._memory.readable()), lambda: None, V0)
+        self.server.do(self.server.port.set_epoch, 1)
+        self.server.do(self.server.port.set_memory, self._memory.map, self._memory.staging)
+        self.server.do(self.server.port.set_readable, dict(self._memory.readable()), V0)
         self.settle()
 
     def allow(self, *clusters: Cluster, readers: tuple[Cluster, ...] = ()) -> None:
         keys = [messages.AllowedKey(messages.KeyRole.CLUSTER, c.name, c.public) for c in clusters]
-        self.server.set_allowed(
-            [*keys, *(messages.AllowedKey(messages.KeyRole.READER, c.name, c.public) for c in readers)]
+        self.server.do(
+            self.server.port.set_allowed,
+            [*keys, *(messages.AllowedKey(messages.KeyRole.READER, c.name, c.public) for c in readers)],
         )
         self.settle()
 
     def open(self, cluster: str, wire: Codec = Codec.F32) -> None:
         base = None if wire is Codec.F32 else V0
-        self.server.open(Slot(push_id(cluster), 1, self._slots, 1, wire, base))
-        self._slots += 1
+        self._slots.append(Slot(push_id(cluster), 1, len(self._slots), 1, wire, base))
+        self.server.do(self.server.port.hold, tuple(self._slots))
         self.settle()
 
     def landed(self, slot: int) -> F32:
@@ -109,7 +110,7 @@ class KeyedPort:
 
     def settle(self) -> None:
         done = threading.Event()
-        self.server._post(done.set)
+        self.server.do(done.set)
         assert done.wait(NO_LIMIT_S)
 
     @property

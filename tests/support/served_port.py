@@ -106,9 +106,10 @@ class Port:
         self.port.set_epoch(traffic.epoch)
         self.port.set_memory(ShardMap(LAYOUT.blocks, traffic.chunk_bytes), rows)
         self.port.set_readable(kept.buffers(traffic), V0)
-        for number, (cluster, codec) in enumerate(PUSHES.items()):
-            base = None if codec is Codec.F32 else V0
-            self.port.open(Slot(push_id(cluster), 1, number, opening=1, wire=codec, base=base))
+        self.port.hold(
+            Slot(push_id(cluster), 1, number, opening=1, wire=codec, base=None if codec is Codec.F32 else V0)
+            for number, (cluster, codec) in enumerate(PUSHES.items())
+        )
 
     def answer(self, frames: Sequence[bytes | memoryview], peer: bytes) -> list[bytes]:
         answer = self.port.answer([memoryview(frame) for frame in frames], peer, self.user)
@@ -119,7 +120,7 @@ class Port:
         return figures.beat, figures.refused, figures.staged_of, self.port.last_refusal, self.staged
 
     def sums(self) -> Sums:
-        receipts = self.port.view().receipts
+        receipts = self.port.receipts
         assert receipts is not None
         return receipts.sums
 

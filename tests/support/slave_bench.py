@@ -14,6 +14,7 @@ from dips.slave.state import effects, events
 from dips.slave.state.effects import Effect, JobCommand
 from dips.slave.state.shard import ShardPhase
 from dips.slave.state.slave import SlaveMachine
+from dips.slave.state.staging import Slot
 
 E = TypeVar("E")
 PLACEMENT = placement_over("s0")
@@ -38,6 +39,13 @@ def configure(info: messages.SnapshotInfo | None = None, **changes: Any) -> mess
     if info is not None:
         changes |= {"load": info.version, "load_round": info.round, "load_digest": info.digest, "commit_hash": b"hash"}
     return configure_for(PLACEMENT, **changes)
+
+
+def slot_of(out: list[Effect], push: PushId) -> Slot:
+    """The slot in which these effects hold a push."""
+    (held,) = only(out, effects.HoldSlots)
+    (slot,) = [slot for slot in held.slots if slot.push == push]
+    return slot
 
 
 class SlaveBench:
@@ -129,8 +137,8 @@ class SlaveBench:
         self.loaded(info)
 
     def stage(self, push: PushId, slot: int, attempt: int = 1) -> list[Effect]:
-        (opened,) = only(self.command(open_staging(push, slot, attempt)), effects.OpenSlot)
-        return self.give(events.PushStaged(opened.slot, b"digest"))
+        opened = slot_of(self.command(open_staging(push, slot, attempt)), push)
+        return self.give(events.PushStaged(opened, b"digest"))
 
     def prepare(self, round_id: RoundId = R2, to: Version = V1, from_version: Version | None = V0) -> list[Effect]:
         return self.command(prepare(round_id, to, from_version))

@@ -175,7 +175,7 @@ class ConnectionGuard:
     @property
     def limit_bytes(self) -> int:
         """The slave's budget: docs/capacity.md has the formula."""
-        return self._fixed_bytes + self._data.traffic_bytes
+        return self._fixed_bytes + self._data.port.traffic_bytes
 
     def start(self) -> None:
         self._thread.start()
@@ -224,7 +224,7 @@ class ConnectionGuard:
                     reset(found[1])
                     n_reset += 1
         log.warning("%s", cut.sentence)
-        self._data.refuse_connection(cut.sentence, n_reset)
+        self._data.do(self._data.port.refuse_connection, cut.sentence, n_reset)
         self._n_files = len(self._files())
 
     def _files(self) -> Sequence[int]:

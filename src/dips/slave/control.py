@@ -188,12 +188,12 @@ class Control:
             while (left_s := due_s - loop.time()) > 0 and not self._saved.is_set():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._saved.wait(), min(NEWS_S, left_s))
-                if self._data.beat().refused_connections != self._reported_refused:
+                if self._data.figures.beat.refused_connections != self._reported_refused:
                     break
             self._saved.clear()
             self._shell.note_refusals()
             if self._shell.state.link.attached:
-                beat = with_resident_bytes(self._data.beat())
+                beat = with_resident_bytes(self._data.figures.beat)
                 beat = replace(beat, durable=self._shell.state.shard.saving.durable, note=self._shell.starts)
                 self._reported_refused = beat.refused_connections
                 self._send(SlaveMessage(self._shell.state.caller(), beat))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from dips.core.chunks import checksum
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import PushId, Version
 from dips.core.layout import FLOAT32_BYTES
-from dips.core.messages import SlaveBeat
+from dips.core.messages import AllowedKey, SlaveBeat
 from dips.core.net.data_header import REQUESTS, WITH_PAYLOAD, DataHeader, DataOp
 from dips.core.observe.metrics import Recent
 from dips.core.protocol import MAX_WINDOW_CHUNKS
@@ -87,25 +87,12 @@ def rows_of_arrays(n_slots: int, n_chunks: int) -> RowsOfArrays:
     return RowsOfArrays(np.zeros(shape, np.uint8), np.zeros(shape, np.uint64), np.zeros((n_slots, 2), np.int64))
 
 
-class View(NamedTuple):
-    """What the data port decides with, to be read. Without memory shard, table, rows, staging and receipts are None."""
-
-    epoch: int
-    shard: ShardMap | None
-    table: StagingTable | None
-    rows: RowsOfArrays | None
-    staging: F32 | None
-    receipts: Receipts | None
-    readable: Mapping[Version, ThetaBuffer]
-    current: Version | None
-    admission: Admission | None
-
-
 class DataPort:
     """Tables and counters of the data thread. staged: called once for each push that becomes complete.
 
     checksum: benchmarks put another function in the place of xxh3-64 on both sides to measure its cost. admission:
-    checks every message by the key of its connection; None: there are no keys.
+    checks every message by the key of its connection; None: there are no keys. drop_peers: closes all connections,
+    which may still refer to the memory of versions that are given up.
     """
 
     def __init__(
@@ -115,28 +102,35 @@ class DataPort:
         checksum: Callable[[Bytes], int] = checksum,
         now_s: Callable[[], float] = time.monotonic,
         admission: Admission | None = None,
+        drop_peers: Callable[[], None] = lambda: None,
     ) -> None:
         self._run_id = run_id
-        self._admission = admission
+        self.admission = admission
         self._staged = staged
         self._checksum = checksum
         self._now_s = now_s
-        self._epoch = 0
-        self._map: ShardMap | None = None
-        self._staging: F32 | None = None
-        self._table: StagingTable | None = None
-        self._rows: RowsOfArrays | None = None
-        self._receipts: Receipts | None = None
-        self._readable: Mapping[Version, ThetaBuffer] = {}
+        self._drop_peers = drop_peers
+        # What is decided with; the compiled loop makes its own tables of these. Without memory the next five are None.
+        self.epoch = 0
+        self.shard: ShardMap | None = None
+        self.staging: F32 | None = None
+        self.table: StagingTable | None = None
+        self.rows: RowsOfArrays | None = None
+        self.receipts: Receipts | None = None
+        self.readable: Mapping[Version, ThetaBuffer] = {}
+        self.current: Version | None = None
         self._bytes: dict[Version, memoryview] = {}
-        self._current: Version | None = None
         self._under_way: set[tuple[int, int]] = set()
         self._push_credits: Credits[PushId] = Credits(MAX_WINDOW_CHUNKS)
         self._pull_credits: Credits[Reader] = Credits(MAX_WINDOW_CHUNKS)
         self._staging_bytes = 0
         self.served_bytes = 0
-        self.served_any = False
-        """Whether a message may still refer to a version's memory; the socket's owner resets it."""
+        self._served_any = False  # whether a message may still refer to a version's memory
+        self.traffic_bytes = 0
+        """Most bytes that correct peers may have under way to here: a window of chunks for each staging slot, and one
+        for each rank by which a listed cluster has more than those; twice, since a peer that connects again sends again
+        what its old connection may still hold. The ranks of a cluster divide its window, and each has one chunk at
+        least."""
         self.refused_chunks = 0
         self._refused: Counter[str] = Counter()
         self._staged_of: Recent[str] = Recent(1)
@@ -148,54 +142,69 @@ class DataPort:
 
     def set_epoch(self, epoch: int) -> None:
         """Refuse chunks of older epochs from now on."""
-        self._epoch = epoch
+        self.epoch = epoch
+
+    def set_allowed(self, keys: Sequence[AllowedKey]) -> None:
+        """Admit these keys and no others; for a port with keys only."""
+        assert self.admission is not None, "the state machine refuses a list where no keys are used"
+        self.admission.set_keys(keys)
+        self._reckon_traffic()
 
     def set_memory(self, shard: ShardMap | None, staging: F32 | None) -> None:
         """Serve another shard, or none; forget every open staging and readable version."""
-        self.close_all()
+        self._push_credits = Credits(MAX_WINDOW_CHUNKS)
         self.set_readable({}, None)
-        self._map, self._staging = shard, staging
-        self._table = self._rows = self._receipts = None
+        self.shard, self.staging = shard, staging
+        self.table = self.rows = self.receipts = None
         if shard is not None and staging is not None:
-            self._rows = rows_of_arrays(len(staging), shard.n_chunks)
-            self._table = StagingTable(shard, self._rows.cleared)
+            self.rows = rows_of_arrays(len(staging), shard.n_chunks)
+            self.table = StagingTable(shard, self.rows.cleared)
             self._staged_of.keep(len(staging))
-            self._receipts = Receipts(shard, len(staging))
+            self.receipts = Receipts(shard, len(staging))
+        self._reckon_traffic()
+        if self._served_any:
+            self._served_any = False
+            self._drop_peers()
+
+    def _reckon_traffic(self) -> None:
+        self.traffic_bytes = 0
+        if self.shard is not None and self.staging is not None:
+            more = self.admission.n_keys_above(MAX_WINDOW_CHUNKS) if self.admission is not None else 0
+            self.traffic_bytes = 2 * (len(self.staging) * MAX_WINDOW_CHUNKS + more) * self.shard.chunk_bytes
 
     def set_readable(self, versions: Mapping[Version, ThetaBuffer], current: Version | None) -> None:
         """Serve these versions and no others; pushes are measured with `current`, one of them, or not at all."""
-        self._readable = versions
+        self.readable = versions
         self._bytes = {version: bytes_of(buffer.theta) for version, buffer in versions.items()}
-        if current != self._current and self._receipts is not None:
-            self._receipts.new_theta()
-        self._current = current
+        if current != self.current and self.receipts is not None:
+            self.receipts.new_theta()
+        self.current = current
 
-    def open(self, slot: Slot) -> None:
-        """Open or adopt a slot; reports it at once as complete when nothing is missing."""
-        if self._table is None or self._receipts is None or self._map is None:
+    def hold(self, slots: Iterable[Slot]) -> None:
+        """Hold these slots and no others; reports one at once as complete when nothing is missing."""
+        if self.table is None or self.receipts is None or self.shard is None:
             return
-        staging = self._table.open(slot)
-        if not staging.n_landed:
-            self._receipts.clear(slot.number)
-        if staging.complete:
-            self._staged(PushStaged(slot, staging.digest()))
-        else:
-            left_elems = (self._map.n_bytes - staging.landed_bytes) // FLOAT32_BYTES
-            self._push_credits.note_open(slot.push, encoded_bytes(slot.wire, left_elems), self._now_s())
-
-    def close(self, push: PushId) -> None:
-        if self._table is not None:
-            self._table.close(push)
-        self._push_credits.note_closed(push, self._now_s())
-
-    def close_all(self) -> None:
-        if self._table is not None:
-            self._table.close_all()
-        self._push_credits = Credits(MAX_WINDOW_CHUNKS)
+        before = self.table.stagings()
+        changed = self.table.hold(slots)
+        still = {staging.slot.push for staging in self.table.stagings()}
+        for staging in before:
+            if staging.slot.push not in still:
+                self._push_credits.note_closed(staging.slot.push, self._now_s())
+        for staging in changed:
+            slot = staging.slot
+            if not staging.n_landed:
+                self.receipts.clear(slot.number)
+            if staging.complete:
+                self._staged(PushStaged(slot, staging.digest()))
+            else:
+                left_elems = (self.shard.n_bytes - staging.landed_bytes) // FLOAT32_BYTES
+                self._push_credits.note_open(slot.push, encoded_bytes(slot.wire, left_elems), self._now_s())
 
     def known(self, version: Version) -> KnownReceipts | None:
-        """Sums that were taken on receipt, for MEASURE at this version; None if it is not the current one."""
-        return self._receipts.known() if self._receipts is not None and self._current == version else None
+        """Sums that were taken on receipt, for MEASURE at this version; None if it is not the current one.
+
+        From any thread, since slots of complete pushes and the current version do not change."""
+        return self.receipts.known() if self.receipts is not None and self.current == version else None
 
     # ---- messages of peers ----
 
@@ -220,17 +229,17 @@ class DataPort:
             request = header.request
             header.check_common(self._run_id)
             _check_frames(header, len(frames))
-            if self._admission is not None:
-                self._admission.check(user, header)
-            return self._serve(header, frames, peer if self._admission is None else self._admission.owner(user))
+            if self.admission is not None:
+                self.admission.check(user, header)
+            return self._serve(header, frames, peer if self.admission is None else self.admission.owner(user))
         except Refused as refused:
             return self._refuse(request, refused)
 
     def end(self, job: LandingJob, refused: Refused | None) -> Answer:
         """Note the result of a landing, and answer its sender."""
-        assert self._table is not None
-        assert self._receipts is not None
-        staging, landing, receipts = job.staging, job.landing, self._receipts
+        assert self.table is not None
+        assert self.receipts is not None
+        staging, landing, receipts = job.staging, job.landing, self.receipts
         slot = staging.slot.number
         self._under_way.discard((slot, landing.index))
         if refused is not None:
@@ -240,7 +249,7 @@ class DataPort:
         for companion in job.companions:
             receipts.note_products(slot, companion.slot, landing, job.theta_number)
         self.note_came(staging, landing.length_bytes, len(job.payload))
-        if self._table.land(staging, landing, job.header.checksum):
+        if self.table.land(staging, landing, job.header.checksum):
             self.note_complete(staging)
         return Answer(self._reply(job.header, DataOp.ACK, staging))
 
@@ -261,7 +270,7 @@ class DataPort:
     def note_served(self, reader: Reader, n_bytes: int) -> None:
         """So many bytes of a version go to this reader."""
         self.served_bytes += n_bytes
-        self.served_any = True
+        self._served_any = True
         self._pull_credits.note_landed(reader, n_bytes, self._now_s())
 
     def push_credit(self, staging: Staging) -> int:
@@ -272,19 +281,12 @@ class DataPort:
         """Likewise for each connection of a reader."""
         return self._pull_credits.credit(reader, self._now_s())
 
-    def view(self) -> View:
-        """The tables as they are, for the compiled loop."""
-        return View(
-            *(self._epoch, self._map, self._table, self._rows, self._staging, self._receipts),
-            *(self._readable, self._current, self._admission),
-        )
-
     # ---- figures ----
 
-    def beat(self) -> SlaveBeat:
-        """Counters since start and the open stagings; the control side fills in resident_bytes."""
-        progress = self._table.progress() if self._table is not None else ()
-        return SlaveBeat(
+    def figures(self) -> Figures:
+        """Counters since start and the open stagings; the control side fills in the beat's resident_bytes."""
+        progress = self.table.progress() if self.table is not None else ()
+        beat = SlaveBeat(
             self._staging_bytes,
             self.served_bytes,
             self.refused_chunks,
@@ -294,10 +296,7 @@ class DataPort:
             refused_connections=self.refused_connections,
             refused_connection=self.last_refused_connection,
         )
-
-    def figures(self) -> Figures:
-        """beat(), and the further counts that metrics show."""
-        return Figures(self.beat(), dict(self._refused), self._staged_of.counted())
+        return Figures(beat, dict(self._refused), self._staged_of.counted())
 
     def refuse_connection(self, sentence: str, n: int = 1) -> None:
         """Count connections that were refused or closed, with the reason."""
@@ -309,21 +308,21 @@ class DataPort:
         self._refused[refused.code.name] += 1
         if refused.retry_after_s == 0:  # else it is early, not wrong: not worth a log line
             self.last_refusal = refused.sentence[:MAX_REASON_CHARACTERS]
-        return Answer(DataHeader(self._run_id, self._epoch, DataOp.REFUSED, request, refusal=to_refusal(refused)))
+        return Answer(DataHeader(self._run_id, self.epoch, DataOp.REFUSED, request, refusal=to_refusal(refused)))
 
     def _serve(self, header: DataHeader, frames: Sequence[memoryview], reader: Reader) -> Answer | LandingJob | None:
-        if self._map is None or self._table is None:
+        if self.shard is None or self.table is None:
             raise Refused(RefusalCode.BUSY, "this slave has no memory yet: it is starting", NOT_READY_RETRY_S)
         if header.op is DataOp.GET_CHUNK:
-            return self._get(header, self._map, reader)
-        if header.epoch < self._epoch:
+            return self._get(header, self.shard, reader)
+        if header.epoch < self.epoch:
             raise Refused(
                 RefusalCode.STALE_EPOCH,
-                f"the chunk is of epoch {header.epoch}, the master is in {self._epoch}: join again",
+                f"the chunk is of epoch {header.epoch}, the master is in {self.epoch}: join again",
             )
         if header.op is DataOp.PUT_CHUNK:
-            return self._put(header, frames[1], self._table)
-        staging = self._table.find(header.push, header.attempt)
+            return self._put(header, frames[1], self.table)
+        staging = self.table.find(header.push, header.attempt)
         return Answer(self._reply(header, DataOp.MISSING, staging))
 
     def _put(self, header: DataHeader, payload: memoryview, table: StagingTable) -> Answer | LandingJob | None:
@@ -333,33 +332,33 @@ class DataPort:
         slot, elems = staging.slot, landing.elems
         if (slot.number, landing.index) in self._under_way:
             return None
-        assert self._staging is not None
-        job = LandingJob(header, staging, landing, payload, self._checksum, self._staging[slot.number, elems])
+        assert self.staging is not None
+        job = LandingJob(header, staging, landing, payload, self._checksum, self.staging[slot.number, elems])
         if slot.wire is not Codec.F32:
             job.base = self._base(slot).theta[elems]
-        if self._current is not None:
+        if self.current is not None:
             self._to_measure(job, elems)
         self._under_way.add((slot.number, landing.index))
         return job
 
     def _to_measure(self, job: LandingJob, elems: slice) -> None:
         """Have the chunk's sums taken with the current theta, and products with the other pushes that have it."""
-        assert self._staging is not None
-        assert self._receipts is not None
-        assert self._current is not None
-        if not self._receipts.shard.whole_pieces:
+        assert self.staging is not None
+        assert self.receipts is not None
+        assert self.current is not None
+        if not self.receipts.shard.whole_pieces:
             return
         slot, landing = job.staging.slot.number, job.landing
-        job.theta = self._readable[self._current].theta[elems]
-        job.theta_number = self._receipts.theta_number
-        job.squared = self._receipts.squared_of(slot, landing)
+        job.theta = self.readable[self.current].theta[elems]
+        job.theta_number = self.receipts.theta_number
+        job.squared = self.receipts.squared_of(slot, landing)
         job.companions = [
-            Companion(other, self._staging[other, elems], products)
-            for other, products in self._receipts.companions(slot, landing)
+            Companion(other, self.staging[other, elems], products)
+            for other, products in self.receipts.companions(slot, landing)
         ]
 
     def _base(self, slot: Slot) -> ThetaBuffer:
-        base = self._readable.get(slot.base) if slot.base is not None else None
+        base = self.readable.get(slot.base) if slot.base is not None else None
         if base is None:
             raise Refused(
                 RefusalCode.BASE_GONE,
@@ -369,20 +368,20 @@ class DataPort:
         return base
 
     def _get(self, header: DataHeader, shard: ShardMap, reader: Reader) -> Answer:
-        landing = find_version(shard, header, self._readable)
+        landing = find_version(shard, header, self.readable)
         version = header.version
         assert version is not None
         codec = Codec.F32
         if header.base is not None:
             codec, payload = header.codec, self._differences(header, landing)
-            chunk_sum = self._readable[version].checksums[landing.index]
+            chunk_sum = self.readable[version].checksums[landing.index]
         else:
             payload, chunk_sum = self._chunk(version, landing, header.momentum)
         self.note_served(reader, len(payload))
         return Answer(
             DataHeader(
                 self._run_id,
-                self._epoch,
+                self.epoch,
                 DataOp.CHUNK,
                 header.request,
                 version=version,
@@ -409,7 +408,7 @@ class DataPort:
         parts: list[memoryview] = []
         version: Version | None = header.version
         while version != header.base:
-            buffer = self._readable.get(version) if version is not None else None
+            buffer = self.readable.get(version) if version is not None else None
             difference = buffer.difference if buffer is not None and buffer.base is not None else None
             if buffer is None or difference is None or difference.codec is not header.codec:
                 break
@@ -426,7 +425,7 @@ class DataPort:
     def _chunk(self, version: Version, landing: Landing, momentum: bool) -> tuple[memoryview, int]:
         """A chunk's bytes and their checksum. Raises Refused(VERSION_GONE) for the momentum of an older version."""
         span = slice(landing.start_byte, landing.start_byte + landing.length_bytes)
-        buffer = self._readable[version]
+        buffer = self.readable[version]
         if not momentum:
             return self._bytes[version][span], buffer.checksums[landing.index]
         array = buffer.momentum
@@ -437,11 +436,11 @@ class DataPort:
         return payload, self._checksum(payload)
 
     def _reply(self, header: DataHeader, op: DataOp, staging: Staging) -> DataHeader:
-        assert self._table is not None
-        missing = self._table.missing(staging, header.block, header.offset_bytes) if op is DataOp.MISSING else ()
+        assert self.table is not None
+        missing = self.table.missing(staging, header.block, header.offset_bytes) if op is DataOp.MISSING else ()
         return DataHeader(
             self._run_id,
-            self._epoch,
+            self.epoch,
             op,
             header.request,
             push=staging.slot.push,

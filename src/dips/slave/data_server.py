@@ -1,7 +1,7 @@
 """Runs the data port: one thread for its ROUTER socket and tables, and a pool for landings where cores allow it.
 
-Everything that touches the socket or the DataPort runs on the thread "dips-data"; the control side only posts
-functions, which run while no landing is under way. With data_threads = 1 landings run on that thread too. Never shares
+Everything that touches the socket or the DataPort runs on the thread "dips-data"; the control side has it do calls,
+which run while no landing is under way. With data_threads = 1 landings run on that thread too. Never shares
 a socket or a thread with control, so that a saturated link starves no heartbeat.
 """
 
@@ -20,19 +20,19 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from functools import partial
+from typing import Literal, ParamSpec
 
 import zmq
 
 from dips.core.chunks import Buffer as Bytes
 from dips.core.chunks import checksum as xxh3_64
 from dips.core.errors import ConfigError, Refused
-from dips.core.ids import PushId, Version
-from dips.core.messages import AllowedKey, SlaveBeat
+from dips.core.messages import SlaveBeat
 from dips.core.net.addresses import format_address, require_loopback
 from dips.core.net.data_header import MAX_HEADER_BYTES, DataOp
 from dips.core.net.zmq_numba import ReceivedFrame, poll_items, why_not
@@ -40,12 +40,10 @@ from dips.core.net.zmq_sockets import NOW, NOW_MORE, ZAP_ENDPOINT, CurvePair, Fa
 from dips.core.observe.failpoints import FailpointKind, failpoint, hits
 from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.slave.data_port import Answer, DataPort, Figures, landed
-from dips.slave.landing import KnownReceipts, LandingJob
-from dips.slave.memory import F32, ThetaBuffer
+from dips.slave.landing import LandingJob
 from dips.slave.serve_numba import COMPLETE, NEWS, UNUSUAL, ServeLoop
 from dips.slave.state.admission import Admission
 from dips.slave.state.events import PushStaged
-from dips.slave.state.staging import ShardMap, Slot
 
 # ---- zap -------------------------------------------------------------------------------------------------------------
 #
@@ -59,6 +57,7 @@ ZAP_FRAMES = 7
 """Frames of a request: version, request, domain, address, routing id, mechanism, and for CURVE the key."""
 
 Socket = zmq.Socket[bytes]
+P = ParamSpec("P")
 
 
 class ZapHandler:
@@ -215,7 +214,7 @@ COPIED_BYTES = 16384
 """Smaller frames are copied into the message: that is faster than waiting for libzmq to release the memory."""
 
 BEAT_REFRESH_S = 0.05
-"""Greatest age of the counters that beat() returns. Beats are seconds apart."""
+"""Greatest age of `figures`. Beats are seconds apart."""
 
 LOOK_AGAIN_MS = 1000
 """Longest wait for messages while a peer has connected and not completed its handshake."""
@@ -269,8 +268,9 @@ class DataServer:
         assert cpu is None or data_threads == 1, "several threads are not placed on one processor"
         self._cpu = cpu
         self._curve = curve
-        self._admission = Admission() if curve is not None else None
-        self._port = DataPort(run_id, staged, checksum, admission=self._admission)
+        admission = Admission() if curve is not None else None
+        self.port = DataPort(run_id, staged, checksum, admission=admission, drop_peers=self._drop_peers)
+        """The tables. They belong to the data thread from start() on: all but known() is called by do()."""
         self._loop = _loop_for(loop, run_id, data_threads, checksum is xxh3_64)
         self._crashed = crashed
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -282,8 +282,8 @@ class DataServer:
         self._max_chunk_bytes = max_chunk_bytes
         self._listener = self._listen(host, port)
         self._gate: ZapHandler | None = None
-        if self._admission is not None:
-            self._gate = ZapHandler(self._context, self._admission, self._port.refuse_connection)
+        if admission is not None:
+            self._gate = ZapHandler(self._context, admission, self.port.refuse_connection)
         self._router, self._handshakes = self._bind()
         self._wake_read, self._wake = os.pipe()
         for end in (self._wake_read, self._wake):
@@ -293,7 +293,6 @@ class DataServer:
         if self._gate is not None:
             self._poller.register(self._gate.socket, zmq.POLLIN)
         self._handshakes_due = True
-        self._traffic_bytes = 0
         self._delivered: set[int] | None = None
         self._pool = ThreadPoolExecutor(data_threads, "dips-landing") if data_threads > 1 else None
         self._most_under_way = 2 * data_threads
@@ -303,7 +302,8 @@ class DataServer:
         self._deferred: deque[DataMessage] = deque()
         self._renew = True
         self._watch()
-        self._figures = Figures()
+        self.figures = Figures()
+        """The latest counters; read from any thread."""
         self._beat_s = 0.0
         self._counters_moved = True
         self._thread = threading.Thread(target=self._run, name="dips-data", daemon=True)
@@ -393,7 +393,7 @@ class DataServer:
         if self._stopped:
             return
         if self._thread.is_alive():
-            self._post(self._end)
+            self.do(self._end)
             self._thread.join()
         self._stopped = True
         if self._pool is not None:
@@ -408,13 +408,6 @@ class DataServer:
         """Whether the compiled loop serves, which takes seconds to compile when it first does on this machine."""
         return self._loop is not None
 
-    @property
-    def traffic_bytes(self) -> int:
-        """Most bytes that correct peers may have under way to here: a window of chunks for each staging slot, and one
-        for each rank by which a listed cluster has more than those; twice, since a peer that connects again sends again
-        what its old connection may still hold."""
-        return self._traffic_bytes
-
     def note_deliveries(self, on: bool) -> set[int]:
         """File numbers of the connections that delivered a whole message since the last call; noted only while `on`.
 
@@ -425,82 +418,10 @@ class DataServer:
             self._wake_up()  # only the Python loop notes them
         return delivered or set()
 
-    def refuse_connection(self, sentence: str, n: int) -> None:
-        """Count n connections that were ended, with the reason; from any thread."""
-        self._post(lambda: self._port.refuse_connection(sentence, n))
-
-    def beat(self) -> SlaveBeat:
-        """The latest counters; may be called from any thread."""
-        return self._figures.beat
-
-    def figures(self) -> Figures:
-        """The latest counters and the further counts that metrics show; from any thread."""
-        return self._figures
-
-    @property
-    def last_refusal(self) -> str:
-        """Why the last refused message was refused; empty when none was."""
-        return self._port.last_refusal
-
-    # ---- calls of the control side; done is called on the data thread ----
-
-    def set_epoch(self, epoch: int) -> None:
-        self._post(lambda: self._port.set_epoch(epoch))
-
-    def set_memory(self, shard: ShardMap | None, staging: F32 | None, done: Callable[[], None]) -> None:
-        def change() -> None:
-            served, self._port.served_any = self._port.served_any, False
-            self._port.set_memory(shard, staging)
-            self._reckon_traffic()
-            if served:
-                self._drop_peers()
-            done()
-
-        self._post(change)
-
-    def set_readable(
-        self, versions: Mapping[Version, ThetaBuffer], done: Callable[[], None], current: Version | None = None
-    ) -> None:
-        self._post(lambda: self._port.set_readable(versions, current))
-        self._post(done)
-
-    def set_allowed(self, keys: Sequence[AllowedKey]) -> None:
-        """Admit these keys and no others; for a port with keys only."""
-        admission = self._admission
-        assert admission is not None, "the state machine refuses a list where no keys are used"
-
-        def change() -> None:
-            admission.set_keys(keys)
-            self._reckon_traffic()
-
-        self._post(change)
-
-    def _reckon_traffic(self) -> None:
-        """See traffic_bytes. The ranks of a cluster divide its window, and each has one chunk at least."""
-        shard, staging = self._port.view().shard, self._port.view().staging
-        if shard is None or staging is None:
-            self._traffic_bytes = 0
-            return
-        more = self._admission.n_keys_above(MAX_WINDOW_CHUNKS) if self._admission is not None else 0
-        self._traffic_bytes = 2 * (len(staging) * MAX_WINDOW_CHUNKS + more) * shard.chunk_bytes
-
-    def open(self, slot: Slot) -> None:
-        self._post(lambda: self._port.open(slot))
-
-    def close(self, push: PushId) -> None:
-        self._post(lambda: self._port.close(push))
-
-    def close_all(self) -> None:
-        self._post(self._port.close_all)
-
-    def known(self, version: Version) -> KnownReceipts | None:
-        """As DataPort.known; from any thread, since slots of complete pushes and the current version do not change."""
-        return self._port.known(version)
-
-    def _post(self, call: Callable[[], None]) -> None:
-        """Have the data thread run this call. On the thread that calls stop(); after that, calls are ignored."""
+    def do(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Have the data thread run this call, once it runs, while no landing is under way. Ignored after stop()."""
         if not self._stopped:
-            self._posted.put(call)
+            self._posted.put(partial(call, *args, **kwargs))
             self._wake_up()
 
     def _wake_up(self) -> None:
@@ -545,7 +466,7 @@ class DataServer:
     def _refresh_figures(self) -> None:
         now_s = time.monotonic()
         if self._counters_moved and now_s - self._beat_s >= BEAT_REFRESH_S:
-            self._figures, self._beat_s, self._counters_moved = self._port.figures(), now_s, False
+            self.figures, self._beat_s, self._counters_moved = self.port.figures(), now_s, False
 
     def _wait(self) -> None:
         timeout_ms = LOOK_AGAIN_MS if self._handshakes.unsettled else None
@@ -567,13 +488,13 @@ class DataServer:
     def _turn_compiled(self, loop: ServeLoop) -> None:
         """As the rest of _turn(), waiting included; loop: serves all messages but those that it leaves."""
         if self._renew:
-            loop.renew(self._port)
+            loop.renew(self.port)
             self._renew = False
         loop.give_up()
         why = loop.serve(self._until_s(loop), BEAT_REFRESH_S)
-        self._counters_moved |= loop.settle(self._port)
+        self._counters_moved |= loop.settle(self.port)
         if why == COMPLETE:
-            self._port.note_complete(loop.complete)  # before its sender hears of it, as in the Python loop
+            self.port.note_complete(loop.complete)  # before its sender hears of it, as in the Python loop
             loop.flush()
         elif why == UNUSUAL:
             peer, frames, more = loop.left()
@@ -613,7 +534,7 @@ class DataServer:
             self._gate.answer_all()
         for failed in self._handshakes.failures():
             if failed.failure is not Failure.KEY:  # the gate has counted refused keys itself
-                self._port.refuse_connection(f"a handshake failed: {failed.sentence}")
+                self.port.refuse_connection(f"a handshake failed: {failed.sentence}")
                 self._counters_moved = True
 
     def _receive_some(self) -> bool:
@@ -649,7 +570,7 @@ class DataServer:
             if n_frames <= KEPT_FRAMES:
                 frames.append(frame)
             elif n_frames > MOST_FRAMES:
-                self._port.refuse_connection(f"a message of more than {MOST_FRAMES} frames: all connections are closed")
+                self.port.refuse_connection(f"a message of more than {MOST_FRAMES} frames: all connections are closed")
                 self._counters_moved = True
                 self._drop_peers()
                 return None
@@ -662,14 +583,14 @@ class DataServer:
     def _serve(self, message: DataMessage) -> None:
         peer, frames = message
         self._counters_moved = True
-        user = "" if self._admission is None else self._user_of(frames[0], self._admission)
-        step = self._port.begin([frame.buffer for frame in frames], peer, user)
+        user = "" if self.port.admission is None else self._user_of(frames[0], self.port.admission)
+        step = self.port.begin([frame.buffer for frame in frames], peer, user)
         if step is None:
             self._deferred.append(message)
         elif isinstance(step, Answer):
             self._send(peer, step)
             if self._loop is not None and step.header.op is DataOp.CHUNK:
-                self._loop.meet(self._port, peer)
+                self._loop.meet(self.port, peer)
         elif self._pool is None:
             self._admitted.append((peer, step))
         else:
@@ -680,7 +601,7 @@ class DataServer:
         """The user of a message's connection. A connection whose key has left the list is closed."""
         user = str(frame.get("User-Id"))
         if not admission.listed(user) and cut(int(frame.get(zmq.SRCFD)), self._listener.getsockname()[1]):
-            self._port.refuse_connection(f"an open connection ends, its data key {user[:8]} left the master's list")
+            self.port.refuse_connection(f"an open connection ends, its data key {user[:8]} left the master's list")
         return user
 
     # ---- landings on this thread ----
@@ -691,7 +612,7 @@ class DataServer:
             admitted, self._admitted = self._admitted, []
             outcomes = [landed(job) for _, job in admitted]
             for (peer, job), refused in zip(admitted, outcomes, strict=True):
-                self._send(peer, self._port.end(job, refused))
+                self._send(peer, self.port.end(job, refused))
             self._serve_deferred()
 
     # ---- landings on the pool ----
@@ -710,7 +631,7 @@ class DataServer:
         self._under_way -= 1
         if outcome is not None and not isinstance(outcome, Refused):
             raise outcome
-        self._send(peer, self._port.end(job, outcome))
+        self._send(peer, self.port.end(job, outcome))
         self._serve_deferred()
 
     def _serve_deferred(self) -> None:

@@ -57,7 +57,7 @@ async def serve_slave_metrics(
         infos = ring.infos()
         committed = sum(info.committed for info in infos)
         sizes = DiskSizes(guard.memory_bytes(), guard.limit_bytes, disk_free_bytes(config.directory), committed)
-        return collector.families(snapshots.take(), data.figures(), sizes)
+        return collector.families(snapshots.take(), data.figures, sizes)
 
     return serve_metrics(
         config,

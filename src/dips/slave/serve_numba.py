@@ -90,7 +90,7 @@ from dips.core.net.zmq_numba import (
 )
 from dips.core.wire import Codec, encoded_bytes, n_scales
 from dips.slave import landing
-from dips.slave.data_port import DataPort, Reader, View, rows_of_arrays
+from dips.slave.data_port import DataPort, Reader, rows_of_arrays
 from dips.slave.landing import (
     MOST_COMPANIONS,
     NEVER,
@@ -636,7 +636,7 @@ class ServeLoop:
         self._readers = _no_readers(MOST_PEERS, 0)
         self._checksums: dict[Any, tuple[Any, U64]] = {}
         self._arrays: list[Any] = []
-        self._tables = self._tables_of(View(0, None, None, None, None, None, {}, None, None))
+        self._tables = self._tables_of(DataPort(run_id, lambda staged: None))
 
     def watch(self, router: zmq.Socket[bytes], items: PollItems) -> None:
         """Serve this socket, which stands first in `items`; what was sent by another before may still be on its way."""
@@ -736,42 +736,42 @@ class ServeLoop:
 
     def renew(self, port: DataPort) -> None:
         """The port's tables changed."""
-        self._tables = self._tables_of(port.view())
+        self._tables = self._tables_of(port)
         self._lent.keep(self._arrays)
         self._give_credits(port, reads=True)
 
-    def _tables_of(self, view: View) -> Tables:
-        self._take_keys(view)
-        shard, staging, receipts = view.shard, view.staging, view.receipts
+    def _tables_of(self, port: DataPort) -> Tables:
+        self._take_keys(port)
+        shard, staging, receipts = port.shard, port.staging, port.receipts
         served = shard is not None and staging is not None and _is_plain(staging, len(staging) * shard.n_bytes)
         self._arrays, self._stagings = [], []
-        if not served or shard is None or staging is None or receipts is None or view.rows is None:
+        if not served or shard is None or staging is None or receipts is None or port.rows is None:
             no_shard = ShardMap((), PIECE_BYTES)
             return Tables(
-                self._run_id, view.epoch, view.admission is not None, PIECE_BYTES, 0, 0, 0, NEVER, _places(no_shard),
-                Receipts(no_shard, 0).sums, self._rows(view), self._versions(view, no_shard), self._keys, self._readers,
+                self._run_id, port.epoch, port.admission is not None, PIECE_BYTES, 0, 0, 0, NEVER, _places(no_shard),
+                Receipts(no_shard, 0).sums, self._rows(port), self._versions(port, no_shard), self._keys, self._readers,
             )  # fmt: skip
-        versions, current = self._versions(view, shard), view.readable.get(view.current) if view.current else None
+        versions, current = self._versions(port, shard), port.readable.get(port.current) if port.current else None
         theta = current.theta if current is not None and _is_plain(current.theta, shard.n_bytes) else None
         measured = theta is not None and shard.whole_pieces
         self._arrays.append(staging)
         return Tables(
-            self._run_id, view.epoch, view.admission is not None, shard.chunk_bytes, address(staging), shard.n_bytes,
+            self._run_id, port.epoch, port.admission is not None, shard.chunk_bytes, address(staging), shard.n_bytes,
             address(theta) if theta is not None else 0, receipts.theta_number if measured else NEVER, _places(shard),
-            receipts.sums, self._rows(view), versions, self._keys, self._readers,
+            receipts.sums, self._rows(port), versions, self._keys, self._readers,
         )  # fmt: skip
 
-    def _take_keys(self, view: View) -> None:
+    def _take_keys(self, port: DataPort) -> None:
         """Make the tables of the listed keys, if the list is another one: it may have thousands."""
-        if view.admission is None or view.admission.keys is self._listed:
+        if port.admission is None or port.admission.keys is self._listed:
             return
-        self._listed = view.admission.keys
+        self._listed = port.admission.keys
         self._keys, self._owners = _keys_of(self._listed)
         self._names = list(self._owners)
         self._readers = _no_readers(0, len(self._names))
 
-    def _rows(self, view: View) -> Rows:
-        arrays = view.rows or rows_of_arrays(0, 0)
+    def _rows(self, port: DataPort) -> Rows:
+        arrays = port.rows or rows_of_arrays(0, 0)
         n_slots = len(arrays.landed)
         self._stagings = [None] * n_slots
         is_open, push_bytes, attempt, codec, base_at, owner, credit = np.zeros((7, n_slots), np.int64)
@@ -779,7 +779,7 @@ class ServeLoop:
             *(is_open, np.zeros((n_slots, PUSH_BYTES), np.uint8), push_bytes, attempt, codec, base_at, owner, credit),
             *(*arrays, np.zeros((n_slots, 2), np.int64)),
         )
-        for staging in view.table.stagings() if view.table is not None else ():
+        for staging in port.table.stagings() if port.table is not None else ():
             slot, push = staging.slot, part_of(staging.slot.push)
             row = slot.number
             if len(push) > PUSH_BYTES:
@@ -788,14 +788,14 @@ class ServeLoop:
             rows.open[row], rows.attempt[row], rows.codec[row] = 1, slot.attempt, slot.wire
             rows.push[row, : len(push)], rows.push_bytes[row] = push, len(push)
             rows.owner[row] = self._owners.get(owner_of(KeyRole.CLUSTER, slot.push.cluster), -1)
-            base = view.readable.get(slot.base) if slot.base is not None else None
-            if base is not None and view.shard is not None and _is_plain(base.theta, view.shard.n_bytes):
+            base = port.readable.get(slot.base) if slot.base is not None else None
+            if base is not None and port.shard is not None and _is_plain(base.theta, port.shard.n_bytes):
                 rows.base[row] = address(base.theta)
         return rows
 
-    def _versions(self, view: View, shard: ShardMap) -> Versions:
+    def _versions(self, port: DataPort, shard: ShardMap) -> Versions:
         known, self._checksums = self._checksums, {}
-        for version, buffer in view.readable.items():
+        for version, buffer in port.readable.items():
             if len(buffer.checksums) == shard.n_chunks and _is_plain(buffer.theta, shard.n_bytes):
                 before = known.get(version)
                 if before is None or before[0] is not buffer.checksums:
@@ -809,7 +809,7 @@ class ServeLoop:
             np.zeros(names, np.uint8), numbers[4], numbers[5], starts,
         )  # fmt: skip
         for version, (_, checksums) in self._checksums.items():
-            index, name, buffer = rows[version], part_of(version), view.readable[version]
+            index, name, buffer = rows[version], part_of(version), port.readable[version]
             versions.version[index, : len(name)], versions.version_bytes[index] = name, len(name)
             versions.address[index], versions.checksums[index] = address(buffer.theta), checksums
             self._arrays.append(buffer.theta)

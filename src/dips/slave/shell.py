@@ -23,7 +23,6 @@ from dips.core.math import landing_numba, outer_numba, wire_numba
 from dips.core.math.compiling import watched, where_kept
 from dips.core.messages import (
     Allow,
-    CloseStaging,
     Commit,
     CommitRecord,
     Configure,
@@ -186,16 +185,12 @@ class SlaveShell:
                 self._tape.write(effect.kind, effect.cause, **effect.fields)
             case effects.Log(level, key, sentence, because):
                 self._changes.report(key, sentence, level, because)
-            case effects.OpenSlot(slot):
-                self._data.open(slot)
-            case CloseStaging(push):
-                self._data.close(push)
-            case effects.CloseAllSlots():
-                self._data.close_all()
+            case effects.HoldSlots(slots):
+                self._data.do(self._data.port.hold, slots)
             case effects.Serve(epoch):
-                self._data.set_epoch(epoch)
+                self._data.do(self._data.port.set_epoch, epoch)
             case Allow(keys):
-                self._data.set_allowed(keys)
+                self._data.do(self._data.port.set_allowed, keys)
             case effects.CloseLink(sentence):
                 if self.close_link is not None:
                     self.close_link(sentence)
@@ -287,7 +282,8 @@ class SlaveShell:
         settling.add_done_callback(lambda _: memory.left() if settling is self._settling else None)
         info = memory.current.info if memory.current is not None else None
         current = info.version if info is not None else None
-        self._data.set_readable(memory.readable(), lambda: self._resolve_soon(settling), current)
+        self._data.do(self._data.port.set_readable, memory.readable(), current)
+        self._data.do(self._resolve_soon, settling)
 
     async def _settled(self) -> None:
         if self._settling is not None:
@@ -299,7 +295,8 @@ class SlaveShell:
     async def _serve_memory(self, memory: ShardMemory | None) -> None:
         done: asyncio.Future[None] = self._loop.create_future()
         shard, staging = (memory.map, memory.staging) if memory is not None else (None, None)
-        self._data.set_memory(shard, staging, lambda: self._resolve_soon(done))
+        self._data.do(self._data.port.set_memory, shard, staging)
+        self._data.do(self._resolve_soon, done)
         await done
 
     def _made(self) -> ShardMemory:
@@ -380,7 +377,7 @@ class SlaveShell:
         assert memory.current.info is not None
         version, theta = memory.current.info.version, memory.current.theta
         slots, bases = [slot.number for slot in run.slots], [slot.base for slot in run.slots]
-        known = self._data.known(version)
+        known = self._data.port.known(version)
         blocks = await self._on(self._outer, calculation.measure, memory, theta, slots, known, self._threads)
         way = await self._on(self._outer, calculation.directions, memory, version, theta, slots, bases)
         zero = await self._on(self._outer, calculation.all_zero, memory, slots)
@@ -515,7 +512,7 @@ class SlaveShell:
 
     def note_refusals(self) -> None:
         """Record refused messages on the tape, at most one line a beat (I16 of docs/architecture.md)."""
-        beat = self._data.beat()
+        beat = self._data.figures.beat
         if beat.refused_connections != self._said_away:
             fresh, self._said_away = beat.refused_connections - self._said_away, beat.refused_connections
             reason = beat.refused_connection
@@ -524,7 +521,7 @@ class SlaveShell:
         total = beat.refused_chunks
         if total != self._said_refused:
             fresh, self._said_refused = total - self._said_refused, total
-            reason = self._data.last_refusal
+            reason = self._data.port.last_refusal
             self._tape.write("refused_chunk", "", count=fresh, total=total, last_reason=reason)
             if reason:
                 self._changes.report("refused_chunk", f"data messages are refused, the last: {reason}", "WARNING")

@@ -97,7 +97,7 @@ class Slave:
 
     def answer(self, header: DataHeader, now_s: float) -> DataHeader:
         if self.staging is None and now_s >= self.opens_at_s:
-            self.staging = self.table.open(Slot(PUSH, 1, 0))
+            (self.staging,) = self.table.hold([Slot(PUSH, 1, 0)])
         try:
             if header.op is DataOp.QUERY_MISSING:
                 staging = self.table.find(header.push, header.attempt)

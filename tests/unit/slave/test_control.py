@@ -24,6 +24,7 @@ from dips.core.net.security import INSECURE
 from dips.protos import slaves_pb2, slaves_pb2_grpc
 from dips.slave import control as module
 from dips.slave.control import Control
+from dips.slave.data_port import Figures
 from dips.slave.data_server import DataServer
 from dips.slave.shell import SlaveShell
 from dips.slave.state import effects, events
@@ -102,10 +103,7 @@ class Shell:
 
 
 class Data:
-    away = SlaveBeat()
-
-    def beat(self) -> SlaveBeat:
-        return self.away
+    figures = Figures()
 
 
 class Master:
@@ -167,7 +165,7 @@ async def test_a_stream_is_hello_promise_and_beats_and_its_end_is_told_and_anoth
         assert (beat.durable, beat.resident_bytes > 0) == (None, True)
         assert beat.note == played.shell.starts
         assert played.shell.n_beats > 0
-        played.data.away = SlaveBeat(refused_connections=3)
+        played.data.figures = Figures(SlaveBeat(refused_connections=3))
         while (await first.hear(SlaveBeat)).refused_connections != 3:
             pass
         first.say(grpc.aio.EOF)

@@ -43,7 +43,7 @@ class Port:
         self.staging = np.zeros((2, n_elems), np.float32)
         self.port.set_epoch(3)
         self.port.set_memory(ShardMap(blocks, chunk_bytes), self.staging)
-        self.port.open(Slot(A, 1, 1, opening=5))
+        self.port.hold([Slot(A, 1, 1, opening=5)])
         info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", b"", committed=True)
         theta = np.resize(VALUES, n_elems)
         self.buffer = ThetaBuffer(theta, info, chunk_checksums(theta, blocks, chunk_bytes))
@@ -53,7 +53,7 @@ class Port:
         return self.port.answer([memoryview(header.encode()), *(memoryview(part) for part in payload)])
 
     def refused(self, header: DataHeader, *payload: bytes) -> Refusal:
-        before, count, landed = self.staging.copy(), self.port.refused_chunks, self.port.beat()
+        before, count, landed = self.staging.copy(), self.port.refused_chunks, self.port.figures().beat
         of_codes = dict(self.port.figures().refused)
         answer = self.send(header, *payload)
         assert answer.header.op is DataOp.REFUSED
@@ -64,7 +64,7 @@ class Port:
         assert dict(self.port.figures().refused) == of_codes | {code: of_codes.get(code, 0) + 1}
         early = answer.header.refusal.retry_after_s > 0
         assert early or self.port.last_refusal == answer.header.refusal.sentence[:MAX_REASON_CHARACTERS]
-        assert self.port.beat() == replace(landed, refused_chunks=count + 1)
+        assert self.port.figures().beat == replace(landed, refused_chunks=count + 1)
         if "the payload's checksum" not in answer.header.refusal.sentence:
             np.testing.assert_array_equal(self.staging, before)
         return answer.header.refusal
@@ -111,13 +111,13 @@ def test_a_whole_push_lands_in_its_row_and_is_said_once(port: Port) -> None:
     assert not port.staging[0].any()
     digest = digest_of_array(VALUES, BLOCKS, CHUNK_BYTES)
     assert port.staged == [PushStaged(Slot(A, 1, 1, 5), digest)]
-    assert port.port.beat().staging_bytes == len(DATA)
+    assert port.port.figures().beat.staging_bytes == len(DATA)
 
 
 def test_a_new_attempt_of_a_complete_push_is_said_again(port: Port) -> None:
     for chunk in CHUNKS:
         port.send(put(chunk), payload(chunk))
-    port.port.open(Slot(A, 2, 1, opening=5))
+    port.port.hold([Slot(A, 2, 1, opening=5)])
     assert [(staged.slot.attempt, staged.slot.opening) for staged in port.staged] == [(1, 5), (2, 5)]
 
 
@@ -139,7 +139,7 @@ def test_a_version_is_served_from_its_own_memory_with_its_checksums(port: Port) 
         header = answer.header
         assert (header.op, header.version, header.codec) == (DataOp.CHUNK, V0, Codec.F32)
         assert (header.checksum, header.length_bytes) == (checksum(payload(chunk)), chunk.length_bytes)
-    assert port.port.beat().served_bytes == len(DATA)
+    assert port.port.figures().beat.served_bytes == len(DATA)
 
 
 def test_the_momentum_of_the_newest_version_is_served_and_of_no_other(port: Port) -> None:
@@ -185,7 +185,7 @@ def test_a_wrong_put_is_refused(port: Port, changes: dict[str, object], code: Re
     answer = port.send(header, payload(CHUNKS[0])).header
     assert answer.refusal is not None
     assert answer.refusal.code is code
-    assert port.port.beat().staging_bytes == 0
+    assert port.port.figures().beat.staging_bytes == 0
     assert "checksum" in changes or not port.staging.any()
     assert port.port.refused_chunks == 1
 
@@ -218,24 +218,23 @@ def test_frames_that_do_not_fit_and_other_bytes_for_a_landed_chunk_are_refused(p
 
 def test_a_slave_without_memory_asks_for_patience(port: Port) -> None:
     port.port.set_memory(None, None)
-    port.port.open(Slot(A, 1, 0))
-    port.port.close(A)
-    port.port.close_all()
+    port.port.hold([Slot(A, 1, 0)])
+    port.port.hold([])
     for header, parts in ((put(CHUNKS[0]), [payload(CHUNKS[0])]), (get(CHUNKS[0]), [])):
         refusal = port.send(header, *parts).header.refusal
         assert refusal is not None
         assert refusal.code is RefusalCode.BUSY
         assert refusal.retry_after_s > 0
-    assert port.port.beat().staging_open == 0
+    assert port.port.figures().beat.staging_open == 0
 
 
 def test_the_beat_shows_open_stagings(port: Port) -> None:
     port.send(put(CHUNKS[0]), payload(CHUNKS[0]))
-    beat = port.port.beat()
+    beat = port.port.figures().beat
     assert beat.staging_open == 1
     assert [(p.push, p.attempt, p.landed_bytes) for p in beat.progress] == [(A, 1, 1024)]
-    port.port.close(A)
-    assert port.port.beat().staging_open == 0
+    port.port.hold([])
+    assert port.port.figures().beat.staging_open == 0
 
 
 def differences(codec: Codec, chunk: Chunk) -> bytes:
@@ -249,7 +248,7 @@ def differences(codec: Codec, chunk: Chunk) -> bytes:
 
 @pytest.mark.parametrize("codec", [codec for codec in Codec if codec.is_difference])
 def test_differences_land_as_base_plus_what_was_sent(port: Port, codec: Codec) -> None:
-    port.port.open(Slot(A, 2, 1, opening=6, wire=codec, base=V0))
+    port.port.hold([Slot(A, 2, 1, opening=6, wire=codec, base=V0)])
     checksums = []
     for chunk in CHUNKS:
         body = differences(codec, chunk)
@@ -257,7 +256,7 @@ def test_differences_land_as_base_plus_what_was_sent(port: Port, codec: Codec) -
         header = replace(put(chunk), attempt=2, codec=codec, checksum=checksums[-1])
         assert port.send(header, body).header.op is DataOp.ACK
     assert port.staged == [PushStaged(Slot(A, 2, 1, 6, codec, V0), shard_digest(checksums))]
-    assert port.port.beat().staging_bytes == len(DATA)
+    assert port.port.figures().beat.staging_bytes == len(DATA)
     tolerance = {Codec.BF16: 2**-9, Codec.INT8: 1 / 254, Codec.INT4: 1 / 14}[codec]
     largest = float(np.abs(VALUES).max())
     np.testing.assert_allclose(port.staging[1], VALUES / 2, atol=tolerance * largest)
@@ -268,7 +267,7 @@ def test_differences_to_a_version_that_left_are_refused_with_the_remedy(port: Po
     body = differences(Codec.INT8, CHUNKS[0])
     header = replace(put(CHUNKS[0]), codec=Codec.INT8, checksum=checksum(body))
     for base in (Version(1, 9), None):
-        port.port.open(Slot(A, 1, 1, opening=7, wire=Codec.INT8, base=base))
+        port.port.hold([Slot(A, 1, 1, opening=7, wire=Codec.INT8, base=base)])
         refusal = port.refused(header, body)
         assert refusal.code is RefusalCode.BASE_GONE
         assert "new ticket" in refusal.sentence
@@ -303,7 +302,7 @@ def test_damaged_bytes_in_the_row_count_for_nothing_and_the_right_ones_overwrite
             wire_numpy.encode(codec, sent[here], theta[here], None, encoded)
             wire_numpy.decode(codec, theta[here], encoded, sent[here])
         bodies[chunk] = encoded.tobytes()
-    port.port.open(Slot(A, 1, 1, opening=6, wire=codec, base=V0))
+    port.port.hold([Slot(A, 1, 1, opening=6, wire=codec, base=V0)])
     first, last = bodies
     damaged = bytearray(bodies[first])
     damaged[-1] ^= 0x40
@@ -344,8 +343,8 @@ def test_a_push_gets_a_place_when_another_is_closed_or_it_needs_least(then: str)
     port = DataPort("run", lambda staged: None, now_s=lambda: 0.0)
     port.set_epoch(3)
     port.set_memory(ShardMap(BLOCKS, CHUNK_BYTES), np.zeros((3, LAYOUT.n_elems), np.float32))
-    for number, name in zip(numbers, names, strict=True):
-        port.open(Slot(name, 1, number, opening=1))
+    slots = [Slot(name, 1, number, opening=1) for number, name in zip(numbers, names, strict=True)]
+    port.hold(slots)
 
     def credit(attempt: int = 1) -> int:
         query = replace(put(CHUNKS[0]), op=DataOp.QUERY_MISSING, push=names[2], attempt=attempt)
@@ -353,10 +352,10 @@ def test_a_push_gets_a_place_when_another_is_closed_or_it_needs_least(then: str)
 
     assert 1 <= credit() < MAX_WINDOW_CHUNKS
     if then == "another is closed":
-        port.close(names[0])
+        port.hold(slots[1:])
         assert credit() == MAX_WINDOW_CHUNKS
         return
     for chunk in CHUNKS[1:]:
         port.answer([memoryview(part) for part in (replace(put(chunk), push=names[2]).encode(), payload(chunk))])
-    port.open(Slot(names[2], 2, 2, opening=1))
+    port.hold([*slots[:2], Slot(names[2], 2, 2, opening=1)])
     assert credit(attempt=2) == MAX_WINDOW_CHUNKS

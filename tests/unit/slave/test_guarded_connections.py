@@ -7,7 +7,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import pytest
@@ -95,6 +95,13 @@ class Data:
     """A data port whose peers send at each look of the guard that watches deliveries; `delivers` hands its bytes on."""
 
     traffic_bytes = 0
+
+    @property
+    def port(self) -> Data:
+        return self
+
+    def do(self, call: Callable[..., None], *args: Any) -> None:
+        call(*args)
 
     def __init__(self, listener: Listener, sends: Sequence[Ends], delivers: Ends) -> None:
         self.endpoint = f"tcp://127.0.0.1:{listener.port}"

@@ -48,8 +48,8 @@ class Port:
         self.staging = np.zeros((len(VALUES), LAYOUT.n_elems), np.float32)
         self.port.set_memory(ShardMap(BLOCKS, chunk_bytes), self.staging)
         self.serve(V0)
-        for row in range(len(VALUES)):
-            self.port.open(Slot(push_id(row), 1, row, opening=1))
+        self.slots = [Slot(push_id(row), 1, row, opening=1) for row in range(len(VALUES))]
+        self.port.hold(self.slots)
 
     def serve(self, current: Version | None) -> None:
         def buffer(version: Version) -> ThetaBuffer:
@@ -157,7 +157,7 @@ def test_another_push_in_a_row_begins_with_nothing_known() -> None:
     port = Port()
     port.put(0)
     port.put(1)
-    port.port.open(Slot(push_id(7), 1, 0, opening=2))
+    port.port.hold([Slot(push_id(7), 1, 0, opening=2), *port.slots[1:]])
     known = port.known()
     assert not known.squared(0)[1].any()
     assert known.squared(1)[1].all()

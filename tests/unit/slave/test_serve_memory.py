@@ -121,7 +121,7 @@ def answers(twin: TwinLoop) -> list[tuple[bytes, DataHeader]]:
 
 def test_one_call_serves_what_waits_and_each_peer_gets_its_own_answers(twin: TwinLoop) -> None:
     messages, port = puts(), twin.port.port
-    table = port.view().table
+    table = port.table
     assert table is not None
     send(twin, messages)
     whys, heard, credits = list[int](), list[tuple[bytes, DataHeader]](), list[int]()
@@ -159,7 +159,7 @@ def test_all_answers_are_sent_before_a_message_is_left_to_python(twin: TwinLoop)
         chunks = [(peer, header.credit) for peer, header in heard if header.op is DataOp.CHUNK]
         assert chunks == list(zip(PEERS, due, strict=True))
     assert len(set(due)) == 2, "one reader is held back"
-    assert port.beat().served_bytes == 2 * len(PEERS) * SMALL.chunks()[0].length_bytes
+    assert port.figures().beat.served_bytes == 2 * len(PEERS) * SMALL.chunks()[0].length_bytes
 
 
 @pytest.mark.parametrize("errno", [zmq.EHOSTUNREACH, zmq.EAGAIN])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +27,9 @@ from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.observe.tape import Tape, read_tape
 from dips.core.wire import Codec
 from dips.slave import calculation
-from dips.slave.data_port import DataPort
+from dips.slave.data_port import DataPort, Figures
 from dips.slave.data_server import DataServer
-from dips.slave.memory import F32, ThetaBuffer
+from dips.slave.memory import F32
 from dips.slave.push_evidence import PushEvidence
 from dips.slave.ring import SnapshotStore
 from dips.slave.shell import SlaveShell
@@ -50,7 +50,7 @@ SEED, *OURS = (np.random.default_rng(7).standard_normal((3, LAYOUT.n_elems)).ast
 
 
 class Data:
-    """A DataServer whose thread is the caller's; `done` may be kept back."""
+    """A DataServer whose thread is the caller's; what is not for the port itself may be kept back."""
 
     is_compiled = False
 
@@ -59,28 +59,15 @@ class Data:
         self.allowed: Sequence[messages.AllowedKey] = ()
         self.reading: asyncio.Queue[Callable[[], None]] | None = None
         """When there is one: what waits until the port reads older versions no more."""
-        self.away, self.last_refusal = messages.SlaveBeat(), ""
-        for name in ("set_epoch", "open", "close", "close_all", "known"):
-            setattr(self, name, getattr(self.port, name))
+        self.figures = Figures()
 
-    def set_memory(self, shard: Any, staging: F32 | None, done: Callable[[], None]) -> None:
-        self.port.set_memory(shard, staging)
-        done()
-
-    def set_readable(
-        self, versions: Mapping[Version, ThetaBuffer], done: Callable[[], None], current: Version | None
-    ) -> None:
-        self.port.set_readable(versions, current)
-        if self.reading is None:
-            done()
+    def do(self, call: Callable[..., None], *args: Any) -> None:
+        if call == self.port.set_allowed:
+            (self.allowed,) = args
+        elif self.reading is None or getattr(call, "__self__", None) is self.port:
+            call(*args)
         else:
-            self.reading.put_nowait(done)
-
-    def set_allowed(self, keys: Sequence[messages.AllowedKey]) -> None:
-        self.allowed = keys
-
-    def beat(self) -> messages.SlaveBeat:
-        return self.away
+            self.reading.put_nowait(lambda: call(*args))
 
 
 class Slave:
@@ -159,7 +146,7 @@ class Slave:
         await self.round(R1, V0, None, push_id("a"))
 
     def theta(self, version: Version) -> F32:
-        return self.data.port.view().readable[version].theta
+        return self.data.port.readable[version].theta
 
     def tape_says(self, *kinds: str) -> list[dict[str, Any]]:
         return [line for line in read_tape(self.tape_file) if line["kind"] in kinds]
@@ -194,7 +181,7 @@ async def test_a_round_measures_computes_keeps_evidence_and_serves_what_the_refe
         )  # fmt: skip
         np.testing.assert_array_equal(slave.theta(V1), theta)
         np.testing.assert_array_equal(slave.theta(V0), SEED)
-        assert slave.data.port.view().current == V1
+        assert slave.data.port.current == V1
         assert digest == digest_of_array(theta, BLOCKS, CHUNK_BYTES)
         slave.tell(messages.ListShard(R3, V1))
         sums = [
@@ -289,7 +276,7 @@ async def test_a_snapshot_whose_parameters_are_not_those_of_its_digest_is_not_se
         slave.tell(configure_for(PLACEMENT, **load, commit_record=RECORD))
         refusal = (await slave.hear(messages.ConfigureRefused)).refusal
         assert (refusal.code, b"another".hex() in refusal.sentence) == (RefusalCode.DIGEST, True)
-        assert slave.data.port.view().readable == {}
+        assert slave.data.port.readable == {}
 
 
 async def test_a_round_that_was_given_up_leaves_no_shadow_in_memory_or_on_the_disk(tmp_path: Path) -> None:
@@ -307,7 +294,7 @@ async def test_a_round_that_was_given_up_leaves_no_shadow_in_memory_or_on_the_di
         await asyncio.to_thread(until, lambda: [info.version for info in ring.infos()] == [V0], "the shadow is gone")
         await slave.round(RoundId(1, 4), V1, V0, A)
         slave.tell(messages.CloseStaging(A))
-        assert slave.data.port.beat().staging_open == 1
+        assert slave.data.port.figures().beat.staging_open == 1
 
 
 async def test_a_move_of_blocks_is_sealed_on_the_disk_and_leaves_it_when_it_is_given_up(tmp_path: Path) -> None:
@@ -334,9 +321,9 @@ async def test_versions_stay_readable_while_they_are_retained_and_until_the_port
         slave.tell(messages.Retain((V0,)))
         for n in (2, 3):
             await slave.round(RoundId(1, n), Version(1, n - 1), Version(1, n - 2), A)
-        assert set(slave.data.port.view().readable) == {V0, V1, V2}
+        assert set(slave.data.port.readable) == {V0, V1, V2}
         slave.tell(messages.Retain(()))
-        assert set(slave.data.port.view().readable) == {V1, V2}
+        assert set(slave.data.port.readable) == {V1, V2}
         slave.data.reading = asyncio.Queue()
         slave.tell(prepare_of(RoundId(1, 4), Version(1, 3), [A], V2))
         await slave.hear(messages.Prepared)
@@ -443,7 +430,7 @@ async def test_a_promise_that_cannot_be_kept_and_a_bug_end_the_slave(
 async def test_what_the_machine_wants_of_link_and_keys_is_done(tmp_path: Path) -> None:
     async with slave_on(tmp_path) as slave:
         await slave.join(epoch=4)
-        assert slave.data.port.view().epoch == 4
+        assert slave.data.port.epoch == 4
         keys = (messages.AllowedKey(messages.KeyRole.CLUSTER, "a", b"k" * 32),)
         slave.tell(messages.Allow(keys))
         assert slave.data.allowed == keys
@@ -463,10 +450,8 @@ async def test_refused_messages_and_connections_are_on_the_tape_once_a_beat(tmp_
     async with slave_on(tmp_path) as slave:
         slave.shell.note_refusals()
         for total in (3, 3, 7):
-            slave.data.away = messages.SlaveBeat(
-                refused_chunks=total, refused_connections=total + 1, refused_connection="no key"
-            )
-            slave.data.last_refusal = "a wrong chunk"
+            beat = messages.SlaveBeat(refused_chunks=total, refused_connections=total + 1, refused_connection="no key")
+            slave.data.figures, slave.data.port.last_refusal = Figures(beat), "a wrong chunk"
             slave.shell.note_refusals()
         found = slave.tape_says("refused_chunk", "refused_connection")
         assert [(line["kind"], line["count"], line["total"], line["last_reason"]) for line in found] == [

@@ -27,6 +27,7 @@ from support.slave_bench import (
     only,
     runs,
     said,
+    slot_of,
     snapshot,
 )
 from support.slave_wire import LAYOUT, configure_for, open_staging, placement_over
@@ -131,14 +132,14 @@ def test_the_same_incarnation_keeps_stagings_and_says_them_again(bench: SlaveBen
     assert bench.state.caller().incarnation == bench.incarnation
     out = bench.welcome(1, 1)
     assert said(out) == [messages.Promised(1), messages.Staged(A, 1, b"digest")]
-    assert not only(out, effects.CloseAllSlots)
+    assert not only(out, effects.HoldSlots)
 
 
 def test_a_new_incarnation_has_no_stagings_and_a_fenced_slave_asks_for_one(bench: SlaveBench) -> None:
     bench.give(events.Unlinked("reset"))
     bench.link()
     out = bench.welcome(2, 1)
-    assert only(out, effects.CloseAllSlots)
+    assert only(out, effects.HoldSlots) == [effects.HoldSlots(())]
     assert said(out) == [messages.Promised(2)]
     refused = answer(bench.command(measure(RoundId(2, 1))), messages.RoundRefused)
     assert refused.refusal.code is RefusalCode.UNKNOWN_PUSH
@@ -253,19 +254,19 @@ def test_a_load_that_fails_leaves_an_empty_slave_that_can_be_configured_again() 
 
 
 def test_staged_is_said_once_and_with_the_newest_attempt(bench: SlaveBench) -> None:
-    (opened,) = only(bench.command(open_staging(B, 1)), effects.OpenSlot)
-    (adopted,) = only(bench.command(open_staging(B, 1, attempt=2)), effects.OpenSlot)
-    assert adopted.slot.opening == opened.slot.opening
-    assert said(bench.give(events.PushStaged(opened.slot, b"d"))) == []
-    assert said(bench.give(events.PushStaged(adopted.slot, b"d"))) == [messages.Staged(B, 2, b"d")]
+    opened = slot_of(bench.command(open_staging(B, 1)), B)
+    adopted = slot_of(bench.command(open_staging(B, 1, attempt=2)), B)
+    assert adopted.opening == opened.opening
+    assert said(bench.give(events.PushStaged(opened, b"d"))) == []
+    assert said(bench.give(events.PushStaged(adopted, b"d"))) == [messages.Staged(B, 2, b"d")]
 
 
 def test_news_of_an_earlier_opening_is_dropped(bench: SlaveBench) -> None:
-    (first,) = only(bench.command(open_staging(B, 1)), effects.OpenSlot)
+    first = slot_of(bench.command(open_staging(B, 1)), B)
     bench.command(messages.CloseStaging(B))
-    (second,) = only(bench.command(open_staging(B, 1)), effects.OpenSlot)
-    assert second.slot.opening != first.slot.opening
-    assert said(bench.give(events.PushStaged(first.slot, b"d"))) == []
+    second = slot_of(bench.command(open_staging(B, 1)), B)
+    assert second.opening != first.opening
+    assert said(bench.give(events.PushStaged(first, b"d"))) == []
     refused = answer(bench.command(measure(R2, V0, B)), messages.RoundRefused)
     assert "not complete" in refused.refusal.sentence
 
@@ -274,23 +275,23 @@ def test_news_of_an_earlier_opening_is_dropped(bench: SlaveBench) -> None:
 def test_a_push_that_is_written_in_another_way_begins_with_nothing(bench: SlaveBench, other: dict[str, Any]) -> None:
     """What landed as differences from one version is no part of a float32 push, nor of one from another version."""
     differences = replace(open_staging(B, 1, base=V0), wire=Codec.INT8)
-    (first,) = only(bench.command(differences), effects.OpenSlot)
-    assert (first.slot.wire, first.slot.base) == (Codec.INT8, V0)
-    (adopted,) = only(bench.command(replace(differences, attempt=2)), effects.OpenSlot)
-    assert adopted.slot == replace(first.slot, attempt=2)
-    (again,) = only(bench.command(replace(differences, attempt=3, **other)), effects.OpenSlot)
-    assert again.slot == replace(adopted.slot, attempt=3, opening=first.slot.opening + 1, **other)
-    late = replace(first.slot, attempt=3)
+    first = slot_of(bench.command(differences), B)
+    assert (first.wire, first.base) == (Codec.INT8, V0)
+    adopted = slot_of(bench.command(replace(differences, attempt=2)), B)
+    assert adopted == replace(first, attempt=2)
+    again = slot_of(bench.command(replace(differences, attempt=3, **other)), B)
+    assert again == replace(adopted, attempt=3, opening=first.opening + 1, **other)
+    late = replace(first, attempt=3)
     assert said(bench.give(events.PushStaged(late, b"d"))) == [], "it was complete as it was written before"
-    assert said(bench.give(events.PushStaged(again.slot, b"d"))) == [messages.Staged(B, 3, b"d")]
-    assert not only(bench.command(differences), effects.OpenSlot), "an older attempt, however it is written"
+    assert said(bench.give(events.PushStaged(again, b"d"))) == [messages.Staged(B, 3, b"d")]
+    assert not only(bench.command(differences), effects.HoldSlots), "an older attempt, however it is written"
 
 
 def test_a_new_push_takes_the_slot_of_the_old_one_and_what_is_older_or_wrong_opens_none(bench: SlaveBench) -> None:
     bench.command(open_staging(B, 1, attempt=3))
-    assert not only(bench.command(open_staging(B, 1, attempt=2)), effects.OpenSlot)
-    assert not only(bench.command(open_staging(B, 4)), effects.OpenSlot)
-    assert not only(bench.command(open_staging(B, -1)), effects.OpenSlot)
+    assert not only(bench.command(open_staging(B, 1, attempt=2)), effects.HoldSlots)
+    assert not only(bench.command(open_staging(B, 4)), effects.HoldSlots)
+    assert not only(bench.command(open_staging(B, -1)), effects.HoldSlots)
     bench.stage(B, 0)
     refused = answer(bench.command(measure()), messages.RoundRefused)
     assert "it is not here" in refused.refusal.sentence
@@ -299,17 +300,18 @@ def test_a_new_push_takes_the_slot_of_the_old_one_and_what_is_older_or_wrong_ope
 
 def test_slots_that_a_job_reads_are_not_reopened_until_it_ends(bench: SlaveBench) -> None:
     bench.command(measure())
-    assert not only(bench.command(messages.CloseStaging(A)), messages.CloseStaging)
-    assert not only(bench.command(open_staging(B, 0)), effects.OpenSlot)
+    assert not only(bench.command(messages.CloseStaging(A)), effects.HoldSlots)
+    assert not only(bench.command(open_staging(B, 0)), effects.HoldSlots)
     out = bench.measured()
-    assert only(out, messages.CloseStaging) == [messages.CloseStaging(A)]
-    assert [opened.slot.push for opened in only(out, effects.OpenSlot)] == [B]
+    assert only(out, effects.HoldSlots)[0].slots == ()
+    assert [slot.push for slot in only(out, effects.HoldSlots)[-1].slots] == [B]
 
 
 def test_other_slots_are_opened_while_a_job_runs(bench: SlaveBench) -> None:
     bench.command(measure())
-    assert only(bench.command(open_staging(B, 1)), effects.OpenSlot)
-    assert only(bench.command(messages.CloseStaging(B)), messages.CloseStaging)
+    assert only(bench.command(open_staging(B, 1)), effects.HoldSlots)
+    (held,) = only(bench.command(messages.CloseStaging(B)), effects.HoldSlots)
+    assert [slot.push for slot in held.slots] == [A]
 
 
 @pytest.mark.parametrize("order", [1, -1])

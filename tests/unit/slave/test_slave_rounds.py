@@ -32,6 +32,7 @@ from support.slave_bench import (
     prepare,
     runs,
     said,
+    slot_of,
     snapshot,
 )
 from support.slave_wire import open_staging
@@ -46,8 +47,8 @@ from dips.slave.state.slave import MAX_WAITING
 
 
 def test_a_measure_knows_the_bases_of_its_pushes_and_says_their_directions(bench: SlaveBench) -> None:
-    (opened,) = only(bench.command(open_staging(B, 1, base=V0)), effects.OpenSlot)
-    bench.give(events.PushStaged(opened.slot, b"digest"))
+    opened = slot_of(bench.command(open_staging(B, 1, base=V0)), B)
+    bench.give(events.PushStaged(opened, b"digest"))
     (run,) = runs(bench.command(measure(R2, V0, A, B)), messages.Measure)
     assert [(slot.number, slot.base) for slot in run.slots] == [(0, None), (1, V0)]
     measured = messages.Measured(R2, (messages.BlockGram(0, (1.0, 0.5, 1.0), (0, 0)),), (1.0, 2.0, 3.0))
@@ -318,7 +319,7 @@ def test_commands_behind_a_question_keep_their_order() -> None:
     assert bench.command(open_staging(B, 1)) == []
     assert bench.command(messages.SendCommitRecord(V0, BASE.round)) == []
     out = bench.loaded(BASE)
-    opened, asked = only(out, effects.OpenSlot), only(out, effects.ReadRecord)
+    opened, asked = only(out, effects.HoldSlots), only(out, effects.ReadRecord)
     assert out.index(opened[0]) < out.index(asked[0])
 
 

@@ -42,13 +42,13 @@ def arrays(shard: ShardMap) -> StagingTable:
 @pytest.fixture(params=[StagingTable, arrays])
 def table(request: pytest.FixtureRequest) -> StagingTable:
     table: StagingTable = request.param(ShardMap(BLOCKS, CHUNK_BYTES))
-    table.open(Slot(A, 1, 0))
+    table.hold([Slot(A, 1, 0)])
     return table
 
 
 def check(table: StagingTable) -> None:
     """No slot holds two pushes (I9 of docs/architecture.md)."""
-    numbers = [slot.number for slot in table.slots()]
+    numbers = [staging.slot.number for staging in table.stagings()]
     assert len(set(numbers)) == len(numbers)
 
 
@@ -72,7 +72,7 @@ def test_any_order_and_any_duplicates_end_in_the_same_digest(
     make: Callable[[ShardMap], StagingTable], data: st.DataObject
 ) -> None:
     table = make(ShardMap(BLOCKS, CHUNK_BYTES))
-    staging = table.open(Slot(A, 1, 0))
+    (staging,) = table.hold([Slot(A, 1, 0)])
     order = data.draw(st.permutations(range(len(CHUNKS))))
     completed = 0
     for index in order:
@@ -93,7 +93,7 @@ def test_what_is_missing_is_named_from_any_place_on(landed: set[int], block: int
     """Also from one that no block has: the place comes over a socket."""
     offset_bytes = data.draw(st.integers(0, 2000) | st.integers(0, 2**64 - 1))
     table = StagingTable(ShardMap(BLOCKS, CHUNK_BYTES))
-    staging = table.open(Slot(A, 1, 0))
+    (staging,) = table.hold([Slot(A, 1, 0)])
     for index in landed:
         land(table, put(CHUNKS[index]))
     left = [MissingChunk(c.block_id, c.offset_bytes) for i, c in enumerate(CHUNKS) if i not in landed]
@@ -104,12 +104,13 @@ def test_what_is_missing_is_named_from_any_place_on(landed: set[int], block: int
 def test_one_answer_names_at_most_max_missing_chunks() -> None:
     big = [Block(0, "l", 0, 256 * (MAX_MISSING + 5))]
     table = StagingTable(ShardMap(big, CHUNK_BYTES))
-    assert len(table.missing(table.open(Slot(A, 1, 0)))) == MAX_MISSING
+    (staging,) = table.hold([Slot(A, 1, 0)])
+    assert len(table.missing(staging)) == MAX_MISSING
 
 
 def test_an_early_chunk_is_invited_again_but_a_replaced_attempt_is_not(table: StagingTable) -> None:
     assert refusal(table, put(CHUNKS[0], B)).retry_after_s > 0
-    table.open(Slot(A, 2, 0))
+    table.hold([Slot(A, 2, 0)])
     late = refusal(table, put(CHUNKS[0], attempt=1))
     assert late.code is RefusalCode.UNKNOWN_PUSH
     assert late.retry_after_s == 0
@@ -119,7 +120,7 @@ def test_an_early_chunk_is_invited_again_but_a_replaced_attempt_is_not(table: St
 def test_a_new_attempt_adopts_what_landed(table: StagingTable) -> None:
     for chunk in CHUNKS[:-1]:
         land(table, put(chunk))
-    staging = table.open(Slot(A, 2, 0))
+    (staging,) = table.hold([Slot(A, 2, 0)])
     assert staging.n_landed == len(CHUNKS) - 1
     assert land(table, put(CHUNKS[-1], attempt=2))
     assert staging.digest() == digest_of_array(VALUES, BLOCKS, CHUNK_BYTES)
@@ -128,35 +129,38 @@ def test_a_new_attempt_adopts_what_landed(table: StagingTable) -> None:
 @pytest.mark.parametrize(("slot", "opening"), [(0, 1), (1, 0)])
 def test_another_opening_or_slot_begins_with_nothing(table: StagingTable, slot: int, opening: int) -> None:
     land(table, put(CHUNKS[0]))
-    assert table.open(Slot(A, 1, slot, opening)).n_landed == 0
+    (staging,) = table.hold([Slot(A, 1, slot, opening)])
+    assert staging.n_landed == 0
     check(table)
 
 
-def test_another_push_throws_the_old_one_out_of_its_slot(table: StagingTable) -> None:
+def test_another_push_in_a_slot_begins_with_nothing(table: StagingTable) -> None:
     land(table, put(CHUNKS[0]))
-    table.open(Slot(B, 1, 0))
+    table.hold([Slot(B, 1, 0)])
     check(table)
     assert refusal(table, put(CHUNKS[1])).code is RefusalCode.UNKNOWN_PUSH
     assert not land(table, put(CHUNKS[1], B))
 
 
-def test_a_closed_push_is_unknown_and_closing_twice_is_nothing(table: StagingTable) -> None:
-    table.close(A)
-    table.close(A)
-    assert refusal(table, put(CHUNKS[0])).code is RefusalCode.UNKNOWN_PUSH
-    table.open(Slot(A, 1, 0))
-    table.open(Slot(B, 1, 1))
-    table.close_all()
+def test_what_is_not_held_any_longer_is_unknown_and_the_rest_keeps_its_chunks(table: StagingTable) -> None:
+    land(table, put(CHUNKS[0]))
+    (other,) = table.hold([Slot(A, 1, 0), Slot(B, 1, 1)])
+    assert (other.slot.push, other.n_landed) == (B, 0)
+    assert not land(table, put(CHUNKS[1]))
+    assert table.hold([Slot(A, 1, 0)]) == []
+    assert [p.landed_bytes for p in table.progress()] == [1600]
+    assert refusal(table, put(CHUNKS[0], B)).code is RefusalCode.UNKNOWN_PUSH
+    assert table.hold([]) == []
     assert table.progress() == ()
 
 
 def test_a_slave_without_blocks_has_every_push_at_once() -> None:
-    staging = StagingTable(ShardMap([], CHUNK_BYTES)).open(Slot(A, 1, 0))
+    (staging,) = StagingTable(ShardMap([], CHUNK_BYTES)).hold([Slot(A, 1, 0)])
     assert staging.complete
     assert staging.digest() == digest_of_array(np.empty(0, np.float32), [], CHUNK_BYTES)
 
 
 def test_progress_is_in_push_order(table: StagingTable) -> None:
-    table.open(Slot(push_id("b"), 4, 2))
+    table.hold([Slot(push_id("b"), 4, 2), Slot(A, 1, 0)])
     land(table, put(CHUNKS[0]))
     assert [(p.push, p.attempt, p.landed_bytes) for p in table.progress()] == [(A, 1, 1024), (B, 4, 0)]

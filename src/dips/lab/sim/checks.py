@@ -456,7 +456,7 @@ class Budgets:
         yield "commands that wait for a job", slave.state.n_waiting, MAX_WAITING
         memory = slave.port.memory
         if memory is not None:
-            yield "stagings of a slave", memory.table.n_open, config.max_clusters
+            yield "stagings of a slave", len(memory.table.stagings()), config.max_clusters
             yield "versions in a slave's memory", len(memory.readable) + (memory.shadow is not None), memory.n_buffers
 
     def _of_cluster(self, cluster: ClusterHost) -> Used:

@@ -9,7 +9,6 @@ from dips.core.machine import Log as Log
 from dips.core.machine import Record as Record
 from dips.core.messages import (
     Allow,
-    CloseStaging,
     Commit,
     Configure,
     ListShard,
@@ -127,15 +126,13 @@ class DropShadow:
 
 
 @dataclass(frozen=True)
-class OpenSlot:
-    """Accept chunks of the push in this slot. Another attempt in the same opening keeps the chunks that have landed."""
+class HoldSlots:
+    """Accept chunks of the pushes in these slots, and forget what has landed of all others.
 
-    slot: Slot
+    Another attempt in the same opening keeps the chunks that have landed.
+    """
 
-
-@dataclass(frozen=True)
-class CloseAllSlots:
-    """Forget every push of the incarnation that ended."""
+    slots: tuple[Slot, ...]
 
 
 @dataclass(frozen=True)
@@ -157,16 +154,14 @@ Effect = (
     | SaveLater
     | ReadRecord
     | DropShadow
-    | OpenSlot
-    | CloseAllSlots
+    | HoldSlots
     | Record
     | Log
     | GiveUp
-    | CloseStaging
     | Retain
     | Allow
     | StopSlave
 )
-"""A command that needs no more than itself is its own effect: CloseStaging forgets the chunks of a push, Retain keeps
-versions readable in addition to the current one and the one before, Allow admits these keys to the data port and no
-others, StopSlave ends the process with exit code 0."""
+"""A command that needs no more than itself is its own effect: Retain keeps versions readable in addition to the current
+one and the one before, Allow admits these keys to the data port and no others, StopSlave ends the process with exit
+code 0."""

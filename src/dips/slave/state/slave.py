@@ -299,7 +299,7 @@ class SlaveMachine:
             self.slots.clear()
             self._mute_job = self.shard.job.number if self.shard.job else 0
             out += self.shard.cancel_move()
-            out.append(effects.CloseAllSlots())
+            out.append(effects.HoldSlots(()))
             out.append(tape.IncarnationBegun(command.cause_id, incarnation=command.incarnation))
         return [*out, effects.SavePromise(command.epoch)]
 
@@ -337,9 +337,9 @@ class SlaveMachine:
                 return self.shard.abort(body, cause, now_s)
             case OpenStaging() as body:
                 return self._open(body, cause)
-            case CloseStaging(push) as body:
+            case CloseStaging(push):
                 self.slots.close(push)
-                return [body]
+                return [effects.HoldSlots(self.slots.all())]
             case SendCommitRecord() as body:
                 return [effects.ReadRecord(command.incarnation, body)]
             case Retain() as body:
@@ -359,7 +359,7 @@ class SlaveMachine:
         if slot is None:
             sentence = f"push {body.push}: attempt {body.attempt} is older than the open one"
             return [effects.Log(logging.WARNING, "open", sentence, cause)]
-        return [effects.OpenSlot(slot)]
+        return [effects.HoldSlots(self.slots.all())]
 
     def _ended(self, event: events.Done | events.Failed, now_s: float) -> list[Effect]:
         muted = event.number == self._mute_job

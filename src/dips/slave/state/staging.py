@@ -25,7 +25,7 @@ from dips.core.wire import Codec, encoded_bytes
 # Which push is in which slot of staging memory, for the state machine.
 #
 # Slots is the only table that decides it. Every other place (jobs, the data port's StagingTable, receipts) holds the
-# Slot that came from here, or its number. The data port runs on another thread and may be behind: its reports name
+# Slots that came from here, or their numbers. The data port runs on another thread and may be behind: its reports name
 # their opening, and count only while it is the present one.
 
 
@@ -51,6 +51,9 @@ class Slots:
 
     def __len__(self) -> int:
         return len(self._of_push)
+
+    def all(self) -> tuple[Slot, ...]:
+        return tuple(self._of_push.values())
 
     def clear(self) -> None:
         self._of_push.clear()
@@ -302,7 +305,7 @@ class Staging:
 
 
 class StagingTable:
-    """What has landed in each open slot of one shard. It belongs to the data port, which opens and closes as told.
+    """What has landed in each open slot of one shard. It belongs to the data port; Slots decides which ones are open.
 
     row: makes or clears the columns of a slot, by its number; None: new lists.
     """
@@ -312,29 +315,26 @@ class StagingTable:
         self._row = row
         self._open: dict[PushId, Staging] = {}
 
-    def open(self, slot: Slot) -> Staging:
-        """Open a slot, or note another attempt in it; a new opening begins with no chunks."""
-        known = self._open.get(slot.push)
-        if known is not None and replace(known.slot, attempt=slot.attempt) == slot:
-            known.slot = slot
-            return known
-        for push in [p for p, s in self._open.items() if s.slot.number == slot.number or p == slot.push]:
-            del self._open[push]
+    def hold(self, slots: Iterable[Slot]) -> list[Staging]:
+        """Hold these slots and no others: a new opening begins with no chunks, another attempt keeps what has landed.
+
+        Returns the stagings that are new or have another attempt.
+        """
+        before, self._open, changed = self._open, {}, []
+        for slot in slots:
+            known = before.get(slot.push)
+            if known is None or known.slot != slot:
+                if known is not None and replace(known.slot, attempt=slot.attempt) == slot:
+                    known.slot = slot
+                else:
+                    known = Staging(slot, self._cleared_row(slot.number))
+                changed.append(known)
+            self._open[slot.push] = known
+        return changed
+
+    def _cleared_row(self, number: int) -> Landed:
         n_chunks = self.shard.n_chunks
-        columns = Landed([0] * n_chunks, [0] * n_chunks, [0, 0]) if self._row is None else self._row(slot.number)
-        staging = self._open[slot.push] = Staging(slot, columns)
-        return staging
-
-    def close(self, push: PushId) -> None:
-        """Free the slot of a decided push; unknown ones are ignored, because the command may be sent again."""
-        self._open.pop(push, None)
-
-    def close_all(self) -> None:
-        self._open.clear()
-
-    def slots(self) -> tuple[Slot, ...]:
-        """The open slots."""
-        return tuple(staging.slot for staging in self._open.values())
+        return Landed([0] * n_chunks, [0] * n_chunks, [0, 0]) if self._row is None else self._row(number)
 
     def admit(self, header: DataHeader, payload_bytes: int) -> tuple[Staging, Landing, bool]:
         """Decide on a PUT_CHUNK: the staging, the chunk's place, and whether it has landed already.
@@ -394,10 +394,6 @@ class StagingTable:
     def stagings(self) -> tuple[Staging, ...]:
         """The open stagings."""
         return tuple(self._open.values())
-
-    @property
-    def n_open(self) -> int:
-        return len(self._open)
 
     def progress(self) -> tuple[StagingProgress, ...]:
         """The progress of every open push, for the heartbeat; in push order."""

@@ -120,16 +120,16 @@ class SimDataPort:
         self.memory: SimulatedShardMemory | None = None
         self.refused_chunks = 0
         self.complete: list[PushStaged] = []
-        """Results of open() and put() for the caller."""
+        """Results of hold() and put() for the caller."""
 
-    def open(self, slot: Slot) -> None:
+    def hold(self, slots: Sequence[Slot]) -> None:
         if self.memory is None:
             return
-        staging = self.memory.table.open(slot)
-        if not staging.n_landed:
-            self.memory.parts.clear(slot.number)
-        if staging.complete:
-            self.complete.append(PushStaged(slot, staging.digest()))
+        for staging in self.memory.table.hold(slots):
+            if not staging.n_landed:
+                self.memory.parts.clear(staging.slot.number)
+            if staging.complete:
+                self.complete.append(PushStaged(staging.slot, staging.digest()))
 
     def answer(self, run_id: str, header: DataHeader, value: Value) -> tuple[DataHeader, Value]:
         """The answer's header, and a chunk's content where the op has one."""

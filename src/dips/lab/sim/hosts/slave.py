@@ -17,7 +17,6 @@ from dips.core.files import TEMPORARY
 from dips.core.ids import Incarnation, RoundId
 from dips.core.messages import (
     Allow,
-    CloseStaging,
     Commit,
     CommitRecord,
     Configure,
@@ -261,15 +260,9 @@ class SlaveHost(SlaveProcess):
                 self.world.tape("slave", self, effect.kind, effect.cause, effect.fields)
             case effects.Log(_, key, sentence):
                 self.world.log(self.name, key, sentence)
-            case effects.OpenSlot(slot):
-                self.port.open(slot)
+            case effects.HoldSlots(slots):
+                self.port.hold(slots)
                 self._say_staged()
-            case CloseStaging(push):
-                if self.port.memory is not None:
-                    self.port.memory.table.close(push)
-            case effects.CloseAllSlots():
-                if self.port.memory is not None:
-                    self.port.memory.table.close_all()
             case effects.Serve(epoch):
                 self.port.epoch = epoch
             case effects.CloseLink(sentence):
