@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dips.worker.vectors import Vectors
+from dips.worker.vectors import Copied, Vectors
 
 
 def vectors_held(vectors: Vectors) -> int:
     """Vectors in memory, the residual's included."""
-    held = (vectors._base, vectors._push, vectors._pull, vectors._residual, vectors.installed)
-    return len(vectors._free) + sum(vector is not None for vector in held)
+    held = (vectors._base, vectors._pull, vectors._residual_room, vectors.installed)
+    return len(vectors._free) + isinstance(vectors._at_push, Copied) + sum(vector is not None for vector in held)

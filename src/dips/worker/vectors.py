@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -115,12 +116,36 @@ PIECE_ELEMS = 1 << 18
 WORTH_A_LINE_BYTES = 1 << 30
 
 
-class Vectors:
-    """theta_base, theta_at_push, the pulled theta, and the residual.
+@dataclass
+class Copied:
+    """theta_at_push in a vector of its own."""
 
-    theta_at_push is a vector, or the live parameters (_push_is_live; then keep_push() must be called before they
-    change), or theta_base (_push_is_base).
-    """
+    vector: F32
+    ready: SnapshotReady | None = None  # progress of the snapshot that writes it; None: complete
+    sums: ChunkSums | None = None  # of its chunks, taken while they were copied
+
+    def whole(self) -> F32:
+        """The vector, once all of it is written."""
+        if self.ready is not None:
+            self.ready.wait(0, self.vector.size)
+            self.ready = None
+        return self.vector
+
+
+@dataclass(frozen=True)
+class InParameters:
+    """theta_at_push in the live parameters alone: keep_push() comes before they change."""
+
+    reader: Live | None = None  # what sends it from there
+
+
+@dataclass(frozen=True)
+class InBase:
+    """theta_at_push is theta_base, to the bit."""
+
+
+class Vectors:
+    """theta_base, theta_at_push, the pulled theta, and the residual."""
 
     def __init__(
         self,
@@ -143,16 +168,12 @@ class Vectors:
         self.installs = 0
         """How often theta_installed changed, so that the owner of a copy knows whether it is the newest."""
         self._base: F32 | None = None
-        self._push: F32 | None = None
-        self._ready: SnapshotReady | None = None
-        self._sums: ChunkSums | None = None
-        self._live: Live | None = None
-        self._push_is_live = False
-        self._push_is_base = False
+        self._at_push: Copied | InParameters | InBase | None = None
         self._pull: F32 | None = None
         self._free: list[F32] = []
-        self._residual: F32 | None = None
-        self._has_residual = False
+        self.residual: F32 | None = None
+        """The rounding error of earlier pushes; None: zero."""
+        self._residual_room: F32 | None = None
         self.residual_changes = 0
         """How often the residual changed, so that the owner of a copy knows whether it is the newest."""
 
@@ -172,9 +193,11 @@ class Vectors:
 
     @property
     def push(self) -> F32:
-        """theta_at_push, whole, while it is not the live parameters."""
-        self._settle_snapshot()
-        return self.base if self._push_is_base else self._pushed()
+        """theta_at_push, whole, while it is not in the live parameters alone."""
+        if isinstance(self._at_push, InBase):
+            return self.base
+        assert isinstance(self._at_push, Copied), "theta_at_push is asked for while there is one"
+        return self._at_push.whole()
 
     @property
     def pull(self) -> F32:
@@ -184,12 +207,7 @@ class Vectors:
     @property
     def push_is_live(self) -> bool:
         """Whether theta_at_push is in the live parameters alone, so that keep_push() comes before they change."""
-        return self._push_is_live
-
-    @property
-    def residual(self) -> F32 | None:
-        """The rounding error of earlier pushes; None: zero."""
-        return self._residual if self._has_residual else None
+        return isinstance(self._at_push, InParameters)
 
     @property
     def installed(self) -> F32 | None:
@@ -217,66 +235,57 @@ class Vectors:
         them takes the checksums, as reading memory twice costs less than writing it. chunk_bytes: take the checksums of
         chunks of this size while copying; None: of none, as differences will be sent.
         """
-        self._settle_snapshot()
-        self._free += [vector for vector in (self._push, self._pull) if vector is not None]  # a pull that was given up
-        self.forget_push()
-        self._push = self._pull = None
-        self._push_is_base = False
-        self._sums = None
+        self._end_push()
+        if self._pull is not None:  # a pull that was given up
+            self._free.append(self._pull)
+            self._pull = None
         parts = parameters.live() if may_stay_live and isinstance(parameters, StreamingStore) else None
-        self._push_is_live = parts is not None
-        if parts is not None:
-            self._live = Live(parts)
-        else:
-            self._copy_live(parameters, chunk_bytes)
+        self._at_push = self._copied(parameters, chunk_bytes) if parts is None else InParameters(Live(parts))
 
     def copy_base(self) -> None:
         """theta_at_push = theta_base, to the bit, which nothing overwrites before a pull is installed."""
-        self._settle_snapshot()
-        self.forget_push()
-        self._sums = None
-        self._push_is_base = True
+        self._end_push()
+        self._at_push = InBase()
 
     def sending(self) -> tuple[F32 | Live, SnapshotReady | None]:
         """The source of a push, and the progress of its snapshot (None: complete)."""
-        if self._push_is_base:
-            return self.base, None
-        if self._live is not None:
-            return self._live, None
-        return self._pushed(), self._ready
+        match self._at_push:
+            case Copied(vector, ready):
+                return vector, ready
+            case InParameters(Live() as reader):
+                return reader, None
+        return self.push, None
 
     def push_is_zero(self) -> bool:
         """Whether every trained element of theta_at_push is 0; nearly always its first piece says no."""
-        if self._live is not None:
-            return not self._live.any(4 * self._n_trained)
+        source, ready = self.sending()
+        if isinstance(source, Live):
+            return not source.any(4 * self._n_trained)
         for start in range(0, self._n_trained, PIECE_ELEMS):
             stop = min(start + PIECE_ELEMS, self._n_trained)
-            if self._ready is not None:
-                self._ready.wait(start, stop)
-            if self._pushed()[start:stop].any():
+            if ready is not None:
+                ready.wait(start, stop)
+            if source[start:stop].any():
                 return False
         return True
 
     def checksums(self) -> dict[Chunk, int]:
         """Those of theta_at_push's chunks that were taken while it was copied, chunks of the size that was given."""
-        return {} if self._sums is None else self._sums.by_chunk()
+        sums = self._at_push.sums if isinstance(self._at_push, Copied) else None
+        return {} if sums is None else sums.by_chunk()
 
     def keep_push(self, parameters: ParameterStore) -> None:
         """Training goes on: if theta_at_push is only in the live parameters, copy it to a vector now."""
-        if self._push_is_live:
-            push = self._copy_live(parameters)
-            self._push_is_live = False
-            if self._live is not None:
-                self._settle_snapshot()
-                self._live.freeze(push)
-                self._live = None
+        if isinstance(self._at_push, InParameters):
+            reader, copied = self._at_push.reader, self._copied(parameters)
+            if reader is not None:
+                reader.freeze(copied.whole())
+            self._at_push = copied
 
     def forget_push(self) -> None:
         """The parameters will change: forget theta_at_push if it is in them; nothing will be computed from it."""
-        self._push_is_live = False
-        if self._live is not None:
-            self._live.end()
-            self._live = None
+        if isinstance(self._at_push, InParameters):
+            self._end_push()
 
     def restore(self, base: F32, push: F32 | None, residual: F32 | None = None, installed: F32 | None = None) -> None:
         """Restore a checkpoint's vectors; push None: theta_at_push is not needed. installed None: it was theta_base."""
@@ -288,12 +297,12 @@ class Vectors:
                 np.copyto(self._installed, installed)
             self.installs += 1
         if push is not None:
-            self._push = self._push if self._push is not None else self._take()
-            np.copyto(self._push, push)
-            self._sums = None
+            self._end_push()
+            self._at_push = Copied(self._take())
+            np.copyto(self._at_push.vector, push)
         if residual is not None:
-            np.copyto(self._residual_room(), residual)
-            self._has_residual = True
+            self.residual = self._room_of_residual()
+            np.copyto(self.residual, residual)
 
     # ---- the pull ----
 
@@ -304,12 +313,11 @@ class Vectors:
         before which keep_push() must be called. push_is_needed: theta_at_push is still needed for a computation.
         """
         if self._pull is None:
-            self._push_is_live = (self._push_is_live or push_is_live) and push_is_needed and not self._push_is_base
-            if self._push is not None and (self._push_is_live or not push_is_needed or self._push_is_base):
-                self._settle_snapshot()
-                self._pull, self._push = self._push, None
-            else:
-                self._pull = self._take()
+            if isinstance(self._at_push, Copied) and (push_is_live or not push_is_needed):
+                self._end_push()  # its vector is the next that is taken
+            if self._at_push is None and push_is_live and push_is_needed:
+                self._at_push = InParameters()
+            self._pull = self._take()
         return self._pull
 
     def install(self, parameters: ParameterStore, mode: InstallMode, share: float = 1.0) -> None:
@@ -317,7 +325,6 @@ class Vectors:
 
         share: how much of the steps' change a rebase keeps. Steps that began before the pulled version was known were
         made from other parameters, where their gradients do not quite fit (docs/convergence.md)."""
-        self._settle_snapshot()
         self.forget_push()
         pulled, old_base, own = self.pull, self._base, self.installed
         installed = pulled
@@ -330,12 +337,13 @@ class Vectors:
                 room = self.base if self._installed is not self.base else self._take()
             else:
                 then = self.base
-                room = self._push = self._push if self._push is not None else self._take()
+                self._end_push()
+                room = self._take()
             self._rebase(parameters, pulled, then, room, np.float32(share))
             installed = room
-        self._base, held = pulled, (old_base, self._push, own, installed)
-        self._push = self._pull = None
-        self._push_is_base = False
+        self._end_push()
+        self._base, held = pulled, (old_base, own, installed)
+        self._pull = None
         if self._rounding is not None:
             self._installed = installed
             self.installs += 1
@@ -351,17 +359,17 @@ class Vectors:
     def keep_residual(self, wire: Codec, spans: Iterable[tuple[int, int]]) -> None:
         """residual = (push - base + residual) - the differences sent; `spans`: chunk_spans() of the push."""
         assert wire.is_difference, "float32 loses nothing"
-        now, base, residual, keep = self.push, self.base, self._residual_room(), kernels().keep_residual
-        if not self._has_residual:
+        now, base, residual, keep = self.push, self.base, self._room_of_residual(), kernels().keep_residual
+        if self.residual is None:
             residual.fill(0)
         for start, stop in spans:
             keep(wire, now[start:stop], base[start:stop], residual[start:stop])
-        self._has_residual = True
+        self.residual = residual
         self.residual_changes += 1
 
     def clear_residual(self) -> None:
         """Set the residual to zero: the steps that it comes from no longer count."""
-        self._has_residual = False
+        self.residual = None
         self.residual_changes += 1
 
     # ---- parts ----
@@ -371,38 +379,35 @@ class Vectors:
             return self._free.pop()
         return self.empty()
 
-    def _pushed(self) -> F32:
-        assert self._push is not None, "theta_at_push is asked for while there is one"
-        return self._push
+    def _room_of_residual(self) -> F32:
+        if self._residual_room is None:
+            self._residual_room = self._take()
+        return self._residual_room
 
-    def _residual_room(self) -> F32:
-        if self._residual is None:
-            self._residual = self._take()
-        return self._residual
-
-    def _copy_live(self, parameters: ParameterStore, chunk_bytes: int | None = None) -> F32:
-        """Copy theta_now to the push vector, or begin to."""
-        self._push = self._take()
+    def _copied(self, parameters: ParameterStore, chunk_bytes: int | None = None) -> Copied:
+        """Copy theta_now to a vector, or begin to."""
+        copied = Copied(vector := self._take())
         if isinstance(parameters, StreamingStore):
             # Where rounding is removed from the copy later, its bytes are not yet those that are sent.
-            hashed = chunk_bytes is not None and self._rounding is None
-            copy = hashing_copy(self._push.nbytes) if hashed else None
-            sums = None
-            if copy is not None and chunk_bytes is not None:
-                sums = ChunkSums(parameters.layout(), chunk_bytes, self._push, copy)
-            self._ready = parameters.begin_snapshot(self._push, sums)
-            self._sums = sums
+            if chunk_bytes is not None and self._rounding is None:
+                copy = hashing_copy(vector.nbytes)
+                if copy is not None:
+                    copied.sums = ChunkSums(parameters.layout(), chunk_bytes, vector, copy)
+            copied.ready = parameters.begin_snapshot(vector, copied.sums)
         else:
-            parameters.snapshot(self._push)
+            parameters.snapshot(vector)
         if self._rounding is not None and self._installed is not None:
-            self._ready = _Exact(self._rounding, self._ready, self._push, self._installed)
-        return self._push
+            copied.ready = _Exact(self._rounding, copied.ready, vector, self._installed)
+        return copied
 
-    def _settle_snapshot(self) -> None:
-        """Return once the push vector is written."""
-        if self._ready is not None:
-            self._ready.wait(0, self._n_elems)
-            self._ready = None
+    def _end_push(self) -> None:
+        """Nothing is sent or computed from theta_at_push any longer: its vector is free."""
+        match self._at_push:
+            case Copied() as copied:
+                self._free.append(copied.whole())
+            case InParameters(Live() as reader):
+                reader.end()
+        self._at_push = None
 
     def _rebase(self, parameters: ParameterStore, pulled: F32, then: F32, room: F32, share: np.float32) -> None:
         """theta_now = pulled + share (theta_now - then), computed in `room`.
