@@ -55,8 +55,8 @@ class World:
         got: dict[str, str] = {}
         told: dict[str, object] = {}
         with dips.DiLoCo(
-            model, optimizer, tokens_per_step=TOKENS, steps=STEPS, group=group, cluster_id=name,
-            master=self.master or None, insecure=True, **arguments,
+            model, optimizer, tokens_per_step=TOKENS, steps=STEPS, cluster_id=name, master=self.master or None,
+            insecure=True, parallel=dips.Parallel(group=group, **arguments),
         ) as sync:  # fmt: skip
             if together:
                 dist.barrier()

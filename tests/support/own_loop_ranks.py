@@ -103,7 +103,7 @@ def main(rank: int, n_ranks: int, folder: Path, master: str, kind: str, steps: i
         with dips.DiLoCo(
             net, optimizer, tokens_per_step=tokens, steps=steps, checkpoint_dir=kept, checkpoint_every_s=0.0,
             resume=True, master=master, cluster_id="a", insecure=True, state={"scheduler": scheduler},
-            replicas=kind == "data",
+            parallel=dips.Parallel(replicas=kind == "data"),
         ) as sync:  # fmt: skip
             while not sync.done:
                 step(net, optimizer, sync.steps)

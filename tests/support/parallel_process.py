@@ -72,9 +72,10 @@ def train(part: Part, record: Record, told: argparse.Namespace) -> None:
     models: Any = part.wrapped if len(part.wrapped) > 1 else part.wrapped[0]
     given: Any = optimizers if len(optimizers) > 1 else optimizers[0]
     tokens = TOKENS // COORDINATES.get(told.kind, 1)
+    ranks = dips.Parallel(**part.arguments)
     with (
         (told.folder / f"steps-{told.rank}").open("wb", buffering=0) as steps_made,
-        dips.DiLoCo(models, given, tokens_per_step=tokens, steps=told.steps, **part.arguments) as sync,
+        dips.DiLoCo(models, given, tokens_per_step=tokens, steps=told.steps, parallel=ranks) as sync,
     ):
         record.note_synced()
         (told.folder / f"entered-{told.rank}").touch()

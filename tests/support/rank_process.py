@@ -61,7 +61,11 @@ def train(kind: str, rank: int) -> dict[str, object]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.Generator().manual_seed(100 + rank)
     with dips.DiLoCo(
-        trained, optimizer, tokens_per_step=(rank + 1) * LENGTH, cluster_id=kind, replicas=kind == "own"
+        trained,
+        optimizer,
+        tokens_per_step=(rank + 1) * LENGTH,
+        cluster_id=kind,
+        parallel=dips.Parallel(replicas=kind == "own"),
     ) as sync:
         while sync.steps < STEPS and not sync.done:
             if (kind, rank, sync.steps) == ("sigterm", 1, 6):

@@ -113,10 +113,11 @@ def load(
     environment: Mapping[str, str] | None = None,
     variables: Mapping[str, str] | None = None,
     overrides: Mapping[str, object] | None = None,
+    given_to: str = COMMAND_LINE,
 ) -> Loaded[M]:
     """Read the settings `kind` from all sources.
 
-    overrides: the command line's values, by field name; None means "not given". environment: os.environ when
+    overrides: the values of given_to, by field name; None means "not given". environment: os.environ when
     None; an empty variable means "not given"; a list is written as JSON or with commas. variables: further variables
     for some fields, by field name; they are stronger than DIPS_<SECTION>_<FIELD>. Raises ConfigError, which names every
     wrong setting with its place and what to write instead.
@@ -132,7 +133,7 @@ def load(
             for field, name in (variables or {}).items()
             if field in kind.model_fields and environment.get(name)
         },
-        {k: _Given(v, COMMAND_LINE) for k, v in (overrides or {}).items() if v is not None},
+        {k: _Given(v, given_to) for k, v in (overrides or {}).items() if v is not None},
     )
     given: dict[str, _Given] = {}
     for source in sources:

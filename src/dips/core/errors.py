@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from dips.protos.enums import RefusalCode as RefusalCode
 
@@ -22,6 +24,26 @@ is done, and no supervisor starts such a process again."""
 NAME_TAKEN_EXIT, KEYS_REFUSED_EXIT = 8, 9
 """Exit codes of a process that has another one's name, and of one whose keys are refused: started again it would only
 find the same."""
+
+
+_as_keywords = ContextVar("as_keywords", default=False)
+
+
+def option(name: str, value: str = "") -> str:
+    """A setting in a sentence, as whoever reads it gives it: `--checkpoint-dir DIR`, or `checkpoint_dir=`."""
+    if _as_keywords.get():
+        return f"{name}="
+    return f"--{name.replace('_', '-')}{value and ' '}{value}"
+
+
+@contextmanager
+def options_are_keywords() -> Iterator[None]:
+    """Sentences that this thread makes in the block name keywords: a person's own program has no command line."""
+    before = _as_keywords.set(True)
+    try:
+        yield
+    finally:
+        _as_keywords.reset(before)
 
 
 class DipsError(Exception):

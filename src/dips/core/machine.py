@@ -8,7 +8,8 @@ outside; without one a move costs nothing more. This module must never import wh
 from __future__ import annotations
 
 import dataclasses
-import re
+import types
+import typing
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from enum import Enum
 from typing import Any, ClassVar, Generic, TypeVar
 
 from dips.core.errors import LocalProtocolError
+from dips.core.ids import Incarnation, PushId, RoundId, Version
 
 P = TypeVar("P", bound=Enum)
 
@@ -82,20 +84,18 @@ def _fields_of(kind: type[Record]) -> _Written:
     """Each field's name, what makes its text, and its default. No id, where there may be one, is written "None"."""
     found = _written.get(kind)
     if found is None:
+        hints = typing.get_type_hints(kind)
         found = _written[kind] = tuple(
-            (item.name, _writer(str(item.type)), item.default) for item in dataclasses.fields(kind)[1:]
+            (item.name, _writer(hints[item.name]), item.default) for item in dataclasses.fields(kind)[1:]
         )
     return found
 
 
-def _writer(hint: str) -> Callable[[Any], object]:
-    if re.search(r"\b(Version|RoundId|PushId|Incarnation)\b", hint):
+def _writer(hint: Any) -> Callable[[Any], object]:
+    kinds = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
+    if kinds & {Version, RoundId, PushId, Incarnation}:
         return str
-    return bytes.hex if re.match(r"bytes\b", hint) else _as_it_is
-
-
-def _as_it_is(value: object) -> object:
-    return value
+    return bytes.hex if bytes in kinds else lambda value: value
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dips.core.clock import Clock
-from dips.core.errors import ConfigError
+from dips.core.errors import ConfigError, option
 from dips.core.observe.tape import Tape
 from dips.core.units import format_bytes
 from dips.worker.checkpoint_files import INNER, Checkpoint, CheckpointError, CheckpointStore, Manifest, RawTensor
@@ -134,8 +134,8 @@ class Checkpoints(ABC):
         if found is None:
             if self._config.resume_required:
                 raise ConfigError(
-                    f"no checkpoint in {where} can be used, and one is required: give the right checkpoint_dir "
-                    "(--checkpoint-dir), or --resume in place of --resume-required to start without one"
+                    f"no checkpoint in {where} can be used, and one is required: give the right "
+                    f"{option('checkpoint_dir')}, or {option('resume')} and not resume_required, to start without one"
                 )
             _logger.info("no checkpoint in %s%s: starting without one", where, f" for {label}" if label else "")
             return False

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from dips.core.errors import DipsError
+from dips.core.errors import DipsError, option
 from dips.core.files import TEMPORARY, FolderLock, make_folder, replace_file, sync_folder
 from dips.core.observe.failpoints import failpoint
 from dips.worker.state.effects import PushRecord
@@ -326,9 +326,9 @@ class CheckpointStore:
         self._lock = FolderLock(
             directory,
             _LOCK,
-            unusable=f"checkpoints cannot be kept in {directory}: {{why}}; give another --checkpoint-dir",
+            unusable=f"checkpoints cannot be kept in {directory}: {{why}}; give another {option('checkpoint_dir')}",
             held=f"another process ({{holder}}) keeps its checkpoints in {directory}: end it first, or give each "
-            "cluster a --checkpoint-dir of its own",
+            f"cluster a {option('checkpoint_dir')} of its own",
             of_process=True,
         )
         # A crash leaves temporary files, and tensors without a manifest.

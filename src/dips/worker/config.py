@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from dips.core.assumptions import require
-from dips.core.errors import ConfigError
+from dips.core.errors import ConfigError, option
 from dips.core.ids import check_name
 from dips.core.messages import Settings
 from dips.core.net.addresses import parse_address, require_loopback
@@ -176,15 +176,17 @@ def wire_of(config: ClientConfig) -> Codec:
 def check(config: ClientConfig) -> ClientConfig:
     """Return the settings if a cluster can run with them. Raises ConfigError naming the setting and the remedy."""
     if not config.master:
-        raise ConfigError("the master's address is missing: set DIPS_MASTER, or give --master HOST:PORT")
+        raise ConfigError(f"the master's address is missing: set DIPS_MASTER, or give {option('master', 'HOST:PORT')}")
     parse_address(config.master, "master")
     if config.insecure:
         require_loopback(config.master, "master")
     if not config.cluster_id:
-        raise ConfigError("the cluster's name is missing: set DIPS_CLUSTER, or give --cluster-id NAME")
+        raise ConfigError(f"the cluster's name is missing: set DIPS_CLUSTER, or give {option('cluster_id', 'NAME')}")
     check_name(config.cluster_id, "cluster_id")
     if config.run_id:
         check_name(config.run_id, "run_id")
     if (config.resume or config.resume_required) and config.checkpoint_dir is None:
-        raise ConfigError("resuming needs checkpoints: give --checkpoint-dir DIR, or leave out --resume")
+        raise ConfigError(
+            f"resuming needs checkpoints: give {option('checkpoint_dir', 'DIR')}, or leave out {option('resume')}"
+        )
     return config

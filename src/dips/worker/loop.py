@@ -13,18 +13,15 @@ optimizer's step and nothing else; parameters change only inside optimizer.step(
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import operator
 import os
-import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -36,8 +33,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from dips.core.config import COMMAND_LINE, load
-from dips.core.errors import TERMINATED, ConfigError, DipsError
+from dips.core.config import load
+from dips.core.errors import TERMINATED, ConfigError, options_are_keywords
 from dips.core.files import share_with
 from dips.core.ids import Version
 from dips.core.layout import Layout
@@ -52,7 +49,7 @@ from dips.core.observe.logs import (
 )
 from dips.core.wire import WIRE_DTYPES
 from dips.worker.config import SECTION, ClientConfig, check
-from dips.worker.parallel.held import Held, Shards, held_here, refuse_ranks_outside
+from dips.worker.parallel.held import Held, Parallel, held_here, refuse_ranks_outside
 from dips.worker.parallel.joining import loop_of_ranks
 from dips.worker.parallel.rank_loop import RankLoop
 from dips.worker.parallel.rank_state import TorchState
@@ -152,28 +149,6 @@ _entered: WeakSet[DiLoCo] = WeakSet()
 _of_parent: list[object] = []
 """What a forked process inherited and must not use, not even to close it: it belongs to the parent's threads."""
 
-_OPTION = re.compile(r"`[^`]*`|--([a-z][a-z-]*)(?: [A-Z][A-Z:.]*)?")
-"""An option of a command, with what stands for its value; or a whole command, which stays as it is."""
-
-
-def in_keywords(sentence: str) -> str:
-    """An error about a setting as a loop's author has it: with keyword arguments in place of a command's options."""
-
-    def renamed(found: re.Match[str]) -> str:
-        name = (found[1] or "").replace("-", "_")
-        return f"{name}=" if name in inspect.signature(DiLoCo).parameters else found[0]
-
-    return _OPTION.sub(renamed, sentence).replace(f"{COMMAND_LINE}: ", "dips.DiLoCo: ")
-
-
-@contextmanager
-def _keywords_are_named() -> Iterator[None]:
-    try:
-        yield
-    except DipsError as error:
-        error.args = (in_keywords(str(error)),)
-        raise
-
 
 class _Use(Enum):
     MADE = "made"
@@ -232,19 +207,11 @@ class DiLoCo:
             ConfigError.
         state: Further state to be kept, such as a scheduler or a data loader's position: an object with state_dict()
             and load_state_dict(), or several by name.
-        replicas: The processes hold the whole model each, and get rank 0's values where theirs are others at the start.
         buffers: "own" leaves the model's buffers (running statistics of batch norm, say) to this cluster, and no
             version holds them; with "average" the run averages those that a state_dict holds, and an exported model has
             them. All clusters of a run give the same; else Refused (LAYOUT). Anything else: ConfigError.
-        group: The process group or DeviceMesh of the cluster's ranks, where they are only a part of torch.distributed's
-            world.
-        data_mesh: The DeviceMesh or process group of the ranks that train on different data, whose tokens are added up;
-            else it follows from how the model is cut. Where it cannot: ConfigError.
-        shards: What local tensors are in the full model, where torch does not know it: dips.ShardOf by local name. A
-            name that no tensor has: ConfigError.
-        order: The names of the full model in its order, where it does not follow from the ranks'.
-        master_parameters: float32 copies, by name in the full model, that are pushed and pulled in place of parameters
-            in fewer bits. A name or shape that does not fit: ConfigError.
+        parallel: What the ranks of torch.distributed hold, where it does not follow from the model: dips.Parallel.
+        earlier: Keywords of earlier releases; each is refused with what to give in its place: ConfigError.
 
     Raises ConfigError for settings that cannot work; entering raises Refused when the run does not take this cluster
     (another model, say) and RetryLater when no master answers.
@@ -277,24 +244,19 @@ class DiLoCo:
         checkpoints_kept: int | None = None,
         resume: bool | None = None,
         state: HasState | Mapping[str, HasState] | None = None,
-        replicas: bool = False,
         buffers: str = "own",
-        group: Any = None,
-        data_mesh: Any = None,
-        shards: Shards | Sequence[Shards] | None = None,
-        order: Sequence[str] | None = None,
-        master_parameters: Mapping[str, torch.Tensor] | None = None,
+        parallel: Parallel | None = None,
+        **earlier: Any,
     ) -> None:
         end_with_one_sentence()  # again: init_process_group() puts a hook around ours that would swallow the sentence
+        _refuse_earlier(earlier)
         self._tokens_per_step = _whole_tokens(tokens_per_step)
         _check_arguments(steps, wire_dtype, buffers)
         self._models = [model] if isinstance(model, torch.nn.Module) else list(model)
         self._optimizers = _optimizers_in(optimizer)
         self._stepped: list[torch.optim.Optimizer] = []
         self._order: list[torch.optim.Optimizer] = []  # of the first complete step
-        self._replicas = replicas
-        self._group = group
-        self._parallel = _Parallel(data_mesh, shards, order, master_parameters)
+        self._parallel = parallel or Parallel()
         self._steps_wanted = steps
         self._buffers = buffers
         self._use = _Use.MADE
@@ -319,11 +281,12 @@ class DiLoCo:
         if master or os.environ.get(VARIABLES["master"]):
             if os.name != "posix":
                 raise ConfigError("a cluster of a run needs Linux: leave out DIPS_MASTER here, and train alone")
-            with _keywords_are_named():
+            with options_are_keywords():
                 self._config = check(
                     load(
                         ClientConfig,
                         SECTION,
+                        given_to="dips.DiLoCo",
                         variables=VARIABLES,
                         overrides={
                             "master": master or None,
@@ -355,7 +318,7 @@ class DiLoCo:
         if self._config is not None:
             show_where_logging_is_not_configured()
         try:
-            with _keywords_are_named():
+            with options_are_keywords():
                 self._join()
         except BaseException as error:
             self._sigterm.give_back()
@@ -474,8 +437,8 @@ class DiLoCo:
 
     def _join(self) -> None:
         """Join the run, alone or with the other ranks. Does nothing where no rank has a master."""
-        cut = self._parallel != _Parallel() or len(self._models) > 1 or any(map(has_shards, self._models))
-        ranks, config = ranks_here(self._group, cut=cut), self._config
+        cut = self._parallel.cuts or len(self._models) > 1 or any(map(has_shards, self._models))
+        ranks, config = ranks_here(self._parallel.group, cut=cut), self._config
         if config is not None:
             share_with(config.files_group)
         if ranks is not None:
@@ -496,7 +459,7 @@ class DiLoCo:
         model, optimizers = self._only_one(), self._optimizers
         for optimizer in optimizers:
             refuse_shards(model, optimizer)
-        if self._group is not None:
+        if self._parallel.group is not None:
             refuse_ranks_outside(self._models, [dist.get_rank()])
         parameters = TorchParameters(model, optimizers, buffers=self._buffers)
         untrained = untrained_of(model, parameters.ids)
@@ -510,21 +473,22 @@ class DiLoCo:
 
     def _only_one(self) -> torch.nn.Module:
         """Raises ConfigError for what only several ranks can have."""
-        if len(self._models) > 1 or self._parallel != _Parallel():
+        if len(self._models) > 1 or self._parallel.cuts:
             raise ConfigError(
-                "several modules, data_mesh, shards, order and master_parameters are for the ranks of "
-                "torch.distributed, and this process is alone: call torch.distributed.init_process_group() before the "
-                "loop is entered, or give one module"
+                "several modules, and data_mesh, shards, order and master_parameters of dips.Parallel, are for the "
+                "ranks of torch.distributed, and this process is alone: call torch.distributed.init_process_group() "
+                "before the loop is entered, or give one module"
             )
         return plain_model(self._models[0])
 
     def _join_with(self, ranks: Ranks, config: ClientConfig | None) -> None:
-        given, settings = self._parallel, {} if config is None else {"steps": self._steps_wanted}
+        settings = {} if config is None else {"steps": self._steps_wanted}
         state = {"steps": _Steps(self), **_named(self._state)}
         together = loop_of_ranks(
             ranks, config, lambda config: self._held(config, ranks), self._optimizers, state, self._shell_of_ranks,
             settings=settings, wants_to_leave=lambda: self._sigterm.caught,
-            keeps_only_state=not self._keeps_own_checkpoints, order=given.order, replicas=self._replicas,
+            keeps_only_state=not self._keeps_own_checkpoints, order=self._parallel.order,
+            replicas=self._parallel.replicas,
         )  # fmt: skip
         if together is None:
             ranks.close()
@@ -792,16 +756,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_forked_process)
 
 
-@dataclass(frozen=True)
-class _Parallel:
-    """What a user says of a rank's part of the model; as in DiLoCo."""
-
-    data_mesh: Any = None
-    shards: Shards | Sequence[Shards] | None = None
-    order: Sequence[str] | None = None
-    master_parameters: Mapping[str, torch.Tensor] | None = None
-
-
 def _refuse_steps_before_entering(optimizer: torch.optim.Optimizer) -> None:
     """Refuse steps until the loop is entered, even where the DiLoCo is dropped at once: a loop without `with` would
     train alone for ever."""
@@ -899,6 +853,14 @@ def _whole_tokens(tokens_per_step: int | None) -> int:
     if whole < 1:
         raise ConfigError(f"tokens_per_step is {whole}: {remedy}")
     return whole
+
+
+def _refuse_earlier(arguments: Mapping[str, object]) -> None:
+    """Raises ConfigError for a keyword that moved to dips.Parallel, and TypeError, as Python does, for any other."""
+    for name in arguments:
+        if name in {field.name for field in fields(Parallel)}:
+            raise ConfigError(f"{name}= is a part of parallel=: give parallel=dips.Parallel({name}=...)")
+        raise TypeError(f"dips.DiLoCo got an unexpected keyword argument {name!r}")
 
 
 def _check_arguments(steps: int | None, wire_dtype: str | None, buffers: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from dips.core.errors import ConfigError
+from dips.core.errors import ConfigError, option
 from dips.worker.checkpoint_files import RawTensor
 from dips.worker.torch_model import wait_for
 
@@ -137,10 +137,12 @@ class HasState(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
-SAME_OPTIMIZERS = (
-    "resume with the same optimizers in the same order (of `dips train`: the same --inner-optimizer), or without "
-    "--resume"
-)
+def same_optimizers() -> str:
+    """The remedy for a checkpoint of other optimizers."""
+    return (
+        "resume with the same optimizers in the same order (of `dips train`: the same --inner-optimizer), or without "
+        f"{option('resume')}"
+    )
 
 
 class HostCopies:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import dips
-from dips.core.errors import TERMINATED, ConfigError, DipsError, RefusalCode, Refused, RetryLater
+from dips.core.errors import TERMINATED, ConfigError, DipsError, RetryLater, option
 from dips.worker.parallel.orders import GoOn
 from dips.worker.step_checks import Losses
 
@@ -346,23 +346,26 @@ def test_an_optimizer_that_cuts_its_state_is_refused_before_anything_is_joined()
         dips.DiLoCo(model, optimizer, tokens_per_step=8, **where).__enter__()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        ConfigError("give --keys DIR instead of --insecure"),
-        RetryLater("give --keys DIR instead of --insecure"),
-        Refused(RefusalCode.IDENTITY, "give --keys DIR instead of --insecure"),
-    ],
-)
-def test_what_joining_raises_names_the_keyword_argument_too(error: DipsError, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [ConfigError, RetryLater])
+def test_what_joining_raises_names_the_keyword_argument_too(
+    kind: type[DipsError], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(sync: dips.DiLoCo) -> None:
-        raise error
+        raise kind(f"give {option('keys', 'DIR')} instead of {option('insecure')}")
 
     monkeypatch.setattr(dips.DiLoCo, "_join", refuse)
-    with pytest.raises(type(error)) as caught, dips.DiLoCo(*make(), tokens_per_step=8):
+    with pytest.raises(kind) as caught, dips.DiLoCo(*make(), tokens_per_step=8):
         pass
-    assert caught.value is error
-    assert str(error) == "give keys= instead of insecure="
+    assert str(caught.value) == "give keys= instead of insecure="
+    assert option("keys", "DIR") == "--keys DIR", "elsewhere it is the command line's"
+
+
+@pytest.mark.parametrize("name", ["replicas", "group", "data_mesh", "shards", "order", "master_parameters"])
+def test_what_has_moved_to_the_value_of_the_ranks_is_refused_with_where_to_give_it(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"give parallel=dips.Parallel\\({name}=...\\)"):
+        dips.DiLoCo(*make(), tokens_per_step=8, **{name: None})
+    with pytest.raises(TypeError, match=f"unexpected keyword argument 'x_{name}'"):
+        dips.DiLoCo(*make(), tokens_per_step=8, **{f"x_{name}": None})
 
 
 def test_count_refuses_nothing_trained() -> None:

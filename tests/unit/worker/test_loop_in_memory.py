@@ -56,12 +56,13 @@ def flat(model: torch.nn.Module) -> F32:
 class Loop:
     """One rank's model and optimizer; a step adds the same to each parameter."""
 
-    def __init__(self, run: RunInMemory, rank: int, **given: Any) -> None:
+    def __init__(self, run: RunInMemory, rank: int, *, replicas: bool = True, **given: Any) -> None:
         self.run, self.rank = run, rank
         self.model = Model(rank)
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         arguments: dict[str, Any] = {
-            "tokens_per_step": 10 + rank, "master": run.address, "cluster_id": "a", "insecure": True, "replicas": True,
+            "tokens_per_step": 10 + rank, "master": run.address, "cluster_id": "a", "insecure": True,
+            "parallel": dips.Parallel(replicas=replicas),
         }  # fmt: skip
         self.sync = dips.DiLoCo(self.model, self.optimizer, **{**arguments, **given})
 

@@ -11,7 +11,7 @@ import re
 import socket
 from collections.abc import Iterable
 
-from dips.core.errors import ConfigError
+from dips.core.errors import ConfigError, option
 from dips.core.messages import SlaveAddress
 
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*://", re.ASCII)
@@ -69,7 +69,8 @@ def require_loopback(address: str, what: str) -> None:
     if not is_loopback(host):
         raise ConfigError(
             f"{what} is {address!r}, which is not a loopback address: without keys no one is authenticated, "
-            "so dips serves and dials this machine only; give --keys instead of --insecure, or use 127.0.0.1"
+            f"so dips serves and dials this machine only; give {option('keys')} instead of {option('insecure')}, or "
+            "use 127.0.0.1"
         )
 
 

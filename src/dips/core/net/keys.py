@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from dips.core.errors import ConfigError
+from dips.core.errors import ConfigError, option
 from dips.core.ids import check_name
 from dips.core.net.security import (
     INSECURE,
@@ -115,8 +115,9 @@ def security_from(keys: Path | None, insecure: bool, what: str) -> Security:
     if insecure:
         return INSECURE
     raise ConfigError(
-        f"{what} has no keys: give --keys DIR (or {KEYS_VARIABLE}=DIR) with an identity made by `dips keys`, or say "
-        f"--insecure (or {INSECURE_VARIABLE}=1) to run without encryption on this machine only"
+        f"{what} has no keys: give {option('keys', 'DIR')} (or {KEYS_VARIABLE}=DIR) with an identity made by "
+        f"`dips keys`, or say {option('insecure')} (or {INSECURE_VARIABLE}=1) to run without encryption on this "
+        "machine only"
     )
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from dips.core.config import Knobs
+from dips.core.errors import option
 from dips.core.files import GROUP_VARIABLE
 from dips.core.net.addresses import parse_address, require_loopback
 from dips.core.units import validating
@@ -104,8 +105,8 @@ class SecurityKnobs(Knobs):
 
 def both_given() -> str:
     return (
-        f"keys and insecure are both given: leave out one of --keys (or {KEYS_VARIABLE}) and "
-        f"--insecure (or {INSECURE_VARIABLE})"
+        f"keys and insecure are both given: leave out one of {option('keys')} (or {KEYS_VARIABLE}) and "
+        f"{option('insecure')} (or {INSECURE_VARIABLE})"
     )
 
 

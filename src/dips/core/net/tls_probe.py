@@ -12,7 +12,7 @@ import ssl
 import time
 from datetime import UTC, datetime
 
-from dips.core.errors import ConfigError, RefusalCode, Refused
+from dips.core.errors import ConfigError, RefusalCode, Refused, option
 from dips.core.net.addresses import parse_address
 from dips.core.net.keys import CA_FILE, CERT_FILE, KEY_FILE, MASTER_DNS_NAME, parse_certificate, reloaded
 from dips.core.net.security import Identity, Role, Security
@@ -120,6 +120,6 @@ def _without_keys(connection: socket.socket, address: str) -> str:
     context.verify_mode = ssl.CERT_NONE  # nothing is sent to this peer, and nothing it sends is trusted
     try:
         with context.wrap_socket(connection, server_hostname=MASTER_DNS_NAME):
-            return f"the master at {address} wants keys: give --keys DIR instead of --insecure"
+            return f"the master at {address} wants keys: give {option('keys', 'DIR')} instead of {option('insecure')}"
     except OSError:
         return ""

@@ -72,6 +72,37 @@ names), -> what it is in the full model."""
 
 
 @dataclass(frozen=True)
+class Parallel:
+    """What a user says of a cluster of several ranks, where torch does not know it.
+
+    Args:
+        group: The process group or DeviceMesh of the cluster's ranks, where they are only a part of torch.distributed's
+            world.
+        replicas: The processes hold the whole model each, and get rank 0's values where theirs are others at the start.
+        data_mesh: The DeviceMesh or process group of the ranks that train on different data, whose tokens are added up;
+            else it follows from how the model is cut. Where it cannot: ConfigError.
+        shards: What local tensors are in the full model: ShardOf by local name; of several modules a list. A name that
+            no tensor has: ConfigError.
+        order: The names of the full model in its order, where it does not follow from the ranks'.
+        master_parameters: float32 copies, by name in the full model, that are pushed and pulled in place of parameters
+            in fewer bits. A name or shape that does not fit: ConfigError.
+    """
+
+    group: Any = None
+    replicas: bool = False
+    data_mesh: Any = None
+    shards: Shards | Sequence[Shards] | None = None
+    order: Sequence[str] | None = None
+    master_parameters: Mapping[str, torch.Tensor] | None = None
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it speaks of a model that several ranks hold in parts."""
+        parts = (self.data_mesh, self.shards, self.order, self.master_parameters)
+        return any(part is not None for part in parts)
+
+
+@dataclass(frozen=True)
 class Row:
     """One tensor of which this rank holds a part.
 

@@ -18,14 +18,13 @@ import numpy as np
 import torch
 import xxhash
 
-from dips.core.errors import ConfigError
+from dips.core.errors import ConfigError, option
 from dips.worker.checkpoint_files import CheckpointError, RawTensor
 from dips.worker.parallel.agreement import Agreed, Alone, Gathering, agree, cells_of
 from dips.worker.parallel.held import Box, Row, held_here
 from dips.worker.parallel.shard_files import SavedShards, Shard, part_of, whole
 from dips.worker.torch_model import Optimizers, as_list, former_names, innermost, local, named_buffers
 from dips.worker.torch_state import (
-    SAME_OPTIMIZERS,
     HasState,
     HostCopies,
     RandomState,
@@ -33,6 +32,7 @@ from dips.worker.torch_state import (
     flatten,
     raw_of,
     refuse_unknown,
+    same_optimizers,
     unflatten,
 )
 
@@ -228,7 +228,7 @@ class RankState:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(
                 f"the checkpoint's state does not fit this loop ({type(error).__name__}: {error}): resume with the "
-                "same model, optimizer and loop, or without --resume"
+                f"same model, optimizer and loop, or without {option('resume')}"
             ) from error
 
     def _restore_parts(self, parts: Mapping[str, Sequence[Mapping[str, Any]]], saved: SavedShards) -> None:
@@ -237,7 +237,7 @@ class RankState:
         if wanted != there:
             raise ConfigError(
                 f"the checkpoint holds the state of {sorted(there)}, this loop has {sorted(wanted)}: resume with the "
-                "same loop, or without --resume"
+                f"same loop, or without {option('resume')}"
             )
         for name, part in self._parts.items():
             of_ranks = parts.get(name, ())
@@ -260,7 +260,7 @@ class RankState:
             except (ValueError, KeyError, TypeError, RuntimeError) as error:
                 raise ConfigError(
                     f"the checkpoint's state of {name!r} does not fit this loop's ({error}): resume with the same "
-                    "loop, or without --resume"
+                    f"loop, or without {option('resume')}"
                 ) from error
 
     def _restore_groups(self, groups: Sequence[Any]) -> None:
@@ -274,14 +274,15 @@ class RankState:
                 kind = type(optimizer).__name__
                 if strange := next((k for name in names if (k := options_of[name]["kind"]) != kind), None):
                     raise ConfigError(
-                        f"the checkpoint holds the state of {strange}, this loop has {kind}: {SAME_OPTIMIZERS}"
+                        f"the checkpoint holds the state of {strange}, this loop has {kind}: {same_optimizers()}"
                     )
                 options = options_of[names[0]]
                 other = next((name for name in names if options_of[name] != options), None)
                 if other is not None:
                     raise ConfigError(
                         f"{names[0]!r} and {other!r} are in one group of this loop's optimizer, and had different "
-                        "options in the checkpoint's: resume with the same groups of parameters, or without --resume"
+                        "options in the checkpoint's: resume with the same groups of parameters, or without "
+                        f"{option('resume')}"
                     )
                 _set_options(group, unflatten(options["options"], {}))
 
@@ -540,7 +541,7 @@ class TorchState:
             there = sorted(state) if isinstance(state, dict) else "nothing"
             raise ConfigError(
                 f"the checkpoint holds the state of {there}, this loop has {sorted(self._parts)}: resume with the "
-                "same loop, or without --resume"
+                f"same loop, or without {option('resume')}"
             )
         _refuse_other_optimizers(state["optimizer"], self._optimizers)
         for name, part in self._parts.items():
@@ -549,7 +550,7 @@ class TorchState:
             except (ValueError, KeyError, TypeError, RuntimeError) as error:
                 raise ConfigError(
                     f"the checkpoint's state of {name!r} does not fit this loop's ({error}): resume with the same "
-                    "model, optimizer and loop, or without --resume"
+                    f"model, optimizer and loop, or without {option('resume')}"
                 ) from error
 
     def restore_by_names(self, state: Mapping[str, Any], saved: SavedShards) -> None:
@@ -615,7 +616,7 @@ def _refuse_other_optimizers(state: object, optimizers: Sequence[torch.optim.Opt
     elif saved != here:
         there = "one optimizer" if saved is None else " and ".join(map(str, saved))
         raise ConfigError(
-            f"the checkpoint holds the state of {there}, and this loop has {' and '.join(here)}: {SAME_OPTIMIZERS}"
+            f"the checkpoint holds the state of {there}, and this loop has {' and '.join(here)}: {same_optimizers()}"
         )
 
 
@@ -631,7 +632,7 @@ def _refuse_other_options(state: object, optimizer: torch.optim.Optimizer) -> No
     if there - here and here - there:
         raise ConfigError(
             f"the checkpoint holds the state of an optimizer with {', '.join(sorted(there - here))}, which this loop's "
-            f"{type(optimizer).__name__} does not have: {SAME_OPTIMIZERS}"
+            f"{type(optimizer).__name__} does not have: {same_optimizers()}"
         )
 
 

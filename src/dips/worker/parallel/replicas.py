@@ -57,7 +57,7 @@ class Replicas:
             raise ConfigError(
                 f"{where}: one name is one tensor in the whole cluster; where ranks hold parts of it in plain tensors, "
                 "or stages count their layers from 0, say so with shards= (docs/integrations.md), and for replicas "
-                "that are not equal yet give DiLoCo(..., replicas=True), which gives rank 0's to all"
+                "that are not equal yet give dips.Parallel(replicas=True), which gives rank 0's to all"
             )
         if self._ranks.rank == 0:
             _logger.warning("%s: these ranks are replicas, and get rank %d's parameters", where, other[0].holders[0])

@@ -19,6 +19,7 @@ from dips.core.errors import (
     Refused,
     RemoteProtocolError,
     RetryLater,
+    option,
 )
 from dips.core.ids import Version
 from dips.core.messages import (
@@ -465,7 +466,7 @@ class ClusterMachine:
             self._fail(
                 RetryLater(
                     f"no master could be joined within {wait_s:g} s{where}: start it, or correct its address "
-                    f"(--master HOST:PORT, or DIPS_MASTER); the last try: {sentence}"
+                    f"({option('master', 'HOST:PORT')}, or DIPS_MASTER); the last try: {sentence}"
                 )
             )
 
@@ -522,7 +523,8 @@ class ClusterMachine:
         if refused.code is RefusalCode.RUN_ID:
             raise ConfigError(
                 f"this cluster's checkpoint is of run {self.shared.terms.run_id}, and the master refused it: "
-                f"{refused.sentence}; give another --checkpoint-dir, remove the checkpoint, or leave out --resume"
+                f"{refused.sentence}; give another {option('checkpoint_dir')}, remove the checkpoint, or leave out "
+                f"{option('resume')}"
             )
         self.shared.log("join", f"the checkpoint is not of this cluster's last incarnation: {refused.sentence}")
         self.shared.terms.previous = None

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from dips.core.errors import ConfigError, Refused, RemoteProtocolError
+from dips.core.errors import ConfigError, Refused, RemoteProtocolError, option
 from dips.core.ids import PushId, Version
 from dips.core.messages import (
     Admitted,
@@ -431,7 +431,7 @@ class Pushing:
                     f"this cluster's checkpoint was made on version {shared.base}, but the master of run "
                     f"{reply.run_id} knows no version: if the run's state is lost, recover it (`dips master "
                     "--rebuild`); if this is a new run of the same name, remove the checkpoint or give another "
-                    "--checkpoint-dir"
+                    f"{option('checkpoint_dir')}"
                 )
             shared.base = None
             pulling.forget()

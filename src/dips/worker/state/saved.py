@@ -15,7 +15,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, NewType, get_args, get_origin, get_type_hints
 
-from dips.core.errors import ConfigError, DipsError
+from dips.core.errors import ConfigError, DipsError, option
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.messages import DataRange, Verdict
 from dips.worker.state.effects import PushRecord
@@ -240,7 +240,7 @@ def restore(
 
 
 def _check_identity(saved: SavedSession, config: SessionConfig) -> None:
-    remedy = "give another --checkpoint-dir, remove the checkpoint, or leave out --resume"
+    remedy = f"give another {option('checkpoint_dir')}, remove the checkpoint, or leave out {option('resume')}"
     if saved.cluster_id != config.cluster_id:
         raise ConfigError(
             f"the checkpoint is of cluster {saved.cluster_id}, this is cluster {config.cluster_id}: each cluster needs "
