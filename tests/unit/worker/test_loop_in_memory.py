@@ -162,8 +162,8 @@ def test_ranks_go_on_from_their_checkpoint_to_the_bit(
 
     def looping(rank: int, **given: Any) -> tuple[Loop, Place]:
         place = Place()
-        kept = {"checkpoint_dir": folder, "checkpoint_every_s": 0.0, "resume": True, "state": {"place": place}}
-        return Loop(run, rank, **kept, **given), place
+        kept: dict[str, Any] = {"checkpoint_dir": folder, "checkpoint_every_s": 0.0, "resume": True}
+        return Loop(run, rank, state={"place": place}, **kept, **given), place
 
     def one(rank: int) -> tuple[bytes, int, int, bool]:
         loop, place = looping(rank)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -51,12 +51,27 @@ Ints = list[int]
 Floats = list[float]
 """Columns. At run time lists, or one-dimensional numpy arrays of int64 and float64 (uint64 for checksums)."""
 
-_T = TypeVar("_T", int, float)
+_Table = TypeVar("_Table", bound=NamedTuple)
 
 
-def column(values: list[_T], dtype: type[np.generic], arrays: bool) -> list[_T]:
-    """A column with these values: the list itself, or an array of dtype."""
-    return cast(list[_T], np.array(values, dtype)) if arrays else values
+def table(kind: type[_Table], n: int, arrays: bool, **given: list[int] | float | np.uint64) -> _Table:
+    """The columns of `kind`, of n entries each: lists, or arrays. given: a column's whole numbers, or the value of all
+    its entries, whose type is the array's; 0 in any other column."""
+    columns: list[Any] = []
+    for name in kind._fields:
+        value = given.get(name, 0)
+        if arrays:
+            columns.append(np.array(value, np.int64) if isinstance(value, list) else np.full(n, value))
+        elif isinstance(value, list):
+            columns.append(value)
+        else:
+            columns.append([value.item() if isinstance(value, np.uint64) else value] * n)
+    return kind._make(columns)
+
+
+def column(values: list[Any], arrays: bool) -> Any:
+    """Values that stand for themselves, as a table's column: the list, or an array."""
+    return np.array(values) if arrays else values
 
 
 class WindowRule(IntEnum):
@@ -124,29 +139,16 @@ def flow_of(
 
     most_in_flight: requests in flight at the same time, to all slaves together. More must never be sent.
     """
-
-    def ints(n: int, value: int = 0) -> Ints:
-        return column([value] * n, np.int64, arrays)
-
-    def floats(n: int, value: float = 0.0) -> Floats:
-        return column([value] * n, np.float64, arrays)
-
-    windows = Windows(
-        floats(n_lanes), floats(n_lanes), floats(n_lanes, math.inf), floats(n_lanes, math.inf), ints(n_lanes),
-        ints(n_lanes), ints(n_lanes), ints(n_lanes, 1),
+    windows = table(
+        Windows, n_lanes, arrays,
+        window_bytes=0.0, bytes_per_s=0.0, round_trip_s=math.inf, credit_bytes=math.inf, open=1,
     )  # fmt: skip
     n_slots = 1 << (2 * most_in_flight - 1).bit_length()  # at most half are taken, so that the next free one is near
-    requests = Requests(
-        ints(n_slots), ints(n_slots), ints(n_slots), ints(n_slots), floats(n_slots), ints(n_slots), ints(n_slots)
-    )
+    requests = table(Requests, n_slots, arrays, sent_s=0.0)
     budget_bytes = float(START_CHUNKS * chunk_bytes) if rule is WindowRule.MEASURED else math.inf
-    counts = column([1, 0, 0, n_lanes, chunk_bytes, int(rule)], np.int64, arrays)
-    flow = Flow(
-        windows,
-        requests,
-        counts,
-        column([0.0, 0.0, budget_bytes, 0.0, float(cap_chunks * chunk_bytes)], np.float64, arrays),
-    )
+    counts = column([1, 0, 0, n_lanes, chunk_bytes, int(rule)], arrays)
+    rates = column([0.0, 0.0, budget_bytes, 0.0, float(cap_chunks * chunk_bytes)], arrays)
+    flow = Flow(windows, requests, counts, rates)
     _size_all(flow)
     return flow
 

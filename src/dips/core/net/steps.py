@@ -32,6 +32,7 @@ from dips.core.net.flow import (
     note_answered,
     note_done,
     note_sent,
+    table,
     window_left,
 )
 
@@ -106,13 +107,6 @@ def columns_of(
 
     shares: of each lane, one chunk at least, in the order of the schedule.
     """
-
-    def ints(n: int, value: int = 0) -> Ints:
-        return column([value] * n, np.int64, arrays)
-
-    def floats(n: int, value: float) -> Floats:
-        return column([value] * n, np.float64, arrays)
-
     chunks: list[Chunk] = []
     turns: list[int] = []
     todo: list[int] = []
@@ -127,25 +121,33 @@ def columns_of(
         for place, turn in enumerate(order):
             todo[start + turn] += place
     n_lanes, n = len(first), len(chunks)
-    n_chunks = column([len(share) for share in shares], np.int64, arrays)
-    lanes = Lanes(
-        column(first, np.int64, arrays), n_chunks, ints(n_lanes), ints(n_lanes),
-        column([len(share) for share in shares], np.int64, arrays), ints(n_lanes), ints(n_lanes, int(pushes)),
-        ints(n_lanes), ints(n_lanes), ints(n_lanes), floats(n_lanes, now_s), floats(n_lanes, first_silence_s),
-        floats(n_lanes, -math.inf), floats(n_lanes, FIRST_PAUSE_S), floats(n_lanes, math.inf),
-        floats(n_lanes, math.inf), ints(n_lanes), floats(n_lanes, 0.0),
+    lanes = table(
+        Lanes, n_lanes, arrays,
+        first=first,
+        n_chunks=[len(share) for share in shares],
+        n_todo=[len(share) for share in shares],
+        must_query=int(pushes),
+        last_word_s=float(now_s),
+        silence_s=float(first_silence_s),
+        resume_at_s=-math.inf,
+        pause_s=FIRST_PAUSE_S,
+        unknown_since_s=math.inf,
+        away_since_s=math.inf,
+        begun=0.0,
     )  # fmt: skip
-    of_chunks = Chunks(
-        column([chunk.block_id for chunk in chunks], np.int64, arrays),
-        column([chunk.offset_bytes for chunk in chunks], np.int64, arrays),
-        column([chunk.length_bytes for chunk in chunks], np.int64, arrays),
-        ints(n), column([0] * n, np.uint64, arrays), ints(n), column(todo, np.int64, arrays),
+    of_chunks = table(
+        Chunks, n, arrays,
+        block=[chunk.block_id for chunk in chunks],
+        offset_bytes=[chunk.offset_bytes for chunk in chunks],
+        length_bytes=[chunk.length_bytes for chunk in chunks],
+        checksum=np.uint64(0),
+        todo=todo,
     )  # fmt: skip
     # A query is in flight only while no chunk is.
     most_in_flight = min(n, MOST_REQUESTS * n_lanes) + n_lanes
     flow = flow_of(n_lanes, chunk_bytes, window_chunks, most_in_flight, rule=rule, arrays=arrays)
-    counts = column([int(pushes), 0, 0, 0, int(is_share)], np.int64, arrays)
-    times = column([now_s, now_s, silence_s, stall_s], np.float64, arrays)
+    counts = column([int(pushes), 0, 0, 0, int(is_share)], arrays)
+    times = column([float(now_s), float(now_s), float(silence_s), float(stall_s)], arrays)
     return Columns(flow, lanes, of_chunks, counts, times), tuple(chunks), turns
 
 
