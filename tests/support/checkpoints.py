@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from dips.worker.checkpoint_files import Checkpoint, CheckpointError, CheckpointStore
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dips.worker.checkpoint_files import CheckpointError, CheckpointStore, RawTensor
+from dips.worker.parallel.shard_files import shards_of
+from dips.worker.torch_state import raw_of
+
+VECTORS = ("theta", "theta_base", "theta_at_push", "theta_installed", "residual")
 
 
-def newest_of(store: CheckpointStore) -> tuple[Checkpoint | None, list[str]]:
+@dataclass(frozen=True)
+class Kept:
+    number: int
+    content: Mapping[str, Any]
+    tensors: Mapping[str, RawTensor]  # the vectors by their names, and the further state's
+
+
+def newest_of(store: CheckpointStore) -> tuple[Kept | None, list[str]]:
     """The newest complete checkpoint of one process, and a sentence about each newer one that cannot be used."""
     sentences: list[str] = []
     for manifest in store.manifests():
@@ -13,7 +28,11 @@ def newest_of(store: CheckpointStore) -> tuple[Checkpoint | None, list[str]]:
             sentences.append(manifest)
             continue
         try:
-            return store.read(manifest), sentences
+            saved = shards_of(store.directory, manifest)
+            saved.check()
         except CheckpointError as error:
             sentences.append(store.cannot_be_used(manifest.number, error))
+            continue
+        vectors = {name: raw_of(saved.read_whole(f"vectors.{name}")) for name in VECTORS if f"vectors.{name}" in saved}
+        return Kept(manifest.number, manifest.content, {**vectors, **saved.read_state()}), sentences
     return None, sentences

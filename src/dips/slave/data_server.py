@@ -128,7 +128,9 @@ def connection_of(fd: int, port: int) -> Iterator[tuple[int, socket.socket] | No
     The file may be closed, and its number given to another, at any time: so all is read from a duplicate, unless no
     further file can be opened.
     """
-    own, handle, inode = _duplicate(fd), None, 0
+    own, handle, inode = fd, None, 0
+    with contextlib.suppress(OSError):
+        own = os.dup(fd)
     try:
         info = os.fstat(own)
         inode = info.st_ino
@@ -142,13 +144,6 @@ def connection_of(fd: int, port: int) -> Iterator[tuple[int, socket.socket] | No
             handle.detach()
         if own != fd:
             os.close(own)
-
-
-def _duplicate(fd: int) -> int:
-    try:
-        return os.dup(fd)
-    except OSError:
-        return fd
 
 
 def _is_connection(handle: socket.socket, port: int) -> bool:

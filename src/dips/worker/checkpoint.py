@@ -27,7 +27,7 @@ from dips.core.clock import Clock
 from dips.core.errors import ConfigError, option
 from dips.core.observe.tape import Tape
 from dips.core.units import format_bytes
-from dips.worker.checkpoint_files import INNER, Checkpoint, CheckpointError, CheckpointStore, Manifest, RawTensor
+from dips.worker.checkpoint_files import INNER, CheckpointError, CheckpointStore, Manifest, RawTensor
 from dips.worker.config import ClientConfig
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.cluster import ClusterMachine
@@ -36,7 +36,7 @@ from dips.worker.state.saved import SavedSession, SavedStateError
 from dips.worker.vectors import VectorCopies, Vectors
 
 if TYPE_CHECKING:  # these need torch
-    from dips.worker.parallel.shard_files import CheckpointByNames, SavedShards
+    from dips.worker.parallel.shard_files import SavedShards, WholeCheckpoint
 
 _logger = logging.getLogger("dips.worker.checkpoint")
 
@@ -62,10 +62,8 @@ class InnerState(Protocol):
         """Copy the state: JSON and tensors, valid until the next capture()."""
         ...
 
-    def restore(self, skeleton: Any, tensors: Mapping[str, RawTensor]) -> None: ...
-
-    def restore_by_names(self, state: Mapping[str, Any], saved: SavedShards) -> None:
-        """Likewise, from what is kept by names of the full model (parallel/rank_state.py)."""
+    def restore(self, state: Any, saved: SavedShards) -> None:
+        """Take back what capture() has returned; saved: its tensors. Raises ConfigError where it does not fit."""
         ...
 
 
@@ -214,7 +212,7 @@ class Checkpointing(Checkpoints):
         self._copies = VectorCopies(vectors)
         self._writer = ThreadPoolExecutor(1, "dips-checkpoint")
         self._writing: Future[bool] | None = None
-        self._found: Checkpoint | CheckpointByNames | None = None
+        self._found: WholeCheckpoint | None = None
 
     def close(self) -> None:
         """Likewise; waits for the write under way."""
@@ -222,30 +220,19 @@ class Checkpointing(Checkpoints):
         super().close()
 
     def _find(self, manifest: Manifest) -> str:
-        try:
-            if manifest.is_by_names:
-                # Not before it is needed, and not in a process without torch.
-                from dips.worker.parallel.shard_files import CheckpointByNames
+        from dips.worker.parallel.shard_files import WholeCheckpoint  # not before it is needed: it imports torch
 
-                self._found = CheckpointByNames(self._store.directory, manifest)
-            else:
-                self._found = self._store.read(manifest)
+        try:
+            self._found = WholeCheckpoint(self._store.directory, manifest)
         except (CheckpointError, MemoryError) as error:
             return str(error) or "it does not fit into memory"
         return ""
 
     def _put_back(self, found: Manifest, *, with_residual: bool) -> None:
         checkpoint, self._found = self._found, None
-        if not isinstance(checkpoint, Checkpoint):
-            assert checkpoint is not None, "it was found"
-            restore = None if self._inner is None else self._inner.restore_by_names
-            checkpoint.put_back(self._parameters, self._vectors, restore, with_residual=with_residual)
-            return
-        put_back(checkpoint, self._parameters, self._vectors, with_residual=with_residual)
-        if self._inner is not None:
-            tensors = checkpoint.tensors.items()
-            named = {name.removeprefix(INNER): tensor for name, tensor in tensors if name.startswith(INNER)}
-            self._inner.restore(checkpoint.content.get("state"), named)
+        assert checkpoint is not None, "it was found"
+        restore = None if self._inner is None else self._inner.restore
+        checkpoint.put_back(self._parameters, self._vectors, restore, with_residual=with_residual)
 
     def take_if_due(self, session: ClusterMachine, cause: str) -> None:
         now_s = self._clock.monotonic_s()
@@ -288,7 +275,7 @@ class Checkpointing(Checkpoints):
         except Exception:
             _logger.exception("a checkpoint could not be written")
             return False
-        self._note_written(begun, written.number, written.n_bytes, begun.pause_s)
+        self._note_written(begun, written.number, written.stamp.n_bytes, begun.pause_s)
         return True
 
 
@@ -341,25 +328,6 @@ class PushRecorder:
             else:
                 self._deliver(Done(job))
                 return
-
-
-def put_back(checkpoint: Checkpoint, parameters: ParameterStore, vectors: Vectors, *, with_residual: bool) -> None:
-    """Make a checkpoint's vectors those of this process, and its theta live. Raises ConfigError where they are of
-    another length."""
-    tensors, n_elems = checkpoint.tensors, vectors.n_elems
-    at_push = _vector(checkpoint, "theta_at_push", n_elems) if "theta_at_push" in tensors else None
-    residual = _vector(checkpoint, "residual", n_elems) if with_residual else None
-    installed = _vector(checkpoint, "theta_installed", n_elems) if "theta_installed" in tensors else None
-    parameters.install(_vector(checkpoint, "theta", n_elems))
-    vectors.restore(_vector(checkpoint, "theta_base", n_elems), at_push, residual, installed)
-
-
-def _vector(checkpoint: Checkpoint, name: str, n_elems: int) -> F32:
-    """Read one of the flat vectors. Raises ConfigError when it is not of this model."""
-    raw = checkpoint.tensors.get(name)
-    if raw is None or raw.dtype != "F32" or raw.shape != (n_elems,):
-        raise ConfigError(f"checkpoint {checkpoint.number} holds no {name} of {n_elems} elements: remove it")
-    return raw.data.view(np.float32)
 
 
 def _saved_in(checkpoint: Manifest, where: Path) -> SavedSession:

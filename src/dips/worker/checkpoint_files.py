@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -84,25 +83,16 @@ def write_tensors(path: Path, tensors: Mapping[str, RawTensor]) -> CheckpointSta
     return write_durably(path, [memoryview(header), *(tensor.data.data for tensor in tensors.values())])
 
 
-def read_tensors(path: Path, stamp: CheckpointStamp) -> dict[str, RawTensor]:
-    """Read a file of tensors and check every byte. Raises CheckpointError when it is not the one that was stamped."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            n_bytes = os.fstat(file.fileno()).st_size
-            if n_bytes != stamp.n_bytes:
-                raise CheckpointError(f"{path.name} has {n_bytes} bytes, {stamp.n_bytes} were written: it is torn")
-            return _read(path, file, stamp)
-    except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
-
-
 def places_of(path: Path, n_bytes: int) -> list[tuple[str, str, tuple[int, ...], int]]:
     """Name, dtype, shape and place in the file of each of its tensors; n_bytes: of the file. Reads its header alone.
     Raises CheckpointError.
     """
     try:
-        with path.open("rb", buffering=0) as file:
-            header = _header(path, file, n_bytes, xxhash.xxh3_128())
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(MAX_HEADER_BYTES, n_bytes):
+                raise CheckpointError(f"{path.name} does not begin as a file of tensors does")
+            header = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
     rows, place = [], 8 + len(header)
@@ -141,24 +131,6 @@ def safetensors_header(tensors: Mapping[str, RawTensor], metadata: Mapping[str, 
     return len(text).to_bytes(8, "little") + text
 
 
-def _read(path: Path, file: Any, stamp: CheckpointStamp) -> dict[str, RawTensor]:
-    whole = xxhash.xxh3_128()
-    header = _header(path, file, stamp.n_bytes, whole)
-    tensors = {}
-    for name, dtype, shape in _described(path, header, stamp.n_bytes - 8 - len(header)):
-        tensors[name] = RawTensor(dtype, shape, _take(path, file, math.prod(shape) * ITEM_BYTES[dtype], whole))
-    if whole.hexdigest() != stamp.xxh3_128:
-        raise CheckpointError(f"{path.name}: its bytes are not those that were written")
-    return tensors
-
-
-def _header(path: Path, file: Any, n_bytes: int, whole: xxhash.xxh3_128) -> bytes:
-    length = int.from_bytes(_take(path, file, 8, whole).tobytes(), "little")
-    if not 2 <= length <= min(MAX_HEADER_BYTES, n_bytes):
-        raise CheckpointError(f"{path.name} does not begin as a file of tensors does")
-    return _take(path, file, length, whole).tobytes()
-
-
 def _described(path: Path, header: bytes, n_bytes: int) -> list[tuple[str, str, tuple[int, ...]]]:
     """Name, dtype and shape of each tensor; they must fill the file, or nothing is allocated for them."""
     try:
@@ -170,20 +142,6 @@ def _described(path: Path, header: bytes, n_bytes: int) -> list[tuple[str, str, 
     if sum(sizes) != n_bytes or any(size < 0 for size in sizes):
         raise CheckpointError(f"{path.name}: its header says {sum(sizes)} bytes, there are {n_bytes}")
     return found
-
-
-def _take(path: Path, file: Any, n_bytes: int, whole: xxhash.xxh3_128) -> ByteArray:
-    data = np.empty(n_bytes, np.uint8)
-    for begin in range(0, n_bytes, IO_BYTES):
-        piece = data.data[begin : begin + IO_BYTES]
-        rest = piece
-        while rest:
-            n = file.readinto(rest)
-            if not n:
-                raise CheckpointError(f"{path.name} ends early: it is torn")
-            rest = rest[n:]
-        whole.update(piece)
-    return data
 
 
 # ---- records ----
@@ -281,16 +239,6 @@ class Manifest:
         return files if isinstance(files, list) else None
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """One checkpoint."""
-
-    number: int
-    content: Mapping[str, Any]  # the writer's JSON
-    tensors: Mapping[str, RawTensor]
-    n_bytes: int = 0  # of the tensors' file
-
-
 def read_manifest(directory: Path, number: int) -> Manifest:
     """Raises CheckpointError when it cannot be read or is not what was written."""
     body = read_record(_path(directory, number, "json"))
@@ -357,7 +305,7 @@ class CheckpointStore:
 
     # ---- writing ----
 
-    def write(self, content: Mapping[str, Any], tensors: Mapping[str, RawTensor]) -> Checkpoint:
+    def write(self, content: Mapping[str, Any], tensors: Mapping[str, RawTensor]) -> Manifest:
         """Make a checkpoint durable, and remove those beyond the kept ones. Raises OSError; older ones then stay."""
         number = self._next
         self._next += 1
@@ -372,7 +320,7 @@ class CheckpointStore:
             self._remove(number)  # tensors alone would only take space, on a full disk
             raise
         self._prune()
-        return Checkpoint(number, content, tensors, stamp.n_bytes)
+        return Manifest(number, content, described)
 
     def begin_folder(self) -> int:
         """Make the folder in which several ranks will write; returns the number of their checkpoint. Raises OSError."""
@@ -420,11 +368,6 @@ class CheckpointStore:
                 continue
             if label is None or manifest.content.get("label") == label:
                 yield manifest
-
-    def read(self, manifest: Manifest) -> Checkpoint:
-        """The checkpoint of one process, every byte of it checked. Raises CheckpointError."""
-        tensors = read_tensors(file_of_one(self.directory, manifest.number), manifest.stamp)
-        return Checkpoint(manifest.number, manifest.content, tensors, manifest.stamp.n_bytes)
 
     def cannot_be_used(self, number: int, why: object) -> str:
         """The sentence about it."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.kept_state import put_back, saved
+from support.kept_state import saved
 
 from dips.core.errors import ConfigError, DipsError, FatalError, RefusalCode, Refused
 from dips.core.ids import Version
@@ -347,7 +347,7 @@ def test_a_resumed_loop_makes_the_batches_that_were_to_come(
     ((state, unused),) = kept
 
     def resume(scripted: ScriptedDriver) -> None:
-        put_back(scripted.inner, *state)
+        scripted.inner.restore(*state)
         scripted.resumed, scripted.held_ranges = True, tuple(unused)
 
     driver.at_step = staticmethod(lambda scripted: None)

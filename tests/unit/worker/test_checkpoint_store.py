@@ -32,8 +32,8 @@ def tensors(value: int) -> dict[str, checkpoint_files.RawTensor]:
     theta = np.full(1000, value, np.float32)
     return {
         "theta": checkpoint_files.RawTensor("F32", (10, 100), theta.view(np.uint8)),
-        "mask": checkpoint_files.RawTensor("BOOL", (3,), np.array([1, 0, 1], np.uint8)),
-        "none": checkpoint_files.RawTensor("I64", (0,), np.empty(0, np.uint8)),
+        "state.mask": checkpoint_files.RawTensor("BOOL", (3,), np.array([1, 0, 1], np.uint8)),
+        "state.none": checkpoint_files.RawTensor("I64", (0,), np.empty(0, np.uint8)),
     }
 
 
@@ -83,7 +83,7 @@ def test_any_safetensors_reader_opens_the_tensors(store: checkpoint_files.Checkp
     (path,) = store.directory.glob("*.safetensors")
     loaded = load_file(path)
     assert np.array_equal(loaded["theta"], np.full((10, 100), 7, np.float32))
-    assert loaded["mask"].tolist() == [True, False, True]
+    assert loaded["state.mask"].tolist() == [True, False, True]
 
 
 def _flip(path: Path) -> None:
@@ -157,14 +157,14 @@ def test_a_header_that_speaks_of_too_much_allocates_nothing(tmp_path: Path) -> N
     huge = content.replace(b"[10,100]", b"[10,999]")
     (tmp_path / "x").write_bytes(huge)
     with pytest.raises(checkpoint_files.CheckpointError, match="its header says"):
-        checkpoint_files.read_tensors(tmp_path / "x", stamp)
+        checkpoint_files.places_of(tmp_path / "x", stamp.n_bytes)
 
 
 @pytest.mark.parametrize("says", [0, 1, 1 << 20, 1 << 62])
 def test_a_length_of_a_header_that_cannot_be_is_found_before_it_is_read(tmp_path: Path, says: int) -> None:
     (tmp_path / "x").write_bytes(says.to_bytes(8, "little") + b"{}")
     with pytest.raises(checkpoint_files.CheckpointError, match="does not begin as a file of tensors does"):
-        checkpoint_files.read_tensors(tmp_path / "x", checkpoint_files.CheckpointStamp(10, "0"))
+        checkpoint_files.places_of(tmp_path / "x", 10)
 
 
 @pytest.mark.parametrize("header", ["[" * 4000, '{"theta":{"dtype":"F32","shape":[Infinity]}}'])
@@ -172,7 +172,7 @@ def test_a_header_of_any_bytes_is_a_damaged_checkpoint_and_no_other_error(tmp_pa
     """Found by reading: these two ended the new process, where the checkpoint before was whole."""
     (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header.encode())
     with pytest.raises(checkpoint_files.CheckpointError, match="its header cannot be read"):
-        checkpoint_files.read_tensors(tmp_path / "x", checkpoint_files.CheckpointStamp(8 + len(header), "0"))
+        checkpoint_files.places_of(tmp_path / "x", 8 + len(header))
 
 
 def test_the_newest_push_is_remembered(store: checkpoint_files.CheckpointStore) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.kept_state import put_back, saved
+from support.kept_state import saved
 
 from dips.core.errors import ConfigError
 from dips.worker.checkpoint_files import CheckpointError
@@ -111,7 +111,7 @@ def test_training_goes_on_to_the_bit(make: Maker, dtype: torch.dtype, tmp_path: 
         for parameter, value in zip(again.parameters(), weights, strict=True):
             parameter.copy_(value)
     optimizers = make(again)
-    put_back(TorchState(again, optimizers), *content)
+    TorchState(again, optimizers).restore(*content)
     assert train(again, Both(optimizers), 4) == expected
     for one, two in zip(net.buffers(), again.buffers(), strict=True):
         assert torch.equal(one, two)
@@ -134,7 +134,7 @@ def test_optimizers_of_another_kind_or_number_are_refused_before_anything_is_cha
         ([torch.optim.SGD(again.parameters())], of_one, "the state of AdamW, this loop has SGD: "),
     ):
         with pytest.raises(ConfigError, match=sentence + ".*same --inner-optimizer.* or without --resume"):
-            put_back(TorchState(again, here), *content)
+            TorchState(again, here).restore(*content)
         assert not any(optimizer.state for optimizer in here)
         assert torch.equal(torch.get_rng_state(), generator)
 
@@ -151,7 +151,7 @@ def test_the_loops_own_things_come_back_as_they_were(tmp_path: Path) -> None:
     content = saved(TorchState(net, optimizer, {"loop": part, "scheduler": scheduler}), tmp_path)
     back = Part()
     again = torch.optim.lr_scheduler.StepLR(optimizer, 9)
-    put_back(TorchState(net, optimizer, {"loop": back, "scheduler": again}), *content)
+    TorchState(net, optimizer, {"loop": back, "scheduler": again}).restore(*content)
     assert again.state_dict() == scheduler.state_dict()
     assert list(back.state) == list(state)
     for name, value in state.items():
@@ -167,7 +167,7 @@ def test_the_loops_own_things_come_back_as_they_were(tmp_path: Path) -> None:
             assert got == value
     for part in content[0]["parts"]["loop"]:  # an earlier release said the type alone
         part["empty"] = {name: dtype for name, (dtype, _) in part["empty"].items()}
-    put_back(TorchState(net, optimizer, {"loop": back, "scheduler": again}), *content)
+    TorchState(net, optimizer, {"loop": back, "scheduler": again}).restore(*content)
     assert back.state["nothing"].shape == (0,)
 
 
@@ -195,7 +195,7 @@ def test_a_buffer_that_gets_another_shape_is_kept_all_the_same(
     for each in (net, again):
         each.register_buffer("cache", torch.zeros(3))
     net.register_buffer("cache", torch.ones(3))
-    put_back(TorchState(again, torch.optim.SGD(again.parameters())), *saved(state, tmp_path))
+    TorchState(again, torch.optim.SGD(again.parameters())).restore(*saved(state, tmp_path))
     state.capture()
     assert caplog.text.count("only one process can go on from these checkpoints: the model has other buffers") == 1
     assert torch.equal(dict(again.named_buffers())["cache"], torch.ones(3))
@@ -216,8 +216,8 @@ def test_another_loop_or_optimizer_is_refused_with_the_remedy(tmp_path: Path) ->
     train(net, optimizer, 1)
     content = saved(TorchState(net, optimizer), tmp_path)
     with pytest.raises(ConfigError, match="same loop"):
-        put_back(TorchState(net, optimizer, {"mine": Part()}), *content)
+        TorchState(net, optimizer, {"mine": Part()}).restore(*content)
     other = model()
     other.register_buffer("more", torch.zeros(2))
     with pytest.raises(CheckpointError, match=r"does not hold 'buffers\.more'"):
-        put_back(TorchState(other, torch.optim.AdamW(other.parameters())), *content)
+        TorchState(other, torch.optim.AdamW(other.parameters())).restore(*content)

@@ -312,7 +312,8 @@ class StagingTable:
 
     def __init__(self, shard: ShardMap, row: Callable[[int], Landed] | None = None) -> None:
         self.shard = shard
-        self._row = row
+        n_chunks = shard.n_chunks
+        self._row = row or (lambda number: Landed([0] * n_chunks, [0] * n_chunks, [0, 0]))
         self._open: dict[PushId, Staging] = {}
 
     def hold(self, slots: Iterable[Slot]) -> list[Staging]:
@@ -327,14 +328,10 @@ class StagingTable:
                 if known is not None and replace(known.slot, attempt=slot.attempt) == slot:
                     known.slot = slot
                 else:
-                    known = Staging(slot, self._cleared_row(slot.number))
+                    known = Staging(slot, self._row(slot.number))
                 changed.append(known)
             self._open[slot.push] = known
         return changed
-
-    def _cleared_row(self, number: int) -> Landed:
-        n_chunks = self.shard.n_chunks
-        return Landed([0] * n_chunks, [0] * n_chunks, [0, 0]) if self._row is None else self._row(number)
 
     def admit(self, header: DataHeader, payload_bytes: int) -> tuple[Staging, Landing, bool]:
         """Decide on a PUT_CHUNK: the staging, the chunk's place, and whether it has landed already.

@@ -50,7 +50,6 @@ from dips.worker.parallel.shard_files import (
     refusal,
     restore_vectors,
     shards_of,
-    state_in,
     write_metadata,
     write_shards,
 )
@@ -181,6 +180,11 @@ class RankCheckpoints:
         self._found = None
         try:
             manifest = read_manifest(self.directory, number)
+            if not manifest.is_by_names:
+                raise CheckpointError(
+                    "one process has written it, with a release or an optimizer that keeps its state without names of "
+                    "parameters: resume with one process"
+                )
             saved = shards_of(self.directory, manifest)
             saved.check(self._ranks.rank, self._ranks.n_ranks)
             digest = xxhash.xxh3_128_hexdigest(json.dumps([manifest.content, manifest.stored], sort_keys=True).encode())
@@ -207,7 +211,10 @@ class RankCheckpoints:
         try:
             install_parameters(part.parameters, saved, share, n_elems)
             restore_vectors(part.vectors, saved, share, n_elems, with_residual=with_residual)
-            self._state.restore(state_in(manifest.content.get("state")), saved)
+            state = manifest.content.get("state")
+            if not isinstance(state, dict):
+                raise CheckpointError("it has no state of the training loop")
+            self._state.restore(state, saved)
         except CheckpointError as error:
             raise refusal(manifest.number, self.directory, error) from error
 

@@ -534,9 +534,14 @@ class TorchState:
         self._copies.wait()
         return skeleton, raw
 
-    def restore(self, skeleton: Any, tensors: Mapping[str, RawTensor]) -> None:
-        """Give every part its state back. Raises ConfigError when a part is missing or does not accept it."""
-        state = unflatten(skeleton, tensors)
+    def restore(self, state: Any, saved: SavedShards) -> None:
+        """Give every part its state back, whether it is kept by names of the full model or by places. Raises
+        ConfigError when a part is missing or does not accept it, CheckpointError for a tensor that is not there.
+        """
+        if isinstance(state, dict) and "parts" in state:
+            self._by_names().restore(state, saved)
+            return
+        state = unflatten(state, saved.read_state())
         if not isinstance(state, dict) or state.keys() != self._parts.keys():
             there = sorted(state) if isinstance(state, dict) else "nothing"
             raise ConfigError(
@@ -552,12 +557,6 @@ class TorchState:
                     f"the checkpoint's state of {name!r} does not fit this loop's ({error}): resume with the same "
                     f"model, optimizer and loop, or without {option('resume')}"
                 ) from error
-
-    def restore_by_names(self, state: Mapping[str, Any], saved: SavedShards) -> None:
-        """Give every part the state that is kept by names of the full model. Raises ConfigError where it does not fit,
-        CheckpointError for what is not there.
-        """
-        self._by_names().restore(state, saved)
 
     def _by_names(self) -> RankState:
         """This process as the only rank of its cluster."""

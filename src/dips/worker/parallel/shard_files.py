@@ -30,6 +30,7 @@ from dips.worker.checkpoint_files import (
     CheckpointError,
     CheckpointStamp,
     Manifest,
+    RawTensor,
     check_file,
     file_of_one,
     folder_of_ranks,
@@ -38,7 +39,7 @@ from dips.worker.checkpoint_files import (
 )
 from dips.worker.parallel.held import Box
 from dips.worker.parameters import ParameterStore
-from dips.worker.torch_state import TORCH_DTYPES
+from dips.worker.torch_state import TORCH_DTYPES, raw_of
 from dips.worker.vectors import Vectors
 
 if TYPE_CHECKING:  # it takes seconds to import, which only those wait for who keep checkpoints
@@ -149,8 +150,7 @@ class ShardFile:
         for name, dtype, shape, place in places_of(path, stamp.n_bytes):
             box, kind = Box((0,) * len(shape), shape), str(TORCH_DTYPES[dtype]).removeprefix("torch.")
             n_bytes = box.n_elems * TORCH_DTYPES[dtype].itemsize
-            if n_bytes:
-                boxes.append(SavedBox(names(name), kind, shape, box, place, n_bytes, place))
+            boxes.append(SavedBox(names(name), kind, shape, box, place, n_bytes, place))
         return cls(path.name, stamp, tuple(boxes))
 
 
@@ -287,6 +287,10 @@ class SavedShards:
         self.read([whole(name, tensor)])
         return tensor
 
+    def read_state(self) -> dict[str, RawTensor]:
+        """All tensors but the flat vectors."""
+        return {name: raw_of(self.read_whole(name)) for name in self._boxes if not name.startswith(_VECTOR)}
+
     def read(self, shards: Sequence[Shard], *, partly: bool = False) -> None:
         """Fill the memory of boxes of one tensor. partly: elements that no rank has written stay as they are.
 
@@ -388,13 +392,8 @@ def install_parameters(parameters: ParameterStore, saved: SavedShards, share: Sh
 
 
 def shards_of(directory: Path, manifest: Manifest) -> SavedShards:
-    """What ranks, or one process, have written by names of the full model. Raises CheckpointError for all else."""
+    """What ranks, or one process, have written. Raises CheckpointError."""
     files, number = manifest.files_of_ranks, manifest.number
-    if not manifest.is_by_names:
-        raise CheckpointError(
-            "one process has written it, with a release or an optimizer that keeps its state without names of "
-            "parameters: resume with one process"
-        )
     if files is None:
         file = ShardFile.of_one_process(file_of_one(directory, number), manifest.stamp, _name_of)
         return SavedShards(directory, [file])
@@ -409,8 +408,8 @@ def refusal(number: int, directory: Path, error: CheckpointError) -> ConfigError
     return ConfigError(f"checkpoint {number} in {directory} does not fit this cluster ({error}): remove it")
 
 
-class CheckpointByNames:
-    """What is kept by names of the full model, as a cluster of one process goes on from it."""
+class WholeCheckpoint:
+    """A checkpoint of any form, as a cluster of one process goes on from it."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         """Reads every byte, and compares it with what was written. Raises CheckpointError."""
@@ -423,25 +422,17 @@ class CheckpointByNames:
         self,
         parameters: ParameterStore,
         vectors: Vectors,
-        restore: Callable[[Mapping[str, Any], SavedShards], None] | None,
+        restore: Callable[[Any, SavedShards], None] | None,
         *,
         with_residual: bool,
     ) -> None:
-        """Make it this process's state; restore: takes what belongs to no vector. Raises ConfigError where it does not
-        fit.
-        """
-        n_elems, state = vectors.n_elems, self.content.get("state")
+        """Make it this process's state; restore: InnerState.restore(). Raises ConfigError where it does not fit."""
+        n_elems = vectors.n_elems
         all_of_it = Share.of_runs([(0, n_elems)])
         try:
             install_parameters(parameters, self._saved, all_of_it, n_elems)
             restore_vectors(vectors, self._saved, all_of_it, n_elems, with_residual=with_residual)
             if restore is not None:
-                restore(state_in(state), self._saved)
+                restore(self.content.get("state"), self._saved)
         except CheckpointError as error:
             raise refusal(self.number, self._directory, error) from error
-
-
-def state_in(state: object) -> dict[str, Any]:
-    if not isinstance(state, dict):
-        raise CheckpointError("it has no state of the training loop")
-    return state
