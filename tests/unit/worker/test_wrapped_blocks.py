@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from lightning.fabric.wrappers import _FabricModule
+from support import kept_state
 from support.cluster_bench import ClusterBench, session_config
 from support.run_for_workers import RefuseCall
 from support.run_in_memory import RunInMemory
@@ -261,8 +262,8 @@ def test_a_checkpoints_state_with_former_names_is_put_back(earlier: Earlier, tmp
         RankState(Alone(), agreed_of(again), [again.optimizer]).restore(told, saved)
     else:
         net.optimizer.__class__ = again.optimizer.__class__ = OwnAdamW  # kept by places, not by names
-        skeleton, tensors = earlier(lambda: TorchState(net, net.optimizer).capture())
-        TorchState(again, again.optimizer).restore(skeleton, tensors)
+        content = earlier(lambda: kept_state.saved(TorchState(net, net.optimizer), tmp_path))
+        TorchState(again, again.optimizer).restore(*content)
     assert all(torch.equal(a, b) for a, b in zip(net.buffers(), again.buffers(), strict=True))
     moments = [[each[key] for each in one.optimizer.state.values() for key in each] for one in (net, again)]
     assert len(moments[0]) == 3 * 10
