@@ -8,6 +8,7 @@ outside; without one a move costs nothing more. This module must never import wh
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections import deque
@@ -75,20 +76,11 @@ class Record:
         }
 
 
-_Written = tuple[tuple[str, Callable[[Any], object], object], ...]
-
-_written: dict[type[Record], _Written] = {}
-
-
-def _fields_of(kind: type[Record]) -> _Written:
+@functools.cache
+def _fields_of(kind: type[Any]) -> tuple[tuple[str, Callable[[Any], object], object], ...]:
     """Each field's name, what makes its text, and its default. No id, where there may be one, is written "None"."""
-    found = _written.get(kind)
-    if found is None:
-        hints = typing.get_type_hints(kind)
-        found = _written[kind] = tuple(
-            (item.name, _writer(hints[item.name]), item.default) for item in dataclasses.fields(kind)[1:]
-        )
-    return found
+    hints = typing.get_type_hints(kind)
+    return tuple((item.name, _writer(hints[item.name]), item.default) for item in dataclasses.fields(kind)[1:])
 
 
 def _writer(hint: Any) -> Callable[[Any], object]:

@@ -139,10 +139,8 @@ def flow_of(
 
     most_in_flight: requests in flight at the same time, to all slaves together. More must never be sent.
     """
-    windows = table(
-        Windows, n_lanes, arrays,
-        window_bytes=0.0, bytes_per_s=0.0, round_trip_s=math.inf, credit_bytes=math.inf, open=1,
-    )  # fmt: skip
+    unknown = {"round_trip_s": math.inf, "credit_bytes": math.inf}
+    windows = table(Windows, n_lanes, arrays, window_bytes=0.0, bytes_per_s=0.0, open=1, **unknown)
     n_slots = 1 << (2 * most_in_flight - 1).bit_length()  # at most half are taken, so that the next free one is near
     requests = table(Requests, n_slots, arrays, sent_s=0.0)
     budget_bytes = float(START_CHUNKS * chunk_bytes) if rule is WindowRule.MEASURED else math.inf

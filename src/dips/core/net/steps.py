@@ -122,26 +122,13 @@ def columns_of(
             todo[start + turn] += place
     n_lanes, n = len(first), len(chunks)
     lanes = table(
-        Lanes, n_lanes, arrays,
-        first=first,
-        n_chunks=[len(share) for share in shares],
-        n_todo=[len(share) for share in shares],
-        must_query=int(pushes),
-        last_word_s=float(now_s),
-        silence_s=float(first_silence_s),
-        resume_at_s=-math.inf,
-        pause_s=FIRST_PAUSE_S,
-        unknown_since_s=math.inf,
-        away_since_s=math.inf,
-        begun=0.0,
+        Lanes, n_lanes, arrays, first=first, n_chunks=[*map(len, shares)], n_todo=[*map(len, shares)],
+        must_query=int(pushes), last_word_s=float(now_s), silence_s=float(first_silence_s), resume_at_s=-math.inf,
+        pause_s=FIRST_PAUSE_S, unknown_since_s=math.inf, away_since_s=math.inf, begun=0.0,
     )  # fmt: skip
     of_chunks = table(
-        Chunks, n, arrays,
-        block=[chunk.block_id for chunk in chunks],
-        offset_bytes=[chunk.offset_bytes for chunk in chunks],
-        length_bytes=[chunk.length_bytes for chunk in chunks],
-        checksum=np.uint64(0),
-        todo=todo,
+        Chunks, n, arrays, block=[chunk.block_id for chunk in chunks], todo=todo, checksum=np.uint64(0),
+        offset_bytes=[chunk.offset_bytes for chunk in chunks], length_bytes=[chunk.length_bytes for chunk in chunks],
     )  # fmt: skip
     # A query is in flight only while no chunk is.
     most_in_flight = min(n, MOST_REQUESTS * n_lanes) + n_lanes
