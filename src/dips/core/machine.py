@@ -71,13 +71,13 @@ class Record:
         """The line's own fields, as they are written: ids as text, bytes as hex, defaults left out."""
         return {
             name: write(value)
-            for name, write, default in _fields_of(type(self))
+            for name, write, default in _fields_of(type(self))  # type: ignore[arg-type]  # mypy: no class is Hashable
             if (value := getattr(self, name)) is not default and value != default
         }
 
 
 @functools.cache
-def _fields_of(kind: type[Any]) -> tuple[tuple[str, Callable[[Any], object], object], ...]:
+def _fields_of(kind: type[Record]) -> tuple[tuple[str, Callable[[Any], object], object], ...]:
     """Each field's name, what makes its text, and its default. No id, where there may be one, is written "None"."""
     hints = typing.get_type_hints(kind)
     return tuple((item.name, _writer(hints[item.name]), item.default) for item in dataclasses.fields(kind)[1:])
