@@ -24,7 +24,6 @@ LANDING = (
     "tests/slow/test_encrypted_run.py",
     "tests/slow/test_manifests.py",
     "tests/slow/test_master_process.py",
-    "tests/slow/test_verify_run.py",
     # Seconds of a processor each, for which a newcomer would wait.
     "tests/integration/test_carry_loops.py",
     "tests/integration/test_slave_data_server.py",

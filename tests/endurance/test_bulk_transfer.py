@@ -1,6 +1,6 @@
 """A push and a pull of very much and of very many things: every byte arrives, once, in its place.
 
-Two processes and no round, so that memory is enough for a tensor of more than 4 GiB (`--long`).
+There is no round, so that memory is enough for a tensor of more than 4 GiB (`--long`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import zmq
-from support.bulk import EPOCH, PUSH, RUN, SLAVE, Bulk
-from support.data_port_process import VERSION, BulkPort
+from support.bulk import EPOCH, PUSH, RUN, SLAVE, VERSION, Bulk, BulkPort
 
 from dips.core import allocator
 from dips.core.chunks import digest_of_array
@@ -63,17 +62,18 @@ def test_what_is_pushed_is_there_once_and_comes_back(
     common = Common(RUN, EPOCH, "bulk", bulk.layout, bulk.settings())
     clock = SystemClock()
     with BulkPort(bulk) as slave:
-        ticket = Ticket(1, bulk.placement(slave.endpoint), order)
+        placement = bulk.placement(slave.server.endpoint)
+        ticket = Ticket(1, placement, order)
         push = carry_push(context, common, flat, PUSH, ticket, clock, threading.Event())
         assert push.done, push.failure
         ((_, digest),) = digests_of(bulk.layout, ticket.placement, bulk.chunk_bytes, push.known())
         assert digest == digest_of_array(flat, bulk.layout.blocks, bulk.chunk_bytes)
-        assert slave.ask("count") == {"received": bulk.n_chunks, "refusal": "", "staged": digest.hex()}
-        assert slave.ask("serve") == {"digest": digest.hex()}
+        assert (slave.received, slave.server.last_refusal, slave.digest) == (bulk.n_chunks, "", digest)
+        assert slave.serve_what_was_pushed() == digest
 
         flat.fill(np.nan)
         grant = PullGrant(
-            VERSION, 0, 1, bulk.placement(slave.endpoint), order, ((SLAVE, digest),), 0, 1, None, bulk.chunk_bytes,
+            VERSION, 0, 1, placement, order, ((SLAVE, digest),), 0, 1, None, bulk.chunk_bytes,
             EPOCH, RUN,
         )  # fmt: skip
         pull = carry_pull(context, common, flat, grant, clock, threading.Event())

@@ -42,7 +42,7 @@ def ranks_server() -> Iterator[ForkServer]:
 def play(directory: Path, server: ForkServer, kind: str, kills: Sequence[tuple[int, Phase]]) -> None:
     with RankKillRun(directory, server, kind) as run:
         for rank, (phase, failpoint) in kills:
-            run.kill(rank, phase, failpoint)
+            run.kill_at(rank, phase, failpoint)
         run.stop()
         run.judge()
 

@@ -6,7 +6,6 @@ import time
 
 from support.carried_twice import answer_hostile
 from support.checked_memory import in_child
-from support.guarded_carry import KINDS, answer_guarded
 from support.served_port import send_hostile
 
 EACH = 50_000
@@ -14,9 +13,6 @@ EACH = 50_000
 
 TRANSFERS = 5
 """Of each kind, in one process: about as long. A worker's loops run as twins beside the Python loop."""
-
-GUARDED_TRANSFERS = 50
-"""In one process, where a worker's loops run compiled."""
 
 CHUNK_BYTES = (1024, 65536)
 """Chunks of the latter are measured when they land."""
@@ -33,11 +29,7 @@ def feed_for(seconds: float, seed: int) -> list[str]:
         trouble = in_child(answer_hostile, turn_seed, TRANSFERS, timeout_s=600.0)
         if trouble:
             found.append(f"answer_hostile({turn_seed}, {TRANSFERS}): {trouble}")
-        kind = KINDS[n % len(KINDS)]
-        trouble = in_child(answer_guarded, kind, turn_seed, GUARDED_TRANSFERS, timeout_s=600.0)
-        if trouble:
-            found.append(f"answer_guarded({kind!r}, {turn_seed}, {GUARDED_TRANSFERS}): {trouble}")
         n += 1
-    told = f"{n * EACH} messages to a slave's, {n * (3 * TRANSFERS + GUARDED_TRANSFERS)} transfers of a worker's"
-    print(f"compiled loops: {told}; {len(found)} of {3 * n} processes ended badly", flush=True)
+    told = f"{n * EACH} messages to a slave's, {n * 4 * TRANSFERS} transfers of a worker's"
+    print(f"compiled loops: {told}; {len(found)} of {2 * n} processes ended badly", flush=True)
     return found

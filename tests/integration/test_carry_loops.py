@@ -181,6 +181,19 @@ def test_a_pull_survives_a_slave_that_comes_back(common: Common, slaves: list[Sl
     assert into.tobytes() == flat.tobytes()
 
 
+def test_a_transfer_from_a_slave_that_died_is_given_up(common: Common, slaves: list[Slave], push: Push) -> None:
+    """Its connection says so: the silence after which it would be taken for dead is longer than a test may take."""
+
+    def die(header: DataHeader) -> None:
+        slaves[0].mute = True
+        threading.Thread(target=slaves[0].hang_up).start()
+
+    slaves[0].hook = die
+    transfer = push(common, vector(4))
+    assert not transfer.done
+    assert "has ended" in transfer.failure
+
+
 def _flip(frames: list[bytes]) -> list[list[bytes]]:
     payload = bytearray(frames[1])
     payload[len(payload) // 2] ^= 1

@@ -1,19 +1,23 @@
-"""The status page's stream of events where there is nothing to send, and where its reader takes nothing."""
+"""The status page where there is nothing to send, where a reader takes nothing, and where there are too many."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 
 import pytest
 from aiohttp.test_utils import TestServer
+from support.waiting import NO_LIMIT_S
 
 from dips.core.net.security import INSECURE
 from dips.master.access import Access
+from dips.master.page import server as page_server
 from dips.master.page import web
 from dips.master.page.access import PageAccess
 from dips.master.page.event_buffer import EventBuffer
 from dips.master.page.history import HeldoutTail
+from dips.master.page.server import PageServer
 from dips.master.page.snapshot import Hub
 
 ASK = b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -26,9 +30,12 @@ class LongMessages(Hub):
         return "x" * (64 << 20)
 
 
+def site(hub: Hub) -> web.PageApplication:
+    return web.PageApplication(hub, PageAccess(Access(INSECURE, None), "no token", 1), web.static_files())
+
+
 def served(hub: Hub) -> TestServer:
-    gate = PageAccess(Access(INSECURE, None), "no token", 1)
-    return TestServer(web.PageApplication(hub, gate, web.static_files()).application())
+    return TestServer(site(hub).application())
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -58,3 +65,28 @@ async def test_the_connection_of_a_reader_that_takes_nothing_is_closed(monkeypat
             await until(lambda: not (server.handler and server.handler.connections))
         finally:
             writer.transport.abort()  # else the server's end waits for it
+
+
+async def test_a_stream_beyond_the_most_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "MAX_STREAMS", 1)
+    async with served(Hub(EventBuffer(), HeldoutTail(None))) as server:
+        ends = [await asyncio.open_connection(server.host, server.port) for _ in range(2)]
+        for (reader, writer), status in zip(ends, (b"200", b"503"), strict=True):
+            writer.write(ASK)
+            assert (await reader.readline()).split()[1] == status
+        for _, writer in ends:
+            writer.close()
+
+
+def test_a_silent_connection_beyond_the_most_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_server, "MAX_CONNECTIONS", 1)
+    page = PageServer("127.0.0.1", 0, 0, INSECURE, lambda port: site(Hub(EventBuffer(), HeldoutTail(None))))
+    here = ("127.0.0.1", page.start())
+    try:
+        with socket.create_connection(here) as silent, socket.create_connection(here, timeout=NO_LIMIT_S) as beyond:
+            assert beyond.recv(1) == b""
+            silent.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                silent.recv(1)
+    finally:
+        page.stop()

@@ -50,7 +50,8 @@ def test_rounds_with_all_clusters_equal_diloco_in_plain_torch_to_the_last_bit(
 def test_slave_and_master_that_are_killed_come_back_and_every_token_counts(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    run = WholeRun(tmp_path, plan=LEASED, server=fork_server, preset="dynamic", overlap="full")
+    optimizer = {"outer_optimizer": "delayed-nesterov", "delay_rounds": 2, "outer_momentum": 0.5}
+    run = WholeRun(tmp_path, plan=LEASED, server=fork_server, preset="dynamic", overlap="full", **optimizer)
     run.slave = {"record_pushes": True}
     with run:
         clusters = [run.cluster("a", 1, step_s=0.005), run.cluster("b", 2, step_s=0.008)]
@@ -61,6 +62,7 @@ def test_slave_and_master_that_are_killed_come_back_and_every_token_counts(
         until(lambda: clusters[0].steps_made > steps, "the clusters train on")
         run.start_slave("s1")
         run.wait_for_version(run.version() + 2)
+        assert verify_run(tmp_path).violations == [], "while it runs"
         before = run.status()
         run.kill("master")
         run.start_master()
@@ -81,6 +83,10 @@ def test_slave_and_master_that_are_killed_come_back_and_every_token_counts(
     assert "REBASE_FROM_PUSH" in modes
     report = verify_run(tmp_path, replay=True)
     assert report.ok, report.violations
+    assert report.problems == []
+    assert [row.invariant for row in report.rows if row.records == 0] == []
+    assert report.replayed is not None
+    assert report.replayed.skipped == []
 
 
 def test_cluster_that_diverges_is_excluded_and_dropped_back_to_the_published_model(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
 from support.dips_command import children, dips_started, ended, is_running
 from support.waiting import until
 
@@ -17,21 +18,13 @@ def run_file(folder: Path) -> Path:
     return file
 
 
-def test_a_launcher_that_is_told_to_end_ends_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -> None:
     log = tmp_path / "up.log"
     with dips_started("up", run_file(tmp_path), log=log) as process:
         until(lambda: len(children(process.pid)) == 3, "three processes", log)
         mine = children(process.pid)
-        process.send_signal(signal.SIGINT)
-        assert ended(process, log) == 130
-    assert not [pid for pid in mine if is_running(pid)]
+        process.send_signal(number)
+        assert ended(process, log) == (130 if number == signal.SIGINT else -number)
+    until(lambda: not any(map(is_running, mine)), "the end of its children")
     assert "Traceback" not in log.read_text()
-
-
-def test_a_launcher_that_is_killed_leaves_no_orphans(tmp_path: Path) -> None:
-    log = tmp_path / "up.log"
-    with dips_started("up", run_file(tmp_path), log=log) as process:
-        until(lambda: len(children(process.pid)) == 3, "three processes", log)
-        mine = children(process.pid)
-        process.kill()
-        until(lambda: not [pid for pid in mine if is_running(pid)], "the end of its children")

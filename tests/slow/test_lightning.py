@@ -1,4 +1,4 @@
-"""The callback for Lightning's Trainer, over real sockets: steps, tokens, checkpoints of both, what is refused."""
+"""The callback in Lightning's own Trainer, over real sockets: a signal, tokens as the user counts them, and a kill."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.run_for_workers import RunForWorkers
 from support.trainer_models import LENGTH, Killed, Model, Rows, applied_tokens, kill
-from torch.utils.data import DataLoader
 
 import dips
 
@@ -52,15 +51,10 @@ class Module(LightningModule):
         model = Model(seed)
         self.layers = model.layers
         self._run = (model,)  # not a submodule a second time
-        self.losses: list[float] = []
 
     def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
         loss: torch.Tensor = self._run[0](**batch)["loss"]
-        self.losses.append(loss.item())
         return loss
-
-    def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> None:
-        self._run[0](**batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -89,19 +83,6 @@ class Batches:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.taken = state["taken"]
-
-
-class Heard(Callback):
-    """The loss that the master would hear after the third step."""
-
-    def __init__(self, ours: dips.LightningCallback) -> None:
-        self._ours = ours
-        self.loss = 0.0
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **given: Any) -> None:
-        if self._ours.sync is not None and self._ours.sync.steps == 3:
-            assert self._ours.sync.shell is not None
-            self.loss = self._ours.sync.shell._pace.loss
 
 
 @pytest.fixture
@@ -135,18 +116,6 @@ def test_without_a_master_nothing_changes(tmp_path: Path, monkeypatch: pytest.Mo
     plain, called = models
     assert np.array_equal(plain, called)
     assert not (tmp_path / "dips").exists()
-
-
-def test_steps_count_the_tokens_of_all_their_batches_and_no_validation(run: RunForWorkers, tmp_path: Path) -> None:
-    callback, module = dips.LightningCallback(), Module(1)
-    heard = Heard(callback)
-    ours = trainer(tmp_path, callback, heard, val_check_interval=3, check_val_every_n_epoch=None)
-    ours.fit(module, Batches(), DataLoader(Rows(8), BATCH))
-    first_four = sum(module.losses[: 2 * ACCUMULATED]) / (2 * ACCUMULATED)
-    assert heard.loss == pytest.approx(first_four), "of steps 1 and 2, told with steps 2 and 3"
-    assert applied_tokens(run) == [0, 4 * STEP_TOKENS, 4 * STEP_TOKENS, 2 * STEP_TOKENS]
-    assert [push.steps for push in run.pushes] == [0, 4, 4, 2], "the last ones when it leaves"
-    assert len(run.leaves) == 1
 
 
 class TermAt(Callback):
@@ -200,13 +169,3 @@ def test_a_killed_training_goes_on(tmp_path: Path, new_run: Callable[[], RunForW
         assert tokens[0] == tokens[1]
     else:  # steps 1 to 8 were applied and stay; 6 to 18 were made from there on
         assert tokens == [18 * STEP_TOKENS, (8 + 13) * STEP_TOKENS]
-
-
-def test_an_error_in_the_training_leaves_the_run(run: RunForWorkers, tmp_path: Path) -> None:
-    class Fails(Callback):
-        def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *given: Any) -> None:
-            raise ValueError("a bug of the user's")
-
-    with pytest.raises(ValueError, match="a bug of the user's"):
-        trainer(tmp_path, dips.LightningCallback(), Fails()).fit(Module(1), Batches())
-    assert len(run.leaves) == 1

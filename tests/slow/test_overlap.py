@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,14 +13,11 @@ from support.run_for_workers import FlatModel, RunForWorkers
 from support.waiting import NO_LIMIT_S, until
 
 from dips.core.errors import RefusalCode
-from dips.core.ids import Version
 from dips.core.messages import DataMode, DataPlan, Refusal, VerdictKind
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.observe.failpoints import armed, fired
-from dips.core.observe.tape import read_tape
 from dips.worker.config import ClientConfig
 from dips.worker.shell import ClusterShell
-from dips.worker.state.effects import Finished
 
 OWN = DataPlan(DataMode.OWN)
 TOKENS = 100
@@ -58,61 +54,6 @@ def settle(client: ClusterShell, done: Callable[[], bool]) -> None:
         return done()
 
     until(look, "the exchange does not end")
-
-
-def checkpoints(directory: Path) -> int:
-    return sum(event["kind"] == "checkpoint" for event in read_tape(directory / "tape"))
-
-
-@pytest.mark.parametrize("stage", [DataOp.PUT_CHUNK, DataOp.GET_CHUNK], ids=["pushing", "pulling"])
-def test_a_checkpoint_of_an_exchange_goes_on_in_another_process(
-    fake: RunForWorkers, tmp_path: Path, stage: DataOp
-) -> None:
-    fake.settings = replace(fake.settings, overlap="full", verdict_wait_s=1000.0)
-    held, release = threading.Event(), threading.Event()
-
-    def hook(header: DataHeader) -> Refusal | None:
-        if header.op is not stage or release.is_set():
-            return None
-        held.set()
-        return Refusal(RefusalCode.BUSY, "the test holds it up", 0.05)
-
-    def once_more(model: FlatModel) -> ClusterShell:
-        return driver(
-            fake, model, checkpoint_dir=tmp_path / "checkpoints", checkpoint_every_s=0.0, resume=True,
-            tape=tmp_path / "tape",
-        )  # fmt: skip
-
-    other, model = FlatModel(9).theta, FlatModel(1)
-    client = once_more(model)
-    client.start()
-    for slave in fake.slaves:
-        slave.hook = hook
-    train(client, model, 4)
-    pushed = model.theta.copy()
-    settle(client, held.is_set)
-    train(client, model, 3)
-    later = model.theta.copy()
-    client.checkpoint_if_due()
-    until(lambda: checkpoints(tmp_path) == 1, "no checkpoint is written")
-    client._finished = Finished("killed")  # as after SIGKILL: no message says that it ends
-    client.close()
-
-    fake.hook = lambda method, request: fake.publish(other) if method == "BeginPull" else None
-    release.set()
-    again = FlatModel(2)
-    with once_more(again) as client:
-        assert client.resumed
-        if stage is DataOp.PUT_CHUNK:
-            # The push never began to count: all seven steps go with another one, at once.
-            assert again.theta.tobytes() == later.tobytes()
-            train(client, again, 1)
-            settle(client, lambda: len(fake.pushes) == 2)
-            assert (fake.pushes[1].steps, fake.pushes[1].tokens) == (7, 700)
-        else:
-            settle(client, lambda: client.version is not None and client.version > Version(1, 1))
-            assert np.array_equal(again.theta, other + (later - pushed))
-            assert client.progress == client.tokens_global + 3 * TOKENS
 
 
 def test_data_is_not_handed_out_for_a_step_on_parameters_that_are_to_be_dropped(fake: RunForWorkers) -> None:

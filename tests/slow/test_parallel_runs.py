@@ -122,6 +122,7 @@ def check_same(played: Played, reference: Played) -> None:
 
 
 PAIRS = [
+    ("fsdp1", "one"),
     ("ddp2", "fsdp4"),
     ("fsdp2", "hsdp4"),
     ("tp2", "fsdp-tp4"),

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
+from support.waiting import NO_LIMIT_S
 
-from dips.core.ids import ClusterId, Incarnation, PushId, SlaveId
+from dips.core import allocator
+from dips.core.chunks import shard_digest
+from dips.core.ids import ClusterId, Incarnation, PushId, SlaveId, Version
 from dips.core.layout import Layout, Parameter
+from dips.core.math import outer_numba
 from dips.core.messages import PlacementSpec, SlaveAddress
 from dips.core.net.transfer import TransferSettings
 from dips.core.placement import Placement
+from dips.slave import serve_numba
+from dips.slave.calculation import chunk_checksums
+from dips.slave.data_port import Answer
+from dips.slave.data_server import DataServer
+from dips.slave.landing import LandingJob
+from dips.slave.memory import ThetaBuffer
+from dips.slave.serve_numba import N_SERVED
+from dips.slave.state.events import PushStaged
+from dips.slave.state.staging import ShardMap, Slot
 
 F32 = NDArray[np.float32]
 RUN, SLAVE, EPOCH = "run", "s0", 1
+VERSION = Version(1, 0)
 PUSH = PushId(ClusterId("a"), Incarnation(1, 1), 1)
 TILE_ELEMS = 1 << 20
 
@@ -66,9 +81,56 @@ class Bulk:
             end = min(begin + TILE_ELEMS, self.n_elems)
             yield slice(begin, end), tile[: end - begin] + np.float32(2 * n)
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> Bulk:
-        return cls(**json.loads(text))
+class BulkPort:
+    """A data server for one push, which counts the chunks that came, whatever became of them. Use as a context."""
+
+    def __init__(self, bulk: Bulk) -> None:
+        outer_numba.warm_up()
+        serve_numba.warm_up()
+        self._bulk, self._blocks = bulk, bulk.layout.blocks
+        self._rows = allocator.zeros(1, bulk.n_elems)
+        self.digest, self.received = b"", 0
+        self.crashed: list[BaseException] = []
+        self.server = DataServer("127.0.0.1", 0, RUN, bulk.chunk_bytes, self._note, self.crashed.append)
+        self._count_messages()
+
+    def _count_messages(self) -> None:
+        port, loop = self.server._port, self.server._loop
+        begin_here = port.begin
+
+        def begin(frames: Sequence[memoryview], peer: bytes = b"", user: str = "") -> Answer | LandingJob | None:
+            self.received += len(frames) > 1
+            return begin_here(frames, peer, user)
+
+        port.begin = begin  # type: ignore[method-assign]
+        assert loop is not None
+        serve_compiled = loop.serve
+
+        def serve(until_s: float, refresh_s: float) -> int:
+            why = serve_compiled(until_s, refresh_s)
+            self.received += int(loop._told[N_SERVED])
+            return why
+
+        loop.serve = serve  # type: ignore[method-assign]
+
+    def _note(self, staged: PushStaged) -> None:
+        self.digest = staged.digest
+
+    def __enter__(self) -> Self:
+        self.server.start()
+        self.server.set_epoch(EPOCH)
+        self.server.set_memory(ShardMap(self._blocks, self._bulk.chunk_bytes), self._rows, lambda: None)
+        self.server.open(Slot(PUSH, 1, 0, 1))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.server.stop()
+        assert not self.crashed
+
+    def serve_what_was_pushed(self) -> bytes:
+        """It can be pulled as VERSION from then on; its digest."""
+        sums, served = chunk_checksums(self._rows[0], self._blocks, self._bulk.chunk_bytes), threading.Event()
+        self.server.set_readable({VERSION: ThetaBuffer(self._rows[0], None, sums)}, served.set)
+        assert served.wait(NO_LIMIT_S)
+        return shard_digest(sums)

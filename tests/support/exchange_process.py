@@ -1,17 +1,14 @@
 """One rank of an exchange: `python -m support.exchange_process RANK N_RANKS FOLDER KIND...`.
 
 Collects the share of a model whose elements follow a rule, and spreads another model, for each kind of parallelism in
-turn. Prints a line for each: what this rank owns and sends. dies: rank 1 ends. differs: it shares out in another way.
-leaves: rank 1 closes its
-connections and lives on. destroy: torch's groups are destroyed before the kinds that follow.
+turn. Prints a line for each: what this rank owns and sends. destroy: torch's groups are destroyed before the kinds that
+follow.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,15 +16,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from support.parallel_models import DEVICE, begin_ranks
 from support.pieces import Held, cut, ddp, fsdp, pipeline, tensor_parallel, transformer, twice, whole
-from support.waiting import until
 
-from dips.core.errors import DipsError
 from dips.core.layout import Layout, Parameter
 from dips.core.share import Share
 from dips.worker.parallel.exchange import Exchange
 from dips.worker.parallel.ownership import Piece, shares_of_ranks
-from dips.worker.parallel.ranks import Ranks
-from dips.worker.parallel.roll_call import call_the_roll
 
 F32 = NDArray[np.float32]
 UNIT_BYTES = 2048
@@ -103,39 +96,11 @@ def check(kind: str, n: int, group: dist.ProcessGroup, *, bits: int) -> dict[str
     return {"owned": shares[rank].n_elems, "sent": exchange.bytes_sent}
 
 
-def leave(rank: int, n_ranks: int, folder: Path) -> None:
-    """Rank 1 has failed, and closes all, but its process lives on until rank 0 has noticed."""
-    ranks, (layout, held) = Ranks(*call_the_roll()), cluster("tp", n_ranks)
-    assert ranks.exchange is not None
-    shares = shares_of_ranks(layout, held, UNIT_BYTES)
-    exchange = Exchange(layout, held, shares, ranks.exchange)
-    noticed = folder / "noticed"
-    if rank:
-        exchange.close()
-        ranks.close()
-        until(noticed.exists, "rank 0 notices")
-        sys.exit(0)
-    try:
-        exchange.collect([torch.zeros(piece.sizes) for piece in held[rank]], np.empty(shares[rank].n_elems, np.float32))
-    finally:
-        noticed.touch()
-
-
 def main(rank: int, n_ranks: int, folder: str, *kinds: str) -> None:
     torch.set_num_threads(1)
     begin_ranks(rank, n_ranks, folder)
     group = dist.new_group(backend="gloo")
     for kind in kinds:
-        if kind == "leaves":
-            leave(rank, n_ranks, Path(folder))
-        if kind in ("dies", "differs"):
-            layout, held = cluster("tp", n_ranks)
-            shares = shares_of_ranks(layout, held, UNIT_BYTES * (1 + (kind == "differs" and rank)))
-            exchange = Exchange(layout, held, shares, group, bucket_bytes=BUCKET_BYTES)
-            if rank:
-                sys.exit(0)
-            tensors = [torch.zeros(piece.sizes) for piece in held[rank]]
-            exchange.collect(tensors, np.empty(shares[rank].n_elems, np.float32))
         if kind == "destroy":
             dist.destroy_process_group()
             continue
@@ -146,8 +111,4 @@ def main(rank: int, n_ranks: int, folder: str, *kinds: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
-    except DipsError as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
-        os._exit(error.exit_code)  # a group that is left open may abort the process at its end
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

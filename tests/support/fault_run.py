@@ -329,9 +329,6 @@ class FaultRun(live.Run):
         """Whether a version that was not there before was published after this."""
         return self._tape.published_since(wall_s)
 
-    def phase_now(self) -> str:
-        return self._tape.phase_at(time.time())
-
     def judged(self, may_skip: bool = False) -> int:
         """`dips verify --replay`, on the run as it is: every promise holds, and every version made again from its seed
         and the pushes has the same bits. Returns how many versions were. may_skip: the journal was put back, so that

@@ -8,11 +8,10 @@ from __future__ import annotations
 import functools
 import itertools
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.fork_server import ForkedProcess, ForkServer
+from support.fork_server import ForkServer
 from support.judged_run import JudgedRun
 from support.parallel_process import TOKENS
 from support.parallel_run import RankedCluster
@@ -47,13 +46,6 @@ LEADERS_PHASES: tuple[tuple[str, str], ...] = (
 """What only the leader passes, which alone talks to the master."""
 
 
-@dataclass(frozen=True)
-class Death:
-    rank: int
-    phase: str
-    codes: list[int | None]
-
-
 class RankKillRun(JudgedRun):
     def __init__(self, directory: Path, server: ForkServer, kind: str) -> None:
         super().__init__(
@@ -63,7 +55,6 @@ class RankKillRun(JudgedRun):
         self._forks = server
         self._kind = kind
         self._lives = itertools.count()
-        self.deaths: list[Death] = []
         self.folders: list[Path] = []
         self._started: list[RankedCluster] = []
 
@@ -79,7 +70,7 @@ class RankKillRun(JudgedRun):
                 process.kill()
         super()._end()
 
-    def kill(self, rank: int, phase: str, failpoint: str) -> Death:  # type: ignore[override]
+    def kill_at(self, rank: int, phase: str, failpoint: str) -> None:
         """Kill a rank at a failpoint; returns once the ranks, started again, have had a part in a published version."""
         before, victims = self._incarnation(), self.ranked
         log = victims.folder / "failpoints"
@@ -90,13 +81,10 @@ class RankKillRun(JudgedRun):
         until(lambda: victims.ranks[rank].poll() is not None, what)
         assert log.exists(), f"rank {rank} ended by itself: {victims.logs()}"
         codes = victims.codes()  # which raises where a rank waits for ever
-        death = Death(rank, phase, codes)
-        self.deaths.append(death)
-        for other, code in enumerate(codes):
-            if other == rank:
-                assert code == -signal.SIGKILL, f"{death}: {victims.logs()}"
-                continue
-            assert code == FatalError.exit_code, f"{death}: {victims.logs()}"
+        death = f"rank {rank} died {phase}: {codes}"
+        expected = [-signal.SIGKILL if other == rank else FatalError.exit_code for other in range(len(codes))]
+        assert codes == expected, f"{death}: {victims.logs()}"
+        for other in {*range(len(codes))} - {rank}:
             said = victims.log(other)
             assert sum(line.startswith("FatalError: ") for line in said.splitlines()) == 1, f"{death}: {victims.logs()}"
             assert "Traceback" not in said, f"{death}: {victims.logs()}"
@@ -104,10 +92,9 @@ class RankKillRun(JudgedRun):
         until(functools.partial(self._is_back, before), f"the ranks did not come back after {death}")
         applied = self.applied_tokens("a")
         until(lambda: self.applied_tokens("a") > applied, f"nothing was applied after {death}")
-        return death
 
     def _is_back(self, before: Incarnation | None) -> bool:
-        ended = [process.poll() for process in self._trainers()]
+        ended = [process.poll() for process in (*self.ranked.ranks, *self.other.ranks)]
         assert not any(code is not None for code in ended), f"{ended}: {self.ranked.logs()}\n{self.other.logs()}"
         now = self._incarnation()
         return now is not None and now != before
@@ -134,9 +121,6 @@ class RankKillRun(JudgedRun):
     def steps_made(self) -> int:
         """Of cluster a in all its lives; a step that only some ranks began counts."""
         return sum(max(path.stat().st_size for path in folder.glob("steps-*")) for folder in self.folders)
-
-    def _trainers(self) -> list[ForkedProcess]:
-        return [*self.ranked.ranks, *self.other.ranks]
 
     def _start_ranked(self) -> RankedCluster:
         return self._start(self._kind, "a", 0)

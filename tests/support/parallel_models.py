@@ -466,6 +466,7 @@ def _masters() -> Part:
 KINDS: Mapping[str, tuple[int, Callable[[], Part]]] = {
     "one": (1, _one),
     "one-tied": (1, lambda: _one(tied=True)),
+    "fsdp1": (1, _fsdp),
     "ddp2": (2, _ddp),
     "ddp2-tied": (2, lambda: _ddp(tied=True)),
     "fsdp2": (2, _fsdp),
@@ -484,7 +485,7 @@ KINDS: Mapping[str, tuple[int, Callable[[], Part]]] = {
     "mapped2": (2, _mapped),
     "masters2": (2, _masters),
 }
-"""Number of ranks, and what makes one rank's part; torch.distributed is up for more than one rank."""
+"""Number of ranks, and what makes one rank's part; torch.distributed is up, but for one and one-tied."""
 
 
 COORDINATES: Mapping[str, int] = {

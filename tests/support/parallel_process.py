@@ -81,9 +81,7 @@ def train(part: Part, record: Record, told: argparse.Namespace) -> None:
         (told.folder / f"entered-{told.rank}").touch()
         if told.gate:
             wait_for(told.gate)
-        while not sync.done and not (told.short and told.rank == 1 and sync.steps == told.short):
-            if told.computes:
-                part.forward_and_backward()
+        while not sync.done:
             part.evaluate()
             steps_made.write(b".")
             for optimizer in optimizers:
@@ -104,17 +102,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--number", type=int, default=0, help="of the cluster, for the rule")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--step-s", type=float, default=0.0)
-    parser.add_argument("--computes", action="store_true", help="also forward and backward, by torch's own means")
     parser.add_argument("--gate", type=Path, help="wait for this file before the first step")
     parser.add_argument("--unrecorded", action="store_true", help="note no parameters")
-    parser.add_argument("--short", type=int, default=0, help="rank 1 leaves after so many steps")
     parser.add_argument("--spoil", type=int, default=0, help="the step that makes an element NaN")
     told = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     torch.set_num_threads(1)
     configure_logging("worker", f"{told.kind}-{told.rank}")
     n_ranks = ranks_of(told.kind)
-    if n_ranks > 1:
+    in_a_world = not told.kind.startswith("one")
+    if in_a_world:
         store = f"file://{told.folder}/store"
         dist.init_process_group("gloo", init_method=store, rank=told.rank, world_size=n_ranks)
     part = part_of(told.kind)
@@ -125,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
     except DipsError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         return error.exit_code
-    if n_ranks > 1:
+    if in_a_world:
         dist.destroy_process_group()
     return 0
 

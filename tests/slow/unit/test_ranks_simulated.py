@@ -26,8 +26,6 @@ from dips.worker.state import effects, tape
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import InstallMode
 
-SEEDS = range(8)
-
 
 def test_every_rank_has_a_key_of_its_own() -> None:
     for seed in range(4):
@@ -73,11 +71,8 @@ def test_each_rank_sends_its_share_of_every_push() -> None:
 @pytest.mark.parametrize(
     ("fault", "shows"),
     [
-        ("late_rank", "late_rank"),
-        ("crash_rank", "crash_rank"),
         ("deaf_rank", OLD_ATTEMPT),
         ("orphaned_rank", OLD_LIFE),
-        ("cut_rank_from_slave", "cut_rank_from_slave"),
     ],
 )
 def test_faults_of_single_ranks_break_no_promise(fault: str, shows: str) -> None:
