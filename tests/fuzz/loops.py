@@ -30,6 +30,6 @@ def feed_for(seconds: float, seed: int) -> list[str]:
         if trouble:
             found.append(f"answer_hostile({turn_seed}, {TRANSFERS}): {trouble}")
         n += 1
-    told = f"{n * EACH} messages to a slave's, {n * 4 * TRANSFERS} transfers of a worker's"
+    told = f"{n * EACH} messages to a slave's, {n * 5 * TRANSFERS} transfers of a worker's"
     print(f"compiled loops: {told}; {len(found)} of {2 * n} processes ended badly", flush=True)
     return found

@@ -47,6 +47,7 @@ from dips.core.net.payloads import (
 )
 from dips.core.net.transfer import PullTransfer, PushTransfer, SlaveRequest, Transfer, TransferSettings, chunks_by_slave
 from dips.core.wire import Codec, encoded_bytes
+from dips.worker.vectors import Live
 
 CHUNK_BYTES = 1024
 LAYOUT = Layout(tuple(Parameter(f"w{i}", (n,), "float32", f"w{i}") for i, n in enumerate((2600, 2300, 2513, 64))), 700)
@@ -208,7 +209,7 @@ class Slave:
 
 
 class Transfers:
-    """kind: "push", "pull", a codec whose differences are pushed, or "pull " and one whose differences are pulled."""
+    """kind: "push", "parts" (a push of several arrays) or "pull", or of differences a codec or "pull " and a codec."""
 
     def __init__(self, kind: str, seed: int) -> None:
         self._rng, self._kind = random.Random(seed), kind
@@ -223,6 +224,8 @@ class Transfers:
         self._differences: dict[Chunk, bytes] = {}
         if self._pulled is not None:
             self._publish(self._pulled, numbers)
+        pieces = np.split(self._theta, (5, 300, 301, 5000)) if kind == "parts" else ()
+        self._parts = [piece.copy() for piece in pieces]
 
     def _publish(self, codec: Codec, numbers: np.random.Generator) -> None:
         """Make theta what N_VERSIONS differences lead to."""
@@ -242,7 +245,7 @@ class Transfers:
         time = Time()
         into = [np.zeros_like(self._theta) for _ in range(2)]
         plain_sockets = {name: FakeSocket(1 + number) for number, name in enumerate(SLAVES)}
-        with self._twins(time, [into[1], self._theta, self._base]) as (libzmq, memory):
+        with self._twins(time, [into[1], self._theta, self._base, *self._parts]) as (libzmq, memory):
             sockets = {name: libzmq.socket() for name in SLAVES}
             for socket in (*plain_sockets.values(), *sockets.values()):
                 socket.refuses = full_now_and_then()
@@ -323,8 +326,8 @@ class Transfers:
             return _PullCarrier(
                 common, links, pull, time, V0, into, self._places, loop, momentum=False, differences=differences
             )
-        payloads: Payloads = Parameters(self._theta, self._places)
-        if self._kind != "push":
+        payloads: Payloads = Parameters(Live(self._parts) if self._parts else self._theta, self._places)
+        if self._kind not in ("push", "parts"):
             difference = Difference(self._base, None)
             payloads = Differences(Codec[self._kind], self._theta, difference, self._places, CHUNK_BYTES)
         push = PushTransfer(self._shares, SETTINGS, now_s, arrays=arrays)
@@ -367,5 +370,5 @@ class Transfers:
 def answer_hostile(seed: int, n_transfers: int) -> None:
     logging.disable(logging.CRITICAL)
     for number in range(n_transfers):
-        for kind in ("pull", "push", "INT8", "pull INT4"):
+        for kind in ("pull", "push", "parts", "INT8", "pull INT4"):
             Transfers(kind, seed + number).run(n_hostile=100)

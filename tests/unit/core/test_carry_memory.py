@@ -15,7 +15,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "dips.data")
 
 
-@pytest.mark.parametrize("kind", ["pull", "push", "BF16", "INT8", "pull INT8", "pull INT4"])
+@pytest.mark.parametrize("kind", ["pull", "push", "parts", "BF16", "INT8", "pull INT8", "pull INT4"])
 def test_right_answers_and_hostile_ones(kind: str) -> None:
     transfers = Transfers(kind, 1)
     transfers.run(n_hostile=0)
