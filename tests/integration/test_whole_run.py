@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ def test_rounds_with_all_clusters_equal_diloco_in_plain_torch_to_the_last_bit(
 def test_slave_and_master_that_are_killed_come_back_and_every_token_counts(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    optimizer = {"outer_optimizer": "delayed-nesterov", "delay_rounds": 2, "outer_momentum": 0.5}
+    optimizer: dict[str, Any] = {"outer_optimizer": "delayed-nesterov", "delay_rounds": 2, "outer_momentum": 0.5}
     run = WholeRun(tmp_path, plan=LEASED, server=fork_server, preset="dynamic", overlap="full", **optimizer)
     run.slave = {"record_pushes": True}
     with run:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import re
 import resource
 import subprocess
@@ -22,10 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from run_all import UNLISTED_S, read_seconds
 from support.repository import ROOT, SOURCE, TESTS, modules
 
 from dips.core.threads import usable_processors
-from mutants import record
+from mutants import draw, record
 from mutants.faults import Fault, changed_text, faults_of
 from mutants.warm import End, Test, Warm, pytest_main
 
@@ -41,11 +41,12 @@ EQUIVALENT = TESTS / "mutants_equivalent.txt"
 MOST_EXCLUDED = 8 / 240
 """The largest part of a sample that may be excluded as equivalent: more means that real survivors are in the list."""
 
-MOST_FILES = 40
-"""Of tests, for a change: to collect all of them would take the time that there is."""
 
 RECORD_SHARE = 0.6
 """Of the time that --minutes gives."""
+
+RECORDED, FAULT_S = 1.5, 2.0
+"""What is expected: how many times as long tests take while they are recorded, and the processor time for one fault."""
 
 
 @dataclass
@@ -111,17 +112,6 @@ def _of_area(area: str) -> list[Fault]:
     return list(_of_files(path for path in modules() if path.is_relative_to(SOURCE / area)))
 
 
-def _drawn(faults: Iterable[Fault], seed: str) -> list[Fault]:
-    """One fault of each line, in an order that the seed gives."""
-    lines: dict[tuple[str, int], list[Fault]] = defaultdict(list)
-    for fault in faults:
-        lines[fault.path, fault.line].append(fault)
-    chosen = random.Random(seed)
-    order = sorted(lines)
-    chosen.shuffle(order)
-    return [chosen.choice(lines[place]) for place in order]
-
-
 def _changed_lines(base: str) -> dict[str, set[int]]:
     command = ["git", "diff", "-U0", "--find-renames", base, "--", "src/dips"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -137,6 +127,30 @@ def _changed_lines(base: str) -> dict[str, set[int]]:
             first, count = int(match[1]), int(match[2] or 1)
             found[path] |= set(range(first, first + count))
     return found
+
+
+def _drawn_of_a_change(
+    base: str, seed: int, seconds: float, kept: record.Record
+) -> tuple[list[Fault], list[str]]:  # fmt: skip
+    """Faults for which the time is expected to be enough, evenly over the changed functions, and the files of tests
+    that may execute them. All, where it is enough for all."""
+    lines = _changed_lines(base)
+    paths = [path for path in modules() if str(path.relative_to(ROOT)) in lines]
+    near = [fault for fault in _of_files(paths) if lines[fault.path] & set(range(fault.first, fault.last + 1))]
+    faults = [fault for fault in near if fault.operator != "default" or fault.line in lines[fault.path]]
+    known, processor_s = read_seconds(), seconds * usable_processors()
+
+    def seconds_of(file: str) -> float:
+        return 0.0 if kept.has(file, False) else RECORDED * known.get(file, UNLISTED_S)
+
+    most, room_s = (1 - RECORD_SHARE) * processor_s / FAULT_S, RECORD_SHARE * processor_s
+    drawn, files = draw.that_fit(draw.evenly(faults, seed), most, room_s, seconds_of)
+    functions, all_functions = ({(fault.path, fault.function) for fault in some} for some in (drawn, faults))
+    _say(
+        f"make mutants: {len(drawn)} of {len(faults)} faults on the lines that differ from {base} are drawn, in "
+        f"{len(functions)} of {len(all_functions)} functions; {len(files)} files of tests may execute them"
+    )
+    return drawn, files
 
 
 def _at(place: str) -> Fault:
@@ -165,30 +179,18 @@ def _known(file: str) -> tuple[list[Fault], dict[str, str]]:
     return list(found.values()), then
 
 
-def _files_for(faults: Iterable[Fault]) -> list[str]:
-    """Of the same package, or importing the module itself; those that come first matter most."""
-    wanted = {(fault.area, record.module_of(fault.path)) for fault in faults}
-    areas, names = {area for area, _ in wanted}, {name for _, name in wanted}
-
-    def rank(file: str) -> int:
-        own = any(record.belongs(file, area) for area in areas)
-        direct = any(record.reaches(file, name) for name in names)
-        return 0 if own and direct else 1 if direct else 2 if own else 3
-
-    ranked = sorted(((rank(file), file) for file in record.test_files()), key=lambda pair: pair)
-    return [file for place, file in ranked if place < 3]
-
-
 # ---- one run ----
 
 
 class Run:
     """Faults in their order, until as many count as are wanted in each area."""
 
-    def __init__(self, wanted: dict[str, int], queues: dict[str, list[Fault]], until_s: float) -> None:
+    def __init__(
+        self, wanted: dict[str, int], queues: dict[str, list[Fault]], until_s: float, kept: record.Record
+    ) -> None:  # fmt: skip
         self._wanted, self._queues, self._until_s = wanted, queues, until_s
         self._unrecorded: frozenset[str] = frozenset()
-        self._kept = record.Record()
+        self._kept = kept
         self._sound: set[str] = set()
         self._unsound: set[str] = set()
         self._excluded = _equivalents()
@@ -219,18 +221,22 @@ class Run:
         if missing:
             _say(f"recording {len(missing)} of {len(files)} files of tests")
         share_s = (self._until_s - began) * RECORD_SHARE
-        has_kernels = any(fault.compiled for fault in faults)
-        left_out = self._kept.make(warm, files, has_kernels, _say, began + share_s)
+        of_kernels = set(draw.files_for(fault for fault in faults if fault.compiled))
+        left_out = self._kept.make(warm, files, of_kernels, _say, began + share_s)
         self._unrecorded = frozenset(left_out)
         if left_out:
             _say(f"no time to record {len(left_out)} files of tests, such as {left_out[0]}")
         if missing:
             _say(f"recorded in {time.monotonic() - began:.0f} s")
-        for number in range(max(self._wanted.values())):
-            for area, wanted in self._wanted.items():
-                if number < wanted:
-                    self._next(warm, area)
-        warm.run(self._until_s)
+        turns = (area for n in range(max(self._wanted.values())) for area, most in self._wanted.items() if n < most)
+
+        def start_another() -> bool:
+            area = next(turns, None)
+            if area is not None:
+                self._next(warm, area)
+            return area is not None
+
+        warm.run(self._until_s, start_another)
 
     def _next(self, warm: Warm, area: str) -> None:
         if self._queues[area] and time.monotonic() < self._until_s:
@@ -242,10 +248,10 @@ class Run:
         if outcome.key in self._excluded:
             outcome.why = self._excluded[outcome.key]
             return self._end(warm, outcome)
+        if not self._unrecorded.isdisjoint(draw.files_of(fault)):
+            return  # unknown: another file might have killed it
         every = [test for test in self._kept.tests_of(fault, warm.items) if test.name not in self._unsound]
         tests, left_out = _within(every)
-        if not tests and not self._unrecorded.isdisjoint(_files_for([fault])):
-            return  # unknown
         if not tests:
             unmet = "runs at import alone" if self._kept.runs_at_import(fault) else ""
             outcome.outcome, outcome.why = ("not reachable", unmet) if unmet else ("survived", NO_TEST)
@@ -346,6 +352,7 @@ def main(given: Sequence[str] | None = None) -> int:
     until_s = time.monotonic() + 60 * (asked.minutes or math.inf)
     areas = tuple(asked.area or AREAS)
     then: dict[str, str] = {}
+    kept = record.Record()
     if asked.list:
         for area in areas:
             for fault in _of_area(area):
@@ -353,31 +360,22 @@ def main(given: Sequence[str] | None = None) -> int:
         return 0
     if asked.sample is not None:
         each = asked.sample // len(areas)
-        queues = {area: _drawn(_of_area(area), f"{asked.seed} {area}")[: 3 * each] for area in areas}
+        queues = {area: draw.one_of_each_line(_of_area(area), f"{asked.seed} {area}")[: 3 * each] for area in areas}
         wanted = dict.fromkeys(areas, each)
         print(f"make mutants: {each} faults in each of {', '.join(areas)}, seed {asked.seed}", flush=True)
-        files = _files_for(fault for queue in queues.values() for fault in queue[: 4 * each // 3])
+        files = draw.files_for(fault for queue in queues.values() for fault in queue[: 4 * each // 3])
     else:
-        if asked.one is not None:
-            faults = [_at(asked.one)]
-        elif asked.again is not None:
-            faults, then = _known(asked.again)
+        if asked.changed is not None:
+            faults, files = _drawn_of_a_change(asked.changed, asked.seed, 60 * (asked.minutes or math.inf), kept)
         else:
-            lines = _changed_lines(asked.changed)
-            paths = [path for path in modules() if str(path.relative_to(ROOT)) in lines]
-            near = [fault for fault in _of_files(paths) if lines[fault.path] & set(range(fault.first, fault.last + 1))]
-            faults = [fault for fault in near if fault.operator != "default" or fault.line in lines[fault.path]]
-            first = _drawn(faults, f"{asked.seed}")
-            others = sorted(set(faults) - set(first), key=lambda fault: fault.place)
-            faults = first + random.Random(asked.seed).sample(others, len(others))
-            _say(f"make mutants: {len(faults)} faults on the lines that differ from {asked.changed}")
+            if asked.one is not None:
+                faults = [_at(asked.one)]
+            else:
+                faults, then = _known(asked.again)
+            files = draw.files_for(faults)
         queues = {"": list(faults)}
         wanted = {"": len(faults)}
-        files = _files_for(faults)
-        if asked.changed is not None and len(files) > MOST_FILES:
-            _say(f"of {len(files)} files of tests the nearest {MOST_FILES} are used")
-            del files[MOST_FILES:]
-    run = Run(wanted, queues, until_s)
+    run = Run(wanted, queues, until_s, kept)
     if files:
         run.collect_and_go(files)
     tried = len(run.outcomes)

@@ -13,7 +13,7 @@ import re
 import signal
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ PYTHON_FORM_S, PYTHON_FILE_S = 3.0, 60.0
 PYTHON_REST_S, REST_S = 20.0, 200.0
 """A test that rests for longer while it is recorded is not used."""
 
+FOLDERS = {"lab": ("sim", "compare")}
+"""Of tests/unit, where they have another name than the package."""
+
 Lines = dict[str, int]
 Say = Callable[[str], None]
 
@@ -60,7 +63,7 @@ def belongs(file: str, area: str) -> bool:
     """Of the package's own folder; or, as an integration test, importing something of it (of core all do)."""
     if file.startswith("tests/integration/"):
         return area != "core" and any(name.startswith(f"dips.{area}.") for name in imported_by(ROOT / file))
-    return file.split("/")[2] == area
+    return file.split("/")[2] in FOLDERS.get(area, (area,))
 
 
 @functools.cache
@@ -142,14 +145,16 @@ class Record:
         lines = ((1 << fault.last + 1) - 1) ^ ((1 << fault.first) - 1)
         return bool(self.at_import.get(fault.path, 0) & lines)
 
-    def make(self, warm: Warm, files: Sequence[str], as_python: bool, say: Say, until_s: float) -> list[str]:
-        """Records what is missing, the first files first; what dies or rests is said, and is not used. The files that
-        the time was too short for."""
+    def make(
+        self, warm: Warm, files: Sequence[str], as_python: Collection[str], say: Say, until_s: float
+    ) -> list[str]:  # fmt: skip
+        """Records what is missing, the first files first; what dies or rests is said, and is not used. as_python: files
+        whose kernels are recorded as Python, too. Returns the files that the time was too short for."""
         for file in files:
-            if not self.has(file, as_python):
-                self._record(warm, file, as_python, say)
+            if not self.has(file, file in as_python):
+                self._record(warm, file, file in as_python, say)
         warm.run(until_s)
-        return [file for file in files if not self.has(file, as_python)]
+        return [file for file in files if not self.has(file, file in as_python)]
 
     def _record(self, warm: Warm, file: str, as_python: bool, say: Say) -> None:
         names = [name for name in warm.items if name.partition("::")[0] == file]

@@ -125,12 +125,20 @@ class Warm:
         """Calls `inside` in a child, with its folder, and `then` here afterwards, which may submit more."""
         self._waiting.append((inside, then))
 
-    def run(self, until_s: float = math.inf) -> None:
-        """Until all that was submitted has ended; at that time of time.monotonic(), the rest is given up."""
-        while self._children or self._waiting:
+    def run(self, until_s: float = math.inf, submit_another: Callable[[], bool] = lambda: False) -> None:
+        """Until all that was submitted has ended; at that time of time.monotonic(), the rest is given up.
+
+        submit_another: called when a child could begin and nothing waits, so that what is submitted is tried before
+        more is prepared; False: there is no more.
+        """
+        more = True
+        while self._children or self._waiting or more:
             if time.monotonic() > until_s:
                 self._waiting.clear()
                 self._end_all()
+                more = False
+            elif not self._waiting and len(self._children) < self._at_once:
+                more = more and submit_another()
             while self._waiting and len(self._children) < self._at_once:
                 self._fork(*self._waiting.pop(0))
             time.sleep(0.005)

@@ -29,7 +29,7 @@ class Pusher:
         end = End(lambda links: transfers._carrier(links, time, np.zeros(0, np.float32), compiled=True), sockets, time)
         assert isinstance(end.carrier._loop, PushLoop)
         self.end, self.transfer, self.loop = end, end.transfer, end.carrier._loop
-        self.transfer.columns.lanes.must_query[:] = 0
+        self.transfer.columns.lanes.must_query[:] = [0, 0]
         self.loop.read_from([bytes_of(self.theta)])
         memory.add(self.loop._links.handed)
         self.heard: list[tuple[DataHeader, bytes]] = []

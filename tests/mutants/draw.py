@@ -1,0 +1,81 @@
+"""Which faults are drawn, and which files of tests may execute them."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+
+from mutants import record
+from mutants.faults import Fault
+
+
+def one_of_each_line(faults: Iterable[Fault], seed: str) -> list[Fault]:
+    """In an order that the seed gives."""
+    lines: dict[tuple[str, int], list[Fault]] = defaultdict(list)
+    for fault in faults:
+        lines[fault.path, fault.line].append(fault)
+    chosen = random.Random(seed)
+    order = sorted(lines)
+    chosen.shuffle(order)
+    return [chosen.choice(lines[place]) for place in order]
+
+
+def evenly(faults: Iterable[Fault], seed: int) -> list[Fault]:
+    """One fault of each function, in an order that the seed gives, then a second one of each, and so on."""
+    functions: dict[tuple[str, str], list[Fault]] = defaultdict(list)
+    for fault in faults:
+        functions[fault.path, fault.function].append(fault)
+    chosen = random.Random(seed)
+    order = sorted(functions)
+    chosen.shuffle(order)
+    turns = zip_longest(*(chosen.sample(functions[name], len(functions[name])) for name in order))
+    return [fault for turn in turns for fault in turn if fault is not None]
+
+
+def files_for(faults: Iterable[Fault]) -> list[str]:
+    """Of the same package, or importing the module itself; those that come first matter most."""
+    wanted = {(fault.area, record.module_of(fault.path)) for fault in faults}
+    areas, names = {area for area, _ in wanted}, {name for _, name in wanted}
+
+    def rank(file: str) -> int:
+        own = any(record.belongs(file, area) for area in areas)
+        direct = any(record.reaches(file, name) for name in names)
+        return 0 if own and direct else 1 if direct else 2 if own else 3
+
+    ranked = sorted(((rank(file), file) for file in record.test_files()), key=lambda pair: pair)
+    return [file for place, file in ranked if place < 3]
+
+
+@functools.cache
+def _files_of_module(path: str) -> tuple[str, ...]:
+    return tuple(files_for([Fault(path, 0, 0, "", 0, "", 0, 0, False)]))
+
+
+def files_of(fault: Fault) -> tuple[str, ...]:
+    """Those of files_for() of one fault."""
+    return _files_of_module(fault.path)
+
+
+def that_fit(
+    faults: Sequence[Fault],
+    most: float,
+    room_s: float,
+    seconds_of: Callable[[str], float],
+    files_of: Callable[[Fault], Sequence[str]] = files_of,
+) -> tuple[list[Fault], list[str]]:
+    """The first `most` faults whose files of tests take room_s together, and all of these files, in the order of the
+    faults. Whatever needs more files than there is room for is passed over, but for the first one."""
+    drawn: list[Fault] = []
+    files: dict[str, None] = {}
+    left_s = room_s
+    for fault in faults:
+        more = [file for file in files_of(fault) if file not in files]
+        more_s = sum(map(seconds_of, more))
+        if len(drawn) < most and (not more or more_s <= left_s or not drawn):
+            drawn.append(fault)
+            files.update(dict.fromkeys(more))
+            left_s -= more_s
+    return drawn, list(files)
