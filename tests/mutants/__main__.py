@@ -8,6 +8,7 @@ before, or rests, counts as killed. Survivors are no failure of the command.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import re
@@ -43,7 +44,7 @@ MOST_EXCLUDED = 8 / 240
 
 
 RECORD_SHARE = 0.6
-"""Of the time that --minutes gives."""
+"""Of the time that --minutes gives, for planning."""
 
 RECORDED, FAULT_S = 1.5, 2.0
 """What is expected: how many times as long tests take while they are recorded, and the processor time for one fault."""
@@ -189,7 +190,6 @@ class Run:
         self, wanted: dict[str, int], queues: dict[str, list[Fault]], until_s: float, kept: record.Record
     ) -> None:  # fmt: skip
         self._wanted, self._queues, self._until_s = wanted, queues, until_s
-        self._unrecorded: frozenset[str] = frozenset()
         self._kept = kept
         self._sound: set[str] = set()
         self._unsound: set[str] = set()
@@ -216,18 +216,12 @@ class Run:
     def _work(self, warm: Warm, files: Sequence[str]) -> None:
         faults = [fault for queue in self._queues.values() for fault in queue]
         warm.look_at_functions(fault.path for fault in faults)
-        began = time.monotonic()
-        missing = [file for file in files if not self._kept.has(file, False)]
-        if missing:
-            _say(f"recording {len(missing)} of {len(files)} files of tests")
-        share_s = (self._until_s - began) * RECORD_SHARE
-        of_kernels = set(draw.files_for(fault for fault in faults if fault.compiled))
-        left_out = self._kept.make(warm, files, of_kernels, _say, began + share_s)
-        self._unrecorded = frozenset(left_out)
-        if left_out:
-            _say(f"no time to record {len(left_out)} files of tests, such as {left_out[0]}")
-        if missing:
-            _say(f"recorded in {time.monotonic() - began:.0f} s")
+        collected = frozenset(files)
+        there = {(file, as_python) for file in files for as_python in (False, True) if self._kept.has(file, as_python)}
+        self._recordings = draw.Recordings(there, lambda fault: [f for f in draw.files_of(fault) if f in collected])
+        _say(
+            f"{len({file for file, _ in there})} of {len(files)} files of tests are recorded; others are recorded when a fault needs them"
+        )
         turns = (area for n in range(max(self._wanted.values())) for area, most in self._wanted.items() if n < most)
 
         def start_another() -> bool:
@@ -239,8 +233,17 @@ class Run:
         warm.run(self._until_s, start_another)
 
     def _next(self, warm: Warm, area: str) -> None:
-        if self._queues[area] and time.monotonic() < self._until_s:
-            self._start(warm, self._queues[area].pop(0))
+        if not self._queues[area] or time.monotonic() > self._until_s:
+            return
+        fault = self._recordings.pop(self._queues[area])
+        if self._recordings.is_ready(fault):
+            return self._start(warm, fault)
+        for recording in self._recordings.wait_for(fault):
+            self._kept.record(warm, *recording, _say, functools.partial(self._recorded, warm, recording))
+
+    def _recorded(self, warm: Warm, recording: draw.Recording) -> None:
+        for fault in self._recordings.done(recording):
+            self._start(warm, fault)
 
     def _start(self, warm: Warm, fault: Fault) -> None:
         change = _change_of(fault)
@@ -248,8 +251,6 @@ class Run:
         if outcome.key in self._excluded:
             outcome.why = self._excluded[outcome.key]
             return self._end(warm, outcome)
-        if not self._unrecorded.isdisjoint(draw.files_of(fault)):
-            return  # unknown: another file might have killed it
         every = [test for test in self._kept.tests_of(fault, warm.items) if test.name not in self._unsound]
         tests, left_out = _within(every)
         if not tests:

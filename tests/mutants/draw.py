@@ -79,3 +79,48 @@ def that_fit(
             files.update(dict.fromkeys(more))
             left_s -= more_s
     return drawn, list(files)
+
+
+Recording = tuple[str, bool]
+"""A file of tests, and whether its kernels are recorded as Python."""
+
+
+class Recordings:
+    """Which files of tests are recorded, and which faults wait until all of theirs are."""
+
+    def __init__(
+        self, there: Iterable[Recording], files_of: Callable[[Fault], Sequence[str]] = files_of
+    ) -> None:  # fmt: skip
+        self._there, self._begun = set(there), set[Recording]()
+        self._waiting: list[tuple[set[Recording], Fault]] = []
+        self._files_of = files_of
+
+    def pop(self, queue: list[Fault]) -> Fault:
+        """Takes the first of the faults that lack least: what is recorded is used before more is."""
+        lacks = {(fault.path, fault.compiled): 0 for fault in queue}
+        for fault in {(fault.path, fault.compiled): fault for fault in queue}.values():
+            lacks[fault.path, fault.compiled] = len(self._lacking(fault))
+        return queue.pop(min(range(len(queue)), key=lambda at: lacks[queue[at].path, queue[at].compiled]))
+
+    def wait_for(self, fault: Fault) -> list[Recording]:
+        """What must be begun for the fault, which done() returns when it is there; none: it can be tried at once."""
+        lacking = self._lacking(fault)
+        if lacking:
+            self._waiting.append((lacking, fault))
+        new = sorted(lacking - self._begun)
+        self._begun.update(new)
+        return new
+
+    def is_ready(self, fault: Fault) -> bool:
+        return not self._lacking(fault)
+
+    def done(self, recording: Recording) -> list[Fault]:
+        """The faults that lack nothing more now."""
+        file, _ = recording
+        self._there |= {recording, (file, False)}
+        ready = [fault for lacking, fault in self._waiting if lacking <= self._there]
+        self._waiting = [(lacking, fault) for lacking, fault in self._waiting if not lacking <= self._there]
+        return ready
+
+    def _lacking(self, fault: Fault) -> set[Recording]:
+        return {(file, fault.compiled) for file in self._files_of(fault)} - self._there

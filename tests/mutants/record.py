@@ -13,7 +13,7 @@ import re
 import signal
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,18 +145,9 @@ class Record:
         lines = ((1 << fault.last + 1) - 1) ^ ((1 << fault.first) - 1)
         return bool(self.at_import.get(fault.path, 0) & lines)
 
-    def make(
-        self, warm: Warm, files: Sequence[str], as_python: Collection[str], say: Say, until_s: float
-    ) -> list[str]:  # fmt: skip
-        """Records what is missing, the first files first; what dies or rests is said, and is not used. as_python: files
-        whose kernels are recorded as Python, too. Returns the files that the time was too short for."""
-        for file in files:
-            if not self.has(file, file in as_python):
-                self._record(warm, file, file in as_python, say)
-        warm.run(until_s)
-        return [file for file in files if not self.has(file, file in as_python)]
-
-    def _record(self, warm: Warm, file: str, as_python: bool, say: Say) -> None:
+    def record(self, warm: Warm, file: str, as_python: bool, say: Say, done: Callable[[], None]) -> None:
+        """Has children record a file, also with its kernels as Python if asked for; what dies or rests is said, and is
+        not used. done: called at the end."""
         names = [name for name in warm.items if name.partition("::")[0] == file]
 
         def then(tests: dict[str, Any]) -> None:
@@ -164,8 +155,7 @@ class Record:
             used = {ROOT / path for path in executed} | helpers_of(file) | {ROOT / file}
             stamps = {str(path.relative_to(ROOT)): stamp(path) for path in sorted(used)}
             self._keep(file, {"stamps": stamps, "tests": tests})
-            if as_python:
-                again()
+            again() if as_python else done()
 
         def again() -> None:
             kernels = [name for name, test in self._files[file]["tests"].items() if test["kernels"]]
@@ -173,6 +163,7 @@ class Record:
 
         def then_python(tests: dict[str, Any]) -> None:
             self._keep(file, {**self._files[file], "python": tests})
+            done()
 
         if self.has(file, False):
             again()

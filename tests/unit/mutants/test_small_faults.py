@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from mutants import draw
@@ -50,6 +51,24 @@ def test_all_files_of_tests_of_what_is_drawn_are_taken() -> None:
         assert sorted(one.place for one in drawn) == sorted(one.place for one in FAULTS if one.path in modules)
     drawn, _ = draw.that_fit(draw.evenly(FAULTS, 1), 7.5, math.inf, lambda file: 1.0, files_of)
     assert len(drawn) == 8
+
+
+def test_a_fault_is_tried_once_all_of_its_files_are_recorded_and_what_lacks_least_comes_first() -> None:
+    recordings = draw.Recordings([("worker.py", False), ("worker_b.py", False)], files_of)
+    queue = draw.evenly(FAULTS, 1)
+    ready = [recordings.pop(queue) for one in FAULTS if one.path == "src/dips/worker/b.py"]
+    assert {one.path for one in ready} == {"src/dips/worker/b.py"}
+    assert all(recordings.is_ready(one) for one in ready)
+    lacks_one = recordings.pop(queue)
+    assert lacks_one.path == "src/dips/worker/a.py"
+    assert recordings.wait_for(lacks_one) == [("worker_a.py", False)]
+    also = recordings.pop(queue)
+    assert recordings.wait_for(also) == [], "it is begun already"
+    kernel = replace(also, compiled=True)
+    assert recordings.wait_for(kernel) == [("worker.py", True), ("worker_a.py", True)]
+    assert recordings.done(("worker_a.py", True)) == [lacks_one, also], "with kernels as Python is more"
+    assert recordings.done(("worker_a.py", False)) == []
+    assert recordings.done(("worker.py", True)) == [kernel]
 
 
 def test_a_fault_is_tried_before_the_next_but_one_is_prepared(tmp_path: Path) -> None:
