@@ -201,27 +201,6 @@ async def test_a_slave_is_heard_and_commanded_over_one_stream(served: Served) ->
     assert await served.machine.until(events.SlaveLinkDown) == events.SlaveLinkDown(said.link)
 
 
-async def test_two_slaves_have_links_of_their_own(served: Served) -> None:
-    first, second = served.attach(), served.attach()
-    await first.write(encode(slave_hello()))
-    one = await served.machine.until(events.SlaveSaid)
-    await second.write(encode(slave_hello()))
-    two = await served.machine.until(events.SlaveSaid, 2)
-    assert one.link != two.link
-    served.reacts(
-        lambda event: (
-            [ToSlave(two.link, command("second")), ToSlave(one.link, command("first"))]
-            if isinstance(event, events.SlaveSaid)
-            else []
-        )
-    )
-    await first.write(encode(slave_message()))
-    assert decode(await first.read(), messages.SlaveCommand) == command("first")
-    assert decode(await second.read(), messages.SlaveCommand) == command("second")
-    first.cancel()
-    second.cancel()
-
-
 async def test_a_link_that_the_state_closes_ends_with_the_reason(served: Served) -> None:
     served.reacts(
         lambda event: (

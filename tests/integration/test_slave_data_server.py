@@ -341,6 +341,7 @@ def test_with_keys_the_list_says_who_comes_in_and_for_what_until_its_key_leaves(
         assert pull.done, pull.failure
         np.testing.assert_array_equal(flat, keyed_port.THETA)
         assert "is not cluster b's" in b.push(of="a").failure
+        assert "refuses this process's data key" in stranger.push().failure
         assert port.server.note_deliveries(False)
         assert a.push().done
         np.testing.assert_array_equal(port.landed(0), keyed_port.pushed("a"))

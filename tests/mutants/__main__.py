@@ -47,7 +47,7 @@ RECORD_SHARE = 0.6
 """Of the time that --minutes gives, for planning."""
 
 RECORDED, FAULT_S = 1.5, 2.0
-"""What is expected: how many times as long tests take while they are recorded, and the processor time for one fault."""
+"""Expected: how many times as long tests take while they are recorded; the processor time of one fault."""
 
 
 @dataclass
@@ -79,7 +79,6 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--changed", metavar="BASE", help="faults on the lines that differ from this commit")
     parser.add_argument("--minutes", type=float, help="how long, recording included; then the rest is left out")
     parser.add_argument("--one", metavar="PLACE", help="this fault alone, and why a test fails for it")
-    parser.add_argument("--again", metavar="FILE", help="the faults of an earlier --json, and which survive now")
     parser.add_argument("--list", action="store_true", help="every place of the areas")
     parser.add_argument("--json", metavar="FILE", help="write the outcomes there")
     asked = parser.parse_args(given)
@@ -87,17 +86,14 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
         asked.sample is not None,
         asked.changed is not None,
         asked.one is not None,
-        asked.again is not None,
         asked.list,
     ]
     if sum(ways) != 1:
-        parser.error("give one of --sample N, --changed BASE, --one PLACE, --again FILE and --list")
+        parser.error("give one of --sample N, --changed BASE, --one PLACE and --list")
     if asked.sample is not None and asked.sample < len(asked.area or AREAS):
         parser.error("--sample must have one fault for each area at least")
     if asked.one is not None and not re.fullmatch(r"src/dips/\S+\.py:\d+:\d+:[a-z-]+(:\d+)?", asked.one):
         parser.error(f"--one {asked.one}: a place is like src/dips/core/ids.py:12:4:comparison")
-    if asked.again is not None and not Path(asked.again).is_file():
-        parser.error(f"--again {asked.again}: no such file")
     return asked
 
 
@@ -167,19 +163,6 @@ def _change_of(fault: Fault) -> str:
     return changed_text((ROOT / fault.path).read_text(), fault)
 
 
-def _known(file: str) -> tuple[list[Fault], dict[str, str]]:
-    """The faults of an earlier run as they stand now, with what became of each then."""
-    then = {one["key"]: one["outcome"] for one in json.loads(Path(file).read_text())["outcomes"]}
-    found: dict[str, Fault] = {}
-    for path in sorted({key.split(" ")[0] for key in then}):
-        for fault in _of_files([ROOT / path]) if (ROOT / path).exists() else []:
-            begin = f"{fault.path} {fault.function} {fault.operator}: "
-            if any(key.startswith(begin) for key in then) and (key := begin + _change_of(fault)) in then:
-                found.setdefault(key, fault)
-    print(f"{len(then) - len(found)} of {len(then)} faults are in no function any more")
-    return list(found.values()), then
-
-
 # ---- one run ----
 
 
@@ -219,9 +202,8 @@ class Run:
         collected = frozenset(files)
         there = {(file, as_python) for file in files for as_python in (False, True) if self._kept.has(file, as_python)}
         self._recordings = draw.Recordings(there, lambda fault: [f for f in draw.files_of(fault) if f in collected])
-        _say(
-            f"{len({file for file, _ in there})} of {len(files)} files of tests are recorded; others are recorded when a fault needs them"
-        )
+        n_there = len({file for file, _ in there})
+        _say(f"{n_there} of {len(files)} files of tests are recorded; others are recorded when a fault needs them")
         turns = (area for n in range(max(self._wanted.values())) for area, most in self._wanted.items() if n < most)
 
         def start_another() -> bool:
@@ -352,7 +334,6 @@ def main(given: Sequence[str] | None = None) -> int:
     asked = _arguments(given)
     until_s = time.monotonic() + 60 * (asked.minutes or math.inf)
     areas = tuple(asked.area or AREAS)
-    then: dict[str, str] = {}
     kept = record.Record()
     if asked.list:
         for area in areas:
@@ -369,10 +350,7 @@ def main(given: Sequence[str] | None = None) -> int:
         if asked.changed is not None:
             faults, files = _drawn_of_a_change(asked.changed, asked.seed, 60 * (asked.minutes or math.inf), kept)
         else:
-            if asked.one is not None:
-                faults = [_at(asked.one)]
-            else:
-                faults, then = _known(asked.again)
+            faults = [_at(asked.one)]
             files = draw.files_for(faults)
         queues = {"": list(faults)}
         wanted = {"": len(faults)}
@@ -382,10 +360,10 @@ def main(given: Sequence[str] | None = None) -> int:
     tried = len(run.outcomes)
     if asked.sample is None and tried < len(faults):
         _say(f"{tried} of {len(faults)} faults were tried in the time that there is")
-    return _tell(run, asked, then)
+    return _tell(run, asked)
 
 
-def _tell(run: Run, asked: argparse.Namespace, then: dict[str, str]) -> int:
+def _tell(run: Run, asked: argparse.Namespace) -> int:
     outcomes = run.outcomes
     if asked.json:
         Path(asked.json).write_text(
@@ -393,9 +371,6 @@ def _tell(run: Run, asked: argparse.Namespace, then: dict[str, str]) -> int:
         )
     if asked.one is not None:
         print("\n".join(f"{outcome.by}\n{outcome.why}" for outcome in outcomes))
-    for outcome in outcomes:
-        if then.get(outcome.key) == "killed" and outcome.outcome == "survived":
-            print(f"was killed, survives now: {outcome.fault.place}")
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     minutes = sum(one.ru_utime + one.ru_stime for one in used) / 60
     print(f"{minutes:.1f} minutes of a processor\n")

@@ -38,7 +38,7 @@ PYTHON_FORM_S, PYTHON_FILE_S = 3.0, 60.0
 PYTHON_REST_S, REST_S = 20.0, 200.0
 """A test that rests for longer while it is recorded is not used."""
 
-FOLDERS = {"lab": ("sim", "compare")}
+FOLDERS = {"lab": ("sim", "compare"), "protos": ("core",)}
 """Of tests/unit, where they have another name than the package."""
 
 Lines = dict[str, int]

@@ -18,7 +18,6 @@ from support.keyed_port import (
     Cluster,
     KeyedPort,
     fresh_context,
-    push_id,
 )
 from support.waiting import until
 
@@ -68,20 +67,6 @@ def door_clock(port: KeyedPort, monkeypatch: pytest.MonkeyPatch) -> DoorClock:
 
 def cluster(port: KeyedPort, name: str) -> Cluster:
     return Cluster(name, CurvePair.new(), port)
-
-
-def test_a_key_that_is_not_on_the_list_is_turned_away_with_a_sentence(port: KeyedPort) -> None:
-    friend, stranger = cluster(port, "a"), cluster(port, "b")
-    port.allow(friend)
-    port.open("b")
-    transfer = stranger.push()
-    assert not transfer.done
-    assert "refuses this process's data key" in transfer.failure
-    assert push_id("b") not in port.staged
-    until(lambda: port.server.figures.beat.refused_connections > 0, "the data port counts it")
-    beat = port.server.figures.beat
-    assert stranger.public.hex()[:8] in beat.refused_connection
-    assert "not on the master's list" in beat.refused_connection
 
 
 def test_a_list_that_comes_late_is_waited_for(port: KeyedPort) -> None:

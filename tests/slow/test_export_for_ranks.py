@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file
 from support.load_process import loss_of
 from support.parallel_models import full_model, merged
 from support.rank_script import run_ranks
+from support.trainer_models import Fetched
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from dips.core.ids import Version
-from dips.core.layout import Layout
 from dips.local.model_folder import write_folder
 from dips.trainer.dcp import CheckpointFolder
 from dips.worker.torch_model import TorchParameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-VERSION = Version(1, 7)
+
 M = TypeVar("M", bound=torch.nn.Module)
 
 IN_PIECES_OF = 1_000
 """Bytes: so that shards begin and end inside of pieces, and span several."""
-
-
-@dataclass(frozen=True)
-class Fetched:
-    layout: Layout
-    flat: NDArray[np.float32]
-    run_id: str = "mine"
-    version: Version = VERSION
-    tokens: int = 12345
 
 
 def publish(model: torch.nn.Module, folder: Path) -> Fetched:

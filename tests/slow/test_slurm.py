@@ -94,14 +94,6 @@ def test_before_the_time_limit_all_nodes_push_and_the_job_is_queued_again(
         job.end()
 
 
-def test_a_job_that_is_cancelled_ends(slurm: Slurm, short: None, tmp_path: Path) -> None:
-    job = slurm.submit(rendered(slurm, tmp_path), PUSH_S="0+0")
-    job.until_said(*BEGAN)
-    job.cancel()
-    facts = job.end()
-    assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0")
-
-
 def test_a_cluster_that_is_cancelled_has_time_to_push(slurm: Slurm, short: None, tmp_path: Path) -> None:
     """Plain scancel: until KillWait. With --batch and TERM, until the time limit."""
     file = rendered(slurm, tmp_path)
