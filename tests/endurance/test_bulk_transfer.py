@@ -68,7 +68,7 @@ def test_what_is_pushed_is_there_once_and_comes_back(
         assert push.done, push.failure
         ((_, digest),) = digests_of(bulk.layout, ticket.placement, bulk.chunk_bytes, push.known())
         assert digest == digest_of_array(flat, bulk.layout.blocks, bulk.chunk_bytes)
-        assert (slave.received, slave.server.last_refusal, slave.digest) == (bulk.n_chunks, "", digest)
+        assert (slave.received, slave.server.port.last_refusal, slave.digest) == (bulk.n_chunks, "", digest)
         assert slave.serve_what_was_pushed() == digest
 
         flat.fill(np.nan)

@@ -96,7 +96,7 @@ class BulkPort:
         self._count_messages()
 
     def _count_messages(self) -> None:
-        port, loop = self.server._port, self.server._loop
+        port, loop = self.server.port, self.server._loop
         begin_here = port.begin
 
         def begin(frames: Sequence[memoryview], peer: bytes = b"", user: str = "") -> Answer | LandingJob | None:
@@ -119,9 +119,9 @@ class BulkPort:
 
     def __enter__(self) -> Self:
         self.server.start()
-        self.server.set_epoch(EPOCH)
-        self.server.set_memory(ShardMap(self._blocks, self._bulk.chunk_bytes), self._rows, lambda: None)
-        self.server.open(Slot(PUSH, 1, 0, 1))
+        self.server.do(self.server.port.set_epoch, EPOCH)
+        self.server.do(self.server.port.set_memory, ShardMap(self._blocks, self._bulk.chunk_bytes), self._rows)
+        self.server.do(self.server.port.hold, [Slot(PUSH, 1, 0, 1)])
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -131,6 +131,7 @@ class BulkPort:
     def serve_what_was_pushed(self) -> bytes:
         """It can be pulled as VERSION from then on; its digest."""
         sums, served = chunk_checksums(self._rows[0], self._blocks, self._bulk.chunk_bytes), threading.Event()
-        self.server.set_readable({VERSION: ThetaBuffer(self._rows[0], None, sums)}, served.set)
+        self.server.do(self.server.port.set_readable, {VERSION: ThetaBuffer(self._rows[0], None, sums)}, None)
+        self.server.do(served.set)
         assert served.wait(NO_LIMIT_S)
         return shard_digest(sums)

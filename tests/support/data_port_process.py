@@ -78,16 +78,6 @@ class GuardedPort:
         until(lambda: self.count()["looks"] >= first + n_looks, f"{n_looks} looks of the guard")
 
 
-class _Remembering(DataServer):
-    """Keeps why the guard cut connections; the port's last sentence may be of another connection a moment later."""
-
-    cuts = ""
-
-    def refuse_connection(self, sentence: str, n: int) -> None:
-        self.cuts += f"{sentence}\n"
-        super().refuse_connection(sentence, n)
-
-
 def main(room_bytes: str, n_files: str, loop: LoopName) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(n_files), int(n_files)))
     allocator.keep_freed_memory()
