@@ -26,11 +26,11 @@ from enum import Enum
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from dips.core.config import load
@@ -63,16 +63,17 @@ from dips.worker.torch_model import (
     former_names,
     has_shards,
     innermost,
+    is_parents_step,
     makes_state_only,
-    named_parameters,
     plain_model,
     plain_optimizer,
     refuse_hidden_moments,
     refuse_shards,
+    refuse_stranger,
     running_statistics,
     skipped_by_scaler,
-    stepped_by,
     untrained_of,
+    with_contained,
 )
 from dips.worker.torch_state import HasState
 
@@ -306,12 +307,12 @@ class DiLoCo:
                         },
                     ).value
                 )
-        _refuse_second_loop(self._optimizers)
+        self._refuse_second_loop()
         for each in self._optimizers:
             _refuse_steps_before_entering(each)
 
     def __enter__(self) -> DiLoCo:
-        _refuse_second_loop(self._optimizers)
+        self._refuse_second_loop()
         for optimizer in self._optimizers:
             _may_step(optimizer)
         self._sigterm.install()
@@ -333,8 +334,8 @@ class DiLoCo:
                 self._token_check.begin(plain_model(model))
         if (shell := self._shell) is not None:
             self._first_batches = FirstBatches(self._models[0], lambda digest: setattr(shell, "first_batches", digest))
-        if self.active and self._parallel.master_parameters is None:
-            _warn_of_another_optimizer(self._models, self._optimizers)
+        if self.active:
+            self._hooks.append(register_optimizer_step_pre_hook(_refuses_strangers(self)))
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
@@ -345,6 +346,21 @@ class DiLoCo:
         self._steps_before = self._steps
         _entered.add(self)
         return self
+
+    def _refuse_second_loop(self) -> None:
+        """Note who trains what. Raises ConfigError in the block of another loop, or callback, that counts the same
+        steps.
+        """
+        masters = (self._parallel.master_parameters or {}).values()
+        trained = [p for model in self._models for p in model.parameters() if p.requires_grad]
+        self._trained = frozenset(map(id, (*trained, *masters)))
+        self._known = frozenset(with_contained(self._optimizers))
+        for other in _entered:
+            if self._trained & other._trained or self._known & other._known:
+                raise ConfigError(
+                    "the steps of this model, or of its optimizer, are counted by another dips.DiLoCo already: leave "
+                    "out one of the two; after an error in a trainer, call the close() of its callback first"
+                )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -666,6 +682,8 @@ class DiLoCo:
 
     @not_compiled
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if is_parents_step(optimizer):
+            return
         if makes_state_only(optimizer, kwargs):
             self._in_step = bool(self._stepped)
             return
@@ -770,29 +788,24 @@ def _refuse_steps_before_entering(optimizer: torch.optim.Optimizer) -> None:
     _guards[optimizer] = optimizer.register_step_pre_hook(refuse)
 
 
-def _refuse_second_loop(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raises ConfigError in the block of another loop, or callback, that counts the same steps."""
-    if any(set(optimizers) & set(loop._optimizers) for loop in _entered):
-        raise ConfigError("the optimizer's steps are counted by another dips.DiLoCo already: leave out one of the two")
+def _refuses_strangers(loop: DiLoCo) -> Callable[..., None]:
+    """A hook of all optimizers of this process, which does not keep the loop alive: it refuses those that step the
+    loop's model, and that the loop does not know.
+    """
+    here = ref(loop)
+
+    @not_compiled
+    def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if (loop := here()) is not None:
+            refuse_stranger(optimizer, loop._known, loop._trained, kwargs)
+
+    return refuse
 
 
 def _may_step(optimizer: torch.optim.Optimizer) -> None:
     guard = _guards.pop(optimizer, None)
     if guard is not None:
         guard.remove()
-
-
-def _warn_of_another_optimizer(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """An optimizer that the loop does not know steps after the push of a step, and its state is in no checkpoint."""
-    stepped = stepped_by(optimizers)
-    named = (pair for model in models for pair in named_parameters(plain_model(model)))
-    others = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in stepped]
-    if others:
-        _logger.warning(
-            "the optimizers of this loop do not step %d of the parameters that require gradients (%r): if another one "
-            "does, give all of them as a list, so that a push waits for all and checkpoints have their state",
-            len(others), others[0],
-        )  # fmt: skip
 
 
 def _optimizers_in(given: Any) -> list[torch.optim.Optimizer]:

@@ -15,7 +15,8 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import combinations, groupby, pairwise
+from itertools import chain, combinations, groupby, pairwise
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,21 +164,46 @@ def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _contained(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers among an optimizer's attributes, alone or in lists and dictionaries."""
-    for value in vars(optimizer).values():
-        items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
-        yield from (item for item in items if isinstance(item, torch.optim.Optimizer) and item is not optimizer)
+    """The optimizers among an optimizer's attributes, alone or in lists and dictionaries, however deep."""
+    seen: set[int] = {id(optimizer)}
+
+    def found(held: object) -> Iterator[torch.optim.Optimizer]:
+        if id(held) in seen or not isinstance(held, torch.optim.Optimizer | Mapping | list | tuple | Set):
+            return
+        seen.add(id(held))
+        if isinstance(held, torch.optim.Optimizer):
+            yield held
+        else:
+            yield from chain.from_iterable(map(found, held.values() if isinstance(held, Mapping) else held))
+
+    return found(vars(optimizer))
 
 
-def innermost(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+def with_contained(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """The optimizers and those inside of them, each once."""
+    found: dict[int, torch.optim.Optimizer] = {}
+    left = list(optimizers)
+    while left:
+        each = left.pop()
+        if id(each) not in found:
+            found[id(each)] = each
+            left += _contained(each)
+    return list(found.values())
+
+
+def innermost(
+    optimizers: Iterable[torch.optim.Optimizer], outside: frozenset[torch.optim.Optimizer] = frozenset()
+) -> list[torch.optim.Optimizer]:
     """The optimizers that keep the moments: those inside of containers, such as torchtitan's, and of other wrappers.
+    outside: those that contain these, to which one of them may point back.
 
     Raises ConfigError where those inside of one do not step all of its parameters: who keeps the others' moments is
     then unknown.
     """
     found: dict[int, torch.optim.Optimizer] = {}
     for outer in optimizers:
-        inner = innermost(_contained(outer))
+        around = outside | {outer}
+        inner = innermost((each for each in _contained(outer) if each not in around), around)
         lacks = len(stepped_by([outer]) - stepped_by(inner))
         if inner and lacks:
             raise ConfigError(
@@ -188,11 +214,46 @@ def innermost(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.O
     return list(found.values())
 
 
+def refuse_stranger(
+    optimizer: torch.optim.Optimizer, known: Set[torch.optim.Optimizer], trained: Set[int], given: Mapping[str, Any]
+) -> None:
+    """Raises ConfigError for an optimizer that is not known and is about to step one of the tensors `trained` (ids).
+
+    given: to its step(). One by which torch makes an optimizer's state is no step.
+    """
+    optimizer = plain_optimizer(optimizer)
+    if optimizer in known:
+        return
+    ours = stepped_by([optimizer]) & trained
+    if ours and not makes_state_only(optimizer, given):
+        raise ConfigError(
+            f"{type(optimizer).__name__} steps {len(ours)} of the model's parameters, and is none of the optimizers "
+            "that the loop knows, so that its moments would be neither reset nor saved: give dips.DiLoCo all that step "
+            "the model as a list, made before it is entered (docs/integrations.md)"
+        )
+
+
 def skipped_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a fused optimizer's step changed nothing, since GradScaler found an overflow: of those it calls step(),
     and says so to the optimizer until the step is over. Waits for the device, as GradScaler does for the others."""
     found = getattr(optimizer, "found_inf", None)
     return isinstance(found, torch.Tensor) and bool(local(found).item())
+
+
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
+"""By which torch calls the hooks of a step()."""
+
+
+def is_parents_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the hook that asks is that of a step() within another of the same optimizer: a subclass's step() calls
+    its parent's, for which torch calls the hooks too once there is an optimizer of the parent's class.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    n_steps = 0
+    while frame is not None and n_steps < 2:
+        n_steps += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return n_steps > 1
 
 
 def makes_state_only(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> bool:
@@ -231,9 +292,8 @@ def _has_tensors(state: object) -> bool:
 
 def clear_moments(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Forget what optimizers, and those inside of them, know of earlier steps."""
-    for optimizer in optimizers:
+    for optimizer in with_contained(optimizers):
         optimizer.state.clear()
-        clear_moments(_contained(optimizer))
 
 
 def as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:

@@ -558,7 +558,6 @@ def test_a_model_that_is_converted_in_the_block_is_refused_before_its_push(
 @pytest.mark.parametrize(
     ("trains", "reads", "each", "told"),
     [
-        ("another optimizer", 200, 1, "64 steps were made by other optimizers (SGD)"),
         ("a copy's", 200, 1, "64 steps were made by other optimizers (SGD)"),
         ("by hand", 200, 1, "`done` was read 128 times, and the model's parameters change"),
         ("not, and waits for data", 1100, 1, ""),
@@ -575,7 +574,7 @@ def test_a_loop_whose_steps_are_not_counted_is_told_so(
     model = copy.deepcopy(loop.model) if trains == "a copy's" else loop.model
     with loop.sync as sync:
         loop.steps(1)
-        if trains in ("another optimizer", "a copy's"):
+        if trains == "a copy's":
             loop.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         for i in range(reads):
             assert not sync.done
@@ -586,7 +585,7 @@ def test_a_loop_whose_steps_are_not_counted_is_told_so(
                             parameter.add_(1.0)
                         case "not, and evaluates averaged weights":
                             parameter.add_((1.0, -1.0)[i // 70 % 2] if i % 70 == 0 else 0.0)
-            if i % each == each - 1 and trains in ("another optimizer", "a copy's", "the given one"):
+            if i % each == each - 1 and trains in ("a copy's", "the given one"):
                 loop.steps(1)
     messages = [record.message for record in caplog.records if "since the last counted step" in record.message]
     assert len(messages) == bool(told)
@@ -732,11 +731,10 @@ def test_a_program_without_logging_sees_what_its_cluster_does(
 
 def test_a_block_that_trained_and_counted_no_step_is_an_error(run: RunInMemory) -> None:
     loop = Loop(run, 0, replicas=False)
-    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=1.0)
 
     def trains_and_evaluates() -> None:
-        with loop.sync as sync:
-            loop.steps(3)
+        with loop.sync as sync, torch.no_grad():
+            next(loop.model.parameters()).add_(1.0)
             assert not any(sync.done for _ in range(100))
 
     with pytest.raises(ConfigError, match="no step of this loop was counted, and the model's parameters changed"):
@@ -751,11 +749,12 @@ class Container(torch.optim.Optimizer):
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         super().__init__([p for each in optimizers for p in each.param_groups[0]["params"]], {})
-        self.optimizers = optimizers
+        self.held: Any = optimizers
+        self.each = lambda: optimizers  # hidden
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for optimizer in self.optimizers:
-            optimizer.step()
+        for each in self.each():
+            each.step()
 
 
 def contained(loop: Loop, kept: Callable[[list[torch.nn.Parameter]], list[torch.nn.Parameter]] = list) -> Container:
@@ -764,19 +763,32 @@ def contained(loop: Loop, kept: Callable[[list[torch.nn.Parameter]], list[torch.
     return Container([torch.optim.SGD(half, lr=1.0, momentum=0.5) for half in halves])
 
 
-def test_a_container_of_optimizers_steps_once_and_its_moments_are_reset_with_the_model(run: RunInMemory) -> None:
+def by_kind(optimizers: list[torch.optim.Optimizer]) -> object:
+    """Each among others in dictionaries and lists, one of which holds itself, and with a way back to its container."""
+    kept: dict[str, Any] = {"first": [optimizers[:1]], "rest": {"b": (optimizers[1],)}}
+    kept["all"] = kept
+    return kept
+
+
+@pytest.mark.parametrize("hold", [list, by_kind])
+def test_a_container_of_optimizers_steps_once_and_its_moments_are_reset_with_the_model(
+    run: RunInMemory, hold: Callable[[list[torch.optim.Optimizer]], object]
+) -> None:
     run.decide = lambda push: VerdictKind.EXCLUDED
     loop = Loop(run, 0, replicas=False)
     optimizer = contained(loop)
+    optimizer.held = hold(optimizer.each())
+    for each in optimizer.each():
+        each.container = optimizer  # type: ignore[attr-defined]
     loop.sync = dips.DiLoCo(
         loop.model, optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True
     )
     loop.optimizer = optimizer
     with loop.sync as sync:
         loop.steps(3)
-        assert ([len(each.state) for each in optimizer.optimizers], sync.steps) == ([2, 3], 3)
+        assert ([len(each.state) for each in optimizer.each()], sync.steps) == ([2, 3], 3)
         loop.steps(1)
-        assert [len(each.state) for each in optimizer.optimizers] == [0, 0]
+        assert [len(each.state) for each in optimizer.each()] == [0, 0]
 
 
 class Hides(torch.optim.SGD):
@@ -805,20 +817,103 @@ def test_an_optimizer_whose_moments_cannot_be_found_is_refused(run: RunInMemory)
         dips.DiLoCo(loop.model, cast(Any, torch.nn.Linear(1, 1)), tokens_per_step=10)
 
 
-def test_an_optimizer_that_the_loop_does_not_know_is_a_warning(
-    run: RunInMemory, caplog: pytest.LogCaptureFixture
+class Helper:
+    """Keeps an optimizer where no search of attributes finds it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+class Delegates(torch.optim.SGD):
+    """Steps by the optimizer of a helper, or as SGD does once that is gone."""
+
+    helper: Helper | None = None
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step() if self.helper is None else self.helper.optimizer.step()
+
+
+@pytest.mark.parametrize("where", ["a helper of the given one", "the program", "the program, from the sixth step on"])
+def test_an_optimizer_of_the_model_that_the_loop_does_not_know_is_refused_before_its_push(
+    run: RunInMemory, where: str
 ) -> None:
-    model = Model(0)
-    first, second, *others = model.parameters()
-    some, rest = torch.optim.SGD([first, second], lr=0.1), torch.optim.SGD(others, lr=0.1)
-    for given, n_warnings in ((some, 1), ([some, rest], 0)):
-        caplog.clear()
-        arguments: dict[str, Any] = {"master": run.address, "cluster_id": "a", "insecure": True}
-        with dips.DiLoCo(model, given, tokens_per_step=10, steps=0, **arguments) as sync:
-            assert sync.done
-        told = [each.message for each in caplog.records if "the optimizers of this loop do not step" in each.message]
-        assert len(told) == n_warnings
-        assert all("3 of the parameters that require gradients ('layers.2.w')" in each for each in told)
+    """Nothing that it has stepped is pushed."""
+    loop = Loop(run, 0, replicas=False)
+    parameters = list(loop.model.parameters())
+    other = torch.optim.SGD(parameters[:1], lr=1.0, momentum=0.5)
+    loop.optimizer = Delegates(parameters, lr=1.0)
+    loop.sync = dips.DiLoCo(
+        loop.model, loop.optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True
+    )
+    n_before = 5 if "sixth" in where else 0
+
+    def train() -> None:
+        with loop.sync:
+            loop.steps(n_before)
+            if "helper" in where:
+                cast(Delegates, loop.optimizer).helper = Helper(other)
+            for _ in range(9):
+                for parameter in parameters:
+                    parameter.grad = torch.full_like(parameter, -1.0)
+                if "helper" not in where:
+                    other.step()
+                loop.steps(1)
+
+    with pytest.raises(ConfigError, match="SGD steps 1 of the model's parameters, and is none of the optimizers"):
+        train()
+    assert [push.steps for push in run.pushes] == [4] * (n_before // 4)
+    other.step()  # after the block it is no one's matter
+
+
+class Halves(torch.optim.SGD):
+    """Changes the parameters after the step of its parent, whose hooks torch calls too where there is a plain SGD."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        super().step()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(0.5)
+
+
+def test_a_step_that_calls_its_parents_is_one_and_is_pushed_as_it_ends(run: RunInMemory) -> None:
+    loop = Loop(run, 0, replicas=False)
+    loop.optimizer = Halves(loop.model.parameters(), lr=1.0)
+    loop.sync = dips.DiLoCo(
+        loop.model, loop.optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True
+    )
+    with loop.sync as sync:
+        loop.steps(4)
+        assert (sync.steps, sync.progress) == (4, 40)
+    assert len(run.pushes) == 1
+    trained = BASE
+    for _ in range(4):
+        trained = (trained + np.float32(1.0)) * np.float32(0.5)
+    assert run.theta_of(max(run.verdicts)).tobytes() == trained.tobytes()
+
+
+def test_optimizers_of_other_models_are_left_alone(run: RunInMemory) -> None:
+    loop, other = Loop(run, 0, replicas=False), Model(1)
+    theirs = torch.optim.AdamW(other.parameters(), lr=1.0)
+    with loop.sync as sync:
+        for _ in range(8):
+            for parameter in other.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            theirs.step()
+            loop.steps(1)
+        assert sync.steps == 8
+    assert [push.steps for push in run.pushes] == [4, 4]
+    assert len(theirs.state) == 5
+
+
+def test_a_model_and_an_optimizer_are_in_one_open_block_only(run: RunInMemory) -> None:
+    given: dict[str, Any] = {"tokens_per_step": 10, "master": run.address, "cluster_id": "a", "insecure": True}
+    loop = Loop(run, 0, replicas=False)
+    inner = torch.optim.SGD(loop.model.parameters(), lr=1.0)
+    with dips.DiLoCo(loop.model, Container([inner]), **given):
+        for optimizer in (inner, Container([inner]), torch.optim.SGD(loop.model.parameters(), lr=1.0)):
+            with pytest.raises(ConfigError, match="counted by another"):
+                dips.DiLoCo(loop.model, optimizer, **given)
+    assert dips.DiLoCo(loop.model, inner, **given)
 
 
 def test_a_model_of_which_a_step_leaves_only_zeros_is_not_pushed(run: RunInMemory, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         model, optimizer = given["model"], given["optimizer"]
         _refuse(args, model, self._options)
         label = step_label(state.global_step) if state.global_step > 0 else None
-        self._joined.begin(TrainerLoop(model, optimizer, self._options, self._folder(args), label))
+        self._joined.begin(lambda: TrainerLoop(model, optimizer, self._options, self._folder(args), label))
         self._remove_hooks()
         if self._options.tokens_per_step is None:
             self._hooks.append(model.register_forward_pre_hook(HookHere(self._count), with_kwargs=True))

@@ -79,8 +79,8 @@ class LightningCallback(Callback):
             end_with_one_sentence()  # again: init_process_group() puts a hook around ours that would swallow it
             _refuse(trainer)
             model = trainer.strategy.model or pl_module  # with DDP's wrapper, if there is one
-            loop = TrainerLoop(model, trainer.optimizers[0], self._options, self._folder(trainer), self._label)
-            self._joined.begin(loop)
+            optimizer, folder, label = trainer.optimizers[0], self._folder(trainer), self._label
+            self._joined.begin(lambda: TrainerLoop(model, optimizer, self._options, folder, label))
             self._sees_backward = pl_module.automatic_optimization
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -158,9 +158,10 @@ class Joined:
     def __init__(self) -> None:
         self.loop: TrainerLoop | None = None
 
-    def begin(self, loop: TrainerLoop) -> TrainerLoop:
-        """Enter a loop, and end one that an earlier training left open."""
+    def begin(self, make: Callable[[], TrainerLoop]) -> TrainerLoop:
+        """Make and enter a loop, after the end of one that an earlier training left open."""
         self.end()
+        loop = make()
         loop.__enter__()
         self.loop = loop
         atexit.register(self._say_what_is_lost)

@@ -23,7 +23,7 @@ from dips.worker.checkpoint_files import CheckpointError, RawTensor
 from dips.worker.parallel.agreement import Agreed, Alone, Gathering, agree, cells_of
 from dips.worker.parallel.held import Box, Row, held_here
 from dips.worker.parallel.shard_files import SavedShards, Shard, part_of, whole
-from dips.worker.torch_model import Optimizers, as_list, former_names, innermost, local, named_buffers
+from dips.worker.torch_model import Optimizers, as_list, former_names, innermost, local, named_buffers, with_contained
 from dips.worker.torch_state import (
     HasState,
     HostCopies,
@@ -62,7 +62,7 @@ class RankState:
         self._rank, self._n_ranks = ranks.rank, ranks.n_ranks
         self._agreed = agreed
         self._optimizers = () if only_parts else tuple(innermost(optimizers))
-        self._containers = () if only_parts else tuple(set(optimizers) - set(self._optimizers))
+        self._containers = () if only_parts else tuple(set(with_contained(optimizers)) - set(self._optimizers))
         self._parts: dict[str, HasState] = dict(parts or {})
         if not only_parts:
             self._parts[_RANDOM] = RandomState()
