@@ -26,27 +26,29 @@ def not_compiled(hook: H) -> H:
 
 
 class HookHere:
-    """A hook of a module that its copies, and the files that it is saved to, have no part in."""
+    """A hook of a module that its copies, the files that it is saved to, and what torch traces of it, have no part in.
+    call: None: it does nothing, as in a copy.
+    """
 
-    def __init__(self, call: Callable[..., None]) -> None:
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
 
     def __call__(self, *given: Any) -> None:
-        self._call(*given)
+        if self._call is not None and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+            self._call(*given)
 
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        return no_hook
+    @property
+    def __name__(self) -> str:  # torch.jit.script asks for it, and no one else
+        raise AttributeError(
+            "torch.jit.script cannot compile a module with a hook, as a dips.DiLoCo block puts on its model: script it "
+            "before or after the block, or in it another module that has the model's state_dict()"
+        )
+
+    def __deepcopy__(self, memo: object) -> HookHere:
+        return HookHere()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _no_hook_in_a_file, ()
-
-
-def no_hook(*given: Any) -> None:
-    """What a copy has in place of a HookHere."""
-
-
-def _no_hook_in_a_file() -> Callable[..., None]:
-    return no_hook
+        return HookHere, ()
 
 
 # ---- token check -----------------------------------------------------------------------------------------------------
@@ -114,8 +116,6 @@ class TokenCheck:
             _logger.warning("%s; nothing to do if the model fetches its own data", sentence)
 
     def _called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            return
         self._trained = self._trained or module.training  # evaluation may call a model that training calls by parts
         elems = _elems_in([args, kwargs])
         if elems is None:
@@ -129,6 +129,8 @@ def _elems_in(inputs: Any) -> int | None:
     total = 0
     for leaf in _leaves(inputs):
         if isinstance(leaf, torch.Tensor):
+            if torch._C._functorch.is_batchedtensor(leaf):
+                return None  # one sample of vmap's
             total += leaf.numel()
         elif leaf is not None and not isinstance(leaf, (bool, int, float, str)):
             return None
@@ -161,7 +163,7 @@ and the whole of a large batch would be copied from its device."""
 
 
 class FirstBatches:
-    """Digests the inputs of a model's first calls in training mode, then lets the model alone."""
+    """Digests the inputs of a model's first calls in training mode, or the first batches that a trainer gives."""
 
     def __init__(self, model: torch.nn.Module, known: Callable[[bytes], None]) -> None:
         """known: gets the digest. Inputs within a compiled model are not seen."""
@@ -175,15 +177,28 @@ class FirstBatches:
             self._hook = called.register_forward_pre_hook(HookHere(self._called), with_kwargs=True)
 
     def end(self) -> None:
+        self._n_left = 0
+        self._unhook()
+
+    def add(self, batch: Any) -> None:
+        """A batch of a trainer, which may train without a call of the model: its calls are no longer looked at."""
+        self._unhook()
+        self._note(batch)
+
+    def _unhook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def _called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or not module.training or self._hook is None:
+        if module.training:
+            self._note([args, kwargs])
+
+    def _note(self, inputs: Any) -> None:
+        if self._n_left == 0:
             return
         try:
-            tensors = [leaf for leaf in _leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
+            tensors = [leaf for leaf in _leaves(inputs) if isinstance(leaf, torch.Tensor)]
             if not tensors:  # batches in other objects: the digests of all such clusters would be equal
                 self.end()
                 return

@@ -106,10 +106,13 @@ def test_copies_and_files_of_the_model_have_no_part_in_the_training(run: RunInMe
         copied.train()
         copied(input_ids=batch(9.0))
     for _ in range(4):
-        trainer.step(batch(1.0))
+        trainer.step(batch(1.0), batch(1.0))
+    assert trainer.callback.sync is not None
+    assert trainer.callback.sync.shell is not None
+    assert trainer.callback.sync.shell.first_batches, "of the model's eight calls"
     trainer.tell("train_end")
     (push,) = run.pushes
-    assert (push.tokens, push.mean_loss) == (4 * 6, 1.0)
+    assert (push.tokens, push.mean_loss) == (8 * 6, 1.0)
 
 
 def test_closed_while_an_exception_is_on_its_way_it_pushes_no_step_that_may_be_half_made(

@@ -17,6 +17,7 @@ from support.trainer_models import Model
 from dips.core.errors import TERMINATED, ConfigError
 from dips.core.ids import Version
 from dips.worker.integrations.lightning import LightningCallback
+from dips.worker.step_checks import N_BATCHES
 
 
 class Trainer:
@@ -96,6 +97,27 @@ def test_batches_and_steps_that_lightning_skips_are_not_counted(run: RunInMemory
     (push,) = run.pushes
     assert (push.steps, push.tokens) == (4, 4 * 6)
     trainer.callback.close()
+
+
+def test_the_batches_that_lightning_gives_are_compared_with_other_clusters(run: RunInMemory, tmp_path: Path) -> None:
+    """Lightning calls training_step(), not the module."""
+
+    def digest(*values: float) -> bytes:
+        trainer = Trainer(run, tmp_path, {"tokens_per_step": 6})
+        trainer.tell("train_start")
+        sync = trainer.callback.sync
+        assert sync is not None
+        assert sync.shell is not None
+        for value in values:
+            trainer.tell("train_batch_start", {"input_ids": torch.full((2, 3), value)}, 0)
+        found = sync.shell.first_batches
+        trainer.callback.close()
+        return found
+
+    first = digest(*range(N_BATCHES))
+    assert first
+    assert first == digest(*range(N_BATCHES + 1))
+    assert first != digest(*range(1, N_BATCHES + 1))
 
 
 @pytest.mark.parametrize("released", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 
 from dips.core.errors import ConfigError
 from dips.worker.step_checks import N_BATCHES, FirstBatches, TokenCheck
+
+# torch's own, of the compiler and of what it will leave out some day.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
 
 
 class Anything(torch.nn.Module):
@@ -158,3 +162,38 @@ def test_a_compiled_models_batches_and_tensors_without_content_do_no_harm(model:
     compiled: torch.nn.Module = torch.compile(model, backend="eager")  # type: ignore[assignment]
     assert digest_of(compiled, batches_of(1)) == digest_of(Anything(), batches_of(1))
     assert digest_of(model, [torch.empty(2, device="meta")] * N_BATCHES) == b""
+
+
+def test_what_torch_makes_of_a_model_has_no_part_in_its_hooks() -> None:
+    """Traced, exported and compiled within the first batches, and copied."""
+    model, found, rows = torch.nn.Linear(4, 4), list[bytes](), torch.ones(2, 4)
+    check = checked(model)
+    FirstBatches(model, found.append)
+    traced = torch.jit.trace(model, rows, check_trace=False)  # to check it would call the model
+    exported = torch.export.export(model, (rows,)).module()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert not found
+    for made in (traced, exported, compiled, copy.deepcopy(model)):
+        for _ in range(N_BATCHES):
+            assert torch.equal(made(rows), torch.nn.functional.linear(rows, model.weight, model.bias))
+    assert not found
+    check.stepped(10**9)
+    for _ in range(N_BATCHES):
+        model(rows)
+    assert len(found) == 1
+
+
+def test_a_model_that_torch_should_script_in_the_block_says_how_it_can() -> None:
+    model = torch.nn.Linear(4, 4)
+    check = checked(model)
+    for hooked in (model, copy.deepcopy(model)):
+        with pytest.raises(AttributeError, match="script it before or after the block, or in it another module"):
+            torch.jit.script(hooked)
+    check.end()
+    assert torch.jit.script(model)(torch.ones(1, 4)).shape == (1, 4)
+
+
+def test_samples_of_vmap_are_not_counted_as_batches(model: Anything) -> None:
+    check = checked(model)
+    torch.func.vmap(lambda ids: (model(ids), ids)[1])(IDS.repeat(100, 1))
+    check.stepped(100 * IDS.numel())

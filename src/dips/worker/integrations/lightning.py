@@ -84,7 +84,10 @@ class LightningCallback(Callback):
             self._sees_backward = pl_module.automatic_optimization
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.sync is not None and self._options.tokens_per_step is None:
+        if self.sync is None:
+            return
+        self.sync.saw_batch(batch)
+        if self._options.tokens_per_step is None:
             self._batch_tokens = self._tokens_of(batch)
             if not self._sees_backward:  # a loop of the module's own, which may call loss.backward() itself
                 self._add_tokens()

@@ -106,6 +106,11 @@ class TrainerLoop(DiLoCo):
         """Count the tokens of a training batch; several may make one step."""
         self._counted += tokens
 
+    def saw_batch(self, batch: Any) -> None:
+        """A batch that is trained on, of a trainer that may not call the model itself."""
+        if self._first_batches is not None:
+            self._first_batches.add(batch)
+
     def saw_loss(self, loss: Any, *, is_share: bool) -> None:
         """Note the loss of a batch, if `loss` is one. Of several in one step, each is a share of the step's loss, or
         the step's loss is their mean. Never waits for a device.
