@@ -116,10 +116,13 @@ def export(
     fetched = _fetch(named, wanted, wait_s, lambda: asked_security(keys, insecure, named.directory))
     described = description_from_json(fetched.layout.description)
     filled = fill(fetched.layout, described, fill_from) if fill_from is not None else {}
-    is_adapter = False
+    is_adapter, not_checked = False, ""
     if form is Form.HUGGINGFACE:
         folder = as_folder(fetched, filled)
-        is_adapter = isinstance(folder, AdapterFolder)
+        if isinstance(folder, AdapterFolder):
+            is_adapter = True
+        else:
+            not_checked = folder.not_checked
         write_folder(folder, to, force)
     else:
         prefix = described.prefix if described is not None else ""
@@ -141,6 +144,7 @@ def export(
         "elements": fetched.layout.n_elems,
         "filled": len(filled),
         "lacking": lacking,
+        "not_checked": not_checked,
     }
     sentence = f"{to}: version {fetched.version} of run {fetched.run_id}, {format_count(fetched.tokens)} tokens"
     if is_adapter:
@@ -152,6 +156,11 @@ def export(
         sentence += (
             f"\nIt lacks {lacking} tensors that the run does not train, such as {described.absent[0]!r}: load it over "
             "the model that training began with, or add them with --fill FILE"
+        )
+    if not_checked:
+        sentence += (
+            f"\nNot checked whether a new model of its config.json takes its tensors: {not_checked}; from_pretrained() "
+            "says at loading which weights are newly initialized: there must be none"
         )
     print(json.dumps(fields) if as_json else sentence)
     return 0

@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -69,6 +69,7 @@ class ModelFolder:
     tensors: Tensors
     about: Mapping[str, Any]  # which version of which run it is
     shard_bytes: int = SHARD_BYTES
+    not_checked: str = ""  # why no model of the configuration has said whether it would take the tensors
 
     def write_files(self, folder: Path) -> None:
         shards = _shards(self.tensors, self.shard_bytes)
@@ -230,19 +231,23 @@ def _as_float32(tensor: RawTensor) -> NDArray[np.float32]:
 def _checked(folder: ModelFolder) -> ModelFolder:
     """Raises ConfigError where a model of the configuration would not take these tensors, and begin with random ones.
 
-    A configuration that the installed transformers does not know cannot be checked.
+    The folder says so where this cannot be known here.
     """
-    if find_spec("torch") is None or find_spec("transformers") is None:
-        return folder
+    if absent := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+        return replace(folder, not_checked=f"{absent[0]} is not installed here")
     import torch
     import transformers
 
-    kind = getattr(transformers, next(iter(folder.config.get("architectures") or [""])), None)
+    named = next(iter(folder.config.get("architectures") or ["no architecture"]))
+    kind = getattr(transformers, named, None)
+    if kind is None:
+        return replace(folder, not_checked=f"transformers {transformers.__version__} here has no {named}")
     try:
         with torch.device("meta"):
-            model = kind(kind.config_class.from_dict(dict(folder.config)))  # type: ignore[misc, union-attr]
-    except Exception:  # as that of a program's own class
-        return folder
+            model = kind(kind.config_class.from_dict(dict(folder.config)))
+    except Exception as error:  # the library's own
+        why = f"transformers {transformers.__version__} here makes no {named} of it ({error!r:.200})"
+        return replace(folder, not_checked=why)
     expected = model.state_dict(keep_vars=True)
     tied: dict[int, list[str]] = {}
     for name, tensor in expected.items():

@@ -34,7 +34,7 @@ class HookHere:
         self._call = call
 
     def __call__(self, *given: Any) -> None:
-        if self._call is not None and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+        if self._call is not None and not torch.compiler.is_compiling() and not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             self._call(*given)
 
     @property

@@ -150,9 +150,21 @@ def test_tensors_that_a_model_of_the_configuration_would_not_take_are_refused(
         as_folder(found)
     told = json.loads(found.layout.description)
     told["config"]["architectures"] = ["OfAProgram"]  # which this process does not have
-    as_folder(replace(found, layout=replace(found.layout, description=json.dumps(told))))
-    monkeypatch.setattr(model_folder, "find_spec", lambda name: None)
-    as_folder(found)
+    assert "here has no OfAProgram" in not_checked(
+        replace(found, layout=replace(found.layout, description=json.dumps(told)))
+    )
+    told["config"] |= {"architectures": ["LlamaForCausalLM"], "hidden_size": "many"}
+    assert "here makes no LlamaForCausalLM of it" in not_checked(
+        replace(found, layout=replace(found.layout, description=json.dumps(told)))
+    )
+    monkeypatch.setattr(model_folder, "find_spec", lambda name: None if name == "transformers" else name)
+    assert not_checked(found) == "transformers is not installed here"
+
+
+def not_checked(found: Fetched) -> str:
+    folder = as_folder(found)
+    assert isinstance(folder, ModelFolder)
+    return folder.not_checked
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"format":"huggingface-1"}', '{"format":"other"}'])

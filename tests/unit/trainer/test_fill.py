@@ -15,6 +15,7 @@ from dips.cli import model as command_model
 from dips.core.errors import ConfigError
 from dips.core.layout import MAX_DESCRIPTION_CHARS
 from dips.core.model_description import Lacking, ModelDescription, description_from_json
+from dips.local import model_folder
 from dips.local.model_folder import as_folder, write_folder
 from dips.trainer.export import export_model, fill
 from dips.worker.torch_model import TorchParameters, description_of, untrained_of
@@ -128,12 +129,14 @@ def test_more_tensors_than_a_description_holds_are_counted(tmp_path: Path) -> No
     assert len(fill(layout, described, written(state, "file", tmp_path))) == 5000
 
 
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True,
+)  # fmt: skip
+
+
 def test_a_llama_trained_in_part_is_whole_again(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(CONFIG)
     model.model.embed_tokens.weight.requires_grad_(False)
     base = tmp_path / "base"
     model.save_pretrained(base)
@@ -161,3 +164,15 @@ def test_the_command_says_what_an_export_lacks(
     told = json.loads(capsys.readouterr().out)
     assert (told["filled"], told["lacking"]) == (5, 0)
     assert len(load_file(tmp_path / "whole.safetensors")) == 5 + 4
+
+
+def test_the_command_says_that_a_folder_was_not_compared_with_a_model_of_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = fetched(LlamaForCausalLM(CONFIG))
+    monkeypatch.setattr(command_model, "_fetch", lambda *given: found)
+    command_model.export("127.0.0.1:1", tmp_path / "checked")
+    assert "Not checked" not in capsys.readouterr().out
+    monkeypatch.setattr(model_folder, "find_spec", lambda name: None)
+    command_model.export("127.0.0.1:1", tmp_path / "unchecked")
+    assert "Not checked whether a new model of its config.json takes its tensors: torch" in capsys.readouterr().out
