@@ -144,6 +144,17 @@ def named_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(plain[name], buffer) for name, buffer in named]
 
 
+def saved_buffers(model: torch.nn.Module) -> list[str]:
+    """Plain names of the buffers that a state_dict has."""
+    lasting = [
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key not in module._non_persistent_buffers_set
+    ]
+    return list(plain_names(model, lasting).values())
+
+
 def former_names(model: torch.nn.Module) -> dict[str, str]:
     """Plain name -> the name with the wrappers' parts, as earlier releases used it; only those that differ."""
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]

@@ -254,6 +254,16 @@ class Second(Alone):
         return [mine, self._others]
 
 
+def test_a_buffer_that_comes_after_the_start_is_refused_unless_no_file_needs_it() -> None:
+    loop = Loop(1)
+    state = loop.state()
+    loop.net.norm.register_buffer("cache", torch.ones(2), persistent=False)
+    state.capture()
+    loop.net.norm.register_buffer("seen", torch.ones(2))
+    with pytest.raises(StateTreeError, match=r"buffer 'norm.seen' was registered after the loop was entered"):
+        state.capture()
+
+
 def test_a_buffer_that_is_two_tensors_is_refused_at_the_start() -> None:
     loop = Loop(0)
     for dtype, shape in (("torch.float32", [7]), ("torch.float32", [5, 1]), ("torch.int64", [5])):

@@ -23,7 +23,16 @@ from dips.worker.checkpoint_files import CheckpointError, RawTensor
 from dips.worker.parallel.agreement import Agreed, Alone, Gathering, agree, cells_of
 from dips.worker.parallel.held import Box, Row, held_here
 from dips.worker.parallel.shard_files import SavedShards, Shard, part_of, whole
-from dips.worker.torch_model import Optimizers, as_list, former_names, innermost, local, named_buffers, with_contained
+from dips.worker.torch_model import (
+    Optimizers,
+    as_list,
+    former_names,
+    innermost,
+    local,
+    named_buffers,
+    saved_buffers,
+    with_contained,
+)
 from dips.worker.torch_state import (
     HasState,
     HostCopies,
@@ -73,6 +82,7 @@ class RankState:
         held = [[(names[piece.parameter], Box(piece.starts, piece.sizes)) for piece in each] for each in agreed.held]
         self._cells = _by_name(dealt(held)[agreed.rank])
         self._buffers = [] if only_parts else [each for each in agreed.mine.untrained if each.what.is_buffer]
+        self._known_buffers = [{name for name, _ in named_buffers(model)} for model in agreed.mine.models]
         mine = [[e.name, str(e.what.tensor.dtype), e.shape, *e.box] for e in self._buffers if e.box.n_elems]
         texts = ranks.gather(json.dumps([sorted(self._stepped()), mine]).encode())
         stepped, said = zip(*map(json.loads, texts), strict=True)
@@ -189,6 +199,12 @@ class RankState:
         return said
 
     def _take_buffers(self, shards: list[Shard]) -> None:
+        for model, known in zip(self._agreed.mine.models, self._known_buffers, strict=True):
+            if late := [name for name in saved_buffers(model) if name not in known]:
+                raise StateTreeError(
+                    f"buffer {late[0]!r} was registered after the loop was entered, so that the ranks have not agreed "
+                    "on who writes it: register it before, or with persistent=False"
+                )
         taken: set[tuple[str, Box]] = set()  # several stages of one rank may have a buffer of one name
         for each, tensor in zip(self._buffers, self._buffers_now(), strict=True):
             for cell in self._buffer_cells.get(each.name, ()):
