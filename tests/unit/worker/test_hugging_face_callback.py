@@ -95,6 +95,19 @@ def test_tokens_and_losses_of_accumulated_batches_are_one_steps_and_saves_are_la
     assert not trainer.model._forward_pre_hooks
 
 
+def test_a_trainer_that_begins_again_leaves_the_loop_before(run: RunInMemory, tmp_path: Path) -> None:
+    """As with auto_find_batch_size, after an error that callbacks are not told: the same model, another optimizer."""
+    trainer = Trainer(run, tmp_path)
+    trainer.tell("train_begin")
+    trainer.step(batch(1.0))
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    trainer.tell("train_begin")
+    for _ in range(4):
+        trainer.step(batch(1.0))
+    trainer.tell("train_end")
+    assert [push.steps for push in run.pushes] == [1, 4]
+
+
 def test_copies_and_files_of_the_model_have_no_part_in_the_training(run: RunInMemory, tmp_path: Path) -> None:
     trainer = Trainer(run, tmp_path)
     trainer.tell("train_begin")
