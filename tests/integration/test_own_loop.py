@@ -33,14 +33,17 @@ def test_own_loop_as_two_clusters_while_master_and_slave_get_sigterm(tmp_path: P
     assert load_file(tmp_path / "m.safetensors")["embedding.weight"].shape == (256, 64)
 
 
-def test_two_clusters_as_the_page_starts_them_and_the_second_one_late(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_two_clusters_as_the_page_starts_them_and_the_second_one_late(tmp_path: Path, order: str) -> None:
     """The page's own program, unchanged: the first cluster waits, and both merge until each has made its steps."""
+    early, late = order
     program = (sys.executable, ROOT / "examples" / "own_loop.py")
     with UpRun(tmp_path, {}) as run:
-        first = run.begin("b", program)
-        until(lambda: "waiting for the run's first merge" in run.logs["b"].read_text(), "it waits", run.logs["b"])
-        assert "step 40:" not in run.logs["b"].read_text(), "two rounds of 8 steps, and a step that is under way"
-        second = run.begin("a", program)
+        first = run.begin(early, program)
+        log = run.logs[early]
+        until(lambda: "waiting for the run's first merge" in log.read_text(), "it waits", log)
+        assert "step 40:" not in log.read_text(), "two rounds of 8 steps, and a step that is under way"
+        second = run.begin(late, program)
         assert [ended(process, run.log) for process in (first, second)] == [0, 0]
         told = json.loads(dips("status", run.directory, "--json").stdout)
         assert dips("stop", run.directory).returncode == 0
