@@ -33,10 +33,9 @@ def test_own_loop_as_two_clusters_while_master_and_slave_get_sigterm(tmp_path: P
     assert load_file(tmp_path / "m.safetensors")["embedding.weight"].shape == (256, 64)
 
 
-@pytest.mark.parametrize("order", ["ab", "ba"])
-def test_two_clusters_as_the_page_starts_them_and_the_second_one_late(tmp_path: Path, order: str) -> None:
+@pytest.mark.parametrize(("early", "late"), ["ab", "ba"])
+def test_two_clusters_as_the_page_starts_them_and_the_second_one_late(tmp_path: Path, early: str, late: str) -> None:
     """The page's own program, unchanged: the first cluster waits, and both merge until each has made its steps."""
-    early, late = order
     program = (sys.executable, ROOT / "examples" / "own_loop.py")
     with UpRun(tmp_path, {}) as run:
         first = run.begin(early, program)

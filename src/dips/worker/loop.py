@@ -337,6 +337,8 @@ class DiLoCo:
         if self.active:
             self._hooks.append(register_optimizer_step_pre_hook(_refuses_strangers(self)))
         for optimizer in self._optimizers:
+            if not hasattr(type(optimizer).step, "hooked"):  # its class does not begin as torch's do: timm's Lookahead
+                optimizer._patch_step_function()
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
         self._use, self._was_used, self._after_end = _Use.ENTERED, False, Work()

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -750,7 +751,7 @@ class Container(torch.optim.Optimizer):
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         super().__init__([p for each in optimizers for p in each.param_groups[0]["params"]], {})
         self.held: Any = optimizers
-        self.each = lambda: optimizers  # hidden
+        self.each: Callable[[], list[torch.optim.Optimizer]] = lambda: optimizers  # hidden
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for each in self.each():
@@ -829,7 +830,7 @@ class Delegates(torch.optim.SGD):
 
     helper: Helper | None = None
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         return super().step() if self.helper is None else self.helper.optimizer.step()
 
 
@@ -868,7 +869,7 @@ def test_an_optimizer_of_the_model_that_the_loop_does_not_know_is_refused_before
 class Halves(torch.optim.SGD):
     """Changes the parameters after the step of its parent, whose hooks torch calls too where there is a plain SGD."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         super().step()
         with torch.no_grad():
             for parameter in self.param_groups[0]["params"]:
@@ -889,6 +890,28 @@ def test_a_step_that_calls_its_parents_is_one_and_is_pushed_as_it_ends(run: RunI
     for _ in range(4):
         trained = (trained + np.float32(1.0)) * np.float32(0.5)
     assert run.theta_of(max(run.verdicts)).tobytes() == trained.tobytes()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Begins as timm's does, so that torch calls no hooks of its step()."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.base, self.defaults, self.param_groups, self.state = base, base.defaults, base.param_groups, base.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step()
+
+
+def test_steps_of_an_optimizer_whose_hooks_torch_does_not_call_are_counted(run: RunInMemory) -> None:
+    loop = Loop(run, 0, replicas=False)
+    loop.optimizer = Lookahead(torch.optim.SGD(loop.model.parameters(), lr=1.0))
+    loop.sync = dips.DiLoCo(
+        loop.model, loop.optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True
+    )
+    with loop.sync as sync:
+        loop.steps(4)
+        assert sync.steps == 4
 
 
 def test_optimizers_of_other_models_are_left_alone(run: RunInMemory) -> None:
