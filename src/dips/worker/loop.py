@@ -177,7 +177,7 @@ class DiLoCo:
         optimizer: The inner optimizer, also as Accelerate prepared it. Where several step different parameters of the
             model, as torch.optim.Muon and AdamW do, a list of all of them, in the same order after a restart: a step is
             complete when each has made one; one that only some of them make, as after an overflow with GradScaler, is
-            not counted. The same one twice: ConfigError.
+            not counted. The same one twice, or one outside of the list that steps the model: ConfigError.
         tokens_per_step: Tokens (or samples, if every cluster counts them alike) behind one step of this process;
             count() overrides it. Missing, no whole number or below 1: ConfigError; more than the model's inputs can
             hold: a warning, and above a hundred times as many ConfigError at the first step; far above what is usual in
