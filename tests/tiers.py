@@ -24,6 +24,9 @@ LANDING = (
     "tests/slow/test_encrypted_run.py",
     "tests/slow/test_manifests.py",
     "tests/slow/test_master_process.py",
+    # Trainers of other people, in one process: seconds each once they are imported.
+    "tests/slow/test_hugging_face.py",
+    "tests/slow/test_lightning.py",
     # Seconds of a processor each, for which a newcomer would wait.
     "tests/integration/test_carry_loops.py",
     "tests/integration/test_slave_data_server.py",
