@@ -6,25 +6,30 @@ Each harm has to be felt (a process says so); when it is over, a version is publ
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.dips_command import ROOT, dips, pid_of, published
 from support.fault_run import CLUSTERS, SLAVES, TALLY, FaultRun
 from support.fork_server import ForkServer
 from support.up_run import UpRun, endless
-from support.waiting import until
+from support.waiting import NO_LIMIT_S, until
 
+from dips.core.errors import RetryLater
 from dips.master.directory import ADDRESS_NAME, LOCK_NAME, TAPE_NAME
 from dips.slave.push_evidence import DIRECTORY
 
@@ -127,7 +132,8 @@ def test_a_run_survives_full_disks_of_every_role(fork_server: ForkServer, tmp_pa
 @pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount the small disk that is to be filled")
 def test_dips_up_goes_on_when_the_only_disk_has_room_again(tmp_path: Path) -> None:
-    """Logs, tapes and all that a run keeps are on it, and a master and a slave die meanwhile."""
+    """Logs, tapes and all that a run keeps are on it, and a master and a slave die meanwhile. The status page is
+    there again when there is room."""
     with small_disk(tmp_path / "disk") as disk:
         program = (sys.executable, endless(ROOT / "examples" / "own_loop.py", disk, "steps=200"))
         with UpRun(disk, dict.fromkeys("ab", program)) as run:
@@ -138,11 +144,26 @@ def test_dips_up_goes_on_when_the_only_disk_has_room_again(tmp_path: Path) -> No
             for name in ("s0", "master"):
                 os.kill(pid_of(run.directory, name), signal.SIGKILL)
             until(lambda: set(children.read_text().split()) - before, "the launcher starts one again")
+            told = dips("page", run.directory)
+            assert told.returncode in (0, RetryLater.exit_code), told.stderr  # a master that cannot write may be gone
             time.sleep(FULL_S)
             ballast.unlink()
             run.until_version(published(run.directory) + 3)
+            assert page_of(run.directory)["state"]["run"]["id"] == "mine"
             run.stop()
             assert "Traceback" not in "".join(log.read_text() for log in (run.log, *run.logs.values()))
+
+
+def page_of(run_directory: Path) -> Mapping[str, Any]:
+    """What the status page shows now to a person who opens the link that `dips page` prints."""
+    link = dips("page", run_directory)
+    assert link.returncode == 0, link.stderr
+    (url,) = [word for word in link.stdout.split() if word.startswith("http")]
+    https = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())  # the run's own authority
+    browser = urllib.request.build_opener(https, urllib.request.HTTPCookieProcessor())
+    assert b"<html" in browser.open(url, timeout=NO_LIMIT_S).read()
+    shown: Mapping[str, Any] = json.load(browser.open(url.partition("?")[0] + "snapshot.json", timeout=NO_LIMIT_S))
+    return shown
 
 
 def role_of(name: str) -> str:
