@@ -24,7 +24,7 @@ F32 = NDArray[np.float32]
 
 HUGE_PAGE_BYTES = 2 << 20
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 """mallopt's parameters, from glibc's malloc.h."""
 
 _LARGEST_MMAP_THRESHOLD = 32 << 20
@@ -93,14 +93,26 @@ def keep_freed_memory() -> bool:
     To be called once, at a process's start. Returns whether this system's malloc accepted it, as glibc's
     does.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):
-        return False
-    wanted = (
+    return _told_malloc(
         (_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD),  # set by hand, it no longer moves with what is freed
         (_M_TRIM_THRESHOLD, _KEPT_BYTES),
         (_M_TOP_PAD, HUGE_PAGE_BYTES),
     )
+
+
+def keep_one_heap() -> bool:
+    """Have all threads share malloc's first heap, for a process whose threads do not depend on its speed.
+
+    By default glibc gives threads up to eight heaps for each processor. What one thread frees is of no use in another's
+    heap: connections that are accepted here and freed there then take several times their memory. To be called once,
+    at a process's start. Returns whether this system's malloc accepted it.
+    """
+    return _told_malloc((_M_ARENA_MAX, 1))
+
+
+def _told_malloc(*wanted: tuple[int, int]) -> bool:
+    """Whether it took these parameters."""
+    libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    if libc is None or not hasattr(libc, "mallopt"):
+        return False
     return all(libc.mallopt(name, value) == 1 for name, value in wanted)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from dips.core.allocator import keep_one_heap
 from dips.core.clock import Clock, SystemClock
 from dips.core.config import Loaded
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError
@@ -293,6 +294,7 @@ def run(config: MasterConfig, loaded: Loaded[MasterConfig] | None = None) -> int
     anything is served.
     """
     raise_file_limit()
+    keep_one_heap()
     configure_logging("master", config.run_id, config.log_level, config.log_format)
     install("master", enabled=config.failpoints)
     share_with(config.files_group)

@@ -1,5 +1,8 @@
 """Closes data-port connections before their peers fill this process's memory or its file table.
 
+Strangers are closed by number: so many connections without a finished handshake (core/net/newcomers.py). Peers that are
+let in are closed by what they do.
+
 libzmq bounds the size of a frame and the number of whole messages that wait, not the number of frames of one message:
 a message that never ends grows in memory that only libzmq sees. This module can see how much memory the process uses,
 how many bytes each connection sent, and which connections delivered a whole message. Connections that send bytes and
@@ -22,7 +25,17 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from dips.slave.data_server import PAGE_BYTES, DataServer, connection_of, received_bytes, reset
+from dips.core.net.newcomers import (
+    Bounds,
+    Connection,
+    PortWatch,
+    connection_of,
+    files_of_process,
+    received_bytes,
+    reset,
+    taken_bytes,
+)
+from dips.slave.data_server import PAGE_BYTES, DataServer
 
 # ---- which to close --------------------------------------------------------------------------------------------------
 
@@ -141,12 +154,15 @@ class ConnectionLimits:
 LOOK_S = 0.05
 """Interval of the checks. libzmq receives about 2 GB/s, so between two checks less than 100 MB arrive."""
 
-FILES_EVERY = 20
-"""Files are counted at one of so many checks: with 10,000 of them it takes 5 ms."""
+NEWCOMERS, NEWCOMERS_OF_ADDRESS = 512, 64
+"""Connections without a finished handshake that there may be, in all and from one address, in addition to twice the
+keys on the master's list: all their owners may come back at once, behind one router. Each costs 5 to 10 KB."""
 
 ROOM_BYTES = 256 << 20
 """Memory for everything without its own formula: messages of the master (64 MiB at most, several times over), the
-temporary arrays of a round, samples of old versions (8 MiB)."""
+temporary arrays of a round, samples of old versions (8 MiB), connections."""
+
+TOO_MANY_NEWCOMERS = "connections that had not shown a key: there were more than this port may have of them"
 
 _libc = ctypes.CDLL(None)
 
@@ -167,7 +183,7 @@ class ConnectionGuard:
         self._headroom_bytes = room_bytes // 2
         self._most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._n_files = 0
-        self._looks = 0
+        self._watch = PortWatch(self._port, self._newcomer_bounds())
         self._guard = ConnectionLimits()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dips-guard", daemon=True)
@@ -191,9 +207,12 @@ class ConnectionGuard:
             self._look()
 
     def _look(self) -> None:
-        if self._looks % FILES_EVERY == 0:
-            self._n_files = len(self._files())
-        self._looks += 1
+        files = self._files()
+        self._n_files = len(files)
+        self._watch.newcomers.bounds = self._newcomer_bounds()
+        closed = self._watch.look(files, self._has_shaken_hands, time.monotonic())
+        if closed:
+            self._data.do(self._data.port.refuse_connection, TOO_MANY_NEWCOMERS, closed)
         pressure = self._pressure()
         if pressure.memory_bytes > pressure.limit_bytes:
             give_back_freed_memory()
@@ -204,7 +223,7 @@ class ConnectionGuard:
             return
         received: dict[int, int] = {}
         by_file: dict[int, int] = {}
-        for fd in self._files():
+        for fd in files:
             with connection_of(fd, self._port) as found:
                 if found is not None:
                     received[found[0]], by_file[fd] = received_bytes(found[1]), found[0]
@@ -212,6 +231,16 @@ class ConnectionGuard:
         cut = self._guard.look(pressure, received, delivered, time.monotonic())
         if cut is not None:
             self._cut(cut)
+
+    def _newcomer_bounds(self) -> Bounds:
+        keys = self._data.n_allowed
+        # Without keys all peers are on this machine, behind one address. libzmq itself ends what takes too long.
+        of_one = NEWCOMERS if keys is None else NEWCOMERS_OF_ADDRESS + 2 * keys
+        return Bounds(NEWCOMERS + 2 * (keys or 0), of_one, handshake_s=math.inf)
+
+    def _has_shaken_hands(self, connection: Connection) -> bool:
+        with self._watch.opened(connection) as handle:
+            return handle is None or taken_bytes(handle) > self._data.handshake_bytes
 
     def _pressure(self) -> Pressure:
         return Pressure(self.memory_bytes(), self.limit_bytes, self._headroom_bytes, self._n_files, self._most_files)
@@ -228,10 +257,8 @@ class ConnectionGuard:
         self._n_files = len(self._files())
 
     def _files(self) -> Sequence[int]:
-        try:
-            return [int(name) for name in os.listdir("/proc/self/fd")]
-        except OSError:  # not even one file more can be opened
-            return range(self._most_files)
+        found = files_of_process()
+        return range(self._most_files) if found is None else found
 
     def memory_bytes(self) -> int:
         """Resident memory of this process without files that are mapped: heap, arrays, frames. From any thread."""

@@ -8,21 +8,17 @@ a socket or a thread with control, so that a saturated link starves no heartbeat
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import math
 import os
 import queue
 import resource
 import socket
-import stat
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Literal, ParamSpec
@@ -35,6 +31,7 @@ from dips.core.errors import ConfigError, Refused
 from dips.core.messages import SlaveBeat
 from dips.core.net.addresses import format_address, require_loopback
 from dips.core.net.data_header import MAX_HEADER_BYTES, DataOp
+from dips.core.net.newcomers import connection_of, cut, received_bytes
 from dips.core.net.zmq_numba import ReceivedFrame, poll_items, why_not
 from dips.core.net.zmq_sockets import NOW, NOW_MORE, ZAP_ENDPOINT, CurvePair, Failure, Handshakes, Outgoing, as_server
 from dips.core.observe.failpoints import FailpointKind, failpoint, hits
@@ -104,77 +101,6 @@ class ZapHandler:
         return user
 
 
-# ---- disconnecting ---------------------------------------------------------------------------------------------------
-#
-# Closes one connection below libzmq, which sees that as if the peer had closed it: no other connection is touched.
-
-
-_libc = ctypes.CDLL(None)
-
-
-def cut(fd: int, port: int) -> bool:
-    """Close the connection that libzmq names with a message (SRCFD), if it still is one to this port. Returns whether
-    it was."""
-    with connection_of(fd, port) as found:
-        if found is not None:
-            reset(found[1])
-        return found is not None
-
-
-@contextmanager
-def connection_of(fd: int, port: int) -> Iterator[tuple[int, socket.socket] | None]:
-    """The inode of `fd` and a separate handle to it, if it is a connection to this port.
-
-    The file may be closed, and its number given to another, at any time: so all is read from a duplicate, unless no
-    further file can be opened.
-    """
-    own, handle, inode = fd, None, 0
-    with contextlib.suppress(OSError):
-        own = os.dup(fd)
-    try:
-        info = os.fstat(own)
-        inode = info.st_ino
-        handle = socket.socket(fileno=own) if stat.S_ISSOCK(info.st_mode) else None
-    except OSError:
-        pass  # closed meanwhile
-    try:
-        yield (inode, handle) if handle is not None and _is_connection(handle, port) else None
-    finally:
-        if handle is not None:
-            handle.detach()
-        if own != fd:
-            os.close(own)
-
-
-def _is_connection(handle: socket.socket, port: int) -> bool:
-    try:
-        handle.getpeername()
-        address = handle.getsockname()
-    except OSError:
-        return False
-    return handle.type is socket.SOCK_STREAM and isinstance(address, tuple) and address[1] == port
-
-
-def reset(connection: socket.socket) -> None:
-    """Undo its connect, which sends the peer a reset and drops all arrived bytes. shutdown() would not do: the peer's
-    bytes would still arrive after it."""
-    nowhere = struct.pack("H14x", socket.AF_UNSPEC)
-    _libc.connect(connection.fileno(), nowhere, len(nowhere))  # if it ended by itself, nothing is left to do
-
-
-_BYTES_RECEIVED = 128
-"""Offset of tcpi_bytes_received in struct tcp_info, 8 bytes (Linux 4.1 and newer)."""
-
-
-def received_bytes(connection: socket.socket) -> int:
-    """Bytes that came by a connection so far; 0 where the system cannot say."""
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED + 8)
-        return int(struct.unpack_from("<Q", info, _BYTES_RECEIVED)[0])
-    except (OSError, struct.error):
-        return 0
-
-
 # ---- data server -----------------------------------------------------------------------------------------------------
 
 
@@ -184,6 +110,12 @@ HANDSHAKE_MS = 5_000
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 30_000
 """A frozen peer is dropped after this and its unread answers are freed. A 1 MiB chunk takes 8 s at 1 Mbit/s."""
+
+NULL_HANDSHAKE_BYTES = 64
+"""ZMTP's greeting; READY follows."""
+
+CURVE_HANDSHAKE_BYTES = 64 + 170 + 30
+"""Greeting and WELCOME, and ERROR to one whose key is refused; READY, with the socket's type, is longer (RFC 26)."""
 
 FIRST_BYTE_S = 1
 """About so long the system keeps a connection to itself that brings no byte. Peers begin to speak at once."""
@@ -402,6 +334,16 @@ class DataServer:
     def is_compiled(self) -> bool:
         """Whether the compiled loop serves, which takes seconds to compile when it first does on this machine."""
         return self._loop is not None
+
+    @property
+    def n_allowed(self) -> int | None:
+        """Keys on the master's list; None: there are no keys."""
+        return None if self.port.admission is None else len(self.port.admission.keys)
+
+    @property
+    def handshake_bytes(self) -> int:
+        """This port sends more to a peer only when their handshake has succeeded."""
+        return CURVE_HANDSHAKE_BYTES if self._curve is not None else NULL_HANDSHAKE_BYTES
 
     def note_deliveries(self, on: bool) -> set[int]:
         """File numbers of the connections that delivered a whole message since the last call; noted only while `on`.

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import pytest
 
+from dips.core.net.newcomers import connection_of, cut, received_bytes
 from dips.slave.connections import ConnectionGuard
-from dips.slave.data_server import connection_of, cut, received_bytes
 
 Ends = tuple[socket.socket, socket.socket]
 """A peer's, and ours."""
@@ -95,6 +95,8 @@ class Data:
     """A data port whose peers send at each look of the guard that watches deliveries; `delivers` hands its bytes on."""
 
     traffic_bytes = 0
+    n_allowed = None
+    handshake_bytes = 0
 
     @property
     def port(self) -> Data:

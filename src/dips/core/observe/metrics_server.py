@@ -16,6 +16,7 @@ import socketserver
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -32,6 +33,7 @@ from dips.core.errors import ConfigError, of_disk
 from dips.core.files import closed, make_folder
 from dips.core.net.addresses import dialable, format_address, is_loopback, parse_address
 from dips.core.net.keys import CERT_FILE, KEY_FILE, REVOKED_FILE, parse_certificate, read_revoked, reloaded, stamp_of
+from dips.core.net.newcomers import Bounds, Newcomers, origin_of
 from dips.core.net.security import Identity, Security, check_reach
 from dips.core.observe.metrics_knobs import MetricsKnobs
 
@@ -103,8 +105,9 @@ def _context(identity: Identity) -> ssl.SSLContext:
 
 PATH = "/metrics"
 
-MOST_CONNECTIONS = 16
-"""At the same time; further ones are closed. Prometheus has one open for each server that scrapes."""
+MOST_CONNECTIONS, MOST_OF_ADDRESS = 16, 8
+"""At the same time, in all and, beyond loopback, from one address; further ones are closed, or take the place of one
+that is a few seconds old. Prometheus has one open for each server that scrapes, for milliseconds."""
 
 CONNECTION_S = 20.0
 """A connection is over after this, however slowly its client speaks."""
@@ -297,7 +300,9 @@ class _Server(ThreadingWSGIServer):
     tls: MetricsTls | None = None
 
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
-        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        of_one = MOST_CONNECTIONS if is_loopback(address[0]) else MOST_OF_ADDRESS
+        self._open = Newcomers[socket.socket](Bounds(MOST_CONNECTIONS, of_one, CONNECTION_S))
+        self._lock = threading.Lock()
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
@@ -306,16 +311,21 @@ class _Server(ThreadingWSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._room.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        with self._lock:
+            closed: Any = self._open.came(request, origin_of(client_address[0]), time.monotonic())
+        if closed is request:
             self.shutdown_request(request)
+            return
+        if closed is not None:
+            _cut(closed)
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
+            with self._lock:
+                self._open.settled(request)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         request.settimeout(CONNECTION_S)

@@ -27,11 +27,16 @@ SAMPLE_S = 1.0
 MAX_STREAMS = 32
 """The most open pages. Each costs one connection and, for each sample, one write of a few KB."""
 
-MAX_CONNECTIONS = 256
-"""The most connections of all kinds; further ones are closed at once. 50 KB each with TLS: 13 MB."""
+MAX_CONNECTIONS = 128
+"""The most connections of all kinds; further ones are closed before TLS begins, which takes 0.6 MB for each (asyncio's
+buffer alone 256 KiB)."""
+
+MAX_NEWCOMERS, MAX_NEWCOMERS_OF_ADDRESS = 64, 32
+"""The most connections, in all and from one address, that have not been shown anything yet. A browser opens six, and an
+office may be behind one address."""
 
 SILENT_S = 15.0
-"""A connection that has not sent a whole request by then is closed."""
+"""A connection that has not sent a request which it may make by then is closed."""
 
 WAIT_S = 5.0
 """A stream without a sample for this long sends a sign: the page sees that it is alive, the master that it is open."""

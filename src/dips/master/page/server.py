@@ -14,6 +14,7 @@ import os
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from dips.core.clock import Clock
 from dips.core.errors import ConfigError
 from dips.core.net.addresses import dialable, format_address, parse_address
 from dips.core.net.keys import CERT_FILE, KEY_FILE, reloaded, stamp_of
+from dips.core.net.newcomers import Bounds, Newcomers, origin_of
 from dips.core.net.security import Identity, Security, check_reach
 from dips.master.access import Access
 from dips.master.config import MasterConfig
@@ -38,7 +40,15 @@ from dips.master.page.access import (
     save_secret,
     write_page_address,
 )
-from dips.master.page.event_buffer import MAX_CONNECTIONS, SAMPLE_S, SILENT_S, EventBuffer, earlier_events
+from dips.master.page.event_buffer import (
+    MAX_CONNECTIONS,
+    MAX_NEWCOMERS,
+    MAX_NEWCOMERS_OF_ADDRESS,
+    SAMPLE_S,
+    SILENT_S,
+    EventBuffer,
+    earlier_events,
+)
 from dips.master.page.history import HeldoutTail
 from dips.master.page.snapshot import Hub
 from dips.master.page.web import PageApplication, Steering, static_files
@@ -46,6 +56,7 @@ from dips.master.shell import MasterShell
 from dips.master.state.status import RunView
 
 HANDSHAKE_S = 10.0
+ACCEPT_AGAIN_S = 0.1
 START_S = 20.0
 STOP_S = 5.0
 
@@ -159,17 +170,16 @@ class PageServer:
             raise
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         assert runner.server is not None, "set up"
-        server = await loop.create_server(
-            _bounded(runner.server, site),
-            sock=bound,
-            ssl=self._tls.context if self._tls else None,
-            ssl_handshake_timeout=HANDSHAKE_S if self._tls else None,
-        )
+        acceptor = _Acceptor(bound, runner.server, self._tls)
+        site.on_viewer = acceptor.viewed
+        accepting = asyncio.create_task(acceptor.run())
         self._serving = _Serving(site, loop, ended)
         self._started.set_result(port)
         await ended.wait()
         site.hub.end("the master has ended")
-        server.close()
+        accepting.cancel()
+        bound.close()
+        acceptor.end()
         await asyncio.sleep(0)  # streams send their last message
         await runner.shutdown()
         await runner.cleanup()
@@ -189,31 +199,85 @@ def _bound(host: str, ports: list[int]) -> socket.socket:
     )
 
 
-def _bounded(server: web.Server, site: PageApplication) -> Callable[[], asyncio.Protocol]:
-    """A factory for connections that limits their number and closes each one without a request in time."""
+class _Acceptor:
+    """Accepts connections, so that the bounds of the page hold before TLS begins."""
 
-    def connected() -> asyncio.Protocol:
-        if len(site.silent.union(server.connections)) >= MAX_CONNECTIONS:
-            return _TurnedAway()
-        protocol = server()
-        site.silent.add(protocol)
-        asyncio.get_running_loop().call_later(SILENT_S, _close_if_silent, protocol, site)
-        return protocol
+    def __init__(self, listener: socket.socket, server: web.Server, tls: PageTls | None) -> None:
+        self._listener, self._server, self._tls = listener, server, tls
+        self._newcomers = Newcomers[object](Bounds(MAX_NEWCOMERS, MAX_NEWCOMERS_OF_ADDRESS, SILENT_S))
+        self._handshakes: dict[object, asyncio.Task[None]] = {}
+        """By the protocol object of each connection whose handshake is under way."""
 
-    return connected
+    def viewed(self, protocol: object) -> None:
+        """An authorised viewer has made a request on this connection."""
+        self._newcomers.settled(protocol)
 
+    async def run(self) -> None:
+        """Accepts until cancelled."""
+        loop = asyncio.get_running_loop()
+        self._listener.setblocking(False)
+        self._look()
+        while True:
+            try:
+                connection, address = await loop.sock_accept(self._listener)
+            except OSError as error:  # no file is left, or the peer has gone
+                _logger.debug("a connection to the status page could not be accepted: %s", error)
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
+            self._take(connection, address[0])
 
-def _close_if_silent(protocol: web.RequestHandler, site: PageApplication) -> None:
-    if protocol in site.silent:
-        site.silent.discard(protocol)
-        protocol.force_close()
+    def end(self) -> None:
+        """Ends the handshakes that are under way."""
+        for handshake in self._handshakes.values():
+            handshake.cancel()
 
+    def _take(self, connection: socket.socket, host: str) -> None:
+        self._forget_ended()
+        protocol = self._server()
+        closed = self._newcomers.came(protocol, origin_of(host), time.monotonic())
+        if closed is protocol or len(self._handshakes) + len(self._server.connections) >= MAX_CONNECTIONS:
+            self._newcomers.settled(protocol)
+            connection.close()
+            return
+        if closed is not None:
+            self._close(closed)
+        handshake = self._handshakes[protocol] = asyncio.create_task(self._shake_hands(connection, protocol))
+        handshake.add_done_callback(lambda ended: self._ended(protocol, connection, ended))
 
-class _TurnedAway(asyncio.Protocol):
-    """Closes a connection at once, because there are too many."""
+    def _ended(self, protocol: object, connection: socket.socket, handshake: asyncio.Task[None]) -> None:
+        del self._handshakes[protocol]
+        if handshake.cancelled():
+            connection.close()  # one that was cancelled before it began would leave it open
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
+    async def _shake_hands(self, connection: socket.socket, protocol: web.RequestHandler) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: protocol,
+                connection,
+                ssl=self._tls.context if self._tls else None,
+                ssl_handshake_timeout=HANDSHAKE_S if self._tls else None,
+            )
+        except OSError as error:  # also what TLS raises
+            _logger.debug("a handshake with the status page failed: %s", error)
+
+    def _look(self) -> None:
+        """Closes those whose time is over; calls itself again."""
+        for protocol in self._newcomers.late(time.monotonic()):
+            self._close(protocol)
+        asyncio.get_running_loop().call_later(SAMPLE_S, self._look)
+
+    def _close(self, protocol: object) -> None:
+        handshake = self._handshakes.get(protocol)
+        if handshake is not None:
+            handshake.cancel()
+        elif isinstance(protocol, web.RequestHandler):
+            protocol.force_close()
+
+    def _forget_ended(self) -> None:
+        if len(self._newcomers) > MAX_NEWCOMERS // 2:
+            there = {*self._handshakes, *self._server.connections}
+            for protocol in [protocol for protocol in self._newcomers if protocol not in there]:
+                self._newcomers.settled(protocol)
 
 
 # ---- page ------------------------------------------------------------------------------------------------------------

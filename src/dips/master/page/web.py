@@ -177,8 +177,8 @@ class PageApplication:
         self._streams = 0
         self._changes = ChangeLogger(_logger)
         self.hub.steers = self.steering is not None
-        self.silent: set[object] = set()
-        """Connections without a request yet; the server closes them after a time."""
+        self.on_viewer: Callable[[object], None] = lambda protocol: None
+        """Called with the connection of each request that an authorised viewer makes."""
         self._index_policy = _policy_of(self.files["index.html"])
 
     def application(self) -> web.Application:
@@ -210,7 +210,6 @@ class PageApplication:
         return guarded
 
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        self.silent.discard(request.protocol)
         if request.path in OPEN_PATHS:
             return await handler(request)
         if not self.gate.host_is_ours(request.headers.get("Host")):
@@ -225,6 +224,7 @@ class PageApplication:
         except Refused as refused:
             self._changes.report("page", f"the status page was not shown to {request.remote}: {refused.sentence}")
             return self._locked(request)
+        self.on_viewer(request.protocol)
         if admitted.by_link:
             return self._let_in()
         return await handler(request)

@@ -1,14 +1,18 @@
 """The master's gRPC server: its address, limits and services.
 
 All peers dial the master; the master dials no one. It must never serve an address that others can reach unless they
-are authenticated (by mutual TLS and Access), and never share its port with a second master.
+are authenticated (by mutual TLS and Access), never share its port with a second master, and never let those who are not
+authenticated fill its memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import threading
+import time
+import urllib.parse
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -19,6 +23,7 @@ from dips.core.errors import ConfigError, Refused
 from dips.core.net.addresses import format_address, parse_address
 from dips.core.net.grpc_calls import abort, channel_options
 from dips.core.net.keys import reloaded, stamp_of
+from dips.core.net.newcomers import LOOK_S, Bounds, Connection, PortWatch, files_of_process
 from dips.core.net.security import Identity, Security, check_reach
 from dips.master.access import LOOKING_METHODS, Access
 from dips.master.rpc.services import Context, clusters_service, operator_service, slaves_service
@@ -42,8 +47,12 @@ Refusing = Callable[[str, Refused], None]
 """Called with the method's name and the refusal, for log and tape."""
 
 
+Admitted = Callable[[str], None]
+"""Called with the peer of each call that was admitted."""
+
+
 def guarded(
-    handler: grpc.RpcMethodHandler[Any, Any], path: str, access: Access, refusing: Refusing
+    handler: grpc.RpcMethodHandler[Any, Any], path: str, access: Access, refusing: Refusing, admitted: Admitted
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """The same handler, behind the check of its callers."""
     behaviour: Any
@@ -53,10 +62,10 @@ def guarded(
         behaviour, make = handler.unary_stream, grpc.unary_stream_rpc_method_handler
     else:
         behaviour, make = handler.stream_stream, grpc.stream_stream_rpc_method_handler
-    return make(_before(behaviour, path, access, refusing))
+    return make(_before(behaviour, path, access, refusing, admitted))
 
 
-def _before(behaviour: Behaviour, path: str, access: Access, refusing: Refusing) -> Any:
+def _before(behaviour: Behaviour, path: str, access: Access, refusing: Refusing, admitted: Admitted) -> Any:
     method = path.rpartition("/")[2]
 
     async def serve(request: Any, context: Context) -> Any:
@@ -65,6 +74,7 @@ def _before(behaviour: Behaviour, path: str, access: Access, refusing: Refusing)
         except Refused as refused:
             refusing(method, refused)
             await abort(context, refused)
+        admitted(context.peer())
         if "Operator" in path and method not in LOOKING_METHODS:
             _logger.info("%s is asked for by %s", method, certificate)
         with access.serving(certificate) as call:
@@ -92,6 +102,94 @@ def _certificate_of(context: Context) -> bytes | None:
     return next(iter(found), None) if found else None
 
 
+# ---- connections -----------------------------------------------------------------------------------------------------
+#
+# Bounds what strangers can make gRPC keep: it accepts by itself, and takes 70 KB for a connection before its handshake.
+
+
+NEWCOMERS, NEWCOMERS_OF_ADDRESS = 256, 64
+"""Connections that have made no admitted call, in all and from one address, in addition to twice the peers: all of them
+may come back at once, behind one router."""
+
+BETWEEN_LOOKS = 512
+"""Further newcomers, for what gRPC accepts until the next look closes it."""
+
+CONNECTIONS_FOR_EACH_PEER, SPARE_CONNECTIONS = 4, 64
+"""Connections that have made a call: a process's own, and those of its tools; readers and operators."""
+
+HANDSHAKE_S = 10.0
+"""A connection without a complete handshake by then is closed (gRPC's own default is two minutes), and so is one that
+has made no call. A handshake with keys over a far and slow link takes a few round trips and 10 KB: 2 s at 100 kbit/s
+and 300 ms."""
+
+REPORT_S = 30.0
+
+
+def newcomer_bounds(peers: int) -> Bounds:
+    return Bounds(NEWCOMERS + 2 * peers, NEWCOMERS_OF_ADDRESS + 2 * peers, HANDSHAKE_S)
+
+
+def most_connections(peers: int) -> int:
+    """gRPC closes what comes above; docs/capacity.md has the memory."""
+    return newcomer_bounds(peers).most + BETWEEN_LOOKS + CONNECTIONS_FOR_EACH_PEER * peers + SPARE_CONNECTIONS
+
+
+class CallerWatch:
+    """A thread that closes connections which make no call, when there are too many or they take too long."""
+
+    def __init__(self, port: int, peers: int) -> None:
+        self._watch = PortWatch(port, newcomer_bounds(peers))
+        self._came: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._callers: set[tuple[str, int]] = set()
+        """Who has made a call since the last look."""
+        self._n_closed, self._reported_s = 0, -REPORT_S
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dips-newcomers", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def admitted(self, peer: str) -> None:
+        """This peer, as gRPC writes it, has made a call; from any thread."""
+        self._came.put(peer)
+
+    def look(self) -> None:
+        """Called by the thread, each LOOK_S."""
+        # Before the files: every caller that is known by now is among them, or has gone.
+        while not self._came.empty():
+            self._callers.add(_address_of(self._came.get()))
+        files = files_of_process()
+        if files is None:
+            return
+        self._n_closed += self._watch.look(files, self._has_called, time.monotonic())
+        self._callers.clear()
+        if self._n_closed and time.monotonic() - self._reported_s >= REPORT_S:
+            _logger.warning(
+                "%d connections that had made no call were closed: there were more than this port may have of them, or "
+                "they took %g s (docs/security.md, Strangers); let only the run's own machines reach it",
+                self._n_closed,
+                HANDSHAKE_S,
+            )
+            self._n_closed, self._reported_s = 0, time.monotonic()
+
+    def _has_called(self, connection: Connection) -> bool:
+        return (connection.host, connection.port) in self._callers
+
+    def _run(self) -> None:
+        while not self._stopped.wait(LOOK_S):
+            self.look()
+
+
+def _address_of(peer: str) -> tuple[str, int]:
+    """Host and port of "ipv4:127.0.0.1:1" or "ipv6:%5B::1%5D:1"."""
+    host, _, port = urllib.parse.unquote(peer.partition(":")[2]).rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 # ---- server ----------------------------------------------------------------------------------------------------------
 
 
@@ -100,10 +198,6 @@ STOP_GRACE_S = 0.5
 
 LAST_STEPS = 16
 """Steps of the loop that gRPC's tasks get to end after the server has stopped. It needs a few."""
-
-HANDSHAKE_MS = 10_000
-"""A connection without a complete handshake by then is closed (gRPC's own default is two minutes). A handshake with
-keys over a far and slow link takes a few round trips and 10 KB: 2 s at 100 kbit/s and 300 ms."""
 
 CALLS_FOR_EACH_PEER = 64
 SPARE_CALLS = 1024
@@ -117,6 +211,7 @@ class _Current(grpc.GenericRpcHandler):
     def __init__(self, access: Access) -> None:
         self.services: Sequence[grpc.GenericRpcHandler] = ()
         self.refusing: Refusing = lambda method, refused: None
+        self.admitted: Admitted = lambda peer: None
         self._access = access
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
@@ -125,7 +220,7 @@ class _Current(grpc.GenericRpcHandler):
             if handler is not None:
                 if not self._access.checks:
                     return handler
-                return guarded(handler, handler_call_details.method, self._access, self.refusing)
+                return guarded(handler, handler_call_details.method, self._access, self.refusing, self.admitted)
         return None
 
 
@@ -165,9 +260,15 @@ class MasterServer:
         self._security = security
         self._current = _Current(access)
         self._access = access
+        self._peers = peers
+        self._watch: CallerWatch | None = None
         self._started = False
         self._server = grpc.aio.server(
-            options=[*channel_options(max_message_bytes), ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS)],
+            options=[
+                *channel_options(max_message_bytes),
+                ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
+                ("grpc.max_allowed_incoming_connections", most_connections(peers)),
+            ],
             maximum_concurrent_rpcs=CALLS_FOR_EACH_PEER * peers + SPARE_CALLS,
         )
 
@@ -187,6 +288,9 @@ class MasterServer:
                 f"the master cannot listen on {address}: port {asked_port} is in use; stop the process that "
                 "holds it, choose another port with --listen, or use port 0 to get a free one"
             )
+        if self._access.checks:  # else only this machine's processes come here, and no handshake tells them apart
+            self._watch = CallerWatch(port, self._peers)
+            self._current.admitted = self._watch.admitted
         return format_address(host, port)
 
     def _add_port(self, address: str) -> int:
@@ -203,9 +307,14 @@ class MasterServer:
             self._started = True
             self._server.add_generic_rpc_handlers((self._current,))
             await self._server.start()
+            if self._watch is not None:
+                self._watch.start()
 
     async def stop(self) -> None:
-        """Sends the given answers, then cuts the open calls. Also frees a port that was only bound."""
+        """Sends the given answers, then cuts the open calls. Also frees a port that was only bound. May be called
+        twice."""
+        if self._watch is not None and self._started:
+            self._watch.stop()
         await self._server.stop(STOP_GRACE_S)
         # gRPC's own tasks end a few steps of the loop after their calls. One that the loop's end cancels in
         # between is reported by gRPC as an error, with a stack trace.
