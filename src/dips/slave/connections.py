@@ -183,7 +183,7 @@ class ConnectionGuard:
         self._headroom_bytes = room_bytes // 2
         self._most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._n_files = 0
-        self._watch = PortWatch(self._port, self._newcomer_bounds())
+        self._watch = PortWatch(self._port, self._newcomer_bounds(), data.door)
         self._guard = ConnectionLimits()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dips-guard", daemon=True)

@@ -31,7 +31,7 @@ from dips.core.errors import ConfigError, Refused
 from dips.core.messages import SlaveBeat
 from dips.core.net.addresses import format_address, require_loopback
 from dips.core.net.data_header import MAX_HEADER_BYTES, DataOp
-from dips.core.net.newcomers import connection_of, cut, received_bytes
+from dips.core.net.newcomers import Door, connection_of, cut, received_bytes
 from dips.core.net.zmq_numba import ReceivedFrame, poll_items, why_not
 from dips.core.net.zmq_sockets import NOW, NOW_MORE, ZAP_ENDPOINT, CurvePair, Failure, Handshakes, Outgoing, as_server
 from dips.core.observe.failpoints import FailpointKind, failpoint, hits
@@ -121,9 +121,9 @@ FIRST_BYTE_S = 1
 """About so long the system keeps a connection to itself that brings no byte. Peers begin to speak at once."""
 
 LINGER_MS = 500
-BACKLOG = socket.SOMAXCONN
+BACKLOG = 512
 """Connections that wait to be accepted; the system may allow fewer. When strangers fill the queue, any other peer waits
-a second until its system tries again."""
+a second until its system tries again. Longer, and the door of core/net/newcomers.py would come too late for them."""
 
 PAGE_BYTES = resource.getpagesize()
 RECEIVE_BATCH = 32
@@ -208,6 +208,8 @@ class DataServer:
         self._outgoing = Outgoing()
         self._max_chunk_bytes = max_chunk_bytes
         self._listener = self._listen(host, port)
+        self.door = Door(self._listener)
+        """For slave/connections.py, on its own thread."""
         self._gate: ZapHandler | None = None
         if admission is not None:
             self._gate = ZapHandler(self._context, admission, self.port.refuse_connection)

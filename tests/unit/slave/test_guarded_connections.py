@@ -97,6 +97,7 @@ class Data:
     traffic_bytes = 0
     n_allowed = None
     handshake_bytes = 0
+    door = None
 
     @property
     def port(self) -> Data:

@@ -10,6 +10,7 @@ the peer had closed. Decision 68 has the designs that were compared, and what th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
@@ -182,6 +183,39 @@ def _counted(connection: socket.socket, offset: int) -> int:
         return 0
 
 
+NO_PACKET = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+"""A filter of one instruction, which lets nothing pass: BPF_RET | BPF_K, 0 bytes (linux/filter.h)."""
+
+_ATTACH_FILTER, _DETACH_FILTER = 26, 27
+"""SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux."""
+
+
+class Door:
+    """A listening socket that takes no further connections while it is shut.
+
+    The system drops what would begin one, and tries again after a second where that was no stranger. Connections that
+    are open, or wait to be accepted, stay. Needs no rights; a system without such filters always takes connections.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self.is_shut = False
+
+    def shut(self) -> None:
+        if not self.is_shut:
+            self._set(_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(NO_PACKET)))
+            self.is_shut = True
+
+    def open(self) -> None:
+        if self.is_shut:
+            self._set(_DETACH_FILTER, bytes(4))
+            self.is_shut = False
+
+    def _set(self, option: int, value: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.setsockopt(socket.SOL_SOCKET, option, value)
+
+
 # ---- where a library accepts -----------------------------------------------------------------------------------------
 
 
@@ -200,8 +234,10 @@ class PortWatch:
     What comes between two looks is let in first: the port's budget counts a few hundred connections more for it.
     """
 
-    def __init__(self, port: int, bounds: Bounds) -> None:
+    def __init__(self, port: int, bounds: Bounds, door: Door | None = None) -> None:
+        """door: of the port; shut while more come than a look can judge. None: the library has a bound of its own."""
         self._port = port
+        self._door = door
         self.newcomers = Newcomers[Connection](bounds)
         self._files: dict[int, int] = {}
         """The inode of each file that was there at the last look."""
@@ -212,6 +248,8 @@ class PortWatch:
 
         finished: whether a newcomer has finished its handshake since the last look.
         """
+        if self._door is not None and len(self.newcomers) > self.newcomers.bounds.most // 2:
+            self._door.shut()  # until this look is over, however long it takes
         arrived = self._note(files)
         for connection in [connection for connection in self.newcomers if finished(connection)]:
             self.newcomers.settled(connection)
@@ -226,6 +264,8 @@ class PortWatch:
             with self.opened(connection) as handle:
                 if handle is not None:
                     reset(handle)
+        if self._door is not None:
+            self._door.open() if len(arrived) < self.newcomers.bounds.most else self._door.shut()
         return len(closed)
 
     @contextmanager

@@ -188,8 +188,11 @@ class Handshakes:
         self._watched = socket
         self._clock_s = clock_s
         self._has_spoken = arrivals
-        self._came: deque[tuple[float, bool]] = deque()
-        """When a peer came whose handshake is still open, and whether it has spoken."""
+        self._silent: deque[tuple[float, int]] = deque()
+        self._spoken: deque[tuple[float, int]] = deque()
+        """When a peer came whose handshake is still open, and its number: of those who had sent no byte, and of the
+        others. Strangers come by the thousand: nothing here looks through all of them."""
+        self._n_came = itertools.count()
         protocol = zmq.EVENT_ACCEPTED | MADE if arrivals is not None else zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         endpoint = f"inproc://dips-handshakes-{next(_numbers)}"
         socket.monitor(endpoint, FAILED | protocol | (ENDED if endings else 0))
@@ -203,7 +206,7 @@ class Handshakes:
     @property
     def unsettled(self) -> bool:
         """Whether a peer may have to be counted though there will be no news."""
-        return bool(self._came)
+        return bool(self._silent or self._spoken)
 
     def failures(self) -> Iterator[HandshakeFailed]:
         """Those since the last call; never waits."""
@@ -212,12 +215,14 @@ class Handshakes:
         for index, (event, value, spoke) in enumerate(news):
             if event == zmq.EVENT_ACCEPTED:
                 # Of two connections that had one file number, the later was asked: the other had ended by then.
-                self._came.append((self._clock_s(), spoke and taken[value] == index))
+                came = self._spoken if spoke and taken[value] == index else self._silent
+                came.append((self._clock_s(), next(self._n_came)))
             elif not self._settle(event, value) and event & ~(MADE | zmq.EVENT_MONITOR_STOPPED):
                 yield _failure(event, value)
-        while self._came and self._clock_s() - self._came[0][0] >= SETTLED_S:
-            self._came.popleft()
-            yield HandshakeFailed(Failure.OTHER, "the peer has not this port's key, or speaks no ZeroMQ with CURVE")
+        for came in (self._silent, self._spoken):
+            while came and self._clock_s() - came[0][0] >= SETTLED_S:
+                came.popleft()
+                yield HandshakeFailed(Failure.OTHER, "the peer has not this port's key, or speaks no ZeroMQ with CURVE")
 
     def _news(self) -> Iterator[tuple[int, int, bool]]:
         """Events with their numbers, and of who came whether it has spoken."""
@@ -234,15 +239,14 @@ class Handshakes:
     def _settle(self, event: int, value: int) -> bool:
         """Whoever came last is the most likely to have shaken hands now; only the number of the others counts. Returns
         whether it was a probe."""
-        if not self._came or not event & (FAILED | MADE):
+        if not self.unsettled or not event & (FAILED | MADE):
             return False
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value in HUNG_UP:
-            silent = [came for came in self._came if not came[1]]
             # In doubt none: for one that libzmq drops for its silence the event has errno, which may be an old one.
-            if silent and self._clock_s() - silent[-1][0] < SILENT_S:
-                self._came.remove(silent[-1])
+            if self._silent and self._clock_s() - self._silent[-1][0] < SILENT_S:
+                self._silent.pop()
                 return True
-        self._came.pop()
+        max((came for came in (self._silent, self._spoken) if came), key=lambda came: came[-1][1]).pop()
         return False
 
     def close(self) -> None:
