@@ -406,11 +406,18 @@ def _master(_: SizeKnobs) -> Iterator[SizeRow]:
         "",
     )
     yield (
+        "master_connections_bytes",
+        "what connections may take of the master, whoever opens them",
+        "bytes",
+        "(832 + 6 * (slots + slaves)) * 80 * KiB + 128 * 640 * KiB + 16 * 512 * KiB",
+        "control port, status page, metrics (docs/capacity.md)",
+    )
+    yield (
         "master_memory_bytes",
         "memory of the master's process",
         "bytes",
-        "45 * MiB + (1024 + slots) * KiB + 4 * measure_bytes + 256 * MiB",
-        "base, every id that ever took part, numbers as Python's objects, messages and a storm of connections",
+        "45 * MiB + (1024 + slots) * KiB + 4 * measure_bytes + 256 * MiB + master_connections_bytes",
+        "base, every id that ever took part, numbers as Python's objects, messages, connections",
     )
     yield (
         "master_disk_bytes",

@@ -17,6 +17,7 @@ from dips.cli import main
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import SlaveId
 from dips.core.layout import DEFAULT_BLOCK_ELEMS, Layout, Parameter
+from dips.core.observe.metrics_server import MOST_CONNECTIONS
 from dips.core.placement import (
     MEMORY_FILES,
     difference_bytes_needed,
@@ -30,6 +31,8 @@ from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, WIRE_DTYPES, encoded_bytes
 from dips.lab.sim.scale import rates
 from dips.local.sizing import SizeKnobs, SizeTable, names_of, size, value_of
+from dips.master.page.event_buffer import MAX_CONNECTIONS
+from dips.master.rpc.server import most_connections
 from dips.slave.connections import ROOM_BYTES
 from dips.slave.ring import SPARE_FILES
 from dips.slave.snapshot_files import file_bytes
@@ -119,6 +122,13 @@ def test_the_rest_of_a_slave_is_the_budgets_and_the_rings() -> None:
     ring = (5 + SPARE_FILES) * file_bytes(found.whole("shard_params"))
     assert found.whole("slave_ring_bytes") == ring
     assert found["slave_volume_bytes"].value > ring / 0.95
+
+
+@pytest.mark.parametrize(("clusters", "slaves"), [(1, 1), (9, 16), (100, 40)])
+def test_the_master_has_memory_for_all_connections_that_its_ports_take(clusters: int, slaves: int) -> None:
+    found = sizes(clusters=clusters, slaves=slaves)["master_connections_bytes"].value
+    control = most_connections(clusters + slaves) * (80 << 10)
+    assert found == control + MAX_CONNECTIONS * (640 << 10) + MOST_CONNECTIONS * (512 << 10)
 
 
 @pytest.mark.parametrize("wire", sorted(WIRE_DTYPES))

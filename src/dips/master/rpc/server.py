@@ -263,12 +263,11 @@ class MasterServer:
         self._peers = peers
         self._watch: CallerWatch | None = None
         self._started = False
+        options = [*channel_options(max_message_bytes), ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000))]
+        if access.checks:  # else only this machine's processes come here, and no handshake tells them apart
+            options.append(("grpc.max_allowed_incoming_connections", most_connections(peers)))
         self._server = grpc.aio.server(
-            options=[
-                *channel_options(max_message_bytes),
-                ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
-                ("grpc.max_allowed_incoming_connections", most_connections(peers)),
-            ],
+            options=options,
             maximum_concurrent_rpcs=CALLS_FOR_EACH_PEER * peers + SPARE_CALLS,
         )
 
@@ -288,7 +287,7 @@ class MasterServer:
                 f"the master cannot listen on {address}: port {asked_port} is in use; stop the process that "
                 "holds it, choose another port with --listen, or use port 0 to get a free one"
             )
-        if self._access.checks:  # else only this machine's processes come here, and no handshake tells them apart
+        if self._access.checks:
             self._watch = CallerWatch(port, self._peers)
             self._current.admitted = self._watch.admitted
         return format_address(host, port)
