@@ -35,8 +35,8 @@ BURSTS = 3
 CLUSTERS = ["a", "b", *(f"late{number}" for number in range(len(CASES)))]
 
 KIB, MIB = 1 << 10, 1 << 20
-BETWEEN_LOOKS = 2_000
-"""libzmq accepts these at most between two looks of the guard: 50 ms, or longer on a machine that is busy."""
+QUEUE = 4_096
+"""So many may wait to be accepted by libzmq (net.core.somaxconn) when the guard shuts the port's door."""
 
 
 class Port:
@@ -49,7 +49,7 @@ class Port:
         self.address, self.most, self.budget_bytes = {
             "control": lambda: (run.address, most_connections(MAX_CLUSTERS + 1), 64 * KIB),
             "page": lambda: (page_of(run), MAX_NEWCOMERS, 640 * KIB),
-            "data": lambda: (seen(run, "s0", r"data port tcp://(\S+),"), NEWCOMERS + BETWEEN_LOOKS, 16 * KIB),
+            "data": lambda: (seen(run, "s0", r"data port tcp://(\S+),"), NEWCOMERS + QUEUE, 48 * KIB),
             "metrics": lambda: (seen(run, "master", r"http://(\S+)/metrics"), MOST_CONNECTIONS, 512 * KIB),
             "slave's metrics": lambda: (seen(run, "s0", r"http://(\S+)/metrics"), MOST_CONNECTIONS, 512 * KIB),
         }[name]()

@@ -121,9 +121,9 @@ FIRST_BYTE_S = 1
 """About so long the system keeps a connection to itself that brings no byte. Peers begin to speak at once."""
 
 LINGER_MS = 500
-BACKLOG = 512
+BACKLOG = socket.SOMAXCONN
 """Connections that wait to be accepted; the system may allow fewer. When strangers fill the queue, any other peer waits
-a second until its system tries again. Longer, and the door of core/net/newcomers.py would come too late for them."""
+a second until its system tries again."""
 
 PAGE_BYTES = resource.getpagesize()
 RECEIVE_BATCH = 32
