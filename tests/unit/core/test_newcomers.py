@@ -151,7 +151,7 @@ def test_a_port_that_a_library_serves_keeps_its_bounds_and_those_who_have_shown_
 def test_a_connection_that_takes_the_file_of_another_is_a_new_one(port: Port) -> None:
     watch = PortWatch(port.number, BOUNDS)
     port.connected(1)
-    assert look(watch, 0.0, port.near[0].fileno()) == 0
+    assert look(watch, 0.0) == 0
     old = port.near[0].fileno()
     port.near[0].close()
     port.far[0].close()
