@@ -184,6 +184,7 @@ class ConnectionGuard:
         self._headroom_bytes = room_bytes // 2
         self._most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._n_files = 0
+        self._looks = 0
         self._watch = PortWatch(self._port, self._newcomer_bounds(), data.door)
         self._guard = ConnectionLimits()
         self._stopped = threading.Event()
@@ -208,6 +209,7 @@ class ConnectionGuard:
             self._look()
 
     def _look(self) -> None:
+        self._looks += 1
         files = self._files()
         self._n_files = len(files)
         self._watch.newcomers.bounds = self._newcomer_bounds()
