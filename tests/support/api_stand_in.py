@@ -17,6 +17,7 @@ import contextlib
 import copy
 import hashlib
 import json
+import select
 import subprocess
 import sys
 import threading
@@ -103,6 +104,8 @@ class StandIn:
         """What a command in a pod prints, and its exit code."""
         self.volumes: Path | None = None
         """Where volumes are folders, by their claims: commands in pods that mount one run on them in this machine."""
+        self.python_begins_with = ""
+        """What the Python of these pods runs before its code, to be another one than that of this machine."""
         self.broken: Callable[[Object], None] | None = None
         self.lock = threading.RLock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -372,11 +375,16 @@ class StandIn:
                 self._frame(3, json.dumps({"status": "Success"} if code == 0 else failed).encode())
                 self.wfile.write(b"\x88\x02\x03\xe8")
                 self.wfile.flush()
+                # As a real one: it reads no more, and the connection stays until the client ends it.
+                ended = select.poll()
+                ended.register(self.connection, select.POLLRDHUP)
+                ended.poll(20_000)
                 self.close_connection = True
 
             def _run(self, command: list[str]) -> int:
                 pipe = subprocess.PIPE
-                command = [sys.executable if word == "python" else word for word in command]
+                if command[0] == "python":
+                    command = [sys.executable, "-c", f"{stand_in.python_begins_with}\n{command[2]}", *command[3:]]
                 with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
                     assert process.stdin is not None
                     assert process.stdout is not None

@@ -12,6 +12,8 @@ import functools
 import json
 import os
 import re
+import select
+import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +25,7 @@ from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 from kubernetes.dynamic import DynamicClient
 from kubernetes.stream import stream
-from kubernetes.stream.ws_client import ERROR_CHANNEL, STDERR_CHANNEL, STDOUT_CHANNEL
+from kubernetes.stream.ws_client import ERROR_CHANNEL, STDERR_CHANNEL, STDIN_CHANNEL, STDOUT_CHANNEL
 from websocket import ABNF, WebSocketException
 
 from dips.core.errors import ConfigError, DipsError, FatalError, RetryLater
@@ -135,41 +137,22 @@ class KubernetesApi:
     def printed(self, pod: str, command: Sequence[str]) -> Iterator[bytes]:
         """What such a command prints, piece by piece. Raises DipsError, at the end also when it failed."""
         with self._running(pod, command, stderr=True) as running:
-            yield from self._frames(running, pod, command)
+            streams = _Streams(running.sock, self._pod(pod), command)
+            while not streams.ended:
+                if data := streams.take():
+                    yield data
 
     def feed(self, pod: str, command: Sequence[str], chunks: Iterable[bytes]) -> None:
         """Run a command with these bytes as its standard input. It must know by itself when it has all, as tar does.
 
-        Raises DipsError when it cannot be run, or fails.
+        Raises DipsError when it cannot be run, or as soon as it fails.
         """
         with self._running(pod, command, stdin=True, stderr=True) as running:
+            streams = _Streams(running.sock, self._pod(pod), command)
             for chunk in chunks:
-                running.write_stdin(chunk)
-            for _ in self._frames(running, pod, command):
-                pass
-
-    def _frames(self, running: Any, pod: str, command: Sequence[str]) -> Iterator[bytes]:
-        """Standard output as it comes. Raises ConfigError with what it said when its exit code is not 0.
-
-        The client's own reading gathers all that is there before it gives anything back.
-        """
-        said = b""
-        while True:
-            kind, frame = running.sock.recv_data_frame(True)
-            data = bytes(frame.data)
-            if kind == ABNF.OPCODE_CLOSE:
-                raise RetryLater(f"{self._pod(pod)}: the connection ended before `{command[0]}` did: try again")
-            if kind not in (ABNF.OPCODE_BINARY, ABNF.OPCODE_TEXT) or len(data) < 2:
-                continue
-            if data[0] == STDOUT_CHANNEL:
-                yield data[1:]
-            elif data[0] == STDERR_CHANNEL:
-                said = (said + data[1:])[-MOST_SAID_BYTES:]
-            elif data[0] == ERROR_CHANNEL:
-                if json.loads(data[1:]).get("status") != "Success":
-                    words = " ".join(said.decode(errors="replace").split()) or data[1:].decode(errors="replace")
-                    raise ConfigError(f"{self._pod(pod)}: `{' '.join(command)}` failed: {words}")
-                return
+                streams.write(chunk)
+            while not streams.ended:
+                streams.take()
 
     @contextlib.contextmanager
     def _running(self, pod: str, command: Sequence[str], stdin: bool = False, stderr: bool = False) -> Iterator[Any]:
@@ -261,6 +244,61 @@ class KubernetesApi:
             case 429 | 500 | 502 | 503 | 504:
                 return RetryLater(f"{where} is busy: {words}; try again")
         return FatalError(f"{where} answers {error.status} to {what}: {words}")
+
+
+class _Streams:
+    """The standard streams of a command that runs in a pod, over one WebSocket, in the channels of Kubernetes.
+
+    The client's own reading gathers all that is there before it gives anything back, and its writing reads nothing.
+    """
+
+    def __init__(self, web_socket: Any, where: str, command: Sequence[str]) -> None:
+        self.ended = False
+        self._web_socket = web_socket
+        self._where = where
+        self._command = " ".join(" ".join(command).split())
+        self._said = b""
+
+    def take(self) -> bytes:
+        """What the next message has of standard output; ended after the last. Raises ConfigError with the command's own
+        words when its exit code is not 0.
+        """
+        kind, frame = self._web_socket.recv_data_frame(True)
+        data = bytes(frame.data)
+        if kind == ABNF.OPCODE_CLOSE:
+            raise RetryLater(f"{self._where}: the connection ended before `{self._command}` did: try again")
+        if kind not in (ABNF.OPCODE_BINARY, ABNF.OPCODE_TEXT) or len(data) < 2:
+            return b""
+        if data[0] == STDERR_CHANNEL:
+            self._said = (self._said + data[1:])[-MOST_SAID_BYTES:]
+        elif data[0] == ERROR_CHANNEL:
+            self.ended = True
+            if json.loads(data[1:]).get("status") != "Success":
+                words = " ".join(self._said.decode(errors="replace").split()) or data[1:].decode(errors="replace")
+                raise ConfigError(f"{self._where}: `{self._command}` failed: {words}")
+        return data[1:] if data[0] == STDOUT_CHANNEL else b""
+
+    def write(self, data: bytes) -> None:
+        """Send bytes to standard input, and take meanwhile what the command says: when it has ended the server reads no
+        more, and who only sends would wait until the stall time-out and never read why. Raises as take() does.
+        """
+        tcp = self._web_socket.sock
+        frame = memoryview(ABNF.create_frame(bytes([STDIN_CHANNEL]) + data, ABNF.OPCODE_BINARY).format())
+        poll = select.poll()
+        poll.register(tcp, select.POLLIN | select.POLLOUT)
+        tcp.settimeout(0)
+        while frame and not self.ended:
+            decrypted = isinstance(tcp, ssl.SSLSocket) and tcp.pending()
+            events = [(0, select.POLLIN)] if decrypted else poll.poll(STALL_S * 1000)
+            if not events:
+                raise TimeoutError(f"it has read nothing for {STALL_S:.0f} s")
+            # What can be read may be a part of a message, which the client keeps, or a ticket of TLS.
+            with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                if events[0][1] & ~select.POLLOUT:
+                    self.take()
+                else:
+                    frame = frame[tcp.send(frame) :]
+        tcp.settimeout(STALL_S)
 
 
 class _NoDiscovery:

@@ -17,7 +17,7 @@ from dips.core.units import format_bytes
 from dips.deploy import identities
 from dips.deploy import rollout as plan
 from dips.deploy.compare import STOPPED_WITH
-from dips.deploy.deploy_file import STATE, Deployment
+from dips.deploy.deploy_file import STATE, DeployKnobs, Deployment
 from dips.deploy.health import Health, ObjectState
 from dips.deploy.objects import STATE_MOUNT, Object, container, labels, pod_spec, resources, selector
 from dips.deploy.operate import LiveDeployment
@@ -25,8 +25,13 @@ from dips.deploy.rollout import Api, Rollout
 
 REASON = "the servers move to another site"
 SUMS = "cd {folder} && find {part} -type f -print0 | sort -z | xargs -0r sha256sum"
-UNPACK = "import sys, tarfile; tarfile.open(fileobj=sys.stdin.buffer, mode='r|').extractall(sys.argv[1], filter='tar')"
-"""It ends with the archive; the program tar would read on to the end of a stream that nobody can close."""
+UNPACK = """import sys, tarfile
+archive = tarfile.open(fileobj=sys.stdin.buffer, mode='r|')
+archive.extraction_filter = getattr(tarfile, 'tar_filter', None)
+archive.extractall(sys.argv[1])"""
+"""It ends with the archive; the program tar would read on to the end of a stream that nobody can close. The Python of
+the image runs it, and before 3.11.4 that has no filters: the attribute then has no effect.
+"""
 
 SUM_WAIT_S = 3600.0
 """To read a whole volume."""
@@ -101,7 +106,16 @@ class Move:
                 "which they are to move"
             )
         site = next(site for site in self._wanted.sites if site.context == found[0])
-        return replace(self._wanted, server_site=site)
+        return replace(self._wanted, server_site=site, run=self._reached_as_now(self._apis[found[0]]))
+
+    def _reached_as_now(self, api: Api) -> DeployKnobs:
+        """How the master is reached where it is: the file already says how it is to be, perhaps at another port."""
+        service = api.get("Service", f"{self._wanted.name}-master-outside")
+        if service is None:
+            return self._wanted.run.model_copy(update={"expose": "inside"})
+        expose = "node-port" if service["spec"]["type"] == "NodePort" else "load-balancer"
+        port = service["spec"]["ports"][0]["port"]
+        return self._wanted.run.model_copy(update={"expose": expose, "master_port": port})
 
     def carry_out(self) -> None:
         """Drain, stop, copy, and compare. Afterwards an apply starts everything at the new site. Raises DipsError.

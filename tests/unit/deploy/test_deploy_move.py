@@ -22,6 +22,16 @@ from dips.deploy.operate import LiveDeployment
 from dips.deploy.rights import role
 
 THERE = '\n[[sites]]\nname = "there"\ncontext = "there"\naddress = "192.0.2.8"\n\n[[clusters]]'
+OF_PYTHON_3_11_0 = """
+import tarfile
+del tarfile.tar_filter
+extract = tarfile.TarFile.extractall
+tarfile.TarFile.extractall = lambda self, path=".", members=None, *, numeric_owner=False: extract(
+    self, path, members, numeric_owner=numeric_owner
+)
+"""
+"""What came later, taken away: 3.11.4 brought filters."""
+
 STATE_OF = {"state-small-master-0": "master", "state-small-slave-0": "slave", "state-small-slave-1": "slave"}
 
 
@@ -150,3 +160,36 @@ def test_a_move_that_is_cut_off_at_its_end_goes_on(sites: Sites, monkeypatch: py
     move_of(sites, ended(sites)).carry_out()
     assert not sites.here.of_kind("StatefulSet")
     assert sites.files(sites.there) == sites.files(sites.here)
+
+
+def test_what_the_receiving_command_says_when_it_ends_is_said_while_bytes_are_still_to_be_sent(sites: Sites) -> None:
+    with (sites.place_of(sites.here, "state-small-master-0") / "large").open("wb") as file:
+        file.truncate(48 << 20)  # more than the buffers on the way hold
+    sites.place("here", "there")
+    sites.there.python_begins_with = "raise ImportError('it lacks tarfile')"
+    with pytest.raises(ConfigError, match=r"small-master-carrier-0: .* ImportError: it lacks"):
+        move_of(sites, ended(sites)).carry_out()
+    assert not sites.there.of_kind("Pod")
+
+
+def test_volumes_are_unpacked_by_the_oldest_python(sites: Sites) -> None:
+    sites.place("here", "there")
+    sites.there.python_begins_with = OF_PYTHON_3_11_0
+    move_of(sites, ended(sites)).carry_out()
+    assert sites.files(sites.there) == sites.files(sites.here)
+
+
+@pytest.mark.parametrize("now", ["node-port", "load-balancer"])
+def test_the_old_servers_are_asked_at_their_old_port_whatever_the_file_says_of_the_new_ones(
+    sites: Sites, now: str
+) -> None:
+    old = sites.here.one("Service", "small-master-outside")["spec"]
+    if now == "load-balancer":
+        old |= {"type": "LoadBalancer", "ports": [{"port": 29400, "targetPort": "control"}]}
+    sites.place("here", "there")
+    sites.file.write_text(sites.file.read_text().replace("slaves = 2", "slaves = 2\nmaster_port = 30411"))
+    move = move_of(sites, ended(sites))
+    assert move.old.master_address == f"192.0.2.7:{30400 if now == 'node-port' else 29400}"
+    move.carry_out()
+    assert deploy("apply", sites.file, *APPLY) == 0
+    assert "192.0.2.8:30411" in str(sites.here.one("Job", "small-cluster-a"))
