@@ -116,10 +116,11 @@ def after_commit(
     findings: Sequence[Detection],
     merged_norm: float,
     cosines: Sequence[float],
+    present: Collection[str],
 ) -> tuple[DetectorState, tuple[Alarm, ...]]:
     """The state that the COMMIT record carries, and alarms.
 
-    cosines: of each finding (penalty_detect.cosines), NaN where not known.
+    cosines: of each finding (penalty_detect.cosines), NaN where not known. present: participants and live clusters.
     """
     accepted = [finding for finding in findings if finding.accepted]
     changed, alarms = _move_clusters(config, findings, cosines)
@@ -127,7 +128,7 @@ def after_commit(
     changed |= {
         cluster: penalty_detect.remembered(config, changed[cluster], cosine) for cluster, cosine in ways.items()
     }
-    turned, direction_alarms = penalty_detect.alarms(config, state.with_clusters(changed), list(ways))
+    turned, direction_alarms = penalty_detect.alarms(config, state.with_clusters(changed), list(ways), present)
     scores = [finding.score for finding in accepted if finding.score is not None]
     window = config.window_pushes
     next_state = replace(
@@ -275,8 +276,11 @@ def judge(
         tokens = sum(participants[j].tokens for j in accepted)
         rho = participation(config, clusters, tokens, live_unquarantined, round_tokens)
 
-    cosines = penalty_detect.cosines(findings, directions)
-    committed, commit_alarms = after_commit(state, config, findings, merged_norm, cosines)
+    present = {*names, *live_unquarantined}
+    # Of two that disagree either one may be wrong, and both are named.
+    accused = {name for name in present if state.of(name).cosine_alarmed and len(present) > penalty_detect.MIN_OTHERS}
+    cosines = penalty_detect.cosines(findings, directions, accused)
+    committed, commit_alarms = after_commit(state, config, findings, merged_norm, cosines, present)
     void, void_alarms = after_void(state, config, findings, cosines)
     return Judgement(
         accepted=clusters,

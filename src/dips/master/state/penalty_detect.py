@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dips.core.messages import Alarm, BlockGram
@@ -244,24 +244,35 @@ MIN_AGREEMENT = 0.25
 hardly agree when the model oscillates (rho = 1 and too large a learning rate): good clusters then move it back."""
 
 
-def cosines(findings: Sequence[Detection], directions: Sequence[Sequence[float]] | None) -> tuple[float, ...]:
+def cosines(
+    findings: Sequence[Detection], directions: Sequence[Sequence[float]] | None, accused: Collection[str] = ()
+) -> tuple[float, ...]:
     """cos(p_j, s_j + sum_i w_i p_i), i over the other accepted participants, w_i = T_i over their sum.
+
+    accused: the clusters whose alarm is active. None is compared with them, and while another one's is, s_j counts
+    nothing: it has merged pushes of theirs in it.
 
     NaN where it is not known: no directions, a base that the slaves do not hold, elements that are not finite, or
     no update of others since the base.
     """
     if directions is None:
         return (math.nan,) * len(findings)
-    return tuple(_cosine(findings, directions, j) for j in range(len(findings)))
+    return tuple(_cosine(findings, directions, j, accused) for j in range(len(findings)))
 
 
-def _cosine(findings: Sequence[Detection], directions: Sequence[Sequence[float]], j: int) -> float:
+def _cosine(
+    findings: Sequence[Detection], directions: Sequence[Sequence[float]], j: int, accused: Collection[str]
+) -> float:
     k = len(findings)
     others = [
-        i for i, finding in enumerate(findings) if finding.accepted and i != j and math.isfinite(directions[i][i])
+        i
+        for i, finding in enumerate(findings)
+        if finding.accepted and i != j and math.isfinite(directions[i][i]) and finding.cluster not in accused
     ]
     tokens = sum(findings[i].participant.tokens for i in others)
-    way = {k + j: 1.0} | {i: findings[i].participant.tokens / tokens for i in others}
+    way = {i: findings[i].participant.tokens / tokens for i in others}
+    if all(name == findings[j].cluster for name in accused):
+        way[k + j] = 1.0
     product = sum(part * directions[j][row] for row, part in way.items())
     squared = sum(a * b * directions[row][column] for row, a in way.items() for column, b in way.items())
     return cosine(product, _root(directions[j][j]), _root(squared))
@@ -288,36 +299,44 @@ def remembered(config: PenaltyConfig, known: ClusterStatistics, value: float) ->
 
 
 def alarms(
-    config: PenaltyConfig, state: DetectorState, judged: Sequence[str]
+    config: PenaltyConfig, state: DetectorState, judged: Sequence[str], present: Collection[str]
 ) -> tuple[Mapping[str, ClusterStatistics], tuple[Alarm, ...]]:
-    """The clusters just judged whose alarm begins or ends, and an alarm for each that begins.
+    """The clusters whose statistics change, and an alarm for each of those just judged whose alarm begins.
 
-    state: with the cosines of this round. It begins below the limit and ends above twice that: a cluster near the limit
-    must not raise it every few rounds. The least agreeing cluster is checked first: while its alarm is active, the
-    others' limit is the fixed one, because merged bad pushes are a part of the movement that theirs are compared with.
+    state: with the cosines of this round. An alarm begins below the limit and ends above twice that, or above twice the
+    lowest limit that a share gives: a cluster near the limit must not raise it every few rounds. The others of a bad
+    cluster look bad too, as they are compared with what it pushed. So only the least agreeing one is named, and none
+    while the last push of another that is present agreed less, excluded or not; the others' cosines are then forgotten.
+    Of two that disagree either one may be wrong: both are named.
     """
+    quiet = {name: known for name, known in state.clusters if not known.cosine_alarmed}
+    last = {name: one.last_cosine for name, one in quiet.items() if name in present and one.last_cosine is not None}
     changed: dict[str, ClusterStatistics] = {}
     begun: list[Alarm] = []
-    known_enough = [name for name in judged if state.of(name).cosine_rounds >= config.cosine_warm_up_pushes]
-    for cluster in sorted(known_enough, key=lambda name: state.of(name).usual_cosine):
-        known = state.of(cluster)
-        accused = any(changed.get(name, other).cosine_alarmed for name, other in state.clusters if name != cluster)
-        others = None if accused else _others(config, state, cluster)
-        if not known.cosine_alarmed and known.usual_cosine < _limit(config, others):
-            changed[cluster] = replace(known, cosine_alarmed=True)
+    for cluster in sorted(_known(config, state, judged), key=lambda name: state.of(name).usual_cosine):
+        known, others = state.of(cluster), _others(config, state, cluster)
+        limit = _limit(config, others)
+        if known.cosine_alarmed:
+            if known.usual_cosine > 2.0 * max(limit, config.cosine_share * MIN_AGREEMENT):
+                changed[cluster] = replace(known, cosine_alarmed=False)
+        elif known.usual_cosine < min([limit, *(value for name, value in last.items() if name != cluster)]):
             begun.append(Alarm(AlarmKind.DIRECTION, (cluster,), _sentence(config, cluster, known, others)))
-        elif known.cosine_alarmed and known.usual_cosine > max(0.0, 2.0 * _limit(config, others)):
-            changed[cluster] = replace(known, cosine_alarmed=False)
+            changed[cluster] = replace(quiet.pop(cluster), cosine_alarmed=True)
+            last.pop(cluster, None)
+            if others is not None:
+                changed |= {name: replace(other, cosines=(), cosine_rounds=0) for name, other in quiet.items()}
+                break
     return changed, tuple(begun)
 
 
+def _known(config: PenaltyConfig, state: DetectorState, names: Sequence[str]) -> list[str]:
+    return [name for name in names if state.of(name).cosine_rounds >= config.cosine_warm_up_pushes]
+
+
 def _others(config: PenaltyConfig, state: DetectorState, cluster: str) -> float | None:
-    """The median of the other clusters' usual cosines. None while too few are known."""
-    others = [
-        known.usual_cosine
-        for name, known in state.clusters
-        if name != cluster and known.cosine_rounds >= config.cosine_warm_up_pushes
-    ]
+    """The median of the usual cosines of the other clusters without an alarm. None while too few are known."""
+    names = [name for name, known in state.clusters if name != cluster and not known.cosine_alarmed]
+    others = [state.of(name).usual_cosine for name in _known(config, state, names)]
     return statistics.median(others) if len(others) >= MIN_OTHERS else None
 
 
