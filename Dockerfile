@@ -26,15 +26,6 @@ STOPSIGNAL SIGTERM
 ENTRYPOINT ["/opt/dips/start"]
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 CMD ["python", "-I", "-S", "/opt/dips/health.py"]
 
-# Shapes the network of the container that it joins; no part of a deployment, only of the demonstration.
-FROM common AS link
-RUN apt-get update -q \
- && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends iproute2 \
- && rm -rf /var/lib/apt/lists/*
-COPY deploy/docker/link.py /opt/dips/
-HEALTHCHECK NONE
-CMD ["python", "-I", "-S", "/opt/dips/link.py"]
-
 # ---- packages: `venv` is a bare environment; each role's stage fills one with what the role needs. This package stands in
 # ---- a layer of its own above them: after a change of the sources only that one is made anew, once for all roles.
 
@@ -102,3 +93,13 @@ COPY --from=package /opt/dips/venv /opt/dips/venv
 COPY --from=slave /opt/dips/kernels /opt/dips/kernels
 USER 10001:10001
 CMD ["dips", "train", "--help"]
+
+# The worker of docker-compose.yml, and what shapes the network of one, which it joins: in one image, so that a changed
+# one makes both containers again. A link that is left joins a container that is gone, and cannot start.
+FROM worker AS linked-worker
+USER 0
+RUN apt-get update -q \
+ && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends iproute2 \
+ && rm -rf /var/lib/apt/lists/*
+COPY deploy/docker/link.py /opt/dips/
+USER 10001:10001

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the images of the roles, with their labels, and prints name, tag and id of each: `make images`.
 #
-#   deploy/images.sh [ROLE...]      master, slave and worker if none is given; others of the Dockerfile: keys, link
+#   deploy/images.sh [ROLE...]      master, slave and worker if none is given; others of the Dockerfile: keys
 #
 # From the environment:
 #   IMAGES=registry.example.org/dips   registry and path of the images (dips)
@@ -39,7 +39,7 @@ why="$(docker version --format '{{.Server.Version}}' 2>&1 >/dev/null)" ||
 [ $# -gt 0 ] || set -- master slave worker
 for role in "$@"; do
   grep -q "^FROM .* AS $role\$" Dockerfile ||
-    fail "the Dockerfile has no stage $role: give master, slave, worker, keys or link"
+    fail "the Dockerfile has no stage $role: give master, slave, worker or keys"
 done
 
 for role in "$@"; do

@@ -24,7 +24,7 @@ PORTS = {"PAGE_PORT": 8080, "PROMETHEUS_PORT": 9090, "GRAFANA_PORT": 3000}
 PULLED = ("python:3.11-slim", "prom/prometheus:v2.55.1", "grafana/grafana:11.6.0")
 """What comes from a registry: the base of what is built here, and two images as they are."""
 
-BUILT = ("dips-keys", "dips-master", "dips-slave", "dips-worker", "dips-link")
+BUILT = ("dips-keys", "dips-master", "dips-slave", "dips-worker")
 
 LEAST_COMPOSE = "1.29"
 ANSWER_S = 30.0
@@ -84,7 +84,8 @@ def announcement(environment: Mapping[str, str]) -> list[str]:
     lines = [f"to pull: {name}, {_size_at_registry(name)}" for name in PULLED if name in absent]
     build = [name for name in BUILT if name in absent]
     if build:
-        cuda = "" if environment.get("TORCH_INDEX") else ", with gigabytes of CUDA packages unless .env has TORCH_INDEX"
+        whole = "dips-worker" in build and not environment.get("TORCH_INDEX")
+        cuda = ", with gigabytes of CUDA packages unless .env has TORCH_INDEX" if whole else ""
         lines.append(f"to build, which takes minutes: {', '.join(build)}{cuda}")
     return lines
 
@@ -141,6 +142,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def what_next(compose: str, environment: Mapping[str, str]) -> Iterator[str]:
     """Where the run is seen, and the next commands. compose: how it is called here."""
+    if why := _why_it_has_ended(compose):
+        yield f"the run has ended ({why}), and nothing trains: its containers end again"
+        yield f"to go on: {compose} up --detach master && {compose} run --rm operator extend && {compose} up --detach"
+        yield "after its limit of tokens: extend --tokens 100M; where no master answers yet, type it again"
+        yield f"a new run: {compose} down -v, then up"
+        return
     page, dashboards = (environment.get(name) or PORTS[name] for name in ("PAGE_PORT", "GRAFANA_PORT"))
     link = _says([*compose.split(), "exec", "-T", "master", "cat", "/var/lib/dips/page.json"], wants_output=True)
     try:
@@ -152,6 +159,17 @@ def what_next(compose: str, environment: Mapping[str, str]) -> Iterator[str]:
     yield f"its status: {compose} run --rm operator status"
     yield f"end it: {compose} run --rm operator stop"
     yield f"remove all of it: {compose} down -v"
+
+
+def _why_it_has_ended(compose: str) -> str:
+    """What the master's journal says; empty while the run goes on."""
+    look = [*compose.split(), "run", "--rm", "--no-deps", "-T", "operator", "status", "--json", "/run-of-compose"]
+    try:
+        told = json.loads((_says(look, wants_output=True) or "").splitlines()[-1])
+        why = str(told["waiting_for"])
+        return why.partition(": ")[2] or why if told["stopping"] or told["stopped"] else ""
+    except (ValueError, KeyError, TypeError, IndexError):
+        return ""
 
 
 def _says(command: Sequence[str], *, wants_error: bool = False, wants_output: bool = False) -> str | None:

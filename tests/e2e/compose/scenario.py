@@ -86,7 +86,7 @@ def build(stack: Stack, report: Report) -> None:
 
 
 def images(report: Report) -> None:
-    names = ("dips-master", "dips-slave", "dips-worker", "dips-link")
+    names = ("dips-master", "dips-slave", "dips-worker")
     sizes = [f"{name} {int(_inspect(name, '{{.Size}}')) / 1e6:.0f} MB" for name in names]
     report.say(f"sizes: {', '.join(sizes)}")
     for name in ("dips-master", "dips-slave"):

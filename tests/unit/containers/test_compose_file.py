@@ -85,6 +85,17 @@ def test_who_reaches_whom_and_who_stops_when() -> None:
         assert not servers & set(SERVICES[name]["depends_on"])
 
 
+def test_a_link_is_made_again_with_the_container_whose_network_it_joins() -> None:
+    """A changed image makes every container of it again, those that they depend on first; another image would not."""
+    for link, cluster in zip(LINKS, CLUSTERS, strict=True):
+        assert SERVICES[link]["network_mode"] == f"service:{cluster}"
+        assert SERVICES[link]["image"] == SERVICES[cluster]["image"]
+    builds = [
+        one["build"] for one in SERVICES.values() if one.get("image") == SERVICES[LINKS[0]]["image"] and "build" in one
+    ]
+    assert [build["target"] for build in builds] == ["linked-worker"]
+
+
 def test_a_process_sees_its_own_keys_and_no_others() -> None:
     for name in ("master", *SLAVES, *CLUSTERS, EVALUATOR, "operator", "prometheus"):
         keys = [volume for volume in SERVICES[name]["volumes"] if volume.startswith("keys-")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import socket
 import stat
@@ -232,7 +233,7 @@ def test_a_taken_port_is_told(
 MANIFESTS = """
 import json, sys
 if sys.argv[1:3] == ["image", "inspect"]:
-    sys.exit("prom" not in sys.argv[3] and sys.argv[3] != "dips-link")
+    sys.exit("prom" not in sys.argv[3] and sys.argv[3] != "dips-keys")
 if sys.argv[1:3] == ["manifest", "inspect"]:
     if "grafana" in sys.argv[4]:
         sys.exit("no connection")
@@ -250,7 +251,7 @@ def test_what_is_pulled_and_built_is_said_first(tmp_path: Path, monkeypatch: pyt
     pull, unknown, build = up.announcement({})
     assert pull == "to pull: python:3.11-slim, 45 MB"
     assert unknown == "to pull: grafana/grafana:11.6.0, whose size the registry does not tell"
-    assert build.startswith("to build, which takes minutes: dips-keys, dips-master, dips-slave, dips-worker, with giga")
+    assert build.startswith("to build, which takes minutes: dips-master, dips-slave, dips-worker, with giga")
     assert "CUDA" not in up.announcement({"TORCH_INDEX": "https://download.pytorch.org/whl/cpu"})[-1]
 
 
@@ -279,6 +280,22 @@ def test_a_run_that_is_started_in_the_background_says_where_it_is_seen(
     fake_docker(tmp_path, "sys.exit(1)")
     page, *_ = up.what_next("docker compose", {})
     assert "exec master cat /var/lib/dips/page.json prints its link" in page
+
+
+ENDED = {"stopping": True, "stopped": True, "waiting_for": "the run has ended: asked to"}
+
+
+@pytest.mark.parametrize(("told", "says"), [(ENDED, True), ({**ENDED, "stopping": False, "stopped": False}, False)])
+def test_a_run_that_has_ended_says_so_when_it_is_started_again_and_how_to_go_on(
+    told: dict[str, object], says: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_docker(tmp_path, f"if 'status' in sys.argv: print({json.dumps(json.dumps(told))})")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = list(up.what_next("docker compose", {}))
+    assert ("the run has ended (asked to)" in said[0]) is says
+    extends = "docker compose up --detach master && docker compose run --rm operator extend && docker compose up"
+    assert any(extends in line for line in said) is says
+    assert any("the run's page" in line for line in said) is not says
 
 
 def test_a_port_is_free_until_somebody_listens() -> None:

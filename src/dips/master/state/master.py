@@ -340,7 +340,8 @@ class MasterMachine:
         if ended and shared.stopped_s is None and not self._members.awaited():
             shared.stopped_s = shared.now_s
             shared.record(tape.RunStopped("-", reason=shared.ledger.stopping, tokens=shared.ledger.tokens))
-            shared.log("master", f"the run has ended: {shared.ledger.stopping}; no cluster is left")
+            go_on = f"`dips extend` takes the end back for {shared.config.linger_s:g} s"
+            shared.log("master", f"the run has ended: {shared.ledger.stopping}; no cluster is left; {go_on}")
         if shared.stopped_s is None or shared.now_s < shared.stopped_s + shared.config.linger_s:
             self._last_pulls = None
             return
