@@ -183,9 +183,9 @@ COMMANDS: tuple[Command, ...] = (
         "story",
         "dips.cli.verify",
         "story",
-        "What all processes recorded of one round, version, push, cluster or slave.",
+        "What all processes recorded of one round, version, push, cluster or slave; the slowest rounds and why.",
         ASK,
-        ("dips story runs/demo 1:6", "dips story runs/demo a/1.1#3"),
+        ("dips story runs/demo 1:6", "dips story runs/demo a/1.1#3", "dips story runs/demo"),
     ),
     Command(
         "logs",

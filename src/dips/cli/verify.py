@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -11,20 +12,25 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dips.judge.slow_rounds import render_slow_rounds, slow_rounds
 from dips.judge.story import render, tell_story
 from dips.judge.verify import NOT_APPLICABLE, OK, VerifyReport, verify_run
 
 RunDirArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, finished or live.")]
 
 NameArgument = Annotated[
-    str, typer.Argument(metavar="NAME", help="A round (r1.7), version (1:6), push (a/1.1#3), cluster or slave.")
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="A round (r1.7), version (1:6), push (a/1.1#3), cluster or slave; without it: the slowest rounds.",
+    ),
 ]
 
 WIDTH = 120
 """Of the table in a file or pipe."""
 
 SHOWN = 30
-"""Violations that are printed; --json has them all."""
+"""Violations that are printed, of which --json has all; and slow rounds."""
 
 _STYLES = {OK: "green", NOT_APPLICABLE: "dim"}
 
@@ -103,13 +109,19 @@ def _table(report: VerifyReport) -> Table:
 
 def story(
     run_dir: RunDirArgument,
-    name: NameArgument,
+    name: NameArgument = "",
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
     """Show the event history of a round, version, push, cluster or slave, from the journal and all tapes of a run.
 
     A round's history follows its pushes from their tickets to their verdicts. Times are seconds since the first line.
+    Without a name: the rounds that took longest, with the step that took longest in each, and whom it waited for.
     """
+    if not name:
+        rounds = slow_rounds(run_dir, SHOWN)
+        for line in [json.dumps([asdict(one) for one in rounds], indent=2)] if as_json else render_slow_rounds(rounds):
+            print(line)
+        return 0
     history = tell_story(run_dir, name)
     if as_json:
         print(json.dumps(history.to_json(), indent=2))

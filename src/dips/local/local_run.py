@@ -37,6 +37,9 @@ from dips.master.page.access import read_page_url
 
 STATUS_EVERY_S = 0.5
 _STATUS_CALL_S = 5.0
+SILENT_S = 5.0
+"""A master that is started again answers sooner; one that hangs does not."""
+
 _MASTER_START_S = 600.0
 """A machine that does much else may take minutes; a master that ends instead is noticed at once."""
 
@@ -90,6 +93,8 @@ class LocalRun:
             tapes[cluster.cluster_id] = own or tape_path(directory.path, cluster.cluster_id)
         self._starts = StartFollower(tapes)
         self._progress: tuple[int, float] = (-1, 0.0)
+        self._answered_s: float | None = None  # when the master answered last
+        self._said_silent_s = 0.0  # how long it was silent when that was said last; 0: it was not
 
     def __enter__(self) -> LocalRun:
         return self
@@ -152,6 +157,7 @@ class LocalRun:
         status = self._ask()
         if status is not None:
             self._remember(status, now_s)
+        self._tell_silence(status is not None, self._clock.monotonic_s())  # a call may have taken its whole deadline
         self._check_stalled(now_s)
         return status
 
@@ -301,6 +307,20 @@ class LocalRun:
                 self.speeds[cluster.cluster_id] = cluster.tokens_per_s
         if status.tokens != self._progress[0] or status.paused or status.stopped:
             self._progress = (status.tokens, now_s)
+
+    def _tell_silence(self, answers: bool, now_s: float) -> None:
+        """Say that the master does not answer, again each time that its silence has doubled, and when that is over."""
+        silent_s = now_s - (now_s if self._answered_s is None else self._answered_s)
+        if answers:
+            if self._said_silent_s:
+                self._tell(f"the master answers again, after {format_seconds(round(silent_s))}")
+            self._answered_s, self._said_silent_s = now_s, 0.0
+        elif silent_s >= max(SILENT_S, 2 * self._said_silent_s) and not self._master_ended:
+            self._said_silent_s = silent_s
+            self._tell(
+                f"the master has not answered for {format_seconds(round(silent_s))}: clusters train on, and nothing is "
+                f"published until it does; its log is {self.directory.log(MASTER)}"
+            )
 
     def _check_stalled(self, now_s: float) -> None:
         if self._progress[1] == 0.0:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.history import rolled_back_run, usual_run, write_run
+from support.manual_clock import ManualClock
 
 from dips.cli import main
 from dips.core.errors import ConfigError
+from dips.core.observe.tape import Tape
+from dips.judge.slow_rounds import slow_rounds
 from dips.judge.story import Story, StoryLine, render, tell_story
 
 
@@ -124,3 +128,98 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {"at_s", "who", "kind", "cause"} <= told["lines"][0].keys()
     assert main.run(["story", str(run), "s7"]) == 2
     assert "Did you mean" in capsys.readouterr().err
+
+
+# ---- the slowest rounds ----
+
+
+class Timed:
+    """Tapes with times, beside those of a history."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.clock = ManualClock(1000.0)
+        self._tapes = {
+            name: Tape(run_dir / "timed" / f"{name}.tape.jsonl", "master" if name == "m" else "slave", name, self.clock)
+            for name in ("m", "s0", "s1")
+        }
+
+    def close(self) -> None:
+        for tape in self._tapes.values():
+            tape.close()
+
+    def note(self, after_s: float, who: str, kind: str, **fields: object) -> None:
+        self.clock.advance(after_s)
+        self._tapes[who].write(kind, "-", **fields)
+
+    def round(
+        self, name: str, *, push_s: float = 0.1, staged_s: float = 0.0, stood_s: float = 0.0, worked_s: float = 0.1
+    ) -> None:
+        """push_s: until the second push, of which s1 takes staged_s longer than s0; in PREPARE both slaves work for
+        worked_s, and s1 stands still for stood_s.
+        """
+        self.note(5.0, "m", "admitted", push="a/1.1#1")
+        self.note(0.0, "m", "round", round=name, phase="WINDOW", why="")
+        push = f"b/1.1#{name[3:]}"
+        self.note(push_s - staged_s, "s0", "staged", push=push)
+        self.note(staged_s, "s1", "staged", push=push)
+        self.note(0.0, "m", "admitted", push=push)
+        self.note(0.0, "m", "round", round=name, phase="SEALED", why="every cluster is in")
+        self.note(0.0, "m", "round", round=name, phase="PREPARE", why="")
+        self.note(worked_s, "s0", "prepared", round=name, took_s=worked_s)
+        self.note(stood_s, "s1", "prepared", round=name, took_s=worked_s)
+        self.note(0.0, "m", "round", round=name, phase="COMMIT", why="")
+        for slave in ("s0", "s1"):
+            self.note(0.01, slave, "committed", round=name, took_s=0.01)
+        self.note(0.0, "m", "round", round=name, phase="IDLE", why="")
+
+
+@pytest.fixture
+def timed(tmp_path: Path) -> Iterator[tuple[Path, Timed]]:
+    run = write_run(tmp_path / "run", usual_run())
+    made = Timed(run)
+    yield run, made
+    made.close()
+
+
+def test_each_slow_round_says_whom_it_waited_for(timed: tuple[Path, Timed]) -> None:
+    run, tapes = timed
+    tapes.round("r9.1")
+    tapes.round("r9.2", stood_s=12.0)
+    tapes.round("r9.3", push_s=20.0)
+    tapes.round("r9.4", worked_s=8.0)
+    tapes.round("r9.5", push_s=30.0, staged_s=29.0)
+    first, *found = slow_rounds(run, 4)
+    assert first.cause.endswith("came 30 s after the first; slave s1 had all of it 29 s after the others")
+    assert [(one.name, one.step, round(one.took_s)) for one in found] == [
+        ("r9.3", "WINDOW", 20),
+        ("r9.2", "PREPARE", 12),
+        ("r9.4", "PREPARE", 8),
+    ]
+    push, stood, worked = (one.cause for one in found)
+    assert push.startswith("the push of cluster b came 20 s after the first")
+    assert stood.startswith("slave s1 was done 12 s after the others, with 100 ms of work: it stood still")
+    assert worked.startswith("all slaves took as long")
+
+
+def test_a_round_in_which_the_master_stood_still_or_lost_a_slave_says_so(timed: tuple[Path, Timed]) -> None:
+    run, tapes = timed
+    tapes.note(0.0, "m", "admitted", push="a/1.1#1")
+    tapes.note(0.0, "m", "round", round="r1.1", phase="WINDOW", why="")
+    tapes.note(60.0, "m", "stood_still", gap_s=60.0)
+    tapes.note(0.0, "m", "slave_lost", slave="s1", reason="its stream ended")
+    tapes.note(0.0, "m", "round", round="r1.1", phase="IDLE", why="")
+    [one] = slow_rounds(run, 9)
+    assert "the master itself stood still for 1 min" in one.cause
+    assert "slave s1 was lost: its stream ended" in one.cause
+
+
+def test_the_slowest_rounds_are_printed_where_nothing_is_named(
+    timed: tuple[Path, Timed], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, tapes = timed
+    tapes.round("r9.1", stood_s=12.0)
+    assert main.run(["story", str(run)]) == 0
+    assert "slave s1 was done 12 s after the others" in capsys.readouterr().out
+    assert main.run(["story", str(run), "--json"]) == 0
+    [told] = json.loads(capsys.readouterr().out)
+    assert (told["name"], told["step"]) == ("r9.1", "PREPARE")

@@ -31,6 +31,7 @@ class Watched:
         self.clock = clock
         self.ended = ended
         self.answer: StatusReply | None = run_status()
+        self.said: list[str] = []
 
     def later(self, seconds_s: float) -> StatusReply | None:
         self.clock.advance(seconds_s)
@@ -43,7 +44,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched
     wish = DemoOptions(run_dir=tmp_path / "run", clusters=2)
     with claim(wish.run_dir, Mark("demo", DEMO, "dips demo")) as directory:
         plan = make_plan(wish, train_settings(wish), 1_000_000)
-        with LocalRun(plan, directory, clock, lambda sentence: None, stall_s=60.0) as run:
+        with LocalRun(plan, directory, clock, lambda sentence: made.said.append(sentence), stall_s=60.0) as run:
             made = Watched(run, clock, ended)
             monkeypatch.setattr(run, "_ask", lambda: made.answer)
             monkeypatch.setattr(ProcessSupervisor, "exit_code", lambda self, name: ended.get(name))
@@ -77,6 +78,21 @@ def test_a_master_that_never_answers_is_given_up_too(watched: Watched) -> None:
     watched.run.tick()
     with pytest.raises(FatalError, match="the master does not say why"):
         watched.later(61.0)
+
+
+def test_a_master_that_hangs_is_told_after_seconds_and_when_it_is_over(watched: Watched) -> None:
+    watched.run.tick()
+    watched.answer = None
+    watched.later(2.0)  # it may be starting again
+    assert watched.said == []
+    for _ in range(50):
+        watched.later(1.0)
+    assert [sentence.split(":")[0] for sentence in watched.said] == [
+        f"the master has not answered for {seconds} s" for seconds in (5, 10, 20, 40)
+    ]
+    watched.answer = run_status()
+    watched.later(1.0)
+    assert watched.said[4:] == ["the master answers again, after 53 s"]
 
 
 def test_a_start_that_takes_long_is_no_standstill(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
