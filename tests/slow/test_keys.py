@@ -21,6 +21,7 @@ from dips.core.net.tls_probe import why_not_let_in
 from dips.local.authority import Authority, ensure_keys
 from dips.local.operator_client import OperatorClient
 from dips.protos import operator_pb2, operator_pb2_grpc
+from dips.slave.control import RENEWED
 from dips.worker.config import ClientConfig
 from dips.worker.shell import ClusterShell
 
@@ -130,13 +131,16 @@ def test_keys_and_authority_are_replaced_while_the_run_goes_on(run: WholeRun) ->
     old = load_identity(keys_of(run, "operator"))
     before = run.status()
     for step in (authority.new_authority, lambda: renew_all(authority), authority.retire_old):
+        n_before = run.log("s0").count(RENEWED)
         step()
         run.wait_for_version(run.version() + 2)
+        until(lambda n=n_before: run.log("s0").count(RENEWED) > n, "a slave that attaches with its new keys")  # type: ignore[misc]
     after = run.status()
     assert [(c.cluster_id, c.incarnation) for c in after.clusters] == [
         (c.cluster_id, c.incarnation) for c in before.clusters
     ]
     assert after.epoch == before.epoch
+    assert "does not trust" not in run.log("s0") + log_of_master(run)
     with pytest.raises(grpc.RpcError):
         status_with(run, old)
     with OperatorClient(run.address, security=load_identity(keys_of(run, "operator"))) as operator:

@@ -39,6 +39,9 @@ FIRST_COMMAND_S = 10.0
 NEWS_S = 0.5
 """Shortest interval between two beats that tell of refused connections, however many there are."""
 
+RENEWED = "its keys were renewed: it attaches again with the new ones"
+"""Before the master refuses the old ones, and while no push and no round would have to begin again."""
+
 FOR_GOOD = frozenset(
     {
         RefusalCode.PROTOCOL_VERSION,
@@ -90,7 +93,8 @@ class Control:
                 why = await self._attach(slaves_pb2_grpc.SlavesStub(channel))
             if not self._welcomed:
                 why = await asyncio.to_thread(why_not_let_in, self._master, self._security) or why
-            self._changes.report("link", f"no stream to the master at {self._master}: {why}", "WARNING")
+            level = "INFO" if why == RENEWED else "WARNING"
+            self._changes.report("link", f"no stream to the master at {self._master}: {why}", level)
             wait_s = FIRST_WAIT_S if self._welcomed else min(LONGEST_WAIT_S, wait_s * 2)
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
 
@@ -188,6 +192,8 @@ class Control:
             while (left_s := due_s - loop.time()) > 0 and not self._saved.is_set():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._saved.wait(), min(NEWS_S, left_s))
+                if self._used.renewed and self._shell.state.between_rounds:
+                    self._close_link(RENEWED)
                 if self._data.figures.beat.refused_connections != self._reported_refused:
                     break
             self._saved.clear()

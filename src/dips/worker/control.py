@@ -241,7 +241,8 @@ class Heartbeat:
         if self._stop.is_set():
             return
         cause = refused_from(error)
-        if isinstance(cause, Refused) and cause.code is RefusalCode.IDENTITY and self._used.renewed:
+        hung_up = isinstance(cause, RetryLater) or cause.code is RefusalCode.IDENTITY
+        if hung_up and self._used.renewed:
             return  # the next stream uses the keys that were renewed meanwhile
         incarnation = self._unanswered.popleft() if self._unanswered else None
         if isinstance(cause, Refused) and incarnation is not None:

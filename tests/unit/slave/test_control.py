@@ -28,6 +28,7 @@ from dips.slave.data_port import Figures
 from dips.slave.data_server import DataServer
 from dips.slave.shell import SlaveShell
 from dips.slave.state import effects, events
+from dips.slave.state.slave import SlaveMachine
 
 SETTINGS = Settings(heartbeat_s=0.01)
 WELCOME = SlaveCommand("run", 1, None, "cause", Welcome(Hello(1, 1), SETTINGS))
@@ -244,3 +245,20 @@ async def test_keys_that_were_renewed_meanwhile_are_tried_before_the_slave_ends(
         (await played.stream()).say(refused(RefusalCode.IDENTITY))
         assert (await played.ends_with()).code is RefusalCode.IDENTITY
         assert played.shell.ends()[0] == "no (they were renewed meanwhile)"
+
+
+async def test_a_slave_attaches_with_renewed_keys_before_the_old_ones_are_refused_and_between_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used = iter([SimpleNamespace(renewed=False), SimpleNamespace(renewed=True)])
+    monkeypatch.setattr(module, "UsedKeys", lambda security: next(used, SimpleNamespace(renewed=False)))
+    monkeypatch.setattr(SlaveMachine, "between_rounds", False)
+    async with master(monkeypatch) as played:
+        first = await played.stream()
+        first.say(welcome(1))
+        for _ in range(3):
+            await first.hear(SlaveBeat)
+        assert played.shell.ends() == []
+        monkeypatch.setattr(SlaveMachine, "between_rounds", True)
+        await played.stream()
+        assert played.shell.ends() == [module.RENEWED]

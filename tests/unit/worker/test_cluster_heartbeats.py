@@ -42,6 +42,8 @@ class Master:
         self.streams.append(len(self.heard))
 
         class Stream:
+            cancelled = False
+
             def __iter__(stream) -> Iterator[Any]:
                 for message in requests:
                     self.heard.append(from_message(message, HeartbeatRequest))
@@ -54,8 +56,11 @@ class Master:
                             self.clock.advance(silent_s)
                         case reply:
                             yield to_message(reply)
+                if stream.cancelled:
+                    raise FailedCall(grpc.StatusCode.CANCELLED, "Locally cancelled by application!")
 
             def cancel(stream) -> None:
+                stream.cancelled = True
                 self.hung_up += 1
 
         return Stream()
@@ -129,3 +134,20 @@ def test_a_master_that_is_silent_for_as_long_as_it_would_evict_is_hung_up_on(mon
         assert (master.hung_up, master.streams[:2]) == (1, [0, 3]), "not a moment earlier"
     finally:
         beats.close()
+
+
+def test_renewed_keys_are_used_from_another_stream_on_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, told = ManualClock(50.0), queue.SimpleQueue[Beat]()
+    master = Master(clock, reply(1), reply(2))
+    renewed = iter([False, True])  # of the keys of the thread's making, and of the first stream
+    monkeypatch.setattr("dips.worker.control.UsedKeys", lambda security: SimpleNamespace(renewed=next(renewed, False)))
+    beats = beating(master, told, monkeypatch)
+    beats.tell(facts(1), SETTINGS)
+    try:
+        assert [told.get(timeout=60).answer for _ in range(2)] == [reply(1), reply(2)]
+        assert (master.hung_up, master.streams[:2]) == (1, [0, 1])
+    finally:
+        beats.close()
+    assert "CANCELLED" not in caplog.text

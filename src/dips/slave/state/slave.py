@@ -194,6 +194,12 @@ class SlaveMachine:
         """Commands that wait for the job under way."""
         return len(self._waiting)
 
+    @property
+    def between_rounds(self) -> bool:
+        """Whether its stream may end without a loss: nothing of a push or a round is in memory alone."""
+        shard = self.shard
+        return not (len(self.slots) or self._waiting or shard.busy or shard.shadow or shard.saving.behind)
+
     def caller(self, cause_id: str = "") -> Caller:
         """The caller fields of every message of this slave."""
         link = self.link
