@@ -65,6 +65,7 @@ def show_plan(
         planned, leaving = plan.steps(plan.stages(deployment), lambda context, document: None), []
     else:
         site = _site(deployment, known, WAIT)
+        site.check_releases()
         difference = site.difference()
         planned, leaving = difference.planned, difference.leaving
     if as_json:
@@ -79,6 +80,8 @@ def show_plan(
     for step in leaving:
         print(f"- {step.name} (context {step.context})")
     print(plan.counts(planned, leaving))
+    for note in [*_not_asked(deployment, known), *plan.need_lines(plan.needs(plan.stages(deployment)))]:
+        print(note)
     for note in _notes(deployment):
         print(note)
     return 0
@@ -101,9 +104,9 @@ def apply(
     Every object is first checked by the API servers, which keep nothing of it; a refusal changes nothing. The same
     command again goes on where it was, and changes nothing that is as it should be. Volumes are never deleted.
     """
-    deployment = read_deploy_file(file)
+    deployment, known = read_deploy_file(file), _known_contexts()
     identities.check(deployment)
-    site = _site(deployment, _known_contexts(), wait, master, waits)
+    site = _site(deployment, known, wait, master, waits)
     site.prepare()
     difference = site.difference()
     if only:
@@ -112,6 +115,8 @@ def apply(
     for line in plan.lines(difference.planned, summary=True):
         print(line)
     print(plan.counts(difference.planned, difference.leaving))
+    for note in _not_asked(deployment, known):
+        print(note)
     if difference.changes and not _agreed(yes, "apply it"):
         return 1
     changed = site.apply(difference, reach and waits)
@@ -367,6 +372,15 @@ def _introduce(deployment: Deployment) -> None:
     for line in deployment.sizes.explain():
         print(line)
     print(f"clusters dial the master at {deployment.master_address}, slaves at {deployment.slave_address(0)}, ...")
+
+
+def _not_asked(deployment: Deployment, known: list[str] | None) -> list[str]:
+    """A site that was taken out of the file may still hold objects of the run, of which nothing is known here."""
+    others = [context for context in known or [] if context not in plan.contexts(deployment)]
+    if not others:
+        return []
+    left = "what the run may have there is neither counted nor deleted: keep a site in the file until it holds nothing"
+    return [f"not asked, as no site of the file names them: contexts {', '.join(others)}; {left}"]
 
 
 def _notes(deployment: Deployment) -> list[str]:

@@ -437,6 +437,16 @@ def quantity(n_bytes: int) -> str:
     return f"{amount}{('Mi', 'Gi', 'Ti', 'Pi')[unit]}"
 
 
+def bytes_of(quantity: str) -> int:
+    """What quantity() was given, in whole MiB."""
+    return int(quantity[:-2]) * MIB << 10 * ("Mi", "Gi", "Ti", "Pi").index(quantity[-2:])
+
+
+def processors_of(cpus: str) -> float:
+    """What processors() was given."""
+    return int(cpus[:-1]) / 1000 if cpus.endswith("m") else int(cpus)
+
+
 def canonical(amount: str) -> str:
     """An amount of `resources` as Kubernetes itself writes it."""
     units = {"Mi": 20, "Gi": 30, "Ti": 40}

@@ -313,10 +313,16 @@ def scraped(deployment: Deployment, component: str, name: Mapping[str, object], 
 
 
 class _WholeDumper(yaml.SafeDumper):
-    """Writes everything out, without aliases such as `*id001`, which are hard to read."""
+    """Writes everything out, without aliases such as `*id001`, and files as blocks: both are read by people."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_WholeDumper.add_representer(str, _WholeDumper.represent_str)
 
 
 def as_yaml(*documents: Object) -> str:

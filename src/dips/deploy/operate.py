@@ -94,10 +94,14 @@ class LiveDeployment:
 
         What a namespace that is being terminated still holds is not to be compared with: it is waited for.
         """
-        for api in self._apis.values():
-            api.check_release()
+        self.check_releases()
         self._rollout.wait_for_namespaces(self.deployment.run.namespace)
         self.check_slaves()
+
+    def check_releases(self) -> None:
+        """Raise ConfigError when an API server is too old."""
+        for api in self._apis.values():
+            api.check_release()
 
     def check_slaves(self) -> None:
         plan.check_slaves(self.deployment, self._live_slaves())

@@ -16,10 +16,11 @@ from enum import StrEnum
 from typing import Protocol
 
 from dips.core.errors import ConfigError, DipsError, RetryLater
+from dips.core.units import format_bytes
 from dips.deploy import identities
 from dips.deploy.clusters import cluster_objects
 from dips.deploy.compare import ObjectAction, Step, diff_lines, replicas_of, step_for
-from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment
+from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment, bytes_of, processors_of
 from dips.deploy.health import Health, ObjectState, state_of
 from dips.deploy.objects import MONITORS, Object
 from dips.deploy.servers import server_objects
@@ -175,6 +176,48 @@ def counts(found: Iterable[tuple[RolloutStage, list[Step]]], leaving: Sequence[S
     }
     parts = [f"{sum(step.action is action for step in every)} {word}" for action, word in words.items()]
     return ", ".join([*parts, f"{len(leaving)} to delete"])
+
+
+@dataclass(frozen=True)
+class PodNeed:
+    """What the pods of one workload ask for, each."""
+
+    context: str
+    name: str
+    pods: int
+    cpus: float
+    memory_bytes: int
+    more: Mapping[str, str]  # accelerators and other resources, by their names
+
+
+def needs(found: Iterable[RolloutStage]) -> list[PodNeed]:
+    """What every pod asks for; a node must have all of it, and a site the sum."""
+    result = []
+    for stage in found:
+        for one in stage.objects:
+            spec = one.get("spec", {})
+            jobs = spec.get("replicatedJobs") or [{"template": one}]
+            for part in (job["template"]["spec"] for job in jobs if one["kind"] in WORKLOADS):
+                asked: dict[str, str] = {}
+                for container in part["template"]["spec"]["containers"]:
+                    asked |= container["resources"]["requests"]
+                cpus, memory = processors_of(asked.pop("cpu")), bytes_of(asked.pop("memory"))
+                pods = part.get("replicas", part.get("parallelism", 1))
+                result.append(PodNeed(stage.context, one["metadata"]["name"], pods, cpus, memory, asked))
+    return result
+
+
+def need_lines(found: Sequence[PodNeed]) -> Iterator[str]:
+    """For each context what its nodes must have free, in all and for each pod."""
+    for context in dict.fromkeys(need.context for need in found):
+        mine = [need for need in found if need.context == context]
+        cpus = sum(need.pods * need.cpus for need in mine)
+        memory = format_bytes(sum(need.pods * need.memory_bytes for need in mine))
+        yield f"context {context} must have {cpus:g} processors and {memory} free:"
+        for need in mine:
+            more = "".join(f", {amount} {name}" for name, amount in need.more.items())
+            each = f"{need.cpus:g} processors, {format_bytes(need.memory_bytes)}{more}"
+            yield f"  {need.pods} x {need.name}: {each}{' each' if need.pods > 1 else ''}"
 
 
 # ---- rollout ---------------------------------------------------------------------------------------------------------

@@ -227,3 +227,35 @@ def test_the_commands_of_an_operator(
         assert ("pods/exec" in "".join(told("rights", small, *more))) is bool(more)
     assert told("delete", small, "--yes", "--delete-volumes")[0].startswith("- ")
     assert told("delete", small, "--yes") == ["nothing of it is there"]
+
+
+# ---- what a plan says in addition ----
+
+
+def test_a_plan_notices_an_old_server_as_apply_does(
+    here: StandIn, small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.told_version = "1.27"
+    assert "is Kubernetes v1.27.0, and 1.28 or newer is needed" in refused(capsys, "plan", small)
+    monkeypatch.setenv("DIPS_OLD_KUBERNETES", "1")
+    assert deploy("plan", small) == 0
+
+
+def test_a_plan_says_what_a_site_must_have(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small.write_text(small.read_text() + "nodes = 3\ncpus = 2.5\nmemory = '4 GiB'\ngpus = 1\ncommand = ['train']\n")
+    assert deploy("plan", small, "--offline", "--summary") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  1 x small-master: 1 processors, 303 MiB" in lines
+    assert "  3 x small-cluster-a: 2.5 processors, 4 GiB, 1 nvidia.com/gpu each" in lines
+    [total] = [line for line in lines if line.startswith("context here must have")]
+    assert total.startswith(f"context here must have {1 + 2 * 4 + 0.05 + 3 * 2.5:g} processors and ")
+
+
+def test_contexts_that_no_site_names_are_said_not_to_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contexts(tmp_path, monkeypatch, "here", "gone"):
+        assert deploy("plan", small, "--summary") == 0
+        assert "no site of the file names them: contexts gone; what the run may have there" in capsys.readouterr().out
+        assert deploy("apply", small, *APPLY) == 0
+        assert "no site of the file names them: contexts gone;" in capsys.readouterr().out
