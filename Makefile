@@ -30,8 +30,8 @@ FUZZ_STAMP := $(VENV)/.installed-fuzz
 FOREIGN_STAMP := $(VENV)/.installed-foreign
 INPUTS := pyproject.toml constraints.txt
 
-# For deploy/images.sh and the commands of tests/tiers.py, from the command line as from the environment.
-export VENV TORCH_INDEX IMAGES TAG BASE SOURCE_URL
+# For deploy/images.sh, deploy/kubernetes/make_monitoring.py and the commands of tests/tiers.py, from the command line as from the environment.
+export VENV TORCH_INDEX IMAGES TAG BASE SOURCE_URL RUNBOOKS
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c

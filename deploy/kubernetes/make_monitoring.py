@@ -4,10 +4,14 @@ current. `make manifests` runs it.
 It holds what one Prometheus and one Grafana need for all runs, as kube-prometheus-stack reads it: the alarms and
 records of deploy/prometheus/rules as PrometheusRules, and the dashboards of deploy/grafana as ConfigMaps. Kustomize
 reads no files outside of its folder, so both are written out.
+
+RUNBOOKS in the environment is the address at which the people who get alarms open docs/operations.md: a link in a
+message leads nowhere without it.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +25,9 @@ RULES = DEPLOY / "prometheus" / "rules"
 DASHBOARDS = DEPLOY / "grafana" / "dashboards"
 
 MARK = "# Written by `make manifests` from {source}: change that.\n"
+RUNBOOKS = "docs/operations.md"
+"""In the rules, where no address of this repository is known."""
+
 NAMESPACE = "monitoring"
 RELEASE = {"release": "kube-prometheus-stack"}
 """kube-prometheus-stack selects rules by the name under which it was installed."""
@@ -37,7 +44,8 @@ def metadata(name: str, **labels: str) -> Object:
 
 def rule(file: Path) -> Object:
     """The groups of one file. Each file has an object of its own, since both have groups of the same names."""
-    groups = yaml.safe_load(file.read_text(encoding="utf-8"))["groups"]
+    text = file.read_text(encoding="utf-8").replace(f"{RUNBOOKS}#", f"{os.environ.get('RUNBOOKS') or RUNBOOKS}#")
+    groups = yaml.safe_load(text)["groups"]
     head = {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule"}
     return {**head, "metadata": metadata(f"dips-{file.stem}"), "spec": {"groups": groups}}
 

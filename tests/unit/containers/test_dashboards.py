@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -152,3 +153,16 @@ def test_every_alarm_is_tested_both_ways() -> None:
                 assert f'alertname="{group["name"]}"' in test["expr"], group["name"]
                 (rings if test["exp_samples"] else silent).add(group["name"])
     assert rings == silent == {rule.alert for rule in ALERTS}
+
+
+def test_alarms_on_kubernetes_link_to_the_page_where_its_address_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("monitoring", ROOT / "deploy" / "kubernetes" / "make_monitoring.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setenv("RUNBOOKS", "https://docs.example.org/operations")
+    groups = module.rule(module.RULES / "alerts.yml")["spec"]["groups"]
+    links = {rule["alert"]: rule["annotations"]["runbook_url"] for group in groups for rule in group["rules"]}
+    assert links["DipsMasterDown"] == "https://docs.example.org/operations#dipsmasterdown"
+    assert all(link.startswith("https://docs.example.org/operations#") for link in links.values())
