@@ -347,7 +347,9 @@ SUPERVISOR_BYTES = 192 * MIB
 """Of the supervisor's process: interpreter, gRPC and the client of Kubernetes take 110 MiB here."""
 
 TAPE_ROOM_BYTES = 2 << 30
-"""In addition to the journal, for the master's tape: some KB for each round and push (docs/capacity.md)."""
+"""In addition to the journal or the snapshots, for the process's tape: some KB for each round and push
+(docs/capacity.md). More than DipsDiskLow asks for: a new volume of a size that was computed raises no alarm.
+"""
 
 _IRRELEVANT_LINK = "1gbps"
 """No size of memory or disk depends on the link; `dips size` shows times."""
@@ -416,7 +418,7 @@ def sizes_for(
     return PodSizes(
         _rounded(table.whole("slave_memory_bytes")),
         _rounded(table.whole("slave_process_bytes")),
-        run.slave_volume or of_slave,
+        run.slave_volume or of_slave + TAPE_ROOM_BYTES,
         _rounded(table.whole("master_memory_bytes")),
         run.master_volume or of_master,
         {cluster.id: _of_node(of_ranks(cluster.ranks), cluster) for cluster in clusters},

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.deploy_files import BASE, EXAMPLE, ONE_CLUSTER, example, with_keys, written
+import yaml
+from support.deploy_files import BASE, EXAMPLE, ONE_CLUSTER, SMALL, example, with_keys, written
 from support.documents import table
 from support.repository import ROOT
 
@@ -218,6 +219,14 @@ def test_one_slave_more_does_not_start_the_others_anew(tmp_path: Path) -> None:
     texts = [slave_settings(one)["s0.toml"] for one in (few, many)]
     changed = set(texts[0].splitlines()) ^ set(texts[1].splitlines())
     assert {line.split()[0] for line in changed} == {"memory_bytes"}
+
+
+def test_a_new_volume_of_a_tiny_model_raises_no_alarm_of_its_disk() -> None:
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules" / "alerts.yml").read_text())["groups"]
+    [alarm] = [rule for group in rules for rule in group["rules"] if rule["alert"] == "DipsDiskLow"]
+    limit_bytes = max(float(found) for found in re.findall(r"< (\S+)", alarm["expr"]))
+    sizes = read_deploy_file(ONE_CLUSTER).sizes
+    assert min(sizes.slave_volume_bytes, sizes.master_volume_bytes) > 2 * limit_bytes
 
 
 def test_keys_are_never_printed(tmp_path: Path) -> None:
