@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.deploy_files import BASE, EXAMPLE, ONE_CLUSTER, SMALL, example, with_keys, written
+from support.deploy_files import BASE, EXAMPLE, ONE_CLUSTER, example, with_keys, written
 from support.documents import table
 from support.repository import ROOT
 
