@@ -6,14 +6,15 @@ and arrives latency_ns later; sending costs a device nothing. A link serves mess
 ready, equal ones by device. What replicas exchange before and after each stage, and for every microbatch, is in
 dips.planner.exchange.
 
-The simulation follows time (a heap of device wake-ups) only where a link is shared by several senders; where each link
-has one sender, messages are ready in the sender's own order, and following the dependencies gives the same times
-sooner. Other ways of sharing a link are in dips.planner.fleet.
+Devices run ahead, each as far as its inputs are known. Where a link has one sender, its messages are ready in the
+sender's own order, so each takes the link at once. Where several devices send over a link, messages wait until no
+device can run: then no message can come before the earliest of them, which takes its link. dips.planner.fleet
+simulates several replicas.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -130,11 +131,7 @@ class Timeline:
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Simulate a schedule. Raises PlanError, which names the cells that wait for each other, when it cannot end."""
-    run = Run(compile_program([schedule], costs))
-    if shares_links(costs):
-        run.follow_time()
-    else:
-        run.follow_dependencies()
+    run = Run(compile_program([schedule], costs), shares_links(costs))
     program = run.program
     if run.stuck:
         raise PlanError(stuck(schedule, program.operations_before(run.at)))
@@ -341,21 +338,31 @@ class _Tables:
 
 
 class Run:
-    """One simulation of a program. at[d]: the operation that device d has reached."""
+    """One simulation of a program. at[d]: the operation that device d has reached.
 
-    def __init__(self, program: Program) -> None:
+    in_turn: links have several senders. blocking: a wire's hold_ns delays only its own sender, the next message of that
+    device to the same one, which waits for the acknowledgement; else it occupies the link.
+    """
+
+    def __init__(self, program: Program, in_turn: bool, blocking: bool = False) -> None:
         n = len(program.devices)
         self.program = program
         self.at = [0] * n
         self.messages: list[SimulatedMessage] = []
         self.starts: list[list[int]] = [[] for _ in range(n)]
         self.ends: list[list[int]] = [[] for _ in range(n)]
-        self._free = [0] * n
+        self._in_turn, self._blocking = in_turn, blocking
         self._there = [UNKNOWN] * program.n_slots
         for slot, at_ns in program.filled.items():
             self._there[slot] = at_ns
         self._link_free: dict[int, int] = {}
+        # What happens in the order of time: (time, 0, device, operation whose message is ready) or (time, 1, device,
+        # device that acknowledges its message); ready ones first, so that they precede those that had to wait.
+        self._heap: list[tuple[int, int, int, int]] = []
+        # By sender and receiver: the operation whose message is not acknowledged, and those that wait for that.
+        self._unacknowledged: dict[tuple[int, int], deque[int]] = defaultdict(deque)
         self._players = [LayerPlayer(at_ns, program.overlapped) for at_ns in program.networks_ns if program.layered]
+        self._follow()
 
     def sharded(self, devices: slice) -> tuple[tuple[ShardLog, ...], int]:
         """What the layers of these devices exchanged, and how long operations waited for it."""
@@ -364,47 +371,63 @@ class Run:
             player.flush()
         return tuple(player.log for player in players), sum(player.waited_ns for player in players)
 
-    def _span(self, device: int, index: int, ready_ns: int) -> tuple[int, int]:
-        """When an operation begins and ends whose layers may exchange."""
-        lasts = self.program.devices[device].lasts[index]
-        op = self.program.layered[device][index]
-        return self._players[device].play(op, ready_ns, lasts) if op else (ready_ns, ready_ns + lasts)
-
     @property
     def stuck(self) -> bool:
         return any(at < len(device.lasts) for at, device in zip(self.at, self.program.devices, strict=True))
 
-    # ---- links with one sender each ----
-
-    def follow_dependencies(self) -> None:
-        queue = deque(range(len(self.at)))
+    def _follow(self) -> None:
+        queue, heap = deque(range(len(self.at))), self._heap
         queued = [True] * len(self.at)
-        while queue:
-            device = queue.popleft()
-            queued[device] = False
-            for woken in self._run_device(device):
-                if not queued[woken]:
-                    queued[woken] = True
-                    queue.append(woken)
+        while True:
+            while queue:
+                device = queue.popleft()
+                queued[device] = False
+                for woken in self._run_device(device):
+                    if not queued[woken]:
+                        queued[woken] = True
+                        queue.append(woken)
+            if not heap:
+                return
+            now, acknowledged, device, number = heappop(heap)
+            if acknowledged:
+                line = self._unacknowledged[device, number]
+                line.popleft()
+                if not line:
+                    continue
+                number = line[0]
+            give = self.program.devices[device].gives[number]
+            assert give is not None
+            assert give.wire is not None
+            if self._blocking and give.wire.hold_ns and not acknowledged:
+                line = self._unacknowledged[device, give.target]
+                line.append(number)
+                if len(line) > 1:
+                    continue
+            self._there[give.slot] = self._carry(device, number, give.target, give.wire, now)
+            queued[give.target] = True
+            queue.append(give.target)
 
     def _run_device(self, number: int) -> set[int]:
-        """Run a device until an input is missing; returns the devices that were sent a message."""
+        """Run a device until an input is missing; returns the devices that got one."""
         lasts, needs, gives = self.program.devices[number]
-        free, there = self._free[number], self._there
+        there, in_turn = self._there, self._in_turn
         woken: set[int] = set()
-        starts, ends, exchange = self.starts[number], self.ends[number], bool(self._players)
+        starts, ends = self.starts[number], self.ends[number]
+        layered = self.program.layered[number] if self._players else None
+        free = ends[-1] if ends else 0
         index = self.at[number]
         for index in range(index, len(lasts)):  # noqa: B020  the loop goes on where the device stood
             need = needs[index]
             if need >= 0:
                 ready = there[need]
                 if ready < 0:
-                    self.at[number], self._free[number] = index, free
+                    self.at[number] = index
                     return woken
                 if ready > free:
                     free = ready
-            if exchange:
-                start, free = self._span(number, index, free)
+            op = layered[index] if layered else None
+            if op:
+                start, free = self._players[number].play(op, free, lasts[index])
                 starts.append(start)
             else:
                 starts.append(free)
@@ -413,78 +436,30 @@ class Run:
             give = gives[index]
             if give is not None:
                 slot, target, wire = give
-                there[slot] = free if wire is None else self._carry(number, index, free)
+                if wire is None:
+                    there[slot] = free
+                elif in_turn:
+                    heappush(self._heap, (free, 0, number, index))
+                    continue
+                else:
+                    there[slot] = self._carry(number, index, target, wire, free)
                 if target >= 0 and target != number:
                     woken.add(target)
-        self.at[number], self._free[number] = len(lasts), free
+        self.at[number] = len(lasts)
         return woken
 
-    def _carry(self, source: int, index: int, ready_ns: int) -> int:
-        """Send the message of an operation that has a wire; when it arrives."""
-        give = self.program.devices[source].gives[index]
-        assert give is not None
-        assert give.wire is not None
-        start_ns = give.wire.take(self._link_free, ready_ns)
-        freed_ns = start_ns + give.wire.busy_ns
-        arrives_ns = freed_ns + give.wire.latency_ns
-        op = self.program.orders[source][index]
-        self.messages.append(SimulatedMessage(op, source, give.target, ready_ns, start_ns, freed_ns, arrives_ns))
+    def _carry(self, source: int, index: int, target: int, wire: Wire, now_ns: int) -> int:
+        """Send the message of an operation over its link; returns when it arrives."""
+        if self._blocking and wire.hold_ns:
+            start_ns = wire._replace(hold_ns=0).take(self._link_free, now_ns)
+            heappush(self._heap, (start_ns + wire.busy_ns + wire.hold_ns, 1, source, target))
+        else:
+            start_ns = wire.take(self._link_free, now_ns)
+        freed_ns = start_ns + wire.busy_ns
+        arrives_ns = freed_ns + wire.latency_ns
+        op, ready_ns = self.program.orders[source][index], self.ends[source][index]
+        self.messages.append(SimulatedMessage(op, source, target, ready_ns, start_ns, freed_ns, arrives_ns))
         return arrives_ns
-
-    # ---- links that several devices send over ----
-
-    def follow_time(self) -> None:
-        """Operations end in the order of time, so that messages reach a shared link in the order they are ready.
-
-        A device's next operation begins as soon as its input is on its way: its start may be in the future, and nothing
-        can come in between. The heap holds end x devices + device, one for each device that runs.
-        """
-        n = len(self.at)
-        bits = n.bit_length()
-        mask = (1 << bits) - 1
-        there, free, at = self._there, self._free, self.at
-        heap: list[int] = []
-        lasts, needs, gives = zip(*self.program.devices, strict=True)
-        add_start = [starts.append for starts in self.starts]
-        add_end = [ends.append for ends in self.ends]
-        running, left, exchange = [False] * n, [len(row) for row in lasts], bool(self._players)
-        wanted: Sequence[int] = range(n)
-        while True:
-            for device in wanted:  # begin the next operation there
-                index = at[device]
-                if running[device] or index == left[device]:
-                    continue
-                start, need = free[device], needs[device][index]
-                if need >= 0:
-                    ready = there[need]
-                    if ready < 0:
-                        continue
-                    if ready > start:
-                        start = ready
-                if exchange:
-                    begin, start = self._span(device, index, start)
-                    add_start[device](begin)
-                else:
-                    add_start[device](start)
-                    start += lasts[device][index]
-                add_end[device](start)
-                free[device] = start
-                running[device] = True
-                heappush(heap, start << bits | device)
-            if not heap:
-                return
-            entry = heappop(heap)
-            end, number = entry >> bits, entry & mask
-            index = at[number]
-            give = gives[number][index]
-            at[number] = index + 1
-            running[number] = False
-            if give is None:
-                wanted = (number,)
-                continue
-            slot, target, wire = give
-            there[slot] = end if wire is None else self._carry(number, index, end)
-            wanted = (target, number) if target >= 0 else (number,)
 
 
 def stuck(schedule: Schedule, at: Sequence[int]) -> str:
