@@ -16,9 +16,8 @@ from dips.planner.ir import Schedule
 from dips.planner.plan import Plan, make_plan, read_plan, ready_folder, write_plan
 from dips.planner.problem import Problem
 from dips.planner.profile import read_profile
-from dips.planner.simulate import Timeline
+from dips.planner.simulate import Timeline, check_complete, validate
 from dips.planner.sweep import UNCALIBRATED, GridPoint, SweepOverheads, SweepRow, cases, overheads_of, rows_of
-from dips.planner.validate import check_complete, validate
 
 MOST_SECONDS = 3600.0
 """The longest search of a solver."""

@@ -10,14 +10,12 @@ from dips.core.units import format_bytes
 from dips.planner.costs import NS, Costs
 from dips.planner.division import divide
 from dips.planner.errors import PlanError
-from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Schedule, straight, wave
 from dips.planner.problem import Problem, regrouped
 from dips.planner.schedules import SCHEDULES
 from dips.planner.schedules.greedy import jeeves
-from dips.planner.simulate import Timeline
+from dips.planner.simulate import Timeline, peaks, simulate_fleet, validate
 from dips.planner.units import Division
-from dips.planner.validate import peaks, validate
 
 NAMES = (*SCHEDULES, "jeeves", "optimal_ud", "optimal_wave", "dp")
 """What a plan can choose from. jeeves, the solver's and dp are made in other ways than the schedules by name."""

@@ -35,11 +35,10 @@ from dips.planner.candidates import (
 )
 from dips.planner.costs import NS, costs_json
 from dips.planner.errors import PlanError
-from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Schedule
 from dips.planner.problem import Problem, assumptions, problem_json
 from dips.planner.schedules import SCHEDULES
-from dips.planner.simulate import simulate
+from dips.planner.simulate import simulate, simulate_fleet
 from dips.planner.trace import MOST_LANES, draw, trace_events
 
 # ---- effects ---------------------------------------------------------------------------------------------------------

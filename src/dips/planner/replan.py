@@ -25,12 +25,11 @@ from dips.planner.candidates import Candidate
 from dips.planner.cluster import Link
 from dips.planner.costs import NS
 from dips.planner.errors import PlanError
-from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Schedule
 from dips.planner.model import Amount, Duration, DurationOrNone, Maybe, PositiveCount
 from dips.planner.plan import FORMAT, Plan, make_plan, pipelines_of
 from dips.planner.problem import Problem, TimesPerLayer, read_problem, regrouped
-from dips.planner.simulate import simulate
+from dips.planner.simulate import simulate, simulate_fleet
 from dips.planner.units import OPTIMIZER_BYTES, WEIGHT_BYTES, Division
 
 MOVED = (WEIGHT_BYTES + OPTIMIZER_BYTES) / WEIGHT_BYTES

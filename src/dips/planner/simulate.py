@@ -1,4 +1,4 @@
-"""Simulates a schedule: when every operation and every message begins and ends.
+"""Simulates and checks a schedule: when every operation and every message begins and ends.
 
 CrossPipe's conventions (arXiv:2507.00217, section 3.5): an operation starts when its device has ended the one before
 and its input is there; a message starts when its producer ends and its link is free, occupies the link for busy_ns
@@ -8,14 +8,14 @@ dips.planner.exchange.
 
 Devices run ahead, each as far as its inputs are known. Where a link has one sender, its messages are ready in the
 sender's own order, so each takes the link at once. Where several devices send over a link, messages wait until no
-device can run: then no message can come before the earliest of them, which takes its link. dips.planner.fleet
+device can run: then no message can come before the earliest of them, which takes its link. dips.planner.simulate
 simulates several replicas.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeVar
@@ -28,6 +28,8 @@ from dips.planner.exchange import (
     LayerPlayer,
     ShardExchange,
     ShardLog,
+    check_exchanges,
+    check_shards,
     gates,
     gathered,
     layered,
@@ -129,25 +131,75 @@ class Timeline:
         return 1.0 - self.busy_ns / whole if whole else 0.0
 
 
+@dataclass(frozen=True)
+class Fleet:
+    """The simulation of several replicas: a timeline for each; device d is the same in all."""
+
+    timelines: tuple[Timeline, ...]
+
+    @property
+    def makespan_ns(self) -> int:
+        """From the first start of an operation or exchange to the last one's end, of any replica."""
+        return max(one.end_ns for one in self.timelines) - min(one.begin_ns for one in self.timelines)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The part of makespan x all devices without computation."""
+        busy = sum(t.busy_ns for t in self.timelines)
+        whole = self.makespan_ns * sum(t.schedule.n_devices for t in self.timelines)
+        return 1.0 - busy / whole if whole else 0.0
+
+
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Simulate a schedule. Raises PlanError, which names the cells that wait for each other, when it cannot end."""
-    run = Run(compile_program([schedule], costs), shares_links(costs))
-    program = run.program
-    if run.stuck:
-        raise PlanError(stuck(schedule, program.operations_before(run.at)))
+    return _timelines([schedule], costs, shares_links(costs), False)[0]
+
+
+def simulate_fleet(schedules: Sequence[Schedule], costs: Costs) -> Fleet:
+    """Simulate one schedule for each replica; a wire's hold_ns delays only its own sender (blocking sends). Raises
+    PlanError, which names replica and cell, when they cannot end."""
+    return Fleet(_timelines(schedules, costs, True, any(wire.hold_ns for wire in costs.wires.values())))
+
+
+def _timelines(schedules: Sequence[Schedule], costs: Costs, in_turn: bool, blocking: bool) -> tuple[Timeline, ...]:
+    program = compile_program(schedules, costs)
+    run = Run(program, in_turn, blocking)
+    n, at = schedules[0].n_devices, program.operations_before(run.at)
+    mine = [slice(replica * n, replica * n + n) for replica in range(len(schedules))]
+    for replica, schedule in enumerate(schedules):
+        waiting = [
+            f"device {device} waits at cell {index + 1} ({order[index]})"
+            for device, (index, order) in enumerate(zip(at[mine[replica]], schedule.orders, strict=True))
+            if index < len(order)
+        ]
+        if waiting:
+            raise PlanError(
+                (f"replica {replica}: " if len(schedules) > 1 else "")
+                + f"the schedule cannot end: {', '.join(waiting[:4])}; no device can send what they wait for"
+            )
     starts, ends = program.strip(run.starts), program.strip(run.ends)
-    done = exchanged(costs, [(schedule, ends)])
-    logs, waited_ns = run.sharded(slice(None))
-    return Timeline(
-        schedule,
-        tuple(map(tuple, starts)),
-        tuple(map(tuple, ends)),
-        tuple(run.messages),
-        done,
-        logs,
-        costs.shards,
-        waited_ns,
-    )
+    sent: list[list[SimulatedMessage]] = [[] for _ in schedules]
+    for message in run.messages:
+        sent[message.source // n].append(message._replace(source=message.source % n, target=message.target % n))
+    done = exchanged(costs, [(schedule, ends[each]) for schedule, each in zip(schedules, mine, strict=True)])
+    timelines = []
+    for schedule, each, messages in zip(schedules, mine, sent, strict=True):
+        players = run.players[each]
+        for player in players:
+            player.flush()
+        timelines.append(
+            Timeline(
+                schedule,
+                tuple(map(tuple, starts[each])),
+                tuple(map(tuple, ends[each])),
+                tuple(messages),
+                done,
+                tuple(player.log for player in players),
+                costs.shards,
+                sum(player.waited_ns for player in players),
+            )
+        )
+    return tuple(timelines)
 
 
 def exchanged(costs: Costs, played: Iterable[tuple[Schedule, Sequence[Sequence[int]]]]) -> tuple[Exchanged, ...]:
@@ -361,19 +413,8 @@ class Run:
         self._heap: list[tuple[int, int, int, int]] = []
         # By sender and receiver: the operation whose message is not acknowledged, and those that wait for that.
         self._unacknowledged: dict[tuple[int, int], deque[int]] = defaultdict(deque)
-        self._players = [LayerPlayer(at_ns, program.overlapped) for at_ns in program.networks_ns if program.layered]
+        self.players = [LayerPlayer(at_ns, program.overlapped) for at_ns in program.networks_ns if program.layered]
         self._follow()
-
-    def sharded(self, devices: slice) -> tuple[tuple[ShardLog, ...], int]:
-        """What the layers of these devices exchanged, and how long operations waited for it."""
-        players = self._players[devices]
-        for player in players:
-            player.flush()
-        return tuple(player.log for player in players), sum(player.waited_ns for player in players)
-
-    @property
-    def stuck(self) -> bool:
-        return any(at < len(device.lasts) for at, device in zip(self.at, self.program.devices, strict=True))
 
     def _follow(self) -> None:
         queue, heap = deque(range(len(self.at))), self._heap
@@ -413,7 +454,7 @@ class Run:
         there, in_turn = self._there, self._in_turn
         woken: set[int] = set()
         starts, ends = self.starts[number], self.ends[number]
-        layered = self.program.layered[number] if self._players else None
+        layered = self.program.layered[number] if self.players else None
         free = ends[-1] if ends else 0
         index = self.at[number]
         for index in range(index, len(lasts)):  # noqa: B020  the loop goes on where the device stood
@@ -427,7 +468,7 @@ class Run:
                     free = ready
             op = layered[index] if layered else None
             if op:
-                start, free = self._players[number].play(op, free, lasts[index])
+                start, free = self.players[number].play(op, free, lasts[index])
                 starts.append(start)
             else:
                 starts.append(free)
@@ -462,11 +503,105 @@ class Run:
         return arrives_ns
 
 
-def stuck(schedule: Schedule, at: Sequence[int]) -> str:
-    """The error sentence for a schedule that cannot end; at[d]: the operation at which device d waits."""
-    waiting = [
-        f"device {device} waits at cell {index + 1} ({schedule.orders[device][index]})"
-        for device, index in enumerate(at[: schedule.n_devices])
-        if index < len(schedule.orders[device])
-    ]
-    return f"the schedule cannot end: {', '.join(waiting[:4])}; no device can send what they wait for"
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def validate(schedule: Schedule, costs: Costs, memory: Sequence[int] | None = None) -> Timeline:
+    """Check a schedule and simulate it. memory[d]: limit of device d, in the units of costs.
+
+    Raises PlanError, which names the device and the cell, for: an operation that is missing, doubled or elsewhere;
+    one before an operation that it needs on its own device; memory over the limit; devices that wait for each other;
+    exchanges of replicas in a wrong place.
+    """
+    check_complete(schedule)
+    for device, order in enumerate(schedule.orders):
+        _check_order(device, order)
+    if memory is not None:
+        for device, (peak, limit) in enumerate(zip(peaks(schedule, costs), memory, strict=True)):
+            if peak > limit:
+                raise PlanError(
+                    f"{schedule.name}: device {device} holds {peak} of activations at once, its memory allows {limit}: "
+                    "use a schedule that holds fewer microbatches, or more memory"
+                )
+    timeline = simulate(schedule, costs)
+    if costs.exchanges:
+        check_exchanges(timeline.exchanges, costs.exchanges, *_stage_spans(timeline))
+    if costs.shards:
+        check_shards(timeline.shards, costs.shards, schedule.n_microbatches)
+    return timeline
+
+
+def _stage_spans(timeline: Timeline) -> tuple[list[int], list[int]]:
+    """Start of the first operation and end of the last one of each stage."""
+    starts: dict[int, list[int]] = defaultdict(list)
+    ends: dict[int, list[int]] = defaultdict(list)
+    for order, begun, ended in zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True):
+        for op, start, end in zip(order, begun, ended, strict=True):
+            starts[op.stage].append(start)
+            ends[op.stage].append(end)
+    stages = range(timeline.schedule.n_stages)
+    return [min(starts[stage]) for stage in stages], [max(ends[stage]) for stage in stages]
+
+
+def peaks(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
+    """The most activation memory that each device holds at any time: F charges when it starts, D, W and B release
+    when they end."""
+    found, last = [], schedule.parts - 1
+    for order in schedule.orders:
+        held = peak = 0
+        for op in order:
+            stage = costs.stages[op.stage]
+            if op.kind is Kind.F and op.part == 0:
+                held += stage.activation
+                peak = max(peak, held)
+            elif op.part == last:
+                held -= stage.released(op.kind)
+        found.append(peak)
+    return tuple(found)
+
+
+def check_complete(schedule: Schedule) -> None:
+    """Check that every operation is there once and on its device. Raises PlanError."""
+    seen: set[Op] = set()
+    parts_of: Counter[tuple[int, int, Kind]] = Counter()
+    for device, order in enumerate(schedule.orders):
+        for index, op in enumerate(order):
+            wrong = _misplaced(schedule, device, op, seen)
+            if wrong:
+                raise PlanError(f"{schedule.name}: device {device}, cell {index + 1} ({op}) {wrong}")
+            seen.add(op)
+            parts_of[op.stage, op.microbatch, op.kind] += 1
+    whole = schedule.parts
+    for stage in range(schedule.n_stages):
+        for microbatch in range(schedule.n_microbatches):
+            f, d, w, b = (parts_of.get((stage, microbatch, kind), 0) for kind in (Kind.F, Kind.D, Kind.W, Kind.B))
+            if f != whole or (d, w, b) not in ((whole, whole, 0), (0, 0, whole)):
+                raise PlanError(
+                    f"{schedule.name}: stage {stage} has {f} F, {d} I, {w} W and {b} B of microbatch {microbatch}: it "
+                    f"needs {whole} F, and either {whole} I and {whole} W or {whole} B"
+                )
+
+
+def _misplaced(schedule: Schedule, device: int, op: Op, seen: Set[Op]) -> str:
+    """What is wrong with an operation at its place; empty when nothing is."""
+    if op.stage >= schedule.n_stages or op.microbatch >= schedule.n_microbatches or op.part >= schedule.parts:
+        return (
+            f"is outside of {schedule.n_stages} stages, {schedule.n_microbatches} microbatches and "
+            f"{schedule.parts} parts: remove it"
+        )
+    if schedule.device_of_stage[op.stage] != device:
+        return f"belongs to device {schedule.device_of_stage[op.stage]}: move it there"
+    return "is there a second time: remove one" if op in seen else ""
+
+
+def _check_order(device: int, order: Sequence[Op]) -> None:
+    """Check that each operation comes after what it needs on its own device."""
+    done: set[Op] = set()
+    for index, op in enumerate(order):
+        if op.part:
+            needed = op._replace(part=op.part - 1)
+        else:
+            needed = Op(Kind.D if op.kind is Kind.W else Kind.F, op.stage, op.microbatch)
+        if (op.part or op.kind is not Kind.F) and needed not in done:
+            raise PlanError(f"device {device}, cell {index + 1}: {op} comes before {needed}, which it needs: swap them")
+        done.add(op)

@@ -23,9 +23,8 @@ from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule, straight, wave
 from dips.planner.profile import Calibration
 from dips.planner.schedules import CROSS_UD, MANY_CHUNKS, SCHEDULES
-from dips.planner.simulate import simulate
+from dips.planner.simulate import peaks, simulate, validate
 from dips.planner.trace import save
-from dips.planner.validate import peaks, validate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,9 +11,8 @@ from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule
 from dips.planner.schedules.fixed import zb_h1
 from dips.planner.schedules.greedy import compact_zb
-from dips.planner.simulate import simulate
+from dips.planner.simulate import peaks, simulate, validate
 from dips.planner.sweep import ACTIVATION, GridPoint
-from dips.planner.validate import peaks, validate
 
 
 def chain(*links: tuple[float, float], times: tuple[float, float, float] = (1, 1, 1)) -> Costs:

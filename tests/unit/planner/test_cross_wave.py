@@ -10,9 +10,8 @@ from dips.planner.costs import Costs, StageCost, Wire, uniform
 from dips.planner.errors import PlanError
 from dips.planner.schedules.fixed import zb_v
 from dips.planner.schedules.greedy import cross_wave
-from dips.planner.simulate import simulate
+from dips.planner.simulate import simulate, validate
 from dips.planner.sweep import GridPoint
-from dips.planner.validate import validate
 
 UNIT = 1 << 20
 

@@ -11,14 +11,12 @@ from dips.planner.cluster import read_setup
 from dips.planner.costs import NS, Costs, Wire, uniform
 from dips.planner.errors import PlanError
 from dips.planner.exchange import Exchange, check_exchanges
-from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Kind, Schedule, loop, straight, wave
 from dips.planner.model import read_model
 from dips.planner.problem import Problem, assumptions, regrouped
 from dips.planner.schedules.fixed import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from dips.planner.schedules.optimal import optimal
-from dips.planner.simulate import Timeline, simulate
-from dips.planner.validate import validate
+from dips.planner.simulate import Timeline, simulate, simulate_fleet, validate
 
 SHARED = 99
 

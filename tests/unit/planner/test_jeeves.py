@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 
 from dips.planner.costs import NS, Costs, StageCost, Wire, uniform
 from dips.planner.errors import PlanError
-from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Kind, Schedule
 from dips.planner.schedules.fixed import gpipe, one_f_one_b
 from dips.planner.schedules.greedy import jeeves
-from dips.planner.simulate import simulate
-from dips.planner.validate import peaks, validate
+from dips.planner.simulate import peaks, simulate, simulate_fleet, validate
 
 UNIT = 1 << 20
 

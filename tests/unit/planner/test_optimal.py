@@ -10,8 +10,8 @@ from dips.planner.ir import straight, wave
 from dips.planner.schedules.fixed import zb_v
 from dips.planner.schedules.greedy import cross_ud
 from dips.planner.schedules.optimal import Optimum, optimal
+from dips.planner.simulate import validate
 from dips.planner.sweep import GridPoint
-from dips.planner.validate import validate
 
 
 def best_of(case: GridPoint) -> Optimum:

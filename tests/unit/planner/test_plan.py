@@ -24,10 +24,9 @@ from dips.planner.ir import Op, Schedule
 from dips.planner.plan import Plan, make_plan, plan_json, read_plan, write_plan
 from dips.planner.problem import Problem
 from dips.planner.schedules.greedy import cross_ud
-from dips.planner.simulate import simulate
+from dips.planner.simulate import simulate, validate
 from dips.planner.sweep import GridPoint
 from dips.planner.units import even_division
-from dips.planner.validate import validate
 
 
 def small(name: str = "jeeves", replicas: int = 4) -> Problem:

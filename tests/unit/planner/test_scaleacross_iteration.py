@@ -36,9 +36,8 @@ from dips.planner.scaleacross.search import fastest_of, present_case
 from dips.planner.scaleacross.topology import Topology, read_topology
 from dips.planner.schedules.fixed import one_f_one_b
 from dips.planner.schedules.scaleacross import dora_pp, interleaved_zb_v, zigzag
-from dips.planner.simulate import simulate
+from dips.planner.simulate import peaks, simulate, validate
 from dips.planner.units import layer_work, output_work
-from dips.planner.validate import peaks, validate
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ from dips.planner.ir import Kind, Op, Schedule, straight
 from dips.planner.schedules import SCHEDULES
 from dips.planner.schedules.fixed import gpipe, one_f_one_b, zb_h1, zb_v
 from dips.planner.schedules.greedy import cross_ud
-from dips.planner.simulate import simulate
+from dips.planner.simulate import peaks, simulate, validate
 from dips.planner.sweep import GridPoint, cases
-from dips.planner.validate import peaks, validate
 
 MAKERS = pytest.mark.parametrize("name", STATIC)
 UNIT = 1 << 20

@@ -17,7 +17,7 @@ from dips.planner.costs import NS, Wire
 from dips.planner.errors import PlanError
 from dips.planner.ir import Kind
 from dips.planner.problem import Problem, problem_json
-from dips.planner.simulate import simulate
+from dips.planner.simulate import peaks, simulate, validate
 from dips.planner.spantrain.flowing import ITERATIONS, flow
 from dips.planner.spantrain.inside import DEFAULT_RULES, SecondLevelRules
 from dips.planner.spantrain.search import (
@@ -32,7 +32,6 @@ from dips.planner.spantrain.search import (
     wide_moves,
 )
 from dips.planner.spantrain.work import work_of
-from dips.planner.validate import peaks, validate
 
 
 def far(*sites: Row, gbps: float = 0.1, layers: int = 6, batch: int = 8, **training: object) -> ClusterFile:

@@ -19,12 +19,11 @@ from torch.distributed.pipelining.schedules import _ComputationType, _PipelineSc
 
 from dips.planner.costs import Costs, StageCost, Wire
 from dips.planner.exchange import Exchange
-from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Schedule, straight
 from dips.planner.schedules.fixed import one_f_one_b
 from dips.planner.schedules.greedy import compact_zb, cross_ud, cross_wave, jeeves
 from dips.planner.schedules.optimal import optimal
-from dips.planner.simulate import Timeline, simulate
+from dips.planner.simulate import Timeline, simulate, simulate_fleet
 from dips.planner.sweep import GridPoint
 from dips.planner.trace import (
     LINK_COLOUR,

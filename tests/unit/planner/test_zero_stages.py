@@ -11,13 +11,11 @@ from dips.planner.cluster import read_setup
 from dips.planner.costs import NS, Costs, Wire, uniform
 from dips.planner.errors import PlanError
 from dips.planner.exchange import ShardExchange, check_shards
-from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Schedule, straight, wave
 from dips.planner.problem import Problem, assumptions
 from dips.planner.schedules.fixed import one_f_one_b, zb_h1, zb_v
 from dips.planner.schedules.optimal import optimal
-from dips.planner.simulate import Timeline, simulate
-from dips.planner.validate import validate
+from dips.planner.simulate import Timeline, simulate, simulate_fleet, validate
 
 
 def costs_of(

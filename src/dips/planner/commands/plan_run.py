@@ -41,10 +41,9 @@ from dips.planner.run.links import (
     write_job,
 )
 from dips.planner.schedules import MANY_CHUNKS, SCHEDULES
-from dips.planner.simulate import SimulatedMessage, Timeline, simulate
+from dips.planner.simulate import SimulatedMessage, Timeline, simulate, validate
 from dips.planner.sweep import cases
 from dips.planner.trace import trace_events
-from dips.planner.validate import validate
 
 # ---- plan run source -------------------------------------------------------------------------------------------------
 #

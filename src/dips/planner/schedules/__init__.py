@@ -16,8 +16,7 @@ from dips.planner.ir import Schedule, loop, straight, wave
 from dips.planner.schedules.fixed import gpipe, interleaved_1f1b, one_f_one_b, runs_evenly, zb_h1, zb_v
 from dips.planner.schedules.greedy import compact_zb, cross_ud, cross_wave
 from dips.planner.schedules.scaleacross import OPERATION, dora_pp, interleaved_zb_v, zigzag
-from dips.planner.simulate import simulate
-from dips.planner.validate import peaks
+from dips.planner.simulate import peaks, simulate
 
 
 class NamedSchedule(NamedTuple):

@@ -26,8 +26,7 @@ from dips.planner.costs import Costs
 from dips.planner.errors import PlanError
 from dips.planner.exchange import gates, reduced
 from dips.planner.ir import Kind, Op, Schedule
-from dips.planner.simulate import Timeline, simulate
-from dips.planner.validate import peaks
+from dips.planner.simulate import Timeline, peaks, simulate
 
 KINDS = (Kind.F, Kind.D, Kind.W)
 

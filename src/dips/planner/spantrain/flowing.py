@@ -26,9 +26,8 @@ from typing import NamedTuple
 from dips.planner.costs import NS
 from dips.planner.ir import Kind, Op
 from dips.planner.schedules.greedy import compact_zb
-from dips.planner.simulate import Timeline, simulate
+from dips.planner.simulate import Timeline, peaks, simulate
 from dips.planner.spantrain.search import Simulated
-from dips.planner.validate import peaks
 
 ITERATIONS = 8
 """Simulated one after another; the first half and the last one are not measured."""

@@ -16,12 +16,12 @@ from dips.planner.cluster import ClusterFile
 from dips.planner.errors import PlanError
 from dips.planner.grouping import ALIKE, THRESHOLD_GBPS, Group, Grouping, group, measured_of
 from dips.planner.plan import ready_folder, writing
+from dips.planner.simulate import peaks
 from dips.planner.spantrain.flowing import SENTENCE, Flowing, flow
 from dips.planner.spantrain.inside import DeviceShare, SecondLevelRules, TeamStage, held_by
 from dips.planner.spantrain.search import SIMULATED_OPERATIONS, Found, GroupTerms, Simulated, search, way_between
 from dips.planner.spantrain.work import Work
 from dips.planner.trace import draw, trace_events
-from dips.planner.validate import peaks
 
 RUNNERS_UP = 5
 

@@ -14,12 +14,11 @@ from dips.planner.cluster import ClusterFile, read_setup
 from dips.planner.costs import NS
 from dips.planner.grouping import Grouping, Measured, group, measured_of
 from dips.planner.problem import Problem
-from dips.planner.simulate import simulate
+from dips.planner.simulate import peaks, simulate
 from dips.planner.spantrain.inside import SecondLevelRules, data_shares, tiles
 from dips.planner.spantrain.search import search
 from dips.planner.spantrain.work import work_of
 from dips.planner.sweep import ACTIVATION, GridPoint
-from dips.planner.validate import peaks
 from dips.planner.validation.checks import PaperCheck, holds
 from dips.planner.validation.spantrain_adapter import adapter_checks
 
