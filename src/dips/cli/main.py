@@ -71,7 +71,11 @@ def run(arguments: Sequence[str]) -> int:
     except DipsError as error:
         return _fail(str(error), error.exit_code)
     except ModuleNotFoundError as error:
-        return _missing_package(error)
+        package = (error.name or "").partition(".")[0]
+        extra = _EXTRA_OF_PACKAGE.get(package)
+        if extra is None:
+            raise error
+        return _fail(f"this command needs {package}: {how_to_install(extra)}", ConfigError.exit_code)
     except OSError as error:
         if isinstance(error, PermissionError) and error.filename:
             whose = "ask the user whose it is, who can let a group read a run's files (files_group)"
@@ -113,7 +117,15 @@ def build_app(chosen: str) -> typer.Typer:
     for command in commands_for(chosen):
         function = _load(command) if command.name == chosen else _named(command)
         if isinstance(function, typer.Typer):
-            _add_group(app, command, function)
+            for one in function.registered_commands:
+                one.help = escape(_paragraphs((one.callback and one.callback.__doc__) or ""))
+            app.add_typer(
+                function,
+                name=command.name,
+                help=command.summary,
+                epilog=escape("\n\n".join(("Examples:", *command.examples))),
+                rich_help_panel=command.panel,
+            )
             continue
         app.command(
             command.name,
@@ -159,18 +171,6 @@ def _load(command: Command) -> Callable[..., int | None] | typer.Typer:
     return function
 
 
-def _add_group(app: typer.Typer, command: Command, group: typer.Typer) -> None:
-    for one in group.registered_commands:
-        one.help = escape(_paragraphs((one.callback and one.callback.__doc__) or ""))
-    app.add_typer(
-        group,
-        name=command.name,
-        help=command.summary,
-        epilog=escape("\n\n".join(("Examples:", *command.examples))),
-        rich_help_panel=command.panel,
-    )
-
-
 def _named(command: Command) -> Callable[..., int | None]:
     def not_loaded() -> None:
         raise AssertionError(f"{command.name} was not loaded")
@@ -189,14 +189,6 @@ def _usage_sentence(error: Exception, arguments: Sequence[str]) -> str:
     first = "".join(arguments[:1])
     names = [command.name for command in commands_for(first) if command.name == first]
     return f"{message} `{' '.join(['dips', *names, '--help'])}` shows the options."
-
-
-def _missing_package(error: ModuleNotFoundError) -> int:
-    package = (error.name or "").partition(".")[0]
-    extra = _EXTRA_OF_PACKAGE.get(package)
-    if extra is None:
-        raise error
-    return _fail(f"this command needs {package}: {how_to_install(extra)}", ConfigError.exit_code)
 
 
 def _terminated(signal_number: int, frame: FrameType | None) -> None:

@@ -220,7 +220,10 @@ class ModelDescription:
                 self.adapter.name, why_not="its configuration and names are too long for the run's layout"
             )
             forms = [{**raw, "adapter": vars(self.adapter)}, {**raw, "adapter": vars(too_long)}]
-        rows = [[one.name, list(one.shape), one.dtype, _hex(one.digest)] for one in self.lacks]
+        rows = [
+            [one.name, list(one.shape), one.dtype, "" if one.digest is None else f"{one.digest:016x}"]
+            for one in self.lacks
+        ]
         for whole in ({**forms[0], "lacks": rows}, *forms):
             text = json.dumps(whole, sort_keys=True, separators=(",", ":"))
             if len(text) <= MAX_DESCRIPTION_CHARS:
@@ -254,10 +257,6 @@ def description_from_json(text: str) -> ModelDescription | None:
             f"the run's description of its model cannot be read ({error}): export one file of tensors instead"
         ) from error
     return ModelDescription(config, prefix, tuple(str(name) for name in absent), n_absent, lacks, adapter)
-
-
-def _hex(digest: int | None) -> str:
-    return "" if digest is None else f"{digest:016x}"
 
 
 def _lacking(name: object, shape: object, dtype: object, digest: object) -> Lacking:

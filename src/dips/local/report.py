@@ -173,8 +173,20 @@ def draw_losses(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for index, (name, points) in enumerate(sorted(training.items())):
-        _draw_training(axes, index, name, points)
-    _draw_heldout(axes, heldout)
+        axes.plot(
+            [point.tokens for point in points],
+            running_mean(points),
+            color=_COLOURS[index % len(_COLOURS)],
+            linestyle=_STYLES[index % len(_STYLES)],
+            linewidth=1.1,
+            alpha=0.85,
+            label=f"cluster {name}, training (mean of {_MEAN_OF})",
+        )
+    tokens, losses = [p.tokens for p in heldout], [p.loss for p in heldout]
+    label = "held-out text, published versions"
+    if heldout:
+        label += f" (last {losses[-1]:.3f})"
+    axes.plot(tokens, losses, color="black", linewidth=2.2, marker="o", markersize=3, label=label)
     for fault in faults:
         _draw_fault(axes, fault)
     axes.set_xlabel("tokens (bytes of text) applied by the whole run")
@@ -193,26 +205,6 @@ def running_mean(points: Sequence[LossPoint]) -> list[float]:
     losses = [point.loss for point in points]
     windows = (losses[max(0, i + 1 - _MEAN_OF) : i + 1] for i in range(len(losses)))
     return [sum(window) / len(window) for window in windows]
-
-
-def _draw_training(axes: Axes, index: int, name: str, points: Sequence[LossPoint]) -> None:
-    axes.plot(
-        [point.tokens for point in points],
-        running_mean(points),
-        color=_COLOURS[index % len(_COLOURS)],
-        linestyle=_STYLES[index % len(_STYLES)],
-        linewidth=1.1,
-        alpha=0.85,
-        label=f"cluster {name}, training (mean of {_MEAN_OF})",
-    )
-
-
-def _draw_heldout(axes: Axes, heldout: Sequence[HeldoutPoint]) -> None:
-    tokens, losses = [p.tokens for p in heldout], [p.loss for p in heldout]
-    label = "held-out text, published versions"
-    if heldout:
-        label += f" (last {losses[-1]:.3f})"
-    axes.plot(tokens, losses, color="black", linewidth=2.2, marker="o", markersize=3, label=label)
 
 
 def _draw_fault(axes: Axes, fault: Fault) -> None:

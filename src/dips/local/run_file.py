@@ -131,12 +131,7 @@ def read_run_file(file: Path, insecure: bool = False, log_format: LogFormat | No
         run.files_group,
     )
     check_servers(master, plan.slaves[0], str(file))
-    _check_ports(file, plan)
-    return run, plan if log_format is None else _all_logging(plan, log_format)
-
-
-def _check_ports(file: Path, plan: RunPlan) -> None:
-    """Settings of a table are those of several processes, which cannot share a port."""
+    # Settings of a table are those of several processes, which cannot share a port
     for table, those in (("slave", plan.slaves), ("worker", [cluster.client for cluster in plan.clusters])):
         asked = [knobs.metrics_listen for knobs in those if knobs.metrics_listen is not None]
         fixed = [address for address in asked if parse_address(address)[1] and asked.count(address) > 1]
@@ -145,6 +140,7 @@ def _check_ports(file: Path, plan: RunPlan) -> None:
                 f"{file} [{table}] metrics_listen {fixed[0]} is the address of {asked.count(fixed[0])} processes: give "
                 "port 0, or leave it out and set metrics = true in [run]"
             )
+    return run, plan if log_format is None else _all_logging(plan, log_format)
 
 
 def _all_logging(plan: RunPlan, log_format: LogFormat) -> RunPlan:

@@ -607,12 +607,6 @@ MUCH_OF_A_ROUND = 0.25
 """In the set-up slow-link of `dips compare` a round of 24 s loses 0.18 nats by 14 s of transfers, and 0.06 by 2 s."""
 
 
-def _hidden_share(sizes: SizeTable) -> float:
-    """Of a round's steps, those made during an exchange."""
-    hidden_s = sum(sizes[f"{what}_s"].value for what in ("push", "update", "pull"))
-    return min(1.0, hidden_s / sizes["compute_s"].value)
-
-
 def _remarks(sizes: SizeTable) -> Iterator[str]:
     slots = sizes.knobs.max_clusters or sizes.knobs.clusters
     if slots != 8:
@@ -623,7 +617,9 @@ def _remarks(sizes: SizeTable) -> Iterator[str]:
             f"a slave's answer to MEASURE has up to {math.ceil(of_slave)} bytes, above max_message_bytes (64 MiB): "
             "raise it in [master], or give more slaves"
         )
-    hidden, overlaps = _hidden_share(sizes), sizes.knobs.overlap == "full"
+    # Of a round's steps, those made during an exchange
+    hidden_s = sum(sizes[f"{what}_s"].value for what in ("push", "update", "pull"))
+    hidden, overlaps = min(1.0, hidden_s / sizes["compute_s"].value), sizes.knobs.overlap == "full"
     remedy = "raise sync_every, or choose a smaller --wire and --pull-wire"
     if sizes["overhead"].value > 0.2:
         yield (

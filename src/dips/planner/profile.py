@@ -118,16 +118,12 @@ def read_profile(file: Path) -> ProfileFile:
     )
     if not found.layers and not found.links and found.calibration is None:
         raise PlanError(f"{file} has no [[layers]], [[links]] or [calibration]: measure them with dips profile")
-    _check_different(found)
-    return found
-
-
-def _check_different(found: ProfileFile) -> None:
     ends = [(link.sender, link.receiver) for link in found.links]
     for number, pair in enumerate(ends, 1):
         if pair[0] == pair[1] or pair in ends[: number - 1]:
             why = "goes to itself" if pair[0] == pair[1] else "was given before"
             raise PlanError(f"{found.file} [[links]] {number}: from {pair[0]} to {pair[1]} {why}: remove it")
+    return found
 
 
 def write_profile(found: ProfileFile, file: Path) -> None:

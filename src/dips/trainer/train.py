@@ -323,7 +323,18 @@ class _ClusterLoop:
             self._shell.start()
             if self._shell.resumed:
                 self._batches.resume(self._shell.take_unused())
-            self._train_until_done()
+            mixed = MIXED_CHUNKS_PER_ROW * self._train.batch_size * self._train.chunk_tokens
+            while not self._shell.done:
+                self._shell.checkpoint_if_due()
+                self._forget_what_was_taken_back()
+                if self._batches.held_tokens < self._train.step_tokens:
+                    # Enough for the steps up to the next push, and for a mix of chunks.
+                    leased = self._shell.lease(max(self._shell.local_steps * self._train.step_tokens, mixed))
+                    # First: of several ranks, held_ranges may be those of just before the lease.
+                    self._forget_what_was_taken_back()
+                    self._batches.add(leased)
+                else:
+                    self._step()
         except BaseException as error:
             reason, whole = f"{type(error).__name__}: {error}", False
             raise
@@ -332,20 +343,6 @@ class _ClusterLoop:
             self._tape.close()
             self._inner.close()
         return 0 if self._shell.released else self._signals.exit_code
-
-    def _train_until_done(self) -> None:
-        mixed = MIXED_CHUNKS_PER_ROW * self._train.batch_size * self._train.chunk_tokens
-        while not self._shell.done:
-            self._shell.checkpoint_if_due()
-            self._forget_what_was_taken_back()
-            if self._batches.held_tokens < self._train.step_tokens:
-                # Enough for the steps up to the next push, and for a mix of chunks.
-                leased = self._shell.lease(max(self._shell.local_steps * self._train.step_tokens, mixed))
-                # First: of several ranks, held_ranges may be those of just before the lease.
-                self._forget_what_was_taken_back()
-                self._batches.add(leased)
-            else:
-                self._step()
 
     def _forget_what_was_taken_back(self) -> None:
         """The master leased ranges to other clusters at a new Join, which may precede each lease."""

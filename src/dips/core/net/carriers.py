@@ -343,7 +343,14 @@ class _PushCarrier(_Carrier):
         if why == loop.IDLE:
             why = loop.wait()
         elif why == loop.SEND:
-            self._send_for(loop)
+            # Wait for a chunk, which the loop then sends, or send a query.
+            request = self._push_transfer.request_in(loop.slot)
+            if request.chunk is None:
+                loop.sent()
+                self._send_query(request)
+            else:
+                self._payloads.wait(request.chunk)
+                loop.ready(request.place)
         return why
 
     def _show_memory(self, loop: PushLoop, memory: Memory) -> None:
@@ -354,16 +361,6 @@ class _PushCarrier(_Carrier):
             loop.write_differences(memory.parts[0], memory.difference)
         else:
             loop.read_from(memory.parts)
-
-    def _send_for(self, loop: PushLoop) -> None:
-        """Do what the loop asks for: wait for a chunk, which it then sends, or send a query."""
-        request = self._push_transfer.request_in(loop.slot)
-        if request.chunk is None:
-            loop.sent()
-            self._send_query(request)
-        else:
-            self._payloads.wait(request.chunk)
-            loop.ready(request.place)
 
 
 class _PullCarrier(_Carrier):

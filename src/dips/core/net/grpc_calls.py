@@ -166,15 +166,11 @@ def _refusal_in(error: grpc.RpcError) -> Refused | None:
     read = getattr(error, "trailing_metadata", None)
     for key, value in (read() if callable(read) else None) or ():
         if key == REFUSAL_KEY and isinstance(value, bytes):
-            return _decode_refusal(value)
+            try:
+                return to_refused(decode(value, Refusal))
+            except Refused as garbled:
+                return Refused(RefusalCode.MALFORMED, f"the peer's refusal cannot be read: {garbled.sentence}")
     return None
-
-
-def _decode_refusal(value: bytes) -> Refused:
-    try:
-        return to_refused(decode(value, Refusal))
-    except Refused as garbled:
-        return Refused(RefusalCode.MALFORMED, f"the peer's refusal cannot be read: {garbled.sentence}")
 
 
 # ---- grpc channel ----------------------------------------------------------------------------------------------------

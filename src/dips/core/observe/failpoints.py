@@ -106,7 +106,16 @@ def parse(text: str) -> dict[str, tuple[Term, ...]]:
         check_name(name)
         spec[name] = tuple(_term(entry, term.strip()) for term in terms.split("->"))
         for term in spec[name]:
-            _check_place(entry, name, term.action.kind)
+            kind = term.action.kind
+            if is_transition(name):
+                if kind not in _IN_TABLES:
+                    able = ", ".join(sorted(kind.value for kind in _IN_TABLES))
+                    raise _wrong(
+                        entry, f"{kind.value} means nothing between two phases of a state machine; it can {able}"
+                    )
+            elif kind in RETURNED and kind.value not in obeyed().get(name, ()):
+                able = ", ".join(obeyed().get(name, ())) or "none of drop, dup and corrupt"
+                raise _wrong(entry, f"{name} cannot {kind.value}; it can {able}")
     return spec
 
 
@@ -175,16 +184,6 @@ def _action(entry: str, kind: FailpointKind, argument: str | None) -> FailpointA
     if argument is not None and kind is not FailpointKind.ERROR:
         raise _wrong(entry, f"{kind.value} takes no argument")
     return FailpointAction(kind, message=argument or "")
-
-
-def _check_place(entry: str, name: str, kind: FailpointKind) -> None:
-    if is_transition(name):
-        if kind not in _IN_TABLES:
-            able = ", ".join(sorted(kind.value for kind in _IN_TABLES))
-            raise _wrong(entry, f"{kind.value} means nothing between two phases of a state machine; it can {able}")
-    elif kind in RETURNED and kind.value not in obeyed().get(name, ()):
-        able = ", ".join(obeyed().get(name, ())) or "none of drop, dup and corrupt"
-        raise _wrong(entry, f"{name} cannot {kind.value}; it can {able}")
 
 
 def _wrong(entry: str, why: str) -> ConfigError:

@@ -176,7 +176,11 @@ def _open_to_append(path: Path) -> tuple[FileIO, bytes]:
         make_folder(path.parent)
         with open(path, "ab+", opener=closed) as file:
             _cut_torn_line(file)
-            chain = _last_chain(file)
+            # The digest at the end of the last line; empty where an older release wrote it, and in a new file
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 64))
+            match = _CHAIN.search(file.read().removesuffix(b"\n"))
+            chain = match[1] if match else b""
         return open(path, "ab", buffering=0, opener=closed), chain
     except OSError as error:
         raise of_disk(error, f"tape {path} cannot be written: {error.strerror}; choose another path") from error
@@ -202,14 +206,6 @@ def _cut_torn_line(file: BinaryIO) -> None:
             return
         end = start
     file.truncate(0)
-
-
-def _last_chain(file: BinaryIO) -> bytes:
-    """The digest at the end of the last line; empty where an older release wrote it, and in a new file."""
-    end = file.seek(0, os.SEEK_END)
-    file.seek(max(0, end - 64))
-    match = _CHAIN.search(file.read().removesuffix(b"\n"))
-    return match[1] if match else b""
 
 
 def _event(line: bytes, path: Path, number: int) -> dict[str, Any]:

@@ -141,7 +141,8 @@ def compare(
     """
     if list_all:
         return _list(as_json)
-    check_inject(inject)
+    if inject is not None and inject not in KINDS:
+        raise ConfigError(f"--inject {inject!r} is not known: choose one of {', '.join(KINDS)}")
     names, numbers = methods_of(methods or DEFAULT_METHODS), seeds_of(seeds)
     place = _Place(run_dir, jobs or len(os.sched_getaffinity(0)), again, as_json)
     if rounds is not None and figure not in SPEED_FIGURES:
@@ -192,7 +193,16 @@ def _compare_methods(
     found = replace(_compared(jobs, place.gather(jobs), setup, place.run_dir), references=references)
     plain, file = to_json(found), place.run_dir / "compare.json"
     write_json(file, plain)
-    _tell(place, plain, partial(_tell_comparison, found), [file, *_draw(place.run_dir, found)])
+    paths = [place.run_dir / f"{name}.png" for name in ("loss-tokens", "loss-time", "norms", "cosines")]
+    title = f"{found.setup.name}, H {found.setup.run.inner_steps}"
+    title += f", one cluster's pushes corrupted ({found.inject})" if found.inject else ""
+    labelled = [(record.method, record) for record in found.records]
+    draw_curves(paths[0], labelled, "tokens", title)
+    draw_curves(paths[1], labelled, "virtual_s", title)
+    first = [record for record in found.records if record.seed == found.seeds[0]]
+    draw_norms(paths[2], first)
+    draw_cosines(paths[3], first)
+    _tell(place, plain, partial(_tell_comparison, found), [file, *paths])
     return 0
 
 
@@ -287,12 +297,6 @@ def seeds_of(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(_numbers("--seeds", text, _seed, "1,2,3")))
 
 
-def check_inject(kind: str | None) -> None:
-    """Check the kind of injection. Raises ConfigError for an unknown one."""
-    if kind is not None and kind not in KINDS:
-        raise ConfigError(f"--inject {kind!r} is not known: choose one of {', '.join(KINDS)}")
-
-
 def check_figure(figure: str, given: Mapping[str, object]) -> None:
     """Check the figure. Raises ConfigError for an unknown one, and for an option in `given` that a figure sets
     itself."""
@@ -374,19 +378,6 @@ def _listed() -> dict[str, Any]:
         for m in METHODS.values()
     }
     return {"methods": methods, "setups": {name: load_setup(name).to_json() for name in shipped()}}
-
-
-def _draw(run_dir: Path, found: Comparison) -> list[Path]:
-    paths = [run_dir / f"{name}.png" for name in ("loss-tokens", "loss-time", "norms", "cosines")]
-    title = f"{found.setup.name}, H {found.setup.run.inner_steps}"
-    title += f", one cluster's pushes corrupted ({found.inject})" if found.inject else ""
-    labelled = [(record.method, record) for record in found.records]
-    draw_curves(paths[0], labelled, "tokens", title)
-    draw_curves(paths[1], labelled, "virtual_s", title)
-    first = [record for record in found.records if record.seed == found.seeds[0]]
-    draw_norms(paths[2], first)
-    draw_cosines(paths[3], first)
-    return paths
 
 
 def _tell(place: _Place, plain: dict[str, Any], for_people: Callable[[Console], None], files: Sequence[Path]) -> None:

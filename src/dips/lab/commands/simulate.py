@@ -104,7 +104,11 @@ def simulate(
     if list_all:
         return _list()
     if seeds is not None:
-        return _many(scenario, seeds, seed)
+        if scenario is not None:
+            raise ConfigError("--seeds makes its own small runs: leave the set-up out, or leave --seeds out")
+        from dips.lab.sim import seeds as run_seeds
+
+        return run_seeds.main(["--seeds", str(seeds), "--first", str(seed or 0)])
     if scenario is None:
         raise ConfigError(f"no set-up is named: give a .toml file, or one of {', '.join(shipped())}")
     chosen = load_scenario(find(scenario), hours=hours, seed=seed)
@@ -130,14 +134,6 @@ def _list() -> int:
     for name in shipped():
         print(f"{name}: {load_scenario(find(name)).run.about}")
     return 0
-
-
-def _many(scenario: str | None, seeds: int, seed: int | None) -> int:
-    if scenario is not None:
-        raise ConfigError("--seeds makes its own small runs: leave the set-up out, or leave --seeds out")
-    from dips.lab.sim import seeds as run_seeds
-
-    return run_seeds.main(["--seeds", str(seeds), "--first", str(seed or 0)])
 
 
 def _check_picture(path: Path) -> None:

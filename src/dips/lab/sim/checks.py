@@ -547,7 +547,9 @@ def residual_fault(
     replaced = plan is not None and plan.drops
     if replaced:
         return f"residual {after} outlives the steps that it comes from" if after else ""
-    for push in _applied(outputs):
+    # Pushes whose APPLIED was received now
+    verdicts = [item for item in outputs if isinstance(item, tape.VerdictReceived)]
+    for push in [str(item.push) for item in verdicts if item.verdict == VerdictKind.APPLIED.name]:
         if push not in sent_as:
             return f"residual {after} outlives push {push}, and the form of that push is not known" if after else ""
         if sent_as[push].is_difference:
@@ -555,12 +557,6 @@ def residual_fault(
             return "" if kept else f"push {push} was applied as differences, and residual {before} did not advance"
     moved = before != after and not (after == 0 and (_reinstalled(outputs) or _dropped_and_donating(outputs)))
     return f"residual {before} became {after}, which the table does not allow" if moved else ""
-
-
-def _applied(outputs: Sequence[effects.Effect]) -> list[str]:
-    """Pushes whose APPLIED was received now."""
-    verdicts = [item for item in outputs if isinstance(item, tape.VerdictReceived)]
-    return [str(item.push) for item in verdicts if item.verdict == VerdictKind.APPLIED.name]
 
 
 def _dropped_and_donating(outputs: Sequence[effects.Effect]) -> bool:

@@ -80,16 +80,13 @@ class NumberModel:
     def snapshot(self, name: str, kind: int) -> bool:
         assert kind == CLEAN, "faults of symbols are not for numbers"
         self._vectors.snapshot(self._trainer)
-        self._spoil(name)
-        return False
-
-    def _spoil(self, name: str) -> None:
-        """Spoil the vector to send, if the fault says so; the cluster's own theta_at_push is not changed."""
+        # Spoil the vector to send, if the fault says so
         self._spoiled = None
         if self._corrupt is not None and self._has_base:
             spoiled = self._vectors.push.copy()
             if self._corrupt(name, spoiled, self._vectors.base):
                 self._spoiled = spoiled
+        return False
 
     def copy_base(self) -> None:
         self._vectors.copy_base()

@@ -113,11 +113,6 @@ def simulated_tables() -> list[TransitionTable]:  # type: ignore[type-arg]
     return [table for table in tables() if not table.name.startswith("test")]
 
 
-def never_taken(taken: set[Arrow]) -> list[Arrow]:
-    """Arrows of all tables that no seed took and that UNREACHED does not explain."""
-    return sorted(set(arrows_of(simulated_tables())) - taken - set(UNREACHED))
-
-
 # ---- report ----
 
 
@@ -207,7 +202,7 @@ def complaints(totals: Totals, pushers: tuple[int, ...] = (), later: tuple[int, 
         killed_in = {phase for (_, phase), n in totals.counts.kills.items() if n}
         said += [f"no process was killed in phase {phase} of the round" for phase in PHASES if phase not in killed_in]
     if totals.seeds >= SEEDS_FOR_ARROWS:
-        never = never_taken(set(totals.seen.arrows))
+        never = sorted(set(arrows_of(simulated_tables())) - set(totals.seen.arrows) - set(UNREACHED))
         said += [f"never taken: {table}: {a} -> {b} upon {name}" for table, a, name, b in never]
     return said
 

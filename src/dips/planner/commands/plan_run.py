@@ -272,7 +272,10 @@ def run_ranks(
     names = [rank_name(rank) for rank in range(n_devices)]
     with ProcessSupervisor(clock, lambda event: None) as ranks:
         for rank in range(n_devices):
-            ranks.start(_spec(folder, rank))
+            command = (sys.executable, "-m", "dips.planner.run.rank", str(folder), str(rank))
+            ranks.start(
+                ChildSpec(rank_name(rank), command, log_of(folder, rank), {**os.environ, **_ENVIRONMENT}, restart=False)
+            )
         _watch(ranks, names, folder, clock, deadline_s, meanwhile)
 
 
@@ -283,11 +286,6 @@ def reports_of(folder: Path, n_ranks: int, number: int = 0) -> list[RankReport]:
 
 def rank_name(rank: int) -> str:
     return f"rank {rank}"
-
-
-def _spec(folder: Path, rank: int) -> ChildSpec:
-    command = (sys.executable, "-m", "dips.planner.run.rank", str(folder), str(rank))
-    return ChildSpec(rank_name(rank), command, log_of(folder, rank), {**os.environ, **_ENVIRONMENT}, restart=False)
 
 
 def log_of(folder: Path, rank: int) -> Path:
@@ -524,12 +522,6 @@ def tell(outcome: PlanRunOutcome) -> Iterator[str | Table]:
     )
     if outcome.slowness > BUSY_MACHINE:
         yield busy_text(outcome.slowness)
-    yield _ranks_table(outcome)
-    if outcome.median.messages:
-        yield _links_table(outcome)
-
-
-def _ranks_table(outcome: PlanRunOutcome) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="median iteration", title_justify="left")
     for name in ("rank", "site", "stages", "busy", "predicted", "idle", "predicted"):
         table.add_column(name, justify="left" if name == "site" else "right")
@@ -537,7 +529,9 @@ def _ranks_table(outcome: PlanRunOutcome) -> Table:
         times = (row[key] for key in ("busy_s", "predicted_busy_s", "idle_s", "predicted_idle_s"))
         stages = ",".join(map(str, row["stages"]))
         table.add_row(str(row["rank"]), row["site"], stages, *(format_seconds(s) for s in times))
-    return table
+    yield table
+    if outcome.median.messages:
+        yield _links_table(outcome)
 
 
 def _links_table(outcome: PlanRunOutcome) -> Table:

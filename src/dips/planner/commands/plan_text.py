@@ -123,20 +123,6 @@ def plan_text(plan: Plan) -> Iterator[str | Table]:
     )
     if chosen.lower_bound_ns is not None:
         yield f"no schedule of this kind takes less than {format_seconds(chosen.lower_bound_ns / NS)}"
-    yield _stages_table(plan, chosen)
-    for (a, b), size in sorted(chosen.link_bytes.items()):
-        yield f"{setup.sites[a].name} to {setup.sites[b].name}: {format_bytes(round(size))} an iteration"
-    yield _candidates_table(plan.candidates)
-    for no in plan.refused:
-        yield f"not possible: {no.name}: {no.why}"
-    if plan.effects:
-        yield "what would help, of the time of each microbatch:"
-        for effect in plan.effects:
-            yield f"  {effect.change:<32}{effect.saved:>7.1%} less"
-    yield "assumed: " + "; ".join(assumptions(plan.problem))
-
-
-def _stages_table(plan: Plan, chosen: Candidate) -> Table:
     table = table_of(("stage", "site"), ("layers", "weights and optimizer", "activations", "of"))
     sites = plan.problem.setup.sites
     for device, site in enumerate(chosen.site_of):
@@ -149,7 +135,17 @@ def _stages_table(plan: Plan, chosen: Candidate) -> Table:
                 for sizes in (chosen.state_bytes, chosen.activation_bytes, chosen.limit_bytes)
             ),
         )
-    return table
+    yield table
+    for (a, b), size in sorted(chosen.link_bytes.items()):
+        yield f"{setup.sites[a].name} to {setup.sites[b].name}: {format_bytes(round(size))} an iteration"
+    yield _candidates_table(plan.candidates)
+    for no in plan.refused:
+        yield f"not possible: {no.name}: {no.why}"
+    if plan.effects:
+        yield "what would help, of the time of each microbatch:"
+        for effect in plan.effects:
+            yield f"  {effect.change:<32}{effect.saved:>7.1%} less"
+    yield "assumed: " + "; ".join(assumptions(plan.problem))
 
 
 def _candidates_table(candidates: Sequence[Candidate]) -> Table:
@@ -218,30 +214,24 @@ def sweep_text(
 ) -> Iterator[str | Table]:
     """A line for each schedule, and maps of the best. error: of the calibration, where there is one."""
     if not only_map:
-        yield _rows_table(rows)
+        table = Table(box=box.SIMPLE_HEAD)
+        for name in ("n_pp", "n_mb", "sites", "latency", "bandwidth", "memory"):
+            table.add_column(name, justify="right")
+        table.add_column("schedule")
+        for name in ("makespan", "activations", "bound"):
+            table.add_column(name, justify="right")
+        for row in rows:
+            sizes = (row.n_pp, row.n_mb, row.n_sites, row.latency, row.bandwidth, row.memory)
+            bound = "" if row.lower_bound is None else f"{row.lower_bound:g}"
+            table.add_row(
+                *(f"{v:g}" for v in sizes), row.schedule, f"{row.makespan:g}", f"{row.peak_activations:g}", bound
+            )
+        yield table
     for panel in maps:
-        yield _heading(panel)
+        note = "" if panel.over_fits else f" ({panel.over} itself does not fit)"
+        yield f"{panel.title}: the best, and how many times faster than {panel.over}{note}"
         yield _map_table(panel)
     yield calibration_text(error)
-
-
-def _rows_table(rows: Iterable[SweepRow]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("n_pp", "n_mb", "sites", "latency", "bandwidth", "memory"):
-        table.add_column(name, justify="right")
-    table.add_column("schedule")
-    for name in ("makespan", "activations", "bound"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        sizes = (row.n_pp, row.n_mb, row.n_sites, row.latency, row.bandwidth, row.memory)
-        bound = "" if row.lower_bound is None else f"{row.lower_bound:g}"
-        table.add_row(*(f"{v:g}" for v in sizes), row.schedule, f"{row.makespan:g}", f"{row.peak_activations:g}", bound)
-    return table
-
-
-def _heading(panel: Panel) -> str:
-    note = "" if panel.over_fits else f" ({panel.over} itself does not fit)"
-    return f"{panel.title}: the best, and how many times faster than {panel.over}{note}"
 
 
 def _map_table(panel: Panel) -> Table:
@@ -409,7 +399,18 @@ def spantrain_text(found: SpanTrainReport) -> Iterator[str | Table]:
         f"{found.samples_per_s:.4g} samples/s; Equation 1: {format_seconds(found.equation_s)}"
     )
     yield _spantrain_groups(found)
-    yield _spantrain_devices(found)
+    table = table_of(
+        ("stage", "group", "devices", "how they share"),
+        ("layers", "sequences", "of a microbatch", "of a layer", "weights and optimizer", "activations", "of"),
+    )
+    for row in found.devices():
+        layers = f"{row.first_layer} to {row.first_layer + row.layers - 1}" if row.layers else "idle"
+        sizes = (row.state_bytes, row.activation_bytes, row.memory_bytes)
+        table.add_row(
+            str(row.stage), str(row.group), f"{row.site} x {row.devices}", row.layout, layers, str(row.sequences),
+            row.data, row.tensor, *(format_bytes(round(size)) for size in sizes),
+        )  # fmt: skip
+    yield table
     if found.flowing is not None:
         yield (
             f"without a drain: {format_seconds(found.iteration_s)} from one iteration to the next, "
@@ -436,21 +437,6 @@ def _spantrain_groups(found: SpanTrainReport) -> Table:
     for number, layers, terms in rows:
         name = f"{number + 1}{' (slowest)' if number + 1 == slowest else ''}"
         table.add_row(name, str(layers), *map(format_seconds, (*terms, terms.total_s)))
-    return table
-
-
-def _spantrain_devices(found: SpanTrainReport) -> Table:
-    table = table_of(
-        ("stage", "group", "devices", "how they share"),
-        ("layers", "sequences", "of a microbatch", "of a layer", "weights and optimizer", "activations", "of"),
-    )
-    for row in found.devices():
-        layers = f"{row.first_layer} to {row.first_layer + row.layers - 1}" if row.layers else "idle"
-        sizes = (row.state_bytes, row.activation_bytes, row.memory_bytes)
-        table.add_row(
-            str(row.stage), str(row.group), f"{row.site} x {row.devices}", row.layout, layers, str(row.sequences),
-            row.data, row.tensor, *(format_bytes(round(size)) for size in sizes),
-        )  # fmt: skip
     return table
 
 

@@ -135,7 +135,10 @@ def layer_costs(topology: Topology, split: Split) -> LayerCosts:
         microbatches=split.microbatches(topology), microbatch_sequences=m, sequence_tokens=batch.sequence_tokens,
         recompute=batch.recompute, source="explored",
     )  # fmt: skip
-    server, network = topology.way(0, 0), topology.zone_way if _several_servers(topology) else None
+    server, network = (
+        topology.way(0, 0),
+        topology.zone_way if (topology.n_accelerators > topology.accelerators.per_server) else None,
+    )
     # Two all-gathers and two reduce-scatters of the activations in each direction (sequence parallel).
     sent = 4 * (tensor - 1) / tensor * own * model.hidden * BYTES
     if tensor <= given.per_server or network is None:
@@ -176,10 +179,6 @@ def layer_costs(topology: Topology, split: Split) -> LayerCosts:
         table[4, layer] += BYTES * parameters / tensor
         table[5, layer] += parameters / tensor
     return LayerCosts(*table)
-
-
-def _several_servers(topology: Topology) -> bool:
-    return topology.n_accelerators > topology.accelerators.per_server
 
 
 # ---- what lies between accelerators ----------------------------------------------------------------------------------

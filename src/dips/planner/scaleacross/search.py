@@ -22,7 +22,6 @@ from dips.planner.scaleacross.iteration import (
     MOST_PASSES,
     Case,
     Floats,
-    KernelWays,
     Outermost,
     Pipelining,
     Sharding,
@@ -191,18 +190,14 @@ def lower_bound_s(topology: Topology, case: Case) -> float:
     turns = case.chunks * sum(messages_s[:-1]) + (0.0 if zbv else (case.chunks - 1) * sum(messages_s[-1:]))
     path_s = forward_s + float(layers.input_gradient_s.sum()) * slower + 2 * turns
     bounds.append(path_s * (n / min(n, case.together) if zbv else 1.0))
-    # The reduce-scatters of a stage, one after another. With DoraPP the first of them waits for all but the last group.
-    reducing_s = _reducing_s(topology, case, ways)
+    # The reduce-scatters of the average stage, one after another. With DoraPP the first of them waits for all but the
+    # last group.
+    whole = layer_costs(topology, case.split).exchanged_bytes.sum() / case.split.pipeline
+    none_s, all_s = collective_s(topology, case, ways, np.array([0.0, whole]))[1]
+    reducing_s = float(all_s - none_s + case.chunks * none_s)
     group = (n - 1) % case.together + 1
     bounds.append(reducing_s + (0.0 if zbv else (n * forward_s + (n - group) * backward_s) / p))
     return first_s + max(bounds)
-
-
-def _reducing_s(topology: Topology, case: Case, ways: KernelWays) -> float:
-    """All reduce-scatters of the average stage."""
-    whole = layer_costs(topology, case.split).exchanged_bytes.sum() / case.split.pipeline
-    none_s, all_s = collective_s(topology, case, ways, np.array([0.0, whole]))[1]
-    return float(all_s - none_s + case.chunks * none_s)
 
 
 # ---- divisions -------------------------------------------------------------------------------------------------------

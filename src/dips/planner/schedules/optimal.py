@@ -122,7 +122,10 @@ class _Problem:
         for intervals in on_device.values():
             self.model.add_no_overlap(intervals)
         self._limit(memory)
-        self._span()
+        self._makespan = self.model.new_int_var(0, self._horizon, "makespan")
+        for op in self._blocks:
+            if op.microbatch == self._n - 1:
+                self.model.add(self._makespan >= self._end(op))
         self._exchange()
         self._exchange_shards()
         self.model.minimize(self._makespan)
@@ -253,12 +256,6 @@ class _Problem:
                         demands.append(demand)
             unit = max(math.gcd(limit, *demands), limit // MOST_MEMORY_UNITS, 1)
             self.model.add_cumulative(held, [demand // unit for demand in demands], limit // unit)
-
-    def _span(self) -> None:
-        self._makespan = self.model.new_int_var(0, self._horizon, "makespan")
-        for op in self._blocks:
-            if op.microbatch == self._n - 1:
-                self.model.add(self._makespan >= self._end(op))
 
     # ---- between replicas ----
 

@@ -46,26 +46,9 @@ def dapple_ns(problem: Problem, blocking: bool = True) -> int:
     return simulate(one_f_one_b(problem.n_devices, problem.n_microbatches), costs).makespan_ns
 
 
-def inside_ns(problem: Problem) -> int:
-    """1F1B with the same devices at one site."""
-    costs = problem.with_delays(0.0, 0.0).costs(problem.uniform())
-    return simulate(one_f_one_b(problem.n_devices, problem.n_microbatches), costs).makespan_ns
-
-
 def whole_ns(problem: Problem) -> int:
     """All of JEEVES: division, coordination, the greedy schedule."""
     return divide(problem).span_ns
-
-
-def alone_ns(problem: Problem) -> int:
-    """The greedy schedule with uniform stages and replicas that compete (the paper's "comm-aware schedule")."""
-    costs = problem.with_options(blocking=True).costs(problem.uniform())
-    return jeeves_span_ns(problem.n_microbatches, costs, problem.limits(problem.uniform()))
-
-
-def divided_ns(problem: Problem) -> int:
-    """The same with memory-aware stages (the paper's "mem-aware schedule")."""
-    return divide(problem.with_options(blocking=True), coordinated=False).span_ns
 
 
 def at_bandwidth(problem: Problem, gbps: float) -> Problem:
@@ -75,7 +58,9 @@ def at_bandwidth(problem: Problem, gbps: float) -> Problem:
 def jeeves_checks() -> Iterator[PaperCheck]:
     near = Problem(read_setup("jeeves"))
     far = near.with_links(latency=LATENCY_MS / near.setup.links[0].latency_ms)
-    inside = inside_ns(near)
+    # 1F1B with the same devices at one site
+    costs = near.with_delays(0.0, 0.0).costs(near.uniform())
+    inside = simulate(one_f_one_b(near.n_devices, near.n_microbatches), costs).makespan_ns
     spans = {problem: (whole_ns(problem), dapple_ns(problem)) for problem in (near, far)}
     (near_ns, near_dapple), (far_ns, far_dapple) = spans[near], spans[far]
     yield _part("saving over DAPPLE, 1 ms", 0.176, 1 - near_ns / near_dapple, 0.156, 0.196)
@@ -123,9 +108,11 @@ def _text(near: Problem, inside: int) -> Iterator[PaperCheck]:
 def _ablation(problem: Problem, dapple: int, where: str) -> Iterator[PaperCheck]:
     about = f"{ABLATION} {where}"
     coordinated = jeeves_with(problem, problem.uniform(), coordinated=True).makespan_ns
+    # The greedy schedule with uniform stages and replicas that compete (the paper's "comm-aware schedule")
+    costs = problem.with_options(blocking=True).costs(problem.uniform())
     for what, span in (
-        ("the greedy alone", alone_ns(problem)),
-        ("the greedy and memory-aware stages", divided_ns(problem)),
+        ("the greedy alone", jeeves_span_ns(problem.n_microbatches, costs, problem.limits(problem.uniform()))),
+        ("the greedy and memory-aware stages", divide(problem.with_options(blocking=True), coordinated=False).span_ns),
         ("the greedy and coordination", coordinated),
         ("all three", whole_ns(problem)),
     ):

@@ -264,7 +264,10 @@ class ClusterHost(Host):
             return
         self._queue.append(event)
         if self._stepping:
-            self._end_steps_early()
+            # Something has arrived: only the step under way is finished
+            if self._steps_end_s - self.kernel.now_s > self._step_took_s:
+                made_s = self.kernel.now_s - self._stepping_since_s
+                self._end_steps(math.floor(made_s / self._step_took_s) + 1)
         else:
             self._settle()
 
@@ -320,12 +323,6 @@ class ClusterHost(Host):
         self._steps_end_s = self._stepping_since_s + n_steps * self._step_took_s
         self.kernel.at(self._steps_end_s, self, self._stepped, self._steps_end_s)
 
-    def _end_steps_early(self) -> None:
-        """Something has arrived: only the step under way is finished."""
-        if self._steps_end_s - self.kernel.now_s > self._step_took_s:
-            made_s = self.kernel.now_s - self._stepping_since_s
-            self._end_steps(math.floor(made_s / self._step_took_s) + 1)
-
     def _wake(self, at_s: float) -> None:
         if at_s < self._waking_s or self._waking_s <= self.kernel.now_s:
             self._waking_s = at_s
@@ -346,7 +343,7 @@ class ClusterHost(Host):
         plan, n_steps = self.world.plan, self._n_steps
         ranges = plan.batch_of(self.name, self.session.held, n_steps)
         tokens = sum(item.tokens for item in ranges) if ranges else plan.own_tokens(self.name, self.steps)
-        loss = self.model.step(self.name, ranges, self._progress_tokens(self.session))
+        loss = self.model.step(self.name, ranges, self.session.shared.terms.tokens + self.session.shared.work.tokens)
         self.steps, self.trained_s = self.steps + n_steps, self.trained_s + n_steps * self._step_took_s
         self.pace.resume(end_s - n_steps * self._step_took_s)
         self.pace.stepped(tokens, loss, end_s, n_steps)
@@ -375,11 +372,6 @@ class ClusterHost(Host):
     def trained_until_now_s(self) -> float:
         """trained_s plus the time of the step under way."""
         return self.trained_s + (self.kernel.now_s - self._stepping_since_s if self._stepping else 0.0)
-
-    @staticmethod
-    def _progress_tokens(session: ClusterMachine) -> int:
-        """As dips.worker.shell.Driver.progress."""
-        return session.shared.terms.tokens + session.shared.work.tokens
 
     @property
     def next_seq(self) -> int:

@@ -230,31 +230,25 @@ class MasterHost(MasterProcess):
     def _perform_all(self, effects: list[Effect]) -> None:
         for number, effect in enumerate(effects):
             if number and self.dies_after and self.dies_here():
-                self._die_in_step()
+                # Die between two effects of one step: some were executed, the others never are
+                self.world.fired("crash_master_in_step")
+                self.kill()
+                self.world.master_died(self)
                 return
             self._perform(effect)
         for effect in effects:
             if isinstance(effect, Halt) and self.alive:
                 self.stop(effect.exit_code, effect.sentence)
             elif isinstance(effect, BeginAgain) and self.alive:
-                self._begin_again(effect)
-
-    def _die_in_step(self) -> None:
-        """Die between two effects of one step: some were executed, the others never are."""
-        self.world.fired("crash_master_in_step")
-        self.kill()
-        self.world.master_died(self)
-
-    def _begin_again(self, effect: BeginAgain) -> None:
-        self.kernel.note(self.name, f"begins again at epoch >= {effect.at_least}: {effect.sentence}")
-        for stream, end in list(self._links.values()):
-            stream.close(end, ENDING)
-        for call in list(self._calls.values()):
-            call.answered(ENDING)
-        self._durable(self._on_its_way)
-        self.generation += 1  # nothing that was scheduled for the old epoch may reach the new one
-        self._timer_due_s = -1.0
-        self._begin_epoch(effect.at_least)
+                self.kernel.note(self.name, f"begins again at epoch >= {effect.at_least}: {effect.sentence}")
+                for stream, end in list(self._links.values()):
+                    stream.close(end, ENDING)
+                for call in list(self._calls.values()):
+                    call.answered(ENDING)
+                self._durable(self._on_its_way)
+                self.generation += 1  # nothing that was scheduled for the old epoch may reach the new one
+                self._timer_due_s = -1.0
+                self._begin_epoch(effect.at_least)
 
     def _perform(self, effect: Effect) -> None:
         match effect:

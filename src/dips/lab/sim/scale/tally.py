@@ -57,7 +57,8 @@ class ClusterAccount:
         self._since_s = now_s
         here = state in UP
         if here != (self.state in UP):
-            self._mark(now_s, here)
+            if len(self.presence) < MAX_CHANGES:
+                self.presence.append((now_s, here))
         self.state = state
 
     def lose(self, seconds: float) -> None:
@@ -67,10 +68,6 @@ class ClusterAccount:
 
     def _add(self, state: str, seconds: float) -> None:
         self.seconds[state] = self.seconds.get(state, 0.0) + seconds
-
-    def _mark(self, now_s: float, here: bool) -> None:
-        if len(self.presence) < MAX_CHANGES:
-            self.presence.append((now_s, here))
 
 
 class ScaleTally:

@@ -230,15 +230,13 @@ class ScaleWorld(World):
         if role == "master":
             self.tally.record(kind, fields)
         elif role == "worker" and kind == "push_begun":
-            self._draw_speed(self.clusters[process.name])
+            # The speed of a cluster's next round
+            cluster = self.clusters[process.name]
+            table = self.tables[cluster.name]
+            factor = max(0.5, self._speeds[cluster.name].gauss(1.0, table.jitter)) if table.jitter else 1.0
+            cluster.step_s = table.tokens_per_step / (table.tokens_per_s * factor)
         elif role == "worker" and kind == "installed":
             self._failed.discard(process.name)
-
-    def _draw_speed(self, cluster: ClusterHost) -> None:
-        """The speed of a cluster's next round."""
-        table = self.tables[cluster.name]
-        factor = max(0.5, self._speeds[cluster.name].gauss(1.0, table.jitter)) if table.jitter else 1.0
-        cluster.step_s = table.tokens_per_step / (table.tokens_per_s * factor)
 
     def journalled(self, master: MasterProcess, record: Mapping[str, Any]) -> None:
         self.tally.journal(record)
