@@ -1,6 +1,6 @@
 """What SpanTrain's adapter gains and costs: under the shipped traces, and for random pipelines and bandwidths.
 
-Prints the time that the state machine takes to observe one message (planner/adapter/play.py counts MONITOR_NS for it);
+Prints the time that the state machine takes to observe one message (adapter/decide.py counts MONITOR_NS for it);
 for each shipped trace how many times faster iterations are with the adapter, in the settings of `dips plan validate
 --paper spantrain`; and for random pipelines (2 to 6 uneven stages, links and overheads, 4 to 16 microbatches) under
 random bandwidths how often it is faster, and by how much slower at worst.
@@ -17,11 +17,11 @@ import statistics
 import time
 from typing import Any
 
+from dips.planner.adapter.decide import AdapterComparison, compare
 from dips.planner.adapter.pieces import LinkMessage
-from dips.planner.adapter.play import AdapterComparison, compare
 from dips.planner.adapter.traces import WHOLE, Channel, shipped_traces
 from dips.planner.costs import NS
-from dips.planner.validation.spantrain_adapter import NOMINAL, ORDERS, OVERHEADS_MS, Setting, setting
+from dips.planner.validation.spantrain import NOMINAL, ORDERS, OVERHEADS_MS, Setting, setting
 
 
 def observation_us(messages: int = 20_000) -> float:

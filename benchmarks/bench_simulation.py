@@ -57,9 +57,8 @@ from shaped import Cable, NotPossible, ShapedNet, require_root
 from dips.core.layout import FLOAT32_BYTES
 from dips.lab.sim.hosts.cluster import ClusterHost
 from dips.lab.sim.kernel import SimulatedProcess
-from dips.lab.sim.scale.failures import Failures
 from dips.lab.sim.scale.rates import measure_s, outer_step_s
-from dips.lab.sim.scale.run import layout_of
+from dips.lab.sim.scale.run import Failures, layout_of
 from dips.lab.sim.scale.scenario import Scenario, load_scenario
 from dips.lab.sim.scale.world import ScaleWorld
 from dips.master.directory import TAPE_NAME

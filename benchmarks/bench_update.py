@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dips.core import allocator
-from dips.core.chunks import checksum
+from dips.core.layout import checksum
 from dips.core.math import landing_numba, outer_numba, wire_numba
 from dips.core.math.outer_numpy import n_pieces
 from dips.core.math.simd_numba import compiled, load, splat, store

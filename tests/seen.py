@@ -16,7 +16,7 @@ from support.seen_notes import read_log
 
 import dips.lab.sim.seed_run  # imports every state machine, and so every table  # noqa: F401
 from dips.core.machine import tables
-from dips.lab.sim.seen import arrows_of, codes, report
+from dips.lab.sim.counts import arrows_of, codes, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

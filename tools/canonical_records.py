@@ -26,9 +26,9 @@ from typing import Any
 from dips.core import errors
 from dips.core.errors import RefusalCode
 from dips.core.messages import SnapshotInfo
+from dips.lab.sim.counts import refuses
 from dips.lab.sim.kernel import SimulatedProcess
 from dips.lab.sim.seed_run import SeedOutcome, SeedRun
-from dips.lab.sim.seen import refuses
 from dips.lab.sim.world import MasterProcess, SlaveProcess
 
 CHUNK = 10

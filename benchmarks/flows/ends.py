@@ -20,11 +20,10 @@ import zmq
 from numpy.typing import NDArray
 
 from dips.core.allocator import keep_freed_memory, zeros
-from dips.core.chunks import Buffer as Bytes
-from dips.core.chunks import checksum, shard_digest
 from dips.core.clock import SystemClock
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Buffer as Bytes
+from dips.core.layout import Layout, Parameter, checksum, shard_digest
 from dips.core.math import outer_numba
 from dips.core.messages import AllowedKey, KeyRole, PlacementSpec, PullGrant, SlaveAddress, SnapshotInfo, Ticket
 from dips.core.net.carriers import Common, carry_pull, carry_push
@@ -93,7 +92,7 @@ def push_id(number: int) -> PushId:
 
 
 def no_checksum(payload: Bytes) -> int:
-    """In the place of core.chunks.checksum, to see what that costs."""
+    """In the place of core.layout.checksum, to see what that costs."""
     return 0
 
 

@@ -17,10 +17,9 @@ import zmq
 from numpy.typing import NDArray
 
 from dips.core.allocator import keep_freed_memory, zeros
-from dips.core.chunks import shard_digest
 from dips.core.clock import SystemClock
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, SlaveId
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Layout, Parameter, shard_digest
 from dips.core.math import outer_numba
 from dips.core.messages import PlacementSpec, PullGrant, SlaveAddress, SnapshotInfo, Ticket
 from dips.core.net.carriers import Common, carry_pull, carry_push

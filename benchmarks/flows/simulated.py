@@ -12,15 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from dips.core.chunks import Chunk, shard_digest
 from dips.core.ids import SlaveId
-from dips.core.layout import FLOAT32_BYTES, Layout, Parameter
+from dips.core.layout import FLOAT32_BYTES, Chunk, Layout, Parameter, Share, shard_digest
 from dips.core.messages import PlacementSpec, SlaveAddress
 from dips.core.net.data_header import MAX_MISSING, MissingChunk
 from dips.core.net.flow import WindowRule
 from dips.core.net.transfer import PullTransfer, PushTransfer, SlaveRequest, Transfer, TransferSettings, chunks_by_slave
 from dips.core.placement import Placement
-from dips.core.share import Share
 from dips.lab.sim.kernel import Kernel
 from dips.lab.sim.network import LinkOccupancy, LinkPlan, ProcessRates
 from dips.master.state.schedule import TransferRequest, TransferScheduler, Way

@@ -14,8 +14,8 @@ import zmq
 from support.bulk import EPOCH, PUSH, RUN, SLAVE, VERSION, Bulk, BulkPort
 
 from dips.core import allocator
-from dips.core.chunks import digest_of_array
 from dips.core.clock import SystemClock
+from dips.core.layout import digest_of_array
 from dips.core.messages import PullGrant, Ticket
 from dips.core.net.carriers import Common, carry_pull, carry_push
 from dips.core.net.slave_sockets import SlaveSockets

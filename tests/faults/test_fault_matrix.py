@@ -34,7 +34,7 @@ from support.fault_run import TALLY, FaultRun
 from support.fork_server import ForkServer
 from support.waiting import given_up
 
-from dips.core.observe.failpoint_names import all_names
+from dips.core.observe.failpoints import all_names
 
 RUN_FAULTS = 24
 """Faults of one run at most: a longer one takes ever longer to judge."""

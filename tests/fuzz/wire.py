@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from support.slave_wire import LAYOUT, RUN, push_id
 from support.wire_values import values_of
 
-from dips.core.chunks import checksum, chunks_of
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import RoundId, Version
-from dips.core.layout import Layout
+from dips.core.layout import Layout, checksum, chunks_of
 from dips.core.messages import (
     ClusterReply,
     ClusterRequest,

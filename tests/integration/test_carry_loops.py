@@ -15,11 +15,10 @@ from support import keyed_port
 from support.manual_clock import ManualClock
 from support.run_for_workers import CHUNK_BYTES, RUN, DataSlave
 
-from dips.core.chunks import chunks_of, digest_of_array
 from dips.core.clock import SystemClock
 from dips.core.errors import ConfigError, RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
-from dips.core.layout import Block, Layout, Parameter
+from dips.core.layout import Block, Layout, Parameter, chunks_of, digest_of_array
 from dips.core.math import wire_numpy
 from dips.core.messages import PlacementSpec, PullGrant, Refusal, SlaveAddress, Ticket
 from dips.core.net import carriers, carry_numba, zmq_numba

@@ -21,11 +21,10 @@ from support import hostile, keyed_port
 from support.keyed_port import Cluster, KeyedPort
 from support.waiting import NO_LIMIT_S, until
 
-from dips.core.chunks import Buffer as Bytes
-from dips.core.chunks import checksum, chunks_of, digest_of_array, shard_digest
 from dips.core.errors import ConfigError
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Buffer as Bytes
+from dips.core.layout import Layout, Parameter, checksum, chunks_of, digest_of_array, shard_digest
 from dips.core.messages import SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.zmq_sockets import CurvePair, as_client

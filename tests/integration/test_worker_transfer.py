@@ -25,11 +25,10 @@ from support.run_for_workers import LAYOUT as SMALL
 from support.vectors_held import vectors_held
 from support.waiting import NO_LIMIT_S
 
-from dips.core.chunks import Chunk, chunks_of, digest_of_array
 from dips.core.clock import SystemClock
 from dips.core.errors import ConfigError, RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Chunk, Layout, Parameter, chunks_of, digest_of_array
 from dips.core.math import wire_numpy
 from dips.core.messages import DataMode, DataPlan, PlacementSpec, Refusal, SlaveAddress, Ticket
 from dips.core.net import addresses, carriers

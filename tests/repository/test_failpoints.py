@@ -17,13 +17,12 @@ from support.repository import SOURCE, modules
 
 import dips.lab.sim.seed_run  # imports every state machine, and so every table  # noqa: F401
 from dips.core import machine
-from dips.core.observe import failpoint_names
-from dips.core.observe.failpoint_names import OBEYS, PLACEHOLDERS, TABLES, all_names, expand
-from dips.core.observe.failpoints import transition_name
+from dips.core.observe import failpoints
+from dips.core.observe.failpoints import OBEYS, PLACEHOLDERS, TABLES, all_names, expand, transition_name
 from dips.protos import clusters_pb2, operator_pb2
 
 ROLES = ("core", "master", "slave", "worker")
-SECTIONS = {role: getattr(failpoint_names, role.upper()) for role in ROLES}
+SECTIONS = {role: getattr(failpoints, role.upper(), {}) for role in ROLES}
 PATTERNS = {pattern for section in SECTIONS.values() for pattern in section}
 MACHINERY = SOURCE / "core" / "observe" / "failpoints.py"
 FILES = SOURCE / "core" / "files.py"
@@ -195,7 +194,7 @@ def test_each_name_is_registered_once_with_a_sentence() -> None:
 @pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.path.relative_to(SOURCE)}-{use.pattern}")
 def test_a_name_that_is_used_is_registered_in_its_role_and_obeyed_as_said(use: Use) -> None:
     names = expand(use.pattern)
-    assert set(names) <= set(all_names()), f"register {use.pattern} in core/observe/failpoint_names.py"
+    assert set(names) <= set(all_names()), f"register {use.pattern} in core/observe/failpoints.py"
     assert use.role == "core" or use.pattern.startswith((f"{use.role}.", "core.")), "core serves every role"
     obeyed = {name for pattern in OBEYS for name in expand(pattern)}
     assert {name in obeyed for name in names} == {use.obeyed}, "OBEYS says which call sites use the result"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dips.core.machine import tables
-from dips.lab.sim.seen import Seen, report
+from dips.lab.sim.counts import Seen, report
 from search.explore import Result
 from search.searches import SEARCHES, Named, Size, by_name, run_all
 from search.wiring import StepLabel

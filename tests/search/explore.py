@@ -17,7 +17,7 @@ import numpy as np
 
 from dips.core.errors import LocalProtocolError
 from dips.judge.invariants.checker import Checker
-from dips.lab.sim.seen import Seen
+from dips.lab.sim.counts import Seen
 from search.bounds import Bounds
 from search.copying import Out
 from search.state import SearchState, SearchViolation

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dips.core.chunks import Chunk, chunks_of
 from dips.core.ids import PushId, RoundId
+from dips.core.layout import Chunk, chunks_of
 from dips.core.messages import PlacementSpec, PullGrant, Ticket
 from dips.worker.parallel.ownership import Piece, shares_of_ranks
 from dips.worker.parallel.part_ends import PartEnd, combined

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from dips.core.chunks import checksum, chunks_of, shard_digest
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation, PushId, RoundId, Version
+from dips.core.layout import checksum, chunks_of, shard_digest
 from dips.core.messages import (
     BlockGram,
     Commit,

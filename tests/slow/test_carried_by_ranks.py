@@ -15,16 +15,14 @@ import numpy as np
 import pytest
 from support.keyed_port import RUN, V0, KeyedPort, fresh_context, push_id
 
-from dips.core.chunks import Chunk, chunks_of, digest_of_array
 from dips.core.clock import SystemClock
 from dips.core.errors import ConfigError
-from dips.core.layout import FLOAT32_BYTES, Block, Layout, Parameter
+from dips.core.layout import FLOAT32_BYTES, Block, Chunk, Layout, Parameter, Share, chunks_of, digest_of_array
 from dips.core.messages import AllowedKey, KeyRole, PlacementSpec, PullGrant, SlaveAddress, Ticket
 from dips.core.net.carriers import Common, LoopChoice, carry_pull, carry_push
 from dips.core.net.payloads import F32, Difference, ParameterSource
 from dips.core.net.transfer import PullTransfer, PushTransfer, Transfer, TransferSettings, chunks_by_slave
 from dips.core.net.zmq_sockets import CurvePair
-from dips.core.share import Share
 from dips.core.wire import Codec
 from dips.slave.data_server import LoopName
 from dips.worker.data import window_of_rank

@@ -12,7 +12,7 @@ from support.data_port_process import GuardedPort
 from support.slave_wire import LAYOUT, DataClient, push_id
 from support.waiting import until
 
-from dips.core.chunks import digest_of_array
+from dips.core.layout import digest_of_array
 from dips.slave.data_server import LoopName
 
 A = push_id("a")

@@ -13,10 +13,9 @@ import pytest
 import zmq
 from support.waiting import NO_LIMIT_S, until
 
-from dips.core.chunks import checksum, chunks_of
 from dips.core.errors import ConfigError
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Layout, Parameter, checksum, chunks_of
 from dips.core.math import wire_numpy
 from dips.core.math.outer_numpy import PIECE_ELEMS
 from dips.core.messages import AllowedKey, KeyRole, SlaveBeat, SnapshotInfo

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from support.waiting import NO_LIMIT_S
 
 from dips.core import allocator
-from dips.core.chunks import shard_digest
 from dips.core.ids import ClusterId, Incarnation, PushId, SlaveId, Version
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Layout, Parameter, shard_digest
 from dips.core.math import outer_numba
 from dips.core.messages import PlacementSpec, SlaveAddress
 from dips.core.net.transfer import TransferSettings

@@ -25,11 +25,10 @@ from support.checked_zmq import CheckedZmq, FakeSocket
 from support.hostile_data import V0, with_odd_fields
 from support.slave_wire import RUN, placement_over, push_id
 
-from dips.core.chunks import Chunk, checksum, shard_digest
 from dips.core.clock import Clock
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Chunk, Layout, Parameter, checksum, shard_digest
 from dips.core.math import wire_numpy, xxh3_numba
 from dips.core.messages import PlacementSpec, Refusal, SlaveAddress
 from dips.core.net import carry_numba, zmq_numba

@@ -24,7 +24,7 @@ from support.parallel_models import Part, begin_ranks, local, part_of, rule
 from support.shard_process import owned
 
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
-from dips.core.share import Share
+from dips.core.layout import Share
 from dips.worker.checkpoint_files import INNER, CheckpointStore
 from dips.worker.model_part import ModelPart
 from dips.worker.parallel.agreement import Agreed, Gathering, agree

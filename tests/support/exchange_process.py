@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from support.parallel_models import DEVICE, begin_ranks
 from support.pieces import Held, cut, ddp, fsdp, pipeline, tensor_parallel, transformer, twice, whole
 
-from dips.core.layout import Layout, Parameter
-from dips.core.share import Share
+from dips.core.layout import Layout, Parameter, Share
 from dips.worker.parallel.exchange import Exchange
 from dips.worker.parallel.ownership import Piece, shares_of_ranks
 

@@ -16,8 +16,7 @@ from dips.core.errors import Refused, RetryLater
 from dips.core.ids import Incarnation
 from dips.core.messages import WatchRequest
 from dips.core.net.codec_protobuf import to_message
-from dips.core.observe.failpoint_names import all_names
-from dips.core.observe.failpoints import role_of
+from dips.core.observe.failpoints import all_names, role_of
 from dips.local.operator_client import OperatorClient
 
 HARMS = ("crash", "stop", "error", "sleep")

@@ -11,8 +11,8 @@ from fuzz.mutate import EDGES, shaken
 from fuzz.wire import sealed
 from support.slave_wire import LAYOUT, RUN, push_id
 
-from dips.core.chunks import Chunk, checksum, chunks_of
 from dips.core.ids import Version
+from dips.core.layout import Chunk, checksum, chunks_of
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec, encoded_bytes
 

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from support.waiting import NO_LIMIT_S
 
 from dips.core import messages
-from dips.core.chunks import shard_digest
 from dips.core.clock import SystemClock
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
-from dips.core.layout import Block, Layout, Parameter
+from dips.core.layout import Block, Layout, Parameter, shard_digest
 from dips.core.math import outer_numba
 from dips.core.net.carriers import Common, LoopChoice, carry_pull, carry_push
 from dips.core.net.transfer import PullTransfer, PushTransfer, TransferSettings

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from support.slave_wire import LAYOUT, prepare_of, push_id
 
-from dips.core.chunks import shard_digest
 from dips.core.ids import RoundId, Version
+from dips.core.layout import shard_digest
 from dips.core.messages import SnapshotInfo
 from dips.core.placement import shard_bytes_needed
 from dips.core.threads import Threads

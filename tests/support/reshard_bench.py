@@ -9,9 +9,8 @@ import xxhash
 from support.master_bench import LAYOUT, Bench, BenchSlave
 
 from dips.core import messages as m
-from dips.core.chunks import chunks_of, shard_digest
 from dips.core.ids import Version
-from dips.core.layout import Block
+from dips.core.layout import Block, chunks_of, shard_digest
 
 
 @dataclass

@@ -19,10 +19,9 @@ from support.ports import own_port, release
 from support.waiting import until
 
 from dips.core import messages
-from dips.core.chunks import checksum, chunks_of, digest_of_array, shard_digest
 from dips.core.errors import RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
-from dips.core.layout import Block, Layout, Parameter
+from dips.core.layout import Block, Layout, Parameter, checksum, chunks_of, digest_of_array, shard_digest
 from dips.core.math.wire_numpy import decode
 from dips.core.net.codec_protobuf import encode, from_message, to_message
 from dips.core.net.data_header import DataHeader, DataOp, MissingChunk

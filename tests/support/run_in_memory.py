@@ -22,9 +22,9 @@ from support.manual_clock import ManualClock
 from support.run_for_workers import F32, DataSlave, RefuseCall, RunForWorkers
 
 from dips.core import messages
-from dips.core.chunks import Chunk, checksum
 from dips.core.errors import Refused
 from dips.core.ids import PushId
+from dips.core.layout import Chunk, checksum
 from dips.core.messages import HeartbeatReply, HeartbeatRequest, PullGrant, Settings, Ticket
 from dips.core.net.carriers import Common
 from dips.core.net.codec_protobuf import from_message, to_message

@@ -16,7 +16,7 @@ from typing import Any
 from dips.core import errors, machine
 from dips.core.errors import RefusalCode
 from dips.core.machine import Transition
-from dips.lab.sim.seen import Seen, refuses
+from dips.lab.sim.counts import Seen, refuses
 
 LOG_VARIABLE = "DIPS_SEEN_LOG"
 

@@ -24,9 +24,9 @@ from support.checked_zmq import CheckedZmq
 from support.hostile_data import DIFFERENCE, PUSHES, V0, VERSIONS, Traffic, every_flip
 from support.slave_wire import LAYOUT, RUN, push_id
 
-from dips.core.chunks import checksum
 from dips.core.errors import Refused
 from dips.core.ids import RoundId, Version
+from dips.core.layout import checksum
 from dips.core.math import xxh3_numba
 from dips.core.math.simd_numba import address
 from dips.core.messages import AllowedKey, KeyRole, SnapshotInfo

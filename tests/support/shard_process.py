@@ -19,7 +19,7 @@ from support.parallel_models import DEVICE, Part, begin_ranks, local, part_of, r
 from support.vectors_held import vectors_held
 from torch.distributed.fsdp import fully_shard
 
-from dips.core.share import Share
+from dips.core.layout import Share
 from dips.worker.parallel.agreement import Agreed, agree
 from dips.worker.parallel.held import ShardOf, held_here
 from dips.worker.parallel.ownership import shares_of_ranks

@@ -18,9 +18,8 @@ import zmq.asyncio
 from numpy.typing import NDArray
 from support.waiting import NO_LIMIT_S
 
-from dips.core.chunks import Chunk, checksum, chunks_of, digest_of_array
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, SlaveId, Version
-from dips.core.layout import Block, Layout, Parameter
+from dips.core.layout import Block, Chunk, Layout, Parameter, checksum, chunks_of, digest_of_array
 from dips.core.messages import Configure, OpenStaging, PlacementSpec, Prepare, SlaveAddress, StagedPush
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.placement import Placement

@@ -112,7 +112,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "page",
-        "dips.cli.page",
+        "dips.cli.operator",
         "page",
         "The address of a run's status page.",
         ASK,

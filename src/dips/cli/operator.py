@@ -1,4 +1,4 @@
-"""`dips status`, and the operator's requests to a run: pause, resume, stop, extend, evict, drain, reshard."""
+"""`dips status`, `dips page`, and requests to a run: pause, resume, stop, extend, evict, drain, reshard."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import time
+import webbrowser
 from pathlib import Path
 from typing import Annotated
 
@@ -225,3 +226,24 @@ def _print_once(status: StatusReply, as_json: bool) -> None:
         print(json.dumps(status_json(status), allow_nan=False), flush=True)
     else:
         Console().print(status_view(status))
+
+
+def page(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The directory of a run on this machine.")],
+    open_it: Annotated[bool, typer.Option("--open", help="Open it in the browser of this machine.")] = False,
+) -> int:
+    """Print the address of a run's status page. Whoever has the address may look at the page while the run lives.
+
+    A page in TLS has the certificate of the run's own authority, which a browser does not know: it asks once.
+    """
+    from dips.master.page.access import read_page_url  # not for the other commands
+
+    named = NamedRun.of(run)
+    named.check_alive()
+    url = read_page_url(named.masters)
+    if url is None:
+        raise ConfigError(f"the master in {run} serves no page: start it with --page-listen 127.0.0.1:0")
+    print(url)
+    if open_it and not webbrowser.open(url):
+        raise ConfigError("no browser can be started here: open the address above in one on your own machine")
+    return 0

@@ -7,7 +7,7 @@ written: an earlier release made it open.
 
 Durable means: the bytes are flushed, then the file gets its name, then the folder is flushed, since a flush of a file
 does not flush its name. A crash at any moment leaves the old file or the complete new one. The failpoints of a place
-are `PLACE.STEP` and `ROLE.directory.STEP`, as far as core/observe/failpoint_names.py has them.
+are `PLACE.STEP` and `ROLE.directory.STEP`, as far as core/observe/failpoints.py has them.
 
 Not here, because it is something else: a slave's Disk, whose steps a simulation plays one by one; files that are
 written in place (the ring's, pushes as evidence); the journal, which is SQLite's; the turn at compiling kernels, for

@@ -7,8 +7,12 @@ block have the same bits on one slave and on four.
 A parameter is trained, or averaged: a buffer (a running statistic) that a round moves to the clusters' mean. Averaged
 ones come after all others, in layers of their own: so a block is of one kind, and a slave's memory ends with them.
 
+Digest of a shard: xxh3-128 over the little-endian xxh3-64 checksums of its chunks in (block id, offset) order. Sender
+and receiver compute it from checksums that they have anyway, in any order of arrival.
+
 Shapes: a model is one flat float32 vector of n_elems; layers follow each other in it in the order in
-which their first parameter appears, and parameters within a layer in their own order.
+which their first parameter appears, and parameters within a layer in their own order. A share's own vector has its
+runs one after the other; a run begins and ends at the edges of chunks, so that a chunk has one owner.
 """
 
 from __future__ import annotations
@@ -18,8 +22,14 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple, cast
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 from dips.core.errors import RefusalCode, Refused
 
@@ -265,3 +275,136 @@ def _check_parameter(parameter: Parameter) -> None:
         raise fail(f"dtype {parameter.dtype!r} is not one of {', '.join(sorted(DTYPES))}")
     if any(size < 1 for size in parameter.shape) or len(parameter.shape) > 16:
         raise fail(f"shape {list(parameter.shape)} is empty, negative or has more than 16 dimensions")
+
+
+Buffer = bytes | bytearray | memoryview | NDArray[np.generic]
+
+
+class Chunk(NamedTuple):
+    """Bytes [offset_bytes, offset_bytes + length_bytes) of a block: one data-flow frame.
+
+    A tuple, so that a model of many thousand tiny tensors is sorted and looked up fast.
+    """
+
+    block_id: int
+    offset_bytes: int
+    length_bytes: int
+
+
+def chunks_of(blocks: Iterable[Block], chunk_bytes: int) -> list[Chunk]:
+    """The chunks of the blocks, block by block; only a block's last chunk may be shorter than chunk_bytes."""
+    return [
+        Chunk(block.block_id, offset, min(chunk_bytes, block.n_bytes - offset))
+        for block in blocks
+        for offset in range(0, block.n_bytes, chunk_bytes)
+    ]
+
+
+def checksum(payload: Buffer) -> int:
+    """xxh3-64 of the payload; releases the interpreter lock."""
+    # numpy arrays are buffers at run time; numpy's annotations say so only from Python 3.12 on.
+    return xxhash.xxh3_64_intdigest(cast(bytes, payload))
+
+
+def shard_digest(checksums: Sequence[int] | NDArray[np.uint64]) -> bytes:
+    """The digest of a shard, 16 bytes; checksums in (block id, offset) order."""
+    return xxhash.xxh3_128_digest(np.asarray(checksums, dtype="<u8").tobytes())
+
+
+def digest_of_array(values: NDArray[np.float32], blocks: Sequence[Block], chunk_bytes: int) -> bytes:
+    """Digest of a shard that is in memory: `values` holds the blocks one after the other."""
+    data = np.ascontiguousarray(values).view(np.uint8)
+    checksums: list[int] = []
+    start = 0
+    for block in blocks:
+        for chunk in chunks_of([block], chunk_bytes):
+            begin = start + chunk.offset_bytes
+            checksums.append(checksum(data[begin : begin + chunk.length_bytes]))
+        start += block.n_bytes
+    return shard_digest(checksums)
+
+
+I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """Runs of elements [starts[i], stops[i]) of the whole vector, ascending, none empty, no two adjacent.
+
+    starts, stops: int64, (n_runs,); no run at all: a rank that owns nothing.
+    """
+
+    starts: I64
+    stops: I64
+
+    @classmethod
+    def whole(cls, layout: Layout) -> Share:
+        """The only share of a cluster of one rank."""
+        return cls(np.array([0], np.int64), np.array([layout.n_elems], np.int64))
+
+    @classmethod
+    def of_runs(cls, runs: Iterable[tuple[int, int]]) -> Share:
+        """The share of these [start, stop) runs, ascending; adjacent ones are joined. Raises ValueError where two
+        overlap, or one is empty.
+        """
+        joined: list[tuple[int, int]] = []
+        for start, stop in runs:
+            if start >= stop or (joined and start < joined[-1][1]):
+                raise ValueError(f"the run [{start}, {stop}) is empty, or overlaps the one before it")
+            if joined and joined[-1][1] == start:
+                start = joined.pop()[0]
+            joined.append((start, stop))
+        table = np.array(joined, np.int64).reshape(-1, 2)
+        return cls(table[:, 0].copy(), table[:, 1].copy())
+
+    @cached_property
+    def n_elems(self) -> int:
+        """Elements of the share's own vector."""
+        return int((self.stops - self.starts).sum())
+
+    @cached_property
+    def places(self) -> I64:
+        """Where each run begins in the share's own vector, (n_runs,)."""
+        lengths = self.stops - self.starts
+        places: I64 = np.cumsum(lengths) - lengths
+        return places
+
+    def runs(self) -> list[tuple[int, int]]:
+        """The runs, as [start, stop) of the whole vector."""
+        return list(zip(self.starts.tolist(), self.stops.tolist(), strict=True))
+
+    def n_elems_before(self, elem: int) -> int:
+        """How many of its elements are before this one of the whole vector; they come first in its own."""
+        return int(np.clip(elem - self.starts, 0, self.stops - self.starts).sum())
+
+    def owns(self, start_elem: int, stop_elem: int) -> bool:
+        """Whether all of [start_elem, stop_elem) is in one run."""
+        run = int(np.searchsorted(self.starts, start_elem, "right")) - 1
+        return run >= 0 and stop_elem <= int(self.stops[run])
+
+    def place_of(self, elem: int) -> int:
+        """Where this element of the whole vector is in the share's own one. Raises ValueError where it is not owned."""
+        run = int(np.searchsorted(self.starts, elem, "right")) - 1
+        if run < 0 or elem >= int(self.stops[run]):
+            raise ValueError(f"element {elem} is not in this share")
+        return int(self.places[run]) + elem - int(self.starts[run])
+
+    def places_of(self, elems: I64) -> I64:
+        """place_of() for each of these elements, of any shape. Raises ValueError where one is not owned."""
+        run = np.searchsorted(self.starts, elems, "right") - 1
+        if elems.size and (run.min() < 0 or bool((elems >= self.stops[run]).any())):
+            raise ValueError("some of these elements are not in this share")
+        places: I64 = self.places[run] + elems - self.starts[run] if elems.size else elems.copy()
+        return places
+
+    def chunks(self, layout: Layout, chunk_bytes: int) -> list[Chunk]:
+        """The share's chunks, in (block, offset) order. Raises ValueError where a chunk is in it only in part."""
+        chosen: list[Chunk] = []
+        blocks = layout.blocks
+        for chunk in chunks_of(blocks, chunk_bytes):
+            start = blocks[chunk.block_id].start_elem + chunk.offset_bytes // FLOAT32_BYTES
+            if self.owns(start, start + chunk.length_bytes // FLOAT32_BYTES):
+                chosen.append(chunk)
+        if sum(chunk.length_bytes for chunk in chosen) != FLOAT32_BYTES * self.n_elems:
+            raise ValueError(f"the share does not consist of whole chunks of {chunk_bytes} bytes")
+        return chosen

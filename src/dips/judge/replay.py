@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from dips.core.chunks import digest_of_array
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import SlaveId
-from dips.core.layout import FLOAT32_BYTES, Block, layout_from_json
+from dips.core.layout import FLOAT32_BYTES, Block, digest_of_array, layout_from_json
 from dips.core.math import outer_numpy, wire_numpy
 from dips.core.placement import Placement
 from dips.core.wire import RESIDUAL_CODEC, Codec, encoded_bytes

@@ -19,8 +19,7 @@ from typing import Any, BinaryIO
 from dips.core.errors import ConfigError
 from dips.core.ids import Version, parse_version
 from dips.core.observe.logs import LogLine, parse
-from dips.core.observe.starting import KIND
-from dips.core.observe.tape import read_tape
+from dips.core.observe.tape import STARTING, read_tape
 
 # ---- tapes -----------------------------------------------------------------------------------------------------------
 #
@@ -31,7 +30,7 @@ from dips.core.observe.tape import read_tape
 
 HELDOUT_TAPE = "heldout"
 _SUFFIX = ".tape.jsonl"
-_STARTING = f'"{KIND}"'.encode()
+_MARK = f'"{STARTING}"'.encode()
 _AT_ONCE_BYTES = 1 << 20
 
 
@@ -85,7 +84,7 @@ def heldout_losses(path: Path) -> list[HeldoutPoint]:
 
 
 class StartFollower:
-    """Reads what processes report of a start that takes long (core/observe/starting.py), as it comes on their tapes.
+    """Reads what processes report of a start that takes long (core/observe/tape.py), as it comes on their tapes.
 
     What was there before is left out. Reads what is new and no more; a tape that is not there yet is looked for
     again.
@@ -100,13 +99,17 @@ class StartFollower:
         """(process, its sentence) since the last call."""
         for name, path in self._tapes.items():
             for line in self._lines(name, path):
-                if _STARTING not in line:
+                if _MARK not in line:
                     continue
                 try:
                     record = json.loads(line)
                 except ValueError:
                     continue
-                if isinstance(record, dict) and record.get("kind") == KIND and isinstance(record.get("sentence"), str):
+                if (
+                    isinstance(record, dict)
+                    and record.get("kind") == STARTING
+                    and isinstance(record.get("sentence"), str)
+                ):
                     yield name, record["sentence"]
 
     def _lines(self, name: str, path: Path) -> list[bytes]:

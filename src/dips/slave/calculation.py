@@ -15,10 +15,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from dips.core.chunks import checksum, chunks_of
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Version
-from dips.core.layout import FLOAT32_BYTES, Block
+from dips.core.layout import FLOAT32_BYTES, Block, checksum, chunks_of
 from dips.core.math import outer_numba as kernels
 from dips.core.math import wire_numba
 from dips.core.math.outer_numpy import F64, I64, PIECE_ELEMS

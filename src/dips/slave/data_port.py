@@ -19,8 +19,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dips.core.chunks import Buffer as Bytes
-from dips.core.chunks import checksum
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import PushId, Version
 from dips.core.layout import FLOAT32_BYTES

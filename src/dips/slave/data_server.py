@@ -25,8 +25,6 @@ from typing import Literal, ParamSpec
 
 import zmq
 
-from dips.core.chunks import Buffer as Bytes
-from dips.core.chunks import checksum as xxh3_64
 from dips.core.errors import ConfigError, Refused
 from dips.core.messages import SlaveBeat
 from dips.core.net.addresses import format_address, require_loopback

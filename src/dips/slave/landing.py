@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dips.core.chunks import Buffer as Bytes
-from dips.core.chunks import checksum as xxh3_64
 from dips.core.errors import RefusalCode, Refused
 from dips.core.layout import FLOAT32_BYTES
+from dips.core.layout import Buffer as Bytes
+from dips.core.layout import checksum as xxh3_64
 from dips.core.math.landing_numba import land_chunk
 from dips.core.math.outer_numba import products
 from dips.core.math.outer_numpy import n_pieces

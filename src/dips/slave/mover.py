@@ -17,10 +17,9 @@ from typing import Any, TypeVar
 import numpy as np
 import zmq
 
-from dips.core.chunks import shard_digest
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError, RefusalCode, Refused
-from dips.core.layout import Block
+from dips.core.layout import Block, shard_digest
 from dips.core.messages import MoveBlocks, SlaveAddress, SnapshotInfo
 from dips.core.net.addresses import require_loopback
 from dips.core.net.carriers import Common, carry_block

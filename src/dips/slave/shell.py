@@ -15,10 +15,10 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from dips.core.chunks import shard_digest
 from dips.core.clock import Clock
 from dips.core.errors import DipsError, FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import Incarnation
+from dips.core.layout import shard_digest
 from dips.core.math import landing_numba, outer_numba, wire_numba
 from dips.core.math.compiling import watched, where_kept
 from dips.core.messages import (
@@ -40,8 +40,7 @@ from dips.core.messages import (
 )
 from dips.core.net.zmq_sockets import CurvePair
 from dips.core.observe.logs import ChangeLogger
-from dips.core.observe.starting import Starting
-from dips.core.observe.tape import Tape
+from dips.core.observe.tape import Starting, Tape
 from dips.core.threads import Threads
 from dips.slave import calculation, serve_numba
 from dips.slave.data_server import DataServer

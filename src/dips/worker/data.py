@@ -13,17 +13,15 @@ from dataclasses import dataclass, replace
 import zmq
 
 from dips.core.allocator import keep_freed_memory
-from dips.core.chunks import Chunk
 from dips.core.clock import Clock
 from dips.core.errors import DipsError
 from dips.core.ids import PushId
-from dips.core.layout import Layout
+from dips.core.layout import Chunk, Layout, Share
 from dips.core.messages import Caller, PlacementSpec, PullGrant, Settings
 from dips.core.net.carriers import Common, carry_pull, carry_push
 from dips.core.net.payloads import Difference
 from dips.core.net.transfer import Transfer, TransferSettings, digests_of
 from dips.core.net.zmq_sockets import CurvePair
-from dips.core.share import Share
 from dips.core.wire import Codec
 from dips.worker.link_counts import LinkCounts, TransferDirection
 from dips.worker.parallel.part_ends import PartEnd

@@ -16,8 +16,7 @@ from dips.core.clock import Clock
 from dips.core.layout import Layout
 from dips.core.net.zmq_sockets import CurvePair
 from dips.core.observe.failpoints import failpoint
-from dips.core.observe.starting import Starting
-from dips.core.observe.tape import Tape
+from dips.core.observe.tape import Starting, Tape
 from dips.worker.commands import Command, Fetch, KeepPush, Send, ShareOut, Snapshot
 from dips.worker.data import RankShare, Transfers
 from dips.worker.link_counts import LinkCounts

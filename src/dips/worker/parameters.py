@@ -14,8 +14,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from dips.core.chunks import Chunk, checksum, chunks_of
-from dips.core.layout import FLOAT32_BYTES, Layout
+from dips.core.layout import FLOAT32_BYTES, Chunk, Layout, checksum, chunks_of
 from dips.core.net.payloads import HashingCopy, SnapshotReady, bytes_of
 
 

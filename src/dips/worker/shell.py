@@ -35,8 +35,7 @@ from dips.core.net.payloads import warm_up
 from dips.core.net.tls_probe import check_let_in
 from dips.core.net.zmq_sockets import CurvePair, pair_for
 from dips.core.observe.logs import ChangeLogger
-from dips.core.observe.starting import Starting
-from dips.core.observe.tape import Tape
+from dips.core.observe.tape import Starting, Tape
 from dips.worker.checkpoint import Checkpointing, Checkpoints, InnerState
 from dips.worker.checkpoint_files import CheckpointStore
 from dips.worker.commands import Command, Fetch, KeepPush, Send, ShareOut, Snapshot

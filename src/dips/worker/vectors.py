@@ -24,12 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dips.core.allocator import zeros
-from dips.core.chunks import Chunk, chunks_of
 from dips.core.errors import LocalProtocolError
-from dips.core.layout import Layout
+from dips.core.layout import Chunk, Layout, Share, chunks_of
 from dips.core.net.payloads import Memory, Places, SharedLock, SnapshotReady, bytes_of, hashing_copy, kernels
-from dips.core.observe.starting import Starting
-from dips.core.share import Share
+from dips.core.observe.tape import Starting
 from dips.core.wire import Codec
 from dips.worker.checkpoint_files import RawTensor
 from dips.worker.parameters import ChunkSums, ParameterStore, RoundingStore, StreamingStore

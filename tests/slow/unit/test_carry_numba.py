@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.carried_twice import SLAVES, End, Time, Transfers
 
-from dips.core.chunks import checksum
+from dips.core.layout import checksum
 from dips.core.net import carry_numba, flow
 from dips.core.net.carry_numba import PushLoop
 from dips.core.net.data_header import DataHeader, DataOp

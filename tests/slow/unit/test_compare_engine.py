@@ -16,8 +16,7 @@ from support.number_learners import DATA, LAYOUT, BowlLearner, bowl_loss
 from dips.core.errors import ConfigError
 from dips.core.math import outer_numpy as reference
 from dips.core.messages import DataRange
-from dips.lab.compare.data_parallel import run_data_parallel
-from dips.lab.compare.engine import HOPELESS_VOIDS, Course, SimulationError, plan_of, run_on_servers
+from dips.lab.compare.engine import HOPELESS_VOIDS, Course, SimulationError, plan_of, run_data_parallel, run_on_servers
 from dips.lab.compare.methods import METHODS, Injection
 from dips.lab.compare.record import CurvePoint, PushFact, RunRecord, at_tokens
 from dips.lab.compare.setup import ComparisonSetup, load_setup

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dips.core.chunks import Chunk, chunks_of
 from dips.core.ids import PushId
+from dips.core.layout import Chunk, chunks_of
 from dips.core.messages import VerdictKind
 from dips.core.wire import Codec
 from dips.lab.sim.arithmetic import Key, Value

@@ -11,7 +11,7 @@ import pytest
 
 from dips.lab.sim.content import key_of
 from dips.lab.sim.faults import reshard as fault_reshard
-from dips.lab.sim.hosts.move import SimulatedMove
+from dips.lab.sim.hosts.slave import SimulatedMove
 from dips.lab.sim.seed_run import SeedOutcome, SeedRun
 from dips.master.state.reshard import Reshard
 
@@ -60,7 +60,7 @@ def test_a_slave_that_trusts_what_it_has_put_together_is_found(monkeypatch: pyte
         self._values |= {(key, True): self._values[key, False] for key in map(key_of, chunks)}
 
     monkeypatch.setattr(SimulatedMove, "_take", take_wrongly)
-    monkeypatch.setattr("dips.lab.sim.hosts.move.shard_digest", lambda sums: Anything())
+    monkeypatch.setattr("dips.lab.sim.hosts.slave.shard_digest", lambda sums: Anything())
     assert any("holds something else" in sentence for sentence in violations_of(709, 717))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, DataRange
-from dips.lab.compare.data_parallel import run_data_parallel
+from dips.lab.compare.engine import run_data_parallel
 from dips.lab.compare.record import RunRecord
 from dips.lab.compare.setup import ComparisonSetup, load_setup
 from dips.lab.sim.arithmetic import F32

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.wire_values import layouts
 
-from dips.core.chunks import checksum, chunks_of, digest_of_array, shard_digest
-from dips.core.layout import Block, Layout
+from dips.core.layout import Block, Layout, checksum, chunks_of, digest_of_array, shard_digest
 
 
 @given(layout=layouts, chunk_elems=st.integers(1, 50))

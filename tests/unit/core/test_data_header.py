@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.core.chunks import checksum
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
+from dips.core.layout import checksum
 from dips.core.messages import Refusal
 from dips.core.net.codec_protobuf import to_message
 from dips.core.net.data_header import (

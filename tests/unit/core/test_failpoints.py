@@ -74,7 +74,7 @@ def test_entries_are_divided_by_semicolons_and_blanks_do_not_matter() -> None:
     ("text", "words"),
     [
         ("master.journal.before_comit=off", ["no failpoint 'master.journal.before_comit'", f"did you mean {PLACE}"]),
-        ("nonsense=off", ["no failpoint 'nonsense'", "core/observe/failpoint_names.py"]),
+        ("nonsense=off", ["no failpoint 'nonsense'", "core/observe/failpoints.py"]),
         ("rounds.IDLE.abort=off", ["no table 'rounds'", "did you mean round"]),
         (PLACE, ["write NAME=ACTION"]),
         (f"{PLACE}=", ["write NAME=ACTION"]),

@@ -8,7 +8,7 @@ import numpy as np
 from support.checked_memory import Memory, Twins
 from support.hostile_headers import changed_headers
 
-from dips.core.chunks import checksum
+from dips.core.layout import checksum
 from dips.core.math import xxh3_numba
 from dips.core.math.simd_numba import address
 from dips.core.net import header_numba

@@ -15,7 +15,7 @@ from support.checked_memory import Interpreted
 from support.numerics import F32, Shard, assert_same_bits, random_slots
 
 from dips.core.allocator import zeros
-from dips.core.chunks import checksum
+from dips.core.layout import checksum
 from dips.core.math import outer_numba, outer_numpy
 from dips.core.math.outer_numba import TILE_ELEMS, VECTOR_ELEMS
 from dips.core.math.outer_numpy import LANES, PIECE_ELEMS

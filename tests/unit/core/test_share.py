@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.core.chunks import chunks_of
-from dips.core.layout import Layout, Parameter
-from dips.core.share import Share
+from dips.core.layout import Layout, Parameter, Share, chunks_of
 
 LAYOUT = Layout((Parameter("a.w", (5, 7), "float32", "a"), Parameter("b.w", (40,), "float32", "b")), block_elems=16)
 CHUNK_BYTES = 24

@@ -13,8 +13,7 @@ from support.manual_clock import ManualClock
 from dips.core import allocator
 from dips.core.math import compiling
 from dips.core.math.compiling import folder, watched, where_kept
-from dips.core.observe.starting import EVERY_S, KIND, Starting
-from dips.core.observe.tape import Tape, read_tape
+from dips.core.observe.tape import EVERY_S, STARTING, Starting, Tape, read_tape
 
 GIB = 1 << 30
 
@@ -40,7 +39,7 @@ def test_memory_is_told_now_and_then_and_at_its_end(
         starting.end()
     said = ["memory: 2 GiB of 4 GiB are made", "memory: 4 GiB of 4 GiB are made", "memory: ready after 7 s"]
     assert caplog.messages == said
-    records = [record for record in read_tape(tmp_path / "s0.tape.jsonl") if record["kind"] == KIND]
+    records = [record for record in read_tape(tmp_path / "s0.tape.jsonl") if record["kind"] == STARTING]
     assert [record["sentence"] for record in records] == said
     assert (records[0]["what"], records[0]["done"], records[0]["of"]) == ("memory", 2 * GIB, 4 * GIB)
 

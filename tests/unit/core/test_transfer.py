@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dips.core.chunks import Chunk, shard_digest
 from dips.core.errors import RefusalCode
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Chunk, Layout, Parameter, shard_digest
 from dips.core.messages import PlacementSpec, Refusal, SlaveAddress
 from dips.core.net.data_header import MAX_MISSING, MissingChunk
 from dips.core.net.transfer import (

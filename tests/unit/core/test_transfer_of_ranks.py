@@ -16,10 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dips.core.chunks import Chunk, chunks_of
 from dips.core.errors import Refused
 from dips.core.ids import ClusterId, Incarnation, PushId
-from dips.core.layout import FLOAT32_BYTES, Layout, Parameter
+from dips.core.layout import FLOAT32_BYTES, Chunk, Layout, Parameter, Share, chunks_of
 from dips.core.messages import PlacementSpec, SlaveAddress
 from dips.core.net import transfer as transfer_module
 from dips.core.net.data_header import MAX_MISSING, DataHeader, DataOp, MissingChunk
@@ -33,7 +32,6 @@ from dips.core.net.transfer import (
     chunks_by_slave,
     digests_of,
 )
-from dips.core.share import Share
 from dips.core.wire import Codec
 from dips.slave.state import staging as staging_module
 from dips.slave.state.shard import to_refusal

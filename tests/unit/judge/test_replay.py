@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dips.core.chunks import chunks_of, digest_of_array
 from dips.core.errors import ConfigError
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, SlaveId, Version
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Layout, Parameter, chunks_of, digest_of_array
 from dips.core.messages import Prepare, SnapshotInfo, StagedPush
 from dips.core.placement import Placement
 from dips.core.wire import WIRE_DTYPES

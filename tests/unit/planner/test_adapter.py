@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dips.planner.adapter.advise import advice_json, advise, read_before, rules_of
-from dips.planner.adapter.decide import WINDOW, AdapterState, Border, Rules
+from dips.planner.adapter.decide import WINDOW, AdapterState, Border, Rules, compare, with_adapter, without_adapter
 from dips.planner.adapter.pieces import LinkMessage, Piece, Pipeline, Played, Sizes, play
-from dips.planner.adapter.play import compare, with_adapter, without_adapter
 from dips.planner.adapter.traces import WHOLE, Channel, channels_of, read_trace
 from dips.planner.cluster import Profile, read_setup
 from dips.planner.costs import NS, Costs, StageCost, Wire
@@ -27,7 +26,7 @@ from dips.planner.replan import MeasuredFile, Running, read_measured, read_runni
 from dips.planner.schedules import SCHEDULES
 from dips.planner.simulate import simulate
 from dips.planner.sweep import GridPoint
-from dips.planner.validation.spantrain_adapter import setting
+from dips.planner.validation.spantrain import setting
 
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "cross_ud/1", "cross_wave", "compact_zb")
 

@@ -12,8 +12,7 @@ from support.papers import not_on_the_page
 from dips.planner.errors import PlanError
 from dips.planner.validation import all_checks
 from dips.planner.validation.checks import PaperCheck, holds, ordering, within
-from dips.planner.validation.spantrain import figure_5, figure_6, figure_7, regions, section_4
-from dips.planner.validation.spantrain_adapter import section_4_4
+from dips.planner.validation.spantrain import figure_5, figure_6, figure_7, regions, section_4, section_4_4
 
 
 def first(paper: str, count: int) -> Callable[[], Iterator[PaperCheck]]:

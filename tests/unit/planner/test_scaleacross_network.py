@@ -9,7 +9,7 @@ import pytest
 from support.scaleacross import read
 
 from dips.planner.scaleacross.iteration import Case, Outermost, Pipelining, Sharding, Split
-from dips.planner.scaleacross.network import crossing, recommend
+from dips.planner.scaleacross.report import crossing, recommend
 from dips.planner.scaleacross.search import choice_of, even
 from dips.planner.scaleacross.topology import Topology
 

@@ -7,10 +7,9 @@ import pytest
 from support.number_learners import LAYOUT as BOWL
 from support.number_learners import BowlLearner
 
-from dips.core.chunks import chunks_of
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import RoundId, Version
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Layout, Parameter, chunks_of
 from dips.core.math import outer_numpy as reference
 from dips.core.messages import Prepare
 from dips.core.wire import WIRE_DTYPES, Codec, encoded_bytes

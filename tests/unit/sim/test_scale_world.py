@@ -12,8 +12,7 @@ from support.scale_setup import write_setup
 
 from dips.lab.sim.kernel import SimulatedProcess
 from dips.lab.sim.scale import rates, tally
-from dips.lab.sim.scale.failures import Failures
-from dips.lab.sim.scale.run import layout_of
+from dips.lab.sim.scale.run import Failures, layout_of
 from dips.lab.sim.scale.scenario import load_scenario
 from dips.lab.sim.scale.world import ScaleWorld
 

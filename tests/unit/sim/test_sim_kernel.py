@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dips.core.chunks import Chunk
+from dips.core.layout import Chunk
 from dips.lab.sim.disks import LOST_DATA, LOST_NAMES, TORN_DATA, PowerLossError, SlaveDisk
 from dips.lab.sim.kernel import Kernel, SimulatedProcess
 from dips.lab.sim.network import KEEPALIVE_S, End, Network, Stream

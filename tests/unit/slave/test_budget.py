@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from dips.core.chunks import chunks_of
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Layout, Parameter, chunks_of
 from dips.core.math.outer_numpy import PIECE_ELEMS
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.placement import KEPT_PRODUCTS, table_bytes_needed

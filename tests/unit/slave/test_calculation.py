@@ -9,10 +9,9 @@ import pytest
 from support.slave_bench import R2, V0, V1
 from support.slave_wire import LAYOUT, placement_over, prepare_of, push_id, shard_of
 
-from dips.core.chunks import chunks_of
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import SlaveId
-from dips.core.layout import AVERAGED_LAYER, Layout, Parameter
+from dips.core.layout import AVERAGED_LAYER, Layout, Parameter, chunks_of
 from dips.core.math import outer_numba, outer_numpy
 from dips.core.math.outer_numpy import PIECE_ELEMS, average_step, outer_step
 from dips.core.net.data_header import DataHeader, DataOp

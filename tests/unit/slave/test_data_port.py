@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from support.slave_wire import LAYOUT, push_id, put_of
 
-from dips.core.chunks import Chunk, checksum, chunks_of, digest_of_array, shard_digest
 from dips.core.errors import RefusalCode
 from dips.core.ids import RoundId, Version
-from dips.core.layout import Block, Layout, Parameter
+from dips.core.layout import Block, Chunk, Layout, Parameter, checksum, chunks_of, digest_of_array, shard_digest
 from dips.core.math import outer_numpy, wire_numpy
 from dips.core.math.outer_numpy import PIECE_ELEMS
 from dips.core.messages import AllowedKey, KeyRole, Refusal, SnapshotInfo

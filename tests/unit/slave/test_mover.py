@@ -13,9 +13,9 @@ import pytest
 from support.slave_bench import BASE, PLACEMENT, R2, V0, V1
 from support.slave_wire import LAYOUT, placement_over
 
-from dips.core.chunks import Chunk, digest_of_array
 from dips.core.clock import SystemClock
 from dips.core.errors import RefusalCode, Refused
+from dips.core.layout import Chunk, digest_of_array
 from dips.core.messages import MoveBlocks, PlacementSpec, Refusal, SlaveAddress
 from dips.core.net.transfer import PullTransfer, SlaveRequest
 from dips.slave.disk import LocalDisk

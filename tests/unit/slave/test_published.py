@@ -10,10 +10,9 @@ import pytest
 from support.published_shard import BLOCKS, CHUNK_BYTES, PUSHES, Shard, vector
 from support.slave_wire import LAYOUT, prepare_of
 
-from dips.core.chunks import chunks_of, digest_of_array
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import RoundId, Version
-from dips.core.layout import AVERAGED_LAYER, Layout, Parameter
+from dips.core.layout import AVERAGED_LAYER, Layout, Parameter, chunks_of, digest_of_array
 from dips.core.math import outer_numpy, wire_numpy
 from dips.core.messages import Configure, PlacementSpec, Settings, SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp

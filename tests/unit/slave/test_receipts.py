@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dips.core.chunks import checksum, chunks_of
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Layout, Parameter, checksum, chunks_of
 from dips.core.math import outer_numpy
 from dips.core.math.outer_numpy import PIECE_ELEMS
 from dips.core.messages import SnapshotInfo

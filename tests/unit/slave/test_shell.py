@@ -19,9 +19,9 @@ from support.slave_wire import LAYOUT, RUN, configure_for, open_staging, placeme
 from support.waiting import NO_LIMIT_S, until
 
 from dips.core import messages
-from dips.core.chunks import checksum, chunks_of, digest_of_array
 from dips.core.errors import ConfigError, DipsError, FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import Incarnation, PushId, RoundId, Version
+from dips.core.layout import checksum, chunks_of, digest_of_array
 from dips.core.math.outer_numpy import gram, outer_step
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.observe.tape import Tape, read_tape

@@ -13,7 +13,7 @@ from support.slave_bench import prepare, snapshot
 from dips.core.errors import DipsError
 from dips.core.ids import RoundId, Version
 from dips.core.observe import failpoints
-from dips.core.observe.failpoint_names import SLAVE, expand
+from dips.core.observe.failpoints import SLAVE, expand
 from dips.slave import data_server
 from dips.slave.push_evidence import PushEvidence
 from dips.slave.ring import SnapshotStore

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.slave_wire import LAYOUT, push_id, put_of
 
-from dips.core.chunks import Chunk, chunks_of, digest_of_array
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import PushId
-from dips.core.layout import Block
+from dips.core.layout import Block, Chunk, chunks_of, digest_of_array
 from dips.core.net.data_header import MAX_MISSING, DataHeader, MissingChunk
 from dips.slave.data_port import rows_of_arrays
 from dips.slave.state.staging import ShardMap, Slot, StagingTable

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import dips.core.math
-from dips.core.chunks import Chunk, checksum, chunks_of
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Chunk, Layout, Parameter, checksum, chunks_of
 from dips.core.math.landing_numba import copy_chunk
 from dips.core.net import payloads
 from dips.core.net.payloads import hashing_copy

@@ -25,8 +25,7 @@ from support.pieces import (
     whole,
 )
 
-from dips.core.layout import Layout
-from dips.core.share import Share
+from dips.core.layout import Layout, Share
 from dips.worker.parallel.exchange import _Coming, _copy, _Moves, _Rows
 from dips.worker.parallel.ownership import Copies, Piece, copies_to_holders, copies_to_owners, shares_of_ranks
 

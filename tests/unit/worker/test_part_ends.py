@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dips.core.chunks import Chunk, shard_digest
+from dips.core.layout import Chunk, shard_digest
 from dips.worker.parallel.part_ends import PartEnd, combined
 from dips.worker.state.effects import Done, Failed
 

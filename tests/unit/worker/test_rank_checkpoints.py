@@ -21,9 +21,8 @@ from support.manual_clock import ManualClock
 from support.repository import ROOT
 
 from dips.core.errors import ConfigError
-from dips.core.layout import Layout
+from dips.core.layout import Layout, Share
 from dips.core.observe.tape import Tape
-from dips.core.share import Share
 from dips.worker.checkpoint import Checkpointing
 from dips.worker.checkpoint_files import CheckpointStore, read_record, write_record
 from dips.worker.config import ClientConfig

@@ -6,9 +6,8 @@ from typing import Any, cast
 
 from support.manual_clock import ManualClock
 
-from dips.core.chunks import Chunk
 from dips.core.ids import ClusterId, Incarnation, PushId
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Chunk, Layout, Parameter
 from dips.core.messages import Caller, PlacementSpec, Settings, SlaveAddress, Ticket
 from dips.core.observe.tape import Tape
 from dips.core.wire import Codec

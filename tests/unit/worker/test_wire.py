@@ -10,9 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 import dips.core
-from dips.core.chunks import chunks_of
 from dips.core.errors import ConfigError
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Layout, Parameter, chunks_of
 from dips.core.math import wire_numpy
 from dips.core.net.payloads import Difference, Differences, Parameters, Places, SharedLock, kernels
 from dips.core.wire import Codec, encoded_bytes

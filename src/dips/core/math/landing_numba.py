@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dips.core.chunks import Buffer
-from dips.core.layout import FLOAT32_BYTES
+from dips.core.layout import FLOAT32_BYTES, Buffer
 from dips.core.math.outer_numba import (
     VECTOR_ELEMS,
     add_squares,

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dips.core.chunks import checksum
+from dips.core.layout import checksum
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -103,7 +103,7 @@ def step_chunks(
     edges: I64,
 ) -> tuple[int, U64]:
     """outer_step on each chunk [edges[i], edges[i + 1]); the non-finite elements of all, and the checksums of the new
-    theta's chunks (core/chunks.py). Raises ValueError for arguments that do not fit.
+    theta's chunks (core/layout.py). Raises ValueError for arguments that do not fit.
     """
     check_chunks(theta, momentum, staging, slots, weights, out_theta, out_momentum, edges)
     scalars = (scale, outer_lr, decay, lookahead, gradient_weight)

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import zmq
 
-from dips.core.chunks import Buffer, Chunk, checksum, chunks_of
 from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import PushId, Version
-from dips.core.layout import FLOAT32_BYTES, Block, Layout
+from dips.core.layout import FLOAT32_BYTES, Block, Buffer, Chunk, Layout, Share, checksum, chunks_of
 from dips.core.messages import PlacementSpec, PullGrant, Ticket
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.payloads import (
@@ -58,7 +57,6 @@ from dips.core.observe.failpoints import FailpointAction, FailpointKind, copies,
 from dips.core.observe.failpoints import hits as failpoint_hits
 from dips.core.observe.logs import ChangeLogger
 from dips.core.release import how_to_install
-from dips.core.share import Share
 from dips.core.wire import Codec, encoded_bytes
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import NoReturn
 
 from google.protobuf.message import DecodeError
 
-from dips.core.chunks import checksum
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
+from dips.core.layout import checksum
 from dips.core.messages import MissingChunk as MissingChunk
 from dips.core.messages import Refusal
 from dips.core.net.messages_pb2 import (

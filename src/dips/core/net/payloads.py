@@ -1,6 +1,6 @@
 """Writes a push's chunks for the wire: the parameters unchanged, or differences to the base in fewer bits.
 
-Shapes: every vector is float32 of n_elems: the whole model's (the layout's), or a share's of it (core/share.py). A
+Shapes: every vector is float32 of n_elems: the whole model's (the layout's), or a share's of it (core/layout.py). A
 chunk's bytes are a function of theta, base and residual alone, so that one that is sent again is the same to the bit.
 numba is imported only where differences are sent, and for large models. Raises ConfigError from kernels() when it is
 not installed.
@@ -19,12 +19,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dips.core.chunks import Buffer, Chunk
 from dips.core.errors import ConfigError
 from dips.core.ids import Version
-from dips.core.layout import FLOAT32_BYTES, Layout
+from dips.core.layout import FLOAT32_BYTES, Buffer, Chunk, Layout, Share
 from dips.core.release import how_to_install
-from dips.core.share import Share
 from dips.core.wire import Codec, encoded_bytes
 
 _logger = logging.getLogger("dips.data")
@@ -76,7 +74,7 @@ WORTH_COMPILING_BYTES = 32 << 20
 """Compiled code copies and carries models from this size on: below it, importing numba costs more than it saves."""
 
 HashingCopy = Callable[[Buffer, Buffer], int]
-"""Copies the second buffer into the first, which is as long; returns its checksum (core/chunks.py)."""
+"""Copies the second buffer into the first, which is as long; returns its checksum (core/layout.py)."""
 
 
 def hashing_copy(n_bytes: int) -> HashingCopy | None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dips.core.chunks import Chunk
+from dips.core.layout import Chunk
 from dips.core.net.flow import (
     MOST_REQUESTS,
     NONE,

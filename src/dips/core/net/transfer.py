@@ -3,7 +3,7 @@
 Pure: time is an argument, messages are values, no sockets. Every chunk is idempotent, so whatever is doubtful is
 requested or sent again; nothing counts as moved before the other side (push) or the digest (pull) has confirmed it.
 
-A transfer has all chunks of the model, or those of a share (core/share.py): then the cluster's other ranks carry the
+A transfer has all chunks of the model, or those of a share (core/layout.py): then the cluster's other ranks carry the
 rest at the same time, over connections of their own.
 
 core/net/steps.py does what is done for each chunk, here and in compiled loops, which work on the same columns; here is
@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from dips.core.chunks import Chunk, chunks_of, shard_digest
 from dips.core.errors import RefusalCode
-from dips.core.layout import Layout
+from dips.core.layout import Chunk, Layout, Share, chunks_of, shard_digest
 from dips.core.messages import PlacementSpec, Refusal
 from dips.core.net.data_header import MAX_MISSING, MissingChunk
 from dips.core.net.flow import N_OPEN, NONE, WindowRule, note_done, note_lost, slot_of
@@ -45,7 +44,6 @@ from dips.core.net.steps import (
     take_answer,
     take_landed,
 )
-from dips.core.share import Share
 
 MAX_SILENCES = 2
 """Silences in a row of one slave before its address is requested again: it may have come back on another port."""

@@ -1,6 +1,6 @@
 """The methods of a comparison, as settings of `dips master`, so that what is compared is what would run.
 
-Only data parallel has no master; it is computed by dips.lab.compare.data_parallel. It must never hold a number that
+Only data parallel has no master; it is computed by dips.lab.compare.engine. It must never hold a number that
 belongs to the set-up (steps, tokens, links): those are the same for all methods (dips.lab.compare.setup).
 """
 

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dips.core.chunks import Chunk
 from dips.core.ids import Version
-from dips.core.layout import Block, Layout
+from dips.core.layout import Block, Chunk, Layout
 from dips.core.messages import BlockGram, DataRange, Prepare
 from dips.core.wire import Codec
 from dips.worker.parameters import ParameterStore
@@ -146,7 +145,7 @@ class ShardArithmetic(Protocol):
         ...
 
     def digest(self, theta: Part) -> bytes:
-        """As dips.core.chunks.shard_digest."""
+        """As dips.core.layout.shard_digest."""
         ...
 
     def empty_array(self) -> F32:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dips.core.chunks import Chunk, chunks_of, shard_digest
 from dips.core.ids import Incarnation, PushId, Version
+from dips.core.layout import Chunk, chunks_of, shard_digest
 from dips.core.machine import HISTORY_LENGTH
 from dips.core.messages import ClusterRequest, HeartbeatRequest, SnapshotInfo, VerdictKind
 from dips.core.protocol import MAX_LEASED_CHUNKS

@@ -14,9 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from dips.core.chunks import Chunk, checksum, shard_digest
 from dips.core.ids import Version
-from dips.core.layout import FLOAT32_BYTES, Block, Layout
+from dips.core.layout import FLOAT32_BYTES, Block, Chunk, Layout, checksum, shard_digest
 from dips.core.math import wire_numba
 from dips.core.messages import BlockGram, DataRange, Prepare
 from dips.core.net.payloads import Difference, Differences, Places

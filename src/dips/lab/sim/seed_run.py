@@ -12,19 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dips.core.chunks import Chunk
 from dips.core.ids import PushId, Version, parse_version
+from dips.core.layout import Chunk
 from dips.core.messages import ClusterRequest, OperatorRequest, SnapshotInfo
 from dips.core.wire import Codec
 from dips.lab.sim.arithmetic import Key, ModelVector, Value
 from dips.lab.sim.checks import Budgets, Checks, ContentChecks, Judge, NameChecks, VerdictWaits, residual_fault
 from dips.lab.sim.content import CLEAN
-from dips.lab.sim.counts import HEALED_ROUNDS, HEALED_S, RunCounts
+from dips.lab.sim.counts import HEALED_ROUNDS, HEALED_S, Arrow, RunCounts, Seen
 from dips.lab.sim.faults import register
 from dips.lab.sim.faults.world import LOOKS_EVERY_S, RESTART_S, FaultWorld
 from dips.lab.sim.kernel import SimulatedProcess
 from dips.lab.sim.run_plan import SimulatedRunPlan
-from dips.lab.sim.seen import Arrow, Seen
 from dips.lab.sim.world import MasterProcess, SlaveProcess
 from dips.master.state.events import Resume, Stop
 from dips.master.state.records import RecoveryPhase

@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from dips.core.machine import TransitionTable, tables
-from dips.lab.sim.counts import NO_MASTER, RECOVERY, STARTING, RunCounts, by_phase
+from dips.lab.sim.counts import NO_MASTER, RECOVERY, STARTING, Arrow, RunCounts, Seen, arrows_of, by_phase
+from dips.lab.sim.counts import report as seen_report
 from dips.lab.sim.faults import register
 from dips.lab.sim.seed_run import SeedOutcome, SeedRun
-from dips.lab.sim.seen import Arrow, Seen, arrows_of
-from dips.lab.sim.seen import report as seen_report
 from dips.master.state.records import RoundPhase
 
 # ---- totals ----------------------------------------------------------------------------------------------------------

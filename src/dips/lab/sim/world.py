@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dips.core.chunks import Chunk
 from dips.core.errors import Refused
 from dips.core.ids import Incarnation, PushId, Version
+from dips.core.layout import Chunk
 from dips.core.messages import ClusterRequest, Refusal, SlaveMessage, SnapshotInfo
 from dips.core.net.data_header import DataHeader
 from dips.core.wire import Codec

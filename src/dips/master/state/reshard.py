@@ -11,9 +11,9 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from dips.core.chunks import Chunk, chunks_of, shard_digest
 from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.ids import RoundId, SlaveId, check_name
+from dips.core.layout import Chunk, chunks_of, shard_digest
 from dips.core.messages import (
     AbortRound,
     ListShard,

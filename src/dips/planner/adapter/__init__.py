@@ -2,5 +2,5 @@
 the measured bandwidth of the links.
 
 traces.py reads bandwidths over time, pieces.py simulates an iteration whose stages take pieces of their own sizes,
-decide.py is the state machine that chooses the sizes, play.py plays many iterations with and without it.
+decide.py is the state machine that chooses the sizes, and plays many iterations with and without it.
 """

@@ -11,9 +11,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dips.planner.adapter.decide import AdapterState, Border, Rules, Window, borders_of
+from dips.planner.adapter.decide import (
+    AdapterComparison,
+    AdapterState,
+    Border,
+    Iterations,
+    Rules,
+    Window,
+    borders_of,
+    compare,
+)
 from dips.planner.adapter.pieces import Pipeline, Sizes
-from dips.planner.adapter.play import AdapterComparison, Iterations, compare
 from dips.planner.adapter.traces import WHOLE, Channel, TraceFile, channels_of
 from dips.planner.calibration import interval_json
 from dips.planner.cluster import Link

@@ -11,9 +11,8 @@ from rich.table import Table
 
 from dips.core.units import format_bytes, format_seconds
 from dips.planner.adapter.advise import Advice
-from dips.planner.adapter.decide import Border, Rules
+from dips.planner.adapter.decide import AdapterComparison, Border, Rules
 from dips.planner.adapter.pieces import Sizes
-from dips.planner.adapter.play import AdapterComparison
 from dips.planner.calibration import calibration_text, interval_text
 from dips.planner.candidates import Candidate
 from dips.planner.commands.plan_clusters import AsynchronousClusters, rounds_text

@@ -16,7 +16,7 @@ from dips.planner.errors import PlanError
 from dips.planner.scaleacross import traffic
 from dips.planner.scaleacross.iteration import Case as SplitCase
 from dips.planner.scaleacross.iteration import Outermost, Pipelining, Sharding, check_places
-from dips.planner.scaleacross.network import crossing
+from dips.planner.scaleacross.report import crossing
 from dips.planner.scaleacross.search import Choice, choice_of, even, explore, fastest_of, present_case, splits
 from dips.planner.scaleacross.topology import US_PER_KM, Topology, read_topology
 from dips.planner.schedules.scaleacross import dora_pp, interleaved_zb_v

@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from dips.core.chunks import shard_digest
 from dips.core.errors import LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import PushId, Version
-from dips.core.layout import FLOAT32_BYTES, Block
+from dips.core.layout import FLOAT32_BYTES, Block, shard_digest
 from dips.core.math.outer_numpy import PIECE_ELEMS, n_pieces
 from dips.core.messages import OpenStaging, Staged, StagedPush, StagingProgress
 from dips.core.net.data_header import MAX_MISSING, DataHeader, MissingChunk

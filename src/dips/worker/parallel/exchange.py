@@ -28,9 +28,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError
-from dips.core.layout import FLOAT32_BYTES, Layout
+from dips.core.layout import FLOAT32_BYTES, Layout, Share
 from dips.core.net.payloads import SnapshotReady
-from dips.core.share import Share
 from dips.worker.parallel.ownership import Copies, Piece, copies_to_holders, copies_to_owners
 
 F32 = NDArray[np.float32]

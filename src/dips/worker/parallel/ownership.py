@@ -19,8 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dips.core.layout import FLOAT32_BYTES, Layout
-from dips.core.share import Share
+from dips.core.layout import FLOAT32_BYTES, Layout, Share
 
 I64 = NDArray[np.int64]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dips.core.chunks import Chunk, shard_digest
+from dips.core.layout import Chunk, shard_digest
 from dips.worker.state.effects import Done, Failed
 
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError
 from dips.core.files import TEMPORARY, closed, sync_folder
-from dips.core.share import Share
+from dips.core.layout import Share
 from dips.worker.checkpoint import Begun, Checkpoints
 from dips.worker.checkpoint_files import (
     CheckpointError,

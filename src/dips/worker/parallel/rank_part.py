@@ -17,15 +17,13 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from dips.core.chunks import Chunk
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError, FatalError, RemoteProtocolError
-from dips.core.layout import FLOAT32_BYTES
+from dips.core.layout import FLOAT32_BYTES, Chunk, Share
 from dips.core.messages import PlacementSpec
 from dips.core.net.transfer import chunks_by_slave
 from dips.core.net.zmq_sockets import CurvePair
 from dips.core.observe.tape import Tape
-from dips.core.share import Share
 from dips.core.wire import Codec, encoded_bytes
 from dips.worker.commands import Command, Fetch, Send, ShareOut, Snapshot
 from dips.worker.data import RankShare, wire_of_pull

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from dips.core.errors import ConfigError
-from dips.core.share import Share
+from dips.core.layout import Share
 from dips.worker.checkpoint_files import (
     INNER,
     CheckpointError,

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dips.core.allocator import zeros
-from dips.core.layout import Layout
+from dips.core.layout import Layout, Share
 from dips.core.net.payloads import SnapshotReady
-from dips.core.share import Share
 from dips.worker.parallel.agreement import Agreed
 from dips.worker.parallel.exchange import Exchange
 from dips.worker.parameters import ChunkSums

@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dips.core.chunks import Chunk
 from dips.core.errors import Refused
 from dips.core.ids import PushId, Version, parse_version
+from dips.core.layout import Chunk
 from dips.core.messages import ClusterRequest, SnapshotInfo
 from dips.lab.sim import run_plan
 from dips.lab.sim.counts import NO_MASTER, RECOVERY, STARTING, RunCounts

@@ -15,13 +15,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from dips.core.chunks import Chunk
 from dips.core.errors import DipsError
 from dips.core.ids import PushId
-from dips.core.layout import Layout
+from dips.core.layout import Chunk, Layout, Share
 from dips.core.messages import PullGrant, Ticket
 from dips.core.net.transfer import Transfer, TransferSettings, chunks_by_slave
-from dips.core.share import Share
 from dips.core.wire import Codec
 from dips.lab.sim.arithmetic import ClusterModel, Key, ModelVector, Value
 from dips.lab.sim.content import PulledModel, SimulatedModel, key_of

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dips.core.chunks import Chunk
 from dips.core.ids import PushId, Version
-from dips.core.layout import FLOAT32_BYTES, Layout
+from dips.core.layout import FLOAT32_BYTES, Chunk, Layout, Share
 from dips.core.messages import PlacementSpec, PullGrant, Ticket
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.transfer import (
@@ -26,7 +25,6 @@ from dips.core.net.transfer import (
     chunks_by_slave,
     digests_of,
 )
-from dips.core.share import Share
 from dips.core.wire import Codec, encoded_bytes
 from dips.lab.sim.arithmetic import Arithmetic, Key, ModelVector, Value
 from dips.lab.sim.content import key_of

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dips.core.chunks import Chunk, chunks_of, shard_digest
 from dips.core.ids import Version
-from dips.core.layout import Block, Layout
+from dips.core.layout import Block, Chunk, Layout, chunks_of, shard_digest
 from dips.core.messages import BlockGram, DataRange, Prepare
 from dips.core.wire import Codec
 from dips.lab.sim.arithmetic import F32, U8, Key, Stepped
