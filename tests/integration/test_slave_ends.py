@@ -19,7 +19,7 @@ from support.slave_wire import slave_config, slave_here
 from support.waiting import NO_LIMIT_S, until
 
 from dips.core.errors import ConfigError
-from dips.core.observe.metrics_knobs import METRICS_FILE
+from dips.core.net.security import METRICS_FILE
 from dips.core.observe.tape import read_tape
 from dips.slave import process
 from dips.slave.process import run

@@ -24,8 +24,7 @@ from dips.core.clock import SystemClock
 from dips.core.errors import ConfigError
 from dips.core.files import closed, make_folder, open_to_others, replace_file, share_with
 from dips.core.ids import RoundId, Version
-from dips.core.net.security import INSECURE
-from dips.core.observe.metrics_knobs import MetricsKnobs
+from dips.core.net.security import INSECURE, ProcessKnobs
 from dips.core.observe.metrics_server import serve_metrics
 from dips.core.observe.tape import Tape
 from dips.doctor.findings import Grade
@@ -71,7 +70,7 @@ def of_a_master(folder: Path) -> dict[str, str]:
     save_secret(folder, Secret("x" * 43, 1))
     write_page_address(folder, "https://127.0.0.1/", 1)
     Tape(folder / "master.tape.jsonl", "master", "demo").close()
-    knobs = MetricsKnobs(insecure=True, metrics_listen="127.0.0.1:0")
+    knobs = ProcessKnobs(insecure=True, metrics_listen="127.0.0.1:0")
     server = serve_metrics(
         knobs, INSECURE, lambda: (), role="master", name="m", run="demo", file=folder / "metrics.json"
     )

@@ -35,7 +35,7 @@ from dips.slave.state.checks import check_settings
 from dips.worker.config import SECTION, ClientConfig, leaving_takes_s
 
 if TYPE_CHECKING:
-    from dips.core.observe.metrics_knobs import MetricsKnobs
+    from dips.core.net.security import ProcessKnobs
     from dips.master.config import MasterConfig
     from dips.slave.config import SlaveConfig
     from dips.trainer.config import TrainConfig
@@ -203,14 +203,14 @@ def security_options(plan: RunPlan, directory: RunDirectory, name: str) -> list[
     return ["--insecure"] if plan.insecure else ["--keys", str(directory.keys / name)]
 
 
-def metrics_options(plan: RunPlan, directory: RunDirectory, name: str, own: MetricsKnobs | None = None) -> list[str]:
+def metrics_options(plan: RunPlan, directory: RunDirectory, name: str, own: ProcessKnobs | None = None) -> list[str]:
     """The options about metrics of the process of this name; own: its settings, which take precedence."""
     return [
         part for field, value in _metrics(plan, directory, name, own).items() for part in (option_name(field), value)
     ]
 
 
-def _metrics(plan: RunPlan, directory: RunDirectory, name: str, own: MetricsKnobs | None) -> dict[str, str]:
+def _metrics(plan: RunPlan, directory: RunDirectory, name: str, own: ProcessKnobs | None) -> dict[str, str]:
     """Settings that it has not."""
     if not plan.metrics:
         return {}

@@ -17,9 +17,8 @@ from dips.core.assumptions import violations
 from dips.core.config import Name
 from dips.core.errors import ConfigError
 from dips.core.messages import Settings
-from dips.core.net.security import Address
+from dips.core.net.security import Address, ProcessKnobs
 from dips.core.observe.logs import LogFormat, LogLevel
-from dips.core.observe.metrics_knobs import MetricsKnobs
 from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.units import Bytes, Count, Seconds
 from dips.master.state.pacing import SLIDES
@@ -45,7 +44,7 @@ PENALTY_KNOBS = (
 """Fields that replace the preset's value of the same name in PenaltyConfig when they are given."""
 
 
-class MasterConfig(MetricsKnobs):
+class MasterConfig(ProcessKnobs):
     """One master's settings; to_run_config() makes the part for its state machines."""
 
     GROUPS: ClassVar = {

@@ -13,9 +13,8 @@ from dips.core.assumptions import require
 from dips.core.config import Name
 from dips.core.errors import ConfigError
 from dips.core.net.addresses import require_loopback
-from dips.core.net.security import Address, AddressOrEmpty
+from dips.core.net.security import Address, AddressOrEmpty, ProcessKnobs
 from dips.core.observe.logs import LogFormat, LogLevel
-from dips.core.observe.metrics_knobs import MetricsKnobs
 from dips.core.threads import usable_processor_numbers, usable_processors
 from dips.core.units import Bytes, validating
 
@@ -27,7 +26,7 @@ SHARED, OWN = "shared", "own"
 """Values of data_cpu that are no processor's number."""
 
 
-class SlaveConfig(MetricsKnobs):
+class SlaveConfig(ProcessKnobs):
     """Settings of one slave; the table [slave] of a settings file, DIPS_SLAVE_<FIELD>, or the command line."""
 
     GROUPS: ClassVar = {

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import PushId, Version
-from dips.core.layout import FLOAT32_BYTES
+from dips.core.layout import FLOAT32_BYTES, checksum
+from dips.core.layout import Buffer as Bytes
 from dips.core.messages import AllowedKey, SlaveBeat
 from dips.core.net.data_header import REQUESTS, WITH_PAYLOAD, DataHeader, DataOp
 from dips.core.observe.metrics import Recent

@@ -26,6 +26,8 @@ from typing import Literal, ParamSpec
 import zmq
 
 from dips.core.errors import ConfigError, Refused
+from dips.core.layout import Buffer as Bytes
+from dips.core.layout import checksum as xxh3_64
 from dips.core.messages import SlaveBeat
 from dips.core.net.addresses import format_address, require_loopback
 from dips.core.net.data_header import MAX_HEADER_BYTES, DataOp

@@ -17,12 +17,11 @@ from dips.core.file_limit import raise_file_limit
 from dips.core.files import share_with
 from dips.core.net.addresses import format_address, is_elsewhere, is_loopback_endpoint, parse_address
 from dips.core.net.keys import security_of
-from dips.core.net.security import Security, check_reach
+from dips.core.net.security import METRICS_FILE, Security, check_reach
 from dips.core.net.zmq_sockets import pair_for
 from dips.core.observe import failpoints
 from dips.core.observe.logs import configure_logging, say_last
 from dips.core.observe.metrics import Families, disk_free_bytes
-from dips.core.observe.metrics_knobs import METRICS_FILE
 from dips.core.observe.metrics_server import LoopSnapshots, MetricsServer, serve_metrics
 from dips.core.observe.tape import Tape
 from dips.slave.config import SlaveConfig

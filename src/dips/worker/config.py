@@ -16,8 +16,8 @@ from dips.core.errors import ConfigError, option
 from dips.core.ids import check_name
 from dips.core.messages import Settings
 from dips.core.net.addresses import parse_address, require_loopback
+from dips.core.net.security import ProcessKnobs
 from dips.core.observe.logs import LogFormat, LogLevel
-from dips.core.observe.metrics_knobs import MetricsKnobs
 from dips.core.units import Seconds, validating
 from dips.core.wire import WIRE_DTYPES, Codec
 from dips.worker.state.waiting import GivenTimes, times_of
@@ -30,7 +30,7 @@ AutoSeconds = Literal["auto"] | PositiveSeconds
 """auto: derived from the master's heartbeat_s and round_timeout_s (worker/state/waiting.py)."""
 
 
-class ClientConfig(MetricsKnobs):
+class ClientConfig(ProcessKnobs):
     """One cluster's settings; the precedence is core.config's."""
 
     GROUPS: ClassVar = {

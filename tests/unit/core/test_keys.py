@@ -19,7 +19,7 @@ from cryptography.x509 import load_pem_x509_certificate
 
 from dips.core.errors import ConfigError
 from dips.core.net import keys
-from dips.core.net.security import INSECURE, Role, SecurityKnobs
+from dips.core.net.security import INSECURE, ProcessKnobs, Role
 from dips.local.authority import Authority, ensure_keys
 
 NOW = datetime.now(UTC)
@@ -116,7 +116,7 @@ def test_a_certificate_out_of_its_time_is_refused(tmp_path: Path, began_days_ago
 @pytest.mark.parametrize("insecure", [True, False])
 def test_keys_or_insecure_and_never_both_nor_nothing(made: Path, insecure: bool) -> None:
     with pytest.raises(ValueError, match=r"--keys \(or DIPS_KEYS\) and --insecure \(or DIPS_INSECURE\)"):
-        SecurityKnobs(keys=made / "ours" / "a", insecure=True)
+        ProcessKnobs(keys=made / "ours" / "a", insecure=True)
     if insecure:
         assert keys.security_from(None, True, "the test") is INSECURE
     else:

@@ -13,8 +13,7 @@ import pytest
 from support.repository import ROOT
 
 from dips.core.config import load
-from dips.core.net.security import VARIABLES
-from dips.core.observe.metrics_knobs import MetricsKnobs
+from dips.core.net.security import VARIABLES, ProcessKnobs
 from dips.local.demo import DemoOptions, make_plan, train_settings
 from dips.local.processes import (
     STOP_MARGIN_S,
@@ -116,7 +115,7 @@ def test_each_process_gives_its_files_to_the_runs_group(
     specs = specs_of(replace(plan, files_group="team"), directory)
     assert len(specs) > 3
     for spec in specs:
-        assert load(MetricsKnobs, "x", environment=spec.environment, variables=VARIABLES).value.files_group == "team"
+        assert load(ProcessKnobs, "x", environment=spec.environment, variables=VARIABLES).value.files_group == "team"
     assert all("DIPS_FILES_GROUP" not in spec.environment for spec in specs_of(plan, directory))
 
 

@@ -29,9 +29,9 @@ from dips.core.net.security import (
     INSECURE_VARIABLE,
     KEYS_VARIABLE,
     Identity,
+    ProcessKnobs,
     Role,
     Security,
-    SecurityKnobs,
 )
 
 CA_FILE, CERT_FILE, KEY_FILE, REVOKED_FILE = "ca.crt", "tls.crt", "tls.key", "revoked.json"
@@ -100,7 +100,7 @@ class Certificate:
         return f"renew it (`dips keys renew KEYS {self.name}`) and bring it here"
 
 
-def security_of(knobs: SecurityKnobs, what: str) -> Security:
+def security_of(knobs: ProcessKnobs, what: str) -> Security:
     """The security that the settings name, read and checked. `what` names the process in errors, such as "the master".
 
     Raises ConfigError when neither keys nor insecure is given, and what load_identity raises.

@@ -12,16 +12,19 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from dips.core.config import Knobs
 from dips.core.errors import option
-from dips.core.files import GROUP_VARIABLE
+from dips.core.files import GROUP_VARIABLE, FilesGroup
 from dips.core.net.addresses import parse_address, require_loopback
 from dips.core.units import validating
 
 KEYS_VARIABLE = "DIPS_KEYS"
 INSECURE_VARIABLE = "DIPS_INSECURE"
+
+METRICS_FILE = "metrics.json"
+"""In the directory of a role that has one."""
 
 
 class Role(Enum):
@@ -71,13 +74,30 @@ VARIABLES = {
 """Variables that say where and who a process is, and whose its files are, by the names of the settings."""
 
 
-class SecurityKnobs(Knobs):
-    """The settings of every process that connects to a run. They come first, so that addresses are checked by them.
+def _check_address(value: str, info: ValidationInfo) -> str:
+    what = info.field_name or "address"
+    parse_address(value, what)
+    if info.data.get("insecure"):
+        require_loopback(value, what)
+    return value
+
+
+Address = Annotated[str, AfterValidator(validating(_check_address))]
+"""A setting of the form HOST:PORT: well formed, on loopback when insecure."""
+
+AddressOrEmpty = Annotated[
+    str, AfterValidator(validating(lambda value, info: _check_address(value, info) if value else value))
+]
+
+
+class ProcessKnobs(Knobs):
+    """The settings of every role: its keys, its metrics, who may read its files. They come first, so that addresses are
+    checked by them.
 
     Paths are made absolute when they are read: a user's own program may change its working directory later.
     """
 
-    GROUPS: ClassVar = {"keys": "Keys"}
+    GROUPS: ClassVar = {"keys": "Keys", "metrics_listen": "Metrics", "files_group": "Files"}
 
     keys: Path | None = Field(
         None,
@@ -90,6 +110,18 @@ class SecurityKnobs(Knobs):
     failpoints: bool = Field(
         False, description="For tests: let DIPS_FAILPOINTS make this process fail on purpose; else it refuses to start"
     )
+
+    metrics_listen: Annotated[Address | None, BeforeValidator(lambda value: value or None)] = Field(
+        None,
+        description="HOST:PORT to serve Prometheus metrics at, under /metrics; port 0: a free one. Beyond loopback in "
+        "TLS with this process's keys, for holders of keys of the run",
+    )
+    metrics_file: Path | None = Field(
+        None,
+        description="File that says where metrics are served, as Prometheus' file_sd_configs reads it; "
+        "else metrics.json in the directory of a master or slave",
+    )
+    files_group: FilesGroup = ""
 
     @field_validator("*", mode="after")
     @classmethod
@@ -108,22 +140,6 @@ def both_given() -> str:
         f"keys and insecure are both given: leave out one of {option('keys')} (or {KEYS_VARIABLE}) and "
         f"{option('insecure')} (or {INSECURE_VARIABLE})"
     )
-
-
-def _check_address(value: str, info: ValidationInfo) -> str:
-    what = info.field_name or "address"
-    parse_address(value, what)
-    if info.data.get("insecure"):
-        require_loopback(value, what)
-    return value
-
-
-Address = Annotated[str, AfterValidator(validating(_check_address))]
-"""A setting of the form HOST:PORT: well formed, on loopback when insecure."""
-
-AddressOrEmpty = Annotated[
-    str, AfterValidator(validating(lambda value, info: _check_address(value, info) if value else value))
-]
 
 
 def check_reach(address: str, what: str, security: Security) -> None:

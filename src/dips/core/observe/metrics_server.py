@@ -34,8 +34,7 @@ from dips.core.files import closed, make_folder
 from dips.core.net.addresses import dialable, format_address, is_loopback, parse_address
 from dips.core.net.keys import CERT_FILE, KEY_FILE, REVOKED_FILE, parse_certificate, read_revoked, reloaded, stamp_of
 from dips.core.net.newcomers import Bounds, Newcomers, origin_of
-from dips.core.net.security import Identity, Security, check_reach
-from dips.core.observe.metrics_knobs import MetricsKnobs
+from dips.core.net.security import Identity, ProcessKnobs, Security, check_reach
 
 # ---- metrics tls -----------------------------------------------------------------------------------------------------
 #
@@ -215,7 +214,7 @@ class MetricsServer:
 
 
 def serve_metrics(
-    knobs: MetricsKnobs,
+    knobs: ProcessKnobs,
     security: Security,
     collect: Callable[[], Iterable[Metric]],
     *,

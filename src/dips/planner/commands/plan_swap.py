@@ -223,16 +223,6 @@ def measured_profile(
     """
     n = len(reports[0].iterations)
     said = f"dips plan run: medians of {n} iterations of {source.schedule.name}, after the links changed"
-    return {
-        "measured": {"source": said, "iterations": n},
-        "stages": _measured_stages(running, source, reports, stretch),
-        "links": _measured_links(running, source, reports, stretch),
-    }
-
-
-def _measured_stages(
-    running: Running, source: PlanSource, reports: Sequence[RankReport], stretch: float
-) -> list[dict[str, Any]]:
     lasted = defaultdict[tuple[int, Kind], list[int]](list)
     for report, order in zip(reports, source.schedule.orders, strict=True):
         for iteration in report.iterations:
@@ -250,7 +240,11 @@ def _measured_stages(
         times = (f, d + share * b, (w + (1 - share) * b) * (plan.w_ns > 0))  # no weights: an operation without work
         names = ("forward_ms", "input_gradient_ms", "weight_gradient_ms")
         rows.append({"stage": stage, **{k: ns / stretch / 1e6 for k, ns in zip(names, times, strict=True)}})
-    return rows
+    return {
+        "measured": {"source": said, "iterations": n},
+        "stages": rows,
+        "links": _measured_links(running, source, reports, stretch),
+    }
 
 
 def _measured_links(

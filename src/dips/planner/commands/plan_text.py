@@ -351,15 +351,6 @@ def tradeoff_text(found: Tradeoff) -> Iterator[str | Table]:
         f"{training.pipeline * training.data}, {training.microbatches * training.data} microbatches in all"
     )
     yield calibration_text(found.problem.calibration_error)
-    yield _choices_table(found)
-    for no in found.impossible:
-        split = no.split
-        carries = "" if split.n_sites == 1 else f", long links carry {split.long_links_carry}"
-        yield f"not possible: {split.pipeline} x {split.data}{carries}: {no.why}"
-    yield "assumed: " + "; ".join(assumptions(found.problem))
-
-
-def _choices_table(found: Tradeoff) -> Table:
     table = table_of(
         ("stages x replicas", "long links carry", "schedule", "replicas on a link"),
         ("iteration", "slower by", "memory", "busiest link"),
@@ -377,7 +368,12 @@ def _choices_table(found: Tradeoff) -> Table:
             f"{choice.memory_used:.0%}",
             format_bytes(round(max(best.link_bytes.values(), default=0.0))),
         )
-    return table
+    yield table
+    for no in found.impossible:
+        split = no.split
+        carries = "" if split.n_sites == 1 else f", long links carry {split.long_links_carry}"
+        yield f"not possible: {split.pipeline} x {split.data}{carries}: {no.why}"
+    yield "assumed: " + "; ".join(assumptions(found.problem))
 
 
 def spantrain_text(found: SpanTrainReport) -> Iterator[str | Table]:
