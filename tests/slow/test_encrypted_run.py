@@ -15,12 +15,13 @@ from support.waiting import until
 from support.whole_run import LAYOUT, NumpyCluster, WholeRun
 
 from dips.core.errors import DipsError
+from dips.core.layout import PublishedModel
 from dips.core.messages import BeginPullReply, BeginPullRequest, Caller, PullGrant, SlaveAddress
 from dips.core.net.addresses import parse_address
 from dips.core.net.zmq_sockets import CurvePair, Failure, Handshakes, as_client
 from dips.local.authority import Authority, ensure_keys
 from dips.worker.control import MasterStubs, channel_to
-from dips.worker.reader import FetchedModel, fetch_version
+from dips.worker.reader import fetch_version
 
 A, B = "cluster-alpha", "cluster-beta"
 
@@ -63,7 +64,7 @@ def stop(cluster: NumpyCluster) -> None:
     cluster.join()
 
 
-def fetched(run: WholeRun) -> FetchedModel:
+def fetched(run: WholeRun) -> PublishedModel:
     return fetch_version(run.address, None, "reader-gamma", run.security("operator"))
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from support.run_for_workers import LAYOUT, RunForWorkers
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import Dataset
 
 from dips.core.ids import Version
-from dips.core.layout import Layout
+from dips.core.layout import Layout, PublishedModel
 from dips.worker.state.effects import Finished
 from dips.worker.torch_model import TorchParameters
 
@@ -80,24 +80,19 @@ def applied_tokens(run: RunForWorkers) -> list[int]:
 VERSION = Version(1, 7)
 
 
-@dataclass(frozen=True)
-class Fetched:
-    """As dips.worker.reader fetches a version."""
-
-    layout: Layout
-    flat: np.ndarray[Any, np.dtype[np.float32]]
-    run_id: str = "mine"
-    version: Version = VERSION
-    tokens: int = 12345
+def published(
+    layout: Layout, flat: NDArray[np.float32], run_id: str = "mine", version: Version = VERSION, tokens: int = 12345
+) -> PublishedModel:
+    return PublishedModel(run_id, version, tokens, layout, flat)
 
 
-def snapshot_of(parameters: TorchParameters, *of_run: Any) -> Fetched:
+def snapshot_of(parameters: TorchParameters, *of_run: Any) -> PublishedModel:
     flat = np.empty(parameters.layout().n_elems, np.float32)
     parameters.snapshot(flat)
-    return Fetched(parameters.layout(), flat, *of_run)
+    return published(parameters.layout(), flat, *of_run)
 
 
-def fetched_of(model: torch.nn.Module, *of_run: Any) -> Fetched:
+def fetched_of(model: torch.nn.Module, *of_run: Any) -> PublishedModel:
     return snapshot_of(TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1)), *of_run)
 
 

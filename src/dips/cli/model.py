@@ -30,7 +30,7 @@ from dips.worker.config import SECTION as CLIENT_SECTION
 from dips.worker.config import ClientConfig
 
 if TYPE_CHECKING:
-    from dips.trainer.export import Fetched
+    from dips.core.layout import PublishedModel
 
 FETCH_S = 10.0
 _LOOK_S = 2.0
@@ -246,7 +246,7 @@ def _answers(address: str, run_id: str, security: Security) -> bool:
     return True
 
 
-def _fetch(run: NamedRun, version: Version | None, wait_s: float, security: Callable[[], Security]) -> Fetched:
+def _fetch(run: NamedRun, version: Version | None, wait_s: float, security: Callable[[], Security]) -> PublishedModel:
     """security: asked for only when a master is: the files of a run that has ended need none."""
     from dips.local.model_folder import load_stored
     from dips.worker.reader import fetch_version

@@ -32,6 +32,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import Version
 
 DEFAULT_BLOCK_ELEMS = 4 * 1024 * 1024
 """16 MiB of float32: small enough to balance over slaves, large enough that a block's overhead vanishes."""
@@ -325,6 +326,18 @@ def digest_of_array(values: NDArray[np.float32], blocks: Sequence[Block], chunk_
 
 
 I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class PublishedModel:
+    """A version in memory, as it was published."""
+
+    run_id: str
+    version: Version
+    tokens: int  # applied up to this version
+    layout: Layout
+    flat: NDArray[np.float32]  # (layout.n_elems,)
+    sequence_tokens: int | None = None  # as the model was trained, where an export says so
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,12 +27,12 @@ from numpy.typing import NDArray
 from dips.core.errors import ConfigError, Refused
 from dips.core.files import TEMPORARY, sync_folder
 from dips.core.ids import SlaveId, Version
-from dips.core.layout import Layout, layout_from_json
+from dips.core.layout import Layout, PublishedModel, layout_from_json
 from dips.core.model_description import WHOLE, Adapter, description_from_json
 from dips.core.placement import Placement
 from dips.slave import snapshot_files as manifests
 from dips.slave.snapshot_files import SnapshotError, SnapshotStamp, read_snapshot
-from dips.trainer.export import ABOUT, Fetched, about_version, named_tensors, serialized, write_whole
+from dips.trainer.export import ABOUT, about_version, named_tensors, serialized, write_whole
 from dips.trainer.sizes import ModelConfig, llama_config, llama_name
 from dips.worker.checkpoint_files import RawTensor
 
@@ -108,7 +108,9 @@ def check_target(folder: Path, force: bool) -> None:
         raise ConfigError(f"{folder} is not empty: give another folder, or --force to replace the model in it")
 
 
-def as_folder(fetched: Fetched, filled: Mapping[str, RawTensor] = MappingProxyType({})) -> ModelFolder | AdapterFolder:
+def as_folder(
+    fetched: PublishedModel, filled: Mapping[str, RawTensor] = MappingProxyType({})
+) -> ModelFolder | AdapterFolder:
     """The model's folder; of a run that trains an adapter the adapter's, or with `filled` that of the merged model.
 
     filled: what the version lacks. Raises ConfigError when all together is not a whole model that transformers knows,
@@ -273,7 +275,7 @@ def _few(names: list[str]) -> str:
     return repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _byte_model(fetched: Fetched) -> Mapping[str, Any]:
+def _byte_model(fetched: PublishedModel) -> Mapping[str, Any]:
     try:
         return {**llama_config(ModelConfig.from_layout(fetched.layout)), "dtype": "float32"}
     except ConfigError as error:
@@ -329,17 +331,6 @@ def _json(value: Mapping[str, Any]) -> list[memoryview]:
 
 
 @dataclass(frozen=True)
-class StoredModel:
-    """A version as it was published."""
-
-    run_id: str
-    version: Version
-    tokens: int
-    layout: Layout
-    flat: NDArray[np.float32]  # (layout.n_elems,) float32
-
-
-@dataclass(frozen=True)
 class _Committed:
     """A manifest: one slave's part of one version."""
 
@@ -351,7 +342,7 @@ class _Committed:
     record: Mapping[str, Any]
 
 
-def load_stored(run_dir: Path, version: Version | None = None) -> StoredModel:
+def load_stored(run_dir: Path, version: Version | None = None) -> PublishedModel:
     """The newest version that all slaves have, or the one that is named.
 
     Raises ConfigError when there is none, naming what is missing or damaged.
@@ -388,7 +379,7 @@ def _manifests(run_dir: Path) -> dict[Version, list[_Committed]]:
     return found
 
 
-def _merge(parts: list[_Committed]) -> StoredModel:
+def _merge(parts: list[_Committed]) -> PublishedModel:
     """Raises SnapshotError when a slave's part is missing or damaged."""
     run_id, tokens, layout, placement = _read_record(parts[0])
     of_slave = {part.slave_id: part for part in parts}
@@ -397,7 +388,7 @@ def _merge(parts: list[_Committed]) -> StoredModel:
         if slave not in of_slave:
             raise SnapshotError(f"slave {slave} has no committed snapshot of it")
         _place(of_slave[slave], slave, layout, placement, flat)
-    return StoredModel(run_id, parts[0].version, tokens, layout, flat)
+    return PublishedModel(run_id, parts[0].version, tokens, layout, flat)
 
 
 def _read_record(part: _Committed) -> tuple[str, int, Layout, Placement]:

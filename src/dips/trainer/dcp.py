@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from dips.trainer.export import ABOUT, OF_TORCH, Fetched, about_version, named_tensors, write_whole
+from dips.core.layout import PublishedModel
+from dips.trainer.export import ABOUT, OF_TORCH, about_version, named_tensors, write_whole
 from dips.worker.checkpoint_files import RawTensor
 
 PIECE_BYTES = 64 << 20
@@ -36,7 +37,7 @@ _DTYPES: Mapping[str, torch.dtype] = {of_file: getattr(torch, of_torch) for of_t
 class CheckpointFolder:
     """A version, and further tensors (`filled`) that are written unchanged."""
 
-    fetched: Fetched
+    fetched: PublishedModel
     filled: Mapping[str, RawTensor] = field(default_factory=dict)
     piece_bytes: int = PIECE_BYTES
 

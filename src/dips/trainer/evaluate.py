@@ -22,7 +22,7 @@ from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
 from dips.core.files import share_with
 from dips.core.ids import Version
-from dips.core.layout import Layout
+from dips.core.layout import Layout, PublishedModel
 from dips.core.messages import StatusReply, StatusRequest
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.grpc_calls import refused_from
@@ -34,14 +34,13 @@ from dips.core.observe.metrics_server import serve_metrics, served
 from dips.core.observe.tape import Tape, new_cause
 from dips.protos import operator_pb2_grpc
 from dips.trainer.config import TrainConfig, corpus_of
-from dips.trainer.export import Fetched
 from dips.trainer.model import ByteModel
 from dips.trainer.progress import StopSignals
 from dips.trainer.sizes import ModelConfig
 from dips.worker.config import ClientConfig, given
 from dips.worker.control import channel_to
 from dips.worker.metrics import Evaluated, heldout_families
-from dips.worker.reader import CALL_DEADLINE_S, FetchedModel, fetch_version
+from dips.worker.reader import CALL_DEADLINE_S, fetch_version
 
 # ---- heldout ---------------------------------------------------------------------------------------------------------
 #
@@ -171,8 +170,8 @@ class Follower:
     def __init__(
         self,
         status: Callable[[], StatusReply],
-        fetch: Callable[[Version | None], Fetched],
-        evaluate: Callable[[Fetched, Callable[[], None]], float],
+        fetch: Callable[[Version | None], PublishedModel],
+        evaluate: Callable[[PublishedModel, Callable[[], None]], float],
         tape: Tape,
         patience_s: float,
         clock: Clock | None = None,
@@ -287,7 +286,7 @@ class Evaluator:
         torch.set_num_threads(train.threads)
         self._windows = windows_of(corpus_of(train).heldout, train.sequence_tokens)
 
-    def __call__(self, fetched: Fetched, each_batch: Callable[[], None] = lambda: None) -> Evaluation:
+    def __call__(self, fetched: PublishedModel, each_batch: Callable[[], None] = lambda: None) -> Evaluation:
         """Evaluate a version. Raises ConfigError when it is not of a byte model, and what each_batch() raises."""
         loss = heldout_loss(model_from_flat(fetched.layout, fetched.flat), self._windows, each_batch)
         return Evaluation(fetched.run_id, fetched.version, fetched.tokens, loss)
@@ -322,12 +321,12 @@ def follow(train: TrainConfig, client: ClientConfig) -> int:
     evaluator, clock = Evaluator(train), SystemClock()
     last: list[Evaluated] = []  # the last result, for scrapes, which are made on other threads
 
-    def evaluate(fetched: Fetched, each_batch: Callable[[], None]) -> float:
+    def evaluate(fetched: PublishedModel, each_batch: Callable[[], None]) -> float:
         found = evaluator(fetched, each_batch)
         last[:] = [Evaluated(found.version, found.tokens, found.loss, clock.monotonic_s())]
         return found.loss
 
-    def fetch(version: Version | None) -> FetchedModel:
+    def fetch(version: Version | None) -> PublishedModel:
         return fetch_version(
             client.master, client.run_id or None, name, security, version=version, deadline_s=FETCH_DEADLINE_S
         )

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -20,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 
 from dips.core.errors import ConfigError, Refused
 from dips.core.files import by_umask, replace_file
-from dips.core.ids import Version, parse_version
-from dips.core.layout import Layout, layout_from_json
+from dips.core.ids import parse_version
+from dips.core.layout import Layout, PublishedModel, layout_from_json
 from dips.core.model_description import Adapter, Lacking, ModelDescription
 from dips.worker.checkpoint_files import ITEM_BYTES, MAX_HEADER_BYTES, RawTensor, safetensors_header
 
@@ -162,35 +161,8 @@ _SEQUENCE_TOKENS = "sequence_tokens"
 T = TypeVar("T")
 
 
-class Fetched(Protocol):
-    """The version to export, as worker/reader.py fetches it. flat: (layout.n_elems,) float32."""
-
-    @property
-    def run_id(self) -> str: ...
-    @property
-    def version(self) -> Version: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def flat(self) -> NDArray[np.float32]: ...
-
-
-@dataclass(frozen=True)
-class Exported:
-    """Content of an export."""
-
-    run_id: str
-    version: Version
-    tokens: int
-    layout: Layout
-    flat: NDArray[np.float32]  # (layout.n_elems,) float32
-    sequence_tokens: int | None = None  # as the model was trained, if known
-
-
 def export_model(
-    fetched: Fetched,
+    fetched: PublishedModel,
     path: Path,
     sequence_tokens: int | None = None,
     filled: Mapping[str, RawTensor] = MappingProxyType({}),
@@ -212,7 +184,7 @@ def export_model(
     write_whole(path, serialized({**named_tensors(fetched.layout, fetched.flat), **filled}, metadata))
 
 
-def about_version(fetched: Fetched) -> dict[str, Any]:
+def about_version(fetched: PublishedModel) -> dict[str, Any]:
     """Which version of which run it is, for the file of this name (ABOUT) in an exported folder."""
     return {
         "run_id": fetched.run_id,
@@ -222,7 +194,7 @@ def about_version(fetched: Fetched) -> dict[str, Any]:
     }
 
 
-def read_export(path: Path) -> Exported:
+def read_export(path: Path) -> PublishedModel:
     """Read an export back. Raises ConfigError naming the file when it is not an export, or damaged."""
     metadata = _opened(path, lambda file: dict(file.metadata() or {}))
     if metadata.get("format") != FORMAT:
@@ -236,7 +208,7 @@ def read_export(path: Path) -> Exported:
         raise ConfigError(f"the metadata of export {path} is damaged ({error}): export it again") from error
     if layout.layout_hash.hex() != metadata.get("layout_hash"):
         raise ConfigError(f"the metadata of export {path} does not have the layout's hash: export it again")
-    return Exported(run_id, version, tokens, layout, _flat(path, layout), sequence_tokens)
+    return PublishedModel(run_id, version, tokens, layout, _flat(path, layout), sequence_tokens)
 
 
 def named_tensors(layout: Layout, flat: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:

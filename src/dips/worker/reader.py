@@ -11,16 +11,15 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import zmq
-from numpy.typing import NDArray
 
 from dips.core.clock import Clock, SystemClock
 from dips.core.errors import Refused, RemoteProtocolError, RetryLater
 from dips.core.ids import Version
-from dips.core.layout import Layout
+from dips.core.layout import PublishedModel
 from dips.core.messages import (
     BeginPullReply,
     BeginPullRequest,
@@ -73,17 +72,6 @@ class PinRenewal:
         return True
 
 
-@dataclass(frozen=True)
-class FetchedModel:
-    """One complete version."""
-
-    run_id: str
-    layout: Layout
-    version: Version
-    tokens: int  # applied up to this version
-    flat: NDArray[np.float32]  # float32 of layout.n_elems
-
-
 def fetch_version(
     master: str,
     run_id: str | None,
@@ -93,7 +81,7 @@ def fetch_version(
     at_least: Version | None = None,
     deadline_s: float = 60.0,
     clock: Clock | None = None,
-) -> FetchedModel:
+) -> PublishedModel:
     """Fetch exactly `version`, else the newest one that is published (and at least `at_least`).
 
     Waits for it up to deadline_s; a transfer that is under way then goes on while bytes arrive. Raises Refused
@@ -129,7 +117,7 @@ class _Reader:
         self._cause = new_cause()
         self._pin_id = 0
 
-    def fetch(self, version: Version | None, at_least: Version | None) -> FetchedModel:
+    def fetch(self, version: Version | None, at_least: Version | None) -> PublishedModel:
         while True:
             grant = self._granted(self._request(version or at_least, version is not None))
             self._pin_id = grant.pin_id
@@ -137,7 +125,7 @@ class _Reader:
                 fetched = self._transfer(grant)
             finally:
                 self._release()
-            if isinstance(fetched, FetchedModel):
+            if isinstance(fetched, PublishedModel):
                 return fetched
             self._pause(0.5, fetched)
 
@@ -153,7 +141,7 @@ class _Reader:
                 return reply.answer
             self._pause(reply.answer.retry_after_s, reply.answer.sentence)
 
-    def _transfer(self, grant: PullGrant) -> FetchedModel | str:
+    def _transfer(self, grant: PullGrant) -> PublishedModel | str:
         """The model, or why it could not be fetched this time."""
         layout = grant.layout
         if layout is None:
@@ -181,7 +169,7 @@ class _Reader:
             finally:
                 context.destroy(linger=0)
         if transfer.done:
-            return FetchedModel(grant.run_id, layout, grant.version, grant.tokens, flat)
+            return PublishedModel(grant.run_id, grant.version, grant.tokens, layout, flat)
         if transfer.corrupt:
             raise RemoteProtocolError(f"version {grant.version} cannot be read: {transfer.failure}")
         return transfer.failure

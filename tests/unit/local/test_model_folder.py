@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dips.cli import main
 from dips.core.errors import ConfigError
 from dips.core.ids import Version
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Layout, Parameter, PublishedModel
 from dips.local import model_folder
 from dips.local.model_folder import AdapterFolder, ModelFolder, as_folder, check_target, write_folder
 from dips.local.operator_client import NamedRun
@@ -36,22 +36,19 @@ CONFIG = LlamaConfig(  # type: ignore[call-arg]  # rope_theta, which its signatu
 VERSION = Version(1, 7)
 
 
-@dataclass(frozen=True)
-class Fetched:
-    layout: Layout
-    flat: NDArray[np.float32]
-    run_id: str = "mine"
-    version: Version = VERSION
-    tokens: int = 12345
+def published(
+    layout: Layout, flat: NDArray[np.float32], run_id: str = "mine", version: Version = VERSION, tokens: int = 12345
+) -> PublishedModel:
+    return PublishedModel(run_id, version, tokens, layout, flat)
 
 
-def fetched(model: torch.nn.Module) -> Fetched:
+def fetched(model: torch.nn.Module) -> PublishedModel:
     """What a run of this model publishes."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parameters = TorchParameters(model, optimizer, description=description_of(model))
     flat = np.empty(parameters.layout().n_elems, np.float32)
     parameters.snapshot(flat)
-    return Fetched(parameters.layout(), flat)
+    return published(parameters.layout(), flat)
 
 
 def opened(folder: Path) -> LlamaForCausalLM:
@@ -161,7 +158,7 @@ def test_tensors_that_a_model_of_the_configuration_would_not_take_are_refused(
     assert not_checked(found) == "transformers is not installed here"
 
 
-def not_checked(found: Fetched) -> str:
+def not_checked(found: PublishedModel) -> str:
     folder = as_folder(found)
     assert isinstance(folder, ModelFolder)
     return folder.not_checked
@@ -171,7 +168,7 @@ def not_checked(found: Fetched) -> str:
 def test_a_damaged_description_is_refused(text: str) -> None:
     layout = Layout((Parameter("w", (3,), "float32", "w"),), description=text)
     with pytest.raises(ConfigError, match="description of its model cannot be read"):
-        as_folder(Fetched(layout, np.zeros(3, np.float32)))
+        as_folder(published(layout, np.zeros(3, np.float32)))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +183,7 @@ def test_a_damaged_description_of_an_adapter_is_refused(adapter: Any) -> None:
     raw = {"format": "torch-1", "config": {}, "prefix": "", "absent": ["b"], "n_absent": 1, "adapter": whole}
     layout = Layout((Parameter("w", (3,), "float32", "w"),), description=json.dumps(raw))
     with pytest.raises(ConfigError, match="description of its model cannot be read"):
-        as_folder(Fetched(layout, np.zeros(3, np.float32)))
+        as_folder(published(layout, np.zeros(3, np.float32)))
 
 
 def test_program_files_that_are_not_there_are_not_named(tmp_path: Path) -> None:

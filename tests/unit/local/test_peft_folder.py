@@ -13,12 +13,13 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_model
-from support.trainer_models import Fetched, snapshot_of
+from support.trainer_models import snapshot_of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from dips.cli import model as command_model
 from dips.core.errors import ConfigError
+from dips.core.layout import PublishedModel
 from dips.core.model_description import description_from_json
 from dips.local.model_folder import as_folder, write_folder
 from dips.trainer.export import fill
@@ -81,7 +82,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Any, bool]] = {
 }  # fmt: skip
 
 
-def trained(model: torch.nn.Module) -> Fetched:
+def trained(model: torch.nn.Module) -> PublishedModel:
     """What a run publishes of the model, whose adapter has learned something."""
     torch.manual_seed(5)
     with torch.no_grad():

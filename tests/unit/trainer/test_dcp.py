@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.trainer_models import Fetched, fetched_of
+from support.trainer_models import fetched_of, published
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -53,7 +53,7 @@ def test_a_tensor_is_cut_by_rows(tmp_path: Path) -> None:
         )
     )
     flat = np.arange(layout.n_elems, dtype=np.float32)
-    write_folder(CheckpointFolder(Fetched(layout, flat), piece_bytes=2 * 24), tmp_path / "m")
+    write_folder(CheckpointFolder(published(layout, flat), piece_bytes=2 * 24), tmp_path / "m")
     described = FileSystemReader(tmp_path / "m").read_metadata().state_dict_metadata
     sizes = {}
     for name, told in described.items():

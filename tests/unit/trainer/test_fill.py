@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.trainer_models import Fetched, snapshot_of
+from support.trainer_models import snapshot_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dips.cli import model as command_model
 from dips.core.errors import ConfigError
-from dips.core.layout import MAX_DESCRIPTION_CHARS
+from dips.core.layout import MAX_DESCRIPTION_CHARS, PublishedModel
 from dips.core.model_description import Lacking, ModelDescription, description_from_json
 from dips.local import model_folder
 from dips.local.model_folder import as_folder, write_folder
@@ -31,7 +31,7 @@ class Adapted(torch.nn.Module):
         self.register_buffer("table", torch.arange(4) + seed)
 
 
-def fetched(model: torch.nn.Module, buffers: str = "own") -> Fetched:
+def fetched(model: torch.nn.Module, buffers: str = "own") -> PublishedModel:
     parameters = TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1), buffers=buffers)
     untrained = untrained_of(model, parameters.ids)
     parameters.describe(description_of(model, parameters.ids, untrained))

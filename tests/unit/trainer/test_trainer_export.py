@@ -13,11 +13,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
-from support.trainer_models import Fetched, fetched_of
+from support.trainer_models import fetched_of, published
 
 from dips.core.errors import ConfigError
 from dips.core.ids import Version
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Layout, Parameter, PublishedModel
 from dips.trainer.config import TrainConfig
 from dips.trainer.evaluate import EVAL_BATCH, Evaluator, heldout_loss, windows_of
 from dips.trainer.export import export_model, read_export
@@ -25,13 +25,13 @@ from dips.trainer.model import ByteModel
 from dips.trainer.sizes import SIZES, ModelConfig
 
 
-def fetched(config: ModelConfig = SIZES["tiny"], seed: int = 0) -> Fetched:
+def fetched(config: ModelConfig = SIZES["tiny"], seed: int = 0) -> PublishedModel:
     return fetched_of(ByteModel(config, seed), "run-1", Version(3, 17))
 
 
-def own_model() -> Fetched:
+def own_model() -> PublishedModel:
     layout = Layout((Parameter("w", (3, 4), "bfloat16", "w"), Parameter("b", (), "float32", "b")))
-    return Fetched(layout, np.arange(13, dtype=np.float32), version=Version(1, 2), tokens=7)
+    return published(layout, np.arange(13, dtype=np.float32), version=Version(1, 2), tokens=7)
 
 
 @pytest.fixture

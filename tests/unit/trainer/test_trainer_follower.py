@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from support.manual_clock import ManualClock
 
 from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.ids import Version
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Layout, Parameter, PublishedModel
 from dips.core.messages import StatusReply
 from dips.core.observe.tape import Tape, read_tape
 from dips.trainer.evaluate import Follower
@@ -25,16 +24,8 @@ def v(number: int, timeline: int = 1) -> Version:
     return Version(timeline, number)
 
 
-@dataclass(frozen=True)
-class Fetched:
-    version: Version
-    run_id: str = "run"
-    layout: Layout = LAYOUT
-    flat: NDArray[np.float32] = field(default_factory=lambda: np.zeros(2, np.float32))
-
-    @property
-    def tokens(self) -> int:
-        return 100 * self.version.v
+def published(version: Version) -> PublishedModel:
+    return PublishedModel("run", version, 100 * version.v, LAYOUT, np.zeros(2, np.float32))
 
 
 def status(published: Version | None, stopped: bool = False) -> StatusReply:
@@ -55,14 +46,14 @@ class Run:
         self.newest = entry.published
         return entry
 
-    def fetch(self, version: Version | None) -> Fetched:
+    def fetch(self, version: Version | None) -> PublishedModel:
         assert self.newest is not None
         self.asked.append(version)
         if version is None:
-            return Fetched(self.newest)
+            return published(self.newest)
         if version.timeline != self.newest.timeline or version.v <= self.newest.v - self.kept:
             raise Refused(RefusalCode.VERSION_GONE, f"version {version} is gone")
-        return Fetched(version)
+        return published(version)
 
 
 class Waits:
@@ -78,13 +69,13 @@ class Waits:
 
 
 def follow(
-    run: Run, tape: Path, limit: int = 200, fetch: Callable[[Version | None], Fetched] | None = None,
+    run: Run, tape: Path, limit: int = 200, fetch: Callable[[Version | None], PublishedModel] | None = None,
     batches: int = 0, batch_s: float = 1.0,
 ) -> Waits:  # fmt: skip
     """batches: of each evaluation."""
     clock = ManualClock()
 
-    def evaluate(fetched: Fetched, each_batch: Callable[[], None]) -> float:
+    def evaluate(fetched: PublishedModel, each_batch: Callable[[], None]) -> float:
         for _ in range(batches):
             each_batch()
             clock.advance(batch_s)
@@ -92,7 +83,7 @@ def follow(
 
     waits = Waits(clock, limit)
     with Tape(tape, "worker", "heldout", clock) as records:
-        Follower(run.status, fetch or run.fetch, evaluate, records, patience_s=20.0, clock=clock).run(waits)  # type: ignore[arg-type]
+        Follower(run.status, fetch or run.fetch, evaluate, records, patience_s=20.0, clock=clock).run(waits)
     return waits
 
 
@@ -168,7 +159,7 @@ def test_a_fetch_that_fails_for_now_is_tried_again(tmp_path: Path) -> None:
     run, tape = Run(status(v(0)), status(v(0)), status(v(0), stopped=True)), tmp_path / "tape"
     fails = iter([True, True])
 
-    def fetch(version: Version | None) -> Fetched:
+    def fetch(version: Version | None) -> PublishedModel:
         if next(fails, False):
             raise RetryLater("a slave restarts", 0.5)
         return run.fetch(version)

@@ -11,10 +11,11 @@ from support.run_in_memory import Failure, RunInMemory
 
 from dips.core.errors import DipsError, RefusalCode, Refused, RemoteProtocolError, RetryLater
 from dips.core.ids import Version
+from dips.core.layout import PublishedModel
 from dips.core.net.carriers import Common
 from dips.core.net.security import INSECURE
 from dips.core.net.transfer import LEAST_BYTES_PER_S
-from dips.worker.reader import CALL_DEADLINE_S, OLDER_PIN_S, FetchedModel, PinRenewal, fetch_version
+from dips.worker.reader import CALL_DEADLINE_S, OLDER_PIN_S, PinRenewal, fetch_version
 
 BEGAN_S = 1000.0
 
@@ -55,7 +56,7 @@ def run(run: RunInMemory, monkeypatch: pytest.MonkeyPatch) -> RunInMemory:
     return run
 
 
-def fetch(run: RunInMemory, deadline_s: float = 10.0, **given: Any) -> FetchedModel:
+def fetch(run: RunInMemory, deadline_s: float = 10.0, **given: Any) -> PublishedModel:
     return fetch_version(run.address, "run", "eval", INSECURE, deadline_s=deadline_s, clock=run.clock, **given)
 
 
