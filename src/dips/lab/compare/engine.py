@@ -28,9 +28,9 @@ from dips.core.messages import DataMode, DataPlan, DataRange
 from dips.core.units import parse_bytes
 from dips.core.wire import WIRE_DTYPES
 from dips.lab.compare.methods import Injection, Injector, Method, find_method
-from dips.lab.compare.record import CurvePoint, Evaluate, Learner, Progress, PushFact, RoundFact, RunRecord, at_tokens
+from dips.lab.compare.record import CurvePoint, Evaluate, Progress, PushFact, RoundFact, RunRecord, at_tokens
 from dips.lab.compare.setup import ChangeTable, ComparisonSetup, Conditions
-from dips.lab.sim.arithmetic import F32, Arithmetic
+from dips.lab.sim.arithmetic import F32, Arithmetic, Learner
 from dips.lab.sim.checks import push_of, version_of
 from dips.lab.sim.content import SYMBOLS
 from dips.lab.sim.kernel import SimulatedProcess

@@ -5,26 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from dips.core.messages import DataPlan
-from dips.lab.sim.arithmetic import F32, Trainer
+from dips.lab.sim.arithmetic import F32
 
 Progress = Callable[[int, float], None]
 """Called by a run with its tokens and its virtual seconds so far."""
 
 Evaluate = Callable[[F32], float]
 """The held-out loss, in nats per byte, of a model given as a flat vector (n_elems of the layout)."""
-
-
-class Learner(Trainer, Protocol):
-    """One cluster's model, inner optimizer and text. step() does one inner step on exactly the given tokens and returns
-    the mean loss in nats per byte; its progress_tokens is the position of the run on the learning rate's schedule. A
-    loss that is not finite changes nothing and is returned."""
-
-    def data_plan(self) -> DataPlan:
-        """The data that the master leases; equal on all clusters."""
-        ...
 
 
 @dataclass(frozen=True)

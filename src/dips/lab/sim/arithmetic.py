@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dips.core.ids import Version
 from dips.core.layout import Block, Chunk, Layout
-from dips.core.messages import BlockGram, DataRange, Prepare
+from dips.core.messages import BlockGram, DataPlan, DataRange, Prepare
 from dips.core.wire import Codec
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.effects import Install
@@ -94,10 +94,17 @@ class ClusterModel(Protocol):
         ...
 
 
-class Trainer(ParameterStore, Protocol):
-    """The interface of what a cluster with real parameters trains (dips.lab.compare.record.Learner)."""
+class Learner(ParameterStore, Protocol):
+    """One cluster's model, inner optimizer and text, where its parameters are real."""
 
-    def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float: ...
+    def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float:
+        """Do one inner step on exactly these tokens; returns the mean loss in nats per byte. progress_tokens: the
+        position of the run on the learning rate's schedule. A loss that is not finite changes nothing."""
+        ...
+
+    def data_plan(self) -> DataPlan:
+        """The data that the master leases; equal on all clusters."""
+        ...
 
 
 class ShardArithmetic(Protocol):

@@ -21,7 +21,7 @@ from dips.core.messages import BlockGram, DataRange, Prepare
 from dips.core.net.payloads import Difference, Differences, Places
 from dips.core.placement import shard_bytes_needed
 from dips.core.wire import Codec
-from dips.lab.sim.arithmetic import F32, U8, Key, ModelVector, Stepped, Trainer
+from dips.lab.sim.arithmetic import F32, U8, Key, Learner, ModelVector, Stepped
 from dips.lab.sim.content import CLEAN
 from dips.slave import calculation
 from dips.slave.memory import EncodedShard, ShardMemory
@@ -63,7 +63,7 @@ class WrittenVector:
 class NumberModel:
     """One cluster's learner and its flat copies."""
 
-    def __init__(self, trainer: Trainer, layout: Layout, chunk_bytes: int, corrupt: Corrupt | None) -> None:
+    def __init__(self, trainer: Learner, layout: Layout, chunk_bytes: int, corrupt: Corrupt | None) -> None:
         self._trainer = trainer
         self._layout = layout
         self._chunk_bytes = chunk_bytes
@@ -219,7 +219,7 @@ class Numbers:
 
     remembers = False
 
-    def __init__(self, trainer_of: Callable[[str], Trainer], corrupt: Corrupt | None = None) -> None:
+    def __init__(self, trainer_of: Callable[[str], Learner], corrupt: Corrupt | None = None) -> None:
         self._trainer_of = trainer_of
         self._corrupt = corrupt
 
