@@ -45,6 +45,9 @@ class Live:
     def __init__(self, deployment: Deployment, apis: dict[str, str], rollout: Any, operator: Any, dial: Any) -> None:
         self.deployment, self.apis, self.operator = deployment, apis, operator
 
+    def check_releases(self) -> None:
+        self.asked.append(("check_releases", [*self.apis]))
+
     def difference(self) -> PendingChanges:
         self.asked.append(("difference", self.deployment.server_site.name))
         return self.pending
@@ -184,7 +187,7 @@ def test_a_plan_shows_what_leaves_and_notes_as_text_and_as_json(file: Path, caps
     assert [line for line in lines if "1 to delete" in line]
     offline = told(capsys, "plan", file, "--offline", "--summary")
     assert "- Service old (context here)" not in offline
-    assert Live.asked == [("difference", "there")]
+    assert Live.asked == [("check_releases", ["there", "here"]), ("difference", "there")]
     (whole,) = told(capsys, "plan", file, "--json")
     assert whole.count('"action": "delete"') == 1
     assert whole.count('"action": "create"') == 2

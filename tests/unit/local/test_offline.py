@@ -110,7 +110,7 @@ def test_the_command_exports_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main.run(["export", str(tmp_path), "--to", str(file), "--version", "1:3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "file": str(file), "format": "safetensors", "run_id": "mine", "timeline": 1, "version": 3, "tokens": 300,
-        "elements": LAYOUT.n_elems, "filled": 0, "lacking": 0,
+        "elements": LAYOUT.n_elems, "filled": 0, "lacking": 0, "not_checked": "",
     }  # fmt: skip
 
 
