@@ -92,7 +92,7 @@ def decide(
     """Ask the systems. sensitivity: also which change of a setting would help the pipelines most; say: is told what is
     being done.
 
-    Raises PlanError where none of them can train the problem, with the reason of each.
+    Raises PlanError where none of them can train the problem, with the reason of the first.
     """
     schedules_of(problem)  # a mistake in the file is one of the user, not a system's refusal
     answers: list[SystemAnswer] = []
@@ -107,7 +107,9 @@ def decide(
         except PlanError as error:
             refused.append(NoAnswer(system, str(error)))
     if not answers:
-        raise PlanError("; ".join(dict.fromkeys(no.why for no in refused)))
+        others = ", ".join(no.system.value for no in refused if no.why != refused[0].why)
+        more = f"; no answer either from {others} (--system NAME says why)" if others else ""
+        raise PlanError(refused[0].why + more)
     answers.sort(key=lambda answer: -answer.tokens_per_s)
     best, reasons = _best_together(problem, answers)
     apart = next((answer for answer in answers if not answer.synchronous), None)
