@@ -46,6 +46,10 @@ class Client:
         request = messages.JoinRequest(messages.Caller(run_id, 0, name), HELLO, LAYOUT, LAYOUT.layout_hash, plan)
         return from_message(self.clusters.Join(to_message(request), timeout=NO_LIMIT_S), messages.JoinReply)
 
+    def wait_for_slave(self) -> None:
+        """Until its promise, which comes over another connection, is here."""
+        until(lambda: "have attached" not in self.status().waiting_for, "the slave")
+
     def status(self) -> messages.StatusReply:
         return from_message(
             self.operator.Status(to_message(messages.StatusRequest()), timeout=NO_LIMIT_S), messages.StatusReply
@@ -76,8 +80,7 @@ def client(master: MasterProcess) -> Iterator[Client]:
     address = master.started().address
     with attached(address), grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
         client = Client(channel)
-        # The slave's promise comes over another connection.
-        until(lambda: "have attached" not in client.status().waiting_for, "both slaves")
+        client.wait_for_slave()
         yield client
 
 
@@ -117,6 +120,7 @@ def test_a_master_that_was_paused_evicts_nobody_for_its_own_silence(tmp_path: Pa
         address = master.started().address
         with attached(address), grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
             client = Client(channel)
+            client.wait_for_slave()
             client.join("a")
             master.popen.send_signal(signal.SIGSTOP)
             time.sleep(pause_s)  # longer than the 10 s after which a silent peer is evicted

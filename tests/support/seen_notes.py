@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dips.core import errors, machine
 from dips.core.errors import RefusalCode
 from dips.core.machine import Transition
-from dips.lab.sim.counts import Seen, refuses
+
+if TYPE_CHECKING:
+    from dips.lab.sim.counts import Seen
 
 LOG_VARIABLE = "DIPS_SEEN_LOG"
 
@@ -34,6 +36,8 @@ class _Notes:
             self._note(row)
 
     def refused(self, code: RefusalCode, module: str) -> None:
+        from dips.lab.sim.counts import refuses  # it may be what is being imported when notes begin
+
         row = ("refusal", code.name)
         if row not in self._known and refuses(module):
             self._note(row)
@@ -67,6 +71,8 @@ def note() -> None:
 
 
 def read_log(text: str) -> Seen:
+    from dips.lab.sim.counts import Seen
+
     seen = Seen()
     for line in text.splitlines():
         match json.loads(line):

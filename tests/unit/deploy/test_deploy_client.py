@@ -7,6 +7,7 @@ objects is for `make e2e-kubernetes`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,7 @@ def test_a_plan_says_what_a_site_must_have(small: Path, capsys: pytest.CaptureFi
     small.write_text(small.read_text() + "nodes = 3\ncpus = 2.5\nmemory = '4 GiB'\ngpus = 1\ncommand = ['train']\n")
     assert deploy("plan", small, "--offline", "--summary") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "  1 x small-master: 1 processors, 303 MiB" in lines
+    assert any(re.match("  1 x small-master: 1 processors, [0-9]+ MiB$", line) for line in lines)
     assert "  3 x small-cluster-a: 2.5 processors, 4 GiB, 1 nvidia.com/gpu each" in lines
     [total] = [line for line in lines if line.startswith("context here must have")]
     assert total.startswith(f"context here must have {1 + 2 * 4 + 0.05 + 3 * 2.5:g} processors and ")
