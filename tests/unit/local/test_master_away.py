@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
@@ -125,26 +124,3 @@ def test_a_slave_that_had_not_attached_is_waited_for_a_moment_only(
         local.status = run_status(slaves=(SlaveStatus("s0", alive=attached),))
         local.finish()
         assert clock.monotonic_s() == pytest.approx(wait_s, abs=1.0)
-
-
-class Answers:
-    """Notes what it is asked, and says yes."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, ...]] = []
-
-    def __getattr__(self, name: str) -> Callable[..., str]:
-        def ask(*given: str) -> str:
-            self.asked.append((name, *given))
-            return f"{name}: yes"
-
-        return ask
-
-
-def test_requests_reach_the_master_once_there_is_one(tmp_path: Path) -> None:
-    master = Answers()
-    with run_of(tmp_path, RetryLater("not asked")) as local:
-        for operator, answers in ((None, [None, False, False]), (master, ["stop: yes", True, True])):
-            local._operator = cast(OperatorClient, operator)
-            assert [local.stop_run("s"), local.pause_run("p"), local.resume_run("r")] == answers
-    assert master.asked[:3] == [("stop", "s"), ("pause", "p"), ("resume", "r")]

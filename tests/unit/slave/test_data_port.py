@@ -120,15 +120,6 @@ def test_a_new_attempt_of_a_complete_push_is_said_again(port: Port) -> None:
     assert [(staged.slot.attempt, staged.slot.opening) for staged in port.staged] == [(1, 5), (2, 5)]
 
 
-def test_query_missing_names_what_is_left(port: Port) -> None:
-    for chunk in CHUNKS[2:]:
-        port.send(put(chunk), payload(chunk))
-    answer = port.send(replace(put(CHUNKS[0]), op=DataOp.QUERY_MISSING)).header
-    assert answer.op is DataOp.MISSING
-    assert [(m.block, m.offset_bytes) for m in answer.missing] == [(c.block_id, c.offset_bytes) for c in CHUNKS[:2]]
-    assert not answer.complete
-
-
 def test_a_version_is_served_from_its_own_memory_with_its_checksums(port: Port) -> None:
     for chunk in CHUNKS:
         answer = port.send(get(chunk))

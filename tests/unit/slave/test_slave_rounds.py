@@ -146,17 +146,6 @@ def test_a_commit_goes_only_forward_until_the_disk_takes_it(prepared_bench: Slav
     assert said(prepared_bench.committed(NEXT)) == [messages.Flipped(R2, V1)]
 
 
-def test_a_promotion_goes_only_forward_too() -> None:
-    bench = SlaveBench((SHADOW, BASE))
-    bench.attach()
-    bench.command(configure(SHADOW))
-    out = bench.failed(FULL_NOW)
-    assert said(out) == [messages.ConfigureRefused(FULL_NOW)]
-    (again,) = runs(out, messages.Configure)
-    assert (again.source, again.delay_s) == (SHADOW, 1.5)
-    assert said(bench.loaded(NEXT)) == [messages.Ready(V1, NEXT.digest)]
-
-
 def test_a_commit_that_ends_without_a_stream_still_flips(prepared_bench: SlaveBench) -> None:
     prepared_bench.command(commit())
     prepared_bench.give(events.Unlinked("reset"))

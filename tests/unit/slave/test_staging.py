@@ -116,29 +116,12 @@ def test_an_early_chunk_is_invited_again_but_a_replaced_attempt_is_not(table: St
     assert "replaced by 2" in late.sentence
 
 
-def test_a_new_attempt_adopts_what_landed(table: StagingTable) -> None:
-    for chunk in CHUNKS[:-1]:
-        land(table, put(chunk))
-    (staging,) = table.hold([Slot(A, 2, 0)])
-    assert staging.n_landed == len(CHUNKS) - 1
-    assert land(table, put(CHUNKS[-1], attempt=2))
-    assert staging.digest() == digest_of_array(VALUES, BLOCKS, CHUNK_BYTES)
-
-
 @pytest.mark.parametrize(("slot", "opening"), [(0, 1), (1, 0)])
 def test_another_opening_or_slot_begins_with_nothing(table: StagingTable, slot: int, opening: int) -> None:
     land(table, put(CHUNKS[0]))
     (staging,) = table.hold([Slot(A, 1, slot, opening)])
     assert staging.n_landed == 0
     check(table)
-
-
-def test_another_push_in_a_slot_begins_with_nothing(table: StagingTable) -> None:
-    land(table, put(CHUNKS[0]))
-    table.hold([Slot(B, 1, 0)])
-    check(table)
-    assert refusal(table, put(CHUNKS[1])).code is RefusalCode.UNKNOWN_PUSH
-    assert not land(table, put(CHUNKS[1], B))
 
 
 def test_what_is_not_held_any_longer_is_unknown_and_the_rest_keeps_its_chunks(table: StagingTable) -> None:

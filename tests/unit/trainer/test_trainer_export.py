@@ -116,15 +116,6 @@ def test_an_exported_model_has_the_loss_that_was_reported_for_it(tmp_path: Path,
         assert replace(evaluated, loss=reported.loss) == reported
 
 
-def test_an_export_replaces_an_older_one_and_leaves_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "m.safetensors"
-    path.write_text("old")
-    export_model(own_model(), path)
-    assert read_export(path).run_id == "mine"
-    assert list(tmp_path.iterdir()) == [path]
-    assert path.stat().st_mode & 0o777 == 0o644
-
-
 def test_a_failed_export_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.safetensors"
     path.write_text("old")

@@ -28,7 +28,7 @@ from dips.trainer.train import run, schedule_of
 from dips.worker.checkpoint import InnerState
 from dips.worker.config import ClientConfig
 from dips.worker.parameters import ParameterStore
-from dips.worker.state.work import is_within, joined, without
+from dips.worker.state.work import joined, without
 
 CHUNK = 64
 CLIENT = ClientConfig(master="127.0.0.1:1", cluster_id="a")
@@ -355,18 +355,3 @@ def test_a_resumed_loop_makes_the_batches_that_were_to_come(
     run(train, CLIENT)
     again = [ranges for _, ranges, _ in driver.last.steps]
     assert again[: len(whole) - 2] == whole[2:]
-
-
-def test_ranges_that_were_taken_back_are_not_trained_on(driver: type[ScriptedDriver], train: TrainConfig) -> None:
-    lost: list[DataRange] = []
-
-    def forget(scripted: ScriptedDriver) -> None:
-        if len(scripted.steps) == 1:
-            lost.extend(scripted.lent)
-            scripted.times_forgotten, scripted.held_ranges = 1, ()
-
-    driver.at_step = staticmethod(forget)
-    run(train, CLIENT)
-    later = [part for _, ranges, _ in driver.last.steps[1:] for part in ranges]
-    assert later
-    assert not any(is_within(part, lost) for part in later)

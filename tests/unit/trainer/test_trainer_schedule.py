@@ -20,11 +20,6 @@ def test_the_rate_rises_to_its_peak_and_falls_to_its_fraction() -> None:
     assert SCHEDULE.at(11_000) == pytest.approx(0.001)
 
 
-@given(st.integers(0, 30_000))
-def test_the_rate_is_positive_and_never_above_its_peak(tokens: int) -> None:
-    assert 0 < SCHEDULE.at(tokens) <= 0.01 + 1e-12
-
-
 @given(st.integers(1000, 20_000), st.integers(1, 1000))
 def test_after_the_warm_up_the_rate_never_rises(tokens: int, more: int) -> None:
     assert SCHEDULE.at(tokens + more) <= SCHEDULE.at(tokens) + 1e-15

@@ -41,11 +41,8 @@ def test_text_settings_are_read_as_written_on_a_command_line() -> None:
         ("model_size", "huge"),
         ("emulate_gap", 0.99),
         ("lr", 0),
-        ("batch_size", 0),
         ("device", "tpu"),
         ("heldout_fraction", 0.9),
-        ("steps", 0),
-        ("max_bytes", 0),
         ("inner_optimizer", "sgd"),
     ],
 )

@@ -175,13 +175,6 @@ def test_a_header_of_any_bytes_is_a_damaged_checkpoint_and_no_other_error(tmp_pa
         checkpoint_files.places_of(tmp_path / "x", 8 + len(header))
 
 
-def test_the_newest_push_is_remembered(store: checkpoint_files.CheckpointStore) -> None:
-    assert store.newest_push() == (None, "")
-    store.record_push(record(1))
-    store.record_push(record(2))
-    assert store.newest_push() == (record(2), "")
-
-
 def test_a_damaged_push_record_is_said_and_not_used(store: checkpoint_files.CheckpointStore) -> None:
     store.record_push(record(1))
     _flip(store.directory / "push.json")
@@ -351,25 +344,6 @@ def test_a_disk_that_fails_leaves_the_old_ones_and_no_rest(
     assert value_of(store) == 3
 
 
-def test_a_second_process_is_refused_and_the_end_of_the_first_lets_it_in(
-    store: checkpoint_files.CheckpointStore,
-) -> None:
-    def is_refused() -> bool:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                checkpoint_files.CheckpointStore(store.directory, 2)
-            except ConfigError as error:
-                os._exit(1 if "another process" in str(error) else 2)
-            finally:
-                os._exit(0)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
-
-    assert is_refused()
-    store.close()
-    assert not is_refused()
-
-
 def test_who_is_refused_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(file: int, how: int) -> None:
         raise BlockingIOError
@@ -421,9 +395,3 @@ def test_a_push_that_cannot_be_recorded_is_given_up_only_where_waiting_does_not_
     recorder.close()
     assert [type(event) for event in events[-2:]] == [Delayed, Done if heals else Failed]
     assert len(events) == (31 if heals else 10)
-
-
-def test_a_directory_that_cannot_be_made_is_told_with_a_remedy(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="give another --checkpoint-dir"):
-        checkpoint_files.CheckpointStore(tmp_path / "file" / "a", kept=2)

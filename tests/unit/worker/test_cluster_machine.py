@@ -80,13 +80,6 @@ def test_an_aborted_seed_is_pushed_again_under_a_new_number(stage: str) -> None:
     assert (request.seq, request.base) == (2, None)
 
 
-def test_nobody_seeds_over_a_version() -> None:
-    life = seeding()
-    life.refuse(messages.BeginPushRequest, RefusalCode.SEED_EXISTS)
-    life.published = Version(1, 0)
-    assert life.pulled().mode is effects.InstallMode.REPLACE
-
-
 def test_busy_pull_is_repeated_until_a_version_is_there() -> None:
     life = ClusterBench().started()
     life.join()
@@ -159,17 +152,6 @@ def test_a_slave_that_is_away_is_no_less_cut_off_where_the_master_answers() -> N
         assert life.waits is waits
 
 
-def test_a_push_that_the_master_puts_off_for_long_is_not_taken_either() -> None:
-    life = begun(cut_off_limit_s=100.0)
-    life.train(4)
-    for _ in range(2):
-        busy = messages.Busy(0.5, "only 0 of 1 slaves have attached")
-        life.answer(messages.BeginPushRequest, messages.BeginPushReply(busy))
-        life.pass_s(100)
-    assert "only 0 of 1 slaves" in life.session.waiting_for()
-    assert "are not pushed" in life.session.waiting_for()
-
-
 def test_a_join_that_is_put_off_is_repeated() -> None:
     life = ClusterBench().started()
     life.refuse(messages.JoinRequest, RefusalCode.BUSY, retry_after_s=5.0)
@@ -212,22 +194,6 @@ def test_a_cluster_of_several_ranks_leaves_a_master_that_does_not_know_them() ->
     assert "this cluster has 2 ranks" in str(life.ended_with(ConfigError))
 
 
-def test_the_wait_for_an_exchange_is_bounded(life: ClusterBench) -> None:
-    life.awaiting()
-    assert life.waits
-    life.pass_s(29.9)
-    assert life.waits
-    assert life.session.next_deadline_s() == pytest.approx(30.0)
-    life.pass_s(0.2)
-    assert not life.waits
-    life.train(20)  # trains on, far beyond H, with one undecided push
-    assert not life.asks(messages.BeginPushRequest)
-    life.decide(messages.VerdictKind.APPLIED)
-    assert life.waits, "the pull is waited for again"
-    assert life.pulled().mode is effects.InstallMode.REBASE_FROM_PUSH
-    assert life.asked(messages.BeginPushRequest).steps == 20
-
-
 def test_an_absent_master_ends_the_wait_and_is_asked_again_with_growing_pauses(life: ClusterBench) -> None:
     first = life.push_begun()
     pauses = []
@@ -261,18 +227,6 @@ def test_a_late_answer_of_an_old_call_is_ignored(life: ClusterBench) -> None:
     life.epoch = 2
     life.say(effects.Done(job, messages.AwaitVerdictReply(life.verdict(messages.VerdictKind.APPLIED))))
     assert life.phase is SessionPhase.JOINING
-
-
-def test_a_failed_push_transfer_takes_a_new_attempt_of_the_same_push(life: ClusterBench) -> None:
-    first = life.push_begun()
-    start = life.ticket()
-    life.say(effects.Failed(start[0], "slave s0 answers nothing"))
-    assert not life.waits
-    life.pass_s(0.2)
-    assert life.asked(messages.BeginPushRequest) == first
-    second = life.ticket(attempt=2)
-    assert (second[1].push, second[1].ticket.attempt) == (start[1].push, 2)
-    assert sum(isinstance(effect, effects.CopyParameters) for effect in life.every) == 1
 
 
 def test_an_incomplete_push_is_completed_with_the_same_ticket(life: ClusterBench) -> None:
@@ -423,20 +377,6 @@ def test_what_a_heartbeat_says(life: ClusterBench) -> None:
     assert life.phase is SessionPhase.BEGINNING_PUSH
 
 
-def test_the_runs_end_pulls_the_last_version_and_leaves(life: ClusterBench) -> None:
-    life.train(2)
-    life.published = Version(1, 9)
-    life.run_ends()
-    assert phase_of(life) is SessionPhase.PULLING
-    assert life.waits
-    assert life.asked(messages.BeginPullRequest).at_least == Version(1, 9)
-    assert life.pulled().mode is effects.InstallMode.REPLACE
-    assert life.left().reason == "the run has ended"
-    assert life.finished is not None
-    assert life.finished.error is None
-    assert phase_of(life) is SessionPhase.LEFT
-
-
 def test_a_version_that_came_out_during_the_last_pull_is_pulled_too(life: ClusterBench) -> None:
     life.run_ends()
     life.grant()
@@ -446,14 +386,6 @@ def test_a_version_that_came_out_during_the_last_pull_is_pulled_too(life: Cluste
     assert life.asked(messages.BeginPullRequest).at_least == Version(1, 6)
     life.pulled()
     assert life.asks(messages.LeaveRequest) or life.asks(messages.FinishPullRequest)
-
-
-def test_a_push_refused_because_the_run_ends_waits_for_the_heartbeats_word(life: ClusterBench) -> None:
-    life.push_begun()
-    life.refuse(messages.BeginPushRequest, RefusalCode.STOPPING)
-    assert phase_of(life) is SessionPhase.BEGINNING_PUSH
-    life.run_ends()
-    assert phase_of(life) is SessionPhase.PULLING
 
 
 @pytest.mark.parametrize("stretch", ["training", "pulling"])
@@ -477,13 +409,6 @@ def test_leaving_comes_after_the_small_calls(life: ClusterBench) -> None:
     assert not life.asks(messages.LeaveRequest)
     life.answer(messages.FinishPullRequest, messages.FinishPullReply(4))
     life.left()
-
-
-def test_a_stop_before_the_join_is_answered_leaves_at_once() -> None:
-    life = ClusterBench().started()
-    life.say(effects.StopWanted("ctrl-C"))
-    assert life.finished is not None
-    assert life.phase is SessionPhase.LEFT
 
 
 def test_a_push_that_can_never_be_accepted_ends_the_session_with_the_sentence(life: ClusterBench) -> None:
@@ -565,15 +490,6 @@ def test_what_cannot_be_pushed_in_time_is_said_with_the_reason(life: ClusterBenc
     assert said(life)["lost"] == "leaving (enough) without 3 steps with 300 tokens: slave s0 is away"
 
 
-def test_an_excluded_last_push_is_said_with_what_it_held(life: ClusterBench) -> None:
-    life.push_begun()
-    life.train(1)
-    life.say(effects.StopWanted("enough"))
-    life.merged(messages.VerdictKind.EXCLUDED)
-    life.left()
-    assert "without 5 steps with 500 tokens: push a/1.1#1 was EXCLUDED: because EXCLUDED" in said(life)["lost"]
-
-
 def test_an_excluded_push_is_warned_of_with_the_reason(life: ClusterBench) -> None:
     life.awaiting()
     life.decide(messages.VerdictKind.EXCLUDED)
@@ -613,15 +529,6 @@ def test_a_stale_last_push_is_rebased_and_pushed(life: ClusterBench) -> None:
     assert life.asked(messages.BeginPushRequest).steps == 2
 
 
-def test_a_master_that_restarts_while_a_cluster_leaves_is_joined_again_for_the_last_push(life: ClusterBench) -> None:
-    life.train(2)
-    life.say(effects.StopWanted("enough"))
-    life.beat(epoch=2)
-    life.epoch = 2
-    life.join()
-    assert life.asked(messages.BeginPushRequest).steps == 2
-
-
 def test_a_push_that_is_aborted_again_and_again_is_not_begun_in_a_loop(life: ClusterBench) -> None:
     life.train(2)
     life.say(effects.StopWanted("enough"))
@@ -631,17 +538,6 @@ def test_a_push_that_is_aborted_again_and_again_is_not_begun_in_a_loop(life: Clu
     assert not life.asks(messages.BeginPushRequest)
     life.pass_s(1.1)
     assert life.asks(messages.BeginPushRequest)
-
-
-def test_a_drained_cluster_pushes_its_last_steps_and_pulls_the_last_version(life: ClusterBench) -> None:
-    life.train(3)
-    life.beat(stop=True)
-    assert life.waits
-    assert life.asked(messages.BeginPushRequest).steps == 3
-    life.merged()
-    assert life.pulled().mode is effects.InstallMode.REPLACE
-    life.left()
-    assert "lost" not in said(life)
 
 
 def test_a_run_that_was_stopped_takes_no_last_push_and_its_last_version_is_pulled(life: ClusterBench) -> None:
@@ -833,19 +729,6 @@ def test_after_the_first_merge_leaving_takes_as_long_as_always() -> None:
     )
 
 
-@pytest.mark.parametrize("begin_s", [0.0, 3600.0])
-def test_a_signal_ends_the_wait_for_the_first_merge_within_the_usual_time(begin_s: float) -> None:
-    life = before_first_merge()
-    life.train(3)
-    life.say(OWN_END)
-    life.goes_on("await")
-    life.pass_s(begin_s)
-    life.say(effects.StopWanted("SIGTERM"))
-    life.pass_s(max(0.0, 31.1 - begin_s))
-    assert life.left().reason == "SIGTERM"
-    assert "leaving (SIGTERM) without 3 steps with 300 tokens" in said(life)["lost"]
-
-
 @pytest.mark.parametrize("knobs", [{"cut_off_limit_s": 7200.0}, {"leave_wait_s": 5.0}])
 def test_the_wait_for_the_first_merge_is_bounded_also_by_hand(knobs: dict[str, float]) -> None:
     life = before_first_merge(**knobs)
@@ -866,17 +749,6 @@ def test_only_a_loops_own_end_waits_for_the_first_merge(what: str) -> None:
     life.say(effects.StopWanted(what, push_pending=what == "a signal"))
     life.pass_s(31.1)
     assert phase_of(life) is SessionPhase.LEAVING
-
-
-def test_a_run_that_is_stopped_before_its_first_merge_lets_a_waiting_cluster_go() -> None:
-    life = before_first_merge()
-    life.awaiting()
-    life.say(OWN_END)
-    life.pass_s(3600.0)
-    life.beat(stop=True, no_more_pushes=True)
-    life.decide(messages.VerdictKind.ABORTED)
-    life.left()
-    assert "without 4 steps with 400 tokens: the run has ended" in said(life)["lost"]
 
 
 def test_a_master_that_restarts_before_the_first_merge_is_waited_for_too() -> None:

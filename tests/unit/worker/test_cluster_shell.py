@@ -31,7 +31,7 @@ from dips.core.observe.tape import read_tape
 from dips.core.release import VERSION
 from dips.core.wire import Codec
 from dips.worker.config import ClientConfig
-from dips.worker.shell import ClusterShell, is_orderly, reason_of
+from dips.worker.shell import ClusterShell
 from dips.worker.state.effects import Finished
 from dips.worker.state.work import Work
 
@@ -230,21 +230,6 @@ def test_a_master_that_was_restarted_is_joined_again_with_all_work(run: RunInMem
         assert (run.pushes[0].steps, run.pushes[0].caller.epoch) == (4, 2)
 
 
-def test_transfers_that_fail_are_tried_again_as_they_were(run: RunInMemory, model: FlatModel, tmp_path: Path) -> None:
-    with shell_of(run, model, tape=tmp_path / "tape") as shell:
-        train(run, shell, model, 3)
-        run.failures = [Failure("cut"), Failure(""), Failure("gone")]
-        before = model.theta + 1
-        train(run, shell, model, 1)
-        for _ in range(3):
-            run.clock.advance(1.0)
-            step_without_change(shell)
-        assert (shell.version, list(run.attempts.values())) == (Version(1, 1), [2])
-        assert run.theta_of(first(run)).tobytes() == before.tobytes()
-    failed = [(e["kind"], e["reason"]) for e in read_tape(tmp_path / "tape") if "failed" in e["kind"]]
-    assert failed == [("push_failed", "cut"), ("pull_failed", "gone")]
-
-
 def test_a_push_whose_base_is_gone_is_sent_again_as_parameters(run: RunInMemory, model: FlatModel) -> None:
     with shell_of(run, model, wire_dtype="int8") as shell:
         run.failures = [Failure("that version is not here", base_gone=True)]
@@ -310,22 +295,6 @@ def test_an_install_that_fails_ends_with_good_bye_and_its_own_error(
         loop()
     assert [leave.reason for leave in run.leaves] == ["OSError: the accelerator is lost"]
     assert [request.pin_id for request in run.released] == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("kind", "error", "reason", "orderly"),
-    [
-        (None, None, "the training loop has ended", True),
-        (ValueError, ValueError("no"), "ValueError: no", False),
-        (ValueError, ValueError(), "ValueError", False),
-        (KeyboardInterrupt, KeyboardInterrupt(), "KeyboardInterrupt", True),
-        (SystemExit, SystemExit(2), "SystemExit: 2", True),
-    ],
-)
-def test_why_a_block_was_left(
-    kind: type[BaseException] | None, error: BaseException | None, reason: str, orderly: bool
-) -> None:
-    assert (reason_of(kind, error), is_orderly(kind)) == (reason, orderly)
 
 
 def refuses(method: str, code: RefusalCode) -> Callable[[str, Any], None]:

@@ -113,13 +113,6 @@ def test_a_donation_that_is_not_taken_changes_nothing_and_is_tried_again_while_i
     )
 
 
-def test_busy_repeats_the_donation(life: LeasedClusterBench) -> None:
-    life.donate()
-    life.answer(messages.BeginPushRequest, messages.BeginPushReply(messages.Busy(1.0, "the slaves are not ready")))
-    life.pass_s(1.0)
-    assert life.asked(messages.BeginPushRequest).donates == Version(1, 5)
-
-
 @each_stage
 def test_a_pull_of_what_is_lost_is_given_up_and_made_after_all_if_the_donation_fails(
     life: LeasedClusterBench, at: str

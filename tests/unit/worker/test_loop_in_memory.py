@@ -386,29 +386,6 @@ def test_a_sigterm_that_the_program_handles_itself_ends_the_wait_at_a_loops_end_
     assert (heard, [leave.reason for leave in run.leaves]) == ([signal.SIGTERM], ["SIGTERM"])
 
 
-def test_the_steps_of_ranks_whose_loops_end_before_the_runs_first_merge_are_merged(
-    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.decide = lambda push: None
-    comes_s = run.clock.monotonic_s() + 300.0
-    loops = [Loop(run, rank, steps=6) for rank in range(2)]
-
-    def happens() -> None:
-        if run.clock.monotonic_s() >= comes_s:
-            run.decide = lambda push: VerdictKind.APPLIED
-
-    def one(rank: int) -> None:
-        with loops[rank].sync as sync:
-            while not sync.done:
-                loops[rank].steps(1)
-            run.while_waiting = happens
-
-    assert together(monkeypatch, 2, one) == [None] * 2
-    assert [push.steps for push in run.pushes] == [4, 2]
-    assert len(run.verdicts) == 2
-    assert run.clock.monotonic_s() < comes_s + 15.0
-
-
 def test_a_sigterm_that_comes_to_one_rank_ends_the_wait_of_all_at_their_end(
     run: RunInMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,13 +28,13 @@ from dips.worker.checkpoint_files import CheckpointStore, read_record, write_rec
 from dips.worker.config import ClientConfig
 from dips.worker.model_part import ModelPart
 from dips.worker.parallel.agreement import Agreed, Alone, agree
-from dips.worker.parallel.held import Box, held_here
+from dips.worker.parallel.held import held_here
 from dips.worker.parallel.rank_checkpoints import (
     LeadingCheckpoints,
     RankCheckpoints,
     Written,
 )
-from dips.worker.parallel.rank_state import RankState, TorchState, dealt, merged
+from dips.worker.parallel.rank_state import RankState, TorchState, merged
 from dips.worker.parallel.shard_files import SavedShards, boxes_of, restore_vectors, write_shards
 from dips.worker.torch_model import TorchParameters
 from dips.worker.torch_state import HasState, StateTreeError
@@ -280,12 +280,6 @@ def test_the_optimizers_state_of_a_tied_parameter_is_written_by_the_rank_that_st
     written = {shard.name for shard in shards if shard.name.startswith("optimizer.")}
     names = [name for name, _ in loop.net.named_parameters()]
     assert written == {f"optimizer.{name}.{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")}
-
-
-def test_running_statistics_of_replicas_are_written_by_one_of_them() -> None:
-    names = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
-    held = [(name, Box((0,), (5,))) for name in names]
-    assert dealt([held, held], evenly=False) == [held, []]
 
 
 def test_the_installed_version_of_ranks_that_own_parameters_in_fewer_bits_is_enough(tmp_path: Path) -> None:

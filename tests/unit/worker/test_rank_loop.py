@@ -215,20 +215,6 @@ def test_a_checkpoint_is_of_all_steps_and_on_all_ranks() -> None:
         assert not follows.checkpoint("mine", lambda: 2.5, wants_to_leave=False)
 
 
-def test_a_checkpoint_that_is_due_is_taken_on_all_ranks() -> None:
-    for due, ends in ((False, False), (True, False), (True, True)):
-        shell, others = Keeper(ends=ends), Others()
-        loop = leader(shell, others)
-        loop.step(8, no_loss, wants_to_leave=False)
-        loop.news = GoOn(next_meeting_steps=9, checkpoint_is_due=due)
-        loop.step(8, no_loss, wants_to_leave=False)
-        before = len(shell.reported), len(others.said)
-        loop.checkpoint_if_due(lambda: 2.5, wants_to_leave=False)
-        assert shell.kept == [("due", len(shell.reported))] * (due and not ends)
-        if not due:
-            assert (len(shell.reported), len(others.said)) == before
-
-
 def test_nothing_is_kept_after_the_end() -> None:
     for ends in (False, True):
         shell, others = Keeper(ends=ends), Others()

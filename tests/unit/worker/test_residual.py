@@ -226,12 +226,6 @@ def test_the_residual_advances_stays_or_is_cleared(
     assert owing.session.shared.residual is (CLEARED not in wanted)
 
 
-def test_what_is_clear_is_not_cleared_again(life: WireLife) -> None:
-    life.awaiting()
-    life.decide(messages.VerdictKind.EXCLUDED)
-    assert not life.residual_effects()
-
-
 def resumed(life: WireLife, wire: Codec = Codec.INT8) -> WireLife:
     """A process that goes on from what this one could have saved."""
     saved = life.session.saved()
@@ -241,13 +235,6 @@ def resumed(life: WireLife, wire: Codec = Codec.INT8) -> WireLife:
     second.session.resume(saved, saved.push)
     second.say(Started())
     return second
-
-
-def test_the_residual_outlives_the_process(owing: WireLife) -> None:
-    second = resumed(owing)
-    second.join()
-    assert second.session.shared.residual
-    assert not second.residual_effects()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from support.cluster_bench import LEASED, ClusterBench, LeasedClusterBench, session_config
 
 from dips.core import messages
-from dips.core.errors import ConfigError, RefusalCode, RetryLater
+from dips.core.errors import ConfigError, RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
 from dips.worker.state.cluster import ClusterMachine
@@ -158,13 +158,6 @@ def test_the_record_of_a_push_may_know_a_later_life_than_the_checkpoint(life: Le
     assert life.join().caller.incarnation == Incarnation(2, 4)
     life.train(4)
     assert life.asked(messages.BeginPushRequest).seq == 10
-
-
-def test_no_master_is_given_up_on_as_at_any_start(life: LeasedClusterBench) -> None:
-    life.reborn()
-    life.now_s += 1000
-    life.fail(messages.JoinRequest)
-    life.ended_with(RetryLater)
 
 
 def test_another_run_is_refused_with_the_remedy(life: LeasedClusterBench) -> None:

@@ -21,14 +21,6 @@ MEASURED = replace(SETTINGS, verdict_wait_measured=True)
 """verdict_wait_s stays the most."""
 
 
-def test_the_defaults_follow_from_a_heartbeat_of_two_seconds_and_a_round_of_thirty() -> None:
-    times = asdict(times_of(session_config(), Settings()))
-    assert times == {
-        "call_deadline_s": 10.0, "retry_max_s": 1.0, "leave_wait_s": 30.0, "data_silence_s": 2.0,
-        "data_stall_s": 30.0, "put_off_max_s": 30.0,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("heartbeat_s", [0.1, 0.5, 1.0, 2.0])
 def test_a_call_that_the_master_holds_on_purpose_is_waited_for(heartbeat_s: float) -> None:
     """Else a cluster whose slave lost the word STAGED never hears what to send again."""
@@ -71,10 +63,6 @@ def wait_of(patience: WaitPolicy, began_s: float, took_s: float) -> None:
     patience.train_on(began_s + took_s)
 
 
-def test_before_anything_is_measured_the_setting_bounds_the_wait() -> None:
-    assert WaitPolicy().bound_s(MEASURED) == MEASURED.verdict_wait_s
-
-
 def test_the_bound_is_what_exchanges_took_and_some_headroom() -> None:
     patience = WaitPolicy()
     for n in range(REMEMBERED):
@@ -94,17 +82,6 @@ def test_a_few_long_waits_do_not_count_and_many_are_believed() -> None:
         assert patience.bound_s(MEASURED) == pytest.approx(HEADROOM)
     wait_of(patience, 2e6, 9.0)
     assert patience.bound_s(MEASURED) == pytest.approx(HEADROOM * 9.0)
-
-
-def test_an_exchange_that_was_disturbed_teaches_nothing() -> None:
-    patience = WaitPolicy()
-    wait_of(patience, 0.0, 1.0)
-    patience.enter(ExchangeStage.BEGIN, MEASURED, 100.0)
-    patience.unusual()
-    patience.over(150.0)
-    assert patience.bound_s(MEASURED) == pytest.approx(HEADROOM)
-    wait_of(patience, 200.0, 2.0)
-    assert patience.bound_s(MEASURED) == pytest.approx(2.0 * HEADROOM), "the next one counts again"
 
 
 def test_push_and_pull_are_one_wait() -> None:
