@@ -66,22 +66,6 @@ def settled(run: Path, name: str, about: str) -> None:
 # ---- gaps ----
 
 
-def test_a_slave_that_had_no_tape_at_first_is_unproven_up_to_its_first_line(recorded: Path) -> None:
-    """Started by hand without one; its next start had one."""
-    tape = tape_of(recorded, "s0")
-    keep(tape, from_nth("started"))
-    report = verify_run(recorded)
-    assert [str(violation) for violation in report.violations] == []
-    assert (report.exit_code, results(report)) == (7, dict.fromkeys(("I4", "I5", "I9", "records"), UNPROVEN))
-    assert report.unproven == [
-        f"the tape of slave s0 ({tape}) begins with incarnation 1.2, so that lines about version 1:0 and 2 more, up to "
-        "version 1:2 are missing: put the file that has them into the directory, or give --without-tape s0 if there is "
-        "none"
-    ]
-    assert "see below" in next(row.why for row in report.rows if row.invariant == "I5")
-    settled(recorded, "s0", "begins with incarnation 1.2")
-
-
 def test_the_part_that_was_kept_elsewhere_makes_it_whole_whatever_its_name(recorded: Path) -> None:
     tape = tape_of(recorded, "s0")
     older = tape.with_name("z-before.jsonl")
@@ -95,6 +79,13 @@ def test_the_part_that_was_kept_elsewhere_makes_it_whole_whatever_its_name(recor
     ("name", "cut", "unproven", "gap", "lost"),
     [
         ("s0", up_to_nth("measured", 6), {"I4", "I5", "I9", "records"}, "ends with round r1.7", "version 1:7"),
+        (
+            "s0",
+            from_nth("started"),
+            {"I4", "I5", "I9", "records"},
+            "begins with incarnation 1.2",
+            "version 1:0 and 2 more, up to version 1:2 are missing",
+        ),
         (
             "a",
             from_nth("joined"),
@@ -115,15 +106,6 @@ def test_a_tape_that_begins_late_or_was_copied_too_early_is_unproven_there(
     assert results(report) == dict.fromkeys(unproven, UNPROVEN)
     assert (f"{gap}, so that lines about {lost}" if lost else gap) in report.unproven[0]
     settled(recorded, name, gap)
-
-
-@pytest.mark.parametrize("name", ["master", "s0", "s1", "a", "b"])
-def test_a_tape_that_was_never_written_is_unproven(recorded: Path, name: str) -> None:
-    tape = tape_of(recorded, name) if name != "master" else recorded / "master" / TAPE_NAME
-    tape.unlink()
-    report = verify_run(recorded)
-    assert (report.violations, report.exit_code) == ([], 7)
-    settled(recorded, name, "is missing")
 
 
 def test_a_run_in_which_no_slave_wrote_a_tape_can_be_judged_without(recorded: Path) -> None:

@@ -102,10 +102,6 @@ def both(*changes: Change) -> Change:
     return lambda records: [change(records) for change in changes]
 
 
-def without_tape(role: str, name: str) -> Change:
-    return lambda records: records.tapes.remove((role, name))
-
-
 def manifests_of(slave: str, *kept: int) -> Change:
     """Only these of a slave's manifests are left, oldest first."""
 
@@ -193,15 +189,10 @@ DIFFERENT: dict[str, tuple[Change, str]] = {
     "rho": (say("master", "judged", rho=0.125), "says rho = "),
     "merged norm": (say("master", "judged", merged_norm=None), "says merged_norm = "),
     "norms": (say("master", "judged", norms={"a": 9.0}), "says norm of a = "),
-    "s_max": (say("master", "commit", s_max=80), "says s_max = 8, but the master's tape says 80"),
     "no commit line": (drop("master", "commit"), "the master's tape has no line about the COMMIT of round r2."),
-    "begun tokens": (say("worker", "push_begun", tokens=7), f"{OF_PUSH} has tokens = 100, but its cluster began it"),
-    "base": (say("worker", "push_sent", base="1:0"), f"{OF_PUSH} has base = [1, 3], but its cluster sent"),
     "ranges": (say("worker", "push_begun", ranges=[]), f"{OF_PUSH} has ranges = "),
     "a ticket's fence": (say("master", "ticket", fence=99), f"{OF_PUSH} has fence = 3, but its ticket says 99"),
     "a ticket's attempt": (say("master", "ticket", attempt=2), "has attempt = 1, for which no ticket was recorded"),
-    "no ticket": (drop("master", "ticket"), f"has no ticket for {OF_PUSH}"),
-    "the last record": (say("master", "journaled", digest="0"), "is not the one that was written"),
     "all records lost": (
         lambda records: records.rows.clear(),
         "the journal ends at record 0, but the master's tape says that record 1 was written",
@@ -265,15 +256,6 @@ def test_a_journal_that_was_put_back_is_noted_with_the_first_record_that_is_gone
     number = next(n for n, row in enumerate(records.rows) if row.epoch == 2 and row.kind == "EPOCH")
     (note,) = records.notes
     assert f"restored from a copy, or lost its end, once: record {number} and what followed" in note
-
-
-def test_a_tape_that_never_was_here_is_not_asked_for(tmp_path: Path) -> None:
-    records = recorded(tmp_path)
-    for role, name in (("slave", "s0"), ("worker", "b"), ("master", "test")):
-        without_tape(role, name)(records)
-    manifests_of("s0")(records)
-    records.lines["master"].clear()
-    assert said_of(compared(records, {"s0", "b", "master"})) == []
 
 
 def test_without_durability_a_slave_must_have_what_it_says_is_on_its_disk(tmp_path: Path) -> None:

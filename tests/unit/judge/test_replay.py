@@ -325,7 +325,6 @@ MISJUDGED = {
         "averaged_share 0.5, not 1.0",
     ),
     "a slave's scale": (on_slave(lambda r: r.update(scale=2.0)), "was made with scale 2.0, not "),
-    "a slave's weights": (on_slave(lambda r: r["accepted"][0].update(weight=0.3)), "weights [0.3, 0.75], not [0.25"),
     "a slave's base": (on_slave(lambda r: r.update(to_version="1:7")), "was made from 1:0 to 1:7, not as"),
 }
 

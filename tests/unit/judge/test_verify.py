@@ -15,7 +15,7 @@ from dips.cli import main
 from dips.core.errors import ConfigError
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
-from dips.judge.records import RunRecords, TapeLine, find_tapes, master_directory, non_finite, read_run
+from dips.judge.records import RunRecords, TapeLine, find_tapes, master_directory, read_run
 from dips.judge.replay import replay_run
 from dips.judge.verify import EXIT_BROKEN, EXIT_UNREADABLE, check_records, verify_or_say, verify_run
 from dips.master.archive import FILE_NAME
@@ -263,13 +263,6 @@ def ring_in(directory: Path, theta: NDArray[np.float32], momentum: NDArray[np.fl
     ring.commit(info, b"h" * 32, b"{}")
     (path,) = directory.glob("manifest-*.json")
     return decode(path.read_bytes(), str(path))
-
-
-def test_elements_that_are_not_finite_are_counted_in_the_file(tmp_path: Path) -> None:
-    theta, momentum = np.zeros(N_ELEMS, np.float32), np.zeros(N_ELEMS, np.float32)
-    theta[2], momentum[:3] = np.nan, np.inf
-    manifest = ring_in(tmp_path / "s9", theta, momentum)
-    assert non_finite(tmp_path / "s9" / manifest.file, manifest) == {"theta": 1, "momentum": 3}
 
 
 def test_a_snapshot_with_nan_breaks_i13(run: Path) -> None:
