@@ -17,16 +17,6 @@ def at_150(until_s: float) -> float:
     return 150.0 * until_s
 
 
-def test_a_run_is_counted() -> None:
-    found = summarise(record(), at_150)
-    assert found.share_of_ideal == pytest.approx(12_000 / 100 / 150)
-    assert (found.rounds, found.voids) == (2, 0)
-    assert found.merged_per_round == pytest.approx(1.5)
-    assert (found.staleness_mean, found.staleness_max) == (1.0, 2)
-    assert found.clipped == pytest.approx(0.5)
-    assert (found.flagged_bad, found.flagged_good, found.missed) == (0, 0, 0)
-
-
 def test_flags_are_right_wrong_or_missing() -> None:
     rounds = (
         committed(1, push("a", 1), push("b", 1, excluded=True, bad=True)),

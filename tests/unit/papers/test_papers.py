@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +11,10 @@ import pytest
 from papers import source as module
 from papers.findings import Finding
 from papers.papers import PAPERS
-from papers.planning import SECTIONS, section_of
+from papers.planning import SECTIONS
 from papers.report import chapter, page, report_html, report_json
-from papers.source import Commands, Picture, Runner, Source
-from support.waiting import until
+from papers.source import Picture, Runner, Source
 
-from dips.core.errors import DipsError
-
-SOURCES = [source for paper in PAPERS.values() for source in paper.sources]
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -50,30 +43,6 @@ def runner(tmp_path: Path) -> Runner:
 def test_every_section_is_at_a_place_of_its_paper(paper: str) -> None:
     for section in SECTIONS[paper]:
         assert not PAPERS[paper].place(section.place).without
-
-
-def test_an_unknown_place_is_an_error_that_names_it() -> None:
-    with pytest.raises(DipsError, match="Figure 99: add it"):
-        PAPERS["jeeves"].place("Figure 99")
-    with pytest.raises(DipsError, match="JEEVES, section 7"):
-        section_of("jeeves", "JEEVES, section 7: new", "x")
-
-
-@pytest.mark.parametrize(
-    ("published", "ours", "ratio"),
-    [
-        (2.0, 3.0, "1.50"),
-        ((1.0, 2.0), (1.0, 3.0), "1.00 to 1.50"),
-        ((1.0, 2.0), 3.0, "1.50 to 3.00"),
-        (2.0, (1.0, 3.0), "0.50 to 1.50"),
-        (None, 3.0, ""),
-        ("grows", 3.0, ""),
-        (0.0, 1.0, ""),
-        (1.0, 0.0, "0.00"),
-    ],
-)
-def test_the_ratio_is_of_numbers_alone(published: Any, ours: Any, ratio: str) -> None:
-    assert Finding("Figure 9", "it", published, ours).ratio == ratio
 
 
 def test_a_result_is_kept_until_its_program_changes(benchmark: Path, runner: Runner) -> None:
@@ -132,24 +101,6 @@ def test_a_quick_report_leaves_the_pictures_of_a_full_one(benchmark: Path, runne
         (outcome,) = one.run([source])
         assert (one.files(source) / "it.png").read_bytes() == PNG + outcome.told["n"].encode()
     assert (outcome.told, runner.run([source])[0].told) == ({"n": "f"}, {"n": "q"})
-
-
-WAITS = """import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background ignores it
-print('waits', file=sys.stderr, flush=True)
-signal.pause()"""
-
-
-def test_an_interrupt_ends_the_commands_and_none_begins(tmp_path: Path) -> None:
-    log = tmp_path / "log.txt"
-    with ThreadPoolExecutor(1) as pool:
-        with suppress(KeyboardInterrupt), Commands() as running:
-            waiting = pool.submit(running.run, [sys.executable, "-c", WAITS], tmp_path)
-            until(lambda: log.exists() and log.read_text() == "waits\n", "it began")
-            raise KeyboardInterrupt
-        assert waiting.result().complaint == "KeyboardInterrupt"
-        with pytest.raises(DipsError, match="interrupted"):
-            running.run([sys.executable, "-c", ""], tmp_path)
 
 
 def test_a_picture_that_is_missing_is_a_failure(benchmark: Path, runner: Runner) -> None:

@@ -133,14 +133,6 @@ def test_messages_between_stages(name: str, tokens: int, size: float, megabytes:
     assert pipeline_message_bytes(read_model(name), shape) / 1e6 == pytest.approx(megabytes, rel=1e-3)
 
 
-def test_jeeves_section_2_2() -> None:
-    """175 GB of gradients of 8 bits, and about 75 GB of activations for a batch of 3096."""
-    model = read_model("gpt3-175b")
-    assert model.parameters() / GB == pytest.approx(175, rel=0.003)
-    message = pipeline_message_bytes(model, training(activation_bytes=1))
-    assert 3096 * message / GB == pytest.approx(75, rel=0.05)
-
-
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [

@@ -11,7 +11,6 @@ from support.scaleacross import read
 
 from dips.planner.costs import NS, Costs, StageCost, Wire, uniform
 from dips.planner.errors import PlanError
-from dips.planner.ir import Kind
 from dips.planner.model import Model
 from dips.planner.scaleacross import traffic
 from dips.planner.scaleacross.iteration import (
@@ -35,7 +34,7 @@ from dips.planner.scaleacross.iteration import (
 from dips.planner.scaleacross.search import fastest_of, present_case
 from dips.planner.scaleacross.topology import Topology, read_topology
 from dips.planner.schedules.fixed import one_f_one_b
-from dips.planner.schedules.scaleacross import dora_pp, interleaved_zb_v, zigzag
+from dips.planner.schedules.scaleacross import dora_pp, interleaved_zb_v
 from dips.planner.simulate import peaks, simulate, validate
 from dips.planner.units import layer_work, output_work
 
@@ -69,14 +68,6 @@ def test_every_schedule_is_complete_and_ends(n_devices: int, chunks: int, n: int
         timeline = validate(schedule, costs)
         assert timeline.makespan_ns >= 3 * n * NS * 0.999
         assert max(peaks(schedule, costs)) <= n * (1 << 20)
-
-
-def test_where_chunks_go() -> None:
-    schedule = dora_pp(2, 4, 3, 2)
-    assert [schedule.stages_of(device) for device in (0, 1)] == [(0, 2, 4), (1, 3, 5)]
-    forward = [(op.stage, op.microbatch) for op in schedule.orders[0] if op.kind is Kind.F]
-    assert forward[:6] == [(0, 0), (0, 1), (2, 0), (2, 1), (4, 0), (4, 1)]
-    assert zigzag(3, 3) == (0, 1, 2, 2, 1, 0, 0, 1, 2)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 5])

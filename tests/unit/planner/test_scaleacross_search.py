@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.scaleacross import best_of_all, read, small
 
@@ -30,9 +29,6 @@ def test_what_is_tried(tmp_path: Path) -> None:
     """Microbatches together: as many as stages, twice as many, all; each placement with both schedules."""
     assert (search.togethers(2, 16), search.togethers(8, 16), search.togethers(8, 4)) == ([2, 4, 16], [8, 16], [4])
     assert (search.even(10, 4), search.even(9, 2), search.even(11, 4)) == ([2, 3, 3, 2], [5, 4], [3, 3, 3, 2])
-    rows = np.array([[2, 2, 5], [1, 3, 5], [3, 3, 3], [3, 3, 3], [2, 1, 6], [0, 3, 6]])
-    assert search.valid(rows, 2.5).tolist() == [[2, 2, 5], [3, 3, 3]]
-    assert search.valid(rows, 6).tolist() == [[1, 3, 5], [2, 1, 6], [2, 2, 5], [3, 3, 3]]
     topology = small(tmp_path, layers=4)
     split = Split(4, 1, 1, 2, 2, 2)
     cases = list(search.cases_of(topology, split))
@@ -106,17 +102,3 @@ def test_the_bandwidth_at_which_another_is_as_fast(tmp_path: Path) -> None:
         assert b <= a
     slowest = max(others, key=lambda choice: choice.links_s)
     assert search.catches_up(topology, slowest, best, links=True) == (search.FACTORS[0], True)
-
-
-def test_chunks_and_divisions() -> None:
-    assert search.counts_of_chunks(9, 2) == [1, 2, 3, 4]
-    assert search.counts_of_chunks(62, 2) == [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 31]
-    rng = np.random.default_rng(0)
-    rows = search.sampled(50, 8, 3.0, 100, rng)
-    more = search.varied(rows, 3.0, 20, rng)
-    assert len(rows) >= 90
-    assert search.even(50, 8) in rows.tolist()
-    for found in (rows, more):
-        assert (found.sum(axis=1) == 50).all()
-        assert (found.max(axis=1) <= 3 * found.min(axis=1)).all()
-    assert search.sampled(8, 8, 3.0, 100, rng).tolist() == [[1] * 8]

@@ -73,16 +73,6 @@ def test_no_group_leaves_its_zone_and_none_is_there_twice(tmp_path: Path) -> Non
     assert [topology.building_of_zone[topology.zone_of(int(row[0]))] for row in at] == [0, 0, 1, 1, 1]
 
 
-def test_even_zones_are_placed_as_before(tmp_path: Path) -> None:
-    """Stage after stage of a building's replicas, in the order of the accelerators."""
-    topology = read(tmp_path)
-    assert topology.even
-    at = places_of(topology, Outermost.DP, Split(8, 1, 1, 2, 4, 1))
-    assert at.tolist() == [[0, 8, 32, 40], [16, 24, 48, 56]]
-    at = places_of(topology, Outermost.PP, Split(4, 2, 1, 4, 2, 1))
-    assert at.tolist() == [[0, 8], [16, 24], [32, 40], [48, 56]]
-
-
 def test_rings_of_unequal_buildings(tmp_path: Path) -> None:
     topology = uneven(tmp_path)
     split = Split(8, 1, 1, 2, 5, 1)

@@ -26,15 +26,6 @@ def times(schedule: Schedule, chunks: int) -> tuple[float, float]:
     return timeline.makespan_ns / NS, timeline.device_span_ns / NS
 
 
-@pytest.mark.parametrize(
-    ("name", "makespan", "device_span"),
-    [("1f1b", 33, 33), ("interleaved_1f1b", 28.5, 28.5), ("zb_h1", 27, 27), ("zb_v", 25.5, 24), ("gpipe", 33, 33)],
-)
-def test_four_devices_and_eight_microbatches(name: str, makespan: float, device_span: float) -> None:
-    make, chunks = STATIC[name]
-    assert times(make(4, 8), chunks) == (makespan, device_span)
-
-
 @pytest.mark.parametrize(("t_f", "t_d", "t_w"), [(1.0, 1.0, 1.0), (2.0, 3.0, 1.0), (1.0, 1.5, 0.5)])
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_the_bubbles_closed_forms(devices: int, t_f: float, t_d: float, t_w: float) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from support.spantrain import Row, all_links, brute_force, candidates, drawn, grouped, problem
@@ -26,10 +25,8 @@ from dips.planner.spantrain.search import (
     costs_of,
     divisors,
     least_s,
-    moves,
     search,
     simulated,
-    wide_moves,
 )
 from dips.planner.spantrain.work import work_of
 
@@ -122,44 +119,7 @@ def test_the_work_of_a_problem_by_hand() -> None:
             work_of(replace(setup, profile=profile, training=training), other)
 
 
-def test_an_iteration_of_one_group_is_its_computation_and_collectives() -> None:
-    setup = problem([{"name": "a", "devices": 2, "network_gbps": 10, "sustained_tflops": 1}], [], 4, 8)
-    level = level_of(setup, 4)
-    chain = level.chain(FirstLevelChoice((0,), (4,)))
-    assert chain is not None
-    assert chain.equation_s == pytest.approx(chain.insides[0].stage_s(2))
-    assert simulated(level.work, chain).iteration_s == pytest.approx(chain.equation_s, rel=1e-6)
-
-
 # ---- Algorithm 1 ----
-
-
-def test_moves() -> None:
-    """Two groups change places, with their layers or without; a layer, or several at once, go to another group."""
-    before, orders = (
-        FirstLevelChoice((0, 1, 2), (1, 2, 3)),
-        {(1, 0, 2): (2, 1, 3), (2, 1, 0): (3, 2, 1), (0, 2, 1): (1, 3, 2)},
-    )
-    near = {FirstLevelChoice(order, layers) for order, with_them in orders.items() for layers in (with_them, (1, 2, 3))}
-    near |= {FirstLevelChoice((0, 1, 2), layers) for layers in ((2, 1, 3), (1, 1, 4), (1, 3, 2))}
-    assert set(moves(before)) == near
-    wide = {FirstLevelChoice((0, 1, 2), layers) for layers in ((2, 2, 2), (3, 2, 1), (1, 4, 1))}
-    assert set(wide_moves(before)) == near | wide
-    assert set(moves(FirstLevelChoice((0, 1), (2, 2)))) == {
-        FirstLevelChoice((1, 0), (2, 2)), FirstLevelChoice((0, 1), (1, 3)), FirstLevelChoice((0, 1), (3, 1)),
-    }  # fmt: skip
-
-
-def test_the_first_candidates_follow_the_speeds() -> None:
-    """One group is three times as fast as the other: it computes three quarters, to within the longest layer."""
-    level = level_of(far({"sustained_tflops": 3}, {}, layers=12), 1)
-    times = level.work.times_s[0]
-    longest = max(b.total_s - a.total_s for a, b in pairwise(times)) / times[-1].total_s
-    for layers in (level.in_proportion((0, 1)), level.segmented((0, 1))):
-        assert layers is not None
-        assert sum(layers) == 12
-        assert abs(times[layers[0]].total_s / times[-1].total_s - 3 / 4) < longest
-    assert level_of(far({}, {}, {}, layers=2), 1).in_proportion((0, 1, 2)) is None
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -366,6 +326,3 @@ def test_iterations_do_not_overtake_their_all_reduce() -> None:
     out = flow(one)
     assert out.iteration_s == pytest.approx((exchange.reduce_ns + exchange.reduce_latency_ns) / NS)
     assert out.staleness[0].iterations == 1  # the last gradients are on their way when the next iteration begins
-
-
-# ---- the paper's setting ----

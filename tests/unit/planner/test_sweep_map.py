@@ -36,18 +36,6 @@ def test_a_map_for_each_pipeline_with_a_cell_for_each_delay(rows: list[sweep.Swe
     assert maps[0].title == "4 stages, 8 microbatches, 2 sites, memory 1"
 
 
-def test_waves_win_near_and_one_stage_on_each_device_wins_far_away(rows: list[sweep.SweepRow]) -> None:
-    """CrossPipe, section 5.1: waves are more efficient where delays are small, UD schedules as they grow. The greedy
-    for waves, which is not the paper's, lets them win further away.
-    """
-    one, two = sweep.panels(rows)
-    assert cell(one, 0, 0) == ("zb_v", 25.5, round(33 / 25.5, 4))
-    assert cell(one, 2, 0) == ("cross_wave", 35.5, round(49 / 35.5, 4))
-    assert cell(one, 2, 2)[0] == cell(one, 2, 0.5)[0] == "cross_ud/1"
-    assert cell(two, 2, 2)[0] == "cross_ud/1"
-    assert cell(two, 2, 2)[2] > cell(one, 2, 2)[2]
-
-
 def test_the_best_is_the_shortest_that_fits_and_of_equal_ones_the_first(rows: list[sweep.SweepRow]) -> None:
     for panel in sweep.panels(rows, over="zb_h1"):
         for latency in RATIOS:

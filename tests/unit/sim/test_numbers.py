@@ -115,14 +115,6 @@ class TestShard:
             start += block.n_elems
 
 
-def test_a_vector_is_whole_however_it_is_cut() -> None:
-    flat, copy = random(LAYOUT.n_elems), np.zeros(LAYOUT.n_elems, np.float32)
-    chunks = chunks_of(LAYOUT.blocks, CHUNK_BYTES)
-    vector = FlatVector(flat, LAYOUT)
-    FlatVector(copy, LAYOUT).fill({key_of(chunk): vector.value(chunk) for chunk in reversed(chunks)})
-    assert np.array_equal(copy, flat)
-
-
 class TestModel:
     def model(self, learner: BowlLearner, spoil: bool = False) -> NumberModel:
         def corrupt(name: str, push: F32, base: F32) -> bool:

@@ -50,7 +50,6 @@ def test_ideal_tokens_count_the_time_that_a_cluster_may_run(tmp_path: Path) -> N
         ({"hours": "hours = 0"}, ["small.toml [run]", "hours = 0", "greater than 0"]),
         ({"parameters": "parametres = 1"}, ["[model]", "'parametres'", "did you mean 'parameters'?"]),
         ({"network": 'network = "25 furlongs"'}, ["[slaves]", "network", "furlongs"]),
-        ({"memory_rate": 'memory_rate = "8 GB"'}, ["[slaves]", "memory_rate", '"3 GB/s"']),
         ({"count": "count = 9"}, ["[model]", "8 layers", "9 slaves"]),
         ({"sync_every": "sync_evry = 16"}, ["[master]", "did you mean 'sync_every'?"]),
         ({"sync_every": 'listen = "127.0.0.1:1"'}, ["[master]", "'listen'", "leave it out"]),
