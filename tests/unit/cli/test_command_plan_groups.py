@@ -73,9 +73,7 @@ def test_groups_that_an_error_can_change(capsys: pytest.CaptureFixture[str]) -> 
         (["spantrain-figure-5", "--threshold", "0"], "--threshold 0 is no rate: give Gbit/s, more than 0"),
         (["spantrain-figure-5", "--threshold", "nan"], "--threshold nan is no rate"),
         (["spantrain-figure-5", "--alike", "-1"], "--alike -1 is no difference: give percent, at least 0"),
-        (["nowhere.toml"], "nowhere.toml is not a file that can be read"),
         (["crosspipe-m70-4dc"], "crosspipe-m70-4dc.toml: no link from dc1 to dc3, which groups need of every pair of"),
-        (["jeeves"], "jeeves.toml [[sites]] 1: sustained_tflops of dc1 is not given, and no [profile] has times"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,12 +87,6 @@ def code_of(data: bytes) -> RefusalCode | None:
     return None
 
 
-@given(st.binary(max_size=300))
-def test_any_sealed_bytes_are_a_header_or_a_refusal(body: bytes) -> None:
-    trailer = data_pb2.DataHeader(header_checksum=checksum(body)).SerializeToString()
-    assert code_of(body + trailer) in (None, RefusalCode.MALFORMED)
-
-
 @given(st.data())
 def test_any_damage_to_a_header_is_seen(data: st.DataObject) -> None:
     damaged = bytearray(PUT.encode())

@@ -126,16 +126,6 @@ def test_non_finite_elements_are_counted_on_receipt_and_spoil_their_own_piece_on
     assert sums[1] == 1.0
 
 
-def test_sums_refuse_what_does_not_fit() -> None:
-    x = np.zeros(4, np.float32)
-    with pytest.raises(ValueError, match="sums is"):
-        outer_numpy.products(x, x, x, np.zeros(2))
-    with pytest.raises(ValueError, match="y is"):
-        outer_numpy.products(x, x, np.zeros(5, np.float32), np.zeros(1))
-    with pytest.raises(ValueError, match="dimension"):
-        outer_numpy.measure_landed(np.zeros((2, 2), np.float32), np.zeros((2, 2), np.float32), np.zeros(1))
-
-
 def _step_arguments() -> dict[str, object]:
     shard = Shard.random(1, 8, slots=2)
     theta, momentum = shard.outputs()
@@ -186,12 +176,6 @@ def test_arguments_that_do_not_fit_are_refused(changed: dict[str, object], compl
     arguments = {**_step_arguments(), **changed}
     with pytest.raises(ValueError, match=complaint):
         outer_numpy.outer_step(**arguments)  # type: ignore[arg-type]
-
-
-def test_a_seed_that_does_not_fit_is_refused() -> None:
-    good = np.zeros(4, np.float32)
-    with pytest.raises(ValueError, match="not rows of a staging"):
-        outer_numpy.seed_step(np.zeros((1, 4), np.float32), 1, good, good.copy(), 0, 4)
 
 
 def averaged(theta: F32, rows: F32, weights: list[float], share: float) -> F32:

@@ -14,7 +14,7 @@ from support.run_status import cluster_status, run_status, slave_status
 
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version, check_name
 from dips.core.messages import RoundSummary, Settings, StatusReply
-from dips.local.view import number, plain_line, status_json, status_view
+from dips.local.view import plain_line, status_json, status_view
 
 
 def shown(status: StatusReply, width: int = 160) -> str:
@@ -103,11 +103,6 @@ def test_what_is_shown_is_the_golden_text() -> None:
     if os.environ.get("DIPS_REWRITE_GOLDEN"):
         GOLDEN.write_text(text)
     assert text.splitlines() == GOLDEN.read_text().splitlines()
-
-
-@pytest.mark.parametrize(("value", "text"), [(1.25, "1.2"), (NAN, "-"), (float("inf"), "-"), (0.0, "0.0")])
-def test_numbers_that_are_not_known_are_a_dash(value: float, text: str) -> None:
-    assert number(value, 1) == text
 
 
 LONGEST = "-".join(["a-long-name"] * 5) + "-xyz"
