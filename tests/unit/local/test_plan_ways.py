@@ -150,6 +150,12 @@ def test_a_cluster_takes_the_microbatches_that_suit_its_replicas(problem: Proble
     assert step.tokens_per_s > exact.tokens_per_s
 
 
+@pytest.mark.parametrize("asked", [(System.DIPS,), (System.DIPS, System.SCALEACROSS), (System.SPANTRAIN, System.DIPS)])
+def test_clusters_have_pipelines_whatever_else_is_asked(problem: Problem, asked: tuple[System, ...]) -> None:
+    found = decide(problem, asked, sensitivity=False)
+    assert System.DIPS in [answer.system for answer in found.answers]
+
+
 def test_clusters_that_stay_have_the_steps_that_they_had(problem: Problem) -> None:
     three = with_third(problem, gbps=25)
     whole, rest = (asynchronous_clusters(three, sites, steps(three)) for sites in (None, [0, 1]))

@@ -92,7 +92,8 @@ def best(
         except PlanError as error:
             why.append(error)
     if not found:
-        raise why[0]
+        asked = " and ".join(system.value for system in systems)
+        raise why[0] if why else PlanError(f"{here.file}: no answer from {asked} for {_names(here)}")
     return max(found, key=lambda one: one.tokens_per_s)
 
 
@@ -128,6 +129,10 @@ def _at(problem: Problem, sites: Sequence[int]) -> ClusterFile:
     names = [site.name for site in chosen]
     links = tuple(link for link in setup.links if link.sender in names and link.receiver in names)
     return replace(setup, sites=chosen, links=links)
+
+
+def _names(here: ClusterFile) -> str:
+    return " and ".join(site.name for site in here.sites)
 
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------
@@ -170,8 +175,7 @@ def _pipelines(
             f"{here.file}: its {places} groups of tensor x context devices do not divide into at most {deepest} "
             f"stages and replicas that share {batch} microbatches evenly"
         )
-        who = " and ".join(site.name for site in here.sites)
-        raise PlanError(f"{who}{alone} cannot train the model: {(reasons or [unsplit])[0]}")
+        raise PlanError(f"{_names(here)}{alone} cannot train the model: {(reasons or [unsplit])[0]}")
     yield max(found, key=lambda one: one.tokens_per_s)
 
 

@@ -131,7 +131,7 @@ def inner_step(problem: Problem, site: int, systems: Sequence[System] = tuple(Sy
     setup, training = problem.setup, problem.setup.training
     whole = sum(one.devices for one in setup.sites)
     batch = max(1, round(training.microbatches * training.data * setup.sites[site].devices / whole))
-    return best(problem, [site], batch, systems, NEAR_SHARE)
+    return best(problem, [site], batch, (System.CROSSPIPE, *systems), NEAR_SHARE)  # pipelines whatever is asked
 
 
 def _bandwidths(problem: Problem, trained_at: Sequence[int]) -> list[list[float]]:
