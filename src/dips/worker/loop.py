@@ -26,7 +26,7 @@ from enum import Enum
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,6 @@ from dips.worker.torch_model import (
     plain_optimizer,
     refuse_hidden_moments,
     refuse_shards,
-    refuse_stranger,
     running_statistics,
     skipped_by_scaler,
     untrained_of,
@@ -334,17 +333,16 @@ class DiLoCo:
                 self._token_check.begin(plain_model(model))
         if (shell := self._shell) is not None:
             self._first_batches = FirstBatches(self._models[0], lambda digest: setattr(shell, "first_batches", digest))
-        if self.active:
-            self._hooks.append(register_optimizer_step_pre_hook(_refuses_strangers(self)))
         for optimizer in self._optimizers:
             if not hasattr(type(optimizer).step, "hooked"):  # its class does not begin as torch's do: timm's Lookahead
                 optimizer._patch_step_function()
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
         self._use, self._was_used, self._after_end = _Use.ENTERED, False, Work()
-        self._watch = StepWatch(self._models, self._optimizers) if self.active else None
-        if self._watch is not None:
-            self._hooks.append(register_optimizer_step_post_hook(self._watch.any_stepped))
+        if self.active:
+            self._watch = StepWatch(self._models, self._known, self._trained)
+            self._hooks.append(register_optimizer_step_pre_hook(_of_all(self._any_begins)))
+            self._hooks.append(register_optimizer_step_post_hook(_of_all(self._any_stepped)))
         self._steps_before = self._steps
         _entered.add(self)
         return self
@@ -679,8 +677,14 @@ class DiLoCo:
         if self._stepped and order and order.index(optimizer) < order.index(self._stepped[-1]):
             self._forget_half_a_step()
         self._in_step = True
+
+    def _any_begins(self, optimizer: torch.optim.Optimizer, kwargs: Mapping[str, Any]) -> None:
+        if self._watch is not None and self._watch.any_begins(optimizer):
+            self._in_step = True  # also of one inside of a given one, that steps during backward()
+
+    def _any_stepped(self, optimizer: torch.optim.Optimizer, kwargs: Mapping[str, Any]) -> None:
         if self._watch is not None:
-            self._watch.begins(optimizer)
+            self._watch.any_stepped(optimizer, kwargs)
 
     @not_compiled
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -738,12 +742,10 @@ class DiLoCo:
             raise self._end_of_process()  # a loop that does not read `done` would go on
 
     def _trains(self, tokens: int) -> bool:
-        """Whether a complete step trained the model. Of ranks that share a batch some may have no gradients, as a
-        frozen stage: they count what the others count.
+        """Whether a complete step trained the model. Of several ranks some may have no gradients, as a frozen stage:
+        each counts what the others count.
         """
-        if self._watch is None or (self._together is not None and not self._together.own_data):
-            return True
-        return self._watch.trains(self._optimizers, tokens)
+        return self._watch is None or self._together is not None or self._watch.trains(self._optimizers, tokens)
 
     def _was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer was called for a batch that is not trained on."""
@@ -790,18 +792,16 @@ def _refuse_steps_before_entering(optimizer: torch.optim.Optimizer) -> None:
     _guards[optimizer] = optimizer.register_step_pre_hook(refuse)
 
 
-def _refuses_strangers(loop: DiLoCo) -> Callable[..., None]:
-    """A hook of all optimizers of this process, which does not keep the loop alive: it refuses those that step the
-    loop's model, and that the loop does not know.
-    """
-    here = ref(loop)
+def _of_all(method: Callable[[torch.optim.Optimizer, Mapping[str, Any]], None]) -> Callable[..., None]:
+    """A method as a hook of all optimizers of this process, which does not keep its loop alive."""
+    here = WeakMethod(method)
 
     @not_compiled
-    def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if (loop := here()) is not None:
-            refuse_stranger(optimizer, loop._known, loop._trained, kwargs)
+    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if (method := here()) is not None:
+            method(optimizer, kwargs)
 
-    return refuse
+    return hook
 
 
 def _may_step(optimizer: torch.optim.Optimizer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ import xxhash
 from torch.utils.hooks import RemovableHandle
 
 from dips.core.errors import ConfigError
-from dips.worker.torch_model import innermost, local, plain_model
+from dips.worker.torch_model import is_parents_step, local, plain_model, refuse_stranger
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
 
@@ -241,12 +241,14 @@ LOOKED_AT = 32
 class StepWatch:
     """Watches, from the beginning of a block on, what optimizers do and whether the model's parameters change."""
 
-    def __init__(self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        trained = (p for model in models for p in plain_model(model).parameters() if p.requires_grad)
-        self._some = [p for p in trained if local(p).numel()][:LOOKED_AT]
-        self._own = {id(each) for each in (*optimizers, *innermost(optimizers))}
+    def __init__(self, models: Sequence[torch.nn.Module], known: Set[torch.optim.Optimizer], trained: Set[int]) -> None:
+        """known: the loop's own optimizers, and those inside of them. trained: what they step (ids)."""
+        parameters = (p for model in models for p in plain_model(model).parameters() if p.requires_grad)
+        self._some = [p for p in parameters if local(p).numel()][:LOOKED_AT]
+        self._known, self._trained = known, trained
+        self._n_known = 0  # steps of those
+        self._begun: dict[int, int] = {}  # the others in their step(): n_known as it began
         self._begin = self._elements()
-        self._known: list[str] | None = self._begin  # at the last step's end; None: not read, as it had gradients
         self._looks: list[list[str]] = []
         self._look_at = LOOKS_AFTER
         self._asked = self._n_others = 0
@@ -268,10 +270,27 @@ class StepWatch:
             if len({tuple(look) for look in self._looks}) == N_LOOKS:
                 self._tell(f"`done` was read {self._asked} times, and the model's parameters change")
 
-    @not_compiled
-    def any_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """For torch's hook after the steps of all optimizers of this process."""
-        if id(optimizer) not in self._own and not self._told:
+    def any_begins(self, optimizer: torch.optim.Optimizer) -> bool:
+        """An optimizer of this process is about to step. Returns whether it is one of the loop's."""
+        is_known = optimizer in self._known
+        if is_known:
+            self._has_gradient = self._has_gradient or _has_gradient(optimizer)
+        elif not is_parents_step(optimizer):
+            self._begun[id(optimizer)] = self._n_known
+        return is_known
+
+    def any_stepped(self, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
+        """An optimizer of this process has stepped. Raises ConfigError for one that stepped the model, unless it did so
+        by one of the loop's: its moments would be lost.
+        """
+        if optimizer in self._known:
+            self._n_known += 1
+            return
+        if is_parents_step(optimizer):
+            return
+        if self._begun.pop(id(optimizer), self._n_known) == self._n_known:
+            refuse_stranger(optimizer, self._known, self._trained, given)
+        if not self._told:
             self._n_others += 1
             if self._n_others == OTHER_STEPS:
                 name = type(optimizer).__name__
@@ -281,21 +300,12 @@ class StepWatch:
         self._told = True
         _logger.warning("since the last counted step %s: %s", what, _NOT_COUNTED)
 
-    def begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """One of the loop's own optimizers is about to step."""
-        self._has_gradient = self._has_gradient or _has_gradient(optimizer)
-        if not self._has_gradient and self._known is None:
-            self._known = self._elements()
-
-    def trains(self, optimizers: Iterable[torch.optim.Optimizer], tokens: int) -> bool:
-        """All of them have stepped: whether there was a gradient, also one of a closure, or parameters changed all the
-        same, as with optimizers that step during backward(). Tells once of a step that trained nothing.
+    def trains(self, optimizers: Sequence[torch.optim.Optimizer], tokens: int) -> bool:
+        """All of them have stepped: whether there was a gradient, also one of a closure, or of an optimizer inside that
+        stepped during backward(), or one of them may need none. Tells once of a step that trained nothing.
         """
-        had = self._has_gradient or any(map(_has_gradient, optimizers)) or not self._some
-        self._has_gradient, before, self._known = False, self._known, None
-        if not had:
-            self._known = self._elements()
-            had = self._known != before
+        had = self._has_gradient or any(map(_has_gradient, optimizers)) or not all(map(_needs_gradients, optimizers))
+        self._has_gradient = False
         if not had and not self._told_empty:
             self._told_empty = True
             _logger.warning(
@@ -313,6 +323,11 @@ class StepWatch:
 
 def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def _needs_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it changes nothing without one: others may search, or step during backward()."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 _NOT_COUNTED = (

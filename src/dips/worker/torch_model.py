@@ -228,19 +228,23 @@ def innermost(
 def refuse_stranger(
     optimizer: torch.optim.Optimizer, known: Set[torch.optim.Optimizer], trained: Set[int], given: Mapping[str, Any]
 ) -> None:
-    """Raises ConfigError for an optimizer that is not known and is about to step one of the tensors `trained` (ids).
+    """Raises ConfigError for an optimizer that is not known and has stepped one of the tensors `trained` (ids), except
+    for one without moments of its own that a known one calls.
 
-    given: to its step(). One by which torch makes an optimizer's state is no step.
+    given: to its step(), in whose hook this is called. One by which torch makes an optimizer's state is no step.
     """
     optimizer = plain_optimizer(optimizer)
     if optimizer in known:
         return
     ours = stepped_by([optimizer]) & trained
-    if ours and not makes_state_only(optimizer, given):
+    keeps_none = not _has_tensors(optimizer.state) or any(optimizer.state is each.state for each in known)
+    is_part = keeps_none and any(each in known for each in _open_steps())
+    if ours and not is_part and not makes_state_only(optimizer, given):
         raise ConfigError(
             f"{type(optimizer).__name__} steps {len(ours)} of the model's parameters, and is none of the optimizers "
             "that the loop knows, so that its moments would be neither reset nor saved: give dips.DiLoCo all that step "
-            "the model as a list, made before it is entered (docs/integrations.md)"
+            "the model as a list, made before it is entered; for an evaluation step copy.deepcopy(model); after an "
+            "error in a trainer, call the close() of its callback first (docs/integrations.md)"
         )
 
 
@@ -259,12 +263,16 @@ def is_parents_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the hook that asks is that of a step() within another of the same optimizer: a subclass's step() calls
     its parent's, for which torch calls the hooks too once there is an optimizer of the parent's class.
     """
+    return sum(each is optimizer for each in _open_steps()) > 1
+
+
+def _open_steps() -> Iterator[object]:
+    """The optimizers in whose step() the caller is, also of a step() that will raise: a count would stay."""
     frame: FrameType | None = sys._getframe(1)
-    n_steps = 0
-    while frame is not None and n_steps < 2:
-        n_steps += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
+    while frame is not None:
+        if frame.f_code is _STEP:
+            yield frame.f_locals.get("self")
         frame = frame.f_back
-    return n_steps > 1
 
 
 def makes_state_only(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> bool:

@@ -593,32 +593,55 @@ class Searching(torch.optim.SGD):
                 parameter.data = parameter.data + 1.0
 
 
+class Unseen(torch.optim.Optimizer):
+    """Steps in hooks of backward(), without an optimizer for each, and lets the gradients go: step() does nothing."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
 def test_steps_made_in_backward_and_those_that_need_no_gradients_are_counted(run: RunInMemory) -> None:
+    """Also where no element that is looked at changes, as in 16 bits."""
+    model = Model(0)
+    searching = Searching(model.parameters(), lr=1.0)
+    for optimizer in (searching, Unseen(list(model.parameters()))):
+        with dips.DiLoCo(
+            model, optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True
+        ) as sync:
+            for _ in range(2):
+                optimizer.step()
+        assert sync.steps == 2
     loop = Loop(run, 0, replicas=False)
+    loop.optimizer.inside = torch.optim.SGD(loop.model.parameters(), lr=0.0)  # type: ignore[attr-defined]
+    loop.sync = dips.DiLoCo(
+        loop.model, loop.optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True
+    )
     with loop.sync as sync:
-        for _ in range(2):  # as hooks that step each parameter, and let its gradient go
-            with torch.no_grad():
-                for parameter in loop.model.parameters():
-                    parameter.add_(1.0)
+        for n_steps in (1, 2, 2):
+            for parameter in loop.model.parameters():
+                parameter.grad = torch.ones_like(parameter) if sync.steps < 2 else None
+            loop.optimizer.inside.step()  # type: ignore[attr-defined]
+            loop.optimizer.zero_grad()
             loop.optimizer.step()
-    assert sync.steps == 2
-    optimizer = Searching(loop.model.parameters(), lr=1.0)
-    with dips.DiLoCo(
-        loop.model, optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True
-    ) as sync:
-        for _ in range(2):
-            optimizer.step()
-    assert sync.steps == 2
+            assert sync.steps == n_steps
 
 
-def test_ranks_leave_out_a_step_without_gradients_together(run: RunInMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_count_a_step_alike_whichever_of_them_have_gradients(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where one of them keeps the optimizer's state of what is frozen alone."""
+
     def one(rank: int) -> int:
         loop = Loop(run, rank)
         with loop.sync as sync:
             loop.steps(1)
-            loop.optimizer.zero_grad()
+            for parameter in loop.model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if rank == 0 else None
             loop.optimizer.step()
-            loop.steps(3)
+            loop.steps(2)
         return sync.steps
 
     assert together(monkeypatch, 2, one) == [4, 4]
@@ -841,6 +864,36 @@ def test_an_optimizer_of_the_model_that_the_loop_does_not_know_is_refused_before
         train()
     assert [push.steps for push in run.pushes] == [4] * (n_before // 4)
     other.step()  # after the block it is no one's matter
+
+
+class Around(torch.optim.SGD):
+    """Steps by the optimizer of a helper, as a wrapper that keeps it in an object of its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer, state: Any = None) -> None:
+        super().__init__(inner.param_groups[0]["params"], lr=1.0)
+        self.helper = Helper(inner)
+        self.state = {} if state is None else state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.helper.optimizer.step()
+
+
+@pytest.mark.parametrize("given", ["the inner one", "the outer one, which shares its state", "the outer one"])
+def test_an_optimizer_around_a_given_one_may_be_stepped_and_one_inside_that_keeps_no_moments_of_its_own(
+    run: RunInMemory, given: str
+) -> None:
+    loop = Loop(run, 0, replicas=False)
+    inner = torch.optim.SGD(loop.model.parameters(), lr=1.0, momentum=0.5 if "state" in given else 0.0)
+    outer = Around(inner, inner.state if "state" in given else None)
+    loop.optimizer = outer
+    loop.sync = dips.DiLoCo(
+        loop.model, inner if "inner" in given else outer, tokens_per_step=10, master=run.address, cluster_id="a",
+        insecure=True,
+    )  # fmt: skip
+    with loop.sync as sync:
+        loop.steps(8)
+        assert sync.steps == 8
+    assert [push.steps for push in run.pushes] == [4, 4]
 
 
 class Halves(torch.optim.SGD):

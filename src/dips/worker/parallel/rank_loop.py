@@ -53,11 +53,6 @@ class RankLoop:
         """The leader's."""
         return self._shell
 
-    @property
-    def own_data(self) -> bool:
-        """Whether each rank trains on data of its own."""
-        return len(set(self._coordinates)) == len(self._coordinates)
-
     def enter(self) -> None:
         """Join the run: the leader does, and the others do what it says until all may train. Closed after an error."""
         try:
