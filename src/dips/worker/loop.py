@@ -108,7 +108,7 @@ class Sigterm:
             _handlers.add(self)
 
     def accompany(self) -> None:
-        """Call `received` after the program's own handler, if it has one; `caught` stays as it is."""
+        """Call `received` before the program's own handler, if it has one; `caught` stays as it is."""
         theirs = signal.getsignal(signal.SIGTERM)
         if threading.current_thread() is threading.main_thread() and callable(theirs) and not self._installed:
             self._theirs = theirs
@@ -125,8 +125,8 @@ class Sigterm:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._theirs is not None:
+            self._received()  # first: theirs may wait for other processes, or raise
             self._theirs(number, frame)
-            self._received()
         elif not self.caught:
             self.caught = True
             self._received()
@@ -221,6 +221,9 @@ class DiLoCo:
     """Whether checkpoints are taken at intervals; a trainer's callback takes one with each of the trainer's."""
 
     _resume_label: str | None = None
+
+    _left_open = False
+    """Whether a trainer ended without a word, so that this is no loop's own end, and perhaps the middle of a step."""
 
     def __init__(
         self,
@@ -366,7 +369,8 @@ class DiLoCo:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end_hooks()
-        if kind is None and self._watch is not None and self._steps == self._steps_before:
+        own_end = kind is None and not self._left_open
+        if own_end and self._watch is not None and self._steps == self._steps_before:
             try:
                 self._watch.refuse_uncounted()
             except ConfigError as uncounted:
@@ -378,6 +382,8 @@ class DiLoCo:
                 self._after_end,
             )
         reason = "SIGTERM" if self._sigterm.caught else reason_of(kind, error)
+        # Inside of a step parameters are incomplete, and a loop that has come to its end is in none.
+        whole = own_end or ((self._left_open or is_orderly(kind)) and not self._in_step)
         if isinstance(error, KeyboardInterrupt) and self.active:
             if not self.run_ended:
                 _logger.warning("ctrl-C: this cluster leaves the run; a second one ends the process at once")
@@ -386,11 +392,9 @@ class DiLoCo:
             if kind is None and self.active:
                 self._sigterm.accompany()
             if self._together is not None:
-                self._leave_together(self._together, kind, reason)
+                self._leave_together(self._together, reason, meets=kind is None and whole, patient=own_end)
             elif self._shell is not None:
-                # Inside of a step parameters are incomplete, and a loop that has come to its end is in none.
-                whole = kind is None or (is_orderly(kind) and not self._in_step)
-                self._shell.close(reason, push_pending=whole, patient=kind is None and not self._sigterm.caught)
+                self._shell.close(reason, push_pending=whole, patient=own_end and not self._sigterm.caught)
         except KeyboardInterrupt as again:
             self._say_of_ctrl_c(again, "while it left the run: its last steps may be lost")
             raise
@@ -419,11 +423,12 @@ class DiLoCo:
         if isinstance(error, KeyboardInterrupt) and self._config is not None:
             say_instead_of_trace(error, f"cluster {self._config.cluster_id} was ended by ctrl-C {what}")
 
-    def _leave_together(self, together: RankLoop, kind: type[BaseException] | None, reason: str) -> None:
+    def _leave_together(self, together: RankLoop, reason: str, *, meets: bool, patient: bool) -> None:
         """Leave the run with all ranks, or without them after an error: then their parameters cannot be shared."""
         try:
-            if kind is None:
-                together.leave(reason, self._losses.take(time.monotonic(), True), wants_to_leave=self._sigterm.caught)
+            if meets:
+                loss = self._losses.take(time.monotonic(), True)
+                together.leave(reason, loss, wants_to_leave=self._sigterm.caught, patient=patient)
         except BaseException as raised:
             reason = reason_of(type(raised), raised)
             raise

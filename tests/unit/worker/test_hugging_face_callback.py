@@ -128,22 +128,46 @@ def test_copies_and_files_of_the_model_have_no_part_in_the_training(run: RunInMe
     assert (push.tokens, push.mean_loss) == (8 * 6, 1.0)
 
 
-def test_closed_while_an_exception_is_on_its_way_it_pushes_no_step_that_may_be_half_made(
-    run: RunInMemory, tmp_path: Path
+@pytest.mark.parametrize("where", ["between two steps", "in a step", "in backward(), which steps"])
+@pytest.mark.parametrize("ends", ["close", "train_begin"])
+def test_a_training_that_is_left_open_pushes_its_complete_steps_and_none_that_is_half_made(
+    run: RunInMemory, tmp_path: Path, where: str, ends: str
 ) -> None:
+    """Nor does it wait for the run's first merge, as one that has come to its end."""
+    run.decide = lambda push: None
     trainer = Trainer(run, tmp_path)
+    inside = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    trainer.optimizer.inside = inside  # type: ignore[attr-defined]
+    trainer.tell("train_begin")
+    trainer.step(batch(1.0))
+
+    def fails(*_: object) -> None:
+        raise ValueError("no")
 
     def trains() -> None:
+        match where:
+            case "in a step":
+                trainer.optimizer.register_step_pre_hook(fails)
+                trainer.step(batch(1.0))
+            case "in backward(), which steps":
+                inside.step()
+        fails()
+
+    def trains_and_closes() -> None:
         try:
-            trainer.tell("train_begin")
-            trainer.step(batch(1.0))
-            raise ValueError("no")
+            trains()
         finally:
             trainer.callback.close()
 
+    began_s = run.clock.monotonic_s()
     with pytest.raises(ValueError, match="no"):
-        trains()
-    assert (run.pushes, [leave.reason for leave in run.leaves]) == ([], ["ValueError: no"])
+        trains_and_closes() if ends == "close" else trains()
+    if ends == "train_begin":
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        trainer.tell("train_begin")
+    assert [push.steps for push in run.pushes] == ([1] if "between" in where else [])
+    assert (len(run.leaves), run.clock.monotonic_s() < began_s + 300.0) == (1, True)
+    trainer.callback.close()
 
 
 @pytest.mark.parametrize(

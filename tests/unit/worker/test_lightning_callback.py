@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from support.trainer_models import Model
 
 from dips.core.errors import TERMINATED, ConfigError
 from dips.core.ids import Version
+from dips.core.messages import VerdictKind
 from dips.worker.integrations.lightning import LightningCallback
 from dips.worker.step_checks import N_BATCHES
 
@@ -33,7 +36,7 @@ class Trainer:
         self.own: Any = SimpleNamespace(**{
             "optimizers": [self.optimizer], "strategy": strategy, "min_epochs": None, "min_steps": None,
             "checkpoint_callbacks": [object()], "default_root_dir": str(folder), "should_stop": False,
-            "global_step": 0, "state": SimpleNamespace(fn=TrainerFn.FITTING), **changes,
+            "global_step": 0, "received_sigterm": False, "state": SimpleNamespace(fn=TrainerFn.FITTING), **changes,
         })  # fmt: skip
 
     def tell(self, event: str, *more: Any) -> None:
@@ -137,6 +140,38 @@ def test_a_sigterm_is_an_exit_code_unless_the_run_let_the_cluster_go(
     assert error.code == (before if released else TERMINATED)
     assert (trainer.callback.sync, len(run.leaves)) == (None, 1)
     assert [push.tokens for push in run.pushes] == ([] if released else [50])
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_sigterm_at_the_end_is_an_exit_code_where_steps_are_lost(
+    run: RunInMemory, tmp_path: Path, merged: bool
+) -> None:
+    """Lightning notes it, and does not look any more."""
+    trainer = Trainer(run, tmp_path, {"tokens_per_step": 50})
+    run.decide = lambda push: VerdictKind.APPLIED if merged else None
+
+    def lightnings(number: int, frame: object) -> None:
+        trainer.own.received_sigterm = True
+
+    def happens() -> None:
+        if not trainer.own.received_sigterm:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, lightnings)
+    try:
+        trainer.tell("train_start")
+        trainer.step(1.0)
+        run.while_waiting = happens
+        if merged:
+            happens()
+            trainer.tell("train_end")
+        else:
+            with pytest.raises(SystemExit) as ended:
+                trainer.tell("train_end")
+            assert ended.value.code == TERMINATED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (trainer.own.received_sigterm, len(run.leaves)) == (True, 1)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from dips.core.errors import TERMINATED, ConfigError, DipsError, RefusalCode
 from dips.core.ids import Version
 from dips.core.messages import VerdictKind
 from dips.core.observe.tape import read_tape
+from dips.worker.loop import Sigterm
 from dips.worker.parallel.ranks import Ranks
 
 BASE = FlatModel(7).theta
@@ -384,6 +385,23 @@ def test_a_sigterm_that_the_program_handles_itself_ends_the_wait_at_a_loops_end_
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (heard, [leave.reason for leave in run.leaves]) == ([signal.SIGTERM], ["SIGTERM"])
+
+
+def test_a_program_that_waits_in_its_own_handler_of_sigterm_has_ended_the_wait_before() -> None:
+    heard: list[str] = []
+
+    def handler(number: int, frame: object) -> None:
+        heard.append("theirs")
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        ours = Sigterm(lambda: heard.append("ours"))
+        ours.accompany()
+        os.kill(os.getpid(), signal.SIGTERM)
+        ours.give_back()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == ["ours", "theirs"]
 
 
 def test_a_sigterm_that_comes_to_one_rank_ends_the_wait_of_all_at_their_end(

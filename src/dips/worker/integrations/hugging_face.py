@@ -9,7 +9,6 @@ touches evaluation, schedules or data.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -129,11 +128,11 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._joined.end()
 
     def close(self) -> None:
-        """Leave the run, for example in a `finally`: while an exception is on its way, no step is pushed that may be
-        half made. May be repeated.
+        """Leave the run, for example in a `finally`: complete steps are pushed, and none that may be half made. May be
+        repeated.
         """
         self._remove_hooks()
-        self._joined.end(*sys.exc_info())
+        self._joined.leave_open()
 
     def _count(self, model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         if model.training and torch.is_grad_enabled() and self.sync is not None:

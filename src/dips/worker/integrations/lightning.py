@@ -135,7 +135,10 @@ class LightningCallback(Callback):
         self._label = label if isinstance(label, str) and trainer.state.fn == TrainerFn.FITTING else None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.close()
+        sync, self._label = self.sync, None
+        self._joined.end()
+        if sync is not None and trainer.received_sigterm:  # it does not look for it any more
+            sync.refuse_loss_by_sigterm()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         sync = self.sync
@@ -145,9 +148,9 @@ class LightningCallback(Callback):
             exception.code = TERMINATED  # Lightning's own is 0, which means that the work is done
 
     def close(self) -> None:
-        """Leave the run. May be called twice."""
+        """Leave the run, as HuggingFaceCallback.close() does. May be called twice."""
         self._label = None
-        self._joined.end()
+        self._joined.leave_open()
 
     def _folder(self, trainer: Trainer) -> Path | None:
         if not trainer.checkpoint_callbacks:

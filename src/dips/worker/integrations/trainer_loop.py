@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +145,11 @@ class TrainerLoop(DiLoCo):
     def _was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         return self._skips or super()._was_skipped(optimizer)
 
+    def refuse_loss_by_sigterm(self) -> None:
+        """After its end, where the trainer heard a SIGTERM: raises SystemExit for a wait that it cut short."""
+        if self.shell is not None and self.shell.unshared.steps and not self.released:
+            raise self._end_of_process()
+
     def checkpoint(self, label: str) -> None:
         """Take the cluster's checkpoint before the trainer writes its own of this name. Once is enough for a name."""
         if not self.active or self._label_taken == label or not self._has_directory:
@@ -165,7 +171,7 @@ class Joined:
 
     def begin(self, make: Callable[[], TrainerLoop]) -> TrainerLoop:
         """Make and enter a loop, after the end of one that an earlier training left open."""
-        self.end()
+        self.leave_open()
         loop = make()
         loop.__enter__()
         self.loop = loop
@@ -184,13 +190,22 @@ class Joined:
         if loop is not None:
             loop.__exit__(kind, error, trace)
 
+    def leave_open(self) -> None:
+        """Leave the run where no one says that the training has come to its end: its complete steps are pushed, and
+        nothing is waited for longer than usual. Of several ranks none are, while an exception is on its way: the others
+        may wait for this one. May be called twice.
+        """
+        if self.loop is not None:
+            self.loop._left_open = True
+        self.end(*sys.exc_info())
+
     def _say_what_is_lost(self) -> None:
         """Log what is lost when a trainer reports no exception to callbacks: the process ends without a push."""
         shell = self.loop.shell if self.loop is not None else None
         if shell is not None and not shell.done and shell.unshared.steps:
             _logger.warning(
                 "the training ended by an exception, without %s: they were not pushed; callback.close() in a `finally` "
-                "waits for an open push", shell.unshared,
+                "pushes them", shell.unshared,
             )  # fmt: skip
 
 

@@ -94,11 +94,11 @@ class RankLoop:
         """After enter(), of leased data: what ClusterShell.take_unused() returns, on all ranks."""
         return self._ranges_of(lambda shell: shell.take_unused())
 
-    def leave(self, reason: str, loss: float, *, wants_to_leave: bool) -> None:
+    def leave(self, reason: str, loss: float, *, wants_to_leave: bool, patient: bool = True) -> None:
         """All ranks leave their loops: the steps that are not shared yet are pushed, as ClusterShell.close() does."""
         if not self.news.done:
             self._ranks.leave(self._wait_s)
-            self._meet(loss, wants_to_leave=wants_to_leave, leaves_for=reason)
+            self._meet(loss, wants_to_leave=wants_to_leave, leaves_for=reason, patient=patient)
 
     def checkpoint(self, label: str, loss: Callable[[], float], *, wants_to_leave: bool) -> bool:
         """Take a checkpoint under a label, on all ranks, after the same step; returns when it is durable. Returns
@@ -163,7 +163,7 @@ class RankLoop:
             # the checkpoint's version is still the newest.
             self._leading.do(ShareOut(self._shell.settings.chunk_bytes))
 
-    def _meet(self, loss: float, *, wants_to_leave: bool, leaves_for: str | None = None) -> None:
+    def _meet(self, loss: float, *, wants_to_leave: bool, leaves_for: str | None = None, patient: bool = True) -> None:
         known = math.isfinite(loss)
         mine = replace(
             self._part.report(),
@@ -179,9 +179,9 @@ class RankLoop:
         if self._shell is None:
             self._follow()
         else:
-            self._lead(lambda: self._decide(reports, leaves_for))
+            self._lead(lambda: self._decide(reports, leaves_for, patient))
 
-    def _decide(self, reports: Sequence[RankReport], leaves_for: str | None) -> None:
+    def _decide(self, reports: Sequence[RankReport], leaves_for: str | None, patient: bool) -> None:
         """The leader's part of a meeting."""
         assert self._shell is not None, "only the leader decides"
         assert self._leading is not None, "likewise"
@@ -193,7 +193,7 @@ class RankLoop:
         if self._checkpoints is not None and (total.leaves or self._shell.done):
             self._checkpoints.finish()  # as long as the others follow
         if total.leaves and leaves_for is not None:
-            self._shell.close(leaves_for, patient=not total.wants_to_leave)
+            self._shell.close(leaves_for, patient=patient and not total.wants_to_leave)
         self.news = replace(self.news, ends=total.wants_to_leave)
 
     def _lead(self, decide: Callable[[], object]) -> None:
