@@ -343,7 +343,7 @@ def follow(train: TrainConfig, client: ClientConfig) -> int:
     with (
         served(metrics),
         StopSignals() as signals,
-        Tape(client.tape_used, "worker", name, may_lose=True) as tape,
+        Tape(client.tape_given, "worker", name, may_lose=True) as tape,
         RunWatch(client.master, client.run_id, deadline_s, security) as watch,
     ):
         Follower(watch.status, fetch, evaluate, tape, client.connect_wait_s).run(signals.wait)

@@ -131,8 +131,8 @@ _logger = logging.getLogger("dips.trainer")
 class StepReports:
     """Collects losses and reports their mean, in nats per byte, every `every_steps` steps."""
 
-    def __init__(self, tape: Tape, every_steps: int) -> None:
-        self._tape = tape
+    def __init__(self, every_steps: int, tape: Tape | None = None) -> None:
+        self.tape = tape
         self._every_steps = every_steps
         self._losses: list[float] = []
         self._tokens = 0
@@ -159,16 +159,11 @@ class StepReports:
         now_s = time.monotonic()
         mean = math.fsum(self._losses) / len(self._losses)
         tokens_per_s = self._tokens / max(now_s - self._since_s, 1e-9)
-        self._tape.write(
-            "step",
-            cause,
-            steps=self._steps,
-            tokens=run_tokens,
-            loss=mean,
-            lr=lr,
-            version=base or None,
-            tokens_per_s=tokens_per_s,
-        )
+        if self.tape is not None:
+            self.tape.write(
+                "step", cause, steps=self._steps, tokens=run_tokens, loss=mean, lr=lr, version=base or None,
+                tokens_per_s=tokens_per_s,
+            )  # fmt: skip
         where = f", base {base}" if base else ""
         _logger.info(
             "step %d: loss %.3f at %d tokens%s (%.0f tokens/s, lr %.2g)",

@@ -53,7 +53,7 @@ class ClusterOfRanks:
 
     def __init__(
         self, train: TrainConfig, client: ClientConfig, cut: CutModel, optimizers: Sequence[torch.optim.Optimizer],
-        plan: DataPlan, tape: Tape, signals: StopSignals, state: Mapping[str, HasState],
+        plan: DataPlan, signals: StopSignals, state: Mapping[str, HasState],
     ) -> None:  # fmt: skip
         """Agree with the other ranks. state: kept in checkpoints, besides the model's and the optimizers'.
 
@@ -66,7 +66,7 @@ class ClusterOfRanks:
         self._losses = Losses()
 
         def shell_of(others: OtherRanks, layout: Layout, untrained: Untrained, trained: frozenset[int]) -> ClusterShell:
-            return ClusterShell(client, others, layout, plan, tape=tape, untrained=untrained)
+            return ClusterShell(client, others, layout, plan, untrained=untrained)
 
         try:
             loop = loop_of_ranks(
@@ -116,6 +116,11 @@ class ClusterOfRanks:
                     self._signals.another_rank_was_told()
         finally:
             self._loop.close(reason)
+
+    @property
+    def tape(self) -> Tape | None:
+        """The leader's."""
+        return None if self._loop.shell is None else self._loop.shell.tape
 
     @property
     def done(self) -> bool:
@@ -429,9 +434,9 @@ class _ClusterLoop:
         self._signals = signals
         self._inner = inner
         self._batches = LeasedBatches(self._inner.text, train.batch_size, train.sequence_tokens)
-        self._tape = Tape(client.tape_used, "worker", client.cluster_id, may_lose=True)
-        self._reports = StepReports(self._tape, train.log_every_steps)
+        self._reports = StepReports(train.log_every_steps)
         self._shell = self._session(client)
+        self._reports.tape = self._shell.tape
         self._slowdown = _slowdown_of(train, place)
         self._forgotten = 0
 
@@ -439,12 +444,10 @@ class _ClusterLoop:
         inner, plan = self._inner, self._inner.text.plan
         kept: dict[str, HasState] = {"data": self._batches, "reports": self._reports}
         if inner.cut is not None:
-            return ClusterOfRanks(
-                self._train, client, inner.cut, inner.optimizers, plan, self._tape, self._signals, kept
-            )
+            return ClusterOfRanks(self._train, client, inner.cut, inner.optimizers, plan, self._signals, kept)
         parameters = TorchParameters(inner.model, inner.optimizers)
         state = TorchState(inner.model, inner.optimizers, kept)
-        return ClusterShell(client, parameters, parameters.layout(), plan, inner=state, tape=self._tape)
+        return ClusterShell(client, parameters, parameters.layout(), plan, inner=state)
 
     def run(self) -> int:
         reason, whole = "finished", True
@@ -470,7 +473,6 @@ class _ClusterLoop:
             raise
         finally:
             self._shell.close(reason, push_pending=whole)
-            self._tape.close()
             self._inner.close()
         return 0 if self._shell.released else self._signals.exit_code
 
@@ -502,8 +504,8 @@ def _run_alone(inner: InnerTrainer, client: ClientConfig, place: Place, signals:
     """Plain training of the same model on the same text: a baseline, and a first try without any server."""
     train = inner.config
     windows = windows_of(inner.heldout, train.sequence_tokens)
-    with Tape(client.tape_used, "worker", client.cluster_id or ALONE, may_lose=True) as tape:
-        tokens = _steps_alone(inner, place, signals, StepReports(tape, train.log_every_steps))
+    with Tape(client.tape_given, "worker", client.cluster_id or ALONE, may_lose=True) as tape:
+        tokens = _steps_alone(inner, place, signals, StepReports(train.log_every_steps, tape))
         model = inner.whole_model()
         if place.leads:
             loss = heldout_loss(model, windows)

@@ -46,8 +46,8 @@ class ClientConfig(ProcessKnobs):
     master: str = Field("", description="The master's HOST:PORT.")
     tape: Path | Literal["none"] | None = Field(
         None,
-        description="File to which this process appends its event record; empty: NAME.tape.jsonl in checkpoint_dir, "
-        "with cluster_id for NAME, or none without a checkpoint_dir; none: no record.",
+        description="File to which this process appends its event record; empty: a cluster in a run writes "
+        "NAME.tape.jsonl in its checkpoint_dir, with cluster_id for NAME; else, and for none, no record.",
     )
     declared_tokens_per_s: float = Field(
         0.0, ge=0, description="Speed at which this cluster claims to train until it is measured; 0: unknown."
@@ -130,12 +130,16 @@ class ClientConfig(ProcessKnobs):
     )
 
     @property
-    def tape_used(self) -> Path | None:
-        """The file of the event record; None: there is none."""
-        if self.tape is None:
-            kept = self.checkpoint_dir if self.cluster_id else None
-            return None if kept is None else kept / f"{self.cluster_id}.tape.jsonl"
+    def tape_given(self) -> Path | None:
+        """The file that was named for the event record; None: none was."""
         return None if self.tape == "none" else self.tape
+
+    @property
+    def tape_used(self) -> Path | None:
+        """The file of a cluster's event record, for the one process that has checkpoint_dir for itself; None: none."""
+        if self.tape is None and self.checkpoint_dir is not None and self.cluster_id:
+            return self.checkpoint_dir / f"{self.cluster_id}.tape.jsonl"
+        return self.tape_given
 
     @field_validator("wire_dtype")
     @classmethod

@@ -117,7 +117,6 @@ class ClusterShell:
         data_plan: DataPlan,
         *,
         inner: InnerState | None = None,
-        tape: Tape | None = None,
         resume_label: str | None = None,
         untrained: Untrained | None = None,
         former: Mapping[str, str] | None = None,
@@ -125,10 +124,9 @@ class ClusterShell:
         """Make the shell; opens no connection yet. Raises ConfigError for settings that cannot work.
 
         parameters: this process's, which hold all of layout; or the ranks that hold it together, of which this one is
-        the leader. inner: further state in checkpoints, besides parameters and session. tape: where records go; None:
-        config.tape_used, closed by close(). resume_label: resume from the checkpoint that checkpoint_now() took under
-        it. untrained: the model's other tensors, for the master to compare; None: none. former: names of tensors ->
-        those that earlier releases gave them, where they differ.
+        the leader. inner: further state in checkpoints, besides parameters and session. resume_label: resume
+        from the checkpoint that checkpoint_now() took under it. untrained: the model's other tensors, for the master to
+        compare; None: none. former: names of tensors -> those that earlier releases gave them, where they differ.
         """
         self.config = check(config)
         self.security = security_of(config, f"cluster {config.cluster_id}")
@@ -149,14 +147,17 @@ class ClusterShell:
         self._in_step = False
         self._failed_in_step: BaseException | None = None
         self._log = ChangeLogger(logging.getLogger("dips.worker"))
-        self._owns_tape = tape is None
-        self.tape = tape or Tape(config.tape_used, "worker", config.cluster_id, self._clock, may_lose=True)
+        if wire_of(config).is_difference and layout.n_trained < layout.n_elems:
+            raise ConfigError(
+                f"wire_dtype is {config.wire_dtype!r}, whose rounding could make a running variance negative: "
+                'leave it out where buffers="average"'
+            )
+        store: CheckpointStore | None = None
+        if ranks is None and config.checkpoint_dir is not None:
+            store = CheckpointStore(config.checkpoint_dir, config.checkpoints_kept)
+        # After the lock of its folder: another process of this name may write there.
+        self.tape = Tape(config.tape_used, "worker", config.cluster_id, self._clock, may_lose=True)
         if wire_of(config).is_difference:
-            if layout.n_trained < layout.n_elems:
-                raise ConfigError(
-                    f"wire_dtype is {config.wire_dtype!r}, whose rounding could make a running variance negative: "
-                    'leave it out where buffers="average"'
-                )
             # Now, and not while the first push is on its way.
             starting = Starting("kernels", _starts, self.tape, self._clock, quiet_s=0.0)
             warm_up(starting.compiles)
@@ -176,8 +177,7 @@ class ClusterShell:
         else:
             part = self._part = ModelPart(parameters, layout, self._arrived, self._clock, self.tape, curve, links)
             self._between = threading.Thread(target=self._go_on_in_steps, name="dips-exchange", daemon=True)
-            if config.checkpoint_dir is not None:
-                store = CheckpointStore(config.checkpoint_dir, config.checkpoints_kept)
+            if store is not None:
                 self._checkpoints = Checkpointing(config, store, parameters, part.vectors, inner, self._clock)
                 self._checkpoints.begin(self._arrived, self.tape)
         self._client = MasterClient(config.master, self.security, self._arrived)
@@ -318,8 +318,7 @@ class ClusterShell:
                 self._checkpoints.close()
             if self._metrics is not None:
                 self._metrics.stop()
-            if self._owns_tape:
-                self.tape.close()
+            self.tape.close()
 
     def __enter__(self) -> ClusterShell:
         try:

@@ -49,11 +49,10 @@ class ScriptedDriver:
         data_plan: DataPlan,
         *,
         inner: InnerState,
-        tape: Tape,
     ) -> None:
         type(self).last = self
         assert parameters.layout() == layout
-        self.tape = tape
+        self.tape = Tape(config.tape_used, "worker", config.cluster_id)
         self.inner = inner
         self.resumed = False
         self.times_forgotten = 0
@@ -101,6 +100,7 @@ class ScriptedDriver:
     def close(self, reason: str, *, push_pending: bool) -> None:
         assert push_pending == (reason == "finished"), "after an error the parameters may be in the middle of a step"
         self.closed.append(reason)
+        self.tape.close()
 
 
 @pytest.fixture
@@ -320,6 +320,15 @@ def test_without_a_master_it_trains_for_so_many_steps(train: TrainConfig, tmp_pa
     assert records[-1]["kind"] == "heldout"
     assert records[-1]["tokens"] == 10 * train.step_tokens
     assert records[-1]["loss"] < math.log(256)
+
+
+def test_training_without_a_master_leaves_the_tape_of_a_clusters_folder_to_the_cluster(
+    train: TrainConfig, tmp_path: Path
+) -> None:
+    """A cluster of the same settings may be running."""
+    client = ClientConfig(cluster_id="a", checkpoint_dir=tmp_path / "kept")
+    assert run(train.model_copy(update={"steps": 1, "warmup_tokens": 0}), client) == 0
+    assert not (tmp_path / "kept").exists()
 
 
 def test_without_a_master_and_steps_both_remedies_are_named(train: TrainConfig) -> None:

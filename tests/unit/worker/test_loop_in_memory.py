@@ -723,6 +723,17 @@ def test_a_cluster_with_a_checkpoint_directory_writes_its_tape_there(
         assert [record["kind"] for record in read_tape(tmp_path / name)][-1] == "left"
 
 
+def test_a_cluster_that_cannot_have_its_folder_to_itself_writes_no_tape_there(run: RunInMemory, tmp_path: Path) -> None:
+    """Another process of this name may write one."""
+    (tmp_path / "lock").mkdir()
+    with (
+        pytest.raises(ConfigError, match="checkpoints cannot be kept in"),
+        Loop(run, 0, replicas=False, checkpoint_dir=tmp_path).sync,
+    ):
+        raise AssertionError("it is entered")
+    assert not (tmp_path / "a.tape.jsonl").exists()
+
+
 def test_of_several_ranks_one_writes_the_tape(
     run: RunInMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
