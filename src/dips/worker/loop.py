@@ -323,10 +323,18 @@ class DiLoCo:
         try:
             with options_are_keywords():
                 self._join()
+            self._begin()
         except BaseException as error:
+            self._end_hooks()
+            if (joined := self._together or self._shell) is not None:
+                joined.close(reason_of(type(error), error))
             self._sigterm.give_back()
             self._say_of_ctrl_c(error, "before it had joined the run")
             raise
+        return self
+
+    def _begin(self) -> None:
+        """Hear of steps from now on."""
         if not self.active:
             self._sigterm.give_back()
             _logger.info("DIPS_MASTER is not set: training alone, nothing is shared")
@@ -348,7 +356,6 @@ class DiLoCo:
             self._hooks.append(register_optimizer_step_post_hook(_of_all(self._any_stepped)))
         self._steps_before = self._steps
         _entered.add(self)
-        return self
 
     def _refuse_second_loop(self) -> None:
         """Note who trains what. Raises ConfigError in the block of another loop, or callback, that counts the same

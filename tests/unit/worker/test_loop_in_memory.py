@@ -973,6 +973,30 @@ def test_steps_of_an_optimizer_whose_hooks_torch_does_not_call_are_counted(run: 
         assert sync.steps == 4
 
 
+class Broken(torch.optim.SGD):
+    def register_step_post_hook(self, hook: Any) -> Any:
+        raise RuntimeError("no hook")
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_loop_that_fails_after_it_has_joined_leaves_the_run_and_no_hook(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, n_ranks: int
+) -> None:
+    def one(rank: int) -> bool:
+        loop = Loop(run, rank, replicas=n_ranks > 1)
+        optimizer = Broken(loop.model.parameters(), lr=1.0)
+        sync = dips.DiLoCo(
+            loop.model, optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True,
+            parallel=dips.Parallel(replicas=n_ranks > 1),
+        )  # fmt: skip
+        with pytest.raises(RuntimeError, match="no hook"), sync:
+            raise AssertionError("it is entered")
+        return bool(loop.model._forward_pre_hooks or optimizer._optimizer_step_pre_hooks)
+
+    assert (together(monkeypatch, n_ranks, one) if n_ranks > 1 else [one(0)]) == [False] * n_ranks
+    assert [leave.reason for leave in run.leaves] == ["RuntimeError: no hook"]
+
+
 def test_optimizers_of_other_models_are_left_alone(run: RunInMemory) -> None:
     loop, other = Loop(run, 0, replicas=False), Model(1)
     theirs = torch.optim.AdamW(other.parameters(), lr=1.0)
