@@ -28,6 +28,7 @@ from dips.core.errors import TERMINATED, ConfigError, DipsError, RefusalCode
 from dips.core.ids import Version
 from dips.core.messages import VerdictKind
 from dips.core.observe.tape import read_tape
+from dips.worker.integrations.trainer_loop import CallbackOptions, Joined, TrainerLoop
 from dips.worker.loop import Sigterm
 from dips.worker.parallel.ranks import Ranks
 
@@ -402,6 +403,24 @@ def test_a_program_that_waits_in_its_own_handler_of_sigterm_has_ended_the_wait_b
     finally:
         signal.signal(signal.SIGTERM, before)
     assert heard == ["ours", "theirs"]
+
+
+def test_ranks_whose_trainer_left_their_loops_open_push_their_complete_steps_and_do_not_wait(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.decide = lambda push: None
+    given = {"master": run.address, "cluster_id": "a", "insecure": True, "parallel": dips.Parallel(replicas=True)}
+
+    def one(rank: int) -> None:
+        model, joined = Model(rank), Joined()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        joined.begin(lambda: TrainerLoop(model, optimizer, CallbackOptions(10, None, given), None, None))
+        optimizer.step()
+        joined.leave_open()
+
+    began_s = run.clock.monotonic_s()
+    assert together(monkeypatch, 2, one) == [None] * 2
+    assert ([push.steps for push in run.pushes], run.clock.monotonic_s() < began_s + 300.0) == ([1], True)
 
 
 def test_a_sigterm_that_comes_to_one_rank_ends_the_wait_of_all_at_their_end(
