@@ -353,7 +353,7 @@ class DiLoCo:
         if self.active:
             self._watch = StepWatch(self._models, self._known, self._trained)
             self._hooks.append(register_optimizer_step_pre_hook(_of_all(self._any_begins)))
-            self._hooks.append(register_optimizer_step_post_hook(_of_all(self._any_stepped)))
+            self._hooks.append(register_optimizer_step_post_hook(_of_all(self._watch.any_stepped)))
         self._steps_before = self._steps
         _entered.add(self)
 
@@ -388,7 +388,8 @@ class DiLoCo:
                 "%s after the run's end are not counted, and are in the model here: `dips export` writes the run's",
                 self._after_end,
             )
-        reason = "SIGTERM" if self._sigterm.caught else reason_of(kind, error)
+        why = "its trainer left it open" if self._left_open and kind is None else reason_of(kind, error)
+        reason = "SIGTERM" if self._sigterm.caught else why
         # Inside of a step parameters are incomplete, and a loop that has come to its end is in none.
         whole = own_end or ((self._left_open or is_orderly(kind)) and not self._in_step)
         if isinstance(error, KeyboardInterrupt) and self.active:
@@ -693,10 +694,6 @@ class DiLoCo:
     def _any_begins(self, optimizer: torch.optim.Optimizer, kwargs: Mapping[str, Any]) -> None:
         if self._watch is not None and self._watch.any_begins(optimizer):
             self._in_step = True  # also of one inside of a given one, that steps during backward()
-
-    def _any_stepped(self, optimizer: torch.optim.Optimizer, kwargs: Mapping[str, Any]) -> None:
-        if self._watch is not None:
-            self._watch.any_stepped(optimizer, kwargs)
 
     @not_compiled
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -267,7 +267,7 @@ def is_parents_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _open_steps() -> Iterator[object]:
-    """The optimizers in whose step() the caller is, also of a step() that will raise: a count would stay."""
+    """The optimizers in whose step() the caller is. A count by hooks would stay after a step() that raised."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _STEP:

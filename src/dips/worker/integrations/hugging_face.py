@@ -128,8 +128,8 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._joined.end()
 
     def close(self) -> None:
-        """Leave the run, for example in a `finally`: complete steps are pushed, and none that may be half made. May be
-        repeated.
+        """Leave the run, for example in a `finally`: complete steps are pushed, and none that may be half made; of
+        several ranks none while an exception is on its way. May be repeated.
         """
         self._remove_hooks()
         self._joined.leave_open()

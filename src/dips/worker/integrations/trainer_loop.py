@@ -205,7 +205,7 @@ class Joined:
         if shell is not None and not shell.done and shell.unshared.steps:
             _logger.warning(
                 "the training ended by an exception, without %s: they were not pushed; callback.close() in a `finally` "
-                "pushes them", shell.unshared,
+                "pushes those of one process", shell.unshared,
             )  # fmt: skip
 
 
