@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import socket
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from support.journals import append, records_of
 
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError
+from dips.core.net.newcomers import Bounds, PortWatch, files_of_process
 from dips.master.archive import FILE_NAME
 from dips.master.directory import (
     MasterAddress,
@@ -134,6 +136,30 @@ def test_disk_trouble_is_fatal_and_names_the_remedy(journal: Journal, tmp_path: 
     with pytest.raises(FatalError, match="check that the disk has room"):
         append(journal, epoch, 1, "COMMIT", "{}", '"lost"')
     assert journal.latest_snapshot() is None
+
+
+@pytest.mark.parametrize("number_was_given_away", [False, True])
+def test_a_look_at_a_port_takes_no_lock_from_the_journal(
+    journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number_was_given_away: bool
+) -> None:
+    """Without its locks SQLite's tools delete the log of an open journal, and truncate the memory that it maps."""
+    journal.begin_epoch()
+    held = locks_on(tmp_path)
+    assert any(lock.startswith("POSIX") for lock in held)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        if number_was_given_away:  # a connection ended, and its number is the journal's since the look saw a socket
+            file = os.open(tmp_path / FILE_NAME, os.O_RDONLY)
+            real_dup = os.dup
+            monkeypatch.setattr(os, "dup", lambda fd: real_dup(file))
+        PortWatch(listener.getsockname()[1], Bounds(4, 4, 10.0)).look(files_of_process() or (), lambda _: False, 0.0)
+    assert locks_on(tmp_path) == held
+
+
+def locks_on(directory: Path) -> list[str]:
+    """Kind and range of each lock on the files of a folder."""
+    inodes = {str(file.stat().st_ino) for file in directory.iterdir()}
+    lines = [line.partition(":")[2].split() for line in Path("/proc/locks").read_text().splitlines()]
+    return sorted(" ".join(words) for words in lines if words[-3].rpartition(":")[2] in inodes)
 
 
 def test_the_address_file_comes_whole_and_goes(tmp_path: Path) -> None:

@@ -122,13 +122,17 @@ def connection_of(fd: int, port: int) -> Iterator[tuple[int, socket.socket] | No
     """The inode of `fd` and a separate handle to it, if it is a connection to this port.
 
     The file may be closed, and its number given to another, at any time: so all is read from a duplicate, unless no
-    further file can be opened.
+    further file can be opened. Only sockets are closed here: closing any handle of a file ends all locks that this
+    process has on it, and SQLite relies on its own.
     """
-    own, handle, inode = _duplicate(fd), None, 0
+    own, handle, inode = fd, None, 0
     try:
-        info = os.fstat(own)
-        inode = info.st_ino
-        handle = socket.socket(fileno=own) if stat.S_ISSOCK(info.st_mode) else None
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+            own = _duplicate(fd)
+            info = os.fstat(own)
+            inode = info.st_ino
+            # Where the number was given to a file meanwhile, the duplicate stays open.
+            handle = socket.socket(fileno=own) if stat.S_ISSOCK(info.st_mode) else None
     except OSError:
         pass  # closed meanwhile
     try:
@@ -136,8 +140,8 @@ def connection_of(fd: int, port: int) -> Iterator[tuple[int, socket.socket] | No
     finally:
         if handle is not None:
             handle.detach()
-        if own != fd:
-            os.close(own)
+            if own != fd:
+                os.close(own)
 
 
 def _duplicate(fd: int) -> int:
