@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import asyncio.constants
+import contextlib
 import socket
+import ssl
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from aiohttp.test_utils import TestServer
 from support.waiting import NO_LIMIT_S
 
+from dips.core.net.keys import load_identity
+from dips.core.net.newcomers import Bounds
 from dips.core.net.security import INSECURE
+from dips.local.authority import ensure_keys
 from dips.master.access import Access
 from dips.master.page import server as page_server
 from dips.master.page import web
@@ -90,3 +97,32 @@ def test_a_silent_connection_beyond_the_most_is_closed_at_once(monkeypatch: pyte
                 silent.recv(1)
     finally:
         page.stop()
+
+
+@pytest.mark.parametrize("bound", ["newcomers", "connections"])
+def test_a_silent_reader_with_tls_is_closed_for_the_next_whatever_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    """One that goes on reading, and answers no message of TLS, would keep its place as long as it likes."""
+    monkeypatch.setattr(asyncio.constants, "SSL_SHUTDOWN_TIMEOUT", NO_LIMIT_S)
+    monkeypatch.setattr(page_server, "MAX_CONNECTIONS", 1 if bound == "connections" else 9)
+    monkeypatch.setattr(page_server, "Bounds", lambda *_: Bounds(1, 1, NO_LIMIT_S, patience_s=0.0))
+    ensure_keys(tmp_path / "keys", [], [], [])
+    identity = load_identity(tmp_path / "keys" / "master")
+    page = PageServer("127.0.0.1", 0, 0, identity, lambda port: site(Hub(EventBuffer(), HeldoutTail(None))))
+    here = ("127.0.0.1", page.start())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection(here, timeout=NO_LIMIT_S) as silent:
+            with context.wrap_socket(silent.dup()), socket.create_connection(here, timeout=NO_LIMIT_S):
+                until_ended(silent)
+    finally:
+        page.stop()
+
+
+def until_ended(end: socket.socket) -> None:
+    """Reads until the peer has closed the connection, or reset it."""
+    with contextlib.suppress(ConnectionError):
+        while end.recv(1 << 16):
+            pass

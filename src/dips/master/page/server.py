@@ -204,11 +204,11 @@ class _Acceptor:
 
     def __init__(self, listener: socket.socket, server: web.Server, tls: PageTls | None) -> None:
         self._listener, self._server, self._tls = listener, server, tls
-        self._newcomers = Newcomers[object](Bounds(MAX_NEWCOMERS, MAX_NEWCOMERS_OF_ADDRESS, SILENT_S))
-        self._handshakes: dict[object, asyncio.Task[None]] = {}
-        """By the protocol object of each connection whose handshake is under way."""
+        self._newcomers = Newcomers[web.RequestHandler](Bounds(MAX_NEWCOMERS, MAX_NEWCOMERS_OF_ADDRESS, SILENT_S))
+        self._handshakes: dict[web.RequestHandler, asyncio.Task[None]] = {}
+        """Of each connection whose handshake is under way."""
 
-    def viewed(self, protocol: object) -> None:
+    def viewed(self, protocol: web.RequestHandler) -> None:
         """An authorised viewer has made a request on this connection."""
         self._newcomers.settled(protocol)
 
@@ -235,16 +235,16 @@ class _Acceptor:
         self._forget_ended()
         protocol = self._server()
         closed = self._newcomers.came(protocol, origin_of(host), time.monotonic())
+        if closed is not None:
+            self._close(closed)
         if closed is protocol or len(self._handshakes) + len(self._server.connections) >= MAX_CONNECTIONS:
             self._newcomers.settled(protocol)
             connection.close()
             return
-        if closed is not None:
-            self._close(closed)
         handshake = self._handshakes[protocol] = asyncio.create_task(self._shake_hands(connection, protocol))
         handshake.add_done_callback(lambda ended: self._ended(protocol, connection, ended))
 
-    def _ended(self, protocol: object, connection: socket.socket, handshake: asyncio.Task[None]) -> None:
+    def _ended(self, protocol: web.RequestHandler, connection: socket.socket, handshake: asyncio.Task[None]) -> None:
         del self._handshakes[protocol]
         if handshake.cancelled():
             connection.close()  # one that was cancelled before it began would leave it open
@@ -266,12 +266,12 @@ class _Acceptor:
             self._close(protocol)
         asyncio.get_running_loop().call_later(SAMPLE_S, self._look)
 
-    def _close(self, protocol: object) -> None:
-        handshake = self._handshakes.get(protocol)
-        if handshake is not None:
-            handshake.cancel()
-        elif isinstance(protocol, web.RequestHandler):
-            protocol.force_close()
+    def _close(self, protocol: web.RequestHandler) -> None:
+        """At once: an orderly end of TLS waits up to 30 s for the peer."""
+        if protocol in self._handshakes:
+            self._handshakes[protocol].cancel()
+        if protocol.transport is not None:
+            protocol.transport.abort()
 
     def _forget_ended(self) -> None:
         if len(self._newcomers) > MAX_NEWCOMERS // 2:

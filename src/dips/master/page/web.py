@@ -177,7 +177,7 @@ class PageApplication:
         self._streams = 0
         self._changes = ChangeLogger(_logger)
         self.hub.steers = self.steering is not None
-        self.on_viewer: Callable[[object], None] = lambda protocol: None
+        self.on_viewer: Callable[[web.RequestHandler], None] = lambda protocol: None
         """Called with the connection of each request that an authorised viewer makes."""
         self._index_policy = _policy_of(self.files["index.html"])
 
