@@ -21,7 +21,9 @@ from support.waiting import NO_LIMIT_S, until
 from dips.core.errors import ConfigError, FatalError
 from dips.core.net.addresses import parse_address
 from dips.core.net.keys import CA_FILE, CERT_FILE, KEY_FILE, REVOKED_FILE, load_identity
+from dips.core.net.newcomers import Bounds
 from dips.core.net.security import INSECURE
+from dips.core.observe import metrics_server
 from dips.core.observe.metrics_server import MOST_CONNECTIONS, LoopSnapshots, MetricsServer, NotNow
 from dips.local.authority import Authority, ensure_keys
 
@@ -188,6 +190,19 @@ def test_clients_that_say_nothing_are_bounded_and_do_not_stop_the_server(server:
     for connection in silent:
         connection.close()
     until(lambda: can_read(server.address), "the room of connections that were closed is free again")
+
+
+def test_who_has_not_shaken_hands_for_long_makes_room_for_a_scrape(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "Bounds", lambda *_: Bounds(1, 1, NO_LIMIT_S, patience_s=0.0))
+    monkeypatch.setattr(metrics_server, "CONNECTION_S", NO_LIMIT_S)
+    server = MetricsServer(EVERYWHERE, one, load_identity(keys / "s0"))
+    server.start()
+    try:
+        with socket.create_connection(("127.0.0.1", parse_address(server.address)[1]), NO_LIMIT_S) as silent:
+            assert "one 1.0" in read_tls(server.address, "dips-slave", keys / "prometheus", keys / "s0" / CA_FILE)
+            assert silent.recv(1) == b""
+    finally:
+        server.stop()
 
 
 def test_beyond_loopback_both_sides_show_certificates(keys: Path) -> None:

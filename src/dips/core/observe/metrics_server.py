@@ -310,6 +310,8 @@ class _Server(ThreadingWSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        if self.tls is not None:
+            request = self.tls.wrapped(request)  # which alone has the connection from now on
         with self._lock:
             closed: Any = self._open.came(request, origin_of(client_address[0]), time.monotonic())
         if closed is request:
@@ -328,17 +330,15 @@ class _Server(ThreadingWSGIServer):
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         request.settimeout(CONNECTION_S)
-        secure = request if self.tls is None else self.tls.wrapped(request)
-        cut = threading.Timer(CONNECTION_S, _cut, [secure])
+        cut = threading.Timer(CONNECTION_S, _cut, [request])
         cut.daemon = True
         cut.start()
         try:
             if self.tls is not None:
-                self.tls.shake_hands(secure)
-            super().finish_request(secure, client_address)
+                self.tls.shake_hands(request)
+            super().finish_request(request, client_address)
         finally:
             cut.cancel()
-            secure.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         _logger.debug("a scrape from %s failed: %s", client_address, sys.exc_info()[1])
