@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import grpc
 import pytest
 
-from dips.core.net.keys import load_identity
+from dips.core.net.keys import CA_FILE, load_identity
+from dips.core.net.newcomers import reset
 from dips.core.net.security import INSECURE, Identity, Role
 from dips.core.net.tls_probe import TRIES, why_not_let_in
 from dips.local.authority import Authority, ensure_keys
@@ -26,6 +30,7 @@ Behave = Callable[[int, socket.socket], None]
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("keys") / "of-a-run"
     ensure_keys(directory, ["a"], [])
+    ensure_keys(directory.parent / "foreign", ["a"], [])
     return directory
 
 
@@ -47,15 +52,15 @@ def server(behave: Behave) -> Iterator[str]:
         thread.join()
 
 
-def hangs_up(keys: Path, times: int) -> Behave:
+def hangs_up(keys: Path, times: int, close: Callable[[socket.socket], object] = socket.socket.close) -> Behave:
     """A master's TLS that closes so many connections after the handshake, and speaks on all later ones."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0  # nothing more is sent
     context.load_cert_chain(keys / "master" / "tls.crt", keys / "master" / "tls.key")
 
     def behave(n: int, end: socket.socket) -> None:
         with context.wrap_socket(end, server_side=True) as secure:
-            if n >= times:
-                secure.sendall(b"settings")
+            secure.sendall(b"settings") if n >= times else close(secure)
 
     return behave
 
@@ -74,6 +79,29 @@ def test_a_connection_that_ends_before_the_handshake_says_nothing_of_keys(cluste
 def test_a_master_that_dies_right_after_a_handshake_says_nothing_of_keys(keys: Path, cluster: Identity) -> None:
     with server(hangs_up(keys, TRIES - 1)) as address:
         assert why_not_let_in(address, cluster) == ""
+
+
+def test_a_port_that_resets_connections_after_the_handshake_says_nothing_of_keys(keys: Path, cluster: Identity) -> None:
+    """The bound of a port with too many strangers does that to those who come last."""
+    with server(hangs_up(keys, 1000, reset)) as address:
+        assert why_not_let_in(address, cluster) == ""
+
+
+def test_a_certificate_that_grpc_does_not_accept_is_told(keys: Path, tmp_path: Path) -> None:
+    """It ends the connection without a reset."""
+    foreign = tmp_path / "a"
+    shutil.copytree(keys.parent / "foreign" / "a", foreign)
+    with (foreign / CA_FILE).open("a") as file:
+        file.write((keys / "a" / CA_FILE).read_text())
+    master = load_identity(keys / "master")
+    with ThreadPoolExecutor(1) as pool:
+        real = grpc.server(pool)
+        pairs = [(master.key_pem, master.cert_pem)]
+        port = real.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials(pairs, master.ca_pem, True))
+        real.start()
+        said = why_not_let_in(f"127.0.0.1:{port}", load_identity(foreign))
+        real.stop(None).wait()
+    assert "does not accept the certificate of cluster a" in said
 
 
 @pytest.mark.parametrize("address", ["node1..example:29400", f"{'a' * 64}.example:29400"])

@@ -89,10 +89,11 @@ def _with_keys(connection: socket.socket, address: str, identity: Identity) -> s
 
 def _speaks(secure: ssl.SSLSocket) -> bool:
     """Whether the master goes on after the handshake: it speaks first, with its HTTP/2 settings, and hangs up on a
-    certificate that it does not accept. (A connection that ends before says nothing of keys.)"""
+    certificate that it does not accept. A reset says nothing of keys: a port with too many strangers does that."""
     try:
+        socket.socket.recv(secure, 1, socket.MSG_PEEK)  # raises for a reset; Python's TLS may take it for an end
         return bool(secure.recv(1))
-    except TimeoutError:
+    except (TimeoutError, ConnectionResetError):
         return True
     except OSError:
         return False
