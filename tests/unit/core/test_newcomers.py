@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 from collections.abc import Iterator
 
@@ -47,6 +48,24 @@ def test_who_has_finished_the_handshake_or_has_gone_counts_no_longer() -> None:
     assert newcomers.came("d", "far", 9.0) is None
     assert newcomers.late(10.0) == ["a", "c"]
     assert set(newcomers) == {"d"}
+
+
+def test_whose_first_request_is_long_has_time_while_more_of_it_comes() -> None:
+    bounds = Bounds(most=4, of_one_address=3, handshake_s=10.0, patience_s=3.0, sending_s=20.0)
+    newcomers = crowd(("sends", "far", 0.0), ("stops", "far", 0.0), ("silent", "far", 0.0), bounds=bounds)
+
+    def looked(now_s: float, **received: int) -> list[str]:
+        return list(newcomers.late(now_s, lambda key: received[key]))
+
+    assert looked(9.9, sends=500, stops=500, silent=0) == []
+    assert looked(10.0, sends=500, stops=500, silent=0) == ["silent"]
+    assert looked(12.9, sends=500, stops=500) == [], "between two packets"
+    assert looked(13.0, sends=900, stops=500) == ["stops"]
+    assert looked(16.0, sends=901) == []
+    assert looked(19.9, sends=999) == []
+    assert looked(22.9, sends=2000) == ["sends"], "but not for ever"
+    assert newcomers.came("sends", "far", 30.0) is None, "it is a new one"
+    assert looked(40.0, sends=10) == []
 
 
 Move = tuple[str, int, int, float]
@@ -146,6 +165,18 @@ def test_a_port_that_a_library_serves_keeps_its_bounds_and_those_who_have_shown_
     assert look(watch, 10.2) == 3
     assert port.open_ends() == [0, 1]
     assert len(os.listdir("/proc/self/fd")) == n_files, "what is closed here is closed by the library, too"
+
+
+def test_a_port_that_a_library_serves_spares_who_still_sends(port: Port) -> None:
+    watch = PortWatch(port.number, Bounds(4, 4, handshake_s=10.0, patience_s=3.0, sending_s=60.0))
+    port.connected(2)
+    assert look(watch, 0.0) == 0
+    port.far[1].sendall(b"the beginning of a request")
+    select.select([port.near[1]], [], [])
+    assert look(watch, 10.0) == 1
+    assert port.open_ends() == [1]
+    assert look(watch, 13.0) == 1
+    assert port.open_ends() == []
 
 
 def test_a_connection_that_takes_the_file_of_another_is_a_new_one(port: Port) -> None:

@@ -38,6 +38,9 @@ class Bounds:
     patience_s: float = 3.0
     """One that came so long ago makes room for others where there is none. Over a far and slow link a handshake takes
     2 s."""
+    sending_s: float = 0.0
+    """One whose first request is still on its way after handshake_s has until then: each time that more bytes have come,
+    patience_s more."""
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -55,6 +58,8 @@ class Newcomers(Generic[Key]):
         self._of_address: dict[str, dict[Key, float]] = {}
         """When each newcomer came, oldest first."""
         self._address_of: dict[Key, str] = {}
+        self._spared: dict[Key, tuple[float, int]] = {}
+        """Until when, and how many bytes had come by then, of those whose handshake_s are over."""
 
     def __len__(self) -> int:
         return len(self._address_of)
@@ -80,6 +85,7 @@ class Newcomers(Generic[Key]):
 
     def settled(self, key: Key) -> None:
         """Forgets one that has finished its handshake, or is closed. One that is not known is no matter."""
+        self._spared.pop(key, None)
         address = self._address_of.pop(key, None)
         if address is not None:
             mine = self._of_address[address]
@@ -87,14 +93,19 @@ class Newcomers(Generic[Key]):
             if not mine:
                 del self._of_address[address]
 
-    def late(self, now_s: float) -> Sequence[Key]:
-        """Those whose time is over, to be closed. They are forgotten."""
-        found = [
-            key
-            for mine in self._of_address.values()
-            for key, came_s in mine.items()
-            if now_s - came_s >= self.bounds.handshake_s
-        ]
+    def late(self, now_s: float, received: Callable[[Key], int] = lambda key: 0) -> Sequence[Key]:
+        """Those whose time is over, to be closed. They are forgotten. received: bytes that came from one so far."""
+        found = []
+        for mine in self._of_address.values():
+            for key, came_s in mine.items():
+                until_s, n_before = self._spared.get(key, (now_s, 0))
+                if now_s - came_s < self.bounds.handshake_s or now_s < until_s:
+                    continue
+                n = received(key) if now_s - came_s < self.bounds.sending_s else 0
+                if n > n_before:
+                    self._spared[key] = now_s + self.bounds.patience_s, n
+                else:
+                    found.append(key)
         for key in found:
             self.settled(key)
         return found
@@ -265,7 +276,7 @@ class PortWatch:
             if not finished(connection)
             and (one_too_many := self.newcomers.came(connection, origin_of(connection.host), now_s)) is not None
         ]
-        closed += self.newcomers.late(now_s)
+        closed += self.newcomers.late(now_s, self._received)
         for connection in closed:
             with self.opened(connection) as handle:
                 if handle is not None:
@@ -279,6 +290,10 @@ class PortWatch:
         """A handle to the connection; None when it has ended."""
         with connection_of(connection.fd, self._port) as found:
             yield found[1] if found is not None and found[0] == connection.inode else None
+
+    def _received(self, connection: Connection) -> int:
+        with self.opened(connection) as handle:
+            return 0 if handle is None else received_bytes(handle)
 
     def _note(self, files: Sequence[int]) -> list[Connection]:
         """Forgets connections that have ended; returns those that came since the last call."""
