@@ -310,9 +310,7 @@ class MasterShell:
         self._clock = clock
         self._tick_s = tick_s
         self._loop = asyncio.get_running_loop()
-        self._journal = JournalWriter(
-            append, lambda entry_id: self.dispatch(JournalWritten(entry_id)), self._fail, tidy
-        )
+        self._journal = JournalWriter(append, lambda entry_id: self.dispatch(JournalWritten(entry_id)), self.fail, tidy)
         self.counts = counts or Counts()
         self._changes = ChangeLogger(_logger)
         self._refusals = Refusals()
@@ -341,7 +339,7 @@ class MasterShell:
             self._perform_all(self._machine.start(now_s))
             self._arm_timer()
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
     def dispatch(self, event: Event) -> None:
         """Passes an event to the state after the waiting ones; ignored once the master is ending."""
@@ -416,7 +414,7 @@ class MasterShell:
         try:
             self._write_tape(RequestRefused("-", method=method, code=refused.code.name, sentence=refused.sentence))
         except FatalError as error:
-            self._fail(error)
+            self.fail(error)
 
     def turned_away(self, method: str, refused: Refused) -> None:
         """Records a call that was refused because of its caller, before its request was decoded."""
@@ -432,7 +430,7 @@ class MasterShell:
                 self._handle(self._events.popleft())
             self._arm_timer()
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
         finally:
             self._handling = False
 
@@ -447,7 +445,7 @@ class MasterShell:
             self._events_seen.add(now_s, "event", *_event_text(event))
             self._perform_all(self._machine.handle(event, now_s))
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Ends the master because of an error: a sentence for errors of operator or disk, the last events for a bug."""
         if isinstance(error, ConfigError | FatalError):
             outcome = Halt(error.exit_code, str(error))
@@ -480,7 +478,7 @@ class MasterShell:
         try:
             self._write_refusals()
         except FatalError as error:
-            self._fail(error)
+            self.fail(error)
         self.dispatch(Tick())
 
     # ---- effects ----

@@ -205,8 +205,14 @@ class ConnectionGuard:
         os.close(self._statm)
 
     def _run(self) -> None:
-        while not self._stopped.wait(LOOK_S):
-            self._look()
+        try:
+            while not self._stopped.wait(LOOK_S):
+                self._look()
+        except BaseException as error:
+            log.exception("the guard's thread ended")
+            self._data.crashed(error)
+        finally:
+            self._data.door.open()
 
     def _look(self) -> None:
         self._looks += 1

@@ -199,7 +199,8 @@ class DataServer:
         self.port = DataPort(run_id, staged, checksum, admission=admission, drop_peers=self._drop_peers)
         """The tables. They belong to the data thread from start() on: all but known() is called by do()."""
         self._loop = _loop_for(loop, run_id, data_threads, checksum is xxh3_64)
-        self._crashed = crashed
+        self.crashed = crashed
+        """Called with the error that ended one of the port's threads, on that thread."""
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ended = self._stopped = False
         self._context = zmq.Context(data_threads)
@@ -380,7 +381,7 @@ class DataServer:
                 self._turn()
         except BaseException as error:
             logging.getLogger("dips.slave").exception("the data thread ended")
-            self._crashed(error)
+            self.crashed(error)
 
     def _turn(self) -> None:
         """Handle ended landings first, then posted calls, then messages; then wait, if nothing is left to read."""

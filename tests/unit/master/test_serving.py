@@ -25,7 +25,7 @@ from support.scripted_master_state import ScriptedMachine, caller, leave, refusa
 
 from dips.core import messages as m
 from dips.core.config import load
-from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, RefusalCode, Refused
+from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, LocalProtocolError, RefusalCode, Refused
 from dips.core.net.addresses import parse_address
 from dips.core.net.codec_protobuf import decode, encode
 from dips.core.net.grpc_calls import refused_from
@@ -37,6 +37,7 @@ from dips.master.directory import TAPE_NAME, MasterAddress, read_address
 from dips.master.journal import Journal
 from dips.master.page.access import read_page_url
 from dips.master.process import serve
+from dips.master.rpc import server
 from dips.master.shell import MasterShell
 from dips.master.state.effects import BeginAgain, Effect, Halt, Refuse, Reply, WriteJournal
 from dips.master.state.events import ClusterCall, Event, OperatorCall, Pause, Resume, Revoked, Tick
@@ -293,6 +294,16 @@ async def test_certificates_say_who_may_call_and_one_that_is_revoked_ends_open_c
     Authority(keys).renew("b", new_key=True)
     Authority(keys).renew("master")
     await master.ask("Clusters/Leave", encode(m.LeaveRequest(caller("b"), "with its new key")), "b")
+
+
+async def test_the_end_of_the_thread_that_bounds_connections_ends_the_master(
+    made: Make, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master = made(keys=keys, page_listen=None)
+    await master.start()
+    monkeypatch.setattr(server, "files_of_process", lambda: 1 / 0)
+    ended = await master.task
+    assert (ended.exit_code, "ZeroDivisionError" in ended.sentence) == (LocalProtocolError.exit_code, True)
 
 
 async def test_a_master_has_the_keys_of_a_master(made: Make, keys: Path) -> None:

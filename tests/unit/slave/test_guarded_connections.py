@@ -4,6 +4,7 @@ short."""
 from __future__ import annotations
 
 import os
+import queue
 import select
 import socket
 import threading
@@ -12,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from dips.core.net.newcomers import connection_of, cut, received_bytes
+from dips.core.net.newcomers import Door, connection_of, cut, received_bytes
 from dips.slave.connections import ConnectionGuard
 
 Ends = tuple[socket.socket, socket.socket]
@@ -97,7 +98,6 @@ class Data:
     traffic_bytes = 0
     n_allowed = None
     handshake_bytes = 0
-    door = None
 
     @property
     def port(self) -> Data:
@@ -109,6 +109,9 @@ class Data:
     def __init__(self, listener: Listener, sends: Sequence[Ends], delivers: Ends) -> None:
         self.endpoint = f"tcp://127.0.0.1:{listener.port}"
         self._sends, self._delivers = sends, delivers
+        self.door = Door(listener.socket)
+        self.crashes = queue.SimpleQueue[BaseException]()
+        self.crashed = self.crashes.put
         self.watched: list[bool] = []
         self.looked, self.refused = threading.Event(), threading.Event()
         self.cut: list[tuple[str, int]] = []
@@ -157,3 +160,19 @@ def test_while_memory_suffices_nobody_is_watched(listener: Listener) -> None:
     assert not any(data.watched)
     assert not data.cut
     assert not is_reset(peer[0])
+
+
+class Broken(Data):
+    @property
+    def handshake_bytes(self) -> int:  # type: ignore[override]
+        raise ValueError("a bug")
+
+
+def test_a_guard_that_ends_says_so_and_leaves_the_port_open(listener: Listener) -> None:
+    data = Broken(listener, (), listener.peer())
+    data.door.shut()
+    guard = ConnectionGuard(cast(Any, data), 1 << 40)
+    guard.start()
+    assert str(data.crashes.get()) == "a bug"
+    guard.stop()
+    assert not data.door.is_shut

@@ -39,8 +39,8 @@ class Bounds:
     """One that came so long ago makes room for others where there is none. Over a far and slow link a handshake takes
     2 s."""
     sending_s: float = 0.0
-    """One whose first request is still on its way after handshake_s has until then: each time that more bytes have come,
-    patience_s more."""
+    """One whose first request is on its way after handshake_s has until then: patience_s more each time that more bytes
+    have come."""
 
 
 Key = TypeVar("Key", bound=Hashable)

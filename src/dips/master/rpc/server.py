@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -119,8 +120,8 @@ CONNECTIONS_FOR_EACH_PEER, SPARE_CONNECTIONS = 4, 64
 
 HANDSHAKE_S = 10.0
 """A connection without a complete handshake by then is closed (gRPC's own default is two minutes), and so is one that
-has made no call and sends none. A handshake with keys over a far and slow link takes a few round trips and 10 KB: 2 s at 100 kbit/s
-and 300 ms."""
+has made no call and sends none. A handshake with keys over a far and slow link takes a few round trips and 10 KB: 2 s
+at 100 kbit/s and 300 ms."""
 
 SENDING_S = 120.0
 """gRPC passes a call on when its whole request has come: a layout of 2.4 MB over 1 Mbit/s takes 19 s."""
@@ -143,9 +144,11 @@ class CallerWatch:
     def __init__(self, port: int, peers: int) -> None:
         self._watch = PortWatch(port, newcomer_bounds(peers))
         self._came: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._callers: set[tuple[str, int]] = set()
+        self._callers: set[tuple[str, int] | None] = set()
         """Who has made a call since the last look."""
         self._n_closed, self._reported_s = 0, -REPORT_S
+        self.crashed: Callable[[Exception], object] = lambda error: None
+        """Called with the error that ended the thread."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dips-newcomers", daemon=True)
 
@@ -183,14 +186,17 @@ class CallerWatch:
         return (connection.host, connection.port) in self._callers
 
     def _run(self) -> None:
-        while not self._stopped.wait(LOOK_S):
-            self.look()
+        try:
+            while not self._stopped.wait(LOOK_S):
+                self.look()
+        except Exception as error:
+            self.crashed(error)
 
 
-def _address_of(peer: str) -> tuple[str, int]:
-    """Host and port of "ipv4:127.0.0.1:1" or "ipv6:%5B::1%5D:1"."""
+def _address_of(peer: str) -> tuple[str, int] | None:
+    """Host and port of "ipv4:127.0.0.1:1" or "ipv6:%5B::1%5D:1"; None where gRPC writes something else."""
     host, _, port = urllib.parse.unquote(peer.partition(":")[2]).rpartition(":")
-    return host.strip("[]"), int(port)
+    return (host.strip("[]"), int(port)) if port.isdecimal() else None
 
 
 # ---- server ----------------------------------------------------------------------------------------------------------
@@ -303,6 +309,8 @@ class MasterServer:
     async def start(self, shell: MasterShell) -> None:
         """Starts to answer calls, or passes new calls to another shell from now on."""
         self._current.refusing = shell.turned_away
+        if self._watch is not None:
+            self._watch.crashed = partial(asyncio.get_running_loop().call_soon_threadsafe, shell.fail)
         operators = operator_service(shell, self._access)
         self._current.services = (clusters_service(shell), slaves_service(shell), operators)
         if not self._started:
