@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from dips.core.net.grpc_calls import channel_options, refused_from
 from dips.core.net.security import INSECURE
 from dips.core.observe.failpoints import armed, hits
 from dips.core.observe.tape import Tape
+from dips.local.authority import ensure_keys
 from dips.master.access import Access
 from dips.master.rpc.server import MasterServer
 from dips.master.shell import MasterShell
@@ -354,3 +357,29 @@ async def test_a_watch_whose_answer_is_lost_ends(served: Served) -> None:
         assert isinstance(await failed(watching.read()), RetryLater)
         assert hits() == {"master.rpc.after_Watch": 2, "master.rpc.before_Watch": 2}
     assert len(served.machine.of(events.OperatorCall)) == 2
+
+
+STRANGER = """
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from dips.master.rpc.server import grpc
+from dips.core.net.keys import load_identity
+
+identity = load_identity(Path("keys/master"))
+credentials = grpc.ssl_server_credentials([(identity.key_pem, identity.cert_pem)], identity.ca_pem, True)
+server = grpc.server(ThreadPoolExecutor(1))
+port = server.add_secure_port("127.0.0.1:0", credentials)
+server.start()
+with socket.create_connection(("127.0.0.1", port)) as stranger:
+    stranger.sendall(b"no handshake")
+    while stranger.recv(1000):
+        pass
+server.stop(None).wait()
+"""
+
+
+def test_grpc_writes_nothing_of_a_stranger(tmp_path: Path) -> None:
+    ensure_keys(tmp_path / "keys", [], [])
+    done = subprocess.run([sys.executable, "-c", STRANGER], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stderr == ""

@@ -222,7 +222,7 @@ class PageApplication:
         try:
             admitted = self._admitted(request)
         except Refused as refused:
-            self._changes.report("page", f"the status page was not shown to {request.remote}: {refused.sentence}")
+            self._changes.report("page", f"the status page was not shown: {refused.sentence}")
             return self._locked(request)
         self.on_viewer(request.protocol)
         if admitted.by_link:
