@@ -306,7 +306,7 @@ class PortWatch:
                 with connection_of(fd, self._port) as found:
                     if found is not None and found[0] == inode:
                         host, port = found[1].getpeername()[:2]
-                        arrived.append(Connection(fd, inode, _plain(host), port))
+                        arrived.append(Connection(fd, inode, plain_host(host), port))
             except OSError:
                 continue  # closed meanwhile
         for fd in [fd for fd, known in self._connections.items() if self._files.get(fd) != known.inode]:
@@ -315,17 +315,16 @@ class PortWatch:
         return arrived
 
 
-def _plain(host: str) -> str:
-    """An IPv4 address as such, where a port for both kinds sees it as one of IPv6."""
+def plain_host(host: str) -> str:
+    """An address without its zone; one of IPv4 as such, where a port for both kinds sees it as one of IPv6."""
+    host = host.partition("%")[0]
     return host.removeprefix("::ffff:") if "." in host else host
 
 
 def origin_of(host: str) -> str:
     """What counts as one address: of IPv6 the network of 64 bits, since each of its machines has all of them."""
-    host = _plain(host)
-    if ":" not in host:
-        return host
-    return socket.inet_pton(socket.AF_INET6, host.partition("%")[0])[:8].hex()
+    host = plain_host(host)
+    return socket.inet_pton(socket.AF_INET6, host)[:8].hex() if ":" in host else host
 
 
 LOOK_S = 0.05

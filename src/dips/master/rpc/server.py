@@ -24,7 +24,7 @@ from dips.core.errors import ConfigError, Refused
 from dips.core.net.addresses import format_address, parse_address
 from dips.core.net.grpc_calls import abort, channel_options
 from dips.core.net.keys import reloaded, stamp_of
-from dips.core.net.newcomers import LOOK_S, Bounds, Connection, PortWatch, files_of_process
+from dips.core.net.newcomers import LOOK_S, Bounds, Connection, PortWatch, files_of_process, plain_host
 from dips.core.net.security import Identity, Security, check_reach
 from dips.master.access import LOOKING_METHODS, Access
 from dips.master.rpc.services import Context, clusters_service, operator_service, slaves_service
@@ -196,7 +196,7 @@ class CallerWatch:
 def _address_of(peer: str) -> tuple[str, int] | None:
     """Host and port of "ipv4:127.0.0.1:1" or "ipv6:%5B::1%5D:1"; None where gRPC writes something else."""
     host, _, port = urllib.parse.unquote(peer.partition(":")[2]).rpartition(":")
-    return (host.strip("[]"), int(port)) if port.isdecimal() else None
+    return (plain_host(host.strip("[]")), int(port)) if port.isdecimal() else None
 
 
 # ---- server ----------------------------------------------------------------------------------------------------------
