@@ -5,7 +5,7 @@ process memory: 5 to 50 KB in libzmq, 60 KB in gRPC, 600 KB in asyncio's TLS. So
 newcomers, so many of them from one address, each for so long. Which one is closed is decided by Newcomers, a state
 machine without sockets or clocks.
 
-Where we accept ourselves, it is asked before anything is made for a connection. Where a library accepts (gRPC, libzmq),
+Where we accept ourselves, it is asked before a connection's handshake. Where a library accepts (gRPC, libzmq),
 a PortWatch looks at this process's files and closes below the library, which sees that as if the peer had closed.
 Decision 68 has the designs that were compared, and what they cost.
 """
