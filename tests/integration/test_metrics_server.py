@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import shutil
@@ -190,6 +191,15 @@ def test_clients_that_say_nothing_are_bounded_and_do_not_stop_the_server(server:
     for connection in silent:
         connection.close()
     until(lambda: can_read(server.address), "the room of connections that were closed is free again")
+
+
+def test_connections_that_come_together_wait_to_be_accepted() -> None:
+    """The system drops what finds no place in its queue, and its peer tries again after a second, then two."""
+    server = MetricsServer(LOOPBACK, one, INSECURE)  # it accepts none yet
+    with contextlib.ExitStack() as ends:
+        for _ in range(64):
+            ends.enter_context(socket.create_connection(parse_address(server.address), NO_LIMIT_S))
+    server.stop()
 
 
 def test_who_has_not_shaken_hands_for_long_makes_room_for_a_scrape(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:

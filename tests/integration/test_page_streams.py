@@ -121,6 +121,21 @@ def test_a_silent_reader_with_tls_is_closed_for_the_next_whatever_it_answers(
         page.stop()
 
 
+async def test_connections_that_have_ended_make_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_server, "MAX_NEWCOMERS", 2)
+    monkeypatch.setattr(page_server, "MAX_NEWCOMERS_OF_ADDRESS", 1)
+    page = PageServer("127.0.0.1", 0, 0, INSECURE, lambda port: site(Hub(EventBuffer(), HeldoutTail(None))))
+    port = page.start()
+    try:
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert (await reader.read()).endswith(b"ok\n")
+            writer.close()
+    finally:
+        page.stop()
+
+
 def until_ended(end: socket.socket) -> None:
     """Reads until the peer has closed the connection, or reset it."""
     with contextlib.suppress(ConnectionError):

@@ -35,6 +35,7 @@ from dips.core.net.newcomers import (
     reset,
     taken_bytes,
 )
+from dips.core.observe.logs import ChangeLogger
 from dips.slave.data_server import PAGE_BYTES, DataServer
 
 # ---- which to close --------------------------------------------------------------------------------------------------
@@ -165,6 +166,11 @@ temporary arrays of a round, samples of old versions (8 MiB), connections."""
 
 TOO_MANY_NEWCOMERS = "connections that had not shown a key: there were more than this port may have of them"
 
+UNCOUNTED = (
+    "this system does not count a connection's bytes (TCP_INFO of Linux 4.1): connections that show no key are not "
+    "bounded by number here; let only the run's own machines reach the data port"
+)
+
 _libc = ctypes.CDLL(None)
 
 log = logging.getLogger("dips.slave")
@@ -187,6 +193,7 @@ class ConnectionGuard:
         self._looks = 0
         self._watch = PortWatch(self._port, self._newcomer_bounds(), data.door)
         self._guard = ConnectionLimits()
+        self._changes = ChangeLogger(log)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dips-guard", daemon=True)
 
@@ -249,7 +256,12 @@ class ConnectionGuard:
 
     def _has_shaken_hands(self, connection: Connection) -> bool:
         with self._watch.opened(connection) as handle:
-            return handle is None or taken_bytes(handle) > self._data.handshake_bytes
+            if handle is None:
+                return True
+            taken = taken_bytes(handle)
+        if taken is None:
+            self._changes.report("newcomers", UNCOUNTED, logging.WARNING)
+        return taken is None or taken > self._data.handshake_bytes
 
     def _pressure(self) -> Pressure:
         return Pressure(self.memory_bytes(), self.limit_bytes, self._headroom_bytes, self._n_files, self._most_files)

@@ -20,6 +20,16 @@ PEERS = {
 """As gRPC writes it, and as the system gives it."""
 
 
+def test_where_files_cannot_be_listed_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "files_of_process", lambda: None)
+    watch = CallerWatch(1, 1)
+    for _ in range(2):
+        watch.look()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
 @pytest.mark.parametrize("peer", [*PEERS, "unix:", "nothing"])
 def test_who_has_called_is_found_among_the_connections(monkeypatch: pytest.MonkeyPatch, peer: str) -> None:
     monkeypatch.setattr(server, "newcomer_bounds", lambda peers: Bounds(0, 0, 10.0))

@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from dips.core.net.newcomers import Door, connection_of, cut, received_bytes
+from dips.slave import connections
 from dips.slave.connections import ConnectionGuard
 
 Ends = tuple[socket.socket, socket.socket]
@@ -176,3 +177,19 @@ def test_a_guard_that_ends_says_so_and_leaves_the_port_open(listener: Listener) 
     assert str(data.crashes.get()) == "a bug"
     guard.stop()
     assert not data.door.is_shut
+
+
+def test_where_bytes_are_not_counted_none_is_a_newcomer_and_it_is_said_once(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "taken_bytes", lambda handle: None)
+    monkeypatch.setattr(connections, "NEWCOMERS", 1)
+    peers = [listener.peer() for _ in range(3)]
+    data = Data(listener, (), peers[0])
+    guard = ConnectionGuard(cast(Any, data), 1 << 40)
+    guard.start()
+    data.looked.wait()
+    guard.stop()
+    assert not any(is_reset(far) for far, _ in peers)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert data.crashes.empty()

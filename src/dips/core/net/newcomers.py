@@ -184,20 +184,20 @@ _BYTES_ACKED, _BYTES_RECEIVED = 120, 128
 
 def received_bytes(connection: socket.socket) -> int:
     """Bytes that came by a connection so far; 0 where the system cannot say."""
-    return _counted(connection, _BYTES_RECEIVED)
+    return _counted(connection, _BYTES_RECEIVED) or 0
 
 
-def taken_bytes(connection: socket.socket) -> int:
-    """Bytes of ours that the peer's system has received so far; 0 where this system cannot say."""
+def taken_bytes(connection: socket.socket) -> int | None:
+    """Bytes of ours that the peer's system has received so far; None where this system cannot say."""
     return _counted(connection, _BYTES_ACKED)
 
 
-def _counted(connection: socket.socket, offset: int) -> int:
+def _counted(connection: socket.socket, offset: int) -> int | None:
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, offset + 8)
         return int(struct.unpack_from("<Q", info, offset)[0])
     except (OSError, struct.error):
-        return 0
+        return None
 
 
 NO_PACKET = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))

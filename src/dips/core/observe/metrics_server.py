@@ -296,6 +296,7 @@ def _say(start_response: StartResponse, status: str, sentence: str) -> Iterable[
 class _Server(ThreadingWSGIServer):
     """One thread for each connection, up to MOST_CONNECTIONS, and each no longer than CONNECTION_S."""
 
+    request_queue_size = 128
     tls: MetricsTls | None = None
 
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:

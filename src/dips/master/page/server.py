@@ -274,7 +274,7 @@ class _Acceptor:
             protocol.transport.abort()
 
     def _forget_ended(self) -> None:
-        if len(self._newcomers) > MAX_NEWCOMERS // 2:
+        if len(self._newcomers) >= MAX_NEWCOMERS_OF_ADDRESS:
             there = {*self._handshakes, *self._server.connections}
             for protocol in [protocol for protocol in self._newcomers if protocol not in there]:
                 self._newcomers.settled(protocol)

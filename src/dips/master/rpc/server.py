@@ -26,6 +26,7 @@ from dips.core.net.grpc_calls import abort, channel_options
 from dips.core.net.keys import reloaded, stamp_of
 from dips.core.net.newcomers import LOOK_S, Bounds, Connection, PortWatch, files_of_process, plain_host
 from dips.core.net.security import Identity, Security, check_reach
+from dips.core.observe.logs import ChangeLogger
 from dips.master.access import LOOKING_METHODS, Access
 from dips.master.rpc.services import Context, clusters_service, operator_service, slaves_service
 from dips.master.shell import MasterShell
@@ -128,6 +129,11 @@ SENDING_S = 120.0
 
 REPORT_S = 30.0
 
+NO_FILES = (
+    "/proc/self/fd cannot be read: connections that make no call are bounded in all, but not for each address; let "
+    "only the run's own machines reach the master's port"
+)
+
 
 def newcomer_bounds(peers: int) -> Bounds:
     return Bounds(NEWCOMERS + 2 * peers, NEWCOMERS_OF_ADDRESS + 2 * peers, HANDSHAKE_S, sending_s=SENDING_S)
@@ -147,6 +153,7 @@ class CallerWatch:
         self._callers: set[tuple[str, int] | None] = set()
         """Who has made a call since the last look."""
         self._n_closed, self._reported_s = 0, -REPORT_S
+        self._changes = ChangeLogger(_logger)
         self.crashed: Callable[[Exception], object] = lambda error: None
         """Called with the error that ended the thread."""
         self._stopped = threading.Event()
@@ -170,6 +177,7 @@ class CallerWatch:
             self._callers.add(_address_of(self._came.get()))
         files = files_of_process()
         if files is None:
+            self._changes.report("files", NO_FILES, logging.WARNING)
             return
         self._n_closed += self._watch.look(files, self._has_called, time.monotonic())
         self._callers.clear()
