@@ -14,7 +14,6 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any
 
 import grpc
@@ -318,7 +317,8 @@ class MasterServer:
         """Starts to answer calls, or passes new calls to another shell from now on."""
         self._current.refusing = shell.turned_away
         if self._watch is not None:
-            self._watch.crashed = partial(asyncio.get_running_loop().call_soon_threadsafe, shell.fail)
+            loop = asyncio.get_running_loop()
+            self._watch.crashed = lambda error: loop.call_soon_threadsafe(shell.fail, error)
         operators = operator_service(shell, self._access)
         self._current.services = (clusters_service(shell), slaves_service(shell), operators)
         if not self._started:
