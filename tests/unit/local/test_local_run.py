@@ -141,8 +141,11 @@ def test_the_end_does_not_wait_for_slaves_that_a_reshard_brought(
     assert set(asked) == {MASTER, *watched.run.plan.slave_ids}
 
 
-def test_nothing_is_started_again_once_the_master_has_ended(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[float] = []
+def test_once_the_master_has_ended_nothing_is_started_again_and_the_evaluator_is_ended(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, ended = list[float](), list[str]()
+    monkeypatch.setattr(ProcessSupervisor, "terminate", lambda self, name: ended.append(name))
     monkeypatch.setattr(ProcessSupervisor, "restart_no_more", lambda self: asked.append(watched.clock.monotonic_s()))
     watched.run.tick()
     for event in (
@@ -152,19 +155,10 @@ def test_nothing_is_started_again_once_the_master_has_ended(watched: Watched, mo
     ):
         watched.run._child_event(event)
     watched.later(1.0)
-    assert not asked
+    assert (asked, ended) == ([], [])
     watched.run._child_event(ChildEvent(MASTER, "ended", 2, 9, 0, "ended"))
     watched.later(1.0)
-    assert asked == [102.0]
-
-
-def test_an_evaluator_that_missed_the_end_is_ended(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(ProcessSupervisor, "terminate", lambda self, name: asked.append(name))
-    watched.run._child_event(ChildEvent(MASTER, "failed", 1, 7, 6, "failed"))
-    assert not asked
-    watched.run._child_event(ChildEvent(MASTER, "ended", 2, 9, 0, "ended"))
-    assert asked == [EVALUATOR]
+    assert (asked, ended) == ([102.0], [EVALUATOR])
 
 
 def test_a_run_is_deserted_when_all_clusters_ended_before_its_end_and_no_other_one_is_there(watched: Watched) -> None:

@@ -20,7 +20,7 @@ from dips.core.observe import tape
 from dips.core.observe.tape import Tape, read_tape
 from dips.master.rpc.services import slaves_service
 from dips.master.shell import LINK_COMMANDS, THREAD_NAME, JournalWriter, MasterShell
-from dips.master.state import effects, events
+from dips.master.state import events
 from dips.master.state.effects import CloseLink, Effect, Halt, Log, Reply, ToSlave, WriteJournal
 from dips.master.state.tape import MasterStoodStill, SlaveLost
 
@@ -358,20 +358,6 @@ async def test_halt_ends_the_master_after_its_effects_and_what_was_decided_is_wr
     assert await link.next_command() is None
     await bench.executor.close()
     assert bench.journal.batches == [[entry]]
-
-
-async def test_beginning_again_is_an_end_that_asks_for_a_later_epoch(bench: Bench) -> None:
-    waiting = bench.leaving()
-    token = (await bench.machine.until(events.ClusterCall)).token
-    held = bench.leaving()
-    await bench.machine.until(events.ClusterCall, 2)
-    bench.reacts(lambda event: [effects.BeginAgain(7, "a slave promised epoch 6"), Reply(token, DONE)])
-    bench.executor.dispatch(events.Tick())
-    assert await bench.executor.outcome == effects.BeginAgain(7, "a slave promised epoch 6")
-    assert await waiting is DONE, "the effects that came with it were carried out"
-    with pytest.raises(Refused, match="connect again") as caught:
-        await held
-    assert caught.value.retry_after_s > 0
 
 
 async def test_calls_and_links_that_wait_at_the_end_are_told_to_come_again(bench: Bench) -> None:

@@ -484,10 +484,16 @@ def other(*listed: m.TensorDigest) -> tuple[m.TensorDigest, ...]:
     return tuple(m.TensorDigest(item.name, item.digest + 1) for item in listed)
 
 
-def test_a_cluster_over_other_frozen_weights_is_refused_by_name_and_changes_nothing() -> None:
-    bench = Bench(plan=OWN)
+def over_base(config: m.Settings | None = None, **untrained: Any) -> Bench:
+    """A run whose first cluster is over these weights and buffers."""
+    bench = Bench(plan=OWN, settings=config or m.Settings())
     bench.attach_all()
-    bench.join("a", frozen=BASE, buffers=TABLES)
+    bench.join("a", **(untrained or {"frozen": BASE, "buffers": TABLES}))
+    return bench
+
+
+def test_a_cluster_over_other_frozen_weights_is_refused_by_name_and_changes_nothing() -> None:
+    bench = over_base()
     bench.push("a", 0)
     with refused_with(RefusalCode.FROZEN) as refused:
         bench.join("b", frozen=(BASE[0], *other(BASE[1])), buffers=TABLES)
@@ -500,13 +506,9 @@ def test_a_cluster_over_other_frozen_weights_is_refused_by_name_and_changes_noth
 
 
 def test_clusters_may_differ_where_the_run_says_so() -> None:
-    bench = Bench(plan=OWN, settings=m.Settings(frozen="any"))
-    bench.attach_all()
-    bench.join("a", frozen=BASE, buffers=TABLES)
+    bench = over_base(m.Settings(frozen="any"))
     assert bench.join("b", frozen=other(*BASE), buffers=other(*TABLES)).settings.frozen == "any"
-    bench = Bench(plan=OWN, settings=m.Settings(frozen="parameters"))
-    bench.attach_all()
-    bench.join("a", frozen=BASE, buffers=TABLES)
+    bench = over_base(m.Settings(frozen="parameters"))
     bench.join("b", frozen=BASE, buffers=other(*TABLES))
     with refused_with(RefusalCode.FROZEN):
         bench.join("c", frozen=other(*BASE), buffers=TABLES)
@@ -514,9 +516,7 @@ def test_clusters_may_differ_where_the_run_says_so() -> None:
 
 def test_other_constant_buffers_are_refused_at_the_first_join_and_said_later() -> None:
     """A cluster that comes back may hold what its own training made of a buffer."""
-    bench = Bench(plan=OWN)
-    bench.attach_all()
-    bench.join("a", buffers=TABLES)
+    bench = over_base(buffers=TABLES)
     with refused_with(RefusalCode.FROZEN) as refused:
         bench.join("b", buffers=other(*TABLES))
     assert "buffers 'angles' differ" in str(refused.value)
@@ -526,9 +526,7 @@ def test_other_constant_buffers_are_refused_at_the_first_join_and_said_later() -
 
 
 def test_a_refused_cluster_leaves_no_list_behind_and_the_first_ones_list_outlives_the_master() -> None:
-    bench = Bench(plan=OWN, settings=m.Settings(frozen="any"))
-    bench.attach_all()
-    bench.join("a", frozen=BASE)
+    bench = over_base(m.Settings(frozen="any"), frozen=BASE)
     bench.config = replace(bench.config, settings=m.Settings())
     bench.restart()
     with refused_with(RefusalCode.DATA_PLAN):

@@ -69,19 +69,6 @@ def test_reader_gets_the_layout_and_an_exact_version_or_a_refusal() -> None:
     assert "1:1, 1:2" in str(refused.value)
 
 
-def test_pins_are_released_replaced_and_run_out() -> None:
-    bench = Bench(ticket_ttl_s=10.0).running("a")
-    first = bench.ask(m.BeginPullRequest(reader("x"), True)).answer
-    second = bench.ask(m.BeginPullRequest(reader("x"), True)).answer
-    assert set(bench.state.shared.pins) == {second.pin_id}, "one pin for each reader"
-    bench.ask(m.FinishPullRequest(reader("x"), second.pin_id, True))
-    assert not bench.state.shared.pins
-    assert first.pin_id != second.pin_id
-    bench.ask(m.BeginPullRequest(reader("y"), True))
-    bench.advance(11.0)
-    assert not bench.state.shared.pins
-
-
 KEY = b"k" * 32
 
 

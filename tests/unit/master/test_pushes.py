@@ -157,12 +157,19 @@ def test_push_that_cannot_be_is_refused_and_the_run_goes_on(fields: dict[str, An
     assert bench.status().tokens == 100
 
 
-def test_own_data_is_bounded_by_the_declared_rate() -> None:
-    bench = Bench(plan=OWN)
+def declared(rate: float, *names: str) -> Bench:
+    bench = Bench(plan=OWN, grace_s=30.0)
     bench.attach_all()
-    bench.join("a", declared_tokens_per_s=10.0)
-    bench.seed("a")
-    bench.pull("a")
+    for name in names:
+        bench.join(name, declared_tokens_per_s=rate)
+    bench.seed(names[0])
+    for name in names:
+        bench.pull(name)
+    return bench
+
+
+def test_own_data_is_bounded_by_the_declared_rate() -> None:
+    bench = declared(10.0, "a")
     bench.push("a", 100)
     bench.pull("a")
     bench.advance(10.0)
@@ -245,10 +252,13 @@ def test_applied_and_excluded_ranges_are_never_lent_again() -> None:
     assert status.excluded_tokens == 100
 
 
-def test_ticket_lives_while_bytes_arrive_and_runs_out_without() -> None:
+def test_ticket_lives_while_bytes_arrive_also_at_a_slave_that_restarted_and_runs_out_without() -> None:
     bench = Bench(ticket_ttl_s=10.0).running("a")
     bench.begin_push("a")
     push = bench.clusters["a"].push_id
+    bench.slaves[0].say(m.SlaveBeat(progress=(m.StagingProgress(push, 1, 1000),)))
+    bench.slaves[0].die()
+    bench.slaves[0].attach()
     for landed in range(1, 5):
         bench.advance(8.0)
         bench.slaves[0].say(m.SlaveBeat(progress=(m.StagingProgress(push, 1, landed),)))
@@ -364,19 +374,6 @@ def test_slave_that_is_lost_takes_its_part_of_a_push_with_it() -> None:
     assert bench.status().published == Version(1, 1)
 
 
-def test_ticket_lives_while_bytes_arrive_again_at_a_slave_that_restarted() -> None:
-    bench = Bench(ticket_ttl_s=10.0).running("a")
-    bench.begin_push("a")
-    push = bench.clusters["a"].push_id
-    bench.slaves[1].say(m.SlaveBeat(progress=(m.StagingProgress(push, 1, 1000),)))
-    bench.slaves[1].die()
-    bench.slaves[1].attach()
-    for landed in range(1, 5):
-        bench.advance(8.0)
-        bench.slaves[1].say(m.SlaveBeat(progress=(m.StagingProgress(push, 1, landed),)))
-    assert bench.state.shared.members["a"].push is not None
-
-
 def test_call_whose_caller_hung_up_is_not_answered_and_its_push_is_admitted_by_the_next_one() -> None:
     bench = Bench(grace_s=5.0).running("a", "b")
     bench.begin_push("a")
@@ -445,17 +442,6 @@ def test_push_that_was_called_aborted_can_not_begin_after_all() -> None:
     with refused_with(RefusalCode.SEQ):
         bench.begin_push("a")
     assert isinstance(bench.begin_push("a"), m.Ticket)
-
-
-def declared(rate: float, *names: str) -> Bench:
-    bench = Bench(plan=OWN, grace_s=30.0)
-    bench.attach_all()
-    for name in names:
-        bench.join(name, declared_tokens_per_s=rate)
-    bench.seed(names[0])
-    for name in names:
-        bench.pull(name)
-    return bench
 
 
 def test_declared_rate_counts_from_the_last_push_that_was_not_aborted() -> None:

@@ -203,24 +203,6 @@ def test_commit_record_holds_what_made_the_version_and_where_it_comes_from() -> 
     assert (first["from_version"], first["tokens"], first["s_max"]) == ([1, 0], 100, 8)
 
 
-def test_token_limit_stops_the_run_after_everyone_pulled_and_left() -> None:
-    bench = Bench(settings=m.Settings(tk_max_tokens=150), linger_s=5.0).running("a", "b")
-    bench.push("a", 100)
-    bench.push("b", 100)
-    status = bench.status()
-    assert status.stopping
-    assert not status.stopped
-    for name in ("a", "b"):
-        assert bench.beat(name).stop
-        assert bench.pull(name).version == Version(1, 1)
-        bench.result(bench.leave(name))
-    assert bench.status().stopped
-    assert bench.halted is None
-    bench.advance(5.0)
-    assert bench.halted is not None
-    assert bench.halted.exit_code == 0
-
-
 def test_token_limit_reached_in_mid_round_aborts_the_pushes_that_come_too_late() -> None:
     bench = Bench(settings=m.Settings(tk_max_tokens=100), grace_s=1.0).running("a", "b")
     bench.push("a", 100)

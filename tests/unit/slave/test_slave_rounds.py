@@ -378,18 +378,6 @@ def test_a_round_answers_without_the_disk_and_the_save_begins_with_the_commit(la
     assert durable(late) == 0
 
 
-def test_a_disk_that_fails_is_tried_again_with_what_is_newest_then(late: SlaveBench) -> None:
-    one_round(late, 1)
-    out = late.give(events.SaveFailed(1, FULL_NOW))
-    assert only(out, effects.SaveLater) == [effects.SaveLater(1.5)]
-    assert only(out, effects.Log)
-    assert not only(one_round(late, 2), effects.SaveVersion)
-    (save,) = only(late.give(events.SaveAgain()), effects.SaveVersion)
-    assert save.info == version(2)
-    assert only(late.give(events.SaveFailed(2, FULL)), effects.SaveLater)
-    assert durable(late) == 0
-
-
 def test_hello_offers_what_only_memory_holds_beside_what_is_on_disk(late: SlaveBench) -> None:
     one_round(late, 1)
     late.command(prepare(RoundId(1, 3), Version(1, 2), Version(1, 1)))
@@ -446,6 +434,8 @@ def test_whatever_happens_durable_is_on_disk_and_never_ahead_and_one_save_runs(s
         elif what == "failed" and running is not None:
             running, waiting = None, True
             out = bench.give(events.SaveFailed(0, FULL_NOW))
+            assert only(out, effects.SaveLater) == [effects.SaveLater(1.5)]
+            assert only(out, effects.Log)
         elif what == "again" and waiting:
             waiting = False
             out = bench.give(events.SaveAgain())
