@@ -127,11 +127,32 @@ def numbered(parts: Iterable[st.SearchStrategy[bytes]]) -> st.SearchStrategy[byt
     return st.one_of(*(marked(n, part) for n, part in enumerate(parts)))
 
 
-def manifest() -> Target:
+def taking(read: Callable[[bytes], object]) -> Callable[[bytes], str]:
+    """Feeds a reader whose result says nothing more."""
+
     def feed(data: bytes) -> str:
-        manifests.decode(data, "the manifest")
+        read(data)
         return "taken"
 
+    return feed
+
+
+def taking_json(read: Callable[[object], object]) -> Callable[[bytes], str]:
+    """The same of one that is given what a file holds; who reads the file refuses what is no JSON."""
+
+    def feed(data: bytes) -> str:
+        try:
+            raw = json.loads(data)
+        except (ValueError, RecursionError):
+            return "no JSON"
+        read(raw)
+        return "taken"
+
+    return feed
+
+
+def manifest() -> Target:
+    feed = taking(lambda data: manifests.decode(data, "the manifest"))
     return Target("manifest", json_inputs(manifest_bytes), feed, (SnapshotError,), finish=resealed)
 
 
@@ -181,21 +202,13 @@ def committed() -> tuple[str, bytes]:
 
 def commit_record() -> Target:
     """What a slave's manifest brings to a master that lost its journal."""
-
-    def feed(data: bytes) -> str:
-        ledger_of(commit_from_record(data))
-        return "taken"
-
+    feed = taking(lambda data: ledger_of(commit_from_record(data)))
     return Target("commit record", json_inputs(lambda: committed()[1]), feed, UNREADABLE)
 
 
 def ledger() -> Target:
     """The master's own, as its journal holds it."""
-
-    def feed(data: bytes) -> str:
-        ledger_from_journal(data.decode("utf-8", "replace"))
-        return "taken"
-
+    feed = taking(lambda data: ledger_from_journal(data.decode("utf-8", "replace")))
     return Target("ledger", json_inputs(lambda: committed()[0].encode()), feed, (FatalError,))
 
 
@@ -293,26 +306,8 @@ def session_json() -> bytes:
     return as_json(session.to_json())
 
 
-NO_JSON = "no JSON"
-
-
-def parsed(data: bytes) -> object:
-    """What a file holds whose reader refuses what is no JSON (worker/checkpoint_files.py)."""
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
-        return NO_JSON
-
-
 def saved_session() -> Target:
-    def feed(data: bytes) -> str:
-        raw = parsed(data)
-        if raw is NO_JSON:
-            return NO_JSON
-        SavedSession.from_json(raw)
-        return "taken"
-
-    return Target("saved session", json_inputs(session_json), feed, (SavedStateError,))
+    return Target("saved session", json_inputs(session_json), taking_json(SavedSession.from_json), (SavedStateError,))
 
 
 def checkpoint() -> Target:
@@ -354,13 +349,7 @@ def state_tree() -> Target:
     def seed() -> bytes:
         return as_json(flatten(state)[0])
 
-    def feed(data: bytes) -> str:
-        raw = parsed(data)
-        if raw is NO_JSON:
-            return NO_JSON
-        unflatten(raw, {})
-        return "taken"
-
+    feed = taking_json(lambda raw: unflatten(raw, {}))
     return Target("state tree", json_inputs(seed), feed, (StateTreeError, RecursionError))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,13 @@ from dips.cli import verify as command_verify
 from dips.cli.demo import own_model
 from dips.cli.up import how_to_join
 from dips.core.errors import KEYS_REFUSED_EXIT
-from dips.core.messages import StatusReply
 from dips.judge.invariants.checker import Violation
 from dips.judge.replay import Replayed
 from dips.judge.verify import NOT_APPLICABLE, OK, VIOLATED, PromiseRow, VerifyReport
 from dips.local.authority import Authority, ensure_keys
 from dips.local.demo import DemoOptions, DemoResult
 from dips.local.processes import RunPlan
-from dips.local.run_directory import DEMO, UP, Mark, RunDirectory, claim
+from dips.local.run_directory import DEMO, UP, Mark, claim
 from dips.local.run_file import read_run_file
 
 # ---- verify and story ----
@@ -184,88 +184,34 @@ def test_up_says_how_loops_of_ones_own_join(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().out == f"{tmp_path / 'run.toml'}: 1 slaves, 0 clusters, all settings are good\n"
 
 
-class PlayedRun:
-    """In place of LocalRun: two looks, then it is finished, or deserted."""
+class Deserted(contextlib.nullcontext["Deserted"]):
+    """In place of LocalRun: its clusters have ended, one with keys that are refused, and the run has not."""
 
-    ends_as = "finished"
-    keys_refused = False
-    asked: list[object]
+    finished, deserted, page_url, status = False, True, None, run_status()
 
-    def __init__(self, plan: RunPlan, directory: RunDirectory, clock: object, tell: Callable[[str], None]) -> None:
-        self.plan, self.page_url, self._tell = plan, None, tell
-        self.status: StatusReply | None = None
-        self.looks = 0
-
-    def __enter__(self) -> PlayedRun:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.asked.append("closed")
+    def __init__(self, plan: RunPlan, *given: object) -> None:
+        super().__init__(self)
+        self.plan = plan
 
     def start(self, extend: bool) -> str:
-        self.asked.append(("start", extend, self.plan.insecure, self.plan.metrics, self.plan.master.page_listen))
         return "127.0.0.1:5"
 
-    def tick(self) -> StatusReply | None:
-        self.looks += 1
-        self.status = run_status(tokens=self.looks)
+    def tick(self) -> object:
         return self.status
 
-    @property
-    def finished(self) -> bool:
-        return self.ends_as == "finished" and self.looks == 2
-
-    @property
-    def deserted(self) -> bool:
-        return self.ends_as == "deserted" and self.looks == 2
-
     def exit_codes(self) -> dict[str, int | None]:
-        return {"m": None, "a": KEYS_REFUSED_EXIT if self.keys_refused else 0}
-
-    def finish(self) -> None:
-        self.asked.append("finish")
-
-
-def up_played(ends_as: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit code of `dips up`."""
-    file = folder / "run.toml"
-    file.write_text(f'[run]\nid = "x"\ndirectory = "{folder / "run"}"\n[slave]\nmemory_bytes = "64 MiB"\n')
-    monkeypatch.setattr("dips.cli.up.LocalRun", PlayedRun)
-    monkeypatch.setattr("dips.cli.up.refuse_what_cannot_start", lambda run, plan: None)
-    monkeypatch.setattr("dips.cli.up.time.sleep", lambda seconds: None)
-    PlayedRun.ends_as, PlayedRun.asked = ends_as, []
-    return main.run(["up", str(file), "--extend", "--insecure", "--metrics", "--no-page"])
-
-
-@pytest.mark.parametrize(
-    ("ends_as", "said"),
-    [
-        ("finished", "run x ended at version 1:12, 2 tokens\n"),
-        ("deserted", "run x is at version 1:12, 2 tokens; `dips up FILE` continues it\n"),
-    ],
-)
-def test_up_watches_a_run_to_its_end(
-    ends_as: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert up_played(ends_as, tmp_path, monkeypatch) == 0
-    start = ("start", True, True, True, None)
-    assert PlayedRun.asked == [start, *(["finish"] if ends_as == "finished" else []), "closed"]
-    out, error = capsys.readouterr()
-    assert out.startswith(said.replace("FILE", str(tmp_path / "run.toml")))
-    assert f"next: dips export {tmp_path / 'run'} --to model.safetensors" in out
-    assert "the run's master listens on 127.0.0.1:5" in error
-    assert "metrics: let Prometheus read" in error
-    assert "start your own training loops" in error
-    assert ("all clusters have ended, and the run has not" in error) == (ends_as == "deserted")
+        return {"m": None, "a": KEYS_REFUSED_EXIT}
 
 
 def test_up_says_whose_keys_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(PlayedRun, "keys_refused", True)
-    assert up_played("deserted", tmp_path, monkeypatch) == KEYS_REFUSED_EXIT
+    file = tmp_path / "run.toml"
+    file.write_text(f'[run]\nid = "x"\ndirectory = "{tmp_path / "run"}"\n[slave]\nmemory_bytes = "64 MiB"\n')
+    monkeypatch.setattr("dips.cli.up.LocalRun", Deserted)
+    monkeypatch.setattr("dips.cli.up.refuse_what_cannot_start", lambda run, plan: None)
+    assert main.run(["up", str(file), "--insecure"]) == KEYS_REFUSED_EXIT
     assert "the keys of a are refused: give new ones" in capsys.readouterr().err
-    assert PlayedRun.asked[-1] == "closed"
 
 
 # ---- keys and compiled code ----

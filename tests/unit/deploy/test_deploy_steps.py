@@ -169,13 +169,18 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def unmade(tmp_path: Path) -> Run:
+    """Nothing of it is there yet."""
     file = written(tmp_path)
     with_keys(file)
-    found = Run(file)
-    found.apply()
-    found.changed()
-    return found
+    return Run(file)
+
+
+@pytest.fixture
+def run(unmade: Run) -> Run:
+    unmade.apply()
+    unmade.changed()
+    return unmade
 
 
 def edited(run: Run, old: str, new: str) -> None:
@@ -188,10 +193,8 @@ def edited(run: Run, old: str, new: str) -> None:
 # ---- apply ----
 
 
-def test_everything_is_tried_before_the_first_object_is_made(tmp_path: Path) -> None:
-    file = written(tmp_path)
-    with_keys(file)
-    run = Run(file)
+def test_everything_is_tried_before_the_first_object_is_made(unmade: Run) -> None:
+    run = unmade
     run.apis["here"].refuses.add(("create", "Job"))
     with pytest.raises(ConfigError, match="Job small-cluster-a is refused"):
         run.apply()
@@ -216,10 +219,8 @@ def test_everything_is_tried_before_the_first_object_is_made(tmp_path: Path) -> 
     assert run.apply() == 0
 
 
-def test_the_clusters_wait_for_the_masters_slaves(tmp_path: Path) -> None:
-    file = written(tmp_path)
-    with_keys(file)
-    run = Run(file)
+def test_the_clusters_wait_for_the_masters_slaves(unmade: Run) -> None:
+    run = unmade
     run.master.slaves = ["s0"]
     with pytest.raises(RetryLater, match="1 of 2 slaves"):
         run.apply()
@@ -356,10 +357,8 @@ def test_a_wait_ends_and_says_each_reason_once(run: Run, states: list[str], erro
     assert run.said == said
 
 
-def test_a_door_that_is_closed_or_pods_that_do_not_come_up_keep_the_clusters_from_starting(tmp_path: Path) -> None:
-    file = written(tmp_path)
-    with_keys(file)
-    run = Run(file)
+def test_a_door_that_is_closed_or_pods_that_do_not_come_up_keep_the_clusters_from_starting(unmade: Run) -> None:
+    run = unmade
     run.closed.add(30501)
     with pytest.raises(RetryLater, match=r"slave s1 is not reached at 192\.0\.2\.7:30501 from this machine"):
         run.apply()

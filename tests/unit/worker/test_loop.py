@@ -294,8 +294,6 @@ def test_a_loss_on_a_device_is_not_read_at_each_step(monkeypatch: pytest.MonkeyP
         ({"tokens_per_step": 1, "steps": -1}, "steps is -1"),
         ({"tokens_per_step": 1, "wire_dtype": "int2"}, "'int2': give one of float32, bfloat16, int8, int4"),
         ({"tokens_per_step": 1, "buffers": "mine"}, 'buffers is \'mine\': give "own", or "average"'),
-        ({"tokens_per_step": 1, "master": "8.8.8.8:1", "cluster_id": "a", "insecure": True}, "loopback"),
-        ({"tokens_per_step": 1, "master": "127.0.0.1:1"}, "DIPS_CLUSTER"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_at_once(arguments: dict[str, object], sentence: str) -> None:

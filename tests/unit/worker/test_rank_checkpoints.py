@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -241,16 +241,21 @@ def test_ranks_that_had_different_states_are_named_where_their_number_changes(
     ]
 
 
-class Second(Alone):
-    """Rank 0 of two; the other one steps nothing, and has these buffers."""
+class OfTwo(Alone):
+    """One rank of two. others: what the other one gives where this one gives `mine`."""
 
     n_ranks = 2
 
-    def __init__(self, *buffers: object) -> None:
-        self._others = json.dumps([[], buffers]).encode()
+    def __init__(self, others: Callable[[bytes], bytes], rank: int = 0) -> None:
+        self.others, self.rank = others, rank
 
     def gather(self, mine: bytes) -> list[bytes]:
-        return [mine, self._others]
+        return [mine, self.others(mine)][:: -1 if self.rank else 1]
+
+
+def second(*buffers: object) -> OfTwo:
+    """Rank 0; the other one steps nothing, and has these buffers."""
+    return OfTwo(lambda mine: json.dumps([[], buffers]).encode())
 
 
 def test_a_buffer_that_comes_after_the_start_is_refused_unless_no_file_needs_it() -> None:
@@ -270,13 +275,13 @@ def test_a_buffer_that_is_two_tensors_is_refused_at_the_start() -> None:
         with pytest.raises(
             ConfigError, match=r"buffer 'norm.running_mean' is .* on rank 1, and .* one tensor of a name"
         ):
-            RankState(Second(other), loop.agreed, [loop.optimizer])
+            RankState(second(other), loop.agreed, [loop.optimizer])
 
 
 def test_the_optimizers_state_of_a_tied_parameter_is_written_by_the_rank_that_steps_it() -> None:
     loop = Loop(1)
     both = replace(loop.agreed, held=(*loop.agreed.held, *loop.agreed.held))
-    _, shards = RankState(Second(), both, [loop.optimizer]).capture()
+    _, shards = RankState(second(), both, [loop.optimizer]).capture()
     written = {shard.name for shard in shards if shard.name.startswith("optimizer.")}
     names = [name for name, _ in loop.net.named_parameters()]
     assert written == {f"optimizer.{name}.{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")}
@@ -523,17 +528,10 @@ def test_what_is_on_its_way_at_the_end_is_completed(tmp_path: Path) -> None:
 
 
 def test_what_a_rank_cannot_keep_is_said_on_every_rank(tmp_path: Path) -> None:
-    class Other(Alone):
-        """Rank 1 of two. The first one has state that no checkpoint holds."""
-
-        rank, n_ranks = 1, 2
-
-        def gather(self, mine: bytes) -> list[bytes]:
-            first = {b"[": b'[".", ""]', b"": b"no such state"}  # of the folder, and of the checkpoint
-            return [first.get(mine[:1], mine), mine]
-
+    """The first rank has state that no checkpoint holds."""
+    first = {b"[": b'[".", ""]', b"": b"no such state"}  # of the folder, and of the checkpoint
     cluster = Cluster(tmp_path, 1)
-    own = RankCheckpoints(tmp_path, Other(), cluster.loop.state())
+    own = RankCheckpoints(tmp_path, OfTwo(lambda mine: first.get(mine[:1], mine), rank=1), cluster.loop.state())
     (tmp_path / "checkpoint-00000001.ranks").mkdir()
     saved = cluster.bench.session.saved()
     assert saved is not None
@@ -579,42 +577,24 @@ def test_a_disk_that_is_full_ends_nothing(
 
 
 def test_a_rank_that_does_not_see_the_leaders_folder_is_named(tmp_path: Path) -> None:
-    class Two(Alone):
-        """Another rank, with a disk of its own."""
-
-        n_ranks = 2
-
-        def gather(self, mine: bytes) -> list[bytes]:
-            return [mine, b""]
-
+    """It has a disk of its own."""
     with pytest.raises(ConfigError, match=r"rank 1 of this cluster does not see rank 0's folder .* all ranks share"):
-        RankCheckpoints(tmp_path, Two(), cast(Any, None))
+        RankCheckpoints(tmp_path, OfTwo(lambda mine: b""), cast(Any, None))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_rank_that_may_not_look_into_the_folder_does_not_see_it(tmp_path: Path) -> None:
-    class Follower(Alone):
-        """Rank 1. The name that it is told cannot even be asked for."""
-
-        rank, n_ranks = 1, 2
-
-        def gather(self, mine: bytes) -> list[bytes]:
-            return [json.dumps(["x" * 300, ""]).encode() if mine.startswith(b"[") else b"1", mine]
-
+    """The name that it is told cannot even be asked for."""
+    first = OfTwo(lambda mine: json.dumps(["x" * 300, ""]).encode() if mine.startswith(b"[") else b"1", rank=1)
     with pytest.raises(ConfigError, match=r"rank 1 of this cluster does not see rank 0's folder"):
-        RankCheckpoints(tmp_path, Follower(), cast(Any, None))
+        RankCheckpoints(tmp_path, first, cast(Any, None))
 
 
 def test_ranks_that_read_other_manifests_agree_on_none(tmp_path: Path) -> None:
-    class Other(Alone):
-        n_ranks = 2
-
-        def gather(self, mine: bytes) -> list[bytes]:
-            return [mine, json.dumps(["", "another"]).encode() if mine.startswith(b"[") else mine]
-
+    other = OfTwo(lambda mine: json.dumps(["", "another"]).encode() if mine.startswith(b"[") else mine)
     cluster = Cluster(tmp_path, 1)
     assert cluster.take()
-    own = RankCheckpoints(tmp_path, Other(), cast(Any, None))
+    own = RankCheckpoints(tmp_path, other, cast(Any, None))
     assert own.find(1) == ["", "rank 1 has another one of this number"]
     own.close()
     cluster.close()

@@ -288,17 +288,6 @@ def test_busy_repeats_the_very_same_push(life: LeasedClusterBench) -> None:
     assert sum(isinstance(effect, CopyParameters) for effect in life.every) == 1
 
 
-def test_undecided_push_of_an_earlier_life_is_awaited_first() -> None:
-    life = ClusterBench().started()
-    earlier = PushId(life.session.config.cluster_id, Incarnation(1, 9), 4)
-    life.join(earlier)
-    assert life.phase is SessionPhase.AWAITING
-    verdict = life.verdict(messages.VerdictKind.APPLIED, earlier)
-    life.answer(messages.AwaitVerdictRequest, messages.AwaitVerdictReply(verdict))
-    request = life.grant()
-    assert request.at_least == verdict.version
-
-
 @pytest.mark.parametrize("kind", messages.VerdictKind)
 def test_a_verdict_of_another_process_says_nothing_about_this_ones_parameters(kind: messages.VerdictKind) -> None:
     life = LeasedClusterBench()
