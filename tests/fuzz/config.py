@@ -83,7 +83,8 @@ def files() -> Target:
         reader(path)
         return f"taken by {reader.__name__}"
 
-    seeds = st.one_of(mutated(examples), mutated(lambda: [_SITES]), mutated(lambda: [b"x = " + b"[" * 9_000]))
+    deeper_than_pythons_stack = [b"a = " + b"[" * 9_000, b"a = " + b"{b=" * 9_000, b"[" + b"a." * 3_000 + b"b]"]
+    seeds = st.one_of(mutated(examples), mutated(lambda: [_SITES]), mutated(lambda: deeper_than_pythons_stack))
     inputs = st.tuples(st.integers(0, len(readers) - 1), seeds).map(lambda pair: bytes([pair[0]]) + pair[1])
     return Target("settings files", inputs, feed, (ConfigError,))
 
@@ -110,19 +111,6 @@ def values() -> Target:
     )
     inputs = st.tuples(st.integers(0, len(readers) - 1), words).map(lambda pair: bytes([pair[0]]) + pair[1])
     return Target("values", inputs, feed, (ConfigError,))
-
-
-def toml() -> Target:
-    """Files that are nested deeper than Python's own stack."""
-
-    def feed(data: bytes) -> str:
-        path = fresh("toml") / "run.toml"
-        path.write_bytes(data)
-        read_run_file(path)
-        return "taken"
-
-    nests = [b"a = " + b"[" * 9_000, b"a = " + b"{b=" * 9_000, b"[" + b"a." * 3_000 + b"b]"]
-    return Target("nested settings", mutated(lambda: nests), feed, (ConfigError,))
 
 
 @lru_cache(maxsize=1)
@@ -155,4 +143,4 @@ def identity() -> Target:
     return Target("identity", st.deferred(inputs), feed, (ConfigError,))
 
 
-TARGETS: tuple[Callable[[], Target], ...] = (settings, files, values, toml, identity)
+TARGETS: tuple[Callable[[], Target], ...] = (settings, files, values, identity)

@@ -15,7 +15,6 @@ from support.paced_play import play
 from support.plan_command import printed, refused
 from support.repository import ROOT
 
-from dips.cli import main
 from dips.core.errors import ConfigError, FatalError
 from dips.planner.cluster import read_setup
 from dips.planner.commands import plan_run
@@ -246,13 +245,3 @@ def test_forward_passes_without_a_time_cannot_be_timed() -> None:
     idle = Costs(tuple(replace(stage, f_ns=0) for stage in source.costs.stages))
     with pytest.raises(PlanError, match="forward passes of the plan take no time"):
         plan_run.scaled(idle, 4, 80.0)
-
-
-def test_without_torch_the_command_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main.run(("plan", "run", "1f1b", "--out", str(tmp_path))) == 2
-    assert capsys.readouterr().err.endswith(
-        "dips: this command needs torch: pip install '.[worker]' in the checkout of Di-PS\n"
-    )

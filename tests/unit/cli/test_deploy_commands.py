@@ -12,7 +12,7 @@ import pytest
 from support.deploy_files import with_keys, written
 from support.run_status import run_status
 
-from dips.cli import logs, main, operator
+from dips.cli import logs, main
 from dips.core.errors import ConfigError, RetryLater
 from dips.core.messages import StatusReply
 from dips.deploy import kubernetes_api, operate
@@ -261,48 +261,7 @@ def test_status_shows_of_the_run_what_it_waits_for_and_every_member(
     assert '"waiting_for": "slave s1 is away"' in whole
 
 
-# ---- the screen of status, and a pager ----
-
-
-def test_on_a_terminal_status_is_drawn_until_the_run_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[Any] = [RetryLater("it is away"), run_status(), run_status(stopping=True, stopped=True)]
-    drawn: list[str] = []
-
-    class Screen:
-        def __init__(self, **options: bool) -> None:
-            assert options["screen"]
-
-        def __enter__(self) -> Screen:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            drawn.append("closed")
-
-        def update(self, shown: object, *, refresh: bool) -> None:
-            drawn.append(f"{type(shown).__name__} {refresh}" if "away" not in str(shown) else str(shown))
-
-    def status() -> Any:
-        answer = looks.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    class Client(Screen):
-        def __init__(self, *given: object, **named: object) -> None:
-            self.status = status
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-    monkeypatch.setattr(operator, "OperatorClient", Client)
-    monkeypatch.setattr(operator, "Live", Screen)
-    monkeypatch.setattr(operator, "time", SimpleNamespace(sleep=lambda seconds: None))
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    assert main.run(["status", "127.0.0.1:1", "--insecure", "--watch"]) == 0
-    assert drawn[0] == "it is away"
-    assert drawn[1] == drawn[2]
-    assert drawn[1].endswith("True")
-    assert drawn[3:] == ["closed"]
+# ---- a pager ----
 
 
 def test_a_pager_that_has_seen_enough_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,7 @@ def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str, capsys
         (["export", "tests", "--to", "m.safetensors", "--version", "7"], "'7' is not a version"),
         (["eval", "/nowhere.safetensors"], "no model file /nowhere.safetensors"),
         (["eval", "m.safetensors", "--version", "1:7"], "one model"),
+        (["eval", "m.safetensors", "--follow"], "one model"),
         (["train", "--steps", "1", "--data", "/nowhere"], "/nowhere"),
         (["train", "--steps", "1", "--model-size", "huge"], "choose one of tiny, small"),
         (["train"], "neither a master nor a number of steps"),

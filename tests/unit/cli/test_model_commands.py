@@ -21,10 +21,9 @@ from dips.local import model_folder
 from dips.local.authority import ensure_keys
 from dips.master.directory import MasterAddress, write_address
 from dips.planner.commands import plan
-from dips.trainer import evaluate, export
+from dips.trainer import evaluate
 from dips.trainer import train as trainer
 from dips.trainer.evaluate import Evaluation
-from dips.trainer.sizes import ModelConfig
 from dips.worker import reader
 
 FOUND = Evaluation("mine", Version(1, 7), 2_000_000, 1.25)
@@ -96,39 +95,6 @@ def test_versions_are_followed_with_the_keys_of_the_run(
         ((text,), "127.0.0.1:7", text.parent / "k", False),
         ((text,), "127.0.0.1:9", None, True),
     ]
-
-
-def test_a_file_is_evaluated_when_it_is_of_a_byte_model(
-    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    exported, of_bytes = SimpleNamespace(layout=object()), [False]
-    evaluated: Asked = []
-
-    def from_layout(layout: object) -> None:
-        assert layout is exported.layout
-        if not of_bytes[0]:
-            raise ConfigError("it is no byte model")
-
-    class Evaluator:
-        def __init__(self, train: Any) -> None:
-            evaluated.append(train.data)
-
-        def __call__(self, fetched: object) -> Evaluation:
-            evaluated.append(fetched)
-            return FOUND
-
-    monkeypatch.setattr(export, "read_export", lambda path: exported if path == Path("m.safetensors") else None)
-    monkeypatch.setattr(ModelConfig, "from_layout", from_layout)
-    monkeypatch.setattr(evaluate, "Evaluator", Evaluator)
-    words = ["eval", "m.safetensors", "--data", str(text)]
-    for more in ([], ["--follow"], ["--version", "1:1"], ["--data", str(text / "nowhere")]):
-        assert main.run([*words, *more]) == ConfigError.exit_code
-    assert not evaluated
-    capsys.readouterr()
-    of_bytes[0] = True
-    assert main.run(words) == 0
-    assert capsys.readouterr().out == SENTENCE
-    assert evaluated == [(text,), exported]
 
 
 # ---- export ----
@@ -274,31 +240,6 @@ def test_a_plan_is_run_and_told(
         (2, 4, 80.0, 0, "gloo", None, 0.05),
         (2, 4, 80.0, 5, "gloo", None, 0.05),
     ]
-
-
-@pytest.mark.parametrize(("good", "code"), [(True, 0), (False, 1)])
-def test_links_that_change_in_mid_run_are_run_and_told(
-    good: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: Asked = []
-
-    def run(change: Any, *given: Any) -> Any:
-        asked.append((change.running.schedules[0].n_devices, *given[:-1]))
-        return SimpleNamespace(good=good)
-
-    monkeypatch.setattr(plan, "run_change", run)
-    monkeypatch.setattr(plan, "write_change", lambda found, out: [out / "profile.json"])
-    monkeypatch.setattr(plan, "tell_change", lambda found: ["it was swapped"])
-    monkeypatch.setattr(plan, "change_json", lambda found: {"good": found.good})
-    words = ["plan", "run", "cross_ud/1", "--ranks", "4", "--then-latency", "2"]
-    assert main.run([*words, "--links-after", "3", "--tolerance", "20", "--out", str(tmp_path)]) == code
-    assert capsys.readouterr().out == f"it was swapped\nwrote {tmp_path / 'profile.json'}\n"
-    assert main.run([*words[:-2], "--then-bandwidth", "1", "--json", "--repeats", "2"]) == code
-    assert json.loads(capsys.readouterr().out) == {"good": good}
-    assert asked == [(4, 80.0, 3, 5, "gloo", tmp_path, 0.2), (4, 80.0, 5, 2, "gloo", None, 0.05)]
-    assert main.run([*words, "--ranks", "3"]) == ConfigError.exit_code
-    assert main.run([*words[:5], "--links-after", "3"]) == ConfigError.exit_code
-    assert len(asked) == 2
 
 
 # ---- warm-up ----

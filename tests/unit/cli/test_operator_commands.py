@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,31 @@ def test_watching_ends_with_the_run(
     assert said in error
     assert pauses_s == [0.1] * len(pauses_s)
     assert bool(pauses_s) == (looks > 0)
+
+
+def test_on_a_terminal_the_run_is_drawn_until_it_has_ended(
+    master: type[Master], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+
+    class Screen(contextlib.nullcontext["Screen"]):
+        def __init__(self, *, screen: bool, **_: object) -> None:
+            super().__init__(self)
+            assert screen
+
+        def __exit__(self, *error: object) -> None:
+            drawn.append("closed")
+
+        def update(self, shown: object, *, refresh: bool) -> None:
+            drawn.append(str(shown) if "does not answer" in str(shown) else f"{type(shown).__name__} {refresh}")
+
+    master.answers.extend([AWAY, GOES_ON, ENDED])
+    monkeypatch.setattr(operator, "Live", Screen)
+    monkeypatch.setattr("dips.cli.operator.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert main.run(["status", *AT, "--watch"]) == 0
+    away, first, second, end = drawn
+    assert (away, first.endswith(" True"), first == second, end) == (str(AWAY), True, True, "closed")
 
 
 def left_behind(run_dir: Path, stopping: str) -> None:

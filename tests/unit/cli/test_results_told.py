@@ -245,15 +245,10 @@ def test_what_was_compiled_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     def played(tell: object, modules: tuple[str, ...]) -> Iterator[warm_up.Warmed]:
         asked.append(modules)
         yield warm_up.Warmed("m", 3, 1.25)
-        yield warm_up.Warmed("n", 0, 0.5)
-        yield warm_up.Warmed("o", 0, 0.0, "no libzmq")
 
     monkeypatch.setattr(warm_up, "warmed", played)
     assert main.run(["warm-up"]) == 0
-    *lines, kept = capsys.readouterr().out.splitlines()
-    assert lines == ["m: compiled 3 kernels, 1.25 s", "n: all there, 0.50 s", "o: skipped: no libzmq"]
-    assert kept.startswith("kept in ")
-    assert main.run(["warm-up", "--slave", "--json"]) == 0
-    assert [one["compiled"] for one in json.loads(capsys.readouterr().out)["modules"]] == [3, 0, 0]
+    assert capsys.readouterr().out.startswith("m: compiled 3 kernels, 1.25 s\nkept in ")
+    assert main.run(["warm-up", "--slave"]) == 0
     assert asked == [warm_up.MODULES, warm_up.OF_SLAVES]
     assert set(warm_up.MODULES) - set(warm_up.OF_SLAVES) == {"dips.core.net.carry_numba"}

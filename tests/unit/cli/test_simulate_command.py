@@ -32,17 +32,12 @@ def test_json_goes_to_standard_output_and_people_get_tables(tmp_path: Path, caps
         assert words in shown
 
 
-def test_what_cannot_be_simulated_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["simulate"]) == 2
-    assert "paper-33-days" in capsys.readouterr().err
-    assert main.run(["simulate", "two-sites", "--seeds", "3"]) == 2
-    assert "leave the set-up out" in capsys.readouterr().err
-
-
-def test_a_picture_into_a_missing_folder_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    missing = tmp_path / "none" / "x.png"
-    assert main.run(["simulate", "two-sites", "--picture", str(missing)]) == 2
-    assert "does not exist" in capsys.readouterr().err
+def test_what_cannot_be_simulated_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = str(tmp_path / "none" / "x.png")
+    seeds, missing = ["two-sites", "--seeds", "3"], ["two-sites", "--picture", picture]
+    for words, said in (([], "paper-33-days"), (seeds, "leave the set-up out"), (missing, "does not exist")):
+        assert main.run(["simulate", *words]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_the_picture_stacks_those_who_take_part(tmp_path: Path) -> None:
