@@ -303,17 +303,6 @@ def test_an_answer_that_does_not_fit_the_question_fails_the_push(named: list[Mis
     assert "misses chunks that it was not asked for" in transfer.failure
 
 
-def test_chunks_of_others_in_an_answer_are_left_to_them() -> None:
-    placement = placement_over(1)
-    own = share_of(CHUNKS[2:5:2])
-    transfer = PushTransfer(chunks_by_slave(LAYOUT, placement, ORDER, CHUNK_BYTES, own), SETTINGS, 0.0, is_share=True)
-    ask = next(a for a in transfer.actions(0.0) if isinstance(a, SlaveRequest))
-    others = [MissingChunk(*CHUNKS[at][:2]) for at in (3, 5, 6)]
-    transfer.missing("s0", ask.request, others, False, 0.1)
-    assert transfer.done
-    assert transfer.moved()["s0"].resumed_bytes == FLOAT32_BYTES * own.n_elems
-
-
 @settings(max_examples=40)
 @given(clusters, st.integers(1, 3))
 def test_a_pull_of_shares_gives_all_checksums_and_leaves_digests_to_their_owner(

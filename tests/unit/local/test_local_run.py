@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
 
 import pytest
 from support.manual_clock import ManualClock
@@ -13,14 +13,12 @@ from support.run_status import cluster_status, run_status, slave_status
 
 from dips.core.errors import TERMINATED, ConfigError, FatalError
 from dips.core.messages import StatusReply
-from dips.core.net.security import INSECURE
 from dips.local.demo import DemoOptions, make_plan, train_settings
 from dips.local.local_run import LAUNCH_TAPE, STATUS_EVERY_S, LocalRun
 from dips.local.log_files import records, tape_path
 from dips.local.processes import EVALUATOR, MASTER
 from dips.local.run_directory import DEMO, Mark, claim
 from dips.local.supervisor import ChildEvent, ProcessSupervisor
-from dips.master.directory import MasterAddress, write_address
 
 
 class Watched:
@@ -208,76 +206,19 @@ def test_the_end_of_a_process_is_told_unless_it_was_asked_to_end(tmp_path: Path)
     ]
 
 
-class Process:
-    """A process that runs until it is asked to end. begun: names in the order of their starts."""
-
-    begun: list[str]
-    answers: list[StatusReply]
-    asked: list[Any]
-
-    def __init__(self, command: list[str], stdout: IO[bytes], **_: object) -> None:
-        path = Path(stdout.name)
-        self.begun.append(path.stem)
-        self.pid, self.returncode = len(self.begun), 0
-        self.runs = True
-        if path.stem == MASTER:
-            directory = path.parents[1] / "master"
-            directory.mkdir(exist_ok=True)
-            write_address(directory, MasterAddress("127.0.0.1:5", "demo", self.pid, 1))
-
-    def poll(self) -> int | None:
-        return None if self.runs else 0
-
-    def send_signal(self, number: int) -> None:
-        self.runs = False
-
-
-class Operator:
-    def __init__(self, address: str, run_id: str, call_s: float, *, security: object) -> None:
-        Process.asked.append((address, run_id, getattr(security, "name", security)))
-
-    def status(self) -> StatusReply:
-        Process.asked.append("status")
-        return Process.answers.pop(0)
-
-    def extend(self, tk_max_tokens: int, no_limit: bool, reason: str) -> str:
-        Process.asked.append(("extend", tk_max_tokens, no_limit))
-        return "it goes on"
-
-    def close(self) -> None:
-        Process.asked.append("closed")
-
-
-@pytest.mark.parametrize(
-    ("insecure", "extend", "ended", "begun"),
-    [
-        (False, False, False, ["master", "s0", "s1", "a", "heldout"]),
-        (True, True, True, ["master", "s0", "s1", "a", "heldout"]),
-        (False, False, True, ["master"]),
-    ],
-)
-def test_everything_is_started_once_the_master_has_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, insecure: bool, extend: bool, ended: bool, begun: list[str]
+@pytest.mark.parametrize(("extend", "ended"), [(False, False), (True, True), (False, True)])
+def test_the_others_are_started_once_the_master_says_that_the_run_goes_on(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, extend: bool, ended: bool
 ) -> None:
-    monkeypatch.setattr("subprocess.Popen", Process)
-    monkeypatch.setattr("dips.local.local_run.OperatorClient", Operator)
-    Process.begun, Process.asked, said = [], [], list[str]()
-    Process.answers = [run_status(), run_status(stopping=ended)]
-    wish = DemoOptions(run_dir=tmp_path / "run", clusters=1, insecure=insecure)
-    with claim(wish.run_dir, Mark("demo", DEMO, "dips demo")) as directory:
-        with LocalRun(make_plan(wish, train_settings(wish), 10**6), directory, ManualClock(), said.append) as run:
-            if ended and not extend:
-                with pytest.raises(ConfigError, match="has ended"):
-                    run.start()
-            else:
-                assert run.start(extend) == run.address == "127.0.0.1:5"
-                assert set(run.exit_codes().values()) == {None}
-            assert Process.begun == begun
-    who = INSECURE if insecure else "operator"
-    asked = [("127.0.0.1:5", "demo", who), "status", "status", *([("extend", 0, False)] if extend else []), "closed"]
-    assert Process.asked == asked
-    assert ("it goes on" in said) is extend
-    assert any(sentence.startswith("INSECURE") for sentence in said) is insecure
-    keys = sorted(path.name for path in (tmp_path / "run" / "keys").glob("*"))
-    assert keys == ([] if insecure else ["a", "ca", "heldout", "master", "operator", "s0", "s1"])
-    assert all(run.supervisor.exit_code(name) == 0 for name in begun)
+    started, answers = list[str](), [run_status(), run_status(stopping=ended)]
+    monkeypatch.setattr(ProcessSupervisor, "start", lambda self, spec: started.append(spec.name))
+    monkeypatch.setattr(watched.run, "_masters_address", lambda: "127.0.0.1:5")
+    monkeypatch.setattr(watched.run, "_ask", lambda: answers.pop(0))
+    monkeypatch.setattr(watched.run, "_take_back_end", lambda: "it goes on")
+    refused = ended and not extend
+    with pytest.raises(ConfigError, match="has ended") if refused else contextlib.nullcontext():
+        assert watched.run.start(extend) == watched.run.address == "127.0.0.1:5"
+    assert started == [MASTER, *([] if refused else ["s0", "s1", "a", "b", EVALUATOR])]
+    assert ("it goes on" in watched.said) is extend
+    keys = {path.name for path in watched.run.directory.keys.iterdir()}
+    assert keys == {"ca", MASTER, "s0", "s1", "a", "b", EVALUATOR, "operator"}

@@ -360,19 +360,6 @@ async def test_halt_ends_the_master_after_its_effects_and_what_was_decided_is_wr
     assert bench.journal.batches == [[entry]]
 
 
-async def test_calls_and_links_that_wait_at_the_end_are_told_to_come_again(bench: Bench) -> None:
-    task, _ = await held(bench)
-    link = bench.executor.open_link()
-    bench.executor.stop(Halt(0, "stopped by SIGTERM"))
-    with pytest.raises(Refused) as caught:
-        await task
-    assert caught.value.code is RefusalCode.BUSY
-    assert caught.value.retry_after_s > 0
-    ended = await link.closed()
-    assert ended is not None
-    assert ended.code is RefusalCode.BUSY
-
-
 async def test_nothing_is_handled_after_the_end(bench: Bench) -> None:
     bench.executor.stop(Halt(0, "first"))
     bench.executor.stop(Halt(70, "second"))

@@ -103,24 +103,6 @@ def test_chunks_of_a_journal_that_does_not_name_them_are_those_of_the_settings()
     assert Ledger.from_json(bench.snapshot).chunk_bytes == 1 << 19
 
 
-def test_ledger_survives_its_own_text() -> None:
-    bench = Bench(plan=LEASED).running("a", "b")
-    bench.nonfinite["b"] = 3
-    for _ in range(3):
-        for name in ("a", "b"):
-            bench.push(name, 100, bench.lease(name, 100))
-        bench.advance(2.0)
-        for name in ("a", "b"):
-            bench.pull(name)
-    text = bench.state.shared.ledger.to_json()
-    assert Ledger.from_json(text).to_json() == text
-    commit = bench.state.shared.ledger.commit
-    assert commit is not None
-    again = Ledger.from_json(text).commit
-    assert again is not None
-    assert again.commit_hash == commit.commit_hash
-
-
 def test_a_cluster_has_made_the_steps_that_its_processes_made_whatever_became_of_its_incarnations() -> None:
     bench = Bench().running("a")
 

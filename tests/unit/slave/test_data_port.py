@@ -99,7 +99,10 @@ def test_the_name_of_a_foreign_push_fills_no_log(port: Port) -> None:
     assert len(port.port.last_refusal) < 500
 
 
-def test_a_whole_push_lands_in_its_row_and_is_said_once(port: Port) -> None:
+def test_a_whole_push_lands_in_its_row_and_is_said_once_for_each_attempt(port: Port) -> None:
+    port.send(put(CHUNKS[0]), payload(CHUNKS[0]))
+    beat = port.port.figures().beat
+    assert (beat.staging_open, [(p.push, p.attempt, p.landed_bytes) for p in beat.progress]) == (1, [(A, 1, 1024)])
     for chunk in [*CHUNKS[:-1], *CHUNKS]:
         answer = port.send(put(chunk), payload(chunk)).header
         assert (answer.op, answer.request, answer.push, answer.cause_id) == (DataOp.ACK, 17, A, "why")
@@ -111,11 +114,6 @@ def test_a_whole_push_lands_in_its_row_and_is_said_once(port: Port) -> None:
     digest = digest_of_array(VALUES, BLOCKS, CHUNK_BYTES)
     assert port.staged == [PushStaged(Slot(A, 1, 1, 5), digest)]
     assert port.port.figures().beat.staging_bytes == len(DATA)
-
-
-def test_a_new_attempt_of_a_complete_push_is_said_again(port: Port) -> None:
-    for chunk in CHUNKS:
-        port.send(put(chunk), payload(chunk))
     port.port.hold([Slot(A, 2, 1, opening=5)])
     assert [(staged.slot.attempt, staged.slot.opening) for staged in port.staged] == [(1, 5), (2, 5)]
 
@@ -215,15 +213,6 @@ def test_a_slave_without_memory_asks_for_patience(port: Port) -> None:
         assert refusal is not None
         assert refusal.code is RefusalCode.BUSY
         assert refusal.retry_after_s > 0
-    assert port.port.figures().beat.staging_open == 0
-
-
-def test_the_beat_shows_open_stagings(port: Port) -> None:
-    port.send(put(CHUNKS[0]), payload(CHUNKS[0]))
-    beat = port.port.figures().beat
-    assert beat.staging_open == 1
-    assert [(p.push, p.attempt, p.landed_bytes) for p in beat.progress] == [(A, 1, 1024)]
-    port.port.hold([])
     assert port.port.figures().beat.staging_open == 0
 
 

@@ -298,20 +298,16 @@ def test_a_new_push_takes_the_slot_of_the_old_one_and_what_is_older_or_wrong_ope
     assert runs(bench.command(measure(R2, V0, B)), messages.Measure)
 
 
-def test_slots_that_a_job_reads_are_not_reopened_until_it_ends(bench: SlaveBench) -> None:
+def test_slots_that_a_job_reads_are_not_reopened_until_it_ends_and_others_are(bench: SlaveBench) -> None:
     bench.command(measure())
+    assert only(bench.command(open_staging(B, 1)), effects.HoldSlots)
+    (held,) = only(bench.command(messages.CloseStaging(B)), effects.HoldSlots)
+    assert [slot.push for slot in held.slots] == [A]
     assert not only(bench.command(messages.CloseStaging(A)), effects.HoldSlots)
     assert not only(bench.command(open_staging(B, 0)), effects.HoldSlots)
     out = bench.measured()
     assert only(out, effects.HoldSlots)[0].slots == ()
     assert [slot.push for slot in only(out, effects.HoldSlots)[-1].slots] == [B]
-
-
-def test_other_slots_are_opened_while_a_job_runs(bench: SlaveBench) -> None:
-    bench.command(measure())
-    assert only(bench.command(open_staging(B, 1)), effects.HoldSlots)
-    (held,) = only(bench.command(messages.CloseStaging(B)), effects.HoldSlots)
-    assert [slot.push for slot in held.slots] == [A]
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -245,19 +245,15 @@ def test_an_incomplete_push_is_completed_with_the_same_ticket(life: ClusterBench
     life.admitted()
 
 
-def test_a_pull_that_fails_gives_its_version_back_and_is_asked_for_again(life: ClusterBench) -> None:
+def test_a_pull_that_fails_gives_its_version_back_and_is_asked_for_again_and_the_newest_of_one_that_is_gone(
+    life: ClusterBench,
+) -> None:
     life.awaiting()
     life.decide(messages.VerdictKind.APPLIED)
     life.grant()
     life.fail(messages.PullGrant)
     assert life.asked(messages.FinishPullRequest).pin_id == 7
     life.pass_s(1.0)
-    assert life.asks(messages.BeginPullRequest)
-
-
-def test_a_version_that_is_gone_is_replaced_by_the_newest(life: ClusterBench) -> None:
-    life.awaiting()
-    life.decide(messages.VerdictKind.APPLIED)
     life.refuse(messages.BeginPullRequest, RefusalCode.VERSION_GONE)
     life.pass_s(1.0)
     assert life.asked(messages.BeginPullRequest).at_least is None
@@ -602,12 +598,20 @@ def long_transfers(life: ClusterBench) -> None:
     assert phase_of(life) is SessionPhase.TRAINING
 
 
-def test_the_last_pull_of_a_run_may_take_as_long_as_the_one_before(life: ClusterBench) -> None:
+@pytest.mark.parametrize(("knobs", "lasts_s"), [({}, 100.0), ({"leave_wait_s": 8.0}, 7.9)])
+def test_the_last_pull_of_a_run_may_take_as_long_as_the_one_before_or_the_bound_that_was_set(
+    knobs: dict[str, Any], lasts_s: float
+) -> None:
+    life = begun(**knobs)
     long_transfers(life)
     life.run_ends()
     life.grant()
-    life.pass_s(100.0)
+    life.pass_s(lasts_s)
     assert phase_of(life) is SessionPhase.PULLING
+    if knobs:
+        life.pass_s(0.2)
+        assert phase_of(life) is SessionPhase.LEAVING
+        return
     assert life.pull_ends().mode is effects.InstallMode.REPLACE
     life.answer(messages.FinishPullRequest, messages.FinishPullReply(life.local_steps))
     assert life.left().reason == "the run has ended"
@@ -633,17 +637,6 @@ def test_a_drained_clusters_last_push_and_pull_may_take_as_long_as_those_before(
     life.answer(messages.FinishPullRequest, messages.FinishPullReply(life.local_steps))
     life.left()
     assert "lost" not in said(life)
-
-
-def test_a_bound_on_leaving_that_is_set_by_hand_is_kept_at_the_runs_end() -> None:
-    life = begun(leave_wait_s=8.0)
-    long_transfers(life)
-    life.run_ends()
-    life.grant()
-    life.pass_s(7.9)
-    assert phase_of(life) is SessionPhase.PULLING
-    life.pass_s(0.2)
-    assert phase_of(life) is SessionPhase.LEAVING
 
 
 @pytest.mark.parametrize(

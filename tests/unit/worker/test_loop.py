@@ -194,8 +194,11 @@ def test_count_overrides_the_next_step_only() -> None:
         assert sync.progress == 13
 
 
-def test_a_loop_that_forgot_with_is_told_so_at_its_first_step() -> None:
+def test_a_loop_that_forgot_with_is_told_so_at_its_first_step_also_where_it_does_not_keep_the_object() -> None:
     model, optimizer = make()
+    dips.DiLoCo(model, optimizer, tokens_per_step=10)
+    with pytest.raises(ConfigError, match="not entered"):
+        step(model, optimizer)
     sync = dips.DiLoCo(model, optimizer, tokens_per_step=10)
     for use in (lambda: sync.done, lambda: sync.count(1), lambda: sync.report(1.0), lambda: step(model, optimizer)):
         with pytest.raises(
@@ -205,13 +208,6 @@ def test_a_loop_that_forgot_with_is_told_so_at_its_first_step() -> None:
     with sync:
         step(model, optimizer)
     assert sync.steps == 1
-
-
-def test_a_loop_that_does_not_even_keep_the_object_is_told_so() -> None:
-    model, optimizer = make()
-    dips.DiLoCo(model, optimizer, tokens_per_step=10)
-    with pytest.raises(ConfigError, match="not entered"):
-        step(model, optimizer)
 
 
 def test_an_object_that_another_one_replaced_asks_for_nothing() -> None:
