@@ -65,7 +65,9 @@ def test_wrong_groups_are_one_sentence_on_every_rank(tmp_path: Path) -> None:
     other = (
         "ConfigError: rank 0 of torch.distributed's world enters a cluster of ranks [0, 1], and rank {} one of ranks "
     )
-    assert said["differ"][0].startswith(other.format(1) + "[0, 1, 2, 3]: give all ranks of a cluster the same group=")
+    assert said["differ"][0].startswith(
+        other.format(1) + "[0, 1, 2, 3]: give all ranks of a cluster the same dips.Parallel(group="
+    )
     assert all(line.startswith(other.format(rank)) for rank, line in enumerate(said["differ"]) if rank)
     for kind, what in (
         ("gradients", "DistributedDataParallel averages gradients over ranks [0, 1, 2, 3]"),
@@ -77,6 +79,8 @@ def test_wrong_groups_are_one_sentence_on_every_rank(tmp_path: Path) -> None:
             assert line.startswith("ConfigError: "), line
             assert what in line
             own = [rank] if kind == "alone" else [[0, 1], [2, 3]][rank // 2]
-            assert f"and this cluster has ranks {own} (group=)" in line
+            assert f"and this cluster has ranks {own} (dips.Parallel(group=...))" in line
     assert "enters a cluster of ranks [0, 1], and rank" in said["overlap"][0]
-    assert all("[0, 1, 2]: give all ranks of a cluster the same group=" in line for line in said["overlap"][:3])
+    assert all(
+        "[0, 1, 2]: give all ranks of a cluster the same dips.Parallel(group=" in line for line in said["overlap"][:3]
+    )

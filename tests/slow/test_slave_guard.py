@@ -21,7 +21,7 @@ VALUES = np.random.default_rng(5).standard_normal(LAYOUT.n_elems).astype(np.floa
 
 ROOM_BYTES = 32 << 20
 OVERSHOOT_BYTES = 100 << 20
-"""What connections.LOOK_S allows for. The sender waits for the guard's looks, so that this depends on no scheduler: two
+"""What newcomers.LOOK_S allows for. The sender waits for the guard's looks, so that this depends on no scheduler: two
 pauses' worth, and what the sockets hold."""
 
 

@@ -36,7 +36,7 @@ CLUSTERS = ["a", "b", *(f"late{number}" for number in range(len(CASES)))]
 
 KIB, MIB = 1 << 10, 1 << 20
 QUEUE = 4_096
-"""So many may wait to be accepted by libzmq (net.core.somaxconn) when the guard shuts the port's door."""
+"""So many may wait to be accepted by libzmq (net.core.somaxconn) when the guard's filter is on."""
 
 
 class Port:

@@ -29,7 +29,7 @@ UNPACK = """import sys, tarfile
 archive = tarfile.open(fileobj=sys.stdin.buffer, mode='r|')
 archive.extraction_filter = getattr(tarfile, 'tar_filter', None)
 archive.extractall(sys.argv[1])"""
-"""It ends with the archive; the program tar would read on to the end of a stream that nobody can close. The Python of
+"""It ends with the archive; the program tar would read on to the end of a stream that no one can close. The Python of
 the image runs it, and before 3.11.4 that has no filters: the attribute then has no effect.
 """
 

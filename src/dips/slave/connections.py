@@ -26,6 +26,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dips.core.net.newcomers import (
+    LOOK_S,
     Bounds,
     Connection,
     PortWatch,
@@ -152,9 +153,6 @@ class ConnectionLimits:
 # ---- the guard -------------------------------------------------------------------------------------------------------
 
 
-LOOK_S = 0.05
-"""Interval of the checks. libzmq receives about 2 GB/s, so between two checks less than 100 MB arrive."""
-
 NEWCOMERS, NEWCOMERS_OF_ADDRESS = 512, 64
 """Connections without a finished handshake that there may be, in all and from one address, in addition to twice the
 keys on the master's list: all their owners may come back at once, behind one router. Each costs 5 KB, or
@@ -191,7 +189,7 @@ class ConnectionGuard:
         self._most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._n_files = 0
         self._looks = 0
-        self._watch = PortWatch(self._port, self._newcomer_bounds(), data.door)
+        self._watch = PortWatch(self._port, self._newcomer_bounds(), data.accept_filter)
         self._guard = ConnectionLimits()
         self._changes = ChangeLogger(log)
         self._stopped = threading.Event()
@@ -219,7 +217,7 @@ class ConnectionGuard:
             log.exception("the guard's thread ended")
             self._data.crashed(error)
         finally:
-            self._data.door.open()
+            self._data.accept_filter.off()
 
     def _look(self) -> None:
         self._looks += 1

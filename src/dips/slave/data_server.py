@@ -31,7 +31,7 @@ from dips.core.layout import checksum as xxh3_64
 from dips.core.messages import SlaveBeat
 from dips.core.net.addresses import format_address, require_loopback
 from dips.core.net.data_header import MAX_HEADER_BYTES, DataOp
-from dips.core.net.newcomers import Door, connection_of, cut, received_bytes
+from dips.core.net.newcomers import AcceptFilter, connection_of, cut, received_bytes
 from dips.core.net.zmq_numba import ReceivedFrame, poll_items, why_not
 from dips.core.net.zmq_sockets import NOW, NOW_MORE, ZAP_ENDPOINT, CurvePair, Failure, Handshakes, Outgoing, as_server
 from dips.core.observe.failpoints import FailpointKind, failpoint, hits
@@ -209,7 +209,7 @@ class DataServer:
         self._outgoing = Outgoing()
         self._max_chunk_bytes = max_chunk_bytes
         self._listener = self._listen(host, port)
-        self.door = Door(self._listener)
+        self.accept_filter = AcceptFilter(self._listener)
         """For slave/connections.py, on its own thread."""
         self._gate: ZapHandler | None = None
         if admission is not None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from dips.core.net.newcomers import Door, connection_of, cut, received_bytes
+from dips.core.net.newcomers import AcceptFilter, connection_of, cut, received_bytes
 from dips.slave import connections
 from dips.slave.connections import ConnectionGuard
 
@@ -110,7 +110,7 @@ class Data:
     def __init__(self, listener: Listener, sends: Sequence[Ends], delivers: Ends) -> None:
         self.endpoint = f"tcp://127.0.0.1:{listener.port}"
         self._sends, self._delivers = sends, delivers
-        self.door = Door(listener.socket)
+        self.accept_filter = AcceptFilter(listener.socket)
         self.crashes = queue.SimpleQueue[BaseException]()
         self.crashed = self.crashes.put
         self.watched: list[bool] = []
@@ -171,12 +171,12 @@ class Broken(Data):
 
 def test_a_guard_that_ends_says_so_and_leaves_the_port_open(listener: Listener) -> None:
     data = Broken(listener, (), listener.peer())
-    data.door.shut()
+    data.accept_filter.on()
     guard = ConnectionGuard(cast(Any, data), 1 << 40)
     guard.start()
     assert str(data.crashes.get()) == "a bug"
     guard.stop()
-    assert not data.door.is_shut
+    assert not data.accept_filter.is_on
 
 
 def test_where_bytes_are_not_counted_none_is_a_newcomer_and_it_is_said_once(

@@ -207,8 +207,8 @@ _ATTACH_FILTER, _DETACH_FILTER = 26, 27
 """SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux."""
 
 
-class Door:
-    """A listening socket that takes no further connections while it is shut.
+class AcceptFilter:
+    """Lets a listening socket take no further connections while it is on.
 
     The system drops what would begin one, and tries again after a second where that was no stranger. Connections that
     are open, or wait to be accepted, stay. Needs no rights; a system without such filters always takes connections.
@@ -216,17 +216,17 @@ class Door:
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
-        self.is_shut = False
+        self.is_on = False
 
-    def shut(self) -> None:
-        if not self.is_shut:
+    def on(self) -> None:
+        if not self.is_on:
             self._set(_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(NO_PACKET)))
-            self.is_shut = True
+            self.is_on = True
 
-    def open(self) -> None:
-        if self.is_shut:
+    def off(self) -> None:
+        if self.is_on:
             self._set(_DETACH_FILTER, bytes(4))
-            self.is_shut = False
+            self.is_on = False
 
     def _set(self, option: int, value: bytes) -> None:
         with contextlib.suppress(OSError):
@@ -251,10 +251,10 @@ class PortWatch:
     What comes between two looks is let in first: the port's budget counts a few hundred connections more for it.
     """
 
-    def __init__(self, port: int, bounds: Bounds, door: Door | None = None) -> None:
-        """door: of the port; shut while more come than a look can judge. None: the library has a bound of its own."""
+    def __init__(self, port: int, bounds: Bounds, accept_filter: AcceptFilter | None = None) -> None:
+        """accept_filter: of the port; on while more come than a look can judge. None: the library has its own bound."""
         self._port = port
-        self._door = door
+        self._filter = accept_filter
         self.newcomers = Newcomers[Connection](bounds)
         self._files: dict[int, int] = {}
         """The inode of each file that was there at the last look."""
@@ -265,8 +265,8 @@ class PortWatch:
 
         finished: whether a newcomer has finished its handshake since the last look.
         """
-        if self._door is not None and len(self.newcomers) > self.newcomers.bounds.most // 2:
-            self._door.shut()  # until this look is over, however long it takes
+        if self._filter is not None and len(self.newcomers) > self.newcomers.bounds.most // 2:
+            self._filter.on()  # until this look is over, however long it takes
         arrived = self._note(files)
         for connection in [connection for connection in self.newcomers if finished(connection)]:
             self.newcomers.settled(connection)
@@ -281,8 +281,8 @@ class PortWatch:
             with self.opened(connection) as handle:
                 if handle is not None:
                     reset(handle)
-        if self._door is not None:
-            self._door.open() if len(arrived) < self.newcomers.bounds.most else self._door.shut()
+        if self._filter is not None:
+            self._filter.off() if len(arrived) < self.newcomers.bounds.most else self._filter.on()
         return len(closed)
 
     @contextmanager
@@ -328,7 +328,8 @@ def origin_of(host: str) -> str:
 
 
 LOOK_S = 0.05
-"""Interval of the looks at a port. gRPC and libzmq accept some hundred connections meanwhile."""
+"""Interval of the looks at a port. gRPC and libzmq accept some hundred connections meanwhile, and libzmq receives less
+than 100 MB."""
 
 
 def files_of_process() -> Sequence[int] | None:

@@ -198,9 +198,8 @@ def _ways(
     no_ways = list[NoWay]()
     together: SitePlan | None = None
     if best is not None and best.iteration_s is not None:
-        what = f"{best.system.value}: {best.what}"
         plan = best.found if isinstance(best.found, Plan) else None
-        together = SitePlan(System.CROSSPIPE, what, tokens_of(problem.setup), best.iteration_s, plan)
+        together = SitePlan(best.system, best.what, tokens_of(problem.setup), best.iteration_s, plan)
     elif why := next((no.why for no in refused if no.system is not System.DIPS), ""):
         no_ways.append(NoWay(PIPELINE, why))
     if why := next((no.why for no in refused if no.system is System.DIPS), ""):

@@ -137,7 +137,7 @@ class LightningCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         sync, self._label = self.sync, None
         self._joined.end()
-        if sync is not None and trainer.received_sigterm:  # it does not look for it any more
+        if sync is not None and trainer.received_sigterm:  # it no longer looks for it
             sync.refuse_loss_by_sigterm()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -132,7 +132,7 @@ def agree(
     if ranks.rank == 0 and held.data is None and max(coordinates) + 1 < ranks.n_ranks:
         _logger.info(
             "tokens and loss count for %d of the %d ranks: the others train on the same data (tensor and pipeline "
-            "parallelism); if that is wrong, give data_mesh=", max(coordinates) + 1, ranks.n_ranks,
+            "parallelism); if that is wrong, give dips.Parallel(data_mesh=...)", max(coordinates) + 1, ranks.n_ranks,
         )  # fmt: skip
     return Agreed(ranks.rank, layout, tuple(pieces), coordinates, shared, are_replicas, held, tuple(own), former)
 
@@ -239,7 +239,10 @@ def _check_settings(said: Sequence[_Facts]) -> None:
             if ours == other:
                 continue
             if key == "order":
-                raise ConfigError(f"rank {rank} gives another order= than rank 0: give all ranks of a cluster the same")
+                raise ConfigError(
+                    f"rank {rank} gives another dips.Parallel(order=...) than rank 0: give all ranks of a cluster the "
+                    "same"
+                )
             raise ConfigError(
                 f"rank {rank} has {key}={other!r} and rank 0 has {key}={ours!r}: give all ranks of a cluster the same"
             )
@@ -257,7 +260,7 @@ def _check_rows(rows: Sequence[Sequence[Row]]) -> None:
                 raise ConfigError(
                     f"parameter {parameter.name!r} is {_what(row.parameter)} on rank {rank}, and {_what(parameter)} on "
                     f"rank {known}: one name is one tensor in the whole cluster; where ranks hold parts of it in plain "
-                    f"tensors, or stages count their layers from 0, say so with shards= ({_SEE})"
+                    f"tensors, or stages count their layers from 0, say so with dips.Parallel(shards=...) ({_SEE})"
                 )
             if (parameter.name, id(row.mesh)) in seen:
                 continue  # the same mesh, as a rank before this one has it
@@ -301,8 +304,8 @@ def _check_same_rows(rows: Sequence[Sequence[Row]]) -> None:
                 else f"only rank {0 if other is None else rank} has parameter {(ours or other).parameter.name!r}"
             )
             raise ConfigError(
-                f"{what}: under DistributedDataParallel over all ranks, or with replicas=True, every rank holds the "
-                "whole model"
+                f"{what}: under DistributedDataParallel over all ranks, or with dips.Parallel(replicas=True), every "
+                "rank holds the whole model"
             )
 
 
@@ -314,8 +317,8 @@ def _check_marks(layout: Layout, rows: Sequence[Sequence[Row]], shared: Sequence
         if name in marked:
             raise ConfigError(
                 f"parameter {name!r} is marked as tensor_model_parallel, and ranks {_few(cell.holders)} hold it as a "
-                f"plain tensor: say with shards= which part of the full tensor each has, or that they are whole with "
-                f"replicas=True ({_SEE})"
+                "plain tensor: say with dips.Parallel(shards=...) which part of the full tensor each has, or that they "
+                f"are whole with dips.Parallel(replicas=True) ({_SEE})"
             )
 
 
@@ -335,7 +338,8 @@ def _ordered(names: set[str], order: Sequence[str]) -> list[str]:
     missing = names.difference(order)
     if missing:
         raise ConfigError(
-            f"order= lacks {min(missing)!r}: give all names of the full model, as its state_dict() has them"
+            f"dips.Parallel(order=...) lacks {min(missing)!r}: give all names of the full model, as its state_dict() "
+            "has them"
         )
     return [name for name in dict.fromkeys(order) if name in names]
 
@@ -360,7 +364,7 @@ def merged(lists: Sequence[Sequence[str]]) -> list[str]:
         if not ready:
             raise ConfigError(
                 f"the ranks have parameter {heads[0]!r} and parameter {heads[1]!r} in opposite orders: give all ranks "
-                "order=, the names of the full model in its order"
+                "dips.Parallel(order=...), the names of the full model in its order"
             )
         chosen = _next(ready, result[-1] if result else "")
         result.append(chosen)
@@ -462,7 +466,8 @@ def _coordinates(said: Sequence[_Facts]) -> tuple[int, ...]:
         if other is not None:
             raise ConfigError(
                 f"rank {other} trains on data {_of_ranks(sizes[other])}, and rank 0 on data {_of_ranks(sizes[0])}: "
-                "give all ranks data_mesh=, the DeviceMesh or process group of the ranks that train on different data"
+                "give all ranks dips.Parallel(data_mesh=...), the DeviceMesh or process group of the ranks that train "
+                "on different data"
             )
         return tuple(place.coordinate for place in places if place is not None)
     seen: Counter[frozenset[Any]] = Counter()

@@ -363,7 +363,7 @@ def _check_inside(what: str, ranks: Sequence[int], of_world: Sequence[int] | Non
     if of_world is not None and not set(ranks) <= set(of_world):
         raise ConfigError(
             f"{what} ranks {list(ranks)} of torch.distributed's world, and this cluster has ranks {list(of_world)} "
-            "(group=): give it a group or mesh of the cluster's own ranks"
+            "(dips.Parallel(group=...)): give it a group or mesh of the cluster's own ranks"
         )
 
 
@@ -526,7 +526,7 @@ def _refuse_two_of_one_name(found: Sequence[_Tensor]) -> None:
         if name in names:
             raise ConfigError(
                 f"two tensors of this rank are called {name!r}: give the modules of a pipeline their names in the full "
-                "model, with shards=[...], one mapping for each module"
+                "model, with dips.Parallel(shards=[...]), one mapping for each module"
             )
         names.add(name)
 

@@ -95,7 +95,7 @@ def tally(reports: Sequence[RankReport], coordinates: Sequence[int]) -> Tally:
                 raise ConfigError(
                     f"ranks {ranks[0]} and {rank} of this cluster train on the same data, and count "
                     f"{reports[ranks[0]].tokens} and {reports[rank].tokens} tokens for it: give them the same count, "
-                    "or data_mesh= if their data differ"
+                    "or dips.Parallel(data_mesh=...) if their data differ"
                 )
         tokens += reports[ranks[0]].tokens
         known = [reports[rank] for rank in ranks if reports[rank].loss_tokens]

@@ -164,7 +164,7 @@ class RankState:
                         raise StateTreeError(
                             f"{type(optimizer).__name__} steps a tensor of shape {list(parameter.shape)} that is no "
                             "parameter of this rank's modules nor one of master_parameters: leave out checkpoint_dir, "
-                            "or give its name with master_parameters="
+                            "or give its name with dips.Parallel(master_parameters=...)"
                         )
                 if names:
                     groups.append([_options_of(optimizer, group), names])
@@ -378,7 +378,7 @@ def _refuse_two_buffers_of_one_name(said: Sequence[Sequence[Sequence[Any]]]) -> 
                 raise ConfigError(
                     f"buffer {name!r} is {dtype} of shape {shape} on rank {rank}, and {theirs[0]} of shape {theirs[1]} "
                     f"on rank {known}, and a checkpoint keeps one tensor of a name: give them different names with "
-                    "shards= (docs/integrations.md), or leave out checkpoint_dir"
+                    "dips.Parallel(shards=...) (docs/integrations.md), or leave out checkpoint_dir"
                 )
 
 

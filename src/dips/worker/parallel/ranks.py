@@ -195,7 +195,7 @@ def ranks_here(group: Any = None, *, cut: bool = False) -> Ranks | None:
     if not dist.is_available() or not dist.is_initialized():
         if group is not None:
             raise ConfigError(
-                "group= is given, and torch.distributed has no groups yet: call "
+                "dips.Parallel(group=...) is given, and torch.distributed has no groups yet: call "
                 "torch.distributed.init_process_group() before the loop is entered"
             )
         return None

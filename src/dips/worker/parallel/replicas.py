@@ -56,8 +56,8 @@ class Replicas:
         if not (replicas and self._agreed.are_replicas):
             raise ConfigError(
                 f"{where}: one name is one tensor in the whole cluster; where ranks hold parts of it in plain tensors, "
-                "or stages count their layers from 0, say so with shards= (docs/integrations.md), and for replicas "
-                "that are not equal yet give dips.Parallel(replicas=True), which gives rank 0's to all"
+                "or stages count their layers from 0, say so with dips.Parallel(shards=...) (docs/integrations.md), "
+                "and for replicas that are not equal yet give dips.Parallel(replicas=True), which gives rank 0's to all"
             )
         if self._ranks.rank == 0:
             _logger.warning("%s: these ranks are replicas, and get rank %d's parameters", where, other[0].holders[0])
@@ -74,7 +74,8 @@ class Replicas:
             raise ConfigError(
                 f"{self._name(cell)} of rank {rank} is no longer equal to rank {cell.holders[0]}'s, and is not pushed: "
                 "ranks that hold the same elements must make equal steps, with gradients that are averaged over all of "
-                "them; where they hold parts of one tensor, say so with shards= (docs/integrations.md)"
+                "them; where they hold parts of one tensor, say so with dips.Parallel(shards=...) "
+                "(docs/integrations.md)"
             )
 
     def give(self, copy: Copy) -> None:

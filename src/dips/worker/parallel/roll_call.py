@@ -89,8 +89,8 @@ def members(group: Any, rank: int) -> tuple[int, ...]:
     elif group is not dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(f"group is a {type(group).__name__}: give a process group or a DeviceMesh")
     raise ConfigError(
-        f"rank {rank} of torch.distributed's world is not in its group=: make a dips.DiLoCo only on the ranks of a "
-        "cluster, and give each the group that it is part of"
+        f"rank {rank} of torch.distributed's world is not in its dips.Parallel(group=...): make a dips.DiLoCo only on "
+        "the ranks of a cluster, and give each the group that it is part of"
     )
 
 
@@ -133,7 +133,7 @@ def _is_here(store: Store, rank: int, of_world: Sequence[int], other: int) -> bo
         (low, of_low), (high, of_high) = sorted([(rank, json.dumps(of_world)), (other, said)])
         raise ConfigError(
             f"rank {low} of torch.distributed's world enters a cluster of ranks {of_low}, and rank {high} one of ranks "
-            f"{of_high}: give all ranks of a cluster the same group="
+            f"{of_high}: give all ranks of a cluster the same dips.Parallel(group=...)"
         )
     return True
 

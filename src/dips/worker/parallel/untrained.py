@@ -107,8 +107,8 @@ def _holders(said: Sequence[Sequence[_Row]]) -> dict[_Key, dict[int, _Row]]:
                 raise ConfigError(
                     f"frozen parameter {row.name!r} is {row.dtype.removeprefix('torch.')} of shape {list(row.shape)} "
                     f"on rank {rank}, and {known.dtype.removeprefix('torch.')} of shape {list(known.shape)} on rank "
-                    f"{first}: one name is one tensor in the whole cluster; say with shards= where ranks hold parts of "
-                    "it (docs/integrations.md)"
+                    f"{first}: one name is one tensor in the whole cluster; say with dips.Parallel(shards=...) where "
+                    "ranks hold parts of it (docs/integrations.md)"
                 )
     return holders
 
