@@ -36,7 +36,7 @@ from dips.core.allocator import keep_one_heap
 from dips.core.file_limit import raise_file_limit
 from dips.core.net.grpc_calls import channel_options, open_channel
 from dips.core.net.keys import load_identity
-from dips.core.net.newcomers import Door, Newcomers, files_of_process, origin_of
+from dips.core.net.newcomers import AcceptFilter, Newcomers, files_of_process, origin_of
 from dips.local.authority import ensure_keys
 from dips.master.rpc.server import CallerWatch, _Certificates, most_connections, newcomer_bounds
 
@@ -89,12 +89,12 @@ async def _serve(design: str, keys: Path) -> None:
         watch.append(CallerWatch(port, PEERS))
         watch[0].start()
     if design == "kernel":
-        threading.Thread(target=_guard_door, args=[port], daemon=True).start()
+        threading.Thread(target=_guard_by_filter, args=[port], daemon=True).start()
     print(port, flush=True)
     await asyncio.Event().wait()
 
 
-def _guard_door(port: int) -> None:
+def _guard_by_filter(port: int) -> None:
     """Shut while there are more connections than the option would take."""
     for fd in files_of_process() or ():
         try:
@@ -103,10 +103,10 @@ def _guard_door(port: int) -> None:
                 break
         except (OSError, IndexError):
             continue
-    door = Door(listener)
+    accepts = AcceptFilter(listener)
     while True:
         n = len(files_of_process() or ())
-        door.shut() if n > most_connections(PEERS) else door.open()
+        accepts.on() if n > most_connections(PEERS) else accepts.off()
         time.sleep(0.05)
 
 

@@ -193,6 +193,10 @@ def test_clients_that_say_nothing_are_bounded_and_do_not_stop_the_server(server:
     until(lambda: can_read(server.address), "the room of connections that were closed is free again")
 
 
+def test_scrapes_that_are_over_leave_their_room(server: MetricsServer) -> None:
+    assert all(can_read(server.address) for _ in range(2 * MOST_CONNECTIONS))
+
+
 def test_connections_that_come_together_wait_to_be_accepted() -> None:
     """The system drops what finds no place in its queue, and its peer tries again after a second, then two."""
     server = MetricsServer(LOOPBACK, one, INSECURE)  # it accepts none yet

@@ -7,6 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
+from typing import Any
 
 from mutants import record
 from mutants.faults import Fault
@@ -14,25 +15,25 @@ from mutants.faults import Fault
 
 def one_of_each_line(faults: Iterable[Fault], seed: str) -> list[Fault]:
     """In an order that the seed gives."""
-    lines: dict[tuple[str, int], list[Fault]] = defaultdict(list)
-    for fault in faults:
-        lines[fault.path, fault.line].append(fault)
     chosen = random.Random(seed)
-    order = sorted(lines)
-    chosen.shuffle(order)
-    return [chosen.choice(lines[place]) for place in order]
+    return [chosen.choice(line) for line in _groups(faults, lambda fault: (fault.path, fault.line), chosen)]
 
 
 def evenly(faults: Iterable[Fault], seed: int) -> list[Fault]:
     """One fault of each function, in an order that the seed gives, then a second one of each, and so on."""
-    functions: dict[tuple[str, str], list[Fault]] = defaultdict(list)
-    for fault in faults:
-        functions[fault.path, fault.function].append(fault)
     chosen = random.Random(seed)
-    order = sorted(functions)
-    chosen.shuffle(order)
-    turns = zip_longest(*(chosen.sample(functions[name], len(functions[name])) for name in order))
+    functions = _groups(faults, lambda fault: (fault.path, fault.function), chosen)
+    turns = zip_longest(*(chosen.sample(function, len(function)) for function in functions))
     return [fault for turn in turns for fault in turn if fault is not None]
+
+
+def _groups(faults: Iterable[Fault], key: Callable[[Fault], Any], chosen: random.Random) -> list[list[Fault]]:
+    groups: dict[Any, list[Fault]] = defaultdict(list)
+    for fault in faults:
+        groups[key(fault)].append(fault)
+    order = sorted(groups)
+    chosen.shuffle(order)
+    return [groups[name] for name in order]
 
 
 def files_for(faults: Iterable[Fault]) -> list[str]:

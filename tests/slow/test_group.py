@@ -56,7 +56,7 @@ def test_wrong_groups_are_one_sentence_on_every_rank(tmp_path: Path) -> None:
     assert not any("Traceback" in line for of in lines for line in of)
     said = {kind: [of[at] for of in lines] for at, kind in enumerate(kinds)}
     assert all(len(of) == len(kinds) for of in lines), "one line each"
-    outside = "ConfigError: rank {} of torch.distributed's world is not in its group=: make a dips.DiLoCo only on"
+    outside = "ConfigError: rank {} of torch.distributed's world is not in its dips.Parallel(group=...): make"
     assert [told(line)["steps"] for line in said["strangers"][:2]] == [STEPS] * 2
     assert all(line.startswith(outside.format(rank)) for rank, line in enumerate(said["strangers"]) if rank > 1)
     no_group = "group is a list: give a process group or a DeviceMesh"

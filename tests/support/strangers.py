@@ -105,6 +105,17 @@ def main(place: str, kind: str, n: str, first: str, addresses: str, hold_s: str)
         burst.close()
 
 
+def is_reset(end: socket.socket) -> bool:
+    """Whether the peer learns that its connection is gone, or what it has sent so far was taken."""
+    end.setblocking(False)
+    try:
+        return end.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
 class Strangers:
     """Context manager: so many connections in each burst, by `processes` processes, until its end."""
 

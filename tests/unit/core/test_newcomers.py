@@ -6,12 +6,14 @@ import os
 import select
 import socket
 from collections.abc import Iterator
+from unittest.mock import create_autospec
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.strangers import is_reset
 
-from dips.core.net.newcomers import Bounds, Connection, Newcomers, PortWatch, files_of_process, origin_of
+from dips.core.net.newcomers import AcceptFilter, Bounds, Connection, Newcomers, PortWatch, files_of_process, origin_of
 
 BOUNDS = Bounds(most=4, of_one_address=3, handshake_s=10.0, patience_s=3.0)
 
@@ -107,34 +109,23 @@ class Port:
     """A port whose peers a library would serve; all ends are in this process."""
 
     def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.number: int = self._listener.getsockname()[1]
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.number: int = self.listener.getsockname()[1]
         self.near: list[socket.socket] = []
         self.far: list[socket.socket] = []
 
     def connected(self, n: int) -> None:
         for _ in range(n):
             self.far.append(socket.create_connection(("127.0.0.1", self.number)))
-            self.near.append(self._listener.accept()[0])
+            self.near.append(self.listener.accept()[0])
 
     def open_ends(self) -> list[int]:
         """Which of the peers are still connected."""
-        for end in self.far:
-            end.setblocking(False)
-        return [index for index, end in enumerate(self.far) if end.fileno() >= 0 and not _ended(end)]
+        return [index for index, end in enumerate(self.far) if end.fileno() >= 0 and not is_reset(end)]
 
     def close(self) -> None:
-        for end in (*self.far, *self.near, self._listener):
+        for end in (*self.far, *self.near, self.listener):
             end.close()
-
-
-def _ended(end: socket.socket) -> bool:
-    try:
-        return end.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except ConnectionError:
-        return True
 
 
 @pytest.fixture
@@ -165,6 +156,16 @@ def test_a_port_that_a_library_serves_keeps_its_bounds_and_those_who_have_shown_
     assert look(watch, 10.2) == 3
     assert port.open_ends() == [0, 1]
     assert len(os.listdir("/proc/self/fd")) == n_files, "what is closed here is closed by the library, too"
+
+
+def test_no_more_are_accepted_while_more_come_than_a_look_can_judge(port: Port) -> None:
+    accepts = create_autospec(AcceptFilter, instance=True)
+    watch = PortWatch(port.number, BOUNDS, accepts)
+    for n_more, now_s, so in ((3, 0.0, ["off"]), (0, 0.1, ["on", "off"]), (4, 0.2, ["on", "on"])):
+        port.connected(n_more)
+        accepts.reset_mock()
+        look(watch, now_s)
+        assert [call[0] for call in accepts.method_calls] == so
 
 
 def test_a_port_that_a_library_serves_spares_who_still_sends(port: Port) -> None:

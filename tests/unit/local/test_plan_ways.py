@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from rich.table import Table
 from support.repository import ROOT
 
 from dips.planner.api import pose
@@ -104,6 +105,14 @@ def test_no_set_of_sites_is_better_than_what_is_taken(problem: Problem, gbps: fl
             assert together <= bound(three, sites, batch)
             if size > 1:
                 assert asynchronous_clusters(three, sites, steps(three)).tokens_per_s / more_tokens <= counted
+
+
+def test_sites_compute_together_as_fast_as_each_does_and_exchange_what_they_must(problem: Problem) -> None:
+    fast = problem.with_links(bandwidth=1e6)
+    alone = bound(fast, [0], 8)
+    assert bound(fast, [0, 1], 8) == pytest.approx(2 * alone)
+    slow = problem.with_links(bandwidth=1e-4)
+    assert bound(slow, [0, 1], 8) < alone == bound(slow, [0], 8)
 
 
 def behind_a_slow_link(problem: Problem, between: float) -> Problem:
@@ -229,6 +238,8 @@ def test_text_and_json_put_it_first(problem: Problem) -> None:
     first, *others = decision_text(found)
     assert first == plan_ways.take_text(found.ways)
     assert any(str(line).startswith("where all sites train, use ") for line in others)
+    ways = next(line for line in others if isinstance(line, Table))
+    assert [*ways.columns[0].cells] == [way.name for way in found.ways.judged]
     said = decision_json(found)["ways"]
     assert said["take"] == said["judged"][0]
     assert ["amsterdam", "stockholm"] in [row["sites"] for row in said["judged"]]

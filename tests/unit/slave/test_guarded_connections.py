@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import pytest
+from support.strangers import is_reset
 
 from dips.core.net.newcomers import AcceptFilter, connection_of, cut, received_bytes
 from dips.slave import connections
@@ -44,17 +45,6 @@ def listener() -> Iterator[Listener]:
 
 def n_files() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def is_reset(end: socket.socket) -> bool:
-    """Whether the peer learns that its connection is gone, or what it has sent so far was taken."""
-    end.setblocking(False)
-    try:
-        return end.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except ConnectionError:
-        return True
 
 
 def test_only_connections_to_the_port_are_cut_and_no_file_is_left_open(listener: Listener) -> None:

@@ -670,6 +670,15 @@ def before_first_merge(**config: Any) -> ClusterBench:
     return life
 
 
+def ended_before_first_merge(steps: int, **config: Any) -> ClusterBench:
+    """By the loop itself."""
+    life = before_first_merge(**config)
+    life.train(steps)
+    life.say(OWN_END)
+    life.goes_on("await")
+    return life
+
+
 def words_of(life: ClusterBench, key: str) -> list[str]:
     return [e.sentence for e in life.every if isinstance(e, effects.Log) and e.key == key and e.sentence]
 
@@ -680,10 +689,7 @@ def master_says(life: ClusterBench, sentence: str) -> None:
 
 @pytest.mark.parametrize("steps", [3, 6])
 def test_a_short_loop_waits_for_the_first_merge_with_all_that_it_has(steps: int) -> None:
-    life = before_first_merge()
-    life.train(steps)
-    life.say(OWN_END)
-    life.goes_on("await")
+    life = ended_before_first_merge(steps)
     master_says(life, "the run begins with 2 clusters, and only a is here")
     for _ in range(3600):
         life.pass_s(10.0)
@@ -703,10 +709,7 @@ def test_a_short_loop_waits_for_the_first_merge_with_all_that_it_has(steps: int)
 
 
 def test_after_the_first_merge_leaving_takes_as_long_as_always() -> None:
-    life = before_first_merge()
-    life.train(6)
-    life.say(OWN_END)
-    life.goes_on("await")
+    life = ended_before_first_merge(6)
     life.pass_s(3600.0)
     life.decide(messages.VerdictKind.APPLIED)
     life.pulled()
@@ -724,10 +727,7 @@ def test_after_the_first_merge_leaving_takes_as_long_as_always() -> None:
 
 @pytest.mark.parametrize("knobs", [{"cut_off_limit_s": 7200.0}, {"leave_wait_s": 5.0}])
 def test_the_wait_for_the_first_merge_is_bounded_also_by_hand(knobs: dict[str, float]) -> None:
-    life = before_first_merge(**knobs)
-    life.train(3)
-    life.say(OWN_END)
-    life.goes_on("await")
+    life = ended_before_first_merge(3, **knobs)
     (bound_s,) = knobs.values()
     life.pass_s(bound_s - 0.1)
     assert phase_of(life) is SessionPhase.AWAITING
@@ -745,10 +745,7 @@ def test_only_a_loops_own_end_waits_for_the_first_merge(what: str) -> None:
 
 
 def test_a_master_that_restarts_before_the_first_merge_is_waited_for_too() -> None:
-    life = before_first_merge()
-    life.train(3)
-    life.say(OWN_END)
-    life.goes_on("await")
+    life = ended_before_first_merge(3)
     life.pass_s(3600.0)
     life.effects.clear()
     life.beat(epoch=2)
