@@ -137,7 +137,7 @@ class Counts(Instruments):
         super().__init__(PREFIX, METRICS)
         self.checkpoints = self.histogram("checkpoint_seconds")
         self._calls = self.counter("calls_total", "done", "refused", "failed")
-        self._refused = self.counter("refused_calls_total")
+        self._refused = self.counter("refused_calls_total", "FENCED", "STALE_EPOCH")  # as a restart brings
         self._stale = self.counter("stale_pushes_total", *STALE)
         self._retries = self.counter("push_retries_total")
         self._transfers = self.counter("transfers_total")

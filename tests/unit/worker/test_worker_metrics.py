@@ -68,7 +68,7 @@ def test_calls_and_transfers_are_counted(counts: metrics.Counts) -> None:
         counts.took(event)
     found = scraped(counts.view(session(), StepTimer()), counts)
     assert [found["calls_total", result] for result in ("done", "refused", "failed")] == [1, 1, 1]
-    assert found["refused_calls_total", "BUSY"] == 1
+    assert [found["refused_calls_total", code] for code in ("BUSY", "FENCED", "STALE_EPOCH")] == [1, 0, 0]
     assert (found["transfers_total", "push", "done"], found["transfers_total", "push", "failed"]) == (1, 1)
     assert found["transfer_seconds", "push"] == 1
     assert found["phase", "joining"] == 1
