@@ -69,6 +69,9 @@ def effects_of(problem: Problem, ranked: Sequence[Candidate]) -> Iterator[Change
             ("latency between sites / 2", problem.with_links(latency=0.5)),
         ]
     changes.append(("memory of activations x 2", _more_activations(problem)))
+    half = problem.n_devices // 2
+    if half >= len(problem.setup.sites) and not any(site.stages for site in problem.setup.sites):
+        changes.append((f"{half} stages, the other devices free", problem.with_training(pipeline=half)))
     before = _near_the_front(problem, ranked)
     found = []
     for change, other in changes:
@@ -87,7 +90,8 @@ def _more_activations(problem: Problem) -> Problem:
 
 
 def _near_the_front(problem: Problem, ranked: Sequence[Candidate]) -> float:
-    """The best iteration, in seconds, of the chosen order, its kind of schedule and the greedy ones."""
+    """The best iteration, in seconds, of the chosen order, its kind of schedule and the greedy ones; infinite where
+    none fits. With another number of stages they are divided evenly."""
     chosen = ranked[0]
     spans = [_replayed_s(problem, chosen)]
     together = chosen.sharing == "coordinated"
@@ -99,7 +103,9 @@ def _near_the_front(problem: Problem, ranked: Sequence[Candidate]) -> float:
                 candidate = plain(problem, name, chosen.division)
                 spans.append((coordinated(problem, candidate, FEW) if together else candidate).iteration_s)
             elif name == "jeeves":
-                division = next((c.division for c in ranked if c.name == "jeeves"), problem.uniform())
+                uniform = problem.uniform()
+                found = (c.division for c in ranked if c.name == "jeeves" and len(c.division) == len(uniform))
+                division = next(found, uniform)
                 spans.append(jeeves_with(problem, division, together, FEW).iteration_s)
         except PlanError:
             continue
@@ -109,7 +115,8 @@ def _near_the_front(problem: Problem, ranked: Sequence[Candidate]) -> float:
 def _replayed_s(problem: Problem, chosen: Candidate) -> float:
     """The iteration of the chosen order with another setting, in seconds; infinite when its microbatches differ."""
     first = chosen.schedules[0]
-    if first.n_microbatches != problem.n_microbatches or chosen.name.startswith("dp/"):
+    as_before = first.n_microbatches == problem.n_microbatches and len(chosen.site_of) == problem.n_devices
+    if not as_before or chosen.name.startswith("dp/"):
         return math.inf
     if chosen.sharing != "coordinated":
         return simulate(first, problem.costs(chosen.division, first.device_of_stage)).makespan_ns / NS

@@ -36,6 +36,9 @@ WIDEST = 400
 MOST_WAYS = 8
 """Ways to use the sites that are shown at most, but for those that are always compared."""
 
+MOSTLY_WAITS = 0.5
+"""Bubble from which a plan over several sites says what its devices wait for."""
+
 SHARING = {"fair": "bandwidth shared evenly", "coordinated": "one message at a time", "alone": ""}
 
 
@@ -120,6 +123,13 @@ def plan_text(plan: Plan) -> Iterator[str | Table]:
         f"({interval_text(chosen.iteration_s, plan.problem.calibration_error)}), bubble {chosen.bubble_fraction:.1%}"
         f"{exposed if chosen.sync_ns else ''}"
     )
+    if chosen.bubble_fraction >= MOSTLY_WAITS and len(set(chosen.site_of)) > 1:
+        stages, microbatches = len(chosen.site_of), plan.problem.n_microbatches
+        own = (stages - 1) / (stages - 1 + microbatches)
+        yield (
+            f"devices mostly wait: filling and draining {stages} stages with {microbatches} microbatches is {own:.1%} "
+            "of an iteration without links, the rest is links between sites and unequal stages"
+        )
     if chosen.lower_bound_ns is not None:
         yield f"no schedule of this kind takes less than {format_seconds(chosen.lower_bound_ns / NS)}"
     table = table_of(("stage", "site"), ("layers", "weights and optimizer", "activations", "of"))
@@ -143,7 +153,7 @@ def plan_text(plan: Plan) -> Iterator[str | Table]:
     if plan.effects:
         yield "what would help, of the time of each microbatch:"
         for effect in plan.effects:
-            yield f"  {effect.change:<32}{effect.saved:>7.1%} less"
+            yield f"  {effect.change:<36}{effect.saved:>7.1%} less"
     yield "assumed: " + "; ".join(assumptions(plan.problem))
 
 
