@@ -94,7 +94,9 @@ def helpers_of(file: str) -> frozenset[Path]:
 
 
 def reaches(file: str, module: str) -> bool:
-    return module in imported_by(ROOT / file)
+    """Whether a file imports the module, or the command line, which runs every module of commands."""
+    used = imported_by(ROOT / file)
+    return module in used or ("dips.cli.main" in used and bool({"cli", "commands"} & set(module.split("."))))
 
 
 def module_of(path: str) -> str:
