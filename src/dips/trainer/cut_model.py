@@ -99,7 +99,8 @@ class CutModel:
     def step(self, optimizers: Sequence[torch.optim.Optimizer], batch: Batch, grad_clip: float) -> float:
         """One inner step on the cluster's batch; the mean loss in nats per byte, the same on all ranks.
 
-        A loss that is not finite changes nothing and is returned. Raises FatalError where another rank is gone.
+        A loss that is not finite changes nothing and is returned; for a gradient that is not, NaN is. Raises FatalError
+        where another rank is gone.
         """
         with another_rank_may_be_gone():
             for optimizer in optimizers:
@@ -117,6 +118,8 @@ class CutModel:
             )
             value, square = self._sum([loss if self._tells_loss else 0.0, squares])
             if math.isfinite(value):
+                if not math.isfinite(square):
+                    return math.nan
                 scale = min(1.0, grad_clip / (math.sqrt(square) + NORM_FLOOR))
                 torch._foreach_mul_(list(gradients.values()), scale)
                 for optimizer in optimizers:

@@ -63,7 +63,8 @@ class ByteLearner(TorchParameters):
         """One inner step on exactly these tokens, each range a row of the batch; the mean loss in nats per byte.
 
         progress_tokens: the run's progress in the learning rate's schedule. A loss that is not finite changes
-        nothing and is returned. Raises RemoteProtocolError for a range that the text does not have.
+        nothing and is returned; for a gradient that is not, NaN is. Raises RemoteProtocolError for a range that the
+        text does not have.
         """
         batch = make_batch(self._text, ranges)
         rate = self._schedule.at(progress_tokens)

@@ -260,7 +260,8 @@ class InnerTrainer:
     def step(self, batch: Batch, lr: float) -> float:
         """One forward, backward and optimizer step at learning rate lr; the mean loss in nats per byte.
 
-        A non-finite loss changes nothing and raises FatalError: parameters that it would ruin must not be pushed.
+        A loss or gradient that is not finite changes nothing and raises FatalError: parameters that it would ruin must
+        not be pushed, and its tokens are not trained.
         """
         if self.cut is None:
             value = inner_step(self.model, self.optimizers, batch, lr, self.config.grad_clip)
@@ -268,7 +269,9 @@ class InnerTrainer:
             set_rate(self.optimizers, lr)
             value = self.cut.step(self.optimizers, batch, self.config.grad_clip)
         if not math.isfinite(value):
-            raise FatalError(f"the loss is {value} at learning rate {lr:g}: lower --lr or --grad-clip")
+            raise FatalError(
+                f"the loss is {value} or its gradient is not finite at learning rate {lr:g}: lower --lr or --grad-clip"
+            )
         return value
 
     def whole_model(self) -> ByteModel:
@@ -290,7 +293,7 @@ def inner_step(
 ) -> float:
     """One forward, backward and optimizer step at learning rate lr; the mean loss in nats per byte.
 
-    A loss that is not finite changes nothing and is returned.
+    A loss that is not finite changes nothing and is returned; for a gradient that is not, NaN is.
     """
     set_rate(optimizers, lr)
     device = model.embedding.weight.device
@@ -300,7 +303,8 @@ def inner_step(
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+        if not nn.utils.clip_grad_norm_(model.parameters(), grad_clip).isfinite():
+            return math.nan
         for optimizer in optimizers:
             optimizer.step()
     return value

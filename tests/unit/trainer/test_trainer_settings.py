@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -70,12 +71,15 @@ def test_the_learning_rate_of_a_step_is_the_one_given(text: Path) -> None:
     assert 0 < moved < 1.1e-5
 
 
-def test_a_loss_that_is_no_number_changes_nothing_and_ends_the_process(text: Path) -> None:
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_loss_or_gradient_that_is_no_number_changes_nothing_and_ends_the_process(text: Path, what: str) -> None:
     inner = InnerTrainer(config(text, device="cpu"))
     batches = LeasedBatches(inner.text, 2, 32)
     batches.add([next(all_ranges(inner.text.plan))])
-    with torch.no_grad():
-        inner.model.norm.weight.fill_(float("nan"))
+    if what == "gradient":
+        inner.model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
+    else:
+        inner.model.norm.weight.detach().fill_(math.nan)
     before = inner.model.embedding.weight.detach().clone()
     with pytest.raises(FatalError, match=r"the loss is nan .*lower --lr"):
         inner.step(batches.next(), 1e-3)
