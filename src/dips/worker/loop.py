@@ -59,6 +59,7 @@ from dips.worker.state.work import Work
 from dips.worker.step_checks import FirstBatches, Losses, StepWatch, TokenCheck, not_compiled
 from dips.worker.torch_model import (
     TorchParameters,
+    called_module,
     description_of,
     former_names,
     has_shards,
@@ -341,9 +342,9 @@ class DiLoCo:
         elif self._config is not None and self._config.check_tokens:
             self._token_check = TokenCheck()
             for model in self._models:
-                self._token_check.begin(plain_model(model))
-        if (shell := self._shell) is not None:
-            self._first_batches = FirstBatches(self._models[0], lambda digest: setattr(shell, "first_batches", digest))
+                self._token_check.begin(called_module(model))
+        if self.active:
+            self._first_batches = FirstBatches(self._models[0], self._began_with)
         for optimizer in self._optimizers:
             if not hasattr(type(optimizer).step, "hooked"):  # its class does not begin as torch's do: timm's Lookahead
                 optimizer._patch_step_function()
@@ -356,6 +357,13 @@ class DiLoCo:
             self._hooks.append(register_optimizer_step_post_hook(_of_all(self._watch.any_stepped)))
         self._steps_before = self._steps
         _entered.add(self)
+
+    def _began_with(self, first_batches: bytes) -> None:
+        """Tell the other ranks' leader, and the master, the digest of the first batches."""
+        if self._together is not None:
+            self._together.first_batches = first_batches
+        if self._shell is not None:
+            self._shell.first_batches = first_batches
 
     def _refuse_second_loop(self) -> None:
         """Note who trains what. Raises ConfigError in the block of another loop, or callback, that counts the same
@@ -711,7 +719,9 @@ class DiLoCo:
             return
         tokens = self._next_tokens or self._tokens_per_step
         self._next_tokens, self._was_used = None, True
-        if not self._trains(tokens):
+        is_empty = self._watch is not None and not self._watch.trains(self._optimizers)
+        if is_empty and self._together is None and self._watch is not None:
+            self._watch.tell_empty(tokens)
             self._forget_half_a_step()
             return
         if not self._order:
@@ -735,8 +745,9 @@ class DiLoCo:
         if self._together is not None:
             near = self._together.push_is_near
             self._together.step(
-                tokens, lambda: self._losses.take(time.monotonic(), near), wants_to_leave=self._sigterm.caught
-            )
+                tokens, lambda: self._losses.take(time.monotonic(), near), wants_to_leave=self._sigterm.caught,
+                is_empty=is_empty,
+            )  # fmt: skip
         elif self._shell is not None:
             loss = self._losses.take(time.monotonic(), self._shell.push_is_near)
             self._shell.step(tokens, loss=loss)
@@ -749,12 +760,6 @@ class DiLoCo:
         alone = self._together is None or self._together.news.done  # no one else must hear of a SIGTERM any longer
         if (self._ends or (self._sigterm.caught and alone and self.active)) and not asked:
             raise self._end_of_process()  # a loop that does not read `done` would go on
-
-    def _trains(self, tokens: int) -> bool:
-        """Whether a complete step trained the model. Of several ranks some may have no gradients, as a frozen stage:
-        each counts what the others count.
-        """
-        return self._watch is None or self._together is not None or self._watch.trains(self._optimizers, tokens)
 
     def _was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer was called for a batch that is not trained on."""

@@ -12,7 +12,7 @@ import xxhash
 from torch.utils.hooks import RemovableHandle
 
 from dips.core.errors import ConfigError
-from dips.worker.torch_model import is_parents_step, local, plain_model, refuse_stranger
+from dips.worker.torch_model import called_module, is_parents_step, local, plain_model, refuse_stranger
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
 
@@ -58,8 +58,9 @@ class HookHere:
 # A hook counts the elements of the tensors that the model is called with. A step cannot have been trained on more
 # tokens than these, whatever a token is: an id, a sample's row of an image, a frame. (Not so where a model fetches
 # its own data, say by row numbers: check_tokens = false is for those.) Inputs that cannot be counted are not checked:
-# other objects among them, or a compiled model, whose hooks must not do anything. A step before which the model was not
-# called, after others before which it was, is told: it is usually the second optimizer.step() of one batch.
+# other objects among them, or a model whose compiled wrapper was not given, as its own hooks must not do anything. A
+# step before which the model was not called, after others before which it was, is told: it is usually the second
+# optimizer.step() of one batch.
 
 
 REFUSED_RATIO = 100
@@ -151,7 +152,9 @@ def _leaves(inputs: Any) -> Iterator[Any]:
 # ---- first batches ---------------------------------------------------------------------------------------------------
 #
 # Two clusters with one seed and one data set read the same batches, and one of them adds nothing. Each says the digest
-# of its first batches in its heartbeats, and the master compares them.
+# of its first batches in its heartbeats, and the master compares them; the ranks of a cluster tell their leader theirs.
+# What torch.compile runs calls no hook: the batches of a model are seen that is given as torch.compile(model) wraps it,
+# and not those of model.compile(), of a compiled training step, or of a wrapper around the plain model that was given.
 
 
 N_BATCHES = 8
@@ -166,13 +169,12 @@ class FirstBatches:
     """Digests the inputs of a model's first calls in training mode, or the first batches that a trainer gives."""
 
     def __init__(self, model: torch.nn.Module, known: Callable[[bytes], None]) -> None:
-        """known: gets the digest. Inputs within a compiled model are not seen."""
+        """known: gets the digest."""
         self._digest = xxhash.xxh3_128()
         self._n_left = N_BATCHES
         self._known = known
         self._hook: RemovableHandle | None = None
-        # A compiled model's own hooks are traced, its wrapper's are not.
-        called = model if hasattr(model, "_orig_mod") else plain_model(model)
+        called = called_module(model)
         if not isinstance(called, torch.jit.ScriptModule):
             self._hook = called.register_forward_pre_hook(HookHere(self._called), with_kwargs=True)
 
@@ -300,20 +302,23 @@ class StepWatch:
         self._told = True
         _logger.warning("since the last counted step %s: %s", what, _NOT_COUNTED)
 
-    def trains(self, optimizers: Sequence[torch.optim.Optimizer], tokens: int) -> bool:
+    def trains(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """All of them have stepped: whether there was a gradient, also one of a closure, or of an optimizer inside that
-        stepped during backward(), or one of them may need none. Tells once of a step that trained nothing.
+        stepped during backward(), or one of them may need none.
         """
         had = self._has_gradient or any(map(_has_gradient, optimizers)) or not all(map(_needs_gradients, optimizers))
         self._has_gradient = False
-        if not had and not self._told_empty:
+        return had
+
+    def tell_empty(self, tokens: int) -> None:
+        """Tell once of a step that trained nothing."""
+        if not self._told_empty:
             self._told_empty = True
             _logger.warning(
                 "optimizer.step() changed nothing, as no parameter of the optimizer has a gradient: its %d tokens are "
                 "not counted, and such a step is none; call loss.backward() before it, and zero_grad() after it",
                 tokens,
             )
-        return had
 
     def refuse_uncounted(self) -> None:
         """Raises ConfigError at the end of a block in which no step was counted, and parameters changed."""

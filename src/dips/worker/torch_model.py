@@ -64,6 +64,16 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
     return list(_with_wrappers(model))[-1]
 
 
+def called_module(model: torch.nn.Module) -> torch.nn.Module:
+    """Whose hooks hear of the model's calls: a compiled wrapper's, as those of what it wraps are traced; else the plain
+    model's.
+    """
+    for each in _with_wrappers(model):
+        if (inner := _wrapped(each)) is not None and inner[0] == "_orig_mod":
+            return each
+    return plain_model(model)
+
+
 def replica_ranks(model: torch.nn.Module) -> Sequence[int]:
     """The ranks of torch.distributed's world to which DistributedDataParallel gave the same parameters; none where it
     does not wrap the model.

@@ -666,23 +666,46 @@ def test_steps_made_in_backward_and_those_that_need_no_gradients_are_counted(run
             assert sync.steps == n_steps
 
 
-def test_ranks_count_a_step_alike_whichever_of_them_have_gradients(
-    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+def test_ranks_count_a_step_alike_if_one_of_them_has_gradients_and_else_not(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where one of them keeps the optimizer's state of what is frozen alone."""
+    """As where one of them keeps the optimizer's state of what is frozen alone; or a loss was not finite."""
 
     def one(rank: int) -> int:
         loop = Loop(run, rank)
         with loop.sync as sync:
             loop.steps(1)
-            for parameter in loop.model.parameters():
-                parameter.grad = torch.zeros_like(parameter) if rank == 0 else None
-            loop.optimizer.step()
+            for has_gradients in (rank == 0, False, False):
+                for parameter in loop.model.parameters():
+                    parameter.grad = torch.zeros_like(parameter) if has_gradients else None
+                loop.optimizer.step()
             loop.steps(2)
         return sync.steps
 
-    assert together(monkeypatch, 2, one) == [4, 4]
+    assert together(monkeypatch, 2, one) == [6, 6]
     assert [(push.steps, push.tokens) for push in run.pushes] == [(4, 84)]
+    assert sum("no rank's optimizer had a gradient" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_ranks_that_are_given_the_same_batches_are_told_so_once(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, same: bool
+) -> None:
+    def one(rank: int) -> None:
+        loop = Loop(run, rank)
+        with loop.sync:
+            for n in range(12):
+                loop.model.eval()
+                loop.model(torch.zeros(1))  # equal in an evaluation
+                loop.model.train()
+                loop.model(torch.full((1,), float(n if same or n == 0 else 2 * n + rank)))  # the first one by accident
+                loop.steps(1)
+
+    together(monkeypatch, 2, one)
+    messages = [record.message for record in caplog.records if "began with the same batches" in record.message]
+    assert len(messages) == same
+    assert all(message.startswith("ranks 0, 1 of this cluster") for message in messages)
+    assert [push.steps for push in run.pushes] == [4, 4, 4]
 
 
 @pytest.mark.parametrize("swaps", [False, True])

@@ -12,7 +12,15 @@ from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.messages import Caller, DataRange, PlacementSpec, PullGrant, Settings, SlaveAddress, Ticket
 from dips.core.wire import Codec
 from dips.worker.commands import Fetch, Send, ShareOut, Snapshot
-from dips.worker.parallel.meetings import MOST_STEPS, RankReport, TransferStage, late_ranks, next_meeting_steps, tally
+from dips.worker.parallel.meetings import (
+    MOST_STEPS,
+    RankReport,
+    TransferStage,
+    late_ranks,
+    next_meeting_steps,
+    same_batches,
+    tally,
+)
 from dips.worker.parallel.orders import (
     Ask,
     AskEnds,
@@ -111,7 +119,7 @@ TWO = [RankReport(3, 30, 60.0, 30), RankReport(3, 10, 40.0, 10)]
 
 
 def test_a_report_travels_as_numbers() -> None:
-    report = RankReport(3, 2**52 + 1, 1.5, 7, True, False, 12, TransferStage.MOVED, True)
+    report = RankReport(3, 2**52 + 1, 1.5, 7, True, False, 12, TransferStage.MOVED, True, 2, 40, 2**48 - 1)
     assert RankReport.of_numbers(report.numbers()) == report
 
 
@@ -122,6 +130,40 @@ def test_tokens_losses_and_a_wish_to_leave_are_added_up_over_ranks() -> None:
     assert (total.tokens, total.loss) == (40, 2.5), "the loss is known on one stage of a pipeline only"
     assert math.isnan(tally([RankReport(1, 5), RankReport(1, 5)], (0, 1)).loss)
     assert tally([TWO[0], replace(TWO[1], wants_to_leave=True)], (0, 1)).wants_to_leave
+
+
+@pytest.mark.parametrize(
+    ("empty", "steps", "tokens"),
+    [
+        ([(0, 0), (0, 0), (3, 10)], 3, 40),  # a stage that is frozen
+        ([(1, 10), (1, 10), (3, 10)], 2, 27),
+        ([(3, 30), (3, 30), (3, 10)], 0, 0),
+    ],
+)
+def test_a_step_before_which_no_rank_had_a_gradient_is_not_counted(
+    empty: list[tuple[int, int]], steps: int, tokens: int
+) -> None:
+    made = [TWO[0], TWO[0], TWO[1]]
+    reports = [replace(one, empty_steps=n, empty_tokens=of) for one, (n, of) in zip(made, empty, strict=True)]
+    total = tally(reports, (0, 0, 1))
+    assert (total.steps, total.tokens, total.empty_steps) == (steps, tokens, 3 - steps)
+
+
+@pytest.mark.parametrize(
+    ("batches", "coordinates", "same"),
+    [
+        ([7, 7, 8, 0], (0, 1, 2, 3), None),  # one of them has made too few steps
+        ([7, 8, 9, 6], (0, 1, 2, 3), ()),
+        ([7, 7, 8, 8], (0, 0, 1, 1), ()),  # tensor-parallel ranks are given the same
+        ([7, 9, 8, 6], (0, 0, 1, 1), ()),  # stages of a pipeline are not
+        ([7, 7, 7, 7], (0, 0, 1, 1), (0, 2)),
+        ([6, 8, 7, 8], (0, 1, 2, 3), (1, 3)),
+    ],
+)
+def test_ranks_that_began_with_the_same_batches_of_data_that_should_differ_are_found(
+    batches: list[int], coordinates: tuple[int, ...], same: tuple[int, ...] | None
+) -> None:
+    assert same_batches([RankReport(first_batches=each) for each in batches], coordinates) == same
 
 
 @pytest.mark.parametrize(

@@ -158,9 +158,36 @@ def test_batches_of_an_evaluation_are_not_the_first_ones(model: Anything) -> Non
     assert found == [digest_of(Anything(), batches_of(1))]
 
 
-def test_a_compiled_models_batches_and_tensors_without_content_do_no_harm(model: Anything) -> None:
-    compiled: torch.nn.Module = torch.compile(model, backend="eager")  # type: ignore[assignment]
-    assert digest_of(compiled, batches_of(1)) == digest_of(Anything(), batches_of(1))
+class Around(torch.nn.parallel.DistributedDataParallel):
+    """It calls what it wraps, and needs no process group."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        torch.nn.Module.__init__(self)
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class Named(Anything):
+    """No wrapper, but for the name of its part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._orig_mod = Anything()
+
+
+@pytest.mark.parametrize("inside", [Anything, Named])
+def test_wrapped_models_batches_are_those_of_the_plain_one_and_tensors_without_content_do_no_harm(
+    model: Anything, inside: type[Anything]
+) -> None:
+    def compiled(inner: torch.nn.Module) -> torch.nn.Module:
+        made: torch.nn.Module = torch.compile(inner, backend="eager", fullgraph=True)  # type: ignore[assignment]
+        return made
+
+    wrapped = (compiled(inside()), Around(compiled(inside())), compiled(Around(inside())), Around(inside()))
+    plain = digest_of(Anything(), batches_of(1))
+    assert [digest_of(each, batches_of(1)) for each in wrapped] == [plain] * 4
     assert digest_of(model, [torch.empty(2, device="meta")] * N_BATCHES) == b""
 
 

@@ -46,6 +46,9 @@ class RankReport:
     job: int = -1
     stage: int = TransferStage.UNDER_WAY
     writes_checkpoint: bool = False  # its part of one is on its way to the disk
+    empty_steps: int = 0  # before which its optimizers had no gradient
+    empty_tokens: int = 0
+    first_batches: int = 0  # a digest of them; 0: not known yet
 
     def numbers(self) -> list[float]:
         """As they travel; all counts are exact in float64."""
@@ -53,20 +56,23 @@ class RankReport:
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[float]) -> RankReport:
-        steps, tokens, loss_sum, loss_tokens, wants, leaves, job, stage, writes = numbers
+        steps, tokens, loss_sum, loss_tokens, wants, leaves, job, stage, writes, *rest = numbers
         counted = int(steps), int(tokens), loss_sum, int(loss_tokens)
-        return cls(*counted, bool(wants), bool(leaves), int(job), int(stage), bool(writes))
+        return cls(*counted, bool(wants), bool(leaves), int(job), int(stage), bool(writes), *map(int, rest))
 
 
 @dataclass(frozen=True)
 class Tally:
-    """The cluster's steps since the last meeting. tokens: of all of them; loss: nats per token, NaN: none is known."""
+    """The cluster's steps since the last meeting. tokens: of all of them; loss: nats per token, NaN: none is known.
+    empty_steps: further ones, before which no rank had a gradient.
+    """
 
     steps: int
     tokens: int
     loss: float
     wants_to_leave: bool
     leaves: bool
+    empty_steps: int = 0
 
 
 def tally(reports: Sequence[RankReport], coordinates: Sequence[int]) -> Tally:
@@ -87,6 +93,8 @@ def tally(reports: Sequence[RankReport], coordinates: Sequence[int]) -> Tally:
                 f"rank {rank} of this cluster made {report.steps} steps while rank 0 made {reports[0].steps}: all "
                 "ranks must make the same number of steps"
             )
+    # Some ranks may never have a gradient, as a frozen stage: those of the rank with the fewest are empty on all.
+    empty_steps = min(report.empty_steps for report in reports)
     tokens, loss_sum, loss_tokens = 0, 0.0, 0
     for coordinate in sorted(set(coordinates)):
         ranks = [rank for rank, own in enumerate(coordinates) if own == coordinate]
@@ -97,7 +105,10 @@ def tally(reports: Sequence[RankReport], coordinates: Sequence[int]) -> Tally:
                     f"{reports[ranks[0]].tokens} and {reports[rank].tokens} tokens for it: give them the same count, "
                     "or dips.Parallel(data_mesh=...) if their data differ"
                 )
-        tokens += reports[ranks[0]].tokens
+        first = reports[ranks[0]]
+        tokens += first.tokens
+        if empty_steps:
+            tokens -= first.empty_tokens * empty_steps // first.empty_steps
         known = [reports[rank] for rank in ranks if reports[rank].loss_tokens]
         if known:
             # The mean of what they say, with the weight of their data.
@@ -106,7 +117,20 @@ def tally(reports: Sequence[RankReport], coordinates: Sequence[int]) -> Tally:
             loss_tokens += weight
     loss = loss_sum / loss_tokens if loss_tokens else math.nan
     wants = any(report.wants_to_leave for report in reports)
-    return Tally(reports[0].steps, tokens, loss, wants, leaving > 0)
+    return Tally(reports[0].steps - empty_steps, tokens, loss, wants, leaving > 0, empty_steps)
+
+
+def same_batches(reports: Sequence[RankReport], coordinates: Sequence[int]) -> tuple[int, ...] | None:
+    """Ranks that should train on different data, and began with the same batches: the first of each coordinate; none
+    where all differ, None while a rank does not know its first batches yet. (Ranks with one coordinate share their
+    data; stages of a pipeline and parts of a sequence need not be called with the same tensors for it.)
+    """
+    if not all(report.first_batches for report in reports):
+        return None
+    seen: dict[int, dict[int, int]] = {}
+    for rank, (report, coordinate) in enumerate(zip(reports, coordinates, strict=True)):
+        seen.setdefault(report.first_batches, {}).setdefault(coordinate, rank)
+    return max((tuple(ranks.values()) for ranks in seen.values() if len(ranks) > 1), key=len, default=())
 
 
 def next_meeting_steps(steps_to_push: int, steps_per_s: float) -> int:

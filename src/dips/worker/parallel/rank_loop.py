@@ -6,6 +6,7 @@ all, and then says that training goes on, with the number of steps until the nex
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,12 +14,17 @@ from dataclasses import replace
 from dips.core.clock import Clock, SystemClock
 from dips.core.messages import DataRange
 from dips.worker.commands import ShareOut
-from dips.worker.parallel.meetings import RankReport, next_meeting_steps, tally
+from dips.worker.parallel.meetings import RankReport, Tally, next_meeting_steps, same_batches, tally
 from dips.worker.parallel.orders import GoOn, Ranges
 from dips.worker.parallel.rank_checkpoints import LeadingCheckpoints
 from dips.worker.parallel.rank_part import LeadingPart, RankPart, follow
 from dips.worker.parallel.ranks import Ranks
 from dips.worker.shell import ClusterShell, reason_of
+
+_logger = logging.getLogger("dips")
+
+MOST_NAMED = 8
+"""Ranks that a sentence names."""
 
 
 class RankLoop:
@@ -41,7 +47,11 @@ class RankLoop:
         self._shell = shell
         self._leading = leading
         self._checkpoints = checkpoints
-        self._steps = self._tokens = 0
+        self._steps = self._tokens = self._empty_steps = self._empty_tokens = 0
+        self.first_batches = b""
+        """Digest of this rank's first batches, once it is known."""
+        self._compares_batches = True
+        self._told_empty = False
         self._trained: list[DataRange] = []
         self._given: list[DataRange] = []
         self.news = GoOn()
@@ -66,13 +76,17 @@ class RankLoop:
             raise
 
     def step(
-        self, tokens: int, loss: Callable[[], float], *, wants_to_leave: bool, ranges: Sequence[DataRange] = ()
-    ) -> None:
+        self, tokens: int, loss: Callable[[], float], *, wants_to_leave: bool, ranges: Sequence[DataRange] = (),
+        is_empty: bool = False,
+    ) -> None:  # fmt: skip
         """Count an inner step; meet the others if it is time for that. loss: returns the mean of the losses since it
         was last called, NaN where there is none. wants_to_leave: this rank got a SIGTERM. ranges: of leased data, what
-        all ranks together have trained on, the same on each of them.
+        all ranks together have trained on, the same on each of them. is_empty: this rank had no gradient; one before
+        which no rank had does not count in the run.
         """
         self._steps += 1
+        self._empty_steps += is_empty
+        self._empty_tokens += tokens * is_empty
         now_s = self._clock.monotonic_s()
         if self._stepped_s is not None:
             self._wait_s = max(self._wait_s, now_s - self._stepped_s)  # such as an evaluation
@@ -173,8 +187,11 @@ class RankLoop:
             loss_tokens=self._tokens if known else 0,
             wants_to_leave=wants_to_leave,
             leaves=leaves_for is not None,
+            empty_steps=self._empty_steps,
+            empty_tokens=self._empty_tokens,
+            first_batches=int.from_bytes(self.first_batches[:6], "little"),  # a float64 has them to the bit
         )
-        self._steps = self._tokens = 0
+        self._steps = self._tokens = self._empty_steps = self._empty_tokens = 0
         reports = [RankReport.of_numbers(numbers) for numbers in self._ranks.report(mine.numbers())]
         if self._shell is None:
             self._follow()
@@ -187,6 +204,7 @@ class RankLoop:
         assert self._leading is not None, "likewise"
         total = tally(reports, self._coordinates)
         self._leading.heard(reports)
+        self._say_what_does_not_train(reports, total)
         if total.steps:
             trained, self._trained = self._trained, []
             self._shell.step(total.tokens, trained, total.loss, steps=total.steps)
@@ -195,6 +213,24 @@ class RankLoop:
         if total.leaves and leaves_for is not None:
             self._shell.close(leaves_for, patient=patient and not total.wants_to_leave)
         self.news = replace(self.news, ends=total.wants_to_leave)
+
+    def _say_what_does_not_train(self, reports: Sequence[RankReport], total: Tally) -> None:
+        if total.empty_steps and not self._told_empty:
+            self._told_empty = True
+            _logger.warning(
+                "optimizer.step() changed nothing, as no rank's optimizer had a gradient: its tokens are not counted, "
+                "and such a step is none; call loss.backward() before it, and zero_grad() after it"
+            )
+        if self._compares_batches and (same := same_batches(reports, self._coordinates)) is not None:
+            self._compares_batches = False
+            if same:
+                more = f" and {len(same) - MOST_NAMED} more" if len(same) > MOST_NAMED else ""
+                _logger.warning(
+                    "ranks %s%s of this cluster began with the same batches: all but one add nothing, and each one's "
+                    "tokens count; give each its own part of the data, as with torch.utils.data.DistributedSampler, or "
+                    "dips.Parallel(data_mesh=...) where they share it on purpose",
+                    ", ".join(map(str, same[:MOST_NAMED])), more,
+                )  # fmt: skip
 
     def _lead(self, decide: Callable[[], object]) -> None:
         """Decide, then let all train on. What is raised is raised on all ranks, as far as they can be told."""
