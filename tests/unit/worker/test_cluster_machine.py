@@ -665,7 +665,7 @@ OWN_END = effects.StopWanted("the training loop has ended", patient=True)
 
 def before_first_merge(**config: Any) -> ClusterBench:
     life = ClusterBench(session_config(**config))
-    life.published = Version(1, 0)
+    life.published, life.tokens = Version(1, 0), 0
     life.begin()
     return life
 

@@ -24,7 +24,8 @@ SHORT_S, LONG_S = 0.9 * BRIEF_S, 1.1 * BRIEF_S
 
 def living(overlap: str, dynamic: bool = False, published: Version | None = None) -> LeasedClusterBench:
     life = LeasedClusterBench()
-    life.published = published or life.published
+    if published is not None:
+        life.published, life.tokens = published, 1000 * published.v
     life.settings = replace(SETTINGS, overlap=overlap, dynamic_local_steps=dynamic)
     life.begin()
     return life
@@ -144,6 +145,21 @@ def test_until_the_run_has_merged_once_a_cluster_is_a_round_ahead_of_its_push_an
     life.pass_s(FULL_WAIT_S + 1.0)
     life.train(3 * life.local_steps)
     assert not life.waits
+
+
+def test_a_run_that_has_merged_is_not_at_its_beginning_while_its_new_master_has_not_published_yet() -> None:
+    """Also for a cluster whose own version is the first one."""
+    for base in (Version(1, 0), Version(1, 5)):
+        life = living("full", published=base)
+        life.awaiting()
+        assert life.session.pushing.open is not None
+        life.epoch, life.published, life.tokens = 2, None, 5000
+        life.beat()
+        life.join(life.session.pushing.open.id)
+        life.pass_s(FULL_WAIT_S + 1.0)
+        life.train(3 * life.local_steps)
+        assert (life.phase, life.waits) == (SessionPhase.AWAITING, False)
+        assert "first merge" not in life.session.waiting_for()
 
 
 @pytest.mark.parametrize(

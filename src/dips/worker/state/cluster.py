@@ -21,7 +21,6 @@ from dips.core.errors import (
     RetryLater,
     option,
 )
-from dips.core.ids import Version
 from dips.core.messages import (
     Admitted,
     AwaitVerdictReply,
@@ -95,11 +94,6 @@ class _Words:
         if due:
             self._next_s = lasted_s + min(lasted_s, WORD_MOST_S)
         return due
-
-
-def _has_merged(version: Version | None) -> bool:
-    """Whether the run had merged pushes when it made this version."""
-    return version is not None and version.v > 0
 
 
 @dataclass
@@ -183,14 +177,23 @@ class ClusterMachine:
 
     @property
     def _is_ahead_of_first_merge(self) -> bool:
-        """Whether this cluster has made a whole round's steps since its push, and no version of the run has merged one.
+        """Whether this cluster has made a whole round's steps since its push, and the run has not merged one yet.
 
         The run's other clusters may come minutes later: a cluster that trained on would make all its steps alone.
         """
         shared = self.shared
         pushes = self.phase in (*_PUSHING, SessionPhase.AWAITING)
         ahead = shared.steps_since_snapshot >= shared.terms.local_steps
-        return pushes and ahead and not _has_merged(shared.terms.published)
+        return pushes and ahead and not self._run_has_merged
+
+    @property
+    def _run_has_merged(self) -> bool:
+        """Whether the run's model has merged pushes, as far as known here: a master that was restarted knows the run's
+        tokens at once, and publishes its version again later.
+        """
+        shared = self.shared
+        known = [version.v for version in (shared.base, shared.terms.published) if version is not None]
+        return shared.terms.tokens > 0 or max(known, default=0) > 0
 
     def may_take_in_step(self, event: Event) -> bool:
         """Whether an event may be handled while a step is made: it moves an exchange on as planned, so that its effects
@@ -616,7 +619,7 @@ class ClusterMachine:
             return
         ending.wanted, ending.push_pending, ending.reason = True, request.push_pending, request.reason
         self._begin_ending()
-        if request.patient and self.config.leave_wait_s is None and not _has_merged(shared.base):
+        if request.patient and self.config.leave_wait_s is None and not self._run_has_merged:
             ending.patient_until_s = shared.now_s + self.config.cut_off_limit_s
         if self._unfinished().tokens and self.phase is not SessionPhase.JOINING:
             shared.log(
@@ -641,7 +644,7 @@ class ClusterMachine:
         Once the run merges, or ends, leaving takes as long as always.
         """
         shared, ending = self.shared, self._ending
-        if _has_merged(shared.base) or _has_merged(shared.terms.published) or shared.terms.stop:
+        if self._run_has_merged or shared.terms.stop:
             ending.patient_until_s, ending.by_s = -math.inf, math.inf
             self._begin_ending()
         elif self._end_words.due(lasted_s := shared.now_s - ending.since_s):
