@@ -60,7 +60,7 @@ class Ranks:
     def __init__(self) -> None:
         self.news = GoOn()
 
-    def step(self, tokens: int, loss: object, *, wants_to_leave: bool) -> None: ...
+    def step(self, tokens: int, loss: object, *, wants_to_leave: bool, is_empty: bool) -> None: ...
 
     def checkpoint_if_due(self, loss: object, *, wants_to_leave: bool) -> None:
         self.news = GoOn(done=True, ends=True)
