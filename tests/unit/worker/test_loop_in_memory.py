@@ -415,6 +415,8 @@ def test_ranks_whose_trainer_left_their_loops_open_push_their_complete_steps_and
         model, joined = Model(rank), Joined()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         joined.begin(lambda: TrainerLoop(model, optimizer, CallbackOptions(10, None, given), None, None))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         joined.leave_open()
 
