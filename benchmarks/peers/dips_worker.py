@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
 from turns import Exchange, Model, arguments, serve
 
 import dips
@@ -19,10 +20,13 @@ def connect(model: Model) -> Iterator[Exchange]:
     with dips.DiLoCo(
         model, model.inner, tokens_per_step=1, cluster_id=cluster_id, tape=OPTIONS.tape or None, **more
     ) as loop:
+        # A step without any gradient is not counted; with one of zeros it is the exchange alone.
+        smallest = min(model.parameters(), key=torch.Tensor.numel)
+        smallest.grad = torch.zeros_like(smallest)
 
         def sync() -> None:
             before = loop.version
-            model.inner.step()  # no parameter has a gradient: the step is the exchange alone
+            model.inner.step()
             if loop.version == before:
                 raise RuntimeError(f"the step ended without a new version: {loop.last_verdict}")
 
