@@ -48,22 +48,28 @@ class Step:
     wanted: Object
     live: Object | None = None
     patch: Object | None = None  # of a change, as a JSON merge patch
+    note: str = ""  # for a person
 
     @property
     def name(self) -> str:
         return f"{self.wanted['kind']} {self.wanted['metadata']['name']}"
 
 
-def step_for(context: str, wanted: Object, live: Object | None) -> Step:
-    """The step that makes `live` as wanted. Raises ConfigError for a difference that only a person can settle."""
+def step_for(context: str, wanted: Object, live: Object | None, least: str = "") -> Step:
+    """The step that makes `live` as wanted. Raises ConfigError for a difference that only a person can settle.
+
+    least: the size that is enough for the volumes of a StatefulSet that is there; without: the wanted one.
+    """
     if live is None:
         return Step(context, ObjectAction.CREATE, marked(wanted))
     if wanted["kind"] == "Namespace":  # whoever made it decides about it
         return Step(context, ObjectAction.SAME, marked(wanted), live)
-    ours = _left_alone(wanted, live)
+    ours = _left_alone(wanted, live, least)
+    have, new = (one.get("spec", {}).get("volumeClaimTemplates") for one in (ours, wanted))
+    note = f"its volumes stay at {_storage(have[0])}, new ones would have {_storage(new[0])}" if have != new else ""
     patch = merge_patch(marked(ours), live)
     if not patch:
-        return Step(context, ObjectAction.SAME, marked(ours), live)
+        return Step(context, ObjectAction.SAME, marked(ours), live, note=note)
     # A Job's pods cannot be changed, nor can what a role binding binds to.
     kind, name = wanted["kind"], wanted["metadata"]["name"]
     if "roleRef" in patch if kind == "RoleBinding" else kind in ("Job", "JobSet") and patch.get("spec"):
@@ -73,7 +79,7 @@ def step_for(context: str, wanted: Object, live: Object | None) -> Step:
             f"{kind} {name}: {fixed[0]} cannot be changed once it is there: set it back in the file, or delete the "
             "run's objects with `dips deploy delete` (volumes stay) and apply again"
         )
-    return Step(context, ObjectAction.CHANGE, marked(ours), live, patch)
+    return Step(context, ObjectAction.CHANGE, marked(ours), live, patch, note)
 
 
 def marked(wanted: Object) -> Object:
@@ -128,7 +134,7 @@ def _holds(live: Any, wanted: Any) -> bool:
 # ---- fields that we must not change, and fields that no one can change ----
 
 
-def _left_alone(wanted: Object, live: Object) -> Object:
+def _left_alone(wanted: Object, live: Object, least: str) -> Object:
     """With fields that are set only once as they are there: later others decide them, or `dips deploy scale` does."""
     found = copy.deepcopy(wanted)
     kind, spec = wanted["kind"], found.get("spec", {})
@@ -136,9 +142,9 @@ def _left_alone(wanted: Object, live: Object) -> Object:
         spec["suspend"] = live["spec"].get("suspend", False)
     if kind == "StatefulSet":
         spec["replicas"] = replicas_of(live)
-        _keep_claims(found, live)
+        _keep_claims(found, live, least)
     if kind == "PersistentVolumeClaim":
-        _keep_size(spec, live["spec"], found["metadata"]["name"])
+        _keep_size(found, live, found["metadata"]["name"])
     return found
 
 
@@ -149,8 +155,8 @@ def replicas_of(live: Object) -> int:
     return found or (int(stopped_with) if stopped_with.isdecimal() else 0)
 
 
-def _keep_claims(found: Object, live: Object) -> None:
-    """A larger volume than is wanted stays; a smaller one is an error."""
+def _keep_claims(found: Object, live: Object, least: str) -> None:
+    """Volumes that are large enough stay as they are; smaller ones are an error."""
     for ours, theirs in zip(
         found["spec"].get("volumeClaimTemplates", []), live["spec"].get("volumeClaimTemplates", []), strict=False
     ):
@@ -158,19 +164,24 @@ def _keep_claims(found: Object, live: Object) -> None:
         and_then = (
             f", then `kubectl delete statefulset {name} --cascade=orphan` and apply, with the number of slaves as it is"
         )
-        _keep_size(ours["spec"], theirs["spec"], f"StatefulSet {name}", and_then)
+        _keep_size(ours, theirs, f"StatefulSet {name}", least, and_then)
 
 
-def _keep_size(ours: Object, theirs: Object, name: str, and_then: str = "") -> None:
+def _storage(claim: Object) -> str:
+    found: str = claim["spec"]["resources"]["requests"]["storage"]
+    return found
+
+
+def _keep_size(ours: Object, theirs: Object, name: str, least: str = "", and_then: str = "") -> None:
     from kubernetes.utils.quantity import parse_quantity  # a second to load, and there is an object only with a client
 
-    have, want = theirs["resources"]["requests"]["storage"], ours["resources"]["requests"]["storage"]
-    if parse_quantity(have) < parse_quantity(want):
+    have, need = _storage(theirs), least or _storage(ours)
+    if parse_quantity(have) < parse_quantity(need):
         raise ConfigError(
-            f"the volume of {name} has {have} and needs {want}: a volume is not enlarged here; enlarge it as your "
+            f"the volume of {name} has {have} and needs {need}: a volume is not enlarged here; enlarge it as your "
             f"storage class allows{and_then}"
         )
-    ours["resources"]["requests"]["storage"] = have
+    ours["spec"]["resources"]["requests"]["storage"] = have
 
 
 _FIXED = {
@@ -204,7 +215,7 @@ def _fingerprint(value: str) -> str:
 
 def diff_lines(step: Step) -> Iterator[str]:
     """A plan's lines about one object: all of a new one, of a changed one each field that changes."""
-    yield f"{step.action.value} {step.name}"
+    yield f"{step.action.value} {step.name}{step.note and f': {step.note}'}"
     if step.action in (ObjectAction.CREATE, ObjectAction.REPLACE):
         for line in as_yaml(shown(step.wanted)).splitlines():
             yield f"  + {line}"

@@ -359,12 +359,14 @@ _IRRELEVANT_LINK = "1gbps"
 class PodSizes:
     """Sizes of pods and volumes in bytes.
 
-    slave_memory is the setting memory_bytes; *_process what a pod asks for; *_volume of its volume.
+    slave_memory is the setting memory_bytes; *_process what a pod asks for; *_volume of its volume; slave_least: enough
+    for a volume that is there already.
     """
 
     slave_memory_bytes: int
     slave_process_bytes: int
     slave_volume_bytes: int
+    slave_least_bytes: int
     master_process_bytes: int
     master_volume_bytes: int
     node_bytes: Mapping[str, int]  # of a node of each cluster, by its id: what Di-PS takes in addition to the training
@@ -419,6 +421,7 @@ def sizes_for(
         _rounded(table.whole("slave_memory_bytes")),
         _rounded(table.whole("slave_process_bytes")),
         run.slave_volume or of_slave + TAPE_ROOM_BYTES,
+        run.slave_volume or of_slave,
         _rounded(table.whole("master_memory_bytes")),
         run.master_volume or of_master,
         {cluster.id: _of_node(of_ranks(cluster.ranks), cluster) for cluster in clusters},

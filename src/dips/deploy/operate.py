@@ -17,7 +17,7 @@ from dips.core.messages import StatusReply
 from dips.deploy import identities
 from dips.deploy import rollout as plan
 from dips.deploy.compare import ObjectAction, Step
-from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment
+from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment, quantity
 from dips.deploy.health import Dial, Health, ObjectState, endpoints, state_of, state_of_endpoint
 from dips.deploy.objects import CLUSTER_LABEL, Object
 from dips.deploy.rollout import Api, Rollout, everything
@@ -87,7 +87,9 @@ class LiveDeployment:
         def find(context: str, document: Object) -> Object | None:
             return self._apis[context].get(document["kind"], document["metadata"]["name"])
 
-        return plan.steps(plan.stages(self.deployment), find)
+        # A volume that is there is not asked to have all the room that a new one gets for its slave's tape.
+        least = {f"{self.deployment.name}-slave": quantity(self.deployment.sizes.slave_least_bytes)}
+        return plan.steps(plan.stages(self.deployment), find, least)
 
     def prepare(self) -> None:
         """What must hold before a difference is taken that is to be applied. Raises DipsError.

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Protocol
 
 from dips.core.errors import ConfigError, DipsError, RetryLater
@@ -117,14 +118,27 @@ def key(context: str, document: Object) -> Key:
     return context, document["kind"], document["metadata"]["name"]
 
 
-def steps(found: Iterable[RolloutStage], find: Find) -> list[tuple[RolloutStage, list[Step]]]:
-    """Each stage with what has to be done about each of its objects; an object that two stages have is done once."""
+def steps(
+    found: Iterable[RolloutStage], find: Find, least: Mapping[str, str] = MappingProxyType({})
+) -> list[tuple[RolloutStage, list[Step]]]:
+    """Each stage with what has to be done about each of its objects; an object that two stages have is done once.
+
+    least: by a StatefulSet's name, the size that is enough for volumes that are there.
+    """
     done: set[Key] = set()
     result = []
     for stage in found:
         mine = [one for one in stage.objects if key(stage.context, one) not in done]
         done |= {key(stage.context, one) for one in mine}
-        result.append((stage, [step_for(stage.context, one, find(stage.context, one)) for one in mine]))
+        result.append(
+            (
+                stage,
+                [
+                    step_for(stage.context, one, find(stage.context, one), least.get(one["metadata"]["name"], ""))
+                    for one in mine
+                ],
+            )
+        )
     return result
 
 

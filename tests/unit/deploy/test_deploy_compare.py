@@ -96,6 +96,22 @@ def test_what_is_done_about_a_difference(name: str) -> None:
         assert step_for("here", wanted(*key), there).action is action
 
 
+@pytest.mark.parametrize(("have", "stays"), [("500Gi", True), ("1Ti", True), ("400Gi", True), ("399Gi", False)])
+def test_volumes_that_are_there_stay_while_they_are_enough(have: str, stays: bool) -> None:
+    ours, there = wanted(*SETS), live(*SETS)
+    put(*STORAGE, value="500Gi")(ours)
+    put(*STORAGE, value=have)(there)
+    if not stays:
+        with pytest.raises(ConfigError, match="has 399Gi and needs 400Gi: .*enlarge it"):
+            step_for("here", ours, there, "400Gi")
+        return
+    step = step_for("here", ours, there, "400Gi")
+    assert step.action is SAME
+    (line,) = diff_lines(step)
+    said = "" if have == "500Gi" else f": its volumes stay at {have}, new ones would have 500Gi"
+    assert line == f"= StatefulSet three-sites-slave{said}"
+
+
 @pytest.mark.parametrize(("stopped_with", "pods"), [("3", 3), ("", 0), ("three", 0)])
 def test_a_set_that_was_stopped_for_a_move_starts_with_as_many_pods(stopped_with: str, pods: int) -> None:
     there = live(*SETS)

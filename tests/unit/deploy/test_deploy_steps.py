@@ -18,12 +18,12 @@ from support.deploy_site import Master
 
 from dips.core.errors import ConfigError, FatalError, RetryLater
 from dips.deploy.compare import ObjectAction, step_for
-from dips.deploy.deploy_file import Deployment, read_deploy_file
+from dips.deploy.deploy_file import Deployment, quantity, read_deploy_file
 from dips.deploy.health import Health, ObjectState
 from dips.deploy.kubernetes_api import open_context
 from dips.deploy.move import Move, volumes
 from dips.deploy.operate import LiveDeployment
-from dips.deploy.rollout import WORKLOADS, Rollout, everything, stages
+from dips.deploy.rollout import WORKLOADS, Rollout, everything, lines, stages
 
 Object = dict[str, Any]
 Log = list[tuple[str, ...]]
@@ -293,6 +293,19 @@ def test_only_a_cluster_whose_own_image_changed_is_made_again_and_a_volume_outli
     kept = {name for _, name in run.apis["here"].objects}
     assert {"small-master", "small-slave", "small-keys-prometheus"} <= kept, "master and slaves are still watched"
     assert not run.apis["here"].list("PodMonitor", {})
+
+
+def test_volumes_of_an_earlier_release_that_are_enough_stay(run: Run) -> None:
+    sizes, there = run.deployment.sizes, run.apis["here"].objects["StatefulSet", "small-slave"]
+    asked = there["spec"]["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]
+    asked["storage"] = quantity(sizes.slave_least_bytes)
+    assert run.apply() == 0
+    told = [line for line in lines(run.live().planned(), summary=True) if asked["storage"] in line]
+    assert told == [f"= StatefulSet small-slave: its volumes stay at {asked['storage']}, "
+                    f"new ones would have {quantity(sizes.slave_volume_bytes)}"]  # fmt: skip
+    edited(run, "slaves = 2", f"slaves = 2\nslave_volume = {sizes.slave_volume_bytes}")
+    with pytest.raises(ConfigError, match=f"needs {quantity(sizes.slave_volume_bytes)}: "):
+        run.apply()
 
 
 def test_a_bandwidth_moves_no_server_and_a_cluster_that_left_a_site_alone_leaves_no_key_there(tmp_path: Path) -> None:
