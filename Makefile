@@ -12,7 +12,8 @@ MINUTES ?= 5
 CHROMIUM ?= chromium
 RESUME ?=
 LONG_PART ?=
-SYSTEM := chromium docker-compose docker.io debootstrap iproute2 iptables munge prometheus slurm-client slurmctld slurmd
+SYSTEM := chromium docker-compose docker.io debootstrap iproute2 iptables munge prometheus slurm-client slurmctld slurmd \
+  docker-registry
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --constraint constraints.txt
@@ -116,6 +117,9 @@ manifests: $(DEV_STAMP)  ## generate deploy/kubernetes/base (from base.toml) and
 	rm -rf deploy/kubernetes/base
 	$(BIN)/dips deploy render deploy/kubernetes/base.toml --output deploy/kubernetes/base
 	rm -rf deploy/kubernetes/base/scripts deploy/kubernetes/base/cluster-jobset
+	@sed -n 's/^DIPS_DIGESTS=//p' .env 2>/dev/null | tail -n 1 | tr ',' '\n' | while IFS== read -r role digest; do \
+	  grep -rl "/dips-$$role:" deploy/kubernetes/base | xargs sed -Ei "s|(image: .*/dips-$$role:[^@]*)$$|\1@$$digest|"; \
+	done
 	$(BIN)/dips deploy rights deploy/kubernetes/base.toml >deploy/kubernetes/rights.yaml
 	$(BIN)/python deploy/kubernetes/make_monitoring.py
 

@@ -2,12 +2,14 @@
 # Builds the images of the roles, with their labels, and prints name, tag and id of each: `make images`.
 #
 #   deploy/images.sh [ROLE...]      master, slave and worker if none is given; others of the Dockerfile: keys
+#   deploy/images.sh --pin          builds nothing: writes the digests that registries give into .env; with IMAGES also
+#                                   those of the images there, for manifests and `dips deploy`
 #
 # From the environment:
 #   IMAGES=registry.example.org/dips   registry and path of the images (dips)
 #   TAG=0.1.0                          their tag (the version)
 #   TORCH_INDEX=URL                    package index for PyTorch in the worker's image, such as that of its CPU builds
-#   BASE=python:3.11-slim@sha256:...   the base image
+#   BASE=python:3.11-slim@sha256:...   the base image (what .env says)
 #   SOURCE_URL=https://...             the repository's public address, for the labels (that of `origin`, if it has one)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -29,6 +31,12 @@ images="${IMAGES:-dips}" tag="${TAG:-$version}" source="$(public_address)"
 # No commit is known in an unpacked source archive. What is not committed is in the image all the same.
 revision="$(git rev-parse --verify HEAD 2>/dev/null || true)"
 [ -z "$revision" ] || [ -z "$(git status --porcelain 2>/dev/null)" ] || revision="$revision-dirty"
+
+if [ "${1:-}" = --pin ]; then
+  [ $# = 1 ] || fail "--pin takes no roles"
+  IMAGES="${IMAGES:-}" TAG="$tag" exec python3 deploy/compose/pin.py
+fi
+BASE="${BASE:-$(sed -n 's/^BASE=//p' .env 2>/dev/null | tail -n 1)}"
 
 command -v docker >/dev/null || fail "docker is not installed: install Docker Engine (docs.docker.com/engine/install)"
 why="$(docker version --format '{{.Server.Version}}' 2>&1 >/dev/null)" ||

@@ -21,8 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PORTS = {"PAGE_PORT": 8080, "PROMETHEUS_PORT": 9090, "GRAFANA_PORT": 3000}
 """The ports of this machine that docker-compose.yml asks for, and what moves them."""
 
-PULLED = ("python:3.11-slim", "prom/prometheus:v2.55.1", "grafana/grafana:11.6.0")
-"""What comes from a registry: the base of what is built here, and two images as they are."""
+PULLED = {
+    "BASE": "python:3.11-slim",
+    "PROMETHEUS_IMAGE": "prom/prometheus:v2.55.1",
+    "GRAFANA_IMAGE": "grafana/grafana:11.6.0",
+}
+"""What comes from a registry, by the setting that names another: the base of what is built here, and two images."""
 
 BUILT = ("dips-keys", "dips-master", "dips-slave", "dips-worker")
 
@@ -80,8 +84,9 @@ def taken_ports(environment: Mapping[str, str]) -> list[str]:
 
 def announcement(environment: Mapping[str, str]) -> list[str]:
     """What `up` will pull and build, with the bytes that the registry says; empty where every image is here."""
-    absent = [name for name in (*PULLED, *BUILT) if _says(["docker", "image", "inspect", name]) is None]
-    lines = [f"to pull: {name}, {_size_at_registry(name)}" for name in PULLED if name in absent]
+    pulled = [environment.get(key) or name for key, name in PULLED.items()]
+    absent = [name for name in (*pulled, *BUILT) if _says(["docker", "image", "inspect", name]) is None]
+    lines = [f"to pull: {name}, {_size_at_registry(name)}" for name in pulled if name in absent]
     build = [name for name in BUILT if name in absent]
     if build:
         whole = "dips-worker" in build and not environment.get("TORCH_INDEX")

@@ -53,13 +53,15 @@ EVIDENCE = frozenset({TAPE_NAME, DIRECTORY, ADDRESS_NAME, LOCK_NAME})
 
 @contextmanager
 def small_disk(where: Path) -> Iterator[Path]:
-    """A disk of its own that can be filled."""
+    """A disk of its own that can be filled. A shell unmounts it when this process has ended, also by a kill."""
     where.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={ROOM_MIB}m", "tmpfs", str(where)], check=True)
-    try:
+    holds = f'mount -t tmpfs -o size={ROOM_MIB}m tmpfs "$0" && echo there && cat; umount -l "$0"'
+    command, pipe = ["sh", "-c", holds, str(where)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as shell:
+        assert shell.stdout is not None
+        assert shell.stdout.readline() == b"there\n", "the small disk cannot be mounted"
         yield where
-    finally:
-        subprocess.run(["umount", "-l", str(where)], check=True)
+    assert shell.returncode == 0
 
 
 def fill(disk: Path) -> Path:

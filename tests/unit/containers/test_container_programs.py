@@ -71,10 +71,13 @@ def test_images_and_the_context_of_a_build() -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert not allowed & {"tests", "runs", ".git", ".venv", "docs"}
     assert "src" in allowed
-    named = set(re.findall(r"^ +image: (\S+)$", (ROOT / "docker-compose.yml").read_text(), re.MULTILINE))
+    compose = (ROOT / "docker-compose.yml").read_text()
+    named = re.findall(r'^ +image: "?(?:\$\{(\w+):-)?([^\s"}]+)', compose, re.MULTILINE)
     base = re.search(r"^ARG BASE=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert base is not None
-    assert {*named, base[1]} == {*up.PULLED, *up.BUILT}
+    assert {key: name for key, name in named if key} | {"BASE": base[1]} == up.PULLED
+    assert {name for key, name in named if not key} == {*up.BUILT}
+    assert re.findall(r"args: {BASE: \"\${BASE:-([^}]+)}", compose) == [base[1]] * len(up.BUILT)
 
 
 @pytest.fixture
@@ -252,6 +255,8 @@ def test_what_is_pulled_and_built_is_said_first(tmp_path: Path, monkeypatch: pyt
     assert pull == "to pull: python:3.11-slim, 45 MB"
     assert unknown == "to pull: grafana/grafana:11.6.0, whose size the registry does not tell"
     assert build.startswith("to build, which takes minutes: dips-master, dips-slave, dips-worker, with giga")
+    pinned = "grafana/grafana:11.6.0@sha256:1"
+    assert up.announcement({"GRAFANA_IMAGE": pinned})[1].startswith(f"to pull: {pinned}, ")
     assert "CUDA" not in up.announcement({"TORCH_INDEX": "https://download.pytorch.org/whl/cpu"})[-1]
 
 

@@ -102,7 +102,7 @@ def test_volumes_that_are_there_stay_while_they_are_enough(have: str, stays: boo
     put(*STORAGE, value="500Gi")(ours)
     put(*STORAGE, value=have)(there)
     if not stays:
-        with pytest.raises(ConfigError, match="has 399Gi and needs 400Gi: .*enlarge it"):
+        with pytest.raises(ConfigError, match=r"has 399Gi and needs 400Gi: .*enlarge it"):
             step_for("here", ours, there, "400Gi")
         return
     step = step_for("here", ours, there, "400Gi")
