@@ -1,4 +1,4 @@
-"""`deploy/images.sh --pin` against Debian's docker-registry, a real registry, which took the images by its interface."""
+"""`deploy/images.sh --pin` against Debian's docker-registry, a real registry."""
 
 from __future__ import annotations
 
