@@ -95,7 +95,7 @@ def pin(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         shutil.copy2(ROOT / name, tmp_path / "checkout" / name)
 
     def run(**added: str) -> subprocess.CompletedProcess[str]:
-        command = [tmp_path / "checkout" / "deploy" / "images.sh", "--pin"]
+        command = [str(tmp_path / "checkout" / "deploy" / "images.sh"), "--pin"]
         return subprocess.run(command, env=environment(added), capture_output=True, text=True, check=False)
 
     return run
