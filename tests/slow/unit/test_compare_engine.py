@@ -154,6 +154,35 @@ def test_every_version_is_the_outer_step_of_what_the_only_cluster_had() -> None:
         theta, momentum = out, buf
 
 
+def test_rounds_of_one_step_with_rate_one_and_no_momentum_are_the_average_of_the_clusters_steps() -> None:
+    steps: dict[str, list[tuple[F32, F32]]] = {}
+
+    class Stepping(BowlLearner):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self._steps = steps.setdefault(name, [])
+
+        def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float:
+            before = self.theta
+            loss = super().step(ranges, progress_tokens)
+            self._steps.append((before, self.theta))
+            return loss
+
+    versions: list[F32] = []
+    n_rounds = 8
+    setup = setup_of(inner_steps=1, tokens=n_rounds * 4 * STEP_TOKENS, master={"outer_lr": 1.0, "outer_momentum": 0.0})
+    run_on_servers(
+        setup, METHODS["diloco"], 1, lambda name, index: Stepping(name), bowl_loss,
+        versions=lambda record, flat: versions.append(flat),
+    )  # fmt: skip
+    assert len(versions) == n_rounds + 1
+    for number in range(n_rounds):
+        begun, ended = zip(*(steps[name][number] for name in "abcd"), strict=True)
+        assert all(np.array_equal(one, versions[number]) for one in begun)
+        assert not np.array_equal(ended[0], ended[1])
+        assert np.allclose(versions[number + 1], np.mean(ended, axis=0, dtype=np.float64), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.kind == "servers"])
 def test_every_method_ends_in_good_order(method: str) -> None:
     record = Compared(method, setup_of(tokens=16_384)).record

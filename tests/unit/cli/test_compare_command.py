@@ -68,6 +68,7 @@ def test_methods_are_compared_with_every_seed_on_the_set_up_as_it_was_changed(
     out = tmp_path / "deep" / "out"
     words = ["compare", "--methods", "dips, diloco-clip,dips", "--seeds", "2,1", "--data", str(text), "--device", "cpu"]
     more = ["--gaps", "0,50 %", "--inner-steps", "4", "--tokens", "96k", "--lr", "0.01", "--inner-optimizer", "muon"]
+    more += ["--outer-lr", "0.9"]
     assert main.run([*words, *more, "--run-dir", str(out), "--jobs", "3", "--again", "--against", "diloco-clip"]) == 0
     ((jobs,), places) = gathered
     assert [(job.method, job.seed, job.inject, job.data) for job in jobs] == [
@@ -77,6 +78,8 @@ def test_methods_are_compared_with_every_seed_on_the_set_up_as_it_was_changed(
     setup = jobs[0].setup
     assert (setup.clusters.gaps, setup.run.inner_steps, setup.run.tokens) == ((0.0, 0.5), 4, 96_000)
     assert (setup.inner.lr, setup.inner.inner_optimizer, setup.run.device) == (0.01, "muon", "cpu")
+    written = load_setup("small").master
+    assert setup.master == {**written, "outer_lr": 0.9}
     told = capsys.readouterr().out
     kept = json.loads((out / "compare.json").read_text())
     assert kept["seeds"] == [2, 1]
@@ -228,6 +231,7 @@ def test_methods_and_set_ups_are_listed_with_their_settings(capsys: pytest.Captu
         (["--data", "nowhere.txt"], "data path nowhere.txt does not exist"),
         (["--inner-optimizer", "sgd"], "inner_optimizer = 'sgd': Input should be 'adamw' or 'muon'"),
         (["--lr", "0"], "lr"),
+        (["--outer-momentum", "1"], "outer_momentum is 1.0; it must be between 0 and 1"),
         (["--inner-steps", "0"], "Invalid value for '--inner-steps'"),
         (["--jobs", "0"], "Invalid value for '--jobs'"),
         (["--figure", "8"], "--figure '8' is not known: choose one of 2b, 7, 9, 10, 12"),
@@ -235,6 +239,7 @@ def test_methods_and_set_ups_are_listed_with_their_settings(capsys: pytest.Captu
         (["--figure", "9", "--tokens", "5k"], "figure 9 does not use --tokens"),
         (["--figure", "9", "--seeds", "1,2"], "figure 9 does not use several --seeds"),
         (["--figure", "9", "--inner-optimizer", "muon"], "figure 9 does not use --inner-optimizer"),
+        (["--figure", "9", "--outer-lr", "0.9"], "figure 9 does not use --outer-lr"),
     ],
 )
 def test_an_option_that_cannot_be_is_named_before_anything_runs(

@@ -72,6 +72,22 @@ def compare(
     inner_optimizer: Annotated[
         str | None, typer.Option(metavar="adamw|muon", help="The inner optimizer, the same for all methods.")
     ] = None,
+    outer_lr: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATE",
+            show_default="the set-up's",
+            help="Learning rate of the outer step, unless a method has its own.",
+        ),
+    ] = None,
+    outer_momentum: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            show_default="the set-up's",
+            help="Momentum of the outer step, unless a method has its own.",
+        ),
+    ] = None,
     data: Annotated[
         list[Path] | None,
         typer.Option(metavar="PATH", show_default="Python's own", help="Text file or folder; again for more."),
@@ -147,17 +163,23 @@ def compare(
     place = _Place(run_dir, jobs or len(os.sched_getaffinity(0)), again, as_json)
     if rounds is not None and figure not in SPEED_FIGURES:
         raise ConfigError(f"--rounds is for the figures {' and '.join(SPEED_FIGURES)}: leave it out")
+    outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
     if figure is None:
-        chosen = on_device(setup_of(setup or DEFAULT_SETUP, gaps, inner_steps, tokens, lr, inner_optimizer), device)
+        chosen = on_device(
+            setup_of(setup or DEFAULT_SETUP, gaps, inner_steps, tokens, lr, inner_optimizer, outer), device
+        )
         references = references_of(against, names)
         return _compare_methods(place, chosen, names, numbers, data or (), inject or "", references)
     check_figure(figure, {"--methods": methods, "--gaps": gaps, "--against": against, "--inject": inject})
     if figure in FIGURES:
-        chosen = on_device(setup_of(setup or DEFAULT_SETUP, None, inner_steps, tokens, lr, inner_optimizer), device)
+        chosen = on_device(
+            setup_of(setup or DEFAULT_SETUP, None, inner_steps, tokens, lr, inner_optimizer, outer), device
+        )
         return _compare_losses(place, FIGURES[figure], chosen, numbers, data or ())
     several = seeds if len(numbers) > 1 else None
     useless = {
         "--tokens": tokens, "--lr": lr, "--inner-optimizer": inner_optimizer, "--data": data, "--device": device,
+        "--outer-lr": outer_lr, "--outer-momentum": outer_momentum,
         "--again": again or None, "several --seeds": several,
     }  # fmt: skip
     check_figure(figure, useless)
@@ -256,14 +278,16 @@ def setup_of(
     tokens: str | None,
     lr: float | None = None,
     inner_optimizer: str | None = None,
+    master: Mapping[str, float | None] | None = None,
 ) -> ComparisonSetup:
-    """The set-up with the command line's changes. Raises ConfigError."""
+    """The set-up with the command line's changes; master: settings of [master], None: as it is. Raises ConfigError."""
     return load_setup(name).with_overrides(
         gaps=None if gaps is None else _numbers("--gaps", gaps, _gap, "0,16,33,50"),
         inner_steps=inner_steps,
         tokens=None if tokens is None else _tokens(tokens),
         lr=lr,
         inner_optimizer=inner_optimizer,
+        master={name: value for name, value in (master or {}).items() if value is not None},
     )
 
 

@@ -1,0 +1,227 @@
+"""What the outer step's rate, momentum and clip are worth, over H: runs of `dips compare`, kept one line each.
+
+Every line of benchmarks/results/outer-gain/runs.jsonl is a finished run: its settings, its result, the command of `dips
+compare` that repeats it, and the commit that made it. Runs that are kept there are not repeated, so the command goes on
+where it was interrupted. All runs of a set-up train the same number of tokens, whatever their H.
+
+    python benchmarks/bench_outer_gain.py [PART...] [--hours T]    run what is missing of these parts, in this order
+    python benchmarks/bench_outer_gain.py --table                  the tables of docs/convergence.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from dips.core.release import software_versions
+from dips.lab.compare.jobs import do_job, jobs_of
+from dips.lab.compare.setup import ComparisonSetup, load_setup
+
+KEPT = Path(__file__).parent / "results" / "outer-gain" / "runs.jsonl"
+CLIPPED, UNCLIPPED, SYNCHRONOUS, DATA_PARALLEL = "dips", "dips-no-clip", "diloco", "dp"
+DEFAULT = (0.7, 0.8)
+LONG = 3_145_728  # 96 rounds of four clusters, where small has 24
+
+
+@dataclass(frozen=True)
+class GainRun:
+    """One run. lr, tokens: 0: the set-up's."""
+
+    setup: str
+    method: str
+    inner_steps: int
+    outer_lr: float
+    outer_momentum: float
+    seed: int = 1
+    tokens: int = 0
+    inner_optimizer: str = "adamw"
+    lr: float = 0.0
+
+    def command(self) -> str:
+        """The command of `dips compare` that makes the same run."""
+        outer = (
+            f" --outer-lr {self.outer_lr:g} --outer-momentum {self.outer_momentum:g}"
+            if self.method != DATA_PARALLEL
+            else ""
+        )
+        rest = [
+            f" --setup {self.setup}" if self.setup != "small" else "",
+            f" --inner-steps {self.inner_steps}",
+            outer,
+            f" --tokens {self.tokens}" if self.tokens else "",
+            f" --inner-optimizer {self.inner_optimizer}" if self.inner_optimizer != "adamw" else "",
+            f" --lr {self.lr:g}" if self.lr else "",
+        ]
+        return f"dips compare --methods {self.method}{''.join(rest)} --seeds {self.seed}"
+
+    def made(self) -> ComparisonSetup:
+        return load_setup(self.setup).with_overrides(
+            inner_steps=self.inner_steps,
+            tokens=self.tokens or None,
+            inner_optimizer=self.inner_optimizer,
+            lr=self.lr or None,
+            device="cpu",
+            evaluations=1,  # the loss at the end is the same; the curve is not kept
+            master={"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum},
+        )
+
+
+def _grid(
+    steps: Sequence[int], pairs: Sequence[tuple[float, float]], methods: Sequence[str], **rest: Any
+) -> Iterator[GainRun]:
+    setup = rest.pop("setup", "small")
+    for method, pair, inner_steps in product(methods, pairs, steps):
+        yield GainRun(setup, method, inner_steps, *pair, **rest)
+
+
+def _dp(**rest: Any) -> GainRun:
+    """Data parallel, which has no H and no outer step: 16 and the default stand for them."""
+    return GainRun(rest.pop("setup", "small"), DATA_PARALLEL, 16, *DEFAULT, **rest)
+
+
+H = (4, 16, 64)
+LESS = (0.7, 0.5)
+"""The pair with less momentum that parts after the first compare with the default."""
+
+HARD = ("changing-speed", "coming-and-going", "ten-times-slower", "jitter", "killed", "slow-link")
+PARTS: dict[str, list[GainRun]] = {
+    "gain": [
+        _dp(),
+        *_grid(H, (LESS, (0.9, 0.5)), (CLIPPED,)),
+        *_grid(H, (LESS,), (UNCLIPPED,)),
+        *_grid(H, (DEFAULT,), (CLIPPED,)),
+    ],
+    "seeds": [run for seed in (2, 3) for run in _grid(H, (LESS, DEFAULT), (CLIPPED,), seed=seed)],
+    "hard": [run for setup in HARD for run in _grid((16,), (LESS, DEFAULT), (CLIPPED,), setup=setup)],
+    "muon": [
+        *_grid((16,), (LESS, DEFAULT), (CLIPPED,), inner_optimizer="muon", lr=6e-3),
+        _dp(inner_optimizer="muon", lr=6e-3),
+    ],
+    "more": [
+        *_grid(H, (DEFAULT,), (UNCLIPPED,)),
+        *_grid(H, ((0.7, 0.6), (1.0, 0.0), (0.7, 0.3), (1.0, 0.3)), (CLIPPED,)),
+        *_grid(H, ((0.9, 0.5), (0.7, 0.6), (1.0, 0.0), (0.7, 0.3), (1.0, 0.3)), (UNCLIPPED,)),
+    ],
+    "together": list(_grid(H, (LESS, DEFAULT, (0.9, 0.5)), (SYNCHRONOUS,))),
+    "noise": [_dp(setup="large-batch"), *_grid((16,), (LESS, DEFAULT), (CLIPPED,), setup="large-batch")],
+    "length": [_dp(tokens=LONG), *_grid((16,), (LESS, DEFAULT), (CLIPPED,), tokens=LONG)],
+    "short": list(_grid((2, 1), (LESS, DEFAULT), (CLIPPED,))),
+    "larger": list(_grid((16,), (LESS, DEFAULT), (CLIPPED,), setup="larger")),
+}
+
+
+# ---- runs ----
+
+
+def kept() -> dict[GainRun, dict[str, Any]]:
+    """The results of finished runs."""
+    lines = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
+    return {GainRun(**line["run"]): line for line in lines}
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
+def run(one: GainRun, commit: str) -> dict[str, Any]:
+    """Make the run, in this process, and return its line."""
+    setup, began_s = one.made(), time.perf_counter()
+    (job,) = jobs_of([one.method], [one.seed], setup, ())
+    record = do_job(job, lambda tokens, virtual_s: None)
+    merged = [fact for fact in record.judged if fact.kappa is not None]
+    pushes = [push for fact in merged for push in fact.pushes if push.verdict == "APPLIED"]
+    found = {
+        "ended": record.ended,
+        "loss": None if record.loss is None else round(record.loss, 4),
+        "tokens": record.tokens,
+        "virtual_s": round(record.virtual_s, 1),
+        "of_ideal": round(record.tokens / setup.ideal_tokens(record.virtual_s), 4),
+        "rounds": record.rounds,
+        "clipped": round(statistics.fmean(fact.kappa < 1 for fact in merged), 3) if merged else None,
+        "stale": round(statistics.fmean(push.staleness for push in pushes), 3) if pushes else None,
+    }
+    return {
+        "run": asdict(one), "found": found, "command": one.command(), "commit": commit,
+        "took_s": round(time.perf_counter() - began_s), "torch": software_versions().get("torch"),
+    }  # fmt: skip
+
+
+# ---- tables ----
+
+LABELS = {CLIPPED: "usual norm", UNCLIPPED: "none", SYNCHRONOUS: "none; rounds wait for all"}
+
+
+def tables(lines: Sequence[dict[str, Any]]) -> str:
+    """A table over H for each set-up, length and inner optimizer; a cell: loss, mean and deviation over its seeds."""
+    parts: dict[tuple[str, int, str], dict[tuple[str, float, float], dict[int, list[float | None]]]] = {}
+    for line in lines:
+        one, found = GainRun(**line["run"]), line["found"]
+        rows = parts.setdefault((one.setup, found["tokens"], one.inner_optimizer), {})
+        cells = rows.setdefault((one.method, one.outer_lr, one.outer_momentum), {})
+        cells.setdefault(one.inner_steps, []).append(found["loss"])
+    return "\n\n".join(_table(*part, rows) for part, rows in sorted(parts.items()))
+
+
+def _table(
+    setup: str, tokens: int, optimizer: str, rows: dict[tuple[str, float, float], dict[int, list[float | None]]]
+) -> str:
+    steps = sorted(
+        {inner_steps for (method, *_), cells in rows.items() if method != DATA_PARALLEL for inner_steps in cells}
+    )
+    made = "" if optimizer == "adamw" else f", {optimizer}"
+    shown = [f"`{setup}`{made}, {tokens:,} tokens | clip"] + [f"H {inner_steps}" for inner_steps in steps]
+    text = [shown, ["---"] * (len(steps) + 2)]
+    order = (DATA_PARALLEL, *LABELS)
+    for (method, rate, momentum), cells in sorted(rows.items(), key=lambda row: (order.index(row[0][0]), *row[0][1:])):
+        if method == DATA_PARALLEL:
+            text.append(["data parallel", "", *[_cell(*cells.values())] * len(steps)])
+        else:
+            text.append([f"{rate:g}, {momentum:g}", LABELS[method], *(_cell(cells.get(at, [])) for at in steps)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in text)
+
+
+def _cell(losses: Sequence[float | None]) -> str:
+    known = [loss for loss in losses if loss is not None]
+    if not known or len(known) < len(losses):
+        return "not finite" if losses else ""
+    spread = f" ± {statistics.stdev(known):.3f}" if len(known) > 1 else ""
+    return f"{statistics.fmean(known):.3f}{spread}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all, in this order")
+    parser.add_argument("--hours", type=float, default=1e6, help="begin no run after so many hours")
+    parser.add_argument("--table", action="store_true", help="print the tables of what is kept, and run nothing")
+    options = parser.parse_args()
+    if options.table:
+        print(tables(list(kept().values())))
+        return 0
+    if wrong := sorted(set(options.parts) - set(PARTS)):
+        parser.error(f"there is no part {wrong[0]!r}: choose from {', '.join(PARTS)}")
+    ends_s, commit = time.monotonic() + 3600 * options.hours, _commit()
+    for part in options.parts or PARTS:
+        for one in PARTS[part]:
+            if one in kept():
+                continue
+            if time.monotonic() > ends_s:
+                return 0
+            line = run(one, commit)
+            with KEPT.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(f"{part}: {line['command']}: {line['found']['loss']} ({line['took_s']} s)", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
