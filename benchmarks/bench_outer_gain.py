@@ -6,6 +6,7 @@ where it was interrupted. All runs of a set-up train the same number of tokens, 
 
     python benchmarks/bench_outer_gain.py [PART...] [--hours T]    run what is missing of these parts, in this order
     python benchmarks/bench_outer_gain.py --table                  the tables of docs/convergence.md
+    python benchmarks/bench_outer_gain.py --noise                  the noise scale of gradients in the set-up small
 """
 
 from __future__ import annotations
@@ -100,8 +101,11 @@ PARTS: dict[str, list[GainRun]] = {
         *_grid(H, (LESS,), (UNCLIPPED,)),
         *_grid(H, (DEFAULT,), (CLIPPED,)),
     ],
-    "seeds": [run for seed in (2, 3) for run in _grid(H, (LESS, DEFAULT), (CLIPPED,), seed=seed)],
-    "hard": [run for setup in HARD for run in _grid((16,), (LESS, DEFAULT), (CLIPPED,), setup=setup)],
+    "second": list(_grid(H, (LESS, DEFAULT), (CLIPPED,), seed=2)),
+    "third": list(_grid(H, (LESS, DEFAULT), (CLIPPED,), seed=3)),
+    "hard": [
+        run for pair in (LESS, DEFAULT) for setup in HARD for run in _grid((16,), (pair,), (CLIPPED,), setup=setup)
+    ],
     "muon": [
         *_grid((16,), (LESS, DEFAULT), (CLIPPED,), inner_optimizer="muon", lr=6e-3),
         _dp(inner_optimizer="muon", lr=6e-3),
@@ -156,6 +160,54 @@ def run(one: GainRun, commit: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# ---- noise of gradients ----
+
+MEASURED_EVERY, MEASURED_STEPS = 128, 16
+
+
+def noise() -> list[dict[str, float]]:
+    """The noise scale of gradients in three parts of data parallel training on the set-up `small`, seed 1.
+
+    noise_tokens: the variance of the gradient of one token over the mean gradient's square, tr(S) / |G|^2: in a batch
+    of so many tokens noise and signal are equal. Unbiased, from the gradients of a batch's rows.
+    """
+    import numpy as np
+    import torch
+
+    from dips.core.messages import DataRange
+    from dips.lab.compare.engine import run_data_parallel
+    from dips.trainer.config import TrainConfig
+    from dips.trainer.data import make_batch
+    from dips.trainer.learner import ByteLearner, read_text
+
+    setup, found = load_setup("small").with_overrides(evaluations=1), list[dict[str, float]]()
+
+    class Measuring(ByteLearner):
+        steps, sums = 0, np.zeros(2)
+
+        def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float:
+            self.steps += 1
+            if (self.steps - 1) % MEASURED_EVERY >= MEASURED_EVERY - MEASURED_STEPS:
+                rows = torch.stack([self._gradient(row) for row in ranges])
+                mean = rows.mean(0)
+                of_rows = float((rows - mean).square().sum()) / (len(rows) - 1)
+                self.sums += of_rows * setup.inner.sequence_tokens, float(mean.square().sum()) - of_rows / len(rows)
+            if not self.steps % MEASURED_EVERY:
+                found.append({"tokens": progress_tokens, "noise_tokens": round(self.sums[0] / self.sums[1])})
+                self.sums = np.zeros(2)
+            return super().step(ranges, progress_tokens)
+
+        def _gradient(self, row: DataRange) -> torch.Tensor:
+            batch = make_batch(self._text, [row])
+            loss = self._net.loss(batch.inputs, batch.targets)
+            return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(self._net.parameters()))])
+
+    inner = setup.inner.model_dump()
+    config = TrainConfig(seed=1, data_seed=1, model_size=setup.model.size, threads=1, device="cpu", **inner)
+    run_data_parallel(setup, 1, Measuring(config, read_text(config), setup.run.tokens), lambda flat: 0.0)
+    return found
+
+
 # ---- tables ----
 
 LABELS = {CLIPPED: "usual norm", UNCLIPPED: "none", SYNCHRONOUS: "none; rounds wait for all"}
@@ -202,8 +254,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all, in this order")
     parser.add_argument("--hours", type=float, default=1e6, help="begin no run after so many hours")
+    parser.add_argument("--noise", action="store_true", help="print the noise scale of gradients, and keep nothing")
     parser.add_argument("--table", action="store_true", help="print the tables of what is kept, and run nothing")
     options = parser.parse_args()
+    if options.noise:
+        print(json.dumps(noise()))
+        return 0
     if options.table:
         print(tables(list(kept().values())))
         return 0
