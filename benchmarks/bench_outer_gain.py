@@ -5,7 +5,7 @@ compare` that repeats it, and the commit that made it. Runs that are kept there 
 where it was interrupted. All runs of a set-up train the same number of tokens, whatever their H.
 
     python benchmarks/bench_outer_gain.py [PART...] [--hours T]    run what is missing of these parts, in this order
-    python benchmarks/bench_outer_gain.py --table                  the tables of docs/convergence.md
+    python benchmarks/bench_outer_gain.py --table                  the table of docs/convergence.md
     python benchmarks/bench_outer_gain.py --noise                  the noise scale of gradients in the set-up small
 """
 
@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -213,32 +213,24 @@ def noise() -> list[dict[str, float]]:
 LABELS = {CLIPPED: "usual norm", UNCLIPPED: "none", SYNCHRONOUS: "none; rounds wait for all"}
 
 
-def tables(lines: Sequence[dict[str, Any]]) -> str:
-    """A table over H for each set-up, length and inner optimizer; a cell: loss, mean and deviation over its seeds."""
-    parts: dict[tuple[str, int, str], dict[tuple[str, float, float], dict[int, list[float | None]]]] = {}
-    for line in lines:
-        one, found = GainRun(**line["run"]), line["found"]
-        rows = parts.setdefault((one.setup, found["tokens"], one.inner_optimizer), {})
-        cells = rows.setdefault((one.method, one.outer_lr, one.outer_momentum), {})
-        cells.setdefault(one.inner_steps, []).append(found["loss"])
-    return "\n\n".join(_table(*part, rows) for part, rows in sorted(parts.items()))
-
-
-def _table(
-    setup: str, tokens: int, optimizer: str, rows: dict[tuple[str, float, float], dict[int, list[float | None]]]
-) -> str:
-    steps = sorted(
-        {inner_steps for (method, *_), cells in rows.items() if method != DATA_PARALLEL for inner_steps in cells}
-    )
-    made = "" if optimizer == "adamw" else f", {optimizer}"
-    shown = [f"`{setup}`{made}, {tokens:,} tokens | clip"] + [f"H {inner_steps}" for inner_steps in steps]
-    text = [shown, ["---"] * (len(steps) + 2)]
-    order = (DATA_PARALLEL, *LABELS)
-    for (method, rate, momentum), cells in sorted(rows.items(), key=lambda row: (order.index(row[0][0]), *row[0][1:])):
-        if method == DATA_PARALLEL:
-            text.append(["data parallel", "", *[_cell(*cells.values())] * len(steps)])
-        else:
-            text.append([f"{rate:g}, {momentum:g}", LABELS[method], *(_cell(cells.get(at, [])) for at in steps)])
+def table(runs: Mapping[GainRun, dict[str, Any]]) -> str:
+    """A row for each set-up, method, rate and momentum, a column for each H; a cell: the loss, mean and deviation over
+    its seeds, and how many these are."""
+    rows: dict[tuple[str, ...], dict[int, list[float | None]]] = {}
+    for one, line in runs.items():
+        what = one.setup + (f", {one.inner_optimizer}" if one.inner_optimizer != "adamw" else "")
+        what += f", {line['found']['tokens']:,} tokens" if one.tokens else ""
+        outer = ("data parallel", "")
+        if one.method != DATA_PARALLEL:
+            outer = f"{one.outer_lr:g}, {one.outer_momentum:g}", LABELS[one.method]
+        rows.setdefault((what, *outer), {}).setdefault(one.inner_steps, []).append(line["found"]["loss"])
+    steps = sorted({inner_steps for cells in rows.values() for inner_steps in cells})
+    text = [
+        ["set-up", "rate, momentum", "clip", *(f"H {inner_steps}" for inner_steps in steps)],
+        ["---"] * (3 + len(steps)),
+    ]
+    for row, cells in sorted(rows.items()):
+        text.append([*row, *(_cell(cells.get(inner_steps, [])) for inner_steps in steps)])
     return "\n".join(f"| {' | '.join(row)} |" for row in text)
 
 
@@ -246,7 +238,7 @@ def _cell(losses: Sequence[float | None]) -> str:
     known = [loss for loss in losses if loss is not None]
     if not known or len(known) < len(losses):
         return "not finite" if losses else ""
-    spread = f" ± {statistics.stdev(known):.3f}" if len(known) > 1 else ""
+    spread = f" ± {statistics.stdev(known):.3f} ({len(known)})" if len(known) > 1 else ""
     return f"{statistics.fmean(known):.3f}{spread}"
 
 
@@ -255,13 +247,13 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all, in this order")
     parser.add_argument("--hours", type=float, default=1e6, help="begin no run after so many hours")
     parser.add_argument("--noise", action="store_true", help="print the noise scale of gradients, and keep nothing")
-    parser.add_argument("--table", action="store_true", help="print the tables of what is kept, and run nothing")
+    parser.add_argument("--table", action="store_true", help="print the table of what is kept, and run nothing")
     options = parser.parse_args()
     if options.noise:
         print(json.dumps(noise()))
         return 0
     if options.table:
-        print(tables(list(kept().values())))
+        print(table(kept()))
         return 0
     if wrong := sorted(set(options.parts) - set(PARTS)):
         parser.error(f"there is no part {wrong[0]!r}: choose from {', '.join(PARTS)}")
