@@ -90,36 +90,25 @@ def _dp(**rest: Any) -> GainRun:
 
 
 H = (4, 16, 64)
-LESS = (0.7, 0.5)
-"""The pair with less momentum that parts after the first compare with the default."""
+LESS = ((0.9, 0.5), (0.7, 0.5))
+"""The pairs with less momentum that every part compares with the default."""
 
 HARD = ("changing-speed", "coming-and-going", "ten-times-slower", "jitter", "killed", "slow-link")
 PARTS: dict[str, list[GainRun]] = {
-    "gain": [
-        _dp(),
-        *_grid(H, (LESS, (0.9, 0.5)), (CLIPPED,)),
-        *_grid(H, (LESS,), (UNCLIPPED,)),
-        *_grid(H, (DEFAULT,), (CLIPPED,)),
-    ],
-    "second": list(_grid(H, (LESS, DEFAULT), (CLIPPED,), seed=2)),
-    "third": list(_grid(H, (LESS, DEFAULT), (CLIPPED,), seed=3)),
-    "hard": [
-        run for pair in (LESS, DEFAULT) for setup in HARD for run in _grid((16,), (pair,), (CLIPPED,), setup=setup)
-    ],
+    "gain": [_dp(), *_grid(H, (*LESS, DEFAULT, (0.9, 0.6)), (CLIPPED,))],
+    "seeds": [run for seed in (2, 3) for run in (_dp(seed=seed), *_grid(H, (*LESS, DEFAULT), (CLIPPED,), seed=seed))],
+    "hard": [run for setup in HARD for run in _grid((16,), (*LESS, DEFAULT, (0.9, 0.6)), (CLIPPED,), setup=setup)],
     "muon": [
-        *_grid((16,), (LESS, DEFAULT), (CLIPPED,), inner_optimizer="muon", lr=6e-3),
         _dp(inner_optimizer="muon", lr=6e-3),
+        *_grid((16,), (*LESS, DEFAULT), (CLIPPED,), inner_optimizer="muon", lr=6e-3),
     ],
-    "more": [
-        *_grid(H, (DEFAULT,), (UNCLIPPED,)),
-        *_grid(H, ((0.7, 0.6), (1.0, 0.0), (0.7, 0.3), (1.0, 0.3)), (CLIPPED,)),
-        *_grid(H, ((0.9, 0.5), (0.7, 0.6), (1.0, 0.0), (0.7, 0.3), (1.0, 0.3)), (UNCLIPPED,)),
-    ],
-    "together": list(_grid(H, (LESS, DEFAULT, (0.9, 0.5)), (SYNCHRONOUS,))),
-    "noise": [_dp(setup="large-batch"), *_grid((16,), (LESS, DEFAULT), (CLIPPED,), setup="large-batch")],
-    "length": [_dp(tokens=LONG), *_grid((16,), (LESS, DEFAULT), (CLIPPED,), tokens=LONG)],
-    "short": list(_grid((2, 1), (LESS, DEFAULT), (CLIPPED,))),
-    "larger": list(_grid((16,), (LESS, DEFAULT), (CLIPPED,), setup="larger")),
+    "noise": [_dp(setup="large-batch"), *_grid((16,), (*LESS, DEFAULT), (CLIPPED,), setup="large-batch")],
+    "length": [_dp(tokens=LONG), *_grid((16,), (*LESS, DEFAULT), (CLIPPED,), tokens=LONG)],
+    "short": list(_grid((2, 1), (*LESS, DEFAULT), (CLIPPED,))),
+    "unclipped": list(_grid(H, (*LESS, DEFAULT), (UNCLIPPED,))),
+    "together": list(_grid(H, (*LESS, DEFAULT), (SYNCHRONOUS,))),
+    "more": list(_grid(H, ((0.7, 0.6), (1.0, 0.0), (0.7, 0.3), (1.0, 0.3)), (CLIPPED, UNCLIPPED))),
+    "larger": list(_grid((16, 128), (*LESS, DEFAULT), (CLIPPED,), setup="larger")),
 }
 
 
