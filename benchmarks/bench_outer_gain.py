@@ -131,8 +131,8 @@ def run(one: GainRun, commit: str) -> dict[str, Any]:
     setup, began_s = one.made(), time.perf_counter()
     (job,) = jobs_of([one.method], [one.seed], setup, ())
     record = do_job(job, lambda tokens, virtual_s: None)
-    merged = [fact for fact in record.judged if fact.kappa is not None]
-    pushes = [push for fact in merged for push in fact.pushes if push.verdict == "APPLIED"]
+    kappas = [fact.kappa for fact in record.judged if fact.kappa is not None]
+    pushes = [push for fact in record.judged for push in fact.pushes if push.verdict == "APPLIED"]
     found = {
         "ended": record.ended,
         "loss": None if record.loss is None else round(record.loss, 4),
@@ -140,7 +140,7 @@ def run(one: GainRun, commit: str) -> dict[str, Any]:
         "virtual_s": round(record.virtual_s, 1),
         "of_ideal": round(record.tokens / setup.ideal_tokens(record.virtual_s), 4),
         "rounds": record.rounds,
-        "clipped": round(statistics.fmean(fact.kappa < 1 for fact in merged), 3) if merged else None,
+        "clipped": round(statistics.fmean(kappa < 1 for kappa in kappas), 3) if kappas else None,
         "stale": round(statistics.fmean(push.staleness for push in pushes), 3) if pushes else None,
     }
     return {
