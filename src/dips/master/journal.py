@@ -122,8 +122,18 @@ class Journal:
         number does not follow the ones before it; in these cases nothing was written.
         """
         with self._transaction() as cursor:
-            self._assert_newest(cursor, epoch)
-            self._assert_order(cursor, epoch, entries)
+            newest = _epoch(cursor)
+            if newest != epoch:
+                raise FatalError(
+                    f"a newer master runs: {self._path} is at epoch {newest} and this process at epoch {epoch}; "
+                    "this one stops and has written nothing"
+                )
+            row = cursor.execute("SELECT MAX(entry_id) FROM records WHERE epoch = ?", (epoch,)).fetchone()
+            numbers = [int(row[0] or 0), *(entry.entry_id for entry in entries)]
+            if any(later <= earlier for earlier, later in itertools.pairwise(numbers)):
+                raise LocalProtocolError(
+                    f"{self._path}: entries have rising numbers, but {numbers[1:]} were to follow {numbers[0]}"
+                )
             digest = _insert(cursor, epoch, entries)
             put_snapshot(cursor, epoch, entries[-1].entry_id, entries[-1].snapshot_json, digest)
 
@@ -139,7 +149,23 @@ class Journal:
         if last - first + 1 <= room or last < self._archive_again_at:
             return False
         try:
-            self._archive(first, last)
+            # Moves the oldest records, one segment of them. Raises OSError where the archive cannot be written; the
+            # records then stay where they were. Raises FatalError as append_all does.
+            end = min(first + self._retention.segment_records, last)  # the newest record always stays
+            with disk_errors_fatal(self._path):
+                # Records from `first` to before `end`: as many as a segment's bytes allow, and at least one.
+                connection = self._connection
+                old: list[JournalRecord] = []
+                size_bytes = 0
+                for record in _records_from(connection, first):
+                    size_bytes += len(record.record_json)
+                    if record.number >= end or (old and size_bytes > SEGMENT_BYTES):
+                        break
+                    old.append(record)
+            write_segment(self._path.parent, old)
+            failpoint("master.archive.before_delete")
+            self._delete_to(old[-1])
+            self._prune()
         except OSError as error:
             self._archive_again_at = last + self._retention.segment_records
             _logger.error(
@@ -178,17 +204,6 @@ class Journal:
         with disk_errors_fatal(self._path):
             return _bounds(self._connection)
 
-    def _archive(self, first: int, last: int) -> None:
-        """Moves the oldest records, one segment of them. Raises OSError where the archive cannot be written; the
-        records then stay where they were. Raises FatalError as append_all does."""
-        end = min(first + self._retention.segment_records, last)  # the newest record always stays
-        with disk_errors_fatal(self._path):
-            old = _of_one_segment(self._connection, first, end)
-        write_segment(self._path.parent, old)
-        failpoint("master.archive.before_delete")
-        self._delete_to(old[-1])
-        self._prune()
-
     def _delete_to(self, last: JournalRecord) -> None:
         """Deletes records up to `last`, which are in the archive; the following ones are chained to it."""
         with self._transaction() as cursor:
@@ -222,15 +237,12 @@ class Journal:
             first, _ = _bounds(self._connection)
             if kept and kept[-1].last >= first:
                 archived = list(kept[-1].records())
-                self._assert_same(archived)
+                # Raises FatalError when the archive belongs to another journal: records in both must be equal.
+                held = {record.number: record for record in _records_from(self._connection, archived[0].number)}
+                if any(held.get(record.number, record) != record for record in archived):
+                    raise FatalError(foreign(self._path))
                 sync_folder(kept[-1].path.parent, "master")
                 self._delete_to(archived[-1])
-
-    def _assert_same(self, archived: Sequence[JournalRecord]) -> None:
-        """Raises FatalError when the archive belongs to another journal: records in both must be equal."""
-        held = {record.number: record for record in _records_from(self._connection, archived[0].number)}
-        if any(held.get(record.number, record) != record for record in archived):
-            raise FatalError(foreign(self._path))
 
     # ---- transactions ----
 
@@ -249,22 +261,6 @@ class Journal:
                 if self._connection.in_transaction:
                     cursor.execute("ROLLBACK")
                 raise
-
-    def _assert_newest(self, cursor: sqlite3.Cursor, epoch: int) -> None:
-        newest = _epoch(cursor)
-        if newest != epoch:
-            raise FatalError(
-                f"a newer master runs: {self._path} is at epoch {newest} and this process at epoch {epoch}; "
-                "this one stops and has written nothing"
-            )
-
-    def _assert_order(self, cursor: sqlite3.Cursor, epoch: int, entries: Sequence[WriteJournal]) -> None:
-        row = cursor.execute("SELECT MAX(entry_id) FROM records WHERE epoch = ?", (epoch,)).fetchone()
-        numbers = [int(row[0] or 0), *(entry.entry_id for entry in entries)]
-        if any(later <= earlier for earlier, later in itertools.pairwise(numbers)):
-            raise LocalProtocolError(
-                f"{self._path}: entries have rising numbers, but {numbers[1:]} were to follow {numbers[0]}"
-            )
 
 
 @dataclass(frozen=True)
@@ -360,18 +356,6 @@ def _records_from(connection: sqlite3.Connection, first: int) -> Iterator[Journa
     rows = RECORDS if has_digests(connection) else RECORDS_WITHOUT_DIGESTS
     for row in connection.execute(rows, (first,)):
         yield JournalRecord(*row)
-
-
-def _of_one_segment(connection: sqlite3.Connection, first: int, end: int) -> list[JournalRecord]:
-    """Records from `first` to before `end`: as many as a segment's bytes allow, and at least one."""
-    taken: list[JournalRecord] = []
-    size_bytes = 0
-    for record in _records_from(connection, first):
-        size_bytes += len(record.record_json)
-        if record.number >= end or (taken and size_bytes > SEGMENT_BYTES):
-            break
-        taken.append(record)
-    return taken
 
 
 def _bounds(connection: sqlite3.Connection) -> tuple[int, int]:

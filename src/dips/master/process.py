@@ -162,11 +162,30 @@ class _Master:
         try:
             shell.start()
             await server.start(shell)
-            self._announce(here)
+            # Publishes the master's address for people and other processes.
+            write_address(self.config.directory, here)
+            self.tape.write("master-started", "-", address=here.address, epoch=here.epoch, pid=here.pid)
+            if isinstance(self.security, Identity):
+                callers = f"for those with keys only, as {self.security}"
+            else:
+                callers = "INSECURE, as configured: no encryption, no authentication, loopback only"
+            _logger.info(
+                "serving run %s at %s (epoch %d, directory %s); %s",
+                here.run_id,
+                shown_listening(self.config.listen, here.address),
+                here.epoch,
+                self.config.directory,
+                callers,
+            )
             if started is not None:
                 started(here, shell)
             with self._shown(shell):
-                outcome = await self._until_ended(shell)
+                # Waits for the end, and reports revoked certificates to the state until then.
+                while not shell.outcome.done():
+                    await asyncio.wait([shell.outcome], timeout=LOOK_S if self.access.checks else None)
+                    for revoked in self.access.look():
+                        shell.dispatch(revoked)
+                outcome = shell.outcome.result()
             if isinstance(outcome, Halt):
                 remove_address(self.config.directory)
             return outcome
@@ -175,14 +194,6 @@ class _Master:
             if isinstance(shell.outcome.result(), Halt):
                 await server.stop()
             await shell.close()
-
-    async def _until_ended(self, shell: MasterShell) -> Halt | BeginAgain:
-        """Waits for the end, and reports revoked certificates to the state until then."""
-        while not shell.outcome.done():
-            await asyncio.wait([shell.outcome], timeout=LOOK_S if self.access.checks else None)
-            for revoked in self.access.look():
-                shell.dispatch(revoked)
-        return shell.outcome.result()
 
     @contextlib.contextmanager
     def _shown(self, shell: MasterShell) -> Iterator[None]:
@@ -195,23 +206,6 @@ class _Master:
             yield
         finally:
             following.cancel()
-
-    def _announce(self, here: MasterAddress) -> None:
-        """Publishes the master's address for people and other processes."""
-        write_address(self.config.directory, here)
-        self.tape.write("master-started", "-", address=here.address, epoch=here.epoch, pid=here.pid)
-        if isinstance(self.security, Identity):
-            callers = f"for those with keys only, as {self.security}"
-        else:
-            callers = "INSECURE, as configured: no encryption, no authentication, loopback only"
-        _logger.info(
-            "serving run %s at %s (epoch %d, directory %s); %s",
-            here.run_id,
-            shown_listening(self.config.listen, here.address),
-            here.epoch,
-            self.config.directory,
-            callers,
-        )
 
 
 def _tape(config: MasterConfig, clock: Clock, event_buffer: EventBuffer) -> Tape:

@@ -485,7 +485,22 @@ class MasterShell:
 
     def _perform_all(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            self._perform(effect)
+            match effect:
+                case Reply(token, body):
+                    self._answer(token, body)
+                case Refuse(token, refusal):
+                    self._answer(token, to_refused(refusal))
+                case ToSlave(link, command):
+                    self._send(link, command)
+                case CloseLink(link, refusal):
+                    if link in self._links:
+                        self._links[link].close(to_refused(refusal))
+                case WriteJournal():
+                    self._journal.put(effect)
+                case Record():
+                    self._write_tape(effect)
+                case Log(level, key, sentence, cause):
+                    self._log(key, sentence, level, cause)
         for effect in effects:
             match effect:  # after the replies and commands of the same batch
                 case Halt():
@@ -494,24 +509,6 @@ class MasterShell:
                 case BeginAgain():
                     _logger.warning("%s", effect.sentence)
                     self.stop(effect)
-
-    def _perform(self, effect: Effect) -> None:
-        match effect:
-            case Reply(token, body):
-                self._answer(token, body)
-            case Refuse(token, refusal):
-                self._answer(token, to_refused(refusal))
-            case ToSlave(link, command):
-                self._send(link, command)
-            case CloseLink(link, refusal):
-                if link in self._links:
-                    self._links[link].close(to_refused(refusal))
-            case WriteJournal():
-                self._journal.put(effect)
-            case Record():
-                self._write_tape(effect)
-            case Log(level, key, sentence, cause):
-                self._log(key, sentence, level, cause)
 
     def _answer(self, token: int, answer: ReplyBody | Refused) -> None:
         future = self._calls.pop(token, None)

@@ -515,7 +515,18 @@ def validate(schedule: Schedule, costs: Costs, memory: Sequence[int] | None = No
     """
     check_complete(schedule)
     for device, order in enumerate(schedule.orders):
-        _check_order(device, order)
+        # Check that each operation comes after what it needs on its own device.
+        done: set[Op] = set()
+        for index, op in enumerate(order):
+            if op.part:
+                needed = op._replace(part=op.part - 1)
+            else:
+                needed = Op(Kind.D if op.kind is Kind.W else Kind.F, op.stage, op.microbatch)
+            if (op.part or op.kind is not Kind.F) and needed not in done:
+                raise PlanError(
+                    f"device {device}, cell {index + 1}: {op} comes before {needed}, which it needs: swap them"
+                )
+            done.add(op)
     if memory is not None:
         for device, (peak, limit) in enumerate(zip(peaks(schedule, costs), memory, strict=True)):
             if peak > limit:
@@ -592,16 +603,3 @@ def _misplaced(schedule: Schedule, device: int, op: Op, seen: Set[Op]) -> str:
     if schedule.device_of_stage[op.stage] != device:
         return f"belongs to device {schedule.device_of_stage[op.stage]}: move it there"
     return "is there a second time: remove one" if op in seen else ""
-
-
-def _check_order(device: int, order: Sequence[Op]) -> None:
-    """Check that each operation comes after what it needs on its own device."""
-    done: set[Op] = set()
-    for index, op in enumerate(order):
-        if op.part:
-            needed = op._replace(part=op.part - 1)
-        else:
-            needed = Op(Kind.D if op.kind is Kind.W else Kind.F, op.stage, op.microbatch)
-        if (op.part or op.kind is not Kind.F) and needed not in done:
-            raise PlanError(f"device {device}, cell {index + 1}: {op} comes before {needed}, which it needs: swap them")
-        done.add(op)

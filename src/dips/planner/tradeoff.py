@@ -139,21 +139,18 @@ def with_scaled_profile(before: Problem, after: Problem) -> Problem:
         names = ("forward_ms", "input_gradient_ms", "weight_gradient_ms")
         changes = {name: time_ms * share for name, time_ms in zip(names, profile.times_of_stage_ms, strict=True)}
     if profile.memory_microbatches is not None:
-        changes["memory_microbatches"] = _room(before, after, profile.memory_microbatches)
+        # Microbatches that a stage can hold: as before, plus or minus the change of its weights and optimizer state.
+        microbatches = profile.memory_microbatches
+        held = max(unit.activation_bytes for unit in before.units) * len(before.units)
+        was, now = (max(one.state_bytes(one.uniform())) for one in (before, after))
+        room = (microbatches * held / before.n_devices + was - now) / (held / after.n_devices)
+        if room < 1:
+            raise PlanError(
+                f"a stage has room for {max(room, 0):.2f} microbatches next to its weights and optimizer state: too few"
+            )
+        changes["memory_microbatches"] = room
     scaled = profile.model_copy(update=changes)
     return replace(after, setup=replace(after.setup, profile=scaled))
-
-
-def _room(before: Problem, after: Problem, microbatches: float) -> float:
-    """Microbatches that a stage can hold: as before, plus or minus the change of its weights and optimizer state."""
-    held = max(unit.activation_bytes for unit in before.units) * len(before.units)
-    was, now = (max(one.state_bytes(one.uniform())) for one in (before, after))
-    room = (microbatches * held / before.n_devices + was - now) / (held / after.n_devices)
-    if room < 1:
-        raise PlanError(
-            f"a stage has room for {max(room, 0):.2f} microbatches next to its weights and optimizer state: too few"
-        )
-    return room
 
 
 # ---- JSON ----

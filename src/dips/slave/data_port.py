@@ -227,7 +227,12 @@ class DataPort:
             header = DataHeader.decode(frames[0])
             request = header.request
             header.check_common(self._run_id)
-            _check_frames(header, len(frames))
+            n_frames = len(frames)
+            if header.op not in REQUESTS:
+                raise Refused(RefusalCode.MALFORMED, f"{header.op.name} is an answer: only slaves send it")
+            expected = 2 if header.op in WITH_PAYLOAD else 1
+            if n_frames != expected:
+                raise Refused(RefusalCode.MALFORMED, f"{header.op.name} has {n_frames} frames, it takes {expected}")
             if self.admission is not None:
                 self.admission.check(user, header)
             return self._serve(header, frames, peer if self.admission is None else self.admission.owner(user))
@@ -460,11 +465,3 @@ def landed(job: LandingJob) -> Refused | None:
     except Refused as refused:
         return refused
     return None
-
-
-def _check_frames(header: DataHeader, n_frames: int) -> None:
-    if header.op not in REQUESTS:
-        raise Refused(RefusalCode.MALFORMED, f"{header.op.name} is an answer: only slaves send it")
-    expected = 2 if header.op in WITH_PAYLOAD else 1
-    if n_frames != expected:
-        raise Refused(RefusalCode.MALFORMED, f"{header.op.name} has {n_frames} frames, it takes {expected}")

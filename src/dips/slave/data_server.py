@@ -388,11 +388,22 @@ class DataServer:
         while not self._landed.empty():
             self._finish(self._landed.get())
         if not self._posted.empty():
-            self._run_posted()
+            # Run posted calls. They change what landings rely on, so no landing may be under way.
+            while self._under_way:
+                self._finish(self._landed.get())
+            while not self._posted.empty():
+                self._posted.get()()
+            self._renew = True
         if self._ended:
             return
         if self._handshakes_due:
-            self._serve_handshakes()
+            # Admit authorised clients, and count failed handshakes. Probes that connect and close are none.
+            if self._gate is not None:
+                self._gate.answer_all()
+            for failed in self._handshakes.failures():
+                if failed.failure is not Failure.KEY:  # the gate has counted refused keys itself
+                    self.port.refuse_connection(f"a handshake failed: {failed.sentence}")
+                    self._counters_moved = True
         loop = self._compiled()
         if loop is not None:
             self._turn_compiled(loop)
@@ -459,23 +470,6 @@ class DataServer:
         return min(until_s, self._beat_s + BEAT_REFRESH_S) if self._counters_moved else until_s
 
     # ---- parts of the Python loop ----
-
-    def _run_posted(self) -> None:
-        """Run posted calls. They change what landings rely on, so no landing may be under way."""
-        while self._under_way:
-            self._finish(self._landed.get())
-        while not self._posted.empty():
-            self._posted.get()()
-        self._renew = True
-
-    def _serve_handshakes(self) -> None:
-        """Admit authorised clients, and count failed handshakes. Probes that connect and close are none."""
-        if self._gate is not None:
-            self._gate.answer_all()
-        for failed in self._handshakes.failures():
-            if failed.failure is not Failure.KEY:  # the gate has counted refused keys itself
-                self.port.refuse_connection(f"a handshake failed: {failed.sentence}")
-                self._counters_moved = True
 
     def _receive_some(self) -> bool:
         """Serve arrived messages; those that wait for a landing hold their frames, so only few may wait. Returns

@@ -221,7 +221,14 @@ class Collector:
     def families(self, now: MetricsMoment, figures: Figures, sizes: DiskSizes) -> Families:
         families = now.counts.families(self.security)
         families.set("info", 1, now.run_id, self.slave_id, VERSION)
-        _shard(families, now)
+        families.one_of("shard_phase", now.phase, PHASES)
+        families.set("version", now.version.v if now.version else None)
+        families.set("durable_version", now.durable.v if now.durable else None)
+        families.set("readable_versions", now.held.readable if now.held else 0)
+        if now.held is not None:
+            families.each("memory_bytes", now.held.use)
+        if now.counts.snapshot_s is not None:
+            families.set("snapshot_age_seconds", max(0.0, now.counts.clock.monotonic_s() - now.counts.snapshot_s))
         update = now.counts.last_update
         if update is not None:
             families.set("update_seconds", update.seconds)
@@ -238,14 +245,3 @@ class Collector:
         families.each("cluster_staged_bytes_total", dict(sorted(figures.staged_of.items())))
         families.refusals("refused_messages_total", figures.refused)
         return families
-
-
-def _shard(families: Families, now: MetricsMoment) -> None:
-    families.one_of("shard_phase", now.phase, PHASES)
-    families.set("version", now.version.v if now.version else None)
-    families.set("durable_version", now.durable.v if now.durable else None)
-    families.set("readable_versions", now.held.readable if now.held else 0)
-    if now.held is not None:
-        families.each("memory_bytes", now.held.use)
-    if now.counts.snapshot_s is not None:
-        families.set("snapshot_age_seconds", max(0.0, now.counts.clock.monotonic_s() - now.counts.snapshot_s))

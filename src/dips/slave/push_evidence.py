@@ -53,7 +53,22 @@ class PushEvidence:
             metadata = self._owner | {"round": round_id, **{key: str(value) for key, value in said.items()}}
             accepted.append(said | {"xxh3_128": _write_push(self._directory / name, push, metadata), "file": name})
         self._disk.sync_names()
-        scalars = _scalars(body, shadow, chunk_bytes)
+        # The round's scalars. JSON keeps every bit of a float64: Python writes the shortest text that reads back equal.
+        scalars = {
+            "round": str(body.round),
+            "from_version": str(body.from_version) if body.from_version is not None else None,
+            "to_version": str(body.to_version),
+            "scale": body.scale,
+            "outer_lr": body.outer_lr,
+            "momentum_decay": body.momentum_decay,
+            "momentum_lookahead": body.momentum_lookahead,
+            "gradient_weight": body.gradient_weight,
+            "averaged_share": body.averaged_share,
+            "chunk_bytes": chunk_bytes,
+            "layout_hash": shadow.layout_hash.hex(),
+            "placement_hash": shadow.placement_hash.hex(),
+            "digest": shadow.digest.hex(),
+        }
         if pull_wire is not Codec.F32:
             scalars["pull_wire"] = pull_wire.name
         record = self._owner | scalars | {"accepted": accepted}
@@ -93,22 +108,3 @@ def _write_all(handle: int, at: int, data: memoryview) -> None:
         done = os.pwrite(handle, data[:PIECE_BYTES], at)
         begin_writing(handle, at, done)
         at, data = at + done, data[done:]
-
-
-def _scalars(body: Prepare, shadow: SnapshotInfo, chunk_bytes: int) -> dict[str, Any]:
-    """The round's scalars. JSON keeps every bit of a float64: Python writes the shortest text that reads back equal."""
-    return {
-        "round": str(body.round),
-        "from_version": str(body.from_version) if body.from_version is not None else None,
-        "to_version": str(body.to_version),
-        "scale": body.scale,
-        "outer_lr": body.outer_lr,
-        "momentum_decay": body.momentum_decay,
-        "momentum_lookahead": body.momentum_lookahead,
-        "gradient_weight": body.gradient_weight,
-        "averaged_share": body.averaged_share,
-        "chunk_bytes": chunk_bytes,
-        "layout_hash": shadow.layout_hash.hex(),
-        "placement_hash": shadow.placement_hash.hex(),
-        "digest": shadow.digest.hex(),
-    }

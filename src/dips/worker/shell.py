@@ -309,7 +309,21 @@ class ClusterShell:
         if self._between is not None and self._between.ident is not None:
             self._between.join()
         try:
-            self._leave(reason, push_pending, patient)
+            try:
+                with self._lock, self._training_goes_on():
+                    if not self.done:
+                        self._handle(StopWanted(reason, push_pending and not self._part.alone, patient))
+                    if not self.done and self._part.alone:
+                        # the open push is given up: no one can pull
+                        self._handle(StopWanted(reason, push_pending=False))
+                    while not self.done and self._clock.monotonic_s() < self._session.gives_up_s:
+                        self._wait("wait")
+            except KeyboardInterrupt:
+                lost = self._session.unshared
+                self._log.report("lost", f"interrupted while leaving: {lost} may be lost", logging.WARNING)
+                raise
+            if not self.done:
+                self._finished = Finished(f"{reason} (leaving was not answered)")
         finally:
             self._heartbeat.close()
             self._part.close()
@@ -514,22 +528,6 @@ class ClusterShell:
                 self._for_later.append(event)
         if taken:
             self._update_heartbeat()
-
-    def _leave(self, reason: str, push_pending: bool, patient: bool) -> None:
-        try:
-            with self._lock, self._training_goes_on():
-                if not self.done:
-                    self._handle(StopWanted(reason, push_pending and not self._part.alone, patient))
-                if not self.done and self._part.alone:
-                    self._handle(StopWanted(reason, push_pending=False))  # the open push is given up: no one can pull
-                while not self.done and self._clock.monotonic_s() < self._session.gives_up_s:
-                    self._wait("wait")
-        except KeyboardInterrupt:
-            lost = self._session.unshared
-            self._log.report("lost", f"interrupted while leaving: {lost} may be lost", logging.WARNING)
-            raise
-        if not self.done:
-            self._finished = Finished(f"{reason} (leaving was not answered)")
 
     def _raise_if_failed(self) -> None:
         if self._failed_in_step is not None:

@@ -102,7 +102,12 @@ def _value(skeleton: Any, tensors: Mapping[str, RawTensor]) -> Any:
     match mark:
         case "x":
             kind, name = inner
-            tensor = _tensor(name, tensors)
+            raw = tensors.get(name)
+            if raw is None or raw.dtype not in TORCH_DTYPES:
+                raise StateTreeError(f"the checkpoint names a tensor {name!r} that it does not hold")
+            dtype = TORCH_DTYPES[raw.dtype]
+            flat = torch.from_numpy(raw.data).view(dtype) if raw.data.size else torch.empty(0, dtype=dtype)
+            tensor = flat.reshape(raw.shape)
             return tensor.numpy() if kind == "numpy" else tensor
         case "d":
             return {_value(key, tensors): _value(item, tensors) for key, item in inner}
@@ -115,15 +120,6 @@ def _value(skeleton: Any, tensors: Mapping[str, RawTensor]) -> Any:
         case "b":
             return bytes.fromhex(inner)
     raise StateTreeError(f"a state's skeleton has {mark}: {inner!r}, which is not a mark of this release")
-
-
-def _tensor(name: str, tensors: Mapping[str, RawTensor]) -> torch.Tensor:
-    raw = tensors.get(name)
-    if raw is None or raw.dtype not in TORCH_DTYPES:
-        raise StateTreeError(f"the checkpoint names a tensor {name!r} that it does not hold")
-    dtype = TORCH_DTYPES[raw.dtype]
-    flat = torch.from_numpy(raw.data).view(dtype) if raw.data.size else torch.empty(0, dtype=dtype)
-    return flat.reshape(raw.shape)
 
 
 # ---- the state of a process ------------------------------------------------------------------------------------------

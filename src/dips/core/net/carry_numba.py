@@ -582,7 +582,12 @@ class TransferLoop(ABC):
     def run(self, until_s: float) -> int:
         """Send and receive, until until_s (time.monotonic) at the latest; returns a code."""
         if self._sockets_seen != self._sockets.changes:
-            self._take_sockets()
+            dealers = [self._sockets.dealer(slave) for slave in self._slaves]
+            self._links.socket[:] = [0 if dealer is None else dealer.underlying for dealer in dealers]
+            connected = [dealer for dealer in dealers if dealer is not None]
+            self._links = self._links._replace(items=poll_items(*connected, *self._sockets.monitors()))
+            self._numbers[N_SOCKETS] = len(connected)
+            self._sockets_seen = self._sockets.changes
         return self._run(until_s)
 
     def wait(self) -> int:
@@ -601,14 +606,6 @@ class TransferLoop(ABC):
 
     @abstractmethod
     def _run(self, until_s: float) -> int: ...
-
-    def _take_sockets(self) -> None:
-        dealers = [self._sockets.dealer(slave) for slave in self._slaves]
-        self._links.socket[:] = [0 if dealer is None else dealer.underlying for dealer in dealers]
-        connected = [dealer for dealer in dealers if dealer is not None]
-        self._links = self._links._replace(items=poll_items(*connected, *self._sockets.monitors()))
-        self._numbers[N_SOCKETS] = len(connected)
-        self._sockets_seen = self._sockets.changes
 
 
 class PushLoop(TransferLoop):

@@ -169,21 +169,6 @@ class _Progress:
 def _show(report: ScaleReport, picture: Path | None) -> None:
     console = Console(file=sys.stdout, highlight=False)
     console.print(f"{report.scenario}: {report.about} (seed {report.seed}, {report.hours:g} h)")
-    console.print(_figures(report))
-    console.print(_clusters(report.clusters))
-    console.print(_downtime(report.clusters))
-    if picture is not None:
-        console.print(f"picture: {picture}")
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
-    return table
-
-
-def _figures(report: ScaleReport) -> Table:
     table = _table("the run", "figure", "here", "stated")
     stated = format_count(report.paper_tokens) if report.paper_tokens else ""
     table.add_row("tokens", format_count(report.tokens), stated)
@@ -200,6 +185,17 @@ def _figures(report: ScaleReport) -> Table:
     table.add_row("failures injected", ", ".join(f"{n} {kind}" for kind, n in report.failures.items()) or "none")
     sent, served = (sum(row[way] for row in report.slave_bytes.values()) for way in ("in", "out"))
     table.add_row("bytes to and from all slaves", f"{format_bytes(sent)}, {format_bytes(served)}")
+    console.print(table)
+    console.print(_clusters(report.clusters))
+    console.print(_downtime(report.clusters))
+    if picture is not None:
+        console.print(f"picture: {picture}")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
     return table
 
 

@@ -132,7 +132,18 @@ def _draw_pushes(path: Path, records: Sequence[RunRecord], quantity: str, ylabel
     figure = _figure((_PANEL_INCHES[0] * _COLUMNS, _PANEL_INCHES[1] * rows + 0.5))
     for place, record in enumerate(shown, 1):
         axes = figure.add_subplot(rows, columns, place)
-        _panel(axes, record, quantity)
+        points = [
+            _Point(row.virtual_s, getattr(push, quantity), push)
+            for row in record.judged
+            for push in row.pushes
+            if _out(push) or _finite(getattr(push, quantity))
+        ]
+        for index, cluster in enumerate(_clusters([record])):
+            colour = COLOURS[index % len(COLOURS)]
+            its = [point for point in points if point.push.cluster == cluster]
+            _marks(axes, [point for point in its if not _out(point.push)], "o", colour)
+            _marks(axes, [point for point in its if _out(point.push)], "x", colour)
+        _marks(axes, [point for point in points if point.push.bad], "s", _RING)
         if logarithmic:
             axes.set_yscale("log")
         spoilt = f" with {record.inject}" if record.inject else ""
@@ -143,21 +154,6 @@ def _draw_pushes(path: Path, records: Sequence[RunRecord], quantity: str, ylabel
     figure.supylabel(ylabel, fontsize="small")
     _legend_of_marks(figure, shown)
     figure.savefig(path, format="png")
-
-
-def _panel(axes: Axes, record: RunRecord, quantity: str) -> None:
-    points = [
-        _Point(row.virtual_s, getattr(push, quantity), push)
-        for row in record.judged
-        for push in row.pushes
-        if _out(push) or _finite(getattr(push, quantity))
-    ]
-    for index, cluster in enumerate(_clusters([record])):
-        colour = COLOURS[index % len(COLOURS)]
-        its = [point for point in points if point.push.cluster == cluster]
-        _marks(axes, [point for point in its if not _out(point.push)], "o", colour)
-        _marks(axes, [point for point in its if _out(point.push)], "x", colour)
-    _marks(axes, [point for point in points if point.push.bad], "s", _RING)
 
 
 def _marks(axes: Axes, points: Sequence[_Point], mark: str, colour: str) -> None:

@@ -102,7 +102,11 @@ class SeedRun(FaultWorld):
         with self.seen.watching():
             self._boot()
             register.plan_faults(self, self._planned)
-            self._suffer()
+            # Run the part with faults; a fault that suspends all processes makes it longer.
+            kernel, rounds = self.kernel, self.plan.rounds or math.inf
+            self._until(
+                lambda: bool(self.ended) or self.rounds >= rounds or kernel.next_s >= self.faults_until_s, math.inf
+            )
             if not self.ended:
                 self._heal_and_publish()
             if not self.ended:
@@ -119,11 +123,6 @@ class SeedRun(FaultWorld):
             self.kernel.after(rng.random() * 0.5, None, boot)
         if self.plan.fault_every_s:
             self.kernel.after(RESTORES_EVERY_S, None, self._operator_restores, -1, False)
-
-    def _suffer(self) -> None:
-        """Run the part with faults; a fault that suspends all processes makes it longer."""
-        kernel, rounds = self.kernel, self.plan.rounds or math.inf
-        self._until(lambda: bool(self.ended) or self.rounds >= rounds or kernel.next_s >= self.faults_until_s, math.inf)
 
     def _until(self, done: Callable[[], bool], limit_s: float) -> bool:
         """Run events until `done` or for `limit_s`; returns whether it was done."""

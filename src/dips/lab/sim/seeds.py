@@ -146,13 +146,12 @@ def _kinds(counts: RunCounts) -> list[str]:
     for group in dict.fromkeys(register.GROUP_OF.values()):
         kinds = sorted(kind for kind, of in register.GROUP_OF.items() if of == group)
         seen = (kind for kind in kinds if counts.fired[kind] or counts.planned[kind])
-        said = (f"{kind} {counts.fired[kind]}" + _of_planned(counts, kind) for kind in seen)
+        said = (
+            f"{kind} {counts.fired[kind]}" + (f" ({counts.planned[kind]})" if kind in register.FAULTS else "")
+            for kind in seen
+        )
         lines.append(f"  {group}: " + (", ".join(said) or "none"))
     return ["faults that struck, by kind (in brackets: how often it was planned)", *lines]
-
-
-def _of_planned(counts: RunCounts, kind: str) -> str:
-    return f" ({counts.planned[kind]})" if kind in register.FAULTS else ""
 
 
 def _phases(counts: RunCounts) -> list[str]:

@@ -179,7 +179,14 @@ class PageApplication:
         self.hub.steers = self.steering is not None
         self.on_viewer: Callable[[web.RequestHandler], None] = lambda protocol: None
         """Called with the connection of each request that an authorised viewer makes."""
-        self._index_policy = _policy_of(self.files["index.html"])
+        # The policy for a page with scripts in its text: exactly these are allowed, by their hashes.
+        scripts = re.findall(rb"<script>(.*?)</script>", self.files["index.html"].body, re.DOTALL)
+        hashes = "".join(
+            f" 'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'" for script in scripts
+        )
+        self._index_policy = HEADERS["Content-Security-Policy"].replace(
+            "script-src 'self'", f"script-src 'self'{hashes}"
+        )
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._guarded], client_max_size=1024)
@@ -223,36 +230,33 @@ class PageApplication:
             admitted = self._admitted(request)
         except Refused as refused:
             self._changes.report("page", f"the status page was not shown: {refused.sentence}")
-            return self._locked(request)
+            if request.path != "/":
+                return web.Response(
+                    status=401, text="401: open the page with its link, or show an operator's certificate\n"
+                )
+            return _sent(self.files["locked.html"], status=401)
         self.on_viewer(request.protocol)
         if admitted.by_link:
-            return self._let_in()
+            # Moves the token into a cookie that no script can read and no other site can send.
+            response = web.Response(status=303, headers={"Location": "/"})
+            response.set_cookie(
+                self.gate.cookie,
+                self.gate.token,
+                max_age=COOKIE_S,
+                path="/",
+                secure=True,
+                httponly=True,
+                samesite="Strict",
+            )
+            return response
         return await handler(request)
 
     def _admitted(self, request: web.Request) -> Visitor:
         link = request.query.get(LINK_PARAMETER) if request.path == "/" else None
-        return self.gate.admit(_certificate_of(request), link, request.cookies)
-
-    def _let_in(self) -> web.Response:
-        """Moves the token into a cookie that no script can read and no other site can send."""
-        response = web.Response(status=303, headers={"Location": "/"})
-        response.set_cookie(
-            self.gate.cookie,
-            self.gate.token,
-            max_age=COOKIE_S,
-            path="/",
-            secure=True,
-            httponly=True,
-            samesite="Strict",
-        )
-        return response
-
-    def _locked(self, request: web.Request) -> web.Response:
-        if request.path != "/":
-            return web.Response(
-                status=401, text="401: open the page with its link, or show an operator's certificate\n"
-            )
-        return _sent(self.files["locked.html"], status=401)
+        # The client's certificate, which TLS has verified; None when it showed none.
+        tls = request.get_extra_info("ssl_object")
+        shown = tls.getpeercert(binary_form=True) if tls is not None else None
+        return self.gate.admit(bytes(shown) if shown else None, link, request.cookies)
 
     # ---- handlers ----
 
@@ -351,20 +355,6 @@ def _sent(file: StaticFile, status: int = 200) -> web.Response:
     return web.Response(status=status, body=file.body, headers=headers)
 
 
-def _policy_of(page: StaticFile) -> str:
-    """The policy for a page with scripts in its text: exactly these are allowed, by their hashes."""
-    scripts = re.findall(rb"<script>(.*?)</script>", page.body, re.DOTALL)
-    hashes = "".join(f" 'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'" for script in scripts)
-    return HEADERS["Content-Security-Policy"].replace("script-src 'self'", f"script-src 'self'{hashes}")
-
-
 def _add_headers(response: web.StreamResponse) -> None:
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)
-
-
-def _certificate_of(request: web.Request) -> bytes | None:
-    """The client's certificate, which TLS has verified; None when it showed none."""
-    tls = request.get_extra_info("ssl_object")
-    shown = tls.getpeercert(binary_form=True) if tls is not None else None
-    return bytes(shown) if shown else None

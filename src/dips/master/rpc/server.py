@@ -71,7 +71,8 @@ def _before(behaviour: Behaviour, path: str, access: Access, refusing: Refusing,
 
     async def serve(request: Any, context: Context) -> Any:
         try:
-            certificate = access.admit(path, _certificate_of(context))
+            found = context.auth_context().get(CERTIFICATE_KEY)
+            certificate = access.admit(path, next(iter(found), None) if found else None)
         except Refused as refused:
             refusing(method, refused)
             await abort(context, refused)
@@ -96,11 +97,6 @@ def _before(behaviour: Behaviour, path: str, access: Access, refusing: Refusing,
 async def _ended(work: asyncio.Future[Any]) -> None:
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
-
-
-def _certificate_of(context: Context) -> bytes | None:
-    found = context.auth_context().get(CERTIFICATE_KEY)
-    return next(iter(found), None) if found else None
 
 
 # ---- connections -----------------------------------------------------------------------------------------------------
@@ -173,7 +169,9 @@ class CallerWatch:
         """Called by the thread, each LOOK_S."""
         # Before the files: every caller that is known by now is among them, or has gone.
         while not self._came.empty():
-            self._callers.add(_address_of(self._came.get()))
+            # Host and port of "ipv4:127.0.0.1:1" or "ipv6:%5B::1%5D:1"; None where gRPC writes something else.
+            host, _, port = urllib.parse.unquote(self._came.get().partition(":")[2]).rpartition(":")
+            self._callers.add((plain_host(host.strip("[]")), int(port)) if port.isdecimal() else None)
         files = files_of_process()
         if files is None:
             self._changes.report("files", NO_FILES, logging.WARNING)
@@ -198,12 +196,6 @@ class CallerWatch:
                 self.look()
         except Exception as error:
             self.crashed(error)
-
-
-def _address_of(peer: str) -> tuple[str, int] | None:
-    """Host and port of "ipv4:127.0.0.1:1" or "ipv6:%5B::1%5D:1"; None where gRPC writes something else."""
-    host, _, port = urllib.parse.unquote(peer.partition(":")[2]).rpartition(":")
-    return (plain_host(host.strip("[]")), int(port)) if port.isdecimal() else None
 
 
 # ---- server ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
@@ -193,7 +193,13 @@ def operator_service(shell: MasterShell, access: Access) -> grpc.GenericRpcHandl
     async def watch(data: bytes, context: Context) -> None:
         try:
             request = understood(shell, "Watch", data, WatchRequest)
-            interval_s = _interval_s(request)
+            # The requested interval; 0, which an absent field reads as, means 1 s.
+            interval_s = request.interval_s or 1.0
+            if not math.isfinite(interval_s) or not MIN_WATCH_S <= interval_s <= MAX_WATCH_S:
+                raise Refused(
+                    RefusalCode.MALFORMED,
+                    f"WatchRequest.interval_s is {interval_s}: ask for {MIN_WATCH_S} to {MAX_WATCH_S:.0f} seconds",
+                )
             while True:
                 failpoint("master.rpc.before_Watch")
                 answer = encode(await ask(StatusRequest(request.run_id)))
@@ -216,17 +222,6 @@ def operator_service(shell: MasterShell, access: Access) -> grpc.GenericRpcHandl
         "Watch": grpc.unary_stream_rpc_method_handler(watch),
     }
     return service("Operator", methods)
-
-
-def _interval_s(request: WatchRequest) -> float:
-    """The requested interval; 0, which an absent field reads as, means 1 s."""
-    interval_s = request.interval_s or 1.0
-    if not math.isfinite(interval_s) or not MIN_WATCH_S <= interval_s <= MAX_WATCH_S:
-        raise Refused(
-            RefusalCode.MALFORMED,
-            f"WatchRequest.interval_s is {interval_s}: ask for {MIN_WATCH_S} to {MAX_WATCH_S:.0f} seconds",
-        )
-    return interval_s
 
 
 # ---- slaves ----------------------------------------------------------------------------------------------------------
@@ -252,20 +247,17 @@ def slaves_service(shell: MasterShell) -> grpc.GenericRpcHandler:
             for task in (receive, command):
                 task.cancel()
             try:
-                _report_broken(link, await asyncio.gather(receive, command, return_exceptions=True))
+                ends = await asyncio.gather(receive, command, return_exceptions=True)
+                for error in ends:
+                    if isinstance(error, Exception):
+                        kind = type(error).__name__
+                        _logger.warning("the stream of slave link %d broke: %s: %s", link.number, kind, error)
             finally:
                 shell.link_down(link)  # also when gRPC cancels this task meanwhile, as it does once the slave is gone
         if refused is not None:
             await refuse(shell, "Attach", context, refused)
 
     return service("Slaves", {"Attach": grpc.stream_stream_rpc_method_handler(attach)})
-
-
-def _report_broken(link: SlaveLink, ends: Sequence[BaseException | None]) -> None:
-    for error in ends:
-        if isinstance(error, Exception):
-            kind = type(error).__name__
-            _logger.warning("the stream of slave link %d broke: %s: %s", link.number, kind, error)
 
 
 async def _receive(shell: MasterShell, link: SlaveLink, messages: AsyncIterator[bytes]) -> None:

@@ -146,7 +146,12 @@ class LeaseTable:
         free = self._free_pieces()
         while tokens < want_tokens and len(granted) < MAX_LEASED_CHUNKS:
             pass_index, begin, end = next(free)
-            granted.append(self._grant(cluster, pass_index, begin, end))
+            lease_id = self._next_lease_id
+            self._next_lease_id += 1
+            self._open[pass_index].put(begin, end, Holding(PieceState.LEASED, cluster, lease_id))
+            chunk = begin // self._plan.chunk_tokens
+            origin = chunk * self._plan.chunk_tokens
+            granted.append(DataRange(lease_id, pass_index, chunk, begin - origin, end - origin))
             tokens += end - begin
         return tuple(granted)
 
@@ -295,14 +300,6 @@ class LeaseTable:
         """The pieces of [begin, end) of a pass that was begun."""
         line = self._open.get(pass_index)
         return [(begin, end, SETTLED)] if line is None else line.over(begin, end)
-
-    def _grant(self, cluster: str, pass_index: int, begin: int, end: int) -> DataRange:
-        lease_id = self._next_lease_id
-        self._next_lease_id += 1
-        self._open[pass_index].put(begin, end, Holding(PieceState.LEASED, cluster, lease_id))
-        chunk = begin // self._plan.chunk_tokens
-        origin = chunk * self._plan.chunk_tokens
-        return DataRange(lease_id, pass_index, chunk, begin - origin, end - origin)
 
     def _line(self, item: DataRange) -> tuple[int, int]:
         """The range's place on its pass's line; raises Refused(RANGES) when it has none."""

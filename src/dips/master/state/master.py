@@ -145,7 +145,16 @@ class MasterMachine:
             case SlaveLinkDown(link):
                 self._slaves.link_down(link)
             case Revoked(role, name, reason):
-                self._revoked(role, name, reason)
+                # Removes a revoked holder from the run, with its data key; the server refuses its calls.
+                sentence = f"its certificate was revoked{f' ({reason})' if reason else ''}"
+                self.shared.record(tape.CertificateRevoked("operator", holder=f"{role} {name}", reason=reason))
+                self.shared.log(f"revoked {role} {name}", f"{role} {name}: {sentence}", logging.WARNING)
+                if role == "cluster":
+                    self._pulls.end_reader(name)
+                    if name in self.shared.members:
+                        self._members.evict(name, sentence)
+                if role == "operator":
+                    self._pulls.end_readers()
             case JournalWritten(entry_id):
                 self.shared.out.written(entry_id)
             case CallGone(token):
@@ -188,18 +197,6 @@ class MasterMachine:
             sentence = f"{type(request).__name__} refused: {refused.sentence}"
             self.shared.log(f"refused {name[:64]}", sentence, cause=request.caller.cause_id)
             self.shared.refuse(token, refused)
-
-    def _revoked(self, role: str, name: str, reason: str) -> None:
-        """Removes a revoked holder from the run, with its data key; the server refuses its calls."""
-        sentence = f"its certificate was revoked{f' ({reason})' if reason else ''}"
-        self.shared.record(tape.CertificateRevoked("operator", holder=f"{role} {name}", reason=reason))
-        self.shared.log(f"revoked {role} {name}", f"{role} {name}: {sentence}", logging.WARNING)
-        if role == "cluster":
-            self._pulls.end_reader(name)
-            if name in self.shared.members:
-                self._members.evict(name, sentence)
-        if role == "operator":
-            self._pulls.end_readers()
 
     def _operate(self, token: int, action: OperatorAction) -> None:
         shared = self.shared

@@ -91,8 +91,30 @@ class PenaltyConfig:
                 "whole model) or 'auto'"
             )
         _one_of("clip_scope", self.clip_scope, CLIP_SCOPES)
-        _check_numbers(self)
-        _check_optimizer(self)
+        _in_range("outer_momentum", self.outer_momentum, 0.0, math.nextafter(1.0, 0.0))
+        _in_range("alpha", self.alpha, math.ulp(0.0), 1.0)
+        _in_range("cosine_alarm", self.cosine_alarm, -1.0, 1.0)
+        _in_range("cosine_share", self.cosine_share, 0.0, 1.0)
+        _in_range("beta", self.beta, 1.0, math.inf)
+        _in_range("hard_gate", self.hard_gate, 1.0, math.inf)
+        _in_range("clip_norm", self.clip_norm, math.ulp(0.0), math.inf)
+        _in_range("steps_change", self.steps_change, 0.0, math.inf)
+        counts = ("warm_up_pushes", "window_pushes", "clip_window_rounds", "delay_rounds")
+        for name in (*counts, "cosine_window_pushes", "cosine_warm_up_pushes"):
+            _in_range(name, getattr(self, name), 1, math.inf)
+        for name in ("restart_after_rejections", "clear_after_voids", "quarantine_after_flags"):
+            _in_range(name, getattr(self, name), 0, math.inf)
+        optimizer = self.outer_optimizer
+        if optimizer == "averaging" and self.outer_momentum != 0:
+            raise ConfigError(
+                f"outer_momentum is {self.outer_momentum}, and outer_optimizer 'averaging' has no momentum: leave "
+                "outer_momentum out, or take 'nesterov' or 'heavy-ball'"
+            )
+        if optimizer != "nesterov" and self.momentum_scaling != "off":
+            raise ConfigError(
+                f"momentum_scaling {self.momentum_scaling!r} is made for outer_optimizer 'nesterov', and it is "
+                f"{optimizer!r}: set momentum_scaling to 'off', or take 'nesterov'"
+            )
 
     @classmethod
     def of(cls, preset: str, **knobs: Any) -> PenaltyConfig:
@@ -135,36 +157,6 @@ def _one_of(what: str, value: object, known: tuple[str, ...] | list[str]) -> Non
     near = difflib.get_close_matches(str(value), known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"{what} {value!r} is not known; it is one of {', '.join(known)}{hint}")
-
-
-def _check_numbers(config: PenaltyConfig) -> None:
-    _in_range("outer_momentum", config.outer_momentum, 0.0, math.nextafter(1.0, 0.0))
-    _in_range("alpha", config.alpha, math.ulp(0.0), 1.0)
-    _in_range("cosine_alarm", config.cosine_alarm, -1.0, 1.0)
-    _in_range("cosine_share", config.cosine_share, 0.0, 1.0)
-    _in_range("beta", config.beta, 1.0, math.inf)
-    _in_range("hard_gate", config.hard_gate, 1.0, math.inf)
-    _in_range("clip_norm", config.clip_norm, math.ulp(0.0), math.inf)
-    _in_range("steps_change", config.steps_change, 0.0, math.inf)
-    counts = ("warm_up_pushes", "window_pushes", "clip_window_rounds", "delay_rounds")
-    for name in (*counts, "cosine_window_pushes", "cosine_warm_up_pushes"):
-        _in_range(name, getattr(config, name), 1, math.inf)
-    for name in ("restart_after_rejections", "clear_after_voids", "quarantine_after_flags"):
-        _in_range(name, getattr(config, name), 0, math.inf)
-
-
-def _check_optimizer(config: PenaltyConfig) -> None:
-    optimizer = config.outer_optimizer
-    if optimizer == "averaging" and config.outer_momentum != 0:
-        raise ConfigError(
-            f"outer_momentum is {config.outer_momentum}, and outer_optimizer 'averaging' has no momentum: leave "
-            "outer_momentum out, or take 'nesterov' or 'heavy-ball'"
-        )
-    if optimizer != "nesterov" and config.momentum_scaling != "off":
-        raise ConfigError(
-            f"momentum_scaling {config.momentum_scaling!r} is made for outer_optimizer 'nesterov', and it is "
-            f"{optimizer!r}: set momentum_scaling to 'off', or take 'nesterov'"
-        )
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:

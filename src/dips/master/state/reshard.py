@@ -57,7 +57,26 @@ class Reshard:
         MEMORY or STOPPING."""
         if request.cancel:
             return self._take_back()
-        pending = self._pending(request)
+        shared, placement = self._shared, self._shared.ledger.placement
+        add, remove = (tuple(sorted({SlaveId(name) for name in names})) for names in (request.add, request.remove))
+        if shared.ledger.stopping or shared.ledger.stop_asked:
+            raise Refused(RefusalCode.STOPPING, "the run ends: its slaves stay as they are")
+        if placement is None:
+            raise Refused(RefusalCode.CONFIG, "no model is placed yet: start the master with another number of slaves")
+        if (not add and not remove) or len(add) + len(remove) > MAX_NAMES:
+            raise Refused(RefusalCode.CONFIG, f"name 1 to {MAX_NAMES} slaves to add or to remove")
+        for name in add:
+            try:
+                check_name(name, "slave id")
+            except ConfigError as error:
+                raise Refused(RefusalCode.CONFIG, str(error)) from error
+        if unknown := sorted({*remove} - {*placement.slaves}):
+            names = ", ".join(placement.slaves)
+            raise Refused(RefusalCode.UNKNOWN_NAME, f"no slave {unknown[0]!r} holds blocks; those that do: {names}")
+        if held := sorted({*add} & {*placement.slaves}):
+            raise Refused(RefusalCode.CONFIG, f"slave {held[0]} holds blocks already")
+        pending = PendingReshard(add, remove, request.reason or "no reason given")
+        self._check_size(pending, placement)
         known = self._shared.ledger.reshard
         if known is not None and (known.add, known.remove) != (pending.add, pending.remove):
             raise Refused(RefusalCode.BUSY, f"{_say(known)} is under way: wait for it, or `dips reshard --cancel` it")
@@ -68,26 +87,6 @@ class Reshard:
             )
         start = f"; start slave {', '.join(pending.add)} now if it does not run yet" if pending.add else ""
         return f"{_say(pending)} begins between two rounds, when all slaves are here{start}"
-
-    def _pending(self, request: ReshardRequest) -> PendingReshard:
-        shared, placement = self._shared, self._shared.ledger.placement
-        add, remove = (tuple(sorted({SlaveId(name) for name in names})) for names in (request.add, request.remove))
-        if shared.ledger.stopping or shared.ledger.stop_asked:
-            raise Refused(RefusalCode.STOPPING, "the run ends: its slaves stay as they are")
-        if placement is None:
-            raise Refused(RefusalCode.CONFIG, "no model is placed yet: start the master with another number of slaves")
-        if (not add and not remove) or len(add) + len(remove) > MAX_NAMES:
-            raise Refused(RefusalCode.CONFIG, f"name 1 to {MAX_NAMES} slaves to add or to remove")
-        for name in add:
-            _check_name(name)
-        if unknown := sorted({*remove} - {*placement.slaves}):
-            names = ", ".join(placement.slaves)
-            raise Refused(RefusalCode.UNKNOWN_NAME, f"no slave {unknown[0]!r} holds blocks; those that do: {names}")
-        if held := sorted({*add} & {*placement.slaves}):
-            raise Refused(RefusalCode.CONFIG, f"slave {held[0]} holds blocks already")
-        pending = PendingReshard(add, remove, request.reason or "no reason given")
-        self._check_size(pending, placement)
-        return pending
 
     def _check_size(self, pending: PendingReshard, placement: Placement) -> None:
         """Refuses at once what can never be placed; a slave that has not attached yet may have any memory."""
@@ -375,13 +374,6 @@ def _placement_json(placement: Placement) -> dict[str, object]:
         "slave_of_block": list(placement.slave_of_block),
         "hash": placement.placement_hash.hex(),
     }
-
-
-def _check_name(name: SlaveId) -> None:
-    try:
-        check_name(name, "slave id")
-    except ConfigError as error:
-        raise Refused(RefusalCode.CONFIG, str(error)) from error
 
 
 def _say(pending: PendingReshard) -> str:

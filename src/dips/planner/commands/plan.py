@@ -327,7 +327,13 @@ def replan(
     Exit code 0: keep the plan. 1: swap it. 2: a mistake in a file or an option. A swap costs the time to move layers
     that change their device over the links between sites, and nothing where only the order changes.
     """
-    limits = _limits(least_gain, within, pause_s)
+    if not 0 <= least_gain < 100:
+        raise ConfigError(f"--least-gain {least_gain:g} is no part of an iteration: give 0 up to 100 (percent)")
+    if within < 1:
+        raise ConfigError(f"--within {within} is no number of iterations: give at least 1")
+    if not (math.isfinite(pause_s) and pause_s >= 0):
+        raise ConfigError(f"--pause {pause_s:g} is no time: give seconds, at least 0")
+    limits = Limits(least_gain / 100, within, pause_s)
     running = read_running(api.read_text(plan, "plan.json", "make one with dips plan FILE --out FOLDER"), str(plan))
     if out is not None:
         ready_folder(out)
@@ -605,16 +611,6 @@ def _numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
         what = "whole numbers" if kind is int else "numbers"
         shown = text if len(text) <= 60 else text[:60] + "..."
         raise ConfigError(f"--{name} {shown!r} is no list of {what}: write them with commas, as in 4,8") from None
-
-
-def _limits(least_gain: float, within: int, pause_s: float) -> Limits:
-    if not 0 <= least_gain < 100:
-        raise ConfigError(f"--least-gain {least_gain:g} is no part of an iteration: give 0 up to 100 (percent)")
-    if within < 1:
-        raise ConfigError(f"--within {within} is no number of iterations: give at least 1")
-    if not (math.isfinite(pause_s) and pause_s >= 0):
-        raise ConfigError(f"--pause {pause_s:g} is no time: give seconds, at least 0")
-    return Limits(least_gain / 100, within, pause_s)
 
 
 def _check_numbers(operation_ms: float, repeats: int, tolerance: float, backend: str) -> None:

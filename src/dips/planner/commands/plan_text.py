@@ -17,7 +17,7 @@ from dips.planner.calibration import calibration_text, interval_text
 from dips.planner.candidates import Candidate
 from dips.planner.commands.plan_clusters import AsynchronousClusters, rounds_text
 from dips.planner.commands.plan_systems import CANNOT_SEE, SystemChoice
-from dips.planner.commands.plan_ways import SiteWays, reasons, take_text, tokens_text
+from dips.planner.commands.plan_ways import reasons, take_text, tokens_text
 from dips.planner.costs import NS
 from dips.planner.grouping import Grouping, Parts
 from dips.planner.plan import Plan, layers_of
@@ -62,7 +62,16 @@ def decision_text(decision: SystemChoice) -> Iterator[str | Table]:
     if decision.ways is not None:
         yield take_text(decision.ways)
         yield from (f"  {sentence}" for sentence in reasons(decision.ways))
-        yield _ways_table(decision.ways)
+        ways = decision.ways
+        table = table_of(("way", "how"), ("tokens a day", "worth", "of the best"))
+        best = ways.counted(ways.take)
+        shown = {*ways.found, *ways.judged[:MOST_WAYS]}
+        for way in (way for way in ways.judged if way in shown):
+            counted = ways.counted(way)
+            table.add_row(
+                way.name, way.how, tokens_text(way.tokens_per_day), tokens_text(counted), f"{counted / best:.1%}"
+            )
+        yield table
         yield from (f"not possible: {no.name}: {no.why}" for no in decision.ways.impossible)
     if len(decision.answers) + len(decision.refused) > 1:
         yield f"{'where all sites train, ' if decision.ways else ''}use {use.system.value}: {use.what}"
@@ -82,16 +91,6 @@ def decision_text(decision: SystemChoice) -> Iterator[str | Table]:
     if decision.plan is not None:
         yield ""
         yield from plan_text(decision.plan)
-
-
-def _ways_table(ways: SiteWays) -> Table:
-    table = table_of(("way", "how"), ("tokens a day", "worth", "of the best"))
-    best = ways.counted(ways.take)
-    shown = {*ways.found, *ways.judged[:MOST_WAYS]}
-    for way in (way for way in ways.judged if way in shown):
-        counted = ways.counted(way)
-        table.add_row(way.name, way.how, tokens_text(way.tokens_per_day), tokens_text(counted), f"{counted / best:.1%}")
-    return table
 
 
 def _systems_table(decision: SystemChoice) -> Table:

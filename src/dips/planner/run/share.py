@@ -274,7 +274,12 @@ class StageHelper:
         before = gradients_put_away(self._module)
         while (order := self._next()) is not None:
             if order.kind is Kind.F:
-                self._forward(order)
+                rows = torch.empty(order.shape, dtype=order.dtype, device=self._device)
+                dist.recv(rows, group=self._share.group, group_src=LEADER)
+                rows.requires_grad_(not self._is_first)
+                out = self._module(rows)
+                self._passed[order.microbatch] = rows, out
+                dist.send(out.detach().contiguous(), group=self._share.group, group_dst=LEADER)
             elif order.kind is Kind.W:
                 self._weights(order.microbatch)
             else:
@@ -285,14 +290,6 @@ class StageHelper:
         said = torch.empty(ORDER_ELEMS, dtype=torch.int64, device=self._device)
         dist.recv(said, group=self._share.group, group_src=LEADER)
         return Order.of_tensor(said)
-
-    def _forward(self, order: Order) -> None:
-        rows = torch.empty(order.shape, dtype=order.dtype, device=self._device)
-        dist.recv(rows, group=self._share.group, group_src=LEADER)
-        rows.requires_grad_(not self._is_first)
-        out = self._module(rows)
-        self._passed[order.microbatch] = rows, out
-        dist.send(out.detach().contiguous(), group=self._share.group, group_dst=LEADER)
 
     def _backward(self, microbatch: int, whole: bool) -> None:
         from torch.distributed.pipelining._backward import stage_backward, stage_backward_input

@@ -194,7 +194,15 @@ class Held:
         Raises ConfigError where a model trains a tensor that the layout lacks, or a buffer no longer fits.
         """
         reshard(self.models)
-        self._check_still_trained()
+        # Raises ConfigError when a model trains a parameter that the layout lacks.
+        for model in self.models:
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and id(parameter) not in self._known:
+                    raise ConfigError(
+                        f"parameter {plain_name(model, name)!r} was not trained, or was another tensor, when the loop "
+                        "was entered, so that no push holds it and no version reaches it: enter the loop once the "
+                        "model is complete, on its device and cut into its shards"
+                    )
         for at, each in enumerate(self._tensors):
             if each.row.parameter.averaged:
                 self._tensors[at] = _found_again(each)
@@ -205,17 +213,6 @@ class Held:
     def working_copies(self) -> list[torch.Tensor | None]:
         """For each row the parameter that follows its master copy, and is written with it; None: there is none."""
         return [None if each.master is None else local(each.held) for each in self._tensors]
-
-    def _check_still_trained(self) -> None:
-        """Raises ConfigError when a model trains a parameter that the layout lacks."""
-        for model in self.models:
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad and id(parameter) not in self._known:
-                    raise ConfigError(
-                        f"parameter {plain_name(model, name)!r} was not trained, or was another tensor, when the loop "
-                        "was entered, so that no push holds it and no version reaches it: enter the loop once the "
-                        "model is complete, on its device and cut into its shards"
-                    )
 
 
 def held_here(
@@ -393,7 +390,25 @@ def _box_and_shape(name: str, tensor: torch.Tensor, shard: ShardOf) -> tuple[Box
     """What is here, and the shape of the full tensor; as the user says, else as torch knows."""
     if shard.shape is None and shard.starts is None:
         return _box_of(name, tensor), tuple(tensor.shape)
-    return _given_box(name, tensor, shard)
+    # The box and full shape that the user gave. Raises ConfigError where they do not fit the local tensor.
+    if hasattr(tensor, "device_mesh"):
+        raise ConfigError(
+            f"shards gives {name!r} a shape or starts, but it is a DTensor, which knows its own: leave them out"
+        )
+    if shard.shape is None or shard.starts is None:
+        raise ConfigError(f"shards gives {name!r} only one of shape and starts: give both, or none for a whole tensor")
+    shape, box = tuple(shard.shape), Box(tuple(shard.starts), tuple(tensor.shape))
+    if not len(shape) == len(box.starts) == tensor.dim():
+        raise ConfigError(
+            f"shards says that {name!r} of {tensor.dim()} dimensions begins at {list(box.starts)} of shape "
+            f"{list(shape)}: give one number for each dimension; a flattened tensor is no box"
+        )
+    if any(start < 0 or start + size > whole for start, size, whole in zip(*box, shape, strict=True)):
+        raise ConfigError(
+            f"shards says that {name!r} of shape {list(box.sizes)} begins at {list(box.starts)} of shape "
+            f"{list(shape)}, where it does not fit"
+        )
+    return box, shape
 
 
 def _box_of(name: str, tensor: torch.Tensor) -> Box:
@@ -427,28 +442,6 @@ def _no_box(name: str, why: str) -> ConfigError:
         f"parameter {name!r} has shards of which this rank's is no box of it: {why}; choose sizes that divide by the "
         "number of ranks, or another dimension to cut"
     )
-
-
-def _given_box(name: str, tensor: torch.Tensor, shard: ShardOf) -> tuple[Box, tuple[int, ...]]:
-    """The box and full shape that the user gave. Raises ConfigError where they do not fit the local tensor."""
-    if hasattr(tensor, "device_mesh"):
-        raise ConfigError(
-            f"shards gives {name!r} a shape or starts, but it is a DTensor, which knows its own: leave them out"
-        )
-    if shard.shape is None or shard.starts is None:
-        raise ConfigError(f"shards gives {name!r} only one of shape and starts: give both, or none for a whole tensor")
-    shape, box = tuple(shard.shape), Box(tuple(shard.starts), tuple(tensor.shape))
-    if not len(shape) == len(box.starts) == tensor.dim():
-        raise ConfigError(
-            f"shards says that {name!r} of {tensor.dim()} dimensions begins at {list(box.starts)} of shape "
-            f"{list(shape)}: give one number for each dimension; a flattened tensor is no box"
-        )
-    if any(start < 0 or start + size > whole for start, size, whole in zip(*box, shape, strict=True)):
-        raise ConfigError(
-            f"shards says that {name!r} of shape {list(box.sizes)} begins at {list(box.starts)} of shape "
-            f"{list(shape)}, where it does not fit"
-        )
-    return box, shape
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

@@ -48,7 +48,13 @@ def shares_of_ranks(layout: Layout, held: Sequence[Sequence[Piece]], unit_bytes:
     (replicas, columns of one matrix), those with the smallest shares so far get it, and what none of its holders has
     room for goes to the smallest shares of all.
     """
-    edges = _unit_edges(layout, unit_bytes)
+    # Where the units begin in the flat vector, and where the last one ends; as chunks_of() cuts them.
+    unit_elems = unit_bytes // FLOAT32_BYTES
+    starts = np.array([block.start_elem for block in layout.blocks], np.int64)
+    sizes = np.array([block.n_elems for block in layout.blocks], np.int64)
+    n_units = -(-sizes // unit_elems)
+    within = np.arange(n_units.sum()) - np.repeat(np.cumsum(n_units) - n_units, n_units)
+    edges = np.append(np.repeat(starts, n_units) + unit_elems * within, layout.n_elems)
     loads = np.zeros(len(held), np.int64)
     limit = max(layout.n_elems * MOST[0] // (MOST[1] * len(held)), layout.n_elems // len(held) + 1)
     owner = np.full(edges.size - 1, -1, np.int64)
@@ -61,16 +67,6 @@ def shares_of_ranks(layout: Layout, held: Sequence[Sequence[Piece]], unit_bytes:
     lasts = np.append(firsts[1:], owner.size)
     owners = owner[firsts]
     return [Share(edges[firsts[owners == rank]], edges[lasts[owners == rank]]) for rank in range(len(held))]
-
-
-def _unit_edges(layout: Layout, unit_bytes: int) -> I64:
-    """Where the units begin in the flat vector, and where the last one ends; as chunks_of() cuts them."""
-    unit_elems = unit_bytes // FLOAT32_BYTES
-    starts = np.array([block.start_elem for block in layout.blocks], np.int64)
-    sizes = np.array([block.n_elems for block in layout.blocks], np.int64)
-    n_units = -(-sizes // unit_elems)
-    within = np.arange(n_units.sum()) - np.repeat(np.cumsum(n_units) - n_units, n_units)
-    return np.append(np.repeat(starts, n_units) + unit_elems * within, layout.n_elems)
 
 
 def _runs_of_candidates(layout: Layout, held: Sequence[Sequence[Piece]], edges: I64) -> list[tuple[I64, int, int]]:

@@ -96,9 +96,6 @@ class RankCheckpoints:
         self._writer = ThreadPoolExecutor(1, "dips-checkpoint")
         self._writing: Future[Written] | None = None
         self._found: tuple[Manifest, SavedShards] | None = None
-        self._check_shared()
-
-    def _check_shared(self) -> None:
         name, problem = f"{TEMPORARY}seen-{secrets.token_hex(8)}", ""
         if self._ranks.rank == 0:
             try:

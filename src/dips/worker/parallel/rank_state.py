@@ -208,7 +208,9 @@ class RankState:
         taken: set[tuple[str, Box]] = set()  # several stages of one rank may have a buffer of one name
         for each, tensor in zip(self._buffers, self._buffers_now(), strict=True):
             for cell in self._buffer_cells.get(each.name, ()):
-                if (each.name, cell) not in taken and _is_in(cell, each.box):
+                if (each.name, cell) not in taken and all(
+                    start <= a and a + n <= start + size for a, n, start, size in zip(*cell, *each.box, strict=True)
+                ):
                     taken.add((each.name, cell))
                     self._take(f"buffers.{each.name}", each.shape, cell, part_of(tensor, each.box, cell), shards)
 
@@ -408,10 +410,6 @@ def _of_those_who_step(held: Sequence[Held], stepped: Sequence[Sequence[str]]) -
         [(name, box) for name, box in each if name in own or name not in by_any]
         for each, own in zip(held, by_rank, strict=True)
     ]
-
-
-def _is_in(part: Box, box: Box) -> bool:
-    return all(start <= a and a + n <= start + size for a, n, start, size in zip(*part, *box, strict=True))
 
 
 def _by_name(boxes: Iterable[tuple[str, Box]]) -> dict[str, list[Box]]:

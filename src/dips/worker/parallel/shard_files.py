@@ -186,19 +186,15 @@ def _saved(shards: Iterable[Shard], boxes: list[SavedBox]) -> Iterator[memoryvie
             torch.save(tensor, saved)
             data = saved.getbuffer()
             dtype = str(tensor.dtype).removeprefix("torch.")
-            data_offset = offset + _place_of_elements(saved)
+            # Where the elements are in what torch.save() wrote of one tensor: a zip archive that is not compressed.
+            with zipfile.ZipFile(saved) as archive:
+                (entry,) = (each for each in archive.infolist() if each.filename.endswith("/data/0"))
+            assert entry.compress_type == zipfile.ZIP_STORED, "torch compresses nothing"
+            n_name, n_more = struct.unpack_from("<HH", saved.getbuffer(), entry.header_offset + 26)
+            data_offset = offset + (entry.header_offset + 30 + int(n_name) + int(n_more))
             boxes.append(SavedBox(shard.name, dtype, shard.shape, piece, offset, data.nbytes, data_offset))
             offset += data.nbytes
             yield data
-
-
-def _place_of_elements(saved: io.BytesIO) -> int:
-    """Where the elements are in what torch.save() wrote of one tensor: a zip archive that is not compressed."""
-    with zipfile.ZipFile(saved) as archive:
-        (entry,) = (each for each in archive.infolist() if each.filename.endswith("/data/0"))
-    assert entry.compress_type == zipfile.ZIP_STORED, "torch compresses nothing"
-    n_name, n_more = struct.unpack_from("<HH", saved.getbuffer(), entry.header_offset + 26)
-    return entry.header_offset + 30 + int(n_name) + int(n_more)
 
 
 def write_metadata(folder: Path, files: Sequence[ShardFile]) -> None:

@@ -133,7 +133,13 @@ def _digest_of_parts(rank: int, copy: Copy, of_ranks: Mapping[int, _Row], mine: 
     for window in windows(row.shape, BUCKET_BYTES // dtype.itemsize):
         bucket = torch.empty(window.sizes if rank == _FIRST else 0, dtype=dtype)
         for cell, holders in cells.items():
-            box = _both(window, cell)
+            # What is in both boxes; without elements where they do not meet.
+            starts = tuple(map(max, window.starts, cell.starts))
+            stops = tuple(
+                min(a + n, b + m)
+                for a, n, b, m in zip(window.starts, window.sizes, cell.starts, cell.sizes, strict=True)
+            )
+            box = Box(starts, tuple(max(0, stop - start) for start, stop in zip(starts, stops, strict=True)))
             if not box.n_elems:
                 continue
             source = holders[0]
@@ -166,15 +172,6 @@ def windows(shape: Sequence[int], max_elems: int) -> Iterator[Box]:
     for start in range(size):
         for box in windows(rest, max_elems):
             yield Box((start, *box.starts), (1, *box.sizes))
-
-
-def _both(one: Box, other: Box) -> Box:
-    """What is in both boxes; without elements where they do not meet."""
-    starts = tuple(map(max, one.starts, other.starts))
-    stops = tuple(
-        min(a + n, b + m) for a, n, b, m in zip(one.starts, one.sizes, other.starts, other.sizes, strict=True)
-    )
-    return Box(starts, tuple(max(0, stop - start) for start, stop in zip(starts, stops, strict=True)))
 
 
 # ---- description -----------------------------------------------------------------------------------------------------

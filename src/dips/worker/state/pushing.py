@@ -171,7 +171,17 @@ class Pushing:
                 self._shared.not_taken()
                 self._shared.ask(self._begin_request, max(answer.retry_after_s, 0.05))
             case Stale():
-                self._stale(answer)
+                shared, push = self._shared, self._must_be_open()
+                shared.record(
+                    tape.BaseStale(shared.cause, push=push.id, stale_kind=answer.kind.name, reason=answer.sentence)
+                )
+                shared.log("push", f"push {push.id} is stale: {answer.sentence}", logging.WARNING)
+                if push.base is not None and answer.kind is StaleKind.VERSIONS:
+                    self._close(shared.work.thaw)
+                    self._pull("stale", PullPlan(InstallMode.REBASE_FROM_BASE, None))
+                    shared.steps_towards_push = shared.terms.local_steps  # its push is due as soon as it has a new base
+                else:
+                    self.drop("stale")
             case PushId():
                 self._another(answer)
             case Verdict():
@@ -567,17 +577,6 @@ class Pushing:
         pause_s = min(self._shared.terms.times.retry_max_s, 0.2 * 2 ** min(push.failures, 20))
         push.failures += 1
         self._shared.ask(self._begin_request, pause_s)
-
-    def _stale(self, stale: Stale) -> None:
-        shared, push = self._shared, self._must_be_open()
-        shared.record(tape.BaseStale(shared.cause, push=push.id, stale_kind=stale.kind.name, reason=stale.sentence))
-        shared.log("push", f"push {push.id} is stale: {stale.sentence}", logging.WARNING)
-        if push.base is not None and stale.kind is StaleKind.VERSIONS:
-            self._close(shared.work.thaw)
-            self._pull("stale", PullPlan(InstallMode.REBASE_FROM_BASE, None))
-            shared.steps_towards_push = shared.terms.local_steps  # its push is due as soon as it has a new base
-        else:
-            self.drop("stale")
 
     def _another(self, push_id: PushId) -> None:
         """Another push must be decided first: one whose admission was not answered, or an earlier incarnation's."""
