@@ -333,7 +333,7 @@ def test_each_loop_of_a_worker_speaks_with_each_of_a_slave(common: Common, of_sl
             port.allow(cluster)
         port.open("a")
         assert cluster.push().done
-        port.settle()
+        keyed_port.settle(port.server)
         flat, layout = keyed_port.pushed("a"), keyed_port.LAYOUT
         assert port.staged == {keyed_port.push_id("a"): digest_of_array(flat, layout.blocks, keyed_port.CHUNK_BYTES)}
         transfer, fetched = cluster.pull()

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 import zmq
 from support import hostile, keyed_port
-from support.keyed_port import Cluster, KeyedPort
+from support.keyed_port import Cluster, KeyedPort, push_id, settle
 from support.waiting import NO_LIMIT_S, until
 
 from dips.core.errors import ConfigError
-from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
+from dips.core.ids import PushId, RoundId, Version
 from dips.core.layout import Buffer as Bytes
 from dips.core.layout import Layout, Parameter, checksum, chunks_of, digest_of_array, shard_digest
 from dips.core.messages import SnapshotInfo
@@ -47,10 +47,6 @@ RNG = np.random.default_rng(8)
 THETA = RNG.standard_normal(LAYOUT.n_elems, np.float32)
 VALUES = RNG.standard_normal(LAYOUT.n_elems, np.float32)
 V0 = Version(1, 0)
-
-
-def push_id(cluster: str) -> PushId:
-    return PushId(ClusterId(cluster), Incarnation(1, 1), 1)
 
 
 class Served:
@@ -84,22 +80,17 @@ class Served:
         assert self.memory is not None
         self.server.do(self.server.port.set_memory, self.memory.map, self.memory.staging)
         self.server.do(self.server.port.set_readable, self._readable(), V0)
-        self.settle()
+        settle(self.server)
 
     def _readable(self) -> dict[Version, ThetaBuffer]:
         assert self.memory is not None
         return dict(self.memory.readable())
 
-    def settle(self) -> None:
-        done = threading.Event()
-        self.server.do(done.set)
-        assert done.wait(NO_LIMIT_S)
-
     def open(self, push: PushId, slot: int, opening: int) -> None:
         """As this slot; what was in it leaves."""
         self._slots[slot] = Slot(push, 1, slot, opening)
         self.server.do(self.server.port.hold, list(self._slots.values()))
-        self.settle()
+        settle(self.server)
 
     def peer(self) -> zmq.Socket[bytes]:
         dealer = self.context.socket(zmq.DEALER)
@@ -221,7 +212,7 @@ def test_words_wait_for_landings_that_are_under_way(served: Served) -> None:
         for _ in CHUNKS:
             assert DataHeader.decode(peer.recv_multipart()[0]).op in (DataOp.ACK, DataOp.REFUSED)
         served.server.do(served.server.port.set_readable, served._readable(), V0)
-        served.settle()
+        settle(served.server)
         assert served.memory is not None
         served.memory.staging[0].fill(0)
         query = DataHeader("run", 1, DataOp.QUERY_MISSING, 1, push=second, attempt=1)
@@ -278,7 +269,7 @@ def test_a_peer_that_never_reads_holds_up_no_buffer_and_what_it_reads_late_is_se
     assert served.memory.current is not None
     theta = served.memory.current.theta
     served.server.do(served.server.port.set_readable, {}, None)
-    served.settle()
+    settle(served.server)
     theta.fill(7.0)  # as the next round would
     right = late = 0
     for _ in range(MAX_WINDOW_CHUNKS):
@@ -303,7 +294,7 @@ def test_memory_that_goes_away_is_not_held_by_peers_that_do_not_read(served: Ser
     freed = threading.Event()
     weakref.finalize(served.memory.current.theta.base, freed.set)
     served.server.do(served.server.port.set_memory, None, None)
-    served.settle()
+    settle(served.server)
     served.memory = None
     gc.collect()
     assert freed.wait(NO_LIMIT_S)
@@ -318,7 +309,7 @@ def test_memory_that_goes_away_is_not_held_by_peers_that_do_not_read(served: Ser
 def test_answers_are_lost_doubled_and_garbled_at_a_failpoint(served: Served) -> None:
     peer = served.peer()
     with armed("slave.data.before_answer=1*drop->1*dup->1*corrupt->1*error(gone)->off"):
-        served.settle()  # the compiled loop leaves all to Python then
+        settle(served.server)  # the compiled loop leaves all to Python then
         for request in range(5):
             peer.send(get_frame(0, request))
         heard = [peer.recv_multipart() for _ in range(4)]

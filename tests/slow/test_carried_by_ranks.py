@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from support.keyed_port import RUN, V0, KeyedPort, fresh_context, push_id
+from support.keyed_port import RUN, V0, KeyedPort, fresh_context, push_id, settle
 
 from dips.core.clock import SystemClock
 from dips.core.errors import ConfigError
@@ -114,7 +114,7 @@ class Run:
     def staged(self) -> dict[str, bytes]:
         """The digests that the ports found."""
         for port in self.ports:
-            port.settle()
+            settle(port.server)
         return {f"s{i}": port.staged[push_id(CLUSTER)] for i, port in enumerate(self.ports) if port.staged}
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import zmq
+from support.keyed_port import settle
 from support.waiting import NO_LIMIT_S, until
 
 from dips.core.errors import ConfigError
@@ -94,7 +95,7 @@ class End:
             for row, codec in enumerate(codecs)
         ]
         self.server.do(self.server.port.hold, slots)
-        self.settle()
+        settle(self.server)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._peers: list[zmq.Socket[bytes]] = []
         self._first: zmq.Socket[bytes] | None = None
@@ -115,13 +116,7 @@ class End:
             return ThetaBuffer(theta, info, chunk_checksums(theta, BLOCKS, self.chunk_bytes), -theta)
 
         self.server.do(self.server.port.set_readable, {version: buffer(version) for version in THETA}, current)
-        self.settle()
-
-    def settle(self) -> None:
-        """Until the data thread has done what it was told."""
-        done = threading.Event()
-        self.server.do(done.set)
-        assert done.wait(NO_LIMIT_S)
+        settle(self.server)
 
     def peer(self, pair: CurvePair | None = None) -> zmq.Socket[bytes]:
         dealer = self.context.socket(zmq.DEALER)
@@ -165,7 +160,7 @@ class End:
         return [header.encode()]
 
     def counts(self) -> tuple[SlaveBeat, dict[str, int], dict[str, int], list[PushStaged]]:
-        self.settle()
+        settle(self.server)
         figures = self.server.port.figures()
         return figures.beat, dict(figures.refused), dict(figures.staged_of), self.staged
 
@@ -276,7 +271,7 @@ def test_the_ranks_of_a_cluster_are_one_stream_of_a_pull(end: MakeEnd, loop: Loo
     for name in cluster:
         for peer in peers[name]:
             one.ask(one.get(1), peer)
-        one.settle()  # the compiled loop tells what it served after a while
+        settle(one.server)  # the compiled loop tells what it served after a while
     assert len(one.server.port._pull_credits._streams) == len(cluster)
     credits = {name: {credit_of(one, peer) for peer in peers[name]} for name in cluster}
     assert credits == {"c0": {MAX_WINDOW_CHUNKS}, "c1": {MAX_WINDOW_CHUNKS}, "c2": {HELD}, "c3": {HELD}}
@@ -289,7 +284,7 @@ def allow(end: End, cluster: Mapping[str, Sequence[CurvePair]]) -> None:
     """Admit these ranks' keys."""
     pairs = [(name, pair) for name, ranks in cluster.items() for pair in ranks]
     end.server.do(end.server.port.set_allowed, [AllowedKey(KeyRole.CLUSTER, name, pair.public) for name, pair in pairs])
-    end.settle()
+    settle(end.server)
 
 
 def credit_of(end: End, peer: zmq.Socket[bytes], frames: Sequence[bytes] = ()) -> int:
@@ -380,19 +375,19 @@ def test_what_only_the_python_loop_does_is_left_to_it(end: MakeEnd, what: str) -
     assert compiled.left_to_python == 0
     if what == "failpoint":
         with armed("slave.data.before_answer=1*drop->off"):
-            compiled.settle()
+            settle(compiled.server)
             peer = compiled.peer()
             peer.send_multipart(compiled.put(0, 1, 1))
             assert compiled.ask(compiled.put(0, 2, 2), peer)[0].request == 2
     else:
         assert compiled.server.note_deliveries(True) == set()
-        compiled.settle()
+        settle(compiled.server)
         compiled.ask(compiled.put(0, 1))
         delivered = compiled.server.note_deliveries(False)
         assert len(delivered) == 1
     python = compiled.left_to_python
     assert python > 0
-    compiled.settle()
+    settle(compiled.server)
     compiled.ask(compiled.put(0, 3))
     assert compiled.left_to_python == python
 

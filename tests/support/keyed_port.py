@@ -47,6 +47,13 @@ def pushed(cluster: str) -> F32:
     return np.random.default_rng(sum(cluster.encode())).standard_normal(LAYOUT.n_elems, np.float32)
 
 
+def settle(server: DataServer) -> None:
+    """Waits until the data thread has done what it was told."""
+    done = threading.Event()
+    server.do(done.set)
+    assert done.wait(NO_LIMIT_S)
+
+
 @contextlib.contextmanager
 def fresh_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -85,7 +92,7 @@ class KeyedPort:
         self.server.do(self.server.port.set_epoch, 1)
         self.server.do(self.server.port.set_memory, self._memory.map, self._memory.staging)
         self.server.do(self.server.port.set_readable, dict(self._memory.readable()), V0)
-        self.settle()
+        settle(self.server)
 
     def allow(self, *clusters: Cluster, readers: tuple[Cluster, ...] = ()) -> None:
         keys = [messages.AllowedKey(messages.KeyRole.CLUSTER, c.name, c.public) for c in clusters]
@@ -93,24 +100,19 @@ class KeyedPort:
             self.server.port.set_allowed,
             [*keys, *(messages.AllowedKey(messages.KeyRole.READER, c.name, c.public) for c in readers)],
         )
-        self.settle()
+        settle(self.server)
 
     def open(self, cluster: str, wire: Codec = Codec.F32) -> None:
         base = None if wire is Codec.F32 else V0
         self._slots.append(Slot(push_id(cluster), 1, len(self._slots), 1, wire, base))
         self.server.do(self.server.port.hold, tuple(self._slots))
-        self.settle()
+        settle(self.server)
 
     def landed(self, slot: int) -> F32:
         """What was opened as this slot, in the order of opening, holds."""
         assert self._memory.staging is not None
         row: F32 = self._memory.staging[slot]
         return row
-
-    def settle(self) -> None:
-        done = threading.Event()
-        self.server.do(done.set)
-        assert done.wait(NO_LIMIT_S)
 
     @property
     def port(self) -> int:

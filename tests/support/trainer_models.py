@@ -86,6 +86,12 @@ def published(
     return PublishedModel(run_id, version, tokens, layout, flat)
 
 
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        out: torch.Tensor = model.eval()(torch.arange(20).view(2, 10)).logits
+    return out
+
+
 def snapshot_of(parameters: TorchParameters, *of_run: Any) -> PublishedModel:
     flat = np.empty(parameters.layout().n_elems, np.float32)
     parameters.snapshot(flat)

@@ -23,7 +23,7 @@ What the paper prints cannot be computed as it stands. Repaired:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import combinations
@@ -185,7 +185,7 @@ def group(measured: Measured, threshold_gbps: float = THRESHOLD_GBPS, alike: flo
 
     def time_s(left: Parts, right: Parts) -> float:
         whole = math.fsum(a.devices * b.devices * measured.times_s[a.site][b.site] for a in left for b in right)
-        return whole / (_devices(left) * _devices(right))
+        return whole / (devices_in(left) * devices_in(right))
 
     found, steps = _merged(parts, time_s, limit_s)
     groups = tuple(_divided(measured, parts, alike) for parts in found)
@@ -219,10 +219,10 @@ def _first_parts(measured: Measured, limit_s: float) -> tuple[list[GroupPart], l
 def _divided(measured: Measured, parts: Parts, alike: float) -> Group:
     """A group of the first level, divided into subgroups."""
     sites = sorted({part.site for part in parts})
-    counts = [GroupPart(site, _devices(tuple(part for part in parts if part.site == site))) for site in sites]
+    counts = [GroupPart(site, devices_in(tuple(part for part in parts if part.site == site))) for site in sites]
 
     def power(some: Parts) -> float:
-        return math.fsum(part.devices * measured.powers[part.site] for part in some) / _devices(some)
+        return math.fsum(part.devices * measured.powers[part.site] for part in some) / devices_in(some)
 
     def faster_by(left: Parts, right: Parts) -> float:
         low, high = sorted((power(left), power(right)))
@@ -267,7 +267,8 @@ def _within(value: float, limit: float) -> bool:
     return value <= limit * (1 + ROUNDING)
 
 
-def _devices(parts: Parts) -> int:
+def devices_in(parts: Iterable[GroupPart]) -> int:
+    """Counts the devices of some parts of a group."""
     return sum(part.devices for part in parts)
 
 

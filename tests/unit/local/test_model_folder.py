@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from support.dips_command import ROOT
+from support.trainer_models import logits, published, snapshot_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dips.cli import main
 from dips.core.errors import ConfigError
-from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter, PublishedModel
 from dips.local import model_folder
 from dips.local.model_folder import AdapterFolder, ModelFolder, as_folder, check_target, write_folder
@@ -33,33 +32,15 @@ CONFIG = LlamaConfig(  # type: ignore[call-arg]  # rope_theta, which its signatu
 )  # fmt: skip
 
 
-VERSION = Version(1, 7)
-
-
-def published(
-    layout: Layout, flat: NDArray[np.float32], run_id: str = "mine", version: Version = VERSION, tokens: int = 12345
-) -> PublishedModel:
-    return PublishedModel(run_id, version, tokens, layout, flat)
-
-
 def fetched(model: torch.nn.Module) -> PublishedModel:
     """What a run of this model publishes."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    parameters = TorchParameters(model, optimizer, description=description_of(model))
-    flat = np.empty(parameters.layout().n_elems, np.float32)
-    parameters.snapshot(flat)
-    return published(parameters.layout(), flat)
+    return snapshot_of(TorchParameters(model, optimizer, description=description_of(model)))
 
 
 def opened(folder: Path) -> LlamaForCausalLM:
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder).eval()
     return model
-
-
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.inference_mode():
-        out: torch.Tensor = model.eval()(torch.arange(20).view(2, 10)).logits
-    return out
 
 
 @pytest.mark.parametrize("tied", [True, False])

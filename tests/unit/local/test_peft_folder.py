@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_model
-from support.trainer_models import snapshot_of
+from support.trainer_models import logits, snapshot_of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -92,12 +92,6 @@ def trained(model: torch.nn.Module) -> PublishedModel:
     parameters = TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
     parameters.describe(description_of(model, parameters.ids, untrained_of(model, parameters.ids)))
     return snapshot_of(parameters)
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        out: torch.Tensor = model.eval()(torch.arange(20).view(2, 10)).logits
-    return out
 
 
 @pytest.mark.parametrize(("base", "config", "merges"), KINDS.values(), ids=KINDS)

@@ -11,6 +11,7 @@ from rich.table import Table
 from support.repository import ROOT
 
 from dips.planner.api import pose
+from dips.planner.candidates import RefusedCandidate
 from dips.planner.commands import plan_ways
 from dips.planner.commands.plan_best import SitePlan, System, best, bound
 from dips.planner.commands.plan_clusters import NEAR_SHARE, asynchronous_clusters, inner_step, inner_steps
@@ -176,7 +177,7 @@ def test_clusters_that_stay_have_the_steps_that_they_had(problem: Problem) -> No
 def test_what_cannot_be_has_a_reason(problem: Problem) -> None:
     three = with_third(problem, gbps=25)
     apart = replace(three, setup=replace(three.setup, links=three.setup.links[:2]))  # none from stockholm to milan
-    refused = [plan_ways.NoWay(plan_ways.CLUSTERS, "no link")]
+    refused = [RefusedCandidate(plan_ways.CLUSTERS, "no link")]
     ways = plan_ways.compare_ways(apart, None, {}, refused, ASKED)
     assert ways is not None
     assert [(no.name, no.why) for no in ways.impossible] == [(plan_ways.CLUSTERS, "no link")]

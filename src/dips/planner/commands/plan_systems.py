@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dips.planner.calibration import interval_json
+from dips.planner.candidates import RefusedCandidate
 from dips.planner.commands.plan_best import (
     DECIDE_INSIDE,
     SCHEDULES_OF,
@@ -25,7 +26,7 @@ from dips.planner.commands.plan_best import (
     tokens_of,
 )
 from dips.planner.commands.plan_clusters import AsynchronousClusters, asynchronous_clusters, inner_steps
-from dips.planner.commands.plan_ways import CLUSTERS, PIPELINE, NoWay, SiteWays, compare_ways
+from dips.planner.commands.plan_ways import CLUSTERS, PIPELINE, SiteWays, compare_ways
 from dips.planner.errors import PlanError
 from dips.planner.plan import Plan, make_plan, schedules_of
 from dips.planner.problem import Problem
@@ -195,15 +196,15 @@ def _ways(
     say: Callable[[str], None],
 ) -> SiteWays | None:
     """The ways to use the sites; those of all of them from the answers of the systems."""
-    no_ways = list[NoWay]()
+    no_ways = list[RefusedCandidate]()
     together: SitePlan | None = None
     if best is not None and best.iteration_s is not None:
         plan = best.found if isinstance(best.found, Plan) else None
         together = SitePlan(best.system, best.what, tokens_of(problem.setup), best.iteration_s, plan)
     elif why := next((no.why for no in refused if no.system is not System.DIPS), ""):
-        no_ways.append(NoWay(PIPELINE, why))
+        no_ways.append(RefusedCandidate(PIPELINE, why))
     if why := next((no.why for no in refused if no.system is System.DIPS), ""):
-        no_ways.append(NoWay(CLUSTERS, why))
+        no_ways.append(RefusedCandidate(CLUSTERS, why))
     return compare_ways(problem, together, steps, no_ways, systems, say)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from dips.planner.candidates import RefusedCandidate
 from dips.planner.commands.plan_best import DECIDE_INSIDE, SitePlan, System, best, bound
 from dips.planner.commands.plan_clusters import AsynchronousClusters, asynchronous_clusters
 from dips.planner.errors import PlanError
@@ -59,20 +60,12 @@ class SiteWay:
 
 
 @dataclass(frozen=True)
-class NoWay:
-    """A way that is not possible, and the reason as a sentence."""
-
-    name: str
-    why: str
-
-
-@dataclass(frozen=True)
 class SiteWays:
     """All ways that were judged, and which to take."""
 
     problem: Problem
     judged: tuple[SiteWay, ...]  # the best first
-    impossible: tuple[NoWay, ...]
+    impossible: tuple[RefusedCandidate, ...]
     unjudged: int = 0  # sets of sites that the search did not come to
 
     @property
@@ -124,7 +117,7 @@ def compare_ways(
     problem: Problem,
     together: SitePlan | None,
     steps: Mapping[int, SitePlan],
-    refused: Iterable[NoWay],
+    refused: Iterable[RefusedCandidate],
     systems: Sequence[System] = tuple(System),
     say: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.process_time,

@@ -33,7 +33,7 @@ from heapq import heapify, heapreplace
 from itertools import chain, combinations, groupby, pairwise
 from typing import NamedTuple
 
-from dips.planner.grouping import ALIKE, Group, GroupPart
+from dips.planner.grouping import ALIKE, Group, GroupPart, devices_in
 from dips.planner.spantrain.work import MessageWay, UnitTimes, Work
 
 MOST_IN_A_GRID = 12
@@ -235,7 +235,7 @@ def _team(
         sync_latency = 2 * (replicas - 1) * way.latency_s
     left_out = [DeviceShare(part.site, part.devices, Tile(Fraction(0), Fraction(0))) for part in idle]
     return Team(
-        layout, (*shares, *left_out), _devices(idle), sites, replicas, parts, paces, tensor, sync_rate, sync_latency
+        layout, (*shares, *left_out), devices_in(idle), sites, replicas, parts, paces, tensor, sync_rate, sync_latency
     )  # fmt: skip
 
 
@@ -265,13 +265,9 @@ def teams_of(work: Work, parts: Sequence[GroupPart], alike: bool, rules: SecondL
             found = list(_symmetric(work, used, idle, even, most))
         else:
             found = [*_data_parallel(work, used, idle, most), *_grid(work, used, idle)]
-        allowed = [team for team in found if rules.idle or team.working + team.left_out == _devices(parts)]
+        allowed = [team for team in found if rules.idle or team.working + team.left_out == devices_in(parts)]
         yield from (replace(team, strict=strict) for team in allowed)
         strict = strict or not allowed
-
-
-def _devices(parts: Sequence[GroupPart]) -> int:
-    return sum(part.devices for part in parts)
 
 
 def _power(work: Work, site: int) -> float:
@@ -284,7 +280,7 @@ def _symmetric(
 ) -> Iterator[Team]:
     common, heads = math.gcd(*(part.devices for part in used)), work.setup.model.heads
     for parts in (size for size in range(1, min(common, heads) + 1) if common % size == 0 and heads % size == 0):
-        if _devices(used) // parts > most:
+        if devices_in(used) // parts > most:
             continue
         sites = [part.site for part in used for _ in range(part.devices // parts)]
         powers = tuple(1.0 if even else _power(work, site) for site in sites)
@@ -292,7 +288,7 @@ def _symmetric(
 
 
 def _data_parallel(work: Work, used: Sequence[GroupPart], idle: Sequence[GroupPart], most: float) -> Iterator[Team]:
-    if _devices(used) > most:
+    if devices_in(used) > most:
         return
     sites = [part.site for part in used for _ in range(part.devices)]
     yield _shared(work, DATA, sites, tuple(_power(work, site) for site in sites), idle, 1)
@@ -312,7 +308,7 @@ def _shared(
 
 def _grid(work: Work, used: Sequence[GroupPart], idle: Sequence[GroupPart]) -> list[Team]:
     """Empty where powers are no grid, or a row or column of it would get nothing."""
-    if _devices(used) > MOST_IN_A_GRID:
+    if devices_in(used) > MOST_IN_A_GRID:
         return []
     sites = [part.site for part in used for _ in range(part.devices)]
     powers = [_power(work, site) for site in sites]
@@ -358,7 +354,7 @@ def lines_of(group: Group, second_level: bool) -> list[tuple[tuple[tuple[GroupPa
     everything = tuple(chain.from_iterable(parts for parts, _ in subgroups))
     if not second_level:
         return [((everything, len(subgroups) == 1),)]
-    lone = [parts for parts, _ in subgroups if _devices(parts) == 1]
+    lone = [parts for parts, _ in subgroups if devices_in(parts) == 1]
     others = [one for one in subgroups if one[0] not in lone]
     found = [tuple(subgroups), tuple(reversed(subgroups))]
     if len(lone) > 1 and others:

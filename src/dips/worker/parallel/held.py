@@ -531,7 +531,7 @@ def _master_of(name: str, parameter: torch.Tensor, master: torch.Tensor | None) 
     if master is None:
         return parameter
     same = tuple(master.shape) == tuple(parameter.shape) and local(master).shape == local(parameter).shape
-    if master.dtype is not torch.float32 or not same or _cut(master) != _cut(parameter):
+    if master.dtype is not torch.float32 or not same or cut_of(master) != cut_of(parameter):
         raise ConfigError(
             f"the master copy of {name!r} is {str(master.dtype).removeprefix('torch.')} of shape {list(master.shape)}: "
             f"give float32 of the parameter's own shape {list(parameter.shape)}, cut over the same ranks"
@@ -539,7 +539,8 @@ def _master_of(name: str, parameter: torch.Tensor, master: torch.Tensor | None) 
     return master
 
 
-def _cut(tensor: torch.Tensor) -> object:
+def cut_of(tensor: torch.Tensor) -> object:
+    """Over which ranks a DTensor is cut, and how; (None, None) for a plain tensor."""
     return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
 
 

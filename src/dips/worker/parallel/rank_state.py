@@ -21,7 +21,7 @@ import xxhash
 from dips.core.errors import ConfigError, option
 from dips.worker.checkpoint_files import CheckpointError, RawTensor
 from dips.worker.parallel.agreement import Agreed, Alone, Gathering, agree, cells_of
-from dips.worker.parallel.held import Box, Row, held_here
+from dips.worker.parallel.held import Box, Row, cut_of, held_here
 from dips.worker.parallel.shard_files import SavedShards, Shard, part_of, whole
 from dips.worker.torch_model import (
     Optimizers,
@@ -440,11 +440,7 @@ def _is_cut_alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether the local part of one has the elements of the local part of the other."""
     if not _is_dtensor(value):
         return value.shape == local(parameter).shape
-    return value.shape == parameter.shape and _cut(value) == _cut(parameter)
-
-
-def _cut(tensor: torch.Tensor) -> object:
-    return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
+    return value.shape == parameter.shape and cut_of(value) == cut_of(parameter)
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:
