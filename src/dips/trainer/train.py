@@ -298,12 +298,13 @@ def inner_step(
     set_rate(optimizers, lr)
     device = model.embedding.weight.device
     loss = model.loss(batch.inputs.to(device), batch.targets.to(device))
-    value = loss.item()
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    torch.autograd.backward(loss)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+    value, size = torch.stack([loss.detach().float(), norm.float()]).tolist()  # together: the device is waited for once
     if math.isfinite(value):
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        if not nn.utils.clip_grad_norm_(model.parameters(), grad_clip).isfinite():
+        if not math.isfinite(size):
             return math.nan
         for optimizer in optimizers:
             optimizer.step()

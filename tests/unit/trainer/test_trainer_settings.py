@@ -7,10 +7,13 @@ import math
 import os
 import signal
 import threading
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dips.core.config import load
 from dips.core.errors import ConfigError, FatalError
@@ -21,7 +24,7 @@ from dips.trainer.data import LeasedBatches
 from dips.trainer.model import ByteModel
 from dips.trainer.progress import StopSignals
 from dips.trainer.sizes import ModelConfig
-from dips.trainer.train import InnerTrainer, device_of, make_optimizers
+from dips.trainer.train import InnerTrainer, device_of, inner_step, make_optimizers
 
 
 def config(text: Path, **changes: object) -> TrainConfig:
@@ -69,6 +72,28 @@ def test_the_learning_rate_of_a_step_is_the_one_given(text: Path) -> None:
     inner.step(batches.next(), 1e-5)
     moved = (inner.model.embedding.weight.detach() - before).abs().max().item()
     assert 0 < moved < 1.1e-5
+
+
+class Operations(TorchDispatchMode):
+    """Counts those that read one number back, for which the host waits until the device has computed it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_does_not_wait_for_its_device_between_forward_backward_and_the_optimizer(text: Path) -> None:
+    inner = InnerTrainer(config(text, device="cpu"))
+    batches = LeasedBatches(inner.text, 2, 32)
+    batches.add([next(all_ranges(inner.text.plan))])
+    with Operations() as seen:
+        inner_step(inner.model, (), batches.next(), 1e-3, 1.0)
+    assert seen.n["_local_scalar_dense"] == 0  # the loss and the norm are read as one tensor
+    assert seen.n["stack"] or seen.n["cat"]
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
