@@ -33,6 +33,7 @@ from dips.planner.candidates import (
     plain,
     replicas_of,
 )
+from dips.planner.cluster import in_proportion
 from dips.planner.costs import NS, costs_json
 from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule
@@ -69,8 +70,8 @@ def effects_of(problem: Problem, ranked: Sequence[Candidate]) -> Iterator[Change
             ("latency between sites / 2", problem.with_links(latency=0.5)),
         ]
     changes.append(("memory of activations x 2", _more_activations(problem)))
-    half = problem.n_devices // 2
-    if half >= len(problem.setup.sites) and not any(site.stages for site in problem.setup.sites):
+    half, sites = problem.n_devices // 2, problem.setup.sites
+    if all(in_proportion([site.devices for site in sites], half)) and not any(site.stages for site in sites):
         changes.append((f"{half} stages, the other devices free", problem.with_training(pipeline=half)))
     before = _near_the_front(problem, ranked)
     found = []

@@ -17,6 +17,7 @@ from support.two_stages import TWO
 from dips.core.config import SettingsFile
 from dips.planner.candidates import jeeves_with, replicas_of
 from dips.planner.cluster import read_setup, setup_of
+from dips.planner.commands.plan_text import plan_text
 from dips.planner.costs import NS
 from dips.planner.division import Divided, divide, solve
 from dips.planner.errors import PlanError
@@ -172,12 +173,32 @@ def test_a_whole_plan_by_hand(tmp_path: Path) -> None:
 
 
 def test_fewer_stages_are_tried_where_each_site_keeps_one(tmp_path: Path) -> None:
-    """The greedy takes 96 ms with two stages, as by hand above; with four a microbatch passes two more, 40 ms."""
+    """The greedy takes 96 ms with two stages, as by hand above; with four a microbatch passes two more, 40 ms. Of two
+    stages for 9 and 2 devices the second site would have none.
+    """
     text = TWO.replace("layers = 2", "layers = 4").replace("devices = 1", "devices = 2")
     (tmp_path / "four.toml").write_text(text.replace("pipeline = 2", "pipeline = 4"))
     found = make_plan(Problem(read_setup(tmp_path / "four.toml")))
     saved = {effect.change: effect.saved for effect in found.effects}
     assert saved["2 stages, the other devices free"] == pytest.approx(40 / 136)
+    uneven_text = text.replace("devices = 2", "devices = 9", 1).replace("pipeline = 2", "pipeline = 4")
+    (tmp_path / "uneven.toml").write_text(uneven_text)
+    uneven = make_plan(Problem(read_setup(tmp_path / "uneven.toml")))
+    assert not [effect for effect in uneven.effects if "other devices free" in effect.change]
+
+
+def test_what_is_said_of_waiting_without_links_is_what_1f1b_waits_on_one_site(tmp_path: Path) -> None:
+    """Also where another schedule is chosen, which fills and drains in less time."""
+    text = TWO.replace("layers = 2", "layers = 4").replace("devices = 1", "devices = 2")
+    text = text.replace("pipeline = 2", "pipeline = 4").replace("microbatches = 2", "microbatches = 1")
+    text = text.replace('"gpipe"', '"cross_ud/1"')
+    (tmp_path / "four.toml").write_text(text)
+    found = make_plan(Problem(read_setup(tmp_path / "four.toml")))
+    said = "\n".join(line for line in plan_text(found) if isinstance(line, str))
+    (tmp_path / "one.toml").write_text(text.replace("devices = 2", "devices = 100", 1).replace(', "cross_ud/1"', ""))
+    alone = make_plan(Problem(read_setup(tmp_path / "one.toml"))).chosen
+    assert (found.chosen.name, set(alone.site_of)) == ("cross_ud/1", {0})
+    assert f"in 1f1b, 4 even stages without links would wait {alone.bubble_fraction:.1%} of an iteration" in said
 
 
 # ---- stage division ----

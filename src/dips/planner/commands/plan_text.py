@@ -126,8 +126,8 @@ def plan_text(plan: Plan) -> Iterator[str | Table]:
         stages, microbatches = len(chosen.site_of), plan.problem.n_microbatches
         own = (stages - 1) / (stages - 1 + microbatches)
         yield (
-            f"devices mostly wait: filling and draining {stages} stages with {microbatches} microbatches is {own:.1%} "
-            "of an iteration without links, the rest is links between sites and unequal stages"
+            f"devices mostly wait: in 1f1b, {stages} even stages without links would wait {own:.1%} of an iteration, "
+            f"to fill and drain with {microbatches} microbatches; links between sites and unequal stages add to that"
         )
     if chosen.lower_bound_ns is not None:
         yield f"no schedule of this kind takes less than {format_seconds(chosen.lower_bound_ns / NS)}"
