@@ -117,9 +117,7 @@ manifests: $(DEV_STAMP)  ## generate deploy/kubernetes/base (from base.toml) and
 	rm -rf deploy/kubernetes/base
 	$(BIN)/dips deploy render deploy/kubernetes/base.toml --output deploy/kubernetes/base
 	rm -rf deploy/kubernetes/base/scripts deploy/kubernetes/base/cluster-jobset
-	@[ ! -f .env ] || sed -n 's/^DIPS_DIGESTS=//p' .env | tail -n 1 | tr ',' '\n' | while IFS== read -r role digest; do \
-	  { grep -rl "/dips-$$role:" deploy/kubernetes/base || true; } | xargs -r sed -Ei "s|(image: .*/dips-$$role:[^@]*)$$|\1@$$digest|"; \
-	done
+	$(BIN)/python deploy/compose/pin.py deploy/kubernetes/base
 	$(BIN)/dips deploy rights deploy/kubernetes/base.toml >deploy/kubernetes/rights.yaml
 	$(BIN)/python deploy/kubernetes/make_monitoring.py
 

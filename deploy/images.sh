@@ -36,7 +36,7 @@ if [ "${1:-}" = --pin ]; then
   [ $# = 1 ] || fail "--pin takes no roles"
   IMAGES="${IMAGES:-}" TAG="$tag" exec python3 deploy/compose/pin.py
 fi
-[ -n "${BASE:-}" ] || [ ! -f .env ] || BASE="$(sed -n 's/^BASE=//p' .env | tail -n 1)"
+[ -n "${BASE:-}" ] || [ ! -f .env ] || BASE="$(sed -n 's/^BASE=//p' .env | tail -n 1 | tr -d \'\")"
 
 command -v docker >/dev/null || fail "docker is not installed: install Docker Engine (docs.docker.com/engine/install)"
 why="$(docker version --format '{{.Server.Version}}' 2>&1 >/dev/null)" ||

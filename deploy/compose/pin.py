@@ -4,6 +4,9 @@ docker-compose.yml, deploy/images.sh and `make manifests` read that file; withou
 other bytes tomorrow. With IMAGES (and TAG) also the digests of the images of master, slave and worker there. Nothing is
 written unless every registry has answered. Credentials are those of `docker login`, except of credential helpers.
 Needs Python alone.
+
+    python deploy/compose/pin.py             asks registries, and writes .env
+    python deploy/compose/pin.py FOLDER      puts these digests into the manifests of a folder, asking no one
 """
 
 from __future__ import annotations
@@ -12,10 +15,11 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
@@ -23,9 +27,10 @@ from up import PULLED, ROOT, settings
 
 ROLES = ("master", "slave", "worker")
 DIGESTS = "DIPS_DIGESTS"
-"""ROLE=DIGEST, with commas."""
+"""REGISTRY/dips-ROLE:TAG@DIGEST, with commas."""
 
 DOCKER_HUB = "registry-1.docker.io"
+HUB_NAMES = ("docker.io", "index.docker.io", DOCKER_HUB)
 KINDS = (
     "application/vnd.oci.image.index.v1+json, application/vnd.docker.distribution.manifest.list.v2+json, "
     "application/vnd.oci.image.manifest.v1+json, application/vnd.docker.distribution.manifest.v2+json"
@@ -45,9 +50,11 @@ def place(name: str) -> tuple[str, str, str]:
     if not rest or "/" in tag:
         rest, tag = name.partition("@")[0], "latest"
     host, slash, path = rest.partition("/")
-    if slash and (set(".:") & set(host) or host == "localhost"):
-        return (DOCKER_HUB if host == "docker.io" else host), path, tag
-    return DOCKER_HUB, rest if slash else f"library/{rest}", tag
+    if not (slash and (set(".:") & set(host) or host == "localhost")):
+        host, path = DOCKER_HUB, rest
+    elif host not in HUB_NAMES:
+        return host, path, tag
+    return DOCKER_HUB, path if "/" in path else f"library/{path}", tag
 
 
 def digest_of(name: str, logins: Mapping[str, str]) -> str:
@@ -80,7 +87,11 @@ def digest_of(name: str, logins: Mapping[str, str]) -> str:
 
 
 def _body(url: str, headers: Mapping[str, str]) -> bytes:
-    with urllib.request.urlopen(urllib.request.Request(url, headers=dict(headers)), timeout=ANSWER_S) as answer:
+    request = urllib.request.Request(url)
+    for name, value in headers.items():
+        # A registry may send us on to another server, which gets no login of ours.
+        (request.add_unredirected_header if name == "Authorization" else request.add_header)(name, value)
+    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
         found: bytes = answer.read(MOST_BYTES + 1)
     if len(found) > MOST_BYTES:
         raise ValueError("its answer is no manifest")
@@ -105,23 +116,41 @@ def main(file: Path = ROOT / ".env") -> int:
     try:
         lines = {key: f"{name}@{digest_of(name, logins)}" for key, name in names.items()}
         if images := found.get("IMAGES"):
-            own = (f"{images}/dips-{role}:{os.environ['TAG']}" for role in ROLES)
-            pairs = (f"{role}={digest_of(name, logins)}" for role, name in zip(ROLES, own, strict=True))
-            lines[DIGESTS] = ",".join(pairs)
+            own = [f"{images}/dips-{role}:{os.environ['TAG']}" for role in ROLES]
+            digests = [digest_of(name, logins) for name in own]
+            lines[DIGESTS] = ",".join(f"{name}@{digest}" for name, digest in zip(own, digests, strict=True))
     except Refused as refused:
         print(f"images: {refused}: nothing was written, and tags are used as before", file=sys.stderr)
         return 2
     kept = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     kept = [line for line in kept if line.partition("=")[0].strip() not in lines]
     new = file.with_name(f"{file.name}.new")
+    new.touch()
+    if file.is_file():
+        shutil.copymode(file, new)  # it may hold passwords
     new.write_text("\n".join([*kept, *(f"{key}={value}" for key, value in lines.items()), ""]), encoding="utf-8")
     new.replace(file)
     for key, value in lines.items():
         print(f"{key}={value}")
     if DIGESTS in lines:
-        print("for the file of dips deploy: digests =", json.dumps(lines[DIGESTS].split(",")))
+        print(
+            "for the file of dips deploy: digests =", json.dumps(list(map("=".join, zip(ROLES, digests, strict=True))))
+        )
     return 0
 
 
+def pin_manifests(folder: Path, images: Sequence[str]) -> None:
+    """Put digests behind the names of images; of images with another registry or tag they would name other bytes."""
+    known = {image.partition("@")[0]: image for image in images}
+    for path in folder.rglob("*.yaml"):
+        text = path.read_text(encoding="utf-8")
+        pinned = re.sub(r"(?<=image: )\S+$", lambda found: known.get(found[0], found[0]), text, flags=re.MULTILINE)
+        if pinned != text:
+            path.write_text(pinned, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:]:
+        pin_manifests(Path(sys.argv[1]), settings(os.environ).get(DIGESTS, "").split(","))
+    else:
+        sys.exit(main())

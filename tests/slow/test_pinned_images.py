@@ -6,10 +6,13 @@ import hashlib
 import json
 import shutil
 import subprocess
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from support.dips_command import environment
@@ -111,6 +114,7 @@ def test_the_digests_of_a_registry_are_pinned_and_what_is_not_there_changes_noth
     keys = ("BASE", "PROMETHEUS_IMAGE", "GRAFANA_IMAGE")
     before = "PAGE_PORT=9\n" + "".join(f"{key}={of[name]}\n" for key, name in zip(keys, PULLED, strict=True))
     file.write_text(before)
+    file.chmod(0o600)
     ours = {"IMAGES": f"{registry.address}/dips", "TAG": "8"}
     refused = pin(**ours)
     assert refused.returncode == 2
@@ -119,8 +123,42 @@ def test_the_digests_of_a_registry_are_pinned_and_what_is_not_there_changes_noth
     done = pin(**ours | {"TAG": "7"})
     assert done.returncode == 0, done.stderr
     pinned = [f"{key}={of[name]}@{digests[name]}" for key, name in zip(keys, PULLED, strict=True)]
-    pinned += ["DIPS_DIGESTS=" + ",".join(f"{role}={digest}" for role, digest in own.items())]
+    images = ",".join(f"{registry.address}/dips/dips-{role}:7@{digest}" for role, digest in own.items())
+    pinned.append(f"DIPS_DIGESTS={images}")
+    assert json.dumps([f"{role}={digest}" for role, digest in own.items()]) in done.stdout
     assert file.read_text().splitlines() == ["PAGE_PORT=9", *pinned]
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+class Redirecting(BaseHTTPRequestHandler):
+    """A registry that keeps manifests on another server, `localhost` in place of `127.0.0.1`."""
+
+    logins: ClassVar[list[tuple[str, str | None]]] = []
+
+    def do_GET(self) -> None:
+        host, _, port = str(self.headers["Host"]).partition(":")
+        self.logins.append((host, self.headers["Authorization"]))
+        self.send_response(307 if host == "127.0.0.1" else 200)
+        self.send_header("Location", f"http://localhost:{port}{self.path}")
+        self.end_headers()
+        self.wfile.write(b"{}" if host == "localhost" else b"")
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+def test_a_login_is_not_given_to_where_a_registry_redirects(
+    pin: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Redirecting) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        registry = f"127.0.0.1:{server.server_port}"
+        (tmp_path / "config.json").write_text(json.dumps({"auths": {registry: {"auth": "bWU6c2VjcmV0"}}}))
+        image = f"{registry}/one:1"
+        done = pin(BASE=image, PROMETHEUS_IMAGE=image, GRAFANA_IMAGE=image, DOCKER_CONFIG=str(tmp_path))
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    assert f"BASE={image}@{sha256(b'{}')}" in done.stdout
+    assert set(Redirecting.logins) == {("127.0.0.1", "Basic bWU6c2VjcmV0"), ("localhost", None)}
 
 
 def test_a_registry_that_cannot_be_reached_is_named(

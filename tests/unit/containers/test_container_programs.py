@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import socket
 import stat
+import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -78,6 +80,27 @@ def test_images_and_the_context_of_a_build() -> None:
     assert {key: name for key, name in named if key} | {"BASE": base[1]} == up.PULLED
     assert {name for key, name in named if not key} == {*up.BUILT}
     assert re.findall(r"args: {BASE: \"\${BASE:-([^}]+)}", compose) == [base[1]] * len(up.BUILT)
+
+
+@pytest.mark.parametrize("name", ["python", "docker.io/python", "index.docker.io/library/python:latest"])
+def test_an_image_of_docker_hub_is_asked_for_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "deploy" / "compose")
+    assert program("compose/pin.py").place(name) == ("registry-1.docker.io", "library/python", "latest")
+
+
+def test_digests_are_put_behind_images_of_the_same_registry_and_tag_only(tmp_path: Path) -> None:
+    """Behind another tag the digest of before would be what runs: Kubernetes does not look at the tag then."""
+    manifest = tmp_path / "servers" / "set.yaml"
+    manifest.parent.mkdir()
+    names = [f"r.example.org/dips/dips-{name}" for name in ("master:7", "slave:8", "worker:7@sha256:1")]
+    names.append("other.example.org/dips-master:7")
+    lines = [f"        image: {name}" for name in names]
+    manifest.write_text("\n".join(lines))
+    digests = ",".join(f"r.example.org/dips/dips-{role}:7@sha256:2" for role in ("master", "slave", "worker"))
+    command = [sys.executable, str(ROOT / "deploy" / "compose" / "pin.py"), str(tmp_path)]
+    for given, first in (("", lines[0]), (digests, f"{lines[0]}@sha256:2")):
+        subprocess.run(command, env={**os.environ, "DIPS_DIGESTS": given}, check=True)
+        assert manifest.read_text().splitlines() == [first, *lines[1:]]
 
 
 @pytest.fixture

@@ -126,6 +126,14 @@ def test_images_have_labels_and_their_names_are_printed(checkout: Checkout) -> N
     assert "--build-arg TORCH_INDEX=https://cpu " in builds[0]
 
 
+@pytest.mark.parametrize("quote", ["", '"', "'"])
+def test_the_base_image_is_the_one_that_compose_reads_in_the_settings_file(checkout: Checkout, quote: str) -> None:
+    (checkout.root / ".env").write_text(f"BASE=old\nBASE={quote}python:3.11-slim@sha256:1{quote}\n")
+    assert checkout.run("images.sh", "master").returncode == 0
+    [build] = checkout.called("docker build")
+    assert "--build-arg BASE=python:3.11-slim@sha256:1 " in build
+
+
 def test_an_image_says_that_it_has_what_is_not_committed(checkout: Checkout) -> None:
     (checkout.root / "Dockerfile").write_text((checkout.root / "Dockerfile").read_text() + "\n")
     assert checkout.run("images.sh", "master", "nothing").returncode == 2
