@@ -66,7 +66,9 @@ def step_for(context: str, wanted: Object, live: Object | None, least: str = "")
         return Step(context, ObjectAction.SAME, marked(wanted), live)
     ours = _left_alone(wanted, live, least)
     have, new = (one.get("spec", {}).get("volumeClaimTemplates") for one in (ours, wanted))
-    note = f"its volumes stay at {_storage(have[0])}, new ones would have {_storage(new[0])}" if have != new else ""
+    note = ""
+    if have != new:  # further ones of this set are made as it says, too
+        note = f"its volumes stay at {_storage(have[0])}, those of a new run would have {_storage(new[0])}"
     patch = merge_patch(marked(ours), live)
     if not patch:
         return Step(context, ObjectAction.SAME, marked(ours), live, note=note)

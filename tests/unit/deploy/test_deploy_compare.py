@@ -108,7 +108,7 @@ def test_volumes_that_are_there_stay_while_they_are_enough(have: str, stays: boo
     step = step_for("here", ours, there, "400Gi")
     assert step.action is SAME
     (line,) = diff_lines(step)
-    said = "" if have == "500Gi" else f": its volumes stay at {have}, new ones would have 500Gi"
+    said = "" if have == "500Gi" else f": its volumes stay at {have}, those of a new run would have 500Gi"
     assert line == f"= StatefulSet three-sites-slave{said}"
 
 

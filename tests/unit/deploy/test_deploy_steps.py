@@ -302,7 +302,7 @@ def test_volumes_of_an_earlier_release_that_are_enough_stay(run: Run) -> None:
     assert run.apply() == 0
     told = [line for line in lines(run.live().planned(), summary=True) if asked["storage"] in line]
     assert told == [f"= StatefulSet small-slave: its volumes stay at {asked['storage']}, "
-                    f"new ones would have {quantity(sizes.slave_volume_bytes)}"]  # fmt: skip
+                    f"those of a new run would have {quantity(sizes.slave_volume_bytes)}"]  # fmt: skip
     edited(run, "slaves = 2", f"slaves = 2\nslave_volume = {sizes.slave_volume_bytes}")
     with pytest.raises(ConfigError, match=f"needs {quantity(sizes.slave_volume_bytes)}: "):
         run.apply()
