@@ -8,11 +8,13 @@ import os
 import signal
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dips.core.config import load
@@ -20,8 +22,10 @@ from dips.core.errors import ConfigError, FatalError
 from dips.trainer import calibrate
 from dips.trainer.config import SECTION, TrainConfig
 from dips.trainer.corpus import all_ranges
+from dips.trainer.cut_model import CutModel
 from dips.trainer.data import LeasedBatches
 from dips.trainer.model import ByteModel
+from dips.trainer.parallelism import Parallelism
 from dips.trainer.progress import StopSignals
 from dips.trainer.sizes import ModelConfig
 from dips.trainer.train import InnerTrainer, device_of, inner_step, make_optimizers
@@ -96,9 +100,23 @@ def test_a_step_does_not_wait_for_its_device_between_forward_backward_and_the_op
     assert seen.n["stack"] or seen.n["cat"]
 
 
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_a_loss_or_gradient_that_is_no_number_changes_nothing_and_ends_the_process(text: Path, what: str) -> None:
+def test_a_loss_or_gradient_that_is_no_number_changes_nothing_and_ends_the_process(
+    text: Path, what: str, is_cut: bool
+) -> None:
+    """Also on a rank that holds a part of the model."""
     inner = InnerTrainer(config(text, device="cpu"))
+    if is_cut:
+        inner.cut = CutModel(inner.model, Parallelism(), 2, 32)
     batches = LeasedBatches(inner.text, 2, 32)
     batches.add([next(all_ranges(inner.text.plan))])
     if what == "gradient":
