@@ -649,7 +649,9 @@ class DiLoCo:
 
     @property
     def steps(self) -> int:
-        """Inner steps of this loop; one that resumed counts on from its checkpoint."""
+        """Inner steps of this loop; one that resumed counts on from its checkpoint. On each of several ranks also those
+        without gradients, which the run does not count.
+        """
         return self._steps
 
     @property
