@@ -302,7 +302,9 @@ def inner_step(
         optimizer.zero_grad(set_to_none=True)
     torch.autograd.backward(loss)
     norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
-    value, size = torch.stack([loss.detach().float(), norm.float()]).tolist()  # together: the device is waited for once
+    # Together: the device is waited for once.
+    read: list[float] = torch.stack([loss.detach().float(), norm.float()]).tolist()
+    value, size = read
     if math.isfinite(value):
         if not math.isfinite(size):
             return math.nan
