@@ -74,8 +74,8 @@ class Bounds:
     twice: make every step twice and compare. chunks: of each block, on the wire; with more than one, transfers move
     chunk by chunk, and pulls slave by slave. late_answers: an answer may arrive after any number of other things.
     corpus: tokens of a pass of leased data, one to a chunk. add, remove: slaves, what the fault `reshard` asks for.
-    sliding: the window starts again with each push. ranks: of each cluster; with more than one, pulls move rank by
-    rank.
+    sliding: the window starts again with each push. minimum: pushes that each round waits for. ranks: of each cluster;
+    with more than one, pulls move rank by rank.
     """
 
     clusters: int = 2
@@ -97,6 +97,7 @@ class Bounds:
     add: tuple[str, ...] = ()
     remove: tuple[str, ...] = ()
     sliding: bool = False
+    minimum: int = 1
     ranks: int = 1
 
     def may(self, fault: str) -> bool:
@@ -136,4 +137,6 @@ class Bounds:
             grace_s=5.0,
             rebuild=rebuild,
             grace_sliding=self.sliding,
+            min_clusters_per_round=self.minimum,
+            round_deadline_s=30.0 if self.minimum > 1 else None,
         )

@@ -164,6 +164,8 @@ class MasterPart:
         found: list[tuple[str, Callable[[], None]]] = []
         if state.phase.now is RoundPhase.WINDOW and (state.window_closes_s > T0_S or state.not_before_s > T0_S):
             found.append(("window", lambda: self._set(state, "window_closes_s", "not_before_s")))
+        if state.phase.now is RoundPhase.WINDOW and state.awaited:
+            found.append(("minimum", lambda: self._set(state, "few_until_s")))
         if state.deadline_s is not None:
             found.append(("round", lambda: self._set(state, "deadline_s")))
         if getattr(state, "resend_s", None) is not None:

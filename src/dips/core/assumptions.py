@@ -181,6 +181,20 @@ MASTER: tuple[Assumption, ...] = (
         "raise max_clusters",
     ),
     Assumption(
+        "enough-for-each-round",
+        "min_clusters_per_round <= max_clusters",
+        "a round waits for so many pushes, and no more than max_clusters are admitted",
+        "no round would ever have enough",
+        "lower min_clusters_per_round or raise max_clusters",
+    ),
+    Assumption(
+        "deadline-after-grace",
+        "round_deadline_s > grace_s",
+        "a round with too few pushes waits past its grace",
+        "no round would wait for min_clusters_per_round",
+        "raise round_deadline_s or lower grace_s",
+    ),
+    Assumption(
         "async-lag",
         "async_lag_versions >= 1",
         "with durability = async a version is published before it is on the disks",

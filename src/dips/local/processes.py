@@ -226,7 +226,7 @@ def leaving_s(client: ClientConfig, master: MasterConfig) -> float:
         round_timeout_s=master.round_timeout_s,
     )
     grace_s = 0.0 if isinstance(master.grace_s, str) else master.grace_s
-    return leaving_takes_s(client, settings) + grace_s
+    return leaving_takes_s(client, settings) + max(grace_s, master.round_deadline_s or 0.0)
 
 
 def _dips(*arguments: str) -> list[str]:

@@ -20,7 +20,7 @@ from dips.core.messages import Settings
 from dips.core.net.security import Address, ProcessKnobs
 from dips.core.observe.logs import LogFormat, LogLevel
 from dips.core.protocol import MAX_WINDOW_CHUNKS
-from dips.core.units import Bytes, Count, Seconds
+from dips.core.units import Bytes, Count, Seconds, format_seconds
 from dips.master.state.pacing import SLIDES
 from dips.master.state.penalty_types import OUTER_LR, PenaltyConfig, dynamic_local_steps_of
 from dips.master.state.shared import RunConfig
@@ -85,6 +85,12 @@ class MasterConfig(ProcessKnobs):
     slaves: int = Field(2, ge=1, le=1024, description="Slaves that must be attached before the run begins")
     max_clusters: int = Field(8, ge=1, le=1024, description="Clusters that may take part at the same time")
     min_clusters: int = Field(1, ge=0, description="Clusters that must have joined before the first round")
+    min_clusters_per_round: int = Field(
+        1,
+        ge=1,
+        description="A round with fewer pushes than this waits past its grace for clusters that can still come, until "
+        "round_deadline_s; 1: it does not",
+    )
     frozen: Literal["same", "parameters", "any"] = Field(
         "same",
         description="What must be equal on all clusters although it is not trained; same: frozen parameters and "
@@ -132,6 +138,12 @@ class MasterConfig(ProcessKnobs):
         "fixed",
         description="A round's window ends grace_s after the first push; sliding: after the last one, as the paper's "
         "Algorithm 1 prints it, at most three times grace_s after the first",
+    )
+    round_deadline_s: Seconds | None = Field(
+        None,
+        gt=0,
+        description="How long a round waits for min_clusters_per_round after its first push; then it goes on with "
+        "what it has",
     )
     round_timeout_s: Seconds = Field(
         30.0,
@@ -259,7 +271,7 @@ class MasterConfig(ProcessKnobs):
     @model_validator(mode="after")
     def _check(self) -> Self:
         given = {**dict(iter(self)), **self.times()}
-        wrong = [*violations("master", given), *_long_window(self)]
+        wrong = [*violations("master", given), *_long_window(self), *_minimum(self)]
         if self.chunk_bytes % 4:
             wrong.append(
                 f"chunk_bytes is {self.chunk_bytes}: use a multiple of 4, the size of a parameter, such as 1 MiB"
@@ -293,6 +305,8 @@ class MasterConfig(ProcessKnobs):
             penalty=self._penalty(),
             max_clusters=self.max_clusters,
             min_clusters=self.min_clusters,
+            min_clusters_per_round=self.min_clusters_per_round,
+            round_deadline_s=self.round_deadline_s,
             grace_s=None if self.grace_s == "auto" else self.grace_s,
             round_timeout_s=self.round_timeout_s,
             lease_ttl_s=self.lease_ttl_s,
@@ -350,3 +364,18 @@ def _long_window(config: MasterConfig) -> Iterator[str]:
                 f"grace is 'sliding', so that a window may last {longest_s:g} s, {SLIDES:g} times grace_s, and {name} "
                 f"is {limit_s:g} s: lower grace_s below {limit_s / SLIDES:g} s, or raise {name}"
             )
+
+
+def _minimum(config: MasterConfig) -> Iterator[str]:
+    """Checks that a minimum for each round and its deadline come together."""
+    minimum, deadline_s = config.min_clusters_per_round, config.round_deadline_s
+    if minimum > 1 and deadline_s is None:
+        yield (
+            f"min_clusters_per_round is {minimum}, and nothing says how long a round waits for so many: set "
+            "round_deadline_s, such as '10 min', or leave min_clusters_per_round out"
+        )
+    if minimum == 1 and deadline_s is not None:
+        yield (
+            f"round_deadline_s is {format_seconds(deadline_s)}, and no round waits for further clusters: set "
+            "min_clusters_per_round to 2 or more, or leave round_deadline_s out"
+        )

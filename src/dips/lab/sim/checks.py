@@ -474,8 +474,8 @@ class Budgets:
 # I15 with a bad cluster: checks how long the others wait for the verdicts of their pushes.
 #
 # Judged only in runs whose faults are all of one cluster: slow, dead, cut off or hostile. No other cluster may wait
-# longer for it than the longest grace window and one round time-out, in addition to two ordinary rounds: the one under
-# way, and their own.
+# longer for it than the longest window (grace, or round_deadline_s) and one round time-out, in addition to two ordinary
+# rounds: the one under way, and their own.
 
 
 ROUNDS = 2
@@ -518,7 +518,7 @@ class VerdictWaits:
             )
 
     def most_s(self) -> float | None:
-        """Two ordinary rounds, the grace window and one round time-out; None while no version is published."""
+        """Two ordinary rounds, the longest window and one round time-out; None while no version is published."""
         plan, master = self._world.plan, self._world.newest_master()
         if master is None or master.state is None or master.state.shared.published is None:
             return None

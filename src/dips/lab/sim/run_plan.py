@@ -331,6 +331,23 @@ def _lean(rng: Random, plan: SimulatedRunPlan, shape: Shape) -> SimulatedRunPlan
     )
 
 
+MINIMUM_FROM_SEED = 500
+"""Earlier seeds, whose records are frozen (tests/frozen/seeds.txt), have no minimum for each round."""
+
+MINIMUM_SHARE = 0.3
+"""The share of all later ones that have it."""
+
+
+def with_minimum(seed: int, plan: SimulatedRunPlan) -> SimulatedRunPlan:
+    """Some runs wait in each round for a number of pushes; drawn apart, so that seeds keep all other choices."""
+    own = Random(f"minimum of {seed}")
+    if seed < MINIMUM_FROM_SEED or own.random() >= MINIMUM_SHARE:
+        return plan
+    minimum, deadline_s = own.randint(2, len(plan.clusters) + 1), own.choice((2.0, 4.0, 8.0))
+    config = replace(plan.config, min_clusters_per_round=minimum, round_deadline_s=deadline_s)
+    return replace(plan, config=config)
+
+
 def _wires(rng: Random, n_clusters: int) -> tuple[Codec, ...]:
     """Choose wire types; drawn from a copy of the generator, so that seeds in tests keep all other choices."""
     own = Random()

@@ -132,6 +132,8 @@ def _of_run(kind: str, f: Mapping[str, Any]) -> EventText | None:
             return "warn", "run", f"version {f.get('version')} was adopted from the slaves"
         case "stood_still" if _number(f.get("gap_s")) >= STILL_S:
             return "warn", "master", f"the master itself paused for {_number(f.get('gap_s')):.1f} s"
+        case "few_pushes" if f.get("clusters"):
+            return "info" if f.get("left_s") else "warn", "run", str(f.get("sentence"))
         case "stopped":
             return "info", "run", f"the run has ended: {f.get('reason')}"
         case "revoked":

@@ -137,16 +137,33 @@ def grace_s(shared: SharedState) -> float:
     return max(GRACE_LEAST_S, GRACE_SHARE * (_fastest_s(shared) or 0.0))
 
 
-def longest_window_s(shared: SharedState) -> float:
-    """The longest duration of a window, from its first push on."""
+def _longest_grace_s(shared: SharedState) -> float:
     return grace_s(shared) * (SLIDES if shared.config.grace_sliding else 1.0)
+
+
+def longest_window_s(shared: SharedState) -> float:
+    """The longest duration of a window, from its first push on, or from when nothing but time holds it open."""
+    return max(_longest_grace_s(shared), shared.config.round_deadline_s or 0.0)
+
+
+def window_left_s(shared: SharedState) -> float:
+    """Seconds until the open window closes at the latest, as far as is known: with enough pushes, after the grace."""
+    state = shared.round
+    if state.phase.now is not RoundPhase.WINDOW:
+        return 0.0
+    ends_s = state.window_closes_s
+    if n_mergeable(shared, shared.admitted()) < wanted(shared):
+        assert shared.config.round_deadline_s is not None, "no minimum without it"
+        ends_s = max(ends_s, min(state.few_until_s, shared.now_s + shared.config.round_deadline_s))
+    return max(0.0, ends_s - shared.now_s)
 
 
 def open_window(shared: SharedState) -> None:
     """Opens the window now, with its first push."""
     state = shared.round
     state.grace_s = grace_s(shared)
-    state.window_closes_s, state.window_ends_s = shared.now_s + state.grace_s, shared.now_s + longest_window_s(shared)
+    state.window_closes_s, state.window_ends_s = shared.now_s + state.grace_s, shared.now_s + _longest_grace_s(shared)
+    state.few_until_s, state.awaited, state.few = math.inf, (), ""
     shared.window_opened_s = shared.now_s
 
 
@@ -187,8 +204,8 @@ def _steps_count_from_pull(shared: SharedState) -> bool:
     return settings.dynamic_local_steps or settings.overlap == "none"
 
 
-def may_arrive(shared: SharedState, member: Member) -> bool:
-    """Whether this cluster, which is not in the round, may push before the open window closes."""
+def may_arrive(shared: SharedState, member: Member, by_s: float) -> bool:
+    """Whether this cluster, which is not in the round, may push before then."""
     ahead, pace, push = member.ahead, pace_of(member), member.push
     if push is not None and push.phase.now is PushPhase.TICKETED and push.attempt == 1 and pace.push_s > 0:
         since_s, needs_s = push.began_s, pace.push_s
@@ -196,7 +213,43 @@ def may_arrive(shared: SharedState, member: Member) -> bool:
         since_s, needs_s = ahead.since_s, ahead.steps / pace.steps_per_s
     else:
         return True
-    return since_s + EARLY_SHARE * needs_s < shared.round.window_closes_s
+    return since_s + EARLY_SHARE * needs_s < by_s
+
+
+# A minimum for each round: a window with fewer pushes than it stays open past its grace, until its deadline, for the
+# clusters that can still come (docs/decisions/0075).
+
+
+def wanted(shared: SharedState) -> int:
+    """The pushes for which a window stays open past its grace; 0: for none, also while the run ends."""
+    ending = shared.ledger.stopping or shared.ledger.stop_asked
+    return 0 if shared.config.round_deadline_s is None or ending else shared.config.min_clusters_per_round
+
+
+def n_mergeable(shared: SharedState, pushes: Sequence[Push]) -> int:
+    """How many of them count towards the minimum: not those of clusters in quarantine, which may not be merged."""
+    return sum(push.cluster not in shared.ledger.detector.quarantined for push in pushes)
+
+
+def can_come(shared: SharedState) -> tuple[str, ...]:
+    """The clusters that the open window does not have, and that may push before its deadline: also those from before
+    the master's restart that had no time yet to join; none that drains, leaves, or is in quarantine."""
+    ledger = shared.ledger
+    in_it = {push.cluster for push in shared.admitted()}
+    returning = {name for name, entry in ledger.clusters.items() if entry.member and name not in shared.members}
+    here = {
+        member.cluster
+        for member in shared.live()
+        if member.leave_token is None and may_arrive(shared, member, shared.round.few_until_s)
+    }
+    return tuple(sorted((returning | here) - in_it - ledger.draining.keys() - ledger.detector.quarantined))
+
+
+def awaited(shared: SharedState) -> tuple[str, ...]:
+    """The clusters for which the open window stays open although its grace is over: it has too few pushes."""
+    if shared.now_s >= shared.round.few_until_s or n_mergeable(shared, shared.admitted()) >= wanted(shared):
+        return ()
+    return can_come(shared)
 
 
 def local_steps(shared: SharedState, member: Member, *, pulled: bool = False) -> int:

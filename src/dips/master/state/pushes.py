@@ -448,8 +448,9 @@ class Pushes:
         """The answer with the round that it is in, or the one that opens next."""
         shared, state = self._shared, self._shared.round
         if state.id is not None and (push.sealed or state.phase.now is RoundPhase.WINDOW):
-            return Admitted(state.id, max(0.0, state.window_closes_s - shared.now_s))
-        return Admitted(RoundId(shared.epoch, shared.ledger.round_n + 1), pacing.grace_s(shared))
+            return Admitted(state.id, pacing.window_left_s(shared))
+        left_s = max(pacing.grace_s(shared), shared.config.round_deadline_s or 0.0)
+        return Admitted(RoundId(shared.epoch, shared.ledger.round_n + 1), left_s)
 
     def _measure_pace(self, push: Push) -> None:
         """Measures tokens a second between two admissions of the same incarnation (used in T_round)."""

@@ -82,6 +82,7 @@ class WaitingCode(StrEnum):
     FIRST_PUSH = "first_push"
     ABORTED_ROUND = "aborted_round"
     MIN_CLUSTERS = "min_clusters"
+    FEW_PUSHES = "few_pushes"
     MEASURE = "measure"
     PREPARE = "prepare"
     COMMIT = "commit"
@@ -95,3 +96,4 @@ class Waiting:
     sentence: str
     slaves: tuple[SlaveId, ...] = ()  # those that the open round waits for, or that are not ready
     since_s: float | None = None  # where people are to hear for how long
+    until_s: float | None = None  # where they are to hear when it ends at the latest

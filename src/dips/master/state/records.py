@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -378,6 +379,9 @@ class RoundState:
     window_closes_s: float = 0.0
     window_ends_s: float = 0.0  # also when the window starts again
     grace_s: float = 0.0
+    few_until_s: float = math.inf  # when a window with too few pushes goes on; counted while nothing else holds it
+    awaited: tuple[str, ...] = ()  # the clusters whose pushes the window stays open for, because it has too few
+    few: str = ""  # with how few pushes it went on, in a sentence; empty: with enough
     deadline_s: float | None = None
     participants: list[Push] = field(default_factory=list)  # fixed from SEALED on, in cluster-id order
     measured: dict[str, tuple[BlockGram, ...]] = field(default_factory=dict)

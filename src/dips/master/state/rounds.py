@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 
 from dips.core.errors import RefusalCode
@@ -27,6 +28,7 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
+from dips.core.units import format_seconds
 from dips.master.state import pacing, tape
 from dips.master.state import pushes as bases
 from dips.master.state.alarms import compare_pushes, round_was_fruitless
@@ -50,7 +52,7 @@ from dips.master.state.records import (
 )
 from dips.master.state.rollback import next_version, roll_back
 from dips.master.state.shared import SharedState
-from dips.master.state.waits import lagging, too_few_clusters
+from dips.master.state.waits import few_pushes, lagging, named, too_few_clusters
 
 MAX_TIMEOUT_FACTOR = 8.0
 RETRY_PAUSE_S = 1.0
@@ -72,12 +74,12 @@ class Rounds:
         ending = shared.ledger.stopping or shared.ledger.stop_asked
         donation = self._donation()
         may_begin = donation or not (ending or lagging(shared) or shared.reshard.moving)
-        if state.phase.now is RoundPhase.IDLE and may_begin and self._admitted():
+        if state.phase.now is RoundPhase.IDLE and may_begin and self._shared.admitted():
             self._open()
         if state.phase.now is RoundPhase.WINDOW:
             if ending and not self._may_go_on():
                 self._abort_pushes(ending)
-            if not self._admitted():
+            if not self._shared.admitted():
                 self._move("no push is left", RoundPhase.IDLE)
             elif why := self._may_close():
                 self._seal(why)
@@ -99,7 +101,8 @@ class Rounds:
         state = self._shared.round
         if state.phase.now is RoundPhase.WINDOW:
             # Everything else that the window waits for comes as an event.
-            return [max(state.window_closes_s, state.not_before_s)] if self._may_go_on() else []
+            closes_s = state.few_until_s if state.awaited else state.window_closes_s
+            return [max(closes_s, state.not_before_s)] if self._may_go_on() else []
         return [due_s for due_s in (state.deadline_s, state.resend_s) if due_s is not None]
 
     def rearm(self, gap_s: float) -> None:
@@ -107,6 +110,7 @@ class Rounds:
         state = self._shared.round
         state.window_closes_s += gap_s
         state.window_ends_s += gap_s
+        state.few_until_s += gap_s
         state.not_before_s += gap_s
         if state.deadline_s is not None:
             state.deadline_s += gap_s
@@ -115,12 +119,9 @@ class Rounds:
 
     # ---- window ----
 
-    def _admitted(self) -> list[Push]:
-        return [push for push in self._shared.pushes() if push.phase.now is PushPhase.ADMITTED]
-
     def _donation(self) -> bool:
         """Whether a donated copy of a lost version waits to be committed; no pause or end of the run stops it."""
-        return self._shared.recovery.donating and any(push.is_donation for push in self._admitted())
+        return self._shared.recovery.donating and any(push.is_donation for push in self._shared.admitted())
 
     def _open(self) -> None:
         shared, state = self._shared, self._shared.round
@@ -142,8 +143,11 @@ class Rounds:
     def _may_close(self) -> str:
         """Why the window closes now; empty while it stays open."""
         shared, state = self._shared, self._shared.round
+        before, state.awaited = state.awaited, ()
         if not self._may_go_on() or shared.now_s < state.not_before_s:
+            state.few_until_s = math.inf
             return ""
+        state.few_until_s = min(state.few_until_s, shared.now_s + (shared.config.round_deadline_s or math.inf))
         if shared.ledger.version is None or self._donation():
             return "nothing is merged with it"
         missing = [
@@ -152,19 +156,44 @@ class Rounds:
             if (member.push is None or member.push.phase.now is not PushPhase.ADMITTED)
             and member.cluster not in shared.ledger.draining
         ]
+        left_s = state.window_closes_s - shared.now_s
+        if left_s > 0 and any(pacing.may_arrive(shared, member, state.window_closes_s) for member in missing):
+            return ""
+        if awaited := pacing.awaited(shared):
+            state.awaited = awaited
+            if not before:
+                in_s = state.few_until_s - shared.now_s
+                words = f"{few_pushes(shared)}, for at most {format_seconds(round(in_s, 1))}"
+                self._say_too_small(shared.admitted(), awaited, in_s, words)
+            return ""
         if not missing:
             return "every cluster is in"
-        if shared.now_s >= state.window_closes_s:
+        if left_s <= 0:
             return "its time is over"
-        if any(pacing.may_arrive(shared, member) for member in missing):
-            return ""
-        left_s = state.window_closes_s - shared.now_s
         return f"{', '.join(member.cluster for member in missing)} cannot push in the {left_s:.1f} s that are left"
+
+    def _say_too_small(self, pushes: Sequence[Push], clusters: Sequence[str], left_s: float, sentence: str) -> None:
+        shared, state = self._shared, self._shared.round
+        n, minimum = pacing.n_mergeable(shared, pushes), shared.config.min_clusters_per_round
+        shared.record(
+            tape.RoundTooSmall(
+                state.cause,
+                round=state.id,
+                pushes=n,
+                minimum=minimum,
+                clusters=list(clusters),
+                left_s=left_s,
+                sentence=sentence,
+            )
+        )
+        shared.log("few pushes", sentence, cause=state.cause)
 
     def _seal(self, why: str) -> None:
         shared, state = self._shared, self._shared.round
+        wanted = pacing.wanted(shared)
+        late = pacing.can_come(shared) if wanted else ()
         self._move("window closed", RoundPhase.SEALED, why)
-        for push in self._admitted():
+        for push in self._shared.admitted():
             if (reason := recheck(shared, push)) is not None:
                 self._pushes.abort(push, reason)
                 continue
@@ -177,6 +206,11 @@ class Rounds:
             self._move("it is a donation" if donation else "it is the seed", RoundPhase.PREPARE)
             self._prepare((1.0,), seed_step(shared.config.settings.outer_lr))
         else:
+            n = pacing.n_mergeable(shared, state.participants)
+            if n < wanted:
+                without = f"without {named(late)}" if late else "no other cluster can come"
+                state.few = f"went on with {n} of {wanted} pushes (min_clusters_per_round), {without}"
+                self._say_too_small(state.participants, late, 0.0, f"the round {state.few}")
             self._measure()
 
     # ---- measure and judge ----
@@ -360,7 +394,7 @@ class Rounds:
         for slave in shared.ready_slaves():
             slave.version = commit.version
         shared.record(tape.VersionPublished(state.cause, version=commit.version, tokens=shared.ledger.tokens))
-        self._summarise("commit", "")
+        self._summarise("commit", state.few)
         self._tell_all()
         self._end("verdicts sent")
 

@@ -46,6 +46,7 @@ from dips.master.state.records import (
     OperatorChanges,
     Pin,
     Push,
+    PushPhase,
     RecoveryState,
     ReshardState,
     RoundState,
@@ -68,6 +69,9 @@ class RunConfig:
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
     max_clusters: int = 8
     min_clusters: int = 1
+    # A round with fewer pushes waits for more, for so long after it could go on; None: it does not.
+    min_clusters_per_round: int = 1
+    round_deadline_s: float | None = None
     grace_s: float | None = None  # None: 10 % of the fastest cluster's round, at least 1 s
     round_timeout_s: float = 30.0
     lease_ttl_s: float = 6 * 3600.0
@@ -454,6 +458,10 @@ class SharedState:
         for member in self.live():
             if member.push is not None:
                 yield member.push
+
+    def admitted(self) -> list[Push]:
+        """The pushes in the open window, or in the one that opens next."""
+        return [push for push in self.pushes() if push.phase.now is PushPhase.ADMITTED]
 
     def end_pulls(self, owner: str) -> None:
         self.pins = {pin_id: pin for pin_id, pin in self.pins.items() if pin.owner != owner}

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
 from dips.core.units import format_seconds
 from dips.core.wire import encoded_bytes
+from dips.master.state import pacing
 from dips.master.state.alarms import standing, usual_per_step
 from dips.master.state.leases import TokenState
 from dips.master.state.ledger import Ledger
 from dips.master.state.penalty_detect import threshold
-from dips.master.state.records import Kept, Push, RoundPhase, Slave
+from dips.master.state.records import Kept, Push, Slave
 from dips.master.state.schedule import LinkRate
 from dips.master.state.shared import RunConfig, SharedState
 from dips.master.state.waits import recovery_words, reshard_words, restart_words, waiting_for
@@ -29,7 +30,7 @@ def status(shared: SharedState) -> StatusReply:
     leased_tokens = ledger.leases.leased_tokens() if ledger.leases else {}
     waiting = waiting_for(shared)
     lasts = "" if waiting.since_s is None else f", for {format_seconds(round(shared.now_s - waiting.since_s))}"
-    in_window = state.phase.now is RoundPhase.WINDOW
+    lasts += "" if waiting.until_s is None else f", for at most {format_seconds(round(waiting.until_s - shared.now_s))}"
     return StatusReply(
         shared.config.run_id,
         shared.epoch,
@@ -39,7 +40,7 @@ def status(shared: SharedState) -> StatusReply:
         state.phase.now.value,
         state.id,
         shared.now_s - state.phase.since_s,
-        max(0.0, state.window_closes_s - shared.now_s) if in_window else 0.0,
+        pacing.window_left_s(shared),
         f"{waiting.sentence}{lasts}",
         max(0, ledger.rounds_committed - 1),  # the first one only sets version 0
         ledger.rounds_merged,

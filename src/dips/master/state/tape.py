@@ -207,6 +207,19 @@ class ReshardMoved(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoundTooSmall(Record):
+    """A round has fewer pushes than min_clusters_per_round: it waits for those of these clusters, or no longer."""
+
+    KIND = "few_pushes"
+    round: RoundId | None
+    pushes: int
+    minimum: int
+    clusters: list[str]
+    left_s: float  # until it goes on; 0: it does now
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class RoundJudged(Record):
     """A round was judged; by cluster."""
 

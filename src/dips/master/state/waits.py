@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dips.core.ids import SlaveId
+from dips.master.state import pacing
 from dips.master.state.reasons import Waiting, WaitingCode
 from dips.master.state.records import RecoveryPhase, ReshardPhase, RoundPhase, Slave, SlavePhase
 from dips.master.state.shared import SharedState
@@ -74,9 +75,23 @@ def too_few_clusters(shared: SharedState) -> str:
     return f"the run begins with {n} clusters: {_clusters(here, 'is', 'are')} here, {n - len(here)} missing{known}"
 
 
-def _clusters(names: Sequence[str], one: str, several: str) -> str:
+def few_pushes(shared: SharedState) -> str:
+    """Whom a window waits for that has fewer pushes than min_clusters_per_round; empty while it does not."""
+    if not shared.round.awaited:
+        return ""
+    n, minimum = pacing.n_mergeable(shared, shared.admitted()), shared.config.min_clusters_per_round
+    of_all = f"the round has {n} of {minimum} pushes (min_clusters_per_round)"
+    return f"{of_all} and waits for {named(shared.round.awaited)}"
+
+
+def named(names: Sequence[str]) -> str:
+    """The names of clusters, of many only the first ones."""
     more = f" and {len(names) - NAMED_CLUSTERS} more" if len(names) > NAMED_CLUSTERS else ""
-    return f"{', '.join(names[:NAMED_CLUSTERS]) or 'none'}{more} {several if len(names) > 1 else one}"
+    return f"{', '.join(names[:NAMED_CLUSTERS]) or 'none'}{more}"
+
+
+def _clusters(names: Sequence[str], one: str, several: str) -> str:
+    return f"{named(names)} {several if len(names) > 1 else one}"
 
 
 def restart_words(shared: SharedState) -> str:
@@ -191,6 +206,8 @@ def _round(shared: SharedState) -> Waiting:
             return Waiting(WaitingCode.ABORTED_ROUND, words)
         case RoundPhase.WINDOW if words := too_few_clusters(shared):
             return Waiting(WaitingCode.MIN_CLUSTERS, words, since_s=state.phase.since_s)
+        case RoundPhase.WINDOW if words := few_pushes(shared):
+            return Waiting(WaitingCode.FEW_PUSHES, words, until_s=state.few_until_s)
         case RoundPhase.MEASURE:
             code, done, what = WaitingCode.MEASURE, set(state.measured), "measure the pushes"
         case RoundPhase.PREPARE:

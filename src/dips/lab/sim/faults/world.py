@@ -58,7 +58,7 @@ class FaultWorld(World):
         self.seed = seed
         kernel = Kernel(seed, tell)
         self.shape = run_plan.of_seed(seed) if plan is None else run_plan.GIVEN
-        plan = plan or make_plan(kernel.rng, shape=self.shape)
+        plan = plan or run_plan.with_minimum(seed, make_plan(kernel.rng, shape=self.shape))
         plan = replace(plan, pushers=pushers) if pushers else plan
         plan = replace(plan, later_pushers=later_pushers) if later_pushers else plan
         links = LinkOccupancy(kernel, plan.links) if plan.links is not None else None
