@@ -169,6 +169,7 @@ Some conditions are no inequality of one process, or hold for some values only. 
 - `chunk_bytes` must be a multiple of 4, the size of a parameter. Checked in `master/config.py`.
 - With `grace = "sliding"` and a `grace_s` that is set, a window may last `3 * grace_s`. That must be less than
   `round_timeout_s` and than `verdict_wait_s`. Checked in `master/config.py`.
+- `min_clusters_per_round` and `round_deadline_s` are set together or not at all. Checked in `master/config.py`.
 - `chunk_bytes` of the master must not be above `max_chunk_bytes` of a slave. With `durability = "async"`,
   `snapshots_kept` of a slave must be above `async_lag_versions` of the master. `dips up` and `dips deploy` check both
   before anything starts; a slave that is started by hand refuses them when the first cluster joins (in

@@ -65,13 +65,12 @@ def _plain() -> list[Named]:
         Named("pair", "two clusters push once, no fault", Bounds(), states=5_000),
         Named("pair-sliding", "the same, and the window starts again", Bounds(slaves=1, sliding=True), states=3_000),
         Named("minimum", "two clusters push, a round waits for both", Bounds(slaves=1, minimum=2), states=3_000),
-        _middle(
-            "minimum-evicted",
-            "the same, and one of them is evicted",
-            _with(Bounds(slaves=1, minimum=2), "evict_cluster"),
-            20_000,
-        ),
         _middle("leased", "two clusters push leased data", Bounds(slaves=1, leased=True), 4_500),
+        _long(
+            "minimum-evicted",
+            "a round waits for both, one is evicted",
+            _with(Bounds(slaves=1, minimum=2), "evict_cluster"),
+        ),
         _middle("stale", "one of two clusters pushes twice meanwhile", Bounds(slaves=1, eager=("a",), s_max=1), 6_500),
         Named("bad-push", "one of two pushes is not finite", Bounds(slaves=1, bad_pushes=("a",), twice=True)),
         _middle("one-lost-seed", "the seed, with one call lost", _with(_ALONE, "lose_call", from_start=True), 6_000),

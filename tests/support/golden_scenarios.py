@@ -112,6 +112,8 @@ class Transcript(Bench):
                 return f"round {effect.round}: {effect.input} -> {effect.phase}"
             case tape.AlarmRaised(sentence=sentence):
                 return f"tape alarm sentence={_value(sentence)}"
+            case tape.RoundTooSmall(sentence=sentence):
+                return f"tape {effect.kind} {sentence}"
             case tape.VersionPublished() | tape.RolledBack() | tape.HistoryAdopted() | tape.RecoveryMoved():
                 return f"tape {effect.kind} {', '.join(f'{k}={_value(v)}' for k, v in effect.fields.items())}"
             case _:
@@ -246,6 +248,16 @@ def late_push_joins_the_next_window() -> Transcript:
     bench.say("the round commits; the window of c's push opens at once")
     bench.slaves[0].release(m.Prepare)
     bench.advance(2.0)
+    return bench
+
+
+@scenario
+def round_with_too_few_pushes() -> Transcript:
+    bench = standing("a", "b", "c", min_clusters_per_round=3, round_deadline_s=20.0)
+    bench.say("a and b push, c does not; the grace ends, the round waits; at its deadline it goes on with two pushes")
+    bench.push("a")
+    bench.push("b")
+    bench.advance(20.0)
     return bench
 
 

@@ -63,7 +63,11 @@ class Walk(SeedRun):
     """Three clusters, two slaves and one master. Use walk(), or fall_at_entry(); then publishes_again() and ends()."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(seed, plan=make_plan(Random(seed), shape=SHAPE))
+        plan = make_plan(Random(seed), shape=SHAPE)
+        if seed % 4 == 3:
+            config = replace(plan.config, min_clusters_per_round=3, round_deadline_s=4.0)
+            plan = replace(plan, config=config)
+        super().__init__(seed, plan=plan)
         self.masters = [WalkMaster(self, "master", self.disk)]
         self.n_events = 0
         """Of the master's, up to now."""

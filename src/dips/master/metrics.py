@@ -45,7 +45,7 @@ METRICS: tuple[Spec, ...] = (
     Spec("paused", "gauge", "1 while an operator has paused the rounds", "0"),
     Spec("stopping", "gauge", "1 once the run is ending", "0 until tk_max or `dips stop`"),
     Spec("waiting", "gauge", "1 for the one thing that the run waits for (reason none: for nothing)",
-         "none, with first_push and min_clusters at the beginning", ("reason",)),
+         "none; first_push and min_clusters at the beginning, few_pushes where a round has a minimum", ("reason",)),
     Spec("alarms_total", "counter", "Alarms of the master: sentences that a person should read", "no increase"),
     Spec("alarm", "gauge", "1 for each active alarm, by kind and by each cluster that it is about (none: the run)",
          "0 for each kind", ("kind", "cluster")),

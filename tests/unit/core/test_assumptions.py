@@ -34,6 +34,8 @@ WRONG: Mapping[str, dict[str, object]] = {
     "smallest-message": {"max_message_bytes": (1 << 20) - 1},
     "largest-message": {"max_message_bytes": (1 << 30) + 1},
     "enough-clusters": {"min_clusters": 9},
+    "enough-for-each-round": {"min_clusters_per_round": 9, "round_deadline_s": 60},
+    "deadline-after-grace": {"min_clusters_per_round": 2, "round_deadline_s": 5, "grace_s": 5},
     "async-lag": {"async_lag_versions": 0},
     "journal": {"journal_records": 15},
     "archive": {"archive_bytes": (4 << 20) - 1},

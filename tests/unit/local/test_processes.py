@@ -91,7 +91,12 @@ def test_command_lines_are_golden(plan: RunPlan, directory: RunDirectory, monkey
 
 def test_a_cluster_is_given_the_time_that_it_may_take_to_leave(plan: RunPlan, directory: RunDirectory) -> None:
     master = plan.master.model_copy(update={"round_timeout_s": 100.0, "grace_s": 7.0})
-    for grown, leaves_s in ((plan, 30 + 6), (replace(plan, master=master), 100 + 6 + 7)):
+    waits = master.model_copy(update={"min_clusters_per_round": 2, "round_deadline_s": 90.0})
+    for grown, leaves_s in (
+        (plan, 30 + 6),
+        (replace(plan, master=master), 100 + 6 + 7),
+        (replace(plan, master=waits), 100 + 6 + 90),
+    ):
         assert {spec.stop_s for spec in cluster_specs(grown, directory, ADDRESS)} == {leaves_s + STOP_MARGIN_S}
     own = OwnCluster("x", ("python", "loop.py"), ClientConfig(leave_wait_s=200.0))
     [spec] = cluster_specs(replace(plan, clusters=(own,)), directory, ADDRESS)

@@ -338,11 +338,16 @@ MINIMUM_SHARE = 0.3
 """The share of all later ones that have it."""
 
 
+def has_minimum(seed: int) -> bool:
+    """Whether the seed's rounds wait for a number of pushes."""
+    return seed >= MINIMUM_FROM_SEED and Random(f"minimum of {seed}").random() < MINIMUM_SHARE
+
+
 def with_minimum(seed: int, plan: SimulatedRunPlan) -> SimulatedRunPlan:
     """Some runs wait in each round for a number of pushes; drawn apart, so that seeds keep all other choices."""
-    own = Random(f"minimum of {seed}")
-    if seed < MINIMUM_FROM_SEED or own.random() >= MINIMUM_SHARE:
+    if not has_minimum(seed):
         return plan
+    own = Random(f"size of the minimum of {seed}")
     minimum, deadline_s = own.randint(2, len(plan.clusters) + 1), own.choice((2.0, 4.0, 8.0))
     config = replace(plan.config, min_clusters_per_round=minimum, round_deadline_s=deadline_s)
     return replace(plan, config=config)
