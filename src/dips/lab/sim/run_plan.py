@@ -348,7 +348,8 @@ def with_minimum(seed: int, plan: SimulatedRunPlan) -> SimulatedRunPlan:
     if not has_minimum(seed):
         return plan
     own = Random(f"size of the minimum of {seed}")
-    minimum, deadline_s = own.randint(2, len(plan.clusters) + 1), own.choice((2.0, 4.0, 8.0))
+    n = len(plan.clusters)
+    minimum, deadline_s = own.choice((2, n, n, n + 1)), own.choice((1.0, 2.0, 6.0))
     config = replace(plan.config, min_clusters_per_round=minimum, round_deadline_s=deadline_s)
     return replace(plan, config=config)
 
