@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from random import Random
+
 import pytest
 from search.bounds import Bounds
 from support.mutants import Mutant, planted
@@ -23,6 +26,16 @@ WAITS_FOR_ALL = Mutant(
 )
 
 
+WAITS_FOR_ITS_MINIMUM = Mutant(
+    "a round waits for its minimum far beyond its deadline",
+    "master.state.rounds:Rounds._may_close",
+    "shared.now_s + (shared.config.round_deadline_s or math.inf)",
+    "shared.now_s + 50 * (shared.config.round_deadline_s or math.inf)",
+    ("I15",),
+    Bounds(),
+)
+
+
 def _first_violation(seeds: list[int]) -> str | None:
     for seed in seeds:
         violations = SeedRun(seed).run().violations
@@ -36,6 +49,18 @@ def test_others_that_wait_for_one_bad_cluster_are_noticed() -> None:
         found = _first_violation(SABOTAGED)
     assert found is not None
     assert found.endswith("(I15)"), found
+
+
+def test_rounds_that_wait_for_one_bad_cluster_beyond_their_deadline_are_noticed() -> None:
+    def violations(seed: int) -> tuple[str, ...]:
+        plan = run_plan.make_plan(Random(seed), shape=run_plan.SABOTAGE)
+        every = {"min_clusters_per_round": len(plan.clusters), "round_deadline_s": 0.5, "grace_s": 0.0}
+        return SeedRun(seed, plan=replace(plan, config=replace(plan.config, **every))).run().violations
+
+    with planted(WAITS_FOR_ITS_MINIMUM):
+        seed, found = next((seed, found[0]) for seed in range(3, 20) if (found := violations(seed)))
+    assert found.endswith("(I15)"), found
+    assert violations(seed) == ()
 
 
 @pytest.mark.parametrize("what", ["members", "pins"])
