@@ -147,14 +147,12 @@ def longest_window_s(shared: SharedState) -> float:
 
 
 def window_left_s(shared: SharedState) -> float:
-    """Seconds until the open window closes at the latest, as far as is known: with enough pushes, after the grace."""
-    state = shared.round
-    if state.phase.now is not RoundPhase.WINDOW:
-        return 0.0
+    """Seconds until the window that opened last closes at the latest, as far as is known."""
+    state, deadline_s = shared.round, shared.config.round_deadline_s
     ends_s = state.window_closes_s
-    if n_mergeable(shared, shared.admitted()) < wanted(shared):
-        assert shared.config.round_deadline_s is not None, "no minimum without it"
-        ends_s = max(ends_s, min(state.few_until_s, shared.now_s + shared.config.round_deadline_s))
+    is_open = state.phase.now is RoundPhase.WINDOW
+    if is_open and deadline_s is not None and n_mergeable(shared, shared.admitted()) < wanted(shared):
+        ends_s = max(ends_s, min(state.few_until_s, shared.now_s + deadline_s))
     return max(0.0, ends_s - shared.now_s)
 
 

@@ -13,7 +13,7 @@ from dips.master.state.alarms import standing, usual_per_step
 from dips.master.state.leases import TokenState
 from dips.master.state.ledger import Ledger
 from dips.master.state.penalty_detect import threshold
-from dips.master.state.records import Kept, Push, Slave
+from dips.master.state.records import Kept, Push, RoundPhase, Slave
 from dips.master.state.schedule import LinkRate
 from dips.master.state.shared import RunConfig, SharedState
 from dips.master.state.waits import recovery_words, reshard_words, restart_words, waiting_for
@@ -40,7 +40,7 @@ def status(shared: SharedState) -> StatusReply:
         state.phase.now.value,
         state.id,
         shared.now_s - state.phase.since_s,
-        pacing.window_left_s(shared),
+        pacing.window_left_s(shared) if state.phase.now is RoundPhase.WINDOW else 0.0,
         f"{waiting.sentence}{lasts}",
         max(0, ledger.rounds_committed - 1),  # the first one only sets version 0
         ledger.rounds_merged,
