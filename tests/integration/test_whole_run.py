@@ -16,6 +16,7 @@ from support.whole_run import LAYOUT, LEASED, WholeRun
 
 from dips.core.messages import VerdictKind
 from dips.core.net.security import INSECURE
+from dips.judge.story import tell_story
 from dips.judge.verify import verify_run
 from dips.worker.reader import fetch_version
 
@@ -46,6 +47,31 @@ def test_rounds_with_all_clusters_equal_diloco_in_plain_torch_to_the_last_bit(
         assert np.array_equal(theta, a.model.installed[n]), f"round {n}"
         assert np.array_equal(theta, b.model.installed[n]), f"round {n}"
     assert np.array_equal(a.model.theta, b.model.theta), "both end with the last version"
+
+
+def test_each_round_waits_for_both_clusters_until_the_master_begins_again_with_a_short_deadline(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    minimum: dict[str, Any] = {"min_clusters_per_round": 2, "round_deadline_s": 60}
+    run = WholeRun(tmp_path, 1, server=fork_server, grace_s=0.2, min_clusters=2, **minimum)
+    with run:
+        clusters = [run.cluster("a", 1), run.cluster("b", 2, step_s=0.5)]
+        until(lambda: run.status().waiting_for.startswith("the round has 1 of 2 pushes"), "a round waits for b")
+        run.wait_for_version(3)
+        assert {one.accepted for one in run.status().recent_rounds if one.version and one.version.v} == {("a", "b")}
+        run.kill("master")
+        run.change_master(round_deadline_s=0.3)
+        run.start_master()
+        until(lambda: any(one.reason for one in run.status().recent_rounds), "a round goes on without b")
+        small = next(one for one in run.status().recent_rounds if one.reason)
+        run.stop(*clusters)
+    assert small.accepted == ("a",)
+    assert small.reason.startswith("went on with 1 of 2 pushes (min_clusters_per_round), ")
+    assert verify_run(tmp_path).violations == []
+    told = [
+        line.fields["sentence"] for line in tell_story(tmp_path, str(small.round)).lines if line.kind == "few_pushes"
+    ]
+    assert told[-1] == f"the round {small.reason}"
 
 
 def test_slave_and_master_that_are_killed_come_back_and_every_token_counts(

@@ -188,6 +188,10 @@ class WholeRun(live.Run):
         until(told, "the master's address", lambda: self.log("master"))
         self.address = json.loads(where.read_text())["address"]
 
+    def change_master(self, **knobs: object) -> None:
+        """Other settings for the master's next start."""
+        self._master |= knobs
+
     def start_slave(self, name: str, **more: object) -> None:
         directory = self.directory / name
         knobs = {"run_id": "test", "slave_id": name, "directory": directory, "master": self.address, **self.of(name)}
