@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from search.bounds import Bounds
@@ -54,12 +55,12 @@ def test_others_that_wait_for_one_bad_cluster_are_noticed() -> None:
 def test_rounds_that_wait_for_one_bad_cluster_beyond_their_deadline_are_noticed() -> None:
     def violations(seed: int) -> tuple[str, ...]:
         plan = run_plan.make_plan(Random(seed), shape=run_plan.SABOTAGE)
-        every = {"min_clusters_per_round": len(plan.clusters), "round_deadline_s": 0.5, "grace_s": 0.0}
+        every: dict[str, Any] = {"min_clusters_per_round": len(plan.clusters), "round_deadline_s": 0.5, "grace_s": 0.0}
         return SeedRun(seed, plan=replace(plan, config=replace(plan.config, **every))).run().violations
 
     with planted(WAITS_FOR_ITS_MINIMUM):
-        seed, found = next((seed, found[0]) for seed in range(3, 20) if (found := violations(seed)))
-    assert found.endswith("(I15)"), found
+        seed, said = next((seed, found[0]) for seed in range(3, 20) if (found := violations(seed)))
+    assert said.endswith("(I15)"), said
     assert violations(seed) == ()
 
 
