@@ -130,6 +130,24 @@ def test_a_cluster_that_cannot_push_before_the_deadline_is_not_waited_for() -> N
         assert merged(bench)[1:] == ([] if waits else [("a",)]), "80 steps take 76 s at least"
 
 
+def test_a_push_that_is_on_its_way_is_waited_for_however_long_the_last_one_took() -> None:
+    """The first push of a run may have waited for the slaves."""
+    bench = running("a", "b", min_clusters_per_round=2)
+    for name in "ab":
+        bench.push(name)
+    for name in "ab":
+        bench.pull(name)
+    bench.push("a")
+    bench.state.shared.members["b"].beat = m.HeartbeatRequest(bench.caller("b"), push_s=90.0)
+    bench.silent.add("b")
+    bench.begin_push("b")
+    bench.advance(GRACE_S + 1.0)
+    assert "waits for b" in bench.status().waiting_for
+    bench.stage("b")
+    bench.finish_push("b")
+    assert merged(bench) == [("a", "b"), ("a", "b")]
+
+
 def test_a_cluster_in_quarantine_neither_counts_nor_is_waited_for() -> None:
     bench = running("a", "b", "q", min_clusters_per_round=2)
     bench.nonfinite["q"] = 1

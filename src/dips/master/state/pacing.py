@@ -231,14 +231,17 @@ def n_mergeable(shared: SharedState, pushes: Sequence[Push]) -> int:
 
 def can_come(shared: SharedState) -> tuple[str, ...]:
     """The clusters that the open window does not have, and that may push before its deadline: also those from before
-    the master's restart that had no time yet to join; none that drains, leaves, or is in quarantine."""
-    ledger = shared.ledger
+    the master's restart that had no time yet to join; none that drains, leaves, or is in quarantine.
+
+    One that is sending its push always may: how long its last push took says little where that waited for slaves.
+    """
+    ledger, by_s = shared.ledger, shared.round.few_until_s
     in_it = {push.cluster for push in shared.admitted()}
     returning = {name for name, entry in ledger.clusters.items() if entry.member and name not in shared.members}
     here = {
         member.cluster
         for member in shared.live()
-        if member.leave_token is None and may_arrive(shared, member, shared.round.few_until_s)
+        if member.leave_token is None and (member.push is not None or may_arrive(shared, member, by_s))
     }
     return tuple(sorted((returning | here) - in_it - ledger.draining.keys() - ledger.detector.quarantined))
 
