@@ -59,9 +59,11 @@ def test_each_round_waits_for_both_clusters_until_the_master_begins_again_with_a
         until(lambda: run.status().waiting_for.startswith("the round has 1 of 2 pushes"), "a round waits for b")
         run.wait_for_version(3)
         assert {one.accepted for one in run.status().recent_rounds if one.version and one.version.v} == {("a", "b")}
+        version = run.version()
         run.kill("master")
         run.change_master(round_deadline_s=0.3)
         run.start_master()
+        run.wait_for_version(version + 1)
         until(lambda: any(one.reason for one in run.status().recent_rounds), "a round goes on without b")
         small = next(one for one in run.status().recent_rounds if one.reason)
         run.stop(*clusters)
