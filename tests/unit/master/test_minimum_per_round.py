@@ -110,7 +110,7 @@ def test_whoever_cannot_come_is_not_waited_for(what: Callable[[Bench], None], be
         what(bench)
     assert merged(bench) == [("a",)]
     if what is not the_run_ends:
-        words = "went on with 1 of 3 pushes (min_clusters_per_round), no other cluster can come"
+        words = "went on with 1 of 3 pushes (min_clusters_per_round), no other cluster can come in time"
         assert bench.status().recent_rounds[-1].reason == words
         assert sentence_of("few_pushes", bench.recorded("few_pushes")[-1]) is None, (
             "each round of a small run is like it"
@@ -146,6 +146,15 @@ def test_a_push_that_is_on_its_way_is_waited_for_however_long_the_last_one_took(
     bench.stage("b")
     bench.finish_push("b")
     assert merged(bench) == [("a", "b"), ("a", "b")]
+
+
+def test_a_push_that_is_refused_as_the_window_closes_is_missed_by_name() -> None:
+    bench = running("a", "b", min_clusters_per_round=2)
+    bench.push("b", tokens=100_000)
+    bench.push("a")
+    assert merged(bench) == [("a",)], "b counts too many tokens, as is known now"
+    words = "went on with 1 of 2 pushes (min_clusters_per_round), without b"
+    assert bench.status().recent_rounds[-1].reason == words
 
 
 def test_a_cluster_in_quarantine_neither_counts_nor_is_waited_for() -> None:

@@ -191,11 +191,12 @@ class Rounds:
     def _seal(self, why: str) -> None:
         shared, state = self._shared, self._shared.round
         wanted = pacing.wanted(shared)
-        late = pacing.can_come(shared) if wanted else ()
+        late = list(pacing.can_come(shared)) if wanted else []
         self._move("window closed", RoundPhase.SEALED, why)
         for push in self._shared.admitted():
             if (reason := recheck(shared, push)) is not None:
                 self._pushes.abort(push, reason)
+                late.append(push.cluster)
                 continue
             push.phase.move("window sealed", PushPhase.SEALED, shared.now_s, state.cause)
             state.participants.append(push)
@@ -208,7 +209,7 @@ class Rounds:
         else:
             n = pacing.n_mergeable(shared, state.participants)
             if n < wanted:
-                without = f"without {named(late)}" if late else "no other cluster can come"
+                without = f"without {named(late)}" if late else "no other cluster can come in time"
                 state.few = f"went on with {n} of {wanted} pushes (min_clusters_per_round), {without}"
                 self._say_too_small(state.participants, late, 0.0, f"the round {state.few}")
             self._measure()
