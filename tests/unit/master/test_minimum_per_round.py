@@ -60,6 +60,7 @@ def test_at_its_deadline_it_goes_on_with_fewer_and_says_so() -> None:
     bench.push("b")
     bench.advance(DEADLINE_S - 1.0)
     assert merged(bench) == []
+    assert bench.state.next_deadline_s() == pytest.approx(bench.now_s + 1.0)
     bench.advance(1.0)
     assert merged(bench) == [("a", "b")]
     words = "went on with 2 of 3 pushes (min_clusters_per_round), without c"
@@ -206,6 +207,20 @@ def test_its_time_begins_when_nothing_else_holds_the_round(what: str) -> None:
         bench.push("a")
     bench.advance(DEADLINE_S - 1.0)
     assert merged(bench) == []
+    bench.advance(1.5)
+    assert merged(bench) == [("a",)]
+
+
+def test_a_pause_gives_a_waiting_round_its_whole_time_again() -> None:
+    bench = running("a", "b")
+    bench.push("a")
+    bench.advance(DEADLINE_S - 5.0)
+    bench.operate(Pause(m.OperatorRequest("")))
+    bench.advance(DEADLINE_S)
+    bench.operate(Resume(m.OperatorRequest("")))
+    bench.advance(DEADLINE_S - 1.0)
+    assert merged(bench) == []
+    assert len(told(bench)) == 2, "it says again for whom it waits"
     bench.advance(1.5)
     assert merged(bench) == [("a",)]
 
