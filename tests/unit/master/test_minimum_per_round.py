@@ -75,6 +75,11 @@ def test_at_its_deadline_it_goes_on_with_fewer_and_says_so() -> None:
     assert merged(bench) == [("a", "b")], "the next round waits again"
     bench.advance(DEADLINE_S)
     assert merged(bench)[1:] == [("a", "c")]
+    for name in "abc":
+        bench.pull(name)
+        bench.push(name)
+    assert bench.status().recent_rounds[-1].accepted == ("a", "b", "c")
+    assert bench.status().recent_rounds[-1].reason == ""
 
 
 def leaves(bench: Bench) -> None:
@@ -182,6 +187,12 @@ def test_a_cluster_in_quarantine_neither_counts_nor_is_waited_for() -> None:
         bench.push(name)
     bench.advance(GRACE_S + 0.5)
     assert merged(bench)[n + 1 :] == [("a", "b")]
+    for name in "aq":
+        bench.pull(name)
+        bench.push(name)
+    bench.advance(DEADLINE_S)
+    assert bench.recorded("few_pushes")[-1]["pushes"] == 1
+    assert bench.status().recent_rounds[-1].reason.startswith("went on with 1 of 2 pushes")
 
 
 @pytest.mark.parametrize("what", ["min_clusters", "paused", "a slave is away"])
@@ -211,13 +222,21 @@ def test_its_time_begins_when_nothing_else_holds_the_round(what: str) -> None:
     assert merged(bench) == [("a",)]
 
 
-def test_a_pause_gives_a_waiting_round_its_whole_time_again() -> None:
+@pytest.mark.parametrize("what", ["paused", "a slave is away"])
+def test_what_interrupts_a_waiting_round_gives_it_its_whole_time_again(what: str) -> None:
     bench = running("a", "b")
     bench.push("a")
     bench.advance(DEADLINE_S - 5.0)
-    bench.operate(Pause(m.OperatorRequest("")))
-    bench.advance(DEADLINE_S)
-    bench.operate(Resume(m.OperatorRequest("")))
+    if what == "paused":
+        bench.operate(Pause(m.OperatorRequest("")))
+        assert bench.status().window_closes_in_s == DEADLINE_S
+        bench.advance(DEADLINE_S)
+        bench.operate(Resume(m.OperatorRequest("")))
+    else:
+        bench.slaves[0].die()
+        bench.advance(DEADLINE_S)
+        bench.slaves[0].attach()
+        bench.push("a")
     bench.advance(DEADLINE_S - 1.0)
     assert merged(bench) == []
     assert len(told(bench)) == 2, "it says again for whom it waits"
@@ -288,6 +307,7 @@ def test_the_answer_to_an_admission_names_the_latest_end() -> None:
         assert bench.result(bench.finish_push(name)).answer.window_closes_in_s == pytest.approx(left_s)
     bench.advance(GRACE_S)
     assert bench.status().phase == "MEASURE"
+    assert bench.result(bench.finish_push("a")).answer.window_closes_in_s == 0.0
     bench.begin_push("c")
     bench.stage("c")
     assert bench.result(bench.finish_push("c")).answer.window_closes_in_s == DEADLINE_S, "of the round after this one"
