@@ -193,6 +193,10 @@ def test_a_cluster_in_quarantine_neither_counts_nor_is_waited_for() -> None:
     bench.advance(DEADLINE_S)
     assert bench.recorded("few_pushes")[-1]["pushes"] == 1
     assert bench.status().recent_rounds[-1].reason.startswith("went on with 1 of 2 pushes")
+    bench.pull("a")
+    bench.push("a")
+    bench.advance(GRACE_S + 1.0)
+    assert "and waits for b, for at most" in bench.status().waiting_for
 
 
 @pytest.mark.parametrize("what", ["min_clusters", "paused", "a slave is away"])
@@ -295,6 +299,20 @@ def test_a_sliding_window_that_has_enough_closes_with_its_own_time() -> None:
     assert merged(bench) == []
     bench.advance(1.5)
     assert merged(bench) == [("a", "b", "c")]
+
+
+def test_a_cluster_that_leaves_with_its_verdict_is_not_waited_for() -> None:
+    bench = running("a", "b", "c", min_clusters_per_round=2, grace_s=0.0)
+    bench.slaves[0].hold.add(m.Measure)
+    for name in "ab":
+        bench.push(name)
+    bench.leave("a")
+    bench.push("c")
+    bench.slaves[0].hold.clear()
+    bench.slaves[0].release(m.Measure)
+    assert merged(bench) == [("a", "b")]
+    assert "a" not in bench.state.shared.members
+    assert "and waits for b, for at most" in told(bench)[-1]
 
 
 def test_the_answer_to_an_admission_names_the_latest_end() -> None:
