@@ -72,7 +72,7 @@ system:  ## install what the landing and long tiers need from Debian: a browser,
 	apt-get -o DPkg::Lock::Timeout=600 update -q && DEBIAN_FRONTEND=noninteractive \
 	  apt-get -o DPkg::Lock::Timeout=600 install -y -q --no-install-recommends "$${missing[@]}"
 
-foreign: $(FOREIGN_STAMP)  ## install the trainers of other people that the long tier runs: trl, timm, torchtitan
+foreign: $(FOREIGN_STAMP)  ## install the programs of other people that the long tier runs: trl, timm, torchtitan, wandb, mlflow, trackio
 
 check: $(DEV_STAMP)  ## lint, types and layers, without running anything
 	$(BIN)/ruff check .
@@ -213,10 +213,10 @@ $(FUZZ_STAMP): $(DEV_STAMP)
 	@$(PIP) --editable '.[fuzz]' || echo "make fuzz: atheris cannot be installed here: no coverage-guided part" >&2
 	@touch $@
 
-# pyproject.toml says why timm is installed alone.
+# pyproject.toml says why timm and trackio are installed alone.
 $(FOREIGN_STAMP): $(DEV_STAMP)
 	$(PIP) --editable '.[foreign]'
-	$(PIP) --no-deps timm
+	$(PIP) --no-deps timm trackio brotli gradio-client orjson python-multipart
 	$(COMPILE)
 	@touch $@
 

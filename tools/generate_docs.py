@@ -35,6 +35,7 @@ from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.core.units import BitsPerSecond, Bytes, Count, Seconds, format_bytes, format_seconds, parse_bytes
 from dips.deploy.deploy_file import DeployedClusterKnobs, DeployKnobs, ModelKnobs, SiteKnobs
 from dips.local.run_file import ClusterKnobs, RunKnobs
+from dips.local.tracking import TrackKnobs
 from dips.master import metrics as master
 from dips.master.config import MasterConfig
 from dips.master.metrics import PHASES as ROUND_PHASES
@@ -371,7 +372,7 @@ _FILE_TABLES: tuple[tuple[str, str, tuple[tuple[str, type[Knobs]], ...]], ...] =
         "well, such as `DIPS_RUN_SLAVES`. A table `[[clusters]]` may also set every setting of `[worker]` and, without "
         "`command`, of `[train]` for its cluster. A command of your own gets the settings of `[worker]` as variables "
         "`DIPS_WORKER_...`.",
-        (("[run]", RunKnobs), ("[[clusters]]", ClusterKnobs)),
+        (("[run]", RunKnobs), ("[[clusters]]", ClusterKnobs), ("[track]", TrackKnobs)),
     ),
     (
         "The file of `dips deploy`",

@@ -200,6 +200,14 @@ COMMANDS: tuple[Command, ...] = (
         ),
     ),
     Command(
+        "track",
+        "dips.cli.track",
+        "track",
+        "Write a run's curves to TensorBoard, wandb, MLflow or Trackio.",
+        ASK,
+        ("dips track runs/demo --to tensorboard", "dips track runs/mine --to mlflow --project llm"),
+    ),
+    Command(
         "warm-up",
         "dips.cli.warm_up",
         "warm_up",

@@ -29,6 +29,7 @@ from dips.local.processes import (
     evaluator_spec,
     master_spec,
     slave_specs,
+    tracker_spec,
 )
 from dips.local.run_directory import RunDirectory
 from dips.local.supervisor import POLL_S, TELL_EVERY_S, ChildEvent, ProcessSupervisor
@@ -135,8 +136,10 @@ class LocalRun:
         for spec in cluster_specs(self.plan, self.directory, self.address):
             self.supervisor.start(spec)
         evaluator = evaluator_spec(self.plan, self.directory, self.address)
-        if evaluator is not None:
-            self.supervisor.start(evaluator)
+        tracker = tracker_spec(self.plan, self.directory)
+        for spec in (evaluator, tracker):
+            if spec is not None:
+                self.supervisor.start(spec)
         return self.address
 
     def tick(self) -> StatusReply | None:

@@ -83,22 +83,44 @@ def heldout_losses(path: Path) -> list[HeldoutPoint]:
     return [points[version] for version in sorted(points)]
 
 
+class TapeTail:
+    """The whole lines of a tape as they come; half a one waits for its end. A tape that is not there yet is looked for
+    again."""
+
+    def __init__(self, path: Path, at_bytes: int = 0) -> None:
+        """at_bytes: where to begin."""
+        self.path = path
+        self.at_bytes = at_bytes
+
+    def lines(self) -> list[bytes]:
+        """Those that are new, up to a bound: call again until there is none."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.at_bytes)
+                found = file.read(_AT_ONCE_BYTES)
+        except OSError:
+            return []
+        end = found.rfind(b"\n") + 1
+        self.at_bytes += end or (len(found) if len(found) == _AT_ONCE_BYTES else 0)
+        return found[:end].splitlines()
+
+
 class StartFollower:
     """Reads what processes report of a start that takes long (core/observe/tape.py), as it comes on their tapes.
 
-    What was there before is left out. Reads what is new and no more; a tape that is not there yet is looked for
-    again.
+    What was there before is left out.
     """
 
     def __init__(self, tapes: Mapping[str, Path]) -> None:
         """tapes: of each process, by its name."""
-        self._tapes = dict(tapes)
-        self._read = {name: path.stat().st_size if path.is_file() else 0 for name, path in tapes.items()}
+        self._tails = {
+            name: TapeTail(path, path.stat().st_size if path.is_file() else 0) for name, path in tapes.items()
+        }
 
     def news(self) -> Iterator[tuple[str, str]]:
         """(process, its sentence) since the last call."""
-        for name, path in self._tapes.items():
-            for line in self._lines(name, path):
+        for name, tail in self._tails.items():
+            for line in tail.lines():
                 if _MARK not in line:
                     continue
                 try:
@@ -111,18 +133,6 @@ class StartFollower:
                     and isinstance(record.get("sentence"), str)
                 ):
                     yield name, record["sentence"]
-
-    def _lines(self, name: str, path: Path) -> list[bytes]:
-        """Whole lines; half a one waits for its end."""
-        try:
-            with path.open("rb") as file:
-                file.seek(self._read[name])
-                found = file.read(_AT_ONCE_BYTES)
-        except OSError:
-            return []
-        end = found.rfind(b"\n") + 1
-        self._read[name] += end or (len(found) if len(found) == _AT_ONCE_BYTES else 0)
-        return found[:end].splitlines()
 
 
 def _number(value: object) -> float | None:

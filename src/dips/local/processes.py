@@ -36,12 +36,14 @@ from dips.worker.config import SECTION, ClientConfig, leaving_takes_s
 
 if TYPE_CHECKING:
     from dips.core.net.security import ProcessKnobs
+    from dips.local.tracking import TrackKnobs
     from dips.master.config import MasterConfig
     from dips.slave.config import SlaveConfig
     from dips.trainer.config import TrainConfig
 
 MASTER = "master"
 EVALUATOR = "heldout"
+TRACKER = "track"
 EVALUATOR_NICENESS = 5
 """A third of the weight of the others: it only reads, and must not take the processor from the training. Where clusters
 never wait it gets no more than that, and still has to start and to follow."""
@@ -116,6 +118,7 @@ class RunPlan:
     metrics: bool = False  # every process serves them, at a free loopback port where none is set
     public_host: str = ""  # under what other machines find this one; empty: the run is for this machine alone
     files_group: str = ""  # may read what all processes keep
+    track: TrackKnobs | None = None  # where the run's curves go
 
     @property
     def cluster_ids(self) -> list[str]:
@@ -191,6 +194,18 @@ def evaluator_spec(plan: RunPlan, directory: RunDirectory, address: str) -> Chil
     command = _dips("eval", address, "--follow", "--tape", str(tape), *knobs, *security)
     log, environment = directory.log(EVALUATOR), _environment(plan, {"DIPS_RUN": plan.run_id})
     return ChildSpec(EVALUATOR, tuple(command), log, environment, niceness=EVALUATOR_NICENESS)
+
+
+def tracker_spec(plan: RunPlan, directory: RunDirectory) -> ChildSpec | None:
+    """The process that writes the run's curves to a tracker; None when none is asked for. It ends last: the others'
+    last lines are still written. Training does not need it."""
+    if plan.track is None:
+        return None
+    command = _dips("track", str(directory.path), *command_line(plan.track))
+    where, environment = directory.log(TRACKER), _environment(plan)
+    return ChildSpec(
+        TRACKER, tuple(command), where, environment, StopStage.LAST, niceness=EVALUATOR_NICENESS, vital=False
+    )
 
 
 def evaluation_options(train: TrainConfig) -> list[str]:

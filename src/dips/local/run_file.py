@@ -2,8 +2,8 @@
 
 [run] says what there is, [master], [slave], [worker] and [train] are the settings of the roles (the same
 tables that `dips master --config` and its siblings read, with the same precedence), and each [[clusters]]
-is one cluster, which may set any setting of [worker] and [train] for itself. It must find every mistake
-before anything starts.
+is one cluster, which may set any setting of [worker] and [train] for itself; [track] says where the run's curves go.
+It must find every mistake before anything starts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,17 @@ from dips.core.net.addresses import MAX_PORT, format_address, is_loopback, parse
 from dips.core.net.security import SETTINGS
 from dips.core.observe.logs import LogFormat
 from dips.local.log_files import tape_path
-from dips.local.processes import OwnCluster, RunPlan, TrainedCluster, check_servers, checkpoints_path
+from dips.local.processes import (
+    EVALUATOR,
+    MASTER,
+    TRACKER,
+    OwnCluster,
+    RunPlan,
+    TrainedCluster,
+    check_servers,
+    checkpoints_path,
+)
+from dips.local.tracking import TrackKnobs, check_tracker
 from dips.master.config import MasterConfig
 from dips.slave.config import ALL_ADDRESSES, SlaveConfig
 from dips.trainer.config import SECTION as TRAIN_SECTION
@@ -43,7 +53,7 @@ from dips.trainer.config import TrainConfig
 from dips.worker.config import SECTION as WORKER_SECTION
 from dips.worker.config import ClientConfig
 
-TABLES = ("run", "master", "slave", "worker", "train", "clusters")
+TABLES = ("run", "master", "slave", "worker", "train", "clusters", "track")
 NOT_YET_KNOWN = "127.0.0.1:0"
 """In place of the master's address until the master has written it."""
 
@@ -129,6 +139,7 @@ def read_run_file(file: Path, insecure: bool = False, log_format: LogFormat | No
         run.metrics,
         public_host(run, master),
         run.files_group,
+        _track(tables),
     )
     check_servers(master, plan.slaves[0], str(file))
     # Settings of a table are those of several processes, which cannot share a port
@@ -141,6 +152,15 @@ def read_run_file(file: Path, insecure: bool = False, log_format: LogFormat | No
                 "port 0, or leave it out and set metrics = true in [run]"
             )
     return run, plan if log_format is None else _all_logging(plan, log_format)
+
+
+def _track(file: SettingsFile) -> TrackKnobs | None:
+    """The table [track], if there is one. Raises ConfigError also when what it needs is not installed."""
+    if "track" not in file.tables:
+        return None
+    track = load(TrackKnobs, "track", file=file).value
+    check_tracker(track)
+    return track
 
 
 def _all_logging(plan: RunPlan, log_format: LogFormat) -> RunPlan:
@@ -290,7 +310,7 @@ def _clusters(
     found = [_cluster(file, run, number, train, client) for number in range(1, len(file.rows("clusters")) + 1)]
     names = [cluster.cluster_id for cluster in found]
     check_unique(names, "id", f"{file} [[clusters]]")
-    reserved = {"master", "heldout", *run.slave_ids}.intersection(names)
+    reserved = {MASTER, EVALUATOR, TRACKER, *run.slave_ids}.intersection(names)
     if reserved:
         raise ConfigError(
             f"{file}: the cluster id {sorted(reserved)[0]!r} is the name of another process: choose another"

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError, RefusalCode, Refused
@@ -50,7 +50,7 @@ from dips.master.state.events import (
     SlaveSaid,
     Tick,
 )
-from dips.master.state.tape import CallRefused, RequestRefused
+from dips.master.state.tape import CallRefused, RequestRefused, VersionPublished
 
 T = TypeVar("T")
 
@@ -287,6 +287,13 @@ class StateMachine(Protocol):
     def next_deadline_s(self) -> float | None: ...
 
     def run_is_over(self) -> bool: ...
+
+
+@runtime_checkable
+class Progressing(Protocol):
+    """A state machine of a run with clusters."""
+
+    def progress(self) -> dict[str, object]: ...
 
 
 class MasterShell:
@@ -537,6 +544,8 @@ class MasterShell:
         line: Record | None = record
         if isinstance(record, Refusal):
             line = self._refusals.note(record, self._clock.monotonic_s())
+        if isinstance(record, VersionPublished) and isinstance(self._machine, Progressing):
+            self._tape.write("progress", record.cause, version=record.fields["version"], **self._machine.progress())
         if line is not None:
             self._tape.write(line.kind, line.cause, **line.fields)
 

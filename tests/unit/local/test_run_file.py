@@ -164,6 +164,8 @@ def test_the_examples_are_good(name: str) -> None:
             "[slave] metrics_listen 127.0.0.1:9400 is the address of 2 processes: give port 0",
         ),
         ("[run\n", "is not TOML"),
+        (HEAD + '[track]\nto = "visdom"\n', "[track]: to = 'visdom'"),
+        (HEAD + '[[clusters]]\nid = "track"\n', "'track' is the name of another process"),
         (HEAD + 'keys_for = ["../x"]\n', "[run]: keys_for = "),
         (HEAD + '[master]\nkeys = "k"\n', "[master]: 'keys' does not belong here"),
         (HEAD + "[slave]\ninsecure = true\n", "[slave]: 'insecure' does not belong here"),

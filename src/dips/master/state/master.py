@@ -59,7 +59,7 @@ from dips.master.state.rounds import Rounds
 from dips.master.state.shared import RunConfig, SharedState
 from dips.master.state.slave_links import SlaveLinks
 from dips.master.state.slaves import SlaveRegistry
-from dips.master.state.status import RunView, look, status
+from dips.master.state.status import RunView, look, progress, status
 
 
 class MasterMachine:
@@ -169,6 +169,10 @@ class MasterMachine:
     def look(self) -> RunView:
         """A view of the run for people, read between two events; changes nothing."""
         return look(self.shared)
+
+    def progress(self) -> dict[str, object]:
+        """What the tape has of the clusters when a version is published; changes nothing."""
+        return progress(self.shared)
 
     def next_deadline_s(self) -> float | None:
         """When the next Tick is due at the latest."""

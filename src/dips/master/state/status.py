@@ -216,6 +216,26 @@ def look(shared: SharedState) -> RunView:
     )
 
 
+def progress(shared: SharedState) -> dict[str, object]:
+    """What the tape has of the clusters when a version is published: by their last beats, and their links' rates."""
+    links = shared.link_rates.links(shared.members, shared.ledger.layout, shared.ledger.placement, shared.now_s)
+    clusters = {}
+    for member in shared.live():
+        if (beat := member.beat) is None:
+            continue
+        mine = [link for link in links if link.cluster == member.cluster]
+        clusters[member.cluster] = {
+            "loss": beat.loss,
+            "tokens_per_s": beat.tokens_per_s,
+            "steps": beat.steps,
+            "push_s": beat.push_s,
+            "pull_s": beat.pull_s,
+            "push_bytes_per_s": sum(link.push_bytes_per_s or 0.0 for link in mine) or None,
+            "pull_bytes_per_s": sum(link.pull_bytes_per_s or 0.0 for link in mine) or None,
+        }
+    return {"elems": shared.ledger.layout.n_elems if shared.ledger.layout is not None else 0, "clusters": clusters}
+
+
 def _open(shared: SharedState, push: Push) -> OpenPushView:
     layout, landed_bytes = shared.ledger.layout, dict(push.landed_bytes)
     whole_bytes = encoded_bytes(push.wire, layout.n_elems) if layout is not None else 0

@@ -1,0 +1,42 @@
+"""The tape of a master for tests of `dips track`: a few lines for each round, as a master writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dips.core.observe.tape import Tape
+
+
+class TrackedTape:
+    """Appends rounds to the tape of a master with one cluster, a. Its first version is 1:0."""
+
+    def __init__(self, directory: Path, run_id: str = "mine") -> None:
+        self._path = directory / "master" / "master.tape.jsonl"
+        self._tokens = 0
+        with self._opened() as tape:
+            tape.write("master-started", "-", run_id=run_id, settings={"outer_lr": 0.7, "lora": {"rank": 8}})
+
+    def _opened(self) -> Tape:
+        return Tape(self._path, "master", "master")
+
+    def rounds(self, first: int, last: int, timeline: int = 1) -> None:
+        """Versions from `first` to `last`; that of number v has the loss 1 / (v + 1)."""
+        with self._opened() as tape:
+            for v in range(first, last + 1):
+                self._round(tape, v, timeline)
+
+    def _round(self, tape: Tape, v: int, timeline: int) -> None:
+        name, version = f"r1.{v}", f"{timeline}:{v}"
+        self._tokens += 1000
+        push = {"push": f"a/1.1#{v}", "base": f"{timeline}:{max(0, v - 3)}", "tokens": 1000, "wire": "BF16"}
+        tape.write("ticket", "-", **push)
+        judged = {"accepted": ["a"], "rejected": {}, "norms": {"a": 0.5}, "scores": {"a": None}, "cosines": {}}
+        tape.write("judged", "-", round=name, **judged, kappa=0.9, rho=1.0, merged_norm=0.4)
+        tape.write("commit", "-", round=name, version=version, s_max=8)
+        seen = {"loss": 1 / (v + 1), "tokens_per_s": 50.0, "push_bytes_per_s": None}
+        tape.write("progress", "-", version=version, elems=600, clusters={"a": seen})
+        tape.write("publish", "-", version=version, tokens=self._tokens)
+
+    def end(self) -> None:
+        with self._opened() as tape:
+            tape.write("master-ended", "-", exit_code=0)

@@ -1,0 +1,122 @@
+"""What a run's master recorded reaches a tracker once, whatever is killed or away meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.tracked_tape import TrackedTape
+
+from dips.core.errors import ConfigError
+from dips.core.observe.tape import Tape
+from dips.local.log_files import HELDOUT_TAPE, tape_path
+from dips.local.tracking import Point, Target, Tracker, Tracking, TrackKnobs
+
+
+class Held:
+    """What a tracker holds, over all openings; it fails while `away`."""
+
+    def __init__(self) -> None:
+        self.away = False
+        self.points: dict[str, list[Point]] = {}
+        self.settings: dict[str, object] = {}
+
+    def open(self, target: Target) -> Tracker:
+        return _Opened(self, target)
+
+    def steps(self) -> dict[str, list[int]]:
+        return {name.partition("-")[2][8:]: [point.step for point in points] for name, points in self.points.items()}
+
+
+class _Opened(Tracker):
+    def __init__(self, held: Held, target: Target) -> None:
+        if held.away:
+            raise OSError("no route to it")
+        self._held, self._mine = held, held.points.setdefault(target.name, [])
+        held.settings = dict(target.settings)
+        self.last = self._mine[-1].step if self._mine else -1
+
+    def write(self, point: Point) -> None:
+        if self._held.away:
+            raise OSError("no route to it")
+        self._mine.append(point)
+
+
+def tracking(directory: Path, held: Held) -> Tracking:
+    return Tracking(directory, TrackKnobs(to="tensorboard"), held.open)
+
+
+def test_a_point_has_the_facts_of_its_round(tmp_path: Path) -> None:
+    tape, held = TrackedTape(tmp_path), Held()
+    tape.rounds(0, 5)
+    assert tracking(tmp_path, held).look(0.0)
+    (points,) = held.points.values()
+    values = dict(points[5].values)
+    assert values.pop("round_s") > 0
+    assert values.pop("tokens_per_s") > 0
+    assert values == {
+        "version": 5,
+        "tokens": 6000,
+        "loss": 1 / 6,
+        "kappa": 0.9,
+        "rho": 1.0,
+        "merged_norm": 0.4,
+        "clusters": 1,
+        "excluded": 0,
+        "a/loss": 1 / 6,
+        "a/tokens_per_s": 50.0,
+        "a/staleness": 2,
+        "a/tokens": 1000,
+        "a/push_bytes": 1200,
+        "a/norm": 0.5,
+    }
+    assert held.settings == {"run_id": "mine", "outer_lr": 0.7, "lora.rank": 8}
+
+
+def test_neither_restarts_nor_outages_leave_a_gap_or_a_double(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tape, held = TrackedTape(tmp_path), Held()
+    tape.rounds(0, 4)
+    first = tracking(tmp_path, held)
+    assert first.look(0.0)
+    held.away = True
+    tape.rounds(5, 7)
+    assert not first.look(1.0)
+    assert not first.look(1.5)  # not before a second has passed
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    held.away = False
+    assert first.look(2.0)
+    tape.rounds(8, 9)
+    second = tracking(tmp_path, held)  # the first one was killed
+    tape.rounds(10, 11)
+    assert second.look(3.0)
+    assert held.steps() == {"": list(range(12))}
+    assert not second.ended
+    tape.end()
+    assert second.look(4.0)
+    assert second.ended
+
+
+def test_timelines_and_heldout_losses_are_runs_of_their_own(tmp_path: Path) -> None:
+    tape, held = TrackedTape(tmp_path), Held()
+    tape.rounds(0, 5)
+    tape.rounds(4, 6, timeline=2)
+    follower = tracking(tmp_path, held)
+    assert follower.look(0.0)
+    with Tape(tape_path(tmp_path, HELDOUT_TAPE), "worker", HELDOUT_TAPE) as heldout:
+        for version, loss in (("1:3", 2.0), ("2:5", float("nan")), ("2:6", 1.5)):
+            heldout.write("heldout", "-", version=version, tokens=1, loss=loss)
+    assert follower.look(1.0)
+    streams = {"": [0, 1, 2, 3, 4, 5], "-timeline-2": [4, 5, 6], "-heldout": [3], "-heldout-timeline-2": [6]}
+    assert held.steps() == streams
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"), [("", "has no tape of a master"), ('{"kind":"publish","wall_s":1}\n', "it was changed")]
+)
+def test_what_is_no_record_of_a_run_is_told(tmp_path: Path, line: str, sentence: str) -> None:
+    if line:
+        TrackedTape(tmp_path).rounds(0, 1)
+        with (tmp_path / "master" / "master.tape.jsonl").open("a") as tape:
+            tape.write(line)
+    with pytest.raises(ConfigError, match=sentence):
+        tracking(tmp_path, Held()).look(0.0)
