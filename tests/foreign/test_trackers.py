@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.dips_command import dips, dips_started
+from support.dips_command import ROOT, dips, environment
 from support.tracked_tape import TrackedTape
 from support.waiting import until
 
@@ -64,11 +66,13 @@ def test_each_round_is_there_once_after_a_kill(
     tape, folder = TrackedTape(tmp_path), tmp_path / "kept"
     command = ("track", tmp_path, "--to", to, "--dir", folder, "--project", "curves")
     tape.rounds(0, 9)
-    with dips_started(*command, log=tmp_path / "first.log") as first:
+    words = [sys.executable, "-m", "dips.cli", *map(str, command)]
+    log = tmp_path / "first.log"
+    with log.open("wb") as out, subprocess.Popen(words, stdout=out, stderr=out, env=environment(), cwd=ROOT) as first:
         for v in range(10, 40):  # killed while it writes, with some of them there
             tape.rounds(v, v)
             time.sleep(0.05)
-        until(lambda: len(read(folder)) >= 10, "the first points", tmp_path / "first.log")
+        until(lambda: len(read(folder)) >= 10, "the first points", log)
         first.kill()
     time.sleep(5)  # wandb's own process writes what it has
     tape.rounds(40, 44)

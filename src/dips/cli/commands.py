@@ -180,6 +180,14 @@ COMMANDS: tuple[Command, ...] = (
         ("dips verify runs/demo", "dips verify runs/mine --replay --json"),
     ),
     Command(
+        "pack",
+        "dips.cli.verify",
+        "pack",
+        "Copy what proves a run's versions into one folder, without keys.",
+        ASK,
+        ("dips pack runs/mine --to proof", "dips pack runs/mine --to proof --until r1.7"),
+    ),
+    Command(
         "story",
         "dips.cli.verify",
         "story",

@@ -1,4 +1,4 @@
-"""`dips verify` and `dips story`: what the records of a run prove about its state, and what they say of one thing."""
+"""`dips verify`, `dips pack` and `dips story`: what the records of a run prove, and what they say of one thing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dips.judge.pack import SUMS, pack_run
 from dips.judge.slow_rounds import render_slow_rounds, slow_rounds
 from dips.judge.story import render, tell_story
 from dips.judge.verify import NOT_APPLICABLE, OK, VerifyReport, verify_run
@@ -23,6 +24,15 @@ NameArgument = Annotated[
     typer.Argument(
         metavar="NAME",
         help="A round (r1.7), version (1:6), push (a/1.1#3), cluster or slave; without it: the slowest rounds.",
+    ),
+]
+
+WithoutTape = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--without-tape",
+        metavar="NAME",
+        help="A process (master, or a name) of which there is no tape, or no more than is here.",
     ),
 ]
 
@@ -46,14 +56,7 @@ def verify(
         bool,
         typer.Option("--allow-skipped", help="With --replay: versions whose pushes are not here are left out."),
     ] = False,
-    without_tape: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--without-tape",
-            metavar="NAME",
-            help="A process (master, or a name) of which there is no tape, or no more than is here.",
-        ),
-    ] = None,
+    without_tape: WithoutTape = None,
 ) -> int:
     """Check every promise about state against the journal, all tapes, and the slaves' snapshots of a run.
 
@@ -66,6 +69,28 @@ def verify(
         print(json.dumps(report.to_json(), indent=2))
     else:
         _print(report)
+    return report.exit_code
+
+
+def pack(
+    run_dir: RunDirArgument,
+    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="A new folder, outside of the run's directory.")],
+    until: Annotated[
+        str, typer.Option("--until", metavar="ROUND", help="No pushes of later rounds than this one, such as r1.7.")
+    ] = "",
+    without_tape: WithoutTape = None,
+) -> int:
+    """Copy what proves a run's versions into one folder, for `dips verify FOLDER --replay` on any machine.
+
+    Journal, tapes, digests, settings, recorded pushes and the newest snapshots; no keys. Also while the run goes on.
+    What was written is verified; exit codes are those of `dips verify`. A version is computed from the one before it,
+    so the rounds up to --until can be replayed; the rest needs `dips verify --allow-skipped`.
+    """
+    report = pack_run(run_dir, to, until, without_tape or ())
+    _print(report)
+    allow = " --allow-skipped" if until else ""
+    without = "".join(f" --without-tape {name}" for name in without_tape or ())
+    print(f"{to}: sha256sum -c {SUMS} checks its files, dips verify {to} --replay{allow}{without} what they prove")
     return report.exit_code
 
 

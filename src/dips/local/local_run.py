@@ -136,10 +136,9 @@ class LocalRun:
         for spec in cluster_specs(self.plan, self.directory, self.address):
             self.supervisor.start(spec)
         evaluator = evaluator_spec(self.plan, self.directory, self.address)
-        tracker = tracker_spec(self.plan, self.directory)
-        for spec in (evaluator, tracker):
-            if spec is not None:
-                self.supervisor.start(spec)
+        for optional in (evaluator, tracker_spec(self.plan, self.directory)):
+            if optional is not None:
+                self.supervisor.start(optional)
         return self.address
 
     def tick(self) -> StatusReply | None:

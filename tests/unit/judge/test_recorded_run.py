@@ -6,6 +6,7 @@ tests/frozen/recorded_run.tar.xz was made by tests/support/recorded_run.py; reco
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from support.corruptions import CORRUPTIONS, Corruption, judged, tape_of
 from support.recorded_run import NUMBERS, numbers_of, unpacked
 
+from dips.core.errors import ConfigError
+from dips.judge.pack import SUMS, pack_run
 from dips.judge.verify import EXIT_UNREADABLE, verify_run
 
 PINNED = json.loads(NUMBERS.read_text())
@@ -47,3 +50,44 @@ def test_what_breaks_off_is_noted_and_what_cannot_be_opened_is_a_problem(recorde
     assert ["tape of slave s0 does not end with the line of an orderly end" in note for note in report.notes] == [True]
     assert ["manifest-9.json cannot be read" in problem for problem in report.problems] == [True]
     assert report.exit_code == EXIT_UNREADABLE
+
+
+SECRET = b"a key that no one else may have"
+
+
+@pytest.mark.parametrize(("until", "missing"), [("", 0), ("r1.2", 1)])
+def test_a_pack_proves_the_same_elsewhere_and_holds_no_secret(
+    recorded: Path, tmp_path: Path, until: str, missing: int
+) -> None:
+    run, to = Path(shutil.copytree(recorded, tmp_path / "run")), tmp_path / "pack"
+    for place in ("keys/a/key.pem", "master/page-token", "master/archive/key.pem", "s0/key.pem", "s0/pushes/key.pem"):
+        (run / place).parent.mkdir(parents=True, exist_ok=True)
+        (run / place).write_bytes(SECRET)
+    (run / "x.jsonl").write_bytes(b'{"key":"%b"}\n' % SECRET)
+    report = pack_run(run, to, until)
+    assert (report.ok, report.replayed is not None and bool(report.replayed.missing)) == (True, bool(missing))
+    shutil.rmtree(run)  # nothing in the folder may lead back to it
+    held = {path.relative_to(to): path.read_bytes() for path in to.rglob("*") if path.is_file()}
+    assert not [path for path, data in held.items() if SECRET in data]
+    sums = dict(reversed(line.split("  ")) for line in held.pop(Path(SUMS)).decode().splitlines())
+    assert sums == {str(path): hashlib.sha256(data).hexdigest() for path, data in held.items()}
+    again = verify_run(to, replay=True, allow_skipped=bool(until))
+    assert again.to_json() == report.to_json()
+
+
+@pytest.mark.parametrize(
+    ("to", "until", "sentence"),
+    [
+        ("full", "", "is not empty"),
+        ("run/pack", "", "inside of the run's directory"),
+        ("pack", "r0.1", "no recorded pushes up to round r0.1"),
+        ("pack", "1:6", "'1:6' is not a round"),
+    ],
+)
+def test_a_pack_that_cannot_be_is_refused(recorded: Path, tmp_path: Path, to: str, until: str, sentence: str) -> None:
+    run = Path(shutil.copytree(recorded, tmp_path / "run"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a file").touch()
+    with pytest.raises(ConfigError, match=sentence):
+        pack_run(run, tmp_path / to, until)
+    assert not (tmp_path / "pack").exists()
