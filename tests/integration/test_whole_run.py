@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.diloco import diloco, trained
 from support.fork_server import ForkServer
+from support.tracked_tape import Held
 from support.trainer_run import records
 from support.waiting import until
 from support.whole_run import LAYOUT, LEASED, WholeRun
@@ -18,6 +19,7 @@ from dips.core.messages import VerdictKind
 from dips.core.net.security import INSECURE
 from dips.judge.story import tell_story
 from dips.judge.verify import verify_run
+from dips.local.tracking import Tracking, TrackKnobs
 from dips.worker.reader import fetch_version
 
 ROUNDS = 5
@@ -116,6 +118,14 @@ def test_slave_and_master_that_are_killed_come_back_and_every_token_counts(
     assert [row.invariant for row in report.rows if row.records == 0] == []
     assert report.replayed is not None
     assert report.replayed.skipped == []
+    held = Held()
+    tracking = Tracking(tmp_path, TrackKnobs(to="tensorboard"), held.open)
+    assert tracking.look(0.0)
+    (points,) = held.points.values()
+    assert [point.step for point in points] == list(range(fetched.version.v + 1)), "over both masters, each once"
+    facts = {"tokens", "staleness", "norm", "push_bytes", "steps", "tokens_per_s", "push_bytes_per_s"}
+    assert [key for name in "ab" for key in facts if not any(f"{name}/{key}" in point.values for point in points)] == []
+    assert held.settings["outer_momentum"] == 0.5
 
 
 def test_cluster_that_diverges_is_excluded_and_dropped_back_to_the_published_model(

@@ -1,10 +1,11 @@
-"""The tape of a master for tests of `dips track`: a few lines for each round, as a master writes them."""
+"""The two ends of `dips track` for its tests: the tape of a master, and a tracker in memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from dips.core.observe.tape import Tape
+from dips.local.tracking import Point, Target, Tracker
 
 
 class TrackedTape:
@@ -40,3 +41,32 @@ class TrackedTape:
     def end(self) -> None:
         with self._opened() as tape:
             tape.write("master-ended", "-", exit_code=0)
+
+
+class Held:
+    """What a tracker holds, over all openings; it fails while `away`."""
+
+    def __init__(self) -> None:
+        self.away = False
+        self.points: dict[str, list[Point]] = {}
+        self.settings: dict[str, object] = {}
+
+    def open(self, target: Target) -> Tracker:
+        return _Opened(self, target)
+
+    def steps(self) -> dict[str, list[int]]:
+        return {name.partition("-")[2][8:]: [point.step for point in points] for name, points in self.points.items()}
+
+
+class _Opened(Tracker):
+    def __init__(self, held: Held, target: Target) -> None:
+        if held.away:
+            raise OSError("no route to it")
+        self._held, self._mine = held, held.points.setdefault(target.name, [])
+        held.settings = dict(target.settings)
+        self.last = self._mine[-1].step if self._mine else -1
+
+    def write(self, point: Point) -> None:
+        if self._held.away:
+            raise OSError("no route to it")
+        self._mine.append(point)

@@ -5,41 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.tracked_tape import TrackedTape
+from support.tracked_tape import Held, TrackedTape
 
 from dips.core.errors import ConfigError
 from dips.core.observe.tape import Tape
 from dips.local.log_files import HELDOUT_TAPE, tape_path
-from dips.local.tracking import Point, Target, Tracker, Tracking, TrackKnobs
-
-
-class Held:
-    """What a tracker holds, over all openings; it fails while `away`."""
-
-    def __init__(self) -> None:
-        self.away = False
-        self.points: dict[str, list[Point]] = {}
-        self.settings: dict[str, object] = {}
-
-    def open(self, target: Target) -> Tracker:
-        return _Opened(self, target)
-
-    def steps(self) -> dict[str, list[int]]:
-        return {name.partition("-")[2][8:]: [point.step for point in points] for name, points in self.points.items()}
-
-
-class _Opened(Tracker):
-    def __init__(self, held: Held, target: Target) -> None:
-        if held.away:
-            raise OSError("no route to it")
-        self._held, self._mine = held, held.points.setdefault(target.name, [])
-        held.settings = dict(target.settings)
-        self.last = self._mine[-1].step if self._mine else -1
-
-    def write(self, point: Point) -> None:
-        if self._held.away:
-            raise OSError("no route to it")
-        self._mine.append(point)
+from dips.local.tracking import Tracking, TrackKnobs
 
 
 def tracking(directory: Path, held: Held) -> Tracking:
