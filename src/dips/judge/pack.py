@@ -17,7 +17,7 @@ from contextlib import closing
 from pathlib import Path
 
 from dips.core.errors import ConfigError, of_disk
-from dips.core.files import make_folder
+from dips.core.files import by_umask, make_folder
 from dips.judge.facts import Pair
 from dips.judge.records import TRIES, find_tapes, master_directory
 from dips.judge.replay import FOLDER as PUSHES
@@ -80,7 +80,8 @@ def _copy_records(run_dir: Path, to: Path) -> None:
     master = master_directory(run_dir)
     for path in find_tapes(run_dir):
         text = path.read_bytes()
-        _target(run_dir, path, to).write_bytes(text[: text.rfind(b"\n") + 1])
+        with open(_target(run_dir, path, to), "wb", opener=by_umask) as file:
+            file.write(text[: text.rfind(b"\n") + 1])
     with (
         closing(connect_to_read(master / FILE_NAME)) as source,
         closing(sqlite3.connect(_target(run_dir, master / FILE_NAME, to))) as target,
@@ -109,7 +110,8 @@ def _version(manifest: Path) -> tuple[int, int]:
 
 
 def _copy(run_dir: Path, path: Path, to: Path) -> None:
-    shutil.copyfile(path, _target(run_dir, path, to))
+    with path.open("rb") as source, open(_target(run_dir, path, to), "wb", opener=by_umask) as target:
+        shutil.copyfileobj(source, target)
 
 
 def _target(run_dir: Path, path: Path, to: Path) -> Path:
@@ -123,4 +125,5 @@ def _write_sums(to: Path) -> None:
     for path in sorted(path for path in to.rglob("*") if path.is_file()):
         with path.open("rb") as file:
             lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.relative_to(to)}\n")
-    (to / SUMS).write_text("".join(lines))
+    with open(to / SUMS, "w", opener=by_umask) as sums:
+        sums.writelines(lines)

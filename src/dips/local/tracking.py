@@ -30,6 +30,7 @@ from pydantic import Field
 
 from dips.core.config import Knobs
 from dips.core.errors import ConfigError
+from dips.core.files import make_folder
 from dips.core.ids import Version, parse_version
 from dips.core.release import how_to_install
 from dips.core.units import format_seconds
@@ -380,7 +381,7 @@ class MlFlow(Tracker):
 
         address = None if target.knobs.dir is None and os.environ.get("MLFLOW_TRACKING_URI") else target.folder
         if address is not None:
-            address.mkdir(parents=True, exist_ok=True)
+            make_folder(address)
         uri = None if address is None else f"sqlite:///{address / 'mlflow.db'}"
         client = self._client = MlflowClient(tracking_uri=uri)
         project = client.get_experiment_by_name(target.knobs.project)
@@ -435,7 +436,7 @@ class Wandb(Tracker):
     def __init__(self, target: Target) -> None:
         import wandb
 
-        target.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(target.folder)
         quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True, save_code=False)
         self._run = wandb.init(
             project=target.knobs.project,
