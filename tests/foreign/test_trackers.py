@@ -32,7 +32,11 @@ def of_tensorboard(folder: Path) -> Rows:
 def of_mlflow(folder: Path) -> Rows:
     from mlflow import MlflowClient
 
-    if not (folder / "mlflow.db").exists():
+    try:  # MLflow itself would make the tables, beside the process that makes them
+        with sqlite3.connect(f"file:{folder / 'mlflow.db'}?mode=ro", uri=True) as database:
+            if not database.execute("select 1 from metrics").fetchone():
+                return []
+    except sqlite3.OperationalError:
         return []
     client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
     project = client.get_experiment_by_name("curves")
