@@ -69,7 +69,8 @@ def test_a_pack_proves_the_same_elsewhere_and_holds_no_secret(
     shutil.rmtree(run)  # nothing in the folder may lead back to it
     held = {path.relative_to(to): path.read_bytes() for path in to.rglob("*") if path.is_file()}
     assert not [path for path, data in held.items() if SECRET in data]
-    sums = dict(reversed(line.split("  ")) for line in held.pop(Path(SUMS)).decode().splitlines())
+    lines = (line.split("  ") for line in held.pop(Path(SUMS)).decode().splitlines())
+    sums = {name: digest for digest, name in lines}
     assert sums == {str(path): hashlib.sha256(data).hexdigest() for path, data in held.items()}
     again = verify_run(to, replay=True, allow_skipped=bool(until))
     assert again.to_json() == report.to_json()
