@@ -198,13 +198,13 @@ def evaluator_spec(plan: RunPlan, directory: RunDirectory, address: str) -> Chil
 
 def tracker_spec(plan: RunPlan, directory: RunDirectory) -> ChildSpec | None:
     """The process that writes the run's curves to a tracker; None when none is asked for. It ends last: the others'
-    last lines are still written. Training does not need it."""
+    last lines are still written. No run ends because of it."""
     if plan.track is None:
         return None
     command = _dips("track", str(directory.path), *command_line(plan.track))
-    where, environment = directory.log(TRACKER), _environment(plan)
+    log, environment = directory.log(TRACKER), _environment(plan)
     return ChildSpec(
-        TRACKER, tuple(command), where, environment, StopStage.LAST, niceness=EVALUATOR_NICENESS, vital=False
+        TRACKER, tuple(command), log, environment, StopStage.LAST, niceness=EVALUATOR_NICENESS, needed=False
     )
 
 

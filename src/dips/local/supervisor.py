@@ -127,8 +127,8 @@ class ChildSpec:
     stage: StopStage = StopStage.FIRST
     restart: bool = True
     niceness: int = 0
-    vital: bool = True  # the run ends when it cannot be kept alive; else it is said, and the run goes on
     stop_s: float = _STOP_TERMINATE_S  # how long it may take to end upon SIGTERM before it is killed
+    needed: bool = True  # without it the run cannot go on; another one is only started again, however it ends
 
 
 @dataclass(frozen=True)
@@ -319,31 +319,31 @@ class ProcessSupervisor:
 
     def _failed(self, child: _Child, pid: int, code: int, now_s: float) -> None:
         name, log_path, how = child.spec.name, child.spec.log_path, how_it_ended(code)
+        if not child.spec.needed:
+            delay_s = child.failures.failed(now_s - child.started_s)
+            child.start_again_s = now_s + (self._policy.later_delay_s if delay_s is None else delay_s)
+            self._tell(child, "failed", pid, code, f"{how} ({log_path} says why), is started again; the run goes on")
+            return
         the_end = f"the end of {log_path}:\n"
         says_why = code in (ConfigError.exit_code, NAME_TAKEN_EXIT, KEYS_REFUSED_EXIT)
         sentence = last_word(log_path) if says_why else ""
-        vital = child.spec.vital
-        if code == ConfigError.exit_code and vital:
+        if code == ConfigError.exit_code:
             # Its own sentence says what is wrong and what to do; without one, the end of its log has to.
             child.exit_code = code
             why = f": {sentence} (its log is {log_path})" if sentence else f"; {the_end}{log_tail(log_path)}"
             raise ConfigError(f"{name} refused its configuration{why}")
-        if code == NAME_TAKEN_EXIT and sentence and vital:
+        if code == NAME_TAKEN_EXIT and sentence:
             # Two supervisors that start processes of the same names: the one that came later ends.
             child.exit_code = code
             raise Refused(RefusalCode.NAME_TAKEN, f"{name}: {sentence} (its log is {log_path})")
-        if sentence and (code == KEYS_REFUSED_EXIT or not vital):
-            # It may have been revoked on purpose, or is nothing that training needs: the others train on.
+        if code == KEYS_REFUSED_EXIT and sentence:
+            # It may have been revoked on purpose: the others train on.
             child.exit_code = code
             self._tell(child, "ended", pid, code, f"is not started again: {sentence} (its log is {log_path})")
             return
         delay_s = child.failures.failed(now_s - child.started_s)
         if delay_s is None:
             child.exit_code = code
-            if not vital:
-                again = f"{how}, {child.failures.quick} times in a row, and is not started again"
-                self._tell(child, "ended", pid, code, f"{again}: its log is {log_path}")
-                return
             raise FatalError(f"{name} {how}, {child.failures.quick} times in a row; {the_end}{log_tail(log_path)}")
         child.start_again_s = now_s + delay_s
         self._tell(child, "failed", pid, code, f"{how}, is started again in {delay_s:g} s")

@@ -179,28 +179,18 @@ def test_what_cannot_live_is_given_up(
     assert (supervisor.starts("a"), supervisor.exit_code("a")) == (starts, code)
 
 
-@pytest.mark.parametrize(
-    ("code", "log", "words"),
-    [
-        (1, "the disk is on fire", "ended with exit code 1, 5 times in a row, and is not started again: its log is"),
-        (2, "dips: no such tape", "is not started again: no such tape (its log is"),
-        (NAME_TAKEN_EXIT, "dips: it is here", "is not started again: it is here (its log is"),
-    ],
-)
-def test_the_end_of_what_training_does_not_need_ends_no_run(
-    clock: ManualClock, tmp_path: Path, code: int, log: str, words: str
-) -> None:
-    Played.lives["track"] = [(1.0, code)]
-    events: list[ChildEvent] = []
-    supervisor = ProcessSupervisor(clock, events.append, POLICY)
-    supervisor.start(replace(spec(tmp_path, "track"), vital=False))
-    supervisor.start(spec(tmp_path, "b"))
-    for _ in range(200):
-        (tmp_path / "track.log").write_text(f"{log}\n")
+@pytest.mark.parametrize("code", [1, 2, NAME_TAKEN_EXIT])
+def test_one_that_the_run_does_not_need_is_tried_again_for_ever(clock: ManualClock, tmp_path: Path, code: int) -> None:
+    """A copier whose object store refuses it must not end the run."""
+    Played.lives["a"] = [(1.0, code)]
+    supervisor = ProcessSupervisor(clock, lambda event: None, POLICY)
+    supervisor.start(replace(spec(tmp_path, "a"), needed=False))
+    (tmp_path / "a.log").write_text("dips: it refuses the credentials\n")
+    for _ in range(1000):
         clock.advance(1.0)
         supervisor.poll()
-    assert (supervisor.exit_code("track"), supervisor.exit_code("b")) == (code, None)
-    assert words in events[-1].sentence
+    assert supervisor.starts("a") > 10
+    assert supervisor.exit_code("a") is None
 
 
 def test_one_whose_keys_are_refused_ends_alone(clock: ManualClock, tmp_path: Path) -> None:
