@@ -12,7 +12,7 @@ import json
 import re
 import shutil
 import sqlite3
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import closing
 from pathlib import Path
 
@@ -41,27 +41,31 @@ def pack_run(run_dir: Path, to: Path, until: str = "", without: Collection[str] 
         raise ConfigError(f"{to} is inside of the run's directory, where it would be read as a part of the run")
     if to.is_file() or (to.is_dir() and any(to.iterdir())):
         raise ConfigError(f"{to} is not empty: give a new folder")
-    pushes = [path for path in run_dir.rglob(f"{PUSHES}/round-*.json") if _is_wanted(path, last)]
-    if not pushes:
+    if not _rounds(run_dir, last):
         raise ConfigError(
             f"{run_dir} has no recorded pushes{f' up to round {until}' if until else ''}: start the slaves with "
             "--record-pushes (record_pushes = true in a run's file)"
         )
     try:
-        for path in pushes:
-            named = [str(item["file"]) for item in json.loads(path.read_bytes())["accepted"]]
-            for name in [path.name, *named]:
-                _copy(run_dir, path.with_name(Path(name).name), to)
-        for _ in range(TRIES):
-            _copy_records(run_dir, to)
-            report = verify_run(to, replay=True, allow_skipped=last is not None, without=without)
-            if report.ok:
-                break
+        for left in reversed(range(TRIES)):
+            try:
+                _copy_snapshots(run_dir, to)
+                _copy_records(run_dir, to)
+            except FileNotFoundError:  # a live run has replaced it
+                if not left:
+                    raise
+            else:
+                if verify_run(to, without=without).ok:
+                    break
+        _copy_pushes(run_dir, to, last)  # after the journal: a push is recorded before its round is decided
+        report = verify_run(to, replay=True, allow_skipped=last is not None, without=without)
         _write_sums(to)
     except OSError as error:
-        raise of_disk(error, f"{error.filename}: {error.strerror}; {to} is not complete") from error
+        raise of_disk(error, f"{error.filename or to}: {error.strerror}; {to} is not complete") from error
+    except sqlite3.Error as error:
+        raise ConfigError(f"the journal cannot be copied to {to} ({error}): it is not complete") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"a record of pushes in {run_dir} cannot be read ({error!r}): it was changed") from error
+        raise ConfigError(f"a record of a slave in {run_dir} cannot be read ({error!r}): it was changed") from error
     return report
 
 
@@ -72,16 +76,46 @@ def _round(name: str) -> Pair:
     return int(match[1]), int(match[2])
 
 
-def _is_wanted(path: Path, last: Pair | None) -> bool:
-    return last is None or _round(path.stem.removeprefix("round-")) <= last
+def _rounds(run_dir: Path, last: Pair | None) -> list[Path]:
+    """The slaves' records of rounds, up to the last one that is wanted."""
+    found = run_dir.rglob(f"{PUSHES}/round-*.json")
+    return [path for path in found if last is None or _round(path.stem.removeprefix("round-")) <= last]
+
+
+def _copy_pushes(run_dir: Path, to: Path, last: Pair | None) -> None:
+    for path in _rounds(run_dir, last):
+        _copy(run_dir, path, to)
+        for item in json.loads(path.read_bytes())["accepted"]:
+            _copy(run_dir, _named(path, item["file"]), to)
+
+
+def _named(record: Path, name: str) -> Path:
+    """The file that a record names, which is beside it. Raises ValueError for any other name than a slave gives."""
+    if not re.fullmatch(r"[\w.-]+\.safetensors", name):
+        raise ValueError(f"{record} names the file {name!r}")
+    return record.with_name(name)
+
+
+def _copy_snapshots(run_dir: Path, to: Path) -> None:
+    """What each slave says of itself, and its newest snapshot: all that it has of older ones proves no more."""
+    for identity in run_dir.rglob(IDENTITY):
+        folder = identity.parent
+        for old in to.joinpath(folder.relative_to(run_dir)).glob("manifest-*.json"):
+            old.unlink()  # of an earlier try
+        for name in (IDENTITY, "promise.json"):
+            if (folder / name).is_file():
+                _copy(run_dir, folder / name, to)
+        newest = max(folder.glob("manifest-*.json"), key=_version, default=None)
+        if newest is not None:
+            _copy(run_dir, newest, to)
+            _copy(run_dir, _named(newest, json.loads(newest.read_bytes())["body"]["file"]), to)
 
 
 def _copy_records(run_dir: Path, to: Path) -> None:
-    master = master_directory(run_dir)
-    for path in find_tapes(run_dir):
-        text = path.read_bytes()
-        with open(_target(run_dir, path, to), "wb", opener=by_umask) as file:
-            file.write(text[: text.rfind(b"\n") + 1])
+    """In the order in which read_run() reads a live run, and nothing large between them."""
+    master, tapes = master_directory(run_dir), find_tapes(run_dir)
+    for path in (path for path, role in tapes.items() if role != "slave"):
+        _copy(run_dir, path, to)
     with (
         closing(connect_to_read(master / FILE_NAME)) as source,
         closing(sqlite3.connect(_target(run_dir, master / FILE_NAME, to))) as target,
@@ -90,18 +124,8 @@ def _copy_records(run_dir: Path, to: Path) -> None:
         target.execute("PRAGMA journal_mode=DELETE")  # one file, which reading does not change
     for path in (master / ARCHIVE).glob("*.jsonl"):
         _copy(run_dir, path, to)
-    for identity in run_dir.rglob(IDENTITY):
-        for path in _of_slave(identity.parent):
-            _copy(run_dir, path, to)
-
-
-def _of_slave(folder: Path) -> Iterator[Path]:
-    """What a slave says of itself, and its newest snapshot: all that its directory has of older ones proves no more."""
-    yield from (path for name in (IDENTITY, "promise.json") if (path := folder / name).is_file())
-    newest = max(folder.glob("manifest-*.json"), key=_version, default=None)
-    if newest is not None:
-        yield newest
-        yield folder / Path(str(json.loads(newest.read_bytes())["body"]["file"])).name
+    for path in (path for path, role in tapes.items() if role == "slave"):
+        _copy(run_dir, path, to)
 
 
 def _version(manifest: Path) -> tuple[int, int]:
@@ -115,6 +139,8 @@ def _copy(run_dir: Path, path: Path, to: Path) -> None:
 
 
 def _target(run_dir: Path, path: Path, to: Path) -> Path:
+    if not path.resolve().is_relative_to(run_dir.resolve()):
+        raise ConfigError(f"{path} leads out of {run_dir}, to what may be no record: pack a copy made by cp -rL")
     target = to / path.relative_to(run_dir)
     make_folder(target.parent)
     return target

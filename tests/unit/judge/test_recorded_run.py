@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ from support.corruptions import CORRUPTIONS, Corruption, judged, tape_of
 from support.recorded_run import NUMBERS, numbers_of, unpacked
 
 from dips.core.errors import ConfigError
-from dips.judge.pack import SUMS, pack_run
+from dips.judge import pack
 from dips.judge.verify import EXIT_UNREADABLE, verify_run
+from dips.master.journal import connect_to_read
 
 PINNED = json.loads(NUMBERS.read_text())
 
@@ -64,16 +66,53 @@ def test_a_pack_proves_the_same_elsewhere_and_holds_no_secret(
         (run / place).parent.mkdir(parents=True, exist_ok=True)
         (run / place).write_bytes(SECRET)
     (run / "x.jsonl").write_bytes(b'{"key":"%b"}\n' % SECRET)
-    report = pack_run(run, to, until)
+    report = pack.pack_run(run, to, until)
     assert (report.ok, report.replayed is not None and bool(report.replayed.missing)) == (True, bool(missing))
     shutil.rmtree(run)  # nothing in the folder may lead back to it
     held = {path.relative_to(to): path.read_bytes() for path in to.rglob("*") if path.is_file()}
     assert not [path for path, data in held.items() if SECRET in data]
-    lines = (line.split("  ") for line in held.pop(Path(SUMS)).decode().splitlines())
+    lines = (line.split("  ") for line in held.pop(Path(pack.SUMS)).decode().splitlines())
     sums = {name: digest for digest, name in lines}
     assert sums == {str(path): hashlib.sha256(data).hexdigest() for path, data in held.items()}
     again = verify_run(to, replay=True, allow_skipped=bool(until))
     assert again.to_json() == report.to_json()
+
+
+def test_a_round_that_is_committed_meanwhile_is_packed_as_well(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, later = Path(shutil.copytree(recorded, tmp_path / "run")), []
+    for path in [*run.rglob("pushes/round-r1.12.json"), *run.rglob("manifest-*.json")]:
+        later.append((path, path.read_bytes()))
+        path.unlink()
+
+    def committed(journal: Path) -> sqlite3.Connection:
+        for path, data in later:
+            path.write_bytes(data)
+        return connect_to_read(journal)
+
+    monkeypatch.setattr(pack, "connect_to_read", committed)
+    assert pack.pack_run(run, tmp_path / "pack").ok
+
+
+@pytest.mark.parametrize(("link", "sentence"), [(True, "leads out of"), (False, "it was changed")])
+def test_a_slaves_directory_cannot_bring_other_files_into_a_pack(
+    recorded: Path, tmp_path: Path, link: bool, sentence: str
+) -> None:
+    run, key = Path(shutil.copytree(recorded, tmp_path / "run")), tmp_path / "key.safetensors"
+    key.write_bytes(SECRET)
+    record = next(run.rglob("pushes/round-r1.2.json"))
+    raw = json.loads(record.read_bytes())
+    if link:
+        pushed = record.with_name(raw["accepted"][0]["file"])
+        pushed.unlink()
+        pushed.symlink_to(key)
+    else:
+        raw["accepted"][0]["file"] = "../../../../key.safetensors"
+        record.write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=sentence):
+        pack.pack_run(run, tmp_path / "pack")
+    assert not [path for path in (tmp_path / "pack").rglob("*.safetensors") if path.read_bytes() == SECRET]
 
 
 @pytest.mark.parametrize(
@@ -90,5 +129,5 @@ def test_a_pack_that_cannot_be_is_refused(recorded: Path, tmp_path: Path, to: st
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a file").touch()
     with pytest.raises(ConfigError, match=sentence):
-        pack_run(run, tmp_path / to, until)
+        pack.pack_run(run, tmp_path / to, until)
     assert not (tmp_path / "pack").exists()
