@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support.dips_command import dips, started
+from support.dips_command import ROOT, dips, environment
 from support.tracked_tape import TrackedTape
 from support.waiting import until
 
@@ -74,10 +75,13 @@ def test_each_round_is_there_once_after_a_kill(tmp_path: Path, to: str, read: Ca
     command = ("track", tmp_path, "--to", to, "--dir", folder, "--project", "curves")
     quiet = {"WANDB_MODE": "offline", "MLFLOW_DISABLE_TELEMETRY": "true"}
     tape.rounds(0, 199)
-    with started(sys.executable, "-m", "dips.cli", *command, log=log, MARK=str(tmp_path), **quiet) as first:
-        until(lambda: len(read(folder)) >= 10 or first.poll() is not None, "the first points", log)
-        first.kill()
-        until(lambda: not living(f"MARK={tmp_path}"), "the end of it and of what it started", log)
+    words, env = [sys.executable, "-m", "dips.cli", *map(str, command)], environment({**quiet, "MARK": str(tmp_path)})
+    with log.open("wb") as out, subprocess.Popen(words, stdout=out, stderr=out, env=env, cwd=ROOT) as first:
+        try:
+            until(lambda: len(read(folder)) >= 10 or first.poll() is not None, "the first points", log)
+        finally:
+            first.kill()
+    until(lambda: not living(f"MARK={tmp_path}"), "the end of it and of what it started", log)
     tape.rounds(200, 204)
     tape.end()
     done = dips(*command, **quiet)

@@ -73,6 +73,9 @@ class ScriptedMachine:
     def run_is_over(self) -> bool:
         return False
 
+    def progress(self) -> dict[str, object]:
+        return {}
+
     def of(self, kind: type[E]) -> list[E]:
         return [event for event, _ in self.seen if isinstance(event, kind)]
 
@@ -118,6 +121,9 @@ class Leaves:
 
     def run_is_over(self) -> bool:
         return False
+
+    def progress(self) -> dict[str, object]:
+        return {}
 
     def handle(self, event: Event, now_s: float) -> Sequence[Effect]:
         match event:

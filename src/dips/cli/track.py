@@ -42,7 +42,8 @@ def track(run: RequiredRun, **given: Any) -> int:
             ended_s = (ended_s or time.monotonic()) if tracking.ended else None
             if ended_s is not None and (tracking.heldout_is_whole or time.monotonic() > ended_s + LATE_S):
                 break
-            signals.wait(LOOK_S)
+            if all_written or tracking.is_away:
+                signals.wait(LOOK_S)
     tracking.close()
     print(f"{knobs.to}: {tracking.written} points of run {tracking.run_id} were written to project {knobs.project}")
     if not all_written:

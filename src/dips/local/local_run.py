@@ -135,10 +135,9 @@ class LocalRun:
             self.supervisor.start(spec)
         for spec in cluster_specs(self.plan, self.directory, self.address):
             self.supervisor.start(spec)
-        evaluator = evaluator_spec(self.plan, self.directory, self.address)
-        for optional in (evaluator, tracker_spec(self.plan, self.directory)):
-            if optional is not None:
-                self.supervisor.start(optional)
+        for more in (evaluator_spec(self.plan, self.directory, self.address), tracker_spec(self.plan, self.directory)):
+            if more is not None:
+                self.supervisor.start(more)
         return self.address
 
     def tick(self) -> StatusReply | None:

@@ -11,6 +11,7 @@ import heapq
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,7 +86,7 @@ def heldout_losses(path: Path) -> list[HeldoutPoint]:
 
 class TapeTail:
     """The whole lines of a tape as they come; half a one waits for its end. A tape that is not there yet is looked for
-    again."""
+    again, and one that became shorter was restored from a copy: it is read from its beginning."""
 
     def __init__(self, path: Path, at_bytes: int = 0) -> None:
         """at_bytes: where to begin."""
@@ -96,6 +97,8 @@ class TapeTail:
         """Those that are new, up to a bound: call again until there is none."""
         try:
             with self.path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self.at_bytes:
+                    self.at_bytes = 0
                 file.seek(self.at_bytes)
                 found = file.read(_AT_ONCE_BYTES)
         except OSError:

@@ -30,7 +30,7 @@ from pydantic import Field
 
 from dips.core.config import Knobs
 from dips.core.errors import ConfigError
-from dips.core.files import make_folder
+from dips.core.files import FolderLock
 from dips.core.ids import Version, parse_version
 from dips.core.release import how_to_install
 from dips.core.units import format_seconds
@@ -82,10 +82,20 @@ def check_tracker(knobs: TrackKnobs) -> None:
 class Point:
     """What is known of one version."""
 
-    stream: str  # "": the rounds; or "-heldout", and in later timelines their number
-    step: int  # the version's number
-    wall_s: float  # Unix time when the master recorded it
+    what: str  # "": a round; or "-heldout"
+    version: Version
+    wall_s: float  # Unix time when it was recorded
     values: Mapping[str, float]
+
+    @property
+    def step(self) -> int:
+        return self.version.v
+
+    @property
+    def stream(self) -> str:
+        """The end of the name of its run in the tracker."""
+        timeline = self.version.timeline
+        return self.what if timeline == 1 else f"{self.what}-timeline-{timeline}"
 
 
 @dataclass
@@ -153,8 +163,7 @@ class RoundReader:
 
 
 def _point(what: str, version: Version, wall_s: float, values: Mapping[str, Any]) -> Point:
-    stream = what if version.timeline == 1 else f"{what}-timeline-{version.timeline}"
-    return Point(stream, version.v, wall_s, {key: float(value) for key, value in values.items() if _is_number(value)})
+    return Point(what, version, wall_s, {key: float(value) for key, value in values.items() if _is_number(value)})
 
 
 def _is_number(value: object) -> bool:
@@ -190,7 +199,8 @@ class Tracking:
     """Brings a run's points to a tracker. look() is called again and again; close() at the end."""
 
     def __init__(self, directory: Path, knobs: TrackKnobs, open_one: Opener | None = None) -> None:
-        """directory: with the run's tapes. Raises ConfigError when the master has written none."""
+        """directory: with the run's tapes. Raises ConfigError when the master has written none, or another process
+        writes this run to this tracker."""
         tapes = [path for path, role in find_tapes(directory).items() if role == "master"]
         if not tapes:
             raise ConfigError(f"{directory} has no tape of a master: start the run, or give its master's directory")
@@ -199,13 +209,20 @@ class Tracking:
             self._digest = xxhash.xxh3_64_hexdigest(file.readline())[:8]
         self._knobs = knobs
         self._folder = (knobs.dir or directory / "track").resolve()
+        self._lock = FolderLock(
+            self._folder,
+            f".{knobs.to}-{self._digest}.lock",
+            unusable=f"{self._folder} cannot be used ({{why}}): give another --dir",
+            held=f"process {{holder}} writes this run to {knobs.to} already: one is enough",
+            of_process=True,
+        )
         self._tails = [TapeTail(path) for path in tapes]
         self._heldout = TapeTail(tape_path(directory, HELDOUT_TAPE))
         self._reader = RoundReader()
         self._waiting: deque[Point] = deque()
         self._open = open_one or open_tracker
         self._trackers: dict[str, Tracker] = {}
-        self._newest: dict[str, int] = {}  # of each stream's, the step that was handed over last
+        self._newest: dict[str, Version] = {}  # of rounds and of held-out losses, the one that was handed over last
         self._retry_s = self._due_s = 0.0
         self.written = 0
 
@@ -217,25 +234,29 @@ class Tracking:
     @property
     def heldout_is_whole(self) -> bool:
         """Nothing measures held-out losses, or that of the newest version is there."""
-        newest = self._newest
-        return not self._heldout.path.is_file() or newest.get("-heldout", -1) >= newest.get("", -1)
+        return not self._heldout.path.is_file() or self._newest.get("-heldout") == self._newest.get("")
 
     @property
     def run_id(self) -> str:
         return self._reader.run_id
 
+    @property
+    def is_away(self) -> bool:
+        """The tracker takes nothing now."""
+        return self._retry_s > 0
+
     def look(self, now_s: float) -> bool:
-        """Write what is new; whether all of it is written. Tapes are read only once the last lines are written, so
-        that a long outage takes no memory. Raises ConfigError for an altered tape."""
-        while True:
-            if not self._waiting:
-                self._read()
-            if not self._waiting:
-                return True
-            if now_s < self._due_s or not self._write_first(now_s):
-                return False
+        """Write what is new, up to a bound; whether that is all. Tapes are read only once the last lines are written,
+        so that a long outage takes no memory. Raises ConfigError for an altered tape."""
+        self._read()
+        while self._waiting and now_s >= self._due_s and self._write_first(now_s):
+            pass
+        self._read()
+        return not self._waiting
 
     def _read(self) -> None:
+        if self._waiting:
+            return
         while not self._waiting and self._tails:
             before = self._tails[0].at_bytes
             self._waiting += _points(self._tails[0], self._reader.take)
@@ -271,7 +292,7 @@ class Tracking:
         if self._retry_s:
             _logger.warning("%s takes what the run records again", self._knobs.to)
         self._retry_s = 0.0
-        self._newest[point.stream] = point.step
+        self._newest[point.what] = point.version
         self._waiting.popleft()
         return True
 
@@ -380,12 +401,14 @@ class MlFlow(Tracker):
         from mlflow.entities import Param, ViewType
 
         address = None if target.knobs.dir is None and os.environ.get("MLFLOW_TRACKING_URI") else target.folder
-        if address is not None:
-            make_folder(address)
         uri = None if address is None else f"sqlite:///{address / 'mlflow.db'}"
         client = self._client = MlflowClient(tracking_uri=uri)
         project = client.get_experiment_by_name(target.knobs.project)
-        of = project.experiment_id if project is not None else client.create_experiment(target.knobs.project)
+        of = (
+            project.experiment_id
+            if project is not None
+            else client.create_experiment(target.knobs.project, None if address is None else str(address / "mlflow"))
+        )
         found = client.search_runs([of], f"tags.dips_run = '{target.name}'", ViewType.ACTIVE_ONLY, 1)
         run = found[0] if found else client.create_run(of, run_name=target.name, tags={"dips_run": target.name})
         self._id = run.info.run_id
@@ -436,8 +459,15 @@ class Wandb(Tracker):
     def __init__(self, target: Target) -> None:
         import wandb
 
-        make_folder(target.folder)
-        quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True, save_code=False)
+        quiet = wandb.Settings(  # and nothing of this machine, its packages or this process
+            silent=True,
+            console="off",
+            x_disable_stats=True,
+            x_disable_meta=True,
+            x_save_requirements=False,
+            disable_git=True,
+            save_code=False,
+        )
         self._run = wandb.init(
             project=target.knobs.project,
             id=target.name,
@@ -469,19 +499,22 @@ def wandb_points(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
     """
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, whole = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if (left := _BLOCK_BYTES - at % _BLOCK_BYTES) < 7:
-            at += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, at)
-        part, at = data[at + 7 : at + 7 + length], at + 7 + length
-        if kind not in (1, 2, 3, 4) or len(part) < length:
-            return
-        whole = part if kind in (1, 2) else whole + part
-        if kind in (1, 4):
-            record = Record.FromString(whole)
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                named = ((item.key or "/".join(item.nested_key), json.loads(item.value_json)) for item in items)
-                yield record.history.step.num, {key: float(value) for key, value in named if _is_number(value)}
+    whole = b""
+    with path.open("rb") as file:
+        file.seek(7)
+        while True:
+            if (left := _BLOCK_BYTES - file.tell() % _BLOCK_BYTES) < 7:
+                file.seek(left, os.SEEK_CUR)
+            if len(head := file.read(7)) < 7:
+                return
+            _, length, kind = struct.unpack("<IHB", head)
+            part = file.read(length)
+            if kind not in (1, 2, 3, 4) or len(part) < length:
+                return
+            whole = part if kind in (1, 2) else whole + part
+            if kind in (1, 4):
+                record = Record.FromString(whole)
+                if record.WhichOneof("record_type") == "history":
+                    items = record.history.item
+                    named = ((item.key or "/".join(item.nested_key), json.loads(item.value_json)) for item in items)
+                    yield record.history.step.num, {key: float(value) for key, value in named if _is_number(value)}

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar
 
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError, RefusalCode, Refused
@@ -288,11 +288,6 @@ class StateMachine(Protocol):
 
     def run_is_over(self) -> bool: ...
 
-
-@runtime_checkable
-class Progressing(Protocol):
-    """A state machine of a run with clusters."""
-
     def progress(self) -> dict[str, object]: ...
 
 
@@ -544,7 +539,7 @@ class MasterShell:
         line: Record | None = record
         if isinstance(record, Refusal):
             line = self._refusals.note(record, self._clock.monotonic_s())
-        if isinstance(record, VersionPublished) and isinstance(self._machine, Progressing):
+        if isinstance(record, VersionPublished):
             self._tape.write("progress", record.cause, version=record.fields["version"], **self._machine.progress())
         if line is not None:
             self._tape.write(line.kind, line.cause, **line.fields)

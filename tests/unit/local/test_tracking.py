@@ -79,6 +79,20 @@ def test_timelines_and_heldout_losses_are_runs_of_their_own(tmp_path: Path) -> N
     assert follower.look(1.0)
     streams = {"": [0, 1, 2, 3, 4, 5], "-timeline-2": [4, 5, 6], "-heldout": [3], "-heldout-timeline-2": [6]}
     assert held.steps() == streams
+    assert follower.heldout_is_whole
+
+
+def test_a_tape_that_is_restored_while_it_is_followed_is_read_again(tmp_path: Path) -> None:
+    tape, held, path = TrackedTape(tmp_path), Held(), tmp_path / "master" / "master.tape.jsonl"
+    tape.rounds(0, 5)
+    backup = path.read_bytes()
+    tape.rounds(6, 9)
+    follower = tracking(tmp_path, held)
+    assert follower.look(0.0)
+    path.write_bytes(backup)
+    tape.rounds(6, 7, timeline=2)
+    assert follower.look(1.0)
+    assert held.steps() == {"": list(range(10)), "-timeline-2": [6, 7]}
 
 
 @pytest.mark.parametrize(

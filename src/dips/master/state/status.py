@@ -218,22 +218,29 @@ def look(shared: SharedState) -> RunView:
 
 def progress(shared: SharedState) -> dict[str, object]:
     """What the tape has of the clusters when a version is published: by their last beats, and their links' rates."""
-    links = shared.link_rates.links(shared.members, shared.ledger.layout, shared.ledger.placement, shared.now_s)
-    clusters = {}
-    for member in shared.live():
-        if (beat := member.beat) is None:
-            continue
-        mine = [link for link in links if link.cluster == member.cluster]
-        clusters[member.cluster] = {
-            "loss": beat.loss,
-            "tokens_per_s": beat.tokens_per_s,
+    layout = shared.ledger.layout
+    clusters = {
+        member.cluster: {
+            "loss": _short(beat.loss),
+            "tokens_per_s": _short(beat.tokens_per_s),
             "steps": beat.steps,
-            "push_s": beat.push_s,
-            "pull_s": beat.pull_s,
-            "push_bytes_per_s": sum(link.push_bytes_per_s or 0.0 for link in mine) or None,
-            "pull_bytes_per_s": sum(link.pull_bytes_per_s or 0.0 for link in mine) or None,
+            "push_s": _short(beat.push_s),
+            "pull_s": _short(beat.pull_s),
         }
-    return {"elems": shared.ledger.layout.n_elems if shared.ledger.layout is not None else 0, "clusters": clusters}
+        for member in shared.live()
+        if (beat := member.beat) is not None
+    }
+    for link in shared.link_rates.links(clusters, layout, shared.ledger.placement, shared.now_s):
+        seen = clusters[link.cluster]
+        for key, rate in (("push_bytes_per_s", link.push_bytes_per_s), ("pull_bytes_per_s", link.pull_bytes_per_s)):
+            if rate:
+                seen[key] = _short(seen.get(key, 0.0) + rate)
+    return {"elems": layout.n_elems if layout is not None else 0, "clusters": clusters}
+
+
+def _short(value: float) -> float:
+    """For a curve: half of the line's bytes would be digits that no one sees."""
+    return float(f"{value:.6g}")
 
 
 def _open(shared: SharedState, push: Push) -> OpenPushView:
