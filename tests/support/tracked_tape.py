@@ -7,6 +7,8 @@ from pathlib import Path
 from dips.core.observe.tape import Tape
 from dips.local.tracking import Point, Target, Tracker
 
+SECRET = "a-password"
+
 
 class TrackedTape:
     """Appends rounds to the tape of a master with one cluster, a. Its first version is 1:0."""
@@ -61,12 +63,12 @@ class Held:
 class _Opened(Tracker):
     def __init__(self, held: Held, target: Target) -> None:
         if held.away:
-            raise OSError("no route to it")
+            raise OSError(f"no route to https://me:{SECRET}@tracker/api")
         self._held, self._mine = held, held.points.setdefault(target.name, [])
         held.settings = dict(target.settings)
         self.last = self._mine[-1].step if self._mine else -1
 
     def write(self, point: Point) -> None:
         if self._held.away:
-            raise OSError("no route to it")
+            raise OSError(f"no route to https://me:{SECRET}@tracker/api")
         self._mine.append(point)

@@ -44,7 +44,7 @@ def track(run: RequiredRun, **given: Any) -> int:
                 break
             if all_written or tracking.is_away:
                 signals.wait(LOOK_S)
-    tracking.close()
+        tracking.close()
     print(f"{knobs.to}: {tracking.written} points of run {tracking.run_id} were written to project {knobs.project}")
     if not all_written:
         raise FatalError(f"{knobs.to} lacks the last rounds: `dips track {run} --to {knobs.to}` writes them")

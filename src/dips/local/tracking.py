@@ -283,7 +283,8 @@ class Tracking:
             self.close()
             self._retry_s = min(max(RETRY_FIRST_S, 2 * self._retry_s), RETRY_MOST_S)
             self._due_s = now_s + self._retry_s
-            said = " ".join(str(error).split())[:400] or type(error).__name__
+            # MLflow's address may have a password in it
+            said = re.sub(r"//[^/\s]*@", "//", " ".join(str(error).split()))[:400] or type(error).__name__
             retry = format_seconds(self._retry_s)
             _logger.warning(
                 "%s does not take what the run recorded; tried again in %s: %s", self._knobs.to, retry, said

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.tracked_tape import Held, TrackedTape
+from support.tracked_tape import SECRET, Held, TrackedTape
 
 from dips.core.errors import ConfigError
 from dips.core.observe.tape import Tape
@@ -54,6 +54,7 @@ def test_neither_restarts_nor_outages_leave_a_gap_or_a_double(tmp_path: Path, ca
     assert not first.look(1.0)
     assert not first.look(1.5)  # not before a second has passed
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert SECRET not in caplog.text
     held.away = False
     assert first.look(2.0)
     tape.rounds(8, 9)
