@@ -17,7 +17,7 @@ class TrackedTape:
         self._path = directory / "master" / "master.tape.jsonl"
         self._tokens = 0
         with self._opened() as tape:
-            tape.write("master-started", "-", run_id=run_id, settings={"outer_lr": 0.7, "lora": {"rank": 8}})
+            tape.write("master-started", "-", run_id=run_id, settings={"outer_lr": 0.7})
 
     def _opened(self) -> Tape:
         return Tape(self._path, "master", "master")

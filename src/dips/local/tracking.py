@@ -273,7 +273,7 @@ class Tracking:
             if tracker is None:
                 run_id = self._reader.run_id
                 name = f"{run_id}-{self._digest}{point.stream}"
-                target = Target(self._knobs, self._folder, name, {"run_id": run_id, **_flat(self._reader.settings)})
+                target = Target(self._knobs, self._folder, name, {"run_id": run_id, **self._reader.settings})
                 tracker = self._trackers[point.stream] = self._open(target)
             if point.step > tracker.last:
                 tracker.write(point)
@@ -305,14 +305,6 @@ class Tracking:
             except Exception as error:  # as above
                 _logger.warning("%s did not close: %s", self._knobs.to, error)
         self._trackers.clear()
-
-
-def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested settings with dots in their names."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
-    return flat
 
 
 # ---- trackers --------------------------------------------------------------------------------------------------------
@@ -423,9 +415,8 @@ class MlFlow(Tracker):
         from mlflow.entities import Metric
 
         # "version" comes last: a point is there when it is
-        values = {**point.values, "version": point.values["version"]}
-        rows = [Metric(k, v, round(1000 * point.wall_s), point.step) for k, v in values.items() if k != "version"]
-        rows.append(Metric("version", values["version"], round(1000 * point.wall_s), point.step))
+        values = sorted(point.values.items(), key=lambda value: value[0] == "version")
+        rows = [Metric(key, value, round(1000 * point.wall_s), point.step) for key, value in values]
         for at in range(0, len(rows), 1000):
             self._client.log_batch(self._id, metrics=rows[at : at + 1000])
 

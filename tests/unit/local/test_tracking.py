@@ -41,7 +41,7 @@ def test_a_point_has_the_facts_of_its_round(tmp_path: Path) -> None:
         "a/push_bytes": 1200,
         "a/norm": 0.5,
     }
-    assert held.settings == {"run_id": "mine", "outer_lr": 0.7, "lora.rank": 8}
+    assert held.settings == {"run_id": "mine", "outer_lr": 0.7}
 
 
 def test_neither_restarts_nor_outages_leave_a_gap_or_a_double(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
