@@ -74,7 +74,7 @@ def test_each_round_is_there_once_after_a_kill(tmp_path: Path, to: str, read: Ca
     tape, folder, log = TrackedTape(tmp_path), tmp_path / "kept", tmp_path / "first.log"
     command = ("track", tmp_path, "--to", to, "--dir", folder, "--project", "curves")
     quiet = {"WANDB_MODE": "offline", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    tape.rounds(0, 199)
+    tape.rounds(0, 99)
     words, env = [sys.executable, "-m", "dips.cli", *map(str, command)], environment({**quiet, "MARK": str(tmp_path)})
     with log.open("wb") as out, subprocess.Popen(words, stdout=out, stderr=out, env=env, cwd=ROOT) as first:
         try:
@@ -82,8 +82,8 @@ def test_each_round_is_there_once_after_a_kill(tmp_path: Path, to: str, read: Ca
         finally:
             first.kill()
     until(lambda: not living(f"MARK={tmp_path}"), "the end of it and of what it started", log)
-    tape.rounds(200, 204)
+    tape.rounds(100, 104)
     tape.end()
     done = dips(*command, **quiet)
     assert done.returncode == 0, done.stderr
-    assert sorted(read(folder)) == [(v, pytest.approx(1 / (v + 1), rel=1e-6)) for v in range(205)]
+    assert sorted(read(folder)) == [(v, pytest.approx(1 / (v + 1), rel=1e-6)) for v in range(105)]
