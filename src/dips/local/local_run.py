@@ -25,6 +25,7 @@ from dips.local.processes import (
     MASTER,
     RunPlan,
     TrainedCluster,
+    backup_spec,
     cluster_specs,
     evaluator_spec,
     master_spec,
@@ -134,9 +135,9 @@ class LocalRun:
             self.supervisor.start(spec)
         for spec in cluster_specs(self.plan, self.directory, self.address):
             self.supervisor.start(spec)
-        evaluator = evaluator_spec(self.plan, self.directory, self.address)
-        if evaluator is not None:
-            self.supervisor.start(evaluator)
+        for more in (evaluator_spec(self.plan, self.directory, self.address), backup_spec(self.plan, self.directory)):
+            if more is not None:
+                self.supervisor.start(more)
         return self.address
 
     def tick(self) -> StatusReply | None:

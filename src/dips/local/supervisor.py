@@ -128,6 +128,7 @@ class ChildSpec:
     restart: bool = True
     niceness: int = 0
     stop_s: float = _STOP_TERMINATE_S  # how long it may take to end upon SIGTERM before it is killed
+    needed: bool = True  # without it the run cannot go on; another one is only started again, however it ends
 
 
 @dataclass(frozen=True)
@@ -318,6 +319,11 @@ class ProcessSupervisor:
 
     def _failed(self, child: _Child, pid: int, code: int, now_s: float) -> None:
         name, log_path, how = child.spec.name, child.spec.log_path, how_it_ended(code)
+        if not child.spec.needed:
+            delay_s = child.failures.failed(now_s - child.started_s)
+            child.start_again_s = now_s + (self._policy.later_delay_s if delay_s is None else delay_s)
+            self._tell(child, "failed", pid, code, f"{how} ({log_path} says why), is started again; the run goes on")
+            return
         the_end = f"the end of {log_path}:\n"
         says_why = code in (ConfigError.exit_code, NAME_TAKEN_EXIT, KEYS_REFUSED_EXIT)
         sentence = last_word(log_path) if says_why else ""

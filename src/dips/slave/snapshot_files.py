@@ -99,6 +99,13 @@ def build_header(
     return raw, FileHead(plain, run_id, slave_id, n_elems, stamp, sums, residual_bytes)
 
 
+def parse_head(raw: bytes, where: str) -> FileHead:
+    """The header in the first HEADER_BYTES of a file. Raises SnapshotError when it is no header of this release."""
+    if len(raw) < HEADER_BYTES or int.from_bytes(raw[:8], "little") != HEADER_BYTES - 8:
+        raise SnapshotError(f"{where} does not begin as a snapshot of this release does")
+    return _parse(raw, where)
+
+
 def read_head(file: BinaryIO, where: str) -> FileHead | None:
     """The header of a file at its beginning; None for a file that was made and never written.
 
@@ -107,9 +114,7 @@ def read_head(file: BinaryIO, where: str) -> FileHead | None:
     raw = file.read(HEADER_BYTES)
     if len(raw) == HEADER_BYTES and not any(raw):
         return None
-    if len(raw) < HEADER_BYTES or int.from_bytes(raw[:8], "little") != HEADER_BYTES - 8:
-        raise SnapshotError(f"{where} does not begin as a snapshot of this release does")
-    head = _parse(raw, where)
+    head = parse_head(raw, where)
     size = file.seek(0, os.SEEK_END)
     if size != head.stamp.n_bytes:
         raise SnapshotError(f"{where} has {size} bytes, its header says {head.stamp.n_bytes}: it is torn")
@@ -276,6 +281,8 @@ def encode(manifest: SnapshotManifest) -> bytes:
         "commit_hash": info.commit_hash.hex(),
         "commit_record": manifest.record,
     }
+    if info.restored_timeline:
+        body["restored_timeline"] = info.restored_timeline
     return json.dumps({"body": body, "xxh3_128": _checksum(body)}, indent=1).encode()
 
 
@@ -294,6 +301,7 @@ def decode(data: bytes, where: str) -> SnapshotManifest:
             bytes.fromhex(body["digest"]),
             committed=True,
             commit_hash=bytes.fromhex(body["commit_hash"]),
+            restored_timeline=int(body.get("restored_timeline", 0)),
         )
         return SnapshotManifest(
             info,
