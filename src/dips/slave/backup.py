@@ -37,7 +37,6 @@ from dips.core.net.object_store import Objects
 from dips.core.observe.logs import ChangeLogger
 from dips.core.units import format_bytes
 from dips.slave.config import BackupConfig
-from dips.slave.disk import LocalDisk
 from dips.slave.ring import SnapshotStore
 from dips.slave.snapshot_files import (
     HEADER_BYTES,
@@ -218,8 +217,7 @@ def _sum(body: Mapping[str, object]) -> str:
 class Copier:
     """Sends what is due of slaves' directories, one file at a time, no faster than the settings allow.
 
-    wait: sleeps. A store that does not answer, or refuses, is asked again for ever, unless `gives_up`: no run depends on
-    it.
+    wait: sleeps. A store that does not answer, or refuses, is asked again for ever, unless `gives_up`: no run needs it.
     """
 
     def __init__(
@@ -358,7 +356,6 @@ class Copier:
                 self._changes.report("store", "", "INFO")
                 return found
 
-
     def look_for_ever(self, paths: Sequence[Path]) -> None:
         """Send what is due, until the process is ended. A disk that fails is looked at again."""
         while True:
@@ -404,8 +401,8 @@ def slave_directories(paths: Iterable[Path]) -> list[Path]:
 
 
 def _copy(source: Path, copy: Path) -> None:
-    """Copy a file's bytes, gently: dirty pages do not pile up, and leave the page cache. No link, and no shared extents:
-    the ring writes in place, into room that it has reserved."""
+    """Copy a file's bytes; dirty pages do not pile up, and leave the page cache. Neither a link nor shared extents: the
+    ring writes in place, into room that it has reserved."""
     copy.unlink(missing_ok=True)
     with source.open("rb") as file:
         into = closed(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

@@ -160,7 +160,7 @@ def test_an_upload_that_was_killed_is_nothing_until_another_process_has_finished
 
 
 def first_part(objects: MemoryObjects, slave: str = "s1") -> str:
-    return min(name for name in objects.held if f"/1.4-" in name and f"/{slave}-" in name)
+    return min(name for name in objects.held if "/1.4-" in name and f"/{slave}-" in name)
 
 
 def manifest(objects: MemoryObjects, slave: str = "s1") -> str:
@@ -181,7 +181,10 @@ def alter(objects: MemoryObjects, name: str) -> None:
         (lambda objects: objects.held.pop(manifest(objects)), "the copy of slave s1 is not there"),
         (lambda objects: alter(objects, manifest(objects)), r"altered|cannot be read"),
         (lambda objects: objects.held.update({manifest(objects): b"{"}), "cannot be read"),
-        (lambda objects: objects.held.update({manifest(objects): objects.held[manifest(objects, "s0")]}), "not its own"),
+        (
+            lambda objects: objects.held.update({manifest(objects): objects.get(manifest(objects, "s0"))}),
+            "not its own",
+        ),
     ],
 )
 def test_a_torn_or_foreign_copy_is_passed_over_with_a_sentence_and_refused_where_it_is_asked_for(

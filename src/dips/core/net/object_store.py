@@ -27,7 +27,7 @@ RETRY_S = 20.0
 """How long the library itself tries a request again; who calls decides about more."""
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
-"""Variables with the server's address where it is not the cloud's own; one that begins with http:// is not encrypted."""
+"""Variables with the server's address where it is not the cloud's own; http:// in one means: not encrypted."""
 
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 
@@ -172,7 +172,7 @@ def _code(error: Exception) -> str:
 def _aws_profile(url: str) -> Any:
     """What gives the credentials of the profile AWS_PROFILE, as the command-line tools read it."""
     if find_spec("boto3") is None:
-        raise ConfigError(f"AWS_PROFILE is set, and only boto3 reads profiles for {url}: pip install boto3, or unset it")
+        raise ConfigError(f"AWS_PROFILE is set, and only boto3 reads a profile for {url}: install boto3, or unset it")
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     try:
