@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from support.dips_command import dips, dips_started, end_at_a_limit, ended, pid_of, published
 from support.documents import blocks_below
-from support.ports import free_port
+from support.ports import own_port
 from support.repository import ROOT
 from support.waiting import until
 
@@ -54,7 +54,7 @@ class S3Server:
     """rclone's, over a folder; what is below `root` are the objects. It can be away, and come back."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self._port = root, free_port()
+        self.root, self._port = root, own_port()
         (root / "bucket").mkdir(parents=True)
         self.there = {
             "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1",

@@ -179,6 +179,20 @@ def test_what_cannot_live_is_given_up(
     assert (supervisor.starts("a"), supervisor.exit_code("a")) == (starts, code)
 
 
+@pytest.mark.parametrize("code", [1, 2, NAME_TAKEN_EXIT])
+def test_one_that_the_run_does_not_need_is_tried_again_for_ever(clock: ManualClock, tmp_path: Path, code: int) -> None:
+    """A copier whose object store refuses it must not end the run."""
+    Played.lives["a"] = [(1.0, code)]
+    supervisor = ProcessSupervisor(clock, lambda event: None, POLICY)
+    supervisor.start(replace(spec(tmp_path, "a"), needed=False))
+    (tmp_path / "a.log").write_text("dips: it refuses the credentials\n")
+    for _ in range(1000):
+        clock.advance(1.0)
+        supervisor.poll()
+    assert supervisor.starts("a") > 10
+    assert supervisor.exit_code("a") is None
+
+
 def test_one_whose_keys_are_refused_ends_alone(clock: ManualClock, tmp_path: Path) -> None:
     """A cluster that was revoked on purpose came back again and again, and all others' run with it."""
     Played.lives["a"] = [(1000.0, KEYS_REFUSED_EXIT)]

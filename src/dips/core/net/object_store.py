@@ -20,8 +20,11 @@ from dips.core.errors import ConfigError, RetryLater
 from dips.core.release import how_to_install
 
 SCHEMES = ("s3", "gs", "az", "file")
-CALL_S = 60.0
-"""Most time of one request; a put or get has at most a part of a file."""
+CALL_S = 300.0
+"""Most time of one request, which has at most a part of a file: enough for 16 MiB over half a Mbit/s."""
+
+PART_BYTES, MOST_PARTS = 16 << 20, 9000
+"""Of a file that is sent as one object; S3 takes 10,000 parts."""
 
 RETRY_S = 20.0
 """How long the library itself tries a request again; who calls decides about more."""
@@ -114,8 +117,11 @@ class _Store:
             raise ConfigError(f"{url} cannot be used as an object store{_code(error)}: {lacks}") from None
 
     def put(self, name: str, data: bytes | Path) -> None:
+        more: dict[str, Any] = {"use_multipart": False}
+        if isinstance(data, Path):
+            more = {"use_multipart": True, "chunk_size": max(PART_BYTES, data.stat().st_size // MOST_PARTS + 1)}
         try:
-            self._library.put(self._store, name, data, use_multipart=isinstance(data, Path))
+            self._library.put(self._store, name, data, **more)
         except Exception as error:  # the library's own, and what it passes on of credential providers
             raise self._said(error, "write") from None
 
