@@ -31,7 +31,7 @@ from typing import TypeVar
 import xxhash
 
 from dips.core.errors import ConfigError, RetryLater
-from dips.core.files import closed, make_folder
+from dips.core.files import closed, make_folder, replace_file
 from dips.core.ids import Version
 from dips.core.net.object_store import Objects
 from dips.core.observe.logs import ChangeLogger
@@ -44,6 +44,7 @@ from dips.slave.snapshot_files import (
     SnapshotError,
     SnapshotManifest,
     decode,
+    manifest_name,
     parse_head,
     read_head,
     read_tensors,
@@ -247,7 +248,8 @@ class Copier:
         newest = max(manifests)
         run_id, slave_id = manifests[newest][1].run_id, manifests[newest][1].slave_id
         stride = self._strides.get(slave_id, self._config.every)
-        if version is None and due(manifests, self._sent.get(slave_id), stride) is None:
+        begun = committed(directory / FOLDER)
+        if version is None and not begun and due(manifests, self._sent.get(slave_id), stride) is None:
             return None
         stored = stored_versions(self._again(lambda: self._objects.sizes(run_id)))
         sent = self._sent[slave_id] = max((one.version for one in stored if slave_id in one.slaves), default=None)
@@ -259,11 +261,13 @@ class Copier:
                 "WARNING",
             )
             return None
+        if sent is None or max(begun, default=sent) > sent:
+            version = version or max(begun, default=None)
         version = version or due(manifests, sent, stride)
         if version is None or (sent is not None and version <= sent):
             return None
-        name, manifest, raw = manifests[version]
-        with self._copied(directory, name, manifest) as copy:
+        name, manifest, raw = {**begun, **manifests}[version]
+        with self._copied(directory, name, manifest, raw) as copy:
             if copy is None:
                 return None
             self._send(copy, manifest, raw, {n: size for one in stored for n, size in one.objects.items()})
@@ -275,37 +279,40 @@ class Copier:
         return version
 
     @contextlib.contextmanager
-    def _copied(self, directory: Path, name: str, manifest: SnapshotManifest) -> Iterator[Path | None]:
+    def _copied(self, directory: Path, name: str, manifest: SnapshotManifest, raw: bytes) -> Iterator[Path | None]:
         """A copy of the snapshot file that no round overwrites; None where there is none (any more), or no room.
 
-        It stays if this process is killed, and is used then.
+        If this process is killed, the copy and its manifest stay, and the next one goes on with them.
         """
         folder = directory / FOLDER
-        copy = folder / f"{manifest.stamp.header_xxh3_128}.safetensors"
+        copy, beside = folder / f"{manifest.stamp.header_xxh3_128}.safetensors", folder / manifest_name(0)
         make_folder(folder)
         for old in folder.iterdir():
-            if old != copy:
+            if old != copy and not (old == beside and old.read_bytes() == raw):
                 old.unlink()
-        if not _is_whole(copy, manifest):
-            n_bytes, disk = manifest.stamp.n_bytes, os.statvfs(folder)
-            free = disk.f_bavail * disk.f_frsize
-            if free < n_bytes + ROOM_BYTES:
-                self._changes.report(
-                    f"room {directory}",
-                    f"version {manifest.info.version} of {directory} is not copied: that needs "
-                    f"{format_bytes(n_bytes + ROOM_BYTES)} free, and {format_bytes(free)} are: free space on the disk",
-                    "WARNING",
-                )
-                yield None
-                return
-            _copy(directory / name, copy)
-            if not _is_whole(copy, manifest):
-                copy.unlink(missing_ok=True)
-                log.info("version %s left the ring of %s while it was copied", manifest.info.version, directory)
-                yield None
-                return
+        trouble = "" if _is_whole(copy, manifest) else self._make_copy(directory / name, copy, manifest)
+        if trouble:
+            beside.unlink(missing_ok=True)
+            self._changes.report(f"copy {directory}", f"{directory} is not copied: {trouble}", "WARNING")
+            yield None
+            return
+        self._changes.report(f"copy {directory}", "")
+        replace_file(beside, [raw])
         yield copy
+        for path in (beside, copy):
+            path.unlink(missing_ok=True)
+
+    def _make_copy(self, source: Path, copy: Path, manifest: SnapshotManifest) -> str:
+        """Returns why there is none; empty: it is whole."""
+        n_bytes, disk = manifest.stamp.n_bytes + ROOM_BYTES, os.statvfs(copy.parent)
+        free = disk.f_bavail * disk.f_frsize
+        if free < n_bytes:
+            return f"that needs {format_bytes(n_bytes)} free, and {format_bytes(free)} are: free space on the disk"
+        _copy(source, copy)
+        if _is_whole(copy, manifest):
+            return ""
         copy.unlink(missing_ok=True)
+        return f"version {manifest.info.version} left the ring meanwhile; a newer one follows"
 
     def _send(self, copy: Path, manifest: SnapshotManifest, raw: bytes, there: Mapping[str, int]) -> None:
         parts: list[tuple[str, int, str]] = []

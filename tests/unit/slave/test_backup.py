@@ -138,6 +138,7 @@ def test_an_upload_that_was_killed_is_nothing_until_another_process_has_finished
 ) -> None:
     copied(tmp_path, objects, range(3))
     write(tmp_path, 4)
+    copier(objects).look(tmp_path / "slaves" / "s1")
     before = len(objects.puts)
 
     def dies(name: str) -> None:
@@ -149,10 +150,10 @@ def test_an_upload_that_was_killed_is_nothing_until_another_process_has_finished
         copier(objects).look(tmp_path / "slaves" / "s0")
     assert find_restorable(objects, "", None).version == Version(1, 2)
     objects.before_put = lambda name: None
-    copied(tmp_path, objects, ())
+    for v in range(5, 9):  # it leaves the ring
+        write(tmp_path, v)
     sends = copier(objects)
-    for slave in SLAVES:
-        sends.look(tmp_path / "slaves" / slave)
+    assert [sends.look(tmp_path / "slaves" / "s0") for _ in range(2)] == [Version(1, 4), Version(1, 8)]
     assert in_store(objects) == [2, 4]
     assert len(set(objects.puts[before:])) == len(objects.puts[before:]), "a part was sent twice"
     assert restored(objects, tmp_path / "to") == Version(1, 4)
