@@ -174,7 +174,7 @@ def test_mistakes_are_said_before_the_run_begins_and_an_altered_object_is_refuse
         b for b in blocks_below(ROOT / "docs" / "storage.md", "Copies in an object store") if "--once" in b.text
     ]
     copy, restore = [
-        line.replace("runs/mine", str(directory)).replace("file:///mnt/backup", f"file://{store}").split()[1:]
+        line.replace("runs/mine", str(directory)).replace("file:///backup/runs", f"file://{store}").split()[1:]
         for line in block.text.splitlines()
     ]
     copied = dips(*copy)

@@ -237,7 +237,7 @@ COMMANDS: tuple[Command, ...] = (
         ROLES,
         (
             "dips backup /var/lib/dips/s0 --to s3://bucket/runs --every 20",
-            "dips backup runs/mine --to file:///mnt/backup --once",
+            "dips backup runs/mine --to file:///backup/runs --once",
         ),
     ),
     Command(

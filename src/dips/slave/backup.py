@@ -37,6 +37,7 @@ from dips.core.net.object_store import Objects
 from dips.core.observe.logs import ChangeLogger
 from dips.core.units import format_bytes
 from dips.slave.config import BackupConfig
+from dips.slave.disk import begin_writing
 from dips.slave.ring import SnapshotStore
 from dips.slave.snapshot_files import (
     HEADER_BYTES,
@@ -418,9 +419,9 @@ def _copy(source: Path, copy: Path) -> None:
             while piece := memoryview(file.read(COPY_BYTES)):
                 while piece:
                     piece = piece[os.write(into, piece) :]
-                os.fdatasync(into)
-                for handle in (into, file.fileno()):
-                    os.posix_fadvise(handle, at, COPY_BYTES, os.POSIX_FADV_DONTNEED)
+                begin_writing(into, at, COPY_BYTES)
+                for handle, start in ((into, max(0, at - COPY_BYTES)), (file.fileno(), at)):
+                    os.posix_fadvise(handle, start, COPY_BYTES, os.POSIX_FADV_DONTNEED)
                 at += COPY_BYTES
         finally:
             os.close(into)
