@@ -199,6 +199,8 @@ def _parse(raw: bytes, where: str) -> FileHead:
             raise SnapshotError(f"{where} is not a snapshot of this release")
         n_elems, residual_bytes = header["theta"]["shape"][0], header.get("residual", {"shape": [0]})["shape"][0]
         places = _tensor_places(n_elems, residual_bytes)
+        if type(n_elems) is not int or type(residual_bytes) is not int or min(n_elems, residual_bytes) < 0:
+            raise SnapshotError(f"{where}: its header names tensors that cannot be")
         if metadata[_SEAL] != _seal(header) or header != places | {"__metadata__": metadata}:
             raise SnapshotError(f"{where}: its header is not the one that was written")
         layout_hash, placement_hash, digest = (bytes.fromhex(metadata[name]) for name in _HASHES)
@@ -293,6 +295,9 @@ def decode(data: bytes, where: str) -> SnapshotManifest:
         body = outer["body"]
         if outer["xxh3_128"] != _checksum(body) or body["format"] != MANIFEST_FORMAT:
             raise SnapshotError(f"{where} was altered, or is of another release")
+        restored_timeline = body.get("restored_timeline", 0)
+        if type(restored_timeline) is not int or not 0 <= restored_timeline < 1 << 63:
+            raise SnapshotError(f"{where}: {restored_timeline!r} is no timeline")
         info = SnapshotInfo(
             read_version(body["version"]),
             parse_round(body["round"]),
@@ -301,7 +306,7 @@ def decode(data: bytes, where: str) -> SnapshotManifest:
             bytes.fromhex(body["digest"]),
             committed=True,
             commit_hash=bytes.fromhex(body["commit_hash"]),
-            restored_timeline=int(body.get("restored_timeline", 0)),
+            restored_timeline=restored_timeline,
         )
         return SnapshotManifest(
             info,
