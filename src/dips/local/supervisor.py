@@ -220,7 +220,12 @@ class ProcessSupervisor:
             if child.process is not None and child.process.poll() is not None:
                 self._handle_end(child, child.process)
             elif child.start_again_s is not None and self._clock.monotonic_s() >= child.start_again_s:
-                self._spawn(child)
+                try:
+                    self._spawn(child)
+                except ConfigError:
+                    if child.spec.needed:
+                        raise
+                    child.start_again_s = self._clock.monotonic_s() + self._policy.later_delay_s
 
     def kill(self, name: str, restart_delay_s: float = 0.5) -> int | None:
         """Kill a process with SIGKILL on purpose; it is started again after the delay.

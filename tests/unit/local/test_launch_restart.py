@@ -180,16 +180,26 @@ def test_what_cannot_live_is_given_up(
 
 
 @pytest.mark.parametrize("code", [1, 2, NAME_TAKEN_EXIT])
-def test_one_that_the_run_does_not_need_is_tried_again_for_ever(clock: ManualClock, tmp_path: Path, code: int) -> None:
-    """A copier whose object store refuses it must not end the run."""
+def test_one_that_the_run_does_not_need_is_tried_again_for_ever(
+    clock: ManualClock, tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copier whose object store refuses it must not end the run, nor one for which there is no process."""
+
+    class NoProcess(Played):
+        def __init__(self, *_: object, **__: object) -> None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
     Played.lives["a"] = [(1.0, code)]
     supervisor = ProcessSupervisor(clock, lambda event: None, POLICY)
     supervisor.start(replace(spec(tmp_path, "a"), needed=False))
     (tmp_path / "a.log").write_text("dips: it refuses the credentials\n")
-    for _ in range(1000):
-        clock.advance(1.0)
-        supervisor.poll()
-    assert supervisor.starts("a") > 10
+    for kind in (Played, NoProcess, Played):
+        monkeypatch.setattr(subprocess, "Popen", kind)
+        starts = supervisor.starts("a")
+        for _ in range(1000):
+            clock.advance(1.0)
+            supervisor.poll()
+        assert (supervisor.starts("a") > starts + 10) == (kind is Played)
     assert supervisor.exit_code("a") is None
 
 
