@@ -63,9 +63,9 @@ class S3Server:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
-        program = Path(sys.executable).parent / "rclone"
+        program = str(Path(sys.executable).parent / "rclone")
         keys = f"{KEY},{SECRET}"
-        command = [program, "serve", "s3", "--auth-key", keys, "--addr", f"127.0.0.1:{self._port}", self.root]
+        command = [program, "serve", "s3", "--auth-key", keys, "--addr", f"127.0.0.1:{self._port}", str(self.root)]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             try:
                 yield

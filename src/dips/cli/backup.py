@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,7 +46,7 @@ def backup(
     from dips.slave.backup import Copier  # numpy
 
     configure_logging("backup", "backup", "INFO", log_format_asked(log_format) or "human")
-    copier = Copier(objects, loaded.value, gives_up=once)
+    copier = Copier(objects, loaded.value)
     if once:
         version = copier.send_newest(directories)
         print(f"version {version} is in {objects.url}")
@@ -53,6 +54,8 @@ def backup(
     with contextlib.suppress(RetryLater):  # a wrong bucket or credential is said at once
         objects.sizes(NO_RUN)
     os.nice(max(0, NICENESS - os.nice(0)))
+    for number in (signal.SIGTERM, signal.SIGINT):  # at once, also while the library waits for the server
+        signal.signal(number, signal.SIG_DFL)
     copier.look_for_ever(directories)
     return 0
 

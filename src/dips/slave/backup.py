@@ -8,7 +8,8 @@ A process of its own reads what slaves have committed; no slave knows of it. Nam
 COMMIT and FILE begin the hash of the COMMIT record and the checksum of the file's header. So two contents never have
 the same name, whatever a restored run calls its versions, and an upload that was killed goes on where it ended. A
 version is complete when the objects SLAVE.json of all slaves in its COMMIT record are there; nothing else is restored.
-The ring overwrites its files, so a file is copied and checked on the disk first, and the copy is sent.
+The ring overwrites its files, so a file is copied and checked on the disk first, and the copy is sent. What comes from
+the store is measured before it is read, and checked before it is used; objects with other names are left alone.
 """
 
 from __future__ import annotations
@@ -26,12 +27,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import xxhash
 
-from dips.core.errors import ConfigError, RetryLater
-from dips.core.files import closed, make_folder, replace_file
+from dips.core.errors import ConfigError, DipsError, RetryLater
+from dips.core.files import FolderLock, closed
 from dips.core.ids import Version
 from dips.core.net.object_store import Objects
 from dips.core.observe.logs import ChangeLogger
@@ -44,6 +44,7 @@ from dips.slave.snapshot_files import (
     FileHead,
     SnapshotError,
     SnapshotManifest,
+    SnapshotStamp,
     decode,
     manifest_name,
     parse_head,
@@ -55,6 +56,9 @@ FORMAT = "dips-backup-1"
 PART_BYTES = 16 << 20
 """Of an object: a server takes it whole or not at all, and a short request is cheap to repeat."""
 
+MOST_MANIFEST_BYTES = 64 << 20
+"""Of an object SLAVE.json, which holds a COMMIT record: some hundred KiB for large models."""
+
 COPY_BYTES = 8 << 20
 ROOM_BYTES = 256 << 20
 """What a copy leaves free on a slave's disk, for all that the slave itself writes."""
@@ -64,17 +68,25 @@ LONGEST_WAIT_S = 60.0
 IN_FLIGHT = 4
 """Parts that a restore reads at a time."""
 
-FOLDER = "backup"
-"""Of a slave's directory: the copy of the file that is being sent."""
+FOLDER, COPY = "backup", "copy.safetensors"
+"""In a slave's directory: the copy of the file that is being sent, with its manifest."""
 
 KEPT_FILES = 3
 
-T = TypeVar("T")
+Part = tuple[str, int, str]
+"""An object's name, bytes and xxh3-128."""
+
 log = logging.getLogger("dips.backup")
 
 # ---- names and what a listing shows ----------------------------------------------------------------------------------
 
-_OBJECT = re.compile(r"(?P<folder>(?P<run>[^/]+)/(?P<timeline>\d{1,18})\.(?P<v>\d{1,18})-[0-9a-f]{16})/(?P<file>[^/]+)")
+_NAME = "[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?"
+_OBJECT = re.compile(
+    rf"(?P<folder>(?P<run>{_NAME})/(?P<timeline>\d{{1,9}})\.(?P<v>\d{{1,18}})-[0-9a-f]{{16}})/"
+    rf"{_NAME}(-[0-9a-f]{{16}}\.\d{{5,9}}|\.json)",
+    re.ASCII,
+)
+MAX_TIMELINE, MAX_V = 10**9 - 1, 10**18 - 1
 _MANIFEST = ".json"
 
 
@@ -108,23 +120,28 @@ def stored_versions(sizes: Mapping[str, int]) -> list[StoredVersion]:
     return sorted(versions, key=lambda one: (one.version, one.folder))
 
 
-def to_remove(
-    versions: Sequence[StoredVersion], slaves_of: Callable[[StoredVersion], frozenset[str]], kept: int, record: Commit
-) -> list[StoredVersion]:
+def to_remove(versions: Sequence[StoredVersion], commits: Mapping[str, Commit], kept: int) -> list[StoredVersion]:
     """What is neither one of the `kept` newest complete versions nor newer than these. An older one that is incomplete
-    stays so: each slave sends its versions in their order. record: a new one, which knows what was given up.
-    """
-    complete = [one for one in versions if slaves_of(one) <= one.slaves and not record.gave_up(one.version)]
-    if not complete:
-        return []
+    stays so: each slave sends its versions in their order. commits: those that are known, by folder."""
+    complete = [
+        one
+        for one in versions
+        if one.folder in commits and commits[one.folder].digests.keys() <= one.slaves and not given_up(one, commits)
+    ]
     keep = {one.folder for one in complete[-kept:]}
-    return [one for one in versions if one.version < complete[-1].version and one.folder not in keep]
+    return [one for one in versions if complete and one.version < complete[-1].version and one.folder not in keep]
 
 
-def due(versions: Iterable[Version], newest_sent: Version | None, stride: int) -> Version | None:
-    """The version to send next: the newest whose number is a multiple of the stride, unless it was sent already."""
-    wanted = [v for v in versions if v.v % stride == 0 and (newest_sent is None or v > newest_sent)]
-    return max(wanted, default=None)
+def given_up(one: StoredVersion, commits: Mapping[str, Commit]) -> bool:
+    """Whether a ROLLBACK that one of these records knows took the version out of the run's history."""
+    return any(old < one.version < new for commit in commits.values() for old, new in commit.given_up)
+
+
+def due(versions: Iterable[Version], sent: Version | None, stride: int) -> Version | None:
+    """The version to send next, newer than what was sent: the newest whose number is a multiple of the stride, or that
+    is of a new timeline, since a restore must know which timelines were used."""
+    newer = [v for v in versions if sent is None or v > sent]
+    return max((v for v in newer if v.v % stride == 0 or (sent and v.timeline > sent.timeline)), default=None)
 
 
 def next_stride(every: int, passed: int) -> int:
@@ -148,19 +165,11 @@ class Commit:
 
     @staticmethod
     def read(record: str) -> Commit:
-        """Raises SnapshotError."""
-        try:
-            raw = json.loads(record)
-            ledger = raw["ledger"]
-            digests = {str(slave): str(raw["digests"][slave]) for slave in ledger["slaves"]}
-            given_up = tuple((Version(*old), Version(*new)) for old, new in ledger.get("given_up", ()))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise SnapshotError(f"its COMMIT record cannot be read ({error!r})") from error
-        return Commit(digests, given_up)
-
-    def gave_up(self, version: Version) -> bool:
-        """Whether a ROLLBACK took the version out of the run's history."""
-        return any(old < version < new for old, new in self.given_up)
+        """Raises ValueError, KeyError, TypeError, AttributeError or RecursionError."""
+        raw = json.loads(record)
+        digests = {str(slave): str(digest) for slave, digest in raw["digests"].items()}
+        pairs = raw["ledger"].get("given_up", ())
+        return Commit(digests, tuple((Version(*old), Version(*new)) for old, new in pairs))
 
 
 @dataclass(frozen=True)
@@ -169,35 +178,40 @@ class StoredShard:
 
     manifest: SnapshotManifest
     commit: Commit
-    parts: tuple[tuple[str, int, str], ...]  # name, bytes, xxh3-128
+    parts: tuple[Part, ...]
 
 
-def encode_shard(manifest: bytes, parts: Sequence[tuple[str, int, str]]) -> bytes:
+def encode_shard(manifest: bytes, parts: Sequence[Part]) -> bytes:
     """The object SLAVE.json. manifest: the bytes of the slave's own."""
     body = {"format": FORMAT, "manifest": manifest.decode(), "parts": [list(part) for part in parts]}
     return json.dumps({"body": body, "xxh3_128": _sum(body)}).encode()
 
 
-def read_shard(data: bytes, of: StoredVersion, slave_id: str) -> StoredShard:
+def read_stored(objects: Objects, of: StoredVersion, slave_id: str) -> StoredShard:
     """Read an object SLAVE.json of this version. Raises SnapshotError where it is torn, altered or another's, or where
-    one of its parts is not there."""
+    one of its parts is not there; else as Objects do."""
     where = of.manifest_of(slave_id)
+    if of.objects[where] > MOST_MANIFEST_BYTES:
+        raise SnapshotError(f"{where} has {format_bytes(of.objects[where])}: no manifest is that large")
     try:
-        outer = json.loads(data)
+        outer = json.loads(_get(objects, where, of.objects[where]))
         body = outer["body"]
         if outer["xxh3_128"] != _sum(body) or body["format"] != FORMAT:
             raise SnapshotError(f"{where} was altered, or is of another release")
         manifest = decode(body["manifest"].encode(), where)
         parts = tuple((str(name), int(n_bytes), str(xxh3)) for name, n_bytes, xxh3 in body["parts"])
         commit = Commit.read(manifest.record)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise SnapshotError(f"{where} cannot be read: {error!r}") from error
     info, hashed = manifest.info, hashlib.sha256(manifest.record.encode()).digest()
     if (manifest.run_id, manifest.slave_id, _folder(manifest)) != (of.run_id, slave_id, of.folder):
         raise SnapshotError(f"{where} is of version {info.version} of slave {manifest.slave_id!r}: it is not its own")
     if hashed != info.commit_hash or commit.digests.get(slave_id) != info.digest.hex():
         raise SnapshotError(f"{where} is not what its COMMIT record says")
-    if lacking := [name for name, n_bytes, _ in parts if of.objects.get(name) != n_bytes]:
+    if not (0 <= info.round.epoch <= MAX_TIMELINE and 0 <= info.round.n <= MAX_V):
+        raise SnapshotError(f"{where} is of round {info.round}, which no master began")
+    lacking = [name for name, n_bytes, _ in parts if of.objects.get(name) != n_bytes or n_bytes > PART_BYTES]
+    if lacking:
         raise SnapshotError(f"{lacking[0]} is not there as it was written: the copy is torn")
     if sum(n_bytes for _, n_bytes, _ in parts) != manifest.stamp.n_bytes or not parts or parts[0][1] < HEADER_BYTES:
         raise SnapshotError(f"{where} does not name the whole file")
@@ -217,186 +231,186 @@ def _sum(body: Mapping[str, object]) -> str:
 
 
 class Copier:
-    """Sends what is due of slaves' directories, one file at a time, no faster than the settings allow.
+    """Sends what is due of slaves' directories, one file at a time, no faster than the settings allow. wait: sleeps."""
 
-    wait: sleeps. A store that does not answer, or refuses, is asked again for ever, unless `gives_up`: no run needs it.
-    """
-
-    def __init__(
-        self,
-        objects: Objects,
-        config: BackupConfig,
-        gives_up: bool = False,
-        wait: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, objects: Objects, config: BackupConfig, wait: Callable[[float], None] = time.sleep) -> None:
         self._objects = objects
         self._config = config
-        self._gives_up = gives_up
         self._wait = wait
         self._changes = ChangeLogger(log)
-        self._strides: dict[str, int] = {}
-        self._sent: dict[str, Version | None] = {}
-        self._slaves_of: dict[str, frozenset[str]] = {}
-
-    def look(self, directory: Path, version: Version | None = None) -> Version | None:
-        """Send the version of a slave's directory that is due, or the one that is named; returns what was sent.
-
-        A directory without committed snapshots is a young one. Raises OSError where the disk fails.
-        """
-        manifests = committed(directory)
-        if not manifests:
-            return None
-        newest = max(manifests)
-        run_id, slave_id = manifests[newest][1].run_id, manifests[newest][1].slave_id
-        stride = self._strides.get(slave_id, self._config.every)
-        begun = committed(directory / FOLDER)
-        if version is None and not begun and due(manifests, self._sent.get(slave_id), stride) is None:
-            return None
-        stored = stored_versions(self._again(lambda: self._objects.sizes(run_id)))
-        sent = self._sent[slave_id] = max((one.version for one in stored if slave_id in one.slaves), default=None)
-        if sent is not None and sent > newest:
-            self._changes.report(
-                f"history {slave_id}",
-                f"nothing is copied of slave {slave_id}: {self._objects.url} holds version {sent} of it, newer than "
-                f"{newest} in {directory}; if that is of an earlier run of this name, give another URL",
-                "WARNING",
-            )
-            return None
-        if sent is None or max(begun, default=sent) > sent:
-            version = version or max(begun, default=None)
-        version = version or due(manifests, sent, stride)
-        if version is None or (sent is not None and version <= sent):
-            return None
-        name, manifest, raw = {**begun, **manifests}[version]
-        with self._copied(directory, name, manifest, raw) as copy:
-            if copy is None:
-                return None
-            self._send(copy, manifest, raw, {n: size for one in stored for n, size in one.objects.items()})
-        passed = max((v.v for v in committed(directory) if v.timeline == version.timeline), default=version.v)
-        self._strides[slave_id] = next_stride(self._config.every, passed - version.v)
-        self._sent[slave_id] = version
-        log.info("version %s of slave %s is in %s", version, slave_id, self._objects.url)
-        self._remove_old(run_id, Commit.read(manifest.record))
-        return version
-
-    @contextlib.contextmanager
-    def _copied(self, directory: Path, name: str, manifest: SnapshotManifest, raw: bytes) -> Iterator[Path | None]:
-        """A copy of the snapshot file that no round overwrites; None where there is none (any more), or no room.
-
-        If this process is killed, the copy and its manifest stay, and the next one goes on with them.
-        """
-        folder = directory / FOLDER
-        copy, beside = folder / f"{manifest.stamp.header_xxh3_128}.safetensors", folder / manifest_name(0)
-        make_folder(folder)
-        for old in folder.iterdir():
-            if old != copy and not (old == beside and old.read_bytes() == raw):
-                old.unlink()
-        trouble = "" if _is_whole(copy, manifest) else self._make_copy(directory / name, copy, manifest)
-        if trouble:
-            beside.unlink(missing_ok=True)
-            self._changes.report(f"copy {directory}", f"{directory} is not copied: {trouble}", "WARNING")
-            yield None
-            return
-        self._changes.report(f"copy {directory}", "")
-        replace_file(beside, [raw])
-        yield copy
-        for path in (beside, copy):
-            path.unlink(missing_ok=True)
-
-    def _make_copy(self, source: Path, copy: Path, manifest: SnapshotManifest) -> str:
-        """Returns why there is none; empty: it is whole."""
-        n_bytes, disk = manifest.stamp.n_bytes + ROOM_BYTES, os.statvfs(copy.parent)
-        free = disk.f_bavail * disk.f_frsize
-        if free < n_bytes:
-            return f"that needs {format_bytes(n_bytes)} free, and {format_bytes(free)} are: free space on the disk"
-        _copy(source, copy)
-        if _is_whole(copy, manifest):
-            return ""
-        copy.unlink(missing_ok=True)
-        return f"version {manifest.info.version} left the ring meanwhile; a newer one follows"
-
-    def _send(self, copy: Path, manifest: SnapshotManifest, raw: bytes, there: Mapping[str, int]) -> None:
-        parts: list[tuple[str, int, str]] = []
-        prefix = f"{_folder(manifest)}/{manifest.slave_id}-{manifest.stamp.header_xxh3_128[:16]}"
-        with copy.open("rb") as file:
-            while piece := file.read(PART_BYTES):
-                name = f"{prefix}.{len(parts):05d}"
-                parts.append((name, len(piece), xxhash.xxh3_128_hexdigest(piece)))
-                if there.get(name) == len(piece):
-                    continue  # of an upload that was killed
-                began_s = time.monotonic()
-                self._again(lambda name=name, piece=piece: self._objects.put(name, piece))  # type: ignore[misc]
-                self._wait(max(0.0, len(piece) * 8 / self._config.rate - (time.monotonic() - began_s)))
-        last = f"{_folder(manifest)}/{manifest.slave_id}{_MANIFEST}"
-        self._again(lambda: self._objects.put(last, encode_shard(raw, parts)))
-
-    def _remove_old(self, run_id: str, record: Commit) -> None:
-        """Manifests go first, so that what is left of a version is never taken for one."""
-        stored = stored_versions(self._again(lambda: self._objects.sizes(run_id)))
-        for old in to_remove(stored, self._named_slaves, self._config.kept, record):
-            names = sorted(old.objects, key=lambda name: not name.endswith(_MANIFEST))
-            self._again(lambda names=names: self._objects.delete(names))  # type: ignore[misc]
-            log.info("version %s is removed from %s", old.version, self._objects.url)
-
-    def _named_slaves(self, one: StoredVersion) -> frozenset[str]:
-        """The slaves of a version's COMMIT record; one that cannot be, where no object can say."""
-        if one.folder not in self._slaves_of and one.slaves:
-            slave_id = min(one.slaves)
-            try:
-                shard = read_shard(self._again(lambda: self._objects.get(one.manifest_of(slave_id))), one, slave_id)
-            except (SnapshotError, KeyError):
-                return frozenset({""})
-            self._slaves_of[one.folder] = frozenset(shard.commit.digests)
-        return self._slaves_of.get(one.folder, frozenset({""}))
-
-    def _again(self, call: Callable[[], T]) -> T:
-        wait_s = 1.0
-        while True:
-            try:
-                found = call()
-            except (RetryLater, ConfigError) as error:
-                if self._gives_up:
-                    raise
-                self._changes.report("store", f"{error}; it is tried again, and the run goes on meanwhile", "WARNING")
-                self._wait(wait_s)
-                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-            else:
-                self._changes.report("store", "", "INFO")
-                return found
+        self._strides: dict[Path, int] = {}
+        self._sent: dict[Path, Version | None] = {}
+        self._commits: dict[str, Commit] = {}
+        self._checked: tuple[SnapshotStamp, int, int] | None = None  # and which file it was
 
     def look_for_ever(self, paths: Sequence[Path]) -> None:
-        """Send what is due, until the process is ended. A disk that fails is looked at again."""
+        """Send what is due, until the process is ended. What fails is tried again, for no run needs it."""
+        wait_s = LOOK_S
         while True:
+            failed = False
             for directory in slave_directories(paths):
                 try:
                     self.look(directory)
-                except OSError as error:
-                    self._changes.report(f"disk {directory}", f"{directory} is not copied: {error}", "WARNING")
-            self._wait(LOOK_S)
+                except (DipsError, OSError) as error:
+                    failed = True
+                    sentence = f"{directory} is not copied: {error}; it is tried again, and the run goes on meanwhile"
+                    self._changes.report(str(directory), sentence, "WARNING")
+                else:
+                    self._changes.report(str(directory), "")
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S) if failed else LOOK_S
+            self._wait(wait_s)
+
+    def look(self, directory: Path) -> Version | None:
+        """Send the version of a slave's directory that is due, or the one that an earlier call began to send; returns
+        which. The next call goes on after any error: DipsError of the store or for lack of room, OSError of the disk.
+        """
+        ring, begun = committed(directory), committed(directory / FOLDER)
+        stride = self._strides.get(directory, self._config.every)
+        known = directory in self._sent
+        if not ring or (known and not begun and due(ring, self._sent[directory], stride) is None):
+            return None
+        with _locked(directory):
+            return self._look(directory, ring, committed(directory / FOLDER))
+
+    def _look(self, directory: Path, ring: Mapping[Version, Held], begun: Mapping[Version, Held]) -> Version | None:
+        if begun:
+            _need_room(directory / FOLDER, ROOM_BYTES)
+        newest = max(ring)
+        stored, sent = self._stored(ring[newest].manifest)
+        self._sent[directory] = sent
+        if sent is not None and sent > newest:
+            # Of an earlier run of this name; or the slave was restored, and its run goes on on a newer timeline.
+            self._sent[directory] = Version(sent.timeline, MAX_V)
+            _empty(directory / FOLDER)
+            log.warning("%s", self._is_newer(sent, newest, directory))
+            return None
+        stride = self._strides.get(directory, self._config.every)
+        version = max((v for v in begun if sent is None or v > sent), default=None) or due(ring, sent, stride)
+        if version is None:
+            _empty(directory / FOLDER)
+            return None
+        held = begun.get(version) or ring[version]
+        if version not in begun:
+            self._begin(directory, held)
+        self._send(directory, held, stored)
+        passed = max((v.v for v in committed(directory) if v.timeline == newest.timeline), default=newest.v) - newest.v
+        self._strides[directory] = next_stride(self._config.every, passed)
+        self._remove_old(held.manifest.run_id)
+        return version
 
     def send_newest(self, paths: Sequence[Path]) -> Version:
-        """Send the newest version that all the directories hold. Raises ConfigError where there is none."""
+        """Send the newest version that all the directories hold. Raises ConfigError where there is none, or the store
+        has a newer one; RetryLater, OSError."""
         directories = slave_directories(paths)
-        common = set.intersection(*({*committed(directory)} for directory in directories)) if directories else set()
-        if not common:
+        rings = {directory: committed(directory) for directory in directories}
+        version = max(set.intersection(*map(set, rings.values())) if rings else set(), default=None)
+        if version is None:
             raise ConfigError(f"no version is on all slaves of {', '.join(map(str, paths))}: see `dips status`")
-        for directory in directories:
-            self.look(directory, max(common))
-        if any(sent != max(common) for sent in self._sent.values()):
-            raise ConfigError(f"version {max(common)} could not be copied to {self._objects.url}: the log says why")
-        return max(common)
+        with contextlib.ExitStack() as locks:
+            for directory in directories:  # all are copied before one is sent: the rings go on meanwhile
+                locks.enter_context(_locked(directory))
+                if version not in committed(directory / FOLDER):
+                    self._begin(directory, rings[directory][version])
+            for directory in directories:
+                stored, sent = self._stored(rings[directory][version].manifest)
+                if sent is not None and sent > version:
+                    raise ConfigError(self._is_newer(sent, version, directory))
+                self._send(directory, rings[directory][version], stored)
+        self._remove_old(rings[directories[0]][version].manifest.run_id)
+        return version
+
+    def _stored(self, manifest: SnapshotManifest) -> tuple[list[StoredVersion], Version | None]:
+        """What the store has of the run, and the newest version of this slave in it."""
+        stored = stored_versions(self._objects.sizes(manifest.run_id))
+        return stored, max((one.version for one in stored if manifest.slave_id in one.slaves), default=None)
+
+    def _is_newer(self, sent: Version, newest: Version, directory: Path) -> str:
+        return (
+            f"nothing is copied of {directory} before it has a newer timeline: {self._objects.url} holds {sent} of "
+            f"this slave, newer than its {newest}; if that is of an earlier run of this name, give another URL"
+        )
+
+    def _begin(self, directory: Path, held: Held) -> None:
+        """Copy the snapshot file, since rounds overwrite it. The manifest goes to the copy, so that the next process
+        goes on with it if this one is killed. Raises RetryLater where there is no room, or the file left the ring."""
+        folder, version = directory / FOLDER, held.manifest.info.version
+        _empty(folder)
+        _need_room(folder, held.manifest.stamp.n_bytes + ROOM_BYTES)
+        try:
+            _copy(directory / held.manifest.file, folder / COPY)
+        except OSError:
+            _empty(folder)
+            raise
+        self._check(folder, held.manifest, f"version {version} left the ring meanwhile, a newer one follows")
+        with open(folder / manifest_name(0), "wb", opener=closed) as file:
+            file.write(held.raw)
+
+    def _check(self, folder: Path, manifest: SnapshotManifest, trouble: str) -> None:
+        try:
+            with (folder / COPY).open("rb") as file:
+                status = os.fstat(file.fileno())
+                which = (manifest.stamp, status.st_ino, status.st_mtime_ns)
+                if self._checked == which:
+                    return
+                head = read_head(file, str(folder / COPY))
+                if head is None or not manifest.fits(head):
+                    raise SnapshotError(trouble)
+                read_tensors(file, str(folder / COPY), head)
+        except (FileNotFoundError, SnapshotError) as error:
+            _empty(folder)
+            raise RetryLater(trouble) from error
+        self._checked = which
+
+    def _send(self, directory: Path, held: Held, stored: Sequence[StoredVersion]) -> None:
+        """Send the copy, as far as it is not there, then its manifest; the copy is removed then."""
+        folder, manifest, parts = directory / FOLDER, held.manifest, list[Part]()
+        self._check(folder, manifest, f"{folder / COPY} is not what was written, and is made again")
+        place, there = _folder(manifest), {name: size for one in stored for name, size in one.objects.items()}
+        with (folder / COPY).open("rb") as file:
+            while piece := file.read(PART_BYTES):
+                name = f"{place}/{manifest.slave_id}-{manifest.stamp.header_xxh3_128[:16]}.{len(parts):05d}"
+                parts.append((name, len(piece), xxhash.xxh3_128_hexdigest(piece)))
+                if there.get(name) == len(piece):
+                    continue  # of an upload that was killed
+                _need_room(folder, ROOM_BYTES)
+                began_s = time.monotonic()
+                self._objects.put(name, piece)
+                self._wait(max(0.0, len(piece) * 8 / self._config.rate - (time.monotonic() - began_s)))
+        self._objects.put(f"{place}/{manifest.slave_id}{_MANIFEST}", encode_shard(held.raw, parts))
+        _empty(folder)
+        self._sent[directory] = manifest.info.version
+        log.info("version %s of slave %s is in %s", manifest.info.version, manifest.slave_id, self._objects.url)
+
+    def _remove_old(self, run_id: str) -> None:
+        """Manifests go first, so that what is left of a version is never taken for one."""
+        stored = stored_versions(self._objects.sizes(run_id))
+        for one in stored:
+            if one.folder not in self._commits and one.slaves:
+                with contextlib.suppress(SnapshotError):
+                    self._commits[one.folder] = read_stored(self._objects, one, min(one.slaves)).commit
+        for old in to_remove(stored, self._commits, self._config.kept):
+            self._objects.delete(sorted(old.objects, key=lambda name: not name.endswith(_MANIFEST)))
+            log.info("version %s is removed from %s", old.version, self._objects.url)
 
 
-def committed(directory: Path) -> dict[Version, tuple[str, SnapshotManifest, bytes]]:
-    """Version -> name of the file, manifest, the manifest's bytes, as they are at this moment."""
-    found: dict[Version, tuple[str, SnapshotManifest, bytes]] = {}
+@dataclass(frozen=True)
+class Held:
+    """A manifest in a directory, and its bytes."""
+
+    manifest: SnapshotManifest
+    raw: bytes
+
+
+def committed(directory: Path) -> dict[Version, Held]:
+    """The committed versions of a directory, as they are at this moment."""
+    found: dict[Version, Held] = {}
     for path in directory.glob("manifest-*.json"):
         try:
             raw = path.read_bytes()
             manifest = decode(raw, str(path))
         except (OSError, SnapshotError):
             continue  # it leaves the ring at this moment, or the slave itself reports it
-        found[manifest.info.version] = (manifest.file, manifest, raw)
+        found[manifest.info.version] = Held(manifest, raw)
     return found
 
 
@@ -406,6 +420,17 @@ def slave_directories(paths: Iterable[Path]) -> list[Path]:
     for path in paths:
         found += sorted(path.glob("slaves/*")) if (path / "slaves").is_dir() else [path]
     return [path for path in found if path.is_dir()]
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One process at a time copies a directory. Raises ConfigError."""
+    unusable, held = f"{directory / FOLDER} cannot be used: {{why}}", f"process {{holder}} copies {directory} just now"
+    lock = FolderLock(directory / FOLDER, "lock", unusable=unusable, held=held)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _copy(source: Path, copy: Path) -> None:
@@ -427,16 +452,20 @@ def _copy(source: Path, copy: Path) -> None:
             os.close(into)
 
 
-def _is_whole(copy: Path, manifest: SnapshotManifest) -> bool:
-    try:
-        with copy.open("rb") as file:
-            head = read_head(file, str(copy))
-            if head is None or not manifest.fits(head):
-                return False
-            read_tensors(file, str(copy), head)
-    except (OSError, SnapshotError):
-        return False
-    return True
+def _need_room(folder: Path, n_bytes: int) -> None:
+    """Raises RetryLater, and removes the copy there, unless so much is free: the disk is the slave's."""
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    if free < n_bytes:
+        _empty(folder)
+        raise RetryLater(
+            f"that needs {format_bytes(n_bytes)} free, and {format_bytes(free)} are: free space on the disk"
+        )
+
+
+def _empty(folder: Path) -> None:
+    for name in (manifest_name(0), COPY):
+        (folder / name).unlink(missing_ok=True)
 
 
 # ---- from the store --------------------------------------------------------------------------------------------------
@@ -461,19 +490,19 @@ def find_restorable(objects: Objects, run_id: str, version: Version | None) -> R
     if len(runs) != 1:
         which = f"holds runs {', '.join(runs)}: name one with --run" if runs else "holds no copy of a run's version"
         raise ConfigError(f"{objects.url} {which}{f' {run_id}' if run_id and not runs else ''}")
-    commits: list[Commit] = []
+    commits: dict[str, Commit] = {}
     problems: list[str] = []
     for one in reversed(stored):
         shards: dict[str, StoredShard] = {}
         try:
             for slave_id in sorted(one.slaves):
-                shards[slave_id] = read_shard(_get(objects, one.manifest_of(slave_id)), one, slave_id)
+                shards[slave_id] = read_stored(objects, one, slave_id)
             if not shards:
                 raise SnapshotError("no slave's copy is whole")
             first = shards[min(shards)].commit
             if lacking := first.digests.keys() - shards.keys():
                 raise SnapshotError(f"the copy of slave {', '.join(sorted(lacking))} is not there, or not whole")
-            if version is None and any(commit.gave_up(one.version) for commit in commits):
+            if version is None and given_up(one, commits):
                 raise SnapshotError("the run has given it up: a rollback went back to an older one")
         except SnapshotError as error:
             problems.append(f"version {one.version}: {error}")
@@ -482,7 +511,7 @@ def find_restorable(objects: Objects, run_id: str, version: Version | None) -> R
                 newest = max(each.version.timeline for each in stored)
                 mine = {slave_id: shards[slave_id] for slave_id in first.digests}
                 return Restorable(runs[0], one.version, mine, newest, tuple(problems))
-        commits += [shard.commit for shard in list(shards.values())[:1]]
+        commits.update((one.folder, shard.commit) for shard in shards.values())
     said = "; ".join(p for p in problems if version is None or p.startswith(f"version {version}:"))
     here = ", ".join(sorted({str(one.version) for one in stored}))
     raise ConfigError(f"no version to restore is in {objects.url} (it holds parts of {here})" + (said and f": {said}"))
@@ -529,15 +558,15 @@ def restore_slave(objects: Objects, found: Restorable, slave_id: str, directory:
     return True
 
 
-def _fetched(objects: Objects, parts: Sequence[tuple[str, int, str]]) -> Iterator[bytes]:
+def _fetched(objects: Objects, parts: Sequence[Part]) -> Iterator[bytes]:
     """The parts in their order, some of them on their way. Raises SnapshotError for one with other bytes."""
     pool, waiting = ThreadPoolExecutor(IN_FLIGHT, "dips-restore"), deque[Future[bytes]]()
     try:
-        for index, (name, n_bytes, xxh3) in enumerate(parts):
+        for index, (name, _, xxh3) in enumerate(parts):
             while len(waiting) < IN_FLIGHT and index + len(waiting) < len(parts):
-                waiting.append(pool.submit(_get, objects, parts[index + len(waiting)][0]))
+                waiting.append(pool.submit(_get, objects, *parts[index + len(waiting)][:2]))
             data = waiting.popleft().result()
-            if len(data) != n_bytes or xxhash.xxh3_128_hexdigest(data) != xxh3:
+            if xxhash.xxh3_128_hexdigest(data) != xxh3:
                 raise SnapshotError(f"{name} does not hold the bytes that were written: it was altered")
             yield data
     finally:
@@ -561,8 +590,8 @@ def _within_tensors(head: FileHead, first: bytes, rest: Iterable[bytes]) -> Iter
         raise SnapshotError("the parts have fewer bytes than the file")
 
 
-def _get(objects: Objects, name: str) -> bytes:
+def _get(objects: Objects, name: str, n_bytes: int) -> bytes:
     try:
-        return objects.get(name)
+        return objects.get(name, n_bytes)
     except KeyError:
-        raise SnapshotError(f"{name} is not there") from None
+        raise SnapshotError(f"{name} is not there, or not as long as it was") from None

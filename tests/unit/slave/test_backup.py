@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from dips.core.errors import ConfigError, RetryLater
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
+from dips.core.net import object_store
 from dips.slave import backup
 from dips.slave.backup import Copier, committed, find_restorable, next_stride, restore_slave
 from dips.slave.config import BackupConfig
 from dips.slave.ring import SnapshotStore
+from dips.slave.snapshot_files import decode, encode
 
 N = 3000
 SLAVES = ("s0", "s1")
@@ -43,7 +49,9 @@ class MemoryObjects:
         self.puts.append(name)
         self.held[name] = data
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, n_bytes: int) -> bytes:
+        if len(self.held[name]) != n_bytes:
+            raise KeyError(name)
         return self.held[name]
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
@@ -57,12 +65,12 @@ class MemoryObjects:
 @pytest.fixture
 def objects(monkeypatch: pytest.MonkeyPatch) -> MemoryObjects:
     monkeypatch.setattr(backup, "PART_BYTES", 8192)
+    monkeypatch.setattr(backup, "MOST_MANIFEST_BYTES", 1 << 16)
     return MemoryObjects()
 
 
-def copier(objects: MemoryObjects, every: int = 2, kept: int = 2, waits: list[float] | None = None) -> Copier:
-    config = BackupConfig(to="s3://bucket/prefix", every=every, kept=kept)
-    return Copier(objects, config, wait=[].append if waits is None else waits.append)
+def copier(objects: MemoryObjects, every: int = 2, kept: int = 2) -> Copier:
+    return Copier(objects, BackupConfig(to="s3://bucket/prefix", every=every, kept=kept), wait=lambda seconds: None)
 
 
 def arrays(slave: str, v: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -120,17 +128,20 @@ def assert_holds(directory: Path, slave: str, v: int) -> SnapshotInfo:
 def test_each_nth_version_is_copied_the_newest_stay_and_one_is_restored_to_the_bit(
     tmp_path: Path, objects: MemoryObjects
 ) -> None:
-    objects.held["mine/notes.txt"] = b"a person's own"
-    copied(tmp_path, objects, range(10), every=3)
+    copied(tmp_path, objects, range(4), every=3)
+    (folder,) = {name.rpartition("/")[0] for name in objects.held if "/1.3-" in name}
+    own = ["mine/notes.txt", f"{folder}/notes.txt", f"{folder}/...json", "mine/9999999999.1-0123456789abcdef/s0.json"]
+    objects.held.update(dict.fromkeys(own, b"a person's own"))
+    copied(tmp_path, objects, range(4, 10), every=3)
     assert in_store(objects) == [6, 9]
-    assert not list(tmp_path.glob("slaves/*/backup/*"))
+    assert {*own} <= {*objects.held}, "what has other names is not ours"
+    assert not list(tmp_path.glob("slaves/*/backup/*.*"))
     for asked, v in ((None, 9), (Version(1, 6), 6)):
         assert restored(objects, tmp_path / f"to-{v}", asked) == Version(1, v)
         for slave in SLAVES:
             assert assert_holds(tmp_path / f"to-{v}" / slave, slave, v).restored_timeline == 1
     with pytest.raises(ConfigError, match=r"no version to restore .* parts of 1:6, 1:9"):
         find_restorable(objects, "", Version(1, 7))
-    assert objects.held["mine/notes.txt"]
 
 
 def test_an_upload_that_was_killed_is_nothing_until_another_process_has_finished_it(
@@ -174,6 +185,30 @@ def alter(objects: MemoryObjects, name: str) -> None:
     objects.held[name] = bytes(data)
 
 
+def forge(objects: MemoryObjects, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Change what the manifest of s1 says, checksum and all."""
+    body = json.loads(objects.held[manifest(objects)])["body"]
+    edit(body)
+    objects.held[manifest(objects)] = backup.encode_shard(body["manifest"].encode(), body["parts"])
+
+
+def resealed(body: dict[str, Any], edit: Callable[[SnapshotInfo], SnapshotInfo]) -> None:
+    found = decode(body["manifest"].encode(), "")
+    body["manifest"] = encode(replace(found, info=edit(found.info))).decode()
+
+
+def one_large_part(objects: MemoryObjects) -> Callable[[dict[str, Any]], None]:
+    """A part that no copier wrote: a restore reads some at a time into memory."""
+    name = first_part(objects)
+    first, second = objects.held[name], objects.held[name[:-1] + "1"]
+    objects.held[name] = first + second
+
+    def edit(body: dict[str, Any]) -> None:
+        body["parts"][:2] = [[name, len(first + second), xxhash.xxh3_128_hexdigest(first + second)]]
+
+    return edit
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -182,10 +217,20 @@ def alter(objects: MemoryObjects, name: str) -> None:
         (lambda objects: objects.held.pop(manifest(objects)), "the copy of slave s1 is not there"),
         (lambda objects: alter(objects, manifest(objects)), r"altered|cannot be read"),
         (lambda objects: objects.held.update({manifest(objects): b"{"}), "cannot be read"),
+        (lambda objects: objects.held.update({manifest(objects): b"[" * (1 << 16)}), "cannot be read"),
+        (lambda objects: objects.held.update({manifest(objects): b" " * (1 << 17)}), "no manifest is that large"),
         (
-            lambda objects: objects.held.update({manifest(objects): objects.get(manifest(objects, "s0"))}),
+            lambda objects: objects.held.update({manifest(objects): objects.held[manifest(objects, "s0")]}),
             "not its own",
         ),
+        (lambda objects: forge(objects, lambda body: body["parts"][0].__setitem__(1, float("inf"))), "cannot be read"),
+        (
+            lambda objects: forge(
+                objects, lambda body: resealed(body, lambda info: replace(info, round=RoundId(1, -1)))
+            ),
+            "which no master began",
+        ),
+        (lambda objects: forge(objects, one_large_part(objects)), "is not there as it was written"),
     ],
 )
 def test_a_torn_or_foreign_copy_is_passed_over_with_a_sentence_and_refused_where_it_is_asked_for(
@@ -222,22 +267,80 @@ def test_only_what_all_slaves_sent_and_no_rollback_gave_up_is_restored(tmp_path:
     assert find_restorable(objects, "", Version(1, 4)).version == Version(1, 4)
 
 
-def test_a_store_that_is_away_is_waited_for_and_the_rate_is_kept(tmp_path: Path, objects: MemoryObjects) -> None:
+def test_a_store_that_is_away_is_asked_again_and_the_rate_is_kept(
+    tmp_path: Path, objects: MemoryObjects, caplog: pytest.LogCaptureFixture
+) -> None:
     waits: list[float] = []
-    away = [RetryLater("away")] * 3 + [ConfigError("expired")]
+    away = [RetryLater("away")] * 4 + [ConfigError("expired")]
 
     def fails(name: str) -> None:
         if away:
+            write(tmp_path, 2 * (8 - len(away)), ["s0"])  # the run goes on, and the ring with it
             raise away.pop()
 
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if "1:14 of slave s0" in caplog.text or len(waits) > 100:
+            raise KilledError
+
     objects.before_put = fails
-    sends = copier(objects, every=1, waits=waits)
-    sends._config = BackupConfig(to="s3://b", every=1, rate="1 Mbit/s")
-    write(tmp_path, 1)
-    assert sends.look(tmp_path / "slaves" / "s0") == Version(1, 1)
-    assert waits[:4] == [1.0, 2.0, 4.0, 8.0]
+    caplog.set_level("INFO")
+    write(tmp_path, 4, ["s0"])
+    sends = Copier(objects, BackupConfig(to="s3://b", every=2, kept=9, rate="1 Mbit/s"), wait)
+    with pytest.raises(KilledError):
+        sends.look_for_ever([tmp_path])
+    assert waits[:5] == [4.0, 8.0, 16.0, 32.0, 60.0]
+    assert [word in caplog.text for word in ("expired", "away", "1:4 of slave s0")] == [True] * 3
     n_bytes = sum(len(data) for name, data in objects.held.items() if not name.endswith(".json"))
-    assert sum(waits[4:]) == pytest.approx(n_bytes * 8 / 1e6, rel=0.2)
+    assert sum(waits[5:]) - 2 * backup.LOOK_S == pytest.approx(n_bytes * 8 / 1e6, rel=0.2)
+
+
+def test_a_copy_that_cannot_be_sent_makes_room_for_the_slave(
+    tmp_path: Path, objects: MemoryObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(name: str) -> None:
+        raise RetryLater("away")
+
+    directory, objects.before_put = tmp_path / "slaves" / "s0", away
+    write(tmp_path, 4)
+    sends = copier(objects)
+    with pytest.raises(RetryLater, match="away"):
+        sends.look(directory)
+    assert {*committed(directory / "backup")} == {Version(1, 4)}
+    monkeypatch.setattr(backup, "ROOM_BYTES", 1 << 60)
+    for _ in range(2):
+        with pytest.raises(RetryLater, match="free space on the disk"):
+            sends.look(directory)
+        assert not list(directory.glob("backup/*.*"))
+
+
+def test_the_newest_version_of_all_is_sent_also_when_rounds_go_on_meanwhile(
+    tmp_path: Path, objects: MemoryObjects
+) -> None:
+    def goes_on(name: str) -> None:
+        objects.before_put = lambda name: None
+        for v in range(5, 9):
+            write(tmp_path, v)
+        with pytest.raises(ConfigError, match=rf"process {os.getpid()} copies \S+s0 just now"):
+            copier(objects).look(tmp_path / "slaves" / "s0")
+
+    write(tmp_path, 3)
+    objects.before_put = goes_on
+    assert copier(objects).send_newest([tmp_path]) == Version(1, 3)
+    assert restored(objects, tmp_path / "to") == Version(1, 3)
+
+
+def test_a_version_that_was_given_up_never_pushes_out_one_that_can_be_restored(
+    tmp_path: Path, objects: MemoryObjects
+) -> None:
+    copied(tmp_path, objects, range(3), kept=1)
+    write(tmp_path, 4)
+    copier(objects, kept=1).look(tmp_path / "slaves" / "s0")
+    write(tmp_path / "back", 3, timeline=2, given_up=[[[1, 3], [2, 3]]])
+    # Of a new timeline: at once, since a restore must not use it again.
+    assert copier(objects, kept=1).look(tmp_path / "back" / "slaves" / "s0") == Version(2, 3)
+    copier(objects, kept=1).look(tmp_path / "slaves" / "s1")  # 1:4 is whole, and of no use
+    assert find_restorable(objects, "", None).version == Version(1, 2)
 
 
 def test_a_version_that_leaves_the_ring_while_it_is_copied_is_not_sent(
@@ -252,7 +355,8 @@ def test_a_version_that_leaves_the_ring_while_it_is_copied_is_not_sent(
 
     write(tmp_path, 4)
     monkeypatch.setattr(backup, "_copy", overwritten)
-    assert copier(objects).look(tmp_path / "slaves" / "s0") is None
+    with pytest.raises(RetryLater, match="left the ring"):
+        copier(objects).look(tmp_path / "slaves" / "s0")
     assert objects.held == {}
     monkeypatch.undo()
     assert copier(objects).look(tmp_path / "slaves" / "s0") == Version(1, 8)
@@ -265,7 +369,7 @@ def test_an_earlier_run_of_the_same_name_is_neither_mixed_with_nor_continued(
     names = set(objects.held)
     copied(tmp_path / "later", objects, range(3))
     assert set(objects.held) == names
-    assert "holds version 1:4 of it, newer than 1:0" in caplog.text
+    assert "holds 1:4 of this slave, newer than its 1:0" in caplog.text
 
 
 def test_a_directory_keeps_what_it_holds_when_an_older_version_is_restored_into_it(
@@ -291,3 +395,20 @@ def test_what_a_slow_slave_sends_a_fast_one_sends_too(every: int) -> None:
     assert min(strides) == every
     assert all(slow % fast == 0 for slow in strides for fast in strides if slow >= fast)
     assert all(next_stride(every, passed) >= passed for passed in range(200))
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("s3://bucket/x", r"needs obstore: pip install '\.\[store\]'"),
+        ("s3:///x", "names no bucket"),
+        ("s3://bucket/x?key=secret", "credentials belong into the environment"),
+        ("file://host/x", "three slashes"),
+        ("bucket/x", "no scheme"),
+    ],
+)
+def test_a_place_that_cannot_be_a_store_is_one_sentence(url: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=says) as told:
+        object_store.open_store(url)
+    assert "secret" not in str(told.value)

@@ -46,8 +46,8 @@ class Objects(Protocol):
     def put(self, name: str, data: bytes | Path) -> None:
         """Write an object, or replace it; data: its bytes, or a file with them."""
 
-    def get(self, name: str) -> bytes:
-        """Read a whole object."""
+    def get(self, name: str, n_bytes: int) -> bytes:
+        """Read an object of this size, as a listing has it; one of another size is not read, and is not there."""
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Name -> bytes of all objects below a prefix of whole names between slashes."""
@@ -125,13 +125,16 @@ class _Store:
         except Exception as error:  # the library's own, and what it passes on of credential providers
             raise self._said(error, "write") from None
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, n_bytes: int) -> bytes:
         try:
-            return bytes(self._library.get(self._store, name).bytes())
+            found = self._library.get(self._store, name)
+            if found.meta["size"] == n_bytes:
+                return bytes(found.bytes())
         except (self._errors.NotFoundError, FileNotFoundError):
             raise KeyError(name) from None
         except Exception as error:
             raise self._said(error, "read") from None
+        raise KeyError(name)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         try:
