@@ -46,6 +46,7 @@ from dips.slave.snapshot_files import (
     SnapshotManifest,
     SnapshotStamp,
     decode,
+    encode,
     manifest_name,
     parse_head,
     read_head,
@@ -181,9 +182,9 @@ class StoredShard:
     parts: tuple[Part, ...]
 
 
-def encode_shard(manifest: bytes, parts: Sequence[Part]) -> bytes:
-    """The object SLAVE.json. manifest: the bytes of the slave's own."""
-    body = {"format": FORMAT, "manifest": manifest.decode(), "parts": [list(part) for part in parts]}
+def encode_shard(manifest: SnapshotManifest, parts: Sequence[Part]) -> bytes:
+    """The object SLAVE.json."""
+    body = {"format": FORMAT, "manifest": encode(manifest).decode(), "parts": [list(part) for part in parts]}
     return json.dumps({"body": body, "xxh3_128": _sum(body)}).encode()
 
 
@@ -270,13 +271,14 @@ class Copier:
         if not ring or (known and not begun and due(ring, self._sent[directory], stride) is None):
             return None
         with _locked(directory):
-            return self._look(directory, ring, committed(directory / FOLDER))
+            return self._look(directory, ring, stride)
 
-    def _look(self, directory: Path, ring: Mapping[Version, Held], begun: Mapping[Version, Held]) -> Version | None:
+    def _look(self, directory: Path, ring: Mapping[Version, SnapshotManifest], stride: int) -> Version | None:
+        begun = committed(directory / FOLDER)
         if begun:
             _need_room(directory / FOLDER, ROOM_BYTES)
         newest = max(ring)
-        stored, sent = self._stored(ring[newest].manifest)
+        stored, sent = self._stored(ring[newest])
         self._sent[directory] = sent
         if sent is not None and sent > newest:
             # Of an earlier run of this name; or the slave was restored, and its run goes on on a newer timeline.
@@ -284,18 +286,17 @@ class Copier:
             _empty(directory / FOLDER)
             log.warning("%s", self._is_newer(sent, newest, directory))
             return None
-        stride = self._strides.get(directory, self._config.every)
         version = max((v for v in begun if sent is None or v > sent), default=None) or due(ring, sent, stride)
         if version is None:
             _empty(directory / FOLDER)
             return None
-        held = begun.get(version) or ring[version]
+        manifest = begun.get(version) or ring[version]
         if version not in begun:
-            self._begin(directory, held)
-        self._send(directory, held, stored)
+            self._begin(directory, manifest)
+        self._send(directory, manifest, stored)
         passed = max((v.v for v in committed(directory) if v.timeline == newest.timeline), default=newest.v) - newest.v
         self._strides[directory] = next_stride(self._config.every, passed)
-        self._remove_old(held.manifest.run_id)
+        self._remove_old(manifest.run_id)
         return version
 
     def send_newest(self, paths: Sequence[Path]) -> Version:
@@ -312,11 +313,11 @@ class Copier:
                 if version not in committed(directory / FOLDER):
                     self._begin(directory, rings[directory][version])
             for directory in directories:
-                stored, sent = self._stored(rings[directory][version].manifest)
+                stored, sent = self._stored(rings[directory][version])
                 if sent is not None and sent > version:
                     raise ConfigError(self._is_newer(sent, version, directory))
                 self._send(directory, rings[directory][version], stored)
-        self._remove_old(rings[directories[0]][version].manifest.run_id)
+        self._remove_old(rings[directories[0]][version].run_id)
         return version
 
     def _stored(self, manifest: SnapshotManifest) -> tuple[list[StoredVersion], Version | None]:
@@ -330,20 +331,20 @@ class Copier:
             f"this slave, newer than its {newest}; if that is of an earlier run of this name, give another URL"
         )
 
-    def _begin(self, directory: Path, held: Held) -> None:
+    def _begin(self, directory: Path, manifest: SnapshotManifest) -> None:
         """Copy the snapshot file, since rounds overwrite it. The manifest goes to the copy, so that the next process
         goes on with it if this one is killed. Raises RetryLater where there is no room, or the file left the ring."""
-        folder, version = directory / FOLDER, held.manifest.info.version
+        folder, version = directory / FOLDER, manifest.info.version
         _empty(folder)
-        _need_room(folder, held.manifest.stamp.n_bytes + ROOM_BYTES)
+        _need_room(folder, manifest.stamp.n_bytes + ROOM_BYTES)
         try:
-            _copy(directory / held.manifest.file, folder / COPY)
+            _copy(directory / manifest.file, folder / COPY)
         except OSError:
             _empty(folder)
             raise
-        self._check(folder, held.manifest, f"version {version} left the ring meanwhile, a newer one follows")
+        self._check(folder, manifest, f"version {version} left the ring meanwhile, a newer one follows")
         with open(folder / manifest_name(0), "wb", opener=closed) as file:
-            file.write(held.raw)
+            file.write(encode(manifest))
 
     def _check(self, folder: Path, manifest: SnapshotManifest, trouble: str) -> None:
         try:
@@ -361,9 +362,9 @@ class Copier:
             raise RetryLater(trouble) from error
         self._checked = which
 
-    def _send(self, directory: Path, held: Held, stored: Sequence[StoredVersion]) -> None:
+    def _send(self, directory: Path, manifest: SnapshotManifest, stored: Sequence[StoredVersion]) -> None:
         """Send the copy, as far as it is not there, then its manifest; the copy is removed then."""
-        folder, manifest, parts = directory / FOLDER, held.manifest, list[Part]()
+        folder, parts = directory / FOLDER, list[Part]()
         self._check(folder, manifest, f"{folder / COPY} is not what was written, and is made again")
         place, there = _folder(manifest), {name: size for one in stored for name, size in one.objects.items()}
         with (folder / COPY).open("rb") as file:
@@ -376,7 +377,7 @@ class Copier:
                 began_s = time.monotonic()
                 self._objects.put(name, piece)
                 self._wait(max(0.0, len(piece) * 8 / self._config.rate - (time.monotonic() - began_s)))
-        self._objects.put(f"{place}/{manifest.slave_id}{_MANIFEST}", encode_shard(held.raw, parts))
+        self._objects.put(f"{place}/{manifest.slave_id}{_MANIFEST}", encode_shard(manifest, parts))
         _empty(folder)
         self._sent[directory] = manifest.info.version
         log.info("version %s of slave %s is in %s", manifest.info.version, manifest.slave_id, self._objects.url)
@@ -393,25 +394,13 @@ class Copier:
             log.info("version %s is removed from %s", old.version, self._objects.url)
 
 
-@dataclass(frozen=True)
-class Held:
-    """A manifest in a directory, and its bytes."""
-
-    manifest: SnapshotManifest
-    raw: bytes
-
-
-def committed(directory: Path) -> dict[Version, Held]:
+def committed(directory: Path) -> dict[Version, SnapshotManifest]:
     """The committed versions of a directory, as they are at this moment."""
-    found: dict[Version, Held] = {}
+    found: list[SnapshotManifest] = []
     for path in directory.glob("manifest-*.json"):
-        try:
-            raw = path.read_bytes()
-            manifest = decode(raw, str(path))
-        except (OSError, SnapshotError):
-            continue  # it leaves the ring at this moment, or the slave itself reports it
-        found[manifest.info.version] = Held(manifest, raw)
-    return found
+        with contextlib.suppress(OSError, SnapshotError):  # it leaves the ring just now, or the slave itself reports it
+            found.append(decode(path.read_bytes(), str(path)))
+    return {manifest.info.version: manifest for manifest in found}
 
 
 def slave_directories(paths: Iterable[Path]) -> list[Path]:
