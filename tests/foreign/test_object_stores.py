@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import live
 from support.dips_command import dips, dips_started, end_at_a_limit, ended, pid_of, published
 from support.documents import blocks_below
 from support.ports import own_port
@@ -84,8 +85,9 @@ class S3Server:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> S3Server:
-    return S3Server(tmp_path / "s3")
+def server(tmp_path: Path) -> Iterator[S3Server]:
+    with live.run(live.HEAVY):  # once for all that a test starts
+        yield S3Server(tmp_path / "s3")
 
 
 def run_file(folder: Path, url: str, backup: str = "") -> Path:
