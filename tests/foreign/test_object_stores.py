@@ -136,20 +136,21 @@ def test_a_run_survives_its_store_and_its_store_survives_the_loss_of_all_slaves(
 
 
 def test_a_copier_killed_in_the_middle_leaves_no_version_and_goes_on_there(tmp_path: Path, server: S3Server) -> None:
-    file, directory, log = (
-        run_file(tmp_path, "s3://bucket/runs", 'rate = "1 Mbit/s"'),
-        tmp_path / "run",
-        tmp_path / "log",
-    )
-    with server.serving(), dips_started("up", file, log=log, **server.there):
+    file = run_file(tmp_path, "s3://bucket/runs", 'rate = "1 Mbit/s"')
+    directory, log = tmp_path / "run", tmp_path / "log"
+    with server.serving(), dips_started("up", file, log=log, **server.there) as up:
         objects = server.root / "bucket" / "runs" / "mine"
         until(lambda: list(objects.glob("*/*.00000")), "the first part", log)
-        os.kill(pid_of(directory, "backup"), signal.SIGKILL)
-        assert server.manifests() == {}
-        (part,) = objects.glob("*/*.00000")
-        written_ns = part.stat().st_mtime_ns
-        refused = dips("restore", directory, "--from", "s3://bucket/runs", "--slave", "s0", **server.there)
-        assert (refused.returncode, "no slave's copy is whole" in refused.stderr) == (2, True)
+        up.send_signal(signal.SIGSTOP)  # starts no other process meanwhile
+        try:
+            os.kill(pid_of(directory, "backup"), signal.SIGKILL)
+            assert server.manifests() == {}
+            (part,) = objects.glob("*/*.00000")
+            written_ns = part.stat().st_mtime_ns
+            refused = dips("restore", directory, "--from", "s3://bucket/runs", "--slave", "s0", **server.there)
+            assert (refused.returncode, "no slave's copy is whole" in refused.stderr) == (2, True)
+        finally:
+            up.send_signal(signal.SIGCONT)
         until(lambda: server.manifests(), "its manifest, by the next process", log)
         assert part.stat().st_mtime_ns == written_ns
 
