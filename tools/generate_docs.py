@@ -44,7 +44,7 @@ from dips.master.state.reasons import STANDING, WaitingCode
 from dips.master.state.records import PUSH_TABLE, RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE, SLAVE_TABLE
 from dips.protos import clusters_pb2, operator_pb2, slaves_pb2
 from dips.slave import metrics as slave
-from dips.slave.config import SlaveConfig
+from dips.slave.config import BackupConfig, SlaveConfig
 from dips.slave.metrics import JOBS
 from dips.slave.metrics import PHASES as SHARD_PHASES
 from dips.slave.state.shard import SAVE_TABLE, SHARD_TABLE
@@ -364,6 +364,7 @@ _ROLE_TABLES: tuple[tuple[str, type[Knobs], str], ...] = (
     ("slave", SlaveConfig, "`dips slave`"),
     ("worker", ClientConfig, "`dips train` with a master, and a loop of your own"),
     ("train", TrainConfig, "`dips train`"),
+    ("backup", BackupConfig, "`dips backup`, and `dips up` where the file has this table"),
 )
 _FILE_TABLES: tuple[tuple[str, str, tuple[tuple[str, type[Knobs]], ...]], ...] = (
     (

@@ -246,6 +246,28 @@ COMMANDS: tuple[Command, ...] = (
         ("dips eval model.safetensors", "dips eval runs/demo --json"),
     ),
     Command(
+        "backup",
+        "dips.cli.backup",
+        "backup",
+        "Copy each n-th version of slaves' snapshots to an object store.",
+        ROLES,
+        (
+            "dips backup /var/lib/dips/s0 --to s3://bucket/runs --every 20",
+            "dips backup runs/mine --to file:///backup/runs --once",
+        ),
+    ),
+    Command(
+        "restore",
+        "dips.cli.backup",
+        "restore",
+        "Make slaves' directories again from an object store.",
+        ROLES,
+        (
+            "dips restore runs/mine --from s3://bucket/runs",
+            "dips restore /var/lib/dips/s0 --from s3://bucket/runs --slave s0 --run big --version 1:840",
+        ),
+    ),
+    Command(
         "size",
         "dips.cli.size",
         "size",

@@ -41,6 +41,7 @@ _EXTRA_OF_PACKAGE = {
     "numba": "slave",
     "matplotlib": "demo",
     "ortools": "planner",
+    "obstore": "store",
 }
 
 

@@ -6,6 +6,7 @@ once; torch only by an evaluation and by the checkpoint format.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from enum import Enum
@@ -17,6 +18,7 @@ import typer
 from dips.cli.run_options import RUN, Insecure, Keys, Run, asked_security, keys_of_run
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
 from dips.core.ids import Version, parse_version
+from dips.core.net.object_store import is_url
 from dips.core.net.security import Security
 from dips.core.units import format_count
 from dips.local.operator_client import NamedRun, OperatorClient
@@ -57,9 +59,12 @@ _NOT_OF_EVALUATION = (set(TrainConfig.model_fields) - EVALUATION_KNOBS) | (set(C
 def export(
     run: Run = None,
     to: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            "--to", metavar="PATH", help="What to write: FILE.safetensors, or a folder for from_pretrained()."
+            "--to",
+            metavar="PATH",
+            help="What to write: FILE.safetensors, or a folder for from_pretrained(); either may be a URL of an object "
+            "store, such as s3://BUCKET/MODEL.",
         ),
     ] = None,
     form: Annotated[
@@ -107,35 +112,38 @@ def export(
         raise ConfigError("nothing says what to write: give --to FILE.safetensors, or --to DIR for a folder")
     named = NamedRun.of(run)
     from dips.core.model_description import description_from_json
-    from dips.local.model_folder import AdapterFolder, as_folder, check_target, write_folder
+    from dips.local.model_folder import AdapterFolder, RemoteTarget, as_folder, check_target, write_folder
     from dips.trainer.export import export_model, fill
 
-    form = form or (Form.SAFETENSORS if to.suffix == ".safetensors" else Form.HUGGINGFACE)
-    if form is not Form.SAFETENSORS:
-        check_target(to, force)
+    form = form or (Form.SAFETENSORS if to.endswith(".safetensors") else Form.HUGGINGFACE)
+    is_folder = form is not Form.SAFETENSORS
+    remote = RemoteTarget(to, is_folder, force) if is_url(to) else None
+    if is_folder and remote is None:
+        check_target(Path(to), force)
     fetched = _fetch(named, wanted, wait_s, lambda: asked_security(keys, insecure, named.directory))
     described = description_from_json(fetched.layout.description)
     filled = fill(fetched.layout, described, fill_from) if fill_from is not None else {}
     is_adapter, not_checked = False, ""
-    if form is Form.HUGGINGFACE:
-        folder = as_folder(fetched, filled)
-        if isinstance(folder, AdapterFolder):
-            is_adapter = True
+    with remote or contextlib.nullcontext(Path(to)) as path:
+        if form is Form.HUGGINGFACE:
+            folder = as_folder(fetched, filled)
+            if isinstance(folder, AdapterFolder):
+                is_adapter = True
+            else:
+                not_checked = folder.not_checked
+            write_folder(folder, path, force)
         else:
-            not_checked = folder.not_checked
-        write_folder(folder, to, force)
-    else:
-        prefix = described.prefix if described is not None else ""
-        more = {prefix + name: tensor for name, tensor in filled.items()}
-        if form is Form.DCP:
-            from dips.trainer.dcp import CheckpointFolder  # slow to import, and for this format alone
+            prefix = described.prefix if described is not None else ""
+            more = {prefix + name: tensor for name, tensor in filled.items()}
+            if form is Form.DCP:
+                from dips.trainer.dcp import CheckpointFolder  # slow to import, and for this format alone
 
-            write_folder(CheckpointFolder(fetched, more), to, force)
-        else:
-            export_model(fetched, to, filled=more)
+                write_folder(CheckpointFolder(fetched, more), path, force)
+            else:
+                export_model(fetched, path, filled=more)
     lacking = described.n_absent - len(filled) if described is not None else 0
     fields = {
-        "file": str(to),
+        "file": to,
         "format": form.value,
         "run_id": fetched.run_id,
         "timeline": fetched.version.timeline,
@@ -149,7 +157,7 @@ def export(
     sentence = f"{to}: version {fetched.version} of run {fetched.run_id}, {format_count(fetched.tokens)} tokens"
     if is_adapter:
         sentence += (
-            f"\nIt is an adapter: load it with peft, PeftModel.from_pretrained(base, {str(to)!r}), over the base that "
+            f"\nIt is an adapter: load it with peft, PeftModel.from_pretrained(base, {to!r}), over the base that "
             "training began with; --fill FILE, with that base, gives the merged model"
         )
     elif described is not None and lacking:

@@ -18,7 +18,7 @@ from dips.core.files import share_with
 from dips.core.net.addresses import format_address, parse_address
 from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE
 from dips.core.observe.logs import say_last
-from dips.doctor.local import refuse_what_cannot_start
+from dips.doctor.local import check_backup, refuse_failed, refuse_what_cannot_start
 from dips.local.local_run import LocalRun
 from dips.local.log_files import HELDOUT_TAPE, heldout_losses, tape_path
 from dips.local.options import LogFormatOption, log_format_asked
@@ -52,6 +52,7 @@ def up(
     """
     run, plan = read_run_file(file, insecure_asked(insecure), log_format_asked(log_format))
     if check:
+        refuse_failed(check_backup(plan))
         print(f"{file}: {len(plan.slaves)} slaves, {len(plan.clusters)} clusters, all settings are good")
         return 0
     plan = replace(plan, metrics=plan.metrics or metrics)

@@ -671,6 +671,7 @@ class SnapshotInfo:
     digest: bytes  # of theta, as in Prepared
     committed: bool  # false: a shadow whose COMMIT this slave has not seen
     commit_hash: bytes = b""  # of the COMMIT record, when committed
+    restored_timeline: int = 0  # the newest timeline of the store that it was restored from; 0: written by a round
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from dips.core.errors import ConfigError
+from dips.core.errors import ConfigError, RetryLater
 from dips.core.net.addresses import format_address, is_loopback
+from dips.core.net.object_store import open_store
 from dips.core.net.security import Role
 from dips.core.placement import shard_bytes_needed
 from dips.core.release import how_to_install
@@ -66,7 +67,8 @@ class LocalDoctor:
 
     def quick_checks(self) -> list[Check]:
         """Of what would fail at once."""
-        return [Check("clusters", self._programs), Check("keys", self._keys), Check("ports", self._ports)]
+        own = [Check("clusters", self._programs), Check("keys", self._keys), Check("ports", self._ports)]
+        return [*own, Check("backup", partial(check_backup, self._plan))]
 
     def checks(self) -> list[Check]:
         # Extras of pyproject.toml; the same package may be in several.
@@ -81,6 +83,7 @@ class LocalDoctor:
             Check("data", self._data),
             Check("keys", self._keys),
             Check("ports", self._ports),
+            Check("backup", partial(check_backup, self._plan)),
             Check("addresses", self._addresses),
             Check("model", self._model),
             Check("memory", self._memory),
@@ -234,6 +237,20 @@ class LocalDoctor:
         return disk.judge_speed(disk.standing(directory), speed, shard, master.round_timeout_s, durable)
 
 
+def check_backup(plan: RunPlan) -> Findings:
+    """Whether the object store of [backup] answers: URL, library, credentials, bucket."""
+    if plan.backup is None:
+        return
+    try:
+        n_objects = len(open_store(plan.backup.to).sizes(plan.run_id))
+    except ConfigError as error:
+        yield fail("backup", str(error), "see [backup] to")
+    except RetryLater as error:
+        yield warn("backup", str(error), "the run begins without it, and asks again and again")
+    else:
+        yield ok("backup", f"{plan.backup.to} answers, and holds {n_objects} objects of run {plan.run_id}")
+
+
 def refuse_what_cannot_start(run: RunKnobs, plan: RunPlan) -> None:
     """For `dips up`: raise ConfigError for the first thing that must fail, before anything is made or started.
 
@@ -242,7 +259,12 @@ def refuse_what_cannot_start(run: RunKnobs, plan: RunPlan) -> None:
     doctor = LocalDoctor(run, plan, DoctorOptions())
     if doctor.runs_now:
         return
-    for found in examined(doctor.quick_checks()):
+    refuse_failed(examined(doctor.quick_checks()))
+
+
+def refuse_failed(findings: Iterable[Finding]) -> None:
+    """Raise ConfigError for the first that FAILs."""
+    for found in findings:
         if found.grade is Grade.FAIL:
             raise ConfigError(f"{found.sentence}: {found.remedy}" if found.remedy else found.sentence)
 

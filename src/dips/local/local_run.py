@@ -25,6 +25,7 @@ from dips.local.processes import (
     MASTER,
     RunPlan,
     TrainedCluster,
+    backup_spec,
     cluster_specs,
     evaluator_spec,
     master_spec,
@@ -135,7 +136,12 @@ class LocalRun:
             self.supervisor.start(spec)
         for spec in cluster_specs(self.plan, self.directory, self.address):
             self.supervisor.start(spec)
-        for more in (evaluator_spec(self.plan, self.directory, self.address), tracker_spec(self.plan, self.directory)):
+        extras = (
+            evaluator_spec(self.plan, self.directory, self.address),
+            tracker_spec(self.plan, self.directory),
+            backup_spec(self.plan, self.directory),
+        )
+        for more in extras:
             if more is not None:
                 self.supervisor.start(more)
         return self.address

@@ -14,11 +14,12 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +30,7 @@ from dips.core.files import TEMPORARY, sync_folder
 from dips.core.ids import SlaveId, Version
 from dips.core.layout import Layout, PublishedModel, layout_from_json
 from dips.core.model_description import WHOLE, Adapter, description_from_json
+from dips.core.net.object_store import open_store
 from dips.core.placement import Placement
 from dips.slave import snapshot_files as manifests
 from dips.slave.snapshot_files import SnapshotError, SnapshotStamp, read_snapshot
@@ -165,6 +167,39 @@ def write_folder(content: FolderContent, folder: Path, force: bool = False) -> N
         raise ConfigError(f"the folder {folder} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+class RemoteTarget:
+    """A model under a URL of an object store. Use as a context manager: it gives a place on this machine, and what was
+    written there is sent at the end, a folder's head last. Raises ConfigError as check_target does, and where the store
+    is not reached, before anything is fetched.
+    """
+
+    def __init__(self, url: str, is_folder: bool, force: bool) -> None:
+        self._is_folder = is_folder
+        place, _, self._name = (url.rstrip("/"), "", "model") if is_folder else url.rpartition("/")
+        self._objects = open_store(place)
+        held = [name for name in self._objects.sizes() if "/" not in name] if is_folder else []
+        if not is_folder:
+            self._objects.sizes(self._name)  # a wrong credential is said at once
+        if held and not force:
+            raise ConfigError(f"{url} is not empty: give another URL, or --force to replace the model in it")
+        self._old = sorted((name for name in held if _OURS.fullmatch(name)), key=lambda name: name not in _HEADS)
+
+    def __enter__(self) -> Path:
+        self._room = tempfile.TemporaryDirectory(prefix="dips-export-")
+        return Path(self._room.name) / self._name
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._room as room:
+            if kind is not None:
+                return
+            path = Path(room) / self._name
+            self._objects.delete(self._old)
+            for file in sorted(path.iterdir(), key=lambda file: file.name in _HEADS) if self._is_folder else [path]:
+                self._objects.put(file.name, file)
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------

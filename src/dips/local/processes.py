@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dips.core.net.security import ProcessKnobs
     from dips.local.tracking import TrackKnobs
     from dips.master.config import MasterConfig
-    from dips.slave.config import SlaveConfig
+    from dips.slave.config import BackupConfig, SlaveConfig
     from dips.trainer.config import TrainConfig
 
 MASTER = "master"
@@ -53,7 +53,11 @@ EVALUATION_KNOBS = frozenset(
 )
 """The trainer's settings that decide which text a model is evaluated on, and how fast."""
 
-_SECTIONS = ("MASTER", "SLAVE", "WORKER", "TRAIN")
+BACKUP = "backup"
+BACKUP_NICENESS = 19
+"""It has time until the ring overwrites what it copies."""
+
+_SECTIONS = ("MASTER", "SLAVE", "WORKER", "TRAIN", "BACKUP")
 _SECURITY = frozenset(SETTINGS)
 """Settings that the plan gives each process itself: they follow from its name."""
 
@@ -119,6 +123,7 @@ class RunPlan:
     public_host: str = ""  # under what other machines find this one; empty: the run is for this machine alone
     files_group: str = ""  # may read what all processes keep
     track: TrackKnobs | None = None  # where the run's curves go
+    backup: BackupConfig | None = None  # copies of snapshots go to an object store
 
     @property
     def cluster_ids(self) -> list[str]:
@@ -206,6 +211,15 @@ def tracker_spec(plan: RunPlan, directory: RunDirectory) -> ChildSpec | None:
     return ChildSpec(
         TRACKER, tuple(command), log, environment, StopStage.LAST, niceness=EVALUATOR_NICENESS, needed=False
     )
+
+
+def backup_spec(plan: RunPlan, directory: RunDirectory) -> ChildSpec | None:
+    """The process that copies snapshots to an object store; None when none is asked for. No run ends because of it."""
+    if plan.backup is None:
+        return None
+    command = _dips("backup", str(directory.path), *command_line(plan.backup))
+    log, environment = directory.log(BACKUP), _environment(plan)
+    return ChildSpec(BACKUP, tuple(command), log, environment, niceness=BACKUP_NICENESS, needed=False)
 
 
 def evaluation_options(train: TrainConfig) -> list[str]:

@@ -1,6 +1,6 @@
 """Reads the file of `dips up` and makes a plan of it.
 
-[run] says what there is, [master], [slave], [worker] and [train] are the settings of the roles (the same
+[run] says what there is, [master], [slave], [worker], [train] and [backup] are the settings of the roles (the same
 tables that `dips master --config` and its siblings read, with the same precedence), and each [[clusters]]
 is one cluster, which may set any setting of [worker] and [train] for itself; [track] says where the run's curves go.
 It must find every mistake before anything starts.
@@ -36,6 +36,7 @@ from dips.core.net.security import SETTINGS
 from dips.core.observe.logs import LogFormat
 from dips.local.log_files import tape_path
 from dips.local.processes import (
+    BACKUP,
     EVALUATOR,
     MASTER,
     TRACKER,
@@ -47,13 +48,13 @@ from dips.local.processes import (
 )
 from dips.local.tracking import TrackKnobs, check_tracker
 from dips.master.config import MasterConfig
-from dips.slave.config import ALL_ADDRESSES, SlaveConfig
+from dips.slave.config import ALL_ADDRESSES, BackupConfig, SlaveConfig
 from dips.trainer.config import SECTION as TRAIN_SECTION
 from dips.trainer.config import TrainConfig
 from dips.worker.config import SECTION as WORKER_SECTION
 from dips.worker.config import ClientConfig
 
-TABLES = ("run", "master", "slave", "worker", "train", "clusters", "track")
+TABLES = ("run", "master", "slave", "worker", "train", "backup", "clusters", "track")
 NOT_YET_KNOWN = "127.0.0.1:0"
 """In place of the master's address until the master has written it."""
 
@@ -140,6 +141,7 @@ def read_run_file(file: Path, insecure: bool = False, log_format: LogFormat | No
         public_host(run, master),
         run.files_group,
         _track(tables),
+        load(BackupConfig, "backup", file=tables).value if tables.table("backup") else None,
     )
     check_servers(master, plan.slaves[0], str(file))
     # Settings of a table are those of several processes, which cannot share a port
@@ -310,7 +312,7 @@ def _clusters(
     found = [_cluster(file, run, number, train, client) for number in range(1, len(file.rows("clusters")) + 1)]
     names = [cluster.cluster_id for cluster in found]
     check_unique(names, "id", f"{file} [[clusters]]")
-    reserved = {MASTER, EVALUATOR, TRACKER, *run.slave_ids}.intersection(names)
+    reserved = {MASTER, EVALUATOR, TRACKER, BACKUP, *run.slave_ids}.intersection(names)
     if reserved:
         raise ConfigError(
             f"{file}: the cluster id {sorted(reserved)[0]!r} is the name of another process: choose another"

@@ -52,7 +52,7 @@ class SlaveMessage(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., hello: _Optional[_Union[SlaveHello, _Mapping]] = ..., promised: _Optional[_Union[Promised, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., beat: _Optional[_Union[SlaveBeat, _Mapping]] = ..., staged: _Optional[_Union[Staged, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., round_refused: _Optional[_Union[RoundRefused, _Mapping]] = ..., flipped: _Optional[_Union[Flipped, _Mapping]] = ..., configure_refused: _Optional[_Union[ConfigureRefused, _Mapping]] = ..., commit_record: _Optional[_Union[CommitRecord, _Mapping]] = ..., shard_list: _Optional[_Union[ShardList, _Mapping]] = ...) -> None: ...
 
 class SnapshotInfo(_message.Message):
-    __slots__ = ("version", "round", "layout_hash", "placement_hash", "digest", "committed", "commit_hash")
+    __slots__ = ("version", "round", "layout_hash", "placement_hash", "digest", "committed", "commit_hash", "restored_timeline")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class SnapshotInfo(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     COMMIT_HASH_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_TIMELINE_FIELD_NUMBER: _ClassVar[int]
     version: _common_pb2.Version
     round: _common_pb2.RoundId
     layout_hash: bytes
@@ -67,7 +68,8 @@ class SnapshotInfo(_message.Message):
     digest: bytes
     committed: bool
     commit_hash: bytes
-    def __init__(self, version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., placement_hash: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., committed: _Optional[bool] = ..., commit_hash: _Optional[bytes] = ...) -> None: ...
+    restored_timeline: int
+    def __init__(self, version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., placement_hash: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., committed: _Optional[bool] = ..., commit_hash: _Optional[bytes] = ..., restored_timeline: _Optional[int] = ...) -> None: ...
 
 class SlaveHello(_message.Message):
     __slots__ = ("hello", "data_endpoint", "memory_bytes", "promised_epoch", "snapshots", "curve_key", "directory_id")

@@ -10,13 +10,14 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dips.core.assumptions import require
-from dips.core.config import Name
+from dips.core.config import Knobs, Name
 from dips.core.errors import ConfigError
 from dips.core.net.addresses import require_loopback
+from dips.core.net.object_store import check_url
 from dips.core.net.security import Address, AddressOrEmpty, ProcessKnobs
 from dips.core.observe.logs import LogFormat, LogLevel
 from dips.core.threads import usable_processor_numbers, usable_processors
-from dips.core.units import Bytes, validating
+from dips.core.units import BitsPerSecond, Bytes, validating
 
 GIB = 1 << 30
 
@@ -148,6 +149,30 @@ class SlaveConfig(ProcessKnobs):
         if info.data.get("insecure"):
             require_loopback(value, "data_host")
         return value
+
+
+class BackupConfig(Knobs):
+    """Settings of `dips backup`; the table [backup] of a file, DIPS_BACKUP_<FIELD>, or the command line."""
+
+    to: str = Field(
+        description="the object store: s3://BUCKET/PREFIX, gs://..., az://..., or file:///DIRECTORY; credentials come "
+        "from the environment or the machine"
+    )
+    every: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        default=10, description="copy each version whose number is a multiple of this; the same for all slaves"
+    )
+    kept: Annotated[int, Field(ge=1, le=1000)] = Field(
+        default=3, description="complete versions that stay in the store; older ones are removed"
+    )
+    rate: Annotated[BitsPerSecond, Field(ge=8000)] = Field(
+        default=200e6, description="most bits a second that are sent, all slaves of the process together"
+    )
+
+    @field_validator("to")
+    @classmethod
+    @validating
+    def _check_to(cls, value: str, info: ValidationInfo) -> str:
+        return check_url(value)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -355,7 +355,7 @@ class SlaveShell:
         # The snapshot durably gets the name and the COMMIT that the master has for it.
         assert body.load is not None
         assert body.load_round is not None
-        named = replace(source, version=body.load, round=body.load_round)
+        named = replace(source, version=body.load, round=body.load_round, restored_timeline=0)
         commit = (body.commit_hash, body.commit_record)
         source, problems = await self._on(self._disk, self._ring.adopt, source, named, body.origin, *commit)
         self._warn(problems)

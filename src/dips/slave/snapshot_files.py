@@ -99,6 +99,13 @@ def build_header(
     return raw, FileHead(plain, run_id, slave_id, n_elems, stamp, sums, residual_bytes)
 
 
+def parse_head(raw: bytes, where: str) -> FileHead:
+    """The header in the first HEADER_BYTES of a file. Raises SnapshotError when it is no header of this release."""
+    if len(raw) < HEADER_BYTES or int.from_bytes(raw[:8], "little") != HEADER_BYTES - 8:
+        raise SnapshotError(f"{where} does not begin as a snapshot of this release does")
+    return _parse(raw, where)
+
+
 def read_head(file: BinaryIO, where: str) -> FileHead | None:
     """The header of a file at its beginning; None for a file that was made and never written.
 
@@ -107,9 +114,7 @@ def read_head(file: BinaryIO, where: str) -> FileHead | None:
     raw = file.read(HEADER_BYTES)
     if len(raw) == HEADER_BYTES and not any(raw):
         return None
-    if len(raw) < HEADER_BYTES or int.from_bytes(raw[:8], "little") != HEADER_BYTES - 8:
-        raise SnapshotError(f"{where} does not begin as a snapshot of this release does")
-    head = _parse(raw, where)
+    head = parse_head(raw, where)
     size = file.seek(0, os.SEEK_END)
     if size != head.stamp.n_bytes:
         raise SnapshotError(f"{where} has {size} bytes, its header says {head.stamp.n_bytes}: it is torn")
@@ -194,6 +199,8 @@ def _parse(raw: bytes, where: str) -> FileHead:
             raise SnapshotError(f"{where} is not a snapshot of this release")
         n_elems, residual_bytes = header["theta"]["shape"][0], header.get("residual", {"shape": [0]})["shape"][0]
         places = _tensor_places(n_elems, residual_bytes)
+        if type(n_elems) is not int or type(residual_bytes) is not int or min(n_elems, residual_bytes) < 0:
+            raise SnapshotError(f"{where}: its header names tensors that cannot be")
         if metadata[_SEAL] != _seal(header) or header != places | {"__metadata__": metadata}:
             raise SnapshotError(f"{where}: its header is not the one that was written")
         layout_hash, placement_hash, digest = (bytes.fromhex(metadata[name]) for name in _HASHES)
@@ -276,6 +283,8 @@ def encode(manifest: SnapshotManifest) -> bytes:
         "commit_hash": info.commit_hash.hex(),
         "commit_record": manifest.record,
     }
+    if info.restored_timeline:
+        body["restored_timeline"] = info.restored_timeline
     return json.dumps({"body": body, "xxh3_128": _checksum(body)}, indent=1).encode()
 
 
@@ -286,6 +295,9 @@ def decode(data: bytes, where: str) -> SnapshotManifest:
         body = outer["body"]
         if outer["xxh3_128"] != _checksum(body) or body["format"] != MANIFEST_FORMAT:
             raise SnapshotError(f"{where} was altered, or is of another release")
+        restored_timeline = body.get("restored_timeline", 0)
+        if type(restored_timeline) is not int or not 0 <= restored_timeline < 1 << 63:
+            raise SnapshotError(f"{where}: {restored_timeline!r} is no timeline")
         info = SnapshotInfo(
             read_version(body["version"]),
             parse_round(body["round"]),
@@ -294,6 +306,7 @@ def decode(data: bytes, where: str) -> SnapshotManifest:
             bytes.fromhex(body["digest"]),
             committed=True,
             commit_hash=bytes.fromhex(body["commit_hash"]),
+            restored_timeline=restored_timeline,
         )
         return SnapshotManifest(
             info,

@@ -225,13 +225,13 @@ def test_the_command_says_how_an_adapter_is_loaded(
 ) -> None:
     found = trained(peft.get_peft_model(llama(), lora()))
     monkeypatch.setattr(command_model, "_fetch", lambda *given: found)
-    command_model.export("127.0.0.1:1", tmp_path / "adapter")
+    command_model.export("127.0.0.1:1", f"{tmp_path}/adapter")
     said = capsys.readouterr().out
     assert f"load it with peft, PeftModel.from_pretrained(base, '{tmp_path / 'adapter'}')" in said
     assert "It lacks" not in said
     names = {file.name for file in (tmp_path / "adapter").iterdir()}
     assert names == {"adapter_model.safetensors", "adapter_config.json", "dips_version.json"}
-    command_model.export("127.0.0.1:1", tmp_path / "adapter", force=True)
+    command_model.export("127.0.0.1:1", f"{tmp_path}/adapter", force=True)
 
 
 def test_stages_have_one_adapter_together() -> None:

@@ -59,6 +59,22 @@ def test_what_asynchronous_disks_hold_is_adopted_on_a_new_timeline(in_memory: bo
         assert bench.status().published == Version(2, 2)
 
 
+@pytest.mark.parametrize("n_restored", [1, 2])
+@pytest.mark.parametrize("old", [False, True])
+def test_slaves_that_all_come_from_an_object_store_go_on_on_a_timeline_that_was_never_used(
+    n_restored: int, old: bool
+) -> None:
+    """One slave with its own disk shows that nothing newer was published; without it, only a lost disk would know."""
+    bench, kept = old_journal("a")
+    for slave in bench.slaves[:n_restored]:
+        slave.snapshots = {V2: replace(slave.snapshots[V2], restored_timeline=5)}
+    bench.restart(kept if old else bench.snapshot)
+    back = n_restored == 2
+    assert bench.status().published == (Version(6, 2) if back else V2)
+    assert [entry.kind for entry in bench.journal[-2:]].count("ROLLBACK") == back
+    assert ("new_timeline" in [alarm["code"] for alarm in bench.recorded("alarm")]) == back
+
+
 def test_cluster_goes_on_with_its_work_after_an_adoption_and_learns_the_verdict_that_the_journal_forgot() -> None:
     bench, kept = old_journal("a")
     cluster = bench.clusters["a"]

@@ -20,7 +20,7 @@ from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
 from dips.slave import disk as durable
 from dips.slave.ring import SnapshotStore
-from dips.slave.snapshot_files import HEADER_BYTES, SnapshotManifest, decode, encode, file_bytes
+from dips.slave.snapshot_files import HEADER_BYTES, SnapshotManifest, build_header, decode, encode, file_bytes
 
 N = 3000
 RECORD = json.dumps({"tokens": 12, "unit": "ö"}, ensure_ascii=False).encode()
@@ -164,6 +164,29 @@ def test_a_header_that_is_nested_without_end_is_skipped(tmp_path: Path) -> None:
     infos, problems = reopened(tmp_path)
     assert [found.version.v for found in infos] == [0]
     assert any("its header cannot be read" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(("n_elems", "residual_bytes"), [(float(N), 0), (2 * N, -8 * N)])
+def test_a_header_with_tensors_that_cannot_be_is_skipped(tmp_path: Path, n_elems: Any, residual_bytes: int) -> None:
+    """The length fits, and the checksum of the header."""
+    two_versions(tmp_path)
+    raw, _ = build_header(info(1), n_elems, ("0", "0", "0")[: 3 if residual_bytes else 2], "run", "s0", residual_bytes)
+    with ring_file(tmp_path, 1).open("r+b") as file:
+        file.write(raw)
+    infos, problems = reopened(tmp_path)
+    assert [found.version.v for found in infos] == [0]
+    assert any("tensors that cannot be" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("timeline", [-1, 1 << 64, float("inf"), "1"])
+def test_a_manifest_with_a_timeline_that_cannot_be_sent_is_not_used(tmp_path: Path, timeline: Any) -> None:
+    two_versions(tmp_path)
+    path = manifest_file(tmp_path, 1)
+    said = decode(path.read_bytes(), "")
+    path.write_bytes(encode(replace(said, info=replace(said.info, restored_timeline=timeline))))
+    infos, problems = reopened(tmp_path)
+    assert [found.committed for found in infos] == [False, True]
+    assert any("is no timeline" in problem for problem in problems)
 
 
 @pytest.mark.parametrize(

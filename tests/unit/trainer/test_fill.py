@@ -156,11 +156,11 @@ def test_the_command_says_what_an_export_lacks(
     model = Adapted()
     found = fetched(model)
     monkeypatch.setattr(command_model, "_fetch", lambda *given: found)
-    command_model.export("127.0.0.1:1", tmp_path / "part.safetensors")
+    command_model.export("127.0.0.1:1", f"{tmp_path}/part.safetensors")
     said = capsys.readouterr().out
     assert "It lacks 5 tensors that the run does not train, such as 'table': load it over" in said
     state = written(model.state_dict(), "torch", tmp_path)
-    command_model.export("127.0.0.1:1", tmp_path / "whole.safetensors", fill_from=state, as_json=True)
+    command_model.export("127.0.0.1:1", f"{tmp_path}/whole.safetensors", fill_from=state, as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert (told["filled"], told["lacking"]) == (5, 0)
     assert len(load_file(tmp_path / "whole.safetensors")) == 5 + 4
@@ -171,8 +171,8 @@ def test_the_command_says_that_a_folder_was_not_compared_with_a_model_of_its_con
 ) -> None:
     found = fetched(LlamaForCausalLM(CONFIG))
     monkeypatch.setattr(command_model, "_fetch", lambda *given: found)
-    command_model.export("127.0.0.1:1", tmp_path / "checked")
+    command_model.export("127.0.0.1:1", f"{tmp_path}/checked")
     assert "Not checked" not in capsys.readouterr().out
     monkeypatch.setattr(model_folder, "find_spec", lambda name: None)
-    command_model.export("127.0.0.1:1", tmp_path / "unchecked")
+    command_model.export("127.0.0.1:1", f"{tmp_path}/unchecked")
     assert "Not checked whether a new model of its config.json takes its tensors: torch" in capsys.readouterr().out

@@ -1316,6 +1316,7 @@ def write_snapshot_info(value: m.SnapshotInfo, message: slaves_pb2.SnapshotInfo)
     message.digest = value.digest
     message.committed = value.committed
     message.commit_hash = value.commit_hash
+    message.restored_timeline = value.restored_timeline
 
 
 def read_snapshot_info(message: slaves_pb2.SnapshotInfo) -> m.SnapshotInfo:
@@ -1331,6 +1332,7 @@ def read_snapshot_info(message: slaves_pb2.SnapshotInfo) -> m.SnapshotInfo:
         digest=message.digest,
         committed=message.committed,
         commit_hash=message.commit_hash,
+        restored_timeline=message.restored_timeline,
     )
 
 

@@ -68,6 +68,11 @@ def holds_committed(slave: Slave, ledger: Ledger, broken: Broken) -> bool:
     )
 
 
+def restored(slave: Slave, snapshot: HeldVersion) -> bool:
+    """Whether the slave has this snapshot from an object store: then it may have lost newer ones."""
+    return any(snapshot_of(info) == snapshot and info.restored_timeline > 0 for info in slave.snapshots)
+
+
 def _fits(info: SnapshotInfo, ledger: Ledger) -> bool:
     """Whether its blocks are those that the slave is to hold."""
     layout, placement = ledger.layout, ledger.placement
@@ -384,6 +389,8 @@ class Recovery:
             return self._name_missing(snapshot[0], missing, wait=snapshot[0] == newest)
         members = [slave for slave in slaves if slave.id in ledger.placement.slaves]
         if snapshot[0] == newest and all(holds(slave, ledger, broken) for slave in members):
+            # If no slave has its own disk, newer versions may have been published: their names must not come again.
+            ledger.behind = ledger.behind or all(restored(slave, snapshot) for slave in members)
             if snapshot != self._own():
                 self._adopt(slaves, members, ledger)
             elif ledger.behind and ledger.commit is not None:
@@ -487,7 +494,8 @@ class Recovery:
 
         With durability async, newer versions may have been published, pulled, and lost with the slaves' memory. If all
         that the slaves have is on their disks, the run continues on a new timeline, so that no version name has two
-        contents. A version that is only in memory was flipped by that same process, and no version followed it.
+        contents. A version that is only in memory was flipped by that same process, and no version followed it. The
+        same holds where all slaves were restored from an object store (ledger.behind).
         """
         shared, commit = self._shared, ledger.commit
         assert commit is not None, "adopted is a commit"
@@ -506,7 +514,9 @@ class Recovery:
         shared.commits.append(commit)
         shared.published, shared.kept = None, {}
         is_async, broken = shared.config.settings.durability == "async", shared.recovery.broken
-        shared.ledger.behind = is_async and all(holds_committed(slave, shared.ledger, broken) for slave in members)
+        shared.ledger.behind = ledger.behind or (
+            is_async and all(holds_committed(slave, shared.ledger, broken) for slave in members)
+        )
         record: dict[str, object] = {
             "round": pair(commit.round),
             "version": pair(commit.version),

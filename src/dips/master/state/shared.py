@@ -385,9 +385,10 @@ class SharedState:
         return min(there) if there and len(there) == len(known) else None
 
     def newest_timeline(self) -> int:
-        """The newest timeline of any version on any slave, also a given up one; 0 when there is none."""
+        """The newest timeline of any version on any slave, also a given up one, or in the store that one was restored
+        from; 0 when there is none."""
         found = (s for slave in self.slaves.values() for s in slave.snapshots)
-        return max((s.version.timeline for s in found if s.committed), default=0)
+        return max((max(s.version.timeline, s.restored_timeline) for s in found if s.committed), default=0)
 
     def replace_ledger(self, ledger: Ledger, commit: CommitInfo) -> None:
         """Continues the run from another state, on a new timeline; members stay, their leases do not."""
@@ -424,8 +425,8 @@ class SharedState:
         now = self.ledger.version
         self.record(tape.RolledBack("recovery", version=now, origin=origin, donor=None, lost_tokens=0))
         sentence = (
-            f"the run goes on from version {origin} on a new timeline, as {now}: with durability async, newer versions "
-            "may have been published and lost, and only the journal that is gone would know"
+            f"the run goes on from version {origin} on a new timeline, as {now}: newer versions may have been "
+            "published and lost, with durability async or before a restore from an object store"
         )
         self.alarm(Alarm(AlarmKind.NEW_TIMELINE, (), sentence))
 

@@ -405,7 +405,8 @@ def _check_numbers(name: SlaveId, body: SlaveHello) -> None:
     """Refuses numbers that no master gave out, before an epoch or a timeline is derived from them."""
     if len(body.directory_id) > MAX_DRAWN_BYTES:
         raise Refused(RefusalCode.MALFORMED, f"the directory identity of slave {name!r} is too long")
-    numbers = [body.promised_epoch, *(n for s in body.snapshots for n in (s.version.timeline, s.round.epoch))]
+    timelines = [n for s in body.snapshots for n in (s.version.timeline, s.round.epoch, s.restored_timeline)]
+    numbers = [body.promised_epoch, *timelines]
     counts = [n for s in body.snapshots for n in (s.version.v, s.round.n)]
     if max(numbers) > MAX_EPOCH or max(counts, default=0) >= MAX_WHOLE // 2:
         raise Refused(
