@@ -34,12 +34,8 @@ class Follow:
 
     Entering waits for a first version and installs it. A thread fetches the versions that come, as differences to the
     one before where the run publishes them, into memory of the host (up to 12 bytes a parameter); update() copies the
-    newest one into the module, between two of your forward passes. What the run does not train stays as it is.
-
-        with dips.Follow(model, master="10.0.0.1:29400", keys="keys/operator") as follow:
-            while not follow.ended:
-                follow.update()
-                rollouts = sample(model)
+    newest one into the module, between two of your forward passes. What the run does not train stays as it is. A loop
+    is in docs/integrations.md.
 
     Args:
         model: A module with the names and shapes of the model that is trained, of any floating-point type, on any
