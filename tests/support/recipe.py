@@ -96,8 +96,8 @@ def without_accelerator(recipe: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    without_accelerator(Path(sys.argv[2]).stem)
-    watch_loops(Path(sys.argv[1]))
-    sys.argv = sys.argv[2:]
+    _, of_cluster, *sys.argv = sys.argv  # now: torchtitan reads them when it is imported
     sys.path[0] = str(Path(sys.argv[0]).parent)
+    without_accelerator(Path(sys.argv[0]).stem)
+    watch_loops(Path(of_cluster))
     runpy.run_path(sys.argv[0], run_name="__main__")
