@@ -229,8 +229,9 @@ def follow(
             left = named.at_rest()
             if left is None or not left.stopped or named.directory is None:
                 raise
-            stored = load_stored(named.directory)
-            folder.put(stored)
+            stored, held = load_stored(named.directory), folder.held()
+            if held is None or (held.run_id, held.version) != (stored.run_id, stored.version):
+                folder.put(stored)
             print(f"{folder.newest}: the run has ended with version {stored.version}")
             return 0
 

@@ -35,7 +35,7 @@ from dips.core.layout import Layout, PublishedModel, layout_from_json
 from dips.core.net.security import Security
 from dips.core.observe.logs import ChangeLogger, configure_logging
 from dips.core.units import format_count
-from dips.local.model_folder import AdapterFolder, ModelFolder, TensorsFolder, write_folder
+from dips.local.model_folder import CONFIG, AdapterFolder, ModelFolder, TensorsFolder, write_folder
 from dips.trainer.export import ABOUT, read_state
 from dips.trainer.progress import StopSignals
 from dips.worker.reader import POLL_S, follow_run, name_of
@@ -45,7 +45,10 @@ NEWEST, VERSIONS, STATE, LOCK = "newest", "versions", "dips_follow.json", "dips_
 DISK_AGAIN_S = 5.0
 """How long after a write failed, as on a full disk, it is tried again."""
 
-_NAME = re.compile(r"(\d+)-(\d+)")
+_AGAIN = "-again"
+"""Ends the name of a version that was here already, and of no use: readers may have that folder open."""
+
+_NAME = re.compile(rf"\d+-\d+({_AGAIN})?")
 
 _logger = logging.getLogger("dips.follow")
 
@@ -66,6 +69,7 @@ class FollowedFolder:
         self._versions = self.folder / VERSIONS
         self._content = content
         self._keep = keep
+        self._here: Version | None = None  # what `newest` has, once this process has written one
         try:
             if self.folder.exists() and not self.folder.is_dir():
                 raise ConfigError(f"{folder} is a file: give a folder")
@@ -106,15 +110,17 @@ class FollowedFolder:
     def held(self) -> PublishedModel | None:
         """The version that is here, with its parameters. None: there is none, or its files do not give them back, as
         those of a merged adapter do not."""
-        if self._state is None or not self.newest.exists():
+        if self._state is None:
             return None
         run_id, layout = self._state
         try:
             about = json.loads((self.newest / ABOUT).read_bytes())
             flat = np.zeros(layout.n_elems, np.float32)
             here = PublishedModel(run_id, parse_version(about["version"]), int(about["tokens"]), layout, flat)
-            stored, n_elems = read_state(self.newest.resolve()), 0
-            for name, tensor in self._content(here).tensors.items():
+            stored, n_elems, content = read_state(self.newest.resolve()), 0, self._content(here)
+            if isinstance(content, ModelFolder) and not (self.newest / CONFIG).exists():
+                raise ValueError(f"it has no {CONFIG}")
+            for name, tensor in content.tensors.items():
                 if isinstance(tensor, np.ndarray) and np.may_share_memory(tensor, flat):
                     if stored[name].dtype != "F32":
                         raise ValueError(f"tensor {name!r} is {stored[name].dtype}")
@@ -137,19 +143,22 @@ class FollowedFolder:
             )
         content = self._content(fetched)
         version = fetched.version
-        place = self._versions / f"{version.timeline}-{version.v}"
-        if isinstance(content, ModelFolder):
-            content = replace(content, tag=f"-{place.name}")
         try:
             if self._state is None or self._state[1] != fetched.layout:
                 state = json.dumps({"run_id": fetched.run_id, "layout": fetched.layout.to_json()})
                 replace_file(self.folder / STATE, [state.encode()], opener=by_umask)
                 self._state = fetched.run_id, fetched.layout
-            if self.newest.resolve() != place:
-                if place.exists():  # from before a crash, or a link that was changed by hand
+            if self._here != version:
+                place = self._versions / f"{version.timeline}-{version.v}"
+                if place.name == self._current():
+                    place = place.with_name(place.name + _AGAIN)
+                if place.exists():  # from before a crash, or of a run that had this one's name
                     self._remove(place)
-                write_folder(content, place)
+                write_folder(
+                    replace(content, tag=f"-{place.name}") if isinstance(content, ModelFolder) else content, place
+                )
                 self._lead_to(place)
+                self._here = version
             self._forget()
         except ConfigError as error:
             if isinstance(error.__cause__, OSError):
@@ -170,16 +179,21 @@ class FollowedFolder:
                 link.unlink()
         sync_folder(self.folder)
 
-    def _forget(self) -> None:
-        """Remove the oldest versions, never the one that `newest` leads to."""
-        found = {Version(*map(int, name.groups())): path for path, name in self._named()}
-        current = self.newest.resolve()
-        for version in sorted(found)[: -self._keep]:
-            if found[version] != current:
-                self._remove(found[version])
+    def _current(self) -> str:
+        """The name of the folder that `newest` leads to; empty: there is none."""
+        try:
+            return os.path.basename(os.readlink(self.newest))
+        except FileNotFoundError:
+            return ""
 
-    def _named(self) -> list[tuple[Path, re.Match[str]]]:
-        return [(path, name) for path in self._versions.iterdir() if (name := _NAME.fullmatch(path.name))]
+    def _forget(self) -> None:
+        """Remove the versions that were written first, never the one that `newest` leads to. Numbers say less: a run
+        that took over another one's name begins with small ones."""
+        current = self._current()
+        others = [path for path in self._versions.iterdir() if _NAME.fullmatch(path.name) and path.name != current]
+        others.sort(key=lambda path: path.lstat().st_mtime_ns, reverse=True)
+        for path in others[self._keep - 1 :]:
+            self._remove(path)
 
     def _remove(self, path: Path) -> None:
         """A version's folder goes at once, not file by file."""

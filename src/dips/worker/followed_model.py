@@ -33,14 +33,14 @@ class Follow:
     """Keeps a module at the newest version of a run, without training it.
 
     Entering waits for a first version and installs it. A thread fetches the versions that come, as differences to the
-    one before where the run publishes them, into memory of the host (up to 12 bytes a parameter); update() copies the
-    newest one into the module, between two of your forward passes. What the run does not train stays as it is. A loop
-    is in docs/integrations.md.
+    one before where the run publishes them, into memory of the host (8 bytes a parameter, 12 during an update());
+    update() copies the newest one into the module, between two of your forward passes. What the run does not train
+    stays as it is. A loop is in docs/integrations.md.
 
     Args:
         model: A module with the names and shapes of the model that is trained, of any floating-point type, on any
-            device; each parameter whole. One that lacks a parameter, or has it in another shape or cut into shards:
-            ConfigError.
+            device; each parameter whole. One that lacks a parameter, or has it in another shape, cut into shards,
+            without memory or as integers: ConfigError.
         master: HOST:PORT of the master; else DIPS_MASTER. Neither: ConfigError.
         run_id: The run's name; else DIPS_RUN. Another run at this address: Refused (RUN_ID).
         keys: The directory of an operator's or a cluster's identity (docs/security.md); else DIPS_KEYS. Several
@@ -73,14 +73,13 @@ class Follow:
                 raise ConfigError("the master's address is missing: set DIPS_MASTER, or give master=HOST:PORT")
             self._security = security_of(self._config, "dips.Follow")
         self._model = plain_model(model)
-        self._places: tuple[Layout, list[tuple[torch.Tensor, slice]]] | None = None
         self._changed = threading.Condition()
         self._arrived: PublishedModel | None = None
         self._error: BaseException | None = None
         self._over = False
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="dips-follow", daemon=True)
-        self._installed: PublishedModel | None = None
+        self._installed: tuple[Version, int] | None = None  # and its tokens
 
     def __enter__(self) -> Follow:
         show_where_logging_is_not_configured()
@@ -103,38 +102,37 @@ class Follow:
     @property
     def version(self) -> Version | None:
         """The version that the module has; None before the first."""
-        return self._installed.version if self._installed is not None else None
+        return self._installed[0] if self._installed is not None else None
 
     @property
     def tokens(self) -> int:
         """Tokens that the run had trained on, up to this version."""
-        return self._installed.tokens if self._installed is not None else 0
+        return self._installed[1] if self._installed is not None else 0
 
     @property
     def ended(self) -> bool:
         """Whether the run has ended, and the module has its last version. Raises what ended the following."""
         with self._changed:
-            if self._error is not None:
+            if self._error is not None and self._arrived is None:
                 raise self._error
             return self._over and self._arrived is None
 
     def update(self) -> bool:
         """Copy the newest version that has arrived into the module; call it where no forward pass is under way.
 
-        Returns whether there was a new one, without waiting for one. Raises what ended the following, such as Refused.
+        Returns whether there was a new one, without waiting for one. Raises what ended the following, such as Refused,
+        once the last version that arrived is installed. Where it is interrupted, the module may have parts of two
+        versions until the next update(), which copies all of one.
         """
-        with self._changed:
-            arrived, self._arrived = self._arrived, None
-            if self._error is not None:
-                raise self._error
-        if arrived is None:
+        if self.ended or (arrived := self._arrived) is None:
             return False
-        if self._places is None or self._places[0] != arrived.layout:
-            self._places = arrived.layout, self._find(arrived.layout)
         with torch.no_grad():
-            for tensor, here in self._places[1]:
+            for tensor, here in self._find(arrived.layout):  # anew: a module that was moved has other buffers
                 tensor.copy_(torch.from_numpy(arrived.flat[here]).view(tensor.shape))
-        self._installed = arrived
+        self._installed = arrived.version, arrived.tokens
+        with self._changed:
+            if self._arrived is arrived:  # else there is a newer one
+                self._arrived = None
         return True
 
     def close(self) -> None:
@@ -152,11 +150,15 @@ class Follow:
         for span in layout.spans:
             name, shape = span.parameter.name, span.parameter.shape
             tensor = held.get(name, held.get(name.removeprefix(prefix)))
-            if tensor is None or tuple(tensor.shape) != shape or isinstance(tensor, DTensor):
-                here = "none of this name" if tensor is None else f"{type(tensor).__name__} of {list(tensor.shape)}"
+            fits = tensor is not None and tuple(tensor.shape) == shape and tensor.is_floating_point()
+            if tensor is None or not fits or tensor.is_meta or isinstance(tensor, DTensor):
+                here = "none of this name"
+                if tensor is not None:
+                    here = f"{type(tensor).__name__} of {list(tensor.shape)}, {tensor.dtype} on {tensor.device}"
                 raise ConfigError(
-                    f"the run's model has {name!r} of shape {list(shape)}, this module has {here}: give the same model "
-                    "as in training, not cut into shards; for a program with a model of its own use `dips follow`"
+                    f"the run's model has {name!r} of shape {list(shape)}, this module has {here}: give the same "
+                    "model as in training, of floating-point type, in memory, not cut into shards; for a program with "
+                    "a model of its own use `dips follow`"
                 )
             found.append((tensor, slice(span.start_elem, span.stop_elem)))
         return found

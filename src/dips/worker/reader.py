@@ -329,8 +329,8 @@ class Follower:
     ) -> None:
         """fetch(version), None for the newest. use(fetched, now_and_then): calls now_and_then() often where it takes
         long, and passes on what that raises. patience_s: how long the master may be away before its first answer, and
-        once its run is stopping: then it may have ended. last: the version that was used before. once: end as soon as
-        a version that is newest was used.
+        once its run is stopping: then it may have ended. last: the version that was used before. once: end after one
+        use, or when `last` is the newest.
         """
         self._status = status
         self._fetch = fetch
@@ -359,7 +359,10 @@ class Follower:
                 wanted = next_version(status, self._last)
                 if wanted is None and (status.stopped or (self._once and self._last is not None)):
                     return
+                before = self._last
                 pause_s = 0.0 if wanted is not None and self._use_one(wanted) else POLL_S
+                if self._once and self._last != before:
+                    return
             except RetryLater as error:
                 if wait(0.0):
                     return

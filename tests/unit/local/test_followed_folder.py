@@ -17,7 +17,7 @@ from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter, PublishedModel, layer_of
 from dips.local import model_folder
 from dips.local.followed_folder import LOCK, NEWEST, STATE, VERSIONS, Content, FollowedFolder
-from dips.local.model_folder import INDEX, ModelFolder, TensorsFolder, as_folder
+from dips.local.model_folder import CONFIG, INDEX, ModelFolder, TensorsFolder, as_folder
 from dips.trainer.export import ABOUT
 from dips.trainer.sizes import ModelConfig, llama_name
 
@@ -74,6 +74,18 @@ def test_the_newest_few_stay_and_a_later_follow_finds_the_last_one_to_the_bit(
         assert held.flat.tobytes() == last.flat.tobytes()
 
 
+def test_what_a_reader_resolved_stays_for_the_next_version_also_where_numbers_begin_again(tmp_path: Path) -> None:
+    """As in a run that was begun anew with the name of an earlier one."""
+    to = tmp_path / "to"
+    with opened(to) as folder:
+        for v in (49, 50):
+            folder.put(version_of(v))
+    with opened(to) as folder:
+        for v in (3, 4):
+            folder.put(version_of(v))
+    assert names(to / VERSIONS) == {"1-3", "1-4"}
+
+
 def test_files_of_two_versions_have_no_name_in_common_where_there_are_several(tmp_path: Path) -> None:
     """A reader that read the index before `newest` changed finds nothing, and no mixture."""
     with opened(tmp_path / "to", in_several_files) as folder:
@@ -102,8 +114,8 @@ def test_what_is_left_of_a_kill_is_removed_and_written_again(tmp_path: Path) -> 
     assert {*written} == {llama_name(name) for name in SIZES.parameter_shapes}
 
 
-@pytest.mark.parametrize("damage", ["gone", "cut", "another form", "no file about it"])
-def test_a_version_that_cannot_be_read_back_is_fetched_whole(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["gone", "cut", "another form", "no file about it", "no configuration"])
+def test_a_version_that_cannot_be_read_back_is_fetched_whole_and_written_beside_it(tmp_path: Path, damage: str) -> None:
     to = tmp_path / "to"
     with opened(to) as folder:
         folder.put(version_of(1))
@@ -115,8 +127,17 @@ def test_a_version_that_cannot_be_read_back_is_fetched_whole(tmp_path: Path, dam
             model.write_bytes(model.read_bytes()[:-5])
         case "no file about it":
             (model.parent / ABOUT).unlink()
-    with opened(to, one_file if damage == "another form" else for_transformers) as folder:
+        case "no configuration":
+            (model.parent / CONFIG).unlink()
+    form, before = one_file if damage == "another form" else for_transformers, (to / NEWEST).resolve()
+    with opened(to, form) as folder:
         assert folder.held() is None
+        folder.put(version_of(1))
+        assert before.exists(), "a reader may have opened it"
+        assert (to / NEWEST).resolve() != before
+        here = folder.held()
+        assert here is not None
+        assert here.flat.tobytes() == version_of(1).flat.tobytes()
 
 
 def a_file(to: Path) -> None:

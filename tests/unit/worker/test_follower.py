@@ -157,6 +157,12 @@ def test_the_newest_alone_is_used_from_what_was_there_before_and_a_rollback_is_s
     assert [r.message for r in caplog.records] == ["the run was rolled back: version 2:6 comes after 1:7"]
 
 
+@pytest.mark.parametrize(("last", "seen"), [(None, [v(1)]), (v(0), [v(1)]), (v(1), [])])
+def test_once_is_one_version_however_fast_they_come(last: Version | None, seen: list[Version]) -> None:
+    run = Run(*[status(v(n)) for n in range(1, 50)], kept=9)
+    assert follow(run, last=last, newest_only=True, once=True).used == seen
+
+
 def test_a_fetch_that_fails_for_now_is_tried_again() -> None:
     run = Run(status(v(0)), status(v(0)), status(v(0), stopped=True))
     fails = iter([True, True])
