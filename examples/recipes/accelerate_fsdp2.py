@@ -25,8 +25,6 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
-
-
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     cluster = os.environ.get("DIPS_CLUSTER", "alone")

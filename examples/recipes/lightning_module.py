@@ -66,6 +66,9 @@ class Language(lightning.LightningModule):
     def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
         return self.model(**batch).loss
 
+    def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> None:
+        self.log("val_loss", self.model(**batch).loss)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
@@ -77,13 +80,15 @@ def main() -> None:
     keeper = ModelCheckpoint(folder, every_n_train_steps=25, save_last=True, enable_version_counter=False)
     trainer = lightning.Trainer(
         max_steps=2000, accumulate_grad_batches=2, gradient_clip_val=1.0, default_root_dir=folder, logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, val_check_interval=100, check_val_every_n_epoch=None,
         callbacks=[dips.LightningCallback(), keeper],
     )  # fmt: skip
     # A restarted process resumes from Lightning's last checkpoint, and from what the callback saved with it.
     last = folder / "last.ckpt"
     module, loader = Language(), Batches(cluster)  # the loader's seed is the cluster's
-    trainer.fit(module, loader, ckpt_path=str(last) if last.exists() else None)
+    held_out = [{"input_ids": rows, "labels": rows} for rows in text_of("textwrap").split(BATCH)]
+    held_out = torch.utils.data.DataLoader(held_out, batch_size=None)
+    trainer.fit(module, loader, held_out, ckpt_path=str(last) if last.exists() else None)
     torch.save(module.state_dict(), folder / "model.pt")  # after fit(): the run's last version
 
 

@@ -13,14 +13,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from support.byte_tokenizer import END, PAD, byte_tokenizer
 from support.dips_command import ROOT, dips, end_at_a_limit, operator_of
-from support.three_facts import PATIENT, assert_three_facts, assert_verified
+from support.three_facts import PATIENT, TRAINED, assert_three_facts, assert_verified
 from support.titan_files import prepare, texts
 from support.up_run import TORCHRUN, UpRun
 from support.waiting import until
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from dips.local.followed_folder import NEWEST
+
+SEED = "seed += zlib.crc32(cluster.encode())"
+LORA = 'peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"),'
+PLUGIN = ", fsdp_plugin=plugin"
 SUPPORT, RECIPES = ROOT / "tests" / "support", ROOT / "examples" / "recipes"
 
 
@@ -34,6 +41,15 @@ def program(
     folder: Path, recipe: str | Path, *arguments: object, first: tuple[object, ...] = (sys.executable,)
 ) -> tuple[object, ...]:
     return (*first, SUPPORT / "recipe.py", folder, RECIPES / recipe, *arguments)
+
+
+def without(recipe: str, line: str, folder: Path) -> Path:
+    """A copy of the recipe that lacks one part."""
+    text = (RECIPES / recipe).read_text()
+    assert text.count(line) == 1
+    copy = folder / recipe
+    copy.write_text(text.replace(line, ""))
+    return copy
 
 
 def folders_of(tmp_path: Path) -> dict[str, Path]:
@@ -54,8 +70,12 @@ def test_torchtitan_on_two_ranks_and_a_plain_process(tmp_path: Path) -> None:
     assert_three_facts(run, folders)
 
 
-def test_trl_with_a_lora(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [True, False])
+def test_trl_with_a_lora_and_the_whole_model(tmp_path: Path, lora: bool) -> None:
     """With trl's own defaults: mixed precision, checkpointed activations, batches padded to their longest row."""
+    recipe = RECIPES / "trl_lora.py"
+    if not lora:
+        recipe = without(recipe.name, LORA, tmp_path)
     folders, model, rows = folders_of(tmp_path), tmp_path / "model", tmp_path / "texts.jsonl"
     text = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), eos_token=END, pad_token=PAD)
     text.save_pretrained(model)
@@ -67,50 +87,63 @@ def test_trl_with_a_lora(tmp_path: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(model)
     parts = [part for page in texts() for part in page.split("\n\n")]
     rows.write_text("\n".join(json.dumps({"text": part}) for part in parts))
-    programs = {name: program(folder, "trl_lora.py", model, rows) for name, folder in folders.items()}
+    programs = {name: program(folder, recipe, model, rows) for name, folder in folders.items()}
     with UpRun(tmp_path, programs, master=PATIENT + 'tk_max = "60k"') as run:
         run.until_end()
     assert_three_facts(run, folders)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "first"),
-    [
-        ("hugging_face.py", (sys.executable,)),
-        ("lightning_module.py", (sys.executable,)),
-        ("accelerate_fsdp2.py", TORCHRUN),
-    ],
-)
-def test_trainers(tmp_path: Path, recipe: str, first: tuple[object, ...]) -> None:
-    """Under Accelerate each cluster is two ranks of FSDP2."""
+@pytest.mark.parametrize("recipe", ["hugging_face.py", "lightning_module.py", "accelerate_fsdp2.py"])
+def test_trainers(tmp_path: Path, recipe: str) -> None:
+    """Long enough for their own evaluations and checkpoints. Under Accelerate one cluster is two ranks of FSDP2, the
+    other a plain process."""
     folders = folders_of(tmp_path)
-    programs = {name: program(folder, recipe, first=first) for name, folder in folders.items()}
-    with UpRun(tmp_path, programs, master=PATIENT + 'tk_max = "40k"') as run:
+    programs = {name: program(folder, recipe) for name, folder in folders.items()}
+    if recipe == "accelerate_fsdp2.py":
+        programs["a"] = program(folders["a"], recipe, first=TORCHRUN)
+        programs["b"] = program(folders["b"], without(recipe, PLUGIN, tmp_path))
+    with UpRun(tmp_path, programs, master=PATIENT + 'tk_max = "120k"') as run:
         run.until_end()
     assert_three_facts(run, folders)
+    opened = opened_as_folder(run.directory, "export", tmp_path / "model")
+    trained = load_file(folders["a"] / TRAINED)
+    prefix = "model." if recipe == "lightning_module.py" else ""
+    assert {prefix + name for name, _ in opened.named_parameters()} == trained.keys()
+    assert all(torch.equal(tensor, trained[prefix + name]) for name, tensor in opened.named_parameters())
+    text = torch.tensor(list(Path(json.__file__).read_bytes()[:4096])).view(-1, 64)
+    with torch.no_grad():
+        assert opened(input_ids=text, labels=text).loss < 3.5, "a model that has learned nothing has 5.5"
+    of_trainer = {"hugging_face.py": "checkpoint-50", "lightning_module.py": "last.ckpt", "accelerate_fsdp2.py": ""}
+    assert all((tmp_path / "out" / name / of_trainer[recipe]).exists() for name in folders)
+
+
+def opened_as_folder(run: Path, command: str, to: Path) -> LlamaForCausalLM:
+    told = dips(command, run, "--to", to)
+    assert told.returncode == 0, told.stderr
+    opened: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(to / NEWEST if command == "follow" else to)
+    return opened
 
 
 def test_a_killed_cluster_of_the_trainer_goes_on_from_its_own_checkpoint_and_ours(tmp_path: Path) -> None:
-    command = program(tmp_path / "a", "hugging_face.py")
-    with UpRun(tmp_path, {}, master="min_clusters = 1") as run:
-        first = run.begin("a", command)
+    programs = {name: program(folder, "hugging_face.py") for name, folder in folders_of(tmp_path).items()}
+    with UpRun(tmp_path, {"b": programs["b"]}) as run:
+        first = run.begin("a", programs["a"])
         saved = tmp_path / "out" / "a"
         until(lambda: list(saved.glob("checkpoint-*/trainer_state.json")), "a checkpoint", run.logs["a"])
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
         live = dips("export", run.directory, "--to", tmp_path / "live", "--json")
         assert live.returncode == 0, live.stderr
-        run.begin("a", command)
+        run.begin("a", programs["a"])
         until(lambda: "resumed from checkpoint" in run.logs["a"].read_text(), "it goes on", run.logs["a"])
         run.until_version(json.loads(live.stdout)["version"] + 2)
         run.stop()
     assert_verified(run.directory)
-    assert (saved / "model" / "model.safetensors").exists()
-    opened = LlamaForCausalLM.from_pretrained(tmp_path / "live")
-    assert opened.config.vocab_size == 256
-
-
-SEED = "seed += zlib.crc32(cluster.encode())"
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "live").config.vocab_size == 256
+    last = LlamaForCausalLM.from_pretrained(saved / "model").state_dict()
+    followed = opened_as_folder(run.directory, "follow", tmp_path / "served").state_dict()
+    assert followed.keys() == last.keys()
+    assert all(torch.equal(followed[name], last[name]) for name in last), "of a run that has ended"
 
 
 @pytest.mark.parametrize("forgets", [False, True])
@@ -118,10 +151,7 @@ def test_a_plain_script_with_the_seed_that_people_forget(tmp_path: Path, forgets
     """Without that line both clusters train on the same data, which `dips status` says."""
     folders, recipe = folders_of(tmp_path), RECIPES / "nano_gpt.py"
     if forgets:
-        text = recipe.read_text()
-        assert SEED in text
-        recipe = tmp_path / "nano_gpt.py"
-        recipe.write_text(text.replace(SEED, ""))
+        recipe = without(recipe.name, SEED, tmp_path)
     programs = {name: program(folder, recipe) for name, folder in folders.items()}
     with UpRun(tmp_path, programs, master=PATIENT) as run:
         if forgets:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,9 @@ def test_a_round_costs_a_reader_its_differences(
         until(lambda: served_bytes(run) >= before + expected, "the slaves count it")
         assert served_bytes(run) == before + expected, f"{behind} versions"
         assert fetched.flat.tobytes() in {each.tobytes() for each in cluster.model.installed}
+        of_another = replace(base, flat=base.flat + 1)
+        again = fetch_version(run.address, None, "test", INSECURE, version=second, base=of_another)
+        assert again.flat.tobytes() == fetched.flat.tobytes(), "its differences lead to something else, which is seen"
 
         module = model_from_flat(LAYOUT, np.zeros(LAYOUT.n_elems, np.float32))
         with library.Follow(module, master=run.address, insecure=True) as follow:
@@ -185,7 +189,7 @@ def test_a_folder_follows_through_kills_of_every_process_and_is_whole_at_every_m
         version, flat = whole(to / NEWEST)
         assert flat == cluster.model.theta.tobytes(), "the last version"
         published = {each.tobytes() for each in cluster.model.installed}
-        assert seen.keys() == {version for version in seen if seen[version] in published}
+        assert {*seen.values()} <= published
         assert version in seen
         assert "differences to version" in (tmp_path / "first.log").read_text()
         other = dips("follow", run.address, "--insecure", "--to", tmp_path, "--once")

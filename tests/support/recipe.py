@@ -73,10 +73,11 @@ def watch_loops(folder: Path) -> None:
 def without_accelerator(recipe: str) -> None:
     """What its trainer lacks on a machine with processors alone."""
     if recipe == "accelerate_fsdp2":
-        from support.trainer_ranks import accelerate_cuts_on_a_cpu
-
         os.environ["ACCELERATE_USE_CPU"] = "true"
-        accelerate_cuts_on_a_cpu()
+        if "RANK" in os.environ:
+            from support.trainer_ranks import accelerate_cuts_on_a_cpu
+
+            accelerate_cuts_on_a_cpu()
     elif recipe in ("hugging_face", "trl_lora"):
         from transformers import TrainingArguments
 

@@ -24,6 +24,8 @@ def version_of(v: int) -> PublishedModel:
 
 
 class Model(torch.nn.Module):
+    b: torch.Tensor
+
     def __init__(self, b: torch.Tensor | None = None) -> None:
         super().__init__()
         self.a = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
