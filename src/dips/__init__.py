@@ -1,8 +1,9 @@
 """Di-PS: an asynchronous master-slave parameter server for training one model on several clusters.
 
 `dips.DiLoCo` is the way into a training loop, `dips.HuggingFaceCallback` and `dips.LightningCallback` into trainers
-that people have; `dips.Parallel` and `dips.ShardOf` say what a rank holds of the model. Each is imported when it is
-first asked for, because `import dips` must not import torch: a slave, the master and the command line do without it.
+that people have, `dips.Follow` into a program that samples from the model; `dips.Parallel` and `dips.ShardOf` say what
+a rank holds of it. Each is imported when it is first asked for, because `import dips` must not import torch: a slave,
+the master and the command line do without it.
 From that first use on, an error of ours that is not caught ends the program with one sentence (core/observe/logs.py).
 """
 
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dips.core.release import VERSION as __version__
 
 if TYPE_CHECKING:
+    from dips.worker.followed_model import Follow as Follow
     from dips.worker.integrations.hugging_face import HuggingFaceCallback as HuggingFaceCallback
     from dips.worker.integrations.lightning import LightningCallback as LightningCallback
     from dips.worker.loop import DiLoCo as DiLoCo
@@ -22,13 +24,14 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "DiLoCo": "dips.worker.loop",
+    "Follow": "dips.worker.followed_model",
     "HuggingFaceCallback": "dips.worker.integrations.hugging_face",
     "LightningCallback": "dips.worker.integrations.lightning",
     "Parallel": "dips.worker.parallel.held",
     "ShardOf": "dips.worker.parallel.held",
 }
 
-__all__ = ["DiLoCo", "HuggingFaceCallback", "LightningCallback", "Parallel", "ShardOf", "__version__"]
+__all__ = ["DiLoCo", "Follow", "HuggingFaceCallback", "LightningCallback", "Parallel", "ShardOf", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ ELSEWHERE = {
     "core/files.py": {"folder.mkdir", "os.open"},
     "core/math/compiling.py": {"os.makedirs", "path.open"},  # compiled code, for all users if they share its folder
     "core/observe/failpoints.py": {"os.open"},  # of tests
+    "local/followed_folder.py": {"self.folder.mkdir", "self._versions.mkdir"},  # likewise what follows a run
     "local/model_folder.py": {"folder.parent.mkdir", "new.mkdir"},  # an export is its user's
     "local/supervisor.py": {"Path(os.devnull).open"},
 }

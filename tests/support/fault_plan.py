@@ -30,8 +30,8 @@ AGAIN_S = 2.0
 ELSEWHERE: Mapping[str, str] = {
     "master.archive.before_prune": "tests/unit/master/test_archive.py",
     "worker.export.before_rename": "tests/unit/trainer/test_trainer_export.py",
-    "worker.status.before_call": "tests/unit/trainer/test_trainer_follower.py",
-    "worker.status.after_call": "tests/unit/trainer/test_trainer_follower.py",
+    "worker.status.before_call": "tests/unit/worker/test_follower.py",
+    "worker.status.after_call": "tests/unit/worker/test_follower.py",
     "master.rpc.before_ReturnData": "tests/integration/test_master_server.py",
     "master.rpc.after_ReturnData": "tests/integration/test_master_server.py",
     "worker.rpc.before_ReturnData": "tests/slow/test_overlap.py",

@@ -232,6 +232,7 @@ class RunForWorkers:
         self.epoch = 1
         self.n = 0
         self.stop = False
+        self.pull_wire = Codec.F32
         self.donate: Version | None = None
         self.attempts: dict[PushId, int] = {}
         self.pushes: list[messages.BeginPushRequest] = []
@@ -376,11 +377,12 @@ class RunForWorkers:
             raise RefuseCall(RefusalCode.VERSION_GONE, f"version {version} is not kept")
         digests = tuple((s.slave_id, digest_of_array(s.versions[version], s.blocks, CHUNK_BYTES)) for s in self.slaves)
         self.pulls.append(request)
+        differs = self.pull_wire.is_difference and request.base is not None
         return messages.BeginPullReply(
             messages.PullGrant(
                 version, self.fence, len(self.pulls), self._placement(), tuple(range(len(self.layout.blocks))), digests,
                 self.tokens, self.settings.sync_every_steps, self.layout if request.reader else None, CHUNK_BYTES,
-                self.epoch, RUN,
+                self.epoch, RUN, *((self.pull_wire, request.base) if differs else ()),
             )
         )  # fmt: skip
 

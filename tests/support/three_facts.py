@@ -20,7 +20,7 @@ PATIENT = 'preset = "safe"\noverlap = "none"\ngrace_s = "1 h"\nround_timeout_s =
 """Of [master]: each round waits for all clusters, and each cluster for its verdict. So no push is old, and none is
 excluded, however slow a cluster is."""
 
-_MODEL, _STEPS = "trained.safetensors", "steps.json"
+TRAINED, _STEPS = "trained.safetensors", "steps.json"
 _LEFT = re.compile(r"leaving \(the run has ended\) without (\d+) steps? with (\d+) tokens")
 """What a cluster says of its steps after its last push, when the run has ended meanwhile: they count nowhere."""
 
@@ -34,7 +34,7 @@ def note(folder: Path, trained: Mapping[str, torch.Tensor], tokens: Sequence[int
         tokens: Of each step, as the program itself counted them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().contiguous() for name, tensor in trained.items()}, folder / _MODEL)
+    save_file({name: tensor.detach().contiguous() for name, tensor in trained.items()}, folder / TRAINED)
     (folder / _STEPS).write_text(json.dumps(list(tokens)))
 
 
@@ -70,7 +70,7 @@ def exported_is_trained(run: Path, folders: Mapping[str, Path]) -> int:
     assert told.returncode == 0, told.stderr
     exported = load_file(file)
     for name, folder in folders.items():
-        trained = load_file(folder / _MODEL)
+        trained = load_file(folder / TRAINED)
         assert exported.keys() == trained.keys(), f"names in cluster {name}"
         other = [what for what in exported if not _same_bits(exported[what], trained[what])]
         assert other == [], f"not equal to the bit in cluster {name}: {other[:5]} and more, {len(other)} in all"

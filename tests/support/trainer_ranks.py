@@ -102,7 +102,7 @@ def hugging_face(watch: Watch, steps: int, cut: str) -> None:
 
 def accelerate_cuts_on_a_cpu() -> None:
     """As on an accelerator; on a CPU it would silently take DistributedDataParallel instead."""
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
     made = AcceleratorState.__init__
@@ -111,6 +111,7 @@ def accelerate_cuts_on_a_cpu() -> None:
         made(state, *given, fsdp_plugin=fsdp_plugin, **more)
         if fsdp_plugin is not None:
             state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # else the next state has its own
 
     AcceleratorState.__init__ = make
 

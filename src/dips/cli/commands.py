@@ -238,6 +238,18 @@ COMMANDS: tuple[Command, ...] = (
         ),
     ),
     Command(
+        "follow",
+        "dips.cli.model",
+        "follow",
+        "Keep a folder at the newest version of a run, pulling differences: for evaluation, inference or samplers.",
+        MODEL,
+        (
+            "dips follow runs/demo --to served",
+            "dips follow 10.0.0.1:29400 --to served --keep 3 --keys keys/operator",
+            "dips follow 10.0.0.1:29400 --to served --once --format safetensors",
+        ),
+    ),
+    Command(
         "eval",
         "dips.cli.model",
         "evaluate",

@@ -1,4 +1,4 @@
-"""`dips export` and `dips eval`: write a published version as a file or folder, and compute a held-out loss.
+"""`dips export`, `dips follow` and `dips eval`: write published versions as files, and compute a held-out loss.
 
 What reads, fetches and evaluates is imported by the functions that use it, so that --help and mistakes are answered at
 once; torch only by an evaluation and by the checkpoint format.
@@ -33,8 +33,10 @@ from dips.worker.config import ClientConfig
 
 if TYPE_CHECKING:
     from dips.core.layout import PublishedModel
+    from dips.worker.checkpoint_files import RawTensor
 
 FETCH_S = 10.0
+FOLLOW_S = 120.0
 _LOOK_S = 2.0
 _READER = "export"
 
@@ -47,6 +49,15 @@ class Form(Enum):
     DCP = "dcp"
 
 
+FillFrom = Annotated[
+    Path | None,
+    typer.Option(
+        "--fill",
+        metavar="FILE",
+        help="The model's state, with what a run does not train (frozen weights, buffers): a .safetensors file, or a "
+        "folder of them.",
+    ),
+]
 AVersion = Annotated[
     str | None, typer.Option("--version", metavar="T:V", help="A version as `dips status` names it; else the newest.")
 ]
@@ -79,15 +90,7 @@ def export(
         bool, typer.Option("--force", help="Replace an earlier export in a folder that is not empty.")
     ] = False,
     version: AVersion = None,
-    fill_from: Annotated[
-        Path | None,
-        typer.Option(
-            "--fill",
-            metavar="FILE",
-            help="The model's state, with what a run does not train (frozen weights, buffers): a .safetensors "
-            "file, or a folder of them.",
-        ),
-    ] = None,
+    fill_from: FillFrom = None,
     wait_s: Annotated[
         float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="How long to wait for a first version.")
     ] = FETCH_S,
@@ -172,6 +175,73 @@ def export(
         )
     print(json.dumps(fields) if as_json else sentence)
     return 0
+
+
+def follow(
+    run: Run = None,
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", metavar="DIR", help="The folder to keep: empty, new, or made by an earlier follow."),
+    ] = None,
+    form: Annotated[
+        Form,
+        typer.Option(
+            "--format",
+            help="huggingface: a folder for from_pretrained(); safetensors: one file of tensors, of any model.",
+        ),
+    ] = Form.HUGGINGFACE,
+    keep: Annotated[int, typer.Option("--keep", metavar="N", min=1, help="How many versions stay.")] = 2,
+    once: Annotated[bool, typer.Option("--once", help="End when the newest version is there.")] = False,
+    fill_from: FillFrom = None,
+    wait_s: Annotated[
+        float,
+        typer.Option(
+            "--wait", metavar="SECONDS", min=0.0, help="How long to wait for a master that has not answered yet."
+        ),
+    ] = FOLLOW_S,
+    keys: Keys = None,
+    insecure: Insecure = False,
+) -> int:
+    """Keep a folder at a run's newest version, until the run has ended: for evaluation, inference, or samplers.
+
+    DIR/newest leads to the newest version, whole at every moment; resolve it once, and open what it leads to. Versions
+    come as differences to the one before where the run publishes them (pull_wire); a follow that was interrupted goes
+    on from the version in DIR. A master or a slave that is away, and a full disk, are waited for. Of a run that has
+    ended and is named by its directory, the last version is put together from the slaves' snapshots.
+    """
+    if to is None:
+        raise ConfigError("nothing says where to: give --to DIR")
+    if form is Form.DCP:
+        raise ConfigError("--format dcp is for `dips export`: give huggingface or safetensors")
+    named = NamedRun.of(run)
+    from dips.core.model_description import description_from_json
+    from dips.local.followed_folder import Content, FollowedFolder, keep_newest
+    from dips.local.model_folder import TensorsFolder, as_folder, load_stored
+    from dips.trainer.export import fill
+
+    def content(fetched: PublishedModel) -> Content:
+        described = description_from_json(fetched.layout.description)
+        if fill_from is not None and not filled:
+            filled.update(fill(fetched.layout, described, fill_from))
+        if form is Form.HUGGINGFACE:
+            return as_folder(fetched, filled, check=False)
+        prefix = described.prefix if described is not None else ""
+        return TensorsFolder(fetched, {prefix + name: tensor for name, tensor in filled.items()})
+
+    filled: dict[str, RawTensor] = {}
+    with FollowedFolder(to, content, keep) as folder:
+        try:
+            master = named.master()
+            return keep_newest(folder, master, asked_security(keys, insecure, named.directory), wait_s, once=once)
+        except RetryLater:
+            left = named.at_rest()
+            if left is None or not left.stopped or named.directory is None:
+                raise
+            stored, held = load_stored(named.directory), folder.held()
+            if held is None or (held.run_id, held.version) != (stored.run_id, stored.version):
+                folder.put(stored)
+            print(f"{folder.newest}: the run has ended with version {stored.version}")
+            return 0
 
 
 @with_knobs(TrainConfig, ClientConfig, without=_NOT_OF_EVALUATION)

@@ -34,11 +34,11 @@ from dips.core.net.object_store import open_store
 from dips.core.placement import Placement
 from dips.slave import snapshot_files as manifests
 from dips.slave.snapshot_files import SnapshotError, SnapshotStamp, read_snapshot
-from dips.trainer.export import ABOUT, about_version, named_tensors, serialized, write_whole
+from dips.trainer.export import ABOUT, about_version, export_model, named_tensors, serialized, write_whole
 from dips.trainer.sizes import ModelConfig, llama_config, llama_name
 from dips.worker.checkpoint_files import RawTensor
 
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+CONFIG, INDEX, MODEL = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SHARD_BYTES = 5_000_000_000
 """A larger model is written in several files."""
@@ -72,12 +72,14 @@ class ModelFolder:
     about: Mapping[str, Any]  # which version of which run it is
     shard_bytes: int = SHARD_BYTES
     not_checked: str = ""  # why no model of the configuration has said whether it would take the tensors
+    tag: str = ""  # in the names of several files, so that nobody takes them for those of another version
 
     def write_files(self, folder: Path) -> None:
         shards = _shards(self.tensors, self.shard_bytes)
-        files = {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
+        name = f"model{self.tag}-{{:05d}}-of-{len(shards):05d}.safetensors"
+        files = {name.format(n): shard for n, shard in enumerate(shards, 1)}
         if len(shards) == 1:
-            files = {"model.safetensors": shards[0]}
+            files = {MODEL: shards[0]}
         else:
             total = sum(map(_n_bytes, self.tensors.values()))
             where = {name: file for file, shard in files.items() for name in shard}
@@ -110,14 +112,31 @@ def check_target(folder: Path, force: bool) -> None:
         raise ConfigError(f"{folder} is not empty: give another folder, or --force to replace the model in it")
 
 
+@dataclass(frozen=True)
+class TensorsFolder:
+    """One file of tensors under the names of the layout, for models that have no configuration."""
+
+    fetched: PublishedModel
+    filled: Mapping[str, RawTensor]
+
+    @property
+    def tensors(self) -> Tensors:
+        return {**named_tensors(self.fetched.layout, self.fetched.flat), **self.filled}
+
+    def write_files(self, folder: Path) -> None:
+        export_model(self.fetched, folder / MODEL, filled=self.filled)
+        write_whole(folder / ABOUT, _json(about_version(self.fetched)))
+
+
 def as_folder(
-    fetched: PublishedModel, filled: Mapping[str, RawTensor] = MappingProxyType({})
+    fetched: PublishedModel, filled: Mapping[str, RawTensor] = MappingProxyType({}), *, check: bool = True
 ) -> ModelFolder | AdapterFolder:
     """The model's folder; of a run that trains an adapter the adapter's, or with `filled` that of the merged model.
 
     filled: what the version lacks. Raises ConfigError when all together is not a whole model that transformers knows,
-    or would not be taken by a model of its configuration.
+    or, with `check`, would not be taken by a model of its configuration.
     """
+    _checked = _taken if check else lambda folder: folder
     described = description_from_json(fetched.layout.description)
     tensors = named_tensors(fetched.layout, fetched.flat)
     about = about_version(fetched)
@@ -265,7 +284,7 @@ def _as_float32(tensor: RawTensor) -> NDArray[np.float32]:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def _checked(folder: ModelFolder) -> ModelFolder:
+def _taken(folder: ModelFolder) -> ModelFolder:
     """Raises ConfigError where a model of the configuration would not take these tensors, and begin with random ones.
 
     The folder says so where this cannot be known here.

@@ -10,37 +10,28 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
 
-import grpc
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dips.core.clock import Clock, SystemClock
-from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
+from dips.core.clock import SystemClock
+from dips.core.errors import ConfigError
 from dips.core.files import share_with
 from dips.core.ids import Version
 from dips.core.layout import Layout, PublishedModel
-from dips.core.messages import StatusReply, StatusRequest
-from dips.core.net.codec_protobuf import from_message, to_message
-from dips.core.net.grpc_calls import refused_from
 from dips.core.net.keys import security_of
 from dips.core.net.security import Security
-from dips.core.observe.failpoints import failpoint
-from dips.core.observe.logs import ChangeLogger, configure_logging
+from dips.core.observe.logs import configure_logging
 from dips.core.observe.metrics_server import serve_metrics, served
 from dips.core.observe.tape import Tape, new_cause
-from dips.protos import operator_pb2_grpc
 from dips.trainer.config import TrainConfig, corpus_of
 from dips.trainer.model import ByteModel
 from dips.trainer.progress import StopSignals
 from dips.trainer.sizes import ModelConfig
 from dips.worker.config import ClientConfig, given
-from dips.worker.control import channel_to
 from dips.worker.metrics import Evaluated, heldout_families
-from dips.worker.reader import CALL_DEADLINE_S, fetch_version
+from dips.worker.reader import CALL_DEADLINE_S, FETCH_DEADLINE_S, fetch_version, follow_run
 
 # ---- heldout ---------------------------------------------------------------------------------------------------------
 #
@@ -104,168 +95,13 @@ def model_from_flat(layout: Layout, flat: NDArray[np.float32]) -> ByteModel:
     return model
 
 
-# ---- follower --------------------------------------------------------------------------------------------------------
-#
-# Follows a run and evaluates its versions, until the run has stopped.
-#
-# Evaluates every version as long as it can keep up, else the newest; the last one always. An evaluator must never
-# delay a run: it only reads, and skips a version that is gone. The servers of a run that has ended answer for a while
-# only, which may be shorter than an evaluation: so it also asks during one, and gives it up for the last version.
-
-
-_logger = logging.getLogger("dips.trainer")
-
-POLL_S = 0.5
-
-
-class RunWatch:
-    """A channel to the master of one run ("": any run that it serves)."""
-
-    def __init__(self, master: str, run_id: str, deadline_s: float, security: Security) -> None:
-        """Raises ConfigError for an address that cannot be used."""
-        self._channel = channel_to(master, security)
-        self._stub: Any = operator_pb2_grpc.OperatorStub(self._channel)
-        self._run_id = run_id
-        self._deadline_s = deadline_s
-
-    def status(self) -> StatusReply:
-        """The run's status. Raises Refused, or RetryLater when no answer comes in time."""
-        try:
-            failpoint("worker.status.before_call")
-            answer = self._stub.Status(to_message(StatusRequest(self._run_id)), timeout=self._deadline_s)
-            if failpoint("worker.status.after_call"):
-                raise RetryLater("a failpoint loses the answer to Status")
-        except grpc.RpcError as error:
-            raise refused_from(error) from error
-        except OSError as error:
-            raise RetryLater(f"the request for the status failed: {error}") from error
-        return from_message(answer, StatusReply)
-
-    def __enter__(self) -> RunWatch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._channel.close()
-
-
-class _Superseded(Exception):
-    """The run has ended with a later version than the one that is being evaluated."""
-
-
-def next_version(status: StatusReply, last: Version | None) -> Version | None:
-    """The next version after `last` to ask for; None: nothing new."""
-    published = status.published
-    if published is None or published == last:
-        return None
-    if not status.stopped and last is not None and published.timeline == last.timeline and published.v > last.v:
-        return last.next()
-    return published
-
-
-class Follower:
-    """Asks, fetches, evaluates and records; `run` ends when the run has stopped and its last version is recorded."""
-
-    def __init__(
-        self,
-        status: Callable[[], StatusReply],
-        fetch: Callable[[Version | None], PublishedModel],
-        evaluate: Callable[[PublishedModel, Callable[[], None]], float],
-        tape: Tape,
-        patience_s: float,
-        clock: Clock | None = None,
-    ) -> None:
-        """fetch(version), None for the newest. evaluate(fetched, each_batch): returns the loss, in nats per byte; it
-        calls each_batch() often, and passes on what that raises. patience_s: how long the master may be away before its
-        first answer, and once its run is stopping: then it may have ended.
-        """
-        self._status = status
-        self._fetch = fetch
-        self._evaluate = evaluate
-        self._tape = tape
-        self._patience_s = patience_s
-        self._clock: Clock = clock or SystemClock()
-        self._last: Version | None = None
-        self._end: StatusReply | None = None
-        self._answered_s = self._ask_again_s = self._clock.monotonic_s()
-        self._waits_for_ever = False
-        self._changes = ChangeLogger(_logger)
-
-    def run(self, wait: Callable[[float], bool]) -> None:
-        """Run until the end, or until wait(seconds) returns true, which is a request to stop. A master that goes away
-        in the middle of its run is waited for without limit: its operator brings it back.
-
-        Raises RetryLater when no first answer came for patience_s, or none of a run that was stopping; Refused for any
-        refusal except a version that is gone.
-        """
-        pause_s = 0.0
-        while not wait(pause_s):
-            try:
-                status = self._end or self._asked()  # the servers of a run that has ended need not say so again
-                wanted = next_version(status, self._last)
-                if wanted is None and status.stopped:
-                    return
-                pause_s = 0.0 if wanted is not None and self._evaluate_one(wanted) else POLL_S
-            except RetryLater as error:
-                away_s = self._clock.monotonic_s() - self._answered_s
-                if away_s >= self._patience_s and not self._waits_for_ever:
-                    sentence = f"the run could not be read for {away_s:.0f} s: {error}"
-                    raise RetryLater(sentence, error.retry_after_s) from error
-                self._changes.report("master", f"waiting for the run: {error}", logging.WARNING)
-                pause_s = max(POLL_S, min(error.retry_after_s, self._patience_s / 4))
-
-    def _evaluate_one(self, wanted: Version) -> bool:
-        """Evaluate one version. Returns whether there was a new one."""
-        try:
-            fetched = self._fetch(wanted)
-        except Refused as refused:
-            if refused.code is not RefusalCode.VERSION_GONE:
-                raise
-            fetched = self._fetch(None)
-        self._answered()
-        if fetched.version == self._last:
-            return False
-        try:
-            loss = self._evaluate(fetched, lambda: self._look_past(fetched.version))
-        except _Superseded:
-            return True
-        self._last = fetched.version
-        self._tape.write("heldout", new_cause(), version=str(fetched.version), tokens=fetched.tokens, loss=loss)
-        _logger.info("version %s: held-out loss %.4f after %d tokens", fetched.version, loss, fetched.tokens)
-        return True
-
-    def _look_past(self, version: Version) -> None:
-        """Ask now and then while a version is evaluated. Raises _Superseded."""
-        if self._clock.monotonic_s() < self._ask_again_s:
-            return
-        try:
-            self._asked()
-        except RetryLater:  # run() asks with more patience
-            self._ask_again_s = self._clock.monotonic_s() + self._patience_s / 4
-        if self._end is not None and next_version(self._end, version) is not None:
-            raise _Superseded
-
-    def _asked(self) -> StatusReply:
-        status = self._status()
-        self._answered()
-        self._waits_for_ever = not (status.stopping or status.stopped)
-        self._end = status if status.stopped else None
-        self._ask_again_s = self._answered_s + POLL_S
-        return status
-
-    def _answered(self) -> None:
-        self._answered_s = self._clock.monotonic_s()
-        self._changes.report("master", "")
-
-
 # ---- evaluate --------------------------------------------------------------------------------------------------------
 
 
 READER_NAME = "heldout"
 """The evaluator's name, where no other is given."""
 
-FETCH_DEADLINE_S = 60.0
+_logger = logging.getLogger("dips.trainer")
 
 
 @dataclass(frozen=True)
@@ -321,15 +157,11 @@ def follow(train: TrainConfig, client: ClientConfig) -> int:
     evaluator, clock = Evaluator(train), SystemClock()
     last: list[Evaluated] = []  # the last result, for scrapes, which are made on other threads
 
-    def evaluate(fetched: PublishedModel, each_batch: Callable[[], None]) -> float:
+    def evaluate(fetched: PublishedModel, each_batch: Callable[[], None]) -> None:
         found = evaluator(fetched, each_batch)
         last[:] = [Evaluated(found.version, found.tokens, found.loss, clock.monotonic_s())]
-        return found.loss
-
-    def fetch(version: Version | None) -> PublishedModel:
-        return fetch_version(
-            client.master, client.run_id or None, name, security, version=version, deadline_s=FETCH_DEADLINE_S
-        )
+        tape.write("heldout", new_cause(), version=str(found.version), tokens=found.tokens, loss=found.loss)
+        _logger.info("version %s: held-out loss %.4f after %d tokens", found.version, found.loss, found.tokens)
 
     metrics = serve_metrics(
         client,
@@ -344,7 +176,9 @@ def follow(train: TrainConfig, client: ClientConfig) -> int:
         served(metrics),
         StopSignals() as signals,
         Tape(client.tape_given, "worker", name, may_lose=True) as tape,
-        RunWatch(client.master, client.run_id, deadline_s, security) as watch,
     ):
-        Follower(watch.status, fetch, evaluate, tape, client.connect_wait_s).run(signals.wait)
+        follow_run(
+            client.master, client.run_id, name, security, evaluate, signals.wait, patience_s=client.connect_wait_s,
+            call_deadline_s=deadline_s,
+        )  # fmt: skip
         return signals.exit_code

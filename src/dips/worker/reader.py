@@ -1,23 +1,29 @@
-"""Reads a published version from outside of a cluster: for export, evaluation and the held-out evaluator.
+"""Reads published versions from outside of a cluster, once or as they come: for export, evaluation and followers.
 
 A reader holds a pin while it fetches, and renews it while bytes arrive, so that rounds go on meanwhile and it never
-blocks one. Returns only a whole version in which every share has the digest of its COMMIT record (I3).
+blocks one. Returns only a whole version in which every share has the digest of its COMMIT record (I3). Who holds an
+earlier version gets differences to it, where the run publishes them and the slaves still have them.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
+from types import TracebackType
+from typing import Any
 
+import grpc
 import numpy as np
 import zmq
 
 from dips.core.clock import Clock, SystemClock
-from dips.core.errors import Refused, RemoteProtocolError, RetryLater
+from dips.core.errors import RefusalCode, Refused, RemoteProtocolError, RetryLater
 from dips.core.ids import Version
 from dips.core.layout import PublishedModel
 from dips.core.messages import (
@@ -27,14 +33,24 @@ from dips.core.messages import (
     Caller,
     FinishPullRequest,
     PullGrant,
+    Settings,
+    StatusReply,
+    StatusRequest,
 )
 from dips.core.net.addresses import check_slaves_reachable
 from dips.core.net.carriers import Common, carry_pull
-from dips.core.net.security import Security
+from dips.core.net.codec_protobuf import from_message, to_message
+from dips.core.net.grpc_calls import refused_from
+from dips.core.net.security import Identity, Role, Security
 from dips.core.net.tls_probe import check_let_in
 from dips.core.net.transfer import LEAST_BYTES_PER_S, SlaveProgress, TransferSettings
 from dips.core.net.zmq_sockets import CurvePair, pair_for
+from dips.core.observe.failpoints import failpoint
+from dips.core.observe.logs import ChangeLogger
 from dips.core.observe.tape import new_cause
+from dips.core.units import format_bytes
+from dips.core.wire import encoded_block_bytes
+from dips.protos import operator_pb2_grpc
 from dips.worker.control import MasterStubs, channel_to
 from dips.worker.state.pulling import check_placement
 
@@ -81,18 +97,25 @@ def fetch_version(
     at_least: Version | None = None,
     deadline_s: float = 60.0,
     clock: Clock | None = None,
+    base: PublishedModel | None = None,
+    cancelled: threading.Event | None = None,
 ) -> PublishedModel:
     """Fetch exactly `version`, else the newest one that is published (and at least `at_least`).
 
-    Waits for it up to deadline_s; a transfer that is under way then goes on while bytes arrive. Raises Refused
-    (VERSION_GONE names the versions that are kept; RUN_ID), RetryLater when the time is over (with the last reason),
-    RemoteProtocolError for shares that contradict their digest, and ConfigError for an address that cannot be used, or
-    slaves that only their own machine reaches.
+    base: a version that is here, and is not changed meanwhile: differences to it are fetched, where there are some
+    (decoding them takes numba). Waits up to deadline_s; a transfer that is under way then goes on while bytes arrive,
+    until `cancelled`. Raises Refused (VERSION_GONE names the versions that are kept; RUN_ID), RetryLater when the time
+    is over or it was cancelled (with the last reason), RemoteProtocolError for shares that contradict their digest, and
+    ConfigError for an address that cannot be used, or slaves that only their own machine reaches.
     """
     check_let_in(master, security)
     with channel_to(master, security) as channel:
-        curve = pair_for(security)
-        reader = _Reader(MasterStubs(channel), master, run_id or "", name, deadline_s, clock or SystemClock(), curve)
+        curve, stubs = pair_for(security), MasterStubs(channel)
+        base = base if find_spec("numba") is not None else None
+        reader = _Reader(
+            stubs, master, run_id or "", name, deadline_s, clock or SystemClock(), curve, base,
+            cancelled or threading.Event(),
+        )  # fmt: skip
         return reader.fetch(version, at_least)
 
 
@@ -106,8 +129,12 @@ class _Reader:
         deadline_s: float,
         clock: Clock,
         curve: CurvePair | None,
+        base: PublishedModel | None,
+        cancelled: threading.Event,
     ) -> None:
         self._curve = curve
+        self._base = base
+        self._cancelled = cancelled
         self._stubs = stubs
         self._master = master
         self._run_id = run_id
@@ -147,6 +174,12 @@ class _Reader:
         if layout is None:
             raise RemoteProtocolError("the master granted a pull without the layout: both sides need one release")
         check_placement(grant.placement, len(layout.blocks))
+        base = self._base if grant.wire.is_difference else None
+        if grant.wire.is_difference and (base is None or base.version != grant.base):
+            raise RemoteProtocolError(f"the master grants differences to {grant.base}, which was not asked for")
+        if base is not None and (layout, grant.run_id) != (base.layout, base.run_id):
+            self._base = None
+            return f"version {base.version} here is of another run or another model"
         check_slaves_reachable(self._master, grant.placement.slaves)
         began_s = self._clock.monotonic_s()
         settings = TransferSettings(grant.chunk_bytes, WINDOW_CHUNKS)
@@ -164,13 +197,21 @@ class _Reader:
                     renewing.submit(self._renew, grant, min(CALL_DEADLINE_S, renewal.every_s))
 
             common = Common(grant.run_id, grant.epoch, self._cause, layout, settings, curve=self._curve, tell=tell)
+            theta = None if base is None else base.flat
             try:
-                transfer = carry_pull(context, common, flat, grant, self._clock, threading.Event())
+                transfer = carry_pull(context, common, flat, grant, self._clock, self._cancelled, base=theta)
             finally:
                 context.destroy(linger=0)
         if transfer.done:
+            n_bytes = sum(encoded_block_bytes(grant.wire, each.n_elems, grant.chunk_bytes) for each in layout.blocks)
+            n_bytes *= grant.version.v - base.version.v if base is not None else 1
+            what = "parameters" if base is None else f"differences to version {base.version} ({grant.wire.name})"
+            _logger.info("version %s: %s of %s", grant.version, format_bytes(n_bytes), what)
             return PublishedModel(grant.run_id, grant.version, grant.tokens, layout, flat)
-        if transfer.corrupt:
+        if base is not None and (transfer.base_gone or transfer.corrupt):
+            self._base = None
+            _logger.info("version %s is fetched whole: %s", grant.version, transfer.failure)
+        elif transfer.corrupt:
             raise RemoteProtocolError(f"version {grant.version} cannot be read: {transfer.failure}")
         return transfer.failure
 
@@ -195,7 +236,8 @@ class _Reader:
 
     def _request(self, version: Version | None, exact: bool, pin_id: int = 0) -> BeginPullRequest:
         key = b"" if self._curve is None else self._curve.public
-        return BeginPullRequest(self._caller(), True, version, exact, key, pin_id=pin_id)
+        base = self._base.version if self._base is not None else None
+        return BeginPullRequest(self._caller(), True, version, exact, key, base, pin_id)
 
     def _caller(self) -> Caller:
         return Caller(self._run_id, 0, self._name, None, self._cause)
@@ -203,6 +245,225 @@ class _Reader:
     def _pause(self, wanted_s: float, why: str) -> None:
         """Wait before the next try. Raises RetryLater when the time is over."""
         left_s = self._until_s - self._clock.monotonic_s()
+        if self._cancelled.is_set():
+            raise RetryLater("the pull was ended here")
         if left_s <= 0:
             raise RetryLater(f"no version could be read in time: {why}")
         time.sleep(min(left_s, max(0.05, min(wanted_s, LONGEST_PAUSE_S))))
+
+
+# ---- followers -------------------------------------------------------------------------------------------------------
+#
+# Follows a run and uses its versions, until the run has stopped: evaluates them, or puts them where they are wanted.
+#
+# Uses every version as long as it can keep up, or the newest alone; the last one always. A follower must never delay a
+# run: it only reads, and skips a version that is gone. The servers of a run that has ended answer for a while only,
+# which may be shorter than a use: so it also asks during one, and gives it up for the last version.
+
+
+POLL_S = 0.5
+
+FETCH_DEADLINE_S = 60.0
+
+
+class RunWatch:
+    """A channel to the master of one run ("": any run that it serves)."""
+
+    def __init__(self, master: str, run_id: str, deadline_s: float, security: Security) -> None:
+        """Raises ConfigError for an address that cannot be used."""
+        self._channel = channel_to(master, security)
+        self._stub: Any = operator_pb2_grpc.OperatorStub(self._channel)
+        self._run_id = run_id
+        self._deadline_s = deadline_s
+
+    def status(self) -> StatusReply:
+        """The run's status. Raises Refused, or RetryLater when no answer comes in time."""
+        try:
+            failpoint("worker.status.before_call")
+            answer = self._stub.Status(to_message(StatusRequest(self._run_id)), timeout=self._deadline_s)
+            if failpoint("worker.status.after_call"):
+                raise RetryLater("a failpoint loses the answer to Status")
+        except grpc.RpcError as error:
+            raise refused_from(error) from error
+        except OSError as error:
+            raise RetryLater(f"the request for the status failed: {error}") from error
+        return from_message(answer, StatusReply)
+
+    def __enter__(self) -> RunWatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._channel.close()
+
+
+class _Superseded(Exception):
+    """The run has ended with a later version than the one that is being used."""
+
+
+def next_version(status: StatusReply, last: Version | None) -> Version | None:
+    """The next version after `last` to ask for; None: nothing new."""
+    published = status.published
+    if published is None or published == last:
+        return None
+    if not status.stopped and last is not None and published.timeline == last.timeline and published.v > last.v:
+        return last.next()
+    return published
+
+
+class Follower:
+    """Asks, fetches and uses; `run` ends when the run has stopped and its last version was used."""
+
+    def __init__(
+        self,
+        status: Callable[[], StatusReply],
+        fetch: Callable[[Version | None], PublishedModel],
+        use: Callable[[PublishedModel, Callable[[], None]], None],
+        patience_s: float,
+        clock: Clock | None = None,
+        *,
+        last: Version | None = None,
+        newest_only: bool = False,
+        once: bool = False,
+    ) -> None:
+        """fetch(version), None for the newest. use(fetched, now_and_then): calls now_and_then() often where it takes
+        long, and passes on what that raises. patience_s: how long the master may be away before its first answer, and
+        once its run is stopping: then it may have ended. last: the version that was used before. once: end after one
+        use, or when `last` is the newest.
+        """
+        self._status = status
+        self._fetch = fetch
+        self._use = use
+        self._patience_s = patience_s
+        self._clock: Clock = clock or SystemClock()
+        self._last = last
+        self._newest_only = newest_only
+        self._once = once
+        self._end: StatusReply | None = None
+        self._answered_s = self._ask_again_s = self._clock.monotonic_s()
+        self._waits_for_ever = False
+        self._changes = ChangeLogger(_logger)
+
+    def run(self, wait: Callable[[float], bool]) -> None:
+        """Run until the end, or until wait(seconds) returns true, which is a request to stop. A master that goes away
+        in the middle of its run is waited for without limit: its operator brings it back.
+
+        Raises RetryLater when no first answer came for patience_s, or none of a run that was stopping; Refused for any
+        refusal except a version that is gone.
+        """
+        pause_s = 0.0
+        while not wait(pause_s):
+            try:
+                status = self._end or self._asked()  # the servers of a run that has ended need not say so again
+                wanted = next_version(status, self._last)
+                if wanted is None and (status.stopped or (self._once and self._last is not None)):
+                    return
+                before = self._last
+                pause_s = 0.0 if wanted is not None and self._use_one(wanted) else POLL_S
+                if self._once and self._last != before:
+                    return
+            except RetryLater as error:
+                if wait(0.0):
+                    return
+                away_s = self._clock.monotonic_s() - self._answered_s
+                if away_s >= self._patience_s and not self._waits_for_ever:
+                    sentence = f"the run could not be read for {away_s:.0f} s: {error}"
+                    raise RetryLater(sentence, error.retry_after_s) from error
+                self._changes.report("master", f"waiting for the run: {error}", logging.WARNING)
+                pause_s = max(POLL_S, min(error.retry_after_s, self._patience_s / 4))
+
+    def _use_one(self, wanted: Version) -> bool:
+        """Use one version. Returns whether there was a new one."""
+        try:
+            fetched = self._fetch(None if self._newest_only else wanted)
+        except Refused as refused:
+            if refused.code is not RefusalCode.VERSION_GONE:
+                raise
+            fetched = self._fetch(None)
+        self._answered()
+        if fetched.version == self._last:
+            return False
+        if self._last is not None and fetched.version.timeline != self._last.timeline:
+            _logger.warning("the run was rolled back: version %s comes after %s", fetched.version, self._last)
+        try:
+            self._use(fetched, lambda: self._look_past(fetched.version))
+        except _Superseded:
+            return True
+        self._last = fetched.version
+        return True
+
+    def _look_past(self, version: Version) -> None:
+        """Ask now and then while a version is used. Raises _Superseded."""
+        if self._clock.monotonic_s() < self._ask_again_s:
+            return
+        try:
+            self._asked()
+        except RetryLater:  # run() asks with more patience
+            self._ask_again_s = self._clock.monotonic_s() + self._patience_s / 4
+        if self._end is not None and next_version(self._end, version) is not None:
+            raise _Superseded
+
+    def _asked(self) -> StatusReply:
+        status = self._status()
+        self._answered()
+        self._waits_for_ever = not (status.stopping or status.stopped)
+        self._end = status if status.stopped else None
+        self._ask_again_s = self._answered_s + POLL_S
+        return status
+
+    def _answered(self) -> None:
+        self._answered_s = self._clock.monotonic_s()
+        self._changes.report("master", "")
+
+
+def follow_run(
+    master: str,
+    run_id: str,
+    name: str,
+    security: Security,
+    use: Callable[[PublishedModel, Callable[[], None]], None],
+    wait: Callable[[float], bool],
+    *,
+    patience_s: float,
+    call_deadline_s: float = CALL_DEADLINE_S,
+    held: PublishedModel | None = None,
+    newest_only: bool = False,
+    once: bool = False,
+    cancelled: threading.Event | None = None,
+) -> None:
+    """Fetch and use the versions of a run until it has stopped, each as differences to the last one where it can be.
+
+    held: the version that was used last; its parameters, and those that `use` gets, are not to be changed. use, wait,
+    patience_s, newest_only, once: as a Follower has them. Raises what Follower.run and fetch_version do.
+    """
+
+    has_differences = True
+
+    def status() -> StatusReply:
+        nonlocal has_differences
+        told = watch.status()
+        has_differences = told.settings.pull_wire != Settings.pull_wire
+        return told
+
+    def fetch(version: Version | None) -> PublishedModel:
+        nonlocal held
+        fetched = fetch_version(
+            master, run_id or None, name, security, version=version, deadline_s=FETCH_DEADLINE_S, base=held,
+            cancelled=cancelled,
+        )  # fmt: skip
+        held = fetched if has_differences else None  # else it only takes memory
+        return fetched
+
+    last = None if held is None else held.version
+    with RunWatch(master, run_id, call_deadline_s, security) as watch:
+        Follower(
+            status, fetch, use, patience_s, last=last, newest_only=newest_only, once=once
+        ).run(wait)  # fmt: skip
+
+
+def name_of(security: Security) -> str:
+    """Under which name to read: a cluster's keys name the cluster, an operator reads under any name."""
+    if isinstance(security, Identity) and security.role is not Role.OPERATOR:
+        return security.name
+    return f"follow-{secrets.token_hex(4)}"  # two of one name would take each other's pin

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from dips.core.layout import PublishedModel
 from dips.core.net.carriers import Common
 from dips.core.net.security import INSECURE
 from dips.core.net.transfer import LEAST_BYTES_PER_S
+from dips.core.wire import Codec
 from dips.worker.reader import CALL_DEADLINE_S, OLDER_PIN_S, PinRenewal, fetch_version
 
 BEGAN_S = 1000.0
@@ -154,10 +157,47 @@ def test_near_its_deadline_a_reader_still_waits_for_a_chunk_over_a_slow_link(
 ) -> None:
     used: list[float] = []
 
-    def noted(context: object, common: Common, *rest: Any) -> Any:
+    def noted(context: object, common: Common, *rest: Any, **base: Any) -> Any:
         used.append(common.settings.stall_s)
-        return run.carry_pull(context, common, *rest)
+        return run.carry_pull(context, common, *rest, **base)
 
     monkeypatch.setattr("dips.worker.reader.carry_pull", noted)
     assert fetch(run, deadline_s=deadline_s).version == NEW
     assert used == [stall_s]
+
+
+@pytest.mark.parametrize(
+    ("failures", "bases"),
+    [
+        ([], [OLD]),
+        ([Failure("the slaves began again", base_gone=True)], [OLD, None]),
+        ([Failure("bad digest", corrupt=True)], [OLD, None]),
+        ([Failure("slave s1 is silent")], [OLD, OLD]),
+    ],
+)
+def test_a_version_that_is_here_is_the_base_until_it_is_of_no_use(
+    run: RunInMemory, failures: list[Failure], bases: list[Version | None]
+) -> None:
+    """One slave that is slow for a moment does not cost a whole version."""
+    base = fetch(run, version=OLD)
+    run.pulls.clear()
+    run.pull_wire, run.failures = Codec.INT4, failures
+    assert fetch(run, base=base).flat.tobytes() == FlatModel(8).theta.tobytes()
+    assert [asked.base for asked in run.pulls] == bases
+
+
+def test_a_version_of_another_run_is_no_base(run: RunInMemory) -> None:
+    """Of one that had the same name, say: its differences would lead to nothing that was ever published."""
+    run.pull_wire = Codec.INT4
+    fetched = fetch(run, base=replace(fetch(run, version=OLD), run_id="other"))
+    assert fetched.version == NEW
+    assert [asked.base for asked in run.pulls] == [None, OLD, None]
+
+
+def test_a_pull_that_is_ended_here_ends_at_once(run: RunInMemory) -> None:
+    ended = threading.Event()
+    run.is_up, run.while_waiting = False, ended.set
+    began_s = run.clock.monotonic_s()
+    with pytest.raises(RetryLater, match="was ended here"):
+        fetch(run, deadline_s=600.0, cancelled=ended)
+    assert run.clock.monotonic_s() - began_s < 2.0

@@ -1,10 +1,10 @@
-"""The held-out evaluator: every version if it can, the last one always, and an end."""
+"""A follower of a run: every version if it can, or the newest alone, the last one always, and an end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +14,7 @@ from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter, PublishedModel
 from dips.core.messages import StatusReply
-from dips.core.observe.tape import Tape, read_tape
-from dips.trainer.evaluate import Follower
+from dips.worker.reader import Follower
 
 LAYOUT = Layout((Parameter("w", (2,), "float32", "w"),))
 
@@ -57,7 +56,7 @@ class Run:
 
 
 class Waits:
-    def __init__(self, clock: ManualClock, limit: int = 200) -> None:
+    def __init__(self, clock: ManualClock, limit: int) -> None:
         self.clock = clock
         self.calls = 0
         self.limit = limit
@@ -68,31 +67,30 @@ class Waits:
         return self.calls > self.limit
 
 
+@dataclass
+class Follow:
+    """A follower that has ended: what it used, and how often it waited."""
+
+    used: list[Version]
+    waits: Waits
+
+
 def follow(
-    run: Run, tape: Path, limit: int = 200, fetch: Callable[[Version | None], PublishedModel] | None = None,
-    batches: int = 0, batch_s: float = 1.0,
-) -> Waits:  # fmt: skip
-    """batches: of each evaluation."""
+    run: Run, limit: int = 400, fetch: Callable[[Version | None], PublishedModel] | None = None, steps: int = 0,
+    step_s: float = 1.0, **given: Any,
+) -> Follow:  # fmt: skip
+    """steps: of each use, between which it asks now and then."""
     clock = ManualClock()
 
-    def evaluate(fetched: PublishedModel, each_batch: Callable[[], None]) -> float:
-        for _ in range(batches):
-            each_batch()
-            clock.advance(batch_s)
-        return 10.0 - fetched.version.v
+    def use(fetched: PublishedModel, now_and_then: Callable[[], None]) -> None:
+        for _ in range(steps):
+            now_and_then()
+            clock.advance(step_s)
+        done.used.append(fetched.version)
 
-    waits = Waits(clock, limit)
-    with Tape(tape, "worker", "heldout", clock) as records:
-        Follower(run.status, fetch or run.fetch, evaluate, records, patience_s=20.0, clock=clock).run(waits)
-    return waits
-
-
-def evaluated(tape: Path) -> list[tuple[str, int, float]]:
-    return [(r["version"], r["tokens"], r["loss"]) for r in read_tape(tape) if r["kind"] == "heldout"]
-
-
-def versions(tape: Path) -> list[str]:
-    return [version for version, _, _ in evaluated(tape)]
+    done = Follow([], Waits(clock, limit))
+    Follower(run.status, fetch or run.fetch, use, patience_s=20.0, clock=clock, **given).run(done.waits)
+    return done
 
 
 AWAY = RetryLater("no process answers", 1.0)
@@ -114,49 +112,59 @@ AWAY = RetryLater("no process answers", 1.0)
         ([status(v(0)), *[AWAY] * 100, status(v(1)), status(v(2), True)], 2, [v(0), v(1), v(2)], None),
     ],
 )
-def test_every_version_is_evaluated_as_far_as_it_is_kept_and_the_last_one_always(
-    tmp_path: Path, script: list[StatusReply | RetryLater], kept: int, seen: list[Version],
-    asked: list[Version | None] | None,
-) -> None:  # fmt: skip
+def test_every_version_is_used_as_far_as_it_is_kept_and_the_last_one_always(
+    script: list[StatusReply | RetryLater], kept: int, seen: list[Version], asked: list[Version | None] | None
+) -> None:
     run = Run(*script, kept=kept)
-    waits = follow(run, tmp_path / "tape")
-    assert evaluated(tmp_path / "tape") == [(str(each), 100 * each.v, 10.0 - each.v) for each in seen]
-    assert waits.calls < waits.limit
+    done = follow(run)
+    assert done.used == seen
+    assert done.waits.calls < done.waits.limit
     assert asked is None or run.asked == asked
 
 
 @pytest.mark.parametrize("before", [[], [replace(status(v(0)), stopping=True)]], ids=["never answered", "stopping"])
-def test_a_master_that_never_answers_or_may_have_ended_is_an_error(tmp_path: Path, before: list[StatusReply]) -> None:
+def test_a_master_that_never_answers_or_may_have_ended_is_an_error(before: list[StatusReply]) -> None:
     run = Run(*before, RetryLater("no process answers", 1.0))
     with pytest.raises(RetryLater, match=r"could not be read for \d+ s: no process answers"):
-        follow(run, tmp_path / "tape")
+        follow(run)
 
 
-def test_an_evaluation_gives_way_to_the_last_version_of_a_run_that_ends_meanwhile(tmp_path: Path) -> None:
+def test_a_use_gives_way_to_the_last_version_of_a_run_that_ends_meanwhile() -> None:
     run = Run(status(v(0)), status(v(1)), status(v(2)), AWAY, status(v(3)), status(v(4), True), AWAY, kept=9)
-    follow(run, tmp_path / "tape", batches=12)
-    assert versions(tmp_path / "tape") == ["1:4"]
+    assert follow(run, steps=12).used == [v(4)]
     assert run.asked == [v(0), v(4)]
 
 
 @pytest.mark.parametrize(("answers", "asked"), [(status(v(0)), 4), (AWAY, 2)], ids=["a poll apart", "master away"])
-def test_during_an_evaluation_the_master_is_asked_now_and_then(
-    tmp_path: Path, answers: StatusReply | RetryLater, asked: int
-) -> None:
-    """Of 21 batches in 2.1 s."""
+def test_during_a_use_the_master_is_asked_now_and_then(answers: StatusReply | RetryLater, asked: int) -> None:
+    """Of 21 steps in 2.1 s."""
     run = Run(status(v(0)), *[answers] * 99)
-    follow(run, tmp_path / "tape", limit=1, batches=21, batch_s=0.1)
+    follow(run, limit=1, steps=21, step_s=0.1)
     assert 100 - len(run.script) == asked
 
 
-def test_a_run_that_ends_with_the_version_in_evaluation_is_not_evaluated_twice(tmp_path: Path) -> None:
-    run = Run(status(v(0)), status(v(0), True), AWAY)
-    follow(run, tmp_path / "tape", batches=3)
-    assert versions(tmp_path / "tape") == ["1:0"]
+def test_a_run_that_ends_with_the_version_in_use_does_not_use_it_twice() -> None:
+    assert follow(Run(status(v(0)), status(v(0), True), AWAY), steps=3).used == [v(0)]
 
 
-def test_a_fetch_that_fails_for_now_is_tried_again(tmp_path: Path) -> None:
-    run, tape = Run(status(v(0)), status(v(0)), status(v(0), stopped=True)), tmp_path / "tape"
+def test_the_newest_alone_is_used_from_what_was_there_before_and_a_rollback_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An evaluator wants every version; a folder that serves a model the newest one."""
+    run = Run(status(v(4)), status(v(7)), status(v(6, 2)), status(v(7, 2), True), kept=9)
+    assert follow(run, last=v(4), newest_only=True).used == [v(7), v(6, 2), v(7, 2)]
+    assert run.asked == [None] * 3
+    assert [r.message for r in caplog.records] == ["the run was rolled back: version 2:6 comes after 1:7"]
+
+
+@pytest.mark.parametrize(("last", "seen"), [(None, [v(1)]), (v(0), [v(1)]), (v(1), [])])
+def test_once_is_one_version_however_fast_they_come(last: Version | None, seen: list[Version]) -> None:
+    run = Run(*[status(v(n)) for n in range(1, 50)], kept=9)
+    assert follow(run, last=last, newest_only=True, once=True).used == seen
+
+
+def test_a_fetch_that_fails_for_now_is_tried_again() -> None:
+    run = Run(status(v(0)), status(v(0)), status(v(0), stopped=True))
     fails = iter([True, True])
 
     def fetch(version: Version | None) -> PublishedModel:
@@ -164,24 +172,20 @@ def test_a_fetch_that_fails_for_now_is_tried_again(tmp_path: Path) -> None:
             raise RetryLater("a slave restarts", 0.5)
         return run.fetch(version)
 
-    follow(run, tape, fetch=fetch)
-    assert versions(tape) == ["1:0"]
+    assert follow(run, fetch=fetch).used == [v(0)]
 
 
-def test_a_refusal_ends_it(tmp_path: Path) -> None:
+def test_a_refusal_ends_it() -> None:
     with pytest.raises(Refused, match="another run"):
-        follow(Run(Refused(RefusalCode.RUN_ID, "this is another run")), tmp_path / "tape")
+        follow(Run(Refused(RefusalCode.RUN_ID, "this is another run")))
 
 
-def test_a_signal_ends_it_between_two_versions(tmp_path: Path) -> None:
-    tape = tmp_path / "tape"
-    script = [status(v(n)) for n in range(50)]
-    follow(Run(*script), tape, limit=3)
-    assert versions(tape) == ["1:0", "1:1", "1:2"]
+def test_a_signal_ends_it_between_two_versions() -> None:
+    assert follow(Run(*[status(v(n)) for n in range(50)]), limit=3).used == [v(0), v(1), v(2)]
 
 
-def test_waiting_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     away = RetryLater("no process answers", 1.0)
-    with caplog.at_level("WARNING", "dips.trainer"):
-        follow(Run(status(v(0)), away, away, away, status(v(0), stopped=True)), tmp_path / "tape")
+    with caplog.at_level("WARNING", "dips.worker.reader"):
+        follow(Run(status(v(0)), away, away, away, status(v(0), stopped=True)))
     assert [r.message for r in caplog.records] == ["waiting for the run: no process answers"]
