@@ -82,7 +82,7 @@ class Operations(TorchDispatchMode):
     """Counts those that read one number back, for which the host waits until the device has computed it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.n = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
