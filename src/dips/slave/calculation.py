@@ -272,15 +272,18 @@ TRIES = 3
 def memory_bytes_per_s(threads: Threads) -> float:
     """Bytes read and written a second by all threads together: the best of a few tries, as other programs run too."""
     with mmap.mmap(-1, BYTES) as pages:  # not malloc, which may keep freed memory
-        array = np.frombuffer(pages, np.float32)
-        array[:] = 1
+        return 2 * BYTES / _best_s(threads, np.frombuffer(pages, np.float32))
 
-        def scale(part: tuple[int, int]) -> None:
-            np.multiply(array[part[0] : part[1]], np.float32(1), out=array[part[0] : part[1]])
 
-        best_s = math.inf
-        for _ in range(TRIES):
-            began_s = time.perf_counter()
-            threads.run(scale, split(len(array), 4 * threads.n))
-            best_s = min(best_s, max(time.perf_counter() - began_s, 1e-9))
-        return 2 * BYTES / best_s
+def _best_s(threads: Threads, array: F32) -> float:
+    array[:] = 1
+
+    def scale(part: tuple[int, int]) -> None:
+        np.multiply(array[part[0] : part[1]], np.float32(1), out=array[part[0] : part[1]])
+
+    best_s = math.inf
+    for _ in range(TRIES):
+        began_s = time.perf_counter()
+        threads.run(scale, split(len(array), 4 * threads.n))
+        best_s = min(best_s, max(time.perf_counter() - began_s, 1e-9))
+    return best_s
