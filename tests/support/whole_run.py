@@ -40,12 +40,17 @@ LEASED = DataPlan(DataMode.LEASED, b"numbers", 100_000, 1_000)
 
 
 class NumpyModel:
-    """Parameters that a step moves a tenth of the way to a target; remembers what was pushed and installed."""
+    """
+    Parameters that a step moves a tenth of the way to a target; remembers what was pushed and installed.
+
+    Each step's target is a little off, as a batch's gradient is: at rest, a push would be zero, and so EXCLUDED.
+    """
 
     def __init__(self, seed: int, layout: Layout = LAYOUT) -> None:
         self._layout = layout
         self.theta: F32 = np.random.default_rng(0).normal(size=layout.n_elems).astype(np.float32)
         self.target: F32 = np.random.default_rng(seed).normal(size=layout.n_elems).astype(np.float32)
+        self._noise = np.random.default_rng(seed + 1)
         self.pushed: list[F32] = []
         self.installed: list[F32] = []
         self.resets = 0
@@ -65,7 +70,7 @@ class NumpyModel:
         self.resets += 1
 
     def step(self) -> float:
-        self.theta += np.float32(0.1) * (self.target - self.theta)
+        self.theta += np.float32(0.1) * (self.target - self.theta + np.float32(0.01 * self._noise.standard_normal()))
         return float(np.mean((self.target - self.theta) ** 2))
 
 
