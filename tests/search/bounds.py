@@ -127,15 +127,12 @@ class Bounds:
             overlap=self.overlap,
             chunk_bytes=self.chunk_bytes,
         )
-        # With --rebuild each of two masters would take the run from the other, for ever.
-        rebuild = not self.may("second_master")
         return RunConfig(
             RUN,
             self.slaves,
             settings,
             max_clusters=self.clusters,
             grace_s=5.0,
-            rebuild=rebuild,
             grace_sliding=self.sliding,
             min_clusters_per_round=self.minimum,
             round_deadline_s=30.0 if self.minimum > 1 else None,

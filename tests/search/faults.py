@@ -167,7 +167,9 @@ class Faults(Wiring):
     def _do_lose_journal(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         draft = Draft(state)
         self._excuse(draft)
-        self._begin_restart(draft, "lose journal", lambda part: part.lose_journal())
+        slaves = [self.slaves[number] for number in state.slaves]
+        promised, rebuild = max(slave.promised for slave in slaves), any(slave.n_committed for slave in slaves)
+        self._begin_restart(draft, ("lose journal", promised, rebuild), methodcaller("lose_journal", promised, rebuild))
         yield "the master comes back with an empty disk", draft
 
     def _do_second_master(self, state: SearchState) -> Iterator[tuple[str, Draft]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,7 +48,7 @@ SECOND_LINK = 9
 OPERATOR = 2
 """The token of an operator's call."""
 
-FREE_TIMERS = ("round", "resend", "ticket", "finish", "ask", "donor", "reshard")
+FREE_TIMERS = ("round", "resend", "ticket", "finish", "ask", "donor", "reshard", "look")
 """Time-outs that need no budget when nothing else can happen: then time passes."""
 
 
@@ -60,6 +61,7 @@ class MasterPart:
 
     def __init__(self, bounds: Bounds) -> None:
         self.config = bounds.run_config()
+        self.rebuild = False
         self.slow = bounds.slow_journal
         self.epoch = 0
         self.written: str | None = None
@@ -69,7 +71,8 @@ class MasterPart:
 
     def _restart(self, at_least: int) -> MasterMachine:
         self.epoch = max(self.epoch + 1, at_least)
-        state = MasterMachine(self.config, self.epoch, self.written, 0.0)
+        config = replace(self.config, rebuild=self.rebuild)
+        state = MasterMachine(config, self.epoch, self.written, 0.0)
         keep_no_story(state.shared.story)
         return state
 
@@ -127,9 +130,11 @@ class MasterPart:
         self.learns = written
         return []
 
-    def lose_journal(self) -> list[Out]:
-        """The master's disk is lost; it is started with an empty one."""
-        self.pending, self.written, self.epoch = [], None, 0
+    def lose_journal(self, promised: int, rebuild: bool) -> list[Out]:
+        """The master's disk is lost; it is started with an empty one. promised: the newest epoch of any slave, which a
+        rebuild finds; where there is no version to take, the operator then starts the master without it."""
+        self.pending, self.written, self.rebuild = [], None, rebuild
+        self.epoch = 0 if rebuild else promised
         self.state = self._restart(1)
         return self.start()
 
@@ -171,6 +176,8 @@ class MasterPart:
         if getattr(state, "resend_s", None) is not None:
             found.append(("resend", lambda: self._set(state, "resend_s")))
         recovery = getattr(world, "recovery", None)
+        if recovery is not None and recovery.active and recovery.look_until_s > T0_S:
+            found.append(("look", lambda: self._set(recovery, "look_until_s")))
         if recovery is not None and recovery.asked is not None:
             found.append(("ask", lambda: self._set(recovery, "ask_again_s")))
         if world.reshard.phase.now is ReshardPhase.WAITING and world.reshard.not_before_s > T0_S:

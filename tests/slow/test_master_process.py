@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 from support.journals import records_of
 from support.master_process import MasterProcess
 from support.scripted_master_state import ScriptedMachine, leave
-from support.waiting import NO_LIMIT_S
+from support.waiting import NO_LIMIT_S, until
+from support.whole_run import WholeRun
 
 from dips.core.errors import TERMINATED, FatalError, RetryLater
 from dips.core.net.codec_protobuf import to_message
@@ -106,3 +108,22 @@ async def test_an_epoch_that_cannot_begin_ends_the_master_with_the_remedy(tmp_pa
     assert read_address(tmp_path) is None
     with contextlib.closing(Journal.open(tmp_path, "demo")) as journal:
         assert journal.begin_epoch() == 2
+
+
+def test_master_that_lost_its_directory_takes_the_run_from_the_slave_that_holds_it(tmp_path: Path) -> None:
+    """An empty slave, such as a removed one on a new disk, is there first."""
+    with WholeRun(tmp_path, n_slaves=1, evict_after_beats=8) as run:
+        cluster = run.cluster("a", seed=1, step_s=0.02)
+        run.wait_for_version(3)
+        run.kill("master")
+        run.processes["s0"].send_signal(signal.SIGSTOP)
+        shutil.rmtree(tmp_path / "master")
+        run.change_master(rebuild=True, listen=run.address)
+        run.start_master()
+        run.start_slave("s9")
+        until(lambda: "no slave that is here holds a version" in run.log("master"), "a master that waits for the run's")
+        run.processes["s0"].send_signal(signal.SIGCONT)
+        run.wait_for_version(4)
+        assert run.processes["s9"].wait() == 0, run.log("s9")
+        assert "the master took over version" in run.log("master")
+        run.stop(cluster)

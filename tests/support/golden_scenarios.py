@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -383,8 +383,9 @@ def adopt() -> Transcript:
 
 @scenario
 def rebuild() -> Transcript:
-    bench = standing("a", rebuild=True)
+    bench = standing("a")
     bench.push("a")
+    bench.config = replace(bench.config, rebuild=True)
     bench.say("the master comes back with no journal, told to rebuild; the epoch was used before")
     for slave in bench.slaves:
         slave.alive = False

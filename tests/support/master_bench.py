@@ -490,13 +490,16 @@ class Bench:
         self.finish_push(name, digests=copy)
         return push
 
-    def restart(self, snapshot: str | None = None) -> Bench:
-        """A new life of the master, from its newest or an older snapshot; slaves attach again, clusters may join."""
+    def restart(self, snapshot: str | None = None, look: bool = True) -> Bench:
+        """A new life of the master, from its newest or an older snapshot; slaves attach again, clusters may join. look:
+        a rebuild has looked for slaves as long as it does."""
         for slave in self.slaves:
             slave.alive = False
         self.snapshot = self.snapshot if snapshot is None else snapshot
         self.start_master()
         self.attach_all()
+        if self.config.rebuild and look:
+            self.advance(self.config.evict_after_s)
         return self
 
     def gram(self, names: Sequence[str]) -> list[float]:

@@ -269,6 +269,7 @@ class History:
     sent: dict[PushKey, Mapping[str, str]] = field(default_factory=dict)
     promised: dict[str, int] = field(default_factory=dict)
     promised_at_s: dict[str, float] = field(default_factory=dict)
+    directories: dict[str, str] = field(default_factory=dict)  # the identity of each slave's, where the tape says it
     ticketed: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     reported: dict[PushKey, str] = field(default_factory=dict)
     said: dict[PushKey, str] = field(default_factory=dict)
@@ -414,6 +415,13 @@ class History:
 
     # ---- slaves ----
 
+    def add_attached(self, fact: Fact) -> None:
+        """A promise is in the slave's directory: under its name with another one, a slave has promised nothing."""
+        slave, directory = str(fact.fields["slave"]), str(fact.fields.get("directory") or "")
+        if directory and self.directories.setdefault(slave, directory) != directory:
+            self.directories[slave] = directory
+            self.promised.pop(slave, None)
+
     def add_promised(self, fact: Fact) -> None:
         epoch = int(fact.fields["epoch"])
         if epoch > self.promised.get(fact.who, 0):
@@ -494,6 +502,7 @@ PULLED = ("installed", "pulled")
 _ADD = {
     **{("journal", kind): History.add_decision for kind in ("COMMIT", "VOID", "ROLLBACK", "ADOPT", "RESHARD")},
     ("journal", "JOIN"): History.add_join,
+    ("master", "slave_attached"): History.add_attached,
     ("slave", "promised"): History.add_promised,
     ("slave", "staged"): History.add_staged,
     ("slave", "measured"): History.add_measured,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,17 @@ def test_a_job_that_ends_after_a_newer_promise_is_well_if_it_began_before() -> N
     made = {"version": "1:1", "round": "r1.1", "digest": "00", "finite": True}
     assert checker.feed_tape("slave", "s0", "prepared", {**made, "took_s": 2.0}, 11.0) == []
     assert [v.invariant for v in checker.feed_tape("slave", "s0", "prepared", {**made, "took_s": 0.5}, 11.0)] == ["I8"]
+
+
+@pytest.mark.parametrize(("directories", "wrong"), [("aa", ["I8"]), ("ab", []), (("", ""), ["I8"])])
+def test_promise_holds_in_the_directory_that_it_was_made_in(directories: Sequence[str], wrong: list[str]) -> None:
+    """A slave with a new disk promises a small epoch to a master that lost its own disk too. A tape of an old release
+    does not say the directory."""
+    checker, found = Checker(), []
+    for at_s, epoch, directory in ((1.0, 19, directories[0]), (2.0, 1, directories[1])):
+        checker.feed_tape("master", "test", "slave_attached", {"slave": "s1", "directory": directory}, at_s)
+        found += checker.feed_tape("slave", "s1", "promised", {"epoch": epoch}, at_s)
+    assert [violation.invariant for violation in found] == wrong
 
 
 def test_what_a_killed_master_only_noted_may_be_decided_otherwise() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from support.master_bench import LEASED, Bench, refused_with
+from support.master_bench import LEASED, Bench, BenchSlave, refused_with
 
 from dips.core import messages as m
 from dips.core.errors import ConfigError, RefusalCode
@@ -308,10 +308,65 @@ def test_master_without_a_journal_guesses_nothing_unless_told_to_and_then_waits_
     with refused_with(RefusalCode.BUSY):
         bench.join("a")
     bench.slaves[1].attach()
+    bench.advance(bench.config.evict_after_s)
     assert bench.status().published == (Version(2, 1) if rebuild else None), "the newest is not everywhere"
-    fresh = Bench(rebuild=True).running("a")
-    fresh.push("a")
-    assert fresh.status().published == V1
+
+
+@pytest.mark.parametrize("n_versions", [0, 1])
+def test_rebuild_takes_the_newest_version_though_a_removed_slave_is_here_first(n_versions: int) -> None:
+    """Slave s9 was removed by a RESHARD; its process is started again and again, with an empty disk or an old one."""
+    before = Bench(n_slaves=1)
+    before.slaves[0].name = "s9"
+    before.running("a")
+    bench, _ = old_journal("a", n_slaves=1)
+    (holder,), (removed,) = bench.slaves, before.slaves
+    removed.lose(*list(removed.snapshots)[n_versions:])
+    removed.bench, removed.configure = bench, None
+    bench.slaves[:] = [removed]
+    bench.config = replace(bench.config, rebuild=True)
+    bench.restart("", look=False)
+    stranger = BenchSlave(bench, "s8")
+    stranger.promised = bench.epoch + 9
+    stranger.attach()
+    assert bench.closed[stranger.link].code is RefusalCode.UNKNOWN_NAME
+    assert f"promised epoch {stranger.promised}" in bench.closed[stranger.link].sentence
+    bench.slaves.append(holder)
+    holder.attach()
+    with refused_with(RefusalCode.BUSY):
+        bench.join("a")
+    bench.advance(bench.config.evict_after_s)
+    assert (bench.status().published, bench.status().recovery) == (V2, "")
+    assert type(removed.commands[-1]) is m.StopSlave
+
+
+def test_rebuild_begins_no_second_history_on_empty_slaves() -> None:
+    bench, _ = old_journal("a", n_slaves=1)
+    (holder,) = bench.slaves
+    bench.slaves[:] = [BenchSlave(bench, "s9")]
+    bench.config = replace(bench.config, rebuild=True)
+    bench.restart("")
+    assert "no slave that is here holds a version" in bench.status().recovery
+    with refused_with(RefusalCode.BUSY):
+        bench.join("a")
+    bench.slaves.append(holder)
+    holder.attach()
+    assert bench.status().published == V2
+
+
+def test_run_that_had_no_version_yet_begins_without_rebuild_in_the_epoch_that_the_rebuild_found() -> None:
+    bench = Bench(rebuild=True)
+    for slave in bench.slaves:
+        slave.promised = 7
+    bench.attach_all()
+    assert bench.began_again is not None
+    bench.epoch = bench.began_again.at_least - 1
+    bench.restart("")
+    assert "start the master again without --rebuild" in bench.status().recovery
+    bench.config = replace(bench.config, rebuild=False)
+    bench.restart(bench.snapshot)
+    bench.join("a")
+    bench.seed("a")
+    assert bench.status().published == Version(bench.epoch, 0)
 
 
 def test_rebuild_with_other_chunks_than_the_slaves_versions_have_is_refused() -> None:

@@ -426,6 +426,7 @@ class RecoveryState:
     asked: SlaveId | None = None  # the slave whose record of `wanted` is awaited
     wanted: HeldVersion | None = None
     ask_again_s: float = 0.0
+    look_until_s: float = 0.0  # until when a rebuild waits for slaves before it takes a version
     records: dict[bytes, bytes] = field(default_factory=dict)  # those received, by commit_hash
     silent: set[tuple[SlaveId, HeldVersion]] = field(default_factory=set)  # those that gave no record
     # What could not be loaded although the slave's hello named it.

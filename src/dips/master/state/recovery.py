@@ -220,6 +220,7 @@ class Recovery:
         if shared.ledger.placement is not None or shared.config.rebuild:
             if shared.ledger.commit is None and shared.config.rebuild:
                 shared.recovery.reason = "the run's state is taken from the slaves (--rebuild)"
+                shared.recovery.look_until_s = shared.now_s + shared.config.evict_after_s
             self._move("master started", _P.GATHERING)
 
     def promised(self, slave: Slave) -> None:
@@ -270,6 +271,7 @@ class Recovery:
     def rearm(self, gap_s: float) -> None:
         """Extends all deadlines by gap_s, a pause of the master itself."""
         self._shared.recovery.ask_again_s += gap_s
+        self._shared.recovery.look_until_s += gap_s
         self._donors.rearm(gap_s)
 
     def settle(self) -> None:
@@ -315,9 +317,18 @@ class Recovery:
                 self._resume([])
             return False
         slaves = self._all_here()
-        if slaves is None:
+        # Which slaves are the run's is not known, and one that a RESHARD removed may be here first, with old versions.
+        if slaves is None or shared.now_s < state.look_until_s:
             return False
         snapshots = self._snapshots(slaves)
+        if not snapshots and shared.ledger.placement is None:
+            # Its slaves may be yet to come: a new run under this name would be a second history beside theirs.
+            state.words = (
+                "no slave that is here holds a version: start the slaves that hold this run, or, if it had no version "
+                "yet, start the master again without --rebuild"
+            )
+            shared.log("recovery", f"recovery: {state.words}", logging.ERROR)
+            return False
         if not snapshots:
             self._resume(slaves)
             return False
@@ -570,6 +581,7 @@ class Recovery:
     def _end(self) -> None:
         """Clears what was gathered."""
         state = self._shared.recovery
+        state.look_until_s = 0.0
         state.reason, state.words = "", ""
         state.asked, state.wanted, state.donor = None, None, None
         state.tried, state.wrong, state.named = set(), set(), set()

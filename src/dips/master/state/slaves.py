@@ -60,6 +60,9 @@ MAX_DRAWN_BYTES = 32
 MAX_REASON_CHARACTERS = 400
 """The most characters of a slave's report on refused connections, which is in every beat."""
 
+REBUILD_SLAVES = 64
+"""The most slaves that a rebuild accepts, where the run has fewer: what each one holds takes memory here."""
+
 LOST_CODES = (RefusalCode.VERSION_GONE, RefusalCode.DISK, RefusalCode.DIGEST)
 """Refusal codes of a slave that cannot load, which mean that it does not hold what its hello named."""
 
@@ -232,12 +235,16 @@ class SlaveRegistry:
             )
         shared.allowed.check(KeyRole.SLAVE, name, body.curve_key)
         expected = self._expected()
-        full = shared.ledger.placement is not None or len(expected) >= shared.config.n_slaves
-        if name not in expected and full:
+        if name not in expected and self._all_places_taken(body):
+            newer = (
+                f"; it has promised epoch {body.promised_epoch} and this master's is {shared.epoch}: if the master's "
+                "directory was put back from a copy that is older than a reshard, move it away and start with --rebuild"
+            )
             raise Refused(
                 RefusalCode.UNKNOWN_NAME,
                 f"slave {name!r} is not one of this run's {len(expected)} slaves ({', '.join(expected)}): start it "
-                "under one of these names, or start the master with more slaves",
+                "under one of these names, or start the master with more slaves"
+                + (newer if body.promised_epoch > shared.epoch else ""),
             )
         # A slave that this process has not welcomed promised this epoch to another master: a lost or an old journal.
         taken = body.promised_epoch == shared.epoch and name not in self._welcomed
@@ -276,6 +283,18 @@ class SlaveRegistry:
         shared = self._shared
         pending = shared.ledger.reshard
         return sorted({*shared.slaves_expected(), *(pending.add if pending else ()), *shared.recovery.named})
+
+    def _all_places_taken(self, body: SlaveHello) -> bool:
+        """Whether another slave may not attach.
+
+        A rebuild does not know the run's slaves. Beside n_slaves of any kind it accepts those that hold versions, so
+        that one that a RESHARD had removed takes no other's place.
+        """
+        shared = self._shared
+        holds_versions = any(info.committed for info in body.snapshots)
+        looks_for_versions = shared.config.rebuild and shared.ledger.commit is None and holds_versions
+        most = REBUILD_SLAVES if looks_for_versions else shared.config.n_slaves
+        return shared.ledger.placement is not None or len(self._expected()) >= max(most, shared.config.n_slaves)
 
     def _overtaken(self, epoch: int, sentence: str) -> None:
         """Gives up this epoch, which another master used: rounds and pushes would share names."""

@@ -109,15 +109,25 @@ def _start_again_with_rebuild(world: FaultWorld) -> None:
     if rng.random() < 0.5:
         world.rebuild = True
     else:
-        world.kernel.after(5.0, None, _operator_rebuilds, world)
+        world.kernel.after(5.0, None, _operator_starts, world, True)
     world.restart(world.masters[0], rng.choice(DOWN_S))
+    if not world.committed_somewhere:
+        world.kernel.after(20.0, None, _operator_begins_anew, world)
 
 
-def _operator_rebuilds(world: FaultWorld) -> None:
-    world.rebuild = True
+def _operator_starts(world: FaultWorld, rebuild: bool) -> None:
+    world.rebuild = rebuild
     if world.masters[0].alive and not world.ended:
         world.masters[0].kill()
         world.restart(world.masters[0], 0.5)
+
+
+def _operator_begins_anew(world: FaultWorld) -> None:
+    """Where there is no version to take, a rebuild only finds an epoch that no slave has promised: the operator starts
+    the master again without it, and with it where that was too early."""
+    if not world.committed_somewhere and not world.ended:
+        _operator_starts(world, not world.rebuild)
+        world.kernel.after(20.0, None, _operator_begins_anew, world)
 
 
 # ---- a slave's ----
