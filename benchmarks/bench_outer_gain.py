@@ -92,12 +92,18 @@ def _dp(**rest: Any) -> GainRun:
 H = (4, 16, 64)
 LESS = ((0.9, 0.5), (0.7, 0.5))
 """The pairs with less momentum that every part compares with the default."""
+CHOSEN = (0.9, 0.6)
 
 HARD = ("changing-speed", "coming-and-going", "ten-times-slower", "jitter", "killed", "slow-link")
 PARTS: dict[str, list[GainRun]] = {
-    "gain": [_dp(), *_grid(H, (*LESS, DEFAULT, (0.9, 0.6)), (CLIPPED,))],
+    "gain": [_dp(), *_grid(H, (*LESS, DEFAULT, CHOSEN), (CLIPPED,))],
+    "chosen": [run for seed in (2, 3) for run in _grid(H, (CHOSEN,), (CLIPPED,), seed=seed)],
+    "hard-seeds": [
+        run for seed in (2, 3) for setup in HARD for run in _grid((16,), (CHOSEN,), (CLIPPED,), setup=setup, seed=seed)
+    ],
+    "muon-seeds": list(_grid((16,), (CHOSEN,), (CLIPPED,), inner_optimizer="muon", lr=6e-3, seed=2)),
     "seeds": [run for seed in (2, 3) for run in (_dp(seed=seed), *_grid(H, (*LESS, DEFAULT), (CLIPPED,), seed=seed))],
-    "hard": [run for setup in HARD for run in _grid((16,), (*LESS, DEFAULT, (0.9, 0.6)), (CLIPPED,), setup=setup)],
+    "hard": [run for setup in HARD for run in _grid((16,), (*LESS, DEFAULT, CHOSEN), (CLIPPED,), setup=setup)],
     "muon": [
         _dp(inner_optimizer="muon", lr=6e-3),
         *_grid((16,), (*LESS, DEFAULT), (CLIPPED,), inner_optimizer="muon", lr=6e-3),
