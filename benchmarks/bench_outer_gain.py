@@ -29,7 +29,7 @@ from dips.lab.compare.setup import ComparisonSetup, load_setup
 
 KEPT = Path(__file__).parent / "results" / "outer-gain" / "runs.jsonl"
 CLIPPED, UNCLIPPED, SYNCHRONOUS, DATA_PARALLEL = "dips", "dips-no-clip", "diloco", "dp"
-DEFAULT = (0.7, 0.8)
+STEADY, DYNAMIC = (0.9, 0.6), (0.7, 0.8)  # the presets of these names: the default, and the one before it
 LONG = 3_145_728  # 96 rounds of four clusters, where small has 24
 
 
@@ -85,36 +85,35 @@ def _grid(
 
 
 def _dp(**rest: Any) -> GainRun:
-    """Data parallel, which has no H and no outer step: 16 and the default stand for them."""
-    return GainRun(rest.pop("setup", "small"), DATA_PARALLEL, 16, *DEFAULT, **rest)
+    """Data parallel, which has no H and no outer step: 16 and one pair stand for them."""
+    return GainRun(rest.pop("setup", "small"), DATA_PARALLEL, 16, *DYNAMIC, **rest)
 
 
 H = (4, 16, 64)
 LESS = ((0.9, 0.5), (0.7, 0.5))
-"""The pairs with less momentum that every part compares with the default."""
-CHOSEN = (0.9, 0.6)
+"""The pairs with less momentum that every part compares with the presets'."""
 
 HARD = ("changing-speed", "coming-and-going", "ten-times-slower", "jitter", "killed", "slow-link")
 PARTS: dict[str, list[GainRun]] = {
-    "gain": [_dp(), *_grid(H, (*LESS, DEFAULT, CHOSEN), (CLIPPED,))],
-    "chosen": [run for seed in (2, 3) for run in _grid(H, (CHOSEN,), (CLIPPED,), seed=seed)],
-    "hard-seeds": [
-        run for seed in (2, 3) for setup in HARD for run in _grid((16,), (CHOSEN,), (CLIPPED,), setup=setup, seed=seed)
+    "gain": [_dp(), *_grid(H, (*LESS, DYNAMIC, STEADY), (CLIPPED,))],
+    "steady": [run for seed in (2, 3) for run in _grid(H, (STEADY,), (CLIPPED,), seed=seed)],
+    "steady-hard": [
+        run for seed in (2, 3) for setup in HARD for run in _grid((16,), (STEADY,), (CLIPPED,), setup=setup, seed=seed)
     ],
-    "muon-seeds": list(_grid((16,), (CHOSEN,), (CLIPPED,), inner_optimizer="muon", lr=6e-3, seed=2)),
-    "seeds": [run for seed in (2, 3) for run in (_dp(seed=seed), *_grid(H, (*LESS, DEFAULT), (CLIPPED,), seed=seed))],
-    "hard": [run for setup in HARD for run in _grid((16,), (*LESS, DEFAULT, CHOSEN), (CLIPPED,), setup=setup)],
+    "steady-muon": list(_grid((16,), (STEADY,), (CLIPPED,), inner_optimizer="muon", lr=6e-3, seed=2)),
+    "seeds": [run for seed in (2, 3) for run in (_dp(seed=seed), *_grid(H, (*LESS, DYNAMIC), (CLIPPED,), seed=seed))],
+    "hard": [run for setup in HARD for run in _grid((16,), (*LESS, DYNAMIC, STEADY), (CLIPPED,), setup=setup)],
     "muon": [
         _dp(inner_optimizer="muon", lr=6e-3),
-        *_grid((16,), (*LESS, DEFAULT), (CLIPPED,), inner_optimizer="muon", lr=6e-3),
+        *_grid((16,), (*LESS, DYNAMIC), (CLIPPED,), inner_optimizer="muon", lr=6e-3),
     ],
-    "noise": [_dp(setup="large-batch"), *_grid((16,), (*LESS, DEFAULT), (CLIPPED,), setup="large-batch")],
-    "length": [_dp(tokens=LONG), *_grid((16,), (*LESS, DEFAULT), (CLIPPED,), tokens=LONG)],
-    "short": list(_grid((2, 1), (*LESS, DEFAULT), (CLIPPED,))),
-    "unclipped": list(_grid(H, (*LESS, DEFAULT), (UNCLIPPED,))),
-    "together": list(_grid(H, (*LESS, DEFAULT), (SYNCHRONOUS,))),
+    "noise": [_dp(setup="large-batch"), *_grid((16,), (*LESS, DYNAMIC), (CLIPPED,), setup="large-batch")],
+    "length": [_dp(tokens=LONG), *_grid((16,), (*LESS, DYNAMIC), (CLIPPED,), tokens=LONG)],
+    "short": list(_grid((2, 1), (*LESS, DYNAMIC), (CLIPPED,))),
+    "unclipped": list(_grid(H, (*LESS, DYNAMIC), (UNCLIPPED,))),
+    "together": list(_grid(H, (*LESS, DYNAMIC), (SYNCHRONOUS,))),
     "more": list(_grid(H, ((0.7, 0.6), (1.0, 0.0), (0.7, 0.3), (1.0, 0.3)), (CLIPPED, UNCLIPPED))),
-    "larger": list(_grid((16, 128), (*LESS, DEFAULT), (CLIPPED,), setup="larger")),
+    "larger": list(_grid((16, 128), (*LESS, DYNAMIC), (CLIPPED,), setup="larger")),
 }
 
 

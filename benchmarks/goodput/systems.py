@@ -183,7 +183,7 @@ class Dips(System):
     servers = ("master", "s0", "s1")
     kills = "s1"
     rules: Mapping[str, object] = {"preset": "dynamic", "overlap": "full"}
-    settings = "the defaults: preset dynamic, overlap full with overlap_share 0.5, durability sync; 2 slaves"
+    settings = "preset dynamic, overlap full with overlap_share 0.5, durability sync; 2 slaves"
 
     @classmethod
     def sites(cls, setting: Setting, condition: Condition) -> dict[str, Cable]:

@@ -82,7 +82,7 @@ def test_slave_and_master_that_are_killed_come_back_and_every_token_counts(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
     optimizer: dict[str, Any] = {"outer_optimizer": "delayed-nesterov", "delay_rounds": 2, "outer_momentum": 0.5}
-    run = WholeRun(tmp_path, plan=LEASED, server=fork_server, preset="dynamic", overlap="full", **optimizer)
+    run = WholeRun(tmp_path, plan=LEASED, server=fork_server, preset="steady", overlap="full", **optimizer)
     run.slave = {"record_pushes": True}
     with run:
         clusters = [run.cluster("a", 1, step_s=0.005), run.cluster("b", 2, step_s=0.008)]
@@ -131,7 +131,7 @@ def test_slave_and_master_that_are_killed_come_back_and_every_token_counts(
 def test_cluster_that_diverges_is_excluded_and_dropped_back_to_the_published_model(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    with WholeRun(tmp_path, server=fork_server, preset="dynamic", overlap="full") as run:
+    with WholeRun(tmp_path, server=fork_server, preset="steady", overlap="full") as run:
         good, bad = run.cluster("a", 1, step_s=0.01), run.cluster("b", 2, step_s=0.01)
         run.wait_for_version(2)
         bad.model.target[:] = np.nan

@@ -74,7 +74,7 @@ def one_sentence(done: subprocess.CompletedProcess[str], code: int) -> str:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeRun]:
     """A run whose version 0 is that of LOOP."""
     folder = tmp_path_factory.mktemp("run")
-    with WholeRun(folder / "run", n_slaves=1, preset="dynamic", overlap="full", sync_every=8) as whole:
+    with WholeRun(folder / "run", n_slaves=1, preset="steady", overlap="full", sync_every=8) as whole:
         assert run_to_its_end(written(folder), **there(whole, "first")).returncode == 0
         yield whole
 
@@ -151,7 +151,7 @@ def test_the_same_seed_on_two_clusters_is_told_after_their_first_round(tmp_path:
     slower = written(tmp_path, endless, (STEP, STEP + "        time.sleep(0.13)\n")).rename(tmp_path / "slower.py")
     file = written(tmp_path, endless, (STEP, STEP + "        time.sleep(0.1)\n"))
     with WholeRun(
-        tmp_path / "run", n_slaves=1, preset="dynamic", overlap="full", sync_every=8, min_clusters=2, grace_s=20.0
+        tmp_path / "run", n_slaves=1, preset="steady", overlap="full", sync_every=8, min_clusters=2, grace_s=20.0
     ) as whole:
         with (
             started(sys.executable, file, log=tmp_path / "a.log", cwd=tmp_path, **there(whole, "a")),

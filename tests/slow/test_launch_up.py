@@ -42,7 +42,7 @@ def scraped(run_dir: Path, name: str) -> dict[str, float]:
 
 def test_up_runs_clusters_evaluates_ends_and_is_not_begun_twice(tmp_path: Path) -> None:
     text = (
-        '[master]\nsync_every = 8\npreset = "dynamic"\nmin_clusters = 2\n'
+        '[master]\nsync_every = 8\npreset = "steady"\nmin_clusters = 2\n'
         f'[train]\nlog_every_steps = 4\ndata = ["{TEXT}"]\nheldout_fraction = 0.2\n'
         '[[clusters]]\nid = "a"\n[[clusters]]\nid = "b"\ngap = 0.3\n'
     )

@@ -22,7 +22,13 @@ from dips.core.observe.logs import LogFormat, LogLevel
 from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.units import Bytes, Count, Seconds, format_seconds
 from dips.master.state.pacing import SLIDES
-from dips.master.state.penalty_types import OUTER_LR, PenaltyConfig, dynamic_local_steps_of
+from dips.master.state.penalty_types import (
+    DEFAULT_PRESET,
+    PRESET_NAMES,
+    PenaltyConfig,
+    dynamic_local_steps_of,
+    outer_lr_of,
+)
 from dips.master.state.shared import RunConfig
 
 PENALTY_KNOBS = (
@@ -195,8 +201,10 @@ class MasterConfig(ProcessKnobs):
     )
     max_message_bytes: Bytes = Field(64 << 20, description="Largest control message that is accepted")
 
-    preset: str = Field(
-        "dynamic", description="How pushes are judged and merged: dynamic, safe, paper, paper-literal or edit"
+    preset: str | None = Field(
+        None,
+        description="How pushes are judged and merged: steady, dynamic, safe, paper, paper-literal or edit (steady; a "
+        "run that has begun: the one that it has)",
     )
     outer_optimizer: str = Field(
         "nesterov", description="How merges move the model: nesterov, heavy-ball, delayed-nesterov or averaging"
@@ -204,8 +212,15 @@ class MasterConfig(ProcessKnobs):
     delay_rounds: int | None = Field(
         None, description="With delayed-nesterov: rounds between two steps of the momentum (4)"
     )
-    outer_lr: float | None = Field(None, gt=0, le=10, description="Learning rate of the outer step (0.7; averaging: 1)")
-    outer_momentum: float | None = Field(None, description="Momentum of the outer step (0.8; averaging: 0)")
+    outer_lr: float | None = Field(
+        None,
+        gt=0,
+        le=10,
+        description="Learning rate of the outer step (0.9; presets other than steady: 0.7; averaging: 1)",
+    )
+    outer_momentum: float | None = Field(
+        None, description="Momentum of the outer step (0.6; presets other than steady: 0.8; averaging: 0)"
+    )
     clip_norm: float | None = Field(
         None,
         allow_inf_nan=True,
@@ -213,7 +228,8 @@ class MasterConfig(ProcessKnobs):
         "with clip scope auto until there is a median; edit: 10)",
     )
     clip_scope: str | None = Field(
-        None, description="global, or auto: the median of recent norms (auto; all other presets: global)"
+        None,
+        description="global, or auto: the median of recent norms (auto; presets other than steady and dynamic: global)",
     )
     participation_scaling: bool | None = Field(
         None,
@@ -277,7 +293,7 @@ class MasterConfig(ProcessKnobs):
                 f"chunk_bytes is {self.chunk_bytes}: use a multiple of 4, the size of a parameter, such as 1 MiB"
             )
         try:
-            self._penalty()
+            self._penalty(self.preset or DEFAULT_PRESET)
         except ConfigError as error:
             wrong.append(str(error))
         if wrong:
@@ -297,12 +313,13 @@ class MasterConfig(ProcessKnobs):
 
     def to_run_config(self) -> RunConfig:
         """The settings for the state machines."""
-        times = self.times()
+        times, preset = self.times(), self.preset or DEFAULT_PRESET
+        names = () if self.preset else PRESET_NAMES
         return RunConfig(
             run_id=self.run_id,
             n_slaves=self.slaves,
-            settings=self._settings(),
-            penalty=self._penalty(),
+            settings=self._settings(preset),
+            penalty=self._penalty(preset),
             max_clusters=self.max_clusters,
             min_clusters=self.min_clusters,
             min_clusters_per_round=self.min_clusters_per_round,
@@ -318,11 +335,12 @@ class MasterConfig(ProcessKnobs):
             encrypted=self.keys is not None,
             token_ratio_max=self.token_ratio_max,
             grace_sliding=self.grace == "sliding",
+            presets={name: (self._settings(name), self._penalty(name)) for name in names},
         )
 
-    def _settings(self) -> Settings:
-        penalty = self._penalty()
-        dynamic = dynamic_local_steps_of(self.preset) if self.dynamic is None else self.dynamic
+    def _settings(self, preset: str) -> Settings:
+        penalty = self._penalty(preset)
+        dynamic = dynamic_local_steps_of(preset) if self.dynamic is None else self.dynamic
         return Settings(
             sync_every_steps=self.sync_every,
             dynamic_local_steps=dynamic,
@@ -334,9 +352,9 @@ class MasterConfig(ProcessKnobs):
             window_chunks=self.window_chunks,
             max_staleness_versions=self.s_max,
             tk_max_tokens=self.tk_max,
-            outer_lr=OUTER_LR[self.outer_optimizer] if self.outer_lr is None else self.outer_lr,
+            outer_lr=outer_lr_of(preset, self.outer_optimizer) if self.outer_lr is None else self.outer_lr,
             outer_momentum=penalty.outer_momentum,
-            preset=self.preset,
+            preset=preset,
             durability=self.durability,
             memory_files=self.memory_files,
             pull_wire=self.pull_wire,
@@ -348,9 +366,9 @@ class MasterConfig(ProcessKnobs):
             frozen=self.frozen,
         )
 
-    def _penalty(self) -> PenaltyConfig:
+    def _penalty(self, preset: str) -> PenaltyConfig:
         given = {name: getattr(self, name) for name in PENALTY_KNOBS if getattr(self, name) is not None}
-        return PenaltyConfig.of(self.preset, **given)
+        return PenaltyConfig.of(preset, **given)
 
 
 def _long_window(config: MasterConfig) -> Iterator[str]:

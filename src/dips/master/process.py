@@ -164,7 +164,8 @@ class _Master:
             await server.start(shell)
             # Publishes the master's address for people and other processes.
             write_address(self.config.directory, here)
-            about = {"run_id": here.run_id, "settings": self.config.to_run_config().settings}
+            # Not the configuration's: a run keeps the preset that it was begun with.
+            about = {"run_id": here.run_id, "settings": shell.machine.settings()}
             self.tape.write("master-started", "-", address=here.address, epoch=here.epoch, pid=here.pid, **about)
             if isinstance(self.security, Identity):
                 callers = f"for those with keys only, as {self.security}"

@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.machine import MachineHistory
-from dips.core.messages import ClusterReply, OperatorReply, SlaveCommand, SlaveMessage, StatusReply
+from dips.core.messages import ClusterReply, OperatorReply, Settings, SlaveCommand, SlaveMessage, StatusReply
 from dips.core.net.grpc_calls import to_refused
 from dips.core.observe.logs import ChangeLogger
 from dips.core.observe.tape import Tape
@@ -287,6 +287,8 @@ class StateMachine(Protocol):
     def next_deadline_s(self) -> float | None: ...
 
     def run_is_over(self) -> bool: ...
+
+    def settings(self) -> Settings: ...
 
     def progress(self) -> dict[str, object]: ...
 

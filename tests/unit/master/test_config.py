@@ -80,9 +80,9 @@ def test_a_preset_brings_its_values_and_its_name(preset: str) -> None:
     assert run.penalty == PRESETS[preset]
     assert run.settings.preset == preset
     assert run.settings.outer_momentum == PRESETS[preset].outer_momentum
-    assert run.settings.dynamic_local_steps is (preset == "dynamic")
-    opposite = configured(preset=preset, dynamic=preset != "dynamic").to_run_config()
-    assert opposite.settings.dynamic_local_steps is (preset != "dynamic")
+    assert run.settings.dynamic_local_steps is (preset in ("steady", "dynamic"))
+    opposite = configured(preset=preset, dynamic=preset not in ("steady", "dynamic")).to_run_config()
+    assert opposite.settings.dynamic_local_steps is (preset not in ("steady", "dynamic"))
 
 
 OVERRIDES: dict[str, object] = {
@@ -112,12 +112,12 @@ def test_a_knob_replaces_that_value_of_the_preset_alone(name: str) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "given", "outer_lr", "momentum", "participation", "delay"),
     [
-        ("nesterov", {}, 0.7, 0.8, True, 4),
-        ("heavy-ball", {"outer_lr": 0.3}, 0.3, 0.8, True, 4),
+        ("nesterov", {}, 0.9, 0.6, True, 4),
+        ("heavy-ball", {"outer_lr": 0.3}, 0.3, 0.6, True, 4),
         ("averaging", {}, 1.0, 0.0, True, 4),
         ("averaging", {"outer_lr": 0.5}, 0.5, 0.0, True, 4),
-        ("delayed-nesterov", {}, 0.7, 0.8, False, 4),
-        ("delayed-nesterov", {"delay_rounds": 7, "participation_scaling": True}, 0.7, 0.8, True, 7),
+        ("delayed-nesterov", {}, 0.9, 0.6, False, 4),
+        ("delayed-nesterov", {"delay_rounds": 7, "participation_scaling": True}, 0.9, 0.6, True, 7),
     ],
 )
 def test_an_outer_optimizer_brings_the_defaults_that_fit_it(
@@ -153,7 +153,7 @@ def test_infinity_switches_a_bound_off(tmp_path: Path, name: str) -> None:
         ({"min_clusters_per_round": 3}, ["min_clusters_per_round is 3", "set round_deadline_s", "leave"]),
         ({"round_deadline_s": 60}, ["round_deadline_s is 1 min", "set min_clusters_per_round to 2 or more", "leave"]),
         ({"chunk_bytes": 4098}, ["chunk_bytes is 4098", "multiple of 4"]),
-        ({"preset": "dips"}, ["preset 'dips' is no longer known", "another name of 'safe'", "default, 'dynamic'"]),
+        ({"preset": "dips"}, ["preset 'dips' is no longer known", "another name of 'safe'", "default, 'steady'"]),
         ({"delay_rounds": 4}, ["delay_rounds belongs to outer_optimizer 'delayed-nesterov'", "leave it out"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

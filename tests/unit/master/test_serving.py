@@ -20,6 +20,7 @@ import pytest
 from support.journals import records_of
 from support.manual_clock import ManualClock
 from support.master_bench import Bench
+from support.recorded_run import unpacked
 from support.run_status import run_status
 from support.scripted_master_state import ScriptedMachine, caller, leave, refusal
 
@@ -41,6 +42,7 @@ from dips.master.rpc import server
 from dips.master.shell import MasterShell
 from dips.master.state.effects import BeginAgain, Effect, Halt, Refuse, Reply, WriteJournal
 from dips.master.state.events import ClusterCall, Event, OperatorCall, Pause, Resume, Revoked, Tick
+from dips.master.state.master import MasterMachine
 from dips.master.state.shared import RunConfig
 from dips.master.state.status import RunView
 from dips.master.state.tape import EpochBegun
@@ -195,6 +197,31 @@ async def test_epochs_follow_each_other_at_one_address_and_the_end_is_said(made:
     with pytest.raises(ConfigError, match="another master"):
         await made().start()
     await again.end()
+
+
+async def test_a_master_on_the_journal_of_an_older_release_keeps_the_outer_step_of_its_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The recorded run is of a release whose default was rate 0.7 and momentum 0.8, and that did not note presets."""
+    folder = unpacked(tmp_path) / "master"
+    config = MasterConfig(run_id="recorded", directory=folder, slaves=2, listen="127.0.0.1:0", insecure=True)
+    started: asyncio.Queue[MasterShell] = asyncio.Queue()
+    caplog.set_level("INFO")
+    task = asyncio.create_task(serve(config, MasterMachine, ManualClock(), lambda _, shell: started.put_nowait(shell)))
+    try:
+        waiting = asyncio.create_task(started.get())
+        await asyncio.wait([waiting, task], return_when=asyncio.FIRST_COMPLETED)
+        shell = await waiting if waiting.done() else await task  # type: ignore[assignment]
+        told = shell.machine.settings()
+        shell.stop(Halt(0, "the test is over"))
+        assert await task == Halt(0, "the test is over")
+    finally:
+        task.cancel()
+    assert (told.preset, told.outer_lr, told.outer_momentum) == ("dynamic", 0.7, 0.8)
+    lines = [line for line in read_tape(folder / TAPE_NAME) if line["kind"] == "master-started"]
+    assert lines[-1]["settings"]["outer_momentum"] == 0.8
+    assert "version 1:11" in caplog.text
+    assert "preset dynamic, outer rate 0.7 and momentum 0.8" in caplog.text
 
 
 async def test_a_taken_port_is_an_error_unless_of_the_last_start(made: Make, caplog: pytest.LogCaptureFixture) -> None:

@@ -128,15 +128,15 @@ _METHODS = (
     Method(
         "dips",
         "Di-PS (the default)",
-        "dynamic local steps, clip at the median of recent norms; clusters train on while they push, while its verdict "
-        "is awaited, and while they pull",
+        "the preset steady: dynamic local steps, clip at the median of recent norms, rate 0.9, momentum 0.6; clusters "
+        "train on while they push, while its verdict is awaited, and while they pull",
         "servers",
         {},
     ),
     _servers(
         "dynamic",
         "Di-PS, dynamic local steps",
-        "the preset dynamic: clusters' pushes arrive together; clusters wait for push, verdict and pull",
+        "the preset dynamic: clusters' pushes arrive together, momentum 0.8; clusters wait for push, verdict and pull",
         preset="dynamic",
     ),
     _servers(

@@ -126,6 +126,7 @@ class Ledger:
     extended: tuple[int, int] | None = None
     # Taken over from slaves that may have lost newer versions: the run continues only on a new timeline.
     behind: bool = False
+    preset: str = ""  # the run's; empty: an older release wrote the ledger, or the run has not begun
     chunk_bytes: int = 0  # the digests of versions are over chunks of this size; 0: an older release wrote the ledger
 
     @property
@@ -188,6 +189,8 @@ class Ledger:
             raw["untrained"] = self.untrained
         if self.extended is not None:
             raw["extended"] = list(self.extended)
+        if self.preset:
+            raw["preset"] = self.preset
         if self.chunk_bytes:
             raw["chunk_bytes"] = self.chunk_bytes
         if with_commit:
@@ -231,6 +234,7 @@ class Ledger:
             given_up=[(_version(old), _version(new)) for old, new in raw.get("given_up", [])],
             applied_in=[(_version(v), tuple(map(push_from_json, pushes))) for v, pushes in raw.get("applied_in", [])],
             behind=raw.get("behind") is True,
+            preset=_text(raw.get("preset", "")),
             chunk_bytes=_whole(raw.get("chunk_bytes", 0)),
             reshard=reshard,
             untrained=untrained,

@@ -28,6 +28,7 @@ from dips.core.messages import (
     OperatorReply,
     ReshardRequest,
     ReturnDataRequest,
+    Settings,
     StatusRequest,
 )
 from dips.master.state import tape
@@ -112,7 +113,8 @@ class MasterMachine:
             )
         )
         found = f"version {version}, {self.shared.ledger.tokens} tokens" if version else "no version yet"
-        self.shared.log("master", f"run {self.shared.config.run_id}: epoch {self.shared.epoch}, {found}")
+        about = f"epoch {self.shared.epoch}, {found}; {self.shared.outer_step_words()}"
+        self.shared.log("master", f"run {self.shared.config.run_id}: {about}")
         if self.shared.take_back_end():
             limit = self.shared.settings().tk_max_tokens
             self.shared.journal("EXTEND", {"tk_max_tokens": limit, "reason": "the settings at the master's start"})
@@ -123,6 +125,10 @@ class MasterMachine:
     def run_is_over(self) -> bool:
         """Whether the run has ended and no cluster waits for its last version, so that this process may end."""
         return self.shared.stopped_s is not None
+
+    def settings(self) -> Settings:
+        """The settings in force, which are sent to all processes."""
+        return self.shared.settings()
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Handles one event. Raises LocalProtocolError, with the last events, only for a bug in this code, and

@@ -40,9 +40,6 @@ OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 """The values that an outer optimizer changes in any preset, unless they are given explicitly. Delayed Nesterov
 divides each round's merge by delay_rounds; rho in addition would count the missing clusters twice."""
 
-OUTER_LR: Mapping[str, float] = {"nesterov": 0.7, "heavy-ball": 0.7, "delayed-nesterov": 0.7, "averaging": 1.0}
-"""The outer learning rate when none is given."""
-
 
 @dataclass(frozen=True)
 class PenaltyConfig:
@@ -136,17 +133,24 @@ class PenaltyConfig:
         return dataclasses.replace(PRESETS[preset], **{**OPTIMIZER_DEFAULTS.get(optimizer, {}), **bound, **knobs})
 
 
+def outer_lr_of(preset: str, optimizer: str) -> float:
+    """The outer learning rate when none is given (the master's, like dynamic local steps)."""
+    if optimizer == "averaging":
+        return 1.0
+    return 0.9 if preset == "steady" else 0.7
+
+
 def dynamic_local_steps_of(preset: str) -> bool:
     """Whether a preset also turns dynamic local steps on (they are the master's, not the penalty's)."""
     _check_preset(preset)
-    return preset == "dynamic"
+    return preset in ("steady", "dynamic")
 
 
 def _check_preset(name: str) -> None:
     if name == "dips":  # the name that `dips compare` gives to the defaults; earlier releases took it for `safe`
         raise ConfigError(
             "preset 'dips' is no longer known: it was another name of 'safe'. Write 'safe' to keep its rules, or leave "
-            "preset out: the default, 'dynamic', is what `dips compare` calls dips"
+            "preset out: the default, 'steady', is what `dips compare` calls dips"
         )
     _one_of("preset", name, PRESET_NAMES)
 
@@ -164,12 +168,17 @@ def _in_range(name: str, value: float, low: float, high: float) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be between {low:g} and {high:g}")
 
 
-PRESET_NAMES = ("safe", "dynamic", "paper", "paper-literal", "edit")
+PRESET_NAMES = ("steady", "dynamic", "safe", "paper", "paper-literal", "edit")
+
+DEFAULT_PRESET = "steady"
+EARLIER_DEFAULT_PRESET = "dynamic"
+"""The default of the releases whose ledgers do not name the preset."""
 
 _SAFE = PenaltyConfig()
 
 PRESETS: Mapping[str, PenaltyConfig] = {
     "safe": _SAFE,
+    "steady": dataclasses.replace(_SAFE, preset="steady", clip_scope="auto", outer_momentum=0.6),
     "dynamic": dataclasses.replace(_SAFE, preset="dynamic", clip_scope="auto"),
     "paper": dataclasses.replace(_SAFE, preset="paper", participation_scaling=False),
     "paper-literal": dataclasses.replace(
@@ -193,6 +202,7 @@ PRESETS: Mapping[str, PenaltyConfig] = {
     ),
 }
 """`safe`: docs/algorithm.md. `dynamic`: safe, with dynamic local steps and the clip at the median of recent norms.
+`steady`: dynamic, with less momentum and a larger outer learning rate (docs/decisions/0079).
 `paper`: safe with rho = 1. `paper-literal`: also the detector as printed. `edit`: the detector, weights and clip of
 EDiT, and rho = 1."""
 

@@ -516,6 +516,8 @@ class Recovery:
         self._send_clusters_away(reason)
         placement = shared.ledger.placement
         shared.ledger = adopted(shared.ledger, commit, shared.epoch, shared.changes)
+        shared.keep_preset()
+        shared.log("master", f"version {commit.version} continues with {shared.outer_step_words()}")
         shared.stopped_s = None
         if shared.take_back_end():
             limit = shared.settings().tk_max_tokens

@@ -143,6 +143,7 @@ def _merged(
     if current.version is not None and current.version >= commit.version:
         ledger.paused, ledger.draining, ledger.stop_asked = current.paused, current.draining, current.stop_asked
         ledger.extended = current.extended or ledger.extended
+        ledger.preset = current.preset
     else:
         _keep_changes(current, ledger, changes)
     if ledger.leases is not None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dips.core.errors import RefusalCode, Refused
+from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.ids import PushId, SlaveId, Version
 from dips.core.machine import MachineHistory, Phase
 from dips.core.messages import (
@@ -35,7 +35,7 @@ from dips.core.protocol import CURVE_KEY_BYTES, MAX_ALLOWED_KEYS
 from dips.master.state import tape
 from dips.master.state.effects import CloseLink, Effect, Halt, Log, Record, Refuse, Reply, ToSlave, WriteJournal
 from dips.master.state.ledger import CommitInfo, Ledger, canonical
-from dips.master.state.penalty_types import DetectorState, PenaltyConfig
+from dips.master.state.penalty_types import EARLIER_DEFAULT_PRESET, DetectorState, PenaltyConfig
 from dips.master.state.reasons import AlarmKind
 from dips.master.state.records import (
     RECOVERY_TABLE,
@@ -88,6 +88,8 @@ class RunConfig:
     token_ratio_max: float = 100.0  # a push that counts this many times the usual tokens for a step is refused
     # The window starts again with each push that is admitted to it, within pacing.longest_window_s().
     grace_sliding: bool = False
+    # Where the settings name no preset: what each preset would make of them.
+    presets: Mapping[str, tuple[Settings, PenaltyConfig]] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         # `settings` has these too, so that what all processes receive agrees with what this one does.
@@ -98,6 +100,20 @@ class RunConfig:
             async_lag_versions=self.async_lag_versions,
         )
         object.__setattr__(self, "settings", settings)
+
+    def of_run(self, ledger: Ledger) -> RunConfig:
+        """The settings for this run: one that has begun keeps its preset unless the settings name one, whatever the
+        default is in this release. Raises ConfigError for a preset that this release does not have."""
+        name = ledger.preset or (EARLIER_DEFAULT_PRESET if ledger.commit else "")
+        if not self.presets or not name:
+            return self
+        if name not in self.presets:
+            raise ConfigError(
+                f"run {self.run_id} was begun with preset {name!r}, which this release does not have",
+                "use the release that began it, or name a preset",
+            )
+        settings, penalty = self.presets[name]
+        return replace(self, settings=settings, penalty=penalty)
 
     @property
     def evict_after_s(self) -> float:
@@ -251,9 +267,10 @@ class SharedState:
     """Shared state of one master process."""
 
     def __init__(self, config: RunConfig, epoch: int, ledger: Ledger, wall_offset_s: float) -> None:
-        self.config = config
         self.epoch = epoch
         self.ledger = ledger
+        self.config = config
+        self.keep_preset()
         self.wall_offset_s = wall_offset_s
         self.now_s = 0.0
         self.story = MachineHistory()
@@ -301,6 +318,15 @@ class SharedState:
         self.same_data: dict[tuple[str, str], Alarm] = {}  # by pair, while it lasts
         self.told_by_beats: dict[tuple[str, tuple[str, ...]], Alarm] = {}  # by kind and clusters, while it lasts
         self.token_doubts: dict[str, tuple[Alarm, float]] = {}  # by cluster, and since when
+
+    def keep_preset(self) -> None:
+        """Continues with the ledger's preset where the settings name none. Raises ConfigError."""
+        self.config = self.config.of_run(self.ledger)
+        self.ledger.preset = self.config.settings.preset
+
+    def outer_step_words(self) -> str:
+        settings = self.config.settings
+        return f"preset {settings.preset}, outer rate {settings.outer_lr:g} and momentum {settings.outer_momentum:g}"
 
     # ---- clusters and slaves ----
 
