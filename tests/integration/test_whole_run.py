@@ -38,7 +38,8 @@ def test_rounds_with_all_clusters_equal_diloco_in_plain_torch_to_the_last_bit(
 ) -> None:
     """Two clusters in step, each round merging both with equal tokens; the clip never acts."""
     server = fork_server if n_slaves > 1 else None  # the other run's processes start from nothing, as users start them
-    with WholeRun(tmp_path, n_slaves, server=server, min_clusters=2, clip_norm=1e6) as run:
+    together: dict[str, Any] = {"min_clusters": 2, "min_clusters_per_round": 2, "round_deadline_s": 20}
+    with WholeRun(tmp_path, n_slaves, server=server, clip_norm=1e6, **together) as run:
         a, b = run.cluster("a", 1), run.cluster("b", 2)
         run.wait_for_version(ROUNDS)
         run.stop(a, b)
