@@ -211,7 +211,8 @@ async def test_a_master_on_the_journal_of_an_older_release_keeps_the_outer_step_
     try:
         waiting = asyncio.create_task(started.get())
         await asyncio.wait([waiting, task], return_when=asyncio.FIRST_COMPLETED)
-        shell = await waiting if waiting.done() else await task  # type: ignore[assignment]
+        assert waiting.done(), task
+        shell = waiting.result()
         told = shell.machine.settings()
         shell.stop(Halt(0, "the test is over"))
         assert await task == Halt(0, "the test is over")
