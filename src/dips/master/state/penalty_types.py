@@ -202,7 +202,7 @@ PRESETS: Mapping[str, PenaltyConfig] = {
     ),
 }
 """`safe`: docs/algorithm.md. `dynamic`: safe, with dynamic local steps and the clip at the median of recent norms.
-`steady`: dynamic, with less momentum and a larger outer learning rate (docs/decisions/0079).
+`steady`: dynamic, with less momentum and a larger outer learning rate (docs/decisions/0080).
 `paper`: safe with rho = 1. `paper-literal`: also the detector as printed. `edit`: the detector, weights and clip of
 EDiT, and rho = 1."""
 
