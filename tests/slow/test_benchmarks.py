@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import runpy
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from support.repository import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 NOT_POSSIBLE = 2
-SWITCHES = runpy.run_path(str(BENCHMARKS / "peers" / "switches.py"))["ROWS"]
 
 SMALL: dict[str, tuple[tuple[str, ...], str]] = {
     "ablation": (("--quick", "--rows", "receipts", "--streams", "1", "2"), "push_s"),
@@ -117,9 +115,3 @@ CHECKED: dict[str, Callable[[dict[str, Any]], None]] = {
     "goodput": _goodput,
     "storm": _storm,
 }
-
-
-@pytest.mark.parametrize("name", SWITCHES)
-def test_what_a_switch_replaces_is_there(name: str) -> None:
-    done = run_python(BENCHMARKS / "peers" / "switches.py", name, "--version")
-    assert (done.returncode, bool(done.stdout.strip())) == (0, True), done.stderr
