@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -165,23 +164,6 @@ async def test_a_refused_beat_ends_the_stream_with_its_reason(served: Served) ->
     error = await failed(stream.read())
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.FENCED
-
-
-async def test_a_hundred_clusters_beat_at_once(served: Served) -> None:
-    served.reacts(answering)
-
-    async def beat(number: int) -> int:
-        stream = served.clusters.Heartbeat(timeout=NO_LIMIT_S)
-        for steps in range(10):
-            await stream.write(to_message(messages.HeartbeatRequest(caller(f"c{number}"), "training", steps)))
-            assert from_message(await stream.read(), messages.HeartbeatReply) == BEAT
-        await stream.done_writing()
-        assert await stream.read() is grpc.aio.EOF
-        return number
-
-    assert sorted(await asyncio.gather(*(beat(number) for number in range(100)))) == list(range(100))
-    names = [call.request.caller.name for call in served.machine.of(events.ClusterCall)]
-    assert {names.count(f"c{number}") for number in range(100)} == {10}
 
 
 async def test_a_slave_is_heard_and_commanded_over_one_stream(served: Served) -> None:

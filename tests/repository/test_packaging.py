@@ -128,15 +128,6 @@ def test_a_slave_and_a_master_do_not_ask_for_torch() -> None:
         assert "torch" not in {Requirement(text).name for text in needs}
 
 
-def test_plain_make_explains_every_target() -> None:
-    done = make()
-    assert done.returncode == 0, done.stderr
-    explained = re.findall(r"^  make ([\w-]+)\s+\S", done.stdout, re.MULTILINE)
-    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert targets
-    assert sorted(explained) == sorted(targets[1].split())
-
-
 @pytest.mark.parametrize("target", ["demo", "test", "check", "bench", "docs", "protos"])
 def test_a_machine_without_python_is_told_what_to_install(tmp_path: Path, target: str) -> None:
     done = make(target, f"VENV={tmp_path / 'venv'}", "PYTHON=/nowhere/python3")

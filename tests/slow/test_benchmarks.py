@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import runpy
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from support.repository import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 NOT_POSSIBLE = 2
-SWITCHES = runpy.run_path(str(BENCHMARKS / "peers" / "switches.py"))["ROWS"]
 
 SMALL: dict[str, tuple[tuple[str, ...], str]] = {
     "ablation": (("--quick", "--rows", "receipts", "--streams", "1", "2"), "push_s"),
@@ -85,41 +83,3 @@ def test_a_small_one_runs_and_measures(name: str, tmp_path: Path) -> None:
     assert numbers
     assert all(value > 0 for value in numbers)
     assert all(math.isfinite(value) for _, value in leaves(found) if isinstance(value, float))
-    if name in CHECKED:
-        CHECKED[name](found)
-
-
-def _exchange(found: dict[str, Any]) -> None:
-    sent = {row["way"]: row["sent"] for row in found["results"] if row["kind"] == "ddp"}
-    assert sent == {"collect": 0, "spread": 1}
-
-
-def _goodput(found: dict[str, Any]) -> None:
-    for cell in found["cells"]:
-        assert cell["score"]["counted_twice"] == 0
-        assert cell["score"]["own_count"] == cell["score"]["counted"] > 0
-
-
-def _storm(found: dict[str, Any]) -> None:
-    """No process is lost, and nothing fails."""
-    rows = dict(zip(("joins", "garbage", "link"), found["results"], strict=True))
-    assert all(row["failed_calls"] == 0 for row in rows.values()), rows
-    assert rows["joins"]["joined"] == rows["joins"]["alive_at_the_end"] == 20
-    assert rows["garbage"]["alive"]
-    for name in ("master", "slave"):
-        assert rows["garbage"][name]["connected"] == 500
-        assert rows["garbage"][name]["files_afterwards"] < 100
-    assert rows["link"]["pushes_applied"] >= 1
-
-
-CHECKED: dict[str, Callable[[dict[str, Any]], None]] = {
-    "exchange": _exchange,
-    "goodput": _goodput,
-    "storm": _storm,
-}
-
-
-@pytest.mark.parametrize("name", SWITCHES)
-def test_what_a_switch_replaces_is_there(name: str) -> None:
-    done = run_python(BENCHMARKS / "peers" / "switches.py", name, "--version")
-    assert (done.returncode, bool(done.stdout.strip())) == (0, True), done.stderr

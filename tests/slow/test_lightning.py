@@ -85,17 +85,6 @@ class Batches:
         self.taken = state["taken"]
 
 
-class Heard(Callback):
-    """The digest of the first batches that the master would hear."""
-
-    def __init__(self, ours: dips.LightningCallback) -> None:
-        self._ours, self.digest = ours, b""
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **given: Any) -> None:
-        if self._ours.sync is not None and self._ours.sync.shell is not None:
-            self.digest = self._ours.sync.shell.first_batches
-
-
 @pytest.fixture
 def run(new_run: Callable[[], RunForWorkers]) -> RunForWorkers:
     return new_run()
@@ -127,13 +116,6 @@ def test_without_a_master_nothing_changes(tmp_path: Path, monkeypatch: pytest.Mo
     plain, called = models
     assert np.array_equal(plain, called)
     assert not (tmp_path / "dips").exists()
-
-
-def test_two_clusters_with_the_same_batches_are_noticed(run: RunForWorkers, tmp_path: Path) -> None:
-    callback = dips.LightningCallback()
-    heard = Heard(callback)
-    trainer(tmp_path, callback, heard).fit(Module(1), Batches())
-    assert heard.digest
 
 
 class TermAt(Callback):

@@ -1,26 +1,19 @@
-"""A master as a process: what it confirmed survives a kill, one master for each directory, clean stops."""
+"""A master between two epochs: a signal is not lost, and an epoch that cannot begin ends it."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import grpc
 import pytest
-from support.journals import records_of
-from support.master_process import MasterProcess
-from support.scripted_master_state import ScriptedMachine, leave
-from support.waiting import NO_LIMIT_S, until
+from support.scripted_master_state import ScriptedMachine
+from support.waiting import until
 from support.whole_run import WholeRun
 
-from dips.core.errors import TERMINATED, FatalError, RetryLater
-from dips.core.net.codec_protobuf import to_message
-from dips.core.net.grpc_calls import channel_options, refused_from
+from dips.core.errors import TERMINATED, FatalError
 from dips.core.observe.failpoints import armed
 from dips.master.config import MasterConfig
 from dips.master.directory import MasterAddress, read_address
@@ -28,53 +21,6 @@ from dips.master.journal import Journal
 from dips.master.process import serve
 from dips.master.state.effects import BeginAgain, Halt
 from dips.master.state.shared import RunConfig
-from dips.protos import clusters_pb2_grpc
-
-Start = Callable[[], MasterProcess]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    processes: list[MasterProcess] = []
-
-    def start_one() -> MasterProcess:
-        processes.append(MasterProcess(tmp_path / "run", "state=leaves"))
-        return processes[-1]
-
-    yield start_one
-    for process in processes:
-        process.popen.kill()
-        process.popen.wait()
-
-
-@contextlib.contextmanager
-def leaving(address: str) -> Iterator[Callable[[str], None]]:
-    """Calls Leave with a reason; the master answers once the reason is durable."""
-    with grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
-        stub = clusters_pb2_grpc.ClustersStub(channel)
-        yield lambda reason: stub.Leave(to_message(leave(reason)), timeout=NO_LIMIT_S)
-
-
-def test_what_was_confirmed_before_a_kill_is_there_after_it(start: Start, tmp_path: Path) -> None:
-    master = start()
-    confirmed: list[str] = []
-    with leaving(master.started().address) as leave_for:
-        for number in range(25):
-            leave_for(f"reason {number}")
-            confirmed.append(f"reason {number}")
-        master.signal(signal.SIGKILL)
-        with pytest.raises(grpc.RpcError) as caught:
-            leave_for("too late")
-    assert isinstance(refused_from(caught.value), RetryLater)
-    again = start()
-    assert again.started().epoch == 2
-    with leaving(again.started().address) as leave_for:
-        leave_for("after the restart")
-    assert again.signal(signal.SIGTERM) == TERMINATED
-    reasons = [json.loads(record.record_json) for record in records_of(tmp_path / "run", "LEAVE")]
-    assert reasons == [*confirmed, "after the restart"]
-    with contextlib.closing(Journal.open(tmp_path / "run", "demo")) as journal:
-        assert json.loads(journal.latest_snapshot() or "[]") == reasons
 
 
 def config_in(directory: Path, **knobs: object) -> MasterConfig:

@@ -34,58 +34,6 @@ def test_other_schedules_have_them_too(name: str, stages: int) -> None:
     assert found["gradients"]["largest_difference"] < 1e-13
 
 
-UNEVEN = """
-[model]
-name = "five layers"
-layers = 5
-hidden = 64
-heads = 4
-mlp_width = 256
-vocabulary = 100
-source = "made up"
-[[sites]]
-name = "near"
-devices = 1
-source = "made up"
-[[sites]]
-name = "far"
-devices = 1
-source = "made up"
-[[links]]
-sender = "near"
-receiver = "far"
-bandwidth_gbps = 1
-latency_ms = 50
-source = "made up"
-[training]
-pipeline = 2
-microbatches = 4
-sequence_tokens = 128
-source = "made up"
-[profile]
-forward_ms = 100
-input_gradient_ms = 100
-weight_gradient_ms = 100
-memory_microbatches = 4
-source = "made up"
-[options]
-schedules = ["cross_ud/2"]
-"""
-
-
-def test_stages_of_unequal_length_have_their_layers(tmp_path: Path) -> None:
-    """Two layers and three, each cut in two, since the plan's blocks are."""
-    (tmp_path / "uneven.toml").write_text(UNEVEN)
-    assert dips("plan", tmp_path / "uneven.toml", "--out", tmp_path / "plan").returncode == 0
-    plan = json.loads((tmp_path / "plan" / "plan.json").read_text())
-    assert sorted(plan["chosen"]["layers"]) == [2, 3]
-    done = dips("plan", "run", tmp_path / "plan" / "plan.json", "--check-gradients", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["stages"], found["gradients"]["parameters"]) == (4, 6 * 5 * 2)
-    assert found["gradients"]["largest_difference"] < 1e-13
-
-
 def test_a_plan_is_swapped_while_ranks_train(tmp_path: Path) -> None:
     """Two stages on each rank become one: layers move, with their momentum. Times are those of a busy machine here."""
     near = ("--stages", 2, "--microbatches", 4, "--latency", 0, "--bandwidth", 0)

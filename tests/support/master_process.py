@@ -1,12 +1,10 @@
-"""A master in a process of its own, with its log: the real one, or one that only journals Leaves.
+"""A master in a process of its own, with its log.
 
-`MasterProcess` is what a test sees. The process: python -m support.master_process DIRECTORY [KNOB=VALUE ...], with
-`state=leaves` for support.scripted_master_state's; errors end it as they end the real one.
+`MasterProcess` is what a test sees. The process: python -m support.master_process DIRECTORY [KNOB=VALUE ...].
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
@@ -15,16 +13,13 @@ import sys
 from pathlib import Path
 
 from support.repository import TESTS
-from support.scripted_master_state import Leaves
 from support.waiting import until
 
 from dips.core.config import load
 from dips.core.errors import DipsError
-from dips.core.observe.failpoints import install
-from dips.core.observe.logs import configure_logging
 from dips.master.config import MasterConfig
 from dips.master.directory import MasterAddress, read_address
-from dips.master.process import run, serve
+from dips.master.process import run
 
 
 class MasterProcess:
@@ -60,17 +55,10 @@ class MasterProcess:
 
 
 def main(directory: str, *knobs: str) -> int:
-    given = dict(knob.split("=", 1) for knob in knobs)
-    leaves = given.pop("state", "") == "leaves"
-    overrides = {"run_id": "demo", "directory": directory, "insecure": True, **given}
-    if leaves:
-        configure_logging("master", "demo")
+    overrides = {"run_id": "demo", "directory": directory, "insecure": True, **dict(k.split("=", 1) for k in knobs)}
     try:
         loaded = load(MasterConfig, "master", environment={}, overrides=overrides)
-        if not leaves:
-            return run(loaded.value, loaded)
-        install("master")
-        return asyncio.run(serve(loaded.value, Leaves)).exit_code
+        return run(loaded.value, loaded)
     except DipsError as error:
         logging.critical("%s", error)
         return error.exit_code

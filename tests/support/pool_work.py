@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from pathlib import Path
 
 from support.compare_records import record
 
@@ -36,13 +34,6 @@ def stumble(number: int, tell: Progress) -> int:
 def die(number: int, tell: Progress) -> int:
     os.kill(os.getpid(), signal.SIGKILL)
     return number
-
-
-def hang(file: Path, tell: Progress) -> int:
-    file.write_text(str(os.getpid()))
-    tell(1, 1.0)
-    threading.Event().wait()
-    return 0
 
 
 def made_up(job: ComparisonJob, tell: Progress) -> RunRecord:

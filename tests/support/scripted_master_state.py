@@ -1,27 +1,20 @@
-"""State machines for the real master's process and shell, with the interface of the MasterMachine.
-
-`ScriptedMachine` does what a test tells it, in the test's process; `Leaves` runs in support.master_process.
-"""
+"""A master's state machine that does what a test tells it, in the test's process."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation
-from dips.master.state.effects import BeginAgain, Effect, Reply, WriteJournal
-from dips.master.state.events import ClusterCall, Event, JournalWritten
-from dips.master.state.shared import RunConfig
+from dips.master.state.effects import Effect, WriteJournal
+from dips.master.state.events import Event
 
 E = TypeVar("E")
 
 HELLO = m.Hello(1, 1)
-AGAIN = "begin again at "
 
 
 def caller(name: str = "a", cause_id: str = "c1") -> m.Caller:
@@ -70,9 +63,6 @@ class ScriptedMachine:
     def next_deadline_s(self) -> float | None:
         return self.deadline_s
 
-    def settings(self) -> m.Settings:
-        return m.Settings()
-
     def run_is_over(self) -> bool:
         return False
 
@@ -103,43 +93,3 @@ class MemoryJournal:
         if self.fail_with is not None:
             raise self.fail_with
         self.batches.append(list(entries))
-
-
-class Leaves:
-    """Journals every Leave before it answers; the reasons of all Leaves are its whole state.
-
-    A Leave whose reason is "begin again at N" begins an epoch that is at least N instead.
-    """
-
-    def __init__(self, config: RunConfig, epoch: int, snapshot_json: str | None, wall_offset_s: float) -> None:
-        self._reasons: list[str] = json.loads(snapshot_json or "[]")
-        self._entry_ids = itertools.count(1)
-        self._token_of_entry: dict[int, int] = {}
-
-    def start(self, now_s: float) -> Sequence[Effect]:
-        return ()
-
-    def next_deadline_s(self) -> float | None:
-        return None
-
-    def settings(self) -> m.Settings:
-        return m.Settings()
-
-    def run_is_over(self) -> bool:
-        return False
-
-    def progress(self) -> dict[str, object]:
-        return {}
-
-    def handle(self, event: Event, now_s: float) -> Sequence[Effect]:
-        match event:
-            case ClusterCall(_, m.LeaveRequest(_, reason)) if reason.startswith(AGAIN):
-                return [BeginAgain(int(reason.removeprefix(AGAIN)), reason)]
-            case ClusterCall(token, m.LeaveRequest(_, reason)):
-                entry_id = next(self._entry_ids)
-                self._token_of_entry[entry_id] = token
-                self._reasons.append(reason)
-                return [WriteJournal(entry_id, "LEAVE", json.dumps(reason), json.dumps(self._reasons))]
-            case JournalWritten(entry_id):
-                return [Reply(self._token_of_entry.pop(entry_id), m.LeaveReply())]
-        return ()

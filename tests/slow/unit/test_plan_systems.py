@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from support.repository import ROOT
 
-from dips.local.sizing import SizeKnobs, size
 from dips.planner.api import pose
 from dips.planner.commands.plan_best import System
 from dips.planner.commands.plan_clusters import NEAR_SHARE, asynchronous_clusters
@@ -124,22 +123,6 @@ def test_free_networks_inside_of_sites_make_no_advice(problem: Problem) -> None:
     alone = decide(problem, (System.SPANTRAIN,), sensitivity=False)
     assert alone.use.system is System.SPANTRAIN
     assert alone.why[1].endswith("cost nothing: give network_gbps there")
-
-
-def test_a_round_is_that_of_dips_size(problem: Problem) -> None:
-    found = asynchronous_clusters(assuming(problem, sync_every=100, overlap="push"))
-    one = found.clusters[0]
-    ranks = problem.setup.sites[0].devices
-    sizes = size(
-        SizeKnobs(
-            params=problem.setup.model.parameters(), clusters=2, slaves=8, ranks=ranks, link=25e9 / ranks,
-            slave_link=25e9, sync_every=100, overlap="push", tokens_per_step=one.step.tokens,
-            tokens_per_s=one.step.tokens_per_s,
-        )
-    )  # fmt: skip
-    assert one.compute_s == pytest.approx(100 * one.step.iteration_s)
-    assert one.stall_s == sizes["stall_together_s"].value < one.exchange_s
-    assert one.tokens_per_s(100) == pytest.approx(100 * one.step.tokens / (100 * one.step.iteration_s + one.stall_s))
 
 
 def test_slower_and_fewer_devices_of_a_cluster(problem: Problem) -> None:

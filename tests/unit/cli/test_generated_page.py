@@ -7,10 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from generate_docs import PAGES, ROLES, main, protocol
+from generate_docs import PAGES, ROLES, main
 from support.repository import ROOT
-
-from dips.core.errors import ConfigError
 
 
 @pytest.fixture
@@ -34,19 +32,6 @@ def test_a_stale_page_is_told_and_written_anew(name: str, docs: Path, capsys: py
     assert capsys.readouterr().err == f"{file} is not current: run `make docs`\n"
     assert main(["--write", str(docs)]) == 0
     assert file.read_text() == whole
-
-
-def test_a_page_whose_text_is_kept_by_hand_must_be_there(docs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (docs / "protocol.md").unlink()
-    assert main(["--write", str(docs)]) == 2
-    assert "generated parts are not those that exist" in capsys.readouterr().err
-    assert not (docs / "protocol.md").exists()
-
-
-@pytest.mark.parametrize("change", [("<!-- generated: round -->", ""), ("generated: push", "generated: pull")])
-def test_missing_or_unknown_part_is_an_error(change: tuple[str, str]) -> None:
-    with pytest.raises(ConfigError):
-        protocol((ROOT / "docs" / "protocol.md").read_text().replace(*change))
 
 
 def test_names_of_metrics_are_unique_and_say_their_kind_and_unit() -> None:

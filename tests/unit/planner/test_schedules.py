@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.planner_grid import STATIC
 
-from dips.planner.costs import NS, Costs, StageCost, Wire, equal_sites, site_wires, uniform
+from dips.planner.costs import NS, Wire, equal_sites, site_wires, uniform
 from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Op, Schedule, straight
 from dips.planner.schedules import SCHEDULES
@@ -125,27 +123,6 @@ def test_without_delay_the_greedy_is_as_good_as_zb_h1(parts: int) -> None:
     case = GridPoint(4, 8, 2, 0, 0, 1)
     schedule = cross_ud(4, 8, case.costs(), case.limits(), parts)
     assert validate(schedule, case.costs(), case.limits()).makespan_ns == 27 * NS
-
-
-@settings(max_examples=60)
-@given(
-    st.integers(1, 6),
-    st.integers(1, 8),
-    st.integers(1, 4),
-    st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=6, max_size=6),
-    st.integers(0, 5),
-    st.integers(0, 9),
-    st.integers(1, 4),
-)
-def test_the_greedy_makes_a_schedule_within_memory_whatever_things_cost(
-    devices: int, n: int, parts: int, stage_times: list[tuple[int, int, int]], busy: int, latency: int, memory: int
-) -> None:
-    stages = tuple(StageCost(f, d, w, UNIT, UNIT // 2) for f, d, w in stage_times[:devices])
-    wires = {(a, b): Wire(a * 10 + b, busy, latency) for a in range(devices) for b in (a - 1, a + 1)}
-    costs, limits = Costs(stages, wires), [memory * UNIT] * devices
-    timeline = validate(cross_ud(devices, n, costs, limits, parts), costs, limits)
-    if sum(map(sum, stage_times[:devices])):
-        assert timeline.makespan_ns >= max(n * sum(t) for t in stage_times[:devices])
 
 
 def test_memory_and_the_greedy() -> None:

@@ -1,5 +1,4 @@
-"""SpanTrain's first level: Equation 1 by hand, Algorithm 1 against brute force, the simulation, the out-of-order
-variant."""
+"""SpanTrain's first level: Algorithm 1 against brute force, the simulation, the out-of-order variant."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from support.spantrain import Row, all_links, brute_force, candidates, drawn, gr
 
 from dips.core.config import SettingsFile
 from dips.planner.cluster import ClusterFile, Profile, setup_of
-from dips.planner.costs import NS, Wire
+from dips.planner.costs import NS
 from dips.planner.errors import PlanError
 from dips.planner.ir import Kind
 from dips.planner.problem import Problem, problem_json
@@ -44,33 +43,6 @@ def level_of(setup: ClusterFile, sequences: int, rules: SecondLevelRules = DEFAU
 
 
 # ---- Equation 1 ----
-
-
-def test_equation_1_by_hand() -> None:
-    """Two groups of a device each, 2 + 4 layers, 4 microbatches of 2 sequences, a link of 0.1 Gbit/s and 1 ms."""
-    level = level_of(far({}, {}), 2)
-    chain = level.chain(FirstLevelChoice((0, 1), (2, 4)))
-    assert chain is not None
-    units = Problem(replace_microbatch(level.work.setup, 2)).units
-    first, second = (sum(unit.total_s for unit in some) for some in (units[:2], units[2:]))
-    busy_s = 2 * 512 * 768 * 2 * 8 / 0.1e9
-    assert chain.terms[0].run_s == pytest.approx(4 * first)
-    assert (chain.terms[0].fill_s, chain.terms[0].wait_s, chain.terms[0].collective_s) == (0, 0, 0)
-    assert chain.terms[1].fill_s == pytest.approx(sum(unit.forward_s for unit in units[:2]) + busy_s + 1e-3)
-    assert chain.terms[1].run_s == pytest.approx(4 * second)
-    assert chain.terms[1].wait_s == pytest.approx(4 * max(0.0, busy_s - first))
-    assert chain.equation_s == max(terms.total_s for terms in chain.terms)
-    costs, limits = costs_of(level.work, chain)
-    for stage, some, limit in zip(costs.stages, (units[:2], units[2:]), limits, strict=True):
-        ns = [round(sum(unit[column] for unit in some) * NS) for column in range(3)]
-        assert (stage.f_ns, stage.d_ns, stage.w_ns) == pytest.approx(ns, abs=1)
-        assert stage.activation == math.ceil(sum(unit.activation_bytes for unit in some))
-        assert stage.d_release == round(stage.activation / 17)
-        assert limit == pytest.approx(24 * 2**30 - sum(unit.state_bytes for unit in some), abs=1)
-    busy_ns = round(busy_s * NS)
-    assert costs.wires == {(0, 1): Wire(1, busy_ns, 1_000_000), (1, 0): Wire(2, busy_ns, 1_000_000)}
-    assert costs.exchanges == ()
-    assert least_s(level.work, chain) == pytest.approx(4 * max(first, second, busy_s))
 
 
 def replace_microbatch(setup: ClusterFile, sequences: int) -> ClusterFile:

@@ -10,10 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 from matplotlib import image
-from matplotlib.colors import to_hex
 from support.planner_grid import STATIC
 from torch.distributed.pipelining.schedules import _ComputationType, _PipelineScheduleRuntime, _simulate_comms_compute
 
@@ -26,11 +24,8 @@ from dips.planner.schedules.optimal import optimal
 from dips.planner.simulate import Timeline, simulate, simulate_fleet
 from dips.planner.sweep import GridPoint
 from dips.planner.trace import (
-    LINK_COLOUR,
     MOST_LANES,
-    OTHER_LINK_COLOUR,
     draw,
-    drawing,
     lanes_of,
     trace_events,
 )
@@ -138,27 +133,6 @@ def test_drawings_open_whatever_sites_are_called(tmp_path: Path) -> None:
     height, width, _ = image.imread(files[1]).shape
     assert width > 1000
     assert height > 200
-
-
-def test_a_drawing_has_all_replicas_and_ends_with_the_last_one() -> None:
-    """Three replicas take turns on the link between two sites: the last one ends later than the first."""
-    schedule, costs = schedules()["1f1b"]
-    fleet = simulate_fleet([schedule] * 3, costs)
-    assert fleet.timelines[0].makespan_ns < fleet.makespan_ns
-    links = {(1, 2): "a to b", (2, 1): "b to a"}
-    figure = drawing(fleet.timelines, "three", ["a 0", "a 1", "b 2", "b 3"], links, "3 replicas, the first on top")
-    (axes,) = figure.axes
-    assert axes.get_xlim() == (0, fleet.makespan_ns / 1e9)
-    assert axes.get_xlabel() == "time, seconds"
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["a 0", "a 1", "b 2", "b 3", "a to b", "b to a"]
-    bars = dict.fromkeys((LINK_COLOUR, OTHER_LINK_COLOUR), 0)
-    for drawn in axes.collections:
-        colour = to_hex(np.asarray(drawn.get_facecolor())[0]).upper()
-        bars[colour] = bars.get(colour, 0) + len(drawn.get_paths())
-    assert (bars[LINK_COLOUR], bars[OTHER_LINK_COLOUR]) == (2 * 8, 2 * 2 * 8)
-    assert sum(bars.values()) == 3 * (schedule.n_ops + 2 * 8)
-    (legend,) = figure.legends
-    assert {"message of the first replica", "message of another replica"} <= {t.get_text() for t in legend.get_texts()}
 
 
 def test_of_many_replicas_the_first_and_the_last_to_end_are_drawn() -> None:

@@ -68,33 +68,6 @@ def test_chunks_of_arrays_and_of_what_was_copied_otherwise_have_the_vectors_chec
     assert sums.by_chunk() == checksums_of(layout, chunk_bytes, wanted)
 
 
-@given(
-    sizes=st.lists(st.integers(1, 700), min_size=2, max_size=12),
-    late=st.integers(0, 11),
-    block_elems=st.sampled_from([64, 300, 5000]),
-    chunk_bytes=st.sampled_from([256, 1024, 1 << 16]),
-)
-@settings(max_examples=40)
-def test_a_chunk_of_which_a_part_comes_later_has_no_checksum_yet(
-    sizes: list[int], late: int, block_elems: int, chunk_bytes: int
-) -> None:
-    layout, late = laid_out(sizes, 3, block_elems), late % len(sizes)
-    theta = np.random.default_rng(2).standard_normal(layout.n_elems, np.float32)
-    into = np.full(layout.n_elems, np.nan, np.float32)
-    sums = ChunkSums(layout, chunk_bytes, into, copy_chunk)
-    for i, span in enumerate(layout.spans):
-        if i != late:
-            sums.copy(theta[span.start_elem : span.stop_elem], span.start_elem)
-    gap = layout.spans[late]
-    wanted = {}
-    start_elem = [block.start_elem for block in layout.blocks]
-    for chunk, found in checksums_of(layout, chunk_bytes, theta).items():
-        start = start_elem[chunk.block_id] + chunk.offset_bytes // 4
-        if start >= gap.stop_elem or start + chunk.length_bytes // 4 <= gap.start_elem:
-            wanted[chunk] = found
-    assert sums.by_chunk() == wanted
-
-
 class Odd(torch.nn.Module):
     """Large and tiny tensors, some not in logical order, in other types, and running statistics."""
 

@@ -200,22 +200,6 @@ def test_an_exchange_goes_on_during_a_step_and_installs_after_it(run: RunInMemor
         assert (shell.phase, model.installs, shell.version) == ("TRAINING", installs + 1, Version(1, 1))
 
 
-def test_a_master_that_is_away_is_not_waited_for_and_gets_the_push_that_was_frozen(
-    run: RunInMemory, model: FlatModel
-) -> None:
-    with shell_of(run, model) as shell:
-        train(run, shell, model, 4 + 3)  # the run has merged once
-        run.down()
-        pushed = model.theta + 1
-        began_s = run.clock.monotonic_s()
-        train(run, shell, model, 5)
-        assert run.clock.monotonic_s() - began_s == pytest.approx(5 * STEP_S), "no step waited"
-        run.up()
-        train(run, shell, model, 1)
-        assert run.theta_of(sorted(run.verdicts)[1]).tobytes() == pushed.tobytes()
-        assert ([push.steps for push in run.pushes], shell.version) == ([4, 4, 5], Version(1, 3))
-
-
 def test_a_master_that_was_restarted_is_joined_again_with_all_work(run: RunInMemory, model: FlatModel) -> None:
     with shell_of(run, model) as shell:
         train(run, shell, model, 2)

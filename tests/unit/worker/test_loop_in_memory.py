@@ -67,7 +67,13 @@ class Loop:
             "tokens_per_step": 10 + rank, "master": run.address, "cluster_id": "a", "insecure": True,
             "parallel": dips.Parallel(replicas=replicas),
         }  # fmt: skip
-        self.sync = dips.DiLoCo(self.model, self.optimizer, **{**arguments, **given})
+        self.given = {**arguments, **given}
+        self.sync = dips.DiLoCo(self.model, self.optimizer, **self.given)
+
+    def steps_by(self, optimizer: torch.optim.Optimizer, given: torch.optim.Optimizer | None = None) -> None:
+        """given: what DiLoCo gets, where it is another one."""
+        self.optimizer = optimizer
+        self.sync = dips.DiLoCo(self.model, given or optimizer, **self.given)
 
     def steps(self, n: int) -> None:
         for _ in range(n):
@@ -541,13 +547,14 @@ def test_paths_stay_where_they_were_when_the_program_changes_its_directory(
 def test_what_would_count_a_step_twice_or_one_that_is_none(run: RunInMemory) -> None:
     """torch makes an optimizer's state by a step of its own."""
     loop = Loop(run, 0, replicas=False)
-    loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1.0)
-    given: dict[str, Any] = {"tokens_per_step": 10, "master": run.address, "cluster_id": "a", "insecure": True}
-    loop.sync = dips.DiLoCo(loop.model, loop.optimizer, **given)
+    loop.steps_by(torch.optim.AdamW(loop.model.parameters(), lr=1.0))
     with loop.sync as sync:
         assert get_optimizer_state_dict(loop.model, loop.optimizer)["state"]
         assert sync.steps == 0
-        with pytest.raises(ConfigError, match="counted by another"), dips.DiLoCo(loop.model, loop.optimizer, **given):
+        with (
+            pytest.raises(ConfigError, match="counted by another"),
+            dips.DiLoCo(loop.model, loop.optimizer, **loop.given),
+        ):
             raise AssertionError("it is entered")
         loop.steps(2)
         assert sync.steps == 2
@@ -655,9 +662,7 @@ def test_steps_made_in_backward_and_those_that_need_no_gradients_are_counted(run
         assert sync.steps == 2
     loop = Loop(run, 0, replicas=False)
     loop.optimizer.inside = torch.optim.SGD(loop.model.parameters(), lr=0.0)  # type: ignore[attr-defined]
-    loop.sync = dips.DiLoCo(
-        loop.model, loop.optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True
-    )
+    loop.steps_by(loop.optimizer)
     with loop.sync as sync:
         for n_steps in (1, 2, 2):
             for parameter in loop.model.parameters():
@@ -854,10 +859,7 @@ def test_a_container_of_optimizers_steps_once_and_its_moments_are_reset_with_the
     optimizer.held = hold(optimizer.each())
     for each in optimizer.each():
         each.container = optimizer  # type: ignore[attr-defined]
-    loop.sync = dips.DiLoCo(
-        loop.model, optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True
-    )
-    loop.optimizer = optimizer
+    loop.steps_by(optimizer)
     with loop.sync as sync:
         loop.steps(3)
         assert ([len(each.state) for each in optimizer.each()], sync.steps) == ([2, 3], 3)
@@ -881,10 +883,7 @@ def test_an_optimizer_whose_moments_cannot_be_found_is_refused(run: RunInMemory)
     part.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     with pytest.raises(ConfigError, match="Container contains SGD, which does not step 1 of its parameters"):
         dips.DiLoCo(loop.model, part, tokens_per_step=10)
-    loop.optimizer = Hides(loop.model.parameters(), lr=1.0)
-    loop.sync = dips.DiLoCo(
-        loop.model, loop.optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True
-    )
+    loop.steps_by(Hides(loop.model.parameters(), lr=1.0))
     with pytest.raises(ConfigError, match="Hides keeps what it knows of earlier steps neither"), loop.sync:
         loop.steps(1)
     with pytest.raises(ConfigError, match="optimizer is a Linear: give a torch"):
@@ -915,10 +914,7 @@ def test_an_optimizer_of_the_model_that_the_loop_does_not_know_is_refused_before
     loop = Loop(run, 0, replicas=False)
     parameters = list(loop.model.parameters())
     other = torch.optim.SGD(parameters[:1], lr=1.0, momentum=0.5)
-    loop.optimizer = Delegates(parameters, lr=1.0)
-    loop.sync = dips.DiLoCo(
-        loop.model, loop.optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True
-    )
+    loop.steps_by(Delegates(parameters, lr=1.0))
     n_before = 5 if "sixth" in where else 0
 
     def train() -> None:
@@ -958,11 +954,7 @@ def test_an_optimizer_around_a_given_one_may_be_stepped_and_one_inside_that_keep
     loop = Loop(run, 0, replicas=False)
     inner = torch.optim.SGD(loop.model.parameters(), lr=1.0, momentum=0.5 if "state" in given else 0.0)
     outer = Around(inner, inner.state if "state" in given else None)
-    loop.optimizer = outer
-    loop.sync = dips.DiLoCo(
-        loop.model, inner if "inner" in given else outer, tokens_per_step=10, master=run.address, cluster_id="a",
-        insecure=True,
-    )  # fmt: skip
+    loop.steps_by(outer, inner if "inner" in given else outer)
     with loop.sync as sync:
         loop.steps(8)
         assert sync.steps == 8
@@ -981,10 +973,7 @@ class Halves(torch.optim.SGD):
 
 def test_a_step_that_calls_its_parents_is_one_and_is_pushed_as_it_ends(run: RunInMemory) -> None:
     loop = Loop(run, 0, replicas=False)
-    loop.optimizer = Halves(loop.model.parameters(), lr=1.0)
-    loop.sync = dips.DiLoCo(
-        loop.model, loop.optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True
-    )
+    loop.steps_by(Halves(loop.model.parameters(), lr=1.0))
     with loop.sync as sync:
         loop.steps(4)
         assert (sync.steps, sync.progress) == (4, 40)
@@ -1008,10 +997,7 @@ class Lookahead(torch.optim.Optimizer):
 
 def test_steps_of_an_optimizer_whose_hooks_torch_does_not_call_are_counted(run: RunInMemory) -> None:
     loop = Loop(run, 0, replicas=False)
-    loop.optimizer = Lookahead(torch.optim.SGD(loop.model.parameters(), lr=1.0))
-    loop.sync = dips.DiLoCo(
-        loop.model, loop.optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True
-    )
+    loop.steps_by(Lookahead(torch.optim.SGD(loop.model.parameters(), lr=1.0)))
     with loop.sync as sync:
         loop.steps(4)
         assert sync.steps == 4
@@ -1028,14 +1014,10 @@ def test_a_loop_that_fails_after_it_has_joined_leaves_the_run_and_no_hook(
 ) -> None:
     def one(rank: int) -> bool:
         loop = Loop(run, rank, replicas=n_ranks > 1)
-        optimizer = Broken(loop.model.parameters(), lr=1.0)
-        sync = dips.DiLoCo(
-            loop.model, optimizer, tokens_per_step=10, master=run.address, cluster_id="a", insecure=True,
-            parallel=dips.Parallel(replicas=n_ranks > 1),
-        )  # fmt: skip
-        with pytest.raises(RuntimeError, match="no hook"), sync:
+        loop.steps_by(Broken(loop.model.parameters(), lr=1.0))
+        with pytest.raises(RuntimeError, match="no hook"), loop.sync:
             raise AssertionError("it is entered")
-        return bool(loop.model._forward_pre_hooks or optimizer._optimizer_step_pre_hooks)
+        return bool(loop.model._forward_pre_hooks or loop.optimizer._optimizer_step_pre_hooks)
 
     assert (together(monkeypatch, n_ranks, one) if n_ranks > 1 else [one(0)]) == [False] * n_ranks
     assert [leave.reason for leave in run.leaves] == ["RuntimeError: no hook"]
@@ -1056,8 +1038,8 @@ def test_optimizers_of_other_models_are_left_alone(run: RunInMemory) -> None:
 
 
 def test_a_model_and_an_optimizer_are_in_one_open_block_only(run: RunInMemory) -> None:
-    given: dict[str, Any] = {"tokens_per_step": 10, "master": run.address, "cluster_id": "a", "insecure": True}
     loop = Loop(run, 0, replicas=False)
+    given = loop.given
     inner = torch.optim.SGD(loop.model.parameters(), lr=1.0)
     with dips.DiLoCo(loop.model, Container([inner]), **given):
         for optimizer in (inner, Container([inner]), torch.optim.SGD(loop.model.parameters(), lr=1.0)):

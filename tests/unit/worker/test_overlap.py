@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.cluster_bench import SETTINGS, ClusterBench, LeasedClusterBench, phase_of
+from support.cluster_bench import SETTINGS, ClusterBench, LeasedClusterBench
 
 from dips.core import messages
 from dips.core.errors import RemoteProtocolError
@@ -268,20 +268,6 @@ def test_a_busy_pull_is_trained_through_by_full_alone(overlap: str, trains: bool
     life.answer(messages.BeginPullRequest, messages.BeginPullReply(messages.Busy(1.0, "slaves are away")))
     life.pass_s(BRIEF_MOST_S)
     assert life.waits == (not trains)
-
-
-@each_overlap
-def test_a_run_that_ends_is_waited_for_and_steps_made_meanwhile_are_not_pushed(overlap: str) -> None:
-    life = living(overlap)
-    sending(life)
-    life.train(2)
-    life.run_ends()
-    assert phase_of(life) is SessionPhase.PULLING, "what is sent in part is given up"
-    assert list(life.give_back_answered()) == [life.span(0, 600)]
-    life.pass_s(1.0)
-    assert life.waits
-    assert life.pulled().mode is InstallMode.REPLACE
-    assert phase_of(life) is SessionPhase.LEAVING
 
 
 @each_overlap

@@ -1,17 +1,15 @@
-"""Ownership of a cluster's ranks: every element has one owner, shares are even, and copies move each element once; what
-every rank packs for the others is what these unpack, in bounded buckets."""
+"""Ownership of a cluster's ranks: every element has one owner, shares are even, and copies move each element once, in
+bounded buckets. The exchange itself: test_rank_messages.py."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from numpy.typing import NDArray
 from support.pieces import (
     Held,
     clusters,
@@ -26,7 +24,7 @@ from support.pieces import (
 )
 
 from dips.core.layout import Layout, Share
-from dips.worker.parallel.exchange import _Coming, _copy, _Moves, _Rows
+from dips.worker.parallel.exchange import _Coming, _Moves
 from dips.worker.parallel.ownership import Copies, Piece, copies_to_holders, copies_to_owners, shares_of_ranks
 
 UNIT_BYTES = 4 * 5
@@ -148,6 +146,22 @@ def test_holders_send_as_much_as_each_other(kind: str) -> None:
     assert sent.max() <= 1.5 * sent.mean() + 4096
 
 
+TINY = layout_of((3, 8), (5,), (40,))
+
+
+@pytest.mark.parametrize(
+    ("layout", "held", "bucket_elems"),
+    [(transformer(), KINDS["ddp4"], 5000), (transformer(), KINDS["pp2xtp2"], 5000), (TINY, fsdp(TINY, 3), 2)],
+)
+def test_what_ranks_pack_for_others_is_in_bounded_buckets(layout: Layout, held: Held, bucket_elems: int) -> None:
+    shares = shares_of_ranks(layout, held, UNIT_BYTES)
+    for copies in (copies_to_owners(layout, held, shares), copies_to_holders(layout, held, shares)):
+        for rank, share in enumerate(shares):
+            moves = _Moves(copies, layout, held[rank], share, rank, len(held), bucket_elems)
+            assert max(moves.most_sent, moves.most_received) <= bucket_elems + 2 * len(held)
+    assert moves.n_rounds > 1
+
+
 def test_a_rank_may_hold_nothing_and_a_model_may_be_smaller_than_its_ranks() -> None:
     layout = layout_of((3, 8), (1,), (100,))
     held = fsdp(layout, 4)
@@ -168,93 +182,6 @@ def test_a_tensor_that_nobody_holds_is_named() -> None:
     owner_of(layout, shares)
     with pytest.raises(ValueError, match=r"no rank holds all of tensor 'layers\.0\.w1'"):
         copies_to_owners(layout, held, shares)
-
-
-F32 = NDArray[np.float32]
-Copier = Callable[[int, _Rows, F32], None]
-
-
-def box(layout: Layout, flat: F32, piece: Piece) -> F32:
-    span = layout.spans[piece.parameter]
-    full = flat[span.start_elem : span.stop_elem].reshape(span.parameter.shape or (1,))
-    bounds = zip(piece.starts or (0,), piece.sizes or (1,), strict=True)
-    return full[tuple(slice(start, start + size) for start, size in bounds)].copy()
-
-
-def owned(share: Share, flat: F32) -> F32:
-    return np.concatenate([np.empty(0, np.float32), *(flat[start:stop] for start, stop in share.runs())])
-
-
-def exchanged(moves: Sequence[_Moves], pack: Copier, unpack: Copier) -> None:
-    """All rounds of all ranks, each bucket moved as all_to_all moves it."""
-    n_ranks = len(moves)
-    assert len({each.n_rounds for each in moves}) == 1
-    for number in range(moves[0].n_rounds):
-        sent: list[list[F32]] = []
-        for rank, each in enumerate(moves):
-            bucket = np.full(sum(each.elems_sent[number]), np.nan, np.float32)
-            pack(rank, each.sent[number], bucket)
-            sent.append(np.split(bucket, np.cumsum(each.elems_sent[number])[:-1]))
-        for rank, each in enumerate(moves):
-            received = [sent[other][rank] for other in range(n_ranks)]
-            assert [part.size for part in received] == each.elems_received[number]
-            unpack(rank, each.received[number], np.concatenate(received))
-
-
-def moves_of(layout: Layout, held: Held, shares: Sequence[Share], copies: Copies, bucket_elems: int) -> list[_Moves]:
-    """Of every rank. Raises AssertionError for a bucket that is too large."""
-    moves = [
-        _Moves(copies, layout, held[rank], shares[rank], rank, len(held), bucket_elems) for rank in range(len(held))
-    ]
-    for each in moves:
-        assert each.most_sent <= bucket_elems + 2 * len(held)
-        assert each.most_received <= bucket_elems + 2 * len(held)
-    return moves
-
-
-@settings(max_examples=60)
-@given(clusters(), st.integers(2, 60))
-def test_shares_are_collected_and_spread_to_the_bit(cluster: tuple[Layout, Held], bucket_elems: int) -> None:
-    layout, held = cluster
-    shares = shares_of_ranks(layout, held, UNIT_BYTES)
-    now = np.arange(layout.n_elems, dtype=np.float32)
-    memory = [[box(layout, now, piece) for piece in pieces] for pieces in held]
-    vectors = [np.full(share.n_elems, np.nan, np.float32) for share in shares]
-
-    to_owners = moves_of(layout, held, shares, copies_to_owners(layout, held, shares), bucket_elems)
-    exchanged(
-        to_owners,
-        lambda rank, rows, bucket: _copy(rows.in_bucket(bucket), rows.in_tensors(memory[rank])),
-        lambda rank, rows, bucket: _copy(rows.in_share(vectors[rank]), rows.in_bucket(bucket)),
-    )
-    for rank, each in enumerate(to_owners):
-        for rows in each.kept:
-            _copy(rows.in_share(vectors[rank]), rows.in_tensors(memory[rank]))
-        assert vectors[rank].tobytes() == owned(shares[rank], now).tobytes()
-
-    then = now + 1000
-    vectors = [owned(share, then) for share in shares]
-    copies = copies_to_holders(layout, held, shares)
-    assert copies.n_elems.sum() == sum(math.prod(piece.sizes) for pieces in held for piece in pieces), "each comes once"
-    to_holders = moves_of(layout, held, shares, copies, bucket_elems)
-    exchanged(
-        to_holders,
-        lambda rank, rows, bucket: _copy(rows.in_bucket(bucket), rows.in_share(vectors[rank])),
-        lambda rank, rows, bucket: _copy(rows.in_tensors(memory[rank]), rows.in_bucket(bucket)),
-    )
-    for rank, each in enumerate(to_holders):
-        for rows in each.kept:
-            _copy(rows.in_tensors(memory[rank]), rows.in_share(vectors[rank]))
-        for piece, got in zip(held[rank], memory[rank], strict=True):
-            assert got.tobytes() == box(layout, then, piece).tobytes()
-
-
-def test_a_rank_alone_sends_nothing() -> None:
-    layout = layout_of((3, 4), (5,))
-    held: Held = [[whole(layout, 0), whole(layout, 1)]]
-    shares = shares_of_ranks(layout, held, UNIT_BYTES)
-    (moves,) = moves_of(layout, held, shares, copies_to_owners(layout, held, shares), 8)
-    assert (moves.n_rounds, moves.bytes_sent, len(moves.kept)) == (0, 0, 1)
 
 
 @pytest.mark.parametrize(

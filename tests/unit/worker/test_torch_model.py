@@ -54,20 +54,6 @@ def test_snapshot_and_install_are_inverse_to_the_bit() -> None:
     assert other.head.weight is other.embedding.weight
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_dtypes_travel_as_float32(dtype: torch.dtype) -> None:
-    model = Tied(dtype)
-    parameters = store(model)
-    assert {p.dtype for p in parameters.layout().parameters} == {str(dtype).removeprefix("torch.")}
-    flat = np.empty(parameters.layout().n_elems, np.float32)
-    parameters.snapshot(flat)
-    assert np.array_equal(flat[:28], model.embedding.weight.detach().float().numpy().reshape(-1))
-    parameters.install(flat)
-    again = np.empty_like(flat)
-    parameters.snapshot(again)
-    assert np.array_equal(flat, again)
-
-
 def test_parameters_that_are_not_contiguous_are_copied_in_their_logical_order() -> None:
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).t())

@@ -128,22 +128,6 @@ def test_a_donation_sends_the_base_which_stays_as_it_is() -> None:
     assert store.theta.tolist() == vectors.base.tolist() == [50.0] * N
 
 
-@pytest.mark.parametrize("mode", [InstallMode.REBASE_FROM_PUSH, InstallMode.REBASE_FROM_BASE])
-def test_a_rebase_is_plain_arithmetic_to_the_bit(mode: InstallMode) -> None:
-    n = (1 << 18) + 77  # more than one piece
-    rng = np.random.default_rng(5)
-    base, pushed, now, pulled = (rng.normal(size=n).astype(np.float32) for _ in range(4))
-    store, vectors = Flat(pushed), Vectors(n)
-    vectors.restore(base, None)
-    vectors.snapshot(store)
-    vectors.landing()[:] = pulled
-    store.theta = now.copy()
-    vectors.install(store, mode)
-    then = pushed if mode is InstallMode.REBASE_FROM_PUSH else base
-    assert store.theta.tobytes() == (pulled + (now - then)).tobytes()
-    assert vectors.base.tobytes() == pulled.tobytes()
-
-
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans()), min_size=1, max_size=8))
 def test_rounds_of_any_kind_agree_with_plain_copies(rounds: list[tuple[int, int, bool]]) -> None:
