@@ -162,6 +162,15 @@ _WRAPPED = frozenset({"pushes", "accepted", "excluded"})
 _SENTENCES = frozenset({"last verdict", "why"})
 
 
+def where(status: StatusReply) -> str:
+    """How far a run is, for a sentence: "at version 1:7, 2048 tokens"."""
+    return (
+        "before its first version"
+        if status.published is None
+        else f"at version {status.published}, {status.tokens} tokens"
+    )
+
+
 def status_json(value: Any) -> Any:
     """A status as JSON values: ids in their text form, numbers that are not known as null."""
     if isinstance(value, (Version, Incarnation, RoundId, PushId)):

@@ -20,6 +20,7 @@ from dips.cli import up as command_up
 from dips.cli.commands import Command
 from dips.cli.demo import own_model
 from dips.core.errors import TERMINATED, FatalError, RefusalCode, Refused, RetryLater
+from dips.core.ids import Version
 from dips.local import operator_client
 from dips.planner.commands import place as command_place
 
@@ -265,18 +266,24 @@ def test_output_into_a_closed_pipe_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ended_by", "how", "code"), [(KeyboardInterrupt(), "ctrl-C", 130), (SystemExit(TERMINATED), "SIGTERM", TERMINATED)]
+    ("ended_by", "how", "code", "version"),
+    [
+        (KeyboardInterrupt(), "ctrl-C", 130, Version(1, 12)),
+        (SystemExit(TERMINATED), "SIGTERM", TERMINATED, Version(1, 12)),
+        (KeyboardInterrupt(), "ctrl-C", 130, None),
+    ],
 )
 def test_a_launcher_that_a_signal_ended_says_how_to_go_on(
     ended_by: BaseException,
     how: str,
     code: int,
+    version: Version | None,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Run(contextlib.nullcontext["Run"]):
-        status = run_status()
+        status = run_status(published=version)
 
         def __init__(self, *given: object) -> None:
             super().__init__(self)
@@ -291,7 +298,8 @@ def test_a_launcher_that_a_signal_ended_says_how_to_go_on(
     with contextlib.nullcontext() if how == "ctrl-C" else pytest.raises(SystemExit):
         assert main.run(["up", str(file)]) == code
     said = capsys.readouterr().err.splitlines()[-1]
-    assert f"{how}: the processes of run mine were ended at version 1:12, 400000 tokens" in said
+    where = "at version 1:12, 400000 tokens" if version is not None else "before its first version"
+    assert f"{how}: the processes of run mine were ended {where}" in said
     assert f"`dips up {file}` continues it" in said
 
 
