@@ -50,6 +50,17 @@ def test_help_can_be_read_where_the_terminal_is_ascii(monkeypatch: pytest.Monkey
     assert b"--directory" in written.getvalue()
 
 
+def test_a_path_that_file_names_here_cannot_have_is_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[run]\nid = "mine"\ndirectory = "gr\u00f6\u00dfe/run"\n', encoding="utf-8")
+    names_are_ascii = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = (sys.executable, "-m", "dips.cli", "up", str(file))
+    told = subprocess.run(command, capture_output=True, text=True, check=False, env=names_are_ascii)
+    assert told.returncode == 2
+    assert "Traceback" not in told.stderr
+    assert "set PYTHONUTF8=1" in told.stderr
+
+
 @pytest.mark.parametrize("command", main.commands_for(""), ids=lambda command: command.name)
 def test_every_command_has_help_with_examples_of_its_own(
     command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
