@@ -240,7 +240,7 @@ def late_sentence(cluster: ClusterStatus) -> str:
     ranks, more = cluster.late_ranks[:RANKS_NAMED], len(cluster.late_ranks) - RANKS_NAMED
     named = ", ".join(map(str, ranks)) + (f" and {more} more" if more > 0 else "")
     which = f"rank {named} is" if len(cluster.late_ranks) == 1 else f"ranks {named} are"
-    if cluster.phase == "TRAINING":
+    if cluster.phase in ("TRAINING", "BEGINNING_PUSH", "FINISHING_PUSH", "AWAITING"):  # it trains on, or all have sent
         return f"{which} late with a step; the others wait"
     return f"{which} late in a transfer; the other {cluster.ranks - len(cluster.late_ranks)} are done"
 
