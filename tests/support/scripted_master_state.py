@@ -63,6 +63,9 @@ class ScriptedMachine:
     def next_deadline_s(self) -> float | None:
         return self.deadline_s
 
+    def settings(self) -> m.Settings:
+        return m.Settings()
+
     def run_is_over(self) -> bool:
         return False
 

@@ -7,6 +7,7 @@ its trace.
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import inspect
 import io
@@ -84,6 +85,14 @@ def run(arguments: Sequence[str]) -> int:
         if error.errno not in DISK_ERRORS:
             raise
         return _fail(f"{error.filename or 'a file'} cannot be written: {error.strerror}", FatalError.exit_code)
+    except UnicodeEncodeError as error:
+        files = sys.getfilesystemencoding()
+        if codecs.lookup(error.encoding).name != codecs.lookup(files).name:
+            raise
+        remedy = "set PYTHONUTF8=1, or a locale such as C.UTF-8"
+        return _fail(
+            f"{error.object} cannot be a file's name here, as names are {files}: {remedy}", ConfigError.exit_code
+        )
     except Exception as error:
         if not isinstance(error, _USAGE_ERROR):
             raise

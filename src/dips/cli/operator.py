@@ -20,7 +20,7 @@ from dips.core.errors import ConfigError, RetryLater
 from dips.core.messages import StatusReply
 from dips.core.units import parse_count
 from dips.local.operator_client import NamedRun, OperatorClient
-from dips.local.view import cluster_table, status_json, status_view
+from dips.local.view import cluster_table, status_json, status_view, where
 
 RunId = Annotated[str, typer.Option("--run-id", metavar="TEXT", help="Refuse to talk to the master of any other run.")]
 Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; the log and the tape have it.")]
@@ -69,7 +69,7 @@ def status(
 
 
 def _ended(last: StatusReply) -> str:
-    return f"run {last.run_id} has ended at version {last.published}, {last.tokens} tokens"
+    return f"run {last.run_id} has ended {where(last)}"
 
 
 def _watch(operator: OperatorClient, interval_s: float, as_json: bool) -> StatusReply:

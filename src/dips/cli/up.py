@@ -27,6 +27,7 @@ from dips.local.progress import Progress, progress_for
 from dips.local.run_directory import UP, Mark, RunDirectory, claim
 from dips.local.run_file import read_run_file
 from dips.local.supervisor import POLL_S
+from dips.local.view import where
 
 
 def up(
@@ -70,14 +71,14 @@ def up(
         except (KeyboardInterrupt, SystemExit) as signal:
             how = "ctrl-C" if isinstance(signal, KeyboardInterrupt) else "SIGTERM"
             last = local.status if local is not None else None
-            at = f" at version {last.published}, {last.tokens} tokens" if last is not None else ""
+            at = f" {where(last)}" if last is not None else ""
             more = f"its files are in {directory.path}, and `dips up {file}` continues it"
             say_last(f"{how}: the processes of run {plan.run_id} were ended{at}; {more}")
             raise
         if (last := local.status) is not None:
             more = "" if ended else f"; `dips up {file}` continues it"
             how = "ended" if ended else "is"
-            print(f"run {local.plan.run_id} {how} at version {last.published}, {last.tokens} tokens{more}")
+            print(f"run {local.plan.run_id} {how} {where(last)}{more}")
         print(f"its files are in {directory.path}; next: dips export {directory.path} --to model.safetensors")
     return 0
 

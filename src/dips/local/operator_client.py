@@ -33,6 +33,7 @@ from dips.core.net.grpc_calls import open_channel, refused_from
 from dips.core.net.security import Security
 from dips.core.net.tls_probe import why_not_let_in
 from dips.local.run_directory import read_mark
+from dips.local.view import where
 from dips.master.directory import ADDRESS_NAME, LOCK_NAME, read_address
 from dips.protos import operator_pb2_grpc
 
@@ -189,7 +190,7 @@ class NamedRun:
         if left is not None and left.stopped:
             why = f" ({left.waiting_for}; `dips status {self.directory}` shows it)"
         elif left is not None:
-            why = f" (the run has not ended: it is at version {left.published}, {left.tokens} tokens)"
+            why = f" (the run has not ended: it is {where(left)})"
         return RetryLater(f"no master runs in {self.directory}{why}: start the run")
 
     def at_rest(self) -> StatusReply | None:

@@ -162,6 +162,15 @@ _WRAPPED = frozenset({"pushes", "accepted", "excluded"})
 _SENTENCES = frozenset({"last verdict", "why"})
 
 
+def where(status: StatusReply) -> str:
+    """How far a run is, for a sentence: "at version 1:7, 2048 tokens"."""
+    return (
+        "before its first version"
+        if status.published is None
+        else f"at version {status.published}, {status.tokens} tokens"
+    )
+
+
 def status_json(value: Any) -> Any:
     """A status as JSON values: ids in their text form, numbers that are not known as null."""
     if isinstance(value, (Version, Incarnation, RoundId, PushId)):
@@ -231,7 +240,7 @@ def late_sentence(cluster: ClusterStatus) -> str:
     ranks, more = cluster.late_ranks[:RANKS_NAMED], len(cluster.late_ranks) - RANKS_NAMED
     named = ", ".join(map(str, ranks)) + (f" and {more} more" if more > 0 else "")
     which = f"rank {named} is" if len(cluster.late_ranks) == 1 else f"ranks {named} are"
-    if cluster.phase == "TRAINING":
+    if cluster.phase in ("TRAINING", "BEGINNING_PUSH", "FINISHING_PUSH", "AWAITING"):  # it trains on, or all have sent
         return f"{which} late with a step; the others wait"
     return f"{which} late in a transfer; the other {cluster.ranks - len(cluster.late_ranks)} are done"
 

@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from dips.core.config import load
-from dips.core.errors import TERMINATED, ConfigError, options_are_keywords
+from dips.core.errors import TERMINATED, ConfigError, DipsError, options_are_keywords
 from dips.core.files import share_with
 from dips.core.ids import Version
 from dips.core.layout import Layout
@@ -398,8 +398,11 @@ class DiLoCo:
             )
         why = "its trainer left it open" if self._left_open and kind is None else reason_of(kind, error)
         reason = "SIGTERM" if self._sigterm.caught else why
+        # A SIGTERM to the whole group also ends a loader's workers, which is then an error of the loop.
+        by_sigterm = self._sigterm.caught and isinstance(error, Exception) and not isinstance(error, DipsError)
+        by_sigterm = by_sigterm and self._together is None and not self._in_step
         # Inside of a step parameters are incomplete, and a loop that has come to its end is in none.
-        whole = own_end or ((self._left_open or is_orderly(kind)) and not self._in_step)
+        whole = own_end or ((self._left_open or is_orderly(kind) or by_sigterm) and not self._in_step)
         if isinstance(error, KeyboardInterrupt) and self.active:
             if not self.run_ended:
                 _logger.warning("ctrl-C: this cluster leaves the run; a second one ends the process at once")
@@ -416,6 +419,9 @@ class DiLoCo:
             raise
         finally:
             self._sigterm.give_back()
+        if by_sigterm and not self.released:
+            _logger.warning("after SIGTERM the loop ended with %s: %s", type(error).__name__, error)
+            raise self._end_of_process() from error
         if kind is None and (self._sigterm.caught or self._ends) and not self.released:
             raise self._end_of_process()
 

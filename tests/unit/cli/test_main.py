@@ -20,6 +20,7 @@ from dips.cli import up as command_up
 from dips.cli.commands import Command
 from dips.cli.demo import own_model
 from dips.core.errors import TERMINATED, FatalError, RefusalCode, Refused, RetryLater
+from dips.core.ids import Version
 from dips.local import operator_client
 from dips.planner.commands import place as command_place
 
@@ -47,6 +48,17 @@ def test_help_can_be_read_where_the_terminal_is_ascii(monkeypatch: pytest.Monkey
         main.main()
     assert ended.value.code == 0
     assert b"--directory" in written.getvalue()
+
+
+def test_a_path_that_file_names_here_cannot_have_is_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[run]\nid = "mine"\ndirectory = "gr\u00f6\u00dfe/run"\n', encoding="utf-8")
+    names_are_ascii = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = (sys.executable, "-m", "dips.cli", "up", str(file))
+    told = subprocess.run(command, capture_output=True, text=True, check=False, env=names_are_ascii)
+    assert told.returncode == 2
+    assert "Traceback" not in told.stderr
+    assert "set PYTHONUTF8=1" in told.stderr
 
 
 @pytest.mark.parametrize("command", main.commands_for(""), ids=lambda command: command.name)
@@ -265,18 +277,24 @@ def test_output_into_a_closed_pipe_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ended_by", "how", "code"), [(KeyboardInterrupt(), "ctrl-C", 130), (SystemExit(TERMINATED), "SIGTERM", TERMINATED)]
+    ("ended_by", "how", "code", "version"),
+    [
+        (KeyboardInterrupt(), "ctrl-C", 130, Version(1, 12)),
+        (SystemExit(TERMINATED), "SIGTERM", TERMINATED, Version(1, 12)),
+        (KeyboardInterrupt(), "ctrl-C", 130, None),
+    ],
 )
 def test_a_launcher_that_a_signal_ended_says_how_to_go_on(
     ended_by: BaseException,
     how: str,
     code: int,
+    version: Version | None,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Run(contextlib.nullcontext["Run"]):
-        status = run_status()
+        status = run_status(published=version)
 
         def __init__(self, *given: object) -> None:
             super().__init__(self)
@@ -291,7 +309,8 @@ def test_a_launcher_that_a_signal_ended_says_how_to_go_on(
     with contextlib.nullcontext() if how == "ctrl-C" else pytest.raises(SystemExit):
         assert main.run(["up", str(file)]) == code
     said = capsys.readouterr().err.splitlines()[-1]
-    assert f"{how}: the processes of run mine were ended at version 1:12, 400000 tokens" in said
+    where = "at version 1:12, 400000 tokens" if version is not None else "before its first version"
+    assert f"{how}: the processes of run mine were ended {where}" in said
     assert f"`dips up {file}` continues it" in said
 
 

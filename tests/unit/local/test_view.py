@@ -14,7 +14,7 @@ from support.run_status import cluster_status, run_status, slave_status
 
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version, check_name
 from dips.core.messages import RoundSummary, Settings, StatusReply
-from dips.local.view import plain_line, status_json, status_view
+from dips.local.view import late_sentence, plain_line, status_json, status_view
 
 
 def shown(status: StatusReply, width: int = 160) -> str:
@@ -148,3 +148,11 @@ def test_a_usual_run_is_a_table_at_80_columns_whatever_its_phase() -> None:
         named = [cluster_status(name, phase=phase, steps_total=123_456) for name in ("east", "west-2")]
         lines = shown(run_status(clusters=tuple(named)), 80).splitlines()
         assert any(line.split()[:3] == ["west-2", phase, "1.3"] for line in lines)
+
+
+@pytest.mark.parametrize("phase", ["TRAINING", "AWAITING", "BEGINNING_PUSH"])
+def test_a_rank_that_others_wait_for_between_two_steps_is_not_late_in_a_transfer(phase: str) -> None:
+    """They may have left the loop while a push of theirs is open."""
+    assert late_sentence(cluster_status(phase=phase, ranks=2, late_ranks=(1,))) == (
+        "rank 1 is late with a step; the others wait"
+    )

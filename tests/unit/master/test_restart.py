@@ -136,6 +136,14 @@ def test_a_cluster_has_made_the_steps_that_its_processes_made_whatever_became_of
     assert steps() == 365
 
 
+def test_a_cluster_that_left_before_its_next_beat_has_made_the_steps_that_are_in_the_model() -> None:
+    bench = Bench().running("a")
+    bench.push("a", steps=20)
+    bench.leave("a")
+    [cluster] = bench.status().clusters
+    assert (cluster.pushes_applied, cluster.steps_total) == (1, 20)
+
+
 def test_settings_that_changed_with_a_restart_hold_for_the_next_round() -> None:
     bench = Bench().running("a")
     bench.config = replace(

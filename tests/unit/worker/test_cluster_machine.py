@@ -493,12 +493,18 @@ def test_an_excluded_push_is_warned_of_with_the_reason(life: ClusterBench) -> No
     assert [one.key for one in warnings if "because EXCLUDED" in one.sentence] == ["verdict"]
 
 
-def test_an_undecided_last_push_is_said_to_be_one(life: ClusterBench) -> None:
+@pytest.mark.parametrize("since", [0, 2])
+def test_an_undecided_last_push_is_said_to_be_one(life: ClusterBench, since: int) -> None:
+    """Also in the last line: the run may count it when the cluster has left."""
     life.awaiting()
-    life.say(effects.StopWanted("enough"))
+    life.train(since)
+    life.say(effects.StopWanted("enough", push_pending=False))
     life.pass_s(31.1)
     life.left()
-    assert "4 steps with 400 tokens: no verdict of push a/1.1#1 came in time; it may come yet" in said(life)["lost"]
+    assert f"leaving (enough) without {4 + since} steps with {4 + since}00 tokens" in said(life)["lost"]
+    assert "no verdict of push a/1.1#1 came in time; it may come yet, and count 4 steps with" in said(life)["lost"]
+    assert "of 4 steps with 400 tokens it is not known" in said(life)["left"]
+    assert ("2 steps with 200 tokens were not" in said(life)["left"]) == (since > 0)
 
 
 def test_leaving_waits_for_the_window_that_the_master_named() -> None:

@@ -276,6 +276,8 @@ def test_a_sigterm_of_one_rank_ends_all_after_the_same_step_with_all_their_work(
         ("ctrl-C in a step", KeyboardInterrupt, [], "KeyboardInterrupt"),
         ("SIGTERM, asks done", SystemExit, [2], "SIGTERM"),
         ("SIGTERM, never asks", SystemExit, [3], "SIGTERM"),
+        ("SIGTERM, which ends its loader, too", SystemExit, [2], "SIGTERM"),
+        ("SIGTERM, and fails in a step", ValueError, [], "SIGTERM"),
     ],
 )
 def test_how_a_loop_ends_decides_what_becomes_of_its_last_steps(
@@ -285,6 +287,9 @@ def test_how_a_loop_ends_decides_what_becomes_of_its_last_steps(
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
+
+    def fail(*_: object) -> None:
+        raise ValueError("no")
 
     def trains() -> None:
         with loop.sync as sync:
@@ -304,6 +309,11 @@ def test_how_a_loop_ends_decides_what_becomes_of_its_last_steps(
                         os.kill(os.getpid(), signal.SIGTERM)
                     if how == "SIGTERM, asks done":
                         assert sync.done
+                    elif how == "SIGTERM, which ends its loader, too":
+                        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated.")
+                    elif how == "SIGTERM, and fails in a step":
+                        loop.optimizer.register_step_pre_hook(fail)
+                        loop.steps(1)
                     else:
                         loop.steps(1)
                         raise AssertionError("it goes on")

@@ -107,7 +107,7 @@ def _cluster(shared: SharedState, name: str, leased_tokens: int) -> ClusterStatu
         statistics.quarantined,
         leased_tokens,
         f"draining: {draining}" if draining else beat.note if beat else "",
-        entry.steps_before + entry.steps_heard,
+        max(entry.steps_before + entry.steps_heard, entry.steps_applied),  # it may have left before its next beat
         statistics.usual_cosine,
         statistics.cosine_rounds,
         statistics.cosine_alarmed,

@@ -772,17 +772,25 @@ class ClusterMachine:
         elif not ending.push_pending and push is None:
             why = "they were made since the last push, and the parameters may be in the middle of a step"
         elif self.phase is SessionPhase.AWAITING:
-            why = f"no verdict of push {self.pushing.awaited} came in time; it may come yet, and count them"
+            why = f"no verdict of push {self.pushing.awaited} came in time; it may come yet, and "
+            why += f"count {self._undecided()}"
         else:
             why = shared.note or "the time to push them was too short"
         shared.log("lost", f"leaving ({reason.partition(':')[0]}) without {lost}: {why}", level)
+
+    def _undecided(self) -> Work:
+        """The work of a push that was sent: the run may count it, also when this cluster has left."""
+        return (self.shared.work.in_push or Work()) if self.pushing.awaited is not None else Work()
 
     def _left(self) -> None:
         work, base = self.shared.work, self.shared.base
         reason = self._ending.reason.partition(":")[0]
         version = f"with version {base}" if base is not None else "before it had a version"
-        lost = f", and {work.uncounted} were not" if work.uncounted.steps else ""
-        self.shared.log("left", f"left the run {version} ({reason}): since the start {work.counted} were counted{lost}")
+        undecided = self._undecided()
+        lost = Work((), work.uncounted.tokens - undecided.tokens, work.uncounted.steps - undecided.steps)
+        also = f", and {lost} were not" if lost.steps else ""
+        also += f"; of {undecided} it is not known" if undecided.steps else ""
+        self.shared.log("left", f"left the run {version} ({reason}): since the start {work.counted} were counted{also}")
         self.shared.move("left", SessionPhase.LEFT)
         self.shared.record(tape.SessionLeft(self.shared.cause, reason=self._ending.reason))
         self.shared.emit(Finished(self._ending.reason, self._ending.error))
