@@ -77,6 +77,7 @@ def test_tokens_and_losses_of_accumulated_batches_are_one_steps_and_saves_are_la
     trainer.model(input_ids=batch(99.0))  # an evaluation counts nothing
     trainer.model.train()
     trainer.step(batch(2.5), saves=True)
+    assert labels(tmp_path) == ["step 2"], "before the Trainer saves its own"
     trainer.tell("save")
     trainer.step(batch(1.0), batch(1.5), items=4)  # shares of one loss, which add up
     trainer.tell("log", logs={"loss": 77.0})
