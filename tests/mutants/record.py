@@ -41,6 +41,10 @@ PYTHON_REST_S, REST_S = 20.0, 200.0
 FOLDERS = {"lab": ("sim", "compare"), "protos": ("core",)}
 """Of tests/unit, where they have another name than the package."""
 
+DECIDE = ("master", "slave", "worker")
+WHOLE_RUNS = {f"tests/unit/{name}.py" for name in ("test_golden", "sim/test_sim_bounds", "sim/test_sim_seeds")}
+"""Runs of the roles' own decisions under a virtual clock: every promise is checked after every step."""
+
 Lines = dict[str, int]
 Say = Callable[[str], None]
 
@@ -60,7 +64,10 @@ def may_be_python(file: str) -> bool:
 
 
 def belongs(file: str, area: str) -> bool:
-    """Of the package's own folder; or, as an integration test, importing something of it (of core all do)."""
+    """Of the package's own folder; or, as an integration test, importing something of it (of core all do); or whole
+    runs of the roles."""
+    if file in WHOLE_RUNS and area in DECIDE:
+        return True
     if file.startswith("tests/integration/"):
         return area != "core" and any(name.startswith(f"dips.{area}.") for name in imported_by(ROOT / file))
     return file.split("/")[2] in FOLDERS.get(area, (area,))
@@ -94,9 +101,12 @@ def helpers_of(file: str) -> frozenset[Path]:
 
 
 def reaches(file: str, module: str) -> bool:
-    """Whether a file imports the module, or the command line, which runs every module of commands."""
-    used = imported_by(ROOT / file)
-    return module in used or ("dips.cli.main" in used and bool({"cli", "commands"} & set(module.split("."))))
+    """Whether a file imports the module, or, by itself or by a helper, the command line, which runs every module of
+    commands."""
+    if module in imported_by(ROOT / file):
+        return True
+    is_command = bool({"cli", "commands"} & set(module.split(".")))
+    return is_command and any("dips.cli.main" in imported_by(path) for path in (ROOT / file, *helpers_of(file)))
 
 
 def module_of(path: str) -> str:

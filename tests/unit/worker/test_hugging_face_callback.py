@@ -96,6 +96,20 @@ def test_tokens_and_losses_of_accumulated_batches_are_one_steps_and_saves_are_la
     assert not trainer.model._forward_pre_hooks
 
 
+def test_without_a_master_the_model_trains_alone(
+    run: RunInMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DIPS_MASTER", raising=False)
+    trainer = Trainer(run, tmp_path, loop={"master": None})
+    trainer.tell("train_begin")
+    trainer.step(batch(1.0), saves=True)
+    for event in ("epoch_end", "save", "train_end"):
+        trainer.tell(event)
+    trainer.tell("log", logs={"loss": 1.0})
+    assert (trainer.callback.sync, trainer.control.should_training_stop) == (None, False)
+    assert (run.pushes, list(tmp_path.iterdir())) == ([], [])
+
+
 def test_a_trainer_that_begins_again_leaves_the_loop_before(run: RunInMemory, tmp_path: Path) -> None:
     """As with auto_find_batch_size, after an error that callbacks are not told: the same model, another optimizer."""
     trainer = Trainer(run, tmp_path)
