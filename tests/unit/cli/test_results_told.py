@@ -203,15 +203,54 @@ class Deserted(contextlib.nullcontext["Deserted"]):
         return {"m": None, "a": KEYS_REFUSED_EXIT}
 
 
-def test_up_says_whose_keys_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+class Watched(Deserted):
+    """Its clusters' keys are good; after one look comes what `then` says."""
+
+    deserted, then, looks = False, "", 0
+
+    def tick(self) -> object:
+        self.looks += 1
+        self.finished, self.deserted = self.then == "finished", self.then == "deserted"
+        if self.then == "ctrl-C":
+            raise KeyboardInterrupt
+        return self.status
+
+    def finish(self) -> None:
+        assert self.finished
+
+    def exit_codes(self) -> dict[str, int | None]:
+        return {"m": None, "a": 0}
+
+
+@pytest.mark.parametrize(
+    ("local", "then", "code", "said"),
+    [
+        (Deserted, "", KEYS_REFUSED_EXIT, "the keys of a are refused: give new ones"),
+        (Watched, "finished", 0, "run x ended at version 1:12, 400000 tokens\n"),
+        (Watched, "deserted", 0, "run x is at version 1:12, 400000 tokens; `dips up FILE` continues it\n"),
+        (Watched, "ctrl-C", 130, "run x were ended at version 1:12, 400000 tokens; its files are in RUN, and `dips up"),
+    ],
+)
+def test_up_says_how_it_ended_and_whose_keys_are_refused(
+    local: type[Deserted],
+    then: str,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(f'[run]\nid = "x"\ndirectory = "{tmp_path / "run"}"\n[slave]\nmemory_bytes = "64 MiB"\n')
-    monkeypatch.setattr("dips.cli.up.LocalRun", Deserted)
+    file, run = tmp_path / "run.toml", tmp_path / "run"
+    file.write_text(f'[run]\nid = "x"\ndirectory = "{run}"\n[slave]\nmemory_bytes = "64 MiB"\n')
+    monkeypatch.setattr(Watched, "then", then)
+    monkeypatch.setattr("dips.cli.up.LocalRun", local)
+    monkeypatch.setattr("dips.cli.up.time.sleep", lambda seconds: None)
     monkeypatch.setattr("dips.cli.up.refuse_what_cannot_start", lambda run, plan: None)
-    assert main.run(["up", str(file), "--insecure"]) == KEYS_REFUSED_EXIT
-    assert "the keys of a are refused: give new ones" in capsys.readouterr().err
+    assert main.run(["up", str(file), "--insecure"]) == code
+    out, error = capsys.readouterr()
+    assert said.replace("FILE", str(file)).replace("RUN", str(run)) in out + error
+    assert "the run's master listens on 127.0.0.1:5" in error
+    assert (f"next: dips export {run} --to" in out) == (code == 0)
 
 
 # ---- keys and compiled code ----
