@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_all import read_seconds
 from support.repository import ROOT, TESTS
 
 from mutants.faults import Fault
@@ -32,6 +33,9 @@ WITH_PROCESSES = {
     )
 }
 """Live runs, whose processes no fault reaches."""
+SLOW_FILE_S = 20.0
+"""A file of tests/slow/unit that takes longer is not used."""
+
 PYTHON_FORM_S, PYTHON_FILE_S = 3.0, 60.0
 """A test whose kernels take longer as Python is not used for faults in kernels, nor what remains of its file then."""
 
@@ -53,9 +57,15 @@ Say = Callable[[str], None]
 
 
 def test_files() -> list[str]:
-    """Those of tests/unit and tests/integration that start no processes."""
+    """Those of tests/unit and tests/integration that start no processes, and short ones of tests/slow/unit."""
     found = [path for folder in ("unit", "integration") for path in (TESTS / folder).rglob("test_*.py")]
-    return sorted(str(path.relative_to(ROOT)) for path in found if path.name not in WITH_PROCESSES)
+    names = sorted(str(path.relative_to(ROOT)) for path in found if path.name not in WITH_PROCESSES)
+    return names + [file for file, took_s in read_seconds().items() if is_slow(file) and took_s <= SLOW_FILE_S]
+
+
+def is_slow(file: str) -> bool:
+    """Whether it is a unit test of the long tier: a sample uses it, and lines of a change leave no time for it."""
+    return file.startswith("tests/slow/unit/")
 
 
 def may_be_python(file: str) -> bool:
