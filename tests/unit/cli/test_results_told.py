@@ -162,7 +162,9 @@ def test_up_says_how_loops_of_ones_own_join(tmp_path: Path, capsys: pytest.Captu
     public = head + 'keys_for = ["a", "me"]\n[master]\nlisten = "10.0.0.1:29400"\n'
     keys, join = tmp_path / "run" / "keys", {}
     with claim(tmp_path / "run", Mark("x", UP, "dips up")) as directory:
-        for name, text in (("local", head), ("public", public), ("insecure", head + "insecure = true\n")):
+        own = public + '[[clusters]]\nid = "a"\ncommand = ["true"]\n'
+        texts = {"local": head, "public": public, "insecure": head + "insecure = true\n", "own": own}
+        for name, text in texts.items():
             (tmp_path / "run.toml").write_text(text)
             join[name] = how_to_join(read_run_file(tmp_path / "run.toml")[1], "10.0.0.1:29400", directory)
     loop = "  DIPS_MASTER=10.0.0.1:29400 DIPS_CLUSTER={} {} python examples/own_loop.py"
@@ -180,8 +182,9 @@ def test_up_says_how_loops_of_ones_own_join(tmp_path: Path, capsys: pytest.Captu
         add,
         stop,
     ]
+    assert join["own"] == join["public"][3:-2], "only what another machine needs"
     assert main.run(["up", str(tmp_path / "run.toml"), "--check"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'run.toml'}: 1 slaves, 0 clusters, all settings are good\n"
+    assert capsys.readouterr().out == f"{tmp_path / 'run.toml'}: 1 slaves, 1 clusters, all settings are good\n"
 
 
 class Deserted(contextlib.nullcontext["Deserted"]):
