@@ -38,10 +38,10 @@ def report(**changes: Any) -> VerifyReport:
 def test_a_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[Any] = []
     found = report(
-        problems=["a tape is torn"],
-        unproven=["I2 lacks a tape"],
-        notes=["a note"],
-        replayed=Replayed(versions=4, shards=8, skipped=["1:2 has no push"], judged=5),
+        problems=["a tape is torn", "a file"],
+        unproven=["I2 lacks a tape", "and I3"],
+        notes=["a note", "and more"],
+        replayed=Replayed(versions=4, shards=8, skipped=["1:2 has no push", "nor 1:3"], judged=5),
     )
 
     def played(run_dir: Path, replay: bool, **more: Any) -> VerifyReport:
@@ -57,10 +57,10 @@ def test_a_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         f"I1 one version 3 {OK}",
         f"I2 no loss 0 {NOT_APPLICABLE}: no push",
         "replayed 4 versions, 8 shards, bit for bit; measured the norms of 5 rounds again",
-        "not replayed: 1:2 has no push",
-        "cannot be read: a tape is torn",
-        "unproven: I2 lacks a tape",
-        "note: a note",
+        *("not replayed: 1:2 has no push", "not replayed: nor 1:3"),
+        *("cannot be read: a tape is torn", "cannot be read: a file"),
+        *("unproven: I2 lacks a tape", "unproven: and I3"),
+        *("note: a note", "note: and more"),
         f"run mine: {found.verdict}",
     ]
     assert main.run(["verify", str(tmp_path), "--json"]) == 1
