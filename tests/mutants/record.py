@@ -115,7 +115,7 @@ def reaches(file: str, module: str) -> bool:
     commands."""
     if module in imported_by(ROOT / file):
         return True
-    is_command = bool({"cli", "commands"} & set(module.split(".")))
+    is_command = bool({"cli", "commands"} & set(module.split("."))) and not is_slow(file)
     return is_command and any("dips.cli.main" in imported_by(path) for path in (ROOT / file, *helpers_of(file)))
 
 
