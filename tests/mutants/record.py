@@ -57,10 +57,12 @@ Say = Callable[[str], None]
 
 
 def test_files() -> list[str]:
-    """Those of tests/unit and tests/integration that start no processes, and short ones of tests/slow/unit."""
+    """Those of tests/unit and tests/integration that start no processes, and short ones of tests/slow/unit that
+    simulate no runs."""
     found = [path for folder in ("unit", "integration") for path in (TESTS / folder).rglob("test_*.py")]
     names = sorted(str(path.relative_to(ROOT)) for path in found if path.name not in WITH_PROCESSES)
-    return names + [file for file, took_s in read_seconds().items() if is_slow(file) and took_s <= SLOW_FILE_S]
+    slow = [file for file, took_s in read_seconds().items() if is_slow(file) and took_s <= SLOW_FILE_S]
+    return names + [file for file in slow if not any(name.startswith("dips.lab") for name in imported_by(ROOT / file))]
 
 
 def is_slow(file: str) -> bool:
