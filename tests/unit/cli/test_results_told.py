@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from support.run_status import run_status
@@ -191,10 +191,12 @@ class Deserted(contextlib.nullcontext["Deserted"]):
     """In place of LocalRun: its clusters have ended, one with keys that are refused, and the run has not."""
 
     finished, deserted, page_url, status = False, True, None, run_status()
+    pages: ClassVar[list[str | None]] = []
 
     def __init__(self, plan: RunPlan, *given: object) -> None:
         super().__init__(self)
         self.plan = plan
+        self.pages.append(plan.master.page_listen)
 
     def start(self, extend: bool) -> str:
         return "127.0.0.1:5"
@@ -254,6 +256,9 @@ def test_up_says_how_it_ended_and_whose_keys_are_refused(
     assert said.replace("FILE", str(file)).replace("RUN", str(run)) in out + error
     assert "the run's master listens on 127.0.0.1:5" in error
     assert (f"next: dips export {run} --to" in out) == (code == 0)
+    assert main.run(["up", str(file), "--insecure", "--no-page"]) == code
+    *_, with_one, without = Deserted.pages
+    assert (with_one is not None, without) == (True, None)
 
 
 # ---- keys and compiled code ----
