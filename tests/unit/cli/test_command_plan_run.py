@@ -235,7 +235,7 @@ class Ranks:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Ranks]:
     monkeypatch.setattr(plan_run, "ProcessSupervisor", Ranks)
-    monkeypatch.setattr(plan_run.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("dips.planner.commands.plan_run.time.sleep", lambda seconds: None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     Ranks.codes = dict.fromkeys(("rank 0", "rank 1", "rank 2", "rank 3"), 0)
     return Ranks

@@ -461,11 +461,15 @@ def test_a_copier_begins_in_the_background_of_the_run_unless_its_store_says_that
             raise answer
         return {}
 
+    def be_nice(more: int) -> int:
+        nice.append(nice[-1] + more)
+        return nice[-1]
+
     looks: list[list[Path]] = []
     nice = [5]
     monkeypatch.setattr(objects, "sizes", sizes)
     monkeypatch.setattr("dips.cli.backup.open_store", lambda url: objects)
-    monkeypatch.setattr("os.nice", lambda more: nice.append(nice[-1] + more) or nice[-1])
+    monkeypatch.setattr("os.nice", be_nice)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     monkeypatch.setattr(Copier, "look_for_ever", lambda self, directories: looks.append(directories))
     assert main.run(["backup", str(tmp_path), "--to", URL]) == code

@@ -216,8 +216,8 @@ async def test_a_master_that_is_away_is_tried_ever_less_often_until_it_has_answe
 
     monkeypatch.setattr(module, "FIRST_WAIT_S", 1.0)
     monkeypatch.setattr(module, "LONGEST_WAIT_S", 4.0)
-    monkeypatch.setattr(module.random, "uniform", lambda least, most: most)
-    monkeypatch.setattr(module.asyncio, "sleep", note_pause)
+    monkeypatch.setattr("dips.slave.control.random.uniform", lambda least, most: most)
+    monkeypatch.setattr("dips.slave.control.asyncio.sleep", note_pause)
     async with master(monkeypatch) as played:
         for _ in range(3):
             (await played.stream()).say(FailedCall(grpc.StatusCode.UNAVAILABLE, "gone"))
