@@ -140,8 +140,11 @@ def _drawn_of_a_change(
     def seconds_of(file: str) -> float:
         return 0.0 if kept.has(file, False) else RECORDED * known.get(file, UNLISTED_S)
 
+    def files_of(fault: Fault) -> list[str]:
+        return [file for file in draw.files_of(fault) if not record.is_slow(file)]
+
     most, room_s = (1 - RECORD_SHARE) * processor_s / FAULT_S, RECORD_SHARE * processor_s
-    drawn, files = draw.that_fit(draw.evenly(faults, seed), most, room_s, seconds_of)
+    drawn, files = draw.that_fit(draw.evenly(faults, seed), most, room_s, seconds_of, files_of)
     functions, all_functions = ({(fault.path, fault.function) for fault in some} for some in (drawn, faults))
     _say(
         f"make mutants: {len(drawn)} of {len(faults)} faults on the lines that differ from {base} are drawn, in "

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_all import read_seconds
 from support.repository import ROOT, TESTS
 
 from mutants.faults import Fault
@@ -32,6 +33,9 @@ WITH_PROCESSES = {
     )
 }
 """Live runs, whose processes no fault reaches."""
+SLOW_FILE_S = 20.0
+"""A file of tests/slow/unit that takes longer is not used."""
+
 PYTHON_FORM_S, PYTHON_FILE_S = 3.0, 60.0
 """A test whose kernels take longer as Python is not used for faults in kernels, nor what remains of its file then."""
 
@@ -41,6 +45,10 @@ PYTHON_REST_S, REST_S = 20.0, 200.0
 FOLDERS = {"lab": ("sim", "compare"), "protos": ("core",)}
 """Of tests/unit, where they have another name than the package."""
 
+DECIDE = ("master", "slave", "worker")
+WHOLE_RUNS = {f"tests/unit/{name}.py" for name in ("test_golden", "sim/test_sim_bounds", "sim/test_sim_seeds")}
+"""Runs of the roles' own decisions under a virtual clock: every promise is checked after every step."""
+
 Lines = dict[str, int]
 Say = Callable[[str], None]
 
@@ -49,9 +57,17 @@ Say = Callable[[str], None]
 
 
 def test_files() -> list[str]:
-    """Those of tests/unit and tests/integration that start no processes."""
+    """Those of tests/unit and tests/integration that start no processes, and short ones of tests/slow/unit that
+    simulate no runs."""
     found = [path for folder in ("unit", "integration") for path in (TESTS / folder).rglob("test_*.py")]
-    return sorted(str(path.relative_to(ROOT)) for path in found if path.name not in WITH_PROCESSES)
+    names = sorted(str(path.relative_to(ROOT)) for path in found if path.name not in WITH_PROCESSES)
+    slow = [file for file, took_s in read_seconds().items() if is_slow(file) and took_s <= SLOW_FILE_S]
+    return names + [file for file in slow if not any(name.startswith("dips.lab") for name in imported_by(ROOT / file))]
+
+
+def is_slow(file: str) -> bool:
+    """Whether it is a unit test of the long tier: a sample uses it, and lines of a change leave no time for it."""
+    return file.startswith("tests/slow/unit/")
 
 
 def may_be_python(file: str) -> bool:
@@ -60,7 +76,10 @@ def may_be_python(file: str) -> bool:
 
 
 def belongs(file: str, area: str) -> bool:
-    """Of the package's own folder; or, as an integration test, importing something of it (of core all do)."""
+    """Of the package's own folder; or, as an integration test, importing something of it (of core all do); or whole
+    runs of the roles."""
+    if file in WHOLE_RUNS and area in DECIDE:
+        return True
     if file.startswith("tests/integration/"):
         return area != "core" and any(name.startswith(f"dips.{area}.") for name in imported_by(ROOT / file))
     return file.split("/")[2] in FOLDERS.get(area, (area,))
@@ -94,9 +113,12 @@ def helpers_of(file: str) -> frozenset[Path]:
 
 
 def reaches(file: str, module: str) -> bool:
-    """Whether a file imports the module, or the command line, which runs every module of commands."""
-    used = imported_by(ROOT / file)
-    return module in used or ("dips.cli.main" in used and bool({"cli", "commands"} & set(module.split("."))))
+    """Whether a file imports the module, or, by itself or by a helper, the command line, which runs every module of
+    commands."""
+    if module in imported_by(ROOT / file):
+        return True
+    is_command = bool({"cli", "commands"} & set(module.split("."))) and not is_slow(file)
+    return is_command and any("dips.cli.main" in imported_by(path) for path in (ROOT / file, *helpers_of(file)))
 
 
 def module_of(path: str) -> str:

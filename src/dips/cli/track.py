@@ -24,7 +24,7 @@ def track(run: RequiredRun, **given: Any) -> int:
     """Write loss, tokens, norms, staleness, speeds and link rates of each round to a tracker, until the run has ended.
 
     RUN is a directory with the master's tape, which has every round; an address has only samples. Started again, it
-    goes on with what the tracker lacks. A tracker that is away is a warning, and is tried again. Exit code 1: the
+    goes on with what the tracker lacks. A tracker that is away is a warning, and is tried again. Exit code 6: the
     signal to end came while the tracker did not take the last rounds.
     """
     knobs = load(TrackKnobs, "track", overrides=overrides_for(TrackKnobs, given)).value

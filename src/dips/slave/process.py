@@ -17,7 +17,7 @@ from dips.core.file_limit import raise_file_limit
 from dips.core.files import share_with
 from dips.core.net.addresses import format_address, is_elsewhere, is_loopback_endpoint, parse_address
 from dips.core.net.keys import security_of
-from dips.core.net.security import METRICS_FILE, Security, check_reach
+from dips.core.net.security import METRICS_FILE, Security
 from dips.core.net.zmq_sockets import pair_for
 from dips.core.observe import failpoints
 from dips.core.observe.logs import configure_logging, say_last
@@ -122,8 +122,6 @@ async def serve(config: SlaveConfig, stop: asyncio.Event) -> bool:
     Raises the DipsError that ends the slave.
     """
     security = security_of(config, f"slave {config.slave_id}")
-    check_reach(config.data_host, "data_host", security)
-    check_reach(config.master, "master", security)
     clock = SystemClock()
     store = SnapshotStore(config.directory, config.run_id, config.slave_id, config.snapshots_kept)
     try:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.manual_clock import ManualClock
 from support.paced_play import play
-from support.plan_command import printed, refused
+from support.plan_command import printed, refused, told
 from support.repository import ROOT
 
 from dips.core.errors import ConfigError, FatalError
+from dips.local.supervisor import ChildSpec
 from dips.planner.cluster import read_setup
 from dips.planner.commands import plan_run
 from dips.planner.costs import NS, Costs
@@ -197,6 +199,69 @@ def test_the_rank_that_failed_first_is_told(
     assert type(error) is kind
     with pytest.raises(kind, match=sentence):
         raise error
+
+
+class Ranks:
+    """In place of ProcessSupervisor: of its ranks some end at the second look, with these codes, after the reports of a
+    run that keeps its plan; others never do."""
+
+    codes: dict[str, int]
+
+    def __init__(self, clock: object, on_event: object) -> None:
+        self.looks, self.started = 0, dict[str, ChildSpec]()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def start(self, spec: ChildSpec) -> None:
+        self.started[spec.name] = spec
+
+    def poll(self) -> None:
+        self.looks += 1
+        if self.looks == 2 and not any(self.codes.values()):
+            outcome_of(Path(self.started["rank 0"].command[-2]), "zb_v")
+
+    def exit_code(self, name: str) -> int | None:
+        assert name in self.started
+        return self.codes.get(name) if self.looks >= 2 else None
+
+    def ended(self, names: list[str]) -> bool:
+        return all(self.exit_code(name) is not None for name in names)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Ranks]:
+    monkeypatch.setattr(plan_run, "ProcessSupervisor", Ranks)
+    monkeypatch.setattr("dips.planner.commands.plan_run.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    Ranks.codes = dict.fromkeys(("rank 0", "rank 1", "rank 2", "rank 3"), 0)
+    return Ranks
+
+
+def test_what_all_ranks_report_is_told_and_their_files_stay_only_where_they_are_wanted(
+    ranks: type[Ranks], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = told(capsys, "run", "zb_v", "--operation-ms", "80", "--repeats", "2", "--json")
+    found = json.loads(out)
+    assert (code, found["good"], len(found["measured_s"])) == (0, True, 2)
+    assert found["predicted_s"] == found["measured_s"][0] == pytest.approx(29.25 * 0.08)
+    assert list(tmp_path.iterdir()) == []
+    assert told(capsys, "run", "zb_v", "--operation-ms", "80", "--out", tmp_path / "out")[0] == 0
+    assert read_job(tmp_path / "out" / "ranks").repeats == 5
+    Ranks.codes["rank 2"] = ConfigError.exit_code
+    assert "rank 2 ended with exit code 2" in told(capsys, "run", "zb_v")[2]
+    assert len(list(tmp_path.glob("dips-plan-run-*"))) == 1, "the logs say why"
+
+
+def test_ranks_that_do_not_end_are_given_up(ranks: type[Ranks], tmp_path: Path) -> None:
+    del Ranks.codes["rank 3"]
+    clock, job = ManualClock(), plan_run.job_of(plan_run.source_of("zb_v", NOTHING_GIVEN), 1, "gloo", 1.0)
+    with pytest.raises(FatalError, match="have not ended within 9 s"):
+        plan_run.run_ranks(tmp_path, [job], 9.0, clock, lambda: clock.advance(2.0))
+    assert clock.monotonic_s() == 10.0
 
 
 @pytest.mark.parametrize(

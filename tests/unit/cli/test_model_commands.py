@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -272,7 +273,12 @@ def test_kernels_are_compiled_module_by_module_and_slow_ones_are_told(
     ]
     assert watched == [compiled, "compiled"]
     assert said == [f"dips.core.math.wire_numba: compiling {n} of 9 (k{n})" for n in (0, 3)]
+    monkeypatch.setattr(warm_up, "OF_SLAVES", tuple(one.module for one in found))
+    assert main.run(["warm-up", "--slave"]) == 0
+    assert {*map(str, found), "kept in kept"} <= {*capsys.readouterr().out.splitlines()}
+    assert main.run(["warm-up", "--slave", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"kept_in": "kept", "modules": [asdict(one) for one in found]}
     monkeypatch.setattr(compiling, "folder", lambda: None)
     assert main.run(["warm-up"]) == ConfigError.exit_code
     assert "NUMBA_CACHE_DIR" in capsys.readouterr().err
-    assert len(watched) == 2
+    assert len(watched) == 6

@@ -228,6 +228,24 @@ def test_one_cause_has_one_exit_code_in_all_commands(
     assert code(unfinished, Refused(RefusalCode.IDENTITY, "of another authority")) == KEYS_REFUSED_EXIT
 
 
+ASKING = [[command, AT[0], *NEEDS.get(command, [])] for command in OPERATOR]
+READING = [[command, AT[0], "--to", "written"] for command in ("export", "follow")]
+
+
+@pytest.mark.parametrize("words", [*ASKING, *READING, ["doctor", "--master", AT[0]]], ids=lambda words: words[0])
+def test_nothing_is_asked_unencrypted_unless_it_is_said(
+    words: list[str],
+    tmp_path: Path,
+    master: type[Master],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main.run(words) == 2
+    assert "has no keys" in capsys.readouterr().err
+    assert not master.asked
+
+
 def test_an_address_alone_names_the_command_that_shows_an_ended_run(
     master: type[Master], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from support.run_status import run_status
@@ -38,10 +38,10 @@ def report(**changes: Any) -> VerifyReport:
 def test_a_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[Any] = []
     found = report(
-        problems=["a tape is torn"],
-        unproven=["I2 lacks a tape"],
-        notes=["a note"],
-        replayed=Replayed(versions=4, shards=8, skipped=["1:2 has no push"], judged=5),
+        problems=["a tape is torn", "a file"],
+        unproven=["I2 lacks a tape", "and I3"],
+        notes=["a note", "and more"],
+        replayed=Replayed(versions=4, shards=8, skipped=["1:2 has no push", "nor 1:3"], judged=5),
     )
 
     def played(run_dir: Path, replay: bool, **more: Any) -> VerifyReport:
@@ -57,10 +57,10 @@ def test_a_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         f"I1 one version 3 {OK}",
         f"I2 no loss 0 {NOT_APPLICABLE}: no push",
         "replayed 4 versions, 8 shards, bit for bit; measured the norms of 5 rounds again",
-        "not replayed: 1:2 has no push",
-        "cannot be read: a tape is torn",
-        "unproven: I2 lacks a tape",
-        "note: a note",
+        *("not replayed: 1:2 has no push", "not replayed: nor 1:3"),
+        *("cannot be read: a tape is torn", "cannot be read: a file"),
+        *("unproven: I2 lacks a tape", "unproven: and I3"),
+        *("note: a note", "note: and more"),
         f"run mine: {found.verdict}",
     ]
     assert main.run(["verify", str(tmp_path), "--json"]) == 1
@@ -162,7 +162,9 @@ def test_up_says_how_loops_of_ones_own_join(tmp_path: Path, capsys: pytest.Captu
     public = head + 'keys_for = ["a", "me"]\n[master]\nlisten = "10.0.0.1:29400"\n'
     keys, join = tmp_path / "run" / "keys", {}
     with claim(tmp_path / "run", Mark("x", UP, "dips up")) as directory:
-        for name, text in (("local", head), ("public", public), ("insecure", head + "insecure = true\n")):
+        own = public + '[[clusters]]\nid = "a"\ncommand = ["true"]\n'
+        texts = {"local": head, "public": public, "insecure": head + "insecure = true\n", "own": own}
+        for name, text in texts.items():
             (tmp_path / "run.toml").write_text(text)
             join[name] = how_to_join(read_run_file(tmp_path / "run.toml")[1], "10.0.0.1:29400", directory)
     loop = "  DIPS_MASTER=10.0.0.1:29400 DIPS_CLUSTER={} {} python examples/own_loop.py"
@@ -180,18 +182,21 @@ def test_up_says_how_loops_of_ones_own_join(tmp_path: Path, capsys: pytest.Captu
         add,
         stop,
     ]
+    assert join["own"] == join["public"][3:-2], "only what another machine needs"
     assert main.run(["up", str(tmp_path / "run.toml"), "--check"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'run.toml'}: 1 slaves, 0 clusters, all settings are good\n"
+    assert capsys.readouterr().out == f"{tmp_path / 'run.toml'}: 1 slaves, 1 clusters, all settings are good\n"
 
 
 class Deserted(contextlib.nullcontext["Deserted"]):
     """In place of LocalRun: its clusters have ended, one with keys that are refused, and the run has not."""
 
     finished, deserted, page_url, status = False, True, None, run_status()
+    pages: ClassVar[list[str | None]] = []
 
     def __init__(self, plan: RunPlan, *given: object) -> None:
         super().__init__(self)
         self.plan = plan
+        self.pages.append(plan.master.page_listen)
 
     def start(self, extend: bool) -> str:
         return "127.0.0.1:5"
@@ -203,15 +208,57 @@ class Deserted(contextlib.nullcontext["Deserted"]):
         return {"m": None, "a": KEYS_REFUSED_EXIT}
 
 
-def test_up_says_whose_keys_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+class Watched(Deserted):
+    """Its clusters' keys are good; after one look comes what `then` says."""
+
+    deserted, then, looks = False, "", 0
+
+    def tick(self) -> object:
+        self.looks += 1
+        self.finished, self.deserted = self.then == "finished", self.then == "deserted"
+        if self.then == "ctrl-C":
+            raise KeyboardInterrupt
+        return self.status
+
+    def finish(self) -> None:
+        assert self.finished
+
+    def exit_codes(self) -> dict[str, int | None]:
+        return {"m": None, "a": 0}
+
+
+@pytest.mark.parametrize(
+    ("local", "then", "code", "said"),
+    [
+        (Deserted, "", KEYS_REFUSED_EXIT, "the keys of a are refused: give new ones"),
+        (Watched, "finished", 0, "run x ended at version 1:12, 400000 tokens\n"),
+        (Watched, "deserted", 0, "run x is at version 1:12, 400000 tokens; `dips up FILE` continues it\n"),
+        (Watched, "ctrl-C", 130, "run x were ended at version 1:12, 400000 tokens; its files are in RUN, and `dips up"),
+    ],
+)
+def test_up_says_how_it_ended_and_whose_keys_are_refused(
+    local: type[Deserted],
+    then: str,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(f'[run]\nid = "x"\ndirectory = "{tmp_path / "run"}"\n[slave]\nmemory_bytes = "64 MiB"\n')
-    monkeypatch.setattr("dips.cli.up.LocalRun", Deserted)
+    file, run = tmp_path / "run.toml", tmp_path / "run"
+    file.write_text(f'[run]\nid = "x"\ndirectory = "{run}"\n[slave]\nmemory_bytes = "64 MiB"\n')
+    monkeypatch.setattr(Watched, "then", then)
+    monkeypatch.setattr("dips.cli.up.LocalRun", local)
+    monkeypatch.setattr("dips.cli.up.time.sleep", lambda seconds: None)
     monkeypatch.setattr("dips.cli.up.refuse_what_cannot_start", lambda run, plan: None)
-    assert main.run(["up", str(file), "--insecure"]) == KEYS_REFUSED_EXIT
-    assert "the keys of a are refused: give new ones" in capsys.readouterr().err
+    assert main.run(["up", str(file), "--insecure"]) == code
+    out, error = capsys.readouterr()
+    assert said.replace("FILE", str(file)).replace("RUN", str(run)) in out + error
+    assert "the run's master listens on 127.0.0.1:5" in error
+    assert (f"next: dips export {run} --to" in out) == (code == 0)
+    assert main.run(["up", str(file), "--insecure", "--no-page"]) == code
+    *_, with_one, without = Deserted.pages
+    assert (with_one is not None, without) == (True, None)
 
 
 # ---- keys and compiled code ----

@@ -167,11 +167,18 @@ def test_supervise_ends_the_pod_of_a_slave_that_the_master_misses(
     for name in ("small-slave-0", "small-slave-1"):
         pod = {"kind": "Pod", "metadata": {"name": name, "uid": f"uid-{name}"}, "status": {"conditions": [ready]}}
         here.objects["dips", "Pod", name] = pod
-    master, asked, pauses_s = Master(["s0", "s1"]), list[object](), list[float]()
+    master, asked, pauses_s, looks = Master(["s0", "s1"]), list[object](), list[float](), list[object]()
+    status = master.status
 
     def client(*given: object, **_: object) -> Master:
         asked.append(given)
         return master
+
+    def look() -> object:
+        looks.append(status())
+        return looks[-1]
+
+    monkeypatch.setattr(master, "status", look)
 
     monkeypatch.setattr("dips.cli.deploy.OperatorClient", client)
     monkeypatch.setattr("dips.cli.deploy.time.sleep", pauses_s.append)
@@ -184,7 +191,7 @@ def test_supervise_ends_the_pod_of_a_slave_that_the_master_misses(
     assert here.of_kind("Pod") == ["small-slave-0"]
     assert {call for call in here.calls if call[0] != "GET"} == {("DELETE", "Pod")}
     assert asked == [("h:1", "small")] * 2
-    assert pauses_s == [7.0] * 4
+    assert (pauses_s, len(looks)) == ([7.0] * 4, 6)
     assert "slave s1: pod small-slave-1 is ended" in capsys.readouterr().err
 
 

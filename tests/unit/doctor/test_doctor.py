@@ -375,7 +375,9 @@ def test_a_mistake_in_the_file_is_told(
     file = tmp_path / "run.toml"
     file.write_text(text)
     assert main.run(["doctor", str(file), "--json"]) == 1
-    (found,) = json.loads(capsys.readouterr().out)["findings"]
+    told = json.loads(capsys.readouterr().out)
+    assert (told["file"], told["master"]) == (str(file), "")
+    (found,) = told["findings"]
     assert (found["check"], found["grade"]) == ("settings", "FAIL")
     assert said in found["sentence"]
 

@@ -294,6 +294,18 @@ def test_a_hole_in_the_middle_of_a_process_is_no_excuse(recorded: Path, name: st
     assert results(verify_run(recorded, without={name}))[breaks] == VIOLATED
 
 
+def test_a_tape_that_knows_of_an_attachment_lacks_no_push_of_it(run: Path) -> None:
+    keep(tape_in(run, "a"), without(between=("joined", 1, 2)))
+    assert results(verify_run(run))["records"] == VIOLATED
+
+
+@pytest.mark.parametrize(("end", "result"), [([], UNPROVEN), ([{"kind": "left"}], VIOLATED)])
+def test_a_cluster_that_left_wrote_no_more_afterwards(run: Path, end: list[Record], result: str) -> None:
+    keep(tape_in(run, "a"), up_to_nth("push_sent", 5))
+    keep(tape_in(run, "a"), lambda lines: [*lines, *({**lines[-1], **line} for line in end)])
+    assert results(verify_run(run))["records"] == result
+
+
 def test_a_master_that_was_killed_as_it_wrote_its_last_record_is_not_accused(run: Path) -> None:
     """The COMMIT was durable; the lines about it were not written before the kill."""
 

@@ -106,25 +106,28 @@ def test_what_a_killed_master_only_noted_may_be_decided_otherwise() -> None:
 
 
 def once_more(heard: Step | None, lost: Callable[[Checker], object], *, published: bool = False) -> set[str]:
-    """A COMMIT is lost with the journal, and its push merged again: what that breaks.
+    """A COMMIT is lost with the journal, and its two pushes merged again: what that breaks.
 
     heard: what is known outside of the journal when it is lost. Not published: no slave had flipped.
     """
     before, again = seeded_run(), seeded_run()
-    push, seeded = before.push("a"), len(again.steps)
-    before.commit(push)
+    for script in (before, again):
+        script.join("b")
+    pushes, seeded = [before.push(name) for name in "ab"], len(again.steps)
+    before.commit(*pushes)
     end = before.steps.index(nth(before.steps, *((_PUBLISH) if published else ("journal", "COMMIT")), 1)) + 1
     checker = Checker()
     for step in [*before.steps[:end], *([heard] if heard else [])]:
         assert feed(checker, step) == []
     lost(checker)
-    again.epoch, again.fences["a"] = 2, push["fence"]
-    again.commit(push)
+    again.epoch = 2
+    again.fences |= {name: push["fence"] for name, push in zip("ab", pushes, strict=True)}
+    again.commit(*pushes)
     return {violation.invariant for step in again.steps[seeded:] for violation in feed(checker, step)}
 
 
 ADOPTED = Step("journal", "", "ADOPT", {"epoch": 2, "round": [1, 1], "version": [1, 0], "from_version": [1, 1]})
-HEARD = Step("worker", "a", "verdict", {"push": "a/1.1#2", "verdict": "APPLIED", "version": "1:1"})
+HEARD = Step("worker", "b", "verdict", {"push": "b/1.1#1", "verdict": "APPLIED", "version": "1:1"})
 _PUBLISH, _COMMITTED = ("master", "publish"), ("slave", "committed")
 
 
@@ -142,7 +145,7 @@ def adopt_and_exclude(checker: Checker) -> None:
     """What was given up may be decided in another way."""
     adopt(checker)
     fields = {**HEARD.fields, "verdict": "EXCLUDED"}
-    assert feed(checker, Step("worker", "a", "verdict", fields)) == []
+    assert feed(checker, Step("worker", "b", "verdict", fields)) == []
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 from support.corruptions import CORRUPTIONS, Corruption, judged, tape_of
 from support.recorded_run import NUMBERS, numbers_of, unpacked
 
+from dips.cli import main
 from dips.core.errors import ConfigError
 from dips.judge import pack
 from dips.judge.verify import EXIT_UNREADABLE, verify_run
@@ -131,3 +132,13 @@ def test_a_pack_that_cannot_be_is_refused(recorded: Path, tmp_path: Path, to: st
     with pytest.raises(ConfigError, match=sentence):
         pack.pack_run(run, tmp_path / to, until)
     assert not (tmp_path / "pack").exists()
+
+
+def test_the_command_names_the_one_that_verifies_its_pack(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "pack"
+    assert main.run(["pack", str(recorded), "--to", str(to), "--until", "r1.2"]) == 0
+    named = capsys.readouterr().out.partition("dips verify ")[2].partition(" what they prove")[0]
+    assert main.run(["verify", *named.split()]) == 0
+    assert main.run(["verify", str(to), "--replay"]) != 0, "rounds after r1.2 cannot be replayed"

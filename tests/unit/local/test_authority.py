@@ -145,10 +145,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert main.run(["keys", *words]) == 0
         return capsys.readouterr().out
 
-    assert "keys of cluster a" in said("init", keys, "--cluster", "a", "--slave", "s0", "--operator", "me")
+    made = said("init", keys, "--cluster", "a", "--slave", "s0", "--operator", "me")
+    assert all(f"keys of {whose}" in made for whose in ("cluster a", "slave s0", "operator me", "master master"))
     assert "keys of cluster b" in said("add", keys, "--cluster", "b")
     assert "revoked" in said("revoke", keys, "b", "--reason", "stolen")
-    assert "was revoked already" in said("revoke", keys, "b")
+    twice = said("revoke", keys, "b", "me", "--reason", "left").splitlines()
+    assert (twice[0], twice[1].startswith("me: revoked ")) == ("b: was revoked already", True)
     assert "keys of cluster a" in said("renew", keys, "a", "--new-key")
     assert "signs from now on" in said("renew", keys, "--new-ca")
     said("renew", keys, "--all")

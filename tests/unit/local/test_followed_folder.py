@@ -7,17 +7,21 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dips.core.errors import ConfigError, DipsError, FatalError
+from dips.cli import main
+from dips.core.errors import ConfigError, DipsError, FatalError, RetryLater
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter, PublishedModel, layer_of
 from dips.local import model_folder
 from dips.local.followed_folder import LOCK, NEWEST, STATE, VERSIONS, Content, FollowedFolder
 from dips.local.model_folder import CONFIG, INDEX, ModelFolder, TensorsFolder, as_folder
+from dips.local.operator_client import NamedRun
+from dips.master.directory import LOCK_NAME
 from dips.trainer.export import ABOUT
 from dips.trainer.sizes import ModelConfig, llama_name
 
@@ -206,3 +210,43 @@ def test_where_nothing_can_be_written_newest_stays_and_nothing_is_left(
         folder.put(version_of(2))
     assert (to / NEWEST).resolve().name == "1-2"
     assert model_folder.MODEL in names(to / NEWEST)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "huggingface"])
+def test_the_command_follows_a_master_and_takes_the_last_version_of_a_run_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    run, to, asked, stopped, puts = tmp_path / "run", tmp_path / "to", [], [True], []
+
+    def keep(folder: FollowedFolder, master: str, security: object, patience_s: float, *, once: bool) -> int:
+        asked.append((folder.folder, master, patience_s, once))
+        return 143
+
+    def put(folder: FollowedFolder, fetched: PublishedModel) -> None:
+        puts.append(fetched.version)
+        whole_put(folder, fetched)
+
+    whole_put = FollowedFolder.put
+    monkeypatch.setattr(FollowedFolder, "put", put)
+    monkeypatch.setattr("dips.local.followed_folder.keep_newest", keep)
+    monkeypatch.setattr("dips.local.model_folder.load_stored", lambda directory: version_of(len(stopped)))
+    left = SimpleNamespace(waiting_for="", published=Version(1, 1), tokens=1)
+    monkeypatch.setattr(NamedRun, "at_rest", lambda named: SimpleNamespace(**vars(left), stopped=stopped[-1]))
+    follow = ["follow", str(run), "--insecure", "--format", form, "--to", str(to)]
+    assert main.run(["follow", "127.0.0.1:9", *follow[2:], "--wait", "7", "--once"]) == 143
+    assert asked == [(to, "127.0.0.1:9", 7.0, True)]
+    (run / "master").mkdir(parents=True)
+    (run / "master" / LOCK_NAME).touch()
+    for _ in range(2):
+        assert main.run(follow) == 0
+    assert puts == [Version(1, 1)], "it is there already"
+    assert [path.suffix for path in (to / NEWEST).iterdir()].count(".safetensors") == 1
+    assert (to / NEWEST / CONFIG).exists() == (form == "huggingface")
+    stopped.append(True)
+    assert main.run(follow) == 0
+    assert puts == [Version(1, 1), Version(1, 2)]
+    stopped.append(False)
+    assert main.run(follow) == RetryLater.exit_code
+    assert main.run(["follow", str(run), "--format", "dcp", "--to", str(to)]) == ConfigError.exit_code
+    assert main.run(["follow", str(run)]) == ConfigError.exit_code
+    assert (len(asked), len(puts)) == (1, 2)

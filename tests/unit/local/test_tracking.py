@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 from support.tracked_tape import SECRET, Held, TrackedTape
 
-from dips.core.errors import ConfigError
+from dips.cli import main
+from dips.core.errors import ConfigError, FatalError
 from dips.core.observe.tape import Tape
 from dips.local.log_files import HELDOUT_TAPE, tape_path
 from dips.local.tracking import Tracking, TrackKnobs
@@ -106,3 +109,55 @@ def test_what_is_no_record_of_a_run_is_told(tmp_path: Path, line: str, sentence:
             tape.write(line)
     with pytest.raises(ConfigError, match=sentence):
         tracking(tmp_path, Held()).look(0.0)
+
+
+class Signals:
+    """In place of StopSignals: what happens while the command waits."""
+
+    caught: int | None = None
+    events: list[str]
+    tape: TrackedTape
+
+    def __enter__(self) -> Signals:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def wait(self, seconds: float) -> None:
+        match self.events.pop(0):
+            case "rounds":
+                self.tape.rounds(3, 5)
+            case "end":
+                self.tape.end()
+            case "signal":
+                self.caught = signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("events", "away", "code", "steps"),
+    [
+        (["rounds", "end"], False, 0, 6),
+        (["rounds", "signal"], False, 0, 6),
+        (["rounds", "signal"], True, FatalError.exit_code, 0),
+    ],
+)
+def test_the_command_goes_on_until_the_run_or_a_signal_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[str], away: bool, code: int, steps: int
+) -> None:
+    tape, held = TrackedTape(tmp_path), Held()
+    tape.rounds(0, 2)
+    held.away = away
+    monkeypatch.setattr(Signals, "events", events, raising=False)
+    monkeypatch.setattr(Signals, "tape", tape, raising=False)
+    monkeypatch.setattr("dips.cli.track.StopSignals", Signals)
+    monkeypatch.setattr("dips.cli.track.check_tracker", lambda knobs: None)
+    monkeypatch.setattr("dips.cli.track.Tracking", partial(Tracking, open_one=held.open))
+    assert main.run(["track", str(tmp_path), "--to", "tensorboard"]) == code
+    assert [step for points in held.steps().values() for step in points] == list(range(steps))
+    assert events == []
+
+
+def test_help_names_the_exit_code_of_rounds_that_are_lacking(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["track", "--help"]) == 0
+    assert f"Exit code {FatalError.exit_code}: the signal to end came" in " ".join(capsys.readouterr().out.split())

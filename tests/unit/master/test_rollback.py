@@ -8,7 +8,7 @@ from support.master_bench import LEASED, Bench, Unanswered
 from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.master.state.ledger import Ledger
+from dips.master.state.ledger import Ledger, push_from_json
 
 V0, V1, V2 = Version(1, 0), Version(1, 1), Version(1, 2)
 
@@ -48,6 +48,19 @@ def test_what_the_lost_versions_merged_is_rolled_back_and_training_goes_on_from_
     bench.push("b")
     assert (bench.status().published, bench.status().tokens) == (Version(2, 1), 200)
     assert bench.state.shared.ledger.origin is None
+
+
+def test_a_cluster_whose_last_push_is_in_the_version_gone_back_to_keeps_it() -> None:
+    bench = at(1, "a", "b")
+    kept = bench.clusters["b"].push_id
+    bench.leave("b")
+    lost = bench.push("a")
+    bench.slaves[0].come_back_without(V2)
+    (record,) = bench.entries("ROLLBACK")
+    assert [push_from_json(push) for push in record["rolled_back"]] == [lost]
+    known = bench.state.shared.ledger.clusters["b"].last_verdict
+    assert known is not None
+    assert (known.push, known.kind) == (kept, m.VerdictKind.APPLIED)
 
 
 def test_what_was_lent_is_free_again_and_undecided_pushes_are_aborted_with_the_reason() -> None:

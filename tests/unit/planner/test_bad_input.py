@@ -136,8 +136,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def first_time(*pair: object) -> Callable[[Any], object]:
-    return lambda plan: plan["timeline"][0].__setitem__(0, pair)
+def first_time(*pair: object, device: int = 0) -> Callable[[Any], object]:
+    return lambda plan: plan["timeline"][device].__setitem__(0, pair)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +149,7 @@ def first_time(*pair: object) -> Callable[[Any], object]:
         (first_time(0, float("inf")), "is not a plan.json (OverflowError"),
         (first_time(500, 1), "timeline of device 0 goes back in time"),
         (first_time(-5, 1), "timeline of device 0 goes back in time"),
+        (first_time(500, 1, device=1), "timeline of device 1 goes back in time"),
         (lambda plan: plan["timeline"][0].pop(), "timeline and schedule have unequal lengths"),
         (lambda plan: plan["schedule"]["orders"].__setitem__(0, "0F0,zz"), "column 2: 'zz' is not an operation"),
         (lambda plan: plan.update(timeline=[[[0, 0]] * len(row) for row in plan["timeline"]]), "no time"),

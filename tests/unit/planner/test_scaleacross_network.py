@@ -36,8 +36,8 @@ def test_near_buildings(topology: Topology) -> None:
 
 @pytest.mark.parametrize(
     ("km", "oversubscription", "queue_pairs", "use"),
-    [(9, 1, 1, "packet spraying"), (40, 1, 4, "ECMP"), (40, 4, 4, "packet spraying"), (200, 16, 4, "ECMP"),
-     (200, 16, 8, "packet spraying"), (200, 1, 8, "ECMP")],
+    [(9, 1, 1, "packet spraying"), (40, 1, 4, "ECMP"), (40, 4, 2, "packet spraying"), (200, 16, 4, "ECMP"),
+     (200, 16, 5, "packet spraying"), (200, 1, 8, "ECMP")],
 )  # fmt: skip
 def test_load_balancing(topology: Topology, km: float, oversubscription: float, queue_pairs: int, use: str) -> None:
     assert used(topology, oversubscription, km, queue_pairs)[0] == use

@@ -29,7 +29,11 @@ def test_every_way_is_told_once(found: Tradeoff) -> None:
     assert {split.microbatches * split.data for split in ways} == {64}
     spans = [choice.best.iteration_s for choice in found.choices]
     assert spans == sorted(spans)
-    assert all(0 < choice.memory_used <= 1 for choice in found.choices)
+    for choice in found.choices:
+        states, held, limits = choice.best.state_bytes, choice.best.activation_bytes, choice.best.limit_bytes
+        room = [(state + limit) * choice.memory_used for state, limit in zip(states, limits, strict=True)]
+        assert all(state + more <= most * 1.0001 for state, more, most in zip(states, held, room, strict=True))
+        assert 0 < choice.memory_used <= 1
     assert all(no.why for no in found.impossible)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from dips.cli import main
 from dips.core.errors import ConfigError, RetryLater
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
@@ -416,3 +417,60 @@ def test_a_place_that_cannot_be_a_store_is_one_sentence(url: str, says: str, mon
     with pytest.raises(ConfigError, match=says) as told:
         object_store.open_store(url)
     assert "secret" not in str(told.value)
+
+
+# ---- the commands ----
+
+URL = MemoryObjects.url
+
+
+def test_the_commands_send_what_all_hold_and_put_it_where_it_belongs(
+    tmp_path: Path, objects: MemoryObjects, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dips.cli.backup.open_store", lambda url: objects)
+    for v in (1, 2):
+        write(tmp_path / "run", v)
+    assert main.run(["backup", str(tmp_path / "run"), "--to", URL, "--once"]) == 0
+    assert "version 1:2 is in" in capsys.readouterr().out
+    to, alone = tmp_path / "to", tmp_path / "alone"
+    assert main.run(["restore", str(to), "--from", URL]) == 2, "the directory of no run"
+    to.mkdir()
+    (to / "run.json").write_text("{}")
+    for said in ("is restored", "was there already"):
+        assert main.run(["restore", str(to), "--from", URL]) == 0
+        assert capsys.readouterr().out.count(said) == len(SLAVES)
+    for slave in SLAVES:
+        assert_holds(to / "slaves" / slave, slave, 2)
+    of_one = ["restore", str(alone), "--from", URL, "--slave", "s1", "--run", "mine", "--version", "1:2"]
+    assert main.run(of_one) == 0
+    assert "on the hosts of s0 the same is needed: --slave NAME --version 1:2" in capsys.readouterr().out
+    assert_holds(alone, "s1", 2)
+    for other in (["--run", "other"], ["--version", "1:1"], ["--slave", "s7"]):
+        assert main.run([*of_one, *other]) == 2
+    torn = next(name for name in objects.held if name.endswith("s0.json"))
+    del objects.held[torn]
+    assert main.run(["restore", str(to), "--from", URL]) == 2
+
+
+@pytest.mark.parametrize(("answer", "code"), [(None, 0), (RetryLater("away"), 0), (ConfigError("no such bucket"), 2)])
+def test_a_copier_begins_in_the_background_of_the_run_unless_its_store_says_that_it_is_wrong(
+    tmp_path: Path, objects: MemoryObjects, monkeypatch: pytest.MonkeyPatch, answer: Exception | None, code: int
+) -> None:
+    def sizes(prefix: str) -> dict[str, int]:
+        if answer is not None:
+            raise answer
+        return {}
+
+    def be_nice(more: int) -> int:
+        nice.append(nice[-1] + more)
+        return nice[-1]
+
+    looks: list[list[Path]] = []
+    nice = [5]
+    monkeypatch.setattr(objects, "sizes", sizes)
+    monkeypatch.setattr("dips.cli.backup.open_store", lambda url: objects)
+    monkeypatch.setattr("os.nice", be_nice)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    monkeypatch.setattr(Copier, "look_for_ever", lambda self, directories: looks.append(directories))
+    assert main.run(["backup", str(tmp_path), "--to", URL]) == code
+    assert (looks, nice[-1]) == (([[tmp_path]], 19) if code == 0 else ([], 5))

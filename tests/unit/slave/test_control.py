@@ -205,6 +205,31 @@ async def test_a_master_that_sends_nothing_is_left_after_a_while(monkeypatch: py
         assert played.shell.ends()[0] == "no command was received for 0.001 s after hello"
 
 
+async def test_a_master_that_is_away_is_tried_ever_less_often_until_it_has_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits_s, at_once = list[float](), asyncio.sleep
+
+    async def note_pause(wait_s: float) -> None:
+        waits_s.append(wait_s)
+        await at_once(0)
+
+    monkeypatch.setattr(module, "FIRST_WAIT_S", 1.0)
+    monkeypatch.setattr(module, "LONGEST_WAIT_S", 4.0)
+    monkeypatch.setattr("dips.slave.control.random.uniform", lambda least, most: most)
+    monkeypatch.setattr("dips.slave.control.asyncio.sleep", note_pause)
+    async with master(monkeypatch) as played:
+        for _ in range(3):
+            (await played.stream()).say(FailedCall(grpc.StatusCode.UNAVAILABLE, "gone"))
+        answered = await played.stream()
+        answered.say(welcome(1))
+        await answered.hear(Promised)
+        answered.say(grpc.aio.EOF)
+        (await played.stream()).say(FailedCall(grpc.StatusCode.UNAVAILABLE, "gone"))
+        await played.stream()
+    assert waits_s == [2.0, 4.0, 4.0, 1.0, 2.0]
+
+
 FOR_GOOD = (
     *(RefusalCode.PROTOCOL_VERSION, RefusalCode.RUN_ID, RefusalCode.NOT_LOOPBACK, RefusalCode.IDENTITY),
     *(RefusalCode.KEY, RefusalCode.CONFIG, RefusalCode.UNKNOWN_NAME, RefusalCode.NAME_TAKEN),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,43 @@ def test_blocks_are_not_taken_from_another_machine_without_keys(ring: Ring, disk
     assert ring.infos() == ()
 
 
+def refused_by_s1(code: RefusalCode) -> PullTransfer:
+    transfer = PullTransfer({"s1": [Chunk(0, 0, 1024)]}, None, settings_of_moves(1024), 0.0)
+    (ask,) = (action for action in transfer.actions(0.0) if isinstance(action, SlaveRequest))
+    transfer.refused(ask.slave, ask.request, Refusal(code, "not here"), 0.1)
+    return transfer
+
+
+@pytest.mark.parametrize(
+    ("transfer", "ends_with"),
+    [
+        (SimpleNamespace(failure=None, done=True), None),
+        (SimpleNamespace(failure=None, done=False), RefusalCode.BUSY),  # it was cancelled
+        (refused_by_s1(RefusalCode.VERSION_GONE), RefusalCode.VERSION_GONE),
+    ],
+)
+def test_blocks_of_another_slave_are_fetched_and_sealed_if_all_of_them_come(
+    ring: Ring, disk: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, transfer: Any, ends_with: RefusalCode | None
+) -> None:
+    def carry(*given: Any, momentum: bool) -> Any:
+        _, _, into, source, block, version = given[:6]
+        assert (source, version) == ("s1", V0)
+        into[:] = (MOMENTUM if momentum else THETA)[block.start_elem : block.start_elem + block.n_elems]
+        return transfer
+
+    monkeypatch.setattr("dips.slave.mover.carry_block", carry)
+    there = replace(HERE, slaves=(SlaveAddress("s1", "tcp://127.0.0.1:1"),))
+    moves = mover_of(ring, disk, replace(MOVE, sources=there))
+    if ends_with is not None:
+        with pytest.raises(Refused) as refused:
+            moves.run()
+        assert (refused.value.code, ring.infos()) == (ends_with, ())
+        return
+    found = np.empty((2, LAYOUT.n_elems), np.float32)
+    ring.load(moves.run(), *found)
+    np.testing.assert_array_equal(found, [THETA, MOMENTUM])
+
+
 @pytest.mark.parametrize(
     ("code", "ends_with"),
     [
@@ -93,9 +131,6 @@ def test_blocks_are_not_taken_from_another_machine_without_keys(ring: Ring, disk
 def test_a_move_whose_source_refuses_is_tried_again_unless_it_is_in_vain(
     code: RefusalCode, ends_with: RefusalCode
 ) -> None:
-    transfer = PullTransfer({"s1": [Chunk(0, 0, 1024)]}, None, settings_of_moves(1024), 0.0)
-    (ask,) = (action for action in transfer.actions(0.0) if isinstance(action, SlaveRequest))
-    transfer.refused(ask.slave, ask.request, Refusal(code, "not here"), 0.1)
-    refused = given_up(transfer)
+    refused = given_up(refused_by_s1(code))
     assert (refused.code, refused.retry_after_s > 0) == (ends_with, ends_with is RefusalCode.BUSY)
     assert "not here" in refused.sentence

@@ -446,7 +446,9 @@ async def test_what_the_machine_wants_of_link_and_keys_is_done(tmp_path: Path) -
         assert refused.value.code is RefusalCode.PROTOCOL_VERSION
 
 
-async def test_refused_messages_and_connections_are_on_the_tape_once_a_beat(tmp_path: Path) -> None:
+async def test_refused_messages_and_connections_are_on_the_tape_once_a_beat_and_each_reason_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with slave_on(tmp_path) as slave:
         slave.shell.note_refusals()
         for total in (3, 3, 7):
@@ -460,3 +462,5 @@ async def test_refused_messages_and_connections_are_on_the_tape_once_a_beat(tmp_
             ("refused_connection", 4, 8, "no key"),
             ("refused_chunk", 4, 7, "a wrong chunk"),
         ]
+        logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert ["no key" in logged[0], "a wrong chunk" in logged[1], len(logged)] == [True, True, 2]

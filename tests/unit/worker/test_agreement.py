@@ -217,6 +217,8 @@ def test_marks_of_megatron_are_heeded_though_the_values_are_equal() -> None:
     marked = [held_again(each) for each in ranks]
     assert refused(*marked).startswith("parameter 'w' is marked as tensor_model_parallel, and ranks [0, 1] hold it as")
     assert len(whole(*marked, replicas=True)) == 2
+    marked[0].is_replica = True  # under DistributedDataParallel, and rank 1 is not
+    assert "is marked as tensor_model_parallel" in refused(*marked)
 
 
 def held_again(known: Held) -> Held:

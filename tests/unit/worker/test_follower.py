@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,9 @@ from support.manual_clock import ManualClock
 from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter, PublishedModel
-from dips.core.messages import StatusReply
+from dips.core.messages import Settings, StatusReply
+from dips.core.net.security import INSECURE
+from dips.worker import reader
 from dips.worker.reader import Follower
 
 LAYOUT = Layout((Parameter("w", (2,), "float32", "w"),))
@@ -189,3 +192,39 @@ def test_waiting_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "dips.worker.reader"):
         follow(Run(status(v(0)), away, away, away, status(v(0), stopped=True)))
     assert [r.message for r in caplog.records] == ["waiting for the run: no process answers"]
+
+
+@pytest.mark.parametrize(
+    ("pull_wire", "held", "bases"),
+    [
+        ("int8", None, [None, v(0), v(1)]),
+        ("int8", v(0), [v(0), v(1)]),
+        ("float32", None, [None, None, None]),  # whole ones: what is held only takes memory
+    ],
+)
+def test_each_version_is_fetched_over_the_one_before_where_the_run_publishes_differences(
+    monkeypatch: pytest.MonkeyPatch, pull_wire: str, held: Version | None, bases: list[Version | None]
+) -> None:
+    run, fetched_over, used = Run(status(v(0)), status(v(1)), status(v(2), True)), [], []
+
+    class Watch(contextlib.nullcontext["Watch"]):
+        def __init__(self, *given: object) -> None:
+            super().__init__(self)
+            assert given == ("m:1", "run", reader.CALL_DEADLINE_S, INSECURE)
+
+        def status(self) -> StatusReply:
+            return replace(run.status(), settings=Settings(pull_wire=pull_wire))
+
+    def fetch(*given: object, version: Version | None, base: PublishedModel | None, **_: object) -> PublishedModel:
+        assert given == ("m:1", "run", "me", INSECURE)
+        fetched_over.append(None if base is None else base.version)
+        return run.fetch(version)
+
+    monkeypatch.setattr(reader, "RunWatch", Watch)
+    monkeypatch.setattr(reader, "fetch_version", fetch)
+    reader.follow_run(
+        "m:1", "run", "me", INSECURE, lambda fetched, again: used.append(fetched.version), lambda seconds: False,
+        patience_s=20.0, held=None if held is None else published(held),
+    )  # fmt: skip
+    assert fetched_over == bases
+    assert used == ([v(0)] if held is None else []) + [v(1), v(2)]

@@ -77,6 +77,7 @@ def test_tokens_and_losses_of_accumulated_batches_are_one_steps_and_saves_are_la
     trainer.model(input_ids=batch(99.0))  # an evaluation counts nothing
     trainer.model.train()
     trainer.step(batch(2.5), saves=True)
+    assert labels(tmp_path) == ["step 2"], "before the Trainer saves its own"
     trainer.tell("save")
     trainer.step(batch(1.0), batch(1.5), items=4)  # shares of one loss, which add up
     trainer.tell("log", logs={"loss": 77.0})
@@ -93,6 +94,20 @@ def test_tokens_and_losses_of_accumulated_batches_are_one_steps_and_saves_are_la
     assert (trainer.callback.sync, len(run.leaves)) == (None, 1)
     assert not trainer.model._forward_hooks
     assert not trainer.model._forward_pre_hooks
+
+
+def test_without_a_master_the_model_trains_alone(
+    run: RunInMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DIPS_MASTER", raising=False)
+    trainer = Trainer(run, tmp_path, loop={"master": None})
+    trainer.tell("train_begin")
+    trainer.step(batch(1.0), saves=True)
+    for event in ("epoch_end", "save", "train_end"):
+        trainer.tell(event)
+    trainer.tell("log", logs={"loss": 1.0})
+    assert (trainer.callback.sync, trainer.control.should_training_stop) == (None, False)
+    assert (run.pushes, list(tmp_path.iterdir())) == ([], [])
 
 
 def test_a_trainer_that_begins_again_leaves_the_loop_before(run: RunInMemory, tmp_path: Path) -> None:

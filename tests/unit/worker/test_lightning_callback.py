@@ -89,6 +89,20 @@ def test_batches_of_a_step_count_together_and_a_checkpoint_has_its_label(run: Ru
         again.callback.close()
 
 
+def test_without_a_master_the_module_trains_alone(
+    run: RunInMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DIPS_MASTER", raising=False)
+    trainer = Trainer(run, tmp_path, {"master": None})
+    trainer.tell("train_start")
+    trainer.step(1.0, 3.0)
+    kept: dict[str, Any] = {}
+    trainer.tell("save_checkpoint", kept)
+    trainer.tell("train_end")
+    assert (trainer.callback.sync, trainer.own.should_stop, kept) == (None, False, {})
+    assert (run.pushes, list(tmp_path.iterdir())) == ([], [])
+
+
 def test_batches_and_steps_that_lightning_skips_are_not_counted(run: RunInMemory, tmp_path: Path) -> None:
     trainer = Trainer(run, tmp_path)
     trainer.tell("train_start")

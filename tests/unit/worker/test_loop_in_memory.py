@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from support.run_for_workers import F32, FlatModel, RefuseCall
 from support.run_in_memory import Failure, RunInMemory
-from support.trainer_models import Model
+from support.trainer_models import LENGTH, Model
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import dips
@@ -638,6 +638,19 @@ def test_a_step_without_any_gradient_is_none_and_told_once(run: RunInMemory, cap
         loop.steps(3)
     assert [(push.steps, push.tokens) for push in run.pushes] == [(4, 40)]
     assert sum("no parameter of the optimizer has a gradient" in record.message for record in caplog.records) == 1
+
+
+def test_a_step_that_counts_far_more_tokens_than_the_model_was_given_is_refused(run: RunInMemory) -> None:
+    loop = Loop(run, 0, replicas=False)
+    batch = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.long)}
+    with loop.sync as sync:
+        loop.model(**batch)
+        loop.steps(1)
+        sync.count(10**9)
+        loop.model(**batch)
+        with pytest.raises(ConfigError, match=f"counts 1000000000 tokens, .* the {2 * LENGTH} elements"):
+            loop.optimizer.step()
+        assert sync.steps == 1
 
 
 class Searching(torch.optim.SGD):

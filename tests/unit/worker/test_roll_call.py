@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from queue import SimpleQueue
 from time import monotonic
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from dips.core.errors import ConfigError, FatalError
-from dips.worker.parallel import ranks
+from dips.worker.parallel import ranks, roll_call
 from dips.worker.parallel.roll_call import ROLL_CALL_S, WORD_S, Attendance, wait_for_ranks
 
 
@@ -198,3 +199,21 @@ def test_a_meeting_that_lasts_names_the_ranks_that_are_missing_once(caplog: pyte
     assert [r.getMessage() for r in caplog.records] == ["rank 0 waits for rank 2 of this cluster to make a step"]
     here.attendance.over()
     assert here.attendance.look(0, begun_s + WORD_S + 9) == 0
+
+
+def test_a_rank_that_waits_in_a_meeting_says_so_and_for_whom_until_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "MEETS_AFTER_S", 0.001)
+    monkeypatch.setattr(roll_call, "WORD_S", 0.0)
+    store, late = HashStore(), SimpleQueue[Sequence[int]]()
+    attendance = Attendance(store, 0, 3)
+    attendance.late = late.put
+    attendance.begin()
+    assert late.get(timeout=60) == [1, 2]
+    store.set("meets/1/1", "")
+    assert late.get(timeout=60) == [2]
+    store.set("left/2", "")
+    assert late.get(timeout=60) == []
+    assert store.check(["meets/1/0"])
+    assert store.add("alive/0", 0) > 0
+    attendance.end()
+    assert store.check(["gone/0"])

@@ -64,7 +64,7 @@ def wait_of(patience: WaitPolicy, began_s: float, took_s: float) -> None:
 
 
 def test_the_bound_is_what_exchanges_took_and_some_headroom() -> None:
-    patience = WaitPolicy()
+    patience = WaitPolicy(answers_in_steps=False)
     for n in range(REMEMBERED):
         wait_of(patience, 100.0 * n, 1.0 + n / 100)
     usual_s = 1.0 + (REMEMBERED - 1 - (REMEMBERED - 1) // PASSED_OVER) / 100
@@ -74,7 +74,7 @@ def test_the_bound_is_what_exchanges_took_and_some_headroom() -> None:
 
 
 def test_a_few_long_waits_do_not_count_and_many_are_believed() -> None:
-    patience = WaitPolicy()
+    patience = WaitPolicy(answers_in_steps=False)
     for n in range(REMEMBERED):
         wait_of(patience, 100.0 * n, 1.0)
     for n in range((REMEMBERED - 1) // PASSED_OVER):
@@ -85,7 +85,7 @@ def test_a_few_long_waits_do_not_count_and_many_are_believed() -> None:
 
 
 def test_push_and_pull_are_one_wait() -> None:
-    patience = WaitPolicy()
+    patience = WaitPolicy(answers_in_steps=False)
     wait_of(patience, 0.0, 1.0)
     patience.enter(ExchangeStage.BEGIN, MEASURED, 100.0)
     patience.enter(ExchangeStage.PULL, MEASURED, 100.9)

@@ -137,8 +137,9 @@ def test_first_batches_have_one_digest_if_all_of_them_is_equal(model: Anything) 
     digest = digest_of(model, batches_of(1))
     assert digest
     assert digest == digest_of(Anything(), [*batches_of(1), *batches_of(3)]), "the first ones decide"
-    others = (batches_of(2), batches_of(1, torch.bfloat16), batches_of(1)[::-1])
-    assert len({digest, *(digest_of(Anything(), other) for other in others)}) == 4
+    turned = [{"x": batch["x"].view(5, 2)} for batch in batches_of(1)]
+    others = (batches_of(2), batches_of(1, torch.bfloat16), batches_of(1)[::-1], turned)
+    assert len({digest, *(digest_of(Anything(), other) for other in others)}) == 5
     assert digest_of(Anything(), batches_of(1)[1:]) == b"", "too few to tell"
     margin = torch.zeros(8, 5000)
     images = [torch.cat([margin, torch.full((8, 5000), float(i))], dim=1) for i in range(2)]

@@ -72,6 +72,9 @@ OPTIMIZERS: dict[str, Maker] = {
     "muon and adamw": muon_and_adamw,
     "of other shapes than its parameters": lambda net: [torch.optim.Adafactor(net.parameters(), lr=1e-2)],
     "with a state_dict() of its own": lambda net: [OwnAdamW(net.parameters(), lr=1e-2)],
+    "two, of which one has": lambda net: [OwnAdamW(group, lr=1e-2) if at else torch.optim.SGD(group, lr=1e-2)
+        for at, group in enumerate([[*net.parameters()][:2], [*net.parameters()][2:]])
+    ],
     "one that contains both": lambda net: [Both(muon_and_adamw(net))],
 }  # fmt: skip
 

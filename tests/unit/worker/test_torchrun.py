@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from argparse import Namespace
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 
+from dips.core.errors import FatalError
 from dips.worker.torchrun import exit_code, main
 
 
@@ -37,3 +41,22 @@ def test_for_srun_a_code_that_stops_a_job_is_higher_than_those_of_other_nodes(
 
     monkeypatch.setattr("torch.distributed.run.run", fails)
     assert main(arguments) == code
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "code"),
+    [
+        (None, 0),
+        (SignalException("told to end", signal.SIGTERM), 143),
+        (RendezvousError("the other nodes are gone"), FatalError.exit_code),
+    ],
+)
+def test_a_node_that_is_told_to_end_or_loses_the_others_says_so_with_its_code(
+    monkeypatch: pytest.MonkeyPatch, ended_by: Exception | None, code: int
+) -> None:
+    def run(parsed: Namespace) -> None:
+        if ended_by is not None:
+            raise ended_by
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    assert main(["x.py"]) == code

@@ -19,7 +19,7 @@ from dips.worker import metrics
 from dips.worker.link_counts import LinkCounts, TransferDirection
 from dips.worker.pace import StepTimer
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import Done, Failed, Run, SendPush
+from dips.worker.state.effects import Cancel, Done, Failed, Run, SendPush
 from dips.worker.state.shared import SessionConfig
 from dips.worker.state.tape import BaseStale
 
@@ -66,6 +66,9 @@ def test_calls_and_transfers_are_counted(counts: metrics.Counts) -> None:
         Failed(4, "once more"),
     ):
         counts.took(event)
+    counts.gave(Run(5, call, ""))
+    counts.gave(Cancel(5))
+    counts.took(Failed(5, "it is not wanted any longer"))
     found = scraped(counts.view(session(), StepTimer()), counts)
     assert [found["calls_total", result] for result in ("done", "refused", "failed")] == [1, 1, 1]
     assert [found["refused_calls_total", code] for code in ("BUSY", "FENCED", "STALE_EPOCH")] == [1, 0, 0]

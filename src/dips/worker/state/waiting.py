@@ -199,7 +199,7 @@ RULES: Mapping[str, Mapping[ExchangeStage, Wait]] = {
 class WaitPolicy:
     """Keeps until when the training loop waits."""
 
-    def __init__(self, *, answers_in_steps: bool = False) -> None:
+    def __init__(self, *, answers_in_steps: bool) -> None:
         self.until_s = -math.inf
         self._in_steps = answers_in_steps
         self._at: tuple[ExchangeStage, float] | None = None
