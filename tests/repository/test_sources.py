@@ -9,8 +9,12 @@ from support.repository import ROOT, texts
 
 # What only its author understands: places on one machine, numbers of a tracker, notes to self, documents elsewhere.
 PRIVATE = re.compile(
-    r"(?<![\w.])/(?:home|root|Users|work|mnt)/\w|\bissues? #?\d|\bTO" r"DO\b|\bFIX" r"ME\b|\bXX" r"X\b"
-    r"|(?<!/)\b(?:DESIGN|STYLE|TEST" r"ING)\.md\b"  # with a slash before it, another project's
+    r"(?<![\w.])/(?:home|root|Users|work|mnt)/\w|\bissues? #?\d|\bTO"
+    r"DO\b|\bFIX"
+    r"ME\b|\bXX"
+    r"X\b"
+    r"|(?<!/)\b(?:DESIGN|STYLE|TEST"
+    r"ING)\.md\b"  # with a slash before it, another project's
 )
 
 
