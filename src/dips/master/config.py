@@ -8,8 +8,9 @@ and from measurements during the run. The conditions between them are in core/as
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -335,8 +336,14 @@ class MasterConfig(ProcessKnobs):
             encrypted=self.keys is not None,
             token_ratio_max=self.token_ratio_max,
             grace_sliding=self.grace == "sliding",
-            presets={name: (self._settings(name), self._penalty(name)) for name in names},
+            presets={name: (self._other_settings(name, preset), self._penalty(name)) for name in names},
         )
+
+    def _other_settings(self, preset: str, chosen: str) -> dict[str, Any]:
+        """What this preset makes another value in the settings than the chosen one does."""
+        usual, others = self._settings(chosen), self._settings(preset)
+        values = ((field.name, getattr(usual, field.name), getattr(others, field.name)) for field in fields(usual))
+        return {name: value for name, usual_value, value in values if value != usual_value}
 
     def _settings(self, preset: str) -> Settings:
         penalty = self._penalty(preset)

@@ -51,7 +51,7 @@ def test_every_field_of_a_run_that_trains() -> None:
     bench.now_s += 1.0
     bench.pull("a")
     bench.lease("a", 100)
-    bench.beat("a", phase="TRAINING", steps=5, tokens_per_s=90.0, steps_per_s=2.0, loss=3.5, note="n", late_ranks=(0,))
+    bench.beat("a", phase="TRAINING", steps=20, tokens_per_s=90.0, steps_per_s=2.0, loss=3.5, note="n", late_ranks=(0,))
     bench.beat("b", phase="PULLING")
     slave = bench.slaves[0]
     slave.say(SlaveBeat(10, served_bytes=7, refused_chunks=2, resident_bytes=1000, refused_connections=1))
@@ -62,7 +62,7 @@ def test_every_field_of_a_run_that_trains() -> None:
     of_both = common | unmeasured | {"ranks": 1, "local_steps": 64, "stale": False, "aborted": 0}
     assert state["clusters"] == [
         of_both
-        | {"id": "a", "sign": "training", "phase": "training", "late_ranks": [0], "steps_per_s": 2.0, "steps": 5}
+        | {"id": "a", "sign": "training", "phase": "training", "late_ranks": [0], "steps_per_s": 2.0, "steps": 20}
         | {"tokens_per_s": 90.0, "loss": 3.5, "base": "1:1", "behind": 0, "tokens": 100, "applied": 1, "excluded": 0}
         | {"verdict": "applied", "reason": "", "norm": 0.5, "leased": 100, "note": "n"},
         of_both

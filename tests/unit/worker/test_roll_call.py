@@ -203,7 +203,7 @@ def test_a_meeting_that_lasts_names_the_ranks_that_are_missing_once(caplog: pyte
 
 def test_a_rank_that_waits_in_a_meeting_says_so_and_for_whom_until_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roll_call, "MEETS_AFTER_S", 0.001)
-    monkeypatch.setattr(roll_call, "WORD_S", 0.0)
+    monkeypatch.setattr(roll_call, "WORD_S", 0.001)  # no word before its own key is there
     store, late = HashStore(), SimpleQueue[Sequence[int]]()
     attendance = Attendance(store, 0, 3)
     attendance.late = late.put

@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.ids import PushId, SlaveId, Version
@@ -88,8 +89,8 @@ class RunConfig:
     token_ratio_max: float = 100.0  # a push that counts this many times the usual tokens for a step is refused
     # The window starts again with each push that is admitted to it, within pacing.longest_window_s().
     grace_sliding: bool = False
-    # Where the settings name no preset: what each preset would make of them.
-    presets: Mapping[str, tuple[Settings, PenaltyConfig]] = field(default_factory=dict, compare=False)
+    # Where the settings name no preset: what is another value in `settings` with each preset, and its penalty.
+    presets: Mapping[str, tuple[Mapping[str, Any], PenaltyConfig]] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         # `settings` has these too, so that what all processes receive agrees with what this one does.
@@ -112,8 +113,8 @@ class RunConfig:
                 f"run {self.run_id} was begun with preset {name!r}, which this release does not have",
                 "use the release that began it, or name a preset",
             )
-        settings, penalty = self.presets[name]
-        return replace(self, settings=settings, penalty=penalty)
+        others, penalty = self.presets[name]
+        return replace(self, settings=replace(self.settings, **others), penalty=penalty)
 
     @property
     def evict_after_s(self) -> float:
