@@ -75,7 +75,7 @@ def test_a_run_that_its_clusters_left_goes_on_and_a_stopped_one_only_when_that_i
         assert asked.returncode == 0, asked.stderr
         may_end.touch()
         assert ended(up, log) == 0, log.read_text()
-    assert "run mine ended at version" in log.read_text()
+    assert "run mine ended before its first version" in log.read_text()
     refused = dips("up", file)
     assert refused.returncode == 2
     assert "give `dips up` --extend to continue it" in refused.stderr

@@ -52,6 +52,9 @@ class Processes(live.Run):
         until(look, f"version {v}", lambda: "\n".join(self.log(name)[-1500:] for name in self._running))
 
     def stop_run(self, *clusters: str) -> None:
+        """Stop the run, and wait for these clusters, once each has a verdict: the others may have made all versions."""
+        for name in clusters:
+            self.until(name, lambda name=name: bool(self.records(name, "verdict")), "a verdict")  # type: ignore[misc]
         with OperatorClient(self.address, security=INSECURE) as client:
             client.stop("the test has seen what it wants")
         for name in clusters:
