@@ -315,7 +315,6 @@ class MasterConfig(ProcessKnobs):
     def to_run_config(self) -> RunConfig:
         """The settings for the state machines."""
         times, preset = self.times(), self.preset or DEFAULT_PRESET
-        names = () if self.preset else PRESET_NAMES
         return RunConfig(
             run_id=self.run_id,
             n_slaves=self.slaves,
@@ -336,14 +335,17 @@ class MasterConfig(ProcessKnobs):
             encrypted=self.keys is not None,
             token_ratio_max=self.token_ratio_max,
             grace_sliding=self.grace == "sliding",
-            presets={name: (self._other_settings(name, preset), self._penalty(name)) for name in names},
+            presets=self._presets() if self.preset is None else {},
         )
 
-    def _other_settings(self, preset: str, chosen: str) -> dict[str, Any]:
-        """What this preset makes another value in the settings than the chosen one does."""
-        usual, others = self._settings(chosen), self._settings(preset)
-        values = ((field.name, getattr(usual, field.name), getattr(others, field.name)) for field in fields(usual))
-        return {name: value for name, usual_value, value in values if value != usual_value}
+    def _presets(self) -> dict[str, tuple[dict[str, Any], PenaltyConfig]]:
+        """What each preset makes of the settings that presets decide, and of the penalty."""
+        made = {name: self._settings(name) for name in PRESET_NAMES}
+        decided = [f.name for f in fields(Settings) if len({getattr(each, f.name) for each in made.values()}) > 1]
+        return {
+            name: ({field: getattr(settings, field) for field in decided}, self._penalty(name))
+            for name, settings in made.items()
+        }
 
     def _settings(self, preset: str) -> Settings:
         penalty = self._penalty(preset)

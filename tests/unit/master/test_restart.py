@@ -242,6 +242,19 @@ def test_a_run_of_an_older_release_keeps_the_default_of_its_time(rebuilt: bool) 
     assert next_round(bench) == ("dynamic", STEP["dynamic"])
 
 
+def test_a_journal_that_is_an_old_copy_takes_the_preset_of_the_newer_history() -> None:
+    """Its own is taken first: what the first one decided is decided again, also where the second is the default."""
+    bench = begun_with("dynamic")
+    old_copy = bench.snapshot
+    bench.config = with_preset("steady")
+    bench.restart()
+    assert next_round(bench) == ("steady", STEP["steady"])
+    bench.config = with_preset(None)
+    bench.restart(old_copy)
+    assert bench.entries("ADOPT")
+    assert next_round(bench) == ("steady", STEP["steady"])
+
+
 def test_a_named_rate_holds_whatever_preset_the_run_has() -> None:
     bench = begun_with("dynamic")
     named = MasterConfig(run_id="test", directory=Path("x"), slaves=2, outer_lr=0.5, outer_momentum=0.3)

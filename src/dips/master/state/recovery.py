@@ -322,7 +322,7 @@ class Recovery:
             return False
         snapshots = self._snapshots(slaves)
         if not snapshots and shared.ledger.placement is None:
-            # Its slaves may be yet to come: a new run under this name would be a second history beside theirs.
+            # Its slaves may be yet to come: a new run under this name would be a second history of one run.
             state.words = (
                 "no slave that is here holds a version: start the slaves that hold this run, or, if it had no version "
                 "yet, start the master again without --rebuild"

@@ -89,7 +89,7 @@ class RunConfig:
     token_ratio_max: float = 100.0  # a push that counts this many times the usual tokens for a step is refused
     # The window starts again with each push that is admitted to it, within pacing.longest_window_s().
     grace_sliding: bool = False
-    # Where the settings name no preset: what is another value in `settings` with each preset, and its penalty.
+    # Where the settings name no preset: what each preset makes of the settings that presets decide, and its penalty.
     presets: Mapping[str, tuple[Mapping[str, Any], PenaltyConfig]] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -113,8 +113,8 @@ class RunConfig:
                 f"run {self.run_id} was begun with preset {name!r}, which this release does not have",
                 "use the release that began it, or name a preset",
             )
-        others, penalty = self.presets[name]
-        return replace(self, settings=replace(self.settings, **others), penalty=penalty)
+        decided, penalty = self.presets[name]
+        return replace(self, settings=replace(self.settings, **decided), penalty=penalty)
 
     @property
     def evict_after_s(self) -> float:

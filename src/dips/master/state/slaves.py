@@ -287,8 +287,8 @@ class SlaveRegistry:
     def _all_places_taken(self, body: SlaveHello) -> bool:
         """Whether another slave may not attach.
 
-        A rebuild does not know the run's slaves. Beside n_slaves of any kind it accepts those that hold versions, so
-        that one that a RESHARD had removed takes no other's place.
+        A rebuild does not know the run's slaves. In addition to n_slaves of any kind it accepts those that hold
+        versions, so that one that a RESHARD had removed takes no other's place.
         """
         shared = self._shared
         holds_versions = any(info.committed for info in body.snapshots)
