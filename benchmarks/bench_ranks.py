@@ -308,20 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _table(setting: Mapping[str, object], rows: Sequence[Row]) -> str:
     lines = [", ".join(f"{key} {value}" for key, value in setting.items())]
-    head = (
-        "ranks",
-        "params",
-        "push s",
-        "faster",
-        "pull s",
-        "faster",
-        "alone MiB",
-        "added MiB",
-        "model MiB",
-        "goal MiB",
-        "private",
-        "goal",
-    )
+    head = "ranks,params,push s,faster,pull s,faster,alone MiB,added MiB,model MiB,goal MiB,private,goal".split(",")
     lines.append("".join(f"{name:>11}" for name in head))
     for row in rows:
         times = f"{row.push_s:>11.2f}{row.push_faster:>11.2f}{row.pull_s:>11.2f}{row.pull_faster:>11.2f}"
