@@ -49,7 +49,8 @@ def test_the_readme_is_typed_in_a_clone(tmp_path: Path) -> None:
         pytest.skip("this is no checkout: there is nothing to clone")
     shell = [block for block in blocks(README) if block.language in SHELL]
     [install] = [block for block in shell if block.text.startswith("git clone ADDRESS")]
-    clone_it, demo = install.text.replace("ADDRESS", str(ROOT)).splitlines()
+    clone_it, demo, tests = install.text.replace("ADDRESS", str(ROOT)).splitlines()
+    assert tests == "make test", "which .ci/run calls"
     typed(clone_it, tmp_path)
     clone = tmp_path / "di-ps"
     lend_what_is_installed(clone)
