@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -35,6 +36,20 @@ def make(width: int, n_layers: int, n_ranks: int) -> torch.nn.Module:
     for parameter in model.parameters():
         torch.nn.init.constant_(local(parameter), 0.5)
     return model
+
+
+class Adds(torch.optim.Optimizer):
+    """Its steps cost nothing and need no gradient."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                local(parameter).add_(1e-3)
+        return None
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -74,11 +89,9 @@ def main(rank: int, n_ranks: int, store: str, width: int, n_layers: int, n_steps
     if n_ranks > 1:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=n_ranks)
     model = make(width, n_layers, n_ranks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = Adds(model.parameters())
     with dips.DiLoCo(model, optimizer, tokens_per_step=1, steps=n_steps) as sync:
         while not sync.done:
-            for parameter in model.parameters():
-                local(parameter).add_(1e-3)
             optimizer.step()
     print(json.dumps({"resident": status_bytes("VmHWM"), "private": private.end()}), flush=True)
     if n_ranks > 1:
