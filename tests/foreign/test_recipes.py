@@ -71,6 +71,7 @@ def test_torchtitan_on_two_ranks_and_a_plain_process(tmp_path: Path) -> None:
     assert_three_facts(run, folders)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # what peft asks of transformers
 @pytest.mark.parametrize("lora", [True, False])
 def test_trl_with_a_lora_and_the_whole_model(tmp_path: Path, lora: bool) -> None:
     """With trl's own defaults: mixed precision, checkpointed activations, batches padded to their longest row."""
