@@ -27,7 +27,6 @@ VENV_STAMP := $(VENV)/.made
 TORCH_STAMP := $(VENV)/.installed-torch
 DEMO_STAMP := $(VENV)/.installed-demo
 DEV_STAMP := $(VENV)/.installed-dev
-FUZZ_STAMP := $(VENV)/.installed-fuzz
 FOREIGN_STAMP := $(VENV)/.installed-foreign
 INPUTS := pyproject.toml constraints.txt
 
@@ -93,7 +92,7 @@ model-check: $(DEV_STAMP)  ## visit every state of small runs, breadth first, in
 mutants: $(DEV_STAMP)  ## make small faults, one at a time, and see whether a unit test fails; ARGS="--sample 240 --seed 1"
 	PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
 
-fuzz: $(FUZZ_STAMP)  ## feed unexpected bytes to every decoder for MINUTES, and attack real processes
+fuzz: $(DEV_STAMP)  ## feed unexpected bytes to every decoder for MINUTES, and attack real processes
 	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(ARGS)
 
 soak: $(DEV_STAMP)  ## train twice, without faults and under many kills, for MINUTES, and compare the losses
@@ -206,11 +205,6 @@ $(DEMO_STAMP): $(TORCH_STAMP)
 	$(PIP) --editable '.[demo]'
 	$(COMPILE)
 	$(BIN)/dips warm-up
-	@touch $@
-
-# Coverage-guided fuzzing runs only where atheris can be installed; the rest needs nothing more.
-$(FUZZ_STAMP): $(DEV_STAMP)
-	@$(PIP) --editable '.[fuzz]' || echo "make fuzz: atheris cannot be installed here: no coverage-guided part" >&2
 	@touch $@
 
 # pyproject.toml says why timm and trackio are installed alone.

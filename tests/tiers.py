@@ -58,7 +58,6 @@ ON_DISK = "tests/unit/master/test_journal.py"
 
 OPTIONS: dict[str, tuple[str, ...]] = {"first": (), "landing": (), "long": ("--long",)}
 
-_PYTEST = (sys.executable, "-m", "pytest", "--require-passed", "-p", "no:cacheprovider")
 COMMANDS: dict[str, dict[str, tuple[str, ...]]] = {
     "first": {"the checks: make check": ("make", "check")},
     "landing": {

@@ -1,4 +1,4 @@
-"""A push and a pull of very much and of very many things: every byte arrives, once, in its place.
+"""A push and a pull of very much and of very many things: every byte arrives in its place.
 
 There is no round, so that memory is enough for a tensor of more than 4 GiB (`--long`).
 """
@@ -43,7 +43,7 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
         pytest.param(HUGE, id="4.3-GiB-tensor", marks=pytest.mark.long),
     ],
 )
-def test_what_is_pushed_is_there_once_and_comes_back(
+def test_what_is_pushed_is_there_and_comes_back(
     bulk: Bulk,
     context: zmq.Context[zmq.Socket[bytes]],
     monkeypatch: pytest.MonkeyPatch,
@@ -68,7 +68,7 @@ def test_what_is_pushed_is_there_once_and_comes_back(
         assert push.done, push.failure
         ((_, digest),) = digests_of(bulk.layout, ticket.placement, bulk.chunk_bytes, push.known())
         assert digest == digest_of_array(flat, bulk.layout.blocks, bulk.chunk_bytes)
-        assert (slave.received, slave.server.port.last_refusal, slave.digest) == (bulk.n_chunks, "", digest)
+        assert (slave.server.port.last_refusal, slave.digest) == ("", digest)
         assert slave.serve_what_was_pushed() == digest
 
         flat.fill(np.nan)

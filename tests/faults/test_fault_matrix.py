@@ -30,7 +30,7 @@ from support.fault_plan import (
     in_a_run,
     planned,
 )
-from support.fault_run import TALLY, FaultRun
+from support.fault_run import FaultRun
 from support.fork_server import ForkServer
 from support.waiting import given_up
 
@@ -108,9 +108,9 @@ def play(directory: Path, fork_server: ForkServer, segment: Segment) -> None:
             be_born(run, segment.births)
         run.began()
         for number, fault in enumerate(segment.faults, 1):
-            TALLY.add(fault.harm, endured(run, fault))
+            endured(run, fault)
             if number % JUDGED_EVERY == 0:
-                TALLY.judged(run.judged())
+                run.judged()
         end(run, segment.last)
     result = dips("verify", "--replay", directory)
     assert result.returncode == 0, f"dips verify: {result.stdout}\n{result.stderr}"
@@ -123,7 +123,6 @@ def be_born(run: FaultRun, harm: str) -> None:
     run.until(lambda: not missing_births(run, harm), f"a harm at birth never happened: {harm}")
     run.began()
     run.may_die.clear()
-    TALLY.outside(harm, sum(map(len, AT_BIRTH.values())))
 
 
 def missing_births(run: FaultRun, harm: str) -> set[str]:
@@ -140,7 +139,6 @@ def end(run: FaultRun, last: Fault | None) -> None:
     run.stop()
     if last is not None:
         assert_fired(run.fired(last.process), last)
-        TALLY.outside(last.harm)
 
 
 def assert_fired(lines: Sequence[str], fault: Fault) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from pathlib import Path
 
 import pytest
 from support.dips_command import dips
-from support.fault_run import CLUSTERS, NAMES, SLAVES, TALLY, FaultRun
+from support.fault_run import CLUSTERS, NAMES, SLAVES, FaultRun
 from support.fork_server import ForkServer
 
 from dips.local.authority import ensure_keys
@@ -37,12 +36,12 @@ def test_a_run_survives_its_kills(seed: int, fork_server: ForkServer, tmp_path: 
         for name in order:  # every process dies
             victims = {name, rng.choice(NAMES)} if rng.random() < TWO_SHARE else {name}
             run.wait(rng.uniform(0.0, MOMENT_S))
-            before, killed_s = run.incarnations(), time.time()
+            before = run.incarnations()
             for victim in victims:
                 run.will_end(victim)
                 run.children[victim].kill()
             away = {victim: before.get(victim) for victim in victims if victim in CLUSTERS}
-            TALLY.add("kill", run.recovered(killed_s, away))
+            run.recovered(away)
             run.healed()
         run.stop()
     done = dips("verify", "--replay", directory)

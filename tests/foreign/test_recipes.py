@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from support.byte_tokenizer import END, PAD, byte_tokenizer
 from support.dips_command import ROOT, dips, end_at_a_limit, operator_of
@@ -70,6 +71,7 @@ def test_torchtitan_on_two_ranks_and_a_plain_process(tmp_path: Path) -> None:
     assert_three_facts(run, folders)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # what peft asks of transformers
 @pytest.mark.parametrize("lora", [True, False])
 def test_trl_with_a_lora_and_the_whole_model(tmp_path: Path, lora: bool) -> None:
     """With trl's own defaults: mixed precision, checkpointed activations, batches padded to their longest row."""
@@ -91,6 +93,12 @@ def test_trl_with_a_lora_and_the_whole_model(tmp_path: Path, lora: bool) -> None
     with UpRun(tmp_path, programs, master=PATIENT + 'tk_max = "60k"') as run:
         run.until_end()
     assert_three_facts(run, folders)
+    if lora:
+        exported = dips("export", run.directory, "--to", tmp_path / "adapter")
+        assert exported.returncode == 0, exported.stderr
+        adapted = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(model), tmp_path / "adapter")
+        there, trained = adapted.state_dict(), load_file(folders["a"] / TRAINED)
+        assert all(torch.equal(tensor, there[name]) for name, tensor in trained.items())
 
 
 @pytest.mark.parametrize("recipe", ["hugging_face.py", "lightning_module.py", "accelerate_fsdp2.py"])

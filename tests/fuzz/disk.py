@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import base64
 import json
-import os
 import shutil
 import sqlite3
 import zlib
@@ -44,9 +43,6 @@ from dips.worker.torch_state import StateTreeError, flatten, unflatten
 from fuzz.mutate import NESTED, as_json, mutated, nearly
 from fuzz.target import Broken, Target
 
-SCRATCH = "DIPS_FUZZ_SCRATCH"
-"""Names the folder to use, for processes that end without cleaning up (libFuzzer's)."""
-
 N = 64
 INFO = SnapshotInfo(
     Version(1, 3), RoundId(1, 4), b"l" * 32, b"p" * 32, b"d" * 16, committed=True, commit_hash=b"c" * 32
@@ -57,8 +53,7 @@ INFO = SnapshotInfo(
 def scratch() -> Path:
     """A folder for files of this process, in memory where there is such a place; gone when the process ends."""
     memory = Path("/dev/shm")
-    given = os.environ.get(SCRATCH)
-    folder = Path(mkdtemp(prefix="dips-fuzz-", dir=given or (memory if memory.is_dir() else None)))
+    folder = Path(mkdtemp(prefix="dips-fuzz-", dir=memory if memory.is_dir() else None))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 

@@ -62,9 +62,6 @@ class Served:
     def operator(self) -> Any:
         return operator_pb2_grpc.OperatorStub(self.channel)
 
-    def raw(self, path: str) -> grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]:
-        return self.channel.unary_unary(path)
-
     def raw_stream(self, path: str) -> grpc.aio.StreamStreamMultiCallable[bytes, bytes]:
         return self.channel.stream_stream(path)
 

@@ -19,7 +19,6 @@ from dips.core.math.simd_numba import address, address_of, atomic_get, compiled
 from dips.core.net import zmq_numba
 
 Socket = zmq.Socket[bytes]
-Bytes = NDArray[np.uint8]
 Counter = NDArray[np.int64]
 
 

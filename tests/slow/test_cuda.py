@@ -32,7 +32,7 @@ def under_nccl(*kinds: str) -> list[Any]:
     return [pytest.param(kind, marks=NEEDS_TWO) for kind in kinds]
 
 
-COPIED = ["fsdp2", "fsdp2-unsharded", "tp2", "pp2", "interleaved2", "ep2", "masters2", "narrow", "masters"]
+COPIED = ["fsdp2", "fsdp2-unsharded", "tp2", "pp2", "interleaved2", "ep2", "masters2", "narrow"]
 
 
 @pytest.fixture

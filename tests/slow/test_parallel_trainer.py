@@ -139,3 +139,25 @@ def test_other_ranks_make_the_same_steps_after_a_kill(
 ) -> None:
     rounding = ROUNDING if before or after else 0.0
     check_resumption(processes, address, tmp_path, before, after, rounding=rounding)
+
+
+MUON: dict[str, Any] = {"inner_optimizer": "muon"}
+BFLOAT16_ROUNDING = 1e-3
+"""Of a loss after some steps, whose products in bfloat16 are summed in the order of the processor at hand."""
+
+
+@pytest.mark.parametrize("kind", [long("pipeline=2"), "fsdp=2,tensor=2"])
+def test_ranks_that_cut_the_matrices_of_muon_have_one_processs_losses(
+    processes: Processes, tmp_path: Path, kind: str
+) -> None:
+    """Muon needs whole matrices."""
+    expected = losses_of_one(tmp_path, **MUON)
+    cut = losses(processes, start_alone(processes, kind, **MUON))
+    assert cut == pytest.approx(expected, rel=BFLOAT16_ROUNDING)
+
+
+@pytest.mark.parametrize(("before", "after", "rounding"), [("", "", 0.0), ("fsdp=2", "tensor=2", BFLOAT16_ROUNDING)])
+def test_other_ranks_go_on_from_the_state_of_muon(
+    processes: Processes, address: str, tmp_path: Path, before: str, after: str, rounding: float
+) -> None:
+    check_resumption(processes, address, tmp_path, before, after, rounding=rounding, **MUON)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -21,11 +21,8 @@ from dips.core.net.transfer import TransferSettings
 from dips.core.placement import Placement
 from dips.slave import serve_numba
 from dips.slave.calculation import chunk_checksums
-from dips.slave.data_port import Answer
 from dips.slave.data_server import DataServer
-from dips.slave.landing import LandingJob
 from dips.slave.memory import ThetaBuffer
-from dips.slave.serve_numba import N_SERVED
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
 
@@ -56,10 +53,6 @@ class Bulk:
     def n_elems(self) -> int:
         return self.n_tensors * self.tensor_elems
 
-    @property
-    def n_chunks(self) -> int:
-        return sum(-(-block.n_bytes // self.chunk_bytes) for block in self.layout.blocks)
-
     def placement(self, endpoint: str) -> PlacementSpec:
         placed = Placement((SlaveId(SLAVE),), tuple(0 for _ in self.layout.blocks))
         return PlacementSpec((SlaveAddress(SLAVE, endpoint),), placed.slave_of_block, placed.placement_hash)
@@ -82,36 +75,16 @@ class Bulk:
 
 
 class BulkPort:
-    """A data server for one push, which counts the chunks that came, whatever became of them. Use as a context."""
+    """A data server for one push. Use as a context."""
 
     def __init__(self, bulk: Bulk) -> None:
         outer_numba.warm_up()
         serve_numba.warm_up()
         self._bulk, self._blocks = bulk, bulk.layout.blocks
         self._rows = allocator.zeros(1, bulk.n_elems)
-        self.digest, self.received = b"", 0
+        self.digest = b""
         self.crashed: list[BaseException] = []
         self.server = DataServer("127.0.0.1", 0, RUN, bulk.chunk_bytes, self._note, self.crashed.append)
-        self._count_messages()
-
-    def _count_messages(self) -> None:
-        port, loop = self.server.port, self.server._loop
-        begin_here = port.begin
-
-        def begin(frames: Sequence[memoryview], peer: bytes = b"", user: str = "") -> Answer | LandingJob | None:
-            self.received += len(frames) > 1
-            return begin_here(frames, peer, user)
-
-        port.begin = begin  # type: ignore[method-assign]
-        assert loop is not None
-        serve_compiled = loop.serve
-
-        def serve(until_s: float, refresh_s: float) -> int:
-            why = serve_compiled(until_s, refresh_s)
-            self.received += int(loop._told[N_SERVED])
-            return why
-
-        loop.serve = serve  # type: ignore[method-assign]
 
     def _note(self, staged: PushStaged) -> None:
         self.digest = staged.digest

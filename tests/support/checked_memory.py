@@ -355,32 +355,19 @@ def _intrinsics(memory: Memory) -> dict[Any, Callable[..., Any]]:
 class Guarded:
     """A buffer of n_bytes between two forbidden pages: ends at the second, or begins behind the first."""
 
-    def __init__(self, n_bytes: int, *, at_end: bool = True, writable: bool = True) -> None:
+    def __init__(self, n_bytes: int, *, at_end: bool = True) -> None:
         page = mmap.PAGESIZE
         n_pages = max(1, -(-n_bytes // page))
         self._mapping = mmap.mmap(-1, (n_pages + 2) * page)
         whole = np.frombuffer(self._mapping, np.uint8)
         first = page + (n_pages * page - n_bytes if at_end else 0)
         self.bytes = whole[first : first + n_bytes]
-        self._start = simd_numba.address(whole)
-        _protect(self._start, page, 0)
-        _protect(self._start + (n_pages + 1) * page, page, 0)
-        self._inside = (self._start + page, n_pages * page)
-        if not writable:
-            self.seal()
-
-    def seal(self) -> None:
-        _protect(*self._inside, mmap.PROT_READ)
+        start = simd_numba.address(whole)
+        _forbid(start, page)
+        _forbid(start + (n_pages + 1) * page, page)
 
     def array(self, dtype: type) -> NDArray[Any]:
         return self.bytes.view(dtype)
-
-
-def guarded(data: bytes, *, at_end: bool = True) -> NDArray[np.uint8]:
-    buffer = Guarded(len(data), at_end=at_end)
-    buffer.bytes[:] = np.frombuffer(data, np.uint8)
-    buffer.seal()
-    return buffer.bytes
 
 
 def in_guards(array: NDArray[Any]) -> NDArray[Any]:
@@ -389,8 +376,8 @@ def in_guards(array: NDArray[Any]) -> NDArray[Any]:
     return copy
 
 
-def _protect(start: int, n_bytes: int, access: int) -> None:
-    if _libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(n_bytes), access) != 0:
+def _forbid(start: int, n_bytes: int) -> None:
+    if _libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(n_bytes), 0) != 0:
         raise OSError(ctypes.get_errno(), "mprotect")
 
 

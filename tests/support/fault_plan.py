@@ -75,16 +75,6 @@ ARROWS: tuple[str, ...] = (
 )
 """Arrows of state machines that every run passes, or is easily brought to; the rest belong to the simulation."""
 
-PHASE_OF_FAILPOINT: Mapping[str, str] = {
-    **{name: name.split(".")[1] for name in ARROWS if name.startswith("round.")},
-    "slave_shard.READY.measure": "MEASURE",
-    "slave_shard.MEASURING.done": "MEASURE",
-    "slave_shard.PREPARING.done": "PREPARE",
-    "slave_shard.PREPARED.commit": "COMMIT",
-    "slave_shard.COMMITTING.done": "COMMIT",
-}
-"""Known without looking at the time. (A file's time, by which others are placed, is a few milliseconds coarse.)"""
-
 ARROW_HARMS = ("crash", "stop", "sleep")
 
 
@@ -225,8 +215,8 @@ def births(harm: str) -> dict[str, list[str]]:
     return plan
 
 
-def endured(run: FaultRun, fault: Fault) -> str:
-    """Arm, bring the run there, wait until it is over and the run has healed; the phase in which it fell."""
+def endured(run: FaultRun, fault: Fault) -> None:
+    """Arm, bring the run there, wait until it is over and the run has healed."""
     incarnations = run.incarnations()
     run.stopped_s = (STOPPED_S, BRIEFLY_S)[len(fault.point) % 2]
     run.may_die.add(fault.process)
@@ -234,23 +224,23 @@ def endured(run: FaultRun, fault: Fault) -> str:
     run.arm(fault.process, fault.spec)
     woken = run.woken[fault.process]
     pid = _bring_there(run, fault)
-    fired_s = run.fired_at_s(fault.process)
     match fault.harm:
         case "crash":
             run.until(lambda: run.children[fault.process].pid != pid, f"{fault}: it did not die")
         case "stop":
             run.until(lambda: run.woken[fault.process] > woken, f"{fault}: it did not stop")
         case _:
-            over_s = fired_s + (SLEEP_S if fault.harm == "sleep" else SETTLE_S[role_of(fault.point)])
+            over_s = run.fired_at_s(fault.process) + (
+                SLEEP_S if fault.harm == "sleep" else SETTLE_S[role_of(fault.point)]
+            )
             run.until(lambda: time.time() >= over_s or run.children[fault.process].pid != pid, "time stands still")
             if _leaves(run, fault):  # for up to leave_wait_s: it would end during another harm
                 run.until(lambda: run.children[fault.process].pid != pid, f"{fault}: it left and did not end")
     away: Mapping[str, Incarnation | None] = {}
     if run.children[fault.process].pid != pid and fault.process in CLUSTERS:
         away = {fault.process: incarnations.get(fault.process)}
-    phase = run.recovered(fired_s, away, lambda: _undone(run, fault))
+    run.recovered(away, lambda: _undone(run, fault))
     run.healed(fault.process)
-    return PHASE_OF_FAILPOINT.get(fault.point, phase)
 
 
 def _leaves(run: FaultRun, fault: Fault) -> bool:

@@ -9,11 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import signal
-import threading
 import time
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from support import live
@@ -301,16 +298,15 @@ class FaultRun(live.Run):
         self.until(lambda: self._tape.published_since(0.0), "nothing was published")
 
     def recovered(
-        self, fired_s: float, away: Mapping[str, Incarnation | None], also: Callable[[], bool] = lambda: True
-    ) -> str:
-        """Waits until every process is back and a version was published since; returns the phase in which the fault
-        struck. `also`: asked until it is true, before the run counts as healed."""
-        self.until(lambda: also() and self.everyone_is_back(away), "not every process came back")
+        self, away: Mapping[str, Incarnation | None] | None = None, also: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Waits until every process is back and a version was published since. away: as of everyone_is_back(). also:
+        asked until it is true, before the run counts as healed."""
+        self.until(lambda: also() and self.everyone_is_back(away or {}), "not every process came back")
         healed_s = time.time()
         self.until(lambda: self._tape.published_since(healed_s), "nothing was published after every process was back")
         rounds = self._tape.rounds_until_published(healed_s)
         assert rounds <= ROUNDS_TO_HEAL, f"{rounds} rounds until a version was published: {self.where_it_stands()}"
-        return self._tape.phase_at(fired_s)
 
     def healed(self, *slow: str) -> None:
         self.may_die = set(slow)
@@ -382,17 +378,12 @@ class TapeTail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read_bytes = 0
-        self._phases: list[tuple[float, str]] = [(0.0, RoundPhase.IDLE.value)]
+        self._phase = RoundPhase.IDLE.value
         self._published: list[float] = []
         self._versions: set[str] = set()
         """A master that starts again publishes once more what stands: that is no new version."""
         self._rounds: list[tuple[float, str]] = []
         """When a round left IDLE, and its name."""
-
-    def phase_at(self, wall_s: float) -> str:
-        self._look()
-        at = bisect_right(self._phases, (wall_s, "~"))
-        return self._phases[at - 1][1]
 
     def published_since(self, wall_s: float) -> bool:
         self._look()
@@ -423,63 +414,12 @@ class TapeTail:
         at_s = event["wall_s"]
         assert isinstance(at_s, float)
         if event["kind"] == "epoch":
-            self._phases.append((at_s, RoundPhase.IDLE.value))
+            self._phase = RoundPhase.IDLE.value
         elif event["kind"] == "round":
             phase = str(event["phase"])
-            if phase in BEGINS and self._phases[-1][1] == RoundPhase.IDLE.value:
+            if phase in BEGINS and self._phase == RoundPhase.IDLE.value:
                 self._rounds.append((at_s, str(event["round"])))
-            self._phases.append((at_s, phase))
+            self._phase = phase
         elif event["kind"] == "publish" and str(event["version"]) not in self._versions:
             self._versions.add(str(event["version"]))
             self._published.append(at_s)
-
-
-PHASES = tuple(phase.value for phase in RoundPhase)
-
-
-class Tally:
-    def __init__(self) -> None:
-        self.fell: Counter[tuple[str, str]] = Counter()
-        """By kind and phase."""
-        self.others: Counter[str] = Counter()
-        """Faults before the first round or at the end of a run, by kind."""
-        self._lock = threading.Lock()
-        self.judgements = 0
-        self.versions = 0
-
-    def add(self, kind: str, phase: str) -> None:
-        with self._lock:
-            self.fell[kind, phase] += 1
-
-    def judged(self, versions: int) -> None:
-        """One `dips verify --replay`, which made so many versions again."""
-        with self._lock:
-            self.judgements += 1
-            self.versions += versions
-
-    def outside(self, kind: str, count: int = 1) -> None:
-        with self._lock:
-            self.others[kind] += count
-
-    @property
-    def fired(self) -> int:
-        return self.fell.total() + self.others.total()
-
-    def missing_phases(self) -> list[str]:
-        fell = {phase for _, phase in self.fell}
-        return [phase for phase in PHASES if phase not in fell]
-
-    def table(self) -> Iterator[str]:
-        kinds = sorted({kind for kind, _ in self.fell} | set(self.others))
-        width = max(map(len, kinds), default=4)
-        yield f"{self.fired} faults fired and survived; {self.judgements} times judged by dips verify --replay, which "
-        yield f"made {self.versions} versions again, bit for bit"
-        yield ""
-        yield f"{'fault':<{width}} {'outside':>8} " + " ".join(f"{phase:>8}" for phase in PHASES)
-        for kind in kinds:
-            row = " ".join(f"{self.fell[kind, phase]:>8}" for phase in PHASES)
-            yield f"{kind:<{width}} {self.others[kind]:>8} {row}"
-
-
-TALLY = Tally()
-"""Of this test run."""

@@ -1,38 +1,29 @@
-"""A master in a process of its own, with its log.
-
-`MasterProcess` is what a test sees. The process: python -m support.master_process DIRECTORY [KNOB=VALUE ...].
-"""
+"""`dips master` of the run "demo", without keys, with its log."""
 
 from __future__ import annotations
 
-import logging
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from support.repository import TESTS
+from support.dips_command import environment
 from support.waiting import until
+from support.whole_run import option_words
 
-from dips.core.config import load
-from dips.core.errors import DipsError
-from dips.master.config import MasterConfig
 from dips.master.directory import MasterAddress, read_address
-from dips.master.process import run
 
 
 class MasterProcess:
     def __init__(self, directory: Path, *knobs: str) -> None:
+        """knobs: settings, each as NAME=VALUE."""
+        given: dict[str, object] = {"run_id": "demo", "directory": directory, "insecure": True}
+        given |= dict(knob.split("=", 1) for knob in knobs)
         self.directory = directory
         self.log_path = directory.with_suffix(".log")
         with self.log_path.open("ab") as log:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", "support.master_process", str(directory), *knobs],
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "PYTHONPATH": str(TESTS)},
-            )
+            command = [sys.executable, "-m", "dips.cli", "master", *option_words(given)]
+            self.popen = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
 
     @property
     def log(self) -> str:
@@ -52,17 +43,3 @@ class MasterProcess:
     def signal(self, number: signal.Signals) -> int:
         self.popen.send_signal(number)
         return self.popen.wait()
-
-
-def main(directory: str, *knobs: str) -> int:
-    overrides = {"run_id": "demo", "directory": directory, "insecure": True, **dict(k.split("=", 1) for k in knobs)}
-    try:
-        loaded = load(MasterConfig, "master", environment={}, overrides=overrides)
-        return run(loaded.value, loaded)
-    except DipsError as error:
-        logging.critical("%s", error)
-        return error.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

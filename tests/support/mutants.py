@@ -114,22 +114,6 @@ MUTANTS: tuple[Mutant, ...] = (
         _bounds("lose_version"),
     ),
     Mutant(
-        "words of an earlier round count",
-        "master.state.rounds:Rounds.prepared",
-        "or body.round != state.id",
-        "",
-        ("I5",),
-        _bounds("time_out", "repeat_word"),
-    ),
-    Mutant(
-        "an ABORT after the commit point",
-        "master.state.rounds:Rounds.slave_lost",
-        "in (RoundPhase.MEASURE, RoundPhase.PREPARE)",
-        "in (RoundPhase.MEASURE, RoundPhase.PREPARE, RoundPhase.COMMIT)",
-        ("ILLEGAL",),
-        _bounds("break_link"),
-    ),
-    Mutant(
         "verdicts leave before the journal is durable",
         "master.state.shared:Outbox.put",
         "if self._held and not urgent:",
@@ -170,28 +154,12 @@ MUTANTS: tuple[Mutant, ...] = (
         _bounds(slaves=1, leased=True),
     ),
     Mutant(
-        "applied data is not counted",
-        "master.state.leases:LeaseTable.settle",
-        "self._settled[state] += end - begin",
-        "pass",
-        ("I12",),
-        _bounds(slaves=1, leased=True),
-    ),
-    Mutant(
         "pushes that are not finite are accepted",
         "master.state.penalty_detect:_fault",
         "if participant.nonfinite_elems > 0:",
         "if False:",
         ("I13",),
         _bounds(slaves=1, bad_pushes=("a",)),
-    ),
-    Mutant(
-        "what was pushed stays in what is pushed next",
-        "worker.state.pushing:Pushing.act",
-        "PullPlan(InstallMode.REBASE_FROM_PUSH, verdict.version)",
-        "PullPlan(InstallMode.REBASE_FROM_BASE, verdict.version)",
-        ("I6",),
-        _bounds(pushes=2, overlap="full"),
     ),
     Mutant(
         "steps made meanwhile are counted, and gone",
@@ -210,28 +178,12 @@ MUTANTS: tuple[Mutant, ...] = (
         _bounds(twice=True),
     ),
     Mutant(
-        "a lease is anybody's",
-        "master.state.leases:LeaseTable.check",
-        "if holding != wanted:",
-        "if False:",
-        ("I6",),
-        _bounds("evict_cluster", "lease_ttl", slaves=1, leased=True, corpus=2, pushes=2, overlap="full"),
-    ),
-    Mutant(
         "a push is complete with a chunk missing",
         "slave.state.staging:note_landed",
         "return of.counts[N_LANDED] == len(of.landed)",
         "return of.counts[N_LANDED] >= len(of.landed) - 1",
         ("ILLEGAL",),
         _bounds(chunks=2),
-    ),
-    Mutant(
-        "steps made before a late verdict are lost",
-        "worker.state.pushing:Pushing.act",
-        "PullPlan(InstallMode.REBASE_FROM_PUSH, verdict.version)",
-        "PullPlan(InstallMode.REPLACE, verdict.version)",
-        ("I11",),
-        _bounds("late_verdict", pushes=2),
     ),
     Mutant(
         "an overtaken master's COMMIT leaves before its record",
@@ -248,30 +200,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "if state.prepared:",
         ("I5",),
         _bounds("reshard", slaves=1, add=("s1",)),
-    ),
-    Mutant(
-        "a RESHARD begins while a round is open",
-        "master.state.reshard:Reshard._maybe_begin",
-        "if shared.round.phase.now is RoundPhase.IDLE:",
-        "if True:",
-        ("I2", "I5", "I9", "ILLEGAL", "DEADLOCK"),
-        _bounds("reshard", slaves=1, add=("s1",)),
-    ),
-    Mutant(
-        "staged after one rank's bytes",
-        "slave.state.staging:note_landed",
-        "return of.counts[N_LANDED] == len(of.landed)",
-        "return of.counts[N_LANDED] >= (len(of.landed) + 1) // 2",
-        ("ILLEGAL",),
-        _bounds(slaves=1, ranks=2),
-    ),
-    Mutant(
-        "two owners",
-        "worker.parallel.ownership:shares_of_ranks",
-        "Share(edges[firsts[owners == rank]], edges[lasts[owners == rank]])",
-        "Share(edges[firsts[owners >= rank]], edges[lasts[owners >= rank]])",
-        ("OWNERS",),
-        _bounds(slaves=1, ranks=2),
     ),
 )
 
@@ -319,14 +247,3 @@ JUDGE_MUTANTS: tuple[Mutant, ...] = (
     _of_judge("the clip misses the step", "records:outer_step_of", "    mu =", "    scale = rho\n    mu ="),
 )
 """Of JUDGE and what surrounds it: they run in the simulator, whose rounds have unequal tokens, clips and outliers."""
-
-RARE_JUDGE_MUTANTS: tuple[Mutant, ...] = (
-    _of_judge("no hard gate", "penalty_detect:_judged", "norm > config.hard_gate * median:", "False:"),
-    _of_judge("pushes of zeros are merged", "penalty_detect:_fault", "if participant.all_zero:", "if False:"),
-    _of_judge("rejected norms are learnt", "penalty:_rejected", 'config.detector == "literal" and', ""),
-    _of_judge("quarantine never ends", "penalty:_accepted", "quarantined=False", "quarantined=True"),
-    _of_judge("void rounds clear nothing", "penalty:after_void", "norms=(), scores=(),", ""),
-    _of_judge("more tokens excuse nothing", "penalty_detect:_scaled_norm", "return norm /", "return norm or norm /"),
-    _of_judge("the threshold is a ratchet", "penalty_detect:threshold", "config.beta)\n", "1e9)\n"),
-)
-"""What only many rounds with outliers show."""

@@ -1,14 +1,13 @@
 """One rank that copies its share of the parameters, and installs another model: `python -m support.shard_process RANK
 N_RANKS FOLDER KIND...`.
 
-For each kind of support.parallel_models, and those here, it prints a line: what is wrong.
+For each kind of support.parallel_models, and `narrow`, it prints a line: what is wrong.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -134,43 +133,12 @@ def narrow(group: dist.ProcessGroup) -> list[str]:
     return n_wrong if store.rounds else ["does not round"]
 
 
-def masters(group: dist.ProcessGroup) -> list[str]:
-    """bfloat16 parameters with float32 masters: these are pushed, and both are written."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(37, 11).to(DEVICE, torch.bfloat16)
-    fully_shard(model)
-    copies = {name: parameter.detach().float() + 2.0**-12 for name, parameter in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    agreed = agree(Group(), held_here([model], [optimizer], master_parameters=copies), {})
-    assert agreed is not None
-    store, share = store_of(agreed, group)
-    flat = store.empty(share.n_elems)
-    store.snapshot(flat)
-    full = [copies[span.parameter.name].full_tensor() for span in agreed.layout.spans]  # type: ignore[attr-defined]
-    wrong = []
-    if flat.tobytes() != owned(share, torch.cat([each.reshape(-1) for each in full]).cpu().numpy()).tobytes():
-        wrong.append("snapshot")
-    version = np.random.default_rng(0).standard_normal(agreed.layout.n_elems).astype(np.float32)
-    store.install(owned(share, version))
-    for name, parameter in model.named_parameters():
-        span = next(span for span in agreed.layout.spans if span.parameter.name == name)
-        expected = torch.from_numpy(version[span.start_elem : span.stop_elem]).view(span.parameter.shape)
-        if not torch.equal(parameter.detach().full_tensor().cpu(), expected.bfloat16()):  # type: ignore[attr-defined]
-            wrong.append(name)
-        if not torch.equal(copies[name].full_tensor().cpu(), expected):  # type: ignore[attr-defined]
-            wrong.append(f"master of {name}")
-    return wrong if not store.rounds else ["rounds"]
-
-
-OWN: Mapping[str, Callable[[dist.ProcessGroup], list[str]]] = {"narrow": narrow, "masters": masters}
-
-
 def main(rank: int, n_ranks: int, folder: str, *kinds: str) -> None:
     torch.set_num_threads(1)
     begin_ranks(rank, n_ranks, folder)
     group = dist.new_group(backend="gloo")
     for kind in kinds:
-        wrong = OWN[kind](group) if kind in OWN else shared_out(kind, group)
+        wrong = narrow(group) if kind == "narrow" else shared_out(kind, group)
         print(json.dumps({kind: wrong}), flush=True)
     dist.destroy_process_group()
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from canonical_records import Frozen, RecordedSeedRun, freeze, main, read
-from support.repository import ROOT
+from canonical_records import Frozen, RecordedSeedRun, main, read
 
 from dips.lab.sim.seed_run import SeedRun
 
@@ -18,25 +14,6 @@ SEED = 3
 
 def test_recording_changes_nothing_in_the_run() -> None:
     assert RecordedSeedRun(SEED).run().trace_hash == SeedRun(SEED).run().trace_hash
-
-
-def test_records_depend_on_the_seed_alone(tmp_path: Path) -> None:
-    """Not on the order of sets, the folder, or the number of processes."""
-    shown = []
-    for jobs in ("1", "2"):
-        folder = tmp_path / jobs
-        folder.mkdir()
-        environment = {**os.environ, "PYTHONHASHSEED": jobs}
-        seeds = ("--first", "2", "--seeds", "6")
-        command = [sys.executable, ROOT / "tools" / "canonical_records.py", *seeds, "--jobs", jobs, "--out", "out"]
-        ran = subprocess.run(
-            command, env=environment, cwd=folder, capture_output=True, text=True, check=True, timeout=110
-        )
-        files = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
-        assert len(files) == 6
-        shown.append((ran.stdout, files))
-    assert shown[0] == shown[1]
-    assert shown[0][0].splitlines()[SEED - 2] == str(freeze(SEED))
 
 
 def test_the_command_names_the_seed_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

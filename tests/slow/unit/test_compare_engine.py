@@ -14,7 +14,6 @@ import pytest
 from support.number_learners import DATA, LAYOUT, BowlLearner, bowl_loss
 
 from dips.core.errors import ConfigError
-from dips.core.math import outer_numpy as reference
 from dips.core.messages import DataRange
 from dips.lab.compare.engine import HOPELESS_VOIDS, Course, SimulationError, plan_of, run_data_parallel, run_on_servers
 from dips.lab.compare.methods import METHODS, Injection
@@ -124,34 +123,6 @@ class TestARun:
         first, again, other = (Compared("dips", setup, seed).record for seed in (1, 1, 2))
         assert first == again
         assert first.curve != other.curve
-
-
-def test_every_version_is_the_outer_step_of_what_the_only_cluster_had() -> None:
-    sent: list[F32] = []
-
-    class Remembering(BowlLearner):
-        def snapshot(self, into: F32) -> None:
-            super().snapshot(into)
-            sent.append(into.copy())
-
-    commits: list[tuple[Mapping[str, Any], F32]] = []
-    setup = setup_of(gaps=(0.0,), tokens=16_384)
-    run_on_servers(
-        setup, METHODS["diloco-clip"], 1, lambda name, index: Remembering(), bowl_loss,
-        versions=lambda record, flat: commits.append((record, flat)),
-    )  # fmt: skip
-    theta, momentum = sent[0], np.zeros_like(sent[0])
-    assert np.array_equal(commits[0][1], theta)
-    assert len(commits) == 1 + 16_384 // (H * STEP_TOKENS)
-    for (record, flat), push in zip(commits[1:], sent[1:], strict=False):
-        step = {name: float(text) for name, text in record["judgement"]["outer_step"].items()}
-        out, buf = np.empty_like(theta), np.empty_like(theta)
-        reference.outer_step(
-            theta, momentum, push[None], np.array([0]), np.ones(1, np.float32), step["scale"], step["outer_lr"],
-            step["momentum_decay"], step["momentum_lookahead"], step["gradient_weight"], out, buf, 0, len(theta),
-        )  # fmt: skip
-        assert flat.tobytes() == out.tobytes()
-        theta, momentum = out, buf
 
 
 def test_rounds_of_one_step_with_rate_one_and_no_momentum_are_the_average_of_the_clusters_steps() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from search.explore import Search
-from search.searches import by_name
 
 from dips.lab.sim.seed_run import SeedRun
 from dips.master.state.membership import Membership
@@ -28,16 +26,3 @@ def test_without_the_rule_the_simulator_names_who_was_displaced(
     assert any(
         "was taken over" in sentence and "from a process that sends beats" in sentence for sentence in violations
     )
-
-
-@pytest.mark.parametrize(
-    ("owner", "rule", "who"),
-    [(SlaveRegistry, "_check_directory", "slave s"), (Membership, "_check_process", "cluster a")],
-)
-def test_without_the_rule_the_search_finds_who_was_displaced(
-    monkeypatch: pytest.MonkeyPatch, owner: type, rule: str, who: str
-) -> None:
-    monkeypatch.setattr(owner, rule, lambda *_: None)
-    found = Search(by_name("second-processes").bounds).run().violation
-    assert found is not None
-    assert f"took over {who}" in str(found)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
-from support.mutants import JUDGE_MUTANTS, RARE_JUDGE_MUTANTS, Mutant, planted
+from support.mutants import JUDGE_MUTANTS, Mutant, planted
 from support.recording import Recording
 from support.rounds import gram_of
 
@@ -253,11 +253,7 @@ SEEDS = (1, 2, 4, 0, *range(5, 20))
 """Of these the first take a tenth of the time of seed 0, and show most mutants."""
 
 
-def named(mutants: Iterable[Mutant]) -> list[Any]:
-    return [pytest.param(mutant, id=mutant.name.replace(" ", "-")) for mutant in mutants]
-
-
-@pytest.mark.parametrize("mutant", named(JUDGE_MUTANTS))
+@pytest.mark.parametrize("mutant", JUDGE_MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
 def test_a_mutant_of_judge_is_caught_by_name_while_it_runs_and_from_its_records(
     mutant: Mutant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,15 +272,4 @@ def _until_violated(seeds: Iterable[int]) -> tuple[simulated.SeedRun, tuple[str,
         violations = world.run().violations
         if violations:
             return world, violations
-    raise AssertionError("not noticed")
-
-
-@pytest.mark.parametrize("mutant", named((*JUDGE_MUTANTS[:6], *RARE_JUDGE_MUTANTS)))
-def test_records_of_a_mutated_judge_are_wrong_within_a_few_hundred_rounds(mutant: Mutant) -> None:
-    run, judging = Run(PenaltyConfig(warm_up_pushes=3, quarantine_after_flags=2), 5), Judging()
-    with planted(mutant):
-        for n in range(400):
-            kind = "VOID" if n % 40 > 36 else ""
-            if feed(judging, run.record(kind)) or judging.ledger(run.state.to_json()):
-                return
     raise AssertionError("not noticed")

@@ -1,7 +1,7 @@
 """Counts which transitions state machines take, which refusals are raised, and the faults and kills of a run where
 they really happened, with the phase of the round.
 
-A check that a test never sees fail proves nothing. Simulations, searches and random walks count with Seen.
+A check that a test never sees fail proves nothing. Simulations and searches count with Seen.
 A fault that was planned ends in one of two ways: it struck, or the reason why it could not is counted here. It must
 never count what was only planned.
 """
