@@ -17,13 +17,7 @@ from support.journals import append, records_of
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError
 from dips.core.net.newcomers import Bounds, PortWatch, files_of_process
 from dips.master.archive import FILE_NAME
-from dips.master.directory import (
-    MasterAddress,
-    lock_directory,
-    read_address,
-    remove_address,
-    write_address,
-)
+from dips.master.directory import MasterAddress, lock_directory, read_address, remove_address, write_address
 from dips.master.journal import Journal
 from dips.master.state.effects import WriteJournal
 

@@ -140,8 +140,7 @@ def prepared(bench: Bench) -> list[Prepare]:
 
 def coefficients(prepare: Prepare) -> OuterStep:
     return OuterStep(
-        *(prepare.scale, prepare.outer_lr, prepare.momentum_decay, prepare.momentum_lookahead),
-        prepare.gradient_weight,
+        *(prepare.scale, prepare.outer_lr, prepare.momentum_decay, prepare.momentum_lookahead), prepare.gradient_weight
     )
 
 

@@ -450,7 +450,7 @@ async def test_a_page_that_may_steer_is_asked_by_its_script(made: Make, caplog: 
     for bad in ({"Origin": "https://evil.example"}, {"Origin": "null"}, {"Content_Type": "text/plain"}):
         assert (await steer(pause, **bad)).status == 403
     assert [(await steer(body)).status for body in ("{", "[]", '{"action": "stop"}', "[" * 1000, "x" * 2000)] == [
-        *(400, 409, 409, 400, 413),
+        *(400, 409, 409, 400, 413)
     ]
     assert (await steer(pause, Host="evil.example")).status == 421
     assert not master.machine.of(OperatorCall)

@@ -151,8 +151,7 @@ def test_slave_lost_after_commit_flips_from_its_shadow_when_it_comes_back() -> N
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"digest": b"other"}, "lacks version 1:0"), ({"commit_hash": b"other"}, "another history")],
+    ("changes", "words"), [({"digest": b"other"}, "lacks version 1:0"), ({"commit_hash": b"other"}, "another history")]
 )
 def test_slave_with_a_torn_snapshot_or_another_history_is_not_taken(changes: dict[str, bytes], words: str) -> None:
     bench = Bench().running("a")

@@ -10,13 +10,7 @@ import pytest
 from support.cluster_bench import LEASED, SETTINGS, TK_MAX, ClusterBench, phase_of, session_config
 
 from dips.core import messages
-from dips.core.errors import (
-    NAME_TAKEN_EXIT,
-    ConfigError,
-    LocalProtocolError,
-    RefusalCode,
-    Refused,
-)
+from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import Incarnation, RoundId, Version
 from dips.core.protocol import MAX_LEASED_CHUNKS, PROTOCOL_VERSION, RANKS
 from dips.worker.state import effects

@@ -163,8 +163,7 @@ def test_a_run_that_has_merged_is_not_at_its_beginning_while_its_new_master_has_
 
 
 @pytest.mark.parametrize(
-    ("overlap", "stage"),
-    [("push", ExchangeStage.SEND), ("full", ExchangeStage.SEND), ("full", ExchangeStage.FETCH)],
+    ("overlap", "stage"), [("push", ExchangeStage.SEND), ("full", ExchangeStage.SEND), ("full", ExchangeStage.FETCH)]
 )
 def test_a_transfer_that_is_usually_short_is_waited_for_and_no_longer(overlap: str, stage: ExchangeStage) -> None:
     life = ripe(overlap, SHORT_S)

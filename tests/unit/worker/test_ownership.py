@@ -10,18 +10,7 @@ from itertools import product
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from support.pieces import (
-    Held,
-    clusters,
-    ddp,
-    fsdp,
-    layout_of,
-    pipeline,
-    tensor_parallel,
-    transformer,
-    twice,
-    whole,
-)
+from support.pieces import Held, clusters, ddp, fsdp, layout_of, pipeline, tensor_parallel, transformer, twice, whole
 
 from dips.core.layout import Layout, Share
 from dips.worker.parallel.exchange import _Coming, _Moves

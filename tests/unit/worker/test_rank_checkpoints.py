@@ -29,11 +29,7 @@ from dips.worker.config import ClientConfig
 from dips.worker.model_part import ModelPart
 from dips.worker.parallel.agreement import Agreed, Alone, agree
 from dips.worker.parallel.held import held_here
-from dips.worker.parallel.rank_checkpoints import (
-    LeadingCheckpoints,
-    RankCheckpoints,
-    Written,
-)
+from dips.worker.parallel.rank_checkpoints import LeadingCheckpoints, RankCheckpoints, Written
 from dips.worker.parallel.rank_state import RankState, TorchState, merged
 from dips.worker.parallel.shard_files import SavedShards, boxes_of, restore_vectors, write_shards
 from dips.worker.torch_model import TorchParameters

@@ -7,14 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.cluster_bench import (
-    LEASED,
-    SETTINGS,
-    TICKET,
-    ClusterBench,
-    LeasedClusterBench,
-    session_config,
-)
+from support.cluster_bench import LEASED, SETTINGS, TICKET, ClusterBench, LeasedClusterBench, session_config
 
 from dips.core import messages
 from dips.core.errors import RefusalCode
