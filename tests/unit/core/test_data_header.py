@@ -105,27 +105,14 @@ def test_another_protocol_is_refused_with_the_remedy(protocol: int) -> None:
 NUMBERS = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**32 - 1)
 HEADERS = st.builds(
-    DataHeader,
-    run_id=st.text(max_size=20),
-    epoch=NUMBERS,
-    op=st.sampled_from(DataOp),
-    request=NUMBERS,
+    DataHeader, run_id=st.text(max_size=20), epoch=NUMBERS, op=st.sampled_from(DataOp), request=NUMBERS,
     push=st.just(PUSH) | st.builds(PushId, st.text(max_size=9), st.builds(Incarnation, NUMBERS, NUMBERS), NUMBERS),
-    attempt=NUMBERS,
-    version=st.builds(Version, NUMBERS, NUMBERS),
-    block=SMALL,
-    offset_bytes=NUMBERS,
-    length_bytes=NUMBERS,
-    codec=st.sampled_from(Codec),
-    checksum=NUMBERS,
-    cause_id=st.text(max_size=20),
+    attempt=NUMBERS, version=st.builds(Version, NUMBERS, NUMBERS), block=SMALL, offset_bytes=NUMBERS,
+    length_bytes=NUMBERS, codec=st.sampled_from(Codec), checksum=NUMBERS, cause_id=st.text(max_size=20),
     refusal=st.builds(Refusal, st.sampled_from(RefusalCode), st.text(max_size=20), st.floats(0, 9)),
     missing=st.lists(st.builds(MissingChunk, SMALL, NUMBERS), max_size=3).map(tuple),
-    complete=st.booleans(),
-    credit=SMALL,
-    protocol=SMALL,
-    base=st.none() | st.builds(Version, NUMBERS, NUMBERS),
-)
+    complete=st.booleans(), credit=SMALL, protocol=SMALL, base=st.none() | st.builds(Version, NUMBERS, NUMBERS),
+)  # fmt: skip
 
 
 @given(HEADERS)

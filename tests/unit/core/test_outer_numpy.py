@@ -19,15 +19,9 @@ from dips.core.math.outer_numpy import LANES, PIECE_ELEMS, n_pieces
 
 
 def torch_step(
-    shard: Shard,
-    slots: list[int],
-    weights: list[float],
-    scale: float,
-    lr: float,
-    decay: float,
-    lookahead: float,
-    gradient_weight: float,
-) -> tuple[F32, F32]:
+    shard: Shard, slots: list[int], weights: list[float],
+    scale: float, lr: float, decay: float, lookahead: float, gradient_weight: float,
+) -> tuple[F32, F32]:  # fmt: skip
     """PREPARE in plain torch operators with Python scalars."""
     theta, momentum = torch.from_numpy(shard.theta), torch.from_numpy(shard.momentum)
     d = weights[0] * (theta - torch.from_numpy(shard.staging[slots[0]]))
@@ -130,21 +124,11 @@ def _step_arguments() -> dict[str, object]:
     shard = Shard.random(1, 8, slots=2)
     theta, momentum = shard.outputs()
     return {
-        "theta": shard.theta,
-        "momentum": shard.momentum,
-        "staging": shard.staging,
-        "slots": np.arange(2),
-        "weights": np.ones(2, np.float32),
-        "scale": 1.0,
-        "outer_lr": 0.7,
-        "decay": 0.8,
-        "lookahead": 0.8,
-        "gradient_weight": 1.0,
-        "out_theta": theta,
-        "out_momentum": momentum,
-        "start": 0,
-        "stop": 8,
-    }
+        "theta": shard.theta, "momentum": shard.momentum, "staging": shard.staging,
+        "slots": np.arange(2), "weights": np.ones(2, np.float32),
+        "scale": 1.0, "outer_lr": 0.7, "decay": 0.8, "lookahead": 0.8, "gradient_weight": 1.0,
+        "out_theta": theta, "out_momentum": momentum, "start": 0, "stop": 8,
+    }  # fmt: skip
 
 
 def _read_only() -> F32:

@@ -21,12 +21,8 @@ from dips.master.state.effects import WriteJournal
 
 KEPT = Retention(records=16, archive_bytes=1 << 30)
 PLACES = [
-    "master.archive.before_write",
-    "master.archive.before_fsync",
-    "master.archive.before_rename",
-    "master.archive.after_rename",
-    "master.directory.before_fsync",
-    "master.archive.before_delete",
+    *(f"master.archive.{place}" for place in ("before_write", "before_fsync", "before_rename", "after_rename")),
+    *("master.directory.before_fsync", "master.archive.before_delete"),
 ]
 
 

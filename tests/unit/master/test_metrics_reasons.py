@@ -40,8 +40,7 @@ def arrived_otherwise(bench: Bench) -> None:
 
 def refused(bench: Bench) -> None:
     bench.slaves[0].refuse["measure"] = Refusal(RefusalCode.UNKNOWN_PUSH, "no such push")
-    bench.push("a")
-    bench.push("b")
+    bench.pushes("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -95,8 +94,7 @@ def test_a_slave_that_is_away_a_pause_and_no_cluster() -> None:
 def test_a_slave_that_works_on_a_step_of_the_round(step: type, word: str) -> None:
     bench = Bench().running("a", "b")
     bench.slaves[0].hold.add(step)
-    bench.push("a")
-    bench.push("b")
+    bench.pushes("a", "b")
     assert word_of(bench) == word
     assert waiting_for(bench.state.shared).slaves == ("s0",)
     assert bench.status().waiting_slaves == ("s0",)
@@ -107,8 +105,6 @@ def test_a_slave_that_works_on_a_step_of_the_round(step: type, word: str) -> Non
 
 def test_several_slaves_have_yet_to_do_a_step() -> None:
     bench = Bench().running("a", "b")
-    for slave in bench.slaves:
-        slave.hold.add(Commit)
-    bench.push("a")
-    bench.push("b")
+    bench.all_hold(Commit)
+    bench.pushes("a", "b")
     assert bench.status().waiting_for == "slaves s0, s1 have yet to flip to the new version"

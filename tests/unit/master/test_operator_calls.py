@@ -19,16 +19,14 @@ def test_drain_survives_a_restart_until_the_cluster_is_gone(how: str) -> None:
     bench.operate(m.DrainRequest("", "a", "disk swap"))
     assert bench.entries("DRAIN")[0]["cluster"] == "a"
     bench.restart()
-    bench.join("a")
-    bench.pull("a")
+    bench.back("a")
     assert bench.beat("a").stop
     assert bench.status().clusters[0].note == "draining: disk swap"
     if how == "leaves":
         bench.result(bench.leave("a"))
     else:
         bench.operate(m.EvictRequest("", "a"))
-    bench.join("a")
-    bench.pull("a")
+    bench.back("a")
     assert not bench.beat("a").stop
     bench.push("a")
     assert bench.status().clusters[0].note == ""
@@ -71,9 +69,7 @@ def test_a_second_stop_right_after_a_restart_waits_for_those_who_were_here() -> 
     bench = Bench(linger_s=60.0).running("a")
     bench.operate(Stop(m.OperatorRequest("", "enough")))
     assert bench.status().stopping
-    for slave in bench.slaves:
-        slave.alive = False
-    bench.start_master()
+    bench.begin_anew()
     bench.slaves[0].attach()
     reply = bench.operate(Stop(m.OperatorRequest("", "did you hear me?")))
     assert "waits for a, s1" in reply.sentence
@@ -163,9 +159,7 @@ def test_no_round_begins_while_disks_lag_too_far() -> None:
 
 def test_crash_of_all_loses_what_no_disk_had() -> None:
     bench = asynchronous()
-    for _ in range(2):
-        bench.push("a")
-        bench.pull("a")
+    bench.rounds(2, "a")
     wrote(bench, V1, V1)
     for slave in bench.slaves:
         slave.die()

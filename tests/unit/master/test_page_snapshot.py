@@ -432,8 +432,7 @@ async def test_a_page_that_keeps_up_gets_what_is_new_and_another_gets_all(tmp_pa
     first = json.loads(hub.message_after(0))
     assert first["full"]
     assert [event["text"] for event in first["events"]] == ["of an earlier life", "joined as incarnation 1.1"]
-    bench.push("a")
-    bench.push("b")
+    bench.pushes("a", "b")
     hub.take(bench.state.look(), 3.0, 0.0)
     second = json.loads(hub.message_after(1))
     assert (second["full"], second["events"], second["history"]["at"]) == (False, [], [3.0])

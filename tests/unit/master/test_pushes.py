@@ -111,9 +111,7 @@ def test_one_push_is_undecided_and_a_decided_one_gets_its_verdict_again_and_neve
     assert answer.kind is m.VerdictKind.APPLIED
     assert bench.result(bench.finish_push("a")).answer == answer
     bench.pull("a")
-    bench.push("a")
-    bench.advance(1.0)
-    bench.pull("a")
+    bench.rounds(1, "a", wait_s=1.0)
     bench.clusters["a"].seq -= 2
     with refused_with(RefusalCode.SEQ):
         bench.begin_push("a")
@@ -125,9 +123,7 @@ def test_push_too_many_versions_behind_is_stale_also_while_it_travels_and_can_be
     for n in range(3):
         if n == 2:  # two versions behind are not too many
             assert isinstance(bench.begin_push("b"), m.Ticket)
-        bench.push("a")
-        bench.advance(1.0)
-        bench.pull("a")
+        bench.rounds(1, "a", wait_s=1.0)
     bench.stage("b")
     answer = bench.result(bench.finish_push("b")).answer
     assert isinstance(answer, m.Verdict)
@@ -163,8 +159,7 @@ def declared(rate: float, *names: str) -> Bench:
     for name in names:
         bench.join(name, declared_tokens_per_s=rate)
     bench.seed(names[0])
-    for name in names:
-        bench.pull(name)
+    bench.pulls(*names)
     return bench
 
 
@@ -173,9 +168,8 @@ def test_own_data_is_bounded_by_the_declared_rate() -> None:
     bench.push("a", 100)
     bench.pull("a")
     bench.advance(10.0)
-    with refused_with(RefusalCode.TOKENS) as refused:
+    with refused_with(RefusalCode.TOKENS, "declared"):
         bench.begin_push("a", 201)
-    assert "declared" in str(refused.value)
     bench.push("a", 200)
     assert bench.status().tokens == 300
 
@@ -207,13 +201,8 @@ def test_seed_passes_on_when_its_cluster_is_gone() -> None:
 @pytest.mark.parametrize(
     "item",
     [
-        m.DataRange(99, 0, 0, 0, 100),
-        m.DataRange(1, 0, 0, 0, 101),
-        m.DataRange(1, 0, 1, 0, 100),
-        m.DataRange(1, 5, 0, 0, 100),
-        m.DataRange(1, 0, 0, 50, 50),
-        m.DataRange(1, 0, 0, 60, 50),
-        m.DataRange(1, 0, 1 << 40, 0, 100),
+        *(m.DataRange(1, 0, 0, *tokens) for tokens in ((0, 101), (50, 50), (60, 50))),
+        *(m.DataRange(*of, 0, 100) for of in ((99, 0, 0), (1, 0, 1), (1, 5, 0), (1, 0, 1 << 40))),
     ],
 )
 def test_range_that_is_not_leased_is_refused(item: m.DataRange) -> None:
@@ -426,9 +415,8 @@ def test_verdict_of_a_push_before_the_last_one_is_never_told_wrong() -> None:
     first = bench.push("a")
     bench.pull("a")
     bench.push("a")
-    with refused_with(RefusalCode.UNKNOWN_PUSH) as refused:
+    with refused_with(RefusalCode.UNKNOWN_PUSH, "sent before"):
         bench.verdict("a", first)
-    assert "sent before" in str(refused.value)
     bench.clusters["a"].seq = first.seq
     with refused_with(RefusalCode.UNKNOWN_PUSH):
         bench.result(bench.finish_push("a"))

@@ -58,15 +58,12 @@ def test_round_under_way_is_forgotten_and_the_next_has_another_id_once_every_sla
     before = bench.status().round
     assert before is not None
     bench.slaves[0].hold.clear()
-    for slave in bench.slaves:
-        slave.alive = False
-    bench.start_master()
+    bench.begin_anew()
     bench.slaves[0].attach()
     status = bench.status()
     assert (status.published, status.epoch, status.waiting_for) == (None, 2, "slave s1 is away")
     bench.slaves[1].attach()
-    bench.join("a")
-    bench.pull("a")
+    bench.back("a")
     bench.push("a")
     after = bench.status().recent_rounds[-1].round
     assert after > before

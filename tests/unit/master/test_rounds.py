@@ -60,8 +60,7 @@ def test_partial_round_is_scaled_by_its_share_of_tokens() -> None:
         bench.advance(10.0)
         bench.push("a", 100)
         bench.push("b", 100)
-        bench.pull("a")
-        bench.pull("b")
+        bench.pulls("a", "b")
     bench.advance(10.0)
     bench.push("a", 100)
     assert bench.status().window_closes_in_s == pytest.approx(1.0)
@@ -102,8 +101,7 @@ def test_void_rounds_count_for_quarantine_also_over_a_restart() -> None:
     bench = Bench().running("a")
     bench.nonfinite["a"] = 1
     for n in range(3):
-        bench.push("a")
-        bench.pull("a")
+        bench.rounds(1, "a")
         assert bench.status().clusters[0].quarantined is (n == 2)
     bench.restart()
     assert bench.status().clusters[0].quarantined
@@ -113,12 +111,10 @@ def test_excluded_cluster_resets_its_inner_optimizer_once_it_is_in_quarantine() 
     bench = Bench().running("a", "b", "c")
     bench.norms["b"] = 30.0
     for n in range(3):
-        for name in "abc":
-            bench.push(name)
+        bench.pushes(*"abc")
         verdict = bench.verdict("b")
         assert (verdict.kind, verdict.reset_inner_optimizer) == (m.VerdictKind.EXCLUDED, n == 2)
-        for name in "abc":
-            bench.pull(name)
+        bench.pulls(*"abc")
 
 
 def test_seed_that_is_not_finite_is_aborted_and_can_come_again() -> None:
@@ -222,10 +218,7 @@ def test_token_limit_reached_in_mid_round_aborts_the_pushes_that_come_too_late()
 def test_pinned_version_is_retained_while_newer_ones_are_published() -> None:
     bench = Bench().running("a", "b")
     grant = bench.ask(m.BeginPullRequest(bench.caller("b"))).answer
-    for _ in range(3):
-        bench.push("a")
-        bench.advance(1.5)
-        bench.pull("a")
+    bench.rounds(3, "a", wait_s=1.5)
     retains = [c.versions for c in sent(bench.slaves[0], m.Retain) if isinstance(c, m.Retain)]
     assert retains[-1] == (grant.version,)
     assert retains[-3] == (), "the version before the newest needs no pin"

@@ -175,9 +175,7 @@ def test_a_replaced_disk_is_taken_once_the_process_before_is_gone() -> None:
 @pytest.mark.parametrize("comes", [True, False])
 def test_after_the_masters_restart_the_known_directory_comes_first_until_it_is_given_up(comes: bool) -> None:
     bench = run_of_one()
-    for slave in bench.slaves:
-        slave.alive = False
-    bench.start_master()
+    bench.begin_anew()
     refused = greets(bench, "s0", NEWCOMER)
     assert refused is not None
     assert refused.code is RefusalCode.NAME_TAKEN

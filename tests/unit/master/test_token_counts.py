@@ -25,8 +25,7 @@ def standing(bench: Bench) -> tuple[Alarm, ...]:
 
 def rounds(bench: Bench, n: int, **tokens: int) -> None:
     for _ in range(n):
-        for name in tokens:
-            bench.pull(name)
+        bench.pulls(*tokens)
         for name, count in tokens.items():
             bench.push(name, count)
 
@@ -236,8 +235,7 @@ def test_a_stop_holds_after_a_restart_and_with_a_larger_limit_until_it_is_taken_
     bench.operate(ExtendRequest(""))
     bench.restart()
     assert not bench.status().stopping
-    bench.join("a")
-    bench.pull("a")
+    bench.back("a")
     bench.push("a")
 
 

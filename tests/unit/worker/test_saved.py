@@ -40,28 +40,12 @@ verdicts = st.builds(
 )  # fmt: skip
 pulls = st.builds(PullPlan, st.sampled_from(InstallMode), st.none() | versions, st.booleans(), st.booleans())
 sessions = st.builds(
-    SavedSession,
-    run_id=st.text(),
-    cluster_id=st.just("a"),
-    layout_hash=st.binary(),
-    data_digest=st.binary(),
-    incarnation=incarnations,
-    seq=st.integers(50, 2**40),
-    base=versions,
-    base_fence=counts,
-    local_steps=counts,
-    tokens=counts,
-    steps_since_snapshot=counts,
-    steps_towards_push=counts,
-    leases_asked=counts,
-    held=works(range(0, 10)).map(lambda work: work.ranges),
-    pending=works(range(20, 30)),
-    lost=st.booleans(),
-    push=st.none() | pushes,
-    pull=st.none() | pulls,
-    last_verdict=st.none() | verdicts,
-    residual=st.booleans(),
-)
+    SavedSession, run_id=st.text(), cluster_id=st.just("a"), layout_hash=st.binary(), data_digest=st.binary(),
+    incarnation=incarnations, seq=st.integers(50, 2**40), base=versions, base_fence=counts, local_steps=counts,
+    tokens=counts, steps_since_snapshot=counts, steps_towards_push=counts, leases_asked=counts,
+    held=works(range(0, 10)).map(lambda work: work.ranges), pending=works(range(20, 30)), lost=st.booleans(),
+    push=st.none() | pushes, pull=st.none() | pulls, last_verdict=st.none() | verdicts, residual=st.booleans(),
+)  # fmt: skip
 
 
 @settings(max_examples=40)
