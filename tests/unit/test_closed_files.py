@@ -16,7 +16,8 @@ import pytest
 import torch
 from support.history import usual_run, write_run
 from support.journals import append
-from support.slave_bench import prepare, snapshot
+from support.slave_bench import prepare
+from support.slave_values import snapshot
 
 from dips import DiLoCo
 from dips.core import files

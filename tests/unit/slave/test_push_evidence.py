@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from support.slave_bench import prepare, snapshot
+from support.slave_bench import prepare
+from support.slave_values import snapshot
 
 from dips.core.ids import RoundId, Version
 from dips.slave.push_evidence import PushEvidence

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.slave_bench import prepare, snapshot
+from support.slave_bench import prepare
+from support.slave_values import snapshot
 
 from dips.core.errors import DipsError
 from dips.core.ids import RoundId, Version
