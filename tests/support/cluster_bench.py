@@ -163,7 +163,7 @@ class ClusterBench:
     def pulled(self) -> effects.Install:
         self.grant()
         install = self.pull_ends()
-        self.answer(messages.FinishPullRequest, messages.FinishPullReply(self.local_steps))
+        self.pull_finished()
         return install
 
     def pull_ends(self) -> effects.Install:
@@ -235,6 +235,9 @@ class ClusterBench:
         assert self.phase is SessionPhase.BEGINNING_PUSH
         return self.asked(messages.BeginPushRequest)
 
+    def puts_off(self, sentence: str) -> None:
+        self.answer(messages.BeginPushRequest, messages.BeginPushReply(messages.Busy(0.5, sentence)))
+
     def ticket(self, attempt: int = 1) -> tuple[int, effects.SendPush]:
         self.answer(messages.BeginPushRequest, messages.BeginPushReply(replace(TICKET, attempt=attempt)))
         return self.job(effects.SendPush)
@@ -254,6 +257,25 @@ class ClusterBench:
         self.sent(self.ticket())
         self.admitted()
         assert self.phase is SessionPhase.AWAITING
+
+    def exchanged(self, kind: messages.VerdictKind = messages.VerdictKind.APPLIED) -> None:
+        """H steps, their push, and its verdict."""
+        self.awaiting()
+        self.decide(kind)
+
+    def whole_round(self) -> None:
+        self.exchanged()
+        self.pulled()
+        assert self.phase is SessionPhase.TRAINING
+
+    def pull_finished(self) -> None:
+        self.answer(messages.FinishPullRequest, messages.FinishPullReply(self.local_steps))
+
+    def logged(self, key: str | None = None, level: int | None = None) -> list[str]:
+        """What was said of this matter, or at this level."""
+        logs = [effect for effect in self.every if isinstance(effect, effects.Log)]
+        logs = [log for log in logs if key in (None, log.key) and level in (None, log.level)]
+        return [log.sentence for log in logs if log.sentence]
 
     def goes_on(self, stage: str) -> None:
         """From the call BeginPush this far: begin, send, finish or await."""

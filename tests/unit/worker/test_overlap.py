@@ -36,16 +36,9 @@ def ripe(overlap: str, transfer_s: float = LONG_S) -> LeasedClusterBench:
     took transfer_s."""
     life = living(overlap)
     life.transfer_s = transfer_s
-    whole_round(life)
+    life.whole_round()
     life.now_s += ROUND_S
     return life
-
-
-def whole_round(life: LeasedClusterBench) -> None:
-    life.awaiting()
-    life.decide(messages.VerdictKind.APPLIED)
-    life.pulled()
-    assert life.phase is SessionPhase.TRAINING
 
 
 def beginning(life: LeasedClusterBench) -> None:
@@ -67,8 +60,7 @@ def awaiting(life: LeasedClusterBench) -> None:
 
 
 def asking_to_pull(life: LeasedClusterBench) -> None:
-    life.awaiting()
-    life.decide(messages.VerdictKind.APPLIED)
+    life.exchanged()
 
 
 def fetching(life: LeasedClusterBench) -> None:
@@ -165,7 +157,7 @@ def test_a_transfer_that_is_usually_short_is_waited_for_and_no_longer(overlap: s
 def test_transfers_that_became_long_are_trained_through_from_the_next_round_on() -> None:
     life = ripe("full", SHORT_S)
     life.transfer_s = LONG_S
-    whole_round(life)
+    life.whole_round()
     life.now_s += ROUND_S
     sending(life)
     assert not life.waits
@@ -192,7 +184,7 @@ def test_no_stage_waits_while_nobody_can_be_reached(overlap: str, stage: Exchang
 @that_overlap
 def test_a_brief_wait_has_a_most(overlap: str) -> None:
     life = living(overlap)
-    whole_round(life)
+    life.whole_round()
     life.now_s += 100 * BRIEF_MOST_S / BRIEF_SHARE
     life.push_begun()
     assert life.session.next_deadline_s() == pytest.approx(life.now_s + BRIEF_MOST_S)

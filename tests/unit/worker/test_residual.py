@@ -123,9 +123,7 @@ def test_a_transfer_that_failed_is_written_as_before_unless_its_base_is_gone(
 
 
 def test_applied_keeps_what_rounding_lost_before_anything_is_overwritten(life: WireLife) -> None:
-    life.awaiting()
-    life.decide(messages.VerdictKind.APPLIED)
-    life.pulled()
+    life.whole_round()
     steps = [e.command if isinstance(e, Run) else e for e in life.every]
     order = [e for e in steps if isinstance(e, CopyParameters | SendPush | KeepResidual | messages.PullGrant | Install)]
     assert [type(effect) for effect in order[-4:]] == [SendPush, KeepResidual, messages.PullGrant, Install]
@@ -169,8 +167,7 @@ def refused(life: WireLife) -> None:
 
 
 def rolled_back_since(life: WireLife) -> None:
-    life.awaiting()
-    life.decide(messages.VerdictKind.APPLIED)
+    life.exchanged()
     life.published = Version(2, 1)
     life.grant()
     life.pull_ends()

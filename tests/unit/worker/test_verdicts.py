@@ -122,8 +122,7 @@ def test_a_push_of_four_steps_and_two_later_ones_fare_as_the_table_says(
 
 
 def test_applied_without_later_steps_installs_the_pulled_bits(life: LeasedClusterBench) -> None:
-    life.awaiting()
-    life.decide(messages.VerdictKind.APPLIED)
+    life.exchanged()
     install = life.pulled()
     assert (install.mode, install.reset_inner) == (InstallMode.REPLACE, False)
 
