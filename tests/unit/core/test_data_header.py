@@ -26,17 +26,10 @@ PUT = DataHeader(
 GET = DataHeader("run", 4, DataOp.GET_CHUNK, 1, version=Version(1, 0), block=0, length_bytes=8)
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        replace(PUT, push=None),
-        replace(GET, version=None),
-        DataHeader("run", 1, DataOp.QUERY_MISSING, 1),
-        DataHeader("run", 1, DataOp.CHUNK, 1),
-        DataHeader("run", 1, DataOp.REFUSED, 1),
-    ],
-    ids=lambda header: header.op.name,
-)
+@pytest.mark.parametrize("header", [
+    replace(PUT, push=None), replace(GET, version=None), DataHeader("run", 1, DataOp.QUERY_MISSING, 1),
+    DataHeader("run", 1, DataOp.CHUNK, 1), DataHeader("run", 1, DataOp.REFUSED, 1),
+], ids=lambda header: header.op.name)  # fmt: skip
 def test_an_op_without_what_it_needs_is_malformed(header: DataHeader) -> None:
     with pytest.raises(Refused, match=header.op.name) as caught:
         DataHeader.decode(header.encode())

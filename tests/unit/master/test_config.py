@@ -131,23 +131,18 @@ def test_infinity_switches_a_bound_off(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
-        (
-            {"round_timeout_s": 1, "chunk_bytes": 5, "min_clusters": 99},
-            ["round_timeout_s", "chunk_bytes", "min_clusters"],
-        ),
-        (
-            {"grace": "sliding", "grace_s": 12, "verdict_wait_s": 60},
-            ["a window may last 36 s", "round_timeout_s is 30 s", "lower grace_s below 10 s"],
-        ),
+        ({"round_timeout_s": 1, "chunk_bytes": 5, "min_clusters": 99},
+         ["round_timeout_s", "chunk_bytes", "min_clusters"]),
+        ({"grace": "sliding", "grace_s": 12, "verdict_wait_s": 60},
+         ["a window may last 36 s", "round_timeout_s is 30 s", "lower grace_s below 10 s"]),
         ({"grace": "sliding", "grace_s": 9, "verdict_wait_s": 20}, ["may last 27 s", "verdict_wait_s is 20 s"]),
         ({"min_clusters_per_round": 3}, ["min_clusters_per_round is 3", "set round_deadline_s", "leave"]),
         ({"round_deadline_s": 60}, ["round_deadline_s is 1 min", "set min_clusters_per_round to 2 or more", "leave"]),
         ({"chunk_bytes": 4098}, ["chunk_bytes is 4098", "multiple of 4"]),
         ({"preset": "dips"}, ["preset 'dips' is no longer known", "another name of 'safe'", "default, 'steady'"]),
-        ({"delay_rounds": 4}, ["delay_rounds belongs to outer_optimizer 'delayed-nesterov'", "leave it out"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
+)  # fmt: skip
 def test_settings_that_contradict_one_another_are_refused(knobs: dict[str, object], words: list[str]) -> None:
     sentence = refused(**knobs)
     assert [word for word in words if word not in sentence] == []

@@ -205,15 +205,11 @@ OLD: dict[str, Any] = {
     "passes": 3,
     "next_lease_id": 9,
     "holdings": [
-        [0, 0, 400, "applied", "", 0],
-        [1, 0, 100, "applied", "", 0],
-        [1, 100, 150, "excluded", "", 0],
-        [1, 150, 400, "applied", "", 0],
-        [2, 0, 100, "applied", "", 0],
-        [2, 100, 200, "leased", "a", 8],
+        [0, 0, 400, "applied", "", 0], [1, 0, 100, "applied", "", 0], [1, 100, 150, "excluded", "", 0],
+        [1, 150, 400, "applied", "", 0], [2, 0, 100, "applied", "", 0], [2, 100, 200, "leased", "a", 8],
         [2, 200, 400, "free", "", 0],
     ],
-}
+}  # fmt: skip
 
 
 def test_table_of_an_earlier_release_loads() -> None:

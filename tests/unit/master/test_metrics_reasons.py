@@ -43,16 +43,10 @@ def refused(bench: Bench) -> None:
     bench.pushes("a", "b")
 
 
-@pytest.mark.parametrize(
-    ("happens", "codes"),
-    [
-        (stood_still, ["ticket"]),
-        (left, ["rejoined", "gone"]),
-        (lost, ["slave_lost"]),
-        (arrived_otherwise, ["digest"]),
-        (refused, ["refused", "refused"]),
-    ],
-)
+@pytest.mark.parametrize(("happens", "codes"), [
+    (stood_still, ["ticket"]), (left, ["rejoined", "gone"]), (lost, ["slave_lost"]), (arrived_otherwise, ["digest"]),
+    (refused, ["refused", "refused"]),
+])  # fmt: skip
 def test_an_aborted_push_has_the_code_of_its_reason(happens: Callable[[Bench], None], codes: list[str]) -> None:
     bench = Bench(ticket_ttl_s=30.0).running("a", "b")
     happens(bench)

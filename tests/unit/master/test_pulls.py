@@ -199,22 +199,12 @@ def granted(bench: Bench, name: str, base: Version | None) -> m.PullGrant:
     return answer
 
 
-@pytest.mark.parametrize(
-    ("pull_wire", "base", "wire"),
-    [
-        ("float32", Version(1, 2), Codec.F32),
-        ("int8", Version(1, 2), Codec.INT8),
-        ("int8", Version(1, 1), Codec.INT8),
-        ("int8", Version(1, 0), Codec.F32),
-        ("int8", Version(1, 3), Codec.F32),
-        ("int8", Version(1, 9), Codec.F32),
-        ("int8", Version(2, 2), Codec.F32),
-        ("int8", None, Codec.F32),
-        ("bfloat16", Version(1, 2), Codec.BF16),
-        ("bfloat16", Version(1, 1), Codec.F32),
-        ("int4", Version(1, 1), Codec.INT4),
-    ],
-)
+@pytest.mark.parametrize(("pull_wire", "base", "wire"), [
+    ("float32", Version(1, 2), Codec.F32), ("int8", Version(1, 2), Codec.INT8), ("int8", Version(1, 1), Codec.INT8),
+    ("int8", Version(1, 0), Codec.F32), ("int8", Version(1, 3), Codec.F32), ("int8", Version(1, 9), Codec.F32),
+    ("int8", Version(2, 2), Codec.F32), ("int8", None, Codec.F32), ("bfloat16", Version(1, 2), Codec.BF16),
+    ("bfloat16", Version(1, 1), Codec.F32), ("int4", Version(1, 1), Codec.INT4),
+])  # fmt: skip
 def test_who_is_a_little_behind_gets_differences(pull_wire: str, base: Version | None, wire: Codec) -> None:
     bench = rounding(pull_wire)
     bench.rounds(3, "a", wait_s=1.5)

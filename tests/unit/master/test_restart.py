@@ -200,15 +200,9 @@ def next_round(bench: Bench) -> tuple[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("rebuilt", [False, True])
-@pytest.mark.parametrize(
-    ("begun", "now", "then"),
-    [
-        ("dynamic", None, "dynamic"),
-        ("safe", None, "safe"),
-        (None, None, DEFAULT_PRESET),
-        ("dynamic", "steady", "steady"),
-    ],
-)
+@pytest.mark.parametrize(("begun", "now", "then"), [
+    ("dynamic", None, "dynamic"), ("safe", None, "safe"), (None, None, DEFAULT_PRESET), ("dynamic", "steady", "steady"),
+])  # fmt: skip
 def test_a_run_keeps_the_preset_that_it_was_begun_with_unless_one_is_named(
     begun: str | None, now: str | None, then: str, rebuilt: bool
 ) -> None:

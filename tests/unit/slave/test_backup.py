@@ -210,6 +210,10 @@ def one_large_part(objects: MemoryObjects) -> Callable[[dict[str, Any]], None]:
     return edit
 
 
+def begun_by_none(body: dict[str, Any]) -> None:
+    resealed(body, lambda info: replace(info, round=RoundId(1, -1)))
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -225,12 +229,7 @@ def one_large_part(objects: MemoryObjects) -> Callable[[dict[str, Any]], None]:
             "not its own",
         ),
         (lambda objects: forge(objects, lambda body: body["parts"][0].__setitem__(1, float("inf"))), "cannot be read"),
-        (
-            lambda objects: forge(
-                objects, lambda body: resealed(body, lambda info: replace(info, round=RoundId(1, -1)))
-            ),
-            "which no master began",
-        ),
+        (lambda objects: forge(objects, begun_by_none), "which no master began"),
         (lambda objects: forge(objects, one_large_part(objects)), "is not there as it was written"),
     ],
 )

@@ -111,12 +111,9 @@ TEXT_END = 1000
 """Within the header's blanks: its text is shorter than this."""
 
 REGIONS = {
-    "length": range(8),
-    "text": range(8, TEXT_END, 37),
-    "blanks": range(TEXT_END, HEADER_BYTES, 500),
-    "theta": (HEADER_BYTES, HEADER_BYTES + 4 * N - 1),
-    "momentum": (HEADER_BYTES + 4 * N, HEADER_BYTES + 8 * N - 1),
-}
+    "length": range(8), "text": range(8, TEXT_END, 37), "blanks": range(TEXT_END, HEADER_BYTES, 500),
+    "theta": (HEADER_BYTES, HEADER_BYTES + 4 * N - 1), "momentum": (HEADER_BYTES + 4 * N, HEADER_BYTES + 8 * N - 1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("region", REGIONS)
@@ -189,18 +186,10 @@ def test_a_manifest_with_a_timeline_that_cannot_be_sent_is_not_used(tmp_path: Pa
     assert any("is no timeline" in problem for problem in problems)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda text: text.replace('tokens\\": 12', 'tokens\\": 13'),
-        lambda text: "{",
-        lambda text: "",
-        lambda text: "[]",
-        lambda text: text[:-40],
-        lambda text: text.replace("dips-manifest-2", "dips-manifest-9"),
-        lambda text: "[" * 4000,
-    ],
-)
+@pytest.mark.parametrize("damage", [
+    lambda text: text.replace('tokens\\": 12', 'tokens\\": 13'), lambda text: "{", lambda text: "", lambda text: "[]",
+    lambda text: text[:-40], lambda text: text.replace("dips-manifest-2", "dips-manifest-9"), lambda text: "[" * 4000,
+])  # fmt: skip
 def test_a_damaged_manifest_leaves_a_shadow_and_a_sentence(tmp_path: Path, damage: Callable[[str], str]) -> None:
     two_versions(tmp_path)
     path = manifest_file(tmp_path, 1)

@@ -69,13 +69,9 @@ def fetching(life: LeasedClusterBench) -> None:
 
 
 STAGES: dict[ExchangeStage, Callable[[LeasedClusterBench], None]] = {
-    ExchangeStage.BEGIN: beginning,
-    ExchangeStage.SEND: sending,
-    ExchangeStage.FINISH: finishing,
-    ExchangeStage.VERDICT: awaiting,
-    ExchangeStage.PULL: asking_to_pull,
-    ExchangeStage.FETCH: fetching,
-}
+    ExchangeStage.BEGIN: beginning, ExchangeStage.SEND: sending, ExchangeStage.FINISH: finishing,
+    ExchangeStage.VERDICT: awaiting, ExchangeStage.PULL: asking_to_pull, ExchangeStage.FETCH: fetching,
+}  # fmt: skip
 FULL_WAIT_S = SETTINGS.verdict_wait_s
 WAITS_S = {
     "none": [FULL_WAIT_S] * 6,

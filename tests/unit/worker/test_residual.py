@@ -188,26 +188,15 @@ def late_end(life: WireLife) -> None:
 KEPT, CLEARED = KeepResidual(Codec.INT8), ClearResidual()
 
 
-@pytest.mark.parametrize(
-    ("what", "wanted"),
-    [
-        (decided(messages.VerdictKind.APPLIED), [KEPT]),
-        (decided(messages.VerdictKind.APPLIED, Codec.F32), []),
-        (decided(messages.VerdictKind.ABORTED), []),
-        (decided(messages.VerdictKind.EXCLUDED), [CLEARED]),
-        (decided(messages.VerdictKind.ROLLED_BACK), [CLEARED]),
-        (stale(messages.StaleKind.VERSIONS), []),
-        (stale(messages.StaleKind.FENCE), [CLEARED]),
-        (stale(messages.StaleKind.TIMELINE), [CLEARED]),
-        (refused, [CLEARED]),
-        (rolled_back_since, [KEPT, CLEARED]),
-        (donated, [CLEARED]),
-        (late_end, []),
-        (joined(messages.VerdictKind.ABORTED), []),
-        (joined(None, fences=3), [CLEARED]),
-        (joined(messages.VerdictKind.APPLIED), [KEPT]),
-    ],
-)
+@pytest.mark.parametrize(("what", "wanted"), [
+    (decided(messages.VerdictKind.APPLIED), [KEPT]), (decided(messages.VerdictKind.APPLIED, Codec.F32), []),
+    (decided(messages.VerdictKind.ABORTED), []), (decided(messages.VerdictKind.EXCLUDED), [CLEARED]),
+    (decided(messages.VerdictKind.ROLLED_BACK), [CLEARED]), (stale(messages.StaleKind.VERSIONS), []),
+    (stale(messages.StaleKind.FENCE), [CLEARED]), (stale(messages.StaleKind.TIMELINE), [CLEARED]), (refused, [CLEARED]),
+    (rolled_back_since, [KEPT, CLEARED]), (donated, [CLEARED]), (late_end, []),
+    (joined(messages.VerdictKind.ABORTED), []), (joined(None, fences=3), [CLEARED]),
+    (joined(messages.VerdictKind.APPLIED), [KEPT]),
+])  # fmt: skip
 def test_the_residual_advances_stays_or_is_cleared(
     owing: WireLife, what: Callable[[WireLife], None], wanted: list[Effect]
 ) -> None:
