@@ -137,25 +137,16 @@ def _read_only() -> F32:
     return array
 
 
-@pytest.mark.parametrize(
-    ("changed", "complaint"),
-    [
-        ({"theta": np.zeros((2, 4), np.float32)}, "momentum is"),
-        ({"momentum": np.zeros(8)}, "momentum is float64"),
-        ({"momentum": np.zeros(16, np.float32)[::2]}, "strided"),
-        ({"staging": np.zeros((2, 9), np.float32)}, "staging is"),
-        ({"slots": np.arange(2, dtype=np.int32)}, "slots is int32"),
-        ({"slots": np.array([0, 2])}, "not rows of a staging"),
-        ({"slots": np.array([-1, 0])}, "not rows of a staging"),
-        ({"slots": np.zeros(0, np.int64), "weights": np.zeros(0, np.float32)}, "not rows of a staging"),
-        ({"weights": np.ones(3, np.float32)}, "weights is"),
-        ({"out_theta": np.zeros(7, np.float32)}, "out_theta is"),
-        ({"out_momentum": _read_only()}, "read-only"),
-        ({"start": -1}, "range"),
-        ({"stop": 9}, "range"),
-        ({"start": 5, "stop": 4}, "range"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "complaint"), [
+    ({"theta": np.zeros((2, 4), np.float32)}, "momentum is"), ({"momentum": np.zeros(8)}, "momentum is float64"),
+    ({"momentum": np.zeros(16, np.float32)[::2]}, "strided"), ({"staging": np.zeros((2, 9), np.float32)}, "staging is"),
+    ({"slots": np.arange(2, dtype=np.int32)}, "slots is int32"), ({"slots": np.array([0, 2])}, "not rows of a staging"),
+    ({"slots": np.array([-1, 0])}, "not rows of a staging"),
+    ({"slots": np.zeros(0, np.int64), "weights": np.zeros(0, np.float32)}, "not rows of a staging"),
+    ({"weights": np.ones(3, np.float32)}, "weights is"), ({"out_theta": np.zeros(7, np.float32)}, "out_theta is"),
+    ({"out_momentum": _read_only()}, "read-only"), ({"start": -1}, "range"), ({"stop": 9}, "range"),
+    ({"start": 5, "stop": 4}, "range"),
+])  # fmt: skip
 def test_arguments_that_do_not_fit_are_refused(changed: dict[str, object], complaint: str) -> None:
     arguments = {**_step_arguments(), **changed}
     with pytest.raises(ValueError, match=complaint):

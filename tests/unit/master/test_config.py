@@ -99,17 +99,12 @@ def test_a_knob_replaces_that_value_of_the_preset_alone(name: str) -> None:
     assert penalty != PRESETS["edit"]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "given", "outer_lr", "momentum", "participation", "delay"),
-    [
-        ("nesterov", {}, 0.9, 0.6, True, 4),
-        ("heavy-ball", {"outer_lr": 0.3}, 0.3, 0.6, True, 4),
-        ("averaging", {}, 1.0, 0.0, True, 4),
-        ("averaging", {"outer_lr": 0.5}, 0.5, 0.0, True, 4),
-        ("delayed-nesterov", {}, 0.9, 0.6, False, 4),
-        ("delayed-nesterov", {"delay_rounds": 7, "participation_scaling": True}, 0.9, 0.6, True, 7),
-    ],
-)
+@pytest.mark.parametrize(("optimizer", "given", "outer_lr", "momentum", "participation", "delay"), [
+    ("nesterov", {}, 0.9, 0.6, True, 4), ("heavy-ball", {"outer_lr": 0.3}, 0.3, 0.6, True, 4),
+    ("averaging", {}, 1.0, 0.0, True, 4), ("averaging", {"outer_lr": 0.5}, 0.5, 0.0, True, 4),
+    ("delayed-nesterov", {}, 0.9, 0.6, False, 4),
+    ("delayed-nesterov", {"delay_rounds": 7, "participation_scaling": True}, 0.9, 0.6, True, 7),
+])  # fmt: skip
 def test_an_outer_optimizer_brings_the_defaults_that_fit_it(
     optimizer: str, given: dict[str, object], outer_lr: float, momentum: float, participation: bool, delay: int
 ) -> None:

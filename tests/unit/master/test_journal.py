@@ -205,22 +205,15 @@ def filled(directory: Path) -> None:
     journal.close()
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "UPDATE records SET record_json = replace(record_json, '0.5', '0.6') WHERE number = 3",
-        "UPDATE records SET number = 70 WHERE number = 7",
-        "DELETE FROM records WHERE number = 3",
-        "DELETE FROM records WHERE number = 7",
-        "UPDATE snapshot SET snapshot_json = '{\"tokens\": 7}'",
-        "DELETE FROM snapshot",
-        "UPDATE meta SET value = '2' WHERE key = 'epoch'",
-        "UPDATE meta SET value = '0 x' WHERE key = 'base'",
-        "DELETE FROM meta WHERE key = 'digest'",
-        "INSERT INTO meta VALUES ('pruned', '1')",
-        "INSERT INTO records (epoch, entry_id, kind, record_json, digest) VALUES (1, 7, 'COMMIT', '{}', '')",
-    ],
-)
+@pytest.mark.parametrize("statement", [
+    "UPDATE records SET record_json = replace(record_json, '0.5', '0.6') WHERE number = 3",
+    "UPDATE records SET number = 70 WHERE number = 7", "DELETE FROM records WHERE number = 3",
+    "DELETE FROM records WHERE number = 7", "UPDATE snapshot SET snapshot_json = '{\"tokens\": 7}'",
+    "DELETE FROM snapshot", "UPDATE meta SET value = '2' WHERE key = 'epoch'",
+    "UPDATE meta SET value = '0 x' WHERE key = 'base'", "DELETE FROM meta WHERE key = 'digest'",
+    "INSERT INTO meta VALUES ('pruned', '1')",
+    "INSERT INTO records (epoch, entry_id, kind, record_json, digest) VALUES (1, 7, 'COMMIT', '{}', '')",
+])  # fmt: skip
 def test_whatever_was_changed_in_the_file_is_found_by_master_and_tools(tmp_path: Path, statement: str) -> None:
     filled(tmp_path)
     sql(tmp_path, statement)

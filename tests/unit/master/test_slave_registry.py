@@ -38,16 +38,11 @@ def test_slave_promises_this_epoch_before_it_is_configured() -> None:
     assert (reply.seed, reply.incarnation) == (True, Incarnation(1, 1))
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "code"),
-    [
-        ("Bad Name", {}, RefusalCode.MALFORMED),
-        ("s9", {"run_id": "other"}, RefusalCode.RUN_ID),
-        ("s9", {"hello": m.Hello(5, 6)}, RefusalCode.PROTOCOL_VERSION),
-        ("s9", {"data_endpoint": "ipc:///etc/passwd"}, RefusalCode.MALFORMED),
-        ("s9", {}, RefusalCode.UNKNOWN_NAME),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes", "code"), [
+    ("Bad Name", {}, RefusalCode.MALFORMED), ("s9", {"run_id": "other"}, RefusalCode.RUN_ID),
+    ("s9", {"hello": m.Hello(5, 6)}, RefusalCode.PROTOCOL_VERSION),
+    ("s9", {"data_endpoint": "ipc:///etc/passwd"}, RefusalCode.MALFORMED), ("s9", {}, RefusalCode.UNKNOWN_NAME),
+])  # fmt: skip
 def test_bad_hello_closes_the_link_with_the_reason(name: str, changes: dict[str, object], code: RefusalCode) -> None:
     bench = Bench().running("a")
     hello(bench, name, **changes)  # type: ignore[arg-type]

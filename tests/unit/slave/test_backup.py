@@ -401,16 +401,11 @@ def test_what_a_slow_slave_sends_a_fast_one_sends_too(every: int) -> None:
     assert all(next_stride(every, passed) >= passed for passed in range(200))
 
 
-@pytest.mark.parametrize(
-    ("url", "says"),
-    [
-        ("s3://bucket/x", r"needs obstore: pip install '\.\[store\]'"),
-        ("s3:///x", "names no bucket"),
-        ("s3://bucket/x?key=secret", "credentials belong into the environment"),
-        ("file://host/x", "three slashes"),
-        ("bucket/x", "no scheme"),
-    ],
-)
+@pytest.mark.parametrize(("url", "says"), [
+    ("s3://bucket/x", r"needs obstore: pip install '\.\[store\]'"), ("s3:///x", "names no bucket"),
+    ("s3://bucket/x?key=secret", "credentials belong into the environment"), ("file://host/x", "three slashes"),
+    ("bucket/x", "no scheme"),
+])  # fmt: skip
 def test_a_place_that_cannot_be_a_store_is_one_sentence(url: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=says) as told:

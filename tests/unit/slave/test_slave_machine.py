@@ -76,16 +76,11 @@ def test_a_promise_that_is_still_being_saved_refuses_an_older_master_over_the_ne
     assert "epoch 2 is older than 3" in closed.sentence
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"epoch": 0}, "older than 1"),
-        ({"epoch": 2}, "never promised"),
-        ({"incarnation": Incarnation(1, 2)}, "is for incarnation 1.2"),
-        ({"incarnation": None}, "is for incarnation None"),
-        ({"run_id": "other"}, "names run 'other'"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "why"), [
+    ({"epoch": 0}, "older than 1"), ({"epoch": 2}, "never promised"),
+    ({"incarnation": Incarnation(1, 2)}, "is for incarnation 1.2"), ({"incarnation": None}, "is for incarnation None"),
+    ({"run_id": "other"}, "names run 'other'"),
+])  # fmt: skip
 def test_nothing_from_elsewhere_changes_state(bench: SlaveBench, changes: dict[str, Any], why: str) -> None:
     out = bench.command(measure(), **changes)
     assert not runs(out, messages.Measure)
@@ -192,19 +187,12 @@ def test_another_layout_than_its_hash_is_refused() -> None:
     assert bench.refused(configure(layout_hash=other.layout_hash)).code is RefusalCode.LAYOUT
 
 
-@pytest.mark.parametrize(
-    ("settings", "right"),
-    [
-        (messages.Settings(chunk_bytes=1 << 20), True),
-        (messages.Settings(chunk_bytes=(1 << 20) + 4), False),
-        (messages.Settings(chunk_bytes=1024), True),
-        (messages.Settings(chunk_bytes=1020), False),
-        (messages.Settings(chunk_bytes=1026), False),
-        (messages.Settings(window_chunks=MAX_WINDOW_CHUNKS + 1), False),
-        (messages.Settings(memory_files="tape"), False),
-        (messages.Settings(pull_wire="tape"), False),
-    ],
-)
+@pytest.mark.parametrize(("settings", "right"), [
+    (messages.Settings(chunk_bytes=1 << 20), True), (messages.Settings(chunk_bytes=(1 << 20) + 4), False),
+    (messages.Settings(chunk_bytes=1024), True), (messages.Settings(chunk_bytes=1020), False),
+    (messages.Settings(chunk_bytes=1026), False), (messages.Settings(window_chunks=MAX_WINDOW_CHUNKS + 1), False),
+    (messages.Settings(memory_files="tape"), False), (messages.Settings(pull_wire="tape"), False),
+])  # fmt: skip
 def test_settings_that_the_data_port_cannot_serve_are_refused(settings: messages.Settings, right: bool) -> None:
     bench = SlaveBench(settings=settings).attach()
     if right:

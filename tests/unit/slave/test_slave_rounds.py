@@ -72,22 +72,14 @@ def test_a_round_that_is_over_is_refused(bench: SlaveBench) -> None:
         assert bench.refused(body).code is RefusalCode.STALE_EPOCH
 
 
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
-        (measure(R2, V1), RefusalCode.VERSION_GONE),
-        (measure(R2, V0, B), RefusalCode.UNKNOWN_PUSH),
-        (measure(R2, V0, A, B), RefusalCode.UNKNOWN_PUSH),
-        (prepare(from_version=V1, to=V2), RefusalCode.VERSION_GONE),
-        (prepare(from_version=None), RefusalCode.SEED_EXISTS),
-        (prepare(to=V0), RefusalCode.MALFORMED),
-        (prepare(to=Version(0, 9)), RefusalCode.MALFORMED),
-        (prepare(weights=(0.5, 0.5)), RefusalCode.MALFORMED),
-        (prepare(weights=(float("nan"),)), RefusalCode.NONFINITE),
-        (prepare(scale=float("inf")), RefusalCode.NONFINITE),
-        (prepare(gradient_weight=float("nan")), RefusalCode.NONFINITE),
-    ],
-)
+@pytest.mark.parametrize(("body", "code"), [
+    (measure(R2, V1), RefusalCode.VERSION_GONE), (measure(R2, V0, B), RefusalCode.UNKNOWN_PUSH),
+    (measure(R2, V0, A, B), RefusalCode.UNKNOWN_PUSH), (prepare(from_version=V1, to=V2), RefusalCode.VERSION_GONE),
+    (prepare(from_version=None), RefusalCode.SEED_EXISTS), (prepare(to=V0), RefusalCode.MALFORMED),
+    (prepare(to=Version(0, 9)), RefusalCode.MALFORMED), (prepare(weights=(0.5, 0.5)), RefusalCode.MALFORMED),
+    (prepare(weights=(float("nan"),)), RefusalCode.NONFINITE), (prepare(scale=float("inf")), RefusalCode.NONFINITE),
+    (prepare(gradient_weight=float("nan")), RefusalCode.NONFINITE),
+])  # fmt: skip
 def test_an_impossible_round_is_refused_and_changes_nothing(bench: SlaveBench, body: Any, code: RefusalCode) -> None:
     out = bench.command(body)
     refused = answer(out, messages.RoundRefused)

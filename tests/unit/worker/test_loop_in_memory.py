@@ -581,17 +581,12 @@ def test_a_model_that_is_converted_in_the_block_is_refused_before_its_push(
     assert not run.verdicts
 
 
-@pytest.mark.parametrize(
-    ("trains", "reads", "each", "told"),
-    [
-        ("a copy's", 200, 1, "64 steps were made by other optimizers (SGD)"),
-        ("by hand", 200, 1, "`done` was read 128 times, and the model's parameters change"),
-        ("not, and waits for data", 1100, 1, ""),
-        ("not, and evaluates averaged weights", 1100, 1, ""),
-        ("the given one", 300, 120, ""),
-        ("the given one", 300, 1, ""),
-    ],
-)
+@pytest.mark.parametrize(("trains", "reads", "each", "told"), [
+    ("a copy's", 200, 1, "64 steps were made by other optimizers (SGD)"),
+    ("by hand", 200, 1, "`done` was read 128 times, and the model's parameters change"),
+    ("not, and waits for data", 1100, 1, ""), ("not, and evaluates averaged weights", 1100, 1, ""),
+    ("the given one", 300, 120, ""), ("the given one", 300, 1, ""),
+])  # fmt: skip
 def test_a_loop_whose_steps_are_not_counted_is_told_so(
     run: RunInMemory, caplog: pytest.LogCaptureFixture, trains: str, reads: int, each: int, told: str
 ) -> None:

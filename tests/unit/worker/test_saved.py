@@ -102,18 +102,13 @@ def test_a_missing_field_is_named_unless_an_earlier_release_had_none() -> None:
                 SavedSession.from_json(row)
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"cluster_id": "b"}, "not of this cluster"),
-        ({"seq": 2}, "newer than number 2"),
-        ({"held": [[1, 0, 5, 9, 20]]}, "token 9 of chunk 5 is in two ranges"),
-        ({"held": [[1, 0, 5, 20, 20]]}, "ends before it begins"),
-        ({"base": None}, "base is None, not a row of timeline, v"),
-        ({"layout_hash": "xyz"}, "hex"),
-        ({"pending": {**PENDING, "tokens": 11}}, "11 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("change", "sentence"), [
+    ({"cluster_id": "b"}, "not of this cluster"), ({"seq": 2}, "newer than number 2"),
+    ({"held": [[1, 0, 5, 9, 20]]}, "token 9 of chunk 5 is in two ranges"),
+    ({"held": [[1, 0, 5, 20, 20]]}, "ends before it begins"),
+    ({"base": None}, "base is None, not a row of timeline, v"), ({"layout_hash": "xyz"}, "hex"),
+    ({"pending": {**PENDING, "tokens": 11}}, "11 tokens"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SavedStateError, match=sentence):
         SavedSession.from_json({**example(), **change})

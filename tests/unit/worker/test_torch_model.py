@@ -179,18 +179,12 @@ def kind_of(base: type, name: str, module: str = "a.library") -> Any:
     return type(name, (base,), {"__module__": module})
 
 
-@pytest.mark.parametrize(
-    ("model", "optimizer", "named"),
-    [
-        ("FullyShardedDataParallel", "SGD", "FullyShardedDataParallel"),
-        ("DeepSpeedEngine", "SGD", "DeepSpeedEngine"),
-        ("PipelineEngine", "SGD", "PipelineEngine"),
-        ("Linear", "ZeroRedundancyOptimizer", "ZeroRedundancyOptimizer"),
-        ("Linear", "DeepSpeedOptimizerWrapper", "DeepSpeedOptimizerWrapper"),
-        ("Linear", "deepspeed.FusedAdam", "DeepSpeed"),
-        ("Linear", "SGD", ""),
-    ],
-)
+@pytest.mark.parametrize(("model", "optimizer", "named"), [
+    ("FullyShardedDataParallel", "SGD", "FullyShardedDataParallel"), ("DeepSpeedEngine", "SGD", "DeepSpeedEngine"),
+    ("PipelineEngine", "SGD", "PipelineEngine"), ("Linear", "ZeroRedundancyOptimizer", "ZeroRedundancyOptimizer"),
+    ("Linear", "DeepSpeedOptimizerWrapper", "DeepSpeedOptimizerWrapper"),
+    ("Linear", "deepspeed.FusedAdam", "DeepSpeed"), ("Linear", "SGD", ""),
+])  # fmt: skip
 def test_shards_in_a_form_of_their_own_are_refused_by_name(model: str, optimizer: str, named: str) -> None:
     """Also where the wrapper is inside of the model, as of FSDP1 with each layer wrapped."""
     library, _, kind = optimizer.rpartition(".")
