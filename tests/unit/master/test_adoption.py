@@ -238,9 +238,8 @@ def test_slave_that_is_asked_and_goes_away_is_asked_when_it_is_back() -> None:
     assert bench.status().published == V2
 
 
-def test_other_history_of_the_newest_version_wins_over_the_journal() -> None:
+def test_other_history_of_the_newest_version_wins_over_the_journal(bench: Bench) -> None:
     """The journal decided 1:2 in a round that no slave carried out; under an older copy of it they made another 1:2."""
-    bench = Bench().running("a")
     bench.rounds(1, "a")
     kept = bench.snapshot
     bench.all_hold(m.Commit)
@@ -466,9 +465,8 @@ def test_what_was_asked_of_this_master_holds_over_an_adoption() -> None:
     assert bench.beat("a").stop
 
 
-def test_what_was_taken_back_from_this_master_does_not_come_with_an_adoption() -> None:
+def test_what_was_taken_back_from_this_master_does_not_come_with_an_adoption(bench: Bench) -> None:
     """The record of version 1:1 says that the run is paused and a is drained."""
-    bench = Bench().running("a")
     kept = bench.snapshot or ""
     bench.all_hold(m.Measure)
     bench.push("a")

@@ -183,8 +183,7 @@ def test_donation_that_nobody_asks_for_is_refused() -> None:
         healthy.begin_push("a", 0, base=None, donates=V0, steps=0)
 
 
-def test_slave_whose_disk_is_back_ends_the_donation_without_loss() -> None:
-    bench = Bench().running("a")
+def test_slave_whose_disk_is_back_ends_the_donation_without_loss(bench: Bench) -> None:
     bench.rounds(1, "a")
     bench.beat("a")
     slave = bench.slaves[0]
@@ -214,8 +213,7 @@ def test_restarted_master_still_knows_the_newest_version_and_asks_who_joins() ->
     assert bench.status().published == Version(2, 1)
 
 
-def test_verdict_of_a_donation_hides_no_other() -> None:
-    bench = Bench().running("a")
+def test_verdict_of_a_donation_hides_no_other(bench: Bench) -> None:
     push = bench.push("a")
     bench.beat("a")
     bench.slaves[0].come_back_without()

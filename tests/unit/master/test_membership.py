@@ -175,8 +175,7 @@ def test_leases_of_a_sealed_push_stay_leased_when_their_time_is_over_in_mid_roun
     assert (bench.status().tokens, bench.status().leased_tokens) == (100, 900)
 
 
-def test_second_process_with_the_same_cluster_id_takes_over_and_the_first_must_stop() -> None:
-    bench = Bench().running("a")
+def test_second_process_with_the_same_cluster_id_takes_over_and_the_first_must_stop(bench: Bench) -> None:
     first = bench.clusters["a"].join.incarnation
     bench.join("a")
     bench.beat("a")
@@ -209,8 +208,7 @@ def test_operator_evicts_drains_and_is_told_of_wrong_names() -> None:
 
 
 @pytest.mark.parametrize("after_restart", [False, True])
-def test_cluster_whose_join_was_answered_in_vain_may_join_again(after_restart: bool) -> None:
-    bench = Bench().running("a")
+def test_cluster_whose_join_was_answered_in_vain_may_join_again(bench: Bench, after_restart: bool) -> None:
     bench.silent.add("a")
     bench.advance(11.0)
     known = bench.clusters["a"].join.incarnation
@@ -251,8 +249,7 @@ def test_absurd_numbers_in_a_beat_stop_nobody(numbers: dict[str, float], dynamic
 
 
 @pytest.mark.parametrize("end", ["evict", "join"])
-def test_leave_that_waits_is_answered_when_the_cluster_is_gone_otherwise(end: str) -> None:
-    bench = Bench().running("a")
+def test_leave_that_waits_is_answered_when_the_cluster_is_gone_otherwise(bench: Bench, end: str) -> None:
     bench.slaves[0].hold.add(m.Measure)
     bench.push("a")
     token = bench.leave("a")
@@ -279,8 +276,7 @@ def test_leave_waits_for_the_verdict_of_a_sealed_push_and_answers_a_first_call_w
     assert bench.status().tokens == 100
 
 
-def test_leave_does_not_wait_for_another_round_after_an_abort() -> None:
-    bench = Bench().running("a")
+def test_leave_does_not_wait_for_another_round_after_an_abort(bench: Bench) -> None:
     bench.slaves[0].hold.add(m.Measure)
     push = bench.push("a")
     token = bench.leave("a")

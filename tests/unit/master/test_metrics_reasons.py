@@ -72,8 +72,7 @@ def test_a_run_begins_with_slaves_clusters_and_the_first_push() -> None:
     assert word_of(bench) == "none"
 
 
-def test_a_slave_that_is_away_a_pause_and_no_cluster() -> None:
-    bench = Bench().running("a")
+def test_a_slave_that_is_away_a_pause_and_no_cluster(bench: Bench) -> None:
     bench.slaves[1].die()
     assert word_of(bench) == "slaves"
     bench.slaves[1].attach()

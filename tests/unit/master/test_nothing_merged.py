@@ -43,8 +43,7 @@ def test_rounds_that_are_all_void_are_an_alarm_with_each_clusters_reason() -> No
     assert not standing(bench)
 
 
-def test_rounds_given_up_are_an_alarm_and_a_void_one_between_good_ones_is_none() -> None:
-    bench = Bench().running("a")
+def test_rounds_given_up_are_an_alarm_and_a_void_one_between_good_ones_is_none(bench: Bench) -> None:
     bench.slaves[0].refuse["prepare"] = Refusal(RefusalCode.DISK, "the disk is full", 0.0)
     bench.push("a")
     for _ in range(40):

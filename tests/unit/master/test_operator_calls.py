@@ -88,8 +88,7 @@ def commits(bench: Bench, slave: int) -> int:
     return sum(isinstance(command, m.Commit) for command in bench.slaves[slave].commands)
 
 
-def test_commit_is_sent_again_until_every_slave_flipped() -> None:
-    bench = Bench().running("a")
+def test_commit_is_sent_again_until_every_slave_flipped(bench: Bench) -> None:
     bench.slaves[0].hold.add(m.Commit)
     bench.push("a")
     before = (commits(bench, 0), commits(bench, 1))
@@ -103,8 +102,7 @@ def test_commit_is_sent_again_until_every_slave_flipped() -> None:
     assert bench.state.next_deadline_s() is None
 
 
-def test_commit_is_not_sent_again_before_it_is_durable() -> None:
-    bench = Bench().running("a")
+def test_commit_is_not_sent_again_before_it_is_durable(bench: Bench) -> None:
     bench.hold_journal = True
     bench.push("a")
     before = commits(bench, 0)

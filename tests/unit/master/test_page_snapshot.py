@@ -112,8 +112,7 @@ def test_a_cluster_that_is_evicted_is_bad_and_one_that_left_no_trouble() -> None
     assert state["say"]["level"] == "good"
 
 
-def test_silence_counts_the_time_since_the_last_event() -> None:
-    bench = Bench().running("a")
+def test_silence_counts_the_time_since_the_last_event(bench: Bench) -> None:
     heartbeat_s = bench.config.settings.heartbeat_s
     assert cluster_of(state_of(bench), "a")["level"] == "good"
     silent = cluster_of(state_of(bench, lag_s=3 * heartbeat_s), "a")

@@ -55,8 +55,7 @@ def test_pull_of_a_later_version_waits_until_it_is_published_and_any_other_for_n
         assert (grant.version, grant.layout) == (Version(1, 1), None)
 
 
-def test_reader_gets_the_layout_and_an_exact_version_or_a_refusal() -> None:
-    bench = Bench().running("a")
+def test_reader_gets_the_layout_and_an_exact_version_or_a_refusal(bench: Bench) -> None:
     bench.rounds(1, "a")
     bench.push("a")
     exact = m.BeginPullRequest(reader(), True, Version(1, 1), True)
@@ -180,8 +179,7 @@ def test_pull_waits_for_the_version_that_a_restarted_slave_holds_already() -> No
 
 
 @pytest.mark.parametrize("finished", [1, 999])
-def test_finish_pull_of_any_pin_answers_with_the_steps_to_make(finished: int) -> None:
-    bench = Bench().running("a")
+def test_finish_pull_of_any_pin_answers_with_the_steps_to_make(bench: Bench, finished: int) -> None:
     assert bench.ask(m.FinishPullRequest(bench.caller("a"), finished)).local_steps == 64
 
 

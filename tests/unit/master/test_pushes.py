@@ -57,8 +57,7 @@ def test_admitted_only_when_all_slaves_have_staged_it_and_told_which_lacks_it_un
 
 
 @pytest.mark.parametrize("sent", [{"s0": b"other", "s1": b"other"}, {"s0": b"s0:right"}], ids=["differs", "is missing"])
-def test_digest_that_differs_or_is_missing_aborts_the_push(sent: dict[str, bytes]) -> None:
-    bench = Bench().running("a")
+def test_digest_that_differs_or_is_missing_aborts_the_push(bench: Bench, sent: dict[str, bytes]) -> None:
     bench.begin_push("a")
     bench.stage("a")
     right = {name: bench.slaves[0].digest(bench.clusters["a"].push_id) for name in sent if sent[name] == b"s0:right"}
@@ -68,8 +67,7 @@ def test_digest_that_differs_or_is_missing_aborts_the_push(sent: dict[str, bytes
     assert not bench.slaves[0].staging
 
 
-def test_same_push_again_is_a_new_attempt_and_the_old_attempt_is_over() -> None:
-    bench = Bench().running("a")
+def test_same_push_again_is_a_new_attempt_and_the_old_attempt_is_over(bench: Bench) -> None:
     bench.begin_push("a")
     bench.slaves[0].stage(bench.clusters["a"].push_id)
     bench.clusters["a"].seq -= 1
@@ -83,8 +81,7 @@ def test_same_push_again_is_a_new_attempt_and_the_old_attempt_is_over() -> None:
     assert isinstance(bench.result(bench.finish_push("a", attempt=2)).answer, m.Admitted)
 
 
-def test_staged_of_an_older_attempt_is_ignored() -> None:
-    bench = Bench().running("a")
+def test_staged_of_an_older_attempt_is_ignored(bench: Bench) -> None:
     bench.begin_push("a")
     push = bench.clusters["a"].push_id
     bench.clusters["a"].seq -= 1
@@ -285,8 +282,7 @@ def test_nobody_asks_for_another_cluster_s_verdict() -> None:
         bench.result(bench.await_verdict("b", push))
 
 
-def test_older_incarnation_and_older_epoch_join_again_and_a_newer_epoch_names_another_master() -> None:
-    bench = Bench().running("a")
+def test_older_incarnation_and_older_epoch_join_again_and_a_newer_epoch_names_another_master(bench: Bench) -> None:
     caller = bench.caller("a")
     newer = replace(caller, epoch=2)
     for bad, code, words in ((newer, RefusalCode.STALE_EPOCH, "a newer master serves"), (caller, None, "")):
@@ -347,8 +343,7 @@ def test_of_two_seeds_only_that_of_the_cluster_that_was_asked_last_is_taken() ->
     assert bench.status().published == Version(1, 0)
 
 
-def test_slave_that_is_lost_takes_its_part_of_a_push_with_it() -> None:
-    bench = Bench().running("a")
+def test_slave_that_is_lost_takes_its_part_of_a_push_with_it(bench: Bench) -> None:
     bench.begin_push("a")
     push = bench.clusters["a"].push_id
     bench.slaves[1].stage(push)
@@ -380,8 +375,7 @@ def test_call_whose_caller_hung_up_is_not_answered_and_its_push_is_admitted_by_t
             bench.result(token)
 
 
-def test_held_finish_push_is_answered_when_it_is_repeated_and_when_its_attempt_is_over() -> None:
-    bench = Bench().running("a")
+def test_held_finish_push_is_answered_when_it_is_repeated_and_when_its_attempt_is_over(bench: Bench) -> None:
     bench.begin_push("a")
     first, second = bench.finish_push("a"), bench.finish_push("a")
     assert isinstance(bench.result(first).answer, m.Busy)
@@ -410,8 +404,7 @@ def test_no_ticket_and_no_new_attempt_while_a_slave_is_away_because_its_address_
     assert f":{5000 + bench.slaves[1].link}" in ticket.placement.slaves[1].data_endpoint
 
 
-def test_verdict_of_a_push_before_the_last_one_is_never_told_wrong() -> None:
-    bench = Bench().running("a")
+def test_verdict_of_a_push_before_the_last_one_is_never_told_wrong(bench: Bench) -> None:
     first = bench.push("a")
     bench.pull("a")
     bench.push("a")
@@ -422,8 +415,7 @@ def test_verdict_of_a_push_before_the_last_one_is_never_told_wrong() -> None:
         bench.result(bench.finish_push("a"))
 
 
-def test_push_that_was_called_aborted_can_not_begin_after_all() -> None:
-    bench = Bench().running("a")
+def test_push_that_was_called_aborted_can_not_begin_after_all(bench: Bench) -> None:
     late = PushId("a", bench.clusters["a"].join.incarnation, 5)  # type: ignore[arg-type]
     assert bench.verdict("a", late).kind is m.VerdictKind.ABORTED
     bench.clusters["a"].seq = 4

@@ -76,8 +76,7 @@ def test_partial_round_is_scaled_by_its_share_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("refused", [False, True], ids=["no push is accepted", "the update is not finite"])
-def test_round_with_nothing_accepted_is_void(refused: bool) -> None:
-    bench = Bench().running("a")
+def test_round_with_nothing_accepted_is_void(bench: Bench, refused: bool) -> None:
     if refused:
         bench.slaves[1].refuse["prepare"] = m.Refusal(RefusalCode.NONFINITE, "2 elements of the update are not finite")
     else:
@@ -97,8 +96,7 @@ def test_round_with_nothing_accepted_is_void(refused: bool) -> None:
     assert bool(sent(bench.slaves[0], m.AbortRound)) is refused
 
 
-def test_void_rounds_count_for_quarantine_also_over_a_restart() -> None:
-    bench = Bench().running("a")
+def test_void_rounds_count_for_quarantine_also_over_a_restart(bench: Bench) -> None:
     bench.nonfinite["a"] = 1
     for n in range(3):
         bench.rounds(1, "a")
@@ -132,8 +130,7 @@ def test_seed_that_is_not_finite_is_aborted_and_can_come_again() -> None:
     assert bench.verdict("a").kind is m.VerdictKind.APPLIED
 
 
-def test_refused_prepare_aborts_and_the_complete_push_goes_into_the_next_round() -> None:
-    bench = Bench().running("a")
+def test_refused_prepare_aborts_and_the_complete_push_goes_into_the_next_round(bench: Bench) -> None:
     bench.slaves[0].refuse["prepare"] = m.Refusal(RefusalCode.DISK, "no space left on the snapshot disk")
     bench.push("a")
     status = bench.status()
@@ -149,8 +146,7 @@ def test_refused_prepare_aborts_and_the_complete_push_goes_into_the_next_round()
 
 
 @pytest.mark.parametrize("command", ["measure", "prepare"])
-def test_push_that_a_slave_does_not_hold_is_given_up_and_comes_again(command: str) -> None:
-    bench = Bench().running("a")
+def test_push_that_a_slave_does_not_hold_is_given_up_and_comes_again(bench: Bench, command: str) -> None:
     bench.slaves[0].refuse[command] = m.Refusal(RefusalCode.UNKNOWN_PUSH, "no complete staging of this push")
     bench.push("a")
     assert bench.verdict("a").kind is m.VerdictKind.ABORTED

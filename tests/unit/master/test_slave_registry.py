@@ -87,8 +87,7 @@ def test_hello_with_numbers_beyond_any_run_is_refused(rebuild: bool, what: str) 
     assert (bench.halted, bench.began_again) == (None, None)
 
 
-def test_messages_of_an_older_life_or_in_another_slaves_name_are_ignored() -> None:
-    bench = Bench().running("a")
+def test_messages_of_an_older_life_or_in_another_slaves_name_are_ignored(bench: Bench) -> None:
     slave = bench.slaves[0]
     slave.hold.add(m.Measure)
     bench.push("a")
@@ -123,8 +122,7 @@ def test_slave_lost_before_commit_aborts_the_round_and_pushes_that_lost_staging(
     assert bench.status().rounds_aborted == 1
 
 
-def test_slave_lost_after_commit_flips_from_its_shadow_when_it_comes_back() -> None:
-    bench = Bench().running("a")
+def test_slave_lost_after_commit_flips_from_its_shadow_when_it_comes_back(bench: Bench) -> None:
     slave = bench.slaves[0]
     slave.hold.add(m.Commit)
     bench.push("a")
@@ -181,8 +179,7 @@ def test_slave_with_a_directory_of_a_run_that_the_master_does_not_know() -> None
     assert bench.join("a").seed
 
 
-def test_silent_slave_is_given_up_and_may_attach_again() -> None:
-    bench = Bench().running("a")
+def test_silent_slave_is_given_up_and_may_attach_again(bench: Bench) -> None:
     slave = bench.slaves[0]
     slave.alive = False
     bench.advance(11.0)
@@ -219,8 +216,7 @@ def test_stream_has_one_hello() -> None:
     assert [slave.slave_id for slave in bench.status().slaves] == ["s0"]
 
 
-def test_slave_whose_disk_failed_for_a_while_is_ready_when_it_says_so() -> None:
-    bench = Bench().running("a")
+def test_slave_whose_disk_failed_for_a_while_is_ready_when_it_says_so(bench: Bench) -> None:
     slave = bench.slaves[0]
     refused = m.ConfigureRefused(m.Refusal(RefusalCode.DISK, "no space left", 1.0))
     slave.die()

@@ -127,9 +127,8 @@ def test_small_counts_are_told_once_a_cluster_has_counted_too_little_on_the_whol
         assert bool(standing(bench)) is alarmed
 
 
-def test_one_short_batch_of_another_cluster_says_nothing() -> None:
+def test_one_short_batch_of_another_cluster_says_nothing(bench: Bench) -> None:
     """Found by simulation: a push of a single step, an epoch's last one."""
-    bench = Bench().running("a")
     rounds(bench, 1, a=16)
     bench.pull("a")
     bench.push("a", 16 * 512)

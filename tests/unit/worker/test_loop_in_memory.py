@@ -117,6 +117,12 @@ class Loop:
             raise AssertionError("it is entered")
 
 
+@pytest.fixture
+def loop(run: RunInMemory) -> Loop:
+    """Of one process."""
+    return Loop(run, 0, replicas=False)
+
+
 def after(n_steps: int, start: F32 = BASE) -> bytes:
     for _ in range(n_steps):
         start = start + np.float32(1.0)
@@ -499,9 +505,8 @@ def test_a_users_own_handler_of_sigterm_stays(run: RunInMemory) -> None:
     assert (len(heard), sync.steps, run.tokens) == (2, 2, 20)
 
 
-def test_a_process_forked_in_the_loop_has_no_part_in_it(run: RunInMemory) -> None:
+def test_a_process_forked_in_the_loop_has_no_part_in_it(loop: Loop, run: RunInMemory) -> None:
     """Such as a loader's: SIGTERM ends it, its steps are its own, and it leaves the block without a word to the run."""
-    loop = Loop(run, 0, replicas=False)
     with loop.sync as sync:
         loop.steps(2)
         child = os.fork()
@@ -519,9 +524,8 @@ def test_a_process_forked_in_the_loop_has_no_part_in_it(run: RunInMemory) -> Non
     assert ([push.steps for push in run.pushes], len(run.leaves)) == ([4], 1)
 
 
-def test_a_sigterm_that_comes_before_a_forked_process_has_run_a_line_ends_it(run: RunInMemory) -> None:
+def test_a_sigterm_that_comes_before_a_forked_process_has_run_a_line_ends_it(loop: Loop) -> None:
     """As multiprocessing's terminate() right after start(): the handler swallowed it, and join() waited for ever."""
-    loop = Loop(run, 0, replicas=False)
     ends = []
     with loop.sync:
         for _ in range(20):
@@ -551,9 +555,8 @@ def test_paths_stay_where_they_were_when_the_program_changes_its_directory(
     assert {"push.json"} < {file.name for file in (tmp_path / "kept").iterdir()}
 
 
-def test_what_would_count_a_step_twice_or_one_that_is_none(run: RunInMemory) -> None:
+def test_what_would_count_a_step_twice_or_one_that_is_none(loop: Loop) -> None:
     """torch makes an optimizer's state by a step of its own."""
-    loop = Loop(run, 0, replicas=False)
     loop.steps_by(torch.optim.AdamW(loop.model.parameters(), lr=1.0))
     with loop.sync as sync:
         assert get_optimizer_state_dict(loop.model, loop.optimizer)["state"]
@@ -588,10 +591,9 @@ def test_a_model_that_is_converted_in_the_block_is_refused_before_its_push(
     ("the given one", 300, 120, ""), ("the given one", 300, 1, ""),
 ])  # fmt: skip
 def test_a_loop_whose_steps_are_not_counted_is_told_so(
-    run: RunInMemory, caplog: pytest.LogCaptureFixture, trains: str, reads: int, each: int, told: str
+    loop: Loop, caplog: pytest.LogCaptureFixture, trains: str, reads: int, each: int, told: str
 ) -> None:
     """each: batches accumulated for a step."""
-    loop = Loop(run, 0, replicas=False)
     model = copy.deepcopy(loop.model) if trains == "a copy's" else loop.model
     with loop.sync as sync:
         loop.steps(1)
@@ -627,8 +629,7 @@ def test_a_step_without_any_gradient_is_none_and_told_once(run: RunInMemory, cap
     assert sum("no parameter of the optimizer has a gradient" in record.message for record in caplog.records) == 1
 
 
-def test_a_step_that_counts_far_more_tokens_than_the_model_was_given_is_refused(run: RunInMemory) -> None:
-    loop = Loop(run, 0, replicas=False)
+def test_a_step_that_counts_far_more_tokens_than_the_model_was_given_is_refused(loop: Loop) -> None:
     batch = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.long)}
     with loop.sync as sync:
         loop.model(**batch)
@@ -725,9 +726,8 @@ def test_ranks_that_are_given_the_same_batches_are_told_so_once(
 
 @pytest.mark.parametrize("swaps", [False, True])
 def test_weights_that_an_evaluation_puts_in_place_and_back_have_no_effect(
-    run: RunInMemory, caplog: pytest.LogCaptureFixture, swaps: bool
+    loop: Loop, run: RunInMemory, caplog: pytest.LogCaptureFixture, swaps: bool
 ) -> None:
-    loop = Loop(run, 0, replicas=False)
     averaged = torch.optim.swa_utils.AveragedModel(loop.model)
     with loop.sync as sync:
         for _ in range(10):
@@ -802,8 +802,7 @@ def test_a_program_without_logging_sees_what_its_cluster_does(
     assert "dips: joined" in capsys.readouterr().err
 
 
-def test_a_block_that_trained_and_counted_no_step_is_an_error(run: RunInMemory) -> None:
-    loop = Loop(run, 0, replicas=False)
+def test_a_block_that_trained_and_counted_no_step_is_an_error(loop: Loop, run: RunInMemory) -> None:
 
     def trains_and_evaluates() -> None:
         with loop.sync as sync, torch.no_grad():
@@ -871,8 +870,7 @@ class Hides(torch.optim.SGD):
         return {"moments": self.moments}
 
 
-def test_an_optimizer_whose_moments_cannot_be_found_is_refused(run: RunInMemory) -> None:
-    loop = Loop(run, 0, replicas=False)
+def test_an_optimizer_whose_moments_cannot_be_found_is_refused(loop: Loop) -> None:
     part = contained(loop)
     part.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     with pytest.raises(ConfigError, match="Container contains SGD, which does not step 1 of its parameters"):
@@ -902,10 +900,9 @@ class Delegates(torch.optim.SGD):
 
 @pytest.mark.parametrize("where", ["a helper of the given one", "the program", "the program, from the sixth step on"])
 def test_an_optimizer_of_the_model_that_the_loop_does_not_know_is_refused_before_its_push(
-    run: RunInMemory, where: str
+    loop: Loop, run: RunInMemory, where: str
 ) -> None:
     """Nothing that it has stepped is pushed."""
-    loop = Loop(run, 0, replicas=False)
     parameters = list(loop.model.parameters())
     other = torch.optim.SGD(parameters[:1], lr=1.0, momentum=0.5)
     loop.steps_by(Delegates(parameters, lr=1.0))
@@ -942,9 +939,8 @@ class Around(torch.optim.SGD):
 
 @pytest.mark.parametrize("given", ["the inner one", "the outer one, which shares its state", "the outer one"])
 def test_an_optimizer_around_a_given_one_may_be_stepped_and_one_inside_that_keeps_no_moments_of_its_own(
-    run: RunInMemory, given: str
+    loop: Loop, run: RunInMemory, given: str
 ) -> None:
-    loop = Loop(run, 0, replicas=False)
     inner = torch.optim.SGD(loop.model.parameters(), lr=1.0, momentum=0.5 if "state" in given else 0.0)
     outer = Around(inner, inner.state if "state" in given else None)
     loop.steps_by(outer, inner if "inner" in given else outer)
@@ -962,8 +958,7 @@ class Halves(torch.optim.SGD):
                 parameter.mul_(0.5)
 
 
-def test_a_step_that_calls_its_parents_is_one_and_is_pushed_as_it_ends(run: RunInMemory) -> None:
-    loop = Loop(run, 0, replicas=False)
+def test_a_step_that_calls_its_parents_is_one_and_is_pushed_as_it_ends(loop: Loop, run: RunInMemory) -> None:
     loop.steps_by(Halves(loop.model.parameters(), lr=1.0))
     loop.train(4)
     assert [(push.steps, push.tokens) for push in run.pushes] == [(4, 40)]
@@ -984,8 +979,7 @@ class Lookahead(torch.optim.Optimizer):
         return self.base.step()
 
 
-def test_steps_of_an_optimizer_whose_hooks_torch_does_not_call_are_counted(run: RunInMemory) -> None:
-    loop = Loop(run, 0, replicas=False)
+def test_steps_of_an_optimizer_whose_hooks_torch_does_not_call_are_counted(loop: Loop) -> None:
     loop.steps_by(Lookahead(torch.optim.SGD(loop.model.parameters(), lr=1.0)))
     loop.train(4)
     assert loop.sync.steps == 4
@@ -1025,8 +1019,7 @@ def test_optimizers_of_other_models_are_left_alone(run: RunInMemory) -> None:
     assert len(theirs.state) == 5
 
 
-def test_a_model_and_an_optimizer_are_in_one_open_block_only(run: RunInMemory) -> None:
-    loop = Loop(run, 0, replicas=False)
+def test_a_model_and_an_optimizer_are_in_one_open_block_only(loop: Loop) -> None:
     given = loop.given
     inner = torch.optim.SGD(loop.model.parameters(), lr=1.0)
     with dips.DiLoCo(loop.model, Container([inner]), **given):
