@@ -73,8 +73,9 @@ class SlaveBench:
 
     def refused(self, body: messages.CommandBody) -> messages.Refusal:
         """Why the only answer to this command is that it cannot be."""
-        kind = messages.ConfigureRefused if isinstance(body, messages.Configure) else messages.RoundRefused
-        return answer(self.command(body), kind).refusal
+        if isinstance(body, messages.Configure):
+            return answer(self.command(body), messages.ConfigureRefused).refusal
+        return answer(self.command(body), messages.RoundRefused).refusal
 
     def link(self) -> list[Effect]:
         return self.give(events.Linked())

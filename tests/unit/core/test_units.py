@@ -40,7 +40,7 @@ def test_amounts_are_read_exactly(
         assert [parse(each) for each in written] == [amount] * len(written)
 
 
-NONSENSE = [
+NONSENSE: list[object] = [
     *("", " ", "lots", "1 2", "1..2", "MiB", "1 MiB/s2", "--1", "1e", "0x10", "1,5", True, None, [], "\u0661"),
     *("1" * 50, "1e99999999", "9e999999999999999999"),
 ]

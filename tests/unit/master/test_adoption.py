@@ -150,33 +150,25 @@ def damaged(record: bytes, path: tuple[str, ...], value: object) -> bytes:
     return json.dumps(raw).encode()
 
 
-ENTRY = ("ledger", "clusters", "a")
-SHAPES: dict[str, Callable[[bytes], bytes]] = {
-    "a list": lambda record: b"[]",
-    "deep": lambda record: b"[" * 100_000,
-    "another encoding": lambda record: record.decode().encode("utf-16"),
-    "another version": lambda record: damaged(record, ("version",), [1, 7]),
-    "a version of words": lambda record: damaged(record, ("ledger", "given_up"), [[["x", 1], [2, 3]]]),
-    "an absurd version": lambda record: damaged(record, ("ledger", "applied_in"), [[[1, 1 << 64], []]]),
-    "infinite tokens": lambda record: damaged(record, ("ledger", "tokens"), math.inf),
-    "fewer than no tokens": lambda record: damaged(record, ("ledger", "tokens"), -5),
-    "a fence of words": lambda record: damaged(record, (*ENTRY, "fence"), "x"),
-    "an absurd fence": lambda record: damaged(record, (*ENTRY, "fence"), 1 << 80),
-    "an incarnation of words": lambda record: damaged(record, (*ENTRY, "incarnation"), ["x", "y"]),
-    "a rate of words": lambda record: damaged(record, (*ENTRY, "tokens_per_s"), "x"),
-    "a reason that is a number": lambda record: damaged(record, ("ledger", "stopping"), 7),
-    "rounds of words": lambda record: damaged(record, ("ledger", "rounds"), [1, 2, "x"]),
-    "passes without end": lambda record: damaged(record, ("ledger", "leases", "begun"), 1 << 40),
-    "no layout": lambda record: damaged(record, ("ledger", "layout"), '{"a":1}'),
-}
+def odd(*path: str, value: object) -> Callable[[bytes], bytes]:
+    return lambda record: damaged(record, path, value)
 
 
-@pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_record_of_another_shape_is_as_good_as_none(shape: str) -> None:
+@pytest.mark.parametrize("damage", [
+    lambda record: b"[]", lambda record: b"[" * 100_000, lambda record: record.decode().encode("utf-16"),
+    odd("version", value=[1, 7]), odd("ledger", "given_up", value=[[["x", 1], [2, 3]]]),
+    odd("ledger", "applied_in", value=[[[1, 1 << 64], []]]), odd("ledger", "tokens", value=math.inf),
+    odd("ledger", "tokens", value=-5), odd("ledger", "stopping", value=7), odd("ledger", "rounds", value=[1, 2, "x"]),
+    odd("ledger", "leases", "begun", value=1 << 40), odd("ledger", "layout", value='{"a":1}'),
+    *(odd("ledger", "clusters", "a", name, value=value) for name, value in (
+        ("fence", "x"), ("fence", 1 << 80), ("incarnation", ["x", "y"]), ("tokens_per_s", "x"),
+    )),
+])  # fmt: skip
+def test_record_of_another_shape_is_as_good_as_none(damage: Callable[[bytes], bytes]) -> None:
     """Its hash is right: a slave wrote these very bytes."""
     bench, kept = old_journal("a", plan=LEASED)
     for slave in bench.slaves:
-        record = SHAPES[shape](slave.records[V2])
+        record = damage(slave.records[V2])
         slave.records[V2] = record
         slave.snapshots[V2] = replace(slave.snapshots[V2], commit_hash=hashlib.sha256(record).digest())
     bench.restart(kept)

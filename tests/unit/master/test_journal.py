@@ -24,15 +24,13 @@ from dips.master.state.effects import WriteJournal
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Journal]:
-    opened = Journal.open(tmp_path, "demo")
-    yield opened
-    opened.close()
+    with contextlib.closing(Journal.open(tmp_path, "demo")) as opened:
+        yield opened
 
 
 def sql(directory: Path, statement: str) -> None:
-    connection = sqlite3.connect(directory / FILE_NAME, isolation_level=None)
-    connection.execute(statement)
-    connection.close()
+    with contextlib.closing(sqlite3.connect(directory / FILE_NAME, isolation_level=None)) as connection:
+        connection.execute(statement)
 
 
 def test_snapshot_records_and_port_survive_a_restart_and_each_start_begins_the_next_epoch(tmp_path: Path) -> None:
@@ -196,13 +194,10 @@ def test_a_lock_file_left_by_a_dead_process_does_not_hold_the_directory(tmp_path
 
 
 def filled(directory: Path) -> None:
-    journal = Journal.open(directory, "demo")
-    epoch = journal.begin_epoch()
-    entries = [
-        WriteJournal(n, "COMMIT", json.dumps({"v": n, "kappa": "0.5"}), json.dumps({"tokens": n})) for n in range(1, 7)
-    ]
-    journal.append_all(epoch, entries)
-    journal.close()
+    with contextlib.closing(Journal.open(directory, "demo")) as journal:
+        epoch = journal.begin_epoch()
+        for n in range(1, 7):
+            append(journal, epoch, n, "COMMIT", json.dumps({"v": n, "kappa": "0.5"}), json.dumps({"tokens": n}))
 
 
 @pytest.mark.parametrize("statement", [

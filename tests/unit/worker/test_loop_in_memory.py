@@ -99,7 +99,7 @@ class Loop:
             self.sync.report(float(2 + self.rank))
             self.optimizer.step()
 
-    def train(self, n: int, before: Callable[[], None] = lambda: None) -> None:
+    def train(self, n: int, before: Callable[[], object] = lambda: None) -> None:
         """A whole block of n steps; before: what is done in it before these."""
         with self.sync:
             before()
