@@ -55,15 +55,10 @@ def calls(bench: Bench) -> list[Any]:
         m.JoinRequest(a, HELLO, LAYOUT, LAYOUT.layout_hash, LEASED, 0.0, (lease,), b"", (m.TensorDigest("w", 1),)),
         m.HeartbeatRequest(bench.caller("c"), steps_per_s=1.0),
         m.BeginPushRequest(bench.caller("c"), 5, base, fence, (lease,), 100, 3),
-        m.BeginPushRequest(b, push.seq, base, fence, (), 100, 3),
-        m.FinishPushRequest(b, push.seq, 1, digests),
-        m.AwaitVerdictRequest(b, push, 1.0),
-        m.BeginPullRequest(a),
-        m.FinishPullRequest(a, 1),
-        m.LeaseDataRequest(a, 100, 1),
-        m.ReturnDataRequest(bench.caller("c"), (lease,)),
-        m.LeaveRequest(a, ""),
-    ]
+        m.BeginPushRequest(b, push.seq, base, fence, (), 100, 3), m.FinishPushRequest(b, push.seq, 1, digests),
+        m.AwaitVerdictRequest(b, push, 1.0), m.BeginPullRequest(a), m.FinishPullRequest(a, 1),
+        m.LeaseDataRequest(a, 100, 1), m.ReturnDataRequest(bench.caller("c"), (lease,)), m.LeaveRequest(a, ""),
+    ]  # fmt: skip
 
 
 def words(bench: Bench) -> list[Any]:

@@ -36,36 +36,24 @@ def test_only_a_heartbeat_and_a_round_need_be_chosen_and_all_other_times_follow(
 
 
 KNOBS: list[tuple[str, object, str, object]] = [
-    ("slaves", 3, "n_slaves", 3),
-    ("max_clusters", 5, "max_clusters", 5),
-    ("min_clusters", 4, "min_clusters", 4),
+    ("slaves", 3, "n_slaves", 3), ("max_clusters", 5, "max_clusters", 5), ("min_clusters", 4, "min_clusters", 4),
     ("min_clusters_per_round", 2, "min_clusters_per_round", 2),
-    ("round_deadline_s", "10 min", "round_deadline_s", 600.0),
-    ("sync_every", 16, "settings.sync_every_steps", 16),
-    ("dynamic", True, "settings.dynamic_local_steps", True),
-    ("tk_max", "1.5M", "settings.tk_max_tokens", 1_500_000),
-    ("s_max", 12, "settings.max_staleness_versions", 12),
-    ("heartbeat_s", "500 ms", "settings.heartbeat_s", 0.5),
-    ("evict_after_beats", 6, "settings.evict_after_beats", 6),
-    ("grace_s", "3 s", "grace_s", 3.0),
+    ("round_deadline_s", "10 min", "round_deadline_s", 600.0), ("sync_every", 16, "settings.sync_every_steps", 16),
+    ("dynamic", True, "settings.dynamic_local_steps", True), ("tk_max", "1.5M", "settings.tk_max_tokens", 1_500_000),
+    ("s_max", 12, "settings.max_staleness_versions", 12), ("heartbeat_s", "500 ms", "settings.heartbeat_s", 0.5),
+    ("evict_after_beats", 6, "settings.evict_after_beats", 6), ("grace_s", "3 s", "grace_s", 3.0),
     ("round_timeout_s", "1 min", "settings.round_timeout_s round_timeout_s", 60.0),
-    ("verdict_wait_s", 20, "settings.verdict_wait_s", 20.0),
-    ("overlap", "push", "settings.overlap", "push"),
+    ("verdict_wait_s", 20, "settings.verdict_wait_s", 20.0), ("overlap", "push", "settings.overlap", "push"),
     ("overlap_share", 0.25, "settings.overlap_share", 0.25),
-    ("preset", "safe", "settings.preset penalty.preset", "safe"),
-    ("lease_ttl_s", "2 h", "lease_ttl_s", 7200.0),
-    ("ticket_ttl_s", 45, "settings.ticket_ttl_s ticket_ttl_s", 45.0),
-    ("linger_s", 5, "linger_s", 5.0),
-    ("chunk_bytes", "2 MiB", "settings.chunk_bytes", 2 << 20),
-    ("window_chunks", 8, "settings.window_chunks", 8),
-    ("pinned_versions", 3, "pinned_versions", 3),
-    ("max_message_bytes", "8 MiB", "settings.max_message_bytes", 8 << 20),
+    ("preset", "safe", "settings.preset penalty.preset", "safe"), ("lease_ttl_s", "2 h", "lease_ttl_s", 7200.0),
+    ("ticket_ttl_s", 45, "settings.ticket_ttl_s ticket_ttl_s", 45.0), ("linger_s", 5, "linger_s", 5.0),
+    ("chunk_bytes", "2 MiB", "settings.chunk_bytes", 2 << 20), ("window_chunks", 8, "settings.window_chunks", 8),
+    ("pinned_versions", 3, "pinned_versions", 3), ("max_message_bytes", "8 MiB", "settings.max_message_bytes", 8 << 20),
     ("outer_lr", 0.5, "settings.outer_lr", 0.5),
     ("outer_momentum", 0.9, "settings.outer_momentum penalty.outer_momentum", 0.9),
-    ("durability", "async", "settings.durability", "async"),
-    ("async_lag_versions", 6, "async_lag_versions", 6),
+    ("durability", "async", "settings.durability", "async"), ("async_lag_versions", 6, "async_lag_versions", 6),
     ("rebuild", True, "rebuild", True),
-]
+]  # fmt: skip
 
 
 def test_every_setting_of_the_run_comes_from_a_knob() -> None:
