@@ -235,8 +235,8 @@ class ClusterBench:
         assert self.phase is SessionPhase.BEGINNING_PUSH
         return self.asked(messages.BeginPushRequest)
 
-    def puts_off(self, sentence: str) -> None:
-        self.answer(messages.BeginPushRequest, messages.BeginPushReply(messages.Busy(0.5, sentence)))
+    def puts_off(self, sentence: str, retry_after_s: float = 0.5) -> None:
+        self.judged("begin", messages.Busy(retry_after_s, sentence))
 
     def ticket(self, attempt: int = 1) -> tuple[int, effects.SendPush]:
         self.answer(messages.BeginPushRequest, messages.BeginPushReply(replace(TICKET, attempt=attempt)))
@@ -288,14 +288,15 @@ class ClusterBench:
         if stage != "finish":
             self.admitted()
 
-    def judged(self, stage: str, verdict: messages.Verdict) -> None:
+    def judged(self, stage: str, answer: Any) -> None:
+        """A verdict, or whatever else the master may say to a call of this stage."""
         match stage:
             case "begin":
-                self.answer(messages.BeginPushRequest, messages.BeginPushReply(verdict))
+                self.answer(messages.BeginPushRequest, messages.BeginPushReply(answer))
             case "finish":
-                self.answer(messages.FinishPushRequest, messages.FinishPushReply(verdict))
+                self.answer(messages.FinishPushRequest, messages.FinishPushReply(answer))
             case _:
-                self.answer(messages.AwaitVerdictRequest, messages.AwaitVerdictReply(verdict))
+                self.answer(messages.AwaitVerdictRequest, messages.AwaitVerdictReply(answer))
 
     def donate(self) -> PushId:
         """The master asks for this cluster's base; the push that answers is open."""
@@ -356,6 +357,14 @@ class LeasedClusterBench(ClusterBench):
     @staticmethod
     def span(begin: int, end: int) -> messages.DataRange:
         return messages.DataRange(1, 0, 0, begin, end)
+
+
+def leased(**settings: Any) -> LeasedClusterBench:
+    """In training, of a run with these settings."""
+    life = LeasedClusterBench()
+    life.settings = replace(SETTINGS, **settings)
+    life.begin()
+    return life
 
 
 def phase_of(generation: ClusterBench) -> SessionPhase:

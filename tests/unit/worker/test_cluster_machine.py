@@ -161,9 +161,8 @@ def test_joining_a_run_that_has_ended_is_no_failure() -> None:
     life.refuse(messages.JoinRequest, RefusalCode.STOPPING)
     assert life.finished is not None
     assert life.finished.error is None
-    assert life.take(effects.Log) == effects.Log(
-        logging.WARNING, "join", "this cluster cannot join: refused: STOPPING", "a/join"
-    )
+    said_so = effects.Log(logging.WARNING, "join", "this cluster cannot join: refused: STOPPING", "a/join")
+    assert life.take(effects.Log) == said_so
 
 
 def test_a_master_of_another_protocol_is_left() -> None:
@@ -508,9 +507,7 @@ def test_leaving_waits_for_the_window_that_the_master_named() -> None:
 def test_a_stale_last_push_is_rebased_and_pushed(life: ClusterBench) -> None:
     life.train(2)
     life.say(effects.StopWanted("enough"))
-    life.answer(
-        messages.BeginPushRequest, messages.BeginPushReply(messages.Stale(messages.StaleKind.VERSIONS, "too old"))
-    )
+    life.judged("begin", messages.Stale(messages.StaleKind.VERSIONS, "too old"))
     assert life.pulled().mode is effects.InstallMode.REBASE_FROM_BASE
     assert life.asked(messages.BeginPushRequest).steps == 2
 
@@ -669,14 +666,10 @@ def ended_before_first_merge(steps: int, **config: Any) -> ClusterBench:
     return life
 
 
-def master_says(life: ClusterBench, sentence: str) -> None:
-    life.answer(messages.AwaitVerdictRequest, messages.AwaitVerdictReply(messages.Busy(0.0, sentence)))
-
-
 @pytest.mark.parametrize("steps", [3, 6])
 def test_a_short_loop_waits_for_the_first_merge_with_all_that_it_has(steps: int) -> None:
     life = ended_before_first_merge(steps)
-    master_says(life, "the run begins with 2 clusters, and only a is here")
+    life.judged("await", messages.Busy(0.0, "the run begins with 2 clusters, and only a is here"))
     for _ in range(3600):
         life.pass_s(10.0)
     assert phase_of(life) is SessionPhase.AWAITING
