@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -355,6 +355,10 @@ class Bench:
             raise Unanswered(f"call {token} is held")
         return self.replies[token]
 
+    def is_open(self, token: int) -> bool:
+        """The call has no answer yet."""
+        return token not in self.refusals and token not in self.replies
+
     def operate(self, action: Any) -> Any:
         self._token += 1
         self.event(events.OperatorCall(self._token, action))
@@ -372,9 +376,10 @@ class Bench:
         """The data key of each process, where the run uses them."""
         return name.encode().ljust(32, b".") if self.config.encrypted else b""
 
-    def attach_all(self) -> None:
+    def attach_all(self) -> Self:
         for slave in self.slaves:
             slave.attach()
+        return self
 
     def join(
         self, name: str, *, previous: Incarnation | None = None, held: tuple[m.DataRange, ...] = (), **changes: Any
@@ -422,6 +427,11 @@ class Bench:
         fields = {"base": cluster.base, "fence": cluster.fence, "ranges": ranges, "tokens": tokens, "steps": 16}
         request = m.BeginPushRequest(self.caller(name), cluster.seq, **(fields | changes))
         return self.ask(request).answer
+
+    def ticket(self, name: str, *given: Any, **changes: Any) -> m.Ticket:
+        answer = self.begin_push(name, *given, **changes)
+        assert isinstance(answer, m.Ticket)
+        return answer
 
     def stage(self, name: str) -> None:
         for slave in self.slaves:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.master_bench import LAYOUT, LEASED, OWN, Bench, Unanswered, refused_with
+from support.master_bench import LAYOUT, LEASED, OWN, Bench, refused_with
 
 from dips.core import messages as m
 from dips.core.errors import RefusalCode
@@ -70,8 +70,7 @@ def test_other_model_is_refused_with_the_first_difference(parameters: tuple[Para
     ],
 )
 def test_other_text_or_one_that_cannot_be_leased_is_refused(ours: m.DataPlan | None, theirs: m.DataPlan) -> None:
-    bench = Bench(plan=ours or OWN)
-    bench.attach_all()
+    bench = Bench(plan=ours or OWN).attach_all()
     if ours is not None:
         bench.running("a")
     with refused_with(RefusalCode.DATA_PLAN):
@@ -80,8 +79,7 @@ def test_other_text_or_one_that_cannot_be_leased_is_refused(ours: m.DataPlan | N
 
 
 def test_model_too_big_for_the_slaves_is_refused_before_anything_is_placed() -> None:
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     huge = Layout(tuple(Parameter(f"layers.{i}.w", (1 << 14, 1 << 14), "float32", f"layers.{i}") for i in range(8)))
     with refused_with(RefusalCode.MEMORY, "start more slaves"):
         bench.join("a", layout=huge, layout_hash=huge.layout_hash)
@@ -136,8 +134,7 @@ def test_a_sealed_push_outlives_its_cluster_with_its_ranges_and_the_next_incarna
     with pytest.raises(AssertionError, match="undecided"):
         bench.pull("a")
     token = bench.await_verdict("a", push)
-    with pytest.raises(Unanswered):
-        bench.result(token)
+    assert bench.is_open(token)
     bench.slaves[0].release(m.Measure)
     assert bench.result(token).answer.kind is m.VerdictKind.APPLIED
     assert (bench.status().tokens, bench.status().leased_tokens, bench.pull("a").fence) == (100, 0, 2)
@@ -265,8 +262,7 @@ def test_leave_waits_for_the_verdict_of_a_sealed_push_and_answers_a_first_call_w
     bench.slaves[0].hold.add(m.Measure)
     bench.push("a")
     first = bench.leave("a")
-    with pytest.raises(Unanswered):
-        bench.result(first)
+    assert bench.is_open(first)
     second = bench.call(m.LeaveRequest(bench.caller("a"), "again"))
     with refused_with(RefusalCode.BUSY):
         bench.result(first)
@@ -335,8 +331,7 @@ def test_paused_master_gives_up_no_ticket_no_pin_and_no_lease() -> None:
     bench.jump(3600.0)
     bench.advance(4.0)
     for token in held_calls:
-        with pytest.raises(Unanswered):
-            bench.result(token)
+        assert bench.is_open(token)
     assert bench.state.shared.members["a"].push is not None
     assert bench.state.shared.pins
     bench.join("b", previous=bench.clusters["b"].join.incarnation, held=held)
@@ -471,8 +466,7 @@ def other(*listed: m.TensorDigest) -> tuple[m.TensorDigest, ...]:
 
 def over_base(config: m.Settings | None = None, **untrained: Any) -> Bench:
     """A run whose first cluster is over these weights and buffers."""
-    bench = Bench(plan=OWN, settings=config or m.Settings())
-    bench.attach_all()
+    bench = Bench(plan=OWN, settings=config or m.Settings()).attach_all()
     bench.join("a", **(untrained or {"frozen": BASE, "buffers": TABLES}))
     return bench
 

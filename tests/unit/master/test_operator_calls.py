@@ -168,8 +168,7 @@ def test_crash_of_all_loses_what_no_disk_had() -> None:
 
 def test_a_cluster_that_is_drained_before_it_seeded_the_run_passes_that_on() -> None:
     """It may begin no push, and was asked repeatedly to join and seed: no other cluster ever did."""
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     assert bench.join("a").seed
     bench.join("c")
     bench.join("b")
@@ -185,8 +184,7 @@ def test_a_cluster_that_is_drained_before_it_seeded_the_run_passes_that_on() -> 
 
 
 def test_a_drained_cluster_whose_seed_is_on_its_way_finishes_it() -> None:
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     bench.join("a")
     bench.join("b")
     bench.begin_push("a", 0, base=None)
@@ -197,8 +195,7 @@ def test_a_drained_cluster_whose_seed_is_on_its_way_finishes_it() -> None:
 
 
 def test_without_anybody_to_seed_the_status_says_so() -> None:
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     bench.join("a")
     bench.operate(m.DrainRequest("", "a", "maintenance"))
     assert bench.status().waiting_for == "no cluster can seed the run"

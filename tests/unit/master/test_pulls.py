@@ -21,8 +21,7 @@ def reader(name: str = "r") -> m.Caller:
 
 
 def test_pull_waits_while_no_version_exists_or_a_slave_is_away_and_is_a_members_or_a_readers_of_this_run() -> None:
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     bench.join("a")
     bench.join("b")
     for word in ("cluster a", "s1"):
@@ -237,8 +236,7 @@ def test_the_rate_of_a_link_counts_the_differences_that_were_granted(behind: int
 
 def test_averaged_buffers_are_refused_where_versions_are_rounded() -> None:
     buffers = (*LAYOUT.parameters, Parameter("mean", (8,), "float32", AVERAGED_LAYER, averaged=True))
-    bench = Bench(settings=m.Settings(pull_wire="int8"))
-    bench.attach_all()
+    bench = Bench(settings=m.Settings(pull_wire="int8")).attach_all()
     layout = Layout(buffers)
     with refused_with(RefusalCode.CONFIG):
         bench.join("a", layout=layout, layout_hash=layout.layout_hash)

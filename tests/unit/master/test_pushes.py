@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.master_bench import LEASED, OWN, Bench, Unanswered, refused_with
+from support.master_bench import LEASED, OWN, Bench, refused_with
 
 from dips.core import messages as m
-from dips.core.errors import RefusalCode, Refused
+from dips.core.errors import RefusalCode
 from dips.core.ids import PushId, Version
 from dips.core.protocol import FINISH_HOLD_S
 from dips.master.state.events import CallGone
@@ -19,8 +19,7 @@ from dips.master.state.pushes import AWAY_RETRY_S
 
 def test_ticket_opens_staging_in_a_slot_of_the_cluster_on_every_slave_and_names_the_order_of_blocks() -> None:
     bench = Bench().running("a", "b")
-    ticket = bench.begin_push("a")
-    assert isinstance(ticket, m.Ticket)
+    ticket = bench.ticket("a")
     assert sorted(ticket.block_order) == [0, 1, 2, 3]
     assert all(address.data_endpoint.startswith("tcp://127.0.0.1:") for address in ticket.placement.slaves)
     bench.begin_push("b")
@@ -36,8 +35,7 @@ def test_admitted_only_when_all_slaves_have_staged_it_and_told_which_lacks_it_un
     bench.slaves[0].stage(bench.clusters["a"].push_id)
     token = bench.finish_push("a")
     assert bench.state.next_deadline_s() == bench.now_s + FINISH_HOLD_S
-    with pytest.raises(Unanswered):
-        bench.result(token)
+    assert bench.is_open(token)
     bench.advance(6.0)
     answer = bench.result(token).answer
     assert isinstance(answer, m.Busy)
@@ -71,8 +69,7 @@ def test_same_push_again_is_a_new_attempt_and_the_old_attempt_is_over(bench: Ben
     bench.begin_push("a")
     bench.slaves[0].stage(bench.clusters["a"].push_id)
     bench.clusters["a"].seq -= 1
-    ticket = bench.begin_push("a")
-    assert isinstance(ticket, m.Ticket)
+    ticket = bench.ticket("a")
     assert ticket.attempt == 2
     assert bench.slaves[0].staging[bench.clusters["a"].push_id].attempt == 2
     with refused_with(RefusalCode.UNKNOWN_PUSH):
@@ -90,8 +87,7 @@ def test_staged_of_an_older_attempt_is_ignored(bench: Bench) -> None:
         slave.staging[push] = replace(slave.staging[push], attempt=1)
         slave.stage(push)
     token = bench.finish_push("a", attempt=2)
-    with pytest.raises(Unanswered):
-        bench.result(token)
+    assert bench.is_open(token)
 
 
 def test_one_push_is_undecided_and_a_decided_one_gets_its_verdict_again_and_never_counts_twice() -> None:
@@ -151,8 +147,7 @@ def test_push_that_cannot_be_is_refused_and_the_run_goes_on(fields: dict[str, An
 
 
 def declared(rate: float, *names: str) -> Bench:
-    bench = Bench(plan=OWN, grace_s=30.0)
-    bench.attach_all()
+    bench = Bench(plan=OWN, grace_s=30.0).attach_all()
     for name in names:
         bench.join(name, declared_tokens_per_s=rate)
     bench.seed(names[0])
@@ -172,8 +167,7 @@ def test_own_data_is_bounded_by_the_declared_rate() -> None:
 
 
 def test_only_the_cluster_that_was_asked_seeds_and_without_training() -> None:
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     assert bench.join("b").seed
     assert not bench.join("a").seed
     for name, tokens, code in (("a", 0, RefusalCode.SEED_EXISTS), ("b", 5, RefusalCode.TOKENS)):
@@ -182,8 +176,7 @@ def test_only_the_cluster_that_was_asked_seeds_and_without_training() -> None:
 
 
 def test_seed_passes_on_when_its_cluster_is_gone() -> None:
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     bench.join("a")
     bench.join("b")
     bench.silent.add("a")
@@ -289,19 +282,16 @@ def test_older_incarnation_and_older_epoch_join_again_and_a_newer_epoch_names_an
         if code is None:
             bench.join("a")
             code, words = RefusalCode.FENCED, "join again"
-        with pytest.raises(Refused, match=words) as refused:
+        with refused_with(code, words):
             bench.ask(m.BeginPushRequest(bad, 9, Version(1, 0), 1, (), 10, 1))
-        assert refused.value.code is code
     bench.start_master()
-    with pytest.raises(Refused, match="the master was restarted") as refused:
+    with refused_with(RefusalCode.STALE_EPOCH, "the master was restarted"):
         bench.ask(m.BeginPushRequest(caller, 9, Version(1, 0), 1, (), 10, 1))
-    assert refused.value.code is RefusalCode.STALE_EPOCH
 
 
 def seeding(*names: str) -> Bench:
     """The first cluster's seed stands in PREPARE, where slave s0 has yet to answer; then its cluster is evicted."""
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     for name in names:
         bench.join(name)
     bench.slaves[0].hold.add(m.Prepare)
@@ -350,8 +340,7 @@ def test_slave_that_is_lost_takes_its_part_of_a_push_with_it(bench: Bench) -> No
     bench.slaves[1].die()
     bench.slaves[0].stage(push)
     token = bench.finish_push("a")
-    with pytest.raises(Unanswered):
-        bench.result(token)
+    assert bench.is_open(token)
     bench.slaves[1].attach()
     bench.slaves[1].stage(push)
     assert isinstance(bench.result(token).answer, m.Admitted)
@@ -371,8 +360,7 @@ def test_call_whose_caller_hung_up_is_not_answered_and_its_push_is_admitted_by_t
     bench.advance(5.0)
     assert bench.result(other).answer.kind is m.VerdictKind.APPLIED
     for token in (gone, waits):
-        with pytest.raises(Unanswered):
-            bench.result(token)
+        assert bench.is_open(token)
 
 
 def test_held_finish_push_is_answered_when_it_is_repeated_and_when_its_attempt_is_over(bench: Bench) -> None:
@@ -399,8 +387,7 @@ def test_no_ticket_and_no_new_attempt_while_a_slave_is_away_because_its_address_
         assert (answer.retry_after_s, "s1 is away" in answer.sentence) == (AWAY_RETRY_S, True)
     bench.slaves[1].attach()
     bench.clusters["a"].seq -= 1
-    ticket = bench.begin_push("a")
-    assert isinstance(ticket, m.Ticket)
+    ticket = bench.ticket("a")
     assert f":{5000 + bench.slaves[1].link}" in ticket.placement.slaves[1].data_endpoint
 
 
@@ -452,7 +439,6 @@ def test_a_finish_that_comes_again_is_answered_again_and_one_that_waits_gets_the
     assert isinstance(again, m.Admitted)
     bench.begin_push("b")
     held = bench.finish_push("b")
-    with pytest.raises(Unanswered):
-        bench.result(held)
+    assert bench.is_open(held)
     bench.join("b")
     assert bench.result(held).answer.kind is m.VerdictKind.ABORTED

@@ -68,8 +68,7 @@ def test_a_slave_is_removed_and_told_to_end_and_another_is_replaced_in_one_go(be
     grant = bench.pull("a")
     assert [address.slave_id for address in grant.placement.slaves] == ["s1"]
     assert [slave for slave, _ in grant.digest_of_slave] == ["s1"]
-    ticket = bench.begin_push("a")
-    assert isinstance(ticket, m.Ticket)
+    ticket = bench.ticket("a")
     assert ticket.placement.placement_hash == grant.placement.placement_hash
     bench.clusters["a"].seq -= 1
     bench.begin_push("a")

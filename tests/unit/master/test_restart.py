@@ -81,8 +81,7 @@ def test_other_chunks_than_those_of_the_runs_versions_are_refused_at_the_start(b
 
 
 def test_chunks_may_change_until_there_is_a_version() -> None:
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     bench.join("a")
     assert bench.entries("PLACE")
     with_chunks(bench, 1 << 19)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.master_bench import HELLO, Bench, Unanswered, refused_with
+from support.master_bench import HELLO, Bench, refused_with
 
 from dips.core import messages as m
 from dips.core.errors import RefusalCode
@@ -128,8 +128,7 @@ def test_slave_lost_after_commit_flips_from_its_shadow_when_it_comes_back(bench:
     bench.push("a")
     slave.die()
     token = bench.await_verdict("a")
-    with pytest.raises(Unanswered):
-        bench.result(token)
+    assert bench.is_open(token)
     assert bench.status().published == Version(1, 0)
     assert not slave.snapshots[Version(1, 1)].committed
     slave.attach()
@@ -191,15 +190,13 @@ def test_silent_slave_is_given_up_and_may_attach_again(bench: Bench) -> None:
 
 
 def test_fewer_blocks_than_slaves_is_refused() -> None:
-    bench = Bench(n_slaves=5)
-    bench.attach_all()
+    bench = Bench(n_slaves=5).attach_all()
     with refused_with(RefusalCode.CONFIG):
         bench.join("a")
 
 
 def test_second_process_of_the_same_slave_takes_over_and_is_not_forgotten_before_blocks_are_placed() -> None:
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     first = bench.slaves[0].link
     bench.slaves[0].attach()
     assert bench.closed[first].code is RefusalCode.FENCED
