@@ -163,7 +163,7 @@ class ClusterBench:
     def pulled(self) -> effects.Install:
         self.grant()
         install = self.pull_ends()
-        self.answer(messages.FinishPullRequest, messages.FinishPullReply(self.local_steps))
+        self.pull_finished()
         return install
 
     def pull_ends(self) -> effects.Install:
@@ -235,6 +235,9 @@ class ClusterBench:
         assert self.phase is SessionPhase.BEGINNING_PUSH
         return self.asked(messages.BeginPushRequest)
 
+    def puts_off(self, sentence: str, retry_after_s: float = 0.5) -> None:
+        self.judged("begin", messages.Busy(retry_after_s, sentence))
+
     def ticket(self, attempt: int = 1) -> tuple[int, effects.SendPush]:
         self.answer(messages.BeginPushRequest, messages.BeginPushReply(replace(TICKET, attempt=attempt)))
         return self.job(effects.SendPush)
@@ -255,6 +258,25 @@ class ClusterBench:
         self.admitted()
         assert self.phase is SessionPhase.AWAITING
 
+    def exchanged(self, kind: messages.VerdictKind = messages.VerdictKind.APPLIED) -> None:
+        """H steps, their push, and its verdict."""
+        self.awaiting()
+        self.decide(kind)
+
+    def whole_round(self) -> None:
+        self.exchanged()
+        self.pulled()
+        assert self.phase is SessionPhase.TRAINING
+
+    def pull_finished(self) -> None:
+        self.answer(messages.FinishPullRequest, messages.FinishPullReply(self.local_steps))
+
+    def logged(self, key: str | None = None, level: int | None = None) -> list[str]:
+        """What was said of this matter, or at this level."""
+        logs = [effect for effect in self.every if isinstance(effect, effects.Log)]
+        logs = [log for log in logs if key in (None, log.key) and level in (None, log.level)]
+        return [log.sentence for log in logs if log.sentence]
+
     def goes_on(self, stage: str) -> None:
         """From the call BeginPush this far: begin, send, finish or await."""
         if stage == "begin":
@@ -266,14 +288,15 @@ class ClusterBench:
         if stage != "finish":
             self.admitted()
 
-    def judged(self, stage: str, verdict: messages.Verdict) -> None:
+    def judged(self, stage: str, answer: Any) -> None:
+        """A verdict, or whatever else the master may say to a call of this stage."""
         match stage:
             case "begin":
-                self.answer(messages.BeginPushRequest, messages.BeginPushReply(verdict))
+                self.answer(messages.BeginPushRequest, messages.BeginPushReply(answer))
             case "finish":
-                self.answer(messages.FinishPushRequest, messages.FinishPushReply(verdict))
+                self.answer(messages.FinishPushRequest, messages.FinishPushReply(answer))
             case _:
-                self.answer(messages.AwaitVerdictRequest, messages.AwaitVerdictReply(verdict))
+                self.answer(messages.AwaitVerdictRequest, messages.AwaitVerdictReply(answer))
 
     def donate(self) -> PushId:
         """The master asks for this cluster's base; the push that answers is open."""
@@ -334,6 +357,14 @@ class LeasedClusterBench(ClusterBench):
     @staticmethod
     def span(begin: int, end: int) -> messages.DataRange:
         return messages.DataRange(1, 0, 0, begin, end)
+
+
+def leased(**settings: Any) -> LeasedClusterBench:
+    """In training, of a run with these settings."""
+    life = LeasedClusterBench()
+    life.settings = replace(SETTINGS, **settings)
+    life.begin()
+    return life
 
 
 def phase_of(generation: ClusterBench) -> SessionPhase:

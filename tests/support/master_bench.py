@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -19,20 +19,14 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
 from dips.master.state import effects, events
-from dips.master.state.effects import (
-    Halt,
-    Log,
-    Record,
-)
+from dips.master.state.effects import Halt, Log, Record
 from dips.master.state.master import MasterMachine
 from dips.master.state.shared import RunConfig
 
 WALL_OFFSET_S = 1e6
 TAPE_HEAD = {"wall_s", "monotonic_s", "role", "name", "kind", "cause"}
 HELLO = m.Hello(1, 1, ("codec-f32",))
-LAYOUT = Layout(
-    tuple(Parameter(f"layers.{i}.w", (4, 4), "float32", f"layers.{i}") for i in range(4)),
-)
+LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (4, 4), "float32", f"layers.{i}") for i in range(4)))
 OWN = m.DataPlan(m.DataMode.OWN)
 LEASED = m.DataPlan(m.DataMode.LEASED, b"corpus", 1000, 100)
 
@@ -361,6 +355,10 @@ class Bench:
             raise Unanswered(f"call {token} is held")
         return self.replies[token]
 
+    def is_open(self, token: int) -> bool:
+        """The call has no answer yet."""
+        return token not in self.refusals and token not in self.replies
+
     def operate(self, action: Any) -> Any:
         self._token += 1
         self.event(events.OperatorCall(self._token, action))
@@ -378,9 +376,10 @@ class Bench:
         """The data key of each process, where the run uses them."""
         return name.encode().ljust(32, b".") if self.config.encrypted else b""
 
-    def attach_all(self) -> None:
+    def attach_all(self) -> Self:
         for slave in self.slaves:
             slave.attach()
+        return self
 
     def join(
         self, name: str, *, previous: Incarnation | None = None, held: tuple[m.DataRange, ...] = (), **changes: Any
@@ -429,6 +428,11 @@ class Bench:
         request = m.BeginPushRequest(self.caller(name), cluster.seq, **(fields | changes))
         return self.ask(request).answer
 
+    def ticket(self, name: str, *given: Any, **changes: Any) -> m.Ticket:
+        answer = self.begin_push(name, *given, **changes)
+        assert isinstance(answer, m.Ticket)
+        return answer
+
     def stage(self, name: str) -> None:
         for slave in self.slaves:
             if slave.alive:
@@ -463,6 +467,26 @@ class Bench:
         self.clusters[name].base, self.clusters[name].fence = grant.version, grant.fence
         return grant
 
+    def pushes(self, *names: str) -> None:
+        for name in names:
+            self.push(name)
+
+    def pulls(self, *names: str) -> None:
+        for name in names:
+            self.pull(name)
+
+    def rounds(self, n: int, *names: str, wait_s: float = 0.0) -> None:
+        """So many rounds of all of them. wait_s: until a round closes without others."""
+        for _ in range(n):
+            self.pushes(*names)
+            self.advance(wait_s)
+            self.pulls(*names)
+
+    def back(self, name: str, **changes: Any) -> None:
+        """The cluster joins again, and pulls."""
+        self.join(name, **changes)
+        self.pull(name)
+
     def leave(self, name: str) -> int:
         return self.call(m.LeaveRequest(self.caller(name), "done"))
 
@@ -477,8 +501,7 @@ class Bench:
         for name in names:
             self.join(name)
         self.seed(names[0])
-        for name in names:
-            self.pull(name)
+        self.pulls(*names)
         return self
 
     def donate(self, name: str, version: Version, digests: dict[str, bytes] | None = None) -> PushId:
@@ -490,17 +513,31 @@ class Bench:
         self.finish_push(name, digests=copy)
         return push
 
-    def restart(self, snapshot: str | None = None, look: bool = True) -> Bench:
-        """A new life of the master, from its newest or an older snapshot; slaves attach again, clusters may join. look:
-        a rebuild has looked for slaves as long as it does."""
+    def all_hold(self, *kinds: type) -> None:
+        """Every slave keeps commands of these kinds back, and no others."""
+        for slave in self.slaves:
+            slave.hold = set(kinds)
+
+    def begin_anew(self, snapshot: str | None = None) -> None:
+        """A new life of the master, from its newest or an older snapshot, to which no slave has come yet."""
         for slave in self.slaves:
             slave.alive = False
         self.snapshot = self.snapshot if snapshot is None else snapshot
         self.start_master()
+
+    def restart(self, snapshot: str | None = None, look: bool = True) -> Bench:
+        """The same, and slaves attach again, clusters may join. look: a rebuild has looked for slaves as long as it
+        does."""
+        self.begin_anew(snapshot)
         self.attach_all()
         if self.config.rebuild and look:
             self.advance(self.config.evict_after_s)
         return self
+
+    def rebuild(self) -> None:
+        """A master without a journal, which takes the run from the slaves."""
+        self.config = replace(self.config, rebuild=True)
+        self.restart("")
 
     def gram(self, names: Sequence[str]) -> list[float]:
         """Upper triangle by rows: norms as set (0.5 unless set), cosine 0.9 between any two."""
@@ -509,5 +546,5 @@ class Bench:
         return [norms[i] * norms[j] * (1.0 if i == j else 0.9) for i, j in pairs]
 
 
-def refused_with(code: RefusalCode) -> Any:
-    return pytest.raises(Refused, check=lambda error: error.code is code)
+def refused_with(code: RefusalCode, words: str = "") -> Any:
+    return pytest.raises(Refused, check=lambda error: error.code is code and words in error.sentence)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from support.slave_wire import LAYOUT, RUN, configure_for, open_staging, placement_over, prepare_of, push_id
+from support.slave_values import BASE, PLACEMENT, R2, V0, V1, A
+from support.slave_wire import RUN, configure_for, open_staging, prepare_of
 
 from dips.core import messages
-from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.slave.state import effects, events
@@ -17,22 +17,6 @@ from dips.slave.state.slave import SlaveMachine
 from dips.slave.state.staging import Slot
 
 E = TypeVar("E")
-PLACEMENT = placement_over("s0")
-V0, V1, V2 = (Version(1, v) for v in range(3))
-R1, R2, R3 = (RoundId(1, n) for n in (1, 2, 3))
-A, B = push_id("a"), push_id("b")
-
-
-def snapshot(version: Version, round_id: RoundId, committed: bool = True, digest: bytes = b"") -> messages.SnapshotInfo:
-    return messages.SnapshotInfo(
-        version,
-        round_id,
-        LAYOUT.layout_hash,
-        PLACEMENT.placement_hash,
-        digest or str(version).encode(),
-        committed,
-        b"hash" if committed else b"",
-    )
 
 
 def configure(info: messages.SnapshotInfo | None = None, **changes: Any) -> messages.Configure:
@@ -87,6 +71,12 @@ class SlaveBench:
         fields: dict[str, Any] = {"run_id": RUN, "epoch": self.epoch, "incarnation": self.incarnation}
         return self.give(events.Commanded(messages.SlaveCommand(**(fields | changes), cause_id="cause", body=body)))
 
+    def refused(self, body: messages.CommandBody) -> messages.Refusal:
+        """Why the only answer to this command is that it cannot be."""
+        if isinstance(body, messages.Configure):
+            return answer(self.command(body), messages.ConfigureRefused).refusal
+        return answer(self.command(body), messages.RoundRefused).refusal
+
     def link(self) -> list[Effect]:
         return self.give(events.Linked())
 
@@ -96,15 +86,16 @@ class SlaveBench:
         out = self.command(messages.Welcome(hello, settings or self.settings))
         return out + self.give(events.PromiseSaved(epoch))
 
-    def attach(self, epoch: int = 1, n: int = 1) -> None:
+    def attach(self, epoch: int = 1, n: int = 1) -> SlaveBench:
         self.link()
         self.welcome(epoch, n)
+        return self
 
     def job(self) -> int:
         assert self.state.shard.job is not None
         return self.state.shard.job.number
 
-    def loaded(self, info: messages.SnapshotInfo | None = None) -> list[Effect]:
+    def done(self, info: messages.SnapshotInfo | None = None) -> list[Effect]:
         return self.give(events.Done(self.job(), info, self.disk))
 
     def measured(self) -> list[Effect]:
@@ -117,24 +108,27 @@ class SlaveBench:
 
     def prepared(self, info: messages.SnapshotInfo) -> list[Effect]:
         self.disk = (info, *self.disk)
-        return self.give(events.Done(self.job(), info, self.disk))
-
-    def flipped(self, info: messages.SnapshotInfo) -> list[Effect]:
-        return self.give(events.Done(self.job(), info, self.disk))
+        return self.done(info)
 
     def committed(self, info: messages.SnapshotInfo) -> list[Effect]:
         self.disk = (info, *(other for other in self.disk if other.version != info.version))
-        return self.give(events.Done(self.job(), info, self.disk))
+        return self.done(info)
 
     def failed(self, refusal: messages.Refusal) -> list[Effect]:
         return self.give(events.Failed(self.job(), refusal))
 
-    def ready(self, info: messages.SnapshotInfo | None = None) -> None:
+    def ready(self, info: messages.SnapshotInfo | None = None) -> SlaveBench:
         self.attach()
         if info is not None:
             self.disk = self.state.shard.snapshots = (info,)
         self.command(configure(info))
-        self.loaded(info)
+        self.done(info)
+        return self
+
+    def at_v0(self) -> SlaveBench:
+        """At version 0, with push A staged in slot 0."""
+        self.ready(BASE).stage(A, 0)
+        return self
 
     def stage(self, push: PushId, slot: int, attempt: int = 1) -> list[Effect]:
         opened = slot_of(self.command(open_staging(push, slot, attempt)), push)
@@ -174,10 +168,3 @@ def answer(out: list[Effect], kind: type[E]) -> E:
     (body,) = said(out)
     assert isinstance(body, kind)
     return body
-
-
-BASE = snapshot(V0, R1)
-SHADOW = snapshot(V1, R2, committed=False)
-NEXT = snapshot(V1, R2)
-FULL = messages.Refusal(RefusalCode.DISK, "the disk is full")
-FULL_NOW = messages.Refusal(RefusalCode.DISK, "the disk is full", 1.5)

@@ -10,13 +10,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.history import usual_run, write_run
 from support.journals import append
-from support.slave_bench import prepare, snapshot
+from support.slave_bench import prepare
+from support.slave_values import snapshot
 
 from dips import DiLoCo
 from dips.core import files
@@ -71,9 +73,7 @@ def of_a_master(folder: Path) -> dict[str, str]:
     write_page_address(folder, "https://127.0.0.1/", 1)
     Tape(folder / "master.tape.jsonl", "master", "demo").close()
     knobs = ProcessKnobs(insecure=True, metrics_listen="127.0.0.1:0")
-    server = serve_metrics(
-        knobs, INSECURE, lambda: (), role="master", name="m", run="demo", file=folder / "metrics.json"
-    )
+    server = serve_metrics(knobs, INSECURE, tuple, role="master", name="m", run="demo", file=folder / "metrics.json")
     assert server is not None
     server.stop()
     written = {path.name for path in folder.iterdir()}
@@ -199,9 +199,7 @@ def test_files_of_an_earlier_release_are_closed_when_they_are_written_again(tmp_
     store.close()
     journal.close()
     names = ["journal.sqlite3", "journal.sqlite3-wal", "journal.sqlite3-shm", "master.lock", "master.tape.jsonl"]
-    assert {name: oct(found[name]) for name in [*names, "lock", "promise.json"]} == dict.fromkeys(
-        [*names, "lock", "promise.json"], "0o600"
-    )
+    assert {found[name] for name in [*names, "lock", "promise.json"]} == {0o600}
     assert 0o600 in [mode for name, mode in found.items() if name.startswith("ring")], "the file that was written"
     assert found["of_a_master"] == 0o755, "a folder that is there is its maker's"
 
@@ -385,26 +383,20 @@ def test_a_group_that_is_not_there_is_refused_with_the_remedy(monkeypatch: pytes
     assert files._group == 7
 
 
-def start_master(folder: Path) -> None:
-    master.run(MasterConfig(run_id="r", directory=folder, insecure=True, files_group="no such"))
-
-
-def start_trainer(folder: Path) -> None:
-    train.run(TrainConfig(), ClientConfig(checkpoint_dir=folder, insecure=True, files_group="no such"))
-
-
-def start_evaluator(folder: Path) -> None:
-    evaluate.follow(TrainConfig(), ClientConfig(tape=folder / "tape", insecure=True, files_group="no such"))
-
-
 def start_own_loop(folder: Path) -> None:
     model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    where = "127.0.0.1:9"
-    with DiLoCo(
-        model, optimizer, tokens_per_step=1, master=where, cluster_id="a", insecure=True, checkpoint_dir=folder
-    ):
+    sgd, at = torch.optim.SGD(model.parameters(), lr=0.1), "127.0.0.1:9"
+    with DiLoCo(model, sgd, tokens_per_step=1, master=at, cluster_id="a", insecure=True, checkpoint_dir=folder):
         pass
+
+
+NO_SUCH: dict[str, Any] = {"insecure": True, "files_group": "no such"}
+STARTS: list[Callable[[Path], object]] = [
+    lambda folder: master.run(MasterConfig(run_id="r", directory=folder, **NO_SUCH)),
+    lambda folder: train.run(TrainConfig(), ClientConfig(checkpoint_dir=folder, **NO_SUCH)),
+    lambda folder: evaluate.follow(TrainConfig(), ClientConfig(tape=folder / "tape", **NO_SUCH)),
+    start_own_loop,
+]
 
 
 @pytest.fixture
@@ -415,10 +407,10 @@ def _kept_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
 
 
-@pytest.mark.parametrize("start", [start_master, start_trainer, start_evaluator, start_own_loop])
+@pytest.mark.parametrize("start", STARTS, ids=["master", "trainer", "evaluator", "own loop"])
 @pytest.mark.usefixtures("_kept_process")
 def test_each_role_takes_the_group_of_its_settings_before_it_makes_anything(
-    start: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIPS_FILES_GROUP", "no such")
     with pytest.raises(ConfigError, match="files_group is 'no such'"):
@@ -428,8 +420,7 @@ def test_each_role_takes_the_group_of_its_settings_before_it_makes_anything(
 
 @pytest.mark.usefixtures("_kept_process")
 def test_a_slave_takes_the_group_of_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = SlaveConfig(run_id="r", slave_id="s0", directory=tmp_path / "s0", insecure=True, files_group="no such")
-    assert slave.run(config) == 2
+    assert slave.run(SlaveConfig(run_id="r", slave_id="s0", directory=tmp_path / "s0", **NO_SUCH)) == 2
     assert "files_group is 'no such'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

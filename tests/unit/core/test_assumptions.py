@@ -20,32 +20,20 @@ CONFIGS: Mapping[str, tuple[type[Knobs], dict[str, object]]] = {
 }
 
 WRONG: Mapping[str, dict[str, object]] = {
-    "beats": {"heartbeat_s": 0},
-    "eviction": {"evict_after_beats": 2},
-    "round-step": {"round_timeout_s": 3.9},
-    "grace-in-round": {"grace_s": 30, "verdict_wait_s": 31},
-    "verdict-wait": {"verdict_wait_s": 5, "grace_s": 5},
-    "ticket": {"ticket_ttl_s": 9.9},
-    "lease": {"lease_ttl_s": 60, "ticket_ttl_s": 60},
-    "linger": {"linger_s": 1.9},
-    "smallest-chunk": {"chunk_bytes": 4092},
-    "largest-chunk": {"chunk_bytes": (64 << 20) + 4, "window_chunks": 1},
-    "window": {"chunk_bytes": 64 << 20, "window_chunks": 17},
-    "smallest-message": {"max_message_bytes": (1 << 20) - 1},
-    "largest-message": {"max_message_bytes": (1 << 30) + 1},
-    "enough-clusters": {"min_clusters": 9},
+    "beats": {"heartbeat_s": 0}, "eviction": {"evict_after_beats": 2}, "round-step": {"round_timeout_s": 3.9},
+    "grace-in-round": {"grace_s": 30, "verdict_wait_s": 31}, "verdict-wait": {"verdict_wait_s": 5, "grace_s": 5},
+    "ticket": {"ticket_ttl_s": 9.9}, "lease": {"lease_ttl_s": 60, "ticket_ttl_s": 60}, "linger": {"linger_s": 1.9},
+    "smallest-chunk": {"chunk_bytes": 4092}, "largest-chunk": {"chunk_bytes": (64 << 20) + 4, "window_chunks": 1},
+    "window": {"chunk_bytes": 64 << 20, "window_chunks": 17}, "smallest-message": {"max_message_bytes": (1 << 20) - 1},
+    "largest-message": {"max_message_bytes": (1 << 30) + 1}, "enough-clusters": {"min_clusters": 9},
     "enough-for-each-round": {"min_clusters_per_round": 9, "round_deadline_s": 60},
     "deadline-after-grace": {"min_clusters_per_round": 2, "round_deadline_s": 5, "grace_s": 5},
-    "async-lag": {"async_lag_versions": 0},
-    "journal": {"journal_records": 15},
-    "archive": {"archive_bytes": (4 << 20) - 1},
-    "snapshots": {"snapshots_kept": 1},
-    "data-frame": {"max_chunk_bytes": 1023},
-    "largest-data-frame": {"max_chunk_bytes": (64 << 20) + 1},
-    "silence": {"data_silence_s": 30, "data_stall_s": 30},
-    "leaving-call": {"call_deadline_s": 31, "leave_wait_s": 30},
+    "async-lag": {"async_lag_versions": 0}, "journal": {"journal_records": 15},
+    "archive": {"archive_bytes": (4 << 20) - 1}, "snapshots": {"snapshots_kept": 1},
+    "data-frame": {"max_chunk_bytes": 1023}, "largest-data-frame": {"max_chunk_bytes": (64 << 20) + 1},
+    "silence": {"data_silence_s": 30, "data_stall_s": 30}, "leaving-call": {"call_deadline_s": 31, "leave_wait_s": 30},
     "leaving-retry": {"retry_max_s": 31, "leave_wait_s": 30},
-}
+}  # fmt: skip
 """For each row the least that breaks it, beside the defaults; of a cluster's times, none is set by default."""
 
 ROWS = [(role, row) for role, rows in ROLES.items() for row in rows]

@@ -13,13 +13,7 @@ from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import checksum
 from dips.core.messages import Refusal
 from dips.core.net.codec_protobuf import to_message
-from dips.core.net.data_header import (
-    MAX_HEADER_BYTES,
-    MAX_MISSING,
-    DataHeader,
-    DataOp,
-    MissingChunk,
-)
+from dips.core.net.data_header import MAX_HEADER_BYTES, MAX_MISSING, DataHeader, DataOp, MissingChunk
 from dips.core.protocol import PROTOCOL_VERSION
 from dips.core.wire import Codec
 from dips.protos import data_pb2
@@ -32,17 +26,10 @@ PUT = DataHeader(
 GET = DataHeader("run", 4, DataOp.GET_CHUNK, 1, version=Version(1, 0), block=0, length_bytes=8)
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        replace(PUT, push=None),
-        replace(GET, version=None),
-        DataHeader("run", 1, DataOp.QUERY_MISSING, 1),
-        DataHeader("run", 1, DataOp.CHUNK, 1),
-        DataHeader("run", 1, DataOp.REFUSED, 1),
-    ],
-    ids=lambda header: header.op.name,
-)
+@pytest.mark.parametrize("header", [
+    replace(PUT, push=None), replace(GET, version=None), DataHeader("run", 1, DataOp.QUERY_MISSING, 1),
+    DataHeader("run", 1, DataOp.CHUNK, 1), DataHeader("run", 1, DataOp.REFUSED, 1),
+], ids=lambda header: header.op.name)  # fmt: skip
 def test_an_op_without_what_it_needs_is_malformed(header: DataHeader) -> None:
     with pytest.raises(Refused, match=header.op.name) as caught:
         DataHeader.decode(header.encode())
@@ -111,27 +98,14 @@ def test_another_protocol_is_refused_with_the_remedy(protocol: int) -> None:
 NUMBERS = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**32 - 1)
 HEADERS = st.builds(
-    DataHeader,
-    run_id=st.text(max_size=20),
-    epoch=NUMBERS,
-    op=st.sampled_from(DataOp),
-    request=NUMBERS,
+    DataHeader, run_id=st.text(max_size=20), epoch=NUMBERS, op=st.sampled_from(DataOp), request=NUMBERS,
     push=st.just(PUSH) | st.builds(PushId, st.text(max_size=9), st.builds(Incarnation, NUMBERS, NUMBERS), NUMBERS),
-    attempt=NUMBERS,
-    version=st.builds(Version, NUMBERS, NUMBERS),
-    block=SMALL,
-    offset_bytes=NUMBERS,
-    length_bytes=NUMBERS,
-    codec=st.sampled_from(Codec),
-    checksum=NUMBERS,
-    cause_id=st.text(max_size=20),
+    attempt=NUMBERS, version=st.builds(Version, NUMBERS, NUMBERS), block=SMALL, offset_bytes=NUMBERS,
+    length_bytes=NUMBERS, codec=st.sampled_from(Codec), checksum=NUMBERS, cause_id=st.text(max_size=20),
     refusal=st.builds(Refusal, st.sampled_from(RefusalCode), st.text(max_size=20), st.floats(0, 9)),
     missing=st.lists(st.builds(MissingChunk, SMALL, NUMBERS), max_size=3).map(tuple),
-    complete=st.booleans(),
-    credit=SMALL,
-    protocol=SMALL,
-    base=st.none() | st.builds(Version, NUMBERS, NUMBERS),
-)
+    complete=st.booleans(), credit=SMALL, protocol=SMALL, base=st.none() | st.builds(Version, NUMBERS, NUMBERS),
+)  # fmt: skip
 
 
 @given(HEADERS)

@@ -40,29 +40,24 @@ def disarmed() -> Iterator[None]:
     failpoints.clear()
 
 
-@pytest.mark.parametrize(
-    ("text", "terms"),
-    [
-        ("off", (Term(FailpointAction(FailpointKind.OFF)),)),
-        ("crash", (Term(FailpointAction(FailpointKind.CRASH, exit_code=CRASH_EXIT_CODE)),)),
-        ("crash(9)", (Term(FailpointAction(FailpointKind.CRASH, exit_code=9)),)),
-        (f"{SLEEP}(0.5)", (Term(FailpointAction(FailpointKind.SLEEP, delay_s=0.5)),)),
-        ("error", (Term(FailpointAction(FailpointKind.ERROR)),)),
-        ("error(no room)", (Term(FailpointAction(FailpointKind.ERROR, message="no room")),)),
-        ("12.5%kill", (Term(FailpointAction(FailpointKind.KILL), chance=0.125),)),
-        ("3*stop", (Term(FailpointAction(FailpointKind.STOP), turns=3),)),
-        (
-            "2*off -> 50%1*crash(1)->note",
-            (
-                Term(FailpointAction(FailpointKind.OFF), turns=2),
-                Term(FailpointAction(FailpointKind.CRASH, exit_code=1), chance=0.5, turns=1),
-                Term(FailpointAction(FailpointKind.NOTE)),
-            ),
-        ),
-    ],
-)
-def test_a_term_is_chance_turns_action_and_argument(text: str, terms: tuple[Term, ...]) -> None:
-    assert parse(f"{PLACE}={text}") == {PLACE: terms}
+OFF, NOTE = FailpointAction(FailpointKind.OFF), FailpointAction(FailpointKind.NOTE)
+
+
+def crash(exit_code: int) -> FailpointAction:
+    return FailpointAction(FailpointKind.CRASH, exit_code=exit_code)
+
+
+@pytest.mark.parametrize(("text", "terms"), [
+    ("off", [Term(OFF)]), ("crash", [Term(crash(CRASH_EXIT_CODE))]), ("crash(9)", [Term(crash(9))]),
+    (f"{SLEEP}(0.5)", [Term(FailpointAction(FailpointKind.SLEEP, delay_s=0.5))]),
+    ("error", [Term(FailpointAction(FailpointKind.ERROR))]),
+    ("error(no room)", [Term(FailpointAction(FailpointKind.ERROR, message="no room"))]),
+    ("12.5%kill", [Term(FailpointAction(FailpointKind.KILL), chance=0.125)]),
+    ("3*stop", [Term(FailpointAction(FailpointKind.STOP), turns=3)]),
+    ("2*off -> 50%1*crash(1)->note", [Term(OFF, turns=2), Term(crash(1), chance=0.5, turns=1), Term(NOTE)]),
+])  # fmt: skip
+def test_a_term_is_chance_turns_action_and_argument(text: str, terms: list[Term]) -> None:
+    assert parse(f"{PLACE}={text}") == {PLACE: tuple(terms)}
 
 
 def test_entries_are_divided_by_semicolons_and_blanks_do_not_matter() -> None:

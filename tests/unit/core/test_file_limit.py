@@ -9,16 +9,10 @@ import pytest
 from dips.core.file_limit import raise_file_limit
 
 
-@pytest.mark.parametrize(
-    ("soft", "hard", "after"),
-    [
-        (1024, 4096, 4096),
-        (1024, 1 << 20, 5000),
-        (1024, resource.RLIM_INFINITY, 5000),
-        (8000, 9000, 8000),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 5000),
-    ],
-)
+@pytest.mark.parametrize(("soft", "hard", "after"), [
+    (1024, 4096, 4096), (1024, 1 << 20, 5000), (1024, resource.RLIM_INFINITY, 5000), (8000, 9000, 8000),
+    (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 5000),
+])  # fmt: skip
 def test_the_soft_limit_goes_up_to_what_is_wanted_and_allowed(
     monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, after: int
 ) -> None:

@@ -175,14 +175,8 @@ def test_long_headers_and_lists_are_left_to_python() -> None:
 
 def test_ours_is_what_check_common_lets_pass() -> None:
     run_id = header_numba.text_of(RUN)
-    for protocol_of, run in (
-        (PROTOCOL_VERSION, RUN),
-        (PROTOCOL_VERSION + 1, RUN),
-        (0, RUN),
-        (1, "run-2"),
-        (1, "run"),
-        (1, ""),
-    ):
+    others = [(PROTOCOL_VERSION + 1, RUN), (0, RUN), (1, "run-2"), (1, "run"), (1, "")]
+    for protocol_of, run in [(PROTOCOL_VERSION, RUN), *others]:
         header = replace(PLAIN, protocol=protocol_of, run_id=run)
         frame = np.frombuffer(header.encode(), np.uint8)
         value, length = np.zeros(header_numba.N_FIELDS, np.int64), np.zeros(header_numba.N_FIELDS, np.int64)

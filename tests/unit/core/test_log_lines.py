@@ -156,12 +156,9 @@ def test_a_reason_is_logged_when_it_changes(caplog: pytest.LogCaptureFixture) ->
     changes = ChangeLogger(logging.getLogger("test"))
     caplog.set_level(logging.DEBUG)
     told = [
-        changes.report("a", "waits for b"),
-        changes.report("a", "waits for b"),
-        changes.report("c", "waits for b"),
-        changes.report("a", "waits for d", logging.WARNING),
-        changes.report("a", "waits for b", "error"),
-    ]
+        changes.report("a", "waits for b"), changes.report("a", "waits for b"), changes.report("c", "waits for b"),
+        changes.report("a", "waits for d", logging.WARNING), changes.report("a", "waits for b", "error"),
+    ]  # fmt: skip
     assert told == [True, False, True, True, True]
     assert caplog.messages == ["waits for b", "waits for b", "waits for d", "waits for b"]
     assert [record.levelname for record in caplog.records] == ["INFO", "INFO", "WARNING", "ERROR"]
@@ -171,12 +168,8 @@ def test_a_matter_that_is_settled_is_logged_again_when_it_returns(caplog: pytest
     changes = ChangeLogger(logging.getLogger("test"))
     caplog.set_level(logging.INFO)
     assert [changes.report("a", text) for text in ("", "100 % slow", "", "", "100 % slow")] == [
-        False,
-        True,
-        False,
-        False,
-        True,
-    ]
+        False, True, False, False, True,
+    ]  # fmt: skip
     assert caplog.messages == ["100 % slow", "100 % slow"]
 
 

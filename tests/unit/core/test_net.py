@@ -18,16 +18,10 @@ from dips.core.net import addresses
 from dips.core.net.zmq_sockets import SETTLED_S, SILENT_S, Failure, Handshakes
 
 
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [
-        ("127.0.0.1:4711", ("127.0.0.1", 4711)),
-        ("localhost:0", ("localhost", 0)),
-        ("[::1]:65535", ("::1", 65535)),
-        ("tcp://127.0.0.1:80", ("127.0.0.1", 80)),
-        ("master.local:4711", ("master.local", 4711)),
-    ],
-)
+@pytest.mark.parametrize(("text", "address"), [
+    ("127.0.0.1:4711", ("127.0.0.1", 4711)), ("localhost:0", ("localhost", 0)), ("[::1]:65535", ("::1", 65535)),
+    ("tcp://127.0.0.1:80", ("127.0.0.1", 80)), ("master.local:4711", ("master.local", 4711)),
+])  # fmt: skip
 def test_an_address_is_a_host_and_a_port(text: str, address: tuple[str, int]) -> None:
     assert addresses.parse_address(text) == address
 
@@ -35,21 +29,8 @@ def test_an_address_is_a_host_and_a_port(text: str, address: tuple[str, int]) ->
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        ":",
-        "4711",
-        "127.0.0.1",
-        "127.0.0.1:",
-        ":4711",
-        "a:b",
-        "a:-1",
-        "a:65536",
-        "::1:80",
-        "a:1:2",
-        "a:1 ",
-        "a:\u0661",
-        "10.0.0.1:tcp://80",
-        "tcp://tcp://a:1",
+        *("", ":", "4711", "127.0.0.1", "127.0.0.1:", ":4711", "a:b", "a:-1", "a:65536", "::1:80", "a:1:2", "a:1 "),
+        *("a:\u0661", "10.0.0.1:tcp://80", "tcp://tcp://a:1"),
     ],
 )
 def test_anything_else_is_refused_with_its_name_and_an_example(text: str) -> None:

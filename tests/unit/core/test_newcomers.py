@@ -26,9 +26,7 @@ def crowd(*came: tuple[str, str, float], bounds: Bounds = BOUNDS) -> Newcomers[s
 
 
 @pytest.mark.parametrize(
-    ("now_s", "closed"),
-    [(2.9, "d"), (3.0, "a")],
-    ids=["a handshake gets its time", "then the oldest makes room"],
+    ("now_s", "closed"), [(2.9, "d"), (3.0, "a")], ids=["a handshake gets its time", "then the oldest makes room"]
 )
 def test_an_address_that_has_all_it_may_have_makes_room_itself(now_s: float, closed: str) -> None:
     newcomers = crowd(("a", "far", 0.0), ("b", "far", 1.0), ("c", "far", 1.0))

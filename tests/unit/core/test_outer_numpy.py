@@ -19,15 +19,9 @@ from dips.core.math.outer_numpy import LANES, PIECE_ELEMS, n_pieces
 
 
 def torch_step(
-    shard: Shard,
-    slots: list[int],
-    weights: list[float],
-    scale: float,
-    lr: float,
-    decay: float,
-    lookahead: float,
-    gradient_weight: float,
-) -> tuple[F32, F32]:
+    shard: Shard, slots: list[int], weights: list[float],
+    scale: float, lr: float, decay: float, lookahead: float, gradient_weight: float,
+) -> tuple[F32, F32]:  # fmt: skip
     """PREPARE in plain torch operators with Python scalars."""
     theta, momentum = torch.from_numpy(shard.theta), torch.from_numpy(shard.momentum)
     d = weights[0] * (theta - torch.from_numpy(shard.staging[slots[0]]))
@@ -130,21 +124,11 @@ def _step_arguments() -> dict[str, object]:
     shard = Shard.random(1, 8, slots=2)
     theta, momentum = shard.outputs()
     return {
-        "theta": shard.theta,
-        "momentum": shard.momentum,
-        "staging": shard.staging,
-        "slots": np.arange(2),
-        "weights": np.ones(2, np.float32),
-        "scale": 1.0,
-        "outer_lr": 0.7,
-        "decay": 0.8,
-        "lookahead": 0.8,
-        "gradient_weight": 1.0,
-        "out_theta": theta,
-        "out_momentum": momentum,
-        "start": 0,
-        "stop": 8,
-    }
+        "theta": shard.theta, "momentum": shard.momentum, "staging": shard.staging,
+        "slots": np.arange(2), "weights": np.ones(2, np.float32),
+        "scale": 1.0, "outer_lr": 0.7, "decay": 0.8, "lookahead": 0.8, "gradient_weight": 1.0,
+        "out_theta": theta, "out_momentum": momentum, "start": 0, "stop": 8,
+    }  # fmt: skip
 
 
 def _read_only() -> F32:
@@ -153,25 +137,16 @@ def _read_only() -> F32:
     return array
 
 
-@pytest.mark.parametrize(
-    ("changed", "complaint"),
-    [
-        ({"theta": np.zeros((2, 4), np.float32)}, "momentum is"),
-        ({"momentum": np.zeros(8)}, "momentum is float64"),
-        ({"momentum": np.zeros(16, np.float32)[::2]}, "strided"),
-        ({"staging": np.zeros((2, 9), np.float32)}, "staging is"),
-        ({"slots": np.arange(2, dtype=np.int32)}, "slots is int32"),
-        ({"slots": np.array([0, 2])}, "not rows of a staging"),
-        ({"slots": np.array([-1, 0])}, "not rows of a staging"),
-        ({"slots": np.zeros(0, np.int64), "weights": np.zeros(0, np.float32)}, "not rows of a staging"),
-        ({"weights": np.ones(3, np.float32)}, "weights is"),
-        ({"out_theta": np.zeros(7, np.float32)}, "out_theta is"),
-        ({"out_momentum": _read_only()}, "read-only"),
-        ({"start": -1}, "range"),
-        ({"stop": 9}, "range"),
-        ({"start": 5, "stop": 4}, "range"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "complaint"), [
+    ({"theta": np.zeros((2, 4), np.float32)}, "momentum is"), ({"momentum": np.zeros(8)}, "momentum is float64"),
+    ({"momentum": np.zeros(16, np.float32)[::2]}, "strided"), ({"staging": np.zeros((2, 9), np.float32)}, "staging is"),
+    ({"slots": np.arange(2, dtype=np.int32)}, "slots is int32"), ({"slots": np.array([0, 2])}, "not rows of a staging"),
+    ({"slots": np.array([-1, 0])}, "not rows of a staging"),
+    ({"slots": np.zeros(0, np.int64), "weights": np.zeros(0, np.float32)}, "not rows of a staging"),
+    ({"weights": np.ones(3, np.float32)}, "weights is"), ({"out_theta": np.zeros(7, np.float32)}, "out_theta is"),
+    ({"out_momentum": _read_only()}, "read-only"), ({"start": -1}, "range"), ({"stop": 9}, "range"),
+    ({"start": 5, "stop": 4}, "range"),
+])  # fmt: skip
 def test_arguments_that_do_not_fit_are_refused(changed: dict[str, object], complaint: str) -> None:
     arguments = {**_step_arguments(), **changed}
     with pytest.raises(ValueError, match=complaint):

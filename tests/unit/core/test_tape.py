@@ -49,20 +49,10 @@ def test_an_event_is_in_the_file_as_soon_as_it_is_written(path: Path) -> None:
 def test_values_of_every_kind_are_written(path: Path) -> None:
     with Tape(path, "r", "n", ManualClock()) as tape:
         tape.write(
-            "all",
-            "c",
-            version=Version(1, 2),
-            code=RefusalCode.BUSY,
-            digest=b"\x00\xff",
-            where=Path("/x"),
-            loss=math.nan,
-            bound=math.inf,
-            losses=(1.5, None, True),
-            names={"b", "a"},
-            by_name={"a": Version(1, 3)},
-            elems=np.int64(5),
-            norm=np.float32(0.5),
-        )
+            "all", "c", version=Version(1, 2), code=RefusalCode.BUSY, digest=b"\x00\xff", where=Path("/x"),
+            loss=math.nan, bound=math.inf, losses=(1.5, None, True), names={"b", "a"}, by_name={"a": Version(1, 3)},
+            elems=np.int64(5), norm=np.float32(0.5),
+        )  # fmt: skip
     [event] = read_tape(path)
     assert event["version"] == {"timeline": 1, "v": 2}
     assert (event["code"], event["digest"], event["where"]) == ("BUSY", "00ff", "/x")

@@ -22,26 +22,15 @@ CLUSTERS = {"cluster"}
 READERS = {"cluster", "operator"}
 EVERYBODY = {"cluster", "slave", "operator", "master"}
 ALLOWED = {
-    "/dips.v1.Clusters/Join": CLUSTERS,
-    "/dips.v1.Clusters/Heartbeat": CLUSTERS,
-    "/dips.v1.Clusters/BeginPush": CLUSTERS,
-    "/dips.v1.Clusters/FinishPush": CLUSTERS,
-    "/dips.v1.Clusters/AwaitVerdict": CLUSTERS,
-    "/dips.v1.Clusters/BeginPull": READERS,
-    "/dips.v1.Clusters/FinishPull": READERS,
-    "/dips.v1.Clusters/LeaseData": CLUSTERS,
-    "/dips.v1.Clusters/ReturnData": CLUSTERS,
-    "/dips.v1.Clusters/Leave": CLUSTERS,
-    "/dips.v1.Slaves/Attach": {"slave"},
-    "/dips.v1.Operator/Status": EVERYBODY,
-    "/dips.v1.Operator/Watch": EVERYBODY,
-    "/dips.v1.Operator/Pause": {"operator"},
-    "/dips.v1.Operator/Resume": {"operator"},
-    "/dips.v1.Operator/Stop": {"operator"},
-    "/dips.v1.Operator/Evict": {"operator"},
-    "/dips.v1.Operator/Drain": {"operator"},
-    "/dips.v1.Operator/Reshard": {"operator"},
-    "/dips.v1.Operator/Extend": {"operator"},
+    f"/dips.v1.{service}/{method}": roles
+    for service, methods, roles in (
+        ("Clusters", "Join Heartbeat BeginPush FinishPush AwaitVerdict LeaseData ReturnData Leave", CLUSTERS),
+        ("Clusters", "BeginPull FinishPull", READERS),
+        ("Slaves", "Attach", {"slave"}),
+        ("Operator", "Status Watch", EVERYBODY),
+        ("Operator", "Pause Resume Stop Evict Drain Reshard Extend", {"operator"}),
+    )
+    for method in methods.split()
 }
 NAME_OF_ROLE = {"cluster": "a", "slave": "s0", "operator": "operator", "master": "master"}
 JOIN, STATUS = "/dips.v1.Clusters/Join", "/dips.v1.Operator/Status"

@@ -27,8 +27,7 @@ def old_journal(*names: str, **config: object) -> tuple[Bench, str]:
         kept = bench.snapshot or ""
         for name in names:
             bench.push(name, 100, bench.lease(name, 100) if bench.plan is LEASED else ())
-        for name in names:
-            bench.pull(name)
+        bench.pulls(*names)
     return bench, kept
 
 
@@ -92,17 +91,13 @@ def test_cluster_goes_on_with_its_work_after_an_adoption_and_learns_the_verdict_
 
 def test_clusters_that_joined_the_old_state_join_again() -> None:
     bench, kept = old_journal("a")
-    for slave in bench.slaves:
-        slave.alive = False
-    bench.snapshot = kept
-    bench.start_master()
+    bench.begin_anew(kept)
     bench.join("a")
     bench.attach_all()
     with refused_with(RefusalCode.FENCED):
         bench.pull("a")
     assert not bench.state.shared.ledger.clusters["a"].member
-    bench.join("a")
-    bench.pull("a")
+    bench.back("a")
     bench.push("a")
     assert bench.status().published == Version(1, 3)
 
@@ -155,33 +150,25 @@ def damaged(record: bytes, path: tuple[str, ...], value: object) -> bytes:
     return json.dumps(raw).encode()
 
 
-ENTRY = ("ledger", "clusters", "a")
-SHAPES: dict[str, Callable[[bytes], bytes]] = {
-    "a list": lambda record: b"[]",
-    "deep": lambda record: b"[" * 100_000,
-    "another encoding": lambda record: record.decode().encode("utf-16"),
-    "another version": lambda record: damaged(record, ("version",), [1, 7]),
-    "a version of words": lambda record: damaged(record, ("ledger", "given_up"), [[["x", 1], [2, 3]]]),
-    "an absurd version": lambda record: damaged(record, ("ledger", "applied_in"), [[[1, 1 << 64], []]]),
-    "infinite tokens": lambda record: damaged(record, ("ledger", "tokens"), math.inf),
-    "fewer than no tokens": lambda record: damaged(record, ("ledger", "tokens"), -5),
-    "a fence of words": lambda record: damaged(record, (*ENTRY, "fence"), "x"),
-    "an absurd fence": lambda record: damaged(record, (*ENTRY, "fence"), 1 << 80),
-    "an incarnation of words": lambda record: damaged(record, (*ENTRY, "incarnation"), ["x", "y"]),
-    "a rate of words": lambda record: damaged(record, (*ENTRY, "tokens_per_s"), "x"),
-    "a reason that is a number": lambda record: damaged(record, ("ledger", "stopping"), 7),
-    "rounds of words": lambda record: damaged(record, ("ledger", "rounds"), [1, 2, "x"]),
-    "passes without end": lambda record: damaged(record, ("ledger", "leases", "begun"), 1 << 40),
-    "no layout": lambda record: damaged(record, ("ledger", "layout"), '{"a":1}'),
-}
+def odd(*path: str, value: object) -> Callable[[bytes], bytes]:
+    return lambda record: damaged(record, path, value)
 
 
-@pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_record_of_another_shape_is_as_good_as_none(shape: str) -> None:
+@pytest.mark.parametrize("damage", [
+    lambda record: b"[]", lambda record: b"[" * 100_000, lambda record: record.decode().encode("utf-16"),
+    odd("version", value=[1, 7]), odd("ledger", "given_up", value=[[["x", 1], [2, 3]]]),
+    odd("ledger", "applied_in", value=[[[1, 1 << 64], []]]), odd("ledger", "tokens", value=math.inf),
+    odd("ledger", "tokens", value=-5), odd("ledger", "stopping", value=7), odd("ledger", "rounds", value=[1, 2, "x"]),
+    odd("ledger", "leases", "begun", value=1 << 40), odd("ledger", "layout", value='{"a":1}'),
+    *(odd("ledger", "clusters", "a", name, value=value) for name, value in (
+        ("fence", "x"), ("fence", 1 << 80), ("incarnation", ["x", "y"]), ("tokens_per_s", "x"),
+    )),
+])  # fmt: skip
+def test_record_of_another_shape_is_as_good_as_none(damage: Callable[[bytes], bytes]) -> None:
     """Its hash is right: a slave wrote these very bytes."""
     bench, kept = old_journal("a", plan=LEASED)
     for slave in bench.slaves:
-        record = SHAPES[shape](slave.records[V2])
+        record = damage(slave.records[V2])
         slave.records[V2] = record
         slave.snapshots[V2] = replace(slave.snapshots[V2], commit_hash=hashlib.sha256(record).digest())
     bench.restart(kept)
@@ -199,8 +186,7 @@ def test_rebuild_does_not_go_back_to_what_a_rollback_gave_up() -> None:
     assert bench.status().published == Version(2, 1)
     first.snapshots[V2], first.records[V2] = given_up, record
     second.lose(V1, Version(2, 1))
-    bench.config = replace(bench.config, rebuild=True)
-    bench.restart("")
+    bench.rebuild()
     (rollback,) = bench.entries("ROLLBACK")[1:]
     assert (rollback["origin"], bench.status().tokens) == ([1, 0], 0)
 
@@ -225,8 +211,7 @@ def test_rebuild_never_uses_a_timeline_again_that_a_disk_knows() -> None:
     lone = bench.slaves[0]
     lone.snapshots[newer] = replace(lone.snapshots[V2], version=newer, commit_hash=b"other")
     lone.refuse["record"] = m.Refusal(RefusalCode.DISK, "the manifest cannot be read")
-    bench.config = replace(bench.config, rebuild=True)
-    bench.restart("")
+    bench.rebuild()
     assert (bench.epoch, bench.status().published) == (2, Version(4, 2))
 
 
@@ -245,24 +230,18 @@ def test_slave_that_is_asked_and_goes_away_is_asked_when_it_is_back() -> None:
     assert bench.status().published == V2
 
 
-def test_other_history_of_the_newest_version_wins_over_the_journal() -> None:
+def test_other_history_of_the_newest_version_wins_over_the_journal(bench: Bench) -> None:
     """The journal decided 1:2 in a round that no slave carried out; under an older copy of it they made another 1:2."""
-    bench = Bench().running("a")
-    bench.push("a")
-    bench.pull("a")
+    bench.rounds(1, "a")
     kept = bench.snapshot
-    for slave in bench.slaves:
-        slave.hold.add(m.Commit)
-    bench.join("b")
-    bench.pull("b")
+    bench.all_hold(m.Commit)
+    bench.back("b")
     of_b = bench.push("b")
     lost = bench.push("a")
     forked = bench.snapshot
-    for slave in bench.slaves:
-        slave.hold.clear()
+    bench.all_hold()
     bench.restart(kept)
-    bench.join("a")
-    bench.pull("a")
+    bench.back("a")
     bench.push("a")
     fence = bench.state.shared.ledger.clusters["a"].fence
     bench.restart(forked)
@@ -280,8 +259,7 @@ def test_other_history_of_the_newest_version_wins_over_the_journal() -> None:
 def test_master_without_a_journal_takes_the_run_from_the_slaves() -> None:
     bench, _ = old_journal("a", "b", plan=LEASED)
     before = bench.state.shared.ledger
-    bench.config = replace(bench.config, rebuild=True)
-    bench.restart("")
+    bench.rebuild()
     status = bench.status()
     assert (status.published, status.tokens) == (V2, 400)
     ledger = bench.state.shared.ledger
@@ -290,8 +268,7 @@ def test_master_without_a_journal_takes_the_run_from_the_slaves() -> None:
     assert ledger.data_plan == before.data_plan
     assert ledger.detector == before.detector
     assert bench.entries("ADOPT")[0]["from_version"] is None
-    bench.join("a")
-    bench.pull("a")
+    bench.back("a")
     ranges = bench.lease("a", 100)
     assert ranges[0].lease_id >= bench.epoch << 32
     bench.push("a", 100, ranges)
@@ -343,8 +320,7 @@ def test_rebuild_begins_no_second_history_on_empty_slaves() -> None:
     bench, _ = old_journal("a", n_slaves=1)
     (holder,) = bench.slaves
     bench.slaves[:] = [BenchSlave(bench, "s9")]
-    bench.config = replace(bench.config, rebuild=True)
-    bench.restart("")
+    bench.rebuild()
     assert "no slave that is here holds a version" in bench.status().recovery
     with refused_with(RefusalCode.BUSY):
         bench.join("a")
@@ -393,14 +369,11 @@ def test_push_of_a_commit_that_another_history_overtook_is_aborted() -> None:
     """The slaves' disks come back with another 1:2, in which a newer incarnation of the cluster pushed."""
     bench, other = (Bench().running("a") for _ in range(2))
     for run in (bench, other):
-        run.push("a")
-        run.pull("a")
+        run.rounds(1, "a")
     other.restart(other.snapshot)
-    other.join("a")
-    other.pull("a")
+    other.back("a")
     other.push("a")
-    for slave in bench.slaves:
-        slave.hold.add(m.Commit)
+    bench.all_hold(m.Commit)
     lost = bench.push("a")
     assert bench.state.shared.round.phase.now.value == "COMMIT"
     for slave, there in zip(bench.slaves, other.slaves, strict=True):
@@ -419,19 +392,13 @@ def test_push_of_a_commit_that_another_history_overtook_is_aborted() -> None:
 def one_more(bench: Bench, *names: str) -> str:
     """One more version of these clusters; the journal before it."""
     kept = bench.snapshot or ""
-    for name in names:
-        bench.push(name)
-    for name in names:
-        bench.pull(name)
+    bench.rounds(1, *names)
     return kept
 
 
 def with_an_old_copy(bench: Bench, kept: str) -> None:
     """A master over an old copy of the journal, while not all slaves are here."""
-    for slave in bench.slaves:
-        slave.alive = False
-    bench.snapshot = kept
-    bench.start_master()
+    bench.begin_anew(kept)
     bench.slaves[0].attach()
     assert bench.status().published is None
 
@@ -449,26 +416,21 @@ def test_what_was_asked_for_in_an_old_journal_does_not_come_back() -> None:
     bench.operate(Resume(m.OperatorRequest("")))
     bench.operate(m.ExtendRequest("", 500, reason="it was one"))
     bench.result(bench.leave("b"))
-    bench.join("b")
-    bench.pull("b")
+    bench.back("b")
     one_more(bench, "a", "b")
     bench.restart(kept)
     status = bench.status()
     assert (status.published, status.paused, status.stopping, status.tk_max_tokens) == (V2, False, False, 500)
     for name in ("a", "b"):
-        bench.join(name)
-        bench.pull(name)
+        bench.back(name)
         assert not bench.beat(name).stop
 
 
 def test_run_that_had_reached_its_tokens_goes_on_with_more_of_them_when_the_journal_is_lost() -> None:
     bench = Bench(settings=m.Settings(tk_max_tokens=100)).running("a")
     bench.join("b", process_id=b"b's")
-    bench.push("a")
-    bench.advance(2.0)
-    bench.pull("a")
-    bench.config = replace(bench.config, rebuild=True)
-    bench.restart("")
+    bench.rounds(1, "a", wait_s=2.0)
+    bench.rebuild()
     assert bench.status().stopping
     with refused_with(RefusalCode.STOPPING):
         bench.join("c")
@@ -477,8 +439,7 @@ def test_run_that_had_reached_its_tokens_goes_on_with_more_of_them_when_the_jour
     bench.config = replace(bench.config, rebuild=True, settings=m.Settings(tk_max_tokens=200))
     bench.restart("")
     assert (bench.status().published, bench.status().stopping) == (V1, False)
-    bench.join("a")
-    bench.pull("a")
+    bench.back("a")
     one_more(bench, "a")
     assert bench.status().stopping
 
@@ -492,17 +453,14 @@ def test_what_was_asked_of_this_master_holds_over_an_adoption() -> None:
     bench.operate(Pause(m.OperatorRequest("", "look first")))
     bench.slaves[1].attach()
     assert (bench.status().published, bench.status().paused) == (V1, True)
-    bench.join("a")
-    bench.pull("a")
+    bench.back("a")
     assert bench.beat("a").stop
 
 
-def test_what_was_taken_back_from_this_master_does_not_come_with_an_adoption() -> None:
+def test_what_was_taken_back_from_this_master_does_not_come_with_an_adoption(bench: Bench) -> None:
     """The record of version 1:1 says that the run is paused and a is drained."""
-    bench = Bench().running("a")
     kept = bench.snapshot or ""
-    for slave in bench.slaves:
-        slave.hold.add(m.Measure)
+    bench.all_hold(m.Measure)
     bench.push("a")
     bench.operate(Pause(m.OperatorRequest("", "maintenance")))
     bench.operate(m.DrainRequest("", "a"))
@@ -515,8 +473,7 @@ def test_what_was_taken_back_from_this_master_does_not_come_with_an_adoption() -
     bench.operate(m.EvictRequest("", "a"))
     bench.slaves[1].attach()
     assert (bench.status().published, bench.status().paused) == (V1, False)
-    bench.join("a")
-    bench.pull("a")
+    bench.back("a")
     assert not bench.beat("a").stop
 
 

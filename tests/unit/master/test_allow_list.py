@@ -90,9 +90,8 @@ def test_every_rank_of_a_cluster_is_on_the_list_until_the_cluster_is_gone() -> N
         assert keys_of(slave, "a") == [master.key_of("a")]
     a, s0 = master.key_of("a"), master.key_of("s0")
     for key, owner in ((RANK_1, "cluster 'b'"), (a, "cluster 'a'"), (s0, "slave 's0'")):
-        with refused_with(RefusalCode.KEY) as caught:
+        with refused_with(RefusalCode.KEY, f"the data key of {owner}"):
             master.join("c", curve_key=key)
-        assert f"the data key of {owner}" in str(caught.value)
         with refused_with(RefusalCode.KEY):
             master.ask(pull(master, "c", key))
     master.join("b", curve_key=KEY, rank_keys=(OTHER,), pushers=2)
@@ -116,9 +115,8 @@ def test_every_rank_of_a_cluster_is_on_the_list_until_the_cluster_is_gone() -> N
 )
 def test_keys_of_ranks_that_cannot_be_are_refused(rank_keys: tuple[bytes, ...], pushers: int, why: str) -> None:
     master = bench_of_ranks()
-    with refused_with(RefusalCode.KEY) as caught:
+    with refused_with(RefusalCode.KEY, why):
         master.join("b", rank_keys=rank_keys, pushers=pushers)
-    assert why in str(caught.value)
     assert "b" not in master.state.shared.members
     assert told(master.slaves[0]) == ["cluster a", "slave s0", "slave s1"]
 
@@ -129,9 +127,8 @@ def test_the_number_of_ranks_and_of_keys_in_the_list_is_bounded() -> None:
         master.join("b", rank_keys=ranks_of("b", MAX_RANKS + 1), pushers=MAX_RANKS + 1)
     for number in range(MAX_ALLOWED_KEYS // MAX_RANKS - 1):
         master.join(f"c{number}", rank_keys=ranks_of(f"c{number}", MAX_RANKS), pushers=MAX_RANKS)
-    with refused_with(RefusalCode.BUSY) as caught:
+    with refused_with(RefusalCode.BUSY, f"at most {MAX_ALLOWED_KEYS - KEPT_FOR_SLAVES}"):
         master.join("b", rank_keys=ranks_of("b", MAX_RANKS), pushers=MAX_RANKS)
-    assert f"at most {MAX_ALLOWED_KEYS - KEPT_FOR_SLAVES}" in str(caught.value)
     assert len(master.state.shared.allowed.keys()) <= MAX_ALLOWED_KEYS
     assert master.join("b").epoch == 1
 
@@ -142,9 +139,8 @@ def test_several_ranks_are_refused_where_a_slave_is_of_an_earlier_release() -> N
     master.slaves[0].hello = m.Hello(1, 1, (RANKS,))
     master.slaves[1].hello = m.Hello(1, 1, ())
     master.attach_all()
-    with refused_with(RefusalCode.CONFIG) as caught:
+    with refused_with(RefusalCode.CONFIG, "slave s1 runs a release that does not know such clusters"):
         master.join("a", rank_keys=(RANK_1,), pushers=2)
-    assert "slave s1 runs a release that does not know such clusters" in str(caught.value)
 
 
 def test_a_slave_of_an_earlier_release_is_refused_while_a_cluster_of_several_ranks_is_here() -> None:
@@ -236,9 +232,8 @@ def test_a_readers_name_is_bounded(name: str) -> None:
 def test_without_keys_nobody_is_told_and_nobody_may_bring_one() -> None:
     master = Bench().running("a")
     assert not any(isinstance(command, m.Allow) for slave in master.slaves for command in slave.commands)
-    with refused_with(RefusalCode.KEY) as caught:
+    with refused_with(RefusalCode.KEY, "not encrypted"):
         master.join("b", curve_key=KEY)
-    assert "not encrypted" in str(caught.value)
 
 
 def test_whom_a_slave_turned_away_stands_in_the_masters_log() -> None:

@@ -20,13 +20,8 @@ from dips.core.net.codec_protobuf import encode
 from dips.master.state.events import ClusterCall, SlaveSaid, Tick
 
 PHASES = {
-    "IDLE": None,
-    "MEASURE": m.Measure,
-    "PREPARE": m.Prepare,
-    "COMMIT": m.Commit,
-    "GATHERING": None,
-    "DONATING": None,
-}
+    "IDLE": None, "MEASURE": m.Measure, "PREPARE": m.Prepare, "COMMIT": m.Commit, "GATHERING": None, "DONATING": None,
+}  # fmt: skip
 
 
 def in_phase(phase: str) -> Bench:
@@ -60,15 +55,10 @@ def calls(bench: Bench) -> list[Any]:
         m.JoinRequest(a, HELLO, LAYOUT, LAYOUT.layout_hash, LEASED, 0.0, (lease,), b"", (m.TensorDigest("w", 1),)),
         m.HeartbeatRequest(bench.caller("c"), steps_per_s=1.0),
         m.BeginPushRequest(bench.caller("c"), 5, base, fence, (lease,), 100, 3),
-        m.BeginPushRequest(b, push.seq, base, fence, (), 100, 3),
-        m.FinishPushRequest(b, push.seq, 1, digests),
-        m.AwaitVerdictRequest(b, push, 1.0),
-        m.BeginPullRequest(a),
-        m.FinishPullRequest(a, 1),
-        m.LeaseDataRequest(a, 100, 1),
-        m.ReturnDataRequest(bench.caller("c"), (lease,)),
-        m.LeaveRequest(a, ""),
-    ]
+        m.BeginPushRequest(b, push.seq, base, fence, (), 100, 3), m.FinishPushRequest(b, push.seq, 1, digests),
+        m.AwaitVerdictRequest(b, push, 1.0), m.BeginPullRequest(a), m.FinishPullRequest(a, 1),
+        m.LeaseDataRequest(a, 100, 1), m.ReturnDataRequest(bench.caller("c"), (lease,)), m.LeaveRequest(a, ""),
+    ]  # fmt: skip
 
 
 def words(bench: Bench) -> list[Any]:
@@ -76,14 +66,10 @@ def words(bench: Bench) -> list[Any]:
     push, state = bench.clusters["b"].push_id, bench.state.shared.round
     refusal = m.Refusal(1, "no")  # type: ignore[arg-type]
     bodies: list[Any] = [
-        m.SlaveHello(HELLO, "tcp://127.0.0.1:1", 1 << 30, 0),
-        m.Promised(bench.epoch),
-        m.Ready(Version(1, 0), b""),
-        m.SlaveBeat(progress=(m.StagingProgress(push, 1, 7),)),
-        m.Staged(push, 1, b""),
-        m.ConfigureRefused(refusal),
+        m.SlaveHello(HELLO, "tcp://127.0.0.1:1", 1 << 30, 0), m.Promised(bench.epoch), m.Ready(Version(1, 0), b""),
+        m.SlaveBeat(progress=(m.StagingProgress(push, 1, 7),)), m.Staged(push, 1, b""), m.ConfigureRefused(refusal),
         m.CommitRecord(Version(1, 0), RoundId(1, 1), b"{}"),
-    ]
+    ]  # fmt: skip
     if state.id is not None:
         bodies += [
             m.Measured(state.id, ()),

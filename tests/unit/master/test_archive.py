@@ -21,12 +21,8 @@ from dips.master.state.effects import WriteJournal
 
 KEPT = Retention(records=16, archive_bytes=1 << 30)
 PLACES = [
-    "master.archive.before_write",
-    "master.archive.before_fsync",
-    "master.archive.before_rename",
-    "master.archive.after_rename",
-    "master.directory.before_fsync",
-    "master.archive.before_delete",
+    *(f"master.archive.{place}" for place in ("before_write", "before_fsync", "before_rename", "after_rename")),
+    *("master.directory.before_fsync", "master.archive.before_delete"),
 ]
 
 
@@ -64,11 +60,8 @@ def numbers(directory: Path) -> list[int]:
 
 
 def in_file(directory: Path) -> int:
-    connection = sqlite3.connect(directory / FILE_NAME)
-    try:
+    with contextlib.closing(sqlite3.connect(directory / FILE_NAME)) as connection:
         return int(connection.execute("SELECT COUNT(*) FROM records").fetchone()[0])
-    finally:
-        connection.close()
 
 
 def test_the_oldest_records_move_and_all_are_read_in_order(tmp_path: Path) -> None:
@@ -281,10 +274,8 @@ def test_a_journal_of_the_first_schema_is_brought_up_to_date(tmp_path: Path) -> 
     assert numbers(tmp_path) == list(range(1, 22)), "tools read it as it is"
     with opened(tmp_path) as journal:
         tidy_up(journal)
-    connection = sqlite3.connect(tmp_path / FILE_NAME)
-    schema = connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
-    connection.close()
-    assert schema == ("3",)
+    with journal_sql(tmp_path) as cursor:
+        assert cursor.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone() == ("3",)
     assert numbers(tmp_path) == list(range(1, 22))
 
 

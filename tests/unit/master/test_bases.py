@@ -38,14 +38,6 @@ def again(bench: Bench, name: str, wire: Codec) -> m.Ticket:
     return answer
 
 
-def rounds(bench: Bench, name: str, n: int) -> None:
-    """n versions more, from pushes of one cluster."""
-    for _ in range(n):
-        bench.push(name)
-        bench.advance(1.5)
-        bench.pull(name)
-
-
 def retained(bench: Bench) -> tuple[Version, ...]:
     """What the last commit told the slaves to keep readable, besides the two newest."""
     return [c for c in bench.slaves[0].commands if isinstance(c, m.Retain)][-1].versions
@@ -84,13 +76,13 @@ def test_a_seed_an_older_base_that_nobody_kept_and_one_that_a_slave_cannot_read_
     assert begin(bench, "a").wire is Codec.F32
     for behind, wire in ((1, Codec.INT8), (2, Codec.F32)):
         bench = bench_of("a", "b")
-        rounds(bench, "a", behind)
+        bench.rounds(behind, "a", wait_s=1.5)
         assert begin(bench, "b").wire is wire
 
 
 def test_after_a_slave_came_back_only_the_newest_version_is_everywhere() -> None:
     bench = bench_of("a", "b")
-    rounds(bench, "a", 1)
+    bench.rounds(1, "a", wait_s=1.5)
     bench.slaves[0].die()
     bench.slaves[0].attach()
     assert begin(bench, "b").wire is Codec.F32
@@ -99,7 +91,7 @@ def test_after_a_slave_came_back_only_the_newest_version_is_everywhere() -> None
 
 def test_after_the_masters_restart_the_newest_version_will_do() -> None:
     bench = bench_of("a")
-    rounds(bench, "a", 1)
+    bench.rounds(1, "a", wait_s=1.5)
     base, fence = bench.clusters["a"].base, bench.clusters["a"].fence
     bench.restart()
     bench.join("a")
@@ -147,7 +139,7 @@ def test_a_ticket_that_is_asked_for_again_does_not_live_on_what_had_landed_befor
 def test_the_base_of_an_open_push_stays_readable_until_its_verdict() -> None:
     bench = bench_of("a", "b")
     begin(bench, "b")
-    rounds(bench, "a", 3)
+    bench.rounds(3, "a", wait_s=1.5)
     assert retained(bench) == (Version(1, 0),)
     assert again(bench, "b", Codec.INT8).wire is Codec.INT8, "it is granted as long as it is kept"
     bench.stage("b")
@@ -164,12 +156,12 @@ def test_a_version_stays_while_a_cluster_that_sends_differences_trains_on_it(the
     bench.advance(3.0)
     base = bench.pull("b").version
     bench.pull("a")
-    rounds(bench, "a", 2)
+    bench.rounds(2, "a", wait_s=1.5)
     if then == "pulls":
         bench.pull("b")
     if then == "leaves":
         bench.leave("b")
-    rounds(bench, "a", 1)
+    bench.rounds(1, "a", wait_s=1.5)
     assert retained(bench) == ((base,) if then == "trains on" else ())
     if then == "trains on":
         assert begin(bench, "b").wire is Codec.INT8
@@ -178,9 +170,9 @@ def test_a_version_stays_while_a_cluster_that_sends_differences_trains_on_it(the
 def test_bases_and_pulls_share_what_may_be_kept_and_the_oldest_gives_way() -> None:
     bench = bench_of("a", "b", pinned_versions=1)
     begin(bench, "b")
-    rounds(bench, "a", 1)
+    bench.rounds(1, "a", wait_s=1.5)
     bench.ask(m.BeginPullRequest(m.Caller("", 0, "reader"), reader=True))
-    rounds(bench, "a", 3)
+    bench.rounds(3, "a", wait_s=1.5)
     assert retained(bench) == (Version(1, 1),)
     assert again(bench, "b", Codec.INT8).wire is Codec.F32
 
@@ -193,14 +185,14 @@ def test_a_base_that_is_only_trained_on_gives_way_to_what_is_being_read() -> Non
     bench.advance(3.0)
     assert bench.pull("b").version == Version(1, 1)
     bench.pull("a")
-    rounds(bench, "a", 3)
+    bench.rounds(3, "a", wait_s=1.5)
     assert retained(bench) == (Version(1, 0),)
     assert begin(bench, "b").wire is Codec.F32
 
 
 def test_a_rollback_keeps_no_base_of_the_old_timeline() -> None:
     bench = bench_of("a", "b")
-    rounds(bench, "a", 1)
+    bench.rounds(1, "a", wait_s=1.5)
     begin(bench, "b")
     for slave in bench.slaves:
         slave.come_back_without(Version(1, 1))

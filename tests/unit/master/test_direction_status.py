@@ -18,14 +18,6 @@ def of(bench: Bench, name: str) -> ClusterStatus:
     return next(cluster for cluster in bench.status().clusters if cluster.cluster_id == name)
 
 
-def rounds(bench: Bench, n: int) -> None:
-    for _ in range(n):
-        for name in "abcd":
-            bench.push(name)
-        for name in "abcd":
-            bench.pull(name)
-
-
 def alarms(bench: Bench) -> list[str]:
     return [log.sentence for log in bench.logs if "pushes in another direction than the others" in log.sentence]
 
@@ -34,13 +26,13 @@ def test_a_noisy_cluster_is_merged_and_shown_and_alarmed() -> None:
     bench = Bench().running("a", "b", "c", "d")
     assert math.isnan(of(bench, "d").cosine_usual)
     bench.ways = {**AGREE, "d": [0.9, 0.1, 0.1]}
-    rounds(bench, 8)
+    bench.rounds(8, *"abcd")
     good = of(bench, "d")
     assert good.last_cosine > 0.9
     assert (good.cosine_rounds, good.direction_alarm) == (8, False)
     assert good.last_norm == pytest.approx(0.5)
     bench.ways = {**AGREE, "d": [0.0, 0.0, 0.5]}
-    rounds(bench, 5)
+    bench.rounds(5, *"abcd")
     bad = of(bench, "d")
     assert (bad.cosine_rounds, bad.direction_alarm, bad.pushes_excluded) == (13, True, 0)
     assert bad.last_cosine < 0.1
@@ -53,7 +45,7 @@ def test_a_noisy_cluster_is_merged_and_shown_and_alarmed() -> None:
 def test_it_stands_in_the_records_and_survives_a_restart() -> None:
     bench = Bench().running("a", "b", "c", "d")
     bench.ways = {**AGREE, "d": [-1.0, 0.0, 0.0]}
-    rounds(bench, 9)
+    bench.rounds(9, *"abcd")
     judged = bench.entries("COMMIT")[-1]["judgement"]["norms"]
     assert [cluster for cluster, *_ in judged] == ["a", "b", "c", "d"]
     assert float(judged[3][3]) == pytest.approx(of(bench, "d").last_cosine)
@@ -71,7 +63,7 @@ def test_it_stands_in_the_records_and_survives_a_restart() -> None:
 
 def test_slaves_that_measure_no_directions_leave_them_unknown() -> None:
     bench = Bench().running("a", "b", "c", "d")
-    rounds(bench, 9)
+    bench.rounds(9, *"abcd")
     cluster = of(bench, "a")
     assert cluster.last_norm == pytest.approx(0.5)
     assert math.isnan(cluster.last_cosine)
@@ -95,7 +87,6 @@ def test_a_slave_that_sends_another_size_aborts_the_round() -> None:
     slave = bench.slaves[0]
     bench.ways = {"a": [1.0], "b": [1.0]}
     slave._directions = lambda names: (1.0,)  # type: ignore[method-assign]
-    bench.push("a")
-    bench.push("b")
+    bench.pushes("a", "b")
     assert bench.status().rounds_aborted == 1
     assert "directions of 2 pushes have 10 entries" in bench.status().recent_rounds[-1].reason

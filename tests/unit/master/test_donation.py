@@ -31,15 +31,13 @@ def lost(*names: str, **config: object) -> Bench:
 def test_donation_that_is_journaled_is_driven_forward_and_pulled_once_it_is_committed(then: str) -> None:
     bench = lost("a", "b")
     last = bench.clusters["b"].push_id
-    for slave in bench.slaves:
-        slave.hold.add(m.Commit)
+    bench.all_hold(m.Commit)
     bench.donate("a", V1)
     assert bench.state.shared.round.phase.now is RoundPhase.COMMIT
     assert len(bench.entries("ROLLBACK")) == 1
     assert isinstance(bench.ask(m.BeginPullRequest(bench.caller("b"))).answer, m.Busy)
     assert bench.beat("b").published is None
-    for slave in bench.slaves:
-        slave.hold.clear()
+    bench.all_hold()
     if then == "the master dies":
         bench.restart()
         assert (bench.status().published, len(bench.entries("ROLLBACK"))) == (Version(2, 1), 1)
@@ -99,9 +97,7 @@ def test_older_version_comes_back_when_nobody_stands_on_the_newest() -> None:
 
 def test_newest_copy_is_asked_for_first() -> None:
     bench = Bench().running("a", "b")
-    bench.push("b")
-    bench.advance(2.0)
-    bench.pull("b")
+    bench.rounds(1, "b", wait_s=2.0)
     bench.beat("b")
     bench.slaves[0].come_back_without()
     assert (bench.beat("a").donate, bench.beat("b").donate) == (None, V1)
@@ -165,10 +161,7 @@ def test_donor_that_sends_nothing_makes_room_and_is_asked_again_when_nobody_else
 def test_copy_of_a_version_that_a_rollback_gave_up_is_not_asked_for() -> None:
     """Its data is trained again since: with it, the same text would be applied twice."""
     bench = Bench().running("a", "b")
-    for _ in range(2):
-        bench.push("a")
-        bench.advance(2.0)
-        bench.pull("a")
+    bench.rounds(2, "a", wait_s=2.0)
     bench.beat("a")
     bench.slaves[0].come_back_without(Version(1, 2))
     assert bench.status().published == Version(2, 1)
@@ -190,10 +183,8 @@ def test_donation_that_nobody_asks_for_is_refused() -> None:
         healthy.begin_push("a", 0, base=None, donates=V0, steps=0)
 
 
-def test_slave_whose_disk_is_back_ends_the_donation_without_loss() -> None:
-    bench = Bench().running("a")
-    bench.push("a")
-    bench.pull("a")
+def test_slave_whose_disk_is_back_ends_the_donation_without_loss(bench: Bench) -> None:
+    bench.rounds(1, "a")
     bench.beat("a")
     slave = bench.slaves[0]
     disk, records = dict(slave.snapshots), dict(slave.records)
@@ -222,8 +213,7 @@ def test_restarted_master_still_knows_the_newest_version_and_asks_who_joins() ->
     assert bench.status().published == Version(2, 1)
 
 
-def test_verdict_of_a_donation_hides_no_other() -> None:
-    bench = Bench().running("a")
+def test_verdict_of_a_donation_hides_no_other(bench: Bench) -> None:
     push = bench.push("a")
     bench.beat("a")
     bench.slaves[0].come_back_without()

@@ -17,28 +17,20 @@ from support.journals import append, records_of
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError
 from dips.core.net.newcomers import Bounds, PortWatch, files_of_process
 from dips.master.archive import FILE_NAME
-from dips.master.directory import (
-    MasterAddress,
-    lock_directory,
-    read_address,
-    remove_address,
-    write_address,
-)
+from dips.master.directory import MasterAddress, lock_directory, read_address, remove_address, write_address
 from dips.master.journal import Journal
 from dips.master.state.effects import WriteJournal
 
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Journal]:
-    opened = Journal.open(tmp_path, "demo")
-    yield opened
-    opened.close()
+    with contextlib.closing(Journal.open(tmp_path, "demo")) as opened:
+        yield opened
 
 
 def sql(directory: Path, statement: str) -> None:
-    connection = sqlite3.connect(directory / FILE_NAME, isolation_level=None)
-    connection.execute(statement)
-    connection.close()
+    with contextlib.closing(sqlite3.connect(directory / FILE_NAME, isolation_level=None)) as connection:
+        connection.execute(statement)
 
 
 def test_snapshot_records_and_port_survive_a_restart_and_each_start_begins_the_next_epoch(tmp_path: Path) -> None:
@@ -202,31 +194,21 @@ def test_a_lock_file_left_by_a_dead_process_does_not_hold_the_directory(tmp_path
 
 
 def filled(directory: Path) -> None:
-    journal = Journal.open(directory, "demo")
-    epoch = journal.begin_epoch()
-    entries = [
-        WriteJournal(n, "COMMIT", json.dumps({"v": n, "kappa": "0.5"}), json.dumps({"tokens": n})) for n in range(1, 7)
-    ]
-    journal.append_all(epoch, entries)
-    journal.close()
+    with contextlib.closing(Journal.open(directory, "demo")) as journal:
+        epoch = journal.begin_epoch()
+        for n in range(1, 7):
+            append(journal, epoch, n, "COMMIT", json.dumps({"v": n, "kappa": "0.5"}), json.dumps({"tokens": n}))
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "UPDATE records SET record_json = replace(record_json, '0.5', '0.6') WHERE number = 3",
-        "UPDATE records SET number = 70 WHERE number = 7",
-        "DELETE FROM records WHERE number = 3",
-        "DELETE FROM records WHERE number = 7",
-        "UPDATE snapshot SET snapshot_json = '{\"tokens\": 7}'",
-        "DELETE FROM snapshot",
-        "UPDATE meta SET value = '2' WHERE key = 'epoch'",
-        "UPDATE meta SET value = '0 x' WHERE key = 'base'",
-        "DELETE FROM meta WHERE key = 'digest'",
-        "INSERT INTO meta VALUES ('pruned', '1')",
-        "INSERT INTO records (epoch, entry_id, kind, record_json, digest) VALUES (1, 7, 'COMMIT', '{}', '')",
-    ],
-)
+@pytest.mark.parametrize("statement", [
+    "UPDATE records SET record_json = replace(record_json, '0.5', '0.6') WHERE number = 3",
+    "UPDATE records SET number = 70 WHERE number = 7", "DELETE FROM records WHERE number = 3",
+    "DELETE FROM records WHERE number = 7", "UPDATE snapshot SET snapshot_json = '{\"tokens\": 7}'",
+    "DELETE FROM snapshot", "UPDATE meta SET value = '2' WHERE key = 'epoch'",
+    "UPDATE meta SET value = '0 x' WHERE key = 'base'", "DELETE FROM meta WHERE key = 'digest'",
+    "INSERT INTO meta VALUES ('pruned', '1')",
+    "INSERT INTO records (epoch, entry_id, kind, record_json, digest) VALUES (1, 7, 'COMMIT', '{}', '')",
+])  # fmt: skip
 def test_whatever_was_changed_in_the_file_is_found_by_master_and_tools(tmp_path: Path, statement: str) -> None:
     filled(tmp_path)
     sql(tmp_path, statement)

@@ -205,15 +205,11 @@ OLD: dict[str, Any] = {
     "passes": 3,
     "next_lease_id": 9,
     "holdings": [
-        [0, 0, 400, "applied", "", 0],
-        [1, 0, 100, "applied", "", 0],
-        [1, 100, 150, "excluded", "", 0],
-        [1, 150, 400, "applied", "", 0],
-        [2, 0, 100, "applied", "", 0],
-        [2, 100, 200, "leased", "a", 8],
+        [0, 0, 400, "applied", "", 0], [1, 0, 100, "applied", "", 0], [1, 100, 150, "excluded", "", 0],
+        [1, 150, 400, "applied", "", 0], [2, 0, 100, "applied", "", 0], [2, 100, 200, "leased", "a", 8],
         [2, 200, 400, "free", "", 0],
     ],
-}
+}  # fmt: skip
 
 
 def test_table_of_an_earlier_release_loads() -> None:
@@ -232,19 +228,13 @@ def test_table_of_an_earlier_release_loads() -> None:
     assert "passes" not in table.to_json(), "the earlier release must refuse it: to it a pass without rows is free"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda raw: raw.update(passes=1 << 40),
-        lambda raw: raw.update(passes=2),
-        lambda raw: raw["holdings"].pop(),
-        lambda raw: raw["holdings"].append([2, 0, 100, "applied", "", 0]),
-        lambda raw: raw["holdings"].append([3, 0, 400, "free", "", 0]),
-        lambda raw: raw.update(settled={"applied": 100, "excluded": 0}),
-        lambda raw: raw.update(settled={"applied": 400, "excluded": -400}),
-    ],
-    ids=["many passes", "few passes", "a gap", "twice", "a pass more", "counted twice", "less than none"],
-)
+@pytest.mark.parametrize("change", [
+    lambda raw: raw.update(passes=1 << 40), lambda raw: raw.update(passes=2), lambda raw: raw["holdings"].pop(),
+    lambda raw: raw["holdings"].append([2, 0, 100, "applied", "", 0]),
+    lambda raw: raw["holdings"].append([3, 0, 400, "free", "", 0]),
+    lambda raw: raw.update(settled={"applied": 100, "excluded": 0}),
+    lambda raw: raw.update(settled={"applied": 400, "excluded": -400}),
+], ids=["many passes", "few passes", "a gap", "twice", "a pass more", "counted twice", "less than none"])  # fmt: skip
 def test_table_that_does_not_add_up_is_not_read(change: Callable[[dict[str, Any]], object]) -> None:
     raw = json.loads(json.dumps(OLD))
     change(raw)
@@ -276,15 +266,10 @@ def test_request_repeated_after_a_lost_answer_gets_the_same_ranges_and_one_that_
     assert bench.status().leased_tokens == 200
 
 
-@pytest.mark.parametrize(
-    ("plan", "tokens", "code"),
-    [
-        (LEASED, 0, RefusalCode.TOKENS),
-        (LEASED, -5, RefusalCode.TOKENS),
-        (LEASED, MAX_LEASED_CHUNKS * LEASED.chunk_tokens + 1, RefusalCode.TOKENS),
-        (OWN, 10, RefusalCode.DATA_PLAN),
-    ],
-)
+@pytest.mark.parametrize(("plan", "tokens", "code"), [
+    (LEASED, 0, RefusalCode.TOKENS), (LEASED, -5, RefusalCode.TOKENS),
+    (LEASED, MAX_LEASED_CHUNKS * LEASED.chunk_tokens + 1, RefusalCode.TOKENS), (OWN, 10, RefusalCode.DATA_PLAN),
+])  # fmt: skip
 def test_lease_that_cannot_be_is_refused(plan: DataPlan, tokens: int, code: RefusalCode) -> None:
     bench = Bench(plan=plan).running("a")
     with refused_with(code):

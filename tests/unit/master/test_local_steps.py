@@ -79,9 +79,7 @@ def test_master_says_when_it_cuts_a_slow_cluster_s_steps() -> None:
     bench.beat("b", steps_per_s=1.0)
     for _ in range(3):
         bench.advance(10.0)
-        bench.push("a")
-        bench.advance(1.0)
-        bench.pull("a")
+        bench.rounds(1, "a", wait_s=1.0)
     bench.beat("b", steps_per_s=1.0)
     assert bench.pull("b").local_steps < 64
     assert any("instead of 64" in log.sentence for log in bench.logs)
@@ -134,11 +132,9 @@ def test_a_straggler_s_round_does_not_move_the_planned_window() -> None:
 
 def test_a_round_near_the_planned_window_plans_the_next_one_for_all() -> None:
     bench = dynamic_bench()
-    bench.pull("a")
-    bench.pull("b")
+    bench.pulls("a", "b")
     train(bench, 60)
-    bench.push("b")
-    bench.push("a")
+    bench.pushes("b", "a")
     assert [bench.pull(name).local_steps for name in ("a", "b")] == [64, 32]
 
 
@@ -216,9 +212,7 @@ def test_a_plan_made_of_a_first_slow_step_does_not_outlive_it() -> None:
     bench.silent.update(("a", "b"))
     bench.beat("a", steps_per_s=0.001)
     bench.beat("b", steps_per_s=0.001)
-    bench.push("a")
-    bench.advance(2.0)
-    bench.pull("a")
+    bench.rounds(1, "a", wait_s=2.0)
     train(bench, 10)
     bench.push("a")
     train(bench, 1)

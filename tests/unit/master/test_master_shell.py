@@ -343,9 +343,7 @@ async def test_a_tape_that_cannot_be_written_ends_the_master(bench: Bench, monke
 # ---- the end ----
 
 
-async def test_halt_ends_the_master_after_its_effects_and_what_was_decided_is_written(
-    bench: Bench,
-) -> None:
+async def test_halt_ends_the_master_after_its_effects_and_what_was_decided_is_written(bench: Bench) -> None:
     link, entry = bench.executor.open_link(), WriteJournal(1, "COMMIT", "{}", '"s"')
     task, token = await held(bench)
     bench.reacts(

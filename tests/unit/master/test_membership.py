@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.master_bench import LAYOUT, LEASED, OWN, Bench, Unanswered, refused_with
+from support.master_bench import LAYOUT, LEASED, OWN, Bench, refused_with
 
 from dips.core import messages as m
 from dips.core.errors import RefusalCode
@@ -33,9 +33,8 @@ from dips.master.state.events import Pause, Stop
 )
 def test_bad_join_is_refused_and_the_run_goes_on(changes: dict[str, Any], code: RefusalCode, word: str) -> None:
     bench = Bench(plan=OWN).running("a")
-    with refused_with(code) as refused:
+    with refused_with(code, word):
         bench.join("b", **changes)
-    assert word in str(refused.value)
     bench.push("a")
     assert bench.status().published == Version(1, 1)
     assert [c.cluster_id for c in bench.status().clusters] == ["a"]
@@ -54,9 +53,8 @@ def test_bad_join_is_refused_and_the_run_goes_on(changes: dict[str, Any], code: 
 def test_other_model_is_refused_with_the_first_difference(parameters: tuple[Parameter, ...], word: str) -> None:
     bench = Bench().running("a")
     other = Layout(parameters)
-    with refused_with(RefusalCode.LAYOUT) as refused:
+    with refused_with(RefusalCode.LAYOUT, word):
         bench.join("b", layout=other, layout_hash=other.layout_hash)
-    assert word in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +70,7 @@ def test_other_model_is_refused_with_the_first_difference(parameters: tuple[Para
     ],
 )
 def test_other_text_or_one_that_cannot_be_leased_is_refused(ours: m.DataPlan | None, theirs: m.DataPlan) -> None:
-    bench = Bench(plan=ours or OWN)
-    bench.attach_all()
+    bench = Bench(plan=ours or OWN).attach_all()
     if ours is not None:
         bench.running("a")
     with refused_with(RefusalCode.DATA_PLAN):
@@ -82,12 +79,10 @@ def test_other_text_or_one_that_cannot_be_leased_is_refused(ours: m.DataPlan | N
 
 
 def test_model_too_big_for_the_slaves_is_refused_before_anything_is_placed() -> None:
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     huge = Layout(tuple(Parameter(f"layers.{i}.w", (1 << 14, 1 << 14), "float32", f"layers.{i}") for i in range(8)))
-    with refused_with(RefusalCode.MEMORY) as refused:
+    with refused_with(RefusalCode.MEMORY, "start more slaves"):
         bench.join("a", layout=huge, layout_hash=huge.layout_hash)
-    assert "start more slaves" in str(refused.value)
     assert bench.join("a").seed, "a smaller model may still begin the run"
 
 
@@ -98,9 +93,8 @@ def test_all_slots_taken_is_busy_also_by_a_sealed_push_of_a_cluster_that_is_gone
     push = bench.push("a")
     slot = bench.slaves[0].staging[push].slot
     bench.operate(m.EvictRequest("", "a"))
-    with refused_with(RefusalCode.BUSY) as refused:
+    with refused_with(RefusalCode.BUSY, "max_clusters"):
         bench.join("c")
-    assert "max_clusters" in str(refused.value)
     bench.join("a")
     assert bench.state.shared.members["a"].slot == slot
     bench.slaves[0].release(m.Measure)
@@ -116,9 +110,8 @@ def test_cluster_ids_are_remembered_for_ever_and_so_only_so_many_are_let_in(monk
         bench.result(bench.leave("a" if name == "b" else "b"))
         bench.join(name)
     bench.result(bench.leave("c"))
-    with refused_with(RefusalCode.CONFIG) as refused:
+    with refused_with(RefusalCode.CONFIG, "give a cluster that comes back the id that it had"):
         bench.join("d")
-    assert "give a cluster that comes back the id that it had" in str(refused.value)
     assert bench.join("a")
 
 
@@ -141,8 +134,7 @@ def test_a_sealed_push_outlives_its_cluster_with_its_ranges_and_the_next_incarna
     with pytest.raises(AssertionError, match="undecided"):
         bench.pull("a")
     token = bench.await_verdict("a", push)
-    with pytest.raises(Unanswered):
-        bench.result(token)
+    assert bench.is_open(token)
     bench.slaves[0].release(m.Measure)
     assert bench.result(token).answer.kind is m.VerdictKind.APPLIED
     assert (bench.status().tokens, bench.status().leased_tokens, bench.pull("a").fence) == (100, 0, 2)
@@ -180,14 +172,12 @@ def test_leases_of_a_sealed_push_stay_leased_when_their_time_is_over_in_mid_roun
     assert (bench.status().tokens, bench.status().leased_tokens) == (100, 900)
 
 
-def test_second_process_with_the_same_cluster_id_takes_over_and_the_first_must_stop() -> None:
-    bench = Bench().running("a")
+def test_second_process_with_the_same_cluster_id_takes_over_and_the_first_must_stop(bench: Bench) -> None:
     first = bench.clusters["a"].join.incarnation
     bench.join("a")
     bench.beat("a")
-    with refused_with(RefusalCode.FENCED) as refused:
+    with refused_with(RefusalCode.FENCED, "another process"):
         bench.join("a", previous=first)
-    assert "another process" in str(refused.value)
     assert bench.alive("a")
 
 
@@ -202,9 +192,8 @@ def test_leave_aborts_an_open_push_and_frees_leases() -> None:
 def test_operator_evicts_drains_and_is_told_of_wrong_names() -> None:
     bench = Bench().running("a", "b")
     for request in (m.EvictRequest("", "z"), m.DrainRequest("", "z")):
-        with refused_with(RefusalCode.UNKNOWN_NAME) as refused:
+        with refused_with(RefusalCode.UNKNOWN_NAME, "a, b"):
             bench.operate(request)
-        assert "a, b" in str(refused.value)
     with refused_with(RefusalCode.RUN_ID):
         bench.operate(m.EvictRequest("other", "a"))
     bench.operate(m.EvictRequest("", "a", "bad link"))
@@ -216,8 +205,7 @@ def test_operator_evicts_drains_and_is_told_of_wrong_names() -> None:
 
 
 @pytest.mark.parametrize("after_restart", [False, True])
-def test_cluster_whose_join_was_answered_in_vain_may_join_again(after_restart: bool) -> None:
-    bench = Bench().running("a")
+def test_cluster_whose_join_was_answered_in_vain_may_join_again(bench: Bench, after_restart: bool) -> None:
     bench.silent.add("a")
     bench.advance(11.0)
     known = bench.clusters["a"].join.incarnation
@@ -251,16 +239,14 @@ def test_absurd_numbers_in_a_beat_stop_nobody(numbers: dict[str, float], dynamic
         bench.push("b")
         bench.advance(2.0)
         assert bench.status().published == Version(1, n + 1)
-        bench.pull("a")
-        bench.pull("b")
+        bench.pulls("a", "b")
     bench.ask(m.HeartbeatRequest(bench.caller("a"), **numbers))  # type: ignore[arg-type]
     bench.join("a")
     encode(bench.status())
 
 
 @pytest.mark.parametrize("end", ["evict", "join"])
-def test_leave_that_waits_is_answered_when_the_cluster_is_gone_otherwise(end: str) -> None:
-    bench = Bench().running("a")
+def test_leave_that_waits_is_answered_when_the_cluster_is_gone_otherwise(bench: Bench, end: str) -> None:
     bench.slaves[0].hold.add(m.Measure)
     bench.push("a")
     token = bench.leave("a")
@@ -276,8 +262,7 @@ def test_leave_waits_for_the_verdict_of_a_sealed_push_and_answers_a_first_call_w
     bench.slaves[0].hold.add(m.Measure)
     bench.push("a")
     first = bench.leave("a")
-    with pytest.raises(Unanswered):
-        bench.result(first)
+    assert bench.is_open(first)
     second = bench.call(m.LeaveRequest(bench.caller("a"), "again"))
     with refused_with(RefusalCode.BUSY):
         bench.result(first)
@@ -287,8 +272,7 @@ def test_leave_waits_for_the_verdict_of_a_sealed_push_and_answers_a_first_call_w
     assert bench.status().tokens == 100
 
 
-def test_leave_does_not_wait_for_another_round_after_an_abort() -> None:
-    bench = Bench().running("a")
+def test_leave_does_not_wait_for_another_round_after_an_abort(bench: Bench) -> None:
     bench.slaves[0].hold.add(m.Measure)
     push = bench.push("a")
     token = bench.leave("a")
@@ -305,8 +289,7 @@ def test_leave_does_not_wait_for_another_round_after_an_abort() -> None:
 def test_stop_takes_effect_although_clusters_push_without_a_pause_or_every_round_aborts() -> None:
     bench = Bench(grace_s=0.0).running("a", "b")
     bench.slaves[0].hold.add(m.Measure)
-    bench.push("a")
-    bench.push("b")
+    bench.pushes("a", "b")
     bench.operate(Stop(m.OperatorRequest("", "enough")))
     assert not bench.status().stopping
     bench.slaves[0].release(m.Measure)
@@ -348,8 +331,7 @@ def test_paused_master_gives_up_no_ticket_no_pin_and_no_lease() -> None:
     bench.jump(3600.0)
     bench.advance(4.0)
     for token in held_calls:
-        with pytest.raises(Unanswered):
-            bench.result(token)
+        assert bench.is_open(token)
     assert bench.state.shared.members["a"].push is not None
     assert bench.state.shared.pins
     bench.join("b", previous=bench.clusters["b"].join.incarnation, held=held)
@@ -359,8 +341,7 @@ def test_paused_master_gives_up_no_ticket_no_pin_and_no_lease() -> None:
 
 
 def both_push(bench: Bench) -> None:
-    for name in ("a", "b"):
-        bench.push(name)
+    bench.pushes("a", "b")
 
 
 def hold(kind: type) -> Callable[[Bench], None]:
@@ -419,8 +400,7 @@ def test_no_wait_of_a_round_runs_out_while_the_master_itself_stands_still(begin:
 
 def test_run_that_ends_publishes_its_last_version_first() -> None:
     bench = Bench(settings=m.Settings(tk_max_tokens=100), linger_s=1.0).running("a")
-    for slave in bench.slaves:
-        slave.hold.add(m.Commit)
+    bench.all_hold(m.Commit)
     bench.push("a")
     for slave in bench.slaves:
         slave.alive = False
@@ -486,8 +466,7 @@ def other(*listed: m.TensorDigest) -> tuple[m.TensorDigest, ...]:
 
 def over_base(config: m.Settings | None = None, **untrained: Any) -> Bench:
     """A run whose first cluster is over these weights and buffers."""
-    bench = Bench(plan=OWN, settings=config or m.Settings())
-    bench.attach_all()
+    bench = Bench(plan=OWN, settings=config or m.Settings()).attach_all()
     bench.join("a", **(untrained or {"frozen": BASE, "buffers": TABLES}))
     return bench
 
@@ -495,12 +474,10 @@ def over_base(config: m.Settings | None = None, **untrained: Any) -> Bench:
 def test_a_cluster_over_other_frozen_weights_is_refused_by_name_and_changes_nothing() -> None:
     bench = over_base()
     bench.push("a", 0)
-    with refused_with(RefusalCode.FROZEN) as refused:
+    with refused_with(RefusalCode.FROZEN, "frozen parameters 'base.bias' differ"):
         bench.join("b", frozen=(BASE[0], *other(BASE[1])), buffers=TABLES)
-    assert "frozen parameters 'base.bias' differ" in str(refused.value)
-    with refused_with(RefusalCode.FROZEN) as refused:
+    with refused_with(RefusalCode.FROZEN, "it lacks frozen parameters 'base.weight', 'base.bias'"):
         bench.join("b", buffers=TABLES)  # nothing is frozen there
-    assert "it lacks frozen parameters 'base.weight', 'base.bias'" in str(refused.value)
     assert [c.cluster_id for c in bench.status().clusters] == ["a"]
     bench.join("b", frozen=tuple(reversed(BASE)), buffers=TABLES)
 
@@ -517,9 +494,8 @@ def test_clusters_may_differ_where_the_run_says_so() -> None:
 def test_other_constant_buffers_are_refused_at_the_first_join_and_said_later() -> None:
     """A cluster that comes back may hold what its own training made of a buffer."""
     bench = over_base(buffers=TABLES)
-    with refused_with(RefusalCode.FROZEN) as refused:
+    with refused_with(RefusalCode.FROZEN, "buffers 'angles' differ"):
         bench.join("b", buffers=other(*TABLES))
-    assert "buffers 'angles' differ" in str(refused.value)
     bench.join("b", buffers=TABLES)
     bench.join("b", buffers=other(*TABLES))
     assert "cluster b came back with other buffers: buffers 'angles' differ" in [log.sentence for log in bench.logs]

@@ -235,8 +235,7 @@ def test_a_slave_without_blocks_is_up_while_it_waits_and_not_shown_when_it_is_go
     assert ("slave_up", "s2") not in run.scrape()
 
 
-def test_only_the_slave_that_is_away_is_down_after_the_masters_restart(tmp_path: Path) -> None:
-    bench = Bench().running("a")
+def test_only_the_slave_that_is_away_is_down_after_the_masters_restart(bench: Bench, tmp_path: Path) -> None:
     bench.push("a")
     bench.slaves[1].die()
     bench.silent.add("a")

@@ -40,20 +40,13 @@ def arrived_otherwise(bench: Bench) -> None:
 
 def refused(bench: Bench) -> None:
     bench.slaves[0].refuse["measure"] = Refusal(RefusalCode.UNKNOWN_PUSH, "no such push")
-    bench.push("a")
-    bench.push("b")
+    bench.pushes("a", "b")
 
 
-@pytest.mark.parametrize(
-    ("happens", "codes"),
-    [
-        (stood_still, ["ticket"]),
-        (left, ["rejoined", "gone"]),
-        (lost, ["slave_lost"]),
-        (arrived_otherwise, ["digest"]),
-        (refused, ["refused", "refused"]),
-    ],
-)
+@pytest.mark.parametrize(("happens", "codes"), [
+    (stood_still, ["ticket"]), (left, ["rejoined", "gone"]), (lost, ["slave_lost"]), (arrived_otherwise, ["digest"]),
+    (refused, ["refused", "refused"]),
+])  # fmt: skip
 def test_an_aborted_push_has_the_code_of_its_reason(happens: Callable[[Bench], None], codes: list[str]) -> None:
     bench = Bench(ticket_ttl_s=30.0).running("a", "b")
     happens(bench)
@@ -79,8 +72,7 @@ def test_a_run_begins_with_slaves_clusters_and_the_first_push() -> None:
     assert word_of(bench) == "none"
 
 
-def test_a_slave_that_is_away_a_pause_and_no_cluster() -> None:
-    bench = Bench().running("a")
+def test_a_slave_that_is_away_a_pause_and_no_cluster(bench: Bench) -> None:
     bench.slaves[1].die()
     assert word_of(bench) == "slaves"
     bench.slaves[1].attach()
@@ -95,8 +87,7 @@ def test_a_slave_that_is_away_a_pause_and_no_cluster() -> None:
 def test_a_slave_that_works_on_a_step_of_the_round(step: type, word: str) -> None:
     bench = Bench().running("a", "b")
     bench.slaves[0].hold.add(step)
-    bench.push("a")
-    bench.push("b")
+    bench.pushes("a", "b")
     assert word_of(bench) == word
     assert waiting_for(bench.state.shared).slaves == ("s0",)
     assert bench.status().waiting_slaves == ("s0",)
@@ -107,8 +98,6 @@ def test_a_slave_that_works_on_a_step_of_the_round(step: type, word: str) -> Non
 
 def test_several_slaves_have_yet_to_do_a_step() -> None:
     bench = Bench().running("a", "b")
-    for slave in bench.slaves:
-        slave.hold.add(Commit)
-    bench.push("a")
-    bench.push("b")
+    bench.all_hold(Commit)
+    bench.pushes("a", "b")
     assert bench.status().waiting_for == "slaves s0, s1 have yet to flip to the new version"

@@ -56,8 +56,7 @@ def test_a_round_waits_for_enough_pushes_and_then_goes_on_at_once() -> None:
 
 def test_at_its_deadline_it_goes_on_with_fewer_and_says_so() -> None:
     bench = running("a", "b", "c")
-    bench.push("a")
-    bench.push("b")
+    bench.pushes("a", "b")
     bench.advance(DEADLINE_S - 1.0)
     assert merged(bench) == []
     assert bench.state.next_deadline_s() == pytest.approx(bench.now_s + 1.0)
@@ -69,8 +68,7 @@ def test_at_its_deadline_it_goes_on_with_fewer_and_says_so() -> None:
     events = [sentence_of("few_pushes", line) for line in bench.recorded("few_pushes")]
     assert events == [("info", "run", told(bench)[0]), ("warn", "run", told(bench)[1])]
     bench.pull("a")
-    bench.push("c")
-    bench.push("a")
+    bench.pushes("c", "a")
     bench.advance(GRACE_S + 1.0)
     assert merged(bench) == [("a", "b")], "the next round waits again"
     bench.advance(DEADLINE_S)
@@ -82,40 +80,33 @@ def test_at_its_deadline_it_goes_on_with_fewer_and_says_so() -> None:
     assert bench.status().recent_rounds[-1].reason == ""
 
 
-def leaves(bench: Bench) -> None:
-    bench.leave("b")
-
-
-def is_evicted(bench: Bench) -> None:
-    bench.operate(m.EvictRequest("", "b"))
-
-
 def falls_silent(bench: Bench) -> None:
     bench.silent.add("b")
     bench.advance(bench.config.evict_after_s + 1.0)
 
 
-def drains(bench: Bench) -> None:
-    bench.operate(m.DrainRequest("", "b"))
+CANNOT_COME: dict[str, Callable[[Bench], object]] = {
+    "it leaves": lambda bench: bench.leave("b"),
+    "it is evicted": lambda bench: bench.operate(m.EvictRequest("", "b")),
+    "it falls silent": falls_silent,
+    "it drains": lambda bench: bench.operate(m.DrainRequest("", "b")),
+    "the run ends": lambda bench: bench.operate(Stop(m.OperatorRequest(""))),
+}
 
 
-def the_run_ends(bench: Bench) -> None:
-    bench.operate(Stop(m.OperatorRequest("")))
-
-
-@pytest.mark.parametrize("what", [leaves, is_evicted, falls_silent, drains, the_run_ends])
+@pytest.mark.parametrize("what", CANNOT_COME)
 @pytest.mark.parametrize("before", [True, False])
-def test_whoever_cannot_come_is_not_waited_for(what: Callable[[Bench], None], before: bool) -> None:
+def test_whoever_cannot_come_is_not_waited_for(what: str, before: bool) -> None:
     bench = running("a", "b")
-    if before and what is not the_run_ends:
-        what(bench)
+    if before and what != "the run ends":
+        CANNOT_COME[what](bench)
     bench.push("a")
     bench.advance(GRACE_S + 0.5)
-    if not before or what is the_run_ends:
+    if not before or what == "the run ends":
         assert merged(bench) == []
-        what(bench)
+        CANNOT_COME[what](bench)
     assert merged(bench) == [("a",)]
-    if what is not the_run_ends:
+    if what != "the run ends":
         words = "went on with 1 of 3 pushes (min_clusters_per_round), no other cluster can come in time"
         assert bench.status().recent_rounds[-1].reason == words
         assert sentence_of("few_pushes", bench.recorded("few_pushes")[-1]) is None, (
@@ -127,8 +118,7 @@ def test_a_cluster_that_cannot_push_before_the_deadline_is_not_waited_for() -> N
     for deadline_s, waits in ((60.0, False), (100.0, True)):
         settings = m.Settings(sync_every_steps=80, heartbeat_s=100.0)
         bench = running("a", "b", settings=settings, round_deadline_s=deadline_s, min_clusters_per_round=2)
-        for name in "ab":
-            bench.push(name)
+        bench.pushes(*"ab")
         for name in "ab":
             bench.pull(name)
             bench.beat(name, steps_per_s=1.0)
@@ -139,10 +129,7 @@ def test_a_cluster_that_cannot_push_before_the_deadline_is_not_waited_for() -> N
 def test_a_push_that_is_on_its_way_is_waited_for_however_long_the_last_one_took() -> None:
     """The first push of a run may have waited for the slaves."""
     bench = running("a", "b", min_clusters_per_round=2)
-    for name in "ab":
-        bench.push(name)
-    for name in "ab":
-        bench.pull(name)
+    bench.rounds(1, *"ab")
     bench.push("a")
     bench.state.shared.members["b"].beat = m.HeartbeatRequest(bench.caller("b"), push_s=90.0)
     bench.silent.add("b")
@@ -167,24 +154,19 @@ def test_a_cluster_in_quarantine_neither_counts_nor_is_waited_for() -> None:
     bench = running("a", "b", "q", min_clusters_per_round=2)
     bench.nonfinite["q"] = 1
     for _ in range(3):
-        for name in ("q", "a", "b"):
-            bench.push(name)
-        for name in "abq":
-            bench.pull(name)
+        bench.pushes("q", "a", "b")
+        bench.pulls(*"abq")
     assert bench.state.shared.ledger.detector.quarantined == {"q"}
     n = len(merged(bench))
-    bench.push("q")
-    bench.push("a")
+    bench.pushes("q", "a")
     bench.advance(GRACE_S + 1.0)
     assert bench.status().waiting_for.startswith(
         "the round has 1 of 2 pushes (min_clusters_per_round) and waits for b,"
     )
     bench.push("b")
     assert merged(bench)[n:] == [("a", "b")]
-    for name in "abq":
-        bench.pull(name)
-    for name in "ab":
-        bench.push(name)
+    bench.pulls(*"abq")
+    bench.pushes(*"ab")
     bench.advance(GRACE_S + 0.5)
     assert merged(bench)[n + 1 :] == [("a", "b")]
     for name in "aq":
@@ -253,8 +235,7 @@ def test_after_a_restart_clusters_that_had_no_time_to_join_are_waited_for_until_
     bench.leave("c")
     bench.restart()
     bench.silent.add("b")
-    bench.join("a", previous=bench.clusters["a"].join.incarnation)
-    bench.pull("a")
+    bench.back("a", previous=bench.clusters["a"].join.incarnation)
     bench.push("a")
     bench.advance(GRACE_S + 1.0)
     assert "1 of 3 pushes (min_clusters_per_round) and waits for b, for" in bench.status().waiting_for
@@ -292,8 +273,7 @@ def test_a_sliding_window_that_has_enough_closes_with_its_own_time() -> None:
     bench.push("a")
     bench.advance(25.0)
     assert bench.status().waiting_code == "few_pushes"
-    bench.push("b")
-    bench.push("c")
+    bench.pushes("b", "c")
     assert bench.status().window_closes_in_s == pytest.approx(20.0)
     bench.advance(19.0)
     assert merged(bench) == []
@@ -304,8 +284,7 @@ def test_a_sliding_window_that_has_enough_closes_with_its_own_time() -> None:
 def test_a_cluster_that_leaves_with_its_verdict_is_not_waited_for() -> None:
     bench = running("a", "b", "c", min_clusters_per_round=2, grace_s=0.0)
     bench.slaves[0].hold.add(m.Measure)
-    for name in "ab":
-        bench.push(name)
+    bench.pushes(*"ab")
     bench.leave("a")
     bench.push("c")
     bench.slaves[0].hold.clear()

@@ -18,21 +18,13 @@ def told(bench: Bench) -> list[str]:
     return [str(record["sentence"]) for record in bench.recorded("alarm") if "nothing was merged" in str(record)]
 
 
-def rounds(bench: Bench, n: int) -> None:
-    for _ in range(n):
-        for name in ("a", "b"):
-            bench.pull(name)
-        for name in ("a", "b"):
-            bench.push(name)
-
-
 def test_rounds_that_are_all_void_are_an_alarm_with_each_clusters_reason() -> None:
     bench = Bench().running("a", "b")
     bench.norms = {"a": 0.0}
     bench.nonfinite = {"b": 3}
-    rounds(bench, FRUITLESS_ROUNDS - 1)
+    bench.rounds(FRUITLESS_ROUNDS - 1, "a", "b")
     assert (standing(bench), told(bench)) == ((), [])
-    rounds(bench, 1)
+    bench.rounds(1, "a", "b")
     (alarm,) = standing(bench)
     assert (alarm.kind, alarm.clusters) == ("nothing_merged", ())
     assert "nothing was merged in the last 5 rounds (5 void)" in alarm.sentence
@@ -43,16 +35,15 @@ def test_rounds_that_are_all_void_are_an_alarm_with_each_clusters_reason() -> No
     first = sentence(bench.state.look(), 0.0, {})
     assert first["level"] == "bad"
     assert first["text"].startswith("Nothing was merged in the last 5 rounds")
-    rounds(bench, 1)
+    bench.rounds(1, "a", "b")
     assert "last 6 rounds" in standing(bench)[0].sentence
     assert len(told(bench)) == 1, "told once"
     bench.norms, bench.nonfinite = {}, {}
-    rounds(bench, 1)
+    bench.rounds(1, "a", "b")
     assert not standing(bench)
 
 
-def test_rounds_given_up_are_an_alarm_and_a_void_one_between_good_ones_is_none() -> None:
-    bench = Bench().running("a")
+def test_rounds_given_up_are_an_alarm_and_a_void_one_between_good_ones_is_none(bench: Bench) -> None:
     bench.slaves[0].refuse["prepare"] = Refusal(RefusalCode.DISK, "the disk is full", 0.0)
     bench.push("a")
     for _ in range(40):
@@ -63,8 +54,8 @@ def test_rounds_given_up_are_an_alarm_and_a_void_one_between_good_ones_is_none()
     bench = Bench().running("a", "b")
     for _ in range(FRUITLESS_ROUNDS):
         bench.norms = {"a": 0.0, "b": 0.0}
-        rounds(bench, 1)
+        bench.rounds(1, "a", "b")
         bench.norms = {}
-        rounds(bench, 1)
+        bench.rounds(1, "a", "b")
     assert bench.status().rounds_void == FRUITLESS_ROUNDS
     assert not standing(bench)

@@ -19,16 +19,14 @@ def test_drain_survives_a_restart_until_the_cluster_is_gone(how: str) -> None:
     bench.operate(m.DrainRequest("", "a", "disk swap"))
     assert bench.entries("DRAIN")[0]["cluster"] == "a"
     bench.restart()
-    bench.join("a")
-    bench.pull("a")
+    bench.back("a")
     assert bench.beat("a").stop
     assert bench.status().clusters[0].note == "draining: disk swap"
     if how == "leaves":
         bench.result(bench.leave("a"))
     else:
         bench.operate(m.EvictRequest("", "a"))
-    bench.join("a")
-    bench.pull("a")
+    bench.back("a")
     assert not bench.beat("a").stop
     bench.push("a")
     assert bench.status().clusters[0].note == ""
@@ -71,9 +69,7 @@ def test_a_second_stop_right_after_a_restart_waits_for_those_who_were_here() -> 
     bench = Bench(linger_s=60.0).running("a")
     bench.operate(Stop(m.OperatorRequest("", "enough")))
     assert bench.status().stopping
-    for slave in bench.slaves:
-        slave.alive = False
-    bench.start_master()
+    bench.begin_anew()
     bench.slaves[0].attach()
     reply = bench.operate(Stop(m.OperatorRequest("", "did you hear me?")))
     assert "waits for a, s1" in reply.sentence
@@ -92,8 +88,7 @@ def commits(bench: Bench, slave: int) -> int:
     return sum(isinstance(command, m.Commit) for command in bench.slaves[slave].commands)
 
 
-def test_commit_is_sent_again_until_every_slave_flipped() -> None:
-    bench = Bench().running("a")
+def test_commit_is_sent_again_until_every_slave_flipped(bench: Bench) -> None:
     bench.slaves[0].hold.add(m.Commit)
     bench.push("a")
     before = (commits(bench, 0), commits(bench, 1))
@@ -107,8 +102,7 @@ def test_commit_is_sent_again_until_every_slave_flipped() -> None:
     assert bench.state.next_deadline_s() is None
 
 
-def test_commit_is_not_sent_again_before_it_is_durable() -> None:
-    bench = Bench().running("a")
+def test_commit_is_not_sent_again_before_it_is_durable(bench: Bench) -> None:
     bench.hold_journal = True
     bench.push("a")
     before = commits(bench, 0)
@@ -163,9 +157,7 @@ def test_no_round_begins_while_disks_lag_too_far() -> None:
 
 def test_crash_of_all_loses_what_no_disk_had() -> None:
     bench = asynchronous()
-    for _ in range(2):
-        bench.push("a")
-        bench.pull("a")
+    bench.rounds(2, "a")
     wrote(bench, V1, V1)
     for slave in bench.slaves:
         slave.die()
@@ -176,8 +168,7 @@ def test_crash_of_all_loses_what_no_disk_had() -> None:
 
 def test_a_cluster_that_is_drained_before_it_seeded_the_run_passes_that_on() -> None:
     """It may begin no push, and was asked repeatedly to join and seed: no other cluster ever did."""
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     assert bench.join("a").seed
     bench.join("c")
     bench.join("b")
@@ -193,8 +184,7 @@ def test_a_cluster_that_is_drained_before_it_seeded_the_run_passes_that_on() -> 
 
 
 def test_a_drained_cluster_whose_seed_is_on_its_way_finishes_it() -> None:
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     bench.join("a")
     bench.join("b")
     bench.begin_push("a", 0, base=None)
@@ -205,8 +195,7 @@ def test_a_drained_cluster_whose_seed_is_on_its_way_finishes_it() -> None:
 
 
 def test_without_anybody_to_seed_the_status_says_so() -> None:
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     bench.join("a")
     bench.operate(m.DrainRequest("", "a", "maintenance"))
     assert bench.status().waiting_for == "no cluster can seed the run"

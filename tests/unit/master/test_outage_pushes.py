@@ -42,8 +42,7 @@ def with_single_steps() -> Bench:
     bench = Bench(settings=Settings(sync_every_steps=1), grace_s=0.1).running("a", "b")
     bench.norms = {"a": 0.1, "b": 0.1}
     for _ in range(WARM_UP):
-        for name in "ab":
-            bench.pull(name)
+        bench.pulls(*"ab")
         for name in "ab":
             bench.push(name, TOKENS, steps=1)
     return bench

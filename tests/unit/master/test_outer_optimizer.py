@@ -140,8 +140,7 @@ def prepared(bench: Bench) -> list[Prepare]:
 
 def coefficients(prepare: Prepare) -> OuterStep:
     return OuterStep(
-        *(prepare.scale, prepare.outer_lr, prepare.momentum_decay, prepare.momentum_lookahead),
-        prepare.gradient_weight,
+        *(prepare.scale, prepare.outer_lr, prepare.momentum_decay, prepare.momentum_lookahead), prepare.gradient_weight
     )
 
 
@@ -150,17 +149,9 @@ def delayed(*names: str) -> Bench:
     return Bench(penalty=penalty).running(*names)
 
 
-def round_of(bench: Bench, *names: str) -> None:
-    for name in names:
-        bench.pull(name)
-    for name in names:
-        bench.push(name)
-
-
 def test_prepare_and_the_commit_record_carry_the_same_step() -> None:
     bench = delayed("a", "b")
-    for _ in range(4):
-        round_of(bench, "a", "b")
+    bench.rounds(4, "a", "b")
     steps = [coefficients(prepare) for prepare in prepared(bench)]
     assert [(step.momentum_decay, step.momentum_lookahead) for step in steps] == [
         (0.8, 0.0),
@@ -178,11 +169,11 @@ def test_prepare_and_the_commit_record_carry_the_same_step() -> None:
 
 def test_a_void_round_does_not_take_a_place_in_the_cycle() -> None:
     bench = delayed("a")
-    round_of(bench, "a")
+    bench.rounds(1, "a")
     bench.nonfinite["a"] = 1
-    round_of(bench, "a")
+    bench.rounds(1, "a")
     bench.nonfinite.clear()
-    round_of(bench, "a")
+    bench.rounds(1, "a")
     (void,) = bench.entries("VOID")
     assert void["judgement"]["outer_step"] is None
     assert [prepare.momentum_decay for prepare in prepared(bench)] == [0.8, 1.0]
@@ -190,15 +181,15 @@ def test_a_void_round_does_not_take_a_place_in_the_cycle() -> None:
 
 def test_the_cycle_outlives_the_master_and_goes_back_with_a_rollback() -> None:
     bench = delayed("a")
-    round_of(bench, "a")
-    round_of(bench, "a")
+    bench.rounds(2, "a")
     bench.restart()
-    bench.join("a")
-    round_of(bench, "a")
+    bench.back("a")
+    bench.rounds(1, "a")
     assert [prepare.momentum_lookahead for prepare in prepared(bench)] == [0.0, 0.0, 0.8]
     bench.slaves[1].come_back_without(Version(1, 3))
     assert bench.status().published == Version(2, 2)
-    round_of(bench, "a")
+    bench.pull("a")
+    bench.rounds(1, "a")
     assert bench.status().published == Version(2, 3)
     last = coefficients(prepared(bench)[-1])
     assert (last.momentum_decay, last.momentum_lookahead) == (1.0, 0.8), "the third of the cycle, once more"

@@ -27,27 +27,18 @@ def test_who_names_a_bound_means_it_for_the_whole_run() -> None:
         ({"weighting": "equal"}, "one of tokens, softmax"),
         ({"momentum_scaling": "token"}, "did you mean 'tokens'"),
         ({"outer_optimizer": "heavyball"}, "did you mean 'heavy-ball'"),
-        (
-            {"delay_rounds": 2, "outer_optimizer": "nesterov"},
-            "delay_rounds belongs to outer_optimizer 'delayed-nesterov'",
-        ),
+        ({"delay_rounds": 2, "outer_optimizer": "nesterov"}, "delay_rounds belongs to .* 'delayed-nesterov'"),
         ({"delay_rounds": 0, "outer_optimizer": "delayed-nesterov"}, "delay_rounds is 0"),
         ({"outer_momentum": 0.1, "outer_optimizer": "averaging"}, "'averaging' has no momentum"),
         ({"momentum_scaling": "tokens", "outer_optimizer": "delayed-nesterov"}, "made for outer_optimizer 'nesterov'"),
-        ({"outer_momentum": 1.0}, "outer_momentum is 1.0"),
-        ({"outer_momentum": -0.1}, "outer_momentum is -0.1"),
-        ({"clip_norm": 0.0}, "clip_norm is 0.0"),
-        ({"clip_norm": math.nan}, "clip_norm is nan"),
-        ({"alpha": 0.0}, "alpha is 0.0"),
         ({"alpha": 1.5}, "between .* and 1"),
-        ({"beta": 0.5}, "beta is 0.5"),
-        ({"hard_gate": 0.5}, "hard_gate is 0.5"),
-        ({"warm_up_pushes": 0}, "warm_up_pushes is 0"),
-        ({"window_pushes": 0}, "window_pushes is 0"),
-        ({"clear_after_voids": -1}, "clear_after_voids is -1"),
-        ({"cosine_alarm": -2.0}, "cosine_alarm is -2.0"),
+        *(({name: value}, f"{name} is {value}") for name, value in (
+            ("outer_momentum", 1.0), ("outer_momentum", -0.1), ("clip_norm", 0.0), ("clip_norm", math.nan),
+            ("alpha", 0.0), ("beta", 0.5), ("hard_gate", 0.5), ("warm_up_pushes", 0), ("window_pushes", 0),
+            ("clear_after_voids", -1), ("cosine_alarm", -2.0),
+        )),
     ],
-)
+)  # fmt: skip
 def test_impossible_values_are_a_config_error(knobs: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         PenaltyConfig.of("safe", **knobs)

@@ -32,17 +32,12 @@ def test_the_master_warns_of_one_big_slow_cluster() -> None:
     assert ("smaller outer_momentum" in other, "momentum_scaling" in other) == (True, False)
 
 
-@pytest.mark.parametrize(
-    ("config", "rates", "intervals_s"),
-    [
-        (PenaltyConfig(outer_momentum=0.0), {"a": 1.0, "slow": 20.0}, {"a": 1.0, "slow": 10.0}),
-        (TOKENS, {"a": 1.0, "slow": 20.0}, {"a": 1.0, "slow": 10.0}),
-        (SAFE, {"a": 10.0, "slow": 20.0}, {"a": 1.0, "slow": 10.0}),
-        (SAFE, {"a": 1.0, "slow": 20.0}, {"a": 1.0, "slow": 7.0}),
-        (SAFE, {"slow": 20.0}, {"slow": 7.0}),
-        (SAFE, {"a": 1.0, "slow": 20.0}, {}),
-        (SAFE, {}, {}),
-    ],
-)
+@pytest.mark.parametrize(("config", "rates", "intervals_s"), [
+    (PenaltyConfig(outer_momentum=0.0), {"a": 1.0, "slow": 20.0}, {"a": 1.0, "slow": 10.0}),
+    (TOKENS, {"a": 1.0, "slow": 20.0}, {"a": 1.0, "slow": 10.0}),
+    (SAFE, {"a": 10.0, "slow": 20.0}, {"a": 1.0, "slow": 10.0}),
+    (SAFE, {"a": 1.0, "slow": 20.0}, {"a": 1.0, "slow": 7.0}), (SAFE, {"slow": 20.0}, {"slow": 7.0}),
+    (SAFE, {"a": 1.0, "slow": 20.0}, {}), (SAFE, {}, {}),
+])  # fmt: skip
 def test_no_warning_otherwise(config: PenaltyConfig, rates: dict[str, float], intervals_s: dict[str, float]) -> None:
     assert momentum_warning(config, rates, intervals_s) is None

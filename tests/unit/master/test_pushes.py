@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.master_bench import LEASED, OWN, Bench, Unanswered, refused_with
+from support.master_bench import LEASED, OWN, Bench, refused_with
 
 from dips.core import messages as m
-from dips.core.errors import RefusalCode, Refused
+from dips.core.errors import RefusalCode
 from dips.core.ids import PushId, Version
 from dips.core.protocol import FINISH_HOLD_S
 from dips.master.state.events import CallGone
@@ -19,8 +19,7 @@ from dips.master.state.pushes import AWAY_RETRY_S
 
 def test_ticket_opens_staging_in_a_slot_of_the_cluster_on_every_slave_and_names_the_order_of_blocks() -> None:
     bench = Bench().running("a", "b")
-    ticket = bench.begin_push("a")
-    assert isinstance(ticket, m.Ticket)
+    ticket = bench.ticket("a")
     assert sorted(ticket.block_order) == [0, 1, 2, 3]
     assert all(address.data_endpoint.startswith("tcp://127.0.0.1:") for address in ticket.placement.slaves)
     bench.begin_push("b")
@@ -36,8 +35,7 @@ def test_admitted_only_when_all_slaves_have_staged_it_and_told_which_lacks_it_un
     bench.slaves[0].stage(bench.clusters["a"].push_id)
     token = bench.finish_push("a")
     assert bench.state.next_deadline_s() == bench.now_s + FINISH_HOLD_S
-    with pytest.raises(Unanswered):
-        bench.result(token)
+    assert bench.is_open(token)
     bench.advance(6.0)
     answer = bench.result(token).answer
     assert isinstance(answer, m.Busy)
@@ -57,8 +55,7 @@ def test_admitted_only_when_all_slaves_have_staged_it_and_told_which_lacks_it_un
 
 
 @pytest.mark.parametrize("sent", [{"s0": b"other", "s1": b"other"}, {"s0": b"s0:right"}], ids=["differs", "is missing"])
-def test_digest_that_differs_or_is_missing_aborts_the_push(sent: dict[str, bytes]) -> None:
-    bench = Bench().running("a")
+def test_digest_that_differs_or_is_missing_aborts_the_push(bench: Bench, sent: dict[str, bytes]) -> None:
     bench.begin_push("a")
     bench.stage("a")
     right = {name: bench.slaves[0].digest(bench.clusters["a"].push_id) for name in sent if sent[name] == b"s0:right"}
@@ -68,13 +65,11 @@ def test_digest_that_differs_or_is_missing_aborts_the_push(sent: dict[str, bytes
     assert not bench.slaves[0].staging
 
 
-def test_same_push_again_is_a_new_attempt_and_the_old_attempt_is_over() -> None:
-    bench = Bench().running("a")
+def test_same_push_again_is_a_new_attempt_and_the_old_attempt_is_over(bench: Bench) -> None:
     bench.begin_push("a")
     bench.slaves[0].stage(bench.clusters["a"].push_id)
     bench.clusters["a"].seq -= 1
-    ticket = bench.begin_push("a")
-    assert isinstance(ticket, m.Ticket)
+    ticket = bench.ticket("a")
     assert ticket.attempt == 2
     assert bench.slaves[0].staging[bench.clusters["a"].push_id].attempt == 2
     with refused_with(RefusalCode.UNKNOWN_PUSH):
@@ -83,8 +78,7 @@ def test_same_push_again_is_a_new_attempt_and_the_old_attempt_is_over() -> None:
     assert isinstance(bench.result(bench.finish_push("a", attempt=2)).answer, m.Admitted)
 
 
-def test_staged_of_an_older_attempt_is_ignored() -> None:
-    bench = Bench().running("a")
+def test_staged_of_an_older_attempt_is_ignored(bench: Bench) -> None:
     bench.begin_push("a")
     push = bench.clusters["a"].push_id
     bench.clusters["a"].seq -= 1
@@ -93,8 +87,7 @@ def test_staged_of_an_older_attempt_is_ignored() -> None:
         slave.staging[push] = replace(slave.staging[push], attempt=1)
         slave.stage(push)
     token = bench.finish_push("a", attempt=2)
-    with pytest.raises(Unanswered):
-        bench.result(token)
+    assert bench.is_open(token)
 
 
 def test_one_push_is_undecided_and_a_decided_one_gets_its_verdict_again_and_never_counts_twice() -> None:
@@ -111,9 +104,7 @@ def test_one_push_is_undecided_and_a_decided_one_gets_its_verdict_again_and_neve
     assert answer.kind is m.VerdictKind.APPLIED
     assert bench.result(bench.finish_push("a")).answer == answer
     bench.pull("a")
-    bench.push("a")
-    bench.advance(1.0)
-    bench.pull("a")
+    bench.rounds(1, "a", wait_s=1.0)
     bench.clusters["a"].seq -= 2
     with refused_with(RefusalCode.SEQ):
         bench.begin_push("a")
@@ -125,9 +116,7 @@ def test_push_too_many_versions_behind_is_stale_also_while_it_travels_and_can_be
     for n in range(3):
         if n == 2:  # two versions behind are not too many
             assert isinstance(bench.begin_push("b"), m.Ticket)
-        bench.push("a")
-        bench.advance(1.0)
-        bench.pull("a")
+        bench.rounds(1, "a", wait_s=1.0)
     bench.stage("b")
     answer = bench.result(bench.finish_push("b")).answer
     assert isinstance(answer, m.Verdict)
@@ -158,13 +147,11 @@ def test_push_that_cannot_be_is_refused_and_the_run_goes_on(fields: dict[str, An
 
 
 def declared(rate: float, *names: str) -> Bench:
-    bench = Bench(plan=OWN, grace_s=30.0)
-    bench.attach_all()
+    bench = Bench(plan=OWN, grace_s=30.0).attach_all()
     for name in names:
         bench.join(name, declared_tokens_per_s=rate)
     bench.seed(names[0])
-    for name in names:
-        bench.pull(name)
+    bench.pulls(*names)
     return bench
 
 
@@ -173,16 +160,14 @@ def test_own_data_is_bounded_by_the_declared_rate() -> None:
     bench.push("a", 100)
     bench.pull("a")
     bench.advance(10.0)
-    with refused_with(RefusalCode.TOKENS) as refused:
+    with refused_with(RefusalCode.TOKENS, "declared"):
         bench.begin_push("a", 201)
-    assert "declared" in str(refused.value)
     bench.push("a", 200)
     assert bench.status().tokens == 300
 
 
 def test_only_the_cluster_that_was_asked_seeds_and_without_training() -> None:
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     assert bench.join("b").seed
     assert not bench.join("a").seed
     for name, tokens, code in (("a", 0, RefusalCode.SEED_EXISTS), ("b", 5, RefusalCode.TOKENS)):
@@ -191,8 +176,7 @@ def test_only_the_cluster_that_was_asked_seeds_and_without_training() -> None:
 
 
 def test_seed_passes_on_when_its_cluster_is_gone() -> None:
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     bench.join("a")
     bench.join("b")
     bench.silent.add("a")
@@ -207,13 +191,8 @@ def test_seed_passes_on_when_its_cluster_is_gone() -> None:
 @pytest.mark.parametrize(
     "item",
     [
-        m.DataRange(99, 0, 0, 0, 100),
-        m.DataRange(1, 0, 0, 0, 101),
-        m.DataRange(1, 0, 1, 0, 100),
-        m.DataRange(1, 5, 0, 0, 100),
-        m.DataRange(1, 0, 0, 50, 50),
-        m.DataRange(1, 0, 0, 60, 50),
-        m.DataRange(1, 0, 1 << 40, 0, 100),
+        *(m.DataRange(1, 0, 0, *tokens) for tokens in ((0, 101), (50, 50), (60, 50))),
+        *(m.DataRange(*of, 0, 100) for of in ((99, 0, 0), (1, 0, 1), (1, 5, 0), (1, 0, 1 << 40))),
     ],
 )
 def test_range_that_is_not_leased_is_refused(item: m.DataRange) -> None:
@@ -296,27 +275,23 @@ def test_nobody_asks_for_another_cluster_s_verdict() -> None:
         bench.result(bench.await_verdict("b", push))
 
 
-def test_older_incarnation_and_older_epoch_join_again_and_a_newer_epoch_names_another_master() -> None:
-    bench = Bench().running("a")
+def test_older_incarnation_and_older_epoch_join_again_and_a_newer_epoch_names_another_master(bench: Bench) -> None:
     caller = bench.caller("a")
     newer = replace(caller, epoch=2)
     for bad, code, words in ((newer, RefusalCode.STALE_EPOCH, "a newer master serves"), (caller, None, "")):
         if code is None:
             bench.join("a")
             code, words = RefusalCode.FENCED, "join again"
-        with pytest.raises(Refused, match=words) as refused:
+        with refused_with(code, words):
             bench.ask(m.BeginPushRequest(bad, 9, Version(1, 0), 1, (), 10, 1))
-        assert refused.value.code is code
     bench.start_master()
-    with pytest.raises(Refused, match="the master was restarted") as refused:
+    with refused_with(RefusalCode.STALE_EPOCH, "the master was restarted"):
         bench.ask(m.BeginPushRequest(caller, 9, Version(1, 0), 1, (), 10, 1))
-    assert refused.value.code is RefusalCode.STALE_EPOCH
 
 
 def seeding(*names: str) -> Bench:
     """The first cluster's seed stands in PREPARE, where slave s0 has yet to answer; then its cluster is evicted."""
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     for name in names:
         bench.join(name)
     bench.slaves[0].hold.add(m.Prepare)
@@ -358,16 +333,14 @@ def test_of_two_seeds_only_that_of_the_cluster_that_was_asked_last_is_taken() ->
     assert bench.status().published == Version(1, 0)
 
 
-def test_slave_that_is_lost_takes_its_part_of_a_push_with_it() -> None:
-    bench = Bench().running("a")
+def test_slave_that_is_lost_takes_its_part_of_a_push_with_it(bench: Bench) -> None:
     bench.begin_push("a")
     push = bench.clusters["a"].push_id
     bench.slaves[1].stage(push)
     bench.slaves[1].die()
     bench.slaves[0].stage(push)
     token = bench.finish_push("a")
-    with pytest.raises(Unanswered):
-        bench.result(token)
+    assert bench.is_open(token)
     bench.slaves[1].attach()
     bench.slaves[1].stage(push)
     assert isinstance(bench.result(token).answer, m.Admitted)
@@ -387,12 +360,10 @@ def test_call_whose_caller_hung_up_is_not_answered_and_its_push_is_admitted_by_t
     bench.advance(5.0)
     assert bench.result(other).answer.kind is m.VerdictKind.APPLIED
     for token in (gone, waits):
-        with pytest.raises(Unanswered):
-            bench.result(token)
+        assert bench.is_open(token)
 
 
-def test_held_finish_push_is_answered_when_it_is_repeated_and_when_its_attempt_is_over() -> None:
-    bench = Bench().running("a")
+def test_held_finish_push_is_answered_when_it_is_repeated_and_when_its_attempt_is_over(bench: Bench) -> None:
     bench.begin_push("a")
     first, second = bench.finish_push("a"), bench.finish_push("a")
     assert isinstance(bench.result(first).answer, m.Busy)
@@ -416,26 +387,22 @@ def test_no_ticket_and_no_new_attempt_while_a_slave_is_away_because_its_address_
         assert (answer.retry_after_s, "s1 is away" in answer.sentence) == (AWAY_RETRY_S, True)
     bench.slaves[1].attach()
     bench.clusters["a"].seq -= 1
-    ticket = bench.begin_push("a")
-    assert isinstance(ticket, m.Ticket)
+    ticket = bench.ticket("a")
     assert f":{5000 + bench.slaves[1].link}" in ticket.placement.slaves[1].data_endpoint
 
 
-def test_verdict_of_a_push_before_the_last_one_is_never_told_wrong() -> None:
-    bench = Bench().running("a")
+def test_verdict_of_a_push_before_the_last_one_is_never_told_wrong(bench: Bench) -> None:
     first = bench.push("a")
     bench.pull("a")
     bench.push("a")
-    with refused_with(RefusalCode.UNKNOWN_PUSH) as refused:
+    with refused_with(RefusalCode.UNKNOWN_PUSH, "sent before"):
         bench.verdict("a", first)
-    assert "sent before" in str(refused.value)
     bench.clusters["a"].seq = first.seq
     with refused_with(RefusalCode.UNKNOWN_PUSH):
         bench.result(bench.finish_push("a"))
 
 
-def test_push_that_was_called_aborted_can_not_begin_after_all() -> None:
-    bench = Bench().running("a")
+def test_push_that_was_called_aborted_can_not_begin_after_all(bench: Bench) -> None:
     late = PushId("a", bench.clusters["a"].join.incarnation, 5)  # type: ignore[arg-type]
     assert bench.verdict("a", late).kind is m.VerdictKind.ABORTED
     bench.clusters["a"].seq = 4
@@ -472,7 +439,6 @@ def test_a_finish_that_comes_again_is_answered_again_and_one_that_waits_gets_the
     assert isinstance(again, m.Admitted)
     bench.begin_push("b")
     held = bench.finish_push("b")
-    with pytest.raises(Unanswered):
-        bench.result(held)
+    assert bench.is_open(held)
     bench.join("b")
     assert bench.result(held).answer.kind is m.VerdictKind.ABORTED

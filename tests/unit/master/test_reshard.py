@@ -24,10 +24,7 @@ def bench() -> ReshardBench:
     """Two slaves, clusters a and b, version 1 published."""
     bench = ReshardBench(grace_s=10.0)
     bench.running("a", "b")
-    bench.push("a")
-    bench.push("b")
-    bench.pull("a")
-    bench.pull("b")
+    bench.rounds(1, "a", "b")
     return bench
 
 
@@ -40,11 +37,9 @@ def train(bench: ReshardBench) -> None:
     bench.forget_stopped()
     before = bench.status().published
     assert before is not None
-    bench.push("a")
-    bench.push("b")
+    bench.pushes("a", "b")
     assert bench.status().published == before.next()
-    bench.pull("a")
-    bench.pull("b")
+    bench.pulls("a", "b")
 
 
 def test_a_slave_is_added_and_the_run_goes_on(bench: ReshardBench) -> None:
@@ -73,16 +68,14 @@ def test_a_slave_is_removed_and_told_to_end_and_another_is_replaced_in_one_go(be
     grant = bench.pull("a")
     assert [address.slave_id for address in grant.placement.slaves] == ["s1"]
     assert [slave for slave, _ in grant.digest_of_slave] == ["s1"]
-    ticket = bench.begin_push("a")
-    assert isinstance(ticket, m.Ticket)
+    ticket = bench.ticket("a")
     assert ticket.placement.placement_hash == grant.placement.placement_hash
     bench.clusters["a"].seq -= 1
     bench.begin_push("a")
     bench.stage("a")
     bench.finish_push("a", attempt=2)
     bench.push("b")
-    for name in ("a", "b"):
-        bench.pull(name)
+    bench.pulls("a", "b")
     bench.reshard(add=("s2",), remove=("s1",))
     bench.new_slave("s2")
     assert (bench.placed(), len(bench.entries("RESHARD"))) == (("s2",), 2)
@@ -91,8 +84,7 @@ def test_a_slave_is_removed_and_told_to_end_and_another_is_replaced_in_one_go(be
 
 def test_the_open_round_ends_first(bench: ReshardBench) -> None:
     bench.slave("s0").hold.add(m.Commit)
-    bench.push("a")
-    bench.push("b")
+    bench.pushes("a", "b")
     bench.reshard(remove=("s0",))
     assert phase(bench) is ReshardPhase.WAITING
     assert not bench.entries("RESHARD")
@@ -267,8 +259,7 @@ def test_a_master_that_dies_after_the_record_goes_on_with_it(bench: ReshardBench
     bench.slave("s0").alive = False
     bench.join("a")
     bench.join("b")
-    bench.pull("a")
-    bench.pull("b")
+    bench.pulls("a", "b")
     train(bench)
 
 
@@ -315,9 +306,8 @@ def test_a_wish_outlives_the_master_and_a_second_one_waits_for_it(bench: Reshard
 def test_what_cannot_be_is_refused_at_once(
     bench: ReshardBench, add: tuple[str, ...], remove: tuple[str, ...], code: RefusalCode, why: str
 ) -> None:
-    with refused_with(code) as refused:
+    with refused_with(code, why):
         bench.reshard(add, remove)
-    assert why in str(refused.value)
     assert not bench.entries("RESHARD_ASKED")
 
 
@@ -325,9 +315,8 @@ def test_no_slave_gets_more_blocks_than_its_measurements_fit_into_a_message() ->
     """All four blocks' are 1600 bytes, those of two 800. How blocks are dealt to an absent slave is not known yet."""
     bench = ReshardBench(settings=m.Settings(max_message_bytes=1000), grace_s=10.0)
     bench.running("a", "b")
-    with refused_with(RefusalCode.CONFIG) as refused:
+    with refused_with(RefusalCode.CONFIG, "answers MEASURE with up to 1600 bytes"):
         bench.reshard(remove=("s1",))
-    assert "answers MEASURE with up to 1600 bytes" in str(refused.value)
     bench.reshard(add=("s2",), remove=("s0", "s1"))
     bench.new_slave("s2")
     assert phase(bench) is ReshardPhase.WAITING

@@ -37,8 +37,7 @@ def test_admitted_push_is_presumed_aborted_and_its_ranges_go_with_the_next_one()
     assert isinstance(bench.begin_push("a", 100, ranges), Ticket)
 
 
-def test_commit_that_is_not_durable_never_happened() -> None:
-    bench = Bench().running("a")
+def test_commit_that_is_not_durable_never_happened(bench: Bench) -> None:
     bench.hold_journal = True
     push = bench.push("a")
     assert bench.journal[-1].kind == "COMMIT"
@@ -51,30 +50,25 @@ def test_commit_that_is_not_durable_never_happened() -> None:
     assert bench.verdict("a", push).kind is VerdictKind.ABORTED
 
 
-def test_round_under_way_is_forgotten_and_the_next_has_another_id_once_every_slave_is_back() -> None:
-    bench = Bench().running("a")
+def test_round_under_way_is_forgotten_and_the_next_has_another_id_once_every_slave_is_back(bench: Bench) -> None:
     bench.slaves[0].hold.add(Measure)
     bench.push("a")
     before = bench.status().round
     assert before is not None
     bench.slaves[0].hold.clear()
-    for slave in bench.slaves:
-        slave.alive = False
-    bench.start_master()
+    bench.begin_anew()
     bench.slaves[0].attach()
     status = bench.status()
     assert (status.published, status.epoch, status.waiting_for) == (None, 2, "slave s1 is away")
     bench.slaves[1].attach()
-    bench.join("a")
-    bench.pull("a")
+    bench.back("a")
     bench.push("a")
     after = bench.status().recent_rounds[-1].round
     assert after > before
 
 
-def test_other_chunks_than_those_of_the_runs_versions_are_refused_at_the_start() -> None:
+def test_other_chunks_than_those_of_the_runs_versions_are_refused_at_the_start(bench: Bench) -> None:
     """A slave checks a snapshot by chunks of this size: each would seem damaged, and the run would go back and back."""
-    bench = Bench().running("a")
     with_chunks(bench, 1 << 19)
     with pytest.raises(
         ConfigError, match=r"chunk_bytes is 524288.* with 1048576.*: start .*chunk_bytes = 1048576, or "
@@ -87,8 +81,7 @@ def test_other_chunks_than_those_of_the_runs_versions_are_refused_at_the_start()
 
 
 def test_chunks_may_change_until_there_is_a_version() -> None:
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     bench.join("a")
     assert bench.entries("PLACE")
     with_chunks(bench, 1 << 19)
@@ -108,8 +101,7 @@ def test_chunks_of_a_journal_that_does_not_name_them_are_those_of_the_settings()
     assert Ledger.from_json(bench.snapshot).chunk_bytes == 1 << 19
 
 
-def test_a_cluster_has_made_the_steps_that_its_processes_made_whatever_became_of_its_incarnations() -> None:
-    bench = Bench().running("a")
+def test_a_cluster_has_made_the_steps_that_its_processes_made_whatever_became_of_its_incarnations(bench: Bench) -> None:
 
     def steps() -> int:
         return bench.status().clusters[0].steps_total
@@ -136,16 +128,14 @@ def test_a_cluster_has_made_the_steps_that_its_processes_made_whatever_became_of
     assert steps() == 365
 
 
-def test_a_cluster_that_left_before_its_next_beat_has_made_the_steps_that_are_in_the_model() -> None:
-    bench = Bench().running("a")
+def test_a_cluster_that_left_before_its_next_beat_has_made_the_steps_that_are_in_the_model(bench: Bench) -> None:
     bench.push("a", steps=20)
     bench.leave("a")
     [cluster] = bench.status().clusters
     assert (cluster.pushes_applied, cluster.steps_total) == (1, 20)
 
 
-def test_settings_that_changed_with_a_restart_hold_for_the_next_round() -> None:
-    bench = Bench().running("a")
+def test_settings_that_changed_with_a_restart_hold_for_the_next_round(bench: Bench) -> None:
     bench.config = replace(
         bench.config, settings=replace(bench.config.settings, sync_every_steps=7, outer_lr=0.25, outer_momentum=0.5)
     )
@@ -203,15 +193,9 @@ def next_round(bench: Bench) -> tuple[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("rebuilt", [False, True])
-@pytest.mark.parametrize(
-    ("begun", "now", "then"),
-    [
-        ("dynamic", None, "dynamic"),
-        ("safe", None, "safe"),
-        (None, None, DEFAULT_PRESET),
-        ("dynamic", "steady", "steady"),
-    ],
-)
+@pytest.mark.parametrize(("begun", "now", "then"), [
+    ("dynamic", None, "dynamic"), ("safe", None, "safe"), (None, None, DEFAULT_PRESET), ("dynamic", "steady", "steady"),
+])  # fmt: skip
 def test_a_run_keeps_the_preset_that_it_was_begun_with_unless_one_is_named(
     begun: str | None, now: str | None, then: str, rebuilt: bool
 ) -> None:

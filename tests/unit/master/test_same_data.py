@@ -24,14 +24,6 @@ def running(**ways: Sequence[float]) -> Bench:
     return bench
 
 
-def rounds(bench: Bench, n: int, *names: str) -> None:
-    for _ in range(n):
-        for name in names or bench.ways:
-            bench.pull(name)
-        for name in names or bench.ways:
-            bench.push(name)
-
-
 def standing(bench: Bench) -> tuple[Alarm, ...]:
     return bench.status().alarms
 
@@ -39,15 +31,15 @@ def standing(bench: Bench) -> tuple[Alarm, ...]:
 def test_equal_pushes_are_named_after_one_round_and_for_a_while_after_the_clusters_drift_apart() -> None:
     """As with one seed under dynamic steps: only the first pushes are equal."""
     bench = running(a=A, b=APART, c=A)
-    rounds(bench, 1)
+    bench.rounds(1, *bench.ways)
     (alarm,) = standing(bench)
     assert (alarm.kind, alarm.clusters) == ("same_data", ("a", "c"))
     assert "the cosine of their updates is 1.00" in alarm.sentence
     assert "in a round. They train on the same data in the same order" in alarm.sentence
     bench.ways = {**bench.ways, "c": [1.0, -0.2, 0.3]}
-    rounds(bench, EQUAL_ROUNDS - 1)
+    bench.rounds(EQUAL_ROUNDS - 1, *bench.ways)
     assert standing(bench) == (alarm,)
-    rounds(bench, 1)
+    bench.rounds(1, *bench.ways)
     assert standing(bench) == ()
     assert told(bench) == [alarm.sentence]
 
@@ -58,14 +50,14 @@ def told(bench: Bench) -> list[str]:
 
 def test_two_clusters_that_push_the_same_are_named_both() -> None:
     bench = running(a=A, b=APART, c=NEARLY)
-    rounds(bench, ALIKE_ROUNDS - 1)
+    bench.rounds(ALIKE_ROUNDS - 1, *bench.ways)
     assert (standing(bench), told(bench)) == ((), [])
-    rounds(bench, 1)
+    bench.rounds(1, *bench.ways)
     (alarm,) = standing(bench)
     assert (alarm.kind, alarm.clusters) == ("same_data", ("a", "c"))
     assert alarm.sentence.startswith("clusters a and c push the same: the cosine of their updates is 1.00, the norms")
     assert told(bench) == [alarm.sentence]
-    rounds(bench, 3)
+    bench.rounds(3, *bench.ways)
     assert len(told(bench)) == 1, "told once"
     view = bench.state.look()
     signs = {c.cluster_id: cluster_sign(view, c, 0.0, {})[1] for c in view.status.clusters}
@@ -73,9 +65,9 @@ def test_two_clusters_that_push_the_same_are_named_both() -> None:
     assert signs["b"] == "joined"
     assert bench.entries("COMMIT")[-1]["judgement"]["accepted"] == ["a", "b", "c"], "it tells, and decides nothing"
     bench.ways = {**bench.ways, "c": [1.0, -0.2, 0.3]}
-    rounds(bench, ALIKE_ROUNDS - 1)
+    bench.rounds(ALIKE_ROUNDS - 1, *bench.ways)
     assert standing(bench)
-    rounds(bench, 1)
+    bench.rounds(1, *bench.ways)
     assert not standing(bench)
 
 
@@ -91,31 +83,31 @@ def test_clusters_that_agree_well_are_not_the_same(ways: dict[str, Sequence[floa
     bench = running(a=A, b=NEARLY)
     for turn in range(2 * ALIKE_ROUNDS + 2):
         bench.ways = ways or {"a": A, "b": APART if turn % 2 else NEARLY}
-        rounds(bench, 1)
+        bench.rounds(1, *bench.ways)
     assert not told(bench)
 
 
 def test_a_cluster_that_left_takes_its_alarm_with_it() -> None:
     bench = running(a=A, b=NEARLY, c=APART)
-    rounds(bench, ALIKE_ROUNDS)
+    bench.rounds(ALIKE_ROUNDS, *bench.ways)
     assert standing(bench)
     bench.result(bench.leave("b"))
     assert not standing(bench), "also where no round comes any more"
-    rounds(bench, 1, "a", "c")
-    bench.join("b")
-    rounds(bench, ALIKE_ROUNDS - 1)
+    bench.rounds(1, "a", "c")
+    bench.back("b")
+    bench.rounds(ALIKE_ROUNDS - 1, *bench.ways)
     assert not standing(bench), "its rounds count from the beginning"
-    rounds(bench, 1)
+    bench.rounds(1, *bench.ways)
     assert standing(bench)
 
 
 def test_pushes_that_cannot_be_compared_say_nothing() -> None:
     bench = running(a=A, b=A, c=[0.0, 0.0, 0.0])
     bench.nonfinite = {"b": 1}
-    rounds(bench, ALIKE_ROUNDS)
+    bench.rounds(ALIKE_ROUNDS, *bench.ways)
     assert not [sentence for sentence in told(bench) if "push the same" in sentence]
     bench.nonfinite, bench.ways = {}, {}
-    rounds(bench, ALIKE_ROUNDS, "a", "b", "c")
+    bench.rounds(ALIKE_ROUNDS, "a", "b", "c")
     assert not [sentence for sentence in told(bench) if "push the same" in sentence]
 
 

@@ -162,8 +162,7 @@ def test_tickets_stagger_the_clusters_and_their_ranks_and_beats_are_measured(pus
         slave.hello = Hello(1, 1, (RANKS,))
     bench.running("a", "b", "c")
     bench.join("b", pushers=pushers)
-    for name in ("a", "b", "c"):
-        bench.pull(name)
+    bench.pulls("a", "b", "c")
     world = bench.state.shared
     placement = world.ledger.placement
     assert placement is not None

@@ -15,7 +15,8 @@ NEWCOMER, HERE = b"newcomer", b"here"
 LINK = 99
 
 
-def run_of_one() -> Bench:
+@pytest.fixture
+def bench() -> Bench:
     bench = Bench()
     for slave in bench.slaves:
         slave.directory_id = f"directory of {slave.name}".encode()
@@ -37,8 +38,7 @@ def refusal_of_join(bench: Bench, process_id: bytes = NEWCOMER) -> Refused:
     return error
 
 
-def test_a_second_process_waits_for_an_eviction_in_vain_and_ends_while_the_first_trains_on() -> None:
-    bench = run_of_one()
+def test_a_second_process_waits_for_an_eviction_in_vain_and_ends_while_the_first_trains_on(bench: Bench) -> None:
     incarnation = bench.clusters["a"].join.incarnation
     waited_s = 0.0
     while (refused := refusal_of_join(bench)).retry_after_s > 0:
@@ -55,8 +55,7 @@ def test_a_second_process_waits_for_an_eviction_in_vain_and_ends_while_the_first
 
 
 @pytest.mark.parametrize("who", ["the process, killed", "the process, which dials again", "an older incarnation"])
-def test_after_a_kill_its_successor_waits_for_a_beat_and_not_for_the_eviction(who: str) -> None:
-    bench = run_of_one()
+def test_after_a_kill_its_successor_waits_for_a_beat_and_not_for_the_eviction(bench: Bench, who: str) -> None:
     first = bench.clusters["a"].join.incarnation
     if who == "an older incarnation":
         again = bench.join("a", process_id=HERE, previous=first)
@@ -75,8 +74,7 @@ def test_after_a_kill_its_successor_waits_for_a_beat_and_not_for_the_eviction(wh
         refusal_of_join(bench)
 
 
-def test_a_process_that_hangs_is_evicted_and_its_successor_has_waited_so_long() -> None:
-    bench = run_of_one()
+def test_a_process_that_hangs_is_evicted_and_its_successor_has_waited_so_long(bench: Bench) -> None:
     evict_after_s = bench.config.evict_after_s
     refusal_of_join(bench)
     bench.advance(10 * evict_after_s)
@@ -93,8 +91,7 @@ def test_a_process_that_hangs_is_evicted_and_its_successor_has_waited_so_long() 
         bench.join("a", process_id=HERE)
 
 
-def test_after_the_masters_restart_the_one_that_still_calls_keeps_its_name() -> None:
-    bench = run_of_one()
+def test_after_the_masters_restart_the_one_that_still_calls_keeps_its_name(bench: Bench) -> None:
     caller = bench.caller("a")
     bench.start_master()
     bench.attach_all()
@@ -107,8 +104,7 @@ def test_after_the_masters_restart_the_one_that_still_calls_keeps_its_name() -> 
     assert bench.join("a", process_id=HERE, previous=caller.incarnation).incarnation.epoch == 2
 
 
-def test_after_the_masters_restart_who_does_not_call_loses_it_after_a_beat() -> None:
-    bench = run_of_one()
+def test_after_the_masters_restart_who_does_not_call_loses_it_after_a_beat(bench: Bench) -> None:
     bench.silent.add("a")
     bench.start_master()
     bench.attach_all()
@@ -130,8 +126,7 @@ def attachments(slave: BenchSlave) -> int:
     return sum(isinstance(body, Welcome) for body in slave.commands)
 
 
-def test_another_directory_under_a_slaves_name_is_refused_and_nothing_is_recovered() -> None:
-    bench = run_of_one()
+def test_another_directory_under_a_slaves_name_is_refused_and_nothing_is_recovered(bench: Bench) -> None:
     before = attachments(bench.slaves[0])
     assert greets(bench, "s0", NEWCOMER) is not None
     bench.jump(2 * bench.config.evict_after_s)  # the master itself stood still: the wait begins again
@@ -152,8 +147,7 @@ def test_another_directory_under_a_slaves_name_is_refused_and_nothing_is_recover
     assert bench.status().published == Version(1, 1)
 
 
-def test_the_same_directory_takes_over_at_once() -> None:
-    bench = run_of_one()
+def test_the_same_directory_takes_over_at_once(bench: Bench) -> None:
     slave = bench.slaves[0]
     slave.reattaches = False
     slave.attach()
@@ -161,8 +155,7 @@ def test_the_same_directory_takes_over_at_once() -> None:
     assert slave.link not in bench.closed
 
 
-def test_a_replaced_disk_is_taken_once_the_process_before_is_gone() -> None:
-    bench = run_of_one()
+def test_a_replaced_disk_is_taken_once_the_process_before_is_gone(bench: Bench) -> None:
     bench.slaves[0].die()
     refused = greets(bench, "s0", NEWCOMER)
     assert refused is not None
@@ -173,11 +166,8 @@ def test_a_replaced_disk_is_taken_once_the_process_before_is_gone() -> None:
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_after_the_masters_restart_the_known_directory_comes_first_until_it_is_given_up(comes: bool) -> None:
-    bench = run_of_one()
-    for slave in bench.slaves:
-        slave.alive = False
-    bench.start_master()
+def test_after_a_restart_the_known_directory_comes_first_until_it_is_given_up(bench: Bench, comes: bool) -> None:
+    bench.begin_anew()
     refused = greets(bench, "s0", NEWCOMER)
     assert refused is not None
     assert refused.code is RefusalCode.NAME_TAKEN

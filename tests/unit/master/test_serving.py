@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,15 +142,17 @@ class Served:
         return error
 
 
-Make = Callable[..., Served]
+Make = Callable[..., Awaitable[Served]]
 
 
 @pytest.fixture
 async def made(tmp_path: Path) -> AsyncIterator[Make]:
     masters: list[Served] = []
 
-    def make(**knobs: Any) -> Served:
+    async def make(start: bool = True, **knobs: Any) -> Served:
         masters.append(Served(tmp_path, **knobs))
+        if start:
+            await masters[-1].start()
         return masters[-1]
 
     yield make
@@ -163,8 +165,7 @@ async def made(tmp_path: Path) -> AsyncIterator[Make]:
 
 
 async def test_epochs_follow_each_other_at_one_address_and_the_end_is_said(made: Make) -> None:
-    master = made()
-    await master.start()
+    master = await made()
     assert read_address(master.folder) == master.here == MasterAddress(master.here.address, "demo", os.getpid(), 1)
     assert [given[3] for given in master.made] == [1000.0]
     first, page = master.here.address, read_page_url(master.folder)
@@ -188,14 +189,13 @@ async def test_epochs_follow_each_other_at_one_address_and_the_end_is_said(made:
     assert [line["exit_code"] for line in master.tape("master-ended")] == [3]
     numbers = [record.number for record in records_of(master.folder)]
     assert [line["number"] for line in master.tape("journaled")] == numbers == [1, 2, 3]
-    again = made()
-    await again.start()
+    again = await made()
     assert again.here.epoch == 8
     for address in (first, page.removeprefix("http://").removesuffix("/")):
         with pytest.raises(OSError, match="in use"):  # held again, so that peers and browsers find it
             socket.create_server(parse_address(address))
     with pytest.raises(ConfigError, match="another master"):
-        await made().start()
+        await made()
     await again.end()
 
 
@@ -230,8 +230,8 @@ async def test_a_taken_port_is_an_error_unless_of_the_last_start(made: Make, cap
         port = other.getsockname()[1]
         for knob, words in (("listen", f"port {port} is in use"), ("page_listen", "page cannot listen")):
             with pytest.raises(ConfigError, match=words):
-                await made(**{knob: f"127.0.0.1:{port}"}).start()
-        master = made()
+                await made(**{knob: f"127.0.0.1:{port}"})
+        master = await made(start=False)
         with contextlib.closing(Journal.open(master.folder, "demo")) as journal:
             journal.remember_port(port)
         await master.start()
@@ -246,8 +246,7 @@ async def test_a_taken_port_is_an_error_unless_of_the_last_start(made: Make, cap
     [(signal.SIGTERM, False, TERMINATED), (signal.SIGINT, False, INTERRUPTED), (signal.SIGTERM, True, 0)],
 )
 async def test_a_signal_ends_the_master(made: Make, number: signal.Signals, over: bool, code: int) -> None:
-    master = made(page_listen=None)
-    await master.start()
+    master = await made(page_listen=None)
     master.machine.over = over
     os.kill(os.getpid(), number)
     assert await master.task == Halt(code, f"stopped by {number.name}")
@@ -257,8 +256,7 @@ async def test_a_signal_ends_the_master(made: Make, number: signal.Signals, over
 
 
 async def test_calls_reach_the_state_and_what_makes_no_sense_is_refused_counted_and_on_the_tape(made: Make) -> None:
-    master = made()
-    await master.start()
+    master = await made()
     assert decode(await master.ask("Clusters/Leave", leave()), m.LeaveReply) == m.LeaveReply()
     assert master.machine.of(ClusterCall)[0].request == leave()
     error = await master.refused("Clusters/Join", b"\xff\xff")
@@ -300,8 +298,7 @@ def tls_of(keys: Path, name: str | None) -> ssl.SSLContext:
 
 
 async def test_certificates_say_who_may_call_and_one_that_is_revoked_ends_open_calls(made: Make, keys: Path) -> None:
-    master = made(keys=keys)
-    await master.start()
+    master = await made(keys=keys)
     await master.ask("Clusters/Leave", leave(), "a")
     error = await master.refused("Clusters/Leave", leave(), "b")
     assert (error.code, "says it comes from 'a'" in error.sentence) == (RefusalCode.IDENTITY, True)
@@ -327,15 +324,14 @@ async def test_certificates_say_who_may_call_and_one_that_is_revoked_ends_open_c
 async def test_the_end_of_the_thread_that_bounds_connections_ends_the_master(
     made: Make, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    master = made(keys=keys, page_listen=None)
-    await master.start()
+    master = await made(keys=keys, page_listen=None)
     monkeypatch.setattr(server, "files_of_process", lambda: 1 / 0)
     ended = await master.task
     assert (ended.exit_code, "ZeroDivisionError" in ended.sentence) == (LocalProtocolError.exit_code, True)
 
 
 async def test_a_master_has_the_keys_of_a_master(made: Make, keys: Path) -> None:
-    master = made(keys=keys)
+    master = await made(start=False, keys=keys)
     master.config = master.config.model_copy(update={"keys": keys / "a"})
     with pytest.raises(ConfigError, match="of role master"):
         await master.start()
@@ -395,8 +391,7 @@ class Browser:
 
 
 async def test_the_page_shows_the_run_and_nothing_else_and_to_its_own_names_only(made: Make) -> None:
-    master = made(page_hosts=("status.example",))
-    await master.start()
+    master = await made(page_hosts=("status.example",))
     browser = Browser(master)
     async with browser.events():
         pass
@@ -438,8 +433,7 @@ async def test_the_page_shows_the_run_and_nothing_else_and_to_its_own_names_only
 
 
 async def test_a_page_that_may_steer_is_asked_by_its_script(made: Make, caplog: pytest.LogCaptureFixture) -> None:
-    master = made(page_steer=True)
-    await master.start()
+    master = await made(page_steer=True)
     browser = Browser(master)
     pause = json.dumps({"action": "pause", "reason": "a look" + 300 * "k"})
 
@@ -450,7 +444,7 @@ async def test_a_page_that_may_steer_is_asked_by_its_script(made: Make, caplog: 
     for bad in ({"Origin": "https://evil.example"}, {"Origin": "null"}, {"Content_Type": "text/plain"}):
         assert (await steer(pause, **bad)).status == 403
     assert [(await steer(body)).status for body in ("{", "[]", '{"action": "stop"}', "[" * 1000, "x" * 2000)] == [
-        *(400, 409, 409, 400, 413),
+        *(400, 409, 409, 400, 413)
     ]
     assert (await steer(pause, Host="evil.example")).status == 421
     assert not master.machine.of(OperatorCall)
@@ -471,8 +465,7 @@ async def test_a_page_with_keys_is_opened_by_an_operator(
     made: Make, keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    master = made(keys=keys)
-    await master.start()
+    master = await made(keys=keys)
     browser = Browser(master)
     async with Browser(master, "me").events():
         locked = await browser.ask("/")

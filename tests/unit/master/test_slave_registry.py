@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.master_bench import HELLO, Bench, Unanswered, refused_with
+from support.master_bench import HELLO, Bench, refused_with
 
 from dips.core import messages as m
 from dips.core.errors import RefusalCode
@@ -30,25 +30,19 @@ def test_slave_promises_this_epoch_before_it_is_configured() -> None:
     slave.hold.add(m.Welcome)
     bench.attach_all()
     slave.say(m.Promised(5))
-    with refused_with(RefusalCode.BUSY) as refused:
+    with refused_with(RefusalCode.BUSY, "1 of 2"):
         bench.join("a")
-    assert "1 of 2" in str(refused.value)
     slave.release(m.Welcome)
     assert slave.promised == 1
     reply = bench.join("a")
     assert (reply.seed, reply.incarnation) == (True, Incarnation(1, 1))
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "code"),
-    [
-        ("Bad Name", {}, RefusalCode.MALFORMED),
-        ("s9", {"run_id": "other"}, RefusalCode.RUN_ID),
-        ("s9", {"hello": m.Hello(5, 6)}, RefusalCode.PROTOCOL_VERSION),
-        ("s9", {"data_endpoint": "ipc:///etc/passwd"}, RefusalCode.MALFORMED),
-        ("s9", {}, RefusalCode.UNKNOWN_NAME),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes", "code"), [
+    ("Bad Name", {}, RefusalCode.MALFORMED), ("s9", {"run_id": "other"}, RefusalCode.RUN_ID),
+    ("s9", {"hello": m.Hello(5, 6)}, RefusalCode.PROTOCOL_VERSION),
+    ("s9", {"data_endpoint": "ipc:///etc/passwd"}, RefusalCode.MALFORMED), ("s9", {}, RefusalCode.UNKNOWN_NAME),
+])  # fmt: skip
 def test_bad_hello_closes_the_link_with_the_reason(name: str, changes: dict[str, object], code: RefusalCode) -> None:
     bench = Bench().running("a")
     hello(bench, name, **changes)  # type: ignore[arg-type]
@@ -93,8 +87,7 @@ def test_hello_with_numbers_beyond_any_run_is_refused(rebuild: bool, what: str) 
     assert (bench.halted, bench.began_again) == (None, None)
 
 
-def test_messages_of_an_older_life_or_in_another_slaves_name_are_ignored() -> None:
-    bench = Bench().running("a")
+def test_messages_of_an_older_life_or_in_another_slaves_name_are_ignored(bench: Bench) -> None:
     slave = bench.slaves[0]
     slave.hold.add(m.Measure)
     bench.push("a")
@@ -114,8 +107,7 @@ def test_messages_of_an_older_life_or_in_another_slaves_name_are_ignored() -> No
 def test_slave_lost_before_commit_aborts_the_round_and_pushes_that_lost_staging(kind: type) -> None:
     bench = Bench().running("a", "b")
     bench.slaves[0].hold.add(kind)
-    bench.push("a")
-    bench.push("b")
+    bench.pushes("a", "b")
     bench.slaves[0].die()
     for name in ("a", "b"):
         verdict = bench.verdict(name)
@@ -125,21 +117,18 @@ def test_slave_lost_before_commit_aborts_the_round_and_pushes_that_lost_staging(
     assert bench.status().waiting_for == "slave s0 is away"
     bench.slaves[0].hold.clear()
     bench.slaves[0].attach()
-    bench.push("a")
-    bench.push("b")
+    bench.pushes("a", "b")
     assert bench.status().published == Version(1, 1)
     assert bench.status().rounds_aborted == 1
 
 
-def test_slave_lost_after_commit_flips_from_its_shadow_when_it_comes_back() -> None:
-    bench = Bench().running("a")
+def test_slave_lost_after_commit_flips_from_its_shadow_when_it_comes_back(bench: Bench) -> None:
     slave = bench.slaves[0]
     slave.hold.add(m.Commit)
     bench.push("a")
     slave.die()
     token = bench.await_verdict("a")
-    with pytest.raises(Unanswered):
-        bench.result(token)
+    assert bench.is_open(token)
     assert bench.status().published == Version(1, 0)
     assert not slave.snapshots[Version(1, 1)].committed
     slave.attach()
@@ -151,8 +140,7 @@ def test_slave_lost_after_commit_flips_from_its_shadow_when_it_comes_back() -> N
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"digest": b"other"}, "lacks version 1:0"), ({"commit_hash": b"other"}, "another history")],
+    ("changes", "words"), [({"digest": b"other"}, "lacks version 1:0"), ({"commit_hash": b"other"}, "another history")]
 )
 def test_slave_with_a_torn_snapshot_or_another_history_is_not_taken(changes: dict[str, bytes], words: str) -> None:
     bench = Bench().running("a")
@@ -190,8 +178,7 @@ def test_slave_with_a_directory_of_a_run_that_the_master_does_not_know() -> None
     assert bench.join("a").seed
 
 
-def test_silent_slave_is_given_up_and_may_attach_again() -> None:
-    bench = Bench().running("a")
+def test_silent_slave_is_given_up_and_may_attach_again(bench: Bench) -> None:
     slave = bench.slaves[0]
     slave.alive = False
     bench.advance(11.0)
@@ -203,15 +190,13 @@ def test_silent_slave_is_given_up_and_may_attach_again() -> None:
 
 
 def test_fewer_blocks_than_slaves_is_refused() -> None:
-    bench = Bench(n_slaves=5)
-    bench.attach_all()
+    bench = Bench(n_slaves=5).attach_all()
     with refused_with(RefusalCode.CONFIG):
         bench.join("a")
 
 
 def test_second_process_of_the_same_slave_takes_over_and_is_not_forgotten_before_blocks_are_placed() -> None:
-    bench = Bench()
-    bench.attach_all()
+    bench = Bench().attach_all()
     first = bench.slaves[0].link
     bench.slaves[0].attach()
     assert bench.closed[first].code is RefusalCode.FENCED
@@ -228,8 +213,7 @@ def test_stream_has_one_hello() -> None:
     assert [slave.slave_id for slave in bench.status().slaves] == ["s0"]
 
 
-def test_slave_whose_disk_failed_for_a_while_is_ready_when_it_says_so() -> None:
-    bench = Bench().running("a")
+def test_slave_whose_disk_failed_for_a_while_is_ready_when_it_says_so(bench: Bench) -> None:
     slave = bench.slaves[0]
     refused = m.ConfigureRefused(m.Refusal(RefusalCode.DISK, "no space left", 1.0))
     slave.die()
@@ -253,7 +237,6 @@ def test_run_whose_blocks_are_placed_needs_no_slave_beside_those_that_hold_them(
     bench.attach_all()
     hello(bench, "s2")
     assert bench.closed[99].code is RefusalCode.UNKNOWN_NAME, "no block would be left for it"
-    bench.join("a")
-    bench.pull("a")
+    bench.back("a")
     bench.push("a")
     assert bench.status().published == Version(1, 1)

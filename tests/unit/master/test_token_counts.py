@@ -25,8 +25,7 @@ def standing(bench: Bench) -> tuple[Alarm, ...]:
 
 def rounds(bench: Bench, n: int, **tokens: int) -> None:
     for _ in range(n):
-        for name in tokens:
-            bench.pull(name)
+        bench.pulls(*tokens)
         for name, count in tokens.items():
             bench.push(name, count)
 
@@ -128,9 +127,8 @@ def test_small_counts_are_told_once_a_cluster_has_counted_too_little_on_the_whol
         assert bool(standing(bench)) is alarmed
 
 
-def test_one_short_batch_of_another_cluster_says_nothing() -> None:
+def test_one_short_batch_of_another_cluster_says_nothing(bench: Bench) -> None:
     """Found by simulation: a push of a single step, an epoch's last one."""
-    bench = Bench().running("a")
     rounds(bench, 1, a=16)
     bench.pull("a")
     bench.push("a", 16 * 512)
@@ -236,8 +234,7 @@ def test_a_stop_holds_after_a_restart_and_with_a_larger_limit_until_it_is_taken_
     bench.operate(ExtendRequest(""))
     bench.restart()
     assert not bench.status().stopping
-    bench.join("a")
-    bench.pull("a")
+    bench.back("a")
     bench.push("a")
 
 
@@ -253,9 +250,8 @@ def test_a_stop_holds_after_a_restart_and_with_a_larger_limit_until_it_is_taken_
 )
 def test_what_takes_nothing_back_is_refused(request_: ExtendRequest, code: RefusalCode, words: str) -> None:
     bench = at_the_end()
-    with pytest.raises(Refused, match=words) as refused:
+    with refused_with(code, words):
         bench.operate(request_)
-    assert refused.value.code is code
     assert bench.status().stopping
     beat = bench.beat("a")
     assert (beat.limit, beat.no_more_pushes) == (TokenLimit(150), True)

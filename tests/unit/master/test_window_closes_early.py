@@ -16,8 +16,7 @@ def round_over(ago_s: float, *names: str, **settings: object) -> Bench:
     """Clusters that make one step a second; their first pushes are merged and all have pulled since."""
     terms = Settings(**({"sync_every_steps": H, "heartbeat_s": 5.0} | settings))  # type: ignore[arg-type]
     bench = Bench(settings=terms, grace_s=GRACE_S).running(*names)
-    for name in names:
-        bench.push(name)
+    bench.pushes(*names)
     for name in names:
         bench.pull(name)
         bench.beat(name, steps_per_s=1.0)
@@ -128,8 +127,7 @@ def test_one_that_sends_what_was_missing_is_waited_for(what: str) -> None:
 def test_a_new_incarnation_is_waited_for(held: bool) -> None:
     """It may bring steps of the one before."""
     bench = round_over(20, "a", "b")
-    bench.join("b", previous=bench.clusters["b"].join.incarnation if held else None)
-    bench.pull("b")
+    bench.back("b", previous=bench.clusters["b"].join.incarnation if held else None)
     bench.beat("b", steps_per_s=1.0)
     bench.push("a")
     assert open_window(bench)
@@ -186,8 +184,7 @@ def test_the_window_starts_again_with_each_arrival_where_it_slides(sliding: bool
         bench.advance(9.5)
         assert len(merged(bench)) == (turn if sliding else 2 * turn + 1)
         bench.advance(1.0)
-        for name in "abc":
-            bench.pull(name)
+        bench.pulls(*"abc")
     assert merged(bench) == [("a", "b", "c")] * 2 if sliding else [("a", "b"), ("c",)] * 2
 
 
@@ -204,8 +201,7 @@ def test_arrivals_without_end_do_not_keep_it_open() -> None:
             break
         assert waited_s < SLIDES * GRACE_S
         bench.operate(EvictRequest("", "b"))
-        bench.join("b")
-        bench.pull("b")
+        bench.back("b")
     assert waited_s == pytest.approx(SLIDES * GRACE_S)
     assert merged(bench) == [("a", "b")]
 

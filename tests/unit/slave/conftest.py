@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from support.slave_bench import BASE, SHADOW, A, SlaveBench
+from support.slave_bench import SlaveBench
+from support.slave_values import SHADOW
 
 
 @pytest.fixture
 def bench() -> SlaveBench:
     """At version 0, with push A staged in slot 0."""
-    bench = SlaveBench()
-    bench.ready(BASE)
-    bench.stage(A, 0)
-    return bench
+    return SlaveBench().at_v0()
 
 
 @pytest.fixture

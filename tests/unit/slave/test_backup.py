@@ -210,6 +210,10 @@ def one_large_part(objects: MemoryObjects) -> Callable[[dict[str, Any]], None]:
     return edit
 
 
+def begun_by_none(body: dict[str, Any]) -> None:
+    resealed(body, lambda info: replace(info, round=RoundId(1, -1)))
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -225,12 +229,7 @@ def one_large_part(objects: MemoryObjects) -> Callable[[dict[str, Any]], None]:
             "not its own",
         ),
         (lambda objects: forge(objects, lambda body: body["parts"][0].__setitem__(1, float("inf"))), "cannot be read"),
-        (
-            lambda objects: forge(
-                objects, lambda body: resealed(body, lambda info: replace(info, round=RoundId(1, -1)))
-            ),
-            "which no master began",
-        ),
+        (lambda objects: forge(objects, begun_by_none), "which no master began"),
         (lambda objects: forge(objects, one_large_part(objects)), "is not there as it was written"),
     ],
 )
@@ -402,16 +401,11 @@ def test_what_a_slow_slave_sends_a_fast_one_sends_too(every: int) -> None:
     assert all(next_stride(every, passed) >= passed for passed in range(200))
 
 
-@pytest.mark.parametrize(
-    ("url", "says"),
-    [
-        ("s3://bucket/x", r"needs obstore: pip install '\.\[store\]'"),
-        ("s3:///x", "names no bucket"),
-        ("s3://bucket/x?key=secret", "credentials belong into the environment"),
-        ("file://host/x", "three slashes"),
-        ("bucket/x", "no scheme"),
-    ],
-)
+@pytest.mark.parametrize(("url", "says"), [
+    ("s3://bucket/x", r"needs obstore: pip install '\.\[store\]'"), ("s3:///x", "names no bucket"),
+    ("s3://bucket/x?key=secret", "credentials belong into the environment"), ("file://host/x", "three slashes"),
+    ("bucket/x", "no scheme"),
+])  # fmt: skip
 def test_a_place_that_cannot_be_a_store_is_one_sentence(url: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=says) as told:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.slave_bench import R2, V0, V1
+from support.slave_values import R2, V0, V1
 from support.slave_wire import LAYOUT, placement_over, prepare_of, push_id, shard_of
 
 from dips.core.errors import RefusalCode, Refused

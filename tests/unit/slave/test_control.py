@@ -111,9 +111,13 @@ class Master:
     def __init__(self) -> None:
         self.shell, self.data = Shell(), Data()
         self.streams: asyncio.Queue[Stream] = asyncio.Queue()
-        self.running: asyncio.Task[None]
+        self.running: asyncio.Task[None] | None = None
 
     async def stream(self) -> Stream:
+        """The next one that the slave begins; it runs from the first on that is asked for."""
+        if self.running is None:
+            control = Control("m:1", INSECURE, cast(SlaveShell, self.shell), cast(DataServer, self.data))
+            self.running = asyncio.create_task(control.run())
         return await asyncio.wait_for(self.streams.get(), 60)
 
     def attach(self) -> Stream:
@@ -122,6 +126,7 @@ class Master:
         return stream
 
     async def ends_with(self) -> Refused:
+        assert self.running is not None
         with pytest.raises(Refused) as caught:
             await asyncio.wait_for(asyncio.shield(self.running), 60)
         return caught.value
@@ -135,78 +140,71 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "why_not_let_in", lambda *of: "")
 
 
-@asynccontextmanager
-async def master(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Master]:
-    played = Master()
+@pytest.fixture
+async def played(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Master]:
+    master = Master()
 
     @asynccontextmanager
     async def channel(*of: object) -> AsyncIterator[None]:
         yield
 
     monkeypatch.setattr(module, "open_channel_aio", channel)
-    monkeypatch.setattr(slaves_pb2_grpc, "SlavesStub", lambda channel: SimpleNamespace(Attach=played.attach))
-    control = Control("m:1", INSECURE, cast(SlaveShell, played.shell), cast(DataServer, played.data))
-    played.running = asyncio.create_task(control.run())
-    try:
-        yield played
-    finally:
-        played.running.cancel()
-        await asyncio.gather(played.running, return_exceptions=True)
+    monkeypatch.setattr(slaves_pb2_grpc, "SlavesStub", lambda channel: SimpleNamespace(Attach=master.attach))
+    yield master
+    if master.running is not None:
+        master.running.cancel()
+        await asyncio.gather(master.running, return_exceptions=True)
 
 
-async def test_a_stream_is_hello_promise_and_beats_and_its_end_is_told_and_another_follows(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_stream_is_hello_promise_and_beats_and_its_end_is_told_and_another_follows(played: Master) -> None:
+    first = await played.stream()
+    await first.hear(SlaveHello)
+    first.say(welcome(1))
+    assert await first.hear(Promised) == Promised(1)
+    beat = await first.hear(SlaveBeat)
+    assert (beat.durable, beat.resident_bytes > 0) == (None, True)
+    assert beat.note == played.shell.starts
+    assert played.shell.n_beats > 0
+    played.data.figures = Figures(SlaveBeat(refused_connections=3))
+    while (await first.hear(SlaveBeat)).refused_connections != 3:
+        pass
+    first.say(grpc.aio.EOF)
+    second = await played.stream()
+    assert first.cancelled
+    assert played.shell.ends() == ["the master ended it"]
+    await second.hear(SlaveHello)
+    second.say(FailedCall(grpc.StatusCode.UNAVAILABLE, "gone"))
+    await played.stream()
+    assert "UNAVAILABLE: gone" in played.shell.ends()[1]
+    assert played.shell.failed == []
+
+
+async def test_a_saved_version_is_in_the_next_beat_without_waiting_for_it(played: Master) -> None:
+    stream = await played.stream()
+    stream.say(replace(welcome(1), body=Welcome(Hello(1, 1), Settings(heartbeat_s=3600.0))))
+    await stream.hear(Promised)
+    played.shell.saved()
+    await stream.hear(SlaveBeat)
+
+
+async def test_a_stream_that_the_machine_closes_ends_with_its_reason(played: Master) -> None:
+    stream = await played.stream()
+    stream.say(WELCOME)  # without an incarnation
+    await played.stream()
+    assert "incarnation" in played.shell.ends()[0]
+
+
+async def test_a_master_that_sends_nothing_is_left_after_a_while(
+    played: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with master(monkeypatch) as played:
-        first = await played.stream()
-        await first.hear(SlaveHello)
-        first.say(welcome(1))
-        assert await first.hear(Promised) == Promised(1)
-        beat = await first.hear(SlaveBeat)
-        assert (beat.durable, beat.resident_bytes > 0) == (None, True)
-        assert beat.note == played.shell.starts
-        assert played.shell.n_beats > 0
-        played.data.figures = Figures(SlaveBeat(refused_connections=3))
-        while (await first.hear(SlaveBeat)).refused_connections != 3:
-            pass
-        first.say(grpc.aio.EOF)
-        second = await played.stream()
-        assert first.cancelled
-        assert played.shell.ends() == ["the master ended it"]
-        await second.hear(SlaveHello)
-        second.say(FailedCall(grpc.StatusCode.UNAVAILABLE, "gone"))
-        await played.stream()
-        assert "UNAVAILABLE: gone" in played.shell.ends()[1]
-        assert played.shell.failed == []
-
-
-async def test_a_saved_version_is_in_the_next_beat_without_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with master(monkeypatch) as played:
-        stream = await played.stream()
-        stream.say(replace(welcome(1), body=Welcome(Hello(1, 1), Settings(heartbeat_s=3600.0))))
-        await stream.hear(Promised)
-        played.shell.saved()
-        await stream.hear(SlaveBeat)
-
-
-async def test_a_stream_that_the_machine_closes_ends_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with master(monkeypatch) as played:
-        stream = await played.stream()
-        stream.say(WELCOME)  # without an incarnation
-        await played.stream()
-        assert "incarnation" in played.shell.ends()[0]
-
-
-async def test_a_master_that_sends_nothing_is_left_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIRST_COMMAND_S", 0.001)
-    async with master(monkeypatch) as played:
-        await played.stream()
-        await played.stream()
-        assert played.shell.ends()[0] == "no command was received for 0.001 s after hello"
+    await played.stream()
+    await played.stream()
+    assert played.shell.ends()[0] == "no command was received for 0.001 s after hello"
 
 
 async def test_a_master_that_is_away_is_tried_ever_less_often_until_it_has_answered(
-    monkeypatch: pytest.MonkeyPatch,
+    played: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits_s, at_once = list[float](), asyncio.sleep
 
@@ -218,15 +216,14 @@ async def test_a_master_that_is_away_is_tried_ever_less_often_until_it_has_answe
     monkeypatch.setattr(module, "LONGEST_WAIT_S", 4.0)
     monkeypatch.setattr("dips.slave.control.random.uniform", lambda least, most: most)
     monkeypatch.setattr("dips.slave.control.asyncio.sleep", note_pause)
-    async with master(monkeypatch) as played:
-        for _ in range(3):
-            (await played.stream()).say(FailedCall(grpc.StatusCode.UNAVAILABLE, "gone"))
-        answered = await played.stream()
-        answered.say(welcome(1))
-        await answered.hear(Promised)
-        answered.say(grpc.aio.EOF)
+    for _ in range(3):
         (await played.stream()).say(FailedCall(grpc.StatusCode.UNAVAILABLE, "gone"))
-        await played.stream()
+    answered = await played.stream()
+    answered.say(welcome(1))
+    await answered.hear(Promised)
+    answered.say(grpc.aio.EOF)
+    (await played.stream()).say(FailedCall(grpc.StatusCode.UNAVAILABLE, "gone"))
+    await played.stream()
     assert waits_s == [2.0, 4.0, 4.0, 1.0, 2.0]
 
 
@@ -237,53 +234,47 @@ FOR_GOOD = (
 
 
 @pytest.mark.parametrize("code", FOR_GOOD)
-async def test_a_refusal_for_good_ends_the_slave_unless_it_names_a_time(
-    monkeypatch: pytest.MonkeyPatch, code: RefusalCode
-) -> None:
-    async with master(monkeypatch) as played:
-        (await played.stream()).say(refused(code, retry_after_s=1.0))
-        (await played.stream()).say(refused(code))
-        ended = await played.ends_with()
-        assert (ended.code, ended.sentence) == (code, "no")
-        assert played.shell.ends()[0] == "no"
+async def test_a_refusal_for_good_ends_the_slave_unless_it_names_a_time(played: Master, code: RefusalCode) -> None:
+    (await played.stream()).say(refused(code, retry_after_s=1.0))
+    (await played.stream()).say(refused(code))
+    ended = await played.ends_with()
+    assert (ended.code, ended.sentence) == (code, "no")
+    assert played.shell.ends()[0] == "no"
 
 
-async def test_a_fenced_slave_attaches_again_as_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with master(monkeypatch) as played:
-        first = await played.stream()
-        first.say(welcome(1))
-        await first.hear(Promised)
-        first.say(refused(RefusalCode.FENCED))
-        second = await played.stream()
-        assert events.Fenced() in played.shell.seen
-        assert (await second.heard.get()).caller.incarnation is None
+async def test_a_fenced_slave_attaches_again_as_a_new_one(played: Master) -> None:
+    first = await played.stream()
+    first.say(welcome(1))
+    await first.hear(Promised)
+    first.say(refused(RefusalCode.FENCED))
+    second = await played.stream()
+    assert events.Fenced() in played.shell.seen
+    assert (await second.heard.get()).caller.incarnation is None
 
 
 async def test_keys_that_were_renewed_meanwhile_are_tried_before_the_slave_ends(
-    monkeypatch: pytest.MonkeyPatch,
+    played: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renewed = [True, False]  # of each stream's keys, the first ones being those of the start
     used = iter([SimpleNamespace(renewed=False), *(SimpleNamespace(renewed=each) for each in renewed)])
     monkeypatch.setattr(module, "UsedKeys", lambda security: next(used))
-    async with master(monkeypatch) as played:
-        (await played.stream()).say(refused(RefusalCode.IDENTITY))
-        (await played.stream()).say(refused(RefusalCode.IDENTITY))
-        assert (await played.ends_with()).code is RefusalCode.IDENTITY
-        assert played.shell.ends()[0] == "no (they were renewed meanwhile)"
+    (await played.stream()).say(refused(RefusalCode.IDENTITY))
+    (await played.stream()).say(refused(RefusalCode.IDENTITY))
+    assert (await played.ends_with()).code is RefusalCode.IDENTITY
+    assert played.shell.ends()[0] == "no (they were renewed meanwhile)"
 
 
 async def test_a_slave_attaches_with_renewed_keys_before_the_old_ones_are_refused_and_between_rounds(
-    monkeypatch: pytest.MonkeyPatch,
+    played: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = iter([SimpleNamespace(renewed=False), SimpleNamespace(renewed=True)])
     monkeypatch.setattr(module, "UsedKeys", lambda security: next(used, SimpleNamespace(renewed=False)))
     monkeypatch.setattr(SlaveMachine, "between_rounds", False)
-    async with master(monkeypatch) as played:
-        first = await played.stream()
-        first.say(welcome(1))
-        for _ in range(3):
-            await first.hear(SlaveBeat)
-        assert played.shell.ends() == []
-        monkeypatch.setattr(SlaveMachine, "between_rounds", True)
-        await played.stream()
-        assert played.shell.ends() == [module.RENEWED]
+    first = await played.stream()
+    first.say(welcome(1))
+    for _ in range(3):
+        await first.hear(SlaveBeat)
+    assert played.shell.ends() == []
+    monkeypatch.setattr(SlaveMachine, "between_rounds", True)
+    await played.stream()
+    assert played.shell.ends() == [module.RENEWED]

@@ -158,16 +158,14 @@ def test_reads_ask_for_no_epoch_since_a_version_never_changes_and_one_that_left_
         ({"epoch": 2}, RefusalCode.STALE_EPOCH),
         ({"push": push_id("b")}, RefusalCode.UNKNOWN_PUSH),
         ({"attempt": 2}, RefusalCode.UNKNOWN_PUSH),
-        ({"block": 77}, RefusalCode.CHUNK),
-        ({"offset_bytes": 2}, RefusalCode.CHUNK),
-        ({"length_bytes": 8}, RefusalCode.CHUNK),
-        ({"codec": Codec.NONE}, RefusalCode.CHUNK),
-        ({"checksum": 1}, RefusalCode.CHUNK),
-        ({"push": None}, RefusalCode.MALFORMED),
-        ({"op": DataOp.ACK}, RefusalCode.MALFORMED),
-        ({"op": DataOp.QUERY_MISSING}, RefusalCode.MALFORMED),
+        *((changes, RefusalCode.CHUNK) for changes in (
+            {"block": 77}, {"offset_bytes": 2}, {"length_bytes": 8}, {"codec": Codec.NONE}, {"checksum": 1},
+        )),
+        *((changes, RefusalCode.MALFORMED) for changes in (
+            {"push": None}, {"op": DataOp.ACK}, {"op": DataOp.QUERY_MISSING},
+        )),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_put_is_refused(port: Port, changes: dict[str, object], code: RefusalCode) -> None:
     header = replace(put(CHUNKS[0]), **changes)  # type: ignore[arg-type]
     answer = port.send(header, payload(CHUNKS[0])).header

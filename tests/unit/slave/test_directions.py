@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from support.slave_bench import V0, V1, V2
+from support.slave_values import V0, V1, V2
 
 from dips.core.ids import Version
 from dips.core.layout import Block

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.slave_bench import BASE, PLACEMENT, R2, V0, V1
+from support.slave_values import BASE, PLACEMENT, R2, V0, V1
 from support.slave_wire import LAYOUT, placement_over
 
 from dips.core.clock import SystemClock

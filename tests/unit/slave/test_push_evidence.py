@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from support.slave_bench import prepare, snapshot
+from support.slave_bench import prepare
+from support.slave_values import snapshot
 
 from dips.core.ids import RoundId, Version
 from dips.slave.push_evidence import PushEvidence
@@ -54,9 +55,6 @@ def test_the_record_gets_its_name_only_after_the_pushes_and_their_names_are_flus
     monkeypatch.setattr(os, "replace", replace)
     write(tmp_path)
     assert steps == [
-        "flush r1.7-0.safetensors",
+        "flush r1.7-0.safetensors", "flush pushes", "flush .tmp-round-r1.7.json", "name round-r1.7.json",
         "flush pushes",
-        "flush .tmp-round-r1.7.json",
-        "name round-r1.7.json",
-        "flush pushes",
-    ]
+    ]  # fmt: skip

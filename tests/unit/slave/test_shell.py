@@ -223,12 +223,8 @@ async def test_a_later_start_loads_what_was_committed_and_refuses_what_has_anoth
         listed = await slave.hear(messages.ShardList)
     digest = digest_of_array(SEED, BLOCKS, CHUNK_BYTES)
     load: dict[str, Any] = {
-        "load": V0,
-        "load_round": R1,
-        "load_digest": digest,
-        "commit_hash": HASH,
-        "commit_record": RECORD,
-    }
+        "load": V0, "load_round": R1, "load_digest": digest, "commit_hash": HASH, "commit_record": RECORD,
+    }  # fmt: skip
     async with slave_on(tmp_path) as slave:
         assert slave.problems == []
         hello = await slave.join(epoch=2)
@@ -243,12 +239,8 @@ async def test_a_later_start_loads_what_was_committed_and_refuses_what_has_anoth
         _, line = slave.tape_says("snapshot_loaded")
         assert (line["version"], line["round"], line["digest"]) == ("1:0", "r1.1", digest.hex())
         named: dict[str, Any] = {
-            **load,
-            "load": Version(3, 0),
-            "load_round": RoundId(3, 1),
-            "origin": V0,
-            "origin_round": R1,
-        }
+            **load, "load": Version(3, 0), "load_round": RoundId(3, 1), "origin": V0, "origin_round": R1,
+        }  # fmt: skip
         slave.tell(configure_for(PLACEMENT, **named))
         assert await slave.hear(messages.Ready) == messages.Ready(Version(3, 0), digest)
         assert [info.version for info in slave.store.ring.infos()] == [Version(3, 0)], "what came after it is lost"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.slave_bench import prepare, snapshot
+from support.slave_bench import prepare
+from support.slave_values import snapshot
 
 from dips.core.errors import DipsError
 from dips.core.ids import RoundId, Version
@@ -66,16 +67,10 @@ def test_an_error_there_is_said_and_what_was_durable_stays(tmp_path: Path, name:
     assert newest(tmp_path) == 7
 
 
-@pytest.mark.parametrize(
-    ("action", "expected"),
-    [
-        ("off", [[b"header", b"payload"]]),
-        ("drop", []),
-        ("error", []),
-        ("dup", [[b"header", b"payload"]] * 2),
-        ("corrupt", [[b"header", b"payloae"]]),
-    ],
-)
+@pytest.mark.parametrize(("action", "expected"), [
+    ("off", [[b"header", b"payload"]]), ("drop", []), ("error", []), ("dup", [[b"header", b"payload"]] * 2),
+    ("corrupt", [[b"header", b"payloae"]]),
+])  # fmt: skip
 def test_answers_of_the_data_port_obey_their_failpoint(action: str, expected: list[list[bytes]]) -> None:
     with failpoints.armed(f"slave.data.before_answer={action}"):
         assert data_server._through_failpoint([b"header", b"payload"]) == expected

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from support.manual_clock import ManualClock
 from support.metric_samples import Samples, samples
-from support.slave_bench import R1, V0, SlaveBench, snapshot
+from support.slave_bench import SlaveBench
+from support.slave_values import R1, V0, snapshot
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.layout import Layout, Parameter

@@ -5,24 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.slave_bench import (
-    BASE,
-    FULL,
-    PLACEMENT,
-    R1,
-    R2,
-    R3,
-    V0,
-    V1,
-    V2,
-    SlaveBench,
-    answer,
-    configure,
-    measure,
-    only,
-    runs,
-    said,
-)
+from support.slave_bench import SlaveBench, answer, configure, measure, only, runs, said
+from support.slave_values import ASYNC, BASE, FULL, PLACEMENT, R1, R2, R3, V0, V1, V2, WELCOME
 from support.slave_wire import LAYOUT, configure_for, placement_over
 
 from dips.core import messages
@@ -42,15 +26,9 @@ def spec(placement: Placement, endpoint: str = "tcp://127.0.0.1:1") -> messages.
 
 
 def move(**changes: object) -> messages.MoveBlocks:
-    body = messages.MoveBlocks(
-        R2, V0, V1, LAYOUT, LAYOUT.layout_hash, spec(WIDER), spec(PLACEMENT), 4, 2, b"theta", b"momentum"
-    )
+    hashes, specs = (LAYOUT.layout_hash,), (spec(WIDER), spec(PLACEMENT))
+    body = messages.MoveBlocks(R2, V0, V1, LAYOUT, *hashes, *specs, 4, 2, b"theta", b"momentum")
     return replace(body, **changes)  # type: ignore[arg-type]
-
-
-def moved(bench: SlaveBench) -> list[effects.Effect]:
-    bench.disk = (MOVED, *bench.disk)
-    return bench.give(events.Done(bench.job(), MOVED, bench.disk))
 
 
 def phase_of(bench: SlaveBench) -> ShardPhase:
@@ -60,8 +38,7 @@ def phase_of(bench: SlaveBench) -> ShardPhase:
 
 @pytest.fixture
 def ready() -> SlaveBench:
-    bench = SlaveBench()
-    bench.ready(BASE)
+    bench = SlaveBench().ready(BASE)
     return bench
 
 
@@ -77,13 +54,12 @@ def test_checksums_are_listed_of_the_current_version_alone(ready: SlaveBench) ->
 
 def test_the_same_command_again_is_answered_again(ready: SlaveBench) -> None:
     ready.command(move())
-    moved(ready)
+    ready.prepared(MOVED)
     assert said(ready.command(move())) == [messages.Prepared(R2, b"theta")]
 
 
 def test_a_slave_without_blocks_whose_move_fails_has_none_still() -> None:
-    bench = SlaveBench()
-    bench.attach()
+    bench = SlaveBench().attach()
     bench.command(move(sources=spec(ELSEWHERE)))
     refused = answer(bench.failed(FULL), messages.RoundRefused)
     assert (refused.round, refused.command, bench.phase) == (R2, "moveblocks", ShardPhase.EMPTY)
@@ -113,17 +89,15 @@ def test_a_move_that_cannot_be_is_refused_before_anything_is_done(
 
 
 def test_a_move_in_chunks_that_the_data_port_cannot_serve_is_refused() -> None:
-    bench = SlaveBench(settings=messages.Settings(chunk_bytes=1022))
-    bench.attach()
-    refused = answer(bench.command(move(sources=spec(ELSEWHERE))), messages.RoundRefused)
-    assert refused.refusal.code is RefusalCode.CONFIG
+    bench = SlaveBench(settings=messages.Settings(chunk_bytes=1022)).attach()
+    assert bench.refused(move(sources=spec(ELSEWHERE))).code is RefusalCode.CONFIG
 
 
 def test_an_abort_ends_a_move_under_way_and_frees_its_file(ready: SlaveBench) -> None:
     ready.command(move())
     out = ready.command(messages.AbortRound(R2, "the operator took it back"))
     assert only(out, effects.CancelMove) == [effects.CancelMove(ready.job())]
-    moved(ready)  # it was done already when the word came
+    ready.prepared(MOVED)  # it was done already when the word came
     assert ready.state.shard.moved is None
     assert MOVED not in ready.state.shard.offers()
 
@@ -139,15 +113,15 @@ def test_a_new_master_ends_a_move_under_way(ready: SlaveBench) -> None:
 
 def test_a_later_round_and_another_configure_free_the_file(ready: SlaveBench) -> None:
     ready.command(move())
-    moved(ready)
+    ready.prepared(MOVED)
     assert only(ready.command(measure(R3)), effects.DropMoved)
     ready.command(move(round=R3))
     ready.give(events.Failed(ready.job(), FULL))
     ready.command(move(round=R3))
-    bench_info = replace(MOVED, round=R3)
-    ready.give(events.Done(ready.job(), bench_info, ready.disk))
+    again = replace(MOVED, round=R3)
+    ready.done(again)
     out = ready.command(configure(BASE))
-    assert only(out, effects.DropMoved) == [effects.DropMoved(bench_info)]
+    assert only(out, effects.DropMoved) == [effects.DropMoved(again)]
     assert said(out) == [messages.Ready(V0, BASE.digest)]
 
 
@@ -161,17 +135,16 @@ def test_after_a_restart_the_file_is_offered_and_loaded(ready: SlaveBench) -> No
 
 
 def test_with_durability_async_nothing_is_saved_while_a_moved_shard_stands() -> None:
-    bench = SlaveBench(settings=messages.Settings(durability="async"))
-    bench.ready(BASE)
+    bench = SlaveBench(settings=ASYNC).ready(BASE)
     bench.state.shard.saving.committed(replace(BASE, version=V0, round=R1, digest=b"newer"), b"{}", durable=False)
     bench.state.shard.saving.durable = None
     bench.command(move())
-    assert not only(moved(bench), effects.SaveVersion)
+    assert not only(bench.prepared(MOVED), effects.SaveVersion)
     out = bench.command(messages.AbortRound(R2, "x"))
     assert only(out, effects.SaveVersion), "it goes on once the file is free"
 
 
 def test_the_new_master_is_heard_although_a_move_runs(ready: SlaveBench) -> None:
     ready.command(move())
-    out = ready.command(messages.Welcome(messages.Hello(1, 1), messages.Settings()), epoch=2)
+    out = ready.command(WELCOME, epoch=2)
     assert only(out, effects.SavePromise) == [effects.SavePromise(2)]

@@ -9,32 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.slave_bench import (
-    BASE,
-    FULL,
-    FULL_NOW,
-    NEXT,
-    R1,
-    R2,
-    R3,
-    SHADOW,
-    V0,
-    V1,
-    V2,
-    A,
-    B,
-    SlaveBench,
-    answer,
-    commit,
-    configure,
-    measure,
-    only,
-    prepare,
-    runs,
-    said,
-    slot_of,
-    snapshot,
-)
+from support.slave_bench import SlaveBench, answer, commit, configure, measure, only, prepare, runs, said, slot_of
+from support.slave_values import ASYNC, BASE, FULL, FULL_NOW, NEXT, R1, R2, R3, SHADOW, V0, V1, V2, A, B, snapshot
 from support.slave_wire import open_staging
 
 from dips.core import messages
@@ -93,26 +69,17 @@ def test_a_later_round_drops_a_shadow_whose_abort_was_lost(prepared_bench: Slave
 def test_a_round_that_is_over_is_refused(bench: SlaveBench) -> None:
     bench.command(messages.AbortRound(R3, "late"))
     for body in (measure(), prepare()):
-        refused = answer(bench.command(body), messages.RoundRefused)
-        assert refused.refusal.code is RefusalCode.STALE_EPOCH
+        assert bench.refused(body).code is RefusalCode.STALE_EPOCH
 
 
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
-        (measure(R2, V1), RefusalCode.VERSION_GONE),
-        (measure(R2, V0, B), RefusalCode.UNKNOWN_PUSH),
-        (measure(R2, V0, A, B), RefusalCode.UNKNOWN_PUSH),
-        (prepare(from_version=V1, to=V2), RefusalCode.VERSION_GONE),
-        (prepare(from_version=None), RefusalCode.SEED_EXISTS),
-        (prepare(to=V0), RefusalCode.MALFORMED),
-        (prepare(to=Version(0, 9)), RefusalCode.MALFORMED),
-        (prepare(weights=(0.5, 0.5)), RefusalCode.MALFORMED),
-        (prepare(weights=(float("nan"),)), RefusalCode.NONFINITE),
-        (prepare(scale=float("inf")), RefusalCode.NONFINITE),
-        (prepare(gradient_weight=float("nan")), RefusalCode.NONFINITE),
-    ],
-)
+@pytest.mark.parametrize(("body", "code"), [
+    (measure(R2, V1), RefusalCode.VERSION_GONE), (measure(R2, V0, B), RefusalCode.UNKNOWN_PUSH),
+    (measure(R2, V0, A, B), RefusalCode.UNKNOWN_PUSH), (prepare(from_version=V1, to=V2), RefusalCode.VERSION_GONE),
+    (prepare(from_version=None), RefusalCode.SEED_EXISTS), (prepare(to=V0), RefusalCode.MALFORMED),
+    (prepare(to=Version(0, 9)), RefusalCode.MALFORMED), (prepare(weights=(0.5, 0.5)), RefusalCode.MALFORMED),
+    (prepare(weights=(float("nan"),)), RefusalCode.NONFINITE), (prepare(scale=float("inf")), RefusalCode.NONFINITE),
+    (prepare(gradient_weight=float("nan")), RefusalCode.NONFINITE),
+])  # fmt: skip
 def test_an_impossible_round_is_refused_and_changes_nothing(bench: SlaveBench, body: Any, code: RefusalCode) -> None:
     out = bench.command(body)
     refused = answer(out, messages.RoundRefused)
@@ -122,12 +89,9 @@ def test_an_impossible_round_is_refused_and_changes_nothing(bench: SlaveBench, b
 
 
 def test_the_seed_takes_exactly_one_push() -> None:
-    bench = SlaveBench()
-    bench.ready()
+    bench = SlaveBench().ready()
     bench.stage(A, 0)
-    answer(
-        bench.command(prepare(R1, V0, None, accepted=prepare().accepted * 2, weights=(0.5, 0.5))), messages.RoundRefused
-    )
+    bench.refused(prepare(R1, V0, None, accepted=prepare().accepted * 2, weights=(0.5, 0.5)))
     (run,) = runs(bench.command(prepare(R1, V0, None)), messages.Prepare)
     assert run.command == prepare(R1, V0, None)
     bench.prepared(snapshot(V0, R1, committed=False))
@@ -179,9 +143,7 @@ def go_back() -> messages.Configure:
 
 
 def recovering(*snapshots: object) -> SlaveBench:
-    bench = SlaveBench(snapshots)  # type: ignore[arg-type]
-    bench.attach()
-    return bench
+    return SlaveBench(snapshots).attach()  # type: ignore[arg-type]
 
 
 def test_the_origin_is_loaded_when_the_version_itself_is_not_there() -> None:
@@ -189,15 +151,12 @@ def test_the_origin_is_loaded_when_the_version_itself_is_not_there() -> None:
     (load,) = runs(bench.command(go_back()), messages.Configure)
     assert (load.source, load.command) == (BASE, go_back())
     bench.disk = (BACK,)
-    out = bench.loaded(BACK)
+    out = bench.done(BACK)
     assert said(out) == [messages.Ready(BACK.version, BACK.digest)]
     rolled_back, configured = only(out, effects.Record)
-    assert (rolled_back.kind, rolled_back.fields["origin"], rolled_back.fields["version"]) == (
-        "rolled_back",
-        "1:0",
-        "4:0",
-    )
-    assert rolled_back.fields["digest"] == BASE.digest.hex()
+    expected = {"origin": "1:0", "version": "4:0", "digest": BASE.digest.hex()}
+    assert rolled_back.kind == "rolled_back"
+    assert expected.items() <= rolled_back.fields.items()
     assert (configured.kind, configured.fields["round"]) == ("configured", "r4.1")
     out = bench.command(go_back())
     assert said(out) == [messages.Ready(BACK.version, BACK.digest)], "at once: it is there"
@@ -206,33 +165,31 @@ def test_the_origin_is_loaded_when_the_version_itself_is_not_there() -> None:
 
 def test_an_origin_with_other_bytes_or_another_round_is_refused() -> None:
     for here in (replace(BASE, digest=b"other"), replace(BASE, round=R3)):
-        refused = answer(recovering(here).command(go_back()), messages.ConfigureRefused)
-        assert refused.refusal.code is RefusalCode.VERSION_GONE
+        assert recovering(here).refused(go_back()).code is RefusalCode.VERSION_GONE
 
 
 def test_going_back_ends_an_open_round_and_the_version_in_memory(prepared_bench: SlaveBench) -> None:
     (load,) = runs(prepared_bench.command(go_back()), messages.Configure)
     assert load.source == BASE
     assert prepared_bench.state.shard.shadow is None
-    prepared_bench.loaded(BACK)
+    prepared_bench.done(BACK)
     answer(prepared_bench.command(commit()), messages.RoundRefused)
 
 
 def test_a_version_in_memory_is_given_up_for_empty(bench: SlaveBench) -> None:
     (load,) = runs(bench.command(configure(empty=True)), messages.Configure)
     assert load.source is None
-    assert said(bench.loaded()) == [messages.Ready(None)]
+    assert said(bench.done()) == [messages.Ready(None)]
     assert said(bench.command(configure(empty=True))) == [messages.Ready(None)]
 
 
 def test_donated_parameters_never_stand_on_a_timeline_that_is_on_disk() -> None:
     bench = recovering(NEXT)
     bench.command(configure(empty=True))
-    bench.loaded()
+    bench.done()
     bench.stage(A, 0)
     for to in (V0, V1, V2):
-        refused = answer(bench.command(prepare(R2, to, None)), messages.RoundRefused)
-        assert refused.refusal.code is RefusalCode.SEED_EXISTS
+        assert bench.refused(prepare(R2, to, None)).code is RefusalCode.SEED_EXISTS
 
 
 def test_a_round_that_comes_again_with_another_content_is_computed_again(prepared_bench: SlaveBench) -> None:
@@ -284,16 +241,14 @@ def test_work_of_an_earlier_incarnation_stays_mute_when_it_is_tried_again() -> N
         out = bench.failed(FULL_NOW)
         assert runs(out, messages.Configure), "it is tried again"
         assert not said(out)
-    assert not said(bench.loaded(BASE))
+    assert not said(bench.done(BASE))
     assert said(bench.command(configure(BASE))) == [messages.Ready(V0, BASE.digest)]
 
 
 def test_a_refused_round_still_drops_the_shadow_of_the_one_before(prepared_bench: SlaveBench) -> None:
     """Found by reading: the refusal was sent and the effect was lost, so that the next round met a second shadow."""
     for body in (measure(R3, V2), prepare(RoundId(1, 9), from_version=V2, to=Version(1, 3))):
-        bench = SlaveBench()
-        bench.ready(BASE)
-        bench.stage(A, 0)
+        bench = SlaveBench().at_v0()
         bench.prepare()
         bench.prepared(SHADOW)
         out = bench.command(body)
@@ -307,20 +262,14 @@ def test_commands_behind_a_question_keep_their_order() -> None:
     bench.command(configure(BASE))
     assert bench.command(open_staging(B, 1)) == []
     assert bench.command(messages.SendCommitRecord(V0, BASE.round)) == []
-    out = bench.loaded(BASE)
+    out = bench.done(BASE)
     opened, asked = only(out, effects.HoldSlots), only(out, effects.ReadRecord)
     assert out.index(opened[0]) < out.index(asked[0])
 
 
-ASYNC = messages.Settings(durability="async")
-
-
 @pytest.fixture
 def late() -> SlaveBench:
-    bench = SlaveBench(settings=ASYNC)
-    bench.ready(BASE)
-    bench.stage(A, 0)
-    return bench
+    return SlaveBench(settings=ASYNC).at_v0()
 
 
 def version(v: int, committed: bool = True) -> messages.SnapshotInfo:
@@ -330,9 +279,9 @@ def version(v: int, committed: bool = True) -> messages.SnapshotInfo:
 def one_round(bench: SlaveBench, v: int) -> list[Effect]:
     round_id = RoundId(1, v + 1)
     bench.command(prepare(round_id, Version(1, v), Version(1, v - 1)))
-    bench.give(events.Done(bench.job(), version(v, committed=False), bench.disk))
+    bench.done(version(v, committed=False))
     bench.command(commit(round_id, Version(1, v)))
-    return bench.flipped(version(v))
+    return bench.done(version(v))
 
 
 def saved(bench: SlaveBench, number: int, v: int) -> list[Effect]:
@@ -349,27 +298,25 @@ def durable(bench: SlaveBench) -> int | None:
 @pytest.mark.parametrize("lag", [2, 3])
 def test_a_ring_that_would_overwrite_what_the_run_goes_back_to_is_refused(durability: str, lag: int) -> None:
     """Three snapshots kept: of a disk that is three versions behind, this slave would overwrite the newest."""
-    bench = SlaveBench(settings=messages.Settings(durability=durability, async_lag_versions=lag), snapshots_kept=3)
-    bench.attach()
-    refused = [
-        answer.refusal for answer in said(bench.command(configure())) if isinstance(answer, messages.ConfigureRefused)
-    ]
+    settings = messages.Settings(durability=durability, async_lag_versions=lag)
+    bench = SlaveBench(settings=settings, snapshots_kept=3).attach()
     if (durability, lag) == ("async", 3):
-        assert [refusal.code for refusal in refused] == [RefusalCode.CONFIG]
-        assert "raise its snapshots_kept to 4, or lower the master's async_lag_versions to 2" in refused[0].sentence
+        refusal = bench.refused(configure())
+        assert refusal.code is RefusalCode.CONFIG
+        assert "raise its snapshots_kept to 4, or lower the master's async_lag_versions to 2" in refusal.sentence
     else:
-        assert refused == []
+        assert runs(bench.command(configure()), messages.Configure)
 
 
 def test_a_round_answers_without_the_disk_and_the_save_begins_with_the_commit(late: SlaveBench) -> None:
     (run,) = runs(late.command(prepare()), messages.Prepare)
     assert not run.durable
-    out = late.give(events.Done(late.job(), version(1, committed=False), late.disk))
+    out = late.done(version(1, committed=False))
     assert said(out) == [messages.Prepared(RoundId(1, 2), version(1).digest)]
     assert only(out, effects.Record)[0].fields["durable"] is False
     (run_commit,) = runs(late.command(commit()), messages.Commit)
     assert not run_commit.durable
-    out = late.flipped(version(1))
+    out = late.done(version(1))
     assert said(out) == [messages.Flipped(RoundId(1, 2), Version(1, 1))]
     assert only(out, effects.SaveVersion) == [effects.SaveVersion(1, version(1), b"{}")]
     record, answer, _ = out
@@ -381,7 +328,7 @@ def test_a_round_answers_without_the_disk_and_the_save_begins_with_the_commit(la
 def test_hello_offers_what_only_memory_holds_beside_what_is_on_disk(late: SlaveBench) -> None:
     one_round(late, 1)
     late.command(prepare(RoundId(1, 3), Version(1, 2), Version(1, 1)))
-    late.give(events.Done(late.job(), version(2, committed=False), late.disk))
+    late.done(version(2, committed=False))
     late.give(events.Unlinked("reset"))
     hello = answer(late.link(), messages.SlaveHello)
     assert hello.snapshots == (version(2, committed=False), version(1), BASE)
@@ -394,7 +341,7 @@ def test_memory_is_made_anew_only_after_its_version_is_on_disk(late: SlaveBench)
     assert not runs(late.command(configure(version(1), slots=2)), messages.Configure)
     (load,) = runs(saved(late, 1, 1), messages.Configure)
     assert load.source == version(1)
-    late.loaded(version(1))
+    late.done(version(1))
     assert durable(late) == 1
 
 
@@ -413,15 +360,13 @@ def test_a_save_of_a_history_that_was_given_up_says_nothing_of_the_new_one(late:
     assert durable(late) is None
     assert not only(saved(late, 1, 1), effects.SaveVersion)
     assert durable(late) is None
-    late.loaded(BASE)
+    late.done(BASE)
     assert durable(late) == 0
 
 
 @given(st.lists(st.sampled_from(["round", "saved", "failed", "again"]), max_size=40))
 def test_whatever_happens_durable_is_on_disk_and_never_ahead_and_one_save_runs(script: list[str]) -> None:
-    bench = SlaveBench(settings=ASYNC)
-    bench.ready(BASE)
-    bench.stage(A, 0)
+    bench = SlaveBench(settings=ASYNC).at_v0()
     v, running, waiting = 0, None, False
     for what in script:
         out: list[Effect] = []

@@ -67,10 +67,13 @@ def manifest_file(directory: Path, slot: int) -> Path:
     return directory / f"manifest-{slot}.json"
 
 
-def two_versions(directory: Path) -> None:
-    with closing(made_store(directory)) as store:
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """A directory with versions 0 and 1."""
+    with closing(made_store(tmp_path)) as store:
         for v in (0, 1):
             write(store, v)
+    return tmp_path
 
 
 @pytest.fixture
@@ -111,150 +114,105 @@ TEXT_END = 1000
 """Within the header's blanks: its text is shorter than this."""
 
 REGIONS = {
-    "length": range(8),
-    "text": range(8, TEXT_END, 37),
-    "blanks": range(TEXT_END, HEADER_BYTES, 500),
-    "theta": (HEADER_BYTES, HEADER_BYTES + 4 * N - 1),
-    "momentum": (HEADER_BYTES + 4 * N, HEADER_BYTES + 8 * N - 1),
-}
+    "length": range(8), "text": range(8, TEXT_END, 37), "blanks": range(TEXT_END, HEADER_BYTES, 500),
+    "theta": (HEADER_BYTES, HEADER_BYTES + 4 * N - 1), "momentum": (HEADER_BYTES + 4 * N, HEADER_BYTES + 8 * N - 1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("bit", [0, 3, 7])
-def test_a_flipped_bit_anywhere_skips_the_snapshot_and_the_older_one_stands(
-    tmp_path: Path, region: str, bit: int
-) -> None:
-    two_versions(tmp_path)
-    path = ring_file(tmp_path, 1)
+def test_a_flipped_bit_anywhere_skips_the_snapshot_and_the_older_one_stands(two: Path, region: str, bit: int) -> None:
+    path = ring_file(two, 1)
     whole = path.read_bytes()
     for where in REGIONS[region]:
         data = bytearray(whole)
         data[where] ^= 1 << bit
         path.write_bytes(data)
-        infos, problems = reopened(tmp_path)
+        infos, (problem,) = reopened(two)
         assert [found.version.v for found in infos] == [0], where
-        assert len(problems) == 1
-        assert str(path) in problems[0]
+        assert str(path) in problem
     path.write_bytes(whole)
-    assert reopened(tmp_path)[1] == []
+    assert reopened(two)[1] == []
 
 
-LENGTHS = [1, 5, 100, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 4 * N, -1]
-
-
-@pytest.mark.parametrize(
-    "left",
-    [*(lambda whole, n=n: whole[:n] for n in LENGTHS), *(lambda _, n=n: bytes(n) for n in (0, 3, file_bytes(N)))],
-)
-def test_a_file_that_is_torn_or_was_emptied_is_skipped_and_told(tmp_path: Path, left: Callable[[bytes], bytes]) -> None:
-    two_versions(tmp_path)
-    path = ring_file(tmp_path, 1)
-    path.write_bytes(left(path.read_bytes()))
-    infos, problems = reopened(tmp_path)
-    assert [found.version.v for found in infos] == [0]
-    assert len(problems) == 1
-
-
-def test_a_header_that_is_nested_without_end_is_skipped(tmp_path: Path) -> None:
-    """Found by reading: it ended the start of the slave with a stack trace."""
-    two_versions(tmp_path)
-    with ring_file(tmp_path, 1).open("r+b") as file:
-        file.seek(8)
-        file.write(b"[" * (HEADER_BYTES - 8))
-    infos, problems = reopened(tmp_path)
-    assert [found.version.v for found in infos] == [0]
-    assert any("its header cannot be read" in problem for problem in problems)
-
-
-@pytest.mark.parametrize(("n_elems", "residual_bytes"), [(float(N), 0), (2 * N, -8 * N)])
-def test_a_header_with_tensors_that_cannot_be_is_skipped(tmp_path: Path, n_elems: Any, residual_bytes: int) -> None:
+def headed(whole: bytes, n_elems: Any, residual_bytes: int) -> bytes:
     """The length fits, and the checksum of the header."""
-    two_versions(tmp_path)
     raw, _ = build_header(info(1), n_elems, ("0", "0", "0")[: 3 if residual_bytes else 2], "run", "s0", residual_bytes)
-    with ring_file(tmp_path, 1).open("r+b") as file:
-        file.write(raw)
-    infos, problems = reopened(tmp_path)
+    return bytes(raw) + whole[len(raw) :]
+
+
+@pytest.mark.parametrize(("damage", "says"), [
+    *((lambda whole, n=n: whole[:n], "") for n in (1, 5, 99, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 4 * N, -1)),
+    *((lambda _, n=n: bytes(n), "") for n in (0, 3, file_bytes(N))),
+    # Found by reading: it ended the start of the slave with a stack trace.
+    (lambda whole: whole[:8] + b"[" * (HEADER_BYTES - 8) + whole[HEADER_BYTES:], "its header cannot be read"),
+    (lambda whole: headed(whole, float(N), 0), "tensors that cannot be"),
+    (lambda whole: headed(whole, 2 * N, -8 * N), "tensors that cannot be"),
+])  # fmt: skip
+def test_a_file_that_is_torn_emptied_or_odd_is_skipped_and_told(
+    two: Path, damage: Callable[[bytes], bytes], says: str
+) -> None:
+    path = ring_file(two, 1)
+    path.write_bytes(damage(path.read_bytes()))
+    infos, (problem,) = reopened(two)
     assert [found.version.v for found in infos] == [0]
-    assert any("tensors that cannot be" in problem for problem in problems)
+    assert says in problem
 
 
-@pytest.mark.parametrize("timeline", [-1, 1 << 64, float("inf"), "1"])
-def test_a_manifest_with_a_timeline_that_cannot_be_sent_is_not_used(tmp_path: Path, timeline: Any) -> None:
-    two_versions(tmp_path)
-    path = manifest_file(tmp_path, 1)
-    said = decode(path.read_bytes(), "")
-    path.write_bytes(encode(replace(said, info=replace(said.info, restored_timeline=timeline))))
-    infos, problems = reopened(tmp_path)
-    assert [found.committed for found in infos] == [False, True]
-    assert any("is no timeline" in problem for problem in problems)
+Change = Callable[[bytes], bytes]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda text: text.replace('tokens\\": 12', 'tokens\\": 13'),
-        lambda text: "{",
-        lambda text: "",
-        lambda text: "[]",
-        lambda text: text[:-40],
-        lambda text: text.replace("dips-manifest-2", "dips-manifest-9"),
+def said_otherwise(change: Callable[[SnapshotManifest], SnapshotManifest]) -> Change:
+    return lambda data: encode(change(decode(data, "here")))
+
+
+def of_info(**changes: Any) -> Change:
+    return said_otherwise(lambda said: replace(said, info=replace(said.info, **changes)))
+
+
+def in_text(change: Callable[[str], str]) -> Change:
+    return lambda data: change(data.decode()).encode()
+
+
+@pytest.mark.parametrize(("damage", "says"), [
+    *((in_text(change), "manifest-1.json") for change in (
+        lambda text: text.replace('tokens\\": 12', 'tokens\\": 13'), lambda text: "{", lambda text: "",
+        lambda text: "[]", lambda text: text[:-40], lambda text: text.replace("dips-manifest-2", "dips-manifest-9"),
         lambda text: "[" * 4000,
-    ],
-)
-def test_a_damaged_manifest_leaves_a_shadow_and_a_sentence(tmp_path: Path, damage: Callable[[str], str]) -> None:
-    two_versions(tmp_path)
-    path = manifest_file(tmp_path, 1)
-    before = path.read_text()
-    path.write_text(damage(before))
-    assert path.read_text() != before
-    infos, problems = reopened(tmp_path)
-    assert [(found.version.v, found.committed) for found in infos] == [(1, False), (0, True)]
-    assert len(problems) == 1
-    assert str(path) in problems[0]
-
-
-def of_info(**changes: Any) -> Callable[[SnapshotManifest], SnapshotManifest]:
-    return lambda said: replace(said, info=replace(said.info, **changes))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda said: replace(said, run_id="another"),
-        lambda said: replace(said, slave_id="s1"),
+    )),
+    *((of_info(restored_timeline=timeline), "is no timeline") for timeline in (-1, 1 << 64, float("inf"), "1")),
+    *((said_otherwise(change), "names another file") for change in (
+        lambda said: replace(said, run_id="another"), lambda said: replace(said, slave_id="s1"),
         lambda said: replace(said, file="ring-2.safetensors"),
         lambda said: replace(said, stamp=replace(said.stamp, n_bytes=said.stamp.n_bytes + 8)),
         lambda said: replace(said, stamp=replace(said.stamp, header_xxh3_128=32 * "0")),
         lambda said: replace(said, file_version=Version(2, 1)),
         lambda said: replace(said, file_round=RoundId(1, 9)),
-        of_info(layout_hash=b"L"),
-        of_info(placement_hash=b"P"),
-        of_info(digest=b"D"),
-    ],
-)
-def test_a_manifest_of_another_file_is_not_believed(
-    tmp_path: Path, other: Callable[[SnapshotManifest], SnapshotManifest]
+    )),
+    *((of_info(**{name: b"other"}), "names another file") for name in ("layout_hash", "placement_hash", "digest")),
+])  # fmt: skip
+def test_a_damaged_manifest_or_one_of_another_file_leaves_a_shadow_and_a_sentence(
+    two: Path, damage: Change, says: str
 ) -> None:
-    two_versions(tmp_path)
-    path = manifest_file(tmp_path, 1)
-    path.write_bytes(encode(other(decode(path.read_bytes(), "here"))))
-    infos, problems = reopened(tmp_path)
+    path = manifest_file(two, 1)
+    before = path.read_bytes()
+    path.write_bytes(damage(before))
+    assert path.read_bytes() != before
+    infos, (problem,) = reopened(two)
     assert [(found.version.v, found.committed) for found in infos] == [(1, False), (0, True)]
-    assert "names another file" in problems[0]
+    assert says in problem
 
 
-def test_a_copy_of_a_snapshot_counts_once(tmp_path: Path) -> None:
-    two_versions(tmp_path)
-    ring_file(tmp_path, 2).write_bytes(ring_file(tmp_path, 0).read_bytes())
-    infos, problems = reopened(tmp_path)
+def test_a_copy_of_a_snapshot_counts_once(two: Path) -> None:
+    ring_file(two, 2).write_bytes(ring_file(two, 0).read_bytes())
+    infos, problems = reopened(two)
     assert [(found.version.v, found.committed) for found in infos] == [(1, True), (0, True)]
     assert "the same version" in problems[0]
 
 
-def test_a_manifest_without_a_file_is_said(tmp_path: Path) -> None:
-    two_versions(tmp_path)
-    ring_file(tmp_path, 1).unlink()
-    infos, problems = reopened(tmp_path)
+def test_a_manifest_without_a_file_is_said(two: Path) -> None:
+    ring_file(two, 1).unlink()
+    infos, problems = reopened(two)
     assert [found.version.v for found in infos] == [0]
     assert "not there" in problems[0]
 

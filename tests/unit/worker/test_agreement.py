@@ -151,34 +151,19 @@ def part(start: int, values: torch.Tensor) -> Held:
 @pytest.mark.parametrize(
     ("ranks", "sentence"),
     [
-        (
-            (held(FULL), ValueError("no")),
-            None,
-        ),
-        (
-            (held(FULL), None),
-            "rank 1 of this cluster has no master, and rank 0 has one: set DIPS_MASTER on every rank (torchrun",
-        ),
-        (
-            (held({"w": torch.ones(3)}), held({"w": torch.ones(4)})),
-            "parameter 'w' is float32 of shape [4] on rank 1, and float32 of shape [3] on rank 0: one name is one",
-        ),
-        (
-            (held({"w": torch.ones(3)}), held({"w": torch.ones(3, dtype=torch.bfloat16)})),
-            "parameter 'w' is bfloat16 of shape [3] on rank 1, and float32 of shape [3] on rank 0: ",
-        ),
-        (
-            (held({"w": torch.ones(3)}), held({"w": torch.zeros(3)})),
-            "parameter 'w' has other values on rank 1 than on rank 0: one name is one tensor in the whole cluster; ",
-        ),
-        (
-            (part(0, torch.ones(4)), part(5, torch.ones(5))),
-            "no rank holds 1 of the 10 elements of parameter 'w' of shape [10]: ",
-        ),
-        (
-            (part(0, torch.ones(6)), part(5, torch.zeros(5))),
-            "parameter 'w' has other values on rank 1 than on rank 0: ",
-        ),
+        ((held(FULL), ValueError("no")), None),
+        ((held(FULL), None),
+         "rank 1 of this cluster has no master, and rank 0 has one: set DIPS_MASTER on every rank (torchrun"),
+        ((held({"w": torch.ones(3)}), held({"w": torch.ones(4)})),
+         "parameter 'w' is float32 of shape [4] on rank 1, and float32 of shape [3] on rank 0: one name is one"),
+        ((held({"w": torch.ones(3)}), held({"w": torch.ones(3, dtype=torch.bfloat16)})),
+         "parameter 'w' is bfloat16 of shape [3] on rank 1, and float32 of shape [3] on rank 0: "),
+        ((held({"w": torch.ones(3)}), held({"w": torch.zeros(3)})),
+         "parameter 'w' has other values on rank 1 than on rank 0: one name is one tensor in the whole cluster; "),
+        ((part(0, torch.ones(4)), part(5, torch.ones(5))),
+         "no rank holds 1 of the 10 elements of parameter 'w' of shape [10]: "),
+        ((part(0, torch.ones(6)), part(5, torch.zeros(5))),
+         "parameter 'w' has other values on rank 1 than on rank 0: "),
     ],
 )  # fmt: skip
 def test_what_cannot_be_one_model_is_refused_with_one_sentence(

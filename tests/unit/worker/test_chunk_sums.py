@@ -37,8 +37,7 @@ def checksums_of(layout: Layout, chunk_bytes: int, flat: F32) -> dict[Chunk, int
 
 def laid_out(sizes: Sequence[int], per_layer: int, block_elems: int) -> Layout:
     return Layout(
-        tuple(Parameter(f"p{i}", (n,), "float32", f"layer {i // per_layer}") for i, n in enumerate(sizes)),
-        block_elems,
+        tuple(Parameter(f"p{i}", (n,), "float32", f"layer {i // per_layer}") for i, n in enumerate(sizes)), block_elems
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +28,8 @@ SETTINGS = Settings(heartbeat_s=2**-10, evict_after_beats=5)
 class Master:
     """Answers beats by a script: with a reply, a refusal, silence of so many seconds; None ends the stream."""
 
-    def __init__(self, clock: ManualClock, *script: HeartbeatReply | RefuseCall | float | None) -> None:
-        self.clock, self.script = clock, list(script)
+    def __init__(self, *script: HeartbeatReply | RefuseCall | float | None) -> None:
+        self.clock, self.script = ManualClock(50.0), list(script)
         self.streams: list[int] = []
         """How many beats were heard before each began."""
         self.heard: list[HeartbeatRequest] = []
@@ -74,23 +74,40 @@ def facts(n: int, steps: int = 0) -> HeartbeatRequest:
     return HeartbeatRequest(Caller("run", 1, "a", Incarnation(1, n), "a/1"), phase="TRAINING", steps=steps, loss=2.0)
 
 
-def beating(master: Master, told: queue.SimpleQueue[Beat], monkeypatch: pytest.MonkeyPatch) -> Heartbeat:
-    monkeypatch.setattr("dips.worker.control.clusters_pb2_grpc", master)
+Beating = Callable[..., AbstractContextManager[Heartbeat]]
+
+
+@pytest.fixture
+def told() -> queue.SimpleQueue[Beat]:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def beating(told: queue.SimpleQueue[Beat], monkeypatch: pytest.MonkeyPatch) -> Beating:
+    """Beats to this master, and at the first what is given."""
     monkeypatch.setattr("dips.worker.control.channel_to", lambda address, security: nullcontext())
     for name in ("FIRST_PAUSE_S", "MAX_PAUSE_S"):
         monkeypatch.setattr(f"dips.worker.control.{name}", 0.001)
-    return Heartbeat("m", INSECURE, told.put, master.clock)  # type: ignore[arg-type]
+
+    @contextmanager
+    def begun(master: Master, steps: int = 0, late_ranks: Sequence[int] = ()) -> Iterator[Heartbeat]:
+        monkeypatch.setattr("dips.worker.control.clusters_pb2_grpc", master)
+        with closing(Heartbeat("m", INSECURE, told.put, master.clock)) as beats:  # type: ignore[arg-type]
+            beats.late_ranks = late_ranks
+            beats.tell(facts(1, steps), SETTINGS)
+            yield beats
+
+    return begun
 
 
-def test_news_are_delivered_once_and_a_fenced_incarnation_beats_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, told = ManualClock(50.0), queue.SimpleQueue[Beat]()
+def test_news_are_delivered_once_and_a_fenced_incarnation_beats_no_more(
+    beating: Beating, told: queue.SimpleQueue[Beat]
+) -> None:
     master = Master(
-        clock, reply(1), reply(1), reply(2), None, reply(2), reply(3), 0.01, RefuseCall(RefusalCode.FENCED, "evicted"),
+        reply(1), reply(1), reply(2), None, reply(2), reply(3), 0.01, RefuseCall(RefusalCode.FENCED, "evicted"),
         reply(3),
     )  # fmt: skip
-    beats = beating(master, told, monkeypatch)
-    beats.tell(facts(1, steps=7), SETTINGS)
-    try:
+    with beating(master, steps=7) as beats:
         got = [told.get(timeout=60) for _ in range(4)]
         answers = [(beat.incarnation.n, getattr(beat.answer, "tokens", None)) for beat in got]
         assert answers == [(1, 1), (1, 2), (1, 3), (1, None)]
@@ -101,53 +118,37 @@ def test_news_are_delivered_once_and_a_fenced_incarnation_beats_no_more(monkeypa
         n_heard = len(master.heard)
         beats.tell(facts(2), SETTINGS)
         assert told.get(timeout=60) == Beat(Incarnation(1, 2), reply(3))
-        assert [each.caller.incarnation.n for each in master.heard[:n_heard] if each.caller.incarnation] == [
-            1
-        ] * n_heard
-    finally:
-        beats.close()
+        assert {each.caller.incarnation for each in master.heard[:n_heard]} == {Incarnation(1, 1)}
         beats.close()
     assert told.empty()
 
 
-def test_late_ranks_are_named_while_the_training_thread_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, told = ManualClock(50.0), queue.SimpleQueue[Beat]()
-    master = Master(clock, reply(1), 1e-6, reply(2))
-    beats = beating(master, told, monkeypatch)
-    beats.late_ranks = [1, 3]
-    beats.tell(facts(1), SETTINGS)
-    try:
+def test_late_ranks_are_named_while_the_training_thread_tells_nothing(
+    beating: Beating, told: queue.SimpleQueue[Beat]
+) -> None:
+    master = Master(reply(1), 1e-6, reply(2))
+    with beating(master, late_ranks=[1, 3]):
         told.get(timeout=60)
-    finally:
-        beats.close()
     assert master.heard[0].late_ranks == (1, 3)
 
 
-def test_a_master_that_is_silent_for_as_long_as_it_would_evict_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, told = ManualClock(50.0), queue.SimpleQueue[Beat]()
+def test_a_master_that_is_silent_for_as_long_as_it_would_evict_is_hung_up_on(
+    beating: Beating, told: queue.SimpleQueue[Beat]
+) -> None:
     silent_s = SETTINGS.heartbeat_s * SETTINGS.evict_after_beats
-    master = Master(clock, reply(1), silent_s, 1e-6, reply(2))
-    beats = beating(master, told, monkeypatch)
-    beats.tell(facts(1), SETTINGS)
-    try:
+    master = Master(reply(1), silent_s, 1e-6, reply(2))
+    with beating(master):
         assert [told.get(timeout=60).answer for _ in range(2)] == [reply(1), reply(2)]
         assert (master.hung_up, master.streams[:2]) == (1, [0, 3]), "not a moment earlier"
-    finally:
-        beats.close()
 
 
 def test_renewed_keys_are_used_from_another_stream_on_without_a_word(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    beating: Beating, told: queue.SimpleQueue[Beat], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock, told = ManualClock(50.0), queue.SimpleQueue[Beat]()
-    master = Master(clock, reply(1), reply(2))
+    master = Master(reply(1), reply(2))
     renewed = iter([False, True])  # of the keys of the thread's making, and of the first stream
     monkeypatch.setattr("dips.worker.control.UsedKeys", lambda security: SimpleNamespace(renewed=next(renewed, False)))
-    beats = beating(master, told, monkeypatch)
-    beats.tell(facts(1), SETTINGS)
-    try:
+    with beating(master):
         assert [told.get(timeout=60).answer for _ in range(2)] == [reply(1), reply(2)]
         assert (master.hung_up, master.streams[:2]) == (1, [0, 1])
-    finally:
-        beats.close()
     assert "CANCELLED" not in caplog.text

@@ -10,13 +10,7 @@ import pytest
 from support.cluster_bench import LEASED, SETTINGS, TK_MAX, ClusterBench, phase_of, session_config
 
 from dips.core import messages
-from dips.core.errors import (
-    NAME_TAKEN_EXIT,
-    ConfigError,
-    LocalProtocolError,
-    RefusalCode,
-    Refused,
-)
+from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import Incarnation, RoundId, Version
 from dips.core.protocol import MAX_LEASED_CHUNKS, PROTOCOL_VERSION, RANKS
 from dips.worker.state import effects
@@ -34,11 +28,15 @@ def life() -> ClusterBench:
     return begun()
 
 
-def seeding() -> ClusterBench:
-    """A cluster that was told to seed the run."""
+def unseeded() -> ClusterBench:
     life = ClusterBench()
     life.published = None
-    life.say(effects.Started())
+    return life.started()
+
+
+def seeding() -> ClusterBench:
+    """A cluster that was told to seed the run."""
+    life = unseeded()
     life.join(seed=True)
     return life
 
@@ -91,9 +89,7 @@ def test_busy_pull_is_repeated_until_a_version_is_there() -> None:
 
 
 def test_a_cluster_that_waits_may_be_told_to_join_again_as_seed() -> None:
-    life = ClusterBench()
-    life.published = None
-    life.say(effects.Started())
+    life = unseeded()
     life.join()
     life.refuse(messages.BeginPullRequest, RefusalCode.FENCED)
     life.join(seed=True)
@@ -119,7 +115,7 @@ def test_without_a_master_training_goes_on_for_the_hours_that_were_set_and_says_
         life.pass_s(590)
         assert not life.waits
         life.train(1)
-        said += [e.sentence for e in life.every if isinstance(e, effects.Log) and e.key == "cut off" and e.sentence]
+        said += life.logged("cut off")
         life.every.clear()
     assert said[0] == "5 steps with 500 tokens are not pushed yet, for 10 min"
     assert len(said) == 4, "at twice the time"
@@ -146,8 +142,7 @@ def test_a_slave_that_is_away_is_no_less_cut_off_where_the_master_answers() -> N
         job, _ = life.ticket()
         life.say(effects.Failed(job, "slave s0 does not answer"))
         life.pass_s(20)
-        busy = messages.Busy(0.5, "only 0 of 1 slaves have attached")
-        life.answer(messages.BeginPushRequest, messages.BeginPushReply(busy))
+        life.puts_off("only 0 of 1 slaves have attached")
         life.pass_s(20)
         assert life.waits is waits
 
@@ -166,9 +161,8 @@ def test_joining_a_run_that_has_ended_is_no_failure() -> None:
     life.refuse(messages.JoinRequest, RefusalCode.STOPPING)
     assert life.finished is not None
     assert life.finished.error is None
-    assert life.take(effects.Log) == effects.Log(
-        logging.WARNING, "join", "this cluster cannot join: refused: STOPPING", "a/join"
-    )
+    said_so = effects.Log(logging.WARNING, "join", "this cluster cannot join: refused: STOPPING", "a/join")
+    assert life.take(effects.Log) == said_so
 
 
 def test_a_master_of_another_protocol_is_left() -> None:
@@ -248,8 +242,7 @@ def test_an_incomplete_push_is_completed_with_the_same_ticket(life: ClusterBench
 def test_a_pull_that_fails_gives_its_version_back_and_is_asked_for_again_and_the_newest_of_one_that_is_gone(
     life: ClusterBench,
 ) -> None:
-    life.awaiting()
-    life.decide(messages.VerdictKind.APPLIED)
+    life.exchanged()
     life.grant()
     life.fail(messages.PullGrant)
     assert life.asked(messages.FinishPullRequest).pin_id == 7
@@ -264,7 +257,7 @@ def test_a_fence_counts_for_its_own_incarnation_and_cancels_the_transfer(life: C
     assert life.phase is SessionPhase.TRAINING
     life.say(effects.Beat(Incarnation(1, 1), Refused(RefusalCode.MALFORMED, "strange")))
     assert phase_of(life) is SessionPhase.TRAINING
-    assert any(isinstance(effect, effects.Log) and "strange" in effect.sentence for effect in life.effects)
+    assert any("strange" in sentence for sentence in life.logged())
     life.push_begun()
     start = life.ticket()
     life.say(effects.Beat(Incarnation(1, 1), Refused(RefusalCode.FENCED, "evicted")))
@@ -278,9 +271,7 @@ def test_a_revoked_cluster_ends_with_the_masters_sentence_and_trains_no_further(
     assert phase_of(life) is SessionPhase.LEAVING
     life.refuse(messages.LeaveRequest, RefusalCode.IDENTITY)
     assert phase_of(life) is SessionPhase.LEFT
-    finished = life.take(effects.Finished)
-    assert isinstance(finished.error, Refused)
-    assert "revoked" in finished.error.sentence
+    assert "revoked" in life.ended_with(Refused).sentence
 
 
 def test_a_second_process_of_a_name_waits_while_it_is_told_to_and_then_ends() -> None:
@@ -290,10 +281,7 @@ def test_a_second_process_of_a_name_waits_while_it_is_told_to_and_then_ends() ->
     assert life.finished is None
     life.pass_s(0.6)
     assert life.refuse(messages.JoinRequest, RefusalCode.NAME_TAKEN).process_id == b"mine"
-    finished = life.finished
-    assert finished is not None
-    assert isinstance(finished.error, Refused)
-    assert finished.error.exit_code == NAME_TAKEN_EXIT
+    assert life.ended_with(Refused).exit_code == NAME_TAKEN_EXIT
 
 
 def test_leases_are_handed_out_once_and_survive_an_absent_master() -> None:
@@ -387,8 +375,7 @@ def test_a_version_that_came_out_during_the_last_pull_is_pulled_too(life: Cluste
 @pytest.mark.parametrize("stretch", ["training", "pulling"])
 def test_a_stop_from_outside_leaves_at_once_where_nothing_is_undecided(life: ClusterBench, stretch: str) -> None:
     if stretch == "pulling":
-        life.awaiting()
-        life.decide(messages.VerdictKind.APPLIED)
+        life.exchanged()
         life.grant()
     life.say(effects.StopWanted("SIGTERM"))
     assert life.left().reason == "SIGTERM"
@@ -397,8 +384,7 @@ def test_a_stop_from_outside_leaves_at_once_where_nothing_is_undecided(life: Clu
 
 
 def test_leaving_comes_after_the_small_calls(life: ClusterBench) -> None:
-    life.awaiting()
-    life.decide(messages.VerdictKind.APPLIED)
+    life.exchanged()
     life.grant()
     life.say(effects.Done(life.job(messages.PullGrant)[0], None, 0.1))
     life.say(effects.StopWanted("enough"))
@@ -415,9 +401,7 @@ def test_a_push_that_can_never_be_accepted_ends_the_session_with_the_sentence(li
 
 
 def test_every_record_names_its_cause(life: ClusterBench) -> None:
-    life.awaiting()
-    life.decide(messages.VerdictKind.APPLIED)
-    life.pulled()
+    life.whole_round()
     records = [effect for effect in life.every if isinstance(effect, effects.Record)]
     kinds = [record.kind for record in records]
     assert kinds == ["joined", "installed", "push_begun", "push_sent", "admitted", "verdict", "installed"]
@@ -425,6 +409,7 @@ def test_every_record_names_its_cause(life: ClusterBench) -> None:
 
 
 def said(life: ClusterBench) -> dict[str, str]:
+    """The last of each matter."""
     return {effect.key: effect.sentence for effect in life.every if isinstance(effect, effects.Log)}
 
 
@@ -478,7 +463,7 @@ def test_after_an_error_the_open_push_is_decided_and_later_steps_are_said_to_be_
 def test_what_cannot_be_pushed_in_time_is_said_with_the_reason(life: ClusterBench) -> None:
     life.train(3)
     life.say(effects.StopWanted("enough"))
-    life.answer(messages.BeginPushRequest, messages.BeginPushReply(messages.Busy(0.5, "slave s0 is away")))
+    life.puts_off("slave s0 is away")
     life.pass_s(29.9)
     assert not life.asks(messages.LeaveRequest)
     life.pass_s(0.2)
@@ -487,10 +472,8 @@ def test_what_cannot_be_pushed_in_time_is_said_with_the_reason(life: ClusterBenc
 
 
 def test_an_excluded_push_is_warned_of_with_the_reason(life: ClusterBench) -> None:
-    life.awaiting()
-    life.decide(messages.VerdictKind.EXCLUDED)
-    warnings = [one for one in life.every if isinstance(one, effects.Log) and one.level == logging.WARNING]
-    assert [one.key for one in warnings if "because EXCLUDED" in one.sentence] == ["verdict"]
+    life.exchanged(messages.VerdictKind.EXCLUDED)
+    assert ["because EXCLUDED" in sentence for sentence in life.logged("verdict", logging.WARNING)] == [True]
 
 
 @pytest.mark.parametrize("since", [0, 2])
@@ -524,9 +507,7 @@ def test_leaving_waits_for_the_window_that_the_master_named() -> None:
 def test_a_stale_last_push_is_rebased_and_pushed(life: ClusterBench) -> None:
     life.train(2)
     life.say(effects.StopWanted("enough"))
-    life.answer(
-        messages.BeginPushRequest, messages.BeginPushReply(messages.Stale(messages.StaleKind.VERSIONS, "too old"))
-    )
+    life.judged("begin", messages.Stale(messages.StaleKind.VERSIONS, "too old"))
     assert life.pulled().mode is effects.InstallMode.REBASE_FROM_BASE
     assert life.asked(messages.BeginPushRequest).steps == 2
 
@@ -600,7 +581,7 @@ def long_transfers(life: ClusterBench) -> None:
     life.grant()
     life.pass_s(60.0)
     life.pull_ends()
-    life.answer(messages.FinishPullRequest, messages.FinishPullReply(life.local_steps))
+    life.pull_finished()
     assert phase_of(life) is SessionPhase.TRAINING
 
 
@@ -619,7 +600,7 @@ def test_the_last_pull_of_a_run_may_take_as_long_as_the_one_before_or_the_bound_
         assert phase_of(life) is SessionPhase.LEAVING
         return
     assert life.pull_ends().mode is effects.InstallMode.REPLACE
-    life.answer(messages.FinishPullRequest, messages.FinishPullReply(life.local_steps))
+    life.pull_finished()
     assert life.left().reason == "the run has ended"
 
 
@@ -640,7 +621,7 @@ def test_a_drained_clusters_last_push_and_pull_may_take_as_long_as_those_before(
     life.grant()
     life.pass_s(100.0)
     assert life.pull_ends().mode is effects.InstallMode.REPLACE
-    life.answer(messages.FinishPullRequest, messages.FinishPullReply(life.local_steps))
+    life.pull_finished()
     life.left()
     assert "lost" not in said(life)
 
@@ -658,7 +639,7 @@ def test_a_cluster_that_leaves_without_the_last_version_warns_of_it_in_time(
     assert phase_of(life) is SessionPhase.PULLING
     life.pass_s(0.1)
     assert "could not be pulled" in life.left().reason
-    (warning,) = (e.sentence for e in life.every if isinstance(e, effects.Log) and e.level == logging.WARNING)
+    (warning,) = life.logged(level=logging.WARNING)
     assert (warning.startswith(who), "(slave s0 is away)" in warning) == (True, True)
     assert "lost" not in said(life)
 
@@ -685,22 +666,14 @@ def ended_before_first_merge(steps: int, **config: Any) -> ClusterBench:
     return life
 
 
-def words_of(life: ClusterBench, key: str) -> list[str]:
-    return [e.sentence for e in life.every if isinstance(e, effects.Log) and e.key == key and e.sentence]
-
-
-def master_says(life: ClusterBench, sentence: str) -> None:
-    life.answer(messages.AwaitVerdictRequest, messages.AwaitVerdictReply(messages.Busy(0.0, sentence)))
-
-
 @pytest.mark.parametrize("steps", [3, 6])
 def test_a_short_loop_waits_for_the_first_merge_with_all_that_it_has(steps: int) -> None:
     life = ended_before_first_merge(steps)
-    master_says(life, "the run begins with 2 clusters, and only a is here")
+    life.judged("await", messages.Busy(0.0, "the run begins with 2 clusters, and only a is here"))
     for _ in range(3600):
         life.pass_s(10.0)
     assert phase_of(life) is SessionPhase.AWAITING
-    said_so = words_of(life, "patient")
+    said_so = life.logged("patient")
     assert f"{steps} steps with {steps}00 tokens are not merged yet" in said_so[0]
     assert "only a is here" in said_so[0]
     assert len(said_so) < 25, "each at twice the time, then every hour"
@@ -719,7 +692,7 @@ def test_after_the_first_merge_leaving_takes_as_long_as_always() -> None:
     life.pass_s(3600.0)
     life.decide(messages.VerdictKind.APPLIED)
     life.pulled()
-    life.answer(messages.BeginPushRequest, messages.BeginPushReply(messages.Busy(0.5, "slave s0 is away")))
+    life.puts_off("slave s0 is away")
     life.pass_s(29.9)
     assert phase_of(life) is SessionPhase.BEGINNING_PUSH
     life.pass_s(0.2)

@@ -126,12 +126,6 @@ def test_the_first_cluster_seeds_the_run(run: RunInMemory) -> None:
         assert (shell.version, model.installs) == (Version(1, 0), 1)
 
 
-def held_push(run: RunInMemory, shell: ClusterShell, model: FlatModel) -> None:
-    """A push is due, and its transfer under way."""
-    run.holds_transfers = True
-    train(run, shell, model, 4)
-
-
 @pytest.mark.parametrize("wait_s", [5.0, 0.0])
 def test_training_waits_for_an_exchange_so_long_and_then_goes_on(
     run: RunInMemory, model: FlatModel, wait_s: float
@@ -187,7 +181,8 @@ def test_an_exchange_goes_on_during_a_step_and_installs_after_it(run: RunInMemor
     run.settings = replace(run.settings, overlap="full")
     with shell_of(run, model) as shell:
         assert shell._session.config.answers_in_steps
-        held_push(run, shell, model)
+        run.holds_transfers = True
+        train(run, shell, model, 4)
         assert (shell.phase, run.verdicts) == ("TRANSFERRING", {})
         installs = model.installs
         run.go_on()  # in the middle of a step
@@ -325,7 +320,6 @@ def test_counts_below_one_are_refused_and_own_data_is_not_leased(run: RunInMemor
 
 def test_leased_data_is_lent_counted_and_pushed_by_name(run: RunInMemory, model: FlatModel) -> None:
     with shell_of(run, model, LEASED) as shell:
-        run.hook = refuses("LeaseData", RefusalCode.BUSY)
         waited_from_s = run.clock.monotonic_s()
 
         def later(method: str, request: Any) -> None:
@@ -385,12 +379,7 @@ def test_the_next_life_has_the_parameters_to_the_bit_and_its_work(
         assert (run.pushes[-1].steps, run.pushes[-1].tokens, run.pushes[-1].seq) == (4, 400, 2)
         assert run.theta_of(last(run)).tobytes() == (saved + 1).tobytes()
     (resumed,) = (e for e in read_tape(tmp_path / "tape") if e["kind"] == "resumed")
-    assert (resumed["base"], resumed["seq"], resumed["incarnation"], resumed["pending_tokens"]) == (
-        "1:0",
-        0,
-        "1.1",
-        300,
-    )
+    assert {"base": "1:0", "seq": 0, "incarnation": "1.1", "pending_tokens": 300}.items() <= resumed.items()
 
 
 def test_an_undecided_push_is_rebased_from_its_saved_parameters(

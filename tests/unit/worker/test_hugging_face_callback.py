@@ -186,17 +186,11 @@ def test_a_training_that_is_left_open_pushes_its_complete_steps_and_none_that_is
     trainer.callback.close()
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"deepspeed": "x"}, "DeepSpeed"),
-        ({"fsdp": "full_shard"}, "FSDP2 has not cut"),
-        ({"load_best_model_at_end": True}, "load_best_model_at_end"),
-        ({"torch_compile": True}, "tokens_per_step="),
-        ({"loop": {"steps": 3}}, "steps is set by your trainer"),
-        ({"loop": {"tokens_per_step": 0}}, "at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"deepspeed": "x"}, "DeepSpeed"), ({"fsdp": "full_shard"}, "FSDP2 has not cut"),
+    ({"load_best_model_at_end": True}, "load_best_model_at_end"), ({"torch_compile": True}, "tokens_per_step="),
+    ({"loop": {"steps": 3}}, "steps is set by your trainer"), ({"loop": {"tokens_per_step": 0}}, "at least 1"),
+])  # fmt: skip
 def test_what_a_trainer_cannot_share_is_refused(
     run: RunInMemory, tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:

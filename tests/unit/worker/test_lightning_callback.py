@@ -188,15 +188,10 @@ def test_a_sigterm_at_the_end_is_an_exit_code_where_steps_are_lost(
     assert (trainer.own.received_sigterm, len(run.leaves)) == (True, 1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"optimizers": []}, "has 0 optimizers"),
-        ({"strategy": object.__new__(FSDPStrategy)}, "FSDPStrategy"),
-        ({"min_steps": 3}, "min_steps"),
-        ({"min_epochs": 3}, "min_epochs"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"optimizers": []}, "has 0 optimizers"), ({"strategy": object.__new__(FSDPStrategy)}, "FSDPStrategy"),
+    ({"min_steps": 3}, "min_steps"), ({"min_epochs": 3}, "min_epochs"),
+])  # fmt: skip
 def test_what_a_trainer_cannot_share_is_refused(
     run: RunInMemory, tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:

@@ -268,13 +268,8 @@ def test_a_loss_on_a_device_is_not_read_at_each_step(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.Tensor, "item", item)
     losses = Losses()  # tensors of the device "meta" have no values: whoever reads one stumbles, but for the line above
-    for now_s, push_is_due, wanted in (
-        (0.0, False, 4.0),
-        (0.1, False, None),
-        (0.2, True, 2.0),
-        (2.1, False, None),
-        (2.3, False, 2.0),
-    ):
+    looks = [(0.0, False, 4.0), (0.1, False, None), (0.2, True, 2.0), (2.1, False, None), (2.3, False, 2.0)]
+    for now_s, push_is_due, wanted in looks:
         losses.add(torch.ones((), device="meta"))
         told = losses.take(now_s, push_is_due=push_is_due)
         assert math.isnan(told) if wanted is None else told == wanted

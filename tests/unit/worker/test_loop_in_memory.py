@@ -8,8 +8,9 @@ import os
 import signal
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -36,20 +37,31 @@ BASE = FlatModel(7).theta
 T = TypeVar("T")
 
 
-def together(monkeypatch: pytest.MonkeyPatch, n_ranks: int, rank_does: Callable[[int], T]) -> list[T | str]:
-    here, store = threading.local(), dist.HashStore()  # type: ignore[attr-defined]
-    monkeypatch.setattr(dist, "get_rank", lambda: here.rank)
-    monkeypatch.setattr("dips.worker.loop.ranks_here", lambda group, cut: Ranks(tuple(range(n_ranks)), store))
+class Together:
+    """Two ranks, which are threads."""
 
-    def one(rank: int) -> T | str:
-        here.rank = rank
-        try:
-            return rank_does(rank)
-        except DipsError as error:
-            return f"{type(error).__name__}: {error}"
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
 
-    with ThreadPoolExecutor(n_ranks) as threads:
-        return list(threads.map(one, range(n_ranks)))
+    def __call__(self, rank_does: Callable[[int], T]) -> list[T | str]:
+        here, store = threading.local(), dist.HashStore()  # type: ignore[attr-defined]
+        self.monkeypatch.setattr(dist, "get_rank", lambda: here.rank)
+        self.monkeypatch.setattr("dips.worker.loop.ranks_here", lambda group, cut: Ranks((0, 1), store))
+
+        def one(rank: int) -> T | str:
+            here.rank = rank
+            try:
+                return rank_does(rank)
+            except DipsError as error:
+                return f"{type(error).__name__}: {error}"
+
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(one, range(2)))
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> Together:
+    return Together(monkeypatch)
 
 
 def flat(model: torch.nn.Module) -> F32:
@@ -75,14 +87,40 @@ class Loop:
         self.optimizer = optimizer
         self.sync = dips.DiLoCo(self.model, given or optimizer, **self.given)
 
+    def gradients(self, value: float | None) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None if value is None else torch.full_like(parameter, value)
+
     def steps(self, n: int) -> None:
         for _ in range(n):
-            for parameter in self.model.parameters():
-                parameter.grad = torch.full_like(parameter, -1.0)
+            self.gradients(-1.0)
             if self.rank == 0:
                 self.run.clock.advance(1.0)
             self.sync.report(float(2 + self.rank))
             self.optimizer.step()
+
+    def train(self, n: int, before: Callable[[], object] = lambda: None) -> None:
+        """A whole block of n steps; before: what is done in it before these."""
+        with self.sync:
+            before()
+            self.steps(n)
+
+    def train_to_the_end(self, then: Callable[[], None] = lambda: None) -> None:
+        """then: what happens while it waits at its end."""
+        with self.sync as sync:
+            while not sync.done:
+                self.steps(1)
+            self.run.while_waiting = then
+
+    def is_not_entered(self) -> None:
+        with self.sync:
+            raise AssertionError("it is entered")
+
+
+@pytest.fixture
+def loop(run: RunInMemory) -> Loop:
+    """Of one process."""
+    return Loop(run, 0, replicas=False)
 
 
 def after(n_steps: int, start: F32 = BASE) -> bytes:
@@ -105,7 +143,7 @@ class Place:
 
 
 def test_two_replicas_push_their_shares_and_all_get_the_version(
-    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: RunInMemory, together: Together, tmp_path: Path
 ) -> None:
     """Tokens count once for each rank, losses by their tokens; the last two steps are pushed when both leave."""
 
@@ -119,7 +157,7 @@ def test_two_replicas_push_their_shares_and_all_get_the_version(
         return [start, *told]
 
     told = [BASE.tobytes(), after(8), Version(1, 2), 168, 8, False]
-    assert together(monkeypatch, 2, one) == [told, told]
+    assert together(one) == [told, told]
     assert [(push.tokens, push.steps) for push in run.pushes] == [(84, 4), (84, 4), (42, 2)]
     assert [push.mean_loss for push in run.pushes] == pytest.approx([(2 * 10 + 3 * 11) / 21] * 3)
     assert [run.theta_of(push).tobytes() for push in run.verdicts] == [after(4), after(8), after(10)]
@@ -129,7 +167,7 @@ def test_two_replicas_push_their_shares_and_all_get_the_version(
 
 
 def test_a_transfer_of_which_a_part_fails_is_begun_again_by_all(
-    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: RunInMemory, together: Together, tmp_path: Path
 ) -> None:
     def one(rank: int) -> tuple[bytes, Version | None]:
         loop = Loop(run, rank, tape=tmp_path / "tape" if rank == 0 else None)
@@ -141,14 +179,14 @@ def test_a_transfer_of_which_a_part_fails_is_begun_again_by_all(
             return flat(loop.model).tobytes(), sync.version
 
     run.settings = replace(run.settings, sync_every_steps=6)
-    assert together(monkeypatch, 2, one) == [(after(10), Version(1, 1))] * 2
+    assert together(one) == [(after(10), Version(1, 1))] * 2
     assert (next(iter(run.attempts.values())), run.theta_of(next(iter(run.verdicts))).tobytes()) == (2, after(6))
     failed = [(e["kind"], e["reason"][8:]) for e in read_tape(tmp_path / "tape") if "failed" in e["kind"]]
     assert failed == [("push_failed", "cut"), ("pull_failed", "gone")]
 
 
 def test_an_excluded_push_replaces_the_model_and_resets_the_optimizer_on_all_ranks(
-    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+    run: RunInMemory, together: Together
 ) -> None:
     run.decide = lambda push: VerdictKind.EXCLUDED
 
@@ -161,11 +199,11 @@ def test_an_excluded_push_replaces_the_model_and_resets_the_optimizer_on_all_ran
             loop.steps(1)
             return flat(loop.model).tobytes(), kept - len(loop.optimizer.state)
 
-    assert together(monkeypatch, 2, one) == [(BASE.tobytes(), 5)] * 2
+    assert together(one) == [(BASE.tobytes(), 5)] * 2
 
 
 def test_ranks_go_on_from_their_checkpoint_to_the_bit(
-    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, together: Together, tmp_path: Path
 ) -> None:
     folder = tmp_path / "kept"
 
@@ -182,11 +220,11 @@ def test_ranks_go_on_from_their_checkpoint_to_the_bit(
             loop.steps(3 - sync.steps % 4)
             return begins, at, sync.steps, bool(list(folder.glob("checkpoint-*.json")))
 
-    assert together(monkeypatch, 2, one) == [(BASE.tobytes(), 0, 3, True)] * 2
+    assert together(one) == [(BASE.tobytes(), 0, 3, True)] * 2
     assert [push.steps for push in run.pushes] == [3]
     run.verdicts.clear()  # the push that was made after the checkpoint came to nothing
     run.fence, run.version = 0, Version(1, 0)
-    assert together(monkeypatch, 2, one) == [(after(3), 7, 3, True)] * 2
+    assert together(one) == [(after(3), 7, 3, True)] * 2
     assert [push.steps for push in run.pushes] == [3, 3]
     run.verdicts.clear()
     run.fence, run.version = 0, Version(1, 0)
@@ -201,34 +239,25 @@ def test_ranks_go_on_from_their_checkpoint_to_the_bit(
         assert (sync.steps, place.n) == (4, 8)
 
 
-def test_a_leader_that_cannot_join_ends_all_ranks_with_its_error(
-    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_leader_that_cannot_join_ends_all_ranks_with_its_error(run: RunInMemory, together: Together) -> None:
     def refuse(method: str, request: object) -> None:
         if method == "Join":
             raise RefuseCall(RefusalCode.LAYOUT, "another shape")
 
     run.hook = refuse
-
-    def one(rank: int) -> None:
-        with Loop(run, rank).sync:
-            raise AssertionError("no cluster trains")
-
-    assert together(monkeypatch, 2, one) == ["Refused: another shape"] * 2
+    assert together(lambda rank: Loop(run, rank).is_not_entered()) == ["Refused: another shape"] * 2
 
 
-def test_failpoints_that_are_not_enabled_let_no_rank_enter(run: RunInMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failpoints_that_are_not_enabled_let_no_rank_enter(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, together: Together
+) -> None:
     monkeypatch.setenv("DIPS_FAILPOINTS", "worker.nothing=off")
-
-    def one(rank: int) -> None:
-        with Loop(run, rank).sync:
-            raise AssertionError("armed by accident")
-
-    assert all("failpoints are not enabled" in str(said) for said in together(monkeypatch, 2, one))
+    told = together(lambda rank: Loop(run, rank).is_not_entered())
+    assert all("failpoints are not enabled" in str(said) for said in told)
 
 
 def test_ranks_that_shared_the_model_out_by_other_chunks_must_be_started_again(
-    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+    run: RunInMemory, together: Together
 ) -> None:
     def one(rank: int) -> None:
         loop = Loop(run, rank)
@@ -240,31 +269,36 @@ def test_ranks_that_shared_the_model_out_by_other_chunks_must_be_started_again(
                 run.passes(0.0)
             loop.steps(3)
 
-    told = together(monkeypatch, 2, one)
+    told = together(one)
     assert len(set(told)) == 1
     assert str(told[0]).startswith("ConfigError: the master's chunk_bytes was 4096 and is 2048 now")
 
 
 def test_a_sigterm_of_one_rank_ends_all_after_the_same_step_with_all_their_work(
-    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+    run: RunInMemory, together: Together
 ) -> None:
     def one(rank: int) -> tuple[object, int]:
         loop = Loop(run, rank)
 
-        def trains() -> None:
-            with loop.sync as sync:
-                loop.steps(1)
-                sync._sigterm.caught = rank == 1  # as the handler does, which the main thread alone can have
-                loop.steps(5)
+        def caught() -> None:
+            loop.steps(1)
+            loop.sync._sigterm.caught = rank == 1  # as the handler does, which the main thread alone can have
 
         with pytest.raises(SystemExit) as ended:
-            trains()
+            loop.train(5, caught)
         return ended.value.code, loop.sync.steps
 
-    told = together(monkeypatch, 2, one)
+    told = together(one)
     steps = sum(push.steps for push in run.pushes)
     assert told == [(TERMINATED, steps)] * 2
     assert (0 < steps < 6, [leave.reason for leave in run.leaves]) == (True, ["SIGTERM"])
+
+
+def ends_by(raised: type[BaseException] | None, trains: Callable[[], None]) -> None:
+    with pytest.raises(raised) if raised is not None else nullcontext() as ended:
+        trains()
+    assert ended is None or getattr(ended.value, "code", TERMINATED) == TERMINATED
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize(
@@ -318,14 +352,8 @@ def test_how_a_loop_ends_decides_what_becomes_of_its_last_steps(
                         loop.steps(1)
                         raise AssertionError("it goes on")
 
-    if raised is None:
-        trains()
-    else:
-        with pytest.raises(raised) as ended:
-            trains()
-        assert getattr(ended.value, "code", TERMINATED) == TERMINATED
+    ends_by(raised, trains)
     assert ([push.steps for push in run.pushes], [leave.reason for leave in run.leaves]) == (pushed, [reason])
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize(
@@ -360,21 +388,24 @@ def test_what_ends_the_wait_of_a_loop_that_ended_before_the_runs_first_merge(
                 run.stop = True
                 run.decide = lambda push: VerdictKind.ABORTED
 
-    def trains() -> None:
-        with loop.sync as sync:
-            while not sync.done:
-                loop.steps(1)
-            run.while_waiting = happens
-
-    if raised is None:
-        trains()
-    else:
-        with pytest.raises(raised) as ended:
-            trains()
-        assert getattr(ended.value, "code", TERMINATED) == TERMINATED
+    ends_by(raised, lambda: loop.train_to_the_end(happens))
     assert says in caplog.text
     assert run.clock.monotonic_s() < comes_s + 15.0
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@contextmanager
+def handles_sigterm(then: Callable[[], None]) -> Iterator[None]:
+    """A program's own handler, which is there again after all loops."""
+
+    def handler(number: int, frame: object) -> None:
+        then()
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_sigterm_that_the_program_handles_itself_ends_the_wait_at_a_loops_end_and_not_the_process(
@@ -384,45 +415,27 @@ def test_a_sigterm_that_the_program_handles_itself_ends_the_wait_at_a_loops_end_
     run.decide = lambda push: None
     heard: list[int] = []
 
-    def handler(number: int, frame: object) -> None:
-        heard.append(number)
-
     def happens() -> None:
         if not heard:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        loop = Loop(run, 0, replicas=False, steps=2)
-        with loop.sync as sync:
-            while not sync.done:
-                loop.steps(1)
-            run.while_waiting = happens
-        assert signal.getsignal(signal.SIGTERM) is handler
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert (heard, [leave.reason for leave in run.leaves]) == ([signal.SIGTERM], ["SIGTERM"])
+    with handles_sigterm(lambda: heard.append(1)):
+        Loop(run, 0, replicas=False, steps=2).train_to_the_end(happens)
+    assert (heard, [leave.reason for leave in run.leaves]) == ([1], ["SIGTERM"])
 
 
 def test_a_program_that_waits_in_its_own_handler_of_sigterm_has_ended_the_wait_before() -> None:
     heard: list[str] = []
-
-    def handler(number: int, frame: object) -> None:
-        heard.append("theirs")
-
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
+    with handles_sigterm(lambda: heard.append("theirs")):
         ours = Sigterm(lambda: heard.append("ours"))
         ours.accompany()
         os.kill(os.getpid(), signal.SIGTERM)
         ours.give_back()
-    finally:
-        signal.signal(signal.SIGTERM, before)
     assert heard == ["ours", "theirs"]
 
 
 def test_ranks_whose_trainer_left_their_loops_open_push_their_complete_steps_and_do_not_wait(
-    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+    run: RunInMemory, together: Together
 ) -> None:
     run.decide = lambda push: None
     given = {"master": run.address, "cluster_id": "a", "insecure": True, "parallel": dips.Parallel(replicas=True)}
@@ -437,12 +450,12 @@ def test_ranks_whose_trainer_left_their_loops_open_push_their_complete_steps_and
         joined.leave_open()
 
     began_s = run.clock.monotonic_s()
-    assert together(monkeypatch, 2, one) == [None] * 2
+    assert together(one) == [None] * 2
     assert ([push.steps for push in run.pushes], run.clock.monotonic_s() < began_s + 300.0) == ([1], True)
 
 
 def test_a_sigterm_that_comes_to_one_rank_ends_the_wait_of_all_at_their_end(
-    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+    run: RunInMemory, together: Together
 ) -> None:
     run.decide = lambda push: None
     comes_s = run.clock.monotonic_s() + 300.0
@@ -452,17 +465,11 @@ def test_a_sigterm_that_comes_to_one_rank_ends_the_wait_of_all_at_their_end(
         loops[1].sync._sigterm.caught = run.clock.monotonic_s() >= comes_s
 
     def one(rank: int) -> object:
-        def trains() -> None:
-            with loops[rank].sync as sync:
-                while not sync.done:
-                    loops[rank].steps(1)
-                run.while_waiting = happens
-
         with pytest.raises(SystemExit) as ended:
-            trains()
+            loops[rank].train_to_the_end(happens)
         return ended.value.code
 
-    assert together(monkeypatch, 2, one) == [TERMINATED] * 2
+    assert together(one) == [TERMINATED] * 2
     assert ([leave.reason for leave in run.leaves], run.clock.monotonic_s() < comes_s + 15.0) == (["SIGTERM"], True)
 
 
@@ -490,21 +497,16 @@ def test_a_sigterm_that_comes_while_a_loop_begins_ends_its_wait_for_the_run(
 
 def test_a_users_own_handler_of_sigterm_stays(run: RunInMemory) -> None:
     heard: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
-    try:
-        loop = Loop(run, 0, replicas=False, steps=2)
-        with loop.sync as sync:
-            while not sync.done:
-                loop.steps(1)
-                os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    loop = Loop(run, 0, replicas=False, steps=2)
+    with handles_sigterm(lambda: heard.append(1)), loop.sync as sync:
+        while not sync.done:
+            loop.steps(1)
+            os.kill(os.getpid(), signal.SIGTERM)
     assert (len(heard), sync.steps, run.tokens) == (2, 2, 20)
 
 
-def test_a_process_forked_in_the_loop_has_no_part_in_it(run: RunInMemory) -> None:
+def test_a_process_forked_in_the_loop_has_no_part_in_it(loop: Loop, run: RunInMemory) -> None:
     """Such as a loader's: SIGTERM ends it, its steps are its own, and it leaves the block without a word to the run."""
-    loop = Loop(run, 0, replicas=False)
     with loop.sync as sync:
         loop.steps(2)
         child = os.fork()
@@ -522,9 +524,8 @@ def test_a_process_forked_in_the_loop_has_no_part_in_it(run: RunInMemory) -> Non
     assert ([push.steps for push in run.pushes], len(run.leaves)) == ([4], 1)
 
 
-def test_a_sigterm_that_comes_before_a_forked_process_has_run_a_line_ends_it(run: RunInMemory) -> None:
+def test_a_sigterm_that_comes_before_a_forked_process_has_run_a_line_ends_it(loop: Loop) -> None:
     """As multiprocessing's terminate() right after start(): the handler swallowed it, and join() waited for ever."""
-    loop = Loop(run, 0, replicas=False)
     ends = []
     with loop.sync:
         for _ in range(20):
@@ -554,57 +555,45 @@ def test_paths_stay_where_they_were_when_the_program_changes_its_directory(
     assert {"push.json"} < {file.name for file in (tmp_path / "kept").iterdir()}
 
 
-def test_what_would_count_a_step_twice_or_one_that_is_none(run: RunInMemory) -> None:
+def test_what_would_count_a_step_twice_or_one_that_is_none(loop: Loop) -> None:
     """torch makes an optimizer's state by a step of its own."""
-    loop = Loop(run, 0, replicas=False)
     loop.steps_by(torch.optim.AdamW(loop.model.parameters(), lr=1.0))
     with loop.sync as sync:
         assert get_optimizer_state_dict(loop.model, loop.optimizer)["state"]
         assert sync.steps == 0
-        with (
-            pytest.raises(ConfigError, match="counted by another"),
-            dips.DiLoCo(loop.model, loop.optimizer, **loop.given),
-        ):
-            raise AssertionError("it is entered")
+        with pytest.raises(ConfigError, match="counted by another"):
+            dips.DiLoCo(loop.model, loop.optimizer, **loop.given).__enter__()
         loop.steps(2)
         assert sync.steps == 2
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_a_model_that_is_converted_in_the_block_is_refused_before_its_push(
-    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, n_ranks: int
+    run: RunInMemory, together: Together, n_ranks: int
 ) -> None:
     def one(rank: int) -> None:
         loop = Loop(run, rank, replicas=n_ranks > 1)
-        with loop.sync:
-            loop.model.to(torch.bfloat16)
-            loop.steps(4)
+        loop.train(4, lambda: loop.model.to(torch.bfloat16))
 
+    says = "is bfloat16, and was float32 when the loop was entered"
     if n_ranks == 1:
-        with pytest.raises(ConfigError, match="is bfloat16, and was float32 when the loop was entered"):
+        with pytest.raises(ConfigError, match=says):
             one(0)
     else:
-        told = together(monkeypatch, n_ranks, one)
-        assert all("is bfloat16, and was float32 when the loop was entered" in str(each) for each in told)
+        assert all(says in str(each) for each in together(one))
     assert not run.verdicts
 
 
-@pytest.mark.parametrize(
-    ("trains", "reads", "each", "told"),
-    [
-        ("a copy's", 200, 1, "64 steps were made by other optimizers (SGD)"),
-        ("by hand", 200, 1, "`done` was read 128 times, and the model's parameters change"),
-        ("not, and waits for data", 1100, 1, ""),
-        ("not, and evaluates averaged weights", 1100, 1, ""),
-        ("the given one", 300, 120, ""),
-        ("the given one", 300, 1, ""),
-    ],
-)
+@pytest.mark.parametrize(("trains", "reads", "each", "told"), [
+    ("a copy's", 200, 1, "64 steps were made by other optimizers (SGD)"),
+    ("by hand", 200, 1, "`done` was read 128 times, and the model's parameters change"),
+    ("not, and waits for data", 1100, 1, ""), ("not, and evaluates averaged weights", 1100, 1, ""),
+    ("the given one", 300, 120, ""), ("the given one", 300, 1, ""),
+])  # fmt: skip
 def test_a_loop_whose_steps_are_not_counted_is_told_so(
-    run: RunInMemory, caplog: pytest.LogCaptureFixture, trains: str, reads: int, each: int, told: str
+    loop: Loop, caplog: pytest.LogCaptureFixture, trains: str, reads: int, each: int, told: str
 ) -> None:
     """each: batches accumulated for a step."""
-    loop = Loop(run, 0, replicas=False)
     model = copy.deepcopy(loop.model) if trains == "a copy's" else loop.model
     with loop.sync as sync:
         loop.steps(1)
@@ -640,8 +629,7 @@ def test_a_step_without_any_gradient_is_none_and_told_once(run: RunInMemory, cap
     assert sum("no parameter of the optimizer has a gradient" in record.message for record in caplog.records) == 1
 
 
-def test_a_step_that_counts_far_more_tokens_than_the_model_was_given_is_refused(run: RunInMemory) -> None:
-    loop = Loop(run, 0, replicas=False)
+def test_a_step_that_counts_far_more_tokens_than_the_model_was_given_is_refused(loop: Loop) -> None:
     batch = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.long)}
     with loop.sync as sync:
         loop.model(**batch)
@@ -688,8 +676,7 @@ def test_steps_made_in_backward_and_those_that_need_no_gradients_are_counted(run
     loop.steps_by(loop.optimizer)
     with loop.sync as sync:
         for n_steps in (1, 2, 2):
-            for parameter in loop.model.parameters():
-                parameter.grad = torch.ones_like(parameter) if sync.steps < 2 else None
+            loop.gradients(1.0 if sync.steps < 2 else None)
             loop.optimizer.inside.step()  # type: ignore[attr-defined]
             loop.optimizer.zero_grad()
             loop.optimizer.step()
@@ -697,7 +684,7 @@ def test_steps_made_in_backward_and_those_that_need_no_gradients_are_counted(run
 
 
 def test_ranks_count_a_step_alike_if_one_of_them_has_gradients_and_else_not(
-    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run: RunInMemory, together: Together, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As where one of them keeps the optimizer's state of what is frozen alone; or a loss was not finite."""
 
@@ -706,20 +693,19 @@ def test_ranks_count_a_step_alike_if_one_of_them_has_gradients_and_else_not(
         with loop.sync as sync:
             loop.steps(1)
             for has_gradients in (rank == 0, False, False):
-                for parameter in loop.model.parameters():
-                    parameter.grad = torch.zeros_like(parameter) if has_gradients else None
+                loop.gradients(0.0 if has_gradients else None)
                 loop.optimizer.step()
             loop.steps(2)
         return sync.steps
 
-    assert together(monkeypatch, 2, one) == [6, 6]
+    assert together(one) == [6, 6]
     assert [(push.steps, push.tokens) for push in run.pushes] == [(4, 84)]
     assert sum("no rank's optimizer had a gradient" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("same", [True, False])
 def test_ranks_that_are_given_the_same_batches_are_told_so_once(
-    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, same: bool
+    run: RunInMemory, together: Together, caplog: pytest.LogCaptureFixture, same: bool
 ) -> None:
     def one(rank: int) -> None:
         loop = Loop(run, rank)
@@ -731,7 +717,7 @@ def test_ranks_that_are_given_the_same_batches_are_told_so_once(
                 loop.model(torch.full((1,), float(n if same or n == 0 else 2 * n + rank)))  # the first one by accident
                 loop.steps(1)
 
-    together(monkeypatch, 2, one)
+    together(one)
     messages = [record.message for record in caplog.records if "began with the same batches" in record.message]
     assert len(messages) == same
     assert all(message.startswith("ranks 0, 1 of this cluster") for message in messages)
@@ -740,9 +726,8 @@ def test_ranks_that_are_given_the_same_batches_are_told_so_once(
 
 @pytest.mark.parametrize("swaps", [False, True])
 def test_weights_that_an_evaluation_puts_in_place_and_back_have_no_effect(
-    run: RunInMemory, caplog: pytest.LogCaptureFixture, swaps: bool
+    loop: Loop, run: RunInMemory, caplog: pytest.LogCaptureFixture, swaps: bool
 ) -> None:
-    loop = Loop(run, 0, replicas=False)
     averaged = torch.optim.swa_utils.AveragedModel(loop.model)
     with loop.sync as sync:
         for _ in range(10):
@@ -785,9 +770,7 @@ def test_a_cluster_with_a_checkpoint_directory_writes_its_tape_there(
 ) -> None:
     given = str(tmp_path / "other") if tape == "other" else tape
     for checkpoint_dir in (None, tmp_path / "kept"):
-        loop = Loop(run, 0, replicas=False, checkpoint_dir=checkpoint_dir, tape=given)
-        with loop.sync:
-            loop.steps(4)
+        Loop(run, 0, replicas=False, checkpoint_dir=checkpoint_dir, tape=given).train(4)
     written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
     tapes = [name for name in written if "checkpoint-" not in name and ("tape" in name or name == "other")]
     assert tapes == {None: ["kept/a.tape.jsonl"], "none": [], "other": ["other"]}[tape]
@@ -798,23 +781,13 @@ def test_a_cluster_with_a_checkpoint_directory_writes_its_tape_there(
 def test_a_cluster_that_cannot_have_its_folder_to_itself_writes_no_tape_there(run: RunInMemory, tmp_path: Path) -> None:
     """Another process of this name may write one."""
     (tmp_path / "lock").mkdir()
-    with (
-        pytest.raises(ConfigError, match="checkpoints cannot be kept in"),
-        Loop(run, 0, replicas=False, checkpoint_dir=tmp_path).sync,
-    ):
-        raise AssertionError("it is entered")
+    with pytest.raises(ConfigError, match="checkpoints cannot be kept in"):
+        Loop(run, 0, replicas=False, checkpoint_dir=tmp_path).is_not_entered()
     assert not (tmp_path / "a.tape.jsonl").exists()
 
 
-def test_of_several_ranks_one_writes_the_tape(
-    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def one(rank: int) -> None:
-        loop = Loop(run, rank, checkpoint_dir=tmp_path)
-        with loop.sync:
-            loop.steps(4)
-
-    assert together(monkeypatch, 2, one) == [None, None]
+def test_of_several_ranks_one_writes_the_tape(run: RunInMemory, together: Together, tmp_path: Path) -> None:
+    assert together(lambda rank: Loop(run, rank, checkpoint_dir=tmp_path).train(4)) == [None, None]
     assert [record["kind"] for record in read_tape(tmp_path / "a.tape.jsonl")].count("joined") == 1
 
 
@@ -822,17 +795,14 @@ def test_a_program_without_logging_sees_what_its_cluster_does(
     run: RunInMemory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    loop = Loop(run, 0, replicas=False)
-    with loop.sync:
-        loop.steps(1)
+    Loop(run, 0, replicas=False).train(1)
     ours = logging.getLogger("dips")
     ours.handlers.clear()
     ours.setLevel(logging.NOTSET)
     assert "dips: joined" in capsys.readouterr().err
 
 
-def test_a_block_that_trained_and_counted_no_step_is_an_error(run: RunInMemory) -> None:
-    loop = Loop(run, 0, replicas=False)
+def test_a_block_that_trained_and_counted_no_step_is_an_error(loop: Loop, run: RunInMemory) -> None:
 
     def trains_and_evaluates() -> None:
         with loop.sync as sync, torch.no_grad():
@@ -900,15 +870,14 @@ class Hides(torch.optim.SGD):
         return {"moments": self.moments}
 
 
-def test_an_optimizer_whose_moments_cannot_be_found_is_refused(run: RunInMemory) -> None:
-    loop = Loop(run, 0, replicas=False)
+def test_an_optimizer_whose_moments_cannot_be_found_is_refused(loop: Loop) -> None:
     part = contained(loop)
     part.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     with pytest.raises(ConfigError, match="Container contains SGD, which does not step 1 of its parameters"):
         dips.DiLoCo(loop.model, part, tokens_per_step=10)
     loop.steps_by(Hides(loop.model.parameters(), lr=1.0))
-    with pytest.raises(ConfigError, match="Hides keeps what it knows of earlier steps neither"), loop.sync:
-        loop.steps(1)
+    with pytest.raises(ConfigError, match="Hides keeps what it knows of earlier steps neither"):
+        loop.train(1)
     with pytest.raises(ConfigError, match="optimizer is a Linear: give a torch"):
         dips.DiLoCo(loop.model, cast(Any, torch.nn.Linear(1, 1)), tokens_per_step=10)
 
@@ -931,10 +900,9 @@ class Delegates(torch.optim.SGD):
 
 @pytest.mark.parametrize("where", ["a helper of the given one", "the program", "the program, from the sixth step on"])
 def test_an_optimizer_of_the_model_that_the_loop_does_not_know_is_refused_before_its_push(
-    run: RunInMemory, where: str
+    loop: Loop, run: RunInMemory, where: str
 ) -> None:
     """Nothing that it has stepped is pushed."""
-    loop = Loop(run, 0, replicas=False)
     parameters = list(loop.model.parameters())
     other = torch.optim.SGD(parameters[:1], lr=1.0, momentum=0.5)
     loop.steps_by(Delegates(parameters, lr=1.0))
@@ -946,8 +914,7 @@ def test_an_optimizer_of_the_model_that_the_loop_does_not_know_is_refused_before
             if "helper" in where:
                 cast(Delegates, loop.optimizer).helper = Helper(other)
             for _ in range(9):
-                for parameter in parameters:
-                    parameter.grad = torch.full_like(parameter, -1.0)
+                loop.gradients(-1.0)
                 if "helper" not in where:
                     other.step()
                 loop.steps(1)
@@ -972,15 +939,12 @@ class Around(torch.optim.SGD):
 
 @pytest.mark.parametrize("given", ["the inner one", "the outer one, which shares its state", "the outer one"])
 def test_an_optimizer_around_a_given_one_may_be_stepped_and_one_inside_that_keeps_no_moments_of_its_own(
-    run: RunInMemory, given: str
+    loop: Loop, run: RunInMemory, given: str
 ) -> None:
-    loop = Loop(run, 0, replicas=False)
     inner = torch.optim.SGD(loop.model.parameters(), lr=1.0, momentum=0.5 if "state" in given else 0.0)
     outer = Around(inner, inner.state if "state" in given else None)
     loop.steps_by(outer, inner if "inner" in given else outer)
-    with loop.sync as sync:
-        loop.steps(8)
-        assert sync.steps == 8
+    loop.train(8)
     assert [push.steps for push in run.pushes] == [4, 4]
 
 
@@ -994,13 +958,10 @@ class Halves(torch.optim.SGD):
                 parameter.mul_(0.5)
 
 
-def test_a_step_that_calls_its_parents_is_one_and_is_pushed_as_it_ends(run: RunInMemory) -> None:
-    loop = Loop(run, 0, replicas=False)
+def test_a_step_that_calls_its_parents_is_one_and_is_pushed_as_it_ends(loop: Loop, run: RunInMemory) -> None:
     loop.steps_by(Halves(loop.model.parameters(), lr=1.0))
-    with loop.sync as sync:
-        loop.steps(4)
-        assert (sync.steps, sync.progress) == (4, 40)
-    assert len(run.pushes) == 1
+    loop.train(4)
+    assert [(push.steps, push.tokens) for push in run.pushes] == [(4, 40)]
     trained = BASE
     for _ in range(4):
         trained = (trained + np.float32(1.0)) * np.float32(0.5)
@@ -1018,12 +979,10 @@ class Lookahead(torch.optim.Optimizer):
         return self.base.step()
 
 
-def test_steps_of_an_optimizer_whose_hooks_torch_does_not_call_are_counted(run: RunInMemory) -> None:
-    loop = Loop(run, 0, replicas=False)
+def test_steps_of_an_optimizer_whose_hooks_torch_does_not_call_are_counted(loop: Loop) -> None:
     loop.steps_by(Lookahead(torch.optim.SGD(loop.model.parameters(), lr=1.0)))
-    with loop.sync as sync:
-        loop.steps(4)
-        assert sync.steps == 4
+    loop.train(4)
+    assert loop.sync.steps == 4
 
 
 class Broken(torch.optim.SGD):
@@ -1033,16 +992,16 @@ class Broken(torch.optim.SGD):
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_a_loop_that_fails_after_it_has_joined_leaves_the_run_and_no_hook(
-    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, n_ranks: int
+    run: RunInMemory, together: Together, n_ranks: int
 ) -> None:
     def one(rank: int) -> bool:
         loop = Loop(run, rank, replicas=n_ranks > 1)
         loop.steps_by(Broken(loop.model.parameters(), lr=1.0))
-        with pytest.raises(RuntimeError, match="no hook"), loop.sync:
-            raise AssertionError("it is entered")
+        with pytest.raises(RuntimeError, match="no hook"):
+            loop.is_not_entered()
         return bool(loop.model._forward_pre_hooks or loop.optimizer._optimizer_step_pre_hooks)
 
-    assert (together(monkeypatch, n_ranks, one) if n_ranks > 1 else [one(0)]) == [False] * n_ranks
+    assert (together(one) if n_ranks > 1 else [one(0)]) == [False] * n_ranks
     assert [leave.reason for leave in run.leaves] == ["RuntimeError: no hook"]
 
 
@@ -1060,8 +1019,7 @@ def test_optimizers_of_other_models_are_left_alone(run: RunInMemory) -> None:
     assert len(theirs.state) == 5
 
 
-def test_a_model_and_an_optimizer_are_in_one_open_block_only(run: RunInMemory) -> None:
-    loop = Loop(run, 0, replicas=False)
+def test_a_model_and_an_optimizer_are_in_one_open_block_only(loop: Loop) -> None:
     given = loop.given
     inner = torch.optim.SGD(loop.model.parameters(), lr=1.0)
     with dips.DiLoCo(loop.model, Container([inner]), **given):

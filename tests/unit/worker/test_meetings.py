@@ -44,26 +44,15 @@ PUSH = PushId(ClusterId("a"), Incarnation(1, 2), 3)
 CALLER = Caller("run", 1, ClusterId("a"), Incarnation(1, 2), "a/1.2#3")
 GRANT = PullGrant(Version(1, 4), 2, 5, PLACEMENT, (0, 1), (("s0", b"digest"),), 100, 30, None, 4096, 1, "run")
 ORDERS: list[Order] = [
-    ShareOut(4096),
-    Snapshot(may_stay_live=False, whole=True),
-    CopyBase(),
+    ShareOut(4096), Snapshot(may_stay_live=False, whole=True), CopyBase(),
     Send(7, PUSH, Ticket(1, PLACEMENT, (1, 0)), CALLER, Settings(), TIMES),
-    Fetch(8, GRANT, "cause", TIMES, True, False),
-    Cancel(7),
-    Install(InstallMode.REBASE_FROM_PUSH, reset_inner=True),
-    KeepResidual(Codec.BF16),
-    ClearResidual(),
-    Ask(),
-    AskEnds(7),
+    Fetch(8, GRANT, "cause", TIMES, True, False), Cancel(7), Install(InstallMode.REBASE_FROM_PUSH, reset_inner=True),
+    KeepResidual(Codec.BF16), ClearResidual(), Ask(), AskEnds(7),
     GoOn(True, False, True, 1, 4, 10**12, 30, True, 8, 10**12, 2, True, True),
-    Ranges((DataRange(1, 0, 7, 0, 1024), DataRange(2, 1, 8, 512, 1024)), are_all=True),
-    Ranges((), are_all=False),
-    GiveUp("ConfigError", "a sentence", 0),
-    BeginCheckpoint(3, "{}"),
-    CommitCheckpoint(),
-    FindCheckpoint(3),
+    Ranges((DataRange(1, 0, 7, 0, 1024), DataRange(2, 1, 8, 512, 1024)), are_all=True), Ranges((), are_all=False),
+    GiveUp("ConfigError", "a sentence", 0), BeginCheckpoint(3, "{}"), CommitCheckpoint(), FindCheckpoint(3),
     PutBack(True),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: type(order).__name__)
@@ -71,27 +60,14 @@ def test_an_order_arrives_as_it_was_given(order: Order) -> None:
     assert from_bytes(to_bytes(order)) == order
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"[]",
-        b"\xff",
-        b'{"order": "exec"}',
-        b'{"order": "Cancel"}',
-        b'{"order": "Cancel", "job": "7"}',
-        b'{"order": "Cancel", "job": 7, "also": 1}',
-        b'{"order": "KeepResidual", "wire": "F17"}',
-        b'{"order": "GoOn", "done": true}',
-        b'{"order": "Ranges", "ranges": [[1, 0, 7, 0, "1024"]], "are_all": true}',
-        b'{"order": "Ranges", "ranges": [[1, 0, 7]], "are_all": true}',
-        b'{"order": "Ranges", "ranges": 3, "are_all": true}',
-        to_bytes(GoOn())[:-1],
-        to_bytes(GoOn()) + b"\0",
-        to_bytes(ORDERS[3]).replace(b'"push":"', b'"push":"!'),
-        to_bytes(ORDERS[4]).replace(b'"retry_max_s"', b'"retry"'),
-    ],
-)
+@pytest.mark.parametrize("data", [
+    b"", b"[]", b"\xff", b'{"order": "exec"}', b'{"order": "Cancel"}', b'{"order": "Cancel", "job": "7"}',
+    b'{"order": "Cancel", "job": 7, "also": 1}', b'{"order": "KeepResidual", "wire": "F17"}',
+    b'{"order": "GoOn", "done": true}', b'{"order": "Ranges", "ranges": [[1, 0, 7, 0, "1024"]], "are_all": true}',
+    b'{"order": "Ranges", "ranges": [[1, 0, 7]], "are_all": true}',
+    b'{"order": "Ranges", "ranges": 3, "are_all": true}', to_bytes(GoOn())[:-1], to_bytes(GoOn()) + b"\0",
+    to_bytes(ORDERS[3]).replace(b'"push":"', b'"push":"!'), to_bytes(ORDERS[4]).replace(b'"retry_max_s"', b'"retry"'),
+])  # fmt: skip
 def test_what_is_no_order_is_refused(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="sent an order that cannot be read"):
         from_bytes(data)

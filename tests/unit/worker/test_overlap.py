@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.cluster_bench import SETTINGS, ClusterBench, LeasedClusterBench
+from support.cluster_bench import SETTINGS, ClusterBench, LeasedClusterBench, leased
 
 from dips.core import messages
 from dips.core.errors import RemoteProtocolError
@@ -36,74 +35,28 @@ def ripe(overlap: str, transfer_s: float = LONG_S) -> LeasedClusterBench:
     took transfer_s."""
     life = living(overlap)
     life.transfer_s = transfer_s
-    whole_round(life)
+    life.whole_round()
     life.now_s += ROUND_S
     return life
 
 
-def whole_round(life: LeasedClusterBench) -> None:
-    life.awaiting()
-    life.decide(messages.VerdictKind.APPLIED)
-    life.pulled()
-    assert life.phase is SessionPhase.TRAINING
-
-
-def beginning(life: LeasedClusterBench) -> None:
+def reach(life: LeasedClusterBench, stage: ExchangeStage) -> None:
+    calls = {ExchangeStage.BEGIN: "begin", ExchangeStage.SEND: "send", ExchangeStage.FINISH: "finish"}
     life.push_begun()
+    life.goes_on(calls.get(stage, "await"))
+    if stage in (ExchangeStage.PULL, ExchangeStage.FETCH):
+        life.decide(messages.VerdictKind.APPLIED)
+    if stage is ExchangeStage.FETCH:
+        life.grant()
 
 
-def sending(life: LeasedClusterBench) -> None:
-    life.push_begun()
-    life.ticket()
-
-
-def finishing(life: LeasedClusterBench) -> None:
-    life.push_begun()
-    life.sent(life.ticket())
-
-
-def awaiting(life: LeasedClusterBench) -> None:
-    life.awaiting()
-
-
-def asking_to_pull(life: LeasedClusterBench) -> None:
-    life.awaiting()
-    life.decide(messages.VerdictKind.APPLIED)
-
-
-def fetching(life: LeasedClusterBench) -> None:
-    asking_to_pull(life)
-    life.grant()
-
-
-STAGES: dict[ExchangeStage, Callable[[LeasedClusterBench], None]] = {
-    ExchangeStage.BEGIN: beginning,
-    ExchangeStage.SEND: sending,
-    ExchangeStage.FINISH: finishing,
-    ExchangeStage.VERDICT: awaiting,
-    ExchangeStage.PULL: asking_to_pull,
-    ExchangeStage.FETCH: fetching,
-}
 FULL_WAIT_S = SETTINGS.verdict_wait_s
 WAITS_S = {
-    "none": dict.fromkeys(ExchangeStage, FULL_WAIT_S),
-    "push": {
-        ExchangeStage.BEGIN: BRIEF_S,
-        ExchangeStage.SEND: 0.0,
-        ExchangeStage.FINISH: BRIEF_S,
-        ExchangeStage.VERDICT: FULL_WAIT_S,
-        ExchangeStage.PULL: FULL_WAIT_S,
-        ExchangeStage.FETCH: FULL_WAIT_S,
-    },
-    "full": {
-        ExchangeStage.BEGIN: BRIEF_S,
-        ExchangeStage.SEND: 0.0,
-        ExchangeStage.FINISH: BRIEF_S,
-        ExchangeStage.VERDICT: 0.0,
-        ExchangeStage.PULL: BRIEF_S,
-        ExchangeStage.FETCH: 0.0,
-    },
+    "none": [FULL_WAIT_S] * 6,
+    "push": [BRIEF_S, 0.0, BRIEF_S, FULL_WAIT_S, FULL_WAIT_S, FULL_WAIT_S],
+    "full": [BRIEF_S, 0.0, BRIEF_S, 0.0, BRIEF_S, 0.0],
 }
+"""Of each stage."""
 
 each_overlap = pytest.mark.parametrize("overlap", OVERLAPS)
 each_stage = pytest.mark.parametrize("stage", ExchangeStage, ids=lambda stage: stage.name)
@@ -114,8 +67,8 @@ that_overlap = pytest.mark.parametrize("overlap", ["push", "full"])
 @each_stage
 def test_every_stage_waits_as_long_as_the_setting_says(overlap: str, stage: ExchangeStage) -> None:
     life = ripe(overlap)
-    STAGES[stage](life)
-    waits_s = WAITS_S[overlap][stage]
+    reach(life, stage)
+    waits_s = WAITS_S[overlap][list(ExchangeStage).index(stage)]
     assert life.waits == (waits_s > 0)
     if waits_s:
         assert life.session.next_deadline_s() == pytest.approx(life.now_s + waits_s)
@@ -163,12 +116,11 @@ def test_a_run_that_has_merged_is_not_at_its_beginning_while_its_new_master_has_
 
 
 @pytest.mark.parametrize(
-    ("overlap", "stage"),
-    [("push", ExchangeStage.SEND), ("full", ExchangeStage.SEND), ("full", ExchangeStage.FETCH)],
+    ("overlap", "stage"), [("push", ExchangeStage.SEND), ("full", ExchangeStage.SEND), ("full", ExchangeStage.FETCH)]
 )
 def test_a_transfer_that_is_usually_short_is_waited_for_and_no_longer(overlap: str, stage: ExchangeStage) -> None:
     life = ripe(overlap, SHORT_S)
-    STAGES[stage](life)
+    reach(life, stage)
     assert life.waits
     life.now_s += BRIEF_S - 1e-6
     assert life.waits
@@ -179,9 +131,9 @@ def test_a_transfer_that_is_usually_short_is_waited_for_and_no_longer(overlap: s
 def test_transfers_that_became_long_are_trained_through_from_the_next_round_on() -> None:
     life = ripe("full", SHORT_S)
     life.transfer_s = LONG_S
-    whole_round(life)
+    life.whole_round()
     life.now_s += ROUND_S
-    sending(life)
+    reach(life, ExchangeStage.SEND)
     assert not life.waits
 
 
@@ -189,7 +141,7 @@ def test_transfers_that_became_long_are_trained_through_from_the_next_round_on()
 @each_stage
 def test_no_stage_waits_while_nobody_can_be_reached(overlap: str, stage: ExchangeStage) -> None:
     life = ripe(overlap)
-    STAGES[stage](life)
+    reach(life, stage)
     match stage:
         case ExchangeStage.SEND:
             transfer = life.session.pushing.open
@@ -206,7 +158,7 @@ def test_no_stage_waits_while_nobody_can_be_reached(overlap: str, stage: Exchang
 @that_overlap
 def test_a_brief_wait_has_a_most(overlap: str) -> None:
     life = living(overlap)
-    whole_round(life)
+    life.whole_round()
     life.now_s += 100 * BRIEF_MOST_S / BRIEF_SHARE
     life.push_begun()
     assert life.session.next_deadline_s() == pytest.approx(life.now_s + BRIEF_MOST_S)
@@ -216,7 +168,7 @@ def test_a_brief_wait_has_a_most(overlap: str) -> None:
 def test_a_master_that_is_busy_is_not_waited_for_longer_than_for_an_answer(overlap: str) -> None:
     life = ripe(overlap)
     life.push_begun()
-    life.answer(messages.BeginPushRequest, messages.BeginPushReply(messages.Busy(5.0, "the run is paused")))
+    life.puts_off("the run is paused", 5.0)
     life.pass_s(BRIEF_S)
     assert not life.waits
     life.pass_s(5.0)
@@ -247,24 +199,20 @@ def test_a_setting_that_this_release_does_not_know_is_an_error_with_a_remedy(set
 
 def test_the_share_of_the_run_is_kept_of_steps_made_during_the_exchange_alone() -> None:
     """Steps that were in no push yet, and are rebased for another reason, are kept whole."""
-    life = LeasedClusterBench()
-    life.settings = replace(SETTINGS, overlap="full", overlap_share=0.25)
-    life.begin()
+    life = leased(overlap="full", overlap_share=0.25)
     life.awaiting()
     life.train(1)
     life.decide(messages.VerdictKind.APPLIED)
     assert life.pulled() == Install(InstallMode.REBASE_FROM_PUSH, reset_inner=False, share=0.25)
     life.push_begun()
-    life.answer(
-        messages.BeginPushRequest, messages.BeginPushReply(messages.Stale(messages.StaleKind.VERSIONS, "too old"))
-    )
+    life.judged("begin", messages.Stale(messages.StaleKind.VERSIONS, "too old"))
     assert life.pulled() == Install(InstallMode.REBASE_FROM_BASE, reset_inner=False, share=1.0)
 
 
 @pytest.mark.parametrize(("overlap", "trains"), [("none", False), ("push", False), ("full", True)])
 def test_a_busy_pull_is_trained_through_by_full_alone(overlap: str, trains: bool) -> None:
     life = ripe(overlap)
-    asking_to_pull(life)
+    life.exchanged()
     life.answer(messages.BeginPullRequest, messages.BeginPullReply(messages.Busy(1.0, "slaves are away")))
     life.pass_s(BRIEF_MOST_S)
     assert life.waits == (not trains)
@@ -275,7 +223,7 @@ def test_a_busy_pull_is_trained_through_by_full_alone(overlap: str, trains: bool
 def test_at_the_run_s_end_everybody_leaves_with_its_last_version_to_the_bit(overlap: str, heard: str) -> None:
     """The master says so once this cluster's push is decided; its verdict, or the pull for it, may be on its way."""
     life = living(overlap)
-    awaiting(life)
+    life.awaiting()
     life.train(2)
     if heard == "before the verdict":
         life.run_ends()
@@ -295,7 +243,7 @@ def test_at_the_run_s_end_everybody_leaves_with_its_last_version_to_the_bit(over
 @each_stage
 def test_leaving_in_the_middle_ends_everything(stage: ExchangeStage) -> None:
     life = living("full")
-    STAGES[stage](life)
+    reach(life, stage)
     life.train(1)
     life.effects.clear()
     life.leaves_at_once()

@@ -10,18 +10,7 @@ from itertools import product
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from support.pieces import (
-    Held,
-    clusters,
-    ddp,
-    fsdp,
-    layout_of,
-    pipeline,
-    tensor_parallel,
-    transformer,
-    twice,
-    whole,
-)
+from support.pieces import Held, clusters, ddp, fsdp, layout_of, pipeline, tensor_parallel, transformer, twice, whole
 
 from dips.core.layout import Layout, Share
 from dips.worker.parallel.exchange import _Coming, _Moves
@@ -108,15 +97,11 @@ def moved_elems(copies: Copies) -> int:
 
 
 KINDS = {
-    "one": ddp(transformer(), 1),
-    "ddp4": ddp(transformer(), 4),
-    "fsdp4": fsdp(transformer(), 4),
-    "hsdp2x2": twice(fsdp(transformer(), 2)),
-    "tp4": tensor_parallel(transformer(), 4),
-    "dp2xtp2": twice(tensor_parallel(transformer(), 2)),
-    "pp2xdp2": pipeline(transformer(), 2, ddp(transformer(), 2)),
+    "one": ddp(transformer(), 1), "ddp4": ddp(transformer(), 4), "fsdp4": fsdp(transformer(), 4),
+    "hsdp2x2": twice(fsdp(transformer(), 2)), "tp4": tensor_parallel(transformer(), 4),
+    "dp2xtp2": twice(tensor_parallel(transformer(), 2)), "pp2xdp2": pipeline(transformer(), 2, ddp(transformer(), 2)),
     "pp2xtp2": pipeline(transformer(), 2, tensor_parallel(transformer(), 2)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -166,15 +166,10 @@ def test_near_its_deadline_a_reader_still_waits_for_a_chunk_over_a_slow_link(
     assert used == [stall_s]
 
 
-@pytest.mark.parametrize(
-    ("failures", "bases"),
-    [
-        ([], [OLD]),
-        ([Failure("the slaves began again", base_gone=True)], [OLD, None]),
-        ([Failure("bad digest", corrupt=True)], [OLD, None]),
-        ([Failure("slave s1 is silent")], [OLD, OLD]),
-    ],
-)
+@pytest.mark.parametrize(("failures", "bases"), [
+    ([], [OLD]), ([Failure("the slaves began again", base_gone=True)], [OLD, None]),
+    ([Failure("bad digest", corrupt=True)], [OLD, None]), ([Failure("slave s1 is silent")], [OLD, OLD]),
+])  # fmt: skip
 def test_a_version_that_is_here_is_the_base_until_it_is_of_no_use(
     run: RunInMemory, failures: list[Failure], bases: list[Version | None]
 ) -> None:

@@ -7,34 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.cluster_bench import (
-    LEASED,
-    SETTINGS,
-    TICKET,
-    ClusterBench,
-    LeasedClusterBench,
-    session_config,
-)
+from support.cluster_bench import LEASED, SETTINGS, TICKET, ClusterBench, LeasedClusterBench, session_config
 
 from dips.core import messages
 from dips.core.errors import RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
-from dips.core.messages import BeginPullRequest, PullGrant, VerdictKind
+from dips.core.messages import BeginPullRequest, PullGrant
 from dips.core.wire import Codec
-from dips.worker.state.effects import (
-    ClearResidual,
-    CopyParameters,
-    Done,
-    Effect,
-    Failed,
-    Install,
-    KeepResidual,
-    Log,
-    Record,
-    Run,
-    SendPush,
-    Started,
-)
+from dips.worker.state import effects
 from dips.worker.state.shared import SessionPhase
 
 
@@ -45,18 +25,13 @@ class WireLife(LeasedClusterBench):
         super().__init__(session_config(data_plan=LEASED, wire=wire))
         self.wire = wire
 
-    def ticket(self, attempt: int = 1, wire: Codec | None = None) -> tuple[int, SendPush]:
+    def ticket(self, attempt: int = 1, wire: Codec | None = None) -> tuple[int, effects.SendPush]:
         granted = self.wire if wire is None else wire
         self.answer(messages.BeginPushRequest, messages.BeginPushReply(replace(TICKET, attempt=attempt, wire=granted)))
-        return self.job(SendPush)
+        return self.job(effects.SendPush)
 
-    def residual_effects(self) -> list[Effect]:
-        return [effect for effect in self.every if isinstance(effect, KeepResidual | ClearResidual)]
-
-    def applied(self) -> None:
-        self.awaiting()
-        self.decide(messages.VerdictKind.APPLIED)
-        self.pulled()
+    def residual_effects(self) -> list[effects.Effect]:
+        return [effect for effect in self.every if isinstance(effect, effects.KeepResidual | effects.ClearResidual)]
 
 
 @pytest.fixture
@@ -70,7 +45,7 @@ def life() -> WireLife:
 def owing() -> WireLife:
     life = WireLife()
     life.begin()
-    life.applied()
+    life.whole_round()
     assert life.session.shared.residual
     life.every.clear()
     return life
@@ -91,7 +66,7 @@ def test_a_push_asks_for_the_clusters_codec_and_is_sent_as_the_ticket_says(wire:
         life.decide(messages.VerdictKind.APPLIED)
         life.pulled()
     differences = granted is None and wire is not Codec.F32
-    assert life.residual_effects() == ([KeepResidual(wire)] * 2 if differences else [])
+    assert life.residual_effects() == ([effects.KeepResidual(wire)] * 2 if differences else [])
     assert life.session.shared.residual is differences
 
 
@@ -99,14 +74,14 @@ def test_a_codec_that_was_not_offered_ends_the_session(life: WireLife) -> None:
     life.push_begun()
     life.answer(messages.BeginPushRequest, messages.BeginPushReply(replace(TICKET, wire=Codec.INT4)))
     assert life.phase is SessionPhase.LEAVING
-    failed = [effect for effect in life.every if isinstance(effect, Record) and effect.kind == "failed"]
+    failed = [effect for effect in life.every if isinstance(effect, effects.Record) and effect.kind == "failed"]
     assert "INT4" in str(failed[0].fields["reason"])
 
 
 def test_seeds_and_donations_are_float32(owing: WireLife) -> None:
     life = WireLife()
     life.published = None
-    life.say(Started())
+    life.say(effects.Started())
     life.join(seed=True)
     assert life.job(messages.BeginPushRequest)[1].wire is Codec.F32
     owing.donate()
@@ -122,7 +97,7 @@ def test_a_transfer_that_failed_is_written_as_before_unless_its_base_is_gone(
 ) -> None:
     """The slaves' chunks are of that codec: another one would send everything again."""
     life.push_begun()
-    life.say(Failed(life.ticket(wire=first)[0], "why", base_gone=base_gone))
+    life.say(effects.Failed(life.ticket(wire=first)[0], "why", base_gone=base_gone))
     life.pass_s(1.0)
     assert life.asked(messages.BeginPushRequest).wire is second
     _, sending = life.ticket(attempt=2, wire=second)
@@ -130,13 +105,12 @@ def test_a_transfer_that_failed_is_written_as_before_unless_its_base_is_gone(
 
 
 def test_applied_keeps_what_rounding_lost_before_anything_is_overwritten(life: WireLife) -> None:
-    life.awaiting()
-    life.decide(messages.VerdictKind.APPLIED)
-    life.pulled()
-    steps = [e.command if isinstance(e, Run) else e for e in life.every]
-    order = [e for e in steps if isinstance(e, CopyParameters | SendPush | KeepResidual | messages.PullGrant | Install)]
-    assert [type(effect) for effect in order[-4:]] == [SendPush, KeepResidual, messages.PullGrant, Install]
-    assert order[-3] == KeepResidual(Codec.INT8)
+    life.whole_round()
+    steps = [e.command if isinstance(e, effects.Run) else e for e in life.every]
+    wanted = (effects.SendPush, effects.KeepResidual, messages.PullGrant, effects.Install)
+    order = [step for step in steps if isinstance(step, (effects.CopyParameters, *wanted))]
+    assert [type(step) for step in order[-4:]] == [*wanted]
+    assert order[-3] == effects.KeepResidual(Codec.INT8)
     assert life.session.shared.residual
 
 
@@ -176,8 +150,7 @@ def refused(life: WireLife) -> None:
 
 
 def rolled_back_since(life: WireLife) -> None:
-    life.awaiting()
-    life.decide(messages.VerdictKind.APPLIED)
+    life.exchanged()
     life.published = Version(2, 1)
     life.grant()
     life.pull_ends()
@@ -186,40 +159,27 @@ def rolled_back_since(life: WireLife) -> None:
 def donated(life: WireLife) -> None:
     donation = life.donate()
     life.sent(life.ticket(wire=Codec.F32))
-    life.answer(
-        messages.FinishPushRequest, messages.FinishPushReply(life.verdict(messages.VerdictKind.APPLIED, donation))
-    )
+    life.judged("finish", life.verdict(messages.VerdictKind.APPLIED, donation))
 
 
 def late_end(life: WireLife) -> None:
-    life.say(Done(999, None, 0.1))
+    life.say(effects.Done(999, None, 0.1))
 
 
-KEPT, CLEARED = KeepResidual(Codec.INT8), ClearResidual()
+KEPT, CLEARED = effects.KeepResidual(Codec.INT8), effects.ClearResidual()
 
 
-@pytest.mark.parametrize(
-    ("what", "wanted"),
-    [
-        (decided(messages.VerdictKind.APPLIED), [KEPT]),
-        (decided(messages.VerdictKind.APPLIED, Codec.F32), []),
-        (decided(messages.VerdictKind.ABORTED), []),
-        (decided(messages.VerdictKind.EXCLUDED), [CLEARED]),
-        (decided(messages.VerdictKind.ROLLED_BACK), [CLEARED]),
-        (stale(messages.StaleKind.VERSIONS), []),
-        (stale(messages.StaleKind.FENCE), [CLEARED]),
-        (stale(messages.StaleKind.TIMELINE), [CLEARED]),
-        (refused, [CLEARED]),
-        (rolled_back_since, [KEPT, CLEARED]),
-        (donated, [CLEARED]),
-        (late_end, []),
-        (joined(messages.VerdictKind.ABORTED), []),
-        (joined(None, fences=3), [CLEARED]),
-        (joined(messages.VerdictKind.APPLIED), [KEPT]),
-    ],
-)
+@pytest.mark.parametrize(("what", "wanted"), [
+    (decided(messages.VerdictKind.APPLIED), [KEPT]), (decided(messages.VerdictKind.APPLIED, Codec.F32), []),
+    (decided(messages.VerdictKind.ABORTED), []), (decided(messages.VerdictKind.EXCLUDED), [CLEARED]),
+    (decided(messages.VerdictKind.ROLLED_BACK), [CLEARED]), (stale(messages.StaleKind.VERSIONS), []),
+    (stale(messages.StaleKind.FENCE), [CLEARED]), (stale(messages.StaleKind.TIMELINE), [CLEARED]), (refused, [CLEARED]),
+    (rolled_back_since, [KEPT, CLEARED]), (donated, [CLEARED]), (late_end, []),
+    (joined(messages.VerdictKind.ABORTED), []), (joined(None, fences=3), [CLEARED]),
+    (joined(messages.VerdictKind.APPLIED), [KEPT]),
+])  # fmt: skip
 def test_the_residual_advances_stays_or_is_cleared(
-    owing: WireLife, what: Callable[[WireLife], None], wanted: list[Effect]
+    owing: WireLife, what: Callable[[WireLife], None], wanted: list[effects.Effect]
 ) -> None:
     what(owing)
     assert owing.residual_effects() == wanted
@@ -233,16 +193,16 @@ def resumed(life: WireLife, wire: Codec = Codec.INT8) -> WireLife:
     second = WireLife(wire)
     second.n, second.fence, second.published = life.n, life.fence, life.published
     second.session.resume(saved, saved.push)
-    second.say(Started())
+    second.say(effects.Started())
     return second
 
 
 @pytest.mark.parametrize(
     ("kind", "wanted", "stands"),
-    [(messages.VerdictKind.ABORTED, [], True), (messages.VerdictKind.APPLIED, [ClearResidual()], False)],
+    [(messages.VerdictKind.ABORTED, [], True), (messages.VerdictKind.APPLIED, [effects.ClearResidual()], False)],
 )
 def test_a_push_of_a_life_that_ended(
-    owing: WireLife, kind: messages.VerdictKind, wanted: list[Effect], stands: bool
+    owing: WireLife, kind: messages.VerdictKind, wanted: list[effects.Effect], stands: bool
 ) -> None:
     """In which codec its last ticket had it written, the checkpoint may not know: nothing wrong is carried on."""
     owing.awaiting()
@@ -256,13 +216,13 @@ def test_a_push_of_a_life_that_ended(
 def test_a_life_that_sends_float32_drops_the_residual_and_says_so(owing: WireLife) -> None:
     second = resumed(owing, Codec.F32)
     assert not second.session.shared.residual
-    assert any(isinstance(effect, Log) and effect.key == "residual" for effect in second.every)
+    assert any(isinstance(effect, effects.Log) and effect.key == "residual" for effect in second.every)
 
 
 def test_a_push_of_an_earlier_life_that_was_applied_clears_what_a_fresh_process_cannot_have(life: WireLife) -> None:
     """A process without memory has no residual: a foreign verdict asks for a pull and nothing else."""
     second = WireLife()
-    second.say(Started())
+    second.say(effects.Started())
     foreign = PushId(ClusterId("a"), Incarnation(1, 1), 1)
     second.join(messages.Verdict(foreign, messages.VerdictKind.APPLIED, Version(1, 5)))
     assert second.asks(messages.BeginPullRequest)
@@ -273,8 +233,7 @@ def life_of(pull_wire: str = "int8", **config: Any) -> ClusterBench:
     """A cluster that has installed version 5, and whose push was applied to version 6."""
     life = ClusterBench(session_config(**config), replace(SETTINGS, pull_wire=pull_wire))
     life.begin()
-    life.awaiting()
-    life.decide(VerdictKind.APPLIED)
+    life.exchanged()
     return life
 
 
@@ -283,7 +242,7 @@ INT8: dict[str, Any] = {"wire": Codec.INT8, "base": BASE}
 
 
 def installed(life: ClusterBench) -> list[str]:
-    return [str(e.fields["wire"]) for e in life.every if isinstance(e, Record) and e.kind == "installed"]
+    return [str(e.fields["wire"]) for e in life.every if isinstance(e, effects.Record) and e.kind == "installed"]
 
 
 def test_the_first_pull_asks_for_parameters_and_the_next_names_the_base() -> None:
@@ -303,21 +262,20 @@ def test_where_none_are_to_be_had_no_base_is_named(pull_wire: str, config: dict[
 def test_differences_that_are_gone_are_followed_by_parameters_at_once_and_then_by_differences_again() -> None:
     life = life_of()
     life.grant(**INT8)
-    life.say(Failed(life.job(PullGrant)[0], "the differences are gone", base_gone=True))
+    life.say(effects.Failed(life.job(PullGrant)[0], "the differences are gone", base_gone=True))
     life.pass_s(0.0)
     assert life.asked(BeginPullRequest).base is None
     life.grant(wire=Codec.F32)
     life.pull_ends()
     assert installed(life) == ["F32", "F32"]
-    life.awaiting()
-    life.decide(VerdictKind.APPLIED)
+    life.exchanged()
     assert life.asked(BeginPullRequest).base == Version(1, 6)
 
 
 def test_a_pull_that_fails_otherwise_asks_for_differences_again() -> None:
     life = life_of()
     life.grant(**INT8)
-    life.say(Failed(life.job(PullGrant)[0], "the slave is silent"))
+    life.say(effects.Failed(life.job(PullGrant)[0], "the slave is silent"))
     life.pass_s(1.0)
     assert life.asked(BeginPullRequest).base == Version(1, 5)
 

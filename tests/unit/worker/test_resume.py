@@ -65,9 +65,7 @@ def test_a_checkpoint_older_than_an_undecided_push_never_trains_on_its_data_agai
     life.reborn(old, push.record)
     life.join(push.id)
     assert life.session.held == (life.span(200, 100_000),)
-    life.answer(
-        messages.AwaitVerdictRequest, messages.AwaitVerdictReply(life.verdict(messages.VerdictKind.APPLIED, push.id))
-    )
+    life.judged("await", life.verdict(messages.VerdictKind.APPLIED, push.id))
     assert list(life.session.held) == []
     assert life.session.take_leased() == []
     assert list(life.give_back_answered()) == [life.span(400, 100_000)], "0 to 400 are applied"
@@ -130,8 +128,7 @@ def test_later_steps_on_lost_ranges_are_dropped_whatever_the_push_became(
     push = life.push_id
     life.reborn()
     life.join(push, kept=(life.span(0, 400), life.span(500, 100_000)))
-    verdict = life.verdict(kind, push)
-    life.answer(messages.AwaitVerdictRequest, messages.AwaitVerdictReply(verdict))
+    life.judged("await", life.verdict(kind, push))
     if kind is messages.VerdictKind.ABORTED:
         assert list(life.give_back_answered()) == [life.span(0, 400)]
     else:
@@ -215,59 +212,48 @@ def begun(life: LeasedClusterBench) -> tuple[int, PushRecord]:
 
 
 def test_a_push_begins_once_its_record_is_durable(durable: LeasedClusterBench) -> None:
-    life = durable
-    job, record = begun(life)
-    assert (record.base, record.fence, record.work.ranges) == (Version(1, 5), 0, (life.span(0, 400),))
-    life.say(Done(job))
-    assert life.asked(messages.BeginPushRequest).seq == record.id.seq
-    life.say(Done(job))
-    assert sum(1 for e in life.effects if isinstance(e, Run) and isinstance(e.command, messages.BeginPushRequest)) == 1
+    job, record = begun(durable)
+    assert (record.base, record.fence, record.work.ranges) == (Version(1, 5), 0, (durable.span(0, 400),))
+    durable.say(Done(job))
+    assert durable.asked(messages.BeginPushRequest).seq == record.id.seq
+    durable.say(Done(job))
+    calls = [e.command for e in durable.effects if isinstance(e, Run)]
+    assert sum(isinstance(call, messages.BeginPushRequest) for call in calls) == 1
 
 
 def test_a_disk_that_fails_is_said_and_training_goes_on(durable: LeasedClusterBench) -> None:
-    life = durable
-    job, _ = begun(life)
-    assert life.waits
-    life.say(Delayed(job, "No space left on device"))
-    assert not life.waits
-    assert "No space left on device" in life.session.waiting_for()
-    life.train(2)
-    assert not life.asks(messages.BeginPushRequest)
-    assert life.session.shared.unrecorded_since_s == life.now_s
-    life.pass_s(70)
-    life.say(Delayed(job, "No space left on device"))
-    assert life.session.shared.unrecorded_since_s == life.now_s - 70
-    life.say(Done(job))
-    assert life.asked(messages.BeginPushRequest).tokens == 400
-    assert life.session.shared.unrecorded_since_s is None
+    job, _ = begun(durable)
+    assert durable.waits
+    durable.say(Delayed(job, "No space left on device"))
+    assert not durable.waits
+    assert "No space left on device" in durable.session.waiting_for()
+    durable.train(2)
+    assert not durable.asks(messages.BeginPushRequest)
+    assert durable.session.shared.unrecorded_since_s == durable.now_s
+    durable.pass_s(70)
+    durable.say(Delayed(job, "No space left on device"))
+    assert durable.session.shared.unrecorded_since_s == durable.now_s - 70
+    durable.say(Done(job))
+    assert durable.asked(messages.BeginPushRequest).tokens == 400
+    assert durable.session.shared.unrecorded_since_s is None
 
 
 def test_a_record_that_can_never_be_written_ends_the_cluster_with_the_place(durable: LeasedClusterBench) -> None:
-    life = durable
-    job, record = begun(life)
-    life.say(Failed(job, "/kept cannot be written: No such file or directory"))
-    life.left()
-    assert f"push {record.id} cannot be recorded: /kept cannot be written" in str(life.ended_with(ConfigError))
+    job, record = begun(durable)
+    durable.say(Failed(job, "/kept cannot be written: No such file or directory"))
+    durable.left()
+    assert f"push {record.id} cannot be recorded: /kept cannot be written" in str(durable.ended_with(ConfigError))
 
 
-def _fenced(life: LeasedClusterBench) -> None:
-    life.beat(epoch=2)
-
-
-def _stopped(life: LeasedClusterBench) -> None:
-    life.leaves_at_once()
-
-
-@pytest.mark.parametrize("meanwhile", [_fenced, _stopped])
+@pytest.mark.parametrize("meanwhile", [lambda life: life.beat(epoch=2), lambda life: life.leaves_at_once()])
 def test_a_record_that_comes_too_late_begins_nothing(
     durable: LeasedClusterBench, meanwhile: Callable[[LeasedClusterBench], None]
 ) -> None:
-    life = durable
-    job, _ = begun(life)
-    meanwhile(life)
-    assert not life.has(Cancel), "a record is still written"
-    life.say(Done(job))
-    assert not life.asks(messages.BeginPushRequest)
+    job, _ = begun(durable)
+    meanwhile(durable)
+    assert not durable.has(Cancel), "a record is still written"
+    durable.say(Done(job))
+    assert not durable.asks(messages.BeginPushRequest)
 
 
 def test_a_donation_is_written_down_too(durable: LeasedClusterBench) -> None:

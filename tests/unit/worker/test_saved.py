@@ -40,28 +40,12 @@ verdicts = st.builds(
 )  # fmt: skip
 pulls = st.builds(PullPlan, st.sampled_from(InstallMode), st.none() | versions, st.booleans(), st.booleans())
 sessions = st.builds(
-    SavedSession,
-    run_id=st.text(),
-    cluster_id=st.just("a"),
-    layout_hash=st.binary(),
-    data_digest=st.binary(),
-    incarnation=incarnations,
-    seq=st.integers(50, 2**40),
-    base=versions,
-    base_fence=counts,
-    local_steps=counts,
-    tokens=counts,
-    steps_since_snapshot=counts,
-    steps_towards_push=counts,
-    leases_asked=counts,
-    held=works(range(0, 10)).map(lambda work: work.ranges),
-    pending=works(range(20, 30)),
-    lost=st.booleans(),
-    push=st.none() | pushes,
-    pull=st.none() | pulls,
-    last_verdict=st.none() | verdicts,
-    residual=st.booleans(),
-)
+    SavedSession, run_id=st.text(), cluster_id=st.just("a"), layout_hash=st.binary(), data_digest=st.binary(),
+    incarnation=incarnations, seq=st.integers(50, 2**40), base=versions, base_fence=counts, local_steps=counts,
+    tokens=counts, steps_since_snapshot=counts, steps_towards_push=counts, leases_asked=counts,
+    held=works(range(0, 10)).map(lambda work: work.ranges), pending=works(range(20, 30)), lost=st.booleans(),
+    push=st.none() | pushes, pull=st.none() | pulls, last_verdict=st.none() | verdicts, residual=st.booleans(),
+)  # fmt: skip
 
 
 @settings(max_examples=40)
@@ -118,18 +102,13 @@ def test_a_missing_field_is_named_unless_an_earlier_release_had_none() -> None:
                 SavedSession.from_json(row)
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"cluster_id": "b"}, "not of this cluster"),
-        ({"seq": 2}, "newer than number 2"),
-        ({"held": [[1, 0, 5, 9, 20]]}, "token 9 of chunk 5 is in two ranges"),
-        ({"held": [[1, 0, 5, 20, 20]]}, "ends before it begins"),
-        ({"base": None}, "base is None, not a row of timeline, v"),
-        ({"layout_hash": "xyz"}, "hex"),
-        ({"pending": {**PENDING, "tokens": 11}}, "11 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("change", "sentence"), [
+    ({"cluster_id": "b"}, "not of this cluster"), ({"seq": 2}, "newer than number 2"),
+    ({"held": [[1, 0, 5, 9, 20]]}, "token 9 of chunk 5 is in two ranges"),
+    ({"held": [[1, 0, 5, 20, 20]]}, "ends before it begins"),
+    ({"base": None}, "base is None, not a row of timeline, v"), ({"layout_hash": "xyz"}, "hex"),
+    ({"pending": {**PENDING, "tokens": 11}}, "11 tokens"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SavedStateError, match=sentence):
         SavedSession.from_json({**example(), **change})

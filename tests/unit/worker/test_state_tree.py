@@ -82,16 +82,10 @@ class Colour(enum.IntEnum):
     RED = 1
 
 
-@pytest.mark.parametrize(
-    ("state", "where"),
-    [
-        ({"a": [1, object()]}, "a.1"),
-        ({"a": {2: {1, 2}}}, "a.2"),
-        ({(1, 2): 3}, "top"),
-        ([Colour.RED], "0"),
-        (print, "top"),
-    ],
-)
+@pytest.mark.parametrize(("state", "where"), [
+    ({"a": [1, object()]}, "a.1"), ({"a": {2: {1, 2}}}, "a.2"), ({(1, 2): 3}, "top"), ([Colour.RED], "0"),
+    (print, "top"),
+])  # fmt: skip
 def test_what_cannot_come_back_is_refused_with_its_place(state: object, where: str) -> None:
     with pytest.raises(StateTreeError, match=where):
         flatten(state)

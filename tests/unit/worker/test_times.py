@@ -28,11 +28,7 @@ def test_a_call_that_the_master_holds_on_purpose_is_waited_for(heartbeat_s: floa
     assert times.call_deadline_s > FINISH_HOLD_S
 
 
-@given(
-    heartbeat_s=st.floats(0.01, 600.0),
-    beats=st.integers(3, 1000),
-    rounds=st.floats(2.0, 1000.0),
-)
+@given(heartbeat_s=st.floats(0.01, 600.0), beats=st.integers(3, 1000), rounds=st.floats(2.0, 1000.0))
 def test_whatever_is_derived_is_in_order(heartbeat_s: float, beats: int, rounds: float) -> None:
     round_timeout_s = max(rounds * heartbeat_s, 1.1)
     settings = Settings(heartbeat_s=heartbeat_s, evict_after_beats=beats, round_timeout_s=round_timeout_s)

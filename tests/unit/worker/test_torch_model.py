@@ -116,34 +116,20 @@ def views(*tensors: torch.Tensor) -> torch.nn.Module:
     return holding(*(torch.nn.Parameter(tensor) for tensor in tensors))
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        views(FLAT[:10], FLAT[9:]),
-        views(FLAT, FLAT[4:8]),
-        views(FLAT.view(4, 6)[:, :4], FLAT.view(4, 6)[:, 3:]),
-        views(FLAT.view(4, 6), FLAT.view(4, 6)[:, ::2]),
-        views(FLAT[:4], FLAT.view(torch.bfloat16)[6:9]),
-    ],
-)
+@pytest.mark.parametrize("model", [
+    views(FLAT[:10], FLAT[9:]), views(FLAT, FLAT[4:8]), views(FLAT.view(4, 6)[:, :4], FLAT.view(4, 6)[:, 3:]),
+    views(FLAT.view(4, 6), FLAT.view(4, 6)[:, ::2]), views(FLAT[:4], FLAT.view(torch.bfloat16)[6:9]),
+])  # fmt: skip
 def test_parameters_that_share_a_part_of_their_memory_are_refused_by_name(model: torch.nn.Module) -> None:
     with pytest.raises(ConfigError, match="parameters 'a' and 'b' share a part of their memory"):
         store(model)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        views(FLAT[:10], FLAT[10:]),
-        views(FLAT, FLAT),
-        views(FLAT.view(4, 6), FLAT.view(4, 6).t()),
-        views(FLAT.view(4, 6)[:, :4], FLAT.view(4, 6)[:, :4]),
-        views(FLAT.view(4, 6)[:, :4], FLAT.view(4, 6)[:, 4:]),
-        views(FLAT[::2], FLAT[1::2]),
-        views(FLAT.as_strided((4, 3), (3, 4))),
-        views(torch.ones(1).expand(1, 1)),
-    ],
-)
+@pytest.mark.parametrize("model", [
+    views(FLAT[:10], FLAT[10:]), views(FLAT, FLAT), views(FLAT.view(4, 6), FLAT.view(4, 6).t()),
+    views(FLAT.view(4, 6)[:, :4], FLAT.view(4, 6)[:, :4]), views(FLAT.view(4, 6)[:, :4], FLAT.view(4, 6)[:, 4:]),
+    views(FLAT[::2], FLAT[1::2]), views(FLAT.as_strided((4, 3), (3, 4))), views(torch.ones(1).expand(1, 1)),
+])  # fmt: skip
 def test_views_of_one_memory_that_are_apart_or_tied_are_served(model: torch.nn.Module) -> None:
     parameters = store(model)
     flat = np.empty(parameters.layout().n_elems, np.float32)
@@ -193,18 +179,12 @@ def kind_of(base: type, name: str, module: str = "a.library") -> Any:
     return type(name, (base,), {"__module__": module})
 
 
-@pytest.mark.parametrize(
-    ("model", "optimizer", "named"),
-    [
-        ("FullyShardedDataParallel", "SGD", "FullyShardedDataParallel"),
-        ("DeepSpeedEngine", "SGD", "DeepSpeedEngine"),
-        ("PipelineEngine", "SGD", "PipelineEngine"),
-        ("Linear", "ZeroRedundancyOptimizer", "ZeroRedundancyOptimizer"),
-        ("Linear", "DeepSpeedOptimizerWrapper", "DeepSpeedOptimizerWrapper"),
-        ("Linear", "deepspeed.FusedAdam", "DeepSpeed"),
-        ("Linear", "SGD", ""),
-    ],
-)
+@pytest.mark.parametrize(("model", "optimizer", "named"), [
+    ("FullyShardedDataParallel", "SGD", "FullyShardedDataParallel"), ("DeepSpeedEngine", "SGD", "DeepSpeedEngine"),
+    ("PipelineEngine", "SGD", "PipelineEngine"), ("Linear", "ZeroRedundancyOptimizer", "ZeroRedundancyOptimizer"),
+    ("Linear", "DeepSpeedOptimizerWrapper", "DeepSpeedOptimizerWrapper"),
+    ("Linear", "deepspeed.FusedAdam", "DeepSpeed"), ("Linear", "SGD", ""),
+])  # fmt: skip
 def test_shards_in_a_form_of_their_own_are_refused_by_name(model: str, optimizer: str, named: str) -> None:
     """Also where the wrapper is inside of the model, as of FSDP1 with each layer wrapped."""
     library, _, kind = optimizer.rpartition(".")

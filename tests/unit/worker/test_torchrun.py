@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from dips.core.errors import FatalError
-from dips.worker.torchrun import exit_code, main
+from dips.worker import torchrun
 
 
 @pytest.mark.parametrize(
@@ -27,36 +27,41 @@ from dips.worker.torchrun import exit_code, main
     ],
 )
 def test_the_first_failure_counts_unless_a_person_must_act(ends: list[int], code: int) -> None:
-    assert exit_code(ends) == code
+    assert torchrun.exit_code(ends) == code
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(["x.py"], 2), (["--for-srun", "x.py"], 202)])
-def test_for_srun_a_code_that_stops_a_job_is_higher_than_those_of_other_nodes(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int
-) -> None:
-    def fails(parsed: Namespace) -> None:
-        assert parsed.training_script == "x.py"
-        failed = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file="")
-        raise ChildFailedError("x.py", {0: failed})
-
-    monkeypatch.setattr("torch.distributed.run.run", fails)
-    assert main(arguments) == code
+def failed(*codes: int) -> ChildFailedError:
+    """Of one rank after the other, of which the last one failed first."""
+    failures = {rank: ProcessFailure(rank, pid=1, exitcode=code, error_file="") for rank, code in enumerate(codes)}
+    for rank, failure in failures.items():
+        failure.timestamp = -rank
+    return ChildFailedError("x.py", failures)
 
 
 @pytest.mark.parametrize(
-    ("ended_by", "code"),
+    ("for_srun", "ended_by", "code"),
     [
-        (None, 0),
-        (SignalException("told to end", signal.SIGTERM), 143),
-        (RendezvousError("the other nodes are gone"), FatalError.exit_code),
+        ([], None, 0),
+        ([], failed(6, 9), 9),
+        ([], failed(2, 7), 2),
+        (["--for-srun"], failed(2), 202),  # higher than those of other nodes
+        ([], SignalException("told to end", signal.SIGTERM), 143),
+        ([], RendezvousError("the other nodes are gone"), FatalError.exit_code),
     ],
 )
-def test_a_node_that_is_told_to_end_or_loses_the_others_says_so_with_its_code(
-    monkeypatch: pytest.MonkeyPatch, ended_by: Exception | None, code: int
+def test_a_node_ends_with_the_code_of_what_ended_it(
+    for_srun: list[str],
+    ended_by: Exception | None,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def run(parsed: Namespace) -> None:
+        assert (parsed.nproc_per_node, parsed.training_script) == ("3", "x.py")
+        assert parsed.training_script_args == ["--steps", "5"]
         if ended_by is not None:
             raise ended_by
 
     monkeypatch.setattr("torch.distributed.run.run", run)
-    assert main(["x.py"]) == code
+    assert torchrun.main([*for_srun, "--nproc-per-node", "3", "x.py", "--steps", "5"]) == code
+    assert bool(capsys.readouterr().err) == isinstance(ended_by, ChildFailedError | RendezvousError)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from support.cluster_bench import SETTINGS, TICKET, TOKENS, ClusterBench, LeasedClusterBench, phase_of
+from support.cluster_bench import SETTINGS, TICKET, TOKENS, ClusterBench, LeasedClusterBench, leased, phase_of
 
 from dips.core import messages
 from dips.core.errors import RefusalCode, RemoteProtocolError
@@ -25,24 +25,26 @@ WAYS = [
 ]
 
 
+def joins_anew(life: ClusterBench, how: str) -> None:
+    if how.startswith("join"):
+        life.fenced()
+    else:
+        life.reborn()
+
+
 def hear(life: ClusterBench, stage: str, how: str, kind: messages.VerdictKind | None, **changes: Any) -> None:
     """kind None: no verdict, the master knows no such push."""
     push = life.push_id
     verdict = None if kind is None else life.verdict(kind, **changes)
     if how == "answer":
-        assert verdict is not None
         life.judged(stage, verdict)
         return
-    if how.startswith("join"):
-        life.fenced()
-    else:
-        life.reborn()
+    joins_anew(life, how)
     if how.endswith("undecided"):
         life.join(push)
         assert life.phase is SessionPhase.AWAITING
         assert life.asked(messages.AwaitVerdictRequest).push == push
-        assert verdict is not None
-        life.answer(messages.AwaitVerdictRequest, messages.AwaitVerdictReply(verdict))
+        life.judged("await", verdict)
     else:
         life.join(verdict)
 
@@ -107,9 +109,7 @@ CASES = [
 def test_a_push_of_four_steps_and_two_later_ones_fare_as_the_table_says(
     stage: str, how: str, kind: messages.VerdictKind | None, overlap: str
 ) -> None:
-    life = LeasedClusterBench()
-    life.settings = replace(SETTINGS, overlap=overlap)
-    life.begin()
+    life = leased(overlap=overlap)
     life.push_begun()
     life.goes_on(stage)
     life.train(2)
@@ -122,8 +122,7 @@ def test_a_push_of_four_steps_and_two_later_ones_fare_as_the_table_says(
 
 
 def test_applied_without_later_steps_installs_the_pulled_bits(life: LeasedClusterBench) -> None:
-    life.awaiting()
-    life.decide(messages.VerdictKind.APPLIED)
+    life.exchanged()
     install = life.pulled()
     assert (install.mode, install.reset_inner) == (InstallMode.REPLACE, False)
 
@@ -146,12 +145,10 @@ def test_what_is_aborted_again_and_again_is_pushed_at_once_only_the_first_time(l
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("kind", messages.StaleKind)
 def test_a_stale_push_is_rebased_with_all_its_steps_or_dropped(kind: messages.StaleKind, overlap: str) -> None:
-    life = LeasedClusterBench()
-    life.settings = replace(SETTINGS, overlap=overlap)
-    life.begin()
+    life = leased(overlap=overlap)
     life.push_begun()
     life.train(1)
-    life.answer(messages.BeginPushRequest, messages.BeginPushReply(messages.Stale(kind, "not your base")))
+    life.judged("begin", messages.Stale(kind, "not your base"))
     life.published = Version(1, 30)
     assert life.phase is SessionPhase.PULLING
     if kind is messages.StaleKind.VERSIONS:
@@ -175,13 +172,6 @@ def test_a_step_begun_before_the_loop_heard_is_dropped_with_the_others(
     life.train(1)
     assert life.pull_ends().mode is InstallMode.REPLACE
     assert life.session.shared.work.tokens == 0
-
-
-def joins_anew(life: LeasedClusterBench, how: str) -> None:
-    if how == "join":
-        life.fenced()
-    else:
-        life.reborn()
 
 
 each_way = pytest.mark.parametrize("how", ["join", "resume"])
@@ -312,9 +302,7 @@ def test_undecided_answer_for_another_push_keeps_the_work(life: LeasedClusterBen
     other = PushId(life.session.config.cluster_id, Incarnation(1, 1), 99)
     life.answer(messages.BeginPushRequest, messages.BeginPushReply(other))
     assert life.asked(messages.AwaitVerdictRequest).push == other
-    life.answer(
-        messages.AwaitVerdictRequest, messages.AwaitVerdictReply(life.verdict(messages.VerdictKind.ABORTED, other))
-    )
+    life.judged("await", life.verdict(messages.VerdictKind.ABORTED, other))
     assert life.job(messages.BeginPushRequest)[1].ranges == (life.span(0, 400),)
 
 
@@ -404,8 +392,7 @@ def test_a_push_whose_verdict_the_master_forgot_is_pulled_for_no_more(life: Leas
 
 def test_a_pull_for_a_stale_push_is_asked_for_again_after_a_join(life: LeasedClusterBench) -> None:
     life.push_begun()
-    stale = messages.Stale(messages.StaleKind.VERSIONS, "not your base")
-    life.answer(messages.BeginPushRequest, messages.BeginPushReply(stale))
+    life.judged("begin", messages.Stale(messages.StaleKind.VERSIONS, "not your base"))
     life.fenced()
     life.join(None)
     assert (life.phase, life.asks(messages.BeginPullRequest)) == (SessionPhase.PULLING, True)

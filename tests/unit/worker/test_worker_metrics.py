@@ -160,10 +160,5 @@ def test_an_evaluator_says_what_it_found() -> None:
 
     assert values(None) == {}
     found = values(metrics.Evaluated(Version(1, 7), 1000, 2.25, 25.0))
-    assert found == {
-        "heldout_loss": 2.25,
-        "heldout_version": 7,
-        "heldout_tokens": 1000,
-        "heldout_age_seconds": 5.0,
-    }
+    assert found == {"heldout_loss": 2.25, "heldout_version": 7, "heldout_tokens": 1000, "heldout_age_seconds": 5.0}
     assert set(found) < {spec.name for spec in metrics.HELDOUT}

@@ -1,8 +1,7 @@
-"""The ranks of a cluster in torch.distributed's world, as the only process in it; how a node of ranks ends."""
+"""The ranks of a cluster in torch.distributed's world, as the only process in it."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,14 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from dips.core.errors import ConfigError, FatalError
-from dips.worker import torchrun
+from dips.core.errors import ConfigError
 from dips.worker.parallel.held import DataPlace, Held, held_here, refuse_ranks_outside, reshard
 from dips.worker.parallel.roll_call import call_the_roll
 
@@ -114,39 +109,3 @@ def test_fsdp_has_its_shards_as_parameters_again() -> None:
     assert not isinstance(model[0].weight, DTensor)
     reshard([model])
     assert isinstance(model[0].weight, DTensor)
-
-
-def failed(**codes: int) -> ChildFailedError:
-    failures = {int(rank[1:]): SimpleNamespace(exitcode=code, timestamp=-code) for rank, code in codes.items()}
-    error = ChildFailedError.__new__(ChildFailedError)
-    error.failures = cast(Any, failures)
-    return error
-
-
-@pytest.mark.parametrize(
-    ("ends", "code"),
-    [
-        (None, 0),
-        (failed(r0=6, r1=9), 9),
-        (failed(r3=2, r4=7), 2),
-        (SignalException("told", signal.SIGTERM), 143),
-        (RendezvousError("no others"), FatalError.exit_code),
-    ],
-)
-def test_a_node_ends_with_the_code_of_what_ended_it(
-    ends: Exception | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from torch.distributed import run as theirs
-
-    ran: list[Any] = []
-
-    def run(arguments: Any) -> None:
-        ran.append(arguments)
-        if ends is not None:
-            raise ends
-
-    monkeypatch.setattr(theirs, "run", run)
-    monkeypatch.delenv(torchrun.OWN_STORES, raising=False)
-    assert torchrun.main(["--nproc-per-node", "3", "train.py", "--steps", "5"]) == code
-    assert (ran[0].nproc_per_node, ran[0].training_script_args) == ("3", ["--steps", "5"])
-    assert bool(capsys.readouterr().err) == (code in (9, 2, FatalError.exit_code))

@@ -60,15 +60,11 @@ def in_fabric(module: torch.nn.Module) -> torch.nn.Module:
 
 
 WRAPPERS: dict[str, Wrap] = {
-    "plain": lambda block: block,
-    "checkpointed": checkpoint_wrapper,
-    "offloaded": offload_wrapper,
-    "compiled": compiled,
-    "replicated": replicated,
-    "set up by Fabric": in_fabric,
+    "plain": lambda block: block, "checkpointed": checkpoint_wrapper, "offloaded": offload_wrapper,
+    "compiled": compiled, "replicated": replicated, "set up by Fabric": in_fabric,
     "compiled and checkpointed": lambda block: checkpoint_wrapper(compiled(block)),
     "checkpointed, compiled and replicated": lambda block: replicated(compiled(checkpoint_wrapper(block))),
-}
+}  # fmt: skip
 
 
 class Block(torch.nn.Module):
