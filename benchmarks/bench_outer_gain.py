@@ -31,6 +31,7 @@ KEPT = Path(__file__).parent / "results" / "outer-gain" / "runs.jsonl"
 CLIPPED, UNCLIPPED, SYNCHRONOUS, DATA_PARALLEL = "dips", "dips-no-clip", "diloco", "dp"
 STEADY, DYNAMIC = (0.9, 0.6), (0.7, 0.8)  # the presets of these names: the default, and the one before it
 LONG = 3_145_728  # 96 rounds of four clusters, where small has 24
+SHORTER = (393_216, 589_824)  # a half and three quarters of small's tokens
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ PARTS: dict[str, list[GainRun]] = {
     "steady-hard": [
         run for seed in (2, 3) for setup in HARD for run in _grid((16,), (STEADY,), (CLIPPED,), setup=setup, seed=seed)
     ],
+    "data-parallel": [_dp(seed=seed, tokens=tokens) for seed in (1, 2, 3) for tokens in (*SHORTER, 0)],
     "steady-muon": list(_grid((16,), (STEADY,), (CLIPPED,), inner_optimizer="muon", lr=6e-3, seed=2)),
     "seeds": [run for seed in (2, 3) for run in (_dp(seed=seed), *_grid(H, (*LESS, DYNAMIC), (CLIPPED,), seed=seed))],
     "hard": [run for setup in HARD for run in _grid((16,), (*LESS, DYNAMIC, STEADY), (CLIPPED,), setup=setup)],
