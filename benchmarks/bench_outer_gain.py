@@ -248,7 +248,7 @@ def _cell(losses: Sequence[float | None]) -> str:
 def planner_text(runs: Mapping[GainRun, dict[str, Any]]) -> str:
     """The planner's local_steps.toml: losses of the default preset over H, and of data parallel over tokens."""
     setup, slow = load_setup("small"), load_setup("slow-link")
-    part = 2 * slow.wire_bytes() * 8 / slow.least_bits_per_s / (slow.run.inner_steps * min(slow.step_s))
+    both_ways_s = 2 * slow.wire_bytes() * 8 / slow.least_bits_per_s
     text = [
         "# What local steps cost: losses at the ends of runs, in nats per byte, by seed: docs/convergence.md, The",
         "# outer step over H. Made from the records by `python benchmarks/bench_outer_gain.py --planner`.",
@@ -260,7 +260,7 @@ def planner_text(runs: Mapping[GainRun, dict[str, Any]]) -> str:
         f"clusters = {setup.n_clusters}",
         f"step_tokens = {setup.tokens_per_step}",
         f"tokens = {setup.run.tokens}",
-        f"slow_link_part = {part:.3g}",
+        f"slow_link_steps = {both_ways_s / min(slow.step_s):g}",
     ]
     rows: dict[str, dict[int, float]] = {}
     for one, line in runs.items():

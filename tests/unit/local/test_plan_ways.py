@@ -268,7 +268,7 @@ def times(sync_every: int) -> float:
 
 def test_more_tokens_are_those_after_which_data_parallel_ends_at_the_same_loss() -> None:
     whole_runs = {100: {"1": 3.0, "2": 4.0}, 200: {"1": 2.0, "2": 3.0}, 400: {"1": 1.0, "2": 2.0}}
-    was = MeasuredLosses("", "", 1, 4, 1, 400, 0.5, whole_runs, {}, {})
+    was = MeasuredLosses("", "", 1, 4, 1, 400, 14, whole_runs, {}, {})
     assert was.more_tokens({"1": 2.0, "2": 2.0}) == pytest.approx({"1": 2.0, "2": 1.0})
     assert was.more_tokens({"1": 1.5}) == pytest.approx({"1": 2**0.5})
     for beyond in (3.1, 0.9):

@@ -210,7 +210,7 @@ class MeasuredLosses:
     clusters: int
     step_tokens: int  # of a cluster; data parallel's step has those of all clusters
     tokens: int  # of every run with local steps
-    slow_link_part: float  # what one cluster's transfers are of its round in the set-up slow-link
+    slow_link_steps: float  # of one cluster, which its push and pull take in the set-up slow-link
     data_parallel: Mapping[int, Losses]  # by the tokens of a whole run; the fewest first
     local_steps: Mapping[int, Losses]  # by H; the smallest first
     slow_link: Mapping[int, Losses]  # as local_steps, in the set-up slow-link

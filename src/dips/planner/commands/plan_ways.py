@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from dips.local.sizing import MUCH_OF_A_ROUND
 from dips.planner.candidates import RefusedCandidate
 from dips.planner.commands.plan_best import DECIDE_INSIDE, SitePlan, System, best, bound
 from dips.planner.commands.plan_clusters import (
@@ -39,10 +40,6 @@ MOST_JUDGED = 8
 SEARCH_S = 60.0
 """Time of a processor for the search among sets of sites; what was found until then is compared."""
 
-OUTDATED = 0.1
-"""Part of a round from which steps that are trained through an exchange cost loss: one step of sixteen cost none that
-eight seeds could tell (docs/convergence.md, Training through exchanges)."""
-
 NEAR = 0.1
 """Two ways that differ by less are said to: the numbers of a file are seldom better."""
 
@@ -60,7 +57,7 @@ class SiteWay:
     tokens_per_s: float
     synchronous: bool
     split: tuple[int, int, int] | None = None  # stages, replicas, microbatches, where the file says others
-    trained_through: float = 0.0  # of the round of one cluster, the part whose steps do not know the others' last
+    trained_through: float = 0.0  # of the round of one cluster, the part in which it trains through an exchange
 
     @property
     def tokens_per_day(self) -> float:
@@ -274,9 +271,8 @@ def clusters_way(found: AsynchronousClusters, sites: Sites, name: str = CLUSTERS
         f"{len(found.clusters)} clusters, H {found.problem.setup.asynchronous.sync_every}, servers at "
         f"{found.servers_at}, exchanges leave {found.share_of_ideal:.1%}"
     )
-    overlapped = found.problem.setup.asynchronous.overlap != "none"
-    through = max((one.exchange_s - one.stall_s) / one.round_s for one in found.clusters) if overlapped else 0.0
-    return SiteWay(name, sites, how, found.tokens_per_s, False, trained_through=min(1.0, through))
+    through = max((one.exchange_s - one.stall_s) / one.round_s for one in found.clusters)
+    return SiteWay(name, sites, how, found.tokens_per_s, False, trained_through=through)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -349,13 +345,13 @@ def _worth(ways: SiteWays) -> Iterator[str]:
         if more.seeds and more.low <= ways.pays_up_to <= more.high:
             text += ", so that seeds of the small model disagree about what to take"
     yield text + (": measure it with your model, and give it as [asynchronous] more_tokens" if more.seeds else "")
-    if more.seeds and clusters.trained_through > OUTDATED:
+    if more.seeds and clusters.trained_through > MUCH_OF_A_ROUND:
         ((every, losses),) = was.slow_link.items()
         times = was.more_tokens(losses).values()
         yield (
             f"clusters train through exchanges for {clusters.trained_through:.0%} of a round, and what that costs is "
-            f"not in this number: where one of {was.clusters} did so for {was.slow_link_part:.0%}, at H {every}, they "
-            f'needed {min(times):.2f} to {max(times):.2f} times as many; with overlap = "none" they would wait instead'
+            f"not in this number: where transfers of one of {was.clusters} took {was.slow_link_steps:g} steps, at H "
+            f"{every}, clusters needed {min(times):.2f} to {max(times):.2f} times as many; a smaller wire shortens them"
         )
 
 
