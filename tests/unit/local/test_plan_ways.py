@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from bench_outer_gain import PLANNER, kept, planner_text
 from rich.table import Table
 from support.repository import ROOT
 
@@ -260,6 +261,10 @@ def test_text_and_json_put_it_first(problem: Problem) -> None:
 
 
 # ---- what a token of clusters is worth -------------------------------------------------------------------------------
+
+
+def test_the_measured_losses_are_those_of_the_kept_runs() -> None:
+    assert PLANNER.read_text() == planner_text(kept())
 
 
 def times(sync_every: int) -> float:
