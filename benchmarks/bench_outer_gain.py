@@ -6,6 +6,7 @@ where it was interrupted. All runs of a set-up train the same number of tokens, 
 
     python benchmarks/bench_outer_gain.py [PART...] [--hours T]    run what is missing of these parts, in this order
     python benchmarks/bench_outer_gain.py --table                  the table of docs/convergence.md
+    python benchmarks/bench_outer_gain.py --planner                what `dips plan` knows of losses, into its package
     python benchmarks/bench_outer_gain.py --noise                  the noise scale of gradients in the set-up small
 """
 
@@ -26,11 +27,15 @@ from typing import Any
 from dips.core.release import software_versions
 from dips.lab.compare.jobs import do_job, jobs_of
 from dips.lab.compare.setup import ComparisonSetup, load_setup
+from dips.trainer.sizes import SIZES
 
-KEPT = Path(__file__).parent / "results" / "outer-gain" / "runs.jsonl"
+ROOT = Path(__file__).resolve().parents[1]
+PLANNER = ROOT / "src" / "dips" / "planner" / "local_steps.toml"
+KEPT = ROOT / "benchmarks" / "results" / "outer-gain" / "runs.jsonl"
 CLIPPED, UNCLIPPED, SYNCHRONOUS, DATA_PARALLEL = "dips", "dips-no-clip", "diloco", "dp"
 STEADY, DYNAMIC = (0.9, 0.6), (0.7, 0.8)  # the presets of these names: the default, and the one before it
 LONG = 3_145_728  # 96 rounds of four clusters, where small has 24
+SHORTER = (393_216, 491_520, 589_824, 688_128)  # four to seven eighths of small's tokens
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,7 @@ PARTS: dict[str, list[GainRun]] = {
     "steady-hard": [
         run for seed in (2, 3) for setup in HARD for run in _grid((16,), (STEADY,), (CLIPPED,), setup=setup, seed=seed)
     ],
+    "data-parallel": [_dp(seed=seed, tokens=tokens) for seed in (1, 2, 3) for tokens in (*SHORTER, 0)],
     "steady-muon": list(_grid((16,), (STEADY,), (CLIPPED,), inner_optimizer="muon", lr=6e-3, seed=2)),
     "seeds": [run for seed in (2, 3) for run in (_dp(seed=seed), *_grid(H, (*LESS, DYNAMIC), (CLIPPED,), seed=seed))],
     "hard": [run for setup in HARD for run in _grid((16,), (*LESS, DYNAMIC, STEADY), (CLIPPED,), setup=setup)],
@@ -236,15 +242,60 @@ def _cell(losses: Sequence[float | None]) -> str:
     return f"{statistics.fmean(known):.3f}{spread}"
 
 
+# ---- what the planner knows ----
+
+
+def planner_text(runs: Mapping[GainRun, dict[str, Any]]) -> str:
+    """The planner's local_steps.toml: losses of the default preset over H, and of data parallel over tokens."""
+    setup, slow = load_setup("small"), load_setup("slow-link")
+    both_ways_s = 2 * slow.wire_bytes() * 8 / slow.least_bits_per_s
+    text = [
+        "# What local steps cost: losses at the ends of runs, in nats per byte, by seed: docs/convergence.md, The",
+        "# outer step over H. Made from the records by `python benchmarks/bench_outer_gain.py --planner`.",
+        "",
+        "[measured]",
+        f'source = "{KEPT.relative_to(ROOT)}, set-ups small and slow-link of dips compare"',
+        'preset = "steady"',
+        f"parameters = {SIZES[setup.model.size].n_elems}",
+        f"clusters = {setup.n_clusters}",
+        f"step_tokens = {setup.tokens_per_step}",
+        f"tokens = {setup.run.tokens}",
+        f"slow_link_steps = {both_ways_s / min(slow.step_s):g}",
+    ]
+    rows: dict[str, dict[int, float]] = {}
+    for one, line in runs.items():
+        if one.inner_optimizer != "adamw" or one.lr:
+            continue
+        if (one.setup, one.method) == ("small", DATA_PARALLEL):
+            head = f"[[data_parallel]]\ntokens = {one.tokens or setup.run.tokens:7}"
+        elif one.setup in ("small", "slow-link") and one.method == CLIPPED and not one.tokens:
+            if (one.outer_lr, one.outer_momentum) != STEADY:
+                continue
+            head = f'[[local_steps]]\nsetup = "{one.setup}"\nsync_every = {one.inner_steps:2}'
+        else:
+            continue
+        rows.setdefault(head, {})[one.seed] = line["found"]["loss"]
+    for head, losses in sorted(rows.items()):
+        by_seed = ", ".join(f"{seed} = {loss}" for seed, loss in sorted(losses.items()))
+        text += ["", f"{head}\nlosses = {{ {by_seed} }}"]
+    return "\n".join(text) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all, in this order")
     parser.add_argument("--hours", type=float, default=1e6, help="begin no run after so many hours")
+    parser.add_argument(
+        "--planner", action="store_true", help=f"write {PLANNER.name} from what is kept, and run nothing"
+    )
     parser.add_argument("--noise", action="store_true", help="print the noise scale of gradients, and keep nothing")
     parser.add_argument("--table", action="store_true", help="print the table of what is kept, and run nothing")
     options = parser.parse_args()
     if options.noise:
         print(json.dumps(noise()))
+        return 0
+    if options.planner:
+        PLANNER.write_text(planner_text(kept()))
         return 0
     if options.table:
         print(table(kept()))

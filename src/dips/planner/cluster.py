@@ -191,9 +191,10 @@ class Asynchronous(Knobs):
         default="float32", description="how pushes are written"
     )
     slaves: Annotated[int, Field(ge=1, le=1024)] = Field(default=8, description="slaves that share the model")
-    more_tokens: Annotated[float, Field(ge=1, le=100)] = Field(
-        default=1.5,
-        description="times as many tokens as synchronous training until the same loss: an assumption, measure it",
+    more_tokens: Annotated[float, Field(ge=1, le=100)] | None = Field(
+        default=None,
+        description="times as many tokens as synchronous training until the same loss, as measured with your model; "
+        "without it: that of a small model",
     )
 
 

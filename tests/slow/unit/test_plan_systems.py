@@ -51,15 +51,15 @@ def test_the_shortest_synchronous_iteration_is_used_with_the_reason(problem: Pro
     assert found.use.system is System.CROSSPIPE
     assert "jeeves takes 6.4% longer" in found.why[0]
     assert found.ways is not None
-    assert "by the file 50 times as many" in next(reasons(found.ways))
+    assert "50 times as many as a pipeline, by the file" in next(reasons(found.ways))
 
 
 def test_asynchronous_clusters_are_used_where_they_make_up_for_their_tokens(problem: Problem) -> None:
-    slow = assuming(problem.with_links(bandwidth=0.02), overlap="full", sync_every=2000)
+    slow = assuming(problem.with_links(bandwidth=0.02), overlap="full", sync_every=2000, more_tokens=1.5)
     found = decided(slow)
     rates = {answer.system: answer.tokens_per_s for answer in found.answers}
     times = rates[System.DIPS] / max(rates[System.JEEVES], rates[System.CROSSPIPE])
-    assert times > slow.setup.asynchronous.more_tokens
+    assert times > 1.5
     assert found.use.system is System.DIPS
     assert decided(assuming(slow, more_tokens=times * 1.01)).use.system is System.CROSSPIPE
 

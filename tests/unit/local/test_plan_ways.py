@@ -7,16 +7,27 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from bench_outer_gain import PLANNER, kept, planner_text
 from rich.table import Table
 from support.repository import ROOT
 
 from dips.planner.api import pose
 from dips.planner.candidates import RefusedCandidate
+from dips.planner.cluster import Asynchronous
 from dips.planner.commands import plan_ways
 from dips.planner.commands.plan_best import SitePlan, System, best, bound
-from dips.planner.commands.plan_clusters import NEAR_SHARE, asynchronous_clusters, inner_step, inner_steps
+from dips.planner.commands.plan_clusters import (
+    NEAR_SHARE,
+    MeasuredLosses,
+    asynchronous_clusters,
+    inner_step,
+    inner_steps,
+    measured_losses,
+    more_tokens,
+)
 from dips.planner.commands.plan_systems import decide, decision_json
 from dips.planner.commands.plan_text import decision_text
+from dips.planner.errors import PlanError
 from dips.planner.problem import Problem
 
 ASKED = (System.CROSSPIPE, System.DIPS)
@@ -195,29 +206,31 @@ def way(tokens_per_day: float, synchronous: bool, *sites: int, **more: object) -
 
 
 def told(problem: Problem, *found: plan_ways.SiteWay) -> plan_ways.SiteWays:
-    return plan_ways.SiteWays(problem, found, ())
+    return plan_ways.SiteWays(problem, found, (), more_tokens(problem.setup.asynchronous))
 
 
 def test_the_first_line_says_what_to_take_and_what_others_give(problem: Problem) -> None:
     clusters, pipeline = way(3e9, False), way(1.1e9, True)
-    ways = told(problem, clusters, pipeline, way(1e9, True, 1))
+    own = assuming(problem, more_tokens=1.5)
+    ways = told(own, clusters, pipeline, way(1e9, True, 1))
     assert plan_ways.take_text(ways) == (
-        "take: separate clusters under Di-PS, 3 billion tokens a day (worth 2 billion); "
-        "one pipeline over the sites gives 1.1 billion, B alone 1 billion"
+        "take: separate clusters under Di-PS, 3 billion tokens a day (worth 2 billion); one pipeline over the sites "
+        "gives 1.1 billion, B alone 1 billion; worth: by more_tokens of the file"
     )
-    assert plan_ways.take_text(told(problem, pipeline)) == "take: one pipeline over the sites, 1.1 billion tokens a day"
-    assert plan_ways.take_text(told(problem, pipeline, clusters)).endswith(
-        "; separate clusters under Di-PS give 3 billion (worth 2 billion)"
+    assert plan_ways.take_text(told(own, pipeline)) == "take: one pipeline over the sites, 1.1 billion tokens a day"
+    assert "; separate clusters under Di-PS give 3 billion (worth 2 billion)" in plan_ways.take_text(
+        told(own, pipeline, clusters)
     )
 
 
 def test_the_reasons_say_that_tokens_differ_and_what_is_near(problem: Problem) -> None:
-    near = list(plan_ways.reasons(told(problem, way(3e9, False), way(1.9e9, True))))
-    assert "1.5 times as many ([asynchronous] more_tokens), which is assumed" in near[0]
-    assert near[1].startswith(
+    near = list(plan_ways.reasons(told(assuming(problem, more_tokens=1.5), way(3e9, False), way(1.9e9, True))))
+    assert "1.5 times as many as a pipeline, by the file ([asynchronous] more_tokens)" in near[0]
+    assert near[1].endswith("up to 1.58 times as many")
+    assert near[2].startswith(
         "separate clusters under Di-PS and one pipeline over the sites differ by 5.3%, less than such numbers are sure"
     )
-    assert near[2].startswith("clusters: sync_every 64, overlap full, wire float32, 8 slaves")
+    assert near[3].startswith("clusters: sync_every 64, overlap full, wire float32, 8 slaves")
     alike = list(plan_ways.reasons(told(problem, way(3e9, True, split=(8, 1, 8)), way(1e9, True, 1))))
     assert alike == [
         "in [training] give pipeline = 8, data = 1, microbatches = 8 (the file has 4, 2, 4), and plan again"
@@ -245,3 +258,89 @@ def test_text_and_json_put_it_first(problem: Problem) -> None:
     assert said["take"] == said["judged"][0]
     assert ["amsterdam", "stockholm"] in [row["sites"] for row in said["judged"]]
     assert said["take"]["tokens_per_day"] == found.ways.take.tokens_per_s * 86_400
+
+
+# ---- what a token of clusters is worth -------------------------------------------------------------------------------
+
+
+def test_the_measured_losses_are_those_of_the_kept_runs() -> None:
+    assert PLANNER.read_text() == planner_text(kept())
+
+
+def times(sync_every: int) -> float:
+    return more_tokens(Asynchronous(sync_every=sync_every)).times
+
+
+def test_more_tokens_are_those_after_which_data_parallel_ends_at_the_same_loss() -> None:
+    whole_runs = {100: {"1": 3.0, "2": 4.0}, 200: {"1": 2.0, "2": 3.0}, 400: {"1": 1.0, "2": 2.0}}
+    was = MeasuredLosses("", "", 1, 4, 1, 400, 14, whole_runs, {}, {})
+    assert was.more_tokens({"1": 2.0, "2": 2.0}) == pytest.approx({"1": 2.0, "2": 1.0})
+    assert was.more_tokens({"1": 1.5}) == pytest.approx({"1": 2**0.5})
+    for beyond in (3.1, 0.9):
+        with pytest.raises(PlanError, match="around a loss of"):
+            was.more_tokens({"1": beyond})
+
+
+def test_a_measured_h_has_the_seeds_of_its_own_runs() -> None:
+    was = measured_losses()
+    for sync_every, losses in was.local_steps.items():
+        seeds, found = was.more_tokens(losses).values(), more_tokens(Asynchronous(sync_every=sync_every))
+        assert (found.low, found.high, found.seeds) == pytest.approx((min(seeds), max(seeds), len(losses)))
+        assert found.times == pytest.approx(sum(seeds) / len(seeds))
+        assert 1 < found.low < found.times < found.high < 2
+
+
+def test_between_two_measured_h_it_goes_evenly_from_one_to_the_other() -> None:
+    for below, above in itertools.pairwise(sorted(measured_losses().local_steps)):
+        between = [times(steps) for steps in range(below, above + 1)]
+        assert between in (sorted(between), sorted(between, reverse=True))
+    assert times(32) == pytest.approx((times(16) + times(64)) / 2)
+
+
+@pytest.mark.parametrize("sync_every", [1, 3, 65, 5000])
+def test_clusters_of_an_h_that_was_not_measured_are_not_compared_unless_the_file_says(
+    problem: Problem, sync_every: int
+) -> None:
+    unknown = assuming(problem, sync_every=sync_every)
+    found = judged(unknown)
+    assert all(way.synchronous for way in found.judged)
+    (no,) = found.impossible
+    assert no.name == plan_ways.CLUSTERS
+    assert f"sync_every = {sync_every}: how many more tokens clusters need was measured for 4 to 64 only" in no.why
+    assert "not compared" in plan_ways.take_text(found)
+    assert "more_tokens" not in found.to_json()
+    own = judged(assuming(unknown, more_tokens=3.0))
+    clusters = next(way for way in own.judged if not way.synchronous)
+    assert own.counted(clusters) == pytest.approx(clusters.tokens_per_day / 3)
+    assert own.to_json()["more_tokens_from"] == "[asynchronous] more_tokens"
+
+
+def test_the_advice_says_what_was_measured_and_when_it_would_be_another(problem: Problem) -> None:
+    seen = more_tokens(problem.setup.asynchronous)
+    ways = told(problem, way(3e9, False), way(3e9 / seen.high * 1.001, True))
+    first, why = plan_ways.take_text(ways), list(plan_ways.reasons(ways))
+    assert "measured at 0.36 million parameters, H 4 to 64; not at your" in first
+    assert (
+        f"{seen.times:.2f} times as many as a pipeline at H 64 ({seen.low:.2f} to {seen.high:.2f} over 3 seeds)"
+        in why[0]
+    )
+    assert "disagree about what to take" in why[2]
+    sure = list(plan_ways.reasons(told(problem, way(3e9, False), way(1e9, True))))
+    assert "up to 3.00 times as many: measure it" in sure[2]
+    assert not any("train through exchanges" in line for line in sure)
+    slow = list(plan_ways.reasons(told(problem, way(3e9, False, trained_through=0.6), way(1e9, True))))
+    assert any("train through exchanges for 60% of a round" in line for line in slow)
+    said = ways.to_json()
+    assert said["clusters_pay_up_to"] == pytest.approx(seen.high / 1.001)
+    assert said["more_tokens_low"] < said["more_tokens"] < said["more_tokens_high"]
+    assert (said["more_tokens_from"]["parameters"], said["more_tokens_from"]["sync_every"]) == (357_024, [4, 64])
+
+
+def test_clusters_that_wait_for_exchanges_train_through_none(problem: Problem) -> None:
+    slow = problem.with_links(bandwidth=0.05)
+    parts = {
+        overlap: plan_ways.clusters_way(asynchronous_clusters(assuming(slow, overlap=overlap)), (0, 1)).trained_through
+        for overlap in ("none", "full")
+    }
+    assert parts["none"] == 0
+    assert 0 < parts["full"] <= 1

@@ -5,18 +5,27 @@ A cluster's inner step is the best plan for the devices of its site. Its batch i
 that these are of all devices, as many microbatches as suit its replicas. The servers' site is the one that
 docs/algorithm.md's rule chooses (dips.core.server_site). Push, update, pull and what of them nothing hides are those
 of `dips size`, when all clusters push at the same time.
+
+Clusters need more tokens than synchronous training for the same loss. How many more was measured with a small model
+(local_steps.toml, which benchmarks/bench_outer_gain.py makes), unless the file says it (`[asynchronous] more_tokens`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
+from dips.core.config import read_toml
 from dips.core.protocol import MAX_RANKS
 from dips.core.server_site import choose_server_site
 from dips.local.sizing import SizeKnobs, size
-from dips.planner.cluster import Site
+from dips.planner.cluster import Asynchronous, Site
 from dips.planner.commands.plan_best import SitePlan, System, best
 from dips.planner.errors import PlanError
 from dips.planner.problem import Problem
@@ -182,3 +191,112 @@ def rounds_text(found: AsynchronousClusters) -> Sequence[str]:
         f"{one.round_s:.4g} s, of it {one.stall_s:.4g} s waiting; {one.tokens_per_s(every):,.0f} tokens/s"
         for one in found.clusters
     ]
+
+
+# ---- what a token of clusters is worth -------------------------------------------------------------------------------
+
+
+Losses = Mapping[str, float]
+"""Of equal runs, by seed."""
+
+
+@dataclass(frozen=True)
+class MeasuredLosses:
+    """Losses of one small model after equally many tokens, over H, and of data parallel over tokens."""
+
+    source: str
+    preset: str
+    parameters: int
+    clusters: int
+    step_tokens: int  # of a cluster; data parallel's step has those of all clusters
+    tokens: int  # of every run with local steps
+    slow_link_steps: float  # of one cluster, which its push and pull take in the set-up slow-link
+    data_parallel: Mapping[int, Losses]  # by the tokens of a whole run; the fewest first
+    local_steps: Mapping[int, Losses]  # by H; the smallest first
+    slow_link: Mapping[int, Losses]  # as local_steps, in the set-up slow-link
+
+    def more_tokens(self, losses: Losses) -> dict[str, float]:
+        """By seed: the tokens of these runs over those after which data parallel ends at the same loss.
+
+        The learning rate of a run falls until its end, so that only ends of runs are compared. Between the ends of two
+        the loss is a line over the logarithm of tokens.
+        """
+        return {seed: self.tokens / self._data_parallel_tokens(seed, loss) for seed, loss in losses.items()}
+
+    def _data_parallel_tokens(self, seed: str, loss: float) -> float:
+        ends = [(tokens, found[seed]) for tokens, found in self.data_parallel.items() if seed in found]
+        for (fewer, above), (more, below) in pairwise(ends):
+            if above >= loss >= below:
+                return fewer * math.pow(more / fewer, (above - loss) / (above - below))
+        raise PlanError(f"no two measured runs of data parallel end around a loss of {loss:g}: it needs other lengths")
+
+
+@dataclass(frozen=True)
+class MoreTokens:
+    """How many times as many tokens as synchronous training clusters need for the same loss."""
+
+    times: float  # mean of the seeds
+    low: float
+    high: float
+    seeds: int = 0  # 0: the file says the number
+
+    def to_json(self) -> dict[str, Any]:
+        """With what was measured, and where it holds."""
+        if not self.seeds:
+            return {"more_tokens": self.times, "more_tokens_from": "[asynchronous] more_tokens"}
+        was = measured_losses()
+        return {
+            "more_tokens": self.times,
+            "more_tokens_low": self.low,
+            "more_tokens_high": self.high,
+            "more_tokens_from": {
+                "source": was.source,
+                "preset": was.preset,
+                "parameters": was.parameters,
+                "clusters": was.clusters,
+                "step_tokens": was.step_tokens,
+                "tokens": was.tokens,
+                "sync_every": [min(was.local_steps), max(was.local_steps)],
+                "seeds": self.seeds,
+            },
+        }
+
+
+@cache
+def measured_losses() -> MeasuredLosses:
+    """The measurements that come with the planner."""
+    with resources.as_file(resources.files("dips.planner") / "local_steps.toml") as file:
+        tables = read_toml(file)
+    over_h = {
+        setup: {row["sync_every"]: row["losses"] for row in tables["local_steps"] if row["setup"] == setup}
+        for setup in ("small", "slow-link")
+    }
+    return MeasuredLosses(
+        **tables["measured"],
+        data_parallel={row["tokens"]: row["losses"] for row in tables["data_parallel"]},
+        local_steps=over_h["small"],
+        slow_link=over_h["slow-link"],
+    )
+
+
+def more_tokens(assumed: Asynchronous) -> MoreTokens:
+    """The file's number, or what was measured: exactly for a measured H, between two of them on a line over the
+    logarithm of H, seed by seed.
+
+    Raises PlanError for another H: nothing says how the number goes on there.
+    """
+    if assumed.more_tokens is not None:
+        return MoreTokens(assumed.more_tokens, assumed.more_tokens, assumed.more_tokens)
+    was, every = measured_losses(), assumed.sync_every
+    known = sorted(was.local_steps)
+    if not known[0] <= every <= known[-1]:
+        raise PlanError(
+            f"[asynchronous] sync_every = {every}: how many more tokens clusters need was measured for {known[0]} to "
+            f"{known[-1]} only: give more_tokens, measured with your model"
+        )
+    below = max(steps for steps in known if steps <= every)
+    above = min(steps for steps in known if steps >= every)
+    part = math.log(every / below) / math.log(above / below) if above > below else 0.0
+    fewer, more = was.more_tokens(was.local_steps[below]), was.more_tokens(was.local_steps[above])
+    times = [(1 - part) * fewer[seed] + part * more[seed] for seed in fewer if seed in more]
+    return MoreTokens(fmean(times), min(times), max(times), len(times))

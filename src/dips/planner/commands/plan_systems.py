@@ -4,7 +4,7 @@ and before that which way to use the sites (dips.planner.commands.plan_ways).
 JEEVES and CrossPipe order the operations of the pipelines that the file describes; SpanTrain groups the devices and
 chooses layers and microbatches too; ScaleAcross Explorer chooses all degrees of parallelism. These train synchronously.
 Asynchronous clusters under Di-PS do not: they train more tokens in the same time, and need more of them for the same
-loss. How many more cannot be computed: the file assumes a factor (`[asynchronous] more_tokens`).
+loss (more_tokens() of dips.planner.commands.plan_clusters).
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def decision_text(decision: SystemChoice) -> Iterator[str | Table]:
                 way.name, way.how, tokens_text(way.tokens_per_day), tokens_text(counted), f"{counted / best:.1%}"
             )
         yield table
-        yield from (f"not possible: {no.name}: {no.why}" for no in decision.ways.impossible)
+        yield from (f"not compared: {no.name}: {no.why}" for no in decision.ways.impossible)
     if len(decision.answers) + len(decision.refused) > 1:
         yield f"{'where all sites train, ' if decision.ways else ''}use {use.system.value}: {use.what}"
         yield from (f"  {sentence}" for sentence in decision.why)

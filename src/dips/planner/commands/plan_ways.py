@@ -4,7 +4,8 @@ cluster at each of all or some of them under Di-PS.
 Every set of sites is judged, with best() of dips.planner.commands.plan_best: what a set does together with the file's
 batch, and what its clusters do, which is what the sites train alone, times the share that exchanges over the links
 leave of it. A token of clusters counts for less than one of synchronous training, since they need more tokens for the
-same loss: how many more is an assumption of the file (`[asynchronous] more_tokens`).
+same loss (more_tokens() of dips.planner.commands.plan_clusters). Where nothing says how many more, clusters are not
+compared.
 """
 
 from __future__ import annotations
@@ -16,9 +17,16 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from dips.local.sizing import MUCH_OF_A_ROUND
 from dips.planner.candidates import RefusedCandidate
 from dips.planner.commands.plan_best import DECIDE_INSIDE, SitePlan, System, best, bound
-from dips.planner.commands.plan_clusters import AsynchronousClusters, asynchronous_clusters
+from dips.planner.commands.plan_clusters import (
+    AsynchronousClusters,
+    MoreTokens,
+    asynchronous_clusters,
+    measured_losses,
+    more_tokens,
+)
 from dips.planner.errors import PlanError
 from dips.planner.problem import Problem
 
@@ -49,14 +57,11 @@ class SiteWay:
     tokens_per_s: float
     synchronous: bool
     split: tuple[int, int, int] | None = None  # stages, replicas, microbatches, where the file says others
+    trained_through: float = 0.0  # of the round of one cluster, the part in which it trains through an exchange
 
     @property
     def tokens_per_day(self) -> float:
         return self.tokens_per_s * DAY_S
-
-    def counted_per_day(self, more_tokens: float) -> float:
-        """As tokens of synchronous training, which needs the fewest for a loss."""
-        return self.tokens_per_day / (1.0 if self.synchronous else more_tokens)
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ class SiteWays:
     problem: Problem
     judged: tuple[SiteWay, ...]  # the best first
     impossible: tuple[RefusedCandidate, ...]
+    more: MoreTokens | None  # None: unknown, and no clusters were judged
     unjudged: int = 0  # sets of sites that the search did not come to
 
     @property
@@ -82,17 +88,27 @@ class SiteWays:
         return len(way.sites) == len(self.problem.setup.sites)
 
     @property
-    def more_tokens(self) -> float:
-        return self.problem.setup.asynchronous.more_tokens
+    def rivals(self) -> tuple[SiteWay, SiteWay] | None:
+        """The best clusters and the best synchronous way, where both were judged."""
+        kinds = [next((way for way in self.judged if way.synchronous is kind), None) for kind in (False, True)]
+        clusters, other = kinds
+        return None if clusters is None or other is None else (clusters, other)
+
+    @property
+    def pays_up_to(self) -> float | None:
+        """Times as many tokens, up to which clusters are the better way."""
+        return None if self.rivals is None else self.rivals[0].tokens_per_s / self.rivals[1].tokens_per_s
 
     def counted(self, way: SiteWay) -> float:
-        return way.counted_per_day(self.more_tokens)
+        """Tokens a day, as those of synchronous training, which needs the fewest for a loss."""
+        return _counted(way, self.more) * DAY_S
 
     def to_json(self) -> dict[str, Any]:
         return {
             "take": self._json(self.take),
             "why": list(reasons(self)),
-            "more_tokens": self.more_tokens,
+            **({} if self.more is None else self.more.to_json()),
+            "clusters_pay_up_to": self.pays_up_to,
             "judged": [self._json(way) for way in self.judged],
             "not_judged": self.unjudged,
             "not_possible": [{"way": no.name, "why": no.why} for no in self.impossible],
@@ -113,6 +129,11 @@ class SiteWays:
         }
 
 
+def _counted(way: SiteWay, more: MoreTokens | None) -> float:
+    """Tokens a second, as those of synchronous training."""
+    return way.tokens_per_s / (1.0 if way.synchronous or more is None else more.times)
+
+
 def compare_ways(
     problem: Problem,
     together: SitePlan | None,
@@ -125,8 +146,13 @@ def compare_ways(
     """Compare the ways of a problem with several sites. together: the best that is known for all of them; steps: the
     inner step of each site that can be a cluster; refused: why a way of all sites is not there; say: is told what is
     judged. None where no way is possible."""
-    search = _Search(problem, steps, systems, say, clock)
     impossible = list(refused)
+    more: MoreTokens | None = None
+    try:
+        more = more_tokens(problem.setup.asynchronous)
+    except PlanError as error:
+        steps, impossible = {}, [*impossible, RefusedCandidate(CLUSTERS, f"{problem.setup.file} {error}")]
+    search = _Search(problem, steps, more, systems, say, clock)
     if together is not None:
         search.add(search.together_way(search.all, together))
     search.run()
@@ -134,9 +160,8 @@ def compare_ways(
         return None
     if any(way.synchronous and way.sites == search.all for way in search.judged):
         impossible = [no for no in impossible if no.name != PIPELINE]
-    more = problem.setup.asynchronous.more_tokens
-    ranked = sorted(search.judged, key=lambda way: -way.counted_per_day(more))
-    return SiteWays(problem, tuple(ranked), tuple(impossible), search.unjudged)
+    ranked = sorted(search.judged, key=lambda way: -_counted(way, more))
+    return SiteWays(problem, tuple(ranked), tuple(impossible), more, search.unjudged)
 
 
 class _Search:
@@ -146,11 +171,13 @@ class _Search:
         self,
         problem: Problem,
         steps: Mapping[int, SitePlan],
+        more: MoreTokens | None,
         systems: Sequence[System],
         say: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
         self._problem, self._steps, self._systems, self._say, self._clock = problem, steps, systems, say, clock
+        self._more = more
         training = problem.setup.training
         self._batch = training.microbatches * training.data
         self._ends_s = clock() + SEARCH_S
@@ -171,7 +198,7 @@ class _Search:
             return
         # From the best set so far to the best of those with one site more or less, as long as that is better.
         while True:
-            before, at = self._best, max(self.judged, key=self._counted, default=None)
+            before, at = self._best, max(self.judged, key=lambda way: _counted(way, self._more), default=None)
             if at is None:
                 return
             self._judge_all(tuple(sorted({*at.sites} ^ {site})) for site in self.all)
@@ -190,7 +217,7 @@ class _Search:
         apart = sum(self._steps[site].tokens_per_s for site in sites) if clusters else 0.0
         synchronous = any(system is not System.DIPS for system in self._systems)
         together = bound(self._problem, sites, self._batch) if synchronous else 0.0
-        return together, apart / self._problem.setup.asynchronous.more_tokens
+        return together, apart / (1.0 if self._more is None else self._more.times)
 
     def _judge(self, sites: Sites, surely: bool = False) -> None:
         """surely: also where another set is better, or the search has ended."""
@@ -218,10 +245,7 @@ class _Search:
         if same is not None and same.tokens_per_s >= way.tokens_per_s:
             return
         self.judged = [one for one in self.judged if one is not same] + [way]
-        self._best = max(self._best, self._counted(way))
-
-    def _counted(self, way: SiteWay) -> float:
-        return way.counted_per_day(self._problem.setup.asynchronous.more_tokens) / DAY_S
+        self._best = max(self._best, _counted(way, self._more))
 
     def together_way(self, sites: Sites, plan: SitePlan) -> SiteWay:
         training = self._problem.setup.training
@@ -247,7 +271,8 @@ def clusters_way(found: AsynchronousClusters, sites: Sites, name: str = CLUSTERS
         f"{len(found.clusters)} clusters, H {found.problem.setup.asynchronous.sync_every}, servers at "
         f"{found.servers_at}, exchanges leave {found.share_of_ideal:.1%}"
     )
-    return SiteWay(name, sites, how, found.tokens_per_s, False)
+    through = max((one.exchange_s - one.stall_s) / one.round_s for one in found.clusters)
+    return SiteWay(name, sites, how, found.tokens_per_s, False, trained_through=through)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -268,29 +293,73 @@ def tokens_text(tokens: float) -> str:
 
 
 def take_text(ways: SiteWays) -> str:
-    """What to take, in tokens a day, and what the others would give."""
+    """What to take, in tokens a day, what the others would give, and where the worth of clusters' tokens is from."""
+    more = ways.more
 
     def given(way: SiteWay) -> str:
-        worth = "" if way.synchronous else f" (worth {tokens_text(ways.counted(way))})"
-        return f"{tokens_text(way.tokens_per_day)}{{}}{worth}"
+        text = f"{tokens_text(way.tokens_per_day)}{{}}"
+        if way.synchronous or more is None:
+            return text
+        low, high = (tokens_text(way.tokens_per_day / times) for times in (more.high, more.low))
+        spread = f"; {low} to {high} over seeds" if more.seeds else ""
+        return f"{text} (worth {tokens_text(ways.counted(way))}{spread})"
 
     take, *others = ways.found
     text = f"take: {take.name}, {given(take).format(' tokens a day')}"
     for number, way in enumerate(others):
         verb = "" if number else " give" if not way.synchronous else " gives"
         text += f"{', ' if number else '; '}{way.name}{verb} {given(way).format('')}"
+    if more is None:
+        text += f"; {CLUSTERS} are not compared, as sync_every is outside of what was measured"
+    elif not all(way.synchronous for way in ways.found):
+        was, own = measured_losses(), ways.problem.setup.model.parameters()
+        measured = (
+            f"measured at {was.parameters / 1e6:.2g} million parameters, H {min(was.local_steps)} to "
+            f"{max(was.local_steps)}; not at your {tokens_text(own)}"
+        )
+        text += f"; worth: {measured if more.seeds else 'by more_tokens of the file'}"
     return text
+
+
+def _worth(ways: SiteWays) -> Iterator[str]:
+    """What clusters' tokens are worth, and from which number on another way would be taken."""
+    if ways.more is None or ways.rivals is None or ways.pays_up_to is None:
+        return
+    more, was, (clusters, other) = ways.more, measured_losses(), ways.rivals
+    many = "tokens are not worth the same: for the same loss clusters need"
+    if more.seeds:
+        yield (
+            f"{many} {more.times:.2f} times as many as a pipeline at H {ways.problem.setup.asynchronous.sync_every} "
+            f"({more.low:.2f} to {more.high:.2f} over {more.seeds} seeds)"
+        )
+        yield (
+            f"that was measured with AdamW, {was.clusters} clusters, steps of {was.step_tokens} tokens and runs of "
+            f"{was.tokens:,}; larger models, larger batches and longer runs were not"
+        )
+    else:
+        yield f"{many} {more.times:g} times as many as a pipeline, by the file ([asynchronous] more_tokens)"
+    if ways.pays_up_to < 1:
+        text = f"{clusters.name} are behind {other.name} even if their tokens are worth the same"
+    else:
+        text = f"{clusters.name} are ahead of {other.name} up to {ways.pays_up_to:.2f} times as many"
+        if more.seeds and more.low <= ways.pays_up_to <= more.high:
+            text += ", so that seeds of the small model disagree about what to take"
+    yield text + (": measure it with your model, and give it as [asynchronous] more_tokens" if more.seeds else "")
+    if more.seeds and clusters.trained_through > MUCH_OF_A_ROUND:
+        ((every, losses),) = was.slow_link.items()
+        times = was.more_tokens(losses).values()
+        yield (
+            f"clusters train through exchanges for {clusters.trained_through:.0%} of a round, and what that costs is "
+            f"not in this number: where transfers of one of {was.clusters} took {was.slow_link_steps:g} steps, at H "
+            f"{every}, clusters needed {min(times):.2f} to {max(times):.2f} times as many; a smaller wire shortens them"
+        )
 
 
 def reasons(ways: SiteWays) -> Iterator[str]:
     """Why, and what is assumed, as sentences without a full stop."""
     take, setup = ways.take, ways.problem.setup
     if len({way.synchronous for way in ways.found}) > 1:
-        yield (
-            "tokens are not worth the same: clusters need more of them than a pipeline for the same loss, by the file "
-            f"{ways.more_tokens:g} times as many ([asynchronous] more_tokens), which is assumed: measure it with your "
-            "model"
-        )
+        yield from _worth(ways)
     if len(ways.found) > 1 and (ahead := ways.counted(take) / ways.counted(ways.found[1]) - 1) < NEAR:
         yield (
             f"{take.name} and {ways.found[1].name} differ by {ahead:.1%}, less than such numbers are sure: measure both"
