@@ -229,6 +229,7 @@ class Journal:
         Returns whether all of it is durable: that is at a batch that is whole. An error, and forget_part(), undo what
         came since the last such one. Raises Refused when the batch does not follow, FatalError when the disk fails.
         """
+        failpoint("master.replica.before_receive")
         connection = self._connection
         with disk_errors_fatal(self._path), closing(connection.cursor()) as cursor:
             if not connection.in_transaction:

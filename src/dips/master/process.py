@@ -325,10 +325,10 @@ def run(config: MasterConfig, loaded: Loaded[MasterConfig] | None = None) -> int
     configure_logging("master", config.run_id, config.log_level, config.log_format)
     install("master", enabled=config.failpoints)
     share_with(config.files_group)
-    if loaded is not None:
-        _logger.info("settings:\n%s", loaded.describe())
     if config.take_over and ask_standby(config.directory):
         return 0
+    if loaded is not None:
+        _logger.info("settings:\n%s", loaded.describe())
     if config.standby is not None and not config.take_over:
         exit_code = asyncio.run(stand_by(config, config.standby))
         if exit_code is not None:

@@ -195,11 +195,11 @@ class Replica:
         raise Refused(RefusalCode.STOPPING, "this master ends, as a standby has taken over")
 
     async def _hear(self, shell: MasterShell, messages: AsyncIterator[bytes]) -> None:
+        failpoint("master.replica.before_hear")
         async for data in messages:
             self._heard(understood(shell, "Follow", data, ReplicaMessage).number)
 
     def _heard(self, number: int) -> None:
-        failpoint("master.replica.before_hear")
         with self._changed:
             if number > self._written:
                 raise Refused(

@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
@@ -25,6 +25,7 @@ from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.grpc_calls import open_channel_aio, refused_from
 from dips.core.net.keys import security_of
 from dips.core.net.security import Security
+from dips.core.observe.failpoints import failpoint
 from dips.core.observe.logs import ChangeLogger
 from dips.master.config import MasterConfig
 from dips.master.directory import LOCK_NAME, read_address
@@ -153,6 +154,7 @@ class _Standby:
         while True:
             got_some = False
             try:
+                failpoint("master.replica.before_connect")
                 async with open_channel_aio(self._master, self._security) as channel:
                     async for number in self._stream(channel):
                         got_some = True
@@ -164,6 +166,8 @@ class _Standby:
                 if isinstance(meaning, Refused) and meaning.code in FOR_GOOD and not meaning.retry_after_s:
                     raise meaning from error
                 why = str(meaning)
+            except OSError as error:
+                why = f"the stream failed on this side: {error.strerror or error}"
             finally:
                 self._journal.forget_part()
             _changes.report("master", f"does not follow the master at {self._master}: {why}", logging.WARNING)
@@ -179,12 +183,24 @@ class _Standby:
         await call.write(to_message(_message(self._config.run_id, epoch, number, digest)))
         while (message := await call.read()) is not grpc.aio.EOF:
             batch = from_message(message, JournalBatch)
-            if await asyncio.to_thread(journal.receive, batch, self._master):
+            if await _to_its_end(journal.receive, batch, self._master):
                 number, digest = journal.newest()
+                failpoint("master.replica.before_acknowledge")
                 await call.write(to_message(_message(self._config.run_id, epoch, number, digest)))
                 yield number
-                while await asyncio.to_thread(journal.tidy):
+                while await _to_its_end(journal.tidy):
                     pass
+
+
+async def _to_its_end(work: Callable[..., bool], *arguments: object) -> bool:
+    """Runs this on another thread. Who cancels the wait goes on once it has ended, too: the journal is for one thread
+    at a time."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
 
 
 def _message(run_id: str, epoch: int, number: int, digest: str, *, took_over: bool = False) -> ReplicaMessage:
@@ -201,6 +217,7 @@ async def tell_replaced(
     """
     hello = _message(run_id, epoch, 0, "", took_over=True)
     while not replica.was_followed:
+        failpoint("master.replica.before_tell")
         with contextlib.suppress(grpc.RpcError):
             async with open_channel_aio(master, security) as channel:
                 call = replicas_pb2_grpc.ReplicasStub(channel).Follow()
