@@ -587,7 +587,7 @@ class SlaveStatus:
 class Alarm:
     """A condition, until it is over, such as counts of tokens that cannot be compared."""
 
-    kind: str  # the code, a fixed word: "nothing_merged", "same_data", "token_counts" or "not_recorded"
+    kind: str  # the code, a fixed word: "nothing_merged", "same_data", "token_counts", "not_recorded" or "no_replica"
     clusters: tuple[str, ...]  # those that it is about; empty: the whole run
     sentence: str
 
