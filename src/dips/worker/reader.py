@@ -105,8 +105,8 @@ def fetch_version(
 
     master: HOST:PORT, or several with commas between them. base: a version that is here, and is not changed meanwhile:
     differences to it are fetched, where there are some (decoding them takes numba). Waits up to deadline_s; a transfer
-    that is under way then goes on while bytes arrive, until `cancelled`. Raises Refused (VERSION_GONE names the versions
-    that are kept; RUN_ID), RetryLater when the time is over or it was cancelled (with the last reason),
+    that is under way then goes on while bytes arrive, until `cancelled`. Raises Refused (VERSION_GONE names what is
+    kept; RUN_ID), RetryLater when the time is over or it was cancelled (with the last reason),
     RemoteProtocolError for shares that contradict their digest, and ConfigError for an address that cannot be used, or
     slaves that only their own machine reaches.
     """
