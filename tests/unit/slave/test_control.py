@@ -112,6 +112,7 @@ class Master:
         self.shell, self.data = Shell(), Data()
         self.streams: asyncio.Queue[Stream] = asyncio.Queue()
         self.running: asyncio.Task[None]
+        self.dialled: list[str] = []
 
     async def stream(self) -> Stream:
         return await asyncio.wait_for(self.streams.get(), 60)
@@ -136,16 +137,17 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def master(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Master]:
+async def master(monkeypatch: pytest.MonkeyPatch, address: str = "m:1") -> AsyncIterator[Master]:
     played = Master()
 
     @asynccontextmanager
-    async def channel(*of: object) -> AsyncIterator[None]:
+    async def channel(address: str, security: object) -> AsyncIterator[None]:
+        played.dialled.append(address)
         yield
 
     monkeypatch.setattr(module, "open_channel_aio", channel)
     monkeypatch.setattr(slaves_pb2_grpc, "SlavesStub", lambda channel: SimpleNamespace(Attach=played.attach))
-    control = Control("m:1", INSECURE, cast(SlaveShell, played.shell), cast(DataServer, played.data))
+    control = Control(address, INSECURE, cast(SlaveShell, played.shell), cast(DataServer, played.data))
     played.running = asyncio.create_task(control.run())
     try:
         yield played
@@ -287,3 +289,24 @@ async def test_a_slave_attaches_with_renewed_keys_before_the_old_ones_are_refuse
         monkeypatch.setattr(SlaveMachine, "between_rounds", True)
         await played.stream()
         assert played.shell.ends() == [module.RENEWED]
+
+
+@pytest.mark.parametrize(
+    "refuses",
+    [FailedCall(grpc.StatusCode.UNAVAILABLE, "gone"), refused(RefusalCode.STALE_EPOCH), grpc.aio.EOF, welcome(1)],
+    ids=["away", "older", "silent", "older welcome"],
+)
+async def test_a_slave_tries_its_masters_addresses_in_turn_and_keeps_to_the_one_where_it_attached(
+    monkeypatch: pytest.MonkeyPatch, refuses: object
+) -> None:
+    async with master(monkeypatch, "m:1,m:2") as played:
+        played.shell.handle(events.PromiseSaved(2))  # as a start finds it on the disk
+        (await played.stream()).say(refuses)
+        attached = await played.stream()
+        attached.say(welcome(2))
+        await attached.hear(Promised)
+        attached.say(grpc.aio.EOF)
+        again = await played.stream()
+        again.say(FailedCall(grpc.StatusCode.UNAVAILABLE, "gone"))
+        await played.stream()
+    assert played.dialled == ["m:1", "m:2", "m:2", "m:1"]

@@ -17,6 +17,7 @@ from support.run_for_workers import RefuseCall
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation, Version
 from dips.core.messages import Caller, HeartbeatReply, HeartbeatRequest, Settings
+from dips.core.net.addresses import MasterAddresses
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.security import INSECURE
 from dips.worker.control import Heartbeat
@@ -79,7 +80,7 @@ def beating(master: Master, told: queue.SimpleQueue[Beat], monkeypatch: pytest.M
     monkeypatch.setattr("dips.worker.control.channel_to", lambda address, security: nullcontext())
     for name in ("FIRST_PAUSE_S", "MAX_PAUSE_S"):
         monkeypatch.setattr(f"dips.worker.control.{name}", 0.001)
-    return Heartbeat("m", INSECURE, told.put, master.clock)  # type: ignore[arg-type]
+    return Heartbeat(MasterAddresses("m:1"), INSECURE, told.put, master.clock)  # type: ignore[arg-type]
 
 
 def test_news_are_delivered_once_and_a_fenced_incarnation_beats_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
