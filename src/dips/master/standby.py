@@ -78,7 +78,7 @@ def ask_standby(directory: Path) -> bool:
     os.kill(pid, TAKE_OVER)
     _logger.info("the standby, process %d, was asked to take over", pid)
     until_s = time.monotonic() + ASKED_S
-    while time.monotonic() < until_s and is_locked(directory, LOCK_NAME):
+    while time.monotonic() < until_s and _lives(pid):
         found = read_address(directory)
         if found is not None and found.pid == pid:
             _logger.info("it serves run %s at %s, epoch %d", found.run_id, found.address, found.epoch)
@@ -88,6 +88,15 @@ def ask_standby(directory: Path) -> bool:
         f"the standby, process {pid}, has not taken over: its log says why; once it has ended, the same command "
         "starts a master with its replica"
     )
+
+
+def _lives(pid: int) -> bool:
+    """Not: whether it has the directory, which is free for a moment while it becomes a master."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 async def stand_by(config: MasterConfig, master: str) -> int | None:
