@@ -1,4 +1,4 @@
-"""A master that is started again at another of its addresses: slaves and clusters find it, and none is started again."""
+"""A master that is started again at another of its addresses is found by its slaves and clusters without their restart."""
 
 from __future__ import annotations
 

@@ -109,8 +109,9 @@ class MasterStubs:
             if why and not isinstance(self._security, Identity):
                 raise Refused(RefusalCode.IDENTITY, why) from error
             cause: Refused | RetryLater = RetryLater(why) if why else refused_from(error)
-            if away:
+            if away and self._masters.several:
                 self._masters.leave(master, str(cause))
+                cause = RetryLater(f"no master at {self._masters}")  # not another sentence at each try
             elif isinstance(cause, Refused) and cause.code is RefusalCode.IDENTITY and used.renewed:
                 cause = RetryLater(f"{cause} (they were renewed meanwhile)")
             raise cause from error

@@ -205,7 +205,7 @@ def test_heartbeats_go_where_the_calls_go(places: Places, monkeypatch: pytest.Mo
     monkeypatch.setattr("dips.worker.control.clusters_pb2_grpc", SimpleNamespace(ClustersStub=beats.stub))
     for name in ("FIRST_PAUSE_S", "MAX_PAUSE_S"):
         monkeypatch.setattr(f"dips.worker.control.{name}", 0.001)
-    heart = Heartbeat(masters, INSECURE, told.put, ManualClock(50.0))
+    heart = Heartbeat(masters, INSECURE, told.put, ManualClock(50.0))  # type: ignore[arg-type]
     request = HeartbeatRequest(Caller("run", 1, "a", Incarnation(1, 1), "a/1"), phase="TRAINING", steps=1, loss=2.0)
     heart.tell(request, Settings(heartbeat_s=2**-10, evict_after_beats=5))
     try:
