@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from support.ports import own_port
 from support.waiting import until
 from support.whole_run import NumpyCluster, option_words
 
+from dips.core.errors import RetryLater
 from dips.core.observe.failpoints import CRASH_EXIT_CODE, SPEC_VARIABLE
 from dips.master.directory import read_address
 from dips.master.state.slaves import NEWER_EPOCH_EXIT
@@ -41,7 +43,9 @@ class WithStandby(JudgedRun):
         self.environment = {}
 
     def is_followed(self) -> bool:
-        return not self.status().alarms
+        with contextlib.suppress(RetryLater):  # a master that has just come back
+            return not self.status().alarms
+        return False
 
     def take_over(self) -> None:
         words = ["master", "--take-over", *option_words(self.standby_options())]
