@@ -42,7 +42,7 @@ from dips.master.metrics import PHASES as ROUND_PHASES
 from dips.master.metrics import REASONS
 from dips.master.state.reasons import STANDING, WaitingCode
 from dips.master.state.records import PUSH_TABLE, RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE, SLAVE_TABLE
-from dips.protos import clusters_pb2, operator_pb2, slaves_pb2
+from dips.protos import clusters_pb2, operator_pb2, replicas_pb2, slaves_pb2
 from dips.slave import metrics as slave
 from dips.slave.config import BackupConfig, SlaveConfig
 from dips.slave.metrics import JOBS
@@ -102,7 +102,12 @@ def refusals() -> str:
 def calls() -> str:
     services: list[ServiceDescriptor] = [
         module.DESCRIPTOR.services_by_name[name]
-        for module, name in ((clusters_pb2, "Clusters"), (slaves_pb2, "Slaves"), (operator_pb2, "Operator"))
+        for module, name in (
+            (clusters_pb2, "Clusters"),
+            (slaves_pb2, "Slaves"),
+            (replicas_pb2, "Replicas"),
+            (operator_pb2, "Operator"),
+        )
     ]
     rows = [
         f"| {service.name} | `{method.name}` | {_arrow(method)} |" for service in services for method in service.methods

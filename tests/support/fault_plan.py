@@ -29,6 +29,10 @@ AGAIN_S = 2.0
 
 ELSEWHERE: Mapping[str, str] = {
     "master.archive.before_prune": "tests/unit/master/test_archive.py",
+    **{
+        f"master.replica.before_{what}": "tests/slow/test_standby_process.py"
+        for what in ("send", "hear", "receive", "acknowledge", "connect", "tell")
+    },
     "worker.export.before_rename": "tests/unit/trainer/test_trainer_export.py",
     "worker.status.before_call": "tests/unit/worker/test_follower.py",
     "worker.status.after_call": "tests/unit/worker/test_follower.py",

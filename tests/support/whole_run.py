@@ -163,6 +163,8 @@ class WholeRun(live.Run):
         """More knobs of every slave."""
         self.client: dict[str, object] = {}
         """More knobs of every cluster."""
+        self.environment: dict[str, str] = {}
+        """More variables of each process that is started from now on."""
 
     def _begin(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -254,7 +256,10 @@ class WholeRun(live.Run):
         environment = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
         with (self.directory / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "dips.cli", *arguments], stdout=log, stderr=log, env=environment
+                [sys.executable, "-m", "dips.cli", *arguments],
+                stdout=log,
+                stderr=log,
+                env=environment | self.environment,
             )
 
 

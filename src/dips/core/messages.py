@@ -587,7 +587,7 @@ class SlaveStatus:
 class Alarm:
     """A condition, until it is over, such as counts of tokens that cannot be compared."""
 
-    kind: str  # the code, a fixed word: "nothing_merged", "same_data", "token_counts" or "not_recorded"
+    kind: str  # the code, a fixed word: "nothing_merged", "same_data", "token_counts", "not_recorded" or "no_replica"
     clusters: tuple[str, ...]  # those that it is about; empty: the whole run
     sentence: str
 
@@ -645,6 +645,37 @@ class StatusReply:
     alarms: tuple[Alarm, ...] = ()  # what a person should look at now
     waiting_code: str = "none"  # of waiting_for: a fixed word of docs/metrics.md, dips_master_waiting; "none"
     waiting_slaves: tuple[str, ...] = ()  # those that the open round waits for, or that are not here
+
+
+# ---- replicas.proto ----
+#
+# The stream between a standby and the master: the standby dials, the journal's records come down, what has reached the
+# replica's disk goes up.
+
+
+@dataclass(frozen=True)
+class ReplicaMessage:
+    """What a replica's disk holds: at the stream's begin, and again when more of it is durable there."""
+
+    hello: Hello
+    run_id: str
+    epoch: int  # the newest that was begun there
+    process_id: bytes  # drawn once by the standby's process
+    number: int  # the newest record; 0: none
+    digest: str  # of that record
+    took_over: bool  # this standby is the master now, in this epoch: the other one must end
+
+
+@dataclass(frozen=True)
+class JournalBatch:
+    """Records of the journal, in their order."""
+
+    after: int  # the record before the first one
+    after_digest: str
+    records: tuple[bytes, ...]  # as lines of the archive
+    is_whole: bool  # the journal had no newer record
+    snapshot_json: str  # with the whole one: the state after the newest decision; empty: nothing was decided
+    snapshot_digest: str  # as in the journal
 
 
 # ---- slaves.proto ----

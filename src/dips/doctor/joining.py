@@ -26,7 +26,14 @@ from dips.core.messages import (
     SlaveStatus,
     StatusReply,
 )
-from dips.core.net.addresses import addresses_of, is_elsewhere, is_loopback_endpoint, parse_address, why_unreachable
+from dips.core.net.addresses import (
+    MasterAddresses,
+    addresses_of,
+    is_elsewhere,
+    is_loopback_endpoint,
+    split_addresses,
+    why_unreachable,
+)
 from dips.core.net.security import Identity, Role, Security
 from dips.core.net.tls_probe import why_not_let_in
 from dips.core.net.zmq_sockets import CurvePair, as_client, pair_for
@@ -38,7 +45,7 @@ from dips.doctor.host import HostFacts
 from dips.doctor.network import Reached, check_identities
 from dips.local.authority import WantedIdentity
 from dips.local.operator_client import OperatorClient
-from dips.worker.control import MasterStubs, channel_to
+from dips.worker.control import MasterStubs
 
 CALL_S = 10.0
 HANDSHAKE_S = 6.0
@@ -55,15 +62,15 @@ _SAID: Mapping[int, str] = {
 
 
 def checks(master: str, security: Security, link_bits_per_s: float | None, facts: HostFacts) -> list[Check]:
-    """All checks, each after those that it depends on. link_bits_per_s: of this machine's link to the slaves; None: not
-    given.
+    """All checks, each after those that it depends on. master: HOST:PORT, or several with commas between them.
+    link_bits_per_s: of this machine's link to the slaves; None: not given.
 
     Raises ConfigError for an address that is none.
     """
-    parse_address(master, "--master")
+    split_addresses(master, "--master")
     return [
         Check("keys", partial(_keys, security)),
-        Check("reach", lambda: [network.judge_reached("the master", master, network.dialled(master), True)]),
+        Check("reach", partial(_reach, master)),
         Check("master", partial(_master, master, security)),
         Check("slaves", partial(_slaves, master, security, link_bits_per_s, facts)),
         Check("clock", lambda: [host.judge_clock(facts)]),
@@ -80,13 +87,26 @@ def _keys(security: Security) -> Findings:
         yield warn("keys", sentence, "to join, take the directory of a cluster (`dips keys add KEYS --cluster NAME`)")
 
 
+def _reach(master: str) -> Findings:
+    """Of several addresses one has to answer. Where its host says that nothing listens, a standby may be waiting."""
+    reached = {address: network.dialled(address) for address in split_addresses(master)}
+    one_listens = any(each.listens for each in reached.values())
+    for address, each in reached.items():
+        finding = network.judge_reached("the master", address, each, not one_listens)
+        if one_listens and finding.grade is Grade.FAIL:
+            finding = replace(finding, grade=Grade.WARN, remedy=f"right while that host is away; else {finding.remedy}")
+        yield finding
+
+
 def _master(master: str, security: Security) -> Findings:
-    if words := why_not_let_in(master, security):
-        yield Finding("master", Grade.FAIL, words)
+    refused = [words for address in split_addresses(master) if (words := why_not_let_in(address, security))]
+    yield from (Finding("master", Grade.FAIL, words) for words in refused)
+    if refused:
         return
-    status = _status(master, security)
+    status, at = _status(master, security)
     version = f"version {status.published}" if status.published is not None else "no version yet"
-    yield ok("master", f"run {status.run_id} accepts these keys: {version}, {len(status.slaves)} slaves")
+    where = "" if at == master else f", at {at}"
+    yield ok("master", f"run {status.run_id} accepts these keys{where}: {version}, {len(status.slaves)} slaves")
     if status.stopping or status.stopped:
         yield fail("master", f"run {status.run_id} has ended", "join another run, or start one")
 
@@ -95,7 +115,7 @@ def _slaves(master: str, security: Security, link_bits_per_s: float | None, fact
     """Each is dialled at the address that the master gives to clusters. Kernel buffers are judged by the longest round
     trip that is measured so: to slaves on other machines, or to any where the rate of a link was given.
     """
-    status = _status(master, security)
+    status, master = _status(master, security)
     if not status.slaves:
         yield warn("slaves", "no slave has attached to the master yet", "start them, then ask again")
         return
@@ -138,8 +158,7 @@ def _reading(
         return
     name = security.name if isinstance(security, Identity) else "doctor"
     caller = Caller(status.run_id, 0, name, None, new_cause())
-    with channel_to(master, security) as channel:
-        stubs = MasterStubs(channel)
+    with contextlib.closing(MasterStubs(MasterAddresses(master), security)) as stubs:
         request = BeginPullRequest(caller, True, None, False, b"" if curve is None else curve.public)
         reply = stubs.call(request, CALL_S)
         assert isinstance(reply, BeginPullReply), "the stub's type"
@@ -222,9 +241,10 @@ def _first_event(
         dealer.close(linger=0)
 
 
-def _status(master: str, security: Security) -> StatusReply:
+def _status(master: str, security: Security) -> tuple[StatusReply, str]:
+    """And the address at which the master gave it."""
     with OperatorClient(master, call_s=CALL_S, security=security) as client:
         try:
-            return client.status()
+            return client.status(), client.address
         except RetryLater as error:
             raise ConfigError(str(error)) from error

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 import grpc
-from google.protobuf.message import Message
 
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
 from dips.core.messages import (
@@ -28,8 +27,8 @@ from dips.core.messages import (
     StatusRequest,
 )
 from dips.core.net import codec_protobuf
-from dips.core.net.addresses import parse_address
-from dips.core.net.grpc_calls import open_channel, refused_from
+from dips.core.net.addresses import MasterAddresses, parse_address, split_addresses
+from dips.core.net.grpc_calls import is_unreachable, open_channel, refused_from
 from dips.core.net.security import Security
 from dips.core.net.tls_probe import why_not_let_in
 from dips.local.run_directory import read_mark
@@ -44,16 +43,21 @@ T = TypeVar("T")
 
 
 class OperatorClient:
-    """A connection to one master. Every call raises Refused, or RetryLater when the master cannot be reached."""
+    """A connection to one master, at the first of its addresses that answers. Every call raises Refused, or RetryLater
+    when the master cannot be reached."""
 
     def __init__(self, address: str, run_id: str = "", call_s: float = CALL_S, *, security: Security) -> None:
         """Raises ConfigError for an address that cannot be dialled."""
-        self.address = address
+        self._masters = MasterAddresses(address)
         self._run_id = run_id
         self._security = security
         self._call_s = call_s
-        self._channel = open_channel(address, security)
-        self._stub = operator_pb2_grpc.OperatorStub(self._channel)
+        self._open()
+
+    @property
+    def address(self) -> str:
+        """The address in use."""
+        return self._masters.now
 
     def __enter__(self) -> OperatorClient:
         return self
@@ -67,49 +71,72 @@ class OperatorClient:
         self._channel.close()
 
     def status(self) -> StatusReply:
-        return self._call(self._stub.Status, StatusRequest(self._run_id), StatusReply)
+        return self._call("Status", StatusRequest(self._run_id), StatusReply)
 
     def pause(self, reason: str) -> str:
         """The master's sentence about what it did; so for the other requests."""
-        return self._operate(self._stub.Pause, OperatorRequest(self._run_id, reason))
+        return self._operate("Pause", OperatorRequest(self._run_id, reason))
 
     def resume(self, reason: str) -> str:
-        return self._operate(self._stub.Resume, OperatorRequest(self._run_id, reason))
+        return self._operate("Resume", OperatorRequest(self._run_id, reason))
 
     def stop(self, reason: str) -> str:
-        return self._operate(self._stub.Stop, OperatorRequest(self._run_id, reason))
+        return self._operate("Stop", OperatorRequest(self._run_id, reason))
 
     def evict(self, cluster_id: str, reason: str) -> str:
-        return self._operate(self._stub.Evict, EvictRequest(self._run_id, cluster_id, reason))
+        return self._operate("Evict", EvictRequest(self._run_id, cluster_id, reason))
 
     def drain(self, cluster_id: str, reason: str) -> str:
-        return self._operate(self._stub.Drain, DrainRequest(self._run_id, cluster_id, reason))
+        return self._operate("Drain", DrainRequest(self._run_id, cluster_id, reason))
 
     def reshard(self, add: Sequence[str], remove: Sequence[str], reason: str) -> str:
-        return self._operate(self._stub.Reshard, ReshardRequest(self._run_id, tuple(add), tuple(remove), False, reason))
+        return self._operate("Reshard", ReshardRequest(self._run_id, tuple(add), tuple(remove), False, reason))
 
     def take_back_reshard(self) -> str:
-        return self._operate(self._stub.Reshard, ReshardRequest(self._run_id, cancel=True))
+        return self._operate("Reshard", ReshardRequest(self._run_id, cancel=True))
 
     def extend(self, tk_max_tokens: int, no_limit: bool, reason: str) -> str:
         """tk_max_tokens 0: the limit stays."""
-        return self._operate(self._stub.Extend, ExtendRequest(self._run_id, tk_max_tokens, no_limit, reason))
+        return self._operate("Extend", ExtendRequest(self._run_id, tk_max_tokens, no_limit, reason))
 
-    def _operate(self, method: Callable[..., Message], request: object) -> str:
+    def _operate(self, method: str, request: object) -> str:
         return self._call(method, request, OperatorReply).sentence
 
-    def _call(self, method: Callable[..., Message], request: object, kind: type[T]) -> T:
-        try:
-            reply = method(codec_protobuf.to_message(request), timeout=self._call_s)
-        except grpc.RpcError as error:
-            refused = refused_from(error)
-            if isinstance(refused, Refused):
-                raise refused from error
-            # gRPC does not say why a handshake failed; a probe of our own does.
-            if words := why_not_let_in(self.address, self._security):
-                raise Refused(RefusalCode.IDENTITY, words) from error
-            raise RetryLater(_why_not(self.address, str(refused)), refused.retry_after_s) from error
-        return codec_protobuf.from_message(reply, kind)
+    def _open(self) -> None:
+        self._channel = open_channel(self.address, self._security)
+        self._is_new = True
+
+    def _call(self, method: str, request: object, kind: type[T]) -> T:
+        """Each address once. A call that was not answered in time goes to no other: it may have been carried out."""
+        away: list[str] = []
+        while True:
+            try:
+                if self._is_new and self._masters.several:  # not the time of a call for a host that is gone
+                    socket.create_connection(parse_address(self.address), CONNECT_S).close()
+                stub = operator_pb2_grpc.OperatorStub(self._channel)
+                reply = getattr(stub, method)(codec_protobuf.to_message(request), timeout=self._call_s)
+                self._is_new = False
+                return codec_protobuf.from_message(reply, kind)
+            except (OSError, UnicodeError) as error:
+                cause: Exception = error
+                failed = RetryLater(_why_not(self.address, str(error)))
+            except grpc.RpcError as error:
+                refused = refused_from(error)
+                if isinstance(refused, Refused):
+                    raise refused from error
+                # gRPC does not say why a handshake failed; a probe of our own does.
+                if words := why_not_let_in(self.address, self._security):
+                    raise Refused(RefusalCode.IDENTITY, words) from error
+                failed = RetryLater(_why_not(self.address, str(refused)), refused.retry_after_s)
+                if not is_unreachable(error):
+                    raise failed from error
+                cause = error
+            away.append(str(failed))
+            if self._masters.leave(self.address):
+                self._channel.close()
+                self._open()
+            if len(away) == len(self._masters.all):
+                raise RetryLater("; ".join(away), failed.retry_after_s) from cause
 
 
 def _why_not(address: str, words: str) -> str:
@@ -144,8 +171,10 @@ class NamedRun:
         if Path(text).is_dir():
             return cls(Path(text), None)
         try:
-            parse_address(text, "RUN")
+            split_addresses(text, "RUN")
         except ConfigError as error:
+            if "," in text:
+                raise  # it names the faulty one
             raise ConfigError(f"{text} is neither a directory nor a master's address: write HOST:PORT") from error
         return cls(None, text)
 

@@ -244,6 +244,8 @@ def _roles_for(service: str, method: str) -> frozenset[Role]:
             return frozenset({Role.CLUSTER})
         case "Slaves":
             return frozenset({Role.SLAVE})
+        case "Replicas":
+            return frozenset({Role.MASTER})
         case "Operator" if method in LOOKING_METHODS:
             return frozenset(Role)
     return frozenset({Role.OPERATOR})

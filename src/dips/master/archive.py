@@ -88,7 +88,7 @@ class Segment:
         """Its records, oldest first. Raises FatalError when the file is damaged, FileNotFoundError when it is gone."""
         with self.path.open("rb") as file:
             for line in file:
-                yield _record(self.path, line)
+                yield record_of(self.path, line)
 
 
 def first_digest(run_id: str) -> str:
@@ -164,16 +164,18 @@ def drop_segment(segment: Segment) -> None:
 
 
 def _write(path: Path, records: Sequence[JournalRecord]) -> None:
-    text = "".join(map(_line, records))
+    text = "".join(map(line_of, records))
     replace_file(path, [text.encode()], place="master.archive")
 
 
-def _line(record: JournalRecord) -> str:
+def line_of(record: JournalRecord) -> str:
+    """The record as a line of a segment."""
     line = {"n": record.number, "epoch": record.epoch, "entry": record.entry_id, "kind": record.kind}
     return json.dumps({**line, "record": record.record_json, "digest": record.digest}, separators=(",", ":")) + "\n"
 
 
-def _record(path: Path, line: bytes) -> JournalRecord:
+def record_of(path: Path, line: bytes) -> JournalRecord:
+    """Inverse of line_of. Raises FatalError, which names `path`, for a line that is none."""
     try:
         row = json.loads(line.decode())
         kind, text, digest = str(row["kind"]), str(row["record"]), str(row.get("digest", ""))

@@ -276,6 +276,26 @@ class MasterConfig(ProcessKnobs):
     archive_bytes: Bytes = Field(
         1 << 30, description="Size limit of the archive of old decisions; above it the oldest are deleted"
     )
+    standby: Address | None = Field(
+        None,
+        description="HOST:PORT of the run's master: this process keeps a replica of that one's journal in its own "
+        "directory, serves nothing, and becomes the run's master when `dips master --take-over` asks it to",
+    )
+    take_over: bool = Field(
+        False,
+        description="Become the run's master with the replica in this directory, or let the standby that keeps it "
+        "become it; the other master ends as soon as it is reached",
+    )
+    journal_replicas: int = Field(
+        0,
+        le=1,
+        description="1: a decision counts only once a standby has it on its disk too; one that is away, or late for "
+        "the time of an eviction, is an alarm and holds nothing up. 0: a standby follows without being waited for",
+    )
+    without_replica: Literal["go-on", "pause"] = Field(
+        "go-on",
+        description="With journal_replicas 1, while no standby has all decisions; pause: no round begins",
+    )
     rebuild: bool = Field(
         False,
         description="After the loss of this master's disk: adopt the newest version that the slaves hold, "
@@ -297,6 +317,11 @@ class MasterConfig(ProcessKnobs):
             self._penalty(self.preset or DEFAULT_PRESET)
         except ConfigError as error:
             wrong.append(str(error))
+        if self.rebuild and (self.standby is not None or self.take_over):
+            wrong.append(
+                "rebuild is for a lost journal, and standby and take_over are for one that has a replica: leave "
+                "rebuild out, or the other two"
+            )
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
@@ -331,6 +356,7 @@ class MasterConfig(ProcessKnobs):
             pinned_versions=self.pinned_versions,
             linger_s=times["linger_s"],
             rebuild=self.rebuild,
+            pause_without_replica=self.journal_replicas > 0 and self.without_replica == "pause",
             async_lag_versions=self.async_lag_versions,
             encrypted=self.keys is not None,
             token_ratio_max=self.token_ratio_max,

@@ -22,8 +22,9 @@ from pathlib import Path
 
 import xxhash
 
-from dips.core.errors import ConfigError, FatalError, LocalProtocolError, RetryLater
+from dips.core.errors import ConfigError, FatalError, LocalProtocolError, RefusalCode, Refused, RetryLater
 from dips.core.files import FolderLock, closed, settle, sync_folder
+from dips.core.messages import JournalBatch
 from dips.core.observe.failpoints import failpoint
 from dips.master.archive import (
     EPOCH,
@@ -38,6 +39,8 @@ from dips.master.archive import (
     digest_segments,
     drop_segment,
     first_digest,
+    line_of,
+    record_of,
     segments,
     write_segment,
 )
@@ -102,6 +105,9 @@ class Journal:
         with self._transaction() as cursor:
             epoch = max(_epoch(cursor) + 1, at_least)
             set_meta(cursor, "epoch", str(epoch))
+            if master := _replica_of(cursor):
+                set_meta(cursor, "replica_of", "")
+                set_meta(cursor, "took_over_from", master)
             _insert(cursor, epoch, [WriteJournal(0, EPOCH, json.dumps({"kind": EPOCH, "epoch": epoch}), "")])
         return epoch
 
@@ -197,6 +203,78 @@ class Journal:
         self._connection.close()
         self._lock.release()
 
+    # ---- replica ----
+
+    @property
+    def epoch(self) -> int:
+        """The newest epoch that was begun."""
+        with disk_errors_fatal(self._path):
+            return _epoch(self._connection.cursor())
+
+    @property
+    def replica_of(self) -> str:
+        """The address of the master that this replica follows; empty for a master's own, and after a take-over."""
+        with disk_errors_fatal(self._path):
+            return _replica_of(self._connection.cursor())
+
+    @property
+    def took_over_from(self) -> str:
+        """The address of the master that this one took over from; empty where it did not."""
+        with disk_errors_fatal(self._path):
+            return get_meta(self._connection.cursor(), "took_over_from") or ""
+
+    def receive(self, batch: JournalBatch, master: str) -> bool:
+        """Takes what comes next in the journal of the master at this address, of which this one is a replica.
+
+        Returns whether all of it is durable: that is at a batch that is whole. An error, and forget_part(), undo what
+        came since the last such one. Raises Refused when the batch does not follow, FatalError when the disk fails.
+        """
+        failpoint("master.replica.before_receive")
+        connection = self._connection
+        with disk_errors_fatal(self._path), closing(connection.cursor()) as cursor:
+            if not connection.in_transaction:
+                cursor.execute("BEGIN IMMEDIATE")
+            try:
+                self._take(cursor, batch)
+                if batch.is_whole:
+                    set_meta(cursor, "replica_of", master)
+                    failpoint("master.journal.before_commit")
+                    cursor.execute("COMMIT")
+                    failpoint("master.journal.after_commit")
+            except BaseException:
+                self.forget_part()
+                raise
+        return batch.is_whole
+
+    def forget_part(self) -> None:
+        """Undoes what was received since the last whole batch."""
+        if self._connection.in_transaction:
+            self._connection.execute("ROLLBACK")
+
+    def _take(self, cursor: sqlite3.Cursor, batch: JournalBatch) -> None:
+        number, digest = newest(cursor)
+        if number == 0 and batch.after > 0:  # what came before was deleted there to keep the archive's size limit
+            number, digest = batch.after, batch.after_digest
+            set_base(cursor, number, digest)
+            set_meta(cursor, "pruned", str(number))
+            set_meta(cursor, "pruned_digest", digest)
+        if (batch.after, batch.after_digest) != (number, digest):
+            raise _does_not_follow(f"what comes after record {batch.after}", number)
+        for line in batch.records:
+            record = record_of(self._path, line)
+            if record.number != number + 1 or record.digest != record.digest_after(digest):
+                raise _does_not_follow(f"record {record.number}", number)
+            insert_record(cursor, record)
+            number, digest, epoch = record.number, record.digest, record.epoch
+        if batch.records:
+            set_meta(cursor, "epoch", str(epoch))
+        decided = cursor.execute(NEWEST_DECIDED, (EPOCH,)).fetchone()
+        if batch.is_whole and batch.snapshot_json and decided is not None:
+            epoch, entry_id, record_digest = decided
+            if batch.snapshot_digest != _digest_of_snapshot(epoch, entry_id, batch.snapshot_json, record_digest):
+                raise _does_not_follow(f"the state after record {number}", number)
+            put_snapshot(cursor, epoch, entry_id, batch.snapshot_json, record_digest)
+
     # ---- the archive ----
 
     def _held(self) -> tuple[int, int]:
@@ -263,6 +341,110 @@ class Journal:
                 raise
 
 
+NEWEST_DECIDED = "SELECT epoch, entry_id, digest FROM records WHERE kind <> ? ORDER BY number DESC LIMIT 1"
+
+
+def _replica_of(cursor: sqlite3.Cursor) -> str:
+    return get_meta(cursor, "replica_of") or ""
+
+
+def _does_not_follow(what: str, number: int) -> Refused:
+    return Refused(
+        RefusalCode.DIGEST,
+        f"the master sent {what}, which does not follow record {number} of this replica: give the standby an empty "
+        "directory",
+    )
+
+
+class JournalReader:
+    """Reads a journal for its replica, beside the master that writes it. Every method blocks on the disk; use a reader
+    from one thread at a time."""
+
+    def __init__(self, directory: Path, run_id: str) -> None:
+        self._directory = directory
+        self._run_id = run_id
+        uri = f"{(directory / FILE_NAME).absolute().as_uri()}?mode=ro"
+        with disk_errors_fatal(directory / FILE_NAME):
+            self._connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def check_place(self, number: int, digest: str) -> None:
+        """Raises Refused unless a replica whose newest record this is can go on from there."""
+        with self._view() as cursor:
+            last, _ = newest(cursor)
+            if number == 0:
+                return
+            where = f"the replica holds record {number}"
+            if number > last:
+                raise Refused(
+                    RefusalCode.CONFIG,
+                    f"{where}, and this master's journal ends at record {last}: the replica is of a newer master, or "
+                    "this one's directory is an old copy; if this one is right, give the standby an empty directory",
+                )
+            pruned = _pruned(cursor)
+            if pruned is not None and number < pruned.number:
+                raise Refused(
+                    RefusalCode.CONFIG,
+                    f"{where}, and {pruned}: give the standby an empty directory",
+                )
+            if digest != self._digest_of(cursor, number):
+                raise Refused(
+                    RefusalCode.CONFIG,
+                    f"{where}, and this master's record {number} is another one: the two histories differ; give the "
+                    "standby an empty directory, and keep the other for `dips verify`",
+                )
+
+    def after(self, number: int, digest: str, most_bytes: int) -> JournalBatch:
+        """What follows record `number`, which a replica holds: at most about so many bytes, and at least one record.
+
+        Raises RetryLater when it was pruned meanwhile, FatalError when the journal is damaged.
+        """
+        with self._view() as cursor:
+            last, _ = newest(cursor)
+            first, _ = _bounds(self._connection)
+            pruned = _pruned(cursor)
+            if number == 0:
+                digest = first_digest(self._run_id)
+            if number == 0 and pruned is not None:
+                number, digest = pruned.number, get_meta(cursor, "pruned_digest") or ""
+            lines: list[bytes] = []
+            at, size_bytes = number, 0
+            archived = _archived(self._directory, number + 1, first)
+            for record in itertools.chain(archived, _records_from(self._connection, max(first, number + 1))):
+                if record.number != at + 1:
+                    raise RetryLater(f"records from {at + 1} on were deleted while they were read: read them again")
+                line = line_of(record).encode()
+                size_bytes += len(line)
+                if lines and size_bytes > most_bytes:
+                    break
+                lines.append(line)
+                at = record.number
+            row = self._connection.execute("SELECT snapshot_json, digest FROM snapshot").fetchone() or ("", "")
+            is_whole = at == last
+            return JournalBatch(number, digest, tuple(lines), is_whole, *(row if is_whole else ("", "")))
+
+    def _digest_of(self, cursor: sqlite3.Cursor, number: int) -> str:
+        row = cursor.execute("SELECT digest FROM records WHERE number = ?", (number,)).fetchone()
+        if row is not None:
+            return str(row[0])
+        found = next(_archived(self._directory, number, number + 1), None)
+        if found is not None:
+            return found.digest
+        return get_meta(cursor, "pruned_digest") or "" if _pruned(cursor) == Pruned(number) else ""
+
+    @contextmanager
+    def _view(self) -> Iterator[sqlite3.Cursor]:
+        """One view of the file for all reads of the block; records that left it before are in a segment."""
+        with disk_errors_fatal(self._directory / FILE_NAME), closing(self._connection.cursor()) as cursor:
+            cursor.execute("BEGIN")
+            try:
+                yield cursor
+            finally:
+                cursor.execute("ROLLBACK")
+
+
 @dataclass(frozen=True)
 class JournalContent:
     """The content of a master's directory at one moment."""
@@ -303,6 +485,12 @@ def read_newest(directory: Path) -> tuple[int, str | None]:
     """The epoch, and the newest ledger (None: nothing was decided yet). Raises as read_content does."""
     with _reading(directory) as connection:
         return _epoch(connection.cursor()), get_snapshot(connection, directory / FILE_NAME)
+
+
+def replica_of(directory: Path) -> str:
+    """Journal.replica_of, of a directory that a process may have. Raises as read_content does."""
+    with _reading(directory) as connection:
+        return _replica_of(connection.cursor())
 
 
 @contextmanager

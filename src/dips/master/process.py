@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dips.core.allocator import keep_one_heap
@@ -34,8 +34,10 @@ from dips.master.directory import TAPE_NAME, MasterAddress, remove_address, writ
 from dips.master.journal import Journal, Retention
 from dips.master.metrics import Metrics
 from dips.master.page.event_buffer import BufferedTape, EventBuffer
+from dips.master.replica import Replica
 from dips.master.rpc.server import MasterServer
 from dips.master.shell import MasterShell, StateMachine
+from dips.master.standby import ask_standby, check_may_serve, stand_by, tell_replaced
 from dips.master.state.effects import BeginAgain, Halt, WriteJournal
 from dips.master.state.master import MasterMachine
 from dips.master.state.shared import RunConfig
@@ -74,10 +76,19 @@ async def serve(
     retention = Retention(config.journal_records, config.archive_bytes)
     journal = Journal.open(config.directory, config.run_id, retention)
     try:
+        check_may_serve(config, journal)
         event_buffer = EventBuffer()
         with _tape(config, clock, event_buffer) as tape, _page(config, security, clock, event_buffer) as page:
             metrics = Metrics(config.max_clusters)
-            master = _Master(config, security, access, journal, tape, clock, page, metrics)
+            replica = Replica(
+                config.directory,
+                config.run_id,
+                wanted=config.journal_replicas > 0,
+                limit_s=config.evict_after_beats * config.heartbeat_s,
+                most_bytes=config.max_message_bytes,
+                clock=clock,
+            )
+            master = _Master(config, security, access, journal, tape, clock, replica, page, metrics)
             return await master.serve(make_machine, started)
     finally:
         journal.close()
@@ -93,6 +104,7 @@ class _Master:
     journal: Journal
     tape: Tape
     clock: Clock
+    replica: Replica
     page: Page | None = None
     metrics: Metrics = field(default_factory=Metrics)
 
@@ -118,14 +130,15 @@ class _Master:
         """Makes an epoch durable, and its state machine from the journal's newest snapshot."""
         epoch = self.journal.begin_epoch(at_least)
         self._note_journal()
+        run_config = replace(self.config.to_run_config(), took_over=bool(self.journal.took_over_from))
         wall_offset_s = self.clock.wall_s() - self.clock.monotonic_s()
         snapshot_json = self.journal.latest_snapshot()
-        machine = make_machine(self.config.to_run_config(), epoch, snapshot_json, wall_offset_s)
+        machine = make_machine(run_config, epoch, snapshot_json, wall_offset_s)
         self.metrics.watch(machine)
 
         def append(entries: Sequence[WriteJournal]) -> None:
             self.journal.append_all(epoch, entries)
-            self._note_journal()
+            self.replica.wrote(self._note_journal())
 
         shell = MasterShell(
             machine,
@@ -138,10 +151,12 @@ class _Master:
         )
         return shell, MasterAddress(dialable(address), self.config.run_id, os.getpid(), epoch)
 
-    def _note_journal(self) -> None:
-        """Writes the journal's newest record to the tape, so that a lost end or another history is detected."""
+    def _note_journal(self) -> int:
+        """Writes the journal's newest record to the tape, so that a lost end or another history is detected; returns
+        its number."""
         number, digest = self.journal.newest()
         self.tape.write("journaled", "-", number=number, digest=digest)
+        return number
 
     def _bind(self, server: MasterServer) -> str:
         """Binds the port; for port 0, that of the last start if it is free, so that peers find the master again."""
@@ -160,8 +175,9 @@ class _Master:
         self, server: MasterServer, shell: MasterShell, here: MasterAddress, started: Started | None
     ) -> Halt | BeginAgain:
         try:
+            newest, _ = self.journal.newest()  # before the shell's first entries are written on another thread
             shell.start()
-            await server.start(shell)
+            await server.start(shell, self.replica.serve(shell, here.epoch, newest))
             # Publishes the master's address for people and other processes.
             write_address(self.config.directory, here)
             # Not the configuration's: a run keeps the preset that it was begun with.
@@ -181,7 +197,7 @@ class _Master:
             )
             if started is not None:
                 started(here, shell)
-            with self._shown(shell):
+            with self._shown(shell), self._replaced(shell, here.epoch):
                 # Waits for the end, and reports revoked certificates to the state until then.
                 while not shell.outcome.done():
                     await asyncio.wait([shell.outcome], timeout=LOOK_S if self.access.checks else None)
@@ -208,6 +224,21 @@ class _Master:
             yield
         finally:
             following.cancel()
+
+    @contextlib.contextmanager
+    def _replaced(self, shell: MasterShell, epoch: int) -> Iterator[None]:
+        """A context in which the master that this one took over from, if it did, is told to end."""
+        if not self.journal.took_over_from:
+            yield
+            return
+        telling = asyncio.create_task(
+            tell_replaced(self.journal.took_over_from, self.config.run_id, self.security, shell, epoch, self.replica),
+            name="take-over",
+        )
+        try:
+            yield
+        finally:
+            telling.cancel()
 
 
 def _tape(config: MasterConfig, clock: Clock, event_buffer: EventBuffer) -> Tape:
@@ -294,6 +325,13 @@ def run(config: MasterConfig, loaded: Loaded[MasterConfig] | None = None) -> int
     configure_logging("master", config.run_id, config.log_level, config.log_format)
     install("master", enabled=config.failpoints)
     share_with(config.files_group)
+    if config.take_over and ask_standby(config.directory):
+        return 0
     if loaded is not None:
         _logger.info("settings:\n%s", loaded.describe())
+    if config.standby is not None and not config.take_over:
+        exit_code = asyncio.run(stand_by(config, config.standby))
+        if exit_code is not None:
+            return exit_code
+        config = config.model_copy(update={"take_over": True})
     return asyncio.run(serve(config, MasterMachine)).exit_code

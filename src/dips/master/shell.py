@@ -45,6 +45,7 @@ from dips.master.state.events import (
     Event,
     JournalWritten,
     OperatorCall,
+    ReplicaNews,
     Revoked,
     SlaveLinkDown,
     SlaveSaid,
@@ -582,6 +583,8 @@ def _event_text(event: Event) -> tuple[str, str]:
             return str(incarnation), f"the beats of {cluster} ended"
         case Revoked(role, name, _):
             return "-", f"Revoked {role} {name}"
+        case ReplicaNews(trouble):
+            return "-", f"ReplicaNews {trouble}"
         case CallGone(number) | SlaveLinkDown(number) | JournalWritten(number):
             return "-", f"{type(event).__name__} {number}"
         case Tick():

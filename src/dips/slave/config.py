@@ -14,7 +14,7 @@ from dips.core.config import Knobs, Name
 from dips.core.errors import ConfigError
 from dips.core.net.addresses import require_loopback
 from dips.core.net.object_store import check_url
-from dips.core.net.security import Address, AddressOrEmpty, ProcessKnobs
+from dips.core.net.security import Addresses, AddressOrEmpty, ProcessKnobs
 from dips.core.observe.logs import LogFormat, LogLevel
 from dips.core.threads import usable_processor_numbers, usable_processors
 from dips.core.units import BitsPerSecond, Bytes, validating
@@ -39,7 +39,10 @@ class SlaveConfig(ProcessKnobs):
 
     run_id: Name = Field(description="the run that this slave serves")
     slave_id: Name = Field(description="this slave's name in the run; it never changes")
-    master: Address = Field(default="127.0.0.1:29400", description="where the master listens, HOST:PORT")
+    master: Addresses = Field(
+        default="127.0.0.1:29400",
+        description="where the master listens, HOST:PORT; several, with commas between them, are tried in turn",
+    )
     directory: Path = Field(description="where snapshots and the promised epoch are kept; for this slave only")
     data_host: str = Field(default="127.0.0.1", description="address that the data port binds")
     data_port: Annotated[int, Field(ge=0, le=65535)] = Field(

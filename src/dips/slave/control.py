@@ -17,6 +17,7 @@ import grpc.aio
 
 from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.messages import SlaveCommand, SlaveMessage
+from dips.core.net.addresses import MasterAddresses
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.grpc_calls import open_channel_aio, refused_from
 from dips.core.net.keys import UsedKeys
@@ -63,11 +64,11 @@ Attachment = grpc.aio.StreamStreamCall[slaves_pb2.SlaveMessage, slaves_pb2.Slave
 
 
 class Control:
-    """Keeps the stream to the master ("host:port"). run() never returns; it raises Refused when the master refuses this
-    slave permanently."""
+    """Keeps the stream to the master ("host:port", or several with commas). run() never returns; it raises Refused when
+    the master refuses this slave permanently."""
 
     def __init__(self, master: str, security: Security, shell: SlaveShell, data: DataServer) -> None:
-        self._master = master
+        self._addresses = MasterAddresses(master)
         self._security = security
         self._used = UsedKeys(security)
         self._shell = shell
@@ -75,7 +76,7 @@ class Control:
         self._changes = ChangeLogger(log)
         self._up: asyncio.Queue[SlaveMessage] = asyncio.Queue()
         self._call: Attachment | None = None
-        self._welcomed = False
+        self._welcomed = self._attached = False
         self._reported_refused = 0
         self._saved = asyncio.Event()
         self._closing: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -85,16 +86,20 @@ class Control:
 
     async def run(self) -> None:
         """Attach, and attach again, until cancelled."""
-        await asyncio.to_thread(check_let_in, self._master, self._security)
+        await asyncio.to_thread(check_let_in, self._addresses.now, self._security)
         wait_s = FIRST_WAIT_S
         while True:
+            master = self._addresses.now
             # A new channel for each stream: keys that were renewed meanwhile are used from the next one on.
-            async with open_channel_aio(self._master, self._security) as channel:
+            async with open_channel_aio(master, self._security) as channel:
                 why = await self._attach(slaves_pb2_grpc.SlavesStub(channel))
             if not self._welcomed:
-                why = await asyncio.to_thread(why_not_let_in, self._master, self._security) or why
+                why = await asyncio.to_thread(why_not_let_in, master, self._security) or why
             level = "INFO" if why == RENEWED else "WARNING"
-            self._changes.report("link", f"no stream to the master at {self._master}: {why}", level)
+            if self._attached:
+                self._addresses.answered()
+            if self._attached or not self._addresses.leave(master, why):
+                self._changes.report("link", f"no stream to the master at {master}: {why}", level)
             wait_s = FIRST_WAIT_S if self._welcomed else min(LONGEST_WAIT_S, wait_s * 2)
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
 
@@ -122,6 +127,7 @@ class Control:
             why = f"the stream failed on this side: {error.strerror}"
         finally:
             self._call = None
+            self._attached = self._shell.state.link.attached
             for helper in helpers:
                 helper.cancel()
             call.cancel()
@@ -150,7 +156,7 @@ class Control:
             for _ in range(copies(failpoint("slave.link.after_receive"))):
                 self._shell.handle(events.Commanded(from_message(message, SlaveCommand)))
             if self._shell.state.link.attached:
-                self._changes.report("link", f"attached to the master at {self._master}")
+                self._changes.report("link", f"attached to the master at {self._addresses.now}")
             message = await self._next(call)
 
     async def _next(self, call: Attachment) -> object:

@@ -15,7 +15,7 @@ from dips.core.config import Loaded
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, DipsError, of_disk
 from dips.core.file_limit import raise_file_limit
 from dips.core.files import share_with
-from dips.core.net.addresses import format_address, is_elsewhere, is_loopback_endpoint, parse_address
+from dips.core.net.addresses import format_address, is_elsewhere, is_loopback_endpoint, parse_address, split_addresses
 from dips.core.net.keys import security_of
 from dips.core.net.security import METRICS_FILE, Security
 from dips.core.net.zmq_sockets import pair_for
@@ -215,10 +215,11 @@ def _advertised(config: SlaveConfig, bound: str) -> str:
     if config.advertise:
         host, port = parse_address(config.advertise, "advertise")
         endpoint = f"tcp://{format_address(host, port or parse_address(bound)[1])}"
-    if is_loopback_endpoint(endpoint) and is_elsewhere(config.master):
+    elsewhere = [master for master in split_addresses(config.master) if is_elsewhere(master)]
+    if is_loopback_endpoint(endpoint) and elsewhere:
         raise ConfigError(
             f"clusters would connect to this slave at {endpoint}, which only this machine reaches, and the master at "
-            f"{config.master} is another machine: give data_host an address of this machine that they reach, or give "
+            f"{elsewhere[0]} is another machine: give data_host an address of this machine that they reach, or give "
             "advertise"
         )
     return endpoint

@@ -15,7 +15,7 @@ from dips.core.assumptions import require
 from dips.core.errors import ConfigError, option
 from dips.core.ids import check_name
 from dips.core.messages import Settings
-from dips.core.net.addresses import parse_address, require_loopback
+from dips.core.net.addresses import require_loopback, split_addresses
 from dips.core.net.security import ProcessKnobs
 from dips.core.observe.logs import LogFormat, LogLevel
 from dips.core.units import Seconds, validating
@@ -43,7 +43,7 @@ class ClientConfig(ProcessKnobs):
 
     run_id: str = Field("", description="The run to take part in; empty: whichever the master serves.")
     cluster_id: str = Field("", description="This cluster's name; the same after a restart.")
-    master: str = Field("", description="The master's HOST:PORT.")
+    master: str = Field("", description="The master's HOST:PORT; several, with commas between them, are tried in turn.")
     tape: Path | Literal["none"] | None = Field(
         None,
         description="File to which this process appends its event record; empty: a cluster in a run writes "
@@ -181,9 +181,9 @@ def check(config: ClientConfig) -> ClientConfig:
     """Return the settings if a cluster can run with them. Raises ConfigError naming the setting and the remedy."""
     if not config.master:
         raise ConfigError(f"the master's address is missing: set DIPS_MASTER, or give {option('master', 'HOST:PORT')}")
-    parse_address(config.master, "master")
-    if config.insecure:
-        require_loopback(config.master, "master")
+    for address in split_addresses(config.master, "master"):
+        if config.insecure:
+            require_loopback(address, "master")
     if not config.cluster_id:
         raise ConfigError(f"the cluster's name is missing: set DIPS_CLUSTER, or give {option('cluster_id', 'NAME')}")
     check_name(config.cluster_id, "cluster_id")

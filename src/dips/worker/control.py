@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import grpc
@@ -22,7 +21,16 @@ from dips.core import messages
 from dips.core.clock import Clock
 from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.ids import Incarnation
-from dips.core.messages import ClusterReply, ClusterRequest, HeartbeatReply, HeartbeatRequest, Settings
+from dips.core.messages import (
+    ClusterReply,
+    ClusterRequest,
+    HeartbeatReply,
+    HeartbeatRequest,
+    JoinReply,
+    JoinRequest,
+    Settings,
+)
+from dips.core.net.addresses import MasterAddresses
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.grpc_calls import is_unreachable, open_channel, refused_from
 from dips.core.net.keys import UsedKeys
@@ -46,79 +54,112 @@ def channel_to(master: str, security: Security) -> grpc.Channel:
 
 
 class MasterStubs:
-    """Typed blocking calls over one channel."""
+    """Typed blocking calls to the master, from any thread: at the address in use, with the present keys."""
 
-    def __init__(
-        self, channel: grpc.Channel, explain: Callable[[], str] = lambda: "", *, has_keys: bool = True
-    ) -> None:
-        """explain: called when the master cannot be reached; returns why it may not admit this process, or ""."""
-        self._stub: Any = clusters_pb2_grpc.ClustersStub(channel)
-        self._explain = explain
-        self._has_keys = has_keys
+    def __init__(self, masters: MasterAddresses, security: Security, *, explains: bool = False) -> None:
+        """explains: of a master that cannot be reached, find out whether it refuses this process's keys.
+
+        Raises ConfigError for an address that cannot be dialled.
+        """
+        self._masters = masters
+        self._security = security
+        self._explains = explains
+        self._lock = threading.Lock()
+        self._channels: list[grpc.Channel] = []
+        self._stubs: dict[str, tuple[UsedKeys, Any]] = {}
+        self._closed = False
+        self._at(masters.now)
+
+    def close(self) -> None:
+        """Cancel the calls."""
+        with self._lock:
+            self._closed = True
+        for channel in self._channels:
+            channel.close()
+
+    def _at(self, master: str) -> tuple[UsedKeys, Any]:
+        """The stub for an address, and the keys that it uses. Keys that were renewed get a new connection; calls on
+        earlier connections go on to their end."""
+        with self._lock:
+            if self._closed:
+                raise RetryLater("this process makes no more calls")
+            found = self._stubs.get(master)
+            if found is None or found[0].renewed:
+                used = UsedKeys(self._security)
+                self._channels.append(channel_to(master, self._security))
+                found = self._stubs[master] = used, clusters_pb2_grpc.ClustersStub(self._channels[-1])
+            return found
 
     def call(self, request: ClusterRequest, deadline_s: float) -> ClusterReply:
-        """Call and wait. Raises Refused, or RetryLater when no answer came in time."""
+        """Call and wait. Raises Refused, or RetryLater when no answer came in time; then the next call goes to the next
+        address, if none came about for want of a connection."""
+        master = self._masters.now
+        used, stub = self._at(master)
         # The request of every method is named after it, and so is the answer.
         method = type(request).__name__.removesuffix("Request")
         try:
             failpoint(f"worker.rpc.before_{method}")
-            answer = getattr(self._stub, method)(to_message(request), timeout=deadline_s)
+            answer = getattr(stub, method)(to_message(request), timeout=deadline_s)
             if failpoint(f"worker.rpc.after_{method}"):
                 raise RetryLater(f"a failpoint loses the answer to {method}")
         except grpc.RpcError as error:
             # Wrong keys can be replaced while this process runs, so it waits for that; without keys it never has any.
-            why = self._explain() if is_unreachable(error) else ""
-            if why and not self._has_keys:
+            away = is_unreachable(error)
+            why = why_not_let_in(master, self._security) if away and self._explains else ""
+            if why and not isinstance(self._security, Identity):
                 raise Refused(RefusalCode.IDENTITY, why) from error
-            raise (RetryLater(why) if why else refused_from(error)) from error
+            cause: Refused | RetryLater = RetryLater(why) if why else refused_from(error)
+            if away and self._masters.several:
+                self._masters.leave(master, str(cause))
+                cause = RetryLater(f"no master at {self._masters}")  # not another sentence at each try
+            elif isinstance(cause, Refused) and cause.code is RefusalCode.IDENTITY and used.renewed:
+                cause = RetryLater(f"{cause} (they were renewed meanwhile)")
+            raise cause from error
         except OSError as error:
             raise RetryLater(f"{method} failed: {error.strerror or error}") from error
         reply: ClusterReply = from_message(answer, getattr(messages, f"{method}Reply"))
+        if isinstance(request, JoinRequest) and isinstance(reply, JoinReply):
+            self._refuse_older(master, request, reply)
+        self._masters.answered()
         return reply
+
+    def _refuse_older(self, master: str, request: JoinRequest, reply: JoinReply) -> None:
+        """Raises RetryLater for the answer of a master that another one at another address has replaced: its rounds end
+        at slaves that have promised the newer epoch. It may not know of that yet, and let clusters join."""
+        before = request.caller.incarnation
+        if self._masters.several and before is not None and reply.epoch < before.epoch:
+            why = f"the one there is in epoch {reply.epoch}, and this cluster took part in epoch {before.epoch}"
+            self._masters.leave(master, why)
+            raise RetryLater(f"no join at {master}: {why}; if it is the right one, give its address alone")
 
 
 class MasterClient:
     """Makes the session's calls; `deliver` is called on a pool thread with the outcome of each."""
 
-    def __init__(self, master: str, security: Security, deliver: Callable[[Event], None]) -> None:
+    def __init__(self, masters: MasterAddresses, security: Security, deliver: Callable[[Event], None]) -> None:
         """Raises ConfigError for an address that cannot be dialled."""
-        self._master = master
-        self._security = security
-        self._channels: list[grpc.Channel] = []
-        self._used = UsedKeys(security)
-        self._stubs = self._connected()
+        self._stubs = MasterStubs(masters, security, explains=True)
         self._deliver = deliver
         self._pool = ThreadPoolExecutor(N_THREADS, "dips-control")
         self._closed = False
 
     def start(self, job: int, request: ClusterRequest, deadline_s: float) -> None:
-        if self._used.renewed:
-            self._stubs = self._connected()
-        used = self._used
         future = self._pool.submit(self._stubs.call, request, deadline_s)
-        future.add_done_callback(lambda done: self._ended(job, request, done, used))
+        future.add_done_callback(lambda done: self._ended(job, request, done))
 
     def close(self) -> None:
         """Cancel the calls and end the threads."""
         self._closed = True
-        for channel in self._channels:
-            channel.close()
+        self._stubs.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _connected(self) -> MasterStubs:
-        """Stubs over a new connection with the present keys; calls on earlier connections go on to their end."""
-        self._used = UsedKeys(self._security)
-        self._channels.append(channel_to(self._master, self._security))
-        explain = partial(why_not_let_in, self._master, self._security)
-        return MasterStubs(self._channels[-1], explain, has_keys=isinstance(self._security, Identity))
-
-    def _ended(self, job: int, request: ClusterRequest, done: Future[ClusterReply], used: UsedKeys) -> None:
+    def _ended(self, job: int, request: ClusterRequest, done: Future[ClusterReply]) -> None:
         if self._closed or done.cancelled():
             return
         error = done.exception()
         if error is None:
             self._deliver(Done(job, done.result()))
-        elif isinstance(error, Refused) and not (error.code is RefusalCode.IDENTITY and used.renewed):
+        elif isinstance(error, Refused):
             self._deliver(Done(job, error))
         else:
             _logger.debug("call %s: %s", type(request).__name__, error)
@@ -143,8 +184,10 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 1.0
 class Heartbeat:
     """Sends the heartbeats. `deliver` is called on its thread with Beat events."""
 
-    def __init__(self, master: str, security: Security, deliver: Callable[[Event], None], clock: Clock) -> None:
-        self._master = master
+    def __init__(
+        self, masters: MasterAddresses, security: Security, deliver: Callable[[Event], None], clock: Clock
+    ) -> None:
+        self._masters = masters
         self._security = security
         self._used = UsedKeys(security)
         self._deliver = deliver
@@ -186,12 +229,13 @@ class Heartbeat:
                 self._stop.wait(FIRST_PAUSE_S)  # until the session has joined again
                 continue
             self._used = UsedKeys(self._security)
-            with channel_to(self._master, self._security) as channel:
-                answered = self._stream(channel)
+            master = self._masters.now
+            with channel_to(master, self._security) as channel:
+                answered = self._stream(master, channel)
             pause_s = FIRST_PAUSE_S if answered else min(MAX_PAUSE_S, 2 * pause_s)
             self._stop.wait(pause_s)
 
-    def _stream(self, channel: grpc.Channel) -> bool:
+    def _stream(self, master: str, channel: grpc.Channel) -> bool:
         """Beat until the stream ends; whether at least one beat was answered."""
         stub = clusters_pb2_grpc.ClustersStub(channel)
         self._last_reply_s = self._clock.monotonic_s()
@@ -204,6 +248,7 @@ class Heartbeat:
                 answered = True
                 self._last_reply_s = self.answered_s = self._clock.monotonic_s()
                 self._log.report("master", "")
+                self._masters.answered()
                 if failpoint("worker.rpc.after_Heartbeat"):
                     continue  # a failpoint loses the answer
                 reply = from_message(answer, HeartbeatReply)
@@ -212,7 +257,7 @@ class Heartbeat:
                     self._delivered = (incarnation, reply)
                     self._deliver(Beat(incarnation, reply))
         except grpc.RpcError as error:
-            self._failed(error)
+            self._failed(master, error, answered)
         except OSError as error:
             self._log.report("master", f"a heartbeat failed: {error}", logging.WARNING)
         except Refused as refused:
@@ -236,7 +281,7 @@ class Heartbeat:
         if not ended.is_set():
             hang_up()
 
-    def _failed(self, error: grpc.RpcError) -> None:
+    def _failed(self, master: str, error: grpc.RpcError, answered: bool) -> None:
         """Requests are answered in order, so a refusal is of the oldest one that is not answered."""
         if self._stop.is_set():
             return
@@ -249,5 +294,5 @@ class Heartbeat:
             if remedy_for(cause, joining=False, pushing=False) is Remedy.JOIN_AGAIN:
                 self._fenced = incarnation
             self._deliver(Beat(incarnation, cause))
-        else:
+        elif not ((is_unreachable(error) or not answered) and self._masters.leave(master, str(cause))):
             self._log.report("master", f"heartbeats do not reach the master: {cause}", logging.WARNING)

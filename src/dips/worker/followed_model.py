@@ -41,7 +41,7 @@ class Follow:
         model: A module with the names and shapes of the model that is trained, of any floating-point type, on any
             device; each parameter whole. One that lacks a parameter, or has it in another shape, cut into shards,
             without memory or as integers: ConfigError.
-        master: HOST:PORT of the master; else DIPS_MASTER. Neither: ConfigError.
+        master: HOST:PORT of the master, or several with commas between them; else DIPS_MASTER. Neither: ConfigError.
         run_id: The run's name; else DIPS_RUN. Another run at this address: Refused (RUN_ID).
         keys: The directory of an operator's or a cluster's identity (docs/security.md); else DIPS_KEYS. Several
             followers with the keys of one cluster disturb each other.

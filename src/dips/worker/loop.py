@@ -187,8 +187,8 @@ class DiLoCo:
             ConfigError at the start.
         outer_lr: Outer learning rate that you expect, as for sync_every.
         outer_momentum: Outer momentum that you expect, as for sync_every.
-        master: HOST:PORT of the master. Without one the loop is ordinary training. Not an address: ConfigError; no
-            answer for connect_wait_s (120 s): RetryLater.
+        master: HOST:PORT of the master, or several with commas between them, tried in turn. Without one the loop is
+            ordinary training. Not an address: ConfigError; no answer for connect_wait_s (120 s): RetryLater.
         cluster_id: This cluster's name, the same after a restart. Missing: ConfigError; in use by a live process:
             Refused (NAME_TAKEN).
         run_id: The run's name. Another run at this address: Refused (RUN_ID).

@@ -7,6 +7,7 @@ earlier version gets differences to it, where the run publishes them and the sla
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
@@ -37,10 +38,10 @@ from dips.core.messages import (
     StatusReply,
     StatusRequest,
 )
-from dips.core.net.addresses import check_slaves_reachable
+from dips.core.net.addresses import MasterAddresses, check_slaves_reachable
 from dips.core.net.carriers import Common, carry_pull
 from dips.core.net.codec_protobuf import from_message, to_message
-from dips.core.net.grpc_calls import refused_from
+from dips.core.net.grpc_calls import is_unreachable, refused_from
 from dips.core.net.security import Identity, Role, Security
 from dips.core.net.tls_probe import check_let_in
 from dips.core.net.transfer import LEAST_BYTES_PER_S, SlaveProgress, TransferSettings
@@ -89,7 +90,7 @@ class PinRenewal:
 
 
 def fetch_version(
-    master: str,
+    master: str | MasterAddresses,
     run_id: str | None,
     name: str,
     security: Security,
@@ -102,18 +103,20 @@ def fetch_version(
 ) -> PublishedModel:
     """Fetch exactly `version`, else the newest one that is published (and at least `at_least`).
 
-    base: a version that is here, and is not changed meanwhile: differences to it are fetched, where there are some
-    (decoding them takes numba). Waits up to deadline_s; a transfer that is under way then goes on while bytes arrive,
-    until `cancelled`. Raises Refused (VERSION_GONE names the versions that are kept; RUN_ID), RetryLater when the time
-    is over or it was cancelled (with the last reason), RemoteProtocolError for shares that contradict their digest, and
-    ConfigError for an address that cannot be used, or slaves that only their own machine reaches.
+    master: HOST:PORT, or several with commas between them. base: a version that is here, and is not changed meanwhile:
+    differences to it are fetched, where there are some (decoding them takes numba). Waits up to deadline_s; a transfer
+    that is under way then goes on while bytes arrive, until `cancelled`. Raises Refused (VERSION_GONE names what is
+    kept; RUN_ID), RetryLater when the time is over or it was cancelled (with the last reason),
+    RemoteProtocolError for shares that contradict their digest, and ConfigError for an address that cannot be used, or
+    slaves that only their own machine reaches.
     """
-    check_let_in(master, security)
-    with channel_to(master, security) as channel:
-        curve, stubs = pair_for(security), MasterStubs(channel)
+    masters = MasterAddresses(master) if isinstance(master, str) else master
+    check_let_in(masters.now, security)
+    with contextlib.closing(MasterStubs(masters, security)) as stubs:
+        curve = pair_for(security)
         base = base if find_spec("numba") is not None else None
         reader = _Reader(
-            stubs, master, run_id or "", name, deadline_s, clock or SystemClock(), curve, base,
+            stubs, masters, run_id or "", name, deadline_s, clock or SystemClock(), curve, base,
             cancelled or threading.Event(),
         )  # fmt: skip
         return reader.fetch(version, at_least)
@@ -123,7 +126,7 @@ class _Reader:
     def __init__(
         self,
         stubs: MasterStubs,
-        master: str,
+        masters: MasterAddresses,
         run_id: str,
         name: str,
         deadline_s: float,
@@ -136,7 +139,7 @@ class _Reader:
         self._base = base
         self._cancelled = cancelled
         self._stubs = stubs
-        self._master = master
+        self._masters = masters
         self._run_id = run_id
         self._name = name
         self._clock = clock
@@ -180,7 +183,7 @@ class _Reader:
         if base is not None and (layout, grant.run_id) != (base.layout, base.run_id):
             self._base = None
             return f"version {base.version} here is of another run or another model"
-        check_slaves_reachable(self._master, grant.placement.slaves)
+        check_slaves_reachable(self._masters.now, grant.placement.slaves)
         began_s = self._clock.monotonic_s()
         settings = TransferSettings(grant.chunk_bytes, WINDOW_CHUNKS)
         # Near the deadline less patience is left for slaves that say nothing, but enough for a chunk over a slow link.
@@ -269,25 +272,43 @@ FETCH_DEADLINE_S = 60.0
 class RunWatch:
     """A channel to the master of one run ("": any run that it serves)."""
 
-    def __init__(self, master: str, run_id: str, deadline_s: float, security: Security) -> None:
+    def __init__(self, masters: MasterAddresses, run_id: str, deadline_s: float, security: Security) -> None:
         """Raises ConfigError for an address that cannot be used."""
-        self._channel = channel_to(master, security)
-        self._stub: Any = operator_pb2_grpc.OperatorStub(self._channel)
+        self._masters, self._master = masters, masters.now
+        self._channel = channel_to(self._master, security)
         self._run_id = run_id
         self._deadline_s = deadline_s
+        self._security = security
+        self._epoch = 0
 
     def status(self) -> StatusReply:
-        """The run's status. Raises Refused, or RetryLater when no answer comes in time."""
+        """The run's status. Raises Refused, or RetryLater when no answer comes in time, or that of a master which
+        another one has replaced."""
+        if self._master != self._masters.now:
+            self._channel.close()
+            self._master = self._masters.now
+            self._channel = channel_to(self._master, self._security)
+        stub: Any = operator_pb2_grpc.OperatorStub(self._channel)
         try:
             failpoint("worker.status.before_call")
-            answer = self._stub.Status(to_message(StatusRequest(self._run_id)), timeout=self._deadline_s)
+            answer = stub.Status(to_message(StatusRequest(self._run_id)), timeout=self._deadline_s)
             if failpoint("worker.status.after_call"):
                 raise RetryLater("a failpoint loses the answer to Status")
         except grpc.RpcError as error:
-            raise refused_from(error) from error
+            cause = refused_from(error)
+            if is_unreachable(error):
+                self._masters.leave(self._master, str(cause))
+            raise cause from error
         except OSError as error:
             raise RetryLater(f"the request for the status failed: {error}") from error
-        return from_message(answer, StatusReply)
+        status = from_message(answer, StatusReply)
+        if status.epoch < self._epoch and self._masters.several:
+            why = f"the one there is in epoch {status.epoch}, and the run was in epoch {self._epoch}"
+            self._masters.leave(self._master, why)
+            raise RetryLater(f"no status from {self._master}: {why}")
+        self._epoch = status.epoch
+        self._masters.answered()
+        return status
 
     def __enter__(self) -> RunWatch:
         return self
@@ -449,14 +470,15 @@ def follow_run(
     def fetch(version: Version | None) -> PublishedModel:
         nonlocal held
         fetched = fetch_version(
-            master, run_id or None, name, security, version=version, deadline_s=FETCH_DEADLINE_S, base=held,
+            masters, run_id or None, name, security, version=version, deadline_s=FETCH_DEADLINE_S, base=held,
             cancelled=cancelled,
         )  # fmt: skip
         held = fetched if has_differences else None  # else it only takes memory
         return fetched
 
     last = None if held is None else held.version
-    with RunWatch(master, run_id, call_deadline_s, security) as watch:
+    masters = MasterAddresses(master)
+    with RunWatch(masters, run_id, call_deadline_s, security) as watch:
         Follower(
             status, fetch, use, patience_s, last=last, newest_only=newest_only, once=once
         ).run(wait)  # fmt: skip

@@ -29,7 +29,7 @@ from dips.core.ids import ClusterId, Incarnation, Version
 from dips.core.layout import Layout
 from dips.core.messages import DataMode, DataPlan, DataRange, HeartbeatRequest, PullGrant, Settings, Verdict
 from dips.core.model_description import Untrained
-from dips.core.net.addresses import check_slaves_reachable
+from dips.core.net.addresses import MasterAddresses, check_slaves_reachable
 from dips.core.net.keys import security_of
 from dips.core.net.payloads import warm_up
 from dips.core.net.tls_probe import check_let_in
@@ -180,8 +180,9 @@ class ClusterShell:
             if store is not None:
                 self._checkpoints = Checkpointing(config, store, parameters, part.vectors, inner, self._clock)
                 self._checkpoints.begin(self._arrived, self.tape)
-        self._client = MasterClient(config.master, self.security, self._arrived)
-        self._heartbeat = Heartbeat(config.master, self.security, self._events.put, self._clock)
+        self._masters = MasterAddresses(config.master)
+        self._client = MasterClient(self._masters, self.security, self._arrived)
+        self._heartbeat = Heartbeat(self._masters, self.security, self._events.put, self._clock)
         self._resume_label = resume_label
         self._chunk_bytes = 0
         self._finished: Finished | None = None
@@ -205,7 +206,7 @@ class ClusterShell:
             self.resumed = self._checkpoints.resume(self._session, self._resume_label)
         if self._metrics is not None:
             self._metrics.serve(self.config, self.security, self._checkpoints, lambda: self._heartbeat.answered_s)
-        check_let_in(self.config.master, self.security)
+        check_let_in(self._masters.now, self.security)
         self._settle(Started())
         if self._between is not None and not self.done:
             self._between.start()
@@ -584,11 +585,11 @@ class ClusterShell:
                 self._checkpoints.record_push(run.job, record)
             case SendPush() as push:
                 self._refuse_zeros()
-                check_slaves_reachable(self.config.master, push.ticket.placement.slaves)
+                check_slaves_reachable(self._masters.now, push.ticket.placement.slaves)
                 caller, times = session.shared.terms.caller(run.cause), session.shared.terms.times
                 self._do(Send(run.job, push.push, push.ticket, caller, self.settings, times))
             case PullGrant() as grant:
-                check_slaves_reachable(self.config.master, grant.placement.slaves)
+                check_slaves_reachable(self._masters.now, grant.placement.slaves)
                 plan = session.pulling.plan
                 assert plan is not None, "a pull has a plan"
                 live = session.shared.steps_since_snapshot == 0 and not self._in_step

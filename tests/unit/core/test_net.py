@@ -39,6 +39,44 @@ def test_anything_else_is_refused_with_its_name_and_an_example(text: str) -> Non
     assert repr(text) in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["a:1", "a:1,b:1", "a:1, [::1]:2", "a:1,a:2,a:3,a:4"])
+def test_several_addresses_have_commas_between_them(text: str) -> None:
+    assert ",".join(addresses.split_addresses(text)) == text.replace(", ", ",")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("a:1,", "''"), ("a:1,b", "'b'"), ("a:1,,b:1", "''"), ("a:1,b:2,a:1", "a:1 twice"), ("a:1,a:2,a:3,a:4,a:5", "5")],
+)
+def test_of_several_addresses_the_faulty_one_is_named(text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--master ") as caught:
+        addresses.split_addresses(text, "--master")
+    assert named in str(caught.value)
+
+
+def test_addresses_of_a_master_are_used_in_turn_and_left_once_by_all_threads(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    masters = addresses.MasterAddresses("a:1,b:1,c:1")
+    assert (masters.now, str(masters)) == ("a:1", "a:1,b:1,c:1")
+    assert masters.leave("a:1", "refused")
+    assert not masters.leave("a:1", "refused"), "another thread's call, which had begun before"
+    assert masters.now == "b:1"
+    for address in ("b:1", "c:1", "a:1", "b:1", "c:1"):
+        assert masters.leave(address, "again")
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.rpartition(" ")[2] for line in lines] == ["b:1", "c:1", "a:1"], "each once until one answers"
+    masters.answered()
+    masters.leave("a:1", "gone again")
+    assert "gone again" in caplog.records[-1].getMessage()
+
+
+def test_one_address_is_never_left(caplog: pytest.LogCaptureFixture) -> None:
+    masters = addresses.MasterAddresses("a:1")
+    assert not masters.leave("a:1", "refused")
+    assert (masters.now, caplog.records) == ("a:1", [])
+
+
 @given(st.text(max_size=30))
 def test_no_text_breaks_the_parser(text: str) -> None:
     try:

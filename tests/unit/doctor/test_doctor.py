@@ -434,7 +434,7 @@ def test_a_site_s_buffers_are_judged_by_its_link_and_the_longest_measured_round_
     slaves = tuple(SlaveStatus(f"s{n}", None, True, data_endpoint=endpoint) for n, endpoint in enumerate(endpoints))
     status = StatusReply("r", 1, None, 0, 0, "idle", None, 0.0, 0.0, "", slaves=slaves)
     trips_s = dict(zip(endpoints, (0.1, 0.01), strict=True))
-    monkeypatch.setattr(joining, "_status", lambda *_: status)
+    monkeypatch.setattr(joining, "_status", lambda *_: (status, master))
     monkeypatch.setattr(joining, "is_elsewhere", lambda address: "127.0.0.1" not in address)
     monkeypatch.setattr(network, "dialled", lambda endpoint: network.Reached(trips_s[endpoint], True))
     (check,) = (one for one in joining.checks(master, INSECURE, link_bits_per_s, FACTS) if one.name == "slaves")
@@ -462,13 +462,21 @@ SLAVES = (
 
 
 def joined(
-    monkeypatch: pytest.MonkeyPatch, status: StatusReply, let_in: str = "", keys: Path | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    status: StatusReply,
+    let_in: str = "",
+    keys: Path | None = None,
+    *,
+    master: str = "10.1.2.3:9",
+    shown: tuple[str, ...] = ("keys", "master", "slaves"),
 ) -> list[str]:
     """All findings of a look at a master elsewhere but those of the machine, and whether it was asked for anything."""
 
     class Client:
+        address = "10.1.2.3:9"
+
         def __init__(self, address: str, call_s: float, *, security: object) -> None:
-            assert address == "10.1.2.3:9"
+            assert address == master
 
         def __enter__(self) -> Client:
             return self
@@ -484,8 +492,8 @@ def joined(
     monkeypatch.setattr(joining, "is_elsewhere", lambda address: "127.0.0.1" not in address)
     monkeypatch.setattr(network, "dialled", lambda endpoint: REACHED.get(endpoint, network.Reached(0.01, True)))
     security = INSECURE if keys is None else load_identity(keys)
-    found = examined(joining.checks("10.1.2.3:9", security, None, FACTS))
-    return [str(one) for one in found if one.check in ("keys", "master", "slaves")]
+    found = examined(joining.checks(master, security, None, FACTS))
+    return [str(one) for one in found if one.check in shown]
 
 
 EMPTY = StatusReply("r", 1, None, 0, 0, "idle", None, 0.0, 0.0, "")
@@ -503,6 +511,27 @@ def test_what_a_joining_cluster_would_meet_is_told(monkeypatch: pytest.MonkeyPat
     assert "cannot be reached from here: nothing listens there" in slaves[2]
     assert "slave s3 is away" in slaves[3]
     assert "s5" in slaves[5]
+
+
+@pytest.mark.parametrize(
+    ("standby", "grade", "said"),
+    [
+        (network.Reached(0.01, False, "nothing listens there"), OK, "nothing listens there yet"),
+        (network.Reached(None, False, "no answer within 3 s"), WARN, "right while that host is away"),
+    ],
+)
+def test_an_address_where_no_master_answers_is_told_and_no_failure_while_another_one_answers(
+    monkeypatch: pytest.MonkeyPatch, standby: network.Reached, grade: Grade, said: str
+) -> None:
+    monkeypatch.setitem(REACHED, "10.1.2.4:9", standby)
+    where: dict[str, Any] = {"master": "10.1.2.4:9,10.1.2.3:9", "shown": ("reach", "master")}
+    one, other, master = joined(monkeypatch, EMPTY, **where)
+    assert one.startswith(f"{grade.value:<4}  reach: the master at 10.1.2.4:9")
+    assert said in one
+    assert other.startswith("OK    reach: the master at 10.1.2.3:9 answers")
+    assert master.startswith("OK    master: run r accepts these keys, at 10.1.2.3:9")
+    monkeypatch.setitem(REACHED, "10.1.2.3:9", network.Reached(None, False, "no answer"))
+    assert [one.partition(" ")[0] for one in joined(monkeypatch, EMPTY, **where)][:2] == ["FAIL", "FAIL"]
 
 
 def test_each_address_of_a_slaves_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ from support.failed_call import FailedCall
 from support.run_status import run_status
 
 from dips.core import messages as m
-from dips.core.errors import RefusalCode, Refused, RetryLater
+from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
 from dips.core.net import codec_protobuf
 from dips.core.net.security import INSECURE
 from dips.local import operator_client
-from dips.local.operator_client import OperatorClient
+from dips.local.operator_client import NamedRun, OperatorClient
 
 
 class Channel:
@@ -106,3 +106,59 @@ def test_a_master_that_cannot_be_asked_is_told(channel: Channel, monkeypatch: py
     channel.fails = grpc.StatusCode.PERMISSION_DENIED
     with pytest.raises(Refused, match="PERMISSION_DENIED"):
         operator.status()
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> dict[str, Channel]:
+    """Channels by address; one that is taken out is of a port where nothing listens."""
+    channels = {"h:1": Channel(), "h:2": Channel()}
+
+    def dial(place: tuple[str, int], timeout: float) -> Channel:
+        if (channel := channels.get(f"{place[0]}:{place[1]}")) is None:
+            raise ConnectionRefusedError(111, "Connection refused")
+        return channel
+
+    monkeypatch.setattr(operator_client, "open_channel", lambda address, security: channels.get(address) or Channel())
+    monkeypatch.setattr(operator_client, "why_not_let_in", lambda address, security: "")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: [host])
+    monkeypatch.setattr(socket, "create_connection", dial)
+    return channels
+
+
+def test_the_first_address_that_answers_is_used(two: dict[str, Channel]) -> None:
+    two["h:1"].fails = grpc.StatusCode.UNAVAILABLE  # as a standby answers
+    with OperatorClient("h:1,h:2", security=INSECURE) as operator:
+        assert operator.pause("p") == "Pause: yes"
+        assert operator.address == "h:2"
+        assert (len(two["h:1"].calls), two["h:1"].closed) == (1, True)
+        operator.resume("r")
+        assert len(two["h:1"].calls) == 1, "it keeps to the one that answered"
+        two["h:2"].fails, two["h:1"].fails = grpc.StatusCode.UNAVAILABLE, None
+        assert operator.stop("s") == "Stop: yes"
+        assert operator.address == "h:1"
+
+
+def test_a_port_where_nothing_listens_is_passed_over(two: dict[str, Channel]) -> None:
+    del two["h:1"]
+    with OperatorClient("h:1,h:2", security=INSECURE) as operator:
+        operator.status()
+        assert operator.address == "h:2"
+    del two["h:2"]
+    with (
+        OperatorClient("h:1,h:2", security=INSECURE) as operator,
+        pytest.raises(RetryLater, match=r"at h:1 does not answer.*; the master at h:2 does not answer"),
+    ):
+        operator.status()
+
+
+def test_a_call_that_may_have_been_carried_out_is_not_sent_to_another_address(two: dict[str, Channel]) -> None:
+    two["h:1"].fails = grpc.StatusCode.DEADLINE_EXCEEDED
+    with OperatorClient("h:1,h:2", security=INSECURE) as operator, pytest.raises(RetryLater, match="h:1"):
+        operator.evict("a", "e")
+    assert two["h:2"].calls == []
+
+
+def test_a_run_may_be_named_by_several_addresses() -> None:
+    assert NamedRun.of("h:1,h:2").master() == "h:1,h:2"
+    with pytest.raises(ConfigError, match="'h'"):
+        NamedRun.of("h:1,h")

@@ -10,7 +10,8 @@ from support.master_bench import LEASED, Bench, BenchSlave
 from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.master.state.events import Pause
+from dips.master.state.events import Pause, ReplicaNews
+from dips.master.state.reasons import AlarmKind, WaitingCode
 
 
 def sent(slave: BenchSlave, kind: type) -> list[object]:
@@ -216,6 +217,24 @@ def test_pinned_version_is_retained_while_newer_ones_are_published() -> None:
     retains = [c.versions for c in sent(bench.slaves[0], m.Retain) if isinstance(c, m.Retain)]
     assert retains[-1] == (grant.version,)
     assert retains[-3] == (), "the version before the newest needs no pin"
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_round_waits_for_the_journals_replica_only_where_the_settings_say_so(pauses: bool) -> None:
+    bench = Bench(pause_without_replica=pauses, grace_s=1.0).running("a")
+    before = bench.status().published
+    bench.event(ReplicaNews("no standby follows"))
+    bench.push("a")
+    bench.advance(10.0)
+    status = bench.status()
+    (alarm,) = status.alarms
+    assert alarm.kind == AlarmKind.NO_REPLICA
+    assert (status.published == before) == pauses
+    assert (status.waiting_code == WaitingCode.REPLICA) == pauses
+    bench.event(ReplicaNews(""))
+    bench.advance(10.0)
+    assert bench.status().published != before
+    assert not bench.status().alarms
 
 
 @pytest.mark.parametrize("why", ["paused", "a slave is away", "too few clusters"])

@@ -112,11 +112,12 @@ class Master:
         self.shell, self.data = Shell(), Data()
         self.streams: asyncio.Queue[Stream] = asyncio.Queue()
         self.running: asyncio.Task[None] | None = None
+        self.address, self.dialled = "m:1", list[str]()
 
     async def stream(self) -> Stream:
         """The next one that the slave begins; it runs from the first on that is asked for."""
         if self.running is None:
-            control = Control("m:1", INSECURE, cast(SlaveShell, self.shell), cast(DataServer, self.data))
+            control = Control(self.address, INSECURE, cast(SlaveShell, self.shell), cast(DataServer, self.data))
             self.running = asyncio.create_task(control.run())
         return await asyncio.wait_for(self.streams.get(), 60)
 
@@ -145,7 +146,8 @@ async def played(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Master]:
     master = Master()
 
     @asynccontextmanager
-    async def channel(*of: object) -> AsyncIterator[None]:
+    async def channel(address: str, security: object) -> AsyncIterator[None]:
+        master.dialled.append(address)
         yield
 
     monkeypatch.setattr(module, "open_channel_aio", channel)
@@ -278,3 +280,24 @@ async def test_a_slave_attaches_with_renewed_keys_before_the_old_ones_are_refuse
     monkeypatch.setattr(SlaveMachine, "between_rounds", True)
     await played.stream()
     assert played.shell.ends() == [module.RENEWED]
+
+
+@pytest.mark.parametrize(
+    "refuses",
+    [FailedCall(grpc.StatusCode.UNAVAILABLE, "gone"), refused(RefusalCode.STALE_EPOCH), grpc.aio.EOF, welcome(1)],
+    ids=["away", "older", "silent", "older welcome"],
+)
+async def test_a_slave_tries_its_masters_addresses_in_turn_and_keeps_to_the_one_where_it_attached(
+    played: Master, refuses: object
+) -> None:
+    played.address = "m:1,m:2"
+    played.shell.handle(events.PromiseSaved(2))  # as a start finds it on the disk
+    (await played.stream()).say(refuses)
+    attached = await played.stream()
+    attached.say(welcome(2))
+    await attached.hear(Promised)
+    attached.say(grpc.aio.EOF)
+    again = await played.stream()
+    again.say(FailedCall(grpc.StatusCode.UNAVAILABLE, "gone"))
+    await played.stream()
+    assert played.dialled == ["m:1", "m:2", "m:2", "m:1"]

@@ -17,6 +17,7 @@ from support.run_for_workers import RefuseCall
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation, Version
 from dips.core.messages import Caller, HeartbeatReply, HeartbeatRequest, Settings
+from dips.core.net.addresses import MasterAddresses
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.security import INSECURE
 from dips.worker.control import Heartbeat
@@ -92,7 +93,7 @@ def beating(told: queue.SimpleQueue[Beat], monkeypatch: pytest.MonkeyPatch) -> B
     @contextmanager
     def begun(master: Master, steps: int = 0, late_ranks: Sequence[int] = ()) -> Iterator[Heartbeat]:
         monkeypatch.setattr("dips.worker.control.clusters_pb2_grpc", master)
-        with closing(Heartbeat("m", INSECURE, told.put, master.clock)) as beats:  # type: ignore[arg-type]
+        with closing(Heartbeat(MasterAddresses("m:1"), INSECURE, told.put, master.clock)) as beats:  # type: ignore[arg-type]
             beats.late_ranks = late_ranks
             beats.tell(facts(1, steps), SETTINGS)
             yield beats

@@ -210,13 +210,13 @@ def test_each_version_is_fetched_over_the_one_before_where_the_run_publishes_dif
     class Watch(contextlib.nullcontext["Watch"]):
         def __init__(self, *given: object) -> None:
             super().__init__(self)
-            assert given == ("m:1", "run", reader.CALL_DEADLINE_S, INSECURE)
+            assert (str(given[0]), *given[1:]) == ("m:1", "run", reader.CALL_DEADLINE_S, INSECURE)
 
         def status(self) -> StatusReply:
             return replace(run.status(), settings=Settings(pull_wire=pull_wire))
 
     def fetch(*given: object, version: Version | None, base: PublishedModel | None, **_: object) -> PublishedModel:
-        assert given == ("m:1", "run", "me", INSECURE)
+        assert (str(given[0]), *given[1:]) == ("m:1", "run", "me", INSECURE)
         fetched_over.append(None if base is None else base.version)
         return run.fetch(version)
 

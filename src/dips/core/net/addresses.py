@@ -7,8 +7,10 @@ A free port is never guessed: bind port 0 and report what the system gave.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import re
 import socket
+import threading
 from collections.abc import Iterable
 
 from dips.core.errors import ConfigError, option
@@ -16,6 +18,11 @@ from dips.core.messages import SlaveAddress
 
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*://", re.ASCII)
 MAX_PORT = 65535
+
+MAX_ADDRESSES = 4
+"""Of one master. One that never answers takes five seconds (grpc_calls.CONNECT_MS) before the next is tried."""
+
+_logger = logging.getLogger("dips.master_address")
 
 
 def parse_address(address: str, what: str = "address") -> tuple[str, int]:
@@ -34,6 +41,20 @@ def parse_address(address: str, what: str = "address") -> tuple[str, int]:
     if int(port) > MAX_PORT:
         raise _not_an_address(address, what, f"a port is at most {MAX_PORT}")
     return host, int(port)
+
+
+def split_addresses(text: str, what: str = "address") -> tuple[str, ...]:
+    """Split "HOST:PORT,HOST:PORT", the addresses of one process. Raises ConfigError as parse_address does, and for one
+    that is named twice, or for more than MAX_ADDRESSES.
+    """
+    addresses = tuple(part.strip() for part in text.split(",")) if "," in text else (text,)
+    places = [parse_address(address, what) for address in addresses]
+    for i, address in enumerate(addresses):
+        if places[i] in places[:i]:
+            raise ConfigError(f"{what} {text!r} names {address} twice: leave one out")
+    if len(addresses) > MAX_ADDRESSES:
+        raise ConfigError(f"{what} {text!r} names {len(addresses)} addresses: give at most {MAX_ADDRESSES}")
+    return addresses
 
 
 def format_address(host: str, port: int) -> str:
@@ -83,6 +104,56 @@ def _host_of(address: str) -> str:
 
 def _not_an_address(address: str, what: str, remedy: str) -> ConfigError:
     return ConfigError(f"{what} {address!r} is not an address: {remedy}")
+
+
+# ---- addresses of the master -----------------------------------------------------------------------------------------
+#
+# A standby takes over at another address, so a master may have several. A process keeps to one until no master of its
+# run answers there, and then takes the next.
+
+
+class MasterAddresses:
+    """The addresses of a run's master, and which one is in use. Threads that share one go to the same master."""
+
+    def __init__(self, text: str) -> None:
+        """Raises ConfigError as split_addresses does."""
+        self.all = split_addresses(text, "the master's address")
+        self._used = 0
+        self._left: set[str] = set()
+        self._lock = threading.Lock()
+
+    def __str__(self) -> str:
+        return ",".join(self.all)
+
+    @property
+    def several(self) -> bool:
+        return len(self.all) > 1
+
+    @property
+    def now(self) -> str:
+        """The address in use."""
+        return self.all[self._used]
+
+    def leave(self, address: str, why: str = "") -> bool:
+        """Take the next address, for whoever found no master of this run at `address`. Returns whether it did: not if
+        there is one address only, or another thread has left this one.
+
+        Logs the change, once for each address until a master has answered; nothing without a reason.
+        """
+        with self._lock:
+            if address != self.now or not self.several:
+                return False
+            self._used = (self._used + 1) % len(self.all)
+            fresh = address not in self._left
+            self._left.add(address)
+            if why and fresh:
+                _logger.warning("no master at %s (%s): trying %s", address, why, self.now)
+            return True
+
+    def answered(self) -> None:
+        """A master of this run has answered: the next change is worth a line again."""
+        with self._lock:
+            self._left.clear()
 
 
 # ---- reach -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from dips.core import messages as m
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import ClusterId
-from dips.protos import clusters_pb2, common_pb2, data_pb2, operator_pb2, slaves_pb2
+from dips.protos import clusters_pb2, common_pb2, data_pb2, operator_pb2, replicas_pb2, slaves_pb2
 
 E = TypeVar("E", bound=IntEnum)
 Write = Callable[[Any, Any], None]
@@ -1241,6 +1241,52 @@ def read_status_reply(message: operator_pb2.StatusReply) -> m.StatusReply:
     )
 
 
+def write_replica_message(value: m.ReplicaMessage, message: replicas_pb2.ReplicaMessage) -> None:
+    message.SetInParent()
+    write_hello(value.hello, message.hello)
+    message.run_id = value.run_id
+    message.epoch = value.epoch
+    message.process_id = value.process_id
+    message.number = value.number
+    message.digest = value.digest
+    message.took_over = value.took_over
+
+
+def read_replica_message(message: replicas_pb2.ReplicaMessage) -> m.ReplicaMessage:
+    if not message.HasField("hello"):
+        raise _malformed("ReplicaMessage.hello", "it is missing")
+    return m.ReplicaMessage(
+        hello=read_hello(message.hello),
+        run_id=message.run_id,
+        epoch=message.epoch,
+        process_id=message.process_id,
+        number=message.number,
+        digest=message.digest,
+        took_over=message.took_over,
+    )
+
+
+def write_journal_batch(value: m.JournalBatch, message: replicas_pb2.JournalBatch) -> None:
+    message.SetInParent()
+    message.after = value.after
+    message.after_digest = value.after_digest
+    message.records.extend(value.records)
+    message.is_whole = value.is_whole
+    message.snapshot_json = value.snapshot_json
+    message.snapshot_digest = value.snapshot_digest
+
+
+def read_journal_batch(message: replicas_pb2.JournalBatch) -> m.JournalBatch:
+    return m.JournalBatch(
+        after=message.after,
+        after_digest=message.after_digest,
+        records=tuple(message.records),
+        is_whole=message.is_whole,
+        snapshot_json=message.snapshot_json,
+        snapshot_digest=message.snapshot_digest,
+    )
+
+
 def write_slave_message(value: m.SlaveMessage, message: slaves_pb2.SlaveMessage) -> None:
     message.SetInParent()
     write_caller(value.caller, message.caller)
@@ -2014,6 +2060,8 @@ CODECS: Mapping[type[Any], tuple[type[Message], Write, Read]] = {
     m.Alarm: (operator_pb2.Alarm, write_alarm, read_alarm),
     m.RoundSummary: (operator_pb2.RoundSummary, write_round_summary, read_round_summary),
     m.StatusReply: (operator_pb2.StatusReply, write_status_reply, read_status_reply),
+    m.ReplicaMessage: (replicas_pb2.ReplicaMessage, write_replica_message, read_replica_message),
+    m.JournalBatch: (replicas_pb2.JournalBatch, write_journal_batch, read_journal_batch),
     m.SlaveMessage: (slaves_pb2.SlaveMessage, write_slave_message, read_slave_message),
     m.SnapshotInfo: (slaves_pb2.SnapshotInfo, write_snapshot_info, read_snapshot_info),
     m.SlaveHello: (slaves_pb2.SlaveHello, write_slave_hello, read_slave_hello),

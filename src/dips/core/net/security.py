@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, fie
 from dips.core.config import Knobs
 from dips.core.errors import option
 from dips.core.files import GROUP_VARIABLE, FilesGroup
-from dips.core.net.addresses import parse_address, require_loopback
+from dips.core.net.addresses import parse_address, require_loopback, split_addresses
 from dips.core.units import validating
 
 KEYS_VARIABLE = "DIPS_KEYS"
@@ -84,6 +84,16 @@ def _check_address(value: str, info: ValidationInfo) -> str:
 
 Address = Annotated[str, AfterValidator(validating(_check_address))]
 """A setting of the form HOST:PORT: well formed, on loopback when insecure."""
+
+
+def _check_addresses(value: str, info: ValidationInfo) -> str:
+    for address in split_addresses(value, info.field_name or "address"):
+        _check_address(address, info)
+    return value
+
+
+Addresses = Annotated[str, AfterValidator(validating(_check_addresses))]
+"""HOST:PORT, or several with commas between them; each as an Address."""
 
 AddressOrEmpty = Annotated[
     str, AfterValidator(validating(lambda value, info: _check_address(value, info) if value else value))

@@ -305,14 +305,14 @@ class MasterServer:
             return self._server.add_secure_port(address, _Certificates(self._security).credentials())
         return self._server.add_insecure_port(address)
 
-    async def start(self, shell: MasterShell) -> None:
-        """Starts to answer calls, or passes new calls to another shell from now on."""
+    async def start(self, shell: MasterShell, *further: grpc.GenericRpcHandler) -> None:
+        """Starts to answer calls, or passes new calls to another shell from now on; with further services."""
         self._current.refusing = shell.turned_away
         if self._watch is not None:
             loop = asyncio.get_running_loop()
             self._watch.crashed = lambda error: loop.call_soon_threadsafe(shell.fail, error)
         operators = operator_service(shell, self._access)
-        self._current.services = (clusters_service(shell), slaves_service(shell), operators)
+        self._current.services = (clusters_service(shell), slaves_service(shell), operators, *further)
         if not self._started:
             self._started = True
             self._server.add_generic_rpc_handlers((self._current,))

@@ -288,8 +288,24 @@ def standing(shared: SharedState) -> tuple[Alarm, ...]:
     ]
     told = [alarm for key, alarm in shared.told_by_beats.items() if key[1] not in shared.same_data]
     of_live = [each for each in (*shared.same_data.values(), *told) if shared.members.keys() >= set(each.clusters)]
-    found = (*nothing, *counts, *of_live)
+    found = (*nothing, *counts, *of_live, *_no_replica(shared))
     return tuple(sorted(found, key=lambda alarm: (STANDING.index(AlarmKind(alarm.kind)), alarm.clusters)))
+
+
+def replica_news(shared: SharedState, trouble: str) -> None:
+    """Reports what is wrong with the journal's replica, when it begins."""
+    began = trouble and not shared.replica_trouble
+    shared.replica_trouble = trouble
+    if began:
+        shared.alarm(*_no_replica(shared))
+
+
+def _no_replica(shared: SharedState) -> list[Alarm]:
+    if not shared.replica_trouble:
+        return []
+    meanwhile = "no round begins" if shared.config.pause_without_replica else "the run goes on"
+    sentence = f"{shared.replica_trouble}; {meanwhile} until a standby follows and has them: look at its log"
+    return [Alarm(AlarmKind.NO_REPLICA, (), sentence)]
 
 
 def round_was_fruitless(shared: SharedState) -> None:

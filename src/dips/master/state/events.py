@@ -85,6 +85,13 @@ class Revoked:
 
 
 @dataclass(frozen=True)
+class ReplicaNews:
+    """What is wrong with the journal's replica that decisions are to wait for; empty: nothing."""
+
+    trouble: str
+
+
+@dataclass(frozen=True)
 class JournalWritten:
     """The entry is durable, and so is every earlier one."""
 
@@ -96,4 +103,15 @@ class Tick:
     """Time has passed."""
 
 
-Event = ClusterCall | CallGone | BeatsEnded | OperatorCall | SlaveSaid | SlaveLinkDown | Revoked | JournalWritten | Tick
+Event = (
+    ClusterCall
+    | CallGone
+    | BeatsEnded
+    | OperatorCall
+    | SlaveSaid
+    | SlaveLinkDown
+    | Revoked
+    | ReplicaNews
+    | JournalWritten
+    | Tick
+)

@@ -32,6 +32,7 @@ from dips.core.messages import (
     StatusRequest,
 )
 from dips.master.state import tape
+from dips.master.state.alarms import replica_news
 from dips.master.state.effects import Effect
 from dips.master.state.events import (
     BeatsEnded,
@@ -42,6 +43,7 @@ from dips.master.state.events import (
     OperatorAction,
     OperatorCall,
     Pause,
+    ReplicaNews,
     Resume,
     Revoked,
     SlaveLinkDown,
@@ -161,6 +163,8 @@ class MasterMachine:
                         self._members.evict(name, sentence)
                 if role == "operator":
                     self._pulls.end_readers()
+            case ReplicaNews(trouble):
+                replica_news(self.shared, trouble)
             case JournalWritten(entry_id):
                 self.shared.out.written(entry_id)
             case CallGone(token):

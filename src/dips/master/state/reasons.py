@@ -54,6 +54,7 @@ class AlarmKind(StrEnum):
     SAME_DATA = "same_data"
     TOKEN_COUNTS = "token_counts"
     NOT_RECORDED = "not_recorded"
+    NO_REPLICA = "no_replica"
     # Reported once, when it happens:
     DIRECTION = "direction"
     QUARANTINE = "quarantine"
@@ -64,7 +65,13 @@ class AlarmKind(StrEnum):
     ADOPTED = "adopted"
 
 
-STANDING = (AlarmKind.NOTHING_MERGED, AlarmKind.SAME_DATA, AlarmKind.TOKEN_COUNTS, AlarmKind.NOT_RECORDED)
+STANDING = (
+    AlarmKind.NOTHING_MERGED,
+    AlarmKind.SAME_DATA,
+    AlarmKind.TOKEN_COUNTS,
+    AlarmKind.NOT_RECORDED,
+    AlarmKind.NO_REPLICA,
+)
 """Alarms that the status lists until they are over: all values of the label `kind` of dips_master_alarm."""
 
 
@@ -77,6 +84,7 @@ class WaitingCode(StrEnum):
     SLAVES = "slaves"
     RESHARD = "reshard"
     PAUSED = "paused"
+    REPLICA = "replica"
     DISKS = "disks"
     NO_CLUSTERS = "no_clusters"
     FIRST_PUSH = "first_push"

@@ -137,7 +137,7 @@ class Rounds:
         if self._donation():
             return shared.all_slaves_ready()
         begun = shared.ledger.version is None or shared.enough_clusters()
-        still = shared.ledger.paused or shared.reshard.moving
+        still = shared.ledger.paused or shared.reshard.moving or shared.waits_for_replica
         return begun and not still and shared.all_slaves_ready()
 
     def _may_close(self) -> str:

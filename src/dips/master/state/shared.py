@@ -89,6 +89,10 @@ class RunConfig:
     token_ratio_max: float = 100.0  # a push that counts this many times the usual tokens for a step is refused
     # The window starts again with each push that is admitted to it, within pacing.longest_window_s().
     grace_sliding: bool = False
+    # No round begins while the journal's replica has not all decisions.
+    pause_without_replica: bool = False
+    # This master took over from another one, whose epochs it does not know: as rebuild for those that slaves promised.
+    took_over: bool = False
     # Where the settings name no preset: what each preset makes of the settings that presets decide, and its penalty.
     presets: Mapping[str, tuple[Mapping[str, Any], PenaltyConfig]] = field(default_factory=dict, compare=False)
 
@@ -318,6 +322,7 @@ class SharedState:
         self.alike: dict[tuple[str, str], int] = {}  # by pair: rounds in which both pushed the same
         self.same_data: dict[tuple[str, str], Alarm] = {}  # by pair, while it lasts
         self.told_by_beats: dict[tuple[str, tuple[str, ...]], Alarm] = {}  # by kind and clusters, while it lasts
+        self.replica_trouble = ""
         self.token_doubts: dict[str, tuple[Alarm, float]] = {}  # by cluster, and since when
 
     def keep_preset(self) -> None:
@@ -401,6 +406,10 @@ class SharedState:
         """Whether the last committed version, if there is one, is published and held by the slaves."""
         published = self.published.version if self.published else None
         return published == self.ledger.version and not self.recovery.active
+
+    @property
+    def waits_for_replica(self) -> bool:
+        return self.config.pause_without_replica and bool(self.replica_trouble)
 
     @property
     def durable(self) -> Version | None:

@@ -174,6 +174,8 @@ def waiting_for(shared: SharedState) -> Waiting:
         return Waiting(WaitingCode.RESHARD, moving)
     if shared.ledger.paused:
         return Waiting(WaitingCode.PAUSED, f"paused by the operator: {shared.ledger.paused}")
+    if shared.waits_for_replica:
+        return Waiting(WaitingCode.REPLICA, f"the journal's replica: {shared.replica_trouble}")
     if lag := lagging(shared):
         return Waiting(WaitingCode.DISKS, lag)
     if not shared.members and _slaves_wait_for_layout(shared):

@@ -1,0 +1,253 @@
+"""A replica of the journal on another host: this master sends it to a standby, and waits until it is on its disk too.
+
+The standby dials, as all peers do, and says what it holds; records are read from the journal's file, so that one that
+was away for a week and one that misses the newest record are served alike. A decision counts once it is durable here.
+Where the settings ask for it, it counts only once the standby has it as well, as long as the standby keeps up: one that
+is away, or late for the time of an eviction, is an alarm, and never holds the run up for longer. Never trusts a standby
+with a decision: which master may publish is decided by the epochs that slaves promise (docs/protocol.md, fencing).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from dips.core.clock import Clock
+from dips.core.errors import FatalError, RefusalCode, Refused, RetryLater
+from dips.core.messages import Hello, ReplicaMessage
+from dips.core.net.codec_protobuf import encode
+from dips.core.observe.failpoints import failpoint
+from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION, agree
+from dips.core.release import VERSION
+from dips.master.archive import FILE_NAME, record_of
+from dips.master.journal import JournalReader
+from dips.master.rpc.services import Context, refuse, service, understood
+from dips.master.shell import MasterShell
+from dips.master.state.effects import Halt
+from dips.master.state.events import ReplicaNews
+from dips.master.state.slaves import NEWER_EPOCH_EXIT
+
+HELLO = Hello(PROTOCOL_MIN, PROTOCOL_VERSION, tuple(sorted(CAPABILITIES)), f"dips {VERSION}")
+PROCESS_ID = secrets.token_bytes(8)
+
+MAX_BATCH_BYTES = 1 << 20
+
+_logger = logging.getLogger(__name__)
+
+
+class Replica:
+    """The replica of one master's journal. Make it in the event loop. `wrote` is for the journal's thread."""
+
+    def __init__(
+        self, directory: Path, run_id: str, *, wanted: bool, limit_s: float, most_bytes: int, clock: Clock
+    ) -> None:
+        """wanted: whether decisions wait for it, each at most limit_s. most_bytes: of a message."""
+        self._directory, self._run_id = directory, run_id
+        self._wanted, self._limit_s, self._clock = wanted, limit_s, clock
+        self._batch_bytes = min(MAX_BATCH_BYTES, most_bytes // 4)
+        self._loop = asyncio.get_running_loop()
+        self._more = asyncio.Event()
+        self._shell: MasterShell | None = None
+        self._epoch = 0
+        self._follower = b""  # the process that follows now, and the end of its stream
+        self._superseded: asyncio.Future[None] | None = None
+        self._told: str | None = None
+        self.was_followed = False
+        # What follows is also read on the journal's thread.
+        self._changed = threading.Condition()
+        self._in_step = False
+        self._ends = False
+        self._written = self._acknowledged = self._whole = 0
+
+    # ---- the journal's thread ----
+
+    def wrote(self, number: int) -> None:
+        """Records up to this one are durable here. Returns once they are on the replica's disk, if decisions wait for
+        it and it keeps up."""
+        until_s = self._clock.monotonic_s() + self._limit_s
+        with self._changed:
+            self._written = number
+            self._loop.call_soon_threadsafe(self._more.set)
+            while self._wanted and self._in_step and self._acknowledged < number and not self._ends:
+                left_s = until_s - self._clock.monotonic_s()
+                if left_s <= 0:
+                    self._in_step = False
+                    self._loop.call_soon_threadsafe(self._tell)
+                else:
+                    self._changed.wait(left_s)
+
+    # ---- the event loop ----
+
+    def serve(self, shell: MasterShell, epoch: int, number: int) -> grpc.GenericRpcHandler:
+        """The handler of dips.v1.Replicas for this epoch, at whose begin the newest record is `number`."""
+        self._shell, self._epoch, self._told = shell, epoch, None
+        with self._changed:
+            self._written, self._ends = number, False
+        shell.outcome.add_done_callback(lambda _: self._end())
+        self._tell()
+
+        async def follow(messages: AsyncIterator[bytes], context: Context) -> None:
+            try:
+                await self._follow(shell, messages, context)
+            except Refused as refused:
+                await refuse(shell, "Follow", context, refused)
+
+        return service("Replicas", {"Follow": grpc.stream_stream_rpc_method_handler(follow)})
+
+    def _end(self) -> None:
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+
+    async def _follow(self, shell: MasterShell, messages: AsyncIterator[bytes], context: Context) -> None:
+        data = await anext(messages, None)
+        if data is None:
+            return
+        first = understood(shell, "Follow", data, ReplicaMessage)
+        self._check(shell, first)
+        superseded: asyncio.Future[None] = self._loop.create_future()
+        if self._superseded is not None:
+            self._superseded.set_result(None)
+        self._follower, self._superseded = first.process_id, superseded
+        thread = ThreadPoolExecutor(1, "dips-replica")
+        why = "it hung up"
+        try:
+            reader = await self._loop.run_in_executor(thread, JournalReader, self._directory, self._run_id)
+            try:
+                await self._loop.run_in_executor(thread, reader.check_place, first.number, first.digest)
+                self.was_followed = True
+                _logger.info("a standby at %s follows the journal, after record %d", context.peer(), first.number)
+                with self._changed:
+                    self._whole = self._written
+                self._heard(first.number)
+                work = [
+                    asyncio.ensure_future(self._hear(shell, messages)),
+                    asyncio.ensure_future(self._send(reader, thread, first, context)),
+                ]
+                try:
+                    ends_with: list[asyncio.Future[Any]] = [*work, superseded, shell.outcome]
+                    await asyncio.wait(ends_with, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for each in work:
+                        each.cancel()
+                    ends = await asyncio.gather(*work, return_exceptions=True)
+                for error in ends:
+                    if isinstance(error, Exception):
+                        raise error
+            finally:
+                thread.submit(reader.close)
+        except (FatalError, RetryLater) as error:
+            why = str(error)
+            raise Refused(RefusalCode.BUSY, f"the journal cannot be read now: {error}", retry_after_s=1.0) from error
+        except Refused as refused:
+            why = refused.sentence
+            raise
+        finally:
+            thread.shutdown(wait=False)
+            if self._superseded is superseded:
+                self._lost(why)
+
+    def _check(self, shell: MasterShell, first: ReplicaMessage) -> None:
+        """Raises Refused unless this standby may follow; ends this master where the standby has taken over."""
+        if first.run_id != self._run_id:
+            raise Refused(
+                RefusalCode.RUN_ID,
+                f"the standby keeps a replica of run {first.run_id!r}, and this master serves {self._run_id!r}: check "
+                "the master's address, or give the run's id",
+            )
+        agree(first.hello.protocol_min, first.hello.protocol_max, first.hello.capabilities, "the standby")
+        if first.took_over and first.process_id != PROCESS_ID:
+            self._overtaken(shell, first.epoch)
+        if first.hello.software != HELLO.software:
+            raise Refused(
+                RefusalCode.CONFIG,
+                f"the standby runs {first.hello.software!r:.80} and this master {HELLO.software!r}: install the same "
+                "release of dips on both, first on the standby",
+            )
+        if self._follower and self._follower != first.process_id:
+            raise Refused(
+                RefusalCode.NAME_TAKEN,
+                "another standby follows this master's journal: stop one of the two; one that is dead is noticed "
+                "within 20 s",
+                retry_after_s=5.0,
+            )
+
+    def _overtaken(self, shell: MasterShell, epoch: int) -> None:
+        if epoch < self._epoch:
+            raise Refused(
+                RefusalCode.STALE_EPOCH,
+                f"the standby has taken over in epoch {epoch}, and this master began epoch {self._epoch}",
+            )
+        sentence = (
+            f"a standby has taken over: it serves this run in epoch {epoch}, this master's was {self._epoch}, so this "
+            "one ends; to use this host again, start it as the new master's standby, with an empty directory"
+        )
+        shell.stop(Halt(NEWER_EPOCH_EXIT, sentence))
+        _logger.critical("%s", sentence)
+        raise Refused(RefusalCode.STOPPING, "this master ends, as a standby has taken over")
+
+    async def _hear(self, shell: MasterShell, messages: AsyncIterator[bytes]) -> None:
+        failpoint("master.replica.before_hear")
+        async for data in messages:
+            self._heard(understood(shell, "Follow", data, ReplicaMessage).number)
+
+    def _heard(self, number: int) -> None:
+        with self._changed:
+            if number > self._written:
+                raise Refused(
+                    RefusalCode.MALFORMED,
+                    f"the standby acknowledges record {number}, and the newest is {self._written}",
+                )
+            self._acknowledged = number
+            self._in_step = self._in_step or number >= self._whole
+            self._changed.notify_all()
+        self._tell()
+
+    async def _send(
+        self, reader: JournalReader, thread: ThreadPoolExecutor, first: ReplicaMessage, context: Context
+    ) -> None:
+        number, digest = first.number, first.digest
+        while True:
+            self._more.clear()
+            batch = await self._loop.run_in_executor(thread, reader.after, number, digest, self._batch_bytes)
+            if batch.records:
+                failpoint("master.replica.before_send")
+                number = batch.after + len(batch.records)
+                digest = record_of(self._directory / FILE_NAME, batch.records[-1]).digest
+                with self._changed:
+                    self._whole = max(self._whole, number) if batch.is_whole else self._whole
+                await context.write(encode(batch))
+            if batch.is_whole:
+                await self._more.wait()
+
+    def _lost(self, why: str) -> None:
+        self._follower, self._superseded = b"", None
+        with self._changed:
+            self._in_step = False
+            self._changed.notify_all()
+        _logger.warning("no standby follows the journal: %s", why)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Reports to the state what is wrong with a replica that decisions are to wait for."""
+        with self._changed:
+            behind = self._written - self._acknowledged
+            in_step = self._in_step
+        if not self._wanted or in_step:
+            trouble = ""
+        elif self._follower:
+            trouble = f"the standby has not all decisions yet, the newest {behind} are in this master's journal alone"
+        else:
+            trouble = "no standby follows: decisions are in this master's journal alone"
+        # Not for each record that a standby is behind.
+        if self._shell is not None and trouble.partition(",")[0] != self._told:
+            self._told = trouble.partition(",")[0]
+            self._shell.dispatch(ReplicaNews(trouble))

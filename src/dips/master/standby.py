@@ -1,0 +1,243 @@
+"""A standby: keeps a replica of a master's journal on another host, and takes over when a person asks it to.
+
+Taking over is a start of the master on the replica's directory: it begins a newer epoch, which slaves promise, so that
+the other master can publish nothing more, whether it hears of this or not. A standby serves nothing before that, and
+must never take over by itself: it cannot know whether the master is dead or only out of its reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+
+from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, RefusalCode, Refused
+from dips.core.files import is_locked
+from dips.core.messages import JournalBatch, ReplicaMessage
+from dips.core.net.codec_protobuf import from_message, to_message
+from dips.core.net.grpc_calls import open_channel_aio, refused_from
+from dips.core.net.keys import security_of
+from dips.core.net.security import Security
+from dips.core.observe.failpoints import failpoint
+from dips.core.observe.logs import ChangeLogger
+from dips.master.config import MasterConfig
+from dips.master.directory import LOCK_NAME, read_address
+from dips.master.journal import Journal, Retention, replica_of
+from dips.master.replica import HELLO, PROCESS_ID, Replica
+from dips.master.shell import MasterShell
+from dips.master.state.effects import BeginAgain
+from dips.protos import replicas_pb2_grpc
+
+TAKE_OVER = signal.SIGUSR1
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 1.0
+"""Pause between two tries to reach the master."""
+
+REPLACED_PAUSE_S = 5.0
+"""Likewise, to reach one that was taken over from: it may come back after days."""
+
+ASKED_S = 60.0
+"""A standby that has not taken over so long after it was asked to will hardly do so."""
+
+FOR_GOOD = frozenset({RefusalCode.PROTOCOL_VERSION, RefusalCode.RUN_ID, RefusalCode.CONFIG, RefusalCode.IDENTITY})
+"""Refusals that another try cannot cure."""
+
+_logger = logging.getLogger(__name__)
+_changes = ChangeLogger(_logger)
+
+
+def check_may_serve(config: MasterConfig, journal: Journal) -> None:
+    """Raises ConfigError when no master may be started with this journal: a replica is for one that takes over."""
+    if config.take_over and not (journal.replica_of or journal.took_over_from):
+        raise ConfigError(
+            f"{config.directory} holds no replica of a journal: give --take-over with the directory of a standby that "
+            "has followed the master, or leave it out"
+        )
+    if journal.replica_of and not config.take_over:
+        raise ConfigError(
+            f"{config.directory} holds a replica of the journal of the master at {journal.replica_of}: give --standby "
+            f"{journal.replica_of} to go on following it, or --take-over to let this one serve the run instead"
+        )
+
+
+def ask_standby(directory: Path) -> bool:
+    """Asks the standby that keeps the replica in this directory to take over, and waits until it serves.
+
+    False: no process has the directory. Raises ConfigError when it does not take over.
+    """
+    if not (directory / LOCK_NAME).exists() or not is_locked(directory, LOCK_NAME) or not replica_of(directory):
+        return False
+    pid = int((directory / LOCK_NAME).read_text())
+    os.kill(pid, TAKE_OVER)
+    _logger.info("the standby, process %d, was asked to take over", pid)
+    until_s = time.monotonic() + ASKED_S
+    while time.monotonic() < until_s and _lives(pid):
+        found = read_address(directory)
+        if found is not None and found.pid == pid:
+            _logger.info("it serves run %s at %s, epoch %d", found.run_id, found.address, found.epoch)
+            return True
+        time.sleep(0.05)
+    raise ConfigError(
+        f"the standby, process {pid}, has not taken over: its log says why; once it has ended, the same command "
+        "starts a master with its replica"
+    )
+
+
+def _lives(pid: int) -> bool:
+    """Not: whether it has the directory, which is free for a moment while it becomes a master."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def stand_by(config: MasterConfig, master: str) -> int | None:
+    """Follows the journal of the master at this address until this process is asked to take over (None), or to end (the
+    exit code).
+
+    Raises ConfigError when the directory cannot be used for this, Refused when the master never lets this standby
+    follow, FatalError when the disk fails.
+    """
+    security = security_of(config, "the master")
+    loop = asyncio.get_running_loop()
+    asked: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    # Before the lock is taken: who finds it held may ask.
+    for number in (TAKE_OVER, signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.put_nowait, number)
+    journal: Journal | None = None
+    try:
+        journal = Journal.open(config.directory, config.run_id, Retention(config.journal_records, config.archive_bytes))
+        if journal.took_over_from:
+            _logger.info("%s has taken over from %s: it goes on as the run's master", config.directory, master)
+            return None
+        if not journal.replica_of and journal.newest()[0]:
+            raise ConfigError(
+                f"{config.directory} holds a master's own journal, which no other one may replace: move it away and "
+                "keep it for `dips verify`, and give the standby an empty directory"
+            )
+        return await _Standby(config, master, security, journal).run(asked)
+    finally:
+        for number in (TAKE_OVER, signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        signal.signal(TAKE_OVER, signal.SIG_IGN)  # one that was sent twice
+        if journal is not None:
+            journal.close()
+
+
+class _Standby:
+    def __init__(self, config: MasterConfig, master: str, security: Security, journal: Journal) -> None:
+        self._config, self._master, self._security, self._journal = config, master, security, journal
+
+    async def run(self, asked: asyncio.Queue[signal.Signals]) -> int | None:
+        following = asyncio.create_task(self._follow(), name="standby")
+        try:
+            while True:
+                waiting = asyncio.create_task(asked.get())
+                await asyncio.wait([waiting, following], return_when=asyncio.FIRST_COMPLETED)
+                if not waiting.done():
+                    waiting.cancel()
+                    following.result()  # raises
+                number = waiting.result()
+                if number is not TAKE_OVER:
+                    _logger.info("%s: the standby ends", number.name)
+                    return INTERRUPTED if number is signal.SIGINT else TERMINATED
+                if self._journal.replica_of:
+                    _logger.warning("asked to take over from the master at %s", self._master)
+                    return None
+                _logger.error("asked to take over, but nothing has come from the master at %s yet", self._master)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        """Follows, and follows again. Raises Refused for a refusal that another try cannot cure."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            got_some = False
+            try:
+                failpoint("master.replica.before_connect")
+                async with open_channel_aio(self._master, self._security) as channel:
+                    async for number in self._stream(channel):
+                        got_some = True
+                        _changes.report("master", f"follows the master at {self._master}")
+                        _logger.debug("record %d is durable", number)
+                why = "the master ended the stream"
+            except grpc.RpcError as error:
+                meaning = refused_from(error)
+                if isinstance(meaning, Refused) and meaning.code in FOR_GOOD and not meaning.retry_after_s:
+                    raise meaning from error
+                why = str(meaning)
+            except OSError as error:
+                why = f"the stream failed on this side: {error.strerror or error}"
+            finally:
+                self._journal.forget_part()
+            _changes.report("master", f"does not follow the master at {self._master}: {why}", logging.WARNING)
+            pause_s = FIRST_PAUSE_S if got_some else min(MAX_PAUSE_S, 2 * pause_s)
+            await asyncio.sleep(pause_s)
+
+    async def _stream(self, channel: grpc.aio.Channel) -> AsyncIterator[int]:
+        """The number of the newest record, each time that the replica is whole on disk."""
+        journal = self._journal
+        call = replicas_pb2_grpc.ReplicasStub(channel).Follow()
+        number, digest = journal.newest()
+        epoch = journal.epoch
+        await call.write(to_message(_message(self._config.run_id, epoch, number, digest)))
+        while (message := await call.read()) is not grpc.aio.EOF:
+            batch = from_message(message, JournalBatch)
+            if await _to_its_end(journal.receive, batch, self._master):
+                number, digest = journal.newest()
+                failpoint("master.replica.before_acknowledge")
+                await call.write(to_message(_message(self._config.run_id, epoch, number, digest)))
+                yield number
+                while await _to_its_end(journal.tidy):
+                    pass
+
+
+async def _to_its_end(work: Callable[..., bool], *arguments: object) -> bool:
+    """Runs this on another thread. Who cancels the wait goes on once it has ended, too: the journal is for one thread
+    at a time."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+def _message(run_id: str, epoch: int, number: int, digest: str, *, took_over: bool = False) -> ReplicaMessage:
+    return ReplicaMessage(HELLO, run_id, epoch, PROCESS_ID, number, digest, took_over)
+
+
+async def tell_replaced(
+    master: str, run_id: str, security: Security, shell: MasterShell, epoch: int, replica: Replica
+) -> None:
+    """Tells the master at this address, from which this one took over, to end; tries until it answers, or until a
+    standby follows this one: the other may have become that.
+
+    Where that one has begun a newer epoch meanwhile, this one begins a still newer one: a person has decided.
+    """
+    hello = _message(run_id, epoch, 0, "", took_over=True)
+    while not replica.was_followed:
+        failpoint("master.replica.before_tell")
+        with contextlib.suppress(grpc.RpcError):
+            async with open_channel_aio(master, security) as channel:
+                call = replicas_pb2_grpc.ReplicasStub(channel).Follow()
+                try:
+                    await call.write(to_message(hello))
+                    await call.read()
+                except grpc.RpcError as error:
+                    meaning = refused_from(error)
+                    if isinstance(meaning, Refused):
+                        _logger.warning("the master at %s, which this one replaces: %s", master, meaning.sentence)
+                        if meaning.code is RefusalCode.STALE_EPOCH:
+                            shell.stop(BeginAgain(epoch + 1, f"{meaning.sentence}: a newer epoch begins"))
+                        return
+        await asyncio.sleep(REPLACED_PAUSE_S)

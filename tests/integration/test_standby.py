@@ -1,0 +1,316 @@
+"""A master and the standby that follows its journal, over real gRPC and on real disks; no slaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from support.journals import append
+
+from dips.core.errors import ConfigError, FatalError, RefusalCode, Refused
+from dips.core.messages import OperatorReply, OperatorRequest, ReplicaMessage, StatusReply, StatusRequest
+from dips.core.net.codec_protobuf import to_message
+from dips.core.net.grpc_calls import open_channel_aio, refused_from
+from dips.core.net.security import INSECURE
+from dips.core.observe.failpoints import armed
+from dips.master import replica, standby
+from dips.master.config import MasterConfig
+from dips.master.directory import MasterAddress
+from dips.master.journal import Journal, Retention, read_content
+from dips.master.process import serve
+from dips.master.shell import MasterShell
+from dips.master.standby import stand_by
+from dips.master.state.effects import Halt
+from dips.master.state.events import OperatorCall, Pause, Resume
+from dips.master.state.master import MasterMachine
+from dips.master.state.reasons import AlarmKind, WaitingCode
+from dips.master.state.slaves import NEWER_EPOCH_EXIT
+from dips.protos import replicas_pb2_grpc
+
+
+def config_in(directory: Path, **knobs: object) -> MasterConfig:
+    return MasterConfig.model_validate(
+        {"run_id": "demo", "directory": directory, "insecure": True, "heartbeat_s": 0.2, **knobs}
+    )
+
+
+@pytest.fixture(autouse=True)
+def _two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby, "PROCESS_ID", b"standby")
+
+
+class Served:
+    """A master in this process's loop."""
+
+    def __init__(self, config: MasterConfig) -> None:
+        self.config = config
+        self._started: asyncio.Future[tuple[MasterAddress, MasterShell]] = asyncio.get_running_loop().create_future()
+        self.ended = asyncio.create_task(serve(config, MasterMachine, started=self._tell))
+
+    def _tell(self, here: MasterAddress, shell: MasterShell) -> None:
+        if not self._started.done():
+            self._started.set_result((here, shell))
+
+    async def start(self) -> Served:
+        await asyncio.wait([self._started, self.ended], return_when=asyncio.FIRST_COMPLETED)
+        if self.ended.done():
+            self.ended.result()
+        self.here, self.shell = self._started.result()
+        return self
+
+    async def decide(self, times: int = 1) -> None:
+        """Has entries made durable, and waits for the answers."""
+        for _ in range(times):
+            for action in (Pause(OperatorRequest("demo", "a test")), Resume(OperatorRequest("demo", ""))):
+                reply = await self.shell.call(lambda token, action=action: OperatorCall(token, action))
+                assert isinstance(reply, OperatorReply)
+
+    async def status(self) -> StatusReply:
+        reply = await self.shell.call(lambda token: OperatorCall(token, StatusRequest("demo")))
+        assert isinstance(reply, StatusReply)
+        return reply
+
+    async def stop(self) -> None:
+        self.shell.stop(Halt(0, "the test has seen what it wants"))
+        await self.ended
+
+
+@contextlib.asynccontextmanager
+async def master(directory: Path, **knobs: object) -> AsyncIterator[Served]:
+    served = await Served(config_in(directory, **knobs)).start()
+    try:
+        yield served
+    finally:
+        await served.stop()
+
+
+@contextlib.asynccontextmanager
+async def following(config: MasterConfig) -> AsyncIterator[asyncio.Task[int | None]]:
+    assert config.standby is not None
+    task = asyncio.create_task(stand_by(config, config.standby))
+    try:
+        yield task
+    finally:
+        if not task.done():
+            os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(happened: Callable[[], bool | Awaitable[bool]]) -> None:
+    while True:
+        found = happened()
+        if found if isinstance(found, bool) else await found:
+            return
+        await asyncio.sleep(0.01)
+
+
+def records(directory: Path) -> list[Any]:
+    with contextlib.suppress(ConfigError):
+        return read_content(directory).records
+    return []
+
+
+async def is_followed(served: Served) -> bool:
+    return not (await served.status()).alarms
+
+
+async def test_replica_has_each_decision_before_its_answer_and_takes_over_with_all_of_them(tmp_path: Path) -> None:
+    async with master(tmp_path / "a", journal_replicas=1) as first:
+        await first.decide(3)
+        config = config_in(tmp_path / "b", standby=first.here.address, journal_replicas=1)
+        async with following(config) as task:
+            await until(lambda: is_followed(first))
+            for _ in range(5):
+                await first.decide()
+                assert records(tmp_path / "b") == records(tmp_path / "a")
+            await first.shell.call(lambda token: OperatorCall(token, Pause(OperatorRequest("demo", "kept"))))
+            os.kill(os.getpid(), standby.TAKE_OVER)
+            assert await task is None
+        async with master(tmp_path / "b", take_over=True) as second:
+            assert second.here.epoch == 2
+            assert (await second.status()).paused
+            ended = await first.ended
+            assert ended.exit_code == NEWER_EPOCH_EXIT
+            assert "has taken over" in ended.sentence
+
+
+async def test_master_goes_on_while_no_standby_follows_and_says_so(tmp_path: Path) -> None:
+    async with master(tmp_path / "a", journal_replicas=1) as served:
+        await served.decide()
+        (alarm,) = (await served.status()).alarms
+        assert alarm.kind == AlarmKind.NO_REPLICA
+        config = config_in(tmp_path / "b", standby=served.here.address)
+        async with following(config):
+            await until(lambda: is_followed(served))
+        await until(lambda: _not(is_followed(served)))
+        await served.decide()
+        assert len(records(tmp_path / "a")) == len(records(tmp_path / "b")) + 2
+
+
+async def _not(found: Awaitable[bool]) -> bool:
+    return not await found
+
+
+async def test_standby_that_no_longer_writes_holds_the_run_up_for_the_time_of_an_eviction(tmp_path: Path) -> None:
+    async with master(tmp_path / "a", journal_replicas=1, evict_after_beats=3) as served:
+        async with following(config_in(tmp_path / "b", standby=served.here.address)):
+            await until(lambda: is_followed(served))
+            with armed("master.replica.before_receive=1*sleep(1.5)"):
+                await served.decide()
+                assert [alarm.kind for alarm in (await served.status()).alarms] == [AlarmKind.NO_REPLICA]
+            await until(lambda: is_followed(served))
+            assert records(tmp_path / "b") == records(tmp_path / "a")
+
+
+async def test_no_round_begins_without_a_replica_where_the_settings_say_so(tmp_path: Path) -> None:
+    async with master(tmp_path / "a", journal_replicas=1, without_replica="pause") as served:
+        await served.decide()
+        assert (await served.status()).waiting_code == WaitingCode.REPLICA
+        (alarm,) = (await served.status()).alarms
+        assert "no round begins" in alarm.sentence
+
+
+async def test_replica_of_a_long_history_goes_on_after_it_lost_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of the history is in the archive; a batch has a few records; the replica is put back from an older copy."""
+    few = {"journal_records": 16}
+    monkeypatch.setattr(replica, "MAX_BATCH_BYTES", 300)
+    async with master(tmp_path / "a", **few) as served:
+        await served.decide(20)
+        config = config_in(tmp_path / "b", standby=served.here.address, **few)
+        async with following(config):
+            await until(lambda: records(tmp_path / "b") == records(tmp_path / "a"))
+            shutil.copytree(tmp_path / "b", tmp_path / "older")
+            await served.decide(20)
+            await until(lambda: records(tmp_path / "b") == records(tmp_path / "a"))
+        shutil.rmtree(tmp_path / "b")
+        shutil.move(tmp_path / "older", tmp_path / "b")
+        async with following(config):
+            await until(lambda: records(tmp_path / "b") == records(tmp_path / "a"))
+
+
+async def test_disk_error_of_the_standby_loses_nothing_there(tmp_path: Path) -> None:
+    async with master(tmp_path / "a") as served:
+        await served.decide(2)
+        config = config_in(tmp_path / "b", standby=served.here.address)
+        async with following(config):
+            await until(lambda: records(tmp_path / "b") == records(tmp_path / "a"))
+        before = records(tmp_path / "b")
+        await served.decide()
+        with armed("master.journal.before_commit=error(no space left)"), pytest.raises(FatalError, match="room"):
+            await stand_by(config, served.here.address)
+        assert records(tmp_path / "b") == before
+        async with following(config):
+            await until(lambda: records(tmp_path / "b") == records(tmp_path / "a"))
+
+
+@pytest.fixture
+def of_two_masters(tmp_path: Path) -> tuple[Path, Path]:
+    """Directories of a master's own journal and of a replica of another one's."""
+    own, copy = tmp_path / "own", tmp_path / "copy"
+    with contextlib.closing(Journal.open(own, "demo")) as journal:
+        append(journal, journal.begin_epoch(), 1, "PAUSE", "{}", "{}")
+    return own, copy
+
+
+async def test_directory_that_is_no_replica_neither_follows_nor_takes_over(of_two_masters: tuple[Path, Path]) -> None:
+    own, empty = of_two_masters
+    with pytest.raises(ConfigError, match="a master's own journal"):
+        await stand_by(config_in(own, standby="127.0.0.1:1"), "127.0.0.1:1")
+    for directory in (own, empty):
+        with pytest.raises(ConfigError, match="holds no replica"):
+            await serve(config_in(directory, take_over=True), MasterMachine)
+
+
+async def test_replica_is_served_only_after_a_take_over(tmp_path: Path) -> None:
+    async with master(tmp_path / "a") as served:
+        config = config_in(tmp_path / "b", standby=served.here.address)
+        async with following(config):
+            await until(lambda: records(tmp_path / "b") == records(tmp_path / "a"))
+    with pytest.raises(ConfigError, match=r"--standby .* or --take-over"):
+        await serve(config_in(tmp_path / "b"), MasterMachine)
+    async with master(tmp_path / "b", take_over=True) as second:
+        await second.decide()
+    assert await stand_by(config, served.here.address) is None  # a unit that starts it as before
+    async with master(tmp_path / "b") as third:
+        assert third.here.epoch == 3
+
+
+@pytest.mark.parametrize("n_decisions", [0, 20])
+async def test_replica_of_another_history_is_refused(tmp_path: Path, n_decisions: int) -> None:
+    """A master whose directory is an older copy: it has begun another epoch, and its journal may be shorter."""
+    async with master(tmp_path / "a") as served:
+        await served.decide()
+        shutil.copytree(tmp_path / "a", tmp_path / "older")
+        await served.decide(5)
+        config = config_in(tmp_path / "b", standby=served.here.address)
+        async with following(config):
+            await until(lambda: records(tmp_path / "b") == records(tmp_path / "a"))
+    before = records(tmp_path / "b")
+    async with master(tmp_path / "older") as other:
+        await other.decide(n_decisions)
+        with pytest.raises(Refused, match="empty directory"):
+            await stand_by(config, other.here.address)
+    assert records(tmp_path / "b") == before
+
+
+async def refusal_of(address: str, message: ReplicaMessage) -> Refused:
+    async with open_channel_aio(address, INSECURE) as channel:
+        call = replicas_pb2_grpc.ReplicasStub(channel).Follow()
+        await call.write(to_message(message))
+        with pytest.raises(grpc.RpcError) as error:
+            await call.read()
+    refused = refused_from(error.value)
+    assert isinstance(refused, Refused)
+    return refused
+
+
+async def test_strangers_to_this_journal_are_refused(tmp_path: Path) -> None:
+    hello = ReplicaMessage(replica.HELLO, "demo", 1, b"another", 0, "", False)
+    async with master(tmp_path / "a") as served:
+        await served.decide()
+        config = config_in(tmp_path / "b", standby=served.here.address)
+        async with following(config):
+            await until(lambda: records(tmp_path / "b") == records(tmp_path / "a"))
+            assert (await refusal_of(served.here.address, hello)).code is RefusalCode.NAME_TAKEN
+        newest = len(records(tmp_path / "a"))
+        for message, code in (
+            (replace(hello, run_id="other"), RefusalCode.RUN_ID),
+            (replace(hello, hello=replace(hello.hello, software="dips 9.9")), RefusalCode.CONFIG),
+            (replace(hello, hello=replace(hello.hello, protocol_min=99)), RefusalCode.PROTOCOL_VERSION),
+            (replace(hello, number=newest + 1, digest="0"), RefusalCode.CONFIG),
+            (replace(hello, number=newest, digest="0" * 32), RefusalCode.CONFIG),
+            (replace(hello, epoch=0, took_over=True), RefusalCode.STALE_EPOCH),
+        ):
+            await until(lambda: not served.shell.outcome.done())
+            assert (await refusal_of(served.here.address, message)).code is code, message
+        assert not served.shell.outcome.done()
+
+
+async def test_replica_of_a_journal_whose_oldest_records_are_gone(tmp_path: Path) -> None:
+    with contextlib.closing(Journal.open(tmp_path / "a", "demo", Retention(8, 1))) as journal:
+        epoch = journal.begin_epoch()
+        for number in range(1, 60):
+            append(journal, epoch, number, "PAUSE", "{}", f"{{{number}}}")
+            while journal.tidy():
+                pass
+    assert read_content(tmp_path / "a").pruned is not None
+    with contextlib.closing(replica.JournalReader(tmp_path / "a", "demo")) as reader:
+        with contextlib.closing(Journal.open(tmp_path / "b", "demo")) as journal:
+            assert journal.newest()[0] == 0
+            is_whole = False
+            while not is_whole:
+                number, digest = journal.newest()
+                is_whole = journal.receive(reader.after(number, digest, 300), "127.0.0.1:1")
+    assert read_content(tmp_path / "b").records == read_content(tmp_path / "a").records
+    assert read_content(tmp_path / "b").snapshot_json == read_content(tmp_path / "a").snapshot_json
