@@ -1,4 +1,4 @@
-"""A master that is started again at another of its addresses is found by its slaves and clusters without their restart."""
+"""A master that is started again at another of its addresses: its slaves and clusters find it without a restart."""
 
 from __future__ import annotations
 

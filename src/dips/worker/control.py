@@ -109,9 +109,9 @@ class MasterStubs:
             if why and not isinstance(self._security, Identity):
                 raise Refused(RefusalCode.IDENTITY, why) from error
             cause: Refused | RetryLater = RetryLater(why) if why else refused_from(error)
-            if away and self._masters.several:
+            if away:
                 self._masters.leave(master, str(cause))
-                cause = RetryLater(f"no master at {self._masters}")  # not another sentence at each try
+                cause = RetryLater(self._masters.why_none(str(cause)), cause.retry_after_s)
             elif isinstance(cause, Refused) and cause.code is RefusalCode.IDENTITY and used.renewed:
                 cause = RetryLater(f"{cause} (they were renewed meanwhile)")
             raise cause from error
@@ -128,9 +128,12 @@ class MasterStubs:
         at slaves that have promised the newer epoch. It may not know of that yet, and let clusters join."""
         before = request.caller.incarnation
         if self._masters.several and before is not None and reply.epoch < before.epoch:
-            why = f"the one there is in epoch {reply.epoch}, and this cluster took part in epoch {before.epoch}"
+            why = (
+                f"the one there is in epoch {reply.epoch}, and this cluster took part in epoch {before.epoch}; if "
+                "it is the right one, give its address alone"
+            )
             self._masters.leave(master, why)
-            raise RetryLater(f"no join at {master}: {why}; if it is the right one, give its address alone")
+            raise RetryLater(self._masters.why_none(why))
 
 
 class MasterClient:
@@ -294,5 +297,7 @@ class Heartbeat:
             if remedy_for(cause, joining=False, pushing=False) is Remedy.JOIN_AGAIN:
                 self._fenced = incarnation
             self._deliver(Beat(incarnation, cause))
-        elif not ((is_unreachable(error) or not answered) and self._masters.leave(master, str(cause))):
+        elif self._masters.several and (is_unreachable(error) or not answered):
+            self._masters.leave(master, str(cause))
+        else:
             self._log.report("master", f"heartbeats do not reach the master: {cause}", logging.WARNING)

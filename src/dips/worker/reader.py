@@ -298,6 +298,7 @@ class RunWatch:
             cause = refused_from(error)
             if is_unreachable(error):
                 self._masters.leave(self._master, str(cause))
+                cause = RetryLater(self._masters.why_none(str(cause)), cause.retry_after_s)
             raise cause from error
         except OSError as error:
             raise RetryLater(f"the request for the status failed: {error}") from error
@@ -305,7 +306,7 @@ class RunWatch:
         if status.epoch < self._epoch and self._masters.several:
             why = f"the one there is in epoch {status.epoch}, and the run was in epoch {self._epoch}"
             self._masters.leave(self._master, why)
-            raise RetryLater(f"no status from {self._master}: {why}")
+            raise RetryLater(self._masters.why_none(why))
         self._epoch = status.epoch
         self._masters.answered()
         return status

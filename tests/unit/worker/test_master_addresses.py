@@ -163,6 +163,24 @@ def test_a_cluster_that_meets_an_older_master_goes_back_to_the_newer_one(run: Ru
         assert len(joined) <= n_joined + 1
 
 
+def test_an_outage_of_all_addresses_is_a_few_lines_however_long_it_lasts(
+    run: RunInMemory, places: Places, caplog: pytest.LogCaptureFixture
+) -> None:
+    places.at, model = SECOND, FlatModel(1)
+    with shell_of(model) as shell:
+        train(run, shell, model, 4)
+        caplog.clear()
+        run.is_up = False
+        n_called = len(places.called)
+        train(run, shell, model, 100)
+        tried = {at for at, _ in places.called[n_called:]}
+        assert (tried, len(places.called) - n_called > 20) == ({FIRST, SECOND}, True)
+        lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert sum(line.startswith("no master at") for line in lines) == 2
+        assert sum("does not answer" in line for line in lines) <= 4
+        run.is_up = True
+
+
 def test_one_address_takes_whatever_master_is_there(run: RunInMemory, places: Places) -> None:
     run.epoch, model = 5, FlatModel(1)
     with shell_of(model, FIRST) as shell:
@@ -200,7 +218,9 @@ class BeatsAt:
         return SimpleNamespace(Heartbeat=stream)
 
 
-def test_heartbeats_go_where_the_calls_go(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_go_where_the_calls_go(
+    places: Places, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     told, beats, masters = queue.SimpleQueue[Beat](), BeatsAt(SECOND), MasterAddresses(BOTH)
     monkeypatch.setattr("dips.worker.control.clusters_pb2_grpc", SimpleNamespace(ClustersStub=beats.stub))
     for name in ("FIRST_PAUSE_S", "MAX_PAUSE_S"):
@@ -218,6 +238,7 @@ def test_heartbeats_go_where_the_calls_go(places: Places, monkeypatch: pytest.Mo
         assert (beats.streams[-1], masters.now) == (FIRST, FIRST)
     finally:
         heart.close()
+    assert "do not reach" not in caplog.text
 
 
 def test_a_reader_fetches_at_the_address_that_answers(

@@ -119,7 +119,7 @@ class MasterAddresses:
         """Raises ConfigError as split_addresses does."""
         self.all = split_addresses(text, "the master's address")
         self._used = 0
-        self._left: set[str] = set()
+        self._left: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
@@ -144,11 +144,16 @@ class MasterAddresses:
             if address != self.now or not self.several:
                 return False
             self._used = (self._used + 1) % len(self.all)
-            fresh = address not in self._left
-            self._left.add(address)
-            if why and fresh:
+            if why and address not in self._left:
+                self._left[address] = why
                 _logger.warning("no master at %s (%s): trying %s", address, why, self.now)
             return True
+
+    def why_none(self, otherwise: str) -> str:
+        """Why no master has answered since the last one did, at each address that was left. A sentence that stays the
+        same while they are tried in turn, so that it is logged once."""
+        with self._lock:
+            return "; ".join(f"at {address}: {why}" for address, why in self._left.items()) or otherwise
 
     def answered(self) -> None:
         """A master of this run has answered: the next change is worth a line again."""
