@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 from support.journals import append
+from support.ports import own_port
 
 from dips.core.errors import ConfigError, FatalError, RefusalCode, Refused
 from dips.core.messages import OperatorReply, OperatorRequest, ReplicaMessage, StatusReply, StatusRequest
@@ -25,7 +26,7 @@ from dips.core.observe.failpoints import armed
 from dips.master import replica, standby
 from dips.master.config import MasterConfig
 from dips.master.directory import MasterAddress
-from dips.master.journal import Journal, Retention, read_content
+from dips.master.journal import TAKE_OVER_EPOCHS, Journal, JournalReader, Retention, read_content
 from dips.master.process import serve
 from dips.master.shell import MasterShell
 from dips.master.standby import stand_by
@@ -136,11 +137,33 @@ async def test_replica_has_each_decision_before_its_answer_and_takes_over_with_a
             os.kill(os.getpid(), standby.TAKE_OVER)
             assert await task is None
         async with master(tmp_path / "b", take_over=True) as second:
-            assert second.here.epoch == 2
+            assert second.here.epoch == 1 + TAKE_OVER_EPOCHS
             assert (await second.status()).paused
             ended = await first.ended
             assert ended.exit_code == NEWER_EPOCH_EXIT
             assert "has taken over" in ended.sentence
+    with pytest.raises(ConfigError, match="was replaced"):
+        await serve(config_in(tmp_path / "a"), MasterMachine)
+
+
+async def test_master_that_took_over_ends_where_a_later_one_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a, b takes over; from b, c, at the address that a had. Then b comes back with the settings that it had."""
+    monkeypatch.setattr(standby, "REPLACED_PAUSE_S", 0.05)
+    address = f"127.0.0.1:{own_port()}"
+    async with master(tmp_path / "a", listen=address) as first:
+        async with following(config_in(tmp_path / "b", standby=address)):
+            await until(lambda: records(tmp_path / "b") == records(tmp_path / "a"))
+    async with master(tmp_path / "b", take_over=True) as second:
+        async with following(config_in(tmp_path / "c", standby=second.here.address)):
+            await until(lambda: records(tmp_path / "c") == records(tmp_path / "b"))
+        await second.decide()
+    async with master(tmp_path / "c", take_over=True, listen=address) as third:
+        again = await Served(config_in(tmp_path / "b")).start()
+        assert (await again.ended).exit_code == NEWER_EPOCH_EXIT
+        assert not third.shell.outcome.done()
+    assert first.ended.done()
 
 
 async def test_master_goes_on_while_no_standby_follows_and_says_so(tmp_path: Path) -> None:
@@ -243,7 +266,7 @@ async def test_replica_is_served_only_after_a_take_over(tmp_path: Path) -> None:
         await second.decide()
     assert await stand_by(config, served.here.address) is None  # a unit that starts it as before
     async with master(tmp_path / "b") as third:
-        assert third.here.epoch == 3
+        assert third.here.epoch == 2 + TAKE_OVER_EPOCHS
 
 
 @pytest.mark.parametrize("n_decisions", [0, 20])
@@ -290,7 +313,7 @@ async def test_strangers_to_this_journal_are_refused(tmp_path: Path) -> None:
             (replace(hello, hello=replace(hello.hello, protocol_min=99)), RefusalCode.PROTOCOL_VERSION),
             (replace(hello, number=newest + 1, digest="0"), RefusalCode.CONFIG),
             (replace(hello, number=newest, digest="0" * 32), RefusalCode.CONFIG),
-            (replace(hello, epoch=0, took_over=True), RefusalCode.STALE_EPOCH),
+            (replace(hello, epoch=0, took_over=True), RefusalCode.FENCED),
         ):
             await until(lambda: not served.shell.outcome.done())
             assert (await refusal_of(served.here.address, message)).code is code, message
@@ -305,7 +328,7 @@ async def test_replica_of_a_journal_whose_oldest_records_are_gone(tmp_path: Path
             while journal.tidy():
                 pass
     assert read_content(tmp_path / "a").pruned is not None
-    with contextlib.closing(replica.JournalReader(tmp_path / "a", "demo")) as reader:
+    with contextlib.closing(JournalReader(tmp_path / "a", "demo")) as reader:
         with contextlib.closing(Journal.open(tmp_path / "b", "demo")) as journal:
             assert journal.newest()[0] == 0
             is_whole = False

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
@@ -101,14 +102,19 @@ class Journal:
         """Begins the next epoch, durably, and returns its number: 1 for the first start of a run.
 
         With `at_least` it is that number or a higher one: slaves may have promised an epoch that is not in this file.
+        From a replica it takes over: its number is one that no restart of the other master has.
         """
         with self._transaction() as cursor:
-            epoch = max(_epoch(cursor) + 1, at_least)
+            master = get_meta(cursor, "replica_of") or ""
+            epoch = max(_epoch(cursor) + (TAKE_OVER_EPOCHS if master else 1), at_least)
             set_meta(cursor, "epoch", str(epoch))
-            if master := _replica_of(cursor):
-                set_meta(cursor, "replica_of", "")
-                set_meta(cursor, "took_over_from", master)
-            _insert(cursor, epoch, [WriteJournal(0, EPOCH, json.dumps({"kind": EPOCH, "epoch": epoch}), "")])
+            digest = _insert(cursor, epoch, [WriteJournal(0, EPOCH, json.dumps({"kind": EPOCH, "epoch": epoch}), "")])
+            if master:
+                number, _ = newest(cursor)
+                set_meta(cursor, "took_over", f"{number} {digest} {master}")
+            for mark in ("replica_of", "replaced"):
+                if get_meta(cursor, mark):
+                    set_meta(cursor, mark, "")
         return epoch
 
     def latest_snapshot(self) -> str | None:
@@ -214,14 +220,26 @@ class Journal:
     @property
     def replica_of(self) -> str:
         """The address of the master that this replica follows; empty for a master's own, and after a take-over."""
-        with disk_errors_fatal(self._path):
-            return _replica_of(self._connection.cursor())
+        return self._mark("replica_of")
 
     @property
-    def took_over_from(self) -> str:
-        """The address of the master that this one took over from; empty where it did not."""
+    def took_over(self) -> TookOver | None:
+        """How this master took over from another one; None: it did not."""
+        number, _, rest = self._mark("took_over").partition(" ")
+        return TookOver(whole(number), *rest.split(" ", 1)) if number else None
+
+    @property
+    def replaced(self) -> str:
+        """Who said that it has taken over from this master; empty: no one."""
+        return self._mark("replaced")
+
+    def note_replaced(self, by: str) -> None:
+        with self._transaction() as cursor:
+            set_meta(cursor, "replaced", by)
+
+    def _mark(self, name: str) -> str:
         with disk_errors_fatal(self._path):
-            return get_meta(self._connection.cursor(), "took_over_from") or ""
+            return get_meta(self._connection.cursor(), name) or ""
 
     def receive(self, batch: JournalBatch, master: str) -> bool:
         """Takes what comes next in the journal of the master at this address, of which this one is a replica.
@@ -241,6 +259,9 @@ class Journal:
                     failpoint("master.journal.before_commit")
                     cursor.execute("COMMIT")
                     failpoint("master.journal.after_commit")
+            except OverflowError:  # a number that SQLite cannot hold
+                self.forget_part()
+                raise _does_not_follow("a number that is none", newest(cursor)[0]) from None
             except BaseException:
                 self.forget_part()
                 raise
@@ -269,7 +290,9 @@ class Journal:
         if batch.records:
             set_meta(cursor, "epoch", str(epoch))
         decided = cursor.execute(NEWEST_DECIDED, (EPOCH,)).fetchone()
-        if batch.is_whole and batch.snapshot_json and decided is not None:
+        if batch.is_whole and decided is None and batch.snapshot_json:
+            raise _does_not_follow("a state without its record", number)
+        if batch.is_whole and decided is not None:
             epoch, entry_id, record_digest = decided
             if batch.snapshot_digest != _digest_of_snapshot(epoch, entry_id, batch.snapshot_json, record_digest):
                 raise _does_not_follow(f"the state after record {number}", number)
@@ -341,11 +364,19 @@ class Journal:
                 raise
 
 
+TAKE_OVER_EPOCHS = 1000
+"""A take-over begins an epoch so many above: the other master may be started again and again, and has none of these."""
+
+
+class TookOver(NamedTuple):
+    """The record of the epoch that a take-over began, and the address of the master before."""
+
+    number: int
+    digest: str
+    master: str
+
+
 NEWEST_DECIDED = "SELECT epoch, entry_id, digest FROM records WHERE kind <> ? ORDER BY number DESC LIMIT 1"
-
-
-def _replica_of(cursor: sqlite3.Cursor) -> str:
-    return get_meta(cursor, "replica_of") or ""
 
 
 def _does_not_follow(what: str, number: int) -> Refused:
@@ -395,6 +426,11 @@ class JournalReader:
                     f"{where}, and this master's record {number} is another one: the two histories differ; give the "
                     "standby an empty directory, and keep the other for `dips verify`",
                 )
+
+    def holds(self, number: int, digest: str) -> bool:
+        """Whether this record is in the journal or in its archive."""
+        with self._view() as cursor:
+            return number > 0 and digest == self._digest_of(cursor, number)
 
     def after(self, number: int, digest: str, most_bytes: int) -> JournalBatch:
         """What follows record `number`, which a replica holds: at most about so many bytes, and at least one record.
@@ -490,7 +526,7 @@ def read_newest(directory: Path) -> tuple[int, str | None]:
 def replica_of(directory: Path) -> str:
     """Journal.replica_of, of a directory that a process may have. Raises as read_content does."""
     with _reading(directory) as connection:
-        return _replica_of(connection.cursor())
+        return get_meta(connection.cursor(), "replica_of") or ""
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dips.core.allocator import keep_one_heap
@@ -130,10 +130,9 @@ class _Master:
         """Makes an epoch durable, and its state machine from the journal's newest snapshot."""
         epoch = self.journal.begin_epoch(at_least)
         self._note_journal()
-        run_config = replace(self.config.to_run_config(), took_over=bool(self.journal.took_over_from))
         wall_offset_s = self.clock.wall_s() - self.clock.monotonic_s()
         snapshot_json = self.journal.latest_snapshot()
-        machine = make_machine(run_config, epoch, snapshot_json, wall_offset_s)
+        machine = make_machine(self.config.to_run_config(), epoch, snapshot_json, wall_offset_s)
         self.metrics.watch(machine)
 
         def append(entries: Sequence[WriteJournal]) -> None:
@@ -197,7 +196,7 @@ class _Master:
             )
             if started is not None:
                 started(here, shell)
-            with self._shown(shell), self._replaced(shell, here.epoch):
+            with self._shown(shell), self._replaces(shell, here.epoch):
                 # Waits for the end, and reports revoked certificates to the state until then.
                 while not shell.outcome.done():
                     await asyncio.wait([shell.outcome], timeout=LOOK_S if self.access.checks else None)
@@ -212,6 +211,8 @@ class _Master:
             if isinstance(shell.outcome.result(), Halt):
                 await server.stop()
             await shell.close()
+            if self.replica.replaced_by:
+                self.journal.note_replaced(self.replica.replaced_by)
 
     @contextlib.contextmanager
     def _shown(self, shell: MasterShell) -> Iterator[None]:
@@ -226,14 +227,14 @@ class _Master:
             following.cancel()
 
     @contextlib.contextmanager
-    def _replaced(self, shell: MasterShell, epoch: int) -> Iterator[None]:
+    def _replaces(self, shell: MasterShell, epoch: int) -> Iterator[None]:
         """A context in which the master that this one took over from, if it did, is told to end."""
-        if not self.journal.took_over_from:
+        took_over = self.journal.took_over
+        if took_over is None:
             yield
             return
         telling = asyncio.create_task(
-            tell_replaced(self.journal.took_over_from, self.config.run_id, self.security, shell, epoch, self.replica),
-            name="take-over",
+            tell_replaced(took_over, self.config.run_id, self.security, shell, epoch), name="take-over"
         )
         try:
             yield

@@ -10,7 +10,9 @@ with a decision: which master may publish is decided by the epochs that slaves p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import secrets
 import threading
 from collections.abc import AsyncIterator
@@ -25,6 +27,7 @@ from dips.core.errors import FatalError, RefusalCode, Refused, RetryLater
 from dips.core.messages import Hello, ReplicaMessage
 from dips.core.net.codec_protobuf import encode
 from dips.core.observe.failpoints import failpoint
+from dips.core.observe.logs import ChangeLogger
 from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION, agree
 from dips.core.release import VERSION
 from dips.master.archive import FILE_NAME, record_of
@@ -59,8 +62,12 @@ class Replica:
         self._epoch = 0
         self._follower = b""  # the process that follows now, and the end of its stream
         self._superseded: asyncio.Future[None] | None = None
+        self._sent_s = -math.inf  # when the newest whole batch went out
+        self._late_at_s = -math.inf
         self._told: str | None = None
-        self.was_followed = False
+        self._changes = ChangeLogger(_logger)
+        self.replaced_by = ""
+        """The standby that has taken over, for people; empty: none."""
         # What follows is also read on the journal's thread.
         self._changed = threading.Condition()
         self._in_step = False
@@ -74,12 +81,12 @@ class Replica:
         it and it keeps up."""
         until_s = self._clock.monotonic_s() + self._limit_s
         with self._changed:
-            self._written = number
+            self._written = max(self._written, number)
             self._loop.call_soon_threadsafe(self._more.set)
             while self._wanted and self._in_step and self._acknowledged < number and not self._ends:
                 left_s = until_s - self._clock.monotonic_s()
                 if left_s <= 0:
-                    self._in_step = False
+                    self._in_step, self._late_at_s = False, until_s
                     self._loop.call_soon_threadsafe(self._tell)
                 else:
                     self._changed.wait(left_s)
@@ -112,7 +119,11 @@ class Replica:
         if data is None:
             return
         first = understood(shell, "Follow", data, ReplicaMessage)
-        self._check(shell, first)
+        self._check(first)
+        if first.took_over:
+            if first.process_id != PROCESS_ID:
+                await self._overtaken(shell, first)
+            return
         superseded: asyncio.Future[None] = self._loop.create_future()
         if self._superseded is not None:
             self._superseded.set_result(None)
@@ -123,10 +134,10 @@ class Replica:
             reader = await self._loop.run_in_executor(thread, JournalReader, self._directory, self._run_id)
             try:
                 await self._loop.run_in_executor(thread, reader.check_place, first.number, first.digest)
-                self.was_followed = True
-                _logger.info("a standby at %s follows the journal, after record %d", context.peer(), first.number)
+                self._changes.report("standby", f"a standby at {_host(context)} follows the journal")
                 with self._changed:
-                    self._whole = self._written
+                    # The reader may see a record before wrote() is called.
+                    self._whole = self._written = max(self._written, first.number)
                 self._heard(first.number)
                 work = [
                     asyncio.ensure_future(self._hear(shell, messages)),
@@ -140,8 +151,10 @@ class Replica:
                         each.cancel()
                     ends = await asyncio.gather(*work, return_exceptions=True)
                 for error in ends:
-                    if isinstance(error, Exception):
+                    if isinstance(error, Refused | RetryLater | FatalError):
                         raise error
+                    if isinstance(error, Exception):
+                        why = f"{type(error).__name__}: {error}"
             finally:
                 thread.submit(reader.close)
         except (FatalError, RetryLater) as error:
@@ -153,10 +166,10 @@ class Replica:
         finally:
             thread.shutdown(wait=False)
             if self._superseded is superseded:
-                self._lost(why)
+                self._lost(shell, why)
 
-    def _check(self, shell: MasterShell, first: ReplicaMessage) -> None:
-        """Raises Refused unless this standby may follow; ends this master where the standby has taken over."""
+    def _check(self, first: ReplicaMessage) -> None:
+        """Raises Refused unless this standby may follow."""
         if first.run_id != self._run_id:
             raise Refused(
                 RefusalCode.RUN_ID,
@@ -164,13 +177,11 @@ class Replica:
                 "the master's address, or give the run's id",
             )
         agree(first.hello.protocol_min, first.hello.protocol_max, first.hello.capabilities, "the standby")
-        if first.took_over and first.process_id != PROCESS_ID:
-            self._overtaken(shell, first.epoch)
         if first.hello.software != HELLO.software:
             raise Refused(
                 RefusalCode.CONFIG,
                 f"the standby runs {first.hello.software!r:.80} and this master {HELLO.software!r}: install the same "
-                "release of dips on both, first on the standby",
+                "release of dips on both",
             )
         if self._follower and self._follower != first.process_id:
             raise Refused(
@@ -180,19 +191,27 @@ class Replica:
                 retry_after_s=5.0,
             )
 
-    def _overtaken(self, shell: MasterShell, epoch: int) -> None:
-        if epoch < self._epoch:
+    async def _overtaken(self, shell: MasterShell, first: ReplicaMessage) -> None:
+        """Ends this master where a standby has taken over, unless this one has taken over later. Raises Refused."""
+        is_later = await asyncio.to_thread(self._holds, first.number, first.digest)
+        if is_later or first.epoch < self._epoch:
+            since = "has taken over since" if is_later else "is newer"
             raise Refused(
-                RefusalCode.STALE_EPOCH,
-                f"the standby has taken over in epoch {epoch}, and this master began epoch {self._epoch}",
+                RefusalCode.FENCED,
+                f"the master here, in epoch {self._epoch}, {since}: one that took over in epoch {first.epoch} must end",
             )
         sentence = (
-            f"a standby has taken over: it serves this run in epoch {epoch}, this master's was {self._epoch}, so this "
-            "one ends; to use this host again, start it as the new master's standby, with an empty directory"
+            f"a standby has taken over: it serves this run in epoch {first.epoch}, this master's was {self._epoch}, so "
+            "this one ends"
         )
+        self.replaced_by = f"the standby that serves the run in epoch {first.epoch}"
         shell.stop(Halt(NEWER_EPOCH_EXIT, sentence))
         _logger.critical("%s", sentence)
-        raise Refused(RefusalCode.STOPPING, "this master ends, as a standby has taken over")
+        raise Refused(RefusalCode.STOPPING, "the master here ends, as a standby has taken over")
+
+    def _holds(self, number: int, digest: str) -> bool:
+        with contextlib.closing(JournalReader(self._directory, self._run_id)) as reader:
+            return reader.holds(number, digest)
 
     async def _hear(self, shell: MasterShell, messages: AsyncIterator[bytes]) -> None:
         failpoint("master.replica.before_hear")
@@ -207,7 +226,9 @@ class Replica:
                     f"the standby acknowledges record {number}, and the newest is {self._written}",
                 )
             self._acknowledged = number
-            self._in_step = self._in_step or number >= self._whole
+            # After a time-out only one that is quick again: else each decision would wait for the next time-out.
+            is_quick = self._late_at_s < self._sent_s or self._clock.monotonic_s() - self._sent_s <= self._limit_s
+            self._in_step = self._in_step or (number >= self._whole and is_quick)
             self._changed.notify_all()
         self._tell()
 
@@ -223,31 +244,35 @@ class Replica:
                 number = batch.after + len(batch.records)
                 digest = record_of(self._directory / FILE_NAME, batch.records[-1]).digest
                 with self._changed:
-                    self._whole = max(self._whole, number) if batch.is_whole else self._whole
+                    self._written = max(self._written, number)
+                    if batch.is_whole:
+                        self._whole, self._sent_s = number, self._clock.monotonic_s()
                 await context.write(encode(batch))
             if batch.is_whole:
                 await self._more.wait()
 
-    def _lost(self, why: str) -> None:
+    def _lost(self, shell: MasterShell, why: str) -> None:
         self._follower, self._superseded = b"", None
         with self._changed:
             self._in_step = False
             self._changed.notify_all()
-        _logger.warning("no standby follows the journal: %s", why)
+        if not shell.outcome.done():
+            self._changes.report("standby", f"no standby follows the journal: {why}", logging.WARNING)
         self._tell()
 
     def _tell(self) -> None:
         """Reports to the state what is wrong with a replica that decisions are to wait for."""
-        with self._changed:
-            behind = self._written - self._acknowledged
-            in_step = self._in_step
-        if not self._wanted or in_step:
+        if not self._wanted or self._in_step:
             trouble = ""
         elif self._follower:
-            trouble = f"the standby has not all decisions yet, the newest {behind} are in this master's journal alone"
+            trouble = "the standby has not all decisions yet: the newest are in this master's journal alone"
         else:
             trouble = "no standby follows: decisions are in this master's journal alone"
-        # Not for each record that a standby is behind.
-        if self._shell is not None and trouble.partition(",")[0] != self._told:
-            self._told = trouble.partition(",")[0]
+        if self._shell is not None and trouble != self._told:
+            self._told = trouble
             self._shell.dispatch(ReplicaNews(trouble))
+
+
+def _host(context: Context) -> str:
+    """Without the port, which is another one at each connection."""
+    return context.peer().rpartition(":")[0]

@@ -23,16 +23,17 @@ from dips.core.files import is_locked
 from dips.core.messages import JournalBatch, ReplicaMessage
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.grpc_calls import open_channel_aio, refused_from
-from dips.core.net.keys import security_of
+from dips.core.net.keys import UsedKeys, security_of
 from dips.core.net.security import Security
 from dips.core.observe.failpoints import failpoint
 from dips.core.observe.logs import ChangeLogger
 from dips.master.config import MasterConfig
 from dips.master.directory import LOCK_NAME, read_address
-from dips.master.journal import Journal, Retention, replica_of
-from dips.master.replica import HELLO, PROCESS_ID, Replica
+from dips.master.journal import Journal, Retention, TookOver, replica_of
+from dips.master.replica import HELLO, PROCESS_ID
 from dips.master.shell import MasterShell
-from dips.master.state.effects import BeginAgain
+from dips.master.state.effects import Halt
+from dips.master.state.slaves import NEWER_EPOCH_EXIT
 from dips.protos import replicas_pb2_grpc
 
 TAKE_OVER = signal.SIGUSR1
@@ -54,8 +55,9 @@ _changes = ChangeLogger(_logger)
 
 
 def check_may_serve(config: MasterConfig, journal: Journal) -> None:
-    """Raises ConfigError when no master may be started with this journal: a replica is for one that takes over."""
-    if config.take_over and not (journal.replica_of or journal.took_over_from):
+    """Raises ConfigError when no master may be started with this journal: a replica is for one that takes over, and one
+    that was taken over from serves no more."""
+    if config.take_over and not (journal.replica_of or journal.took_over):
         raise ConfigError(
             f"{config.directory} holds no replica of a journal: give --take-over with the directory of a standby that "
             "has followed the master, or leave it out"
@@ -65,17 +67,30 @@ def check_may_serve(config: MasterConfig, journal: Journal) -> None:
             f"{config.directory} holds a replica of the journal of the master at {journal.replica_of}: give --standby "
             f"{journal.replica_of} to go on following it, or --take-over to let this one serve the run instead"
         )
+    if journal.replaced and not config.rebuild:
+        raise ConfigError(
+            f"the master of {config.directory} was replaced by {journal.replaced}: start a standby of that one here, "
+            "with an empty directory; should that one be lost, --rebuild takes the run from the slaves"
+        )
 
 
 def ask_standby(directory: Path) -> bool:
     """Asks the standby that keeps the replica in this directory to take over, and waits until it serves.
 
-    False: no process has the directory. Raises ConfigError when it does not take over.
+    False: no process has the directory. Raises ConfigError when it cannot be asked, or does not take over.
     """
     if not (directory / LOCK_NAME).exists() or not is_locked(directory, LOCK_NAME) or not replica_of(directory):
         return False
-    pid = int((directory / LOCK_NAME).read_text())
-    os.kill(pid, TAKE_OVER)
+    try:
+        pid = int((directory / LOCK_NAME).read_text())
+        if b"--standby" not in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            raise ProcessLookupError
+        os.kill(pid, TAKE_OVER)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the standby that has {directory} cannot be asked from here: type this where it runs (on its host, in its "
+            "container), as its user; or end it first"
+        ) from error
     _logger.info("the standby, process %d, was asked to take over", pid)
     until_s = time.monotonic() + ASKED_S
     while time.monotonic() < until_s and _lives(pid):
@@ -115,7 +130,7 @@ async def stand_by(config: MasterConfig, master: str) -> int | None:
     journal: Journal | None = None
     try:
         journal = Journal.open(config.directory, config.run_id, Retention(config.journal_records, config.archive_bytes))
-        if journal.took_over_from:
+        if journal.took_over is not None and not journal.replaced:
             _logger.info("%s has taken over from %s: it goes on as the run's master", config.directory, master)
             return None
         if not journal.replica_of and journal.newest()[0]:
@@ -135,6 +150,7 @@ async def stand_by(config: MasterConfig, master: str) -> int | None:
 class _Standby:
     def __init__(self, config: MasterConfig, master: str, security: Security, journal: Journal) -> None:
         self._config, self._master, self._security, self._journal = config, master, security, journal
+        self._has_some, self._whole_at = bool(journal.replica_of), ""
 
     async def run(self, asked: asyncio.Queue[signal.Signals]) -> int | None:
         following = asyncio.create_task(self._follow(), name="standby")
@@ -149,8 +165,9 @@ class _Standby:
                 if number is not TAKE_OVER:
                     _logger.info("%s: the standby ends", number.name)
                     return INTERRUPTED if number is signal.SIGINT else TERMINATED
-                if self._journal.replica_of:
-                    _logger.warning("asked to take over from the master at %s", self._master)
+                if self._has_some:
+                    when = f"at {self._whole_at}" if self._whole_at else "before this start"
+                    _logger.warning("takes over from %s; its last record came %s", self._master, when)
                     return None
                 _logger.error("asked to take over, but nothing has come from the master at %s yet", self._master)
         finally:
@@ -162,6 +179,7 @@ class _Standby:
         pause_s = FIRST_PAUSE_S
         while True:
             got_some = False
+            used = UsedKeys(self._security)
             try:
                 failpoint("master.replica.before_connect")
                 async with open_channel_aio(self._master, self._security) as channel:
@@ -172,7 +190,8 @@ class _Standby:
                 why = "the master ended the stream"
             except grpc.RpcError as error:
                 meaning = refused_from(error)
-                if isinstance(meaning, Refused) and meaning.code in FOR_GOOD and not meaning.retry_after_s:
+                renewed = used.renewed and isinstance(meaning, Refused) and meaning.code is RefusalCode.IDENTITY
+                if isinstance(meaning, Refused) and meaning.code in FOR_GOOD and not (meaning.retry_after_s or renewed):
                     raise meaning from error
                 why = str(meaning)
             except OSError as error:
@@ -194,11 +213,12 @@ class _Standby:
             batch = from_message(message, JournalBatch)
             if await _to_its_end(journal.receive, batch, self._master):
                 number, digest = journal.newest()
+                self._has_some, self._whole_at = True, time.strftime("%Y-%m-%d %H:%M:%S %z")
                 failpoint("master.replica.before_acknowledge")
-                await call.write(to_message(_message(self._config.run_id, epoch, number, digest)))
+                with contextlib.suppress(asyncio.InvalidStateError):  # the stream has ended: the next read says why
+                    await call.write(to_message(_message(self._config.run_id, epoch, number, digest)))
                 yield number
-                while await _to_its_end(journal.tidy):
-                    pass
+                await _to_its_end(journal.tidy)
 
 
 async def _to_its_end(work: Callable[..., bool], *arguments: object) -> bool:
@@ -216,28 +236,24 @@ def _message(run_id: str, epoch: int, number: int, digest: str, *, took_over: bo
     return ReplicaMessage(HELLO, run_id, epoch, PROCESS_ID, number, digest, took_over)
 
 
-async def tell_replaced(
-    master: str, run_id: str, security: Security, shell: MasterShell, epoch: int, replica: Replica
-) -> None:
-    """Tells the master at this address, from which this one took over, to end; tries until it answers, or until a
-    standby follows this one: the other may have become that.
-
-    Where that one has begun a newer epoch meanwhile, this one begins a still newer one: a person has decided.
-    """
-    hello = _message(run_id, epoch, 0, "", took_over=True)
-    while not replica.was_followed:
+async def tell_replaced(took_over: TookOver, run_id: str, security: Security, shell: MasterShell, epoch: int) -> None:
+    """Tells the master that this one took over from to end, for as long as this one serves: the other may come back at
+    any time. Ends this one where a later master answers."""
+    master = took_over.master
+    hello = to_message(_message(run_id, epoch, took_over.number, took_over.digest, took_over=True))
+    while True:
         failpoint("master.replica.before_tell")
-        with contextlib.suppress(grpc.RpcError):
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
             async with open_channel_aio(master, security) as channel:
                 call = replicas_pb2_grpc.ReplicasStub(channel).Follow()
                 try:
-                    await call.write(to_message(hello))
+                    await call.write(hello)
                     await call.read()
                 except grpc.RpcError as error:
                     meaning = refused_from(error)
                     if isinstance(meaning, Refused):
-                        _logger.warning("the master at %s, which this one replaces: %s", master, meaning.sentence)
-                        if meaning.code is RefusalCode.STALE_EPOCH:
-                            shell.stop(BeginAgain(epoch + 1, f"{meaning.sentence}: a newer epoch begins"))
-                        return
+                        said = f"the master at {master}, from which this one took over: {meaning.sentence}"
+                        _changes.report("replaced", said, logging.WARNING)
+                        if meaning.code is RefusalCode.FENCED:
+                            shell.stop(Halt(NEWER_EPOCH_EXIT, said))
         await asyncio.sleep(REPLACED_PAUSE_S)

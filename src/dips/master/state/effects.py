@@ -56,7 +56,7 @@ class Halt:
 class BeginAgain:
     """Begin a new epoch of at least this number and start the state machine again from the journal, in this process.
 
-    Only with RunConfig.rebuild or took_over. Effects after it are not carried out; calls and links end as at a Halt.
+    Only with RunConfig.rebuild. Effects after it are not carried out; calls and links end as at a Halt.
     """
 
     at_least: int

@@ -91,8 +91,6 @@ class RunConfig:
     grace_sliding: bool = False
     # No round begins while the journal's replica has not all decisions.
     pause_without_replica: bool = False
-    # This master took over from another one, whose epochs it does not know: as rebuild for those that slaves promised.
-    took_over: bool = False
     # Where the settings name no preset: what each preset makes of the settings that presets decide, and its penalty.
     presets: Mapping[str, tuple[Mapping[str, Any], PenaltyConfig]] = field(default_factory=dict, compare=False)
 

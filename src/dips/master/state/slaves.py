@@ -299,9 +299,8 @@ class SlaveRegistry:
     def _overtaken(self, epoch: int, sentence: str) -> None:
         """Gives up this epoch, which another master used: rounds and pushes would share names."""
         shared = self._shared
-        if shared.config.rebuild or shared.config.took_over:
-            why = "--rebuild" if shared.config.rebuild else "this master took over from it"
-            shared.out.put(BeginAgain(epoch + 1, f"{sentence}; {why}: a newer epoch begins"))
+        if shared.config.rebuild:
+            shared.out.put(BeginAgain(epoch + 1, f"{sentence}; --rebuild: a newer epoch begins"))
         else:
             shared.halt(
                 NEWER_EPOCH_EXIT,
