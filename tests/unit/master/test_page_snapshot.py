@@ -12,10 +12,11 @@ import pytest
 from support.manual_clock import ManualClock
 from support.master_bench import LEASED, Bench
 
-from dips.core.messages import ClusterStatus, Settings, SlaveBeat, StagingProgress
+from dips.core.messages import Alarm, ClusterStatus, Settings, SlaveBeat, StagingProgress
 from dips.master.page.event_buffer import MAX_EVENTS, MAX_TEXT, BufferedTape, EventBuffer, earlier_events
 from dips.master.page.history import EventTimeline, HeldoutTail, ProgressHistory, TokenRate, sentence_of
 from dips.master.page.snapshot import Hub, sentence, snapshot
+from dips.master.state.reasons import AlarmKind
 from dips.master.state.status import RunView
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x1b[31m" + "y" * 1000
@@ -208,6 +209,19 @@ def test_what_stands_beside_the_sentence() -> None:
     more = sentence(changed(view, clusters=clusters), 0.0, {})["more"]
     assert more[0].startswith("Direction alarm: a pushes")
     assert more[1].endswith("excluded in a row: a, b.")
+
+
+@pytest.mark.parametrize("field", ["direction_alarm", "quarantined", "alarms"])
+def test_all_is_not_well_while_an_alarm_stands(field: str) -> None:
+    view = Bench().running("a", "b").state.look()
+    first, second = view.status.clusters
+    told = {
+        "direction_alarm": {"clusters": (dataclasses.replace(first, direction_alarm=True), second)},
+        "quarantined": {"clusters": (dataclasses.replace(first, quarantined=True), second)},
+        "alarms": {"alarms": (Alarm(AlarmKind.SAME_DATA, ("a", "b"), "clusters a and b push the same"),)},
+    }[field]
+    assert sentence(view, 0.0, {})["level"] == "good"
+    assert sentence(changed(view, **told), 0.0, {})["level"] == "warn"
 
 
 # ---- the timeline ----

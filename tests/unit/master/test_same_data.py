@@ -101,6 +101,22 @@ def test_a_cluster_that_left_takes_its_alarm_with_it() -> None:
     assert standing(bench)
 
 
+@pytest.mark.parametrize("leavers", ["c", "ac"])
+def test_a_cluster_that_is_started_again_with_another_seed_has_no_alarm(leavers: str) -> None:
+    """Also where no round came while it was away."""
+    bench = running(a=A, b=APART, c=A)
+    rounds(bench, 1)
+    assert standing(bench)
+    for name in leavers:
+        bench.result(bench.leave(name))
+    for name in leavers:
+        bench.join(name)
+    bench.ways = {**bench.ways, "c": [1.0, -0.2, 0.3]}
+    assert not standing(bench)
+    rounds(bench, 1)
+    assert not standing(bench)
+
+
 def test_pushes_that_cannot_be_compared_say_nothing() -> None:
     bench = running(a=A, b=A, c=[0.0, 0.0, 0.0])
     bench.nonfinite = {"b": 1}

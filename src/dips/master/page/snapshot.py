@@ -62,6 +62,8 @@ def _first(view: RunView, lag_s: float, departures: Departures) -> tuple[str, st
         return "wait", late
     if away := _away(status, departures):
         return "warn", f"{_busy(view)}; {away}."
+    if status.alarms or any(c.alive and (c.direction_alarm or c.quarantined) for c in status.clusters):
+        return "warn", _capital(f"{_busy(view)}; something needs a look:")
     return "good", f"All is well: {_busy(view)}."
 
 

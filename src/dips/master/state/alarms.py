@@ -191,10 +191,19 @@ def compare_pushes(
     for at, (j, name) in enumerate(here):
         for k, other in here[at + 1 :]:
             _compare(shared, (name, other), directions[j][j], directions[k][k], directions[j][k])
-    gone = [pair for pair in shared.alike if not shared.members.keys() >= set(pair)]
-    for pair in gone:
-        shared.alike.pop(pair)
-        shared.same_data.pop(pair, None)
+    for pair in [pair for pair in shared.alike if not shared.members.keys() >= set(pair)]:
+        _forget(shared, pair)
+
+
+def forget_pushes(shared: SharedState, cluster: str) -> None:
+    """A new process has this cluster's name: it may have other data than the one before, whose pushes were alike."""
+    for pair in [pair for pair in shared.alike if cluster in pair]:
+        _forget(shared, pair)
+
+
+def _forget(shared: SharedState, pair: tuple[str, str]) -> None:
+    shared.alike.pop(pair)
+    shared.same_data.pop(pair, None)
 
 
 def _compare(shared: SharedState, pair: tuple[str, str], squared: float, other_squared: float, product: float) -> None:
@@ -209,8 +218,7 @@ def _compare(shared: SharedState, pair: tuple[str, str], squared: float, other_s
     n_rounds = EQUAL_ROUNDS if equal else n_rounds
     shared.alike[pair] = n_rounds
     if n_rounds == 0:
-        del shared.alike[pair]
-        shared.same_data.pop(pair, None)
+        _forget(shared, pair)
     elif alike and n_rounds >= ALIKE_ROUNDS:
         how_long = "in a round" if equal else f"in at least {ALIKE_ROUNDS} rounds"
         sentence = (

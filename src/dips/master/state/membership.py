@@ -33,7 +33,7 @@ from dips.core.messages import (
 from dips.core.model_description import Untrained, difference
 from dips.core.protocol import MAX_LEASED_CHUNKS, MAX_RANKS, PROTOCOL_MIN, RANKS, agree
 from dips.master.state import pacing, tape
-from dips.master.state.alarms import look_at_beats
+from dips.master.state.alarms import forget_pushes, look_at_beats
 from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE, LeaseTable, TokenState, overlapping
 from dips.master.state.ledger import ClusterEntry, pair
 from dips.master.state.pushes import OWN_DATA_START_S, Pushes
@@ -88,6 +88,7 @@ class Membership:
         entry.member, entry.declared_tokens_per_s = True, request.declared_tokens_per_s
         if request.process_id != entry.process_id or not request.process_id:
             entry.steps_before, entry.steps_heard = entry.steps_before + entry.steps_heard, 0
+            forget_pushes(shared, name)
         entry.process_id = request.process_id
         held = self._reattach(name, request.held_ranges, undecided)
         member = Member(name, entry.incarnation, slot, shared.now_s, held_at_join=held, push=undecided)
