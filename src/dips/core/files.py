@@ -23,6 +23,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 from pydantic import Field
@@ -249,9 +250,7 @@ class FolderLock:
         of_process: a forked child does not get the lock, and so cannot keep it after our end; but it keeps no second
         user in this process out.
         """
-        import fcntl  # not on Windows, where programs without a master run
-
-        self._handle = -1
+        self._handle, fcntl = -1, file_locks()
         try:
             make_folder(folder)
             self._handle = opener(folder / name, os.O_RDWR | os.O_CREAT)
@@ -281,10 +280,22 @@ class FolderLock:
         self.release()
 
 
+def file_locks() -> ModuleType:
+    """Python's module of file locks. Raises ConfigError where there is none, as on Windows: programs without a master
+    run there, and import this module."""
+    try:
+        import fcntl
+    except ImportError:
+        raise ConfigError(
+            "this system has no file locks (Python's module fcntl), which the processes of a run need: use Linux; "
+            "a training program without a master runs here too"
+        ) from None
+    return fcntl
+
+
 def is_locked(folder: Path, name: str) -> bool:
     """Whether a process has this lock of a folder now. Changes nothing."""
-    import fcntl
-
+    fcntl = file_locks()
     try:
         with (folder / name).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -102,6 +102,15 @@ def test_a_folder_that_cannot_be_used_is_told_with_the_reason(tmp_path: Path, mo
         assert is_locked(tmp_path, "lock"), "a full disk takes no number, and the lock needs none"
 
 
+def test_a_system_without_file_locks_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Windows, where a program without a master runs."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with pytest.raises(ConfigError, match="no file locks"):
+        lock(tmp_path)
+    with pytest.raises(ConfigError, match="no file locks"):
+        is_locked(tmp_path, "lock")
+
+
 ANOTHER = """
 import sys
 from pathlib import Path

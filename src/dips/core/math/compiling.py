@@ -257,8 +257,10 @@ class _Turn:
 
     def take(self) -> bool:
         """Wait for it. False if this process had it already, or if there is nothing to wait at."""
-        import fcntl  # not on Windows, where programs without a master run, which compile nothing
-
+        try:
+            import fcntl
+        except ImportError:  # as on Windows: two processes may compile the same
+            return False
         if self._file is not None:
             return False
         kept_in = folder()

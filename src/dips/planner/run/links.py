@@ -9,7 +9,6 @@ monotonic clock, which the processes of one machine share.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -252,6 +251,8 @@ class LinkBoard:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
+        import fcntl  # not on Windows, where plans are made too
+
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         try:
             yield
