@@ -71,6 +71,11 @@ class Part(Protocol):
         """Whether this process holds the whole model, and every trained element of theta_at_push is 0."""
         ...
 
+    @property
+    def push_is_base(self) -> bool:
+        """Whether this process holds the whole model, and theta_at_push is theta_base: training changed nothing."""
+        ...
+
     def close(self) -> None:
         """End the running transfer and its thread."""
         ...
@@ -153,6 +158,10 @@ class ModelPart:
     @property
     def push_is_zero(self) -> bool:
         return self._share is None and self.vectors.push_is_zero()
+
+    @property
+    def push_is_base(self) -> bool:
+        return self._share is None and self.vectors.push_is_base()
 
     def close(self) -> None:
         self._transfers.close()

@@ -585,6 +585,7 @@ class ClusterShell:
                 self._checkpoints.record_push(run.job, record)
             case SendPush() as push:
                 self._refuse_zeros()
+                self._tell_of_no_change()
                 check_slaves_reachable(self._masters.now, push.ticket.placement.slaves)
                 caller, times = session.shared.terms.caller(run.cause), session.shared.terms.times
                 self._do(Send(run.job, push.push, push.ticket, caller, self.settings, times))
@@ -608,6 +609,17 @@ class ClusterShell:
                 "sent: look at what optimizer.step() leaves in the model (a learning rate times weight decay of 1 or "
                 "more, a step in a captured or compiled graph that was not run)"
             )
+
+    def _tell_of_no_change(self) -> None:
+        """Warn where the steps of a push changed nothing. It is excluded, unless another version was published since
+        its base, or the rounding error of earlier pushes is sent with it."""
+        push = self._session.pushing.open
+        unchanged = push is not None and push.work.tokens > 0 and self._part.push_is_base
+        sentence = (
+            "the steps since the last push changed no parameter, so that this cluster adds nothing to the run: look at "
+            "its learning rate and its optimizer"
+        )
+        self._log.report("no change", sentence if unchanged else "", logging.WARNING)
 
     def _do(self, command: Command) -> None:
         """Have all ranks carry out a command."""

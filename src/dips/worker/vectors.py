@@ -72,14 +72,6 @@ class Live:
         self._check_not_ended()
         return self._memory
 
-    def any(self, n_bytes: int) -> bool:
-        """Whether one of the first n_bytes differs from 0; for the thread that changes the parameters."""
-        for part, start in zip(self._parts, self._starts, strict=False):
-            for at in range(0, min(part.size, n_bytes - start), 4 * PIECE_ELEMS):
-                if part[at : min(at + 4 * PIECE_ELEMS, n_bytes - start)].any():
-                    return True
-        return False
-
     def bytes_at(self, here: slice) -> memoryview:
         """These bytes of the flat vector; the caller holds the lock. A copy where they span several parts.
 
@@ -256,14 +248,24 @@ class Vectors:
 
     def push_is_zero(self) -> bool:
         """Whether every trained element of theta_at_push is 0; nearly always its first piece says no."""
+        return self._push_equals(None)
+
+    def push_is_base(self) -> bool:
+        """Whether theta_at_push is theta_base in every trained element: no step has changed anything."""
+        return self._base is not None and self._push_equals(self._base)
+
+    def _push_equals(self, other: F32 | None) -> bool:
+        """other: None: zeros. For the thread that changes the parameters."""
         source, ready = self.sending()
-        if isinstance(source, Live):
-            return not source.any(4 * self._n_trained)
         for start in range(0, self._n_trained, PIECE_ELEMS):
             stop = min(start + PIECE_ELEMS, self._n_trained)
             if ready is not None:
                 ready.wait(start, stop)
-            if source[start:stop].any():
+            if isinstance(source, Live):
+                piece = np.frombuffer(source.bytes_at(slice(4 * start, 4 * stop)), np.float32)
+            else:
+                piece = source[start:stop]
+            if piece.any() if other is None else not np.array_equal(piece, other[start:stop]):
                 return False
         return True
 

@@ -1029,6 +1029,23 @@ def test_a_model_and_an_optimizer_are_in_one_open_block_only(loop: Loop) -> None
     assert dips.DiLoCo(loop.model, inner, **given)
 
 
+def test_steps_that_change_nothing_are_told_of_once_until_they_do(
+    run: RunInMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run may merge such a push: on another base than the newest version, or with what rounding lost before."""
+    loop, told = Loop(run, 0, replicas=False), list[int]()
+    with loop.sync:
+        for rate in (1.0, 0.0, 1.0, 0.0):
+            loop.optimizer.param_groups[0]["lr"] = rate
+            for _ in range(24):
+                for parameter in loop.model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                run.clock.advance(1.0)
+                loop.optimizer.step()
+            told.append(sum("changed no parameter" in message for message in caplog.messages))
+    assert told == [0, 1, 1, 2]
+
+
 def test_a_model_of_which_a_step_leaves_only_zeros_is_not_pushed(run: RunInMemory, tmp_path: Path) -> None:
     loop = Loop(run, 0, replicas=False, tape=tmp_path / "tape")
 

@@ -269,3 +269,16 @@ def test_a_push_of_zeros_is_seen_wherever_it_is_kept_and_averaged_elements_hide_
         vectors.snapshot(store, may_stay_live=True)
         assert vectors.push_is_zero() is is_zero
         assert vectors.push_is_live is (kind is Plain)
+
+
+@pytest.mark.parametrize("kind", [Flat, Streaming, Plain])
+def test_a_push_that_training_did_not_change_is_seen_wherever_it_is_kept(kind: type[Flat]) -> None:
+    store, vectors = kind(np.ones(N, np.float32)), Vectors(N, n_trained=N - 1)
+    vectors.snapshot(store, may_stay_live=True)
+    assert not vectors.push_is_base(), "there is none yet"
+    vectors.landing()[:] = 2.0
+    vectors.install(store, InstallMode.REPLACE)
+    for at, is_base in ((N - 1, True), (N - 2, False)):
+        store.theta[at] = 3.0
+        vectors.snapshot(store, may_stay_live=True)
+        assert vectors.push_is_base() is is_base

@@ -406,6 +406,11 @@ class LeadingPart:
         return False
 
     @property
+    def push_is_base(self) -> bool:
+        """Likewise."""
+        return False
+
+    @property
     def push_is_live(self) -> bool:
         """Equal on all ranks, as all carry out the same commands; False when the others no longer follow."""
         return not self.alone and self._part.push_is_live
