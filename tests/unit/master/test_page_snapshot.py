@@ -215,13 +215,13 @@ def test_what_stands_beside_the_sentence() -> None:
 def test_all_is_not_well_while_an_alarm_stands(field: str) -> None:
     view = Bench().running("a", "b").state.look()
     first, second = view.status.clusters
-    told = {
+    cases: dict[str, dict[str, Any]] = {
         "direction_alarm": {"clusters": (dataclasses.replace(first, direction_alarm=True), second)},
         "quarantined": {"clusters": (dataclasses.replace(first, quarantined=True), second)},
         "alarms": {"alarms": (Alarm(AlarmKind.SAME_DATA, ("a", "b"), "clusters a and b push the same"),)},
-    }[field]
+    }
     assert sentence(view, 0.0, {})["level"] == "good"
-    assert sentence(changed(view, **told), 0.0, {})["level"] == "warn"
+    assert sentence(changed(view, **cases[field]), 0.0, {})["level"] == "warn"
 
 
 # ---- the timeline ----
