@@ -54,12 +54,27 @@ def test_the_gate_is_exclusive_at_ten_times() -> None:
     ("steps", "restarts"), [(64, False), (80, False), (48, False), (81, True), (47, True), (0, False)]
 )
 def test_average_tokens_restart_when_the_local_steps_change_by_more_than_a_quarter(steps: int, restarts: bool) -> None:
-    master = Master().warmed_up()
+    """Where steps_change is that of earlier releases."""
+    master = Master(PenaltyConfig(steps_change=0.25)).warmed_up()
     judgement = master.round({"a": Push(along(1.0), tokens=4000.0, local_steps=steps)})
     assert judgement.measures[0].scaled_norm == pytest.approx(1.0 if restarts else 0.25)
     known = master.state.of("a")
     assert (known.mean_tokens == 4000.0) is restarts
     assert known.steps == (steps if restarts else 64)
+
+
+@pytest.mark.parametrize("before", [20, 200])
+@pytest.mark.parametrize(("times", "growth"), [(2, 0.5), (4, 0.5), (4, 1.0), (8, 0.8), (0.25, 0.5), (0.25, 1.0)])
+def test_no_push_is_excluded_after_the_run_got_another_h(before: int, times: float, growth: float) -> None:
+    """Of pushes with more steps, the norms are larger: in time nearly as H, late in training as its root."""
+    master = Master().warmed_up(before)
+    for i in range(150):
+        norm = times**growth * (1.0 + 0.05 * (i % 3 - 1))
+        pushes = {
+            name: Push(along(norm, axis), tokens=1000.0 * times, local_steps=int(64 * times))
+            for axis, name in enumerate("abcd")
+        }
+        assert not master.round(pushes).rejected, i
 
 
 def test_judging_changes_nothing_by_itself() -> None:

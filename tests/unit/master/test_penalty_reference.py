@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rounds import Master, Push
 
-from dips.master.state.penalty_types import DetectorState, Judgement
+from dips.master.state.penalty_types import DetectorState, Judgement, PenaltyConfig
 from dips.master.state.reasons import VerdictCode
 
 CLUSTERS = "abcd"
@@ -189,7 +189,7 @@ def told(judgement: Judgement, state: DetectorState) -> dict[str, Any]:
 
 
 def test_the_history_of_the_file_is_judged_as_it_says() -> None:
-    master = Master(live=PLACES, round_tokens=3600.0)
+    master = Master(PenaltyConfig(steps_change=0.25), live=PLACES, round_tokens=3600.0)  # as when it was written
     for number, golden in enumerate(json.loads(GOLDENS.read_text())):
         pushes = {
             name: Push(**{**p, "vector": [float(x) for x in p["vector"]]}) for name, p in golden["pushes"].items()

@@ -68,7 +68,9 @@ class PenaltyConfig:
     restart_after_rejections: int = 8  # score rejections of one cluster in a row restart its statistics; 0: never
     clear_after_voids: int = 3  # VOID rounds in a row that clear what the clusters share; 0: never
     quarantine_after_flags: int = 3  # rejections of one cluster in a row that quarantine it; 0: never
-    steps_change: float = 0.25  # a larger relative change of local steps restarts the cluster's average of tokens
+    # A larger relative change of local steps restarts a cluster's average of tokens, but not that of its norms: with
+    # 0.25, as in earlier releases, up to eight pushes of each cluster were excluded after the run's H was raised.
+    steps_change: float = math.inf
     # The alarm of a direction: the median cosine of a cluster's last pushes with the others' movement is below
     # cosine_alarm, or below cosine_share of what is usual among the others, once enough cosines were known.
     cosine_alarm: float = -0.2
