@@ -174,8 +174,9 @@ def test_a_wrong_setting_of_one_node_under_torchrun_ends_the_job(short: None, tm
     (tmp_path / "wrong.py").write_text(WRONG_ON_ONE_NODE)
     table = f'torchrun = true\nrestarts = 0\ncommand = ["python", "{tmp_path}/wrong.py"]'
     with live.run(live.HEAVY), Slurm(user=0) as slurm:
-        facts = slurm.submit(rendered(slurm, tmp_path, table=table)).end()
-        assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "2:0", "0")
+        job = slurm.submit(rendered(slurm, tmp_path, table=table))
+        facts = job.end()
+        assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "2:0", "0"), job.log
 
 
 def test_the_trainers_last_push_before_the_time_limit_is_merged(
