@@ -105,7 +105,7 @@ def test_a_cluster_that_left_takes_its_alarm_with_it() -> None:
 def test_a_cluster_that_is_started_again_with_another_seed_has_no_alarm(leavers: str) -> None:
     """Also where no round came while it was away."""
     bench = running(a=A, b=APART, c=A)
-    rounds(bench, 1)
+    bench.rounds(1, *bench.ways)
     assert standing(bench)
     for name in leavers:
         bench.result(bench.leave(name))
@@ -113,7 +113,7 @@ def test_a_cluster_that_is_started_again_with_another_seed_has_no_alarm(leavers:
         bench.join(name)
     bench.ways = {**bench.ways, "c": [1.0, -0.2, 0.3]}
     assert not standing(bench)
-    rounds(bench, 1)
+    bench.rounds(1, *bench.ways)
     assert not standing(bench)
 
 
