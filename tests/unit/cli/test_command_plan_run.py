@@ -284,11 +284,7 @@ def test_ranks_that_do_not_end_are_given_up(ranks: type[Ranks], tmp_path: Path) 
     ],
 )
 def test_a_persons_mistake_is_one_sentence(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    planned: dict[str, Any],
-    arguments: list[str],
-    sentence: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], planned: dict[str, Any], arguments: list[str], sentence: str
 ) -> None:
     texts = {
         "CSV": "0F0,0B0\n1F0,1B0\n",

@@ -156,12 +156,7 @@ def test_without_a_terminal_nothing_is_done_without_yes(file: Path, capsys: pyte
 
 @pytest.mark.parametrize(
     ("more", "changes", "reach"),
-    [
-        ([], 3, True),
-        (["--no-reach"], 3, False),
-        (["--no-wait"], 3, False),
-        (["--only", "servers"], 2, True),
-    ],
+    [([], 3, True), (["--no-reach"], 3, False), (["--no-wait"], 3, False), (["--only", "servers"], 2, True)],
 )
 def test_apply_prepares_first_and_applies_the_difference(
     more: list[str], changes: int, reach: bool, file: Path, capsys: pytest.CaptureFixture[str]
@@ -219,12 +214,7 @@ def test_servers_move_and_start_at_the_new_site(file: Path, capsys: pytest.Captu
     ],
 )
 def test_volumes_are_deleted_only_when_asked_for(
-    more: list[str],
-    volumes: int,
-    deleted: tuple[int, int],
-    last: str,
-    file: Path,
-    capsys: pytest.CaptureFixture[str],
+    more: list[str], volumes: int, deleted: tuple[int, int], last: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Live.volumes_ = [step("v", ObjectAction.DELETE)] * volumes
     assert told(capsys, "delete", file, "--yes", *more)[-1] == last

@@ -168,10 +168,7 @@ def test_a_version_comes_from_the_master_if_it_answers_else_from_the_runs_files(
     (served / "master" / "master.json").unlink()
     assert come_from(str(served)) == ["files"]
     assert come_from("127.0.0.1:9", "--insecure") == ["master"]
-    for words, refusal in (
-        (["127.0.0.1:9", "--insecure"], gone),
-        ([str(served)], Refused(RefusalCode.RUN_ID, "no")),
-    ):
+    for words, refusal in ((["127.0.0.1:9", "--insecure"], gone), ([str(served)], Refused(RefusalCode.RUN_ID, "no"))):
         refusals.append(refusal)
         write_address(served / "master", MasterAddress("127.0.0.1:7", "mine", 1, 1))
         monkeypatch.setattr(Operator, "away", False)
@@ -273,6 +270,11 @@ def test_kernels_are_compiled_module_by_module_and_slow_ones_are_told(
     ]
     assert watched == [compiled, "compiled"]
     assert said == [f"dips.core.math.wire_numba: compiling {n} of 9 (k{n})" for n in (0, 3)]
+    assert str(found[1]) == "dips.core.math.wire_numba: compiled 4 kernels, 3.75 s"
+    assert set(warm_up.MODULES) - set(warm_up.OF_SLAVES) == {"dips.core.net.carry_numba"}
+    monkeypatch.setattr(warm_up, "MODULES", (found[1].module,))
+    assert main.run(["warm-up"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [str(found[1]), "kept in kept"]
     monkeypatch.setattr(warm_up, "OF_SLAVES", tuple(one.module for one in found))
     assert main.run(["warm-up", "--slave"]) == 0
     assert {*map(str, found), "kept in kept"} <= {*capsys.readouterr().out.splitlines()}
@@ -281,4 +283,4 @@ def test_kernels_are_compiled_module_by_module_and_slow_ones_are_told(
     monkeypatch.setattr(compiling, "folder", lambda: None)
     assert main.run(["warm-up"]) == ConfigError.exit_code
     assert "NUMBA_CACHE_DIR" in capsys.readouterr().err
-    assert len(watched) == 6
+    assert len(watched) == 8

@@ -1,10 +1,9 @@
-"""What `dips verify`, `story`, `demo`, `up`, `keys show` and `warm-up` print, with the work itself played."""
+"""What `dips verify`, `story`, `demo`, `up`, and `keys show` print, with the work itself played."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +12,7 @@ import pytest
 from support.run_status import run_status
 
 from dips.cli import demo as command_demo
-from dips.cli import main, warm_up
+from dips.cli import main
 from dips.cli import verify as command_verify
 from dips.cli.demo import own_model
 from dips.cli.up import how_to_join
@@ -261,7 +260,7 @@ def test_up_says_how_it_ended_and_whose_keys_are_refused(
     assert (with_one is not None, without) == (True, None)
 
 
-# ---- keys and compiled code ----
+# ---- keys ----
 
 
 def test_keys_are_shown_with_what_is_wrong_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,18 +283,3 @@ def test_keys_are_shown_with_what_is_wrong_with_them(tmp_path: Path, capsys: pyt
         ("b", True, "stolen"),
         ("c", True, ""),
     ]
-
-
-def test_what_was_compiled_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    asked: list[tuple[str, ...]] = []
-
-    def played(tell: object, modules: tuple[str, ...]) -> Iterator[warm_up.Warmed]:
-        asked.append(modules)
-        yield warm_up.Warmed("m", 3, 1.25)
-
-    monkeypatch.setattr(warm_up, "warmed", played)
-    assert main.run(["warm-up"]) == 0
-    assert capsys.readouterr().out.startswith("m: compiled 3 kernels, 1.25 s\nkept in ")
-    assert main.run(["warm-up", "--slave"]) == 0
-    assert asked == [warm_up.MODULES, warm_up.OF_SLAVES]
-    assert set(warm_up.MODULES) - set(warm_up.OF_SLAVES) == {"dips.core.net.carry_numba"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from dips.cli import main
 from dips.core.errors import ConfigError
 from dips.lab.compare.figures import FIGURES, Figure
 from dips.lab.compare.jobs import ComparisonJob, Results, on_device, threads_of
-from dips.lab.compare.setup import ComparisonSetup, load_setup
+from dips.lab.compare.setup import load_setup
 
 LARGER = load_setup("larger")
 ON_CPU = LARGER.with_overrides(device="cpu")
@@ -24,10 +23,6 @@ ON_CPU = LARGER.with_overrides(device="cpu")
 @pytest.fixture
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-def with_lines(figures: Mapping[str, tuple[str, ...]]) -> ComparisonSetup:
-    return LARGER.model_copy(update={"figures": figures})
 
 
 def test_auto_becomes_the_device_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +73,6 @@ def test_cores_without_a_run_become_threads(at_once: int, n_cores: int, threads:
 )
 def test_lines_that_cannot_be_are_refused_with_their_place(figure: Figure, labels: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        figure.chosen(with_lines({figure.name: labels}))
+        figure.chosen(LARGER.model_copy(update={"figures": {figure.name: labels}}))
     assert str(caught.value).startswith(f"set-up larger [figures] {figure.name}: ")
     assert words in str(caught.value)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from support.compare_records import committed, push, record
 
 from dips.lab.compare.pictures import draw_bars, draw_cosines, draw_curves, draw_norms
-from dips.lab.compare.record import RunRecord
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ROUNDS = (
@@ -19,13 +17,9 @@ ROUNDS = (
 )
 
 
-def named(records: Sequence[RunRecord]) -> list[tuple[str, RunRecord]]:
-    return [(record.method, record) for record in records]
-
-
 def test_pictures_are_written(tmp_path: Path) -> None:
     records = [record("dp"), record(judged=ROUNDS), record("async", loss=None)]
-    draw_curves(tmp_path / "curves.png", named(records), "tokens", "three")
+    draw_curves(tmp_path / "curves.png", [(one.method, one) for one in records], "tokens", "three")
     draw_norms(tmp_path / "norms.png", records)
     draw_cosines(tmp_path / "cosines.png", records)
     draw_bars(tmp_path / "bars.png", ["1", "10"], [("dips", [1.0, 2.0]), ("dp", [0.5, 0.6])], "x", "t")

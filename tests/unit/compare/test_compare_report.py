@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
-import pytest
 from rich.console import Console
 from rich.table import Table
 from support.compare_records import committed, push, record
 
 from dips.lab.compare.record import RunRecord
-from dips.lab.compare.report import (
-    Comparison,
-    by_method,
-    course_table,
-    loss_table,
-    loss_text,
-    readings,
-    to_json,
-)
+from dips.lab.compare.report import Comparison, by_method, course_table, loss_table, loss_text, readings, to_json
 from dips.lab.compare.setup import load_setup
 
 SETUP = load_setup("small")
@@ -93,14 +83,9 @@ def test_with_injection_flags_are_counted_and_the_clean_run_stands_beside() -> N
     assert any(sentence.startswith("bad out: excluded spoilt pushes") for sentence in readings(found))
 
 
-@pytest.fixture
-def plain() -> dict[str, Any]:
+def test_compare_json_has_null_for_what_is_not_finite() -> None:
     found = comparison([*THREE, record("async", 1, None)])
-    loaded: dict[str, Any] = json.loads(json.dumps(to_json(found), allow_nan=False))
-    return loaded
-
-
-def test_compare_json_has_null_for_what_is_not_finite(plain: dict[str, Any]) -> None:
+    plain = json.loads(json.dumps(to_json(found), allow_nan=False))
     lost = plain["methods"]["async"]
     assert (lost["loss_mean"], lost["seeds"]["1"]["loss"], lost["not_finite"]) == (None, None, 1)
     assert lost["seeds"]["1"]["ended"] == "diverged"

@@ -140,10 +140,7 @@ def test_pods_that_reach_nothing_are_named(here: StandIn, ranks: Path, capsys: p
     (command,) = {tuple(command) for _, command in asked}
     assert command[3:] == ("doctor", "--master", "192.0.2.7:30400", "--keys", "/etc/dips/keys", "--json")
     assert found == [
-        (
-            "FAIL",
-            "cluster a, ranks 4 to 7, pod small-cluster-a-1-x1: slave s1 cannot be reached from here: open it",
-        ),
+        ("FAIL", "cluster a, ranks 4 to 7, pod small-cluster-a-1-x1: slave s1 cannot be reached from here: open it"),
         ("OK", "cluster a: 1 of 2 pods of its 8 ranks reach master and slaves: "),
     ]
     assert not here.writes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,8 @@ def tell_commit(records: RunRecords, record: dict[str, Any]) -> None:
         tape(records, "worker", item["push"][0], "push_begun", push=push_name(item), **known, ranges=ranges)
 
 
-def compared(records: RunRecords, without: Collection[str] = ()) -> Evidence:
-    return judge_evidence(records, check_records(records).history, without)
+def compared(records: RunRecords) -> Evidence:
+    return judge_evidence(records, check_records(records).history)
 
 
 def said_of(found: Evidence) -> list[str]:
@@ -138,12 +138,6 @@ def in_ledger(**fields: Any) -> Change:
 def in_newest(**fields: Any) -> Change:
     """Of the COMMIT that the newest state holds."""
     return lambda records: records.ledger["commit"].update(fields)  # type: ignore[index]
-
-
-def in_newest_record(records: RunRecords) -> None:
-    assert records.ledger is not None
-    text = json.loads(records.ledger["commit"]["record"])
-    records.ledger["commit"]["record"] = json.dumps({**text, "s_max": 9})
 
 
 def judged_twice(records: RunRecords) -> None:
@@ -223,7 +217,9 @@ def test_what_another_record_contradicts_is_named_once(tmp_path: Path, change: C
 
 def test_the_newest_states_own_record_is_compared(tmp_path: Path) -> None:
     records = recorded(tmp_path)
-    in_newest_record(records)
+    assert records.ledger is not None
+    newest = records.ledger["commit"]
+    newest["record"] = json.dumps({**json.loads(newest["record"]), "s_max": 9})
     said = said_of(compared(records))
     assert "says s_max = 8 in the journal, but 9 in the journal's newest state" in said[0]
     assert ["another COMMIT record" in sentence for sentence in said[1:]] == [True, True]

@@ -124,32 +124,13 @@ class Recorded:
                 share, blocks = self._share(slave, pushed[push.cluster]), self.placement.blocks_of(slave, self.layout)
                 said = digest_of_array(share, blocks, CHUNK_BYTES).hex()
                 self._tape("slave", slave, "staged", push=str(push), digest=said)
-        self.records.journal.append(
-            {
-                "kind": "COMMIT",
-                "epoch": 1,
-                "round": [1, self._n],
-                "version": [1, self._n - 1],
-                "from_version": [before.timeline, before.v] if before else None,
-                "digests": digests,
-                "tokens": 0,
-                "s_max": 8,
-                "participants": [
-                    {
-                        "push": [push.cluster, 1, 1, push.seq],
-                        "attempt": 1,
-                        "verdict": "APPLIED",
-                        "base": [before.timeline, before.v] if before else None,
-                        "fence": self._n,
-                        "tokens": tokens[push.cluster],
-                        "steps": 16,
-                        "ranges": [],
-                    }
-                    for push in ids
-                ],
-                "judgement": judgement,
-            }
-        )
+        base = [before.timeline, before.v] if before else None
+        alike = {"attempt": 1, "verdict": "APPLIED", "base": base, "fence": self._n, "steps": 16, "ranges": []}
+        participants = [
+            {"push": [push.cluster, 1, 1, push.seq], "tokens": tokens[push.cluster], **alike} for push in ids
+        ]
+        of_round = {"round": [1, self._n], "from_version": base, "tokens": 0, "s_max": 8, "judgement": judgement}
+        self._record("COMMIT", (1, self._n - 1), digests=digests, participants=participants, **of_round)
 
     def _tape(self, role: str, name: str, kind: str, **fields: str) -> None:
         self.records.lines[role].append(TapeLine(role, name, kind, 0.0, "-", fields))

@@ -24,10 +24,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
-def uses(certificate: x509.Certificate) -> list[x509.ObjectIdentifier]:
-    return list(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
-
-
 def test_everybody_has_one_directory_and_every_key_is_its_owners_alone(folder: Path) -> None:
     assert Authority(folder).names() == ["a", "b", "master", "operator", "s0"]
     private = [folder / "ca" / "ca.key", *folder.glob("*/tls.key")]
@@ -48,7 +44,8 @@ def test_a_certificate_serves_under_its_roles_name_and_only_the_masters_is_good_
         role = authority.certificate(name).role
         assert names.get_values_for_type(x509.DNSName) == [f"dips-{role.value}"]
         client = [] if name == "master" else [ExtendedKeyUsageOID.CLIENT_AUTH]
-        assert uses(certificate) == [ExtendedKeyUsageOID.SERVER_AUTH, *client]
+        uses = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        assert [*uses] == [ExtendedKeyUsageOID.SERVER_AUTH, *client]
         limits = certificate.extensions.get_extension_for_class(x509.BasicConstraints)
         assert limits.critical
         assert not limits.value.ca

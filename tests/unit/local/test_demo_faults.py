@@ -24,8 +24,7 @@ def plan_after_both() -> tuple[FaultPlan, list[Fault]]:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "due"),
-    [(0, []), (349_999, []), (350_000, [KILL_B]), (599_999, [KILL_B]), (600_000, [KILL_B, KILL_S1])],
+    ("tokens", "due"), [(0, []), (349_999, []), (350_000, [KILL_B]), (599_999, [KILL_B]), (600_000, [KILL_B, KILL_S1])]
 )
 def test_a_fault_is_due_at_its_share_of_the_tokens(tokens: int, due: list[PlannedFault]) -> None:
     assert FaultPlan([KILL_B, KILL_S1]).due(run_status(tokens=tokens)) == due

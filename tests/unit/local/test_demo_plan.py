@@ -70,9 +70,7 @@ def test_the_duration_has_the_start_of_all_processes_and_the_training() -> None:
     assert expected_duration(DemoOptions(parallel=True), 1, speed, 5.0, 2).start_s > found.start_s
 
 
-def test_a_machine_too_busy_to_be_measured_trains_on_the_fewest_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_machine_too_busy_to_be_measured_trains_on_the_fewest_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_busy(*_: object) -> float:
         raise demo.NotMeasured("the speed of this machine could not be measured in 300 s")
 

@@ -25,14 +25,9 @@ from dips.slave.ring import SnapshotStore
 from dips.slave.snapshot_files import SnapshotManifest, decode, encode
 from dips.trainer.export import read_export
 
-LAYOUT = Layout(
-    (
-        Parameter("embedding.weight", (8, 4), "float32", "embedding"),
-        Parameter("layers.0.weight", (5, 4), "float32", "layers.0"),
-        Parameter("layers.1.weight", (7,), "float32", "layers.1"),
-    ),
-    block_elems=10,
-)
+SHAPES = {"embedding": (8, 4), "layers.0": (5, 4), "layers.1": (7,)}
+PARAMETERS = (Parameter(f"{layer}.weight", shape, "float32", layer) for layer, shape in SHAPES.items())
+LAYOUT = Layout(tuple(PARAMETERS), block_elems=10)
 PLACEMENT = Placement((SlaveId("s0"), SlaveId("s1")), (0, 1, 0, 1, 0, 1, 0)[: len(LAYOUT.blocks)])
 
 
@@ -47,14 +42,8 @@ def store(run_dir: Path, v: int, committed: bool = True, slaves: tuple[str, ...]
     record = json.dumps({"digests": digests, "ledger": json.loads(ledger.to_json(with_commit=False))})
     for slave in map(SlaveId, slaves):
         theta = np.concatenate([model(v)[b.start_elem : b.stop_elem] for b in PLACEMENT.blocks_of(slave, LAYOUT)])
-        info = SnapshotInfo(
-            Version(1, v),
-            RoundId(1, v + 1),
-            LAYOUT.layout_hash,
-            PLACEMENT.placement_hash,
-            bytes.fromhex(digests[slave]),
-            committed=False,
-        )
+        hashes = LAYOUT.layout_hash, PLACEMENT.placement_hash, bytes.fromhex(digests[slave])
+        info = SnapshotInfo(Version(1, v), RoundId(1, v + 1), *hashes, committed=False)
         snapshots = SnapshotStore(run_dir / "slaves" / slave, "mine", slave, 9)
         try:
             snapshots.scan()

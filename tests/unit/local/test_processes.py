@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.repository import ROOT
@@ -128,14 +129,8 @@ def test_a_command_of_ones_own_gets_the_settings_of_its_table_without_those_that
     plan: RunPlan, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIPS_WORKER_SYNC_EVERY", "7")  # the launcher read it, and the table has it where it counts
-    client = ClientConfig(
-        wire_dtype="int8",
-        checkpoint_dir=Path("here"),
-        resume=True,
-        check_tokens=False,
-        leave_wait_s=40.0,
-        cluster_id="y",
-    )
+    chosen: dict[str, Any] = {"wire_dtype": "int8", "resume": True, "check_tokens": False, "leave_wait_s": 40.0}
+    client = ClientConfig(checkpoint_dir=Path("here"), cluster_id="y", **chosen)
     own = replace(plan, clusters=(OwnCluster("x", ("python", "loop.py"), client),))
     [spec] = cluster_specs(own, directory, ADDRESS)
     found = {name: value for name, value in spec.environment.items() if name.startswith("DIPS_WORKER_")}

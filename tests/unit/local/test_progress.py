@@ -66,13 +66,8 @@ def test_the_live_picture_shows_tables_loss_and_faults() -> None:
     with LiveProgress(console, ManualClock()) as progress:
         progress.say("hello")
         progress.show(run_status(), HELDOUT, [FAULT])
-    for word in (
-        "hello",
-        "clusters",
-        "slaves",
-        "held-out loss 2.750",
-        "cluster b killed with SIGKILL at 40 s, not back yet",
-    ):
+    fault = "cluster b killed with SIGKILL at 40 s, not back yet"
+    for word in ("hello", "clusters", "slaves", "held-out loss 2.750", fault):
         assert word in out.getvalue()
 
 

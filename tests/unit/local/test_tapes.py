@@ -9,13 +9,7 @@ from support.manual_clock import ManualClock
 
 from dips.core.ids import Version
 from dips.core.observe.tape import Tape
-from dips.local.log_files import (
-    HeldoutPoint,
-    LossPoint,
-    StartFollower,
-    heldout_losses,
-    training_losses,
-)
+from dips.local.log_files import HeldoutPoint, LossPoint, StartFollower, heldout_losses, training_losses
 
 
 def write(path: Path, *lines: dict[str, object]) -> Path:

@@ -72,10 +72,7 @@ def test_two_links_in_different_directions_are_both_used(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [
-        (b"", "the table [model] is missing: add it"),
-        (b"[model\nx = 1", "is not TOML: Expected ']'"),
-    ],
+    [(b"", "the table [model] is missing: add it"), (b"[model\nx = 1", "is not TOML: Expected ']'")],
 )
 def test_a_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, sentence: str) -> None:
     file = tmp_path / "sites.toml"

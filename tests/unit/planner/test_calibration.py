@@ -102,11 +102,9 @@ def test_what_cannot_be_told_apart_is_said() -> None:
     assert (spans.joined, spans.overhead_per_message_s) == (SPANS_ONLY, 0)
     assert spans.fitted_s == pytest.approx(spans.measured_s, rel=1e-5)
     assert fit_overheads(schedule, costs, [iterations[0], replace(iterations[1], ends_ns=())]).joined == SPANS_ONLY
-    alone, costs_alone = (
-        SCHEDULES["1f1b"].make(1, 8, GridPoint(1, 8, 1, 0, 0, 8).costs(), [1 << 40]),
-        GridPoint(1, 8, 1, 0, 0, 8),
-    )
-    one = fit_overheads(alone, costs_alone.costs(), [of(x) for x in measured(alone, costs_alone.costs(), 500, 300)])
+    costs_alone = GridPoint(1, 8, 1, 0, 0, 8).costs()
+    alone = SCHEDULES["1f1b"].make(1, 8, costs_alone, [1 << 40])
+    one = fit_overheads(alone, costs_alone, [of(x) for x in measured(alone, costs_alone, 500, 300)])
     assert one.joined == NO_MESSAGES
     assert one.overhead_per_op_s * 1e6 == pytest.approx(500, abs=1)
     chain, costs_of_chain = pipeline("1f1b", 64, 1)

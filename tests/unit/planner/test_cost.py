@@ -147,14 +147,6 @@ def test_messages_between_stages(name: str, tokens: int, size: float, megabytes:
     ],
 )
 def test_a_model_that_cannot_be(keys: dict[str, Any], sentence: str) -> None:
-    given = {
-        "name": "m",
-        "layers": 2,
-        "hidden": 64,
-        "heads": 8,
-        "mlp_width": 128,
-        "vocabulary": 256,
-        "source": "a test",
-    }
+    sizes = {"layers": 2, "hidden": 64, "heads": 8, "mlp_width": 128, "vocabulary": 256}
     with pytest.raises(ValueError, match=sentence):
-        Model(**{**given, **keys})
+        Model(**{"name": "m", "source": "a test", **sizes, **keys})

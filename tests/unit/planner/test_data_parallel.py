@@ -33,16 +33,8 @@ def costs_of(
     network."""
     chunks = len(places) // (max(places) + 1)
     latency_ns = round(latency * NS)
-    exchanges = tuple(
-        Exchange(
-            SHARED if shared else device,
-            round(gather * NS),
-            round(reduce * NS),
-            latency_ns if gather else 0,
-            latency_ns,
-        )
-        for device in places
-    )
+    takes = round(gather * NS), round(reduce * NS), latency_ns if gather else 0, latency_ns
+    exchanges = tuple(Exchange(SHARED if shared else device, *takes) for device in places)
     return replace(uniform(len(places), chunks), exchanges=exchanges, overlapped=not apart)
 
 

@@ -9,21 +9,17 @@ from dips.planner.errors import PlanError
 from dips.planner.ir import straight, wave
 from dips.planner.schedules.fixed import zb_v
 from dips.planner.schedules.greedy import cross_ud
-from dips.planner.schedules.optimal import Optimum, optimal
+from dips.planner.schedules.optimal import optimal
 from dips.planner.simulate import validate
 from dips.planner.sweep import GridPoint
-
-
-def best_of(case: GridPoint) -> Optimum:
-    hint = cross_ud(case.n_pp, case.n_mb, case.costs(), case.limits())
-    return optimal("best", straight(case.n_pp), case.n_mb, case.costs(), case.limits(), hint)
 
 
 @pytest.mark.parametrize(("latency", "bandwidth"), [(0, 0), (0.5, 0), (0, 1), (1, 1)])
 def test_two_sites_and_1f1bs_memory_cost_four_delays(latency: float, bandwidth: float) -> None:
     """CrossPipe's setting: 27 + 4 (latency + bandwidth) is the best of one stage on each device."""
     case = GridPoint(4, 8, 2, latency, bandwidth, 1)
-    found = best_of(case)
+    hint = cross_ud(case.n_pp, case.n_mb, case.costs(), case.limits())
+    found = optimal("best", straight(case.n_pp), case.n_mb, case.costs(), case.limits(), hint)
     assert found.proved
     timeline = validate(found.schedule, case.costs(), case.limits())
     assert timeline.makespan_ns == found.lower_bound_ns == (27 + 4 * (latency + bandwidth)) * NS

@@ -16,14 +16,7 @@ from dips.planner.ir import Kind
 from dips.planner.run import rank as model
 from dips.planner.run.links import parse_cells
 from dips.planner.run.share import Order, StageShare
-from dips.planner.run.step import (
-    PlannedPipeline,
-    _state_json,
-    _state_of,
-    layer_places,
-    move_layers,
-    stage_modules,
-)
+from dips.planner.run.step import PlannedPipeline, _state_json, _state_of, layer_places, move_layers, stage_modules
 
 CPU = torch.device("cpu")
 FUSED = "0F0,1F0,0F1,1B0,0B0,1F1,1B1,0B1\n"

@@ -62,12 +62,8 @@ def test_the_best_of_each_kind_the_fastest_first(tmp_path: Path) -> None:
 
 def test_one_building_and_too_little_memory(tmp_path: Path) -> None:
     topology = small(tmp_path)
-    alone = replace(
-        topology,
-        buildings=topology.buildings[:1],
-        routes=(),
-        zones=(topology.zones[0].model_copy(update={"accelerators": 16}),),
-    )
+    zone = topology.zones[0].model_copy(update={"accelerators": 16})
+    alone = replace(topology, buildings=topology.buildings[:1], routes=(), zones=(zone,))
     assert {choice.case.kind[:2] for choice in search.explore(alone).best} == {(Outermost.DP, Sharding.FSDP)}
     with pytest.raises(PlanError, match=r"no configuration of .* fits in memory_gib = 1 and in the buildings"):
         search.explore(small(tmp_path, memory_gib=1))

@@ -76,13 +76,8 @@ def test_tiles_follow_the_powers_and_other_powers_are_no_grid() -> None:
 def test_figure_7b_in_a_plan() -> None:
     """A strong pair takes most layers; two single devices, one twice as fast, share the rest of the layers, and three
     sequences 1:2."""
-    setup = lan(
-        {"devices": 2, "sustained_tflops": 40, "network_gbps": 100, "memory_gib": 24},
-        {"sustained_tflops": 2},
-        {"sustained_tflops": 4},
-        gbps=100,
-        layers=24,
-    )
+    pair = {"devices": 2, "sustained_tflops": 40, "network_gbps": 100, "memory_gib": 24}
+    setup = lan(pair, {"sustained_tflops": 2}, {"sustained_tflops": 4}, gbps=100, layers=24)
     stages = whole(planned(setup, 3)).stages
     lone = next(stage.team for stage in stages if stage.team.layout == DATA)
     assert [(share.site, share.tile.data, share.tile.tensor) for share in lone.shares] == [

@@ -18,15 +18,7 @@ from dips.planner.problem import Problem, problem_json
 from dips.planner.simulate import peaks, simulate, validate
 from dips.planner.spantrain.flowing import ITERATIONS, flow
 from dips.planner.spantrain.inside import DEFAULT_RULES, SecondLevelRules
-from dips.planner.spantrain.search import (
-    FirstLevelChoice,
-    Level,
-    costs_of,
-    divisors,
-    least_s,
-    search,
-    simulated,
-)
+from dips.planner.spantrain.search import FirstLevelChoice, Level, costs_of, divisors, least_s, search, simulated
 from dips.planner.spantrain.work import work_of
 
 
@@ -43,10 +35,6 @@ def level_of(setup: ClusterFile, sequences: int, rules: SecondLevelRules = DEFAU
 
 
 # ---- Equation 1 ----
-
-
-def replace_microbatch(setup: ClusterFile, sequences: int) -> ClusterFile:
-    return replace(setup, training=setup.training.model_copy(update={"microbatch_sequences": sequences}))
 
 
 def test_the_work_of_a_problem_by_hand() -> None:
@@ -181,7 +169,7 @@ def test_times_of_layers_are_those_of_each_device() -> None:
         for kind, slow in (("slow", 3), ("fast", 1))
         for size in (2, 4)
     ]  # fmt: skip
-    tables = problem_json(Problem(replace_microbatch(setup, 2)))["tables"]
+    tables = problem_json(Problem(setup).with_training(microbatch_sequences=2))["tables"]
     measured = setup_of(SettingsFile("problem.toml", tables | {"profile": {"source": "a test", "layers": rows}}))
     found = search(measured, grouped(measured), [16])
     assert {(one.sequences, "was measured with 2, 4" in one.why) for one in found.refused} == {

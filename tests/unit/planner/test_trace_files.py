@@ -23,12 +23,7 @@ from dips.planner.schedules.greedy import compact_zb, cross_ud, cross_wave, jeev
 from dips.planner.schedules.optimal import optimal
 from dips.planner.simulate import Timeline, simulate, simulate_fleet
 from dips.planner.sweep import GridPoint
-from dips.planner.trace import (
-    MOST_LANES,
-    draw,
-    lanes_of,
-    trace_events,
-)
+from dips.planner.trace import MOST_LANES, draw, lanes_of, trace_events
 
 SHARDING = {_ComputationType.UNSHARD, _ComputationType.RESHARD, _ComputationType.REDUCE_GRAD}
 """What torch adds for stages whose weights are sharded; its player does not know it."""

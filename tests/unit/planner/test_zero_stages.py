@@ -23,13 +23,8 @@ def costs_of(
 ) -> Costs:
     """T_F = T_D = T_W = 1 for a device; gather and reduce of one layer in the same unit."""
     chunks = len(places) // (max(places) + 1)
-    shards = tuple(
-        ShardExchange(
-            device, layers, round(gather * NS), round(reduce * NS),
-            round(latency * NS) if gather else 0, round(latency * NS),
-        )
-        for device in places
-    )  # fmt: skip
+    takes = round(gather * NS), round(reduce * NS), round(latency * NS) if gather else 0, round(latency * NS)
+    shards = tuple(ShardExchange(device, layers, *takes) for device in places)
     return replace(uniform(len(places), chunks), shards=shards, overlapped=not apart)
 
 

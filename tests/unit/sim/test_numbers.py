@@ -25,6 +25,7 @@ LAYOUT = Layout(
 MINE = (LAYOUT.blocks[0], LAYOUT.blocks[2])
 N = sum(block.n_elems for block in MINE)
 NUMBERS = Numbers(lambda name: BowlLearner())
+REPLACE = Install(InstallMode.REPLACE, reset_inner=False)
 
 
 def random(*shape: int, seed: int = 0) -> F32:
@@ -45,18 +46,8 @@ def filled(rows: F32, pull_wire: str = "float32") -> NumberShard:
 
 
 def prepare_of(from_version: Version | None, weights: tuple[float, ...]) -> Prepare:
-    return Prepare(
-        round=RoundId(1, 2),
-        from_version=from_version,
-        to_version=Version(1, 4),
-        accepted=(),
-        weights=weights,
-        scale=0.7,
-        outer_lr=0.9,
-        momentum_decay=0.8,
-        momentum_lookahead=0.8,
-        gradient_weight=1.0,
-    )
+    momentum = {"momentum_decay": 0.8, "momentum_lookahead": 0.8, "gradient_weight": 1.0}
+    return Prepare(RoundId(1, 2), from_version, Version(1, 4), (), weights, scale=0.7, outer_lr=0.9, **momentum)
 
 
 class TestShard:
@@ -123,9 +114,10 @@ class TestModel:
 
         return NumberModel(learner, BOWL, CHUNK_BYTES, corrupt)
 
-    def fetched(self, model: NumberModel, flat: F32) -> None:
+    def pulls(self, model: NumberModel, flat: F32, how: Install = REPLACE) -> None:
         vector = FlatVector(flat, BOWL)
         model.fetched({key_of(chunk): vector.value(chunk) for chunk in chunks_of(BOWL.blocks, CHUNK_BYTES)})
+        model.install("a", how)
 
     def whole(self, model: NumberModel) -> F32:
         return np.concatenate([model.sent(Codec.F32).value(chunk) for chunk in chunks_of(BOWL.blocks, CHUNK_BYTES)])
@@ -135,22 +127,19 @@ class TestModel:
         model = self.model(learner, spoil=True)
         model.snapshot("a", CLEAN)
         assert np.isfinite(self.whole(model)).all(), "the seed stands on no version, and is never spoilt"
-        self.fetched(model, pulled)
-        model.install("a", Install(InstallMode.REPLACE, reset_inner=False))
+        self.pulls(model, pulled)
         at_push = learner.theta = pulled + np.float32(1)
         model.snapshot("a", CLEAN)
         assert np.isnan(self.whole(model)).all()
         learner.theta = at_push + np.float32(0.5)
-        self.fetched(model, pulled)
-        model.install("a", Install(InstallMode.REBASE_FROM_PUSH, reset_inner=True))
+        self.pulls(model, pulled, Install(InstallMode.REBASE_FROM_PUSH, reset_inner=True))
         assert np.array_equal(learner.theta, pulled + (at_push + np.float32(0.5) - at_push))
         assert learner.resets == 1
 
     def test_a_good_push_and_a_donation_are_sent_as_they_are(self) -> None:
         learner, pulled = BowlLearner(), random(BOWL.n_elems)
         model = self.model(learner)
-        self.fetched(model, pulled)
-        model.install("a", Install(InstallMode.REPLACE, reset_inner=False))
+        self.pulls(model, pulled)
         learner.theta = pulled + np.float32(1)
         model.snapshot("a", CLEAN)
         assert np.array_equal(self.whole(model), learner.theta)
@@ -166,8 +155,7 @@ class TestDifferences:
         """A model that stands on a pulled version and trained on from there."""
         learner, base = BowlLearner(), random(BOWL.n_elems)
         model = TestModel().model(learner, spoil)
-        TestModel().fetched(model, base)
-        model.install("a", Install(InstallMode.REPLACE, reset_inner=False))
+        TestModel().pulls(model, base)
         learner.theta = base + np.float32(0.01) * random(BOWL.n_elems, seed=1)
         model.snapshot("a", CLEAN)
         return model, learner, base
@@ -194,8 +182,7 @@ class TestDifferences:
         assert model.residual_mark == 0
         model.keep_residual(wire)
         assert model.residual_mark != 0
-        TestModel().fetched(model, first)
-        model.install("a", Install(InstallMode.REPLACE, reset_inner=False))
+        TestModel().pulls(model, first)
         model.snapshot("a", CLEAN)  # no step was made: the difference is the residual alone
         second = self.landed(model, first, wire)
         lost, left = np.abs(first - trained).max(), np.abs(second - trained).max()

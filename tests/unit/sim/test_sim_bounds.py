@@ -37,18 +37,9 @@ WAITS_FOR_ITS_MINIMUM = Mutant(
 )
 
 
-def _first_violation(seeds: list[int]) -> str | None:
-    for seed in seeds:
-        violations = SeedRun(seed).run().violations
-        if violations:
-            return violations[0]
-    return None
-
-
 def test_others_that_wait_for_one_bad_cluster_are_noticed() -> None:
     with planted(WAITS_FOR_ALL):
-        found = _first_violation(SABOTAGED)
-    assert found is not None
+        found = next(violations[0] for seed in SABOTAGED if (violations := SeedRun(seed).run().violations))
     assert found.endswith("(I15)"), found
 
 

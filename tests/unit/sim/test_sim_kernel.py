@@ -17,10 +17,6 @@ def run(kernel: Kernel, until_s: float = 1e9) -> None:
         kernel.step()
 
 
-def nobody_counts(kind: str) -> None:
-    del kind
-
-
 class TestTime:
     def test_a_killed_process_does_nothing_more(self) -> None:
         kernel = Kernel(0)
@@ -52,7 +48,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.kernel = Kernel(1)
-        self.net = Network(self.kernel, nobody_counts)
+        self.net = Network(self.kernel, lambda kind: None)
         self.heard: dict[str, list[Any]] = {"a": [], "b": []}
         self.down: list[str] = []
         self.a, self.b = self._end("a"), self._end("b")

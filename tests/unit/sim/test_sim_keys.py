@@ -19,11 +19,6 @@ from dips.lab.sim.world import Away
 SEEDS = 12
 
 
-def with_keys(seed: int) -> SeedRun:
-    plan = make_plan(Random(seed))
-    return SeedRun(seed, plan=replace(plan, config=replace(plan.config, encrypted=True)))
-
-
 def test_runs_with_keys_and_faults_keep_their_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     answers, real = Counter[str](), SlaveHost._admits
 
@@ -36,7 +31,8 @@ def test_runs_with_keys_and_faults_keep_their_promises(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(SlaveHost, "_admits", counted)
     for seed in range(SEEDS):
-        outcome = with_keys(seed).run()
+        plan = make_plan(Random(seed))
+        outcome = SeedRun(seed, plan=replace(plan, config=replace(plan.config, encrypted=True))).run()
         assert outcome.violations == (), f"seed {seed}"
         assert outcome.published > 1
     assert answers["served"] > 0

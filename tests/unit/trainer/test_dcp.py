@@ -45,13 +45,8 @@ def test_a_model_comes_back_to_the_bit(tmp_path: Path, piece_bytes: int) -> None
 
 
 def test_a_tensor_is_cut_by_rows(tmp_path: Path) -> None:
-    layout = Layout(
-        (
-            Parameter("w", (5, 2, 3), "bfloat16", "w"),
-            Parameter("b", (), "float32", "b"),
-            Parameter("v", (7,), "float32", "v"),
-        )
-    )
+    rows = (("w", (5, 2, 3), "bfloat16"), ("b", (), "float32"), ("v", (7,), "float32"))
+    layout = Layout(tuple(Parameter(name, shape, dtype, name) for name, shape, dtype in rows))
     flat = np.arange(layout.n_elems, dtype=np.float32)
     write_folder(CheckpointFolder(published(layout, flat), piece_bytes=2 * 24), tmp_path / "m")
     described = FileSystemReader(tmp_path / "m").read_metadata().state_dict_metadata

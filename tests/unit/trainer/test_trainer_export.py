@@ -35,12 +35,6 @@ def own_model() -> PublishedModel:
 
 
 @pytest.fixture
-def train(text: Path) -> TrainConfig:
-    small: dict[str, Any] = {"heldout_max_bytes": 1500, "chunk_tokens": 64, "sequence_tokens": 64}
-    return TrainConfig(data=(text,), heldout_fraction=0.2, **small)
-
-
-@pytest.fixture
 def restored_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
@@ -106,7 +100,9 @@ def test_a_users_own_model_can_be_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("restored_threads")
-def test_an_exported_model_has_the_loss_that_was_reported_for_it(tmp_path: Path, train: TrainConfig) -> None:
+def test_an_exported_model_has_the_loss_that_was_reported_for_it(tmp_path: Path, text: Path) -> None:
+    small: dict[str, Any] = {"heldout_max_bytes": 1500, "chunk_tokens": 64, "sequence_tokens": 64}
+    train = TrainConfig(data=(text,), heldout_fraction=0.2, **small)
     original = fetched(seed=5)
     reported = Evaluator(train)(original)
     export_model(original, tmp_path / "m")
@@ -155,14 +151,8 @@ def test_a_foreign_safetensors_file_is_not_taken_for_an_export(tmp_path: Path) -
 
 def _metadata(**changes: str | None) -> dict[str, str]:
     layout = own_model().layout
-    good: dict[str, str | None] = {
-        "format": "dips-export-1",
-        "run_id": "mine",
-        "version": "1:2",
-        "tokens": "7",
-        "layout_hash": layout.layout_hash.hex(),
-        "layout": layout.canonical_json(),
-    }
+    names = {"format": "dips-export-1", "run_id": "mine", "version": "1:2", "tokens": "7"}
+    good = {**names, "layout_hash": layout.layout_hash.hex(), "layout": layout.canonical_json()}
     return {key: value for key, value in {**good, **changes}.items() if value is not None}
 
 

@@ -156,12 +156,9 @@ def test_one_run_claims_what_it_trained_on_and_its_tape_tells_of_it(
 def test_it_leases_enough_to_mix_chunks_and_for_the_steps_to_come(
     driver: type[ScriptedDriver], train: TrainConfig
 ) -> None:
-    def longer(scripted: ScriptedDriver) -> None:
-        scripted.local_steps = 20
-
     run(train, CLIENT)
     assert driver.last.wanted[0] == 2 * train.batch_size * CHUNK
-    driver.at_start = staticmethod(longer)
+    driver.at_start = staticmethod(lambda scripted: setattr(scripted, "local_steps", 20))
     run(train, CLIENT)
     assert driver.last.wanted[0] == 20 * train.step_tokens
 
@@ -270,10 +267,7 @@ def test_the_wait_of_a_slower_cluster_comes_before_the_driver_hears_of_the_step(
 def test_the_learning_rate_goes_by_the_runs_tokens(
     driver: type[ScriptedDriver], train: TrainConfig, tmp_path: Path
 ) -> None:
-    def late(scripted: ScriptedDriver) -> None:
-        scripted.progress = 9_900
-
-    driver.at_start = staticmethod(late)
+    driver.at_start = staticmethod(lambda scripted: setattr(scripted, "progress", 9_900))
     slow = train.model_copy(update={"warmup_tokens": 100})
     run(slow, CLIENT.model_copy(update={"tape": tmp_path / "tape"}))
     rates = [record["lr"] for record in read_tape(tmp_path / "tape") if record["kind"] == "step"]
@@ -307,12 +301,10 @@ def test_a_rank_that_is_alone_says_whether_a_person_must_act(
 
 def test_without_a_master_it_trains_for_so_many_steps(train: TrainConfig, tmp_path: Path) -> None:
     """And again to the bit."""
-    records: list[dict[str, Any]] = []
-    again: list[dict[str, Any]] = []
-    for name, into in (("one", records), ("two", again)):
-        tape = tmp_path / name
+    tapes = [tmp_path / name for name in ("one", "two")]
+    for tape in tapes:
         assert run(train.model_copy(update={"steps": 10, "warmup_tokens": 0}), ClientConfig(tape=tape)) == 0
-        into += read_tape(tape)
+    records, again = ([*read_tape(tape)] for tape in tapes)
     assert [record["loss"] for record in records] == [record["loss"] for record in again]
     steps = [record for record in records if record["kind"] == "step"]
     assert [record["steps"] for record in steps] == [2, 4, 6, 8, 10]

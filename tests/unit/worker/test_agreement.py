@@ -199,15 +199,11 @@ def test_marks_of_megatron_are_heeded_though_the_values_are_equal() -> None:
     ranks = [held({"w": torch.ones(4)}), held({"w": torch.ones(4)})]
     for each in ranks:
         each.models[0].get_parameter("w").tensor_model_parallel = True  # type: ignore[attr-defined]
-    marked = [held_again(each) for each in ranks]
+    marked = [held_here(each.models, [torch.optim.SGD(each.models[0].parameters(), lr=0.1)]) for each in ranks]
     assert refused(*marked).startswith("parameter 'w' is marked as tensor_model_parallel, and ranks [0, 1] hold it as")
     assert len(whole(*marked, replicas=True)) == 2
     marked[0].is_replica = True  # under DistributedDataParallel, and rank 1 is not
     assert "is marked as tensor_model_parallel" in refused(*marked)
-
-
-def held_again(known: Held) -> Held:
-    return held_here(known.models, [torch.optim.SGD(known.models[0].parameters(), lr=0.1)])
 
 
 def with_mesh(mesh: tuple[int, ...], values: torch.Tensor) -> Held:

@@ -86,12 +86,6 @@ def test_any_safetensors_reader_opens_the_tensors(store: checkpoint_files.Checkp
     assert loaded["state.mask"].tolist() == [True, False, True]
 
 
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize("kind", ["json", "safetensors"])
 def test_a_single_bit_that_changed_is_found(store: checkpoint_files.CheckpointStore, kind: str) -> None:
     write(store, 1)
@@ -171,7 +165,9 @@ def test_a_header_of_any_bytes_is_a_damaged_checkpoint_and_no_other_error(tmp_pa
 
 def test_a_damaged_push_record_is_said_and_not_used(store: checkpoint_files.CheckpointStore) -> None:
     store.record_push(record(1))
-    _flip(store.directory / "push.json")
+    content = bytearray((store.directory / "push.json").read_bytes())
+    content[len(content) // 2] ^= 4
+    (store.directory / "push.json").write_bytes(content)
     found, sentence = store.newest_push()
     assert found is None
     assert "cannot be used" in sentence

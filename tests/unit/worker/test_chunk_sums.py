@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -35,12 +34,6 @@ def checksums_of(layout: Layout, chunk_bytes: int, flat: F32) -> dict[Chunk, int
     return found
 
 
-def laid_out(sizes: Sequence[int], per_layer: int, block_elems: int) -> Layout:
-    return Layout(
-        tuple(Parameter(f"p{i}", (n,), "float32", f"layer {i // per_layer}") for i, n in enumerate(sizes)), block_elems
-    )
-
-
 @given(
     sizes=st.lists(st.integers(1, 700), min_size=1, max_size=12),
     others=st.sets(st.integers(0, 11)),
@@ -52,7 +45,8 @@ def laid_out(sizes: Sequence[int], per_layer: int, block_elems: int) -> Layout:
 def test_chunks_of_arrays_and_of_what_was_copied_otherwise_have_the_vectors_checksums(
     sizes: list[int], others: set[int], per_layer: int, block_elems: int, chunk_bytes: int
 ) -> None:
-    layout = laid_out(sizes, per_layer, block_elems)
+    parameters = (Parameter(f"p{i}", (n,), "float32", f"layer {i // per_layer}") for i, n in enumerate(sizes))
+    layout = Layout(tuple(parameters), block_elems)
     theta = np.random.default_rng(1).standard_normal(layout.n_elems, np.float32)
     wanted, into = theta.copy(), np.full(layout.n_elems, np.nan, np.float32)
     sums = ChunkSums(layout, chunk_bytes, into, copy_chunk)

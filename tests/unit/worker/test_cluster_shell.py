@@ -58,17 +58,8 @@ def train(run: RunInMemory, shell: ClusterShell, model: FlatModel, steps: int) -
         shell.step(TOKENS, loss=2.0)
 
 
-def step_without_change(shell: ClusterShell, times: int = 1) -> None:
-    for _ in range(times):
-        shell.step(TOKENS)
-
-
 def first(run: RunInMemory) -> PushId:
     return next(iter(run.verdicts))
-
-
-def last(run: RunInMemory) -> PushId:
-    return next(reversed(run.verdicts))
 
 
 def kinds(path: Path) -> list[str]:
@@ -114,7 +105,7 @@ def test_rounds_of_pushes_that_are_applied(run: RunInMemory, model: FlatModel, t
     assert (shell.done, shell.exit_reason) == (True, "the training loop has ended")
     assert [leave.reason for leave in run.leaves] == [shell.exit_reason]
     assert run.closed == [run.address]
-    step_without_change(shell)
+    shell.step(TOKENS)
     assert shell.steps == 8, "nothing counts after the end"
 
 
@@ -139,10 +130,10 @@ def test_training_waits_for_an_exchange_so_long_and_then_goes_on(
         assert run.clock.monotonic_s() - began_s == pytest.approx(wait_s)
         assert shell.phase == "TRANSFERRING"
         model.theta += 3
-        step_without_change(shell)
+        shell.step(TOKENS)
         run.holds_transfers = False
         run.go_on()
-        step_without_change(shell)
+        shell.step(TOKENS)
         assert run.theta_of(first(run)).tobytes() == pushed.tobytes()
         assert shell.version == Version(1, 1)
         assert np.array_equal(model.theta, pushed + 3)
@@ -166,9 +157,9 @@ def test_a_version_that_lands_while_training_goes_on_keeps_the_steps_or_drops_th
             train(run, shell, model, 1)
             assert shell.phase == "PULLING"
             model.theta += 3
-            step_without_change(shell)
+            shell.step(TOKENS)
             run.go_on()
-            step_without_change(shell)
+            shell.step(TOKENS)
             assert model.theta.tobytes() == (pushed + ((pushed + 3) - pushed)).tobytes()
             assert model.resets == 0
         else:
@@ -191,7 +182,7 @@ def test_an_exchange_goes_on_during_a_step_and_installs_after_it(run: RunInMemor
         run.go_on()
         run.settled(shell._wakes)  # type: ignore[arg-type]
         assert (shell.phase, model.installs) == ("PULLING", installs)
-        step_without_change(shell)
+        shell.step(TOKENS)
         assert (shell.phase, model.installs, shell.version) == ("TRAINING", installs + 1, Version(1, 1))
 
 
@@ -215,7 +206,7 @@ def test_a_push_whose_base_is_gone_is_sent_again_as_parameters(run: RunInMemory,
         train(run, shell, model, 4)
         for _ in range(3):
             run.clock.advance(1.0)
-            step_without_change(shell)
+            shell.step(TOKENS)
         push = first(run)
         assert (run.pushes[0].wire, run.attempts[push]) == (Codec.INT8, 2)
         assert {slave.codecs[push] for slave in run.slaves} == {Codec.F32}
@@ -238,7 +229,7 @@ def test_a_lost_version_is_given_back_to_the_bit(run: RunInMemory, model: FlatMo
         (donated,) = run.verdicts
         assert run.theta_of(donated).tobytes() == BASE.tobytes()
         assert run.pushes[0].donates == Version(1, 0)
-        step_without_change(shell)
+        shell.step(TOKENS)
         assert model.theta.tobytes() == BASE.tobytes(), "its own steps are dropped"
 
 
@@ -377,7 +368,7 @@ def test_the_next_life_has_the_parameters_to_the_bit_and_its_work(
         assert shell.progress == shell.tokens_global + 300
         train(run, shell, again, 1)
         assert (run.pushes[-1].steps, run.pushes[-1].tokens, run.pushes[-1].seq) == (4, 400, 2)
-        assert run.theta_of(last(run)).tobytes() == (saved + 1).tobytes()
+        assert run.theta_of(next(reversed(run.verdicts))).tobytes() == (saved + 1).tobytes()
     (resumed,) = (e for e in read_tape(tmp_path / "tape") if e["kind"] == "resumed")
     assert {"base": "1:0", "seq": 0, "incarnation": "1.1", "pending_tokens": 300}.items() <= resumed.items()
 
@@ -403,7 +394,7 @@ def test_an_undecided_push_is_rebased_from_its_saved_parameters(
     run.publish(other)
     again = FlatModel(2)
     with shell_of(run, again, **kept) as shell:
-        step_without_change(shell)
+        shell.step(TOKENS)
         assert again.theta.tobytes() == (other + (later - pushed)).tobytes()
 
 

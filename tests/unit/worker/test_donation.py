@@ -15,9 +15,7 @@ NEW = Version(3, 5)
 
 
 @pytest.fixture
-def life() -> LeasedClusterBench:
-    life = LeasedClusterBench()
-    life.begin()
+def life(life: LeasedClusterBench) -> LeasedClusterBench:
     life.effects.clear()
     return life
 

@@ -829,10 +829,9 @@ class Container(torch.optim.Optimizer):
             each.step()
 
 
-def contained(loop: Loop, kept: Callable[[list[torch.nn.Parameter]], list[torch.nn.Parameter]] = list) -> Container:
+def contained(loop: Loop) -> Container:
     parameters = list(loop.model.parameters())
-    halves = (kept(parameters[:2]), parameters[2:])
-    return Container([torch.optim.SGD(half, lr=1.0, momentum=0.5) for half in halves])
+    return Container([torch.optim.SGD(half, lr=1.0, momentum=0.5) for half in (parameters[:2], parameters[2:])])
 
 
 def by_kind(optimizers: list[torch.optim.Optimizer]) -> object:
@@ -844,10 +843,9 @@ def by_kind(optimizers: list[torch.optim.Optimizer]) -> object:
 
 @pytest.mark.parametrize("hold", [list, by_kind])
 def test_a_container_of_optimizers_steps_once_and_its_moments_are_reset_with_the_model(
-    run: RunInMemory, hold: Callable[[list[torch.optim.Optimizer]], object]
+    loop: Loop, run: RunInMemory, hold: Callable[[list[torch.optim.Optimizer]], object]
 ) -> None:
     run.decide = lambda push: VerdictKind.EXCLUDED
-    loop = Loop(run, 0, replicas=False)
     optimizer = contained(loop)
     optimizer.held = hold(optimizer.each())
     for each in optimizer.each():
@@ -1005,8 +1003,8 @@ def test_a_loop_that_fails_after_it_has_joined_leaves_the_run_and_no_hook(
     assert [leave.reason for leave in run.leaves] == ["RuntimeError: no hook"]
 
 
-def test_optimizers_of_other_models_are_left_alone(run: RunInMemory) -> None:
-    loop, other = Loop(run, 0, replicas=False), Model(1)
+def test_optimizers_of_other_models_are_left_alone(loop: Loop, run: RunInMemory) -> None:
+    other = Model(1)
     theirs = torch.optim.AdamW(other.parameters(), lr=1.0)
     with loop.sync as sync:
         for _ in range(8):
@@ -1038,8 +1036,7 @@ def test_steps_that_change_nothing_are_told_of_once_until_they_do(
         for rate in (1.0, 0.0, 1.0, 0.0):
             loop.optimizer.param_groups[0]["lr"] = rate
             for _ in range(24):
-                for parameter in loop.model.parameters():
-                    parameter.grad = torch.ones_like(parameter)
+                loop.gradients(1.0)
                 run.clock.advance(1.0)
                 loop.optimizer.step()
             told.append(sum("changed no parameter" in message for message in caplog.messages))

@@ -42,9 +42,7 @@ def life() -> WireLife:
 
 
 @pytest.fixture
-def owing() -> WireLife:
-    life = WireLife()
-    life.begin()
+def owing(life: WireLife) -> WireLife:
     life.whole_round()
     assert life.session.shared.residual
     life.every.clear()
@@ -162,10 +160,6 @@ def donated(life: WireLife) -> None:
     life.judged("finish", life.verdict(messages.VerdictKind.APPLIED, donation))
 
 
-def late_end(life: WireLife) -> None:
-    life.say(effects.Done(999, None, 0.1))
-
-
 KEPT, CLEARED = effects.KeepResidual(Codec.INT8), effects.ClearResidual()
 
 
@@ -174,8 +168,8 @@ KEPT, CLEARED = effects.KeepResidual(Codec.INT8), effects.ClearResidual()
     (decided(messages.VerdictKind.ABORTED), []), (decided(messages.VerdictKind.EXCLUDED), [CLEARED]),
     (decided(messages.VerdictKind.ROLLED_BACK), [CLEARED]), (stale(messages.StaleKind.VERSIONS), []),
     (stale(messages.StaleKind.FENCE), [CLEARED]), (stale(messages.StaleKind.TIMELINE), [CLEARED]), (refused, [CLEARED]),
-    (rolled_back_since, [KEPT, CLEARED]), (donated, [CLEARED]), (late_end, []),
-    (joined(messages.VerdictKind.ABORTED), []), (joined(None, fences=3), [CLEARED]),
+    (rolled_back_since, [KEPT, CLEARED]), (donated, [CLEARED]), (joined(None, fences=3), [CLEARED]),
+    (joined(messages.VerdictKind.ABORTED), []), (lambda life: life.say(effects.Done(999, None, 0.1)), []),
     (joined(messages.VerdictKind.APPLIED), [KEPT]),
 ])  # fmt: skip
 def test_the_residual_advances_stays_or_is_cleared(
@@ -245,13 +239,15 @@ def installed(life: ClusterBench) -> list[str]:
     return [str(e.fields["wire"]) for e in life.every if isinstance(e, effects.Record) and e.kind == "installed"]
 
 
-def test_the_first_pull_asks_for_parameters_and_the_next_names_the_base() -> None:
+@pytest.mark.parametrize(("granted", "then"), [(INT8, "INT8"), ({}, "F32")])
+def test_the_first_pull_asks_for_parameters_and_the_next_names_the_base(granted: dict[str, Any], then: str) -> None:
+    """A master of an earlier release says nothing of the codec, and means float32."""
     life = life_of()
     assert installed(life) == ["F32"]
     assert life.asked(BeginPullRequest).base == Version(1, 5)
-    life.grant(**INT8)
+    life.grant(**granted)
     life.pull_ends()
-    assert installed(life) == ["F32", "INT8"]
+    assert installed(life) == ["F32", then]
 
 
 @pytest.mark.parametrize(("pull_wire", "config"), [("float32", {}), ("int8", {"takes_differences": False})])
@@ -285,10 +281,3 @@ def test_differences_to_what_is_not_here_end_the_session(base: Version | None) -
     life = life_of()
     life.grant(wire=Codec.INT8, base=base)
     assert life.phase is SessionPhase.LEAVING
-
-
-def test_a_master_of_an_earlier_release_says_nothing_and_means_float32() -> None:
-    life = life_of()
-    life.grant()
-    life.pull_ends()
-    assert installed(life) == ["F32", "F32"]

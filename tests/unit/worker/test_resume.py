@@ -38,15 +38,21 @@ def test_row_rolled_back_drops_everything(life: LeasedClusterBench) -> None:
     assert life.session.held == ()
 
 
-def test_a_checkpoint_older_than_an_applied_push_is_dropped_by_its_fence(life: LeasedClusterBench) -> None:
+def reborn_before_its_push(life: LeasedClusterBench) -> PushRecord:
+    """With a checkpoint that was made two steps before the push which awaits its verdict."""
     life.train(2)
     old = life.session.saved()
     life.train(2)
     life.goes_on("await")
-    record = life.session.pushing.open
-    assert record is not None
-    verdict = life.verdict(messages.VerdictKind.APPLIED)
-    life.reborn(old, record.record)
+    push = life.session.pushing.open
+    assert push is not None
+    life.reborn(old, push.record)
+    return push.record
+
+
+def test_a_checkpoint_older_than_an_applied_push_is_dropped_by_its_fence(life: LeasedClusterBench) -> None:
+    push = reborn_before_its_push(life)
+    verdict = life.verdict(messages.VerdictKind.APPLIED, push.id)
     request = life.join(verdict, kept=())
     assert request.held_ranges == (life.span(0, 200), life.span(200, 100_000))
     assert life.pulled().mode is InstallMode.REPLACE
@@ -56,13 +62,7 @@ def test_a_checkpoint_older_than_an_applied_push_is_dropped_by_its_fence(life: L
 
 def test_a_checkpoint_older_than_an_undecided_push_never_trains_on_its_data_again(life: LeasedClusterBench) -> None:
     """Found by reading: Join names ranges of the sealed push as held, and they were trained on again once applied."""
-    life.train(2)
-    old = life.session.saved()
-    life.train(2)
-    life.goes_on("await")
-    push = life.session.pushing.open
-    assert push is not None
-    life.reborn(old, push.record)
+    push = reborn_before_its_push(life)
     life.join(push.id)
     assert life.session.held == (life.span(200, 100_000),)
     life.judged("await", life.verdict(messages.VerdictKind.APPLIED, push.id))

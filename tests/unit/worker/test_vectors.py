@@ -77,8 +77,8 @@ class Late:
         self._into[start_elem:stop_elem] = self._theta[start_elem:stop_elem]
 
 
-def at_base(theta: float = 1.0) -> tuple[Flat, Vectors]:
-    store, vectors = Flat(np.zeros(N, np.float32)), Vectors(N)
+def at_base(theta: float = 1.0, n_trained: int = N) -> tuple[Flat, Vectors]:
+    store, vectors = Flat(np.zeros(N, np.float32)), Vectors(N, n_trained=n_trained)
     vectors.landing()[:] = theta
     vectors.install(store, InstallMode.REPLACE)
     return store, vectors
@@ -248,9 +248,7 @@ def test_nothing_is_read_from_parameters_that_change_without_a_copy() -> None:
 
 def test_averaged_buffers_are_the_pulled_ones_after_a_rebase() -> None:
     """A variance that fell since the push must not fall below zero where it is lower."""
-    store, vectors = Flat(np.zeros(N, np.float32)), Vectors(N, n_trained=N - 2)
-    vectors.landing()[:] = 1.0
-    vectors.install(store, InstallMode.REPLACE)
+    store, vectors = at_base(n_trained=N - 2)
     for mode in (InstallMode.REBASE_FROM_PUSH, InstallMode.REBASE_FROM_BASE):
         before = store.theta[0]
         vectors.snapshot(store)

@@ -55,13 +55,10 @@ def compiled(module: torch.nn.Module) -> torch.nn.Module:
     return wrapper  # type: ignore[no-any-return]
 
 
-def in_fabric(module: torch.nn.Module) -> torch.nn.Module:
-    return _FabricModule(module, SingleDeviceStrategy(torch.device("cpu")))
-
-
 WRAPPERS: dict[str, Wrap] = {
     "plain": lambda block: block, "checkpointed": checkpoint_wrapper, "offloaded": offload_wrapper,
-    "compiled": compiled, "replicated": replicated, "set up by Fabric": in_fabric,
+    "compiled": compiled, "replicated": replicated,
+    "set up by Fabric": lambda block: _FabricModule(block, SingleDeviceStrategy(torch.device("cpu"))),
     "compiled and checkpointed": lambda block: checkpoint_wrapper(compiled(block)),
     "checkpointed, compiled and replicated": lambda block: replicated(compiled(checkpoint_wrapper(block))),
 }  # fmt: skip
