@@ -26,6 +26,7 @@ import pytest
 from support.dips_command import ROOT, dips, pid_of, published
 from support.fault_run import CLUSTERS, SLAVES, FaultRun
 from support.fork_server import ForkServer
+from support.judged_run import replayed
 from support.up_run import UpRun, endless
 from support.waiting import NO_LIMIT_S, until
 
@@ -88,7 +89,7 @@ def healed(run: FaultRun, *, versions: int = 0, may_skip: bool = False) -> None:
     run.recovered()
     run.healed()
     run.until_versions(versions)
-    run.judged(may_skip)
+    replayed(run.directory, may_skip)
 
 
 class NewLines:

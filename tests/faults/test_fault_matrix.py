@@ -32,6 +32,7 @@ from support.fault_plan import (
 )
 from support.fault_run import FaultRun
 from support.fork_server import ForkServer
+from support.judged_run import replayed
 from support.waiting import given_up
 
 from dips.core.observe.failpoints import all_names
@@ -110,7 +111,7 @@ def play(directory: Path, fork_server: ForkServer, segment: Segment) -> None:
         for number, fault in enumerate(segment.faults, 1):
             endured(run, fault)
             if number % JUDGED_EVERY == 0:
-                run.judged()
+                replayed(run.directory)
         end(run, segment.last)
     result = dips("verify", "--replay", directory)
     assert result.returncode == 0, f"dips verify: {result.stdout}\n{result.stderr}"

@@ -19,6 +19,7 @@ from support.fault_plan import Fault, endured
 from support.fault_proxy import Harm, NetFault, Proxies, Way
 from support.fault_run import CLUSTERS, SLAVES, FaultRun
 from support.fork_server import ForkServer
+from support.judged_run import replayed
 
 from dips.local.authority import ensure_keys
 
@@ -105,7 +106,7 @@ def touched(run: FaultRun, proxies: Proxies, case: Case) -> None:
     for link in case.links:
         proxies.heal(link)
     run.recovered()
-    run.judged()
+    replayed(run.directory)
 
 
 def fault_run(directory: Path, fork_server: ForkServer, proxies: Proxies, keys: Path | None = None) -> FaultRun:
@@ -163,5 +164,5 @@ def test_a_short_run_survives_one_harm_of_each_kind(fork_server: ForkServer, tmp
             touched(run, proxies, case)
         for fault in faults:
             endured(run, fault)
-            run.judged()
+            replayed(run.directory)
         run.stop()

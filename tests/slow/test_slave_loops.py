@@ -72,11 +72,10 @@ class End:
         self,
         loop: LoopName,
         chunk_bytes: int = WHOLE_PIECES,
-        codecs: Sequence[Codec] = CODECS,
         current: Version | None = V0,
         curve: CurvePair | None = None,
     ) -> None:
-        self.chunk_bytes, self.codecs, self.curve = chunk_bytes, codecs, curve
+        self.chunk_bytes, self.curve = chunk_bytes, curve
         self.chunks = chunks_of(BLOCKS, chunk_bytes)
         self.staged: list[PushStaged] = []
         self.crashed: list[BaseException] = []
@@ -92,7 +91,7 @@ class End:
         self.serve(current)
         slots = [
             Slot(push_id(row), 1, row, 1, codec, V0 if codec is not Codec.F32 else None)
-            for row, codec in enumerate(codecs)
+            for row, codec in enumerate(CODECS)
         ]
         self.server.do(self.server.port.hold, slots)
         settle(self.server)
@@ -138,7 +137,7 @@ class End:
         return replace(DataHeader.decode(head), credit=0), rest
 
     def put(self, row: int, index: int, request: int = 1) -> list[bytes]:
-        chunk, codec = self.chunks[index], self.codecs[row]
+        chunk, codec = self.chunks[index], CODECS[row]
         start = BLOCKS[chunk.block_id].start_elem + chunk.offset_bytes // 4
         here = slice(start, start + chunk.length_bytes // 4)
         payload = VALUES[row][here].view(np.uint8)
@@ -191,11 +190,6 @@ def end() -> Iterator[MakeEnd]:
     yield make
     for made in ends:
         made.close()
-
-
-@pytest.fixture
-def both(end: MakeEnd) -> tuple[End, End]:
-    return end("python"), end("compiled")
 
 
 def assert_same(python: End, compiled: End) -> None:

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import pytest
 from support import live
 from support.fault_run import CLUSTERS, SLAVES, FaultRun
 from support.fork_server import ForkedProcess, ForkServer
+from support.judged_run import replayed
 from support.repository import ROOT
 from support.watched_run import TRAIN
 from support.whole_run import option_words
@@ -100,14 +100,14 @@ class UpgradedRun(FaultRun):
 
     def change(self, name: str, release: str) -> None:
         """SIGTERM, and the other release with the same directory; then everyone is back and a version is published."""
-        before, ended_s = self.incarnations(), time.time()
+        before = self.incarnations()
         self.will_end(name)
         self.releases.of[name] = release
         child = self.children[name]
         child.terminate()
         self.until(lambda: child.poll() is not None, f"{name} does not end")
         assert child.poll() in (0, TERMINATED), self.log(name)
-        self.recovered(ended_s, {name: before.get(name)} if name in CLUSTERS else {})
+        self.recovered({name: before.get(name)} if name in CLUSTERS else {})
         self.healed()
 
 
@@ -124,12 +124,12 @@ def test_a_run_is_upgraded_one_process_after_the_other_and_back(old_release: Pat
             run.change(name, "new")
         run.until_versions(2)
         run.stop()
-        assert run.judged() > 0
+        assert replayed(run.directory) > 0
 
 
 def assert_a_checkpoint_of_the_new_form_is_refused(run: UpgradedRun, name: str) -> None:
     """The old release ends with a sentence and leaves the files alone; the new one goes on from them."""
-    before, killed_s, log = run.incarnations(), time.time(), run.log_path("old-release")
+    before, log = run.incarnations(), run.log_path("old-release")
     run.hold(name)
     files = checkpoints(run.place(name))
     run.releases.of[name] = "old"
@@ -145,7 +145,7 @@ def assert_a_checkpoint_of_the_new_form_is_refused(run: UpgradedRun, name: str) 
     assert checkpoints(run.place(name)) == files
     run.releases.of[name] = "new"
     run.release(name)
-    run.recovered(killed_s, {name: before.get(name)})
+    run.recovered({name: before.get(name)})
     run.healed()
 
 

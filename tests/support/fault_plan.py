@@ -18,6 +18,7 @@ from dips.core.messages import WatchRequest
 from dips.core.net.codec_protobuf import to_message
 from dips.core.observe.failpoints import all_names, role_of
 from dips.local.operator_client import OperatorClient
+from dips.protos import operator_pb2_grpc
 
 HARMS = ("crash", "stop", "error", "sleep")
 SLEEP_S = 0.5
@@ -102,7 +103,8 @@ Trigger = Callable[[FaultRun, Fault], None]
 
 
 def _watch(client: OperatorClient) -> None:
-    for _ in zip(range(2), client._stub.Watch(to_message(WatchRequest(interval_s=0.1)), timeout=5.0), strict=False):
+    stub = operator_pb2_grpc.OperatorStub(client._channel)
+    for _ in zip(range(2), stub.Watch(to_message(WatchRequest(interval_s=0.1)), timeout=5.0), strict=False):
         pass
 
 

@@ -25,7 +25,6 @@ from dips.core.ids import Incarnation
 from dips.core.messages import StatusReply
 from dips.core.net.keys import load_identity
 from dips.core.net.security import INSECURE, INSECURE_VARIABLE, KEYS_VARIABLE, Security
-from dips.judge.verify import verify_run
 from dips.local.log_files import tape_path
 from dips.local.operator_client import OperatorClient
 from dips.master.directory import TAPE_NAME
@@ -325,18 +324,6 @@ class FaultRun(live.Run):
         """Whether a version that was not there before was published after this."""
         return self._tape.published_since(wall_s)
 
-    def judged(self, may_skip: bool = False) -> int:
-        """`dips verify --replay`, on the run as it is: every promise holds, and every version made again from its seed
-        and the pushes has the same bits. Returns how many versions were. may_skip: the journal was put back, so that
-        there are versions that it cannot lead to."""
-        report = verify_run(self.directory, replay=True)
-        said = "; ".join(str(violation) for violation in report.violations)
-        assert report.ok, f"dips verify: {report.verdict}; {said}; {report.unproven}"
-        assert report.replayed is not None
-        skipped = report.replayed.skipped
-        assert may_skip or not skipped, f"versions that were not made again: {'; '.join(skipped[:3])}"
-        return report.replayed.versions
-
     def stop(self) -> None:
         self.ends_with_run = True
 
@@ -361,12 +348,6 @@ def _state_of(pid: int) -> str:
         return str(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
     except (OSError, IndexError):
         return ""
-
-
-def records(master: Path) -> list[dict[str, object]]:
-    from support.journals import records_of
-
-    return [json.loads(record.record_json) for record in records_of(master)]
 
 
 BEGINS = frozenset({RoundPhase.WINDOW.value, RoundPhase.SEALED.value})

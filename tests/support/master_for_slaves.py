@@ -28,54 +28,38 @@ class SlaveLink:
     def __init__(self, master: MasterForSlaves) -> None:
         self._master = master
         self._in: asyncio.Queue[m.SlaveMessage | None] = asyncio.Queue()
-        self._out: asyncio.Queue[m.SlaveCommand | Refused | None] = asyncio.Queue()
+        self._out: asyncio.Queue[m.SlaveCommand | Refused] = asyncio.Queue()
         self.beats: list[m.SlaveBeat] = []
         self._beaten = asyncio.Condition()
-        self.callers: list[m.Caller] = []
-        self.incarnation: Incarnation | None = None
-        self.epoch = 0
 
     async def hello(self) -> m.SlaveHello:
         return await self.expect(m.SlaveHello)
 
-    async def welcome(self, epoch: int = 1, n: int = 1, settings: m.Settings | None = None) -> None:
+    async def welcome(self) -> None:
         """Welcome the slave and wait for its promise."""
-        self.epoch, self.incarnation = epoch, Incarnation(epoch, n)
-        hello = m.Hello(PROTOCOL_MIN, PROTOCOL_VERSION)
-        self.send(m.Welcome(hello, settings or self._master.settings))
-        assert (await self.expect(m.Promised)).epoch == epoch
+        self.send(m.Welcome(m.Hello(PROTOCOL_MIN, PROTOCOL_VERSION), self._master.settings))
+        assert (await self.expect(m.Promised)).epoch == 1
 
-    async def configured(self, configure: m.Configure, epoch: int = 1) -> m.SlaveHello:
+    async def configured(self, configure: m.Configure) -> m.SlaveHello:
         """What the slave said first; it has taken its blocks then, and serves."""
         hello = await self.hello()
-        await self.welcome(epoch)
+        await self.welcome()
         self.send(configure)
         await self.expect(m.Ready)
         return hello
 
-    async def publish(self, prepare: m.Prepare, commit_hash: bytes = b"h", record: bytes = b"{}") -> None:
+    async def publish(self, prepare: m.Prepare) -> None:
         """A version, from its prepare to its flip."""
         self.send(prepare)
         await self.expect(m.Prepared)
-        self.send(m.Commit(prepare.round, prepare.to_version, commit_hash, record))
+        self.send(m.Commit(prepare.round, prepare.to_version, b"h", b"{}"))
         await self.expect(m.Flipped)
 
-    def send(self, body: m.CommandBody, **changes: Any) -> None:
-        """Send a command; `changes` overwrite the command's own fields (epoch, run_id, incarnation)."""
-        fields: dict[str, Any] = {
-            "run_id": self._master.run_id,
-            "epoch": self.epoch,
-            "incarnation": self.incarnation,
-            "cause_id": "test",
-            "body": body,
-        }
-        self._out.put_nowait(m.SlaveCommand(**(fields | changes)))
+    def send(self, body: m.CommandBody) -> None:
+        self._out.put_nowait(m.SlaveCommand("run", 1, Incarnation(1, 1), "test", body))
 
     def refuse(self, refused: Refused) -> None:
         self._out.put_nowait(refused)
-
-    def close(self) -> None:
-        self._out.put_nowait(None)
 
     async def expect(self, kind: type[B]) -> B:
         body = await self.any()
@@ -123,7 +107,6 @@ class SlaveLink:
     async def _read(self, requests: AsyncIterator[Any]) -> None:
         async for request in requests:
             message = from_message(request, m.SlaveMessage)
-            self.callers.append(message.caller)
             if isinstance(message.body, m.SlaveBeat):
                 async with self._beaten:
                     self.beats.append(message.body)
@@ -134,28 +117,21 @@ class SlaveLink:
 class MasterForSlaves(slaves_pb2_grpc.SlavesServicer):
     """`async with MasterForSlaves() as master: link = await master.accept()`."""
 
-    def __init__(self, run_id: str = "run", settings: m.Settings | None = None) -> None:
-        self.run_id = run_id
+    def __init__(self, settings: m.Settings | None = None) -> None:
         self.settings = settings or m.Settings(heartbeat_s=0.1, chunk_bytes=1024)
         self._links: asyncio.Queue[SlaveLink] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
     async def __aenter__(self) -> MasterForSlaves:
-        await self.start()
+        self._server = grpc.aio.server(options=channel_options(self.settings.max_message_bytes))
+        slaves_pb2_grpc.add_SlavesServicer_to_server(self, self._server)
+        bound = self._server.add_insecure_port("127.0.0.1:0")
+        self.address = f"127.0.0.1:{bound}"
+        await self._server.start()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await self.stop()
-
-    async def start(self, port: int = 0) -> None:
-        self._server = grpc.aio.server(options=channel_options(self.settings.max_message_bytes))
-        slaves_pb2_grpc.add_SlavesServicer_to_server(self, self._server)
-        bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
-        self.address = f"127.0.0.1:{bound}"
-        await self._server.start()
-
-    async def stop(self) -> None:
         if self._server is not None:
             await self._server.stop(grace=None)
 

@@ -97,10 +97,6 @@ class Prometheus:
         found = self.ask("query_range", query=expr, start=begin_s, end=end_s, step=step_s)["result"]
         return [one for one in found if _has_value(one)]
 
-    def now(self, expr: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.ask("query", query=expr)["result"]
-        return [one for one in found if _has_value({**one, "values": [one["value"]]})]
-
     def rules(self) -> list[dict[str, Any]]:
         return [rule for group in self.ask("rules")["groups"] for rule in group["rules"]]
 

@@ -29,6 +29,7 @@ from dips.slave.process import serve
 
 F32 = NDArray[np.float32]
 RUN = "run"
+CHUNK_BYTES = 1024
 
 LAYOUT = Layout(
     tuple(Parameter(f"layers.{i}.weight", (n,), "float32", f"layers.{i}") for i, n in enumerate((700, 300, 513, 64))),
@@ -87,12 +88,10 @@ def shard_of(values: F32, placement: Placement, slave: str, layout: Layout = LAY
 
 
 class DataClient:
-    """A DEALER that sends what a test asks for, also what no worker would send."""
+    """A DEALER that pushes to one slave."""
 
-    def __init__(self, endpoint: str, blocks: Sequence[Block], chunk_bytes: int = 1024, run_id: str = RUN) -> None:
+    def __init__(self, endpoint: str, blocks: Sequence[Block]) -> None:
         self.blocks = list(blocks)
-        self.chunk_bytes = chunk_bytes
-        self.run_id = run_id
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -103,79 +102,36 @@ class DataClient:
         self._context.destroy(linger=0)
 
     def chunks(self) -> list[Chunk]:
-        return chunks_of(self.blocks, self.chunk_bytes)
+        return chunks_of(self.blocks, CHUNK_BYTES)
 
     def payload(self, shard: F32, chunk: Chunk) -> bytes:
         start = sum(block.n_bytes for block in self.blocks if block.block_id < chunk.block_id) + chunk.offset_bytes
         return shard.tobytes()[start : start + chunk.length_bytes]
 
-    async def ask(self, header: DataHeader, *payload: bytes) -> tuple[DataHeader, bytes]:
+    async def put(self, push: PushId, shard: F32, chunk: Chunk) -> DataHeader:
         self._requests += 1
-        await self.send_frames(replace(header, request=self._requests).encode(), *payload)
-        answer, body = await self.receive()
+        payload = self.payload(shard, chunk)
+        header = replace(put_of(chunk, push, payload), request=self._requests)
+        await self._socket.send_multipart([header.encode(), payload])
+        (frame,) = await asyncio.wait_for(self._socket.recv_multipart(), NO_LIMIT_S)
+        answer = DataHeader.decode(frame)
         assert answer.request == self._requests
-        return answer, body
-
-    async def send_frames(self, *frames: bytes) -> None:
-        await self._socket.send_multipart(frames)
-
-    async def receive(self) -> tuple[DataHeader, bytes]:
-        frames = await asyncio.wait_for(self._socket.recv_multipart(), NO_LIMIT_S)
-        return DataHeader.decode(frames[0]), frames[1] if len(frames) > 1 else b""
-
-    def put_header(self, push: PushId, shard: F32, chunk: Chunk, attempt: int = 1, epoch: int = 1) -> DataHeader:
-        header = put_of(chunk, push, self.payload(shard, chunk), attempt)
-        return replace(header, run_id=self.run_id, epoch=epoch, request=0)
-
-    async def put(self, push: PushId, shard: F32, chunk: Chunk, attempt: int = 1, epoch: int = 1) -> DataHeader:
-        header = self.put_header(push, shard, chunk, attempt, epoch)
-        answer, _ = await self.ask(header, self.payload(shard, chunk))
         return answer
 
-    async def put_all(self, push: PushId, shard: F32, attempt: int = 1, epoch: int = 1) -> bytes:
+    async def put_all(self, push: PushId, shard: F32) -> bytes:
         for chunk in self.chunks():
-            answer = await self.put_patiently(push, shard, chunk, attempt, epoch)
+            answer = await self.put_patiently(push, shard, chunk)
             assert answer.op is DataOp.ACK, answer.refusal
-        return digest_of_array(shard, self.blocks, self.chunk_bytes)
+        return digest_of_array(shard, self.blocks, CHUNK_BYTES)
 
-    async def put_patiently(
-        self, push: PushId, shard: F32, chunk: Chunk, attempt: int = 1, epoch: int = 1
-    ) -> DataHeader:
+    async def put_patiently(self, push: PushId, shard: F32, chunk: Chunk) -> DataHeader:
         """Send a chunk again for as long as the slave invites it: OpenStaging may still be on its way."""
         async with asyncio.timeout(NO_LIMIT_S):
             while True:
-                answer = await self.put(push, shard, chunk, attempt, epoch)
+                answer = await self.put(push, shard, chunk)
                 if answer.refusal is None or not answer.refusal.retry_after_s:
                     return answer
                 await asyncio.sleep(answer.refusal.retry_after_s / 10)
-
-    async def missing(self, push: PushId, attempt: int = 1, epoch: int = 1) -> DataHeader:
-        answer, _ = await self.ask(DataHeader(self.run_id, epoch, DataOp.QUERY_MISSING, 0, push=push, attempt=attempt))
-        return answer
-
-    async def get(self, version: Version, chunk: Chunk) -> tuple[DataHeader, bytes]:
-        return await self.ask(self.get_header(version, chunk))
-
-    def get_header(self, version: Version, chunk: Chunk) -> DataHeader:
-        return DataHeader(
-            self.run_id,
-            1,
-            DataOp.GET_CHUNK,
-            0,
-            version=version,
-            block=chunk.block_id,
-            offset_bytes=chunk.offset_bytes,
-            length_bytes=chunk.length_bytes,
-        )
-
-    async def pull(self, version: Version) -> F32:
-        parts = []
-        for chunk in self.chunks():
-            answer, body = await self.get(version, chunk)
-            assert answer.op is DataOp.CHUNK, answer.refusal
-            assert answer.checksum == checksum(body)
-            parts.append(body)
-        return np.frombuffer(b"".join(parts), np.float32)
 
 
 def slave_config(directory: Path, master: str, slave_id: str = "s0", **knobs: Any) -> SlaveConfig:

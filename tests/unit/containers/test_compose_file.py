@@ -158,11 +158,7 @@ def test_the_evaluator_measures_what_was_never_trained_on_and_the_page_draws_it(
     assert words(service)[:3] == ["dips", "eval", "--follow"]
     assert set(given) <= {"tape", "metrics_listen", "follow"}
 
-
-def test_the_page_reads_the_tape_from_a_folder_that_the_image_gives_to_its_user() -> None:
-    """Docker gives a new volume the owner of the folder that it is mounted at, or root's where there is none."""
-    master = load(MasterConfig, "master", file=RUN_FILE, environment={}, overrides=options("master")).value
-    assert master.page_heldout is not None
+    # Docker gives a new volume the owner of the folder that it is mounted at, or root's where there is none.
     [made] = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if "install -d -o 10001" in line][:1]
     assert str(master.page_heldout.parent) in made.split()
 
