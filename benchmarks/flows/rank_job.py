@@ -75,7 +75,8 @@ def main(rank: int, n_ranks: int, store: str, width: int, n_layers: int, n_steps
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=n_ranks)
     model = make(width, n_layers, n_ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model[0].weight.grad = torch.zeros_like(model[0].weight)  # a step without any gradient is none
+    first = next(model.parameters())
+    first.grad = torch.zeros_like(first)  # a step without any gradient is none
     with dips.DiLoCo(model, optimizer, tokens_per_step=1, steps=n_steps) as sync:
         while not sync.done:
             for parameter in model.parameters():

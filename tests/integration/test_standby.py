@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from dips.master.process import serve
 from dips.master.shell import MasterShell
 from dips.master.standby import stand_by
 from dips.master.state.effects import Halt
-from dips.master.state.events import OperatorCall, Pause, Resume
+from dips.master.state.events import OperatorAction, OperatorCall, Pause, Resume
 from dips.master.state.master import MasterMachine
 from dips.master.state.reasons import AlarmKind, WaitingCode
 from dips.master.state.slaves import NEWER_EPOCH_EXIT
@@ -49,6 +50,10 @@ def _two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standby, "PROCESS_ID", b"standby")
 
 
+def _called(token: int, action: OperatorAction) -> OperatorCall:
+    return OperatorCall(token, action)
+
+
 class Served:
     """A master in this process's loop."""
 
@@ -62,7 +67,8 @@ class Served:
             self._started.set_result((here, shell))
 
     async def start(self) -> Served:
-        await asyncio.wait([self._started, self.ended], return_when=asyncio.FIRST_COMPLETED)
+        waited: list[asyncio.Future[Any]] = [self._started, self.ended]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if self.ended.done():
             self.ended.result()
         self.here, self.shell = self._started.result()
@@ -72,8 +78,7 @@ class Served:
         """Has entries made durable, and waits for the answers."""
         for _ in range(times):
             for action in (Pause(OperatorRequest("demo", "a test")), Resume(OperatorRequest("demo", ""))):
-                reply = await self.shell.call(lambda token, action=action: OperatorCall(token, action))
-                assert isinstance(reply, OperatorReply)
+                assert isinstance(await self.shell.call(partial(_called, action=action)), OperatorReply)
 
     async def status(self) -> StatusReply:
         reply = await self.shell.call(lambda token: OperatorCall(token, StatusRequest("demo")))

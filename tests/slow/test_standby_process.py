@@ -24,9 +24,9 @@ from dips.master.state.slaves import NEWER_EPOCH_EXIT
 class WithStandby(JudgedRun):
     """Clusters and slaves know both addresses."""
 
-    def __init__(self, directory: Path, **master: object) -> None:
+    def __init__(self, directory: Path) -> None:
         addresses = [f"127.0.0.1:{own_port()}" for _ in range(2)]
-        super().__init__(directory, journal_replicas=1, failpoints=True, listen=addresses[0], **master)
+        super().__init__(directory, journal_replicas=1, failpoints=True, listen=addresses[0])
         self.listens = addresses[1]
 
     def start_master(self) -> None:

@@ -1,8 +1,8 @@
 """Strangers at a port, many at a time: connections from many addresses of the loopback that never finish a handshake.
 
-`python -m support.strangers HOST:PORT KIND N FIRST` opens N connections from ADDRESSES addresses, the first
-127.0.0.FIRST, keeps them HOLD_S seconds, resets them and begins again, until its input ends. After each burst it says
-in JSON how many the other side took. `Strangers` runs several of these.
+`python -m support.strangers HOST:PORT KIND N FIRST ADDRESSES HOLD_S` opens N connections from ADDRESSES addresses,
+the first 127.0.0.FIRST, keeps them HOLD_S seconds, resets them and begins again, until its input ends. After each burst
+it says in JSON how many the other side took. `Strangers` runs several of these.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ from dips.core.net.addresses import parse_address
 
 AT_ONCE = 500
 """Connections whose handshake with the kernel is under way at the same time."""
-
-PROCESSES, ADDRESSES, HOLD_S = 4, 5, 6.0
-"""An address, of each process, has n / (PROCESSES * ADDRESSES) connections."""
 
 NO_LINGER = struct.pack("ii", 1, 0)
 
@@ -95,16 +92,16 @@ class Burst:
             peer.close()
 
 
-def main(place: str, kind: str, n: str, first: str) -> None:
+def main(place: str, kind: str, n: str, first: str, addresses: str, hold_s: str) -> None:
     address, says = parse_address(place), first_bytes(kind)
-    sources = [f"127.0.0.{int(first) + i}" for i in range(ADDRESSES)]
+    sources = [f"127.0.0.{int(first) + i}" for i in range(int(addresses))]
     ended = False
     while not ended:
         began_s = time.monotonic()
         burst = Burst(address, says, sources)
-        burst.open(int(n), began_s + HOLD_S)
+        burst.open(int(n), began_s + float(hold_s))
         print(json.dumps({"taken": burst.taken, "took_s": time.monotonic() - began_s}), flush=True)
-        ended = bool(select.select([sys.stdin], [], [], HOLD_S)[0])
+        ended = bool(select.select([sys.stdin], [], [], float(hold_s))[0])
         burst.close()
 
 
@@ -120,13 +117,31 @@ def is_reset(end: socket.socket) -> bool:
 
 
 class Strangers:
-    """Context manager: so many connections in each burst, by PROCESSES, until its end."""
+    """Context manager: so many connections in each burst, by `processes` processes, until its end."""
 
-    def __init__(self, address: str, kind: str, n: int) -> None:
-        command = (sys.executable, "-m", "support.strangers", address, kind, str(n // PROCESSES))
+    def __init__(
+        self,
+        address: str,
+        kind: str,
+        n: int = 20_000,
+        *,
+        processes: int = 4,
+        addresses: int = 5,
+        hold_s: float = 6.0,
+        first: int = 16,
+    ) -> None:
+        """addresses: of each process, so that an address has n / (processes * addresses)."""
         self._processes = [
-            subprocess.Popen([*command, str(first)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for first in range(16, 16 + PROCESSES * ADDRESSES, ADDRESSES)
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "support.strangers", address, kind),
+                    *map(str, (n // processes, first + number * addresses, addresses, hold_s)),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for number in range(processes)
         ]
         self.taken = 0
 
