@@ -99,7 +99,9 @@ def pin(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(**added: str) -> subprocess.CompletedProcess[str]:
         command = [str(tmp_path / "checkout" / "deploy" / "images.sh"), "--pin"]
-        return subprocess.run(command, env=environment(added), capture_output=True, text=True, check=False)
+        # make exports these, and they would win over the file's.
+        here = {name: value for name, value in environment().items() if name not in ("BASE", "IMAGES", "TAG")}
+        return subprocess.run(command, env=here | added, capture_output=True, text=True, check=False)
 
     return run
 

@@ -23,6 +23,7 @@ from dips.core.observe.tape import CHAIN, HEAD, read_chained
 from dips.master.archive import FILE_NAME, FOLDER, JournalRecord
 from dips.master.journal import read_content
 from dips.slave import snapshot_files as manifests
+from dips.slave.backup import FOLDER as BACKUP
 from dips.slave.snapshot_files import HEADER_BYTES, SnapshotError, read_head, read_tensors
 
 T = TypeVar("T")
@@ -111,7 +112,8 @@ def _read_later(records: RunRecords, sizes_bytes: Mapping[Path, int], keep: Call
 def _read_manifests(records: RunRecords, files: bool) -> None:
     """Read all manifests. A live slave may replace a listed one by a newer one: then they are listed again."""
     for _ in range(TRIES):
-        paths = sorted(records.run_dir.rglob("manifest-*.json"))
+        # What `dips backup` is sending is another name for a snapshot of the slave, whose file it has already.
+        paths = sorted(path for path in records.run_dir.rglob("manifest-*.json") if path.parent.name != BACKUP)
         found = [(path, _stored(records, path, files)) for path in paths]
         records.manifests = [item for _, item in found if item is not None]
         if len(records.manifests) == len(found) or records.problems:

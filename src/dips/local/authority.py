@@ -259,10 +259,8 @@ def _sign(
     now: datetime,
 ) -> x509.Certificate:
     names = [x509.UniformResourceIdentifier(holder_uri(role, name)), x509.DNSName(dns_name(role))]
-    # Everyone serves metrics, under its role's name; calls are served by the master alone, which dials no one.
-    uses = [ExtendedKeyUsageOID.SERVER_AUTH]
-    if role is not Role.MASTER:
-        uses.append(ExtendedKeyUsageOID.CLIENT_AUTH)
+    # Everyone serves metrics, under its role's name. A standby has the master's keys and dials the master.
+    uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     public = key.public_key()
     return (
         x509.CertificateBuilder()

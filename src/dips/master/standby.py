@@ -23,8 +23,8 @@ from dips.core.files import is_locked
 from dips.core.messages import JournalBatch, ReplicaMessage
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.grpc_calls import open_channel_aio, refused_from
-from dips.core.net.keys import UsedKeys, security_of
-from dips.core.net.security import Security
+from dips.core.net.keys import UsedKeys, parse_certificate, security_of
+from dips.core.net.security import Identity, Security
 from dips.core.observe.failpoints import failpoint
 from dips.core.observe.logs import ChangeLogger
 from dips.master.config import MasterConfig
@@ -122,6 +122,11 @@ async def stand_by(config: MasterConfig, master: str) -> int | None:
     follow, FatalError when the disk fails.
     """
     security = security_of(config, "the master")
+    if isinstance(security, Identity) and not parse_certificate(security.cert_pem, "the certificate").dials:
+        raise ConfigError(
+            f"the keys in {security.directory} were made by an earlier release, for masters that dial no one: make new "
+            "ones with `dips keys renew KEYS`, and give the standby a copy of the folder of the master's"
+        )
     loop = asyncio.get_running_loop()
     asked: asyncio.Queue[signal.Signals] = asyncio.Queue()
     # Before the lock is taken: who finds it held may ask.

@@ -43,9 +43,8 @@ def test_a_certificate_serves_under_its_roles_name_and_only_the_masters_is_good_
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         role = authority.certificate(name).role
         assert names.get_values_for_type(x509.DNSName) == [f"dips-{role.value}"]
-        client = [] if name == "master" else [ExtendedKeyUsageOID.CLIENT_AUTH]
         uses = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-        assert [*uses] == [ExtendedKeyUsageOID.SERVER_AUTH, *client]
+        assert [*uses] == [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         limits = certificate.extensions.get_extension_for_class(x509.BasicConstraints)
         assert limits.critical
         assert not limits.value.ca

@@ -20,6 +20,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from cryptography.x509 import ObjectIdentifier
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from dips.core.errors import ConfigError, option
@@ -75,11 +76,18 @@ class Certificate:
     @property
     def serves(self) -> bool:
         """Whether its holder may be the server of a TLS connection."""
+        return self._is_for(ExtendedKeyUsageOID.SERVER_AUTH)
+
+    @property
+    def dials(self) -> bool:
+        """Whether its holder may be the client of a TLS connection."""
+        return self._is_for(ExtendedKeyUsageOID.CLIENT_AUTH)
+
+    def _is_for(self, use: ObjectIdentifier) -> bool:
         try:
-            uses = self.x509.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+            return use in self.x509.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
         except x509.ExtensionNotFound:
             return True
-        return ExtendedKeyUsageOID.SERVER_AUTH in uses
 
     @property
     def serial_hex(self) -> str:
