@@ -1,4 +1,4 @@
-"""What a standby costs the master: the time of a decision without one, beside one that follows, and waiting for one.
+"""What a standby costs the master: the time of a decision without one, with one that follows, and waiting for one.
 
     python benchmarks/bench_replica.py [--delays 0,10,50] [--decisions N] [--quick] [--json]
 

@@ -24,6 +24,7 @@ from dips.core.net.codec_protobuf import to_message
 from dips.core.net.grpc_calls import open_channel_aio, refused_from
 from dips.core.net.security import INSECURE
 from dips.core.observe.failpoints import armed
+from dips.core.protocol import OWN_HELLO
 from dips.master import replica, standby
 from dips.master.config import MasterConfig
 from dips.master.directory import MasterAddress
@@ -193,9 +194,9 @@ async def test_standby_that_no_longer_writes_holds_the_run_up_for_the_time_of_an
         async with following(config_in(tmp_path / "b", standby=served.here.address)):
             await until(lambda: is_followed(served))
             with armed("master.replica.before_receive=1*sleep(1.5)"):
-                await served.decide()
+                await served.shell.call(partial(_called, action=Pause(OperatorRequest("demo", "once"))))
                 assert [alarm.kind for alarm in (await served.status()).alarms] == [AlarmKind.NO_REPLICA]
-            await until(lambda: is_followed(served))
+            await until(lambda: is_followed(served))  # no further decision is needed: there may be none
             assert records(tmp_path / "b") == records(tmp_path / "a")
 
 
@@ -304,7 +305,7 @@ async def refusal_of(address: str, message: ReplicaMessage) -> Refused:
 
 
 async def test_strangers_to_this_journal_are_refused(tmp_path: Path) -> None:
-    hello = ReplicaMessage(replica.HELLO, "demo", 1, b"another", 0, "", False)
+    hello = ReplicaMessage(OWN_HELLO, "demo", 0, b"another", 0, "")
     async with master(tmp_path / "a") as served:
         await served.decide()
         config = config_in(tmp_path / "b", standby=served.here.address)
@@ -318,11 +319,27 @@ async def test_strangers_to_this_journal_are_refused(tmp_path: Path) -> None:
             (replace(hello, hello=replace(hello.hello, protocol_min=99)), RefusalCode.PROTOCOL_VERSION),
             (replace(hello, number=newest + 1, digest="0"), RefusalCode.CONFIG),
             (replace(hello, number=newest, digest="0" * 32), RefusalCode.CONFIG),
-            (replace(hello, epoch=0, took_over=True), RefusalCode.FENCED),
         ):
             await until(lambda: not served.shell.outcome.done())
             assert (await refusal_of(served.here.address, message)).code is code, message
         assert not served.shell.outcome.done()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_take_over_ends_the_other_master_whatever_its_release_unless_that_one_is_newer(
+    tmp_path: Path, ends: bool
+) -> None:
+    """Also while another standby follows."""
+    upgraded = replace(OWN_HELLO, software="dips 9.9")
+    async with master(tmp_path / "a") as served, master(tmp_path / "older") as again:
+        await again.stop()
+        async with master(tmp_path / "older") as newer:  # epoch 2
+            where = served if ends else newer
+            async with following(config_in(tmp_path / "b", standby=where.here.address)):
+                await until(lambda: records(tmp_path / "b") == records(where.config.directory))
+                told = await refusal_of(where.here.address, ReplicaMessage(upgraded, "demo", 1, b"another", 0, ""))
+            assert where.shell.outcome.done() == ends
+            assert told.code is (RefusalCode.STOPPING if ends else RefusalCode.FENCED)
 
 
 async def test_replica_of_a_journal_whose_oldest_records_are_gone(tmp_path: Path) -> None:

@@ -659,11 +659,10 @@ class ReplicaMessage:
 
     hello: Hello
     run_id: str
-    epoch: int  # the newest that was begun there
+    epoch: int  # 0, or that of a standby which has taken over and serves now: the other master must end
     process_id: bytes  # drawn once by the standby's process
-    number: int  # the newest record; 0: none
+    number: int  # the newest record, or with an epoch the one that began it; 0: none
     digest: str  # of that record
-    took_over: bool  # this standby is the master now, in this epoch: the other one must end
 
 
 @dataclass(frozen=True)

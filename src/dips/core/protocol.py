@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dips.core.errors import RefusalCode, Refused
+from dips.core.messages import Hello
+from dips.core.release import VERSION
 from dips.core.wire import Codec
 
 PROTOCOL_VERSION = 1
@@ -58,6 +60,10 @@ MAX_WINDOW_CHUNKS = 64
 
 MAX_LEASED_CHUNKS = 256
 """Chunks of data that one LeaseData may ask for, so that no cluster takes the run's data away from the others."""
+
+
+OWN_HELLO = Hello(PROTOCOL_MIN, PROTOCOL_VERSION, tuple(sorted(CAPABILITIES)), f"dips {VERSION}")
+"""What each process of this release says first."""
 
 
 @dataclass(frozen=True)

@@ -290,7 +290,7 @@ class MasterConfig(ProcessKnobs):
         0,
         le=1,
         description="1: a decision counts only once a standby has it on its disk too; one that is away, or late for "
-        "the time of an eviction, is an alarm and holds nothing up. 0: a standby follows without being waited for",
+        "the time of an eviction, is an alarm and is waited for no longer. 0: a standby is not waited for",
     )
     without_replica: Literal["go-on", "pause"] = Field(
         "go-on",

@@ -212,12 +212,6 @@ class Journal:
     # ---- replica ----
 
     @property
-    def epoch(self) -> int:
-        """The newest epoch that was begun."""
-        with disk_errors_fatal(self._path):
-            return _epoch(self._connection.cursor())
-
-    @property
     def replica_of(self) -> str:
         """The address of the master that this replica follows; empty for a master's own, and after a take-over."""
         return self._mark("replica_of")
@@ -388,7 +382,7 @@ def _does_not_follow(what: str, number: int) -> Refused:
 
 
 class JournalReader:
-    """Reads a journal for its replica, beside the master that writes it. Every method blocks on the disk; use a reader
+    """Reads a journal for its replica, while the master writes it. Every method blocks on the disk; use a reader
     from one thread at a time."""
 
     def __init__(self, directory: Path, run_id: str) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import secrets
 import threading
 from collections.abc import AsyncIterator
@@ -24,12 +23,11 @@ import grpc
 
 from dips.core.clock import Clock
 from dips.core.errors import FatalError, RefusalCode, Refused, RetryLater
-from dips.core.messages import Hello, ReplicaMessage
+from dips.core.messages import ReplicaMessage
 from dips.core.net.codec_protobuf import encode
 from dips.core.observe.failpoints import failpoint
 from dips.core.observe.logs import ChangeLogger
-from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION, agree
-from dips.core.release import VERSION
+from dips.core.protocol import OWN_HELLO, agree
 from dips.master.archive import FILE_NAME, record_of
 from dips.master.journal import JournalReader
 from dips.master.rpc.services import Context, refuse, service, understood
@@ -38,7 +36,6 @@ from dips.master.state.effects import Halt
 from dips.master.state.events import ReplicaNews
 from dips.master.state.slaves import NEWER_EPOCH_EXIT
 
-HELLO = Hello(PROTOCOL_MIN, PROTOCOL_VERSION, tuple(sorted(CAPABILITIES)), f"dips {VERSION}")
 PROCESS_ID = secrets.token_bytes(8)
 
 MAX_BATCH_BYTES = 1 << 20
@@ -62,8 +59,6 @@ class Replica:
         self._epoch = 0
         self._follower = b""  # the process that follows now, and the end of its stream
         self._superseded: asyncio.Future[None] | None = None
-        self._sent_s = -math.inf  # when the newest whole batch went out
-        self._late_at_s = -math.inf
         self._told: str | None = None
         self._changes = ChangeLogger(_logger)
         self.replaced_by = ""
@@ -73,23 +68,26 @@ class Replica:
         self._in_step = False
         self._ends = False
         self._written = self._acknowledged = self._whole = 0
+        self._time_outs = 0  # in a row
 
     # ---- the journal's thread ----
 
     def wrote(self, number: int) -> None:
         """Records up to this one are durable here. Returns once they are on the replica's disk, if decisions wait for
-        it and it keeps up."""
-        until_s = self._clock.monotonic_s() + self._limit_s
+        it and it keeps up. Each time-out in a row halves the wait: a slow replica is not to slow each decision."""
         with self._changed:
+            until_s = self._clock.monotonic_s() + self._limit_s / 2 ** min(self._time_outs, 10)
             self._written = max(self._written, number)
             self._loop.call_soon_threadsafe(self._more.set)
             while self._wanted and self._in_step and self._acknowledged < number and not self._ends:
                 left_s = until_s - self._clock.monotonic_s()
                 if left_s <= 0:
-                    self._in_step, self._late_at_s = False, until_s
+                    self._in_step, self._time_outs = False, self._time_outs + 1
                     self._loop.call_soon_threadsafe(self._tell)
-                else:
-                    self._changed.wait(left_s)
+                    return
+                self._changed.wait(left_s)
+            if self._acknowledged >= number:
+                self._time_outs = 0
 
     # ---- the event loop ----
 
@@ -119,11 +117,12 @@ class Replica:
         if data is None:
             return
         first = understood(shell, "Follow", data, ReplicaMessage)
-        self._check(first)
-        if first.took_over:
+        self._check_run(first)
+        if first.epoch:
             if first.process_id != PROCESS_ID:
                 await self._overtaken(shell, first)
             return
+        self._check_standby(first)
         superseded: asyncio.Future[None] = self._loop.create_future()
         if self._superseded is not None:
             self._superseded.set_result(None)
@@ -168,8 +167,8 @@ class Replica:
             if self._superseded is superseded:
                 self._lost(shell, why)
 
-    def _check(self, first: ReplicaMessage) -> None:
-        """Raises Refused unless this standby may follow."""
+    def _check_run(self, first: ReplicaMessage) -> None:
+        """Raises Refused for a process of another run, or of a release that no one here understands."""
         if first.run_id != self._run_id:
             raise Refused(
                 RefusalCode.RUN_ID,
@@ -177,11 +176,14 @@ class Replica:
                 "the master's address, or give the run's id",
             )
         agree(first.hello.protocol_min, first.hello.protocol_max, first.hello.capabilities, "the standby")
-        if first.hello.software != HELLO.software:
+
+    def _check_standby(self, first: ReplicaMessage) -> None:
+        """Raises Refused unless it may follow."""
+        if first.hello.software != OWN_HELLO.software:
             raise Refused(
                 RefusalCode.CONFIG,
-                f"the standby runs {first.hello.software!r:.80} and this master {HELLO.software!r}: install the same "
-                "release of dips on both",
+                f"the standby runs {first.hello.software!r:.80} and this master {OWN_HELLO.software!r}: install the "
+                "same release of dips on both",
             )
         if self._follower and self._follower != first.process_id:
             raise Refused(
@@ -226,9 +228,7 @@ class Replica:
                     f"the standby acknowledges record {number}, and the newest is {self._written}",
                 )
             self._acknowledged = number
-            # After a time-out only one that is quick again: else each decision would wait for the next time-out.
-            is_quick = self._late_at_s < self._sent_s or self._clock.monotonic_s() - self._sent_s <= self._limit_s
-            self._in_step = self._in_step or (number >= self._whole and is_quick)
+            self._in_step = self._in_step or number >= self._whole
             self._changed.notify_all()
         self._tell()
 
@@ -245,8 +245,7 @@ class Replica:
                 digest = record_of(self._directory / FILE_NAME, batch.records[-1]).digest
                 with self._changed:
                     self._written = max(self._written, number)
-                    if batch.is_whole:
-                        self._whole, self._sent_s = number, self._clock.monotonic_s()
+                    self._whole = number if batch.is_whole else self._whole
                 await context.write(encode(batch))
             if batch.is_whole:
                 await self._more.wait()

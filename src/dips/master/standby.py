@@ -27,10 +27,11 @@ from dips.core.net.keys import UsedKeys, parse_certificate, security_of
 from dips.core.net.security import Identity, Security
 from dips.core.observe.failpoints import failpoint
 from dips.core.observe.logs import ChangeLogger
+from dips.core.protocol import OWN_HELLO
 from dips.master.config import MasterConfig
 from dips.master.directory import LOCK_NAME, read_address
 from dips.master.journal import Journal, Retention, TookOver, replica_of
-from dips.master.replica import HELLO, PROCESS_ID
+from dips.master.replica import PROCESS_ID
 from dips.master.shell import MasterShell
 from dips.master.state.effects import Halt
 from dips.master.state.slaves import NEWER_EPOCH_EXIT
@@ -199,8 +200,8 @@ class _Standby:
                 if isinstance(meaning, Refused) and meaning.code in FOR_GOOD and not (meaning.retry_after_s or renewed):
                     raise meaning from error
                 why = str(meaning)
-            except OSError as error:
-                why = f"the stream failed on this side: {error.strerror or error}"
+            except (OSError, asyncio.InvalidStateError) as error:  # the latter: it ended before the hello
+                why = f"the stream failed on this side: {error}"
             finally:
                 self._journal.forget_part()
             _changes.report("master", f"does not follow the master at {self._master}: {why}", logging.WARNING)
@@ -212,8 +213,7 @@ class _Standby:
         journal = self._journal
         call = replicas_pb2_grpc.ReplicasStub(channel).Follow()
         number, digest = journal.newest()
-        epoch = journal.epoch
-        await call.write(to_message(_message(self._config.run_id, epoch, number, digest)))
+        await call.write(to_message(self._holds(number, digest)))
         while (message := await call.read()) is not grpc.aio.EOF:
             batch = from_message(message, JournalBatch)
             if await _to_its_end(journal.receive, batch, self._master):
@@ -221,9 +221,12 @@ class _Standby:
                 self._has_some, self._whole_at = True, time.strftime("%Y-%m-%d %H:%M:%S %z")
                 failpoint("master.replica.before_acknowledge")
                 with contextlib.suppress(asyncio.InvalidStateError):  # the stream has ended: the next read says why
-                    await call.write(to_message(_message(self._config.run_id, epoch, number, digest)))
+                    await call.write(to_message(self._holds(number, digest)))
                 yield number
                 await _to_its_end(journal.tidy)
+
+    def _holds(self, number: int, digest: str) -> ReplicaMessage:
+        return ReplicaMessage(OWN_HELLO, self._config.run_id, 0, PROCESS_ID, number, digest)
 
 
 async def _to_its_end(work: Callable[..., bool], *arguments: object) -> bool:
@@ -237,15 +240,11 @@ async def _to_its_end(work: Callable[..., bool], *arguments: object) -> bool:
         raise
 
 
-def _message(run_id: str, epoch: int, number: int, digest: str, *, took_over: bool = False) -> ReplicaMessage:
-    return ReplicaMessage(HELLO, run_id, epoch, PROCESS_ID, number, digest, took_over)
-
-
 async def tell_replaced(took_over: TookOver, run_id: str, security: Security, shell: MasterShell, epoch: int) -> None:
     """Tells the master that this one took over from to end, for as long as this one serves: the other may come back at
     any time. Ends this one where a later master answers."""
     master = took_over.master
-    hello = to_message(_message(run_id, epoch, took_over.number, took_over.digest, took_over=True))
+    hello = to_message(ReplicaMessage(OWN_HELLO, run_id, epoch, PROCESS_ID, took_over.number, took_over.digest))
     while True:
         failpoint("master.replica.before_tell")
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):

@@ -8,22 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ReplicaMessage(_message.Message):
-    __slots__ = ("hello", "run_id", "epoch", "process_id", "number", "digest", "took_over")
+    __slots__ = ("hello", "run_id", "epoch", "process_id", "number", "digest")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    TOOK_OVER_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Hello
     run_id: str
     epoch: int
     process_id: bytes
     number: int
     digest: str
-    took_over: bool
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., process_id: _Optional[bytes] = ..., number: _Optional[int] = ..., digest: _Optional[str] = ..., took_over: _Optional[bool] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., process_id: _Optional[bytes] = ..., number: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class JournalBatch(_message.Message):
     __slots__ = ("after", "after_digest", "records", "is_whole", "snapshot_json", "snapshot_digest")

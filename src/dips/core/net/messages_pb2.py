@@ -1249,7 +1249,6 @@ def write_replica_message(value: m.ReplicaMessage, message: replicas_pb2.Replica
     message.process_id = value.process_id
     message.number = value.number
     message.digest = value.digest
-    message.took_over = value.took_over
 
 
 def read_replica_message(message: replicas_pb2.ReplicaMessage) -> m.ReplicaMessage:
@@ -1262,7 +1261,6 @@ def read_replica_message(message: replicas_pb2.ReplicaMessage) -> m.ReplicaMessa
         process_id=message.process_id,
         number=message.number,
         digest=message.digest,
-        took_over=message.took_over,
     )
 
 

@@ -391,7 +391,7 @@ MASTER: dict[str, str] = {
     "master.replica.before_receive": "records have come to the standby, which has not begun to write them",
     "master.replica.before_acknowledge": "records are durable at the standby, and the master does not know it yet",
     "master.replica.before_connect": "a standby is about to connect to the master that it follows",
-    "master.replica.before_tell": "a standby has taken over, and the other master has not heard of it yet",
+    "master.replica.before_tell": "a standby has taken over, and the other master does not know of it yet",
     "master.archive.before_write": "a segment of old records is about to be written: its file is open and empty",
     "master.archive.before_fsync": "the segment is written under a temporary name and not flushed",
     "master.archive.before_rename": "the segment is flushed and has its temporary name still",

@@ -22,7 +22,6 @@ from dips.core.messages import (
     CloseStaging,
     Commit,
     Configure,
-    Hello,
     ListShard,
     Measure,
     MoveBlocks,
@@ -39,8 +38,7 @@ from dips.core.messages import (
     StopSlave,
     Welcome,
 )
-from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION, agree
-from dips.core.release import VERSION
+from dips.core.protocol import OWN_HELLO, agree
 from dips.slave.state import effects, events, tape
 from dips.slave.state.admission import owner_of, what_is_wrong
 from dips.slave.state.effects import Effect
@@ -150,8 +148,6 @@ class LinkState:
 # ---- slave -----------------------------------------------------------------------------------------------------------
 
 
-SOFTWARE = f"dips {VERSION}"
-
 MAX_WAITING = 1024
 """Commands that may wait for one job. A master that sends more is broken, and the stream is closed."""
 
@@ -217,7 +213,7 @@ class SlaveMachine:
             case events.Linked():
                 self.link.opened(now_s)
                 hello = SlaveHello(
-                    Hello(PROTOCOL_MIN, PROTOCOL_VERSION, tuple(sorted(CAPABILITIES)), SOFTWARE),
+                    OWN_HELLO,
                     self._data_endpoint,
                     self._memory_bytes,
                     self.link.promised_epoch,

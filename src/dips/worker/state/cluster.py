@@ -31,7 +31,6 @@ from dips.core.messages import (
     DataRange,
     FinishPullReply,
     FinishPushReply,
-    Hello,
     JoinReply,
     JoinRequest,
     LeaseDataReply,
@@ -44,8 +43,7 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
-from dips.core.protocol import CAPABILITIES, MAX_LEASED_CHUNKS, PROTOCOL_MIN, PROTOCOL_VERSION
-from dips.core.release import VERSION
+from dips.core.protocol import MAX_LEASED_CHUNKS, OWN_HELLO
 from dips.worker.state import tape
 from dips.worker.state.effects import (
     Beat,
@@ -587,10 +585,9 @@ class ClusterMachine:
         config, shared = self.config, self.shared
         incarnation = shared.terms.incarnation or shared.terms.previous
         caller = Caller(shared.terms.run_id, 0, config.cluster_id, incarnation, shared.cause)
-        hello = Hello(PROTOCOL_MIN, PROTOCOL_VERSION, tuple(sorted(CAPABILITIES)), f"dips {VERSION}")
         return JoinRequest(
             caller,
-            hello,
+            OWN_HELLO,
             config.layout,
             config.layout.layout_hash,
             config.data_plan,
