@@ -22,9 +22,10 @@ from dips.core.errors import ConfigError, FatalError, RefusalCode, Refused
 from dips.core.messages import OperatorReply, OperatorRequest, ReplicaMessage, StatusReply, StatusRequest
 from dips.core.net.codec_protobuf import to_message
 from dips.core.net.grpc_calls import open_channel_aio, refused_from
-from dips.core.net.security import INSECURE
+from dips.core.net.security import INSECURE, Role
 from dips.core.observe.failpoints import armed
 from dips.core.protocol import OWN_HELLO
+from dips.local.authority import Authority
 from dips.master import replica, standby
 from dips.master.config import MasterConfig
 from dips.master.directory import MasterAddress
@@ -198,6 +199,36 @@ async def test_standby_that_no_longer_writes_holds_the_run_up_for_the_time_of_an
                 assert [alarm.kind for alarm in (await served.status()).alarms] == [AlarmKind.NO_REPLICA]
             await until(lambda: is_followed(served))  # no further decision is needed: there may be none
             assert records(tmp_path / "b") == records(tmp_path / "a")
+
+
+async def test_master_ends_at_once_while_a_decision_waits_for_its_standby(tmp_path: Path) -> None:
+    """Which says that it has all, and then nothing more."""
+    async with master(tmp_path / "a", journal_replicas=1, evict_after_beats=1000, heartbeat_s=2) as served:
+        newest = records(tmp_path / "a")[-1]
+        async with open_channel_aio(served.here.address, INSECURE) as channel:
+            call = replicas_pb2_grpc.ReplicasStub(channel).Follow()
+            hello = ReplicaMessage(OWN_HELLO, "demo", 0, b"mute", newest.number, newest.digest)
+            await call.write(to_message(hello))
+            await until(lambda: is_followed(served))
+            asked = asyncio.create_task(served.decide())
+            await call.read()
+            assert not asked.done()
+            await served.stop()
+            with pytest.raises(Refused):
+                await asked
+
+
+async def test_standby_with_the_masters_keys_follows_and_one_with_others_is_refused(tmp_path: Path) -> None:
+    keys = Authority.create(tmp_path / "keys")
+    keys.add(Role.MASTER, "master")
+    keys.add(Role.OPERATOR, "op")
+    own = {"insecure": False, "keys": keys.identity("master")}
+    async with master(tmp_path / "a", **own) as served:
+        async with following(config_in(tmp_path / "b", standby=served.here.address, **own)):
+            await until(lambda: records(tmp_path / "b") == records(tmp_path / "a") != [])
+        others = {**own, "keys": keys.identity("op")}
+        with pytest.raises(Refused, match="role master"):
+            await stand_by(config_in(tmp_path / "c", standby=served.here.address, **others), served.here.address)
 
 
 async def test_no_round_begins_without_a_replica_where_the_settings_say_so(tmp_path: Path) -> None:

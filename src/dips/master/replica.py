@@ -66,7 +66,6 @@ class Replica:
         # What follows is also read on the journal's thread.
         self._changed = threading.Condition()
         self._in_step = False
-        self._ends = False
         self._written = self._acknowledged = self._whole = 0
         self._time_outs = 0  # in a row
 
@@ -74,12 +73,14 @@ class Replica:
 
     def wrote(self, number: int) -> None:
         """Records up to this one are durable here. Returns once they are on the replica's disk, if decisions wait for
-        it and it keeps up. Each time-out in a row halves the wait: a slow replica is not to slow each decision."""
+        it and it keeps up, at the latest as its stream ends. Each time-out in a row halves the wait: a slow replica is
+        not to slow each decision.
+        """
         with self._changed:
             until_s = self._clock.monotonic_s() + self._limit_s / 2 ** min(self._time_outs, 10)
             self._written = max(self._written, number)
             self._loop.call_soon_threadsafe(self._more.set)
-            while self._wanted and self._in_step and self._acknowledged < number and not self._ends:
+            while self._wanted and self._in_step and self._acknowledged < number:
                 left_s = until_s - self._clock.monotonic_s()
                 if left_s <= 0:
                     self._in_step, self._time_outs = False, self._time_outs + 1
@@ -95,8 +96,7 @@ class Replica:
         """The handler of dips.v1.Replicas for this epoch, at whose begin the newest record is `number`."""
         self._shell, self._epoch, self._told = shell, epoch, None
         with self._changed:
-            self._written, self._ends = number, False
-        shell.outcome.add_done_callback(lambda _: self._end())
+            self._written = number
         self._tell()
 
         async def follow(messages: AsyncIterator[bytes], context: Context) -> None:
@@ -106,11 +106,6 @@ class Replica:
                 await refuse(shell, "Follow", context, refused)
 
         return service("Replicas", {"Follow": grpc.stream_stream_rpc_method_handler(follow)})
-
-    def _end(self) -> None:
-        with self._changed:
-            self._ends = True
-            self._changed.notify_all()
 
     async def _follow(self, shell: MasterShell, messages: AsyncIterator[bytes], context: Context) -> None:
         data = await anext(messages, None)

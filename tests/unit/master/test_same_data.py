@@ -117,6 +117,15 @@ def test_a_cluster_that_is_started_again_with_another_seed_has_no_alarm(leavers:
     assert not standing(bench)
 
 
+def test_a_cluster_that_is_started_again_is_compared_from_the_beginning_with_all_others() -> None:
+    bench = running(a=A, b=A, c=A)
+    bench.rounds(1, *bench.ways)
+    assert {alarm.clusters for alarm in standing(bench)} == {("a", "b"), ("a", "c"), ("b", "c")}
+    bench.result(bench.leave("c"))
+    bench.back("c")
+    assert {alarm.clusters for alarm in standing(bench)} == {("a", "b")}
+
+
 def test_pushes_that_cannot_be_compared_say_nothing() -> None:
     bench = running(a=A, b=A, c=[0.0, 0.0, 0.0])
     bench.nonfinite = {"b": 1}
