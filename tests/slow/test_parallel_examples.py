@@ -6,12 +6,13 @@ import json
 import math
 import runpy
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.dips_command import ROOT, dips
+from support.dips_command import ROOT, dips, ended
 from support.up_run import TORCHRUN, UpRun, endless
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -43,6 +44,34 @@ def test_fsdp_ranks_and_pipeline_stages_train_one_model(tmp_path: Path) -> None:
     loss = _loss(tmp_path / "m.safetensors")
     assert loss < 0.6 * math.log(256)
     assert _loss(tmp_path / "m") == loss
+
+
+LOADER = """
+        class Batches(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                while True:
+                    yield batch()
+
+        batches = iter(torch.utils.data.DataLoader(Batches(), batch_size=None, num_workers=1))
+        while not sync.done:
+            text = next(batches)
+"""
+
+
+def test_torchruns_sigterm_reaches_no_loader_of_a_rank(tmp_path: Path) -> None:
+    """torchrun signals the whole group of each rank: workers that it ended failed a rank, and its steps were lost."""
+    program = endless(EXAMPLES["a"], tmp_path, "STEPS = 8, 32, 200")
+    lines = "        while not sync.done:\n            text = batch()\n"
+    assert lines in program.read_text()
+    program.write_text(program.read_text().replace(lines, LOADER.lstrip("\n")))
+    with UpRun(tmp_path, {}, clusters=1) as run:
+        ranks = run.begin("a", (*TORCHRUN, program))
+        run.until_version(2)
+        ranks.send_signal(signal.SIGTERM)
+        ended(ranks, run.logs["a"])
+        said = run.logs["a"].read_text()
+    assert "left the run with version" in said, said
+    assert "without" not in said.partition("leaving")[2], said
 
 
 def _loss(exported: Path) -> float:

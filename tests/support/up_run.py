@@ -26,7 +26,7 @@ record_pushes = true
 
 [master]
 sync_every = 8
-min_clusters = 2
+min_clusters = {clusters}
 {master}
 """
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
@@ -45,7 +45,13 @@ class UpRun:
     """Context manager: a launcher, and a program for each cluster; logs lie in `folder`."""
 
     def __init__(
-        self, folder: Path, programs: Mapping[str, Sequence[object]], *, slaves: int = 1, master: str = ""
+        self,
+        folder: Path,
+        programs: Mapping[str, Sequence[object]],
+        *,
+        slaves: int = 1,
+        master: str = "",
+        clusters: int = 2,
     ) -> None:
         self.directory, self.log = folder / "run", folder / "up.log"
         self.logs: dict[str, Path] = {}
@@ -53,7 +59,7 @@ class UpRun:
         self._programs, self._folder = programs, folder
         self._running: dict[Path, subprocess.Popen[bytes]] = {}
         self._file = folder / "run.toml"
-        self._file.write_text(RUN.format(directory=self.directory, slaves=slaves, master=master))
+        self._file.write_text(RUN.format(directory=self.directory, slaves=slaves, clusters=clusters, master=master))
 
     def __enter__(self) -> Self:
         with self._entered:

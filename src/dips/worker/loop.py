@@ -789,9 +789,14 @@ def _after_fork() -> None:
 
 
 def _in_forked_process() -> None:
+    """A rank's child gets a process group of its own: torchrun and Slurm send SIGTERM to the whole group of a rank, and
+    the ranks need batches from their loaders' workers until they have met and left together."""
     for handler in list(_handlers):
         handler.give_back()
-    for loop in list(_entered):
+    loops = list(_entered)
+    if any(loop._together is not None for loop in loops):
+        os.setpgid(0, 0)
+    for loop in loops:
         loop._leave_to_parent()
     _after_fork()
 
