@@ -71,7 +71,7 @@ system:  ## install what the landing and long tiers need from Debian: a browser,
 	apt-get -o DPkg::Lock::Timeout=600 update -q && DEBIAN_FRONTEND=noninteractive \
 	  apt-get -o DPkg::Lock::Timeout=600 install -y -q --no-install-recommends "$${missing[@]}"
 
-foreign: $(FOREIGN_STAMP)  ## install the programs of other people that the long tier runs: trl, timm, torchtitan, wandb, mlflow, trackio
+foreign: $(FOREIGN_STAMP)  ## install the programs of other people that the long tier runs: trl, timm, torchtitan, wandb, mlflow, trackio, etcd
 
 check: $(DEV_STAMP)  ## lint, types and layers, without running anything
 	$(BIN)/ruff check .

@@ -2,67 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.judged_run import JudgedRun
-from support.ports import own_port
+from support.standby_run import WithStandby
 from support.waiting import until
-from support.whole_run import NumpyCluster, option_words
 
-from dips.core.errors import RetryLater
 from dips.core.observe.failpoints import CRASH_EXIT_CODE, SPEC_VARIABLE
-from dips.master.directory import read_address
 from dips.master.journal import TAKE_OVER_EPOCHS
 from dips.master.state.slaves import NEWER_EPOCH_EXIT
-
-
-class WithStandby(JudgedRun):
-    """Clusters and slaves know both addresses."""
-
-    def __init__(self, directory: Path) -> None:
-        addresses = [f"127.0.0.1:{own_port()}" for _ in range(2)]
-        super().__init__(directory, journal_replicas=1, failpoints=True, listen=addresses[0])
-        self.listens = addresses[1]
-
-    def start_master(self) -> None:
-        super().start_master()
-        self.first = self.address
-        self.address = f"{self.first},{self.listens}"
-
-    def standby_options(self) -> dict[str, object]:
-        where = {"run_id": "test", "directory": self.directory / "standby", "slaves": self.n_slaves}
-        return {**where, **self.of("standby"), **self._master, "listen": self.listens}
-
-    def start_standby(self, failpoints: str = "") -> None:
-        self.environment = {SPEC_VARIABLE: failpoints} if failpoints else {}
-        self._spawn("standby", ["master", *option_words({**self.standby_options(), "standby": self.first})])
-        self.environment = {}
-
-    def is_followed(self) -> bool:
-        with contextlib.suppress(RetryLater):  # a master that has just come back
-            return not self.status().alarms
-        return False
-
-    def take_over(self) -> None:
-        words = ["master", "--take-over", *option_words(self.standby_options())]
-        done = subprocess.run([sys.executable, "-m", "dips.cli", *words], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        here = read_address(self.directory / "standby")
-        assert here is not None
-        assert here.address == self.listens
-
-    def finish(self, *clusters: NumpyCluster) -> None:
-        """Stops the run of the standby, and judges it by the journal that is left."""
-        self.stop(*clusters)
-        self.processes["standby"].wait()
-        (self.directory / "master").rename(self.directory / "lost")
-        (self.directory / "standby").rename(self.directory / "master")
-        self.judge()
 
 
 def test_run_goes_on_at_the_standby_after_the_loss_of_the_masters_host(tmp_path: Path) -> None:

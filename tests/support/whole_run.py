@@ -182,10 +182,12 @@ class WholeRun(live.Run):
                 process.kill()
                 process.wait()
 
-    def start_master(self) -> None:
+    def spawn_master(self) -> None:
         knobs = {"run_id": "test", "directory": self.directory / "master", "slaves": self.n_slaves}
-        knobs = {**knobs, **self.of("master"), **self._master}
-        self._spawn("master", ["master", *option_words(knobs)])
+        self._spawn("master", ["master", *option_words({**knobs, **self.of("master"), **self._master})])
+
+    def start_master(self) -> None:
+        self.spawn_master()
         where = self.directory / "master" / "master.json"
 
         def told() -> bool:

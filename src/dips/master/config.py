@@ -296,6 +296,14 @@ class MasterConfig(ProcessKnobs):
         "go-on",
         description="With journal_replicas 1, while no standby has all decisions; pause: no round begins",
     )
+    lease: str | None = Field(
+        None,
+        description="Where a lease is kept by which a standby takes over without a person, the same for both: "
+        "etcd:https://HOST:PORT (several endpoints with commas between them) or kubernetes:NAMESPACE/NAME",
+    )
+    lease_s: Seconds = Field(
+        15.0, ge=1, le=3600, description="A standby takes over once the lease was not renewed for so long"
+    )
     rebuild: bool = Field(
         False,
         description="After the loss of this master's disk: adopt the newest version that the slaves hold, "

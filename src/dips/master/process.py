@@ -12,9 +12,9 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dips.core.allocator import keep_one_heap
 from dips.core.clock import Clock, SystemClock
@@ -32,6 +32,7 @@ from dips.master.access import LOOK_S, Access
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME, MasterAddress, remove_address, write_address
 from dips.master.journal import Journal, Retention
+from dips.master.lease import Lease
 from dips.master.metrics import Metrics
 from dips.master.page.event_buffer import BufferedTape, EventBuffer
 from dips.master.replica import Replica
@@ -77,6 +78,9 @@ async def serve(
     journal = Journal.open(config.directory, config.run_id, retention)
     try:
         check_may_serve(config, journal)
+        lease = Lease.of(config, clock)
+        if lease is not None:
+            await lease.claim(by_person=config.take_over and bool(journal.replica_of))
         event_buffer = EventBuffer()
         with _tape(config, clock, event_buffer) as tape, _page(config, security, clock, event_buffer) as page:
             metrics = Metrics(config.max_clusters)
@@ -88,7 +92,7 @@ async def serve(
                 most_bytes=config.max_message_bytes,
                 clock=clock,
             )
-            master = _Master(config, security, access, journal, tape, clock, replica, page, metrics)
+            master = _Master(config, security, access, journal, tape, clock, replica, lease, page, metrics)
             return await master.serve(make_machine, started)
     finally:
         journal.close()
@@ -105,6 +109,7 @@ class _Master:
     tape: Tape
     clock: Clock
     replica: Replica
+    lease: Lease | None
     page: Page | None = None
     metrics: Metrics = field(default_factory=Metrics)
 
@@ -196,7 +201,14 @@ class _Master:
             )
             if started is not None:
                 started(here, shell)
-            with self._shown(shell), self._replaces(shell, here.epoch):
+            with contextlib.ExitStack() as meanwhile:
+                if self.page is not None:
+                    meanwhile.enter_context(_with_task(self.page.follow(shell), "status page"))
+                if (took_over := self.journal.took_over) is not None:
+                    told = tell_replaced(took_over, self.config.run_id, self.security, shell, here.epoch)
+                    meanwhile.enter_context(_with_task(told, "take-over"))
+                if self.lease is not None:
+                    meanwhile.enter_context(_with_task(self.lease.keep(shell), "lease"))
                 # Waits for the end, and reports revoked certificates to the state until then.
                 while not shell.outcome.done():
                     await asyncio.wait([shell.outcome], timeout=LOOK_S if self.access.checks else None)
@@ -205,6 +217,8 @@ class _Master:
                 outcome = shell.outcome.result()
             if isinstance(outcome, Halt):
                 remove_address(self.config.directory)
+                if self.lease is not None and outcome.exit_code == 0:
+                    await self.lease.end()
             return outcome
         finally:
             shell.stop(Halt(1, "the master could not be started"))
@@ -214,32 +228,15 @@ class _Master:
             if self.replica.replaced_by:
                 self.journal.note_replaced(self.replica.replaced_by)
 
-    @contextlib.contextmanager
-    def _shown(self, shell: MasterShell) -> Iterator[None]:
-        """A context in which the status page, if there is one, shows this state."""
-        if self.page is None:
-            yield
-            return
-        following = asyncio.create_task(self.page.follow(shell), name="status page")
-        try:
-            yield
-        finally:
-            following.cancel()
 
-    @contextlib.contextmanager
-    def _replaces(self, shell: MasterShell, epoch: int) -> Iterator[None]:
-        """A context in which the master that this one took over from, if it did, is told to end."""
-        took_over = self.journal.took_over
-        if took_over is None:
-            yield
-            return
-        telling = asyncio.create_task(
-            tell_replaced(took_over, self.config.run_id, self.security, shell, epoch), name="take-over"
-        )
-        try:
-            yield
-        finally:
-            telling.cancel()
+@contextlib.contextmanager
+def _with_task(work: Coroutine[Any, Any, None], name: str) -> Iterator[None]:
+    """A context in which this goes on."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 def _tape(config: MasterConfig, clock: Clock, event_buffer: EventBuffer) -> Tape:

@@ -231,13 +231,16 @@ class Replica:
         self, reader: JournalReader, thread: ThreadPoolExecutor, first: ReplicaMessage, context: Context
     ) -> None:
         number, digest = first.number, first.digest
+        is_first = True  # which tells the standby that it has all, also where nothing is new
         while True:
             self._more.clear()
             batch = await self._loop.run_in_executor(thread, reader.after, number, digest, self._batch_bytes)
-            if batch.records:
+            if batch.records or is_first:
+                is_first = False
                 failpoint("master.replica.before_send")
                 number = batch.after + len(batch.records)
-                digest = record_of(self._directory / FILE_NAME, batch.records[-1]).digest
+                if batch.records:
+                    digest = record_of(self._directory / FILE_NAME, batch.records[-1]).digest
                 with self._changed:
                     self._written = max(self._written, number)
                     self._whole = number if batch.is_whole else self._whole

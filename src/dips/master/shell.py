@@ -583,7 +583,7 @@ def _event_text(event: Event) -> tuple[str, str]:
             return str(incarnation), f"the beats of {cluster} ended"
         case Revoked(role, name, _):
             return "-", f"Revoked {role} {name}"
-        case ReplicaNews(trouble):
+        case ReplicaNews(trouble, _):
             return "-", f"ReplicaNews {trouble}"
         case CallGone(number) | SlaveLinkDown(number) | JournalWritten(number):
             return "-", f"{type(event).__name__} {number}"

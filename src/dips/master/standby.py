@@ -1,8 +1,8 @@
 """A standby: keeps a replica of a master's journal on another host, and takes over when a person asks it to.
 
 Taking over is a start of the master on the replica's directory: it begins a newer epoch, which slaves promise, so that
-the other master can publish nothing more, whether it hears of this or not. A standby serves nothing before that, and
-must never take over by itself: it cannot know whether the master is dead or only out of its reach.
+the other master can publish nothing more, whether it hears of this or not. A standby serves nothing before that. It
+takes over by itself only with a lease (lease.py): it cannot know whether the master is dead or only out of its reach.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import grpc
 
+from dips.core.clock import SystemClock
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, RefusalCode, Refused
 from dips.core.files import is_locked
 from dips.core.messages import JournalBatch, ReplicaMessage
@@ -31,6 +33,7 @@ from dips.core.protocol import OWN_HELLO
 from dips.master.config import MasterConfig
 from dips.master.directory import LOCK_NAME, read_address
 from dips.master.journal import Journal, Retention, TookOver, replica_of
+from dips.master.lease import Lease
 from dips.master.replica import PROCESS_ID
 from dips.master.shell import MasterShell
 from dips.master.state.effects import Halt
@@ -116,8 +119,8 @@ def _lives(pid: int) -> bool:
 
 
 async def stand_by(config: MasterConfig, master: str) -> int | None:
-    """Follows the journal of the master at this address until this process is asked to take over (None), or to end (the
-    exit code).
+    """Follows the journal of the master at this address until this process is asked to take over or has taken the lease
+    (None), or is asked to end (the exit code).
 
     Raises ConfigError when the directory cannot be used for this, Refused when the master never lets this standby
     follow, FatalError when the disk fails.
@@ -157,15 +160,22 @@ class _Standby:
     def __init__(self, config: MasterConfig, master: str, security: Security, journal: Journal) -> None:
         self._config, self._master, self._security, self._journal = config, master, security, journal
         self._has_some, self._whole_at = bool(journal.replica_of), ""
+        self._lost_s = -math.inf
+        """As Lease.take() has it."""
 
     async def run(self, asked: asyncio.Queue[signal.Signals]) -> int | None:
+        lease = Lease.of(self._config, SystemClock())
         following = asyncio.create_task(self._follow(), name="standby")
+        taking = None if lease is None else asyncio.create_task(lease.take(lambda: self._lost_s), name="lease")
+        work = [following, *([] if taking is None else [taking])]
         try:
             while True:
                 waiting = asyncio.create_task(asked.get())
-                await asyncio.wait([waiting, following], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([waiting, *work], return_when=asyncio.FIRST_COMPLETED)
                 if not waiting.done():
                     waiting.cancel()
+                    if taking is not None and taking.done():
+                        return None if taking.result() else 0
                     following.result()  # raises
                 number = waiting.result()
                 if number is not TAKE_OVER:
@@ -177,8 +187,9 @@ class _Standby:
                     return None
                 _logger.error("asked to take over, but nothing has come from the master at %s yet", self._master)
         finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            for each in work:
+                each.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
 
     async def _follow(self) -> None:
         """Follows, and follows again. Raises Refused for a refusal that another try cannot cure."""
@@ -199,11 +210,16 @@ class _Standby:
                 renewed = used.renewed and isinstance(meaning, Refused) and meaning.code is RefusalCode.IDENTITY
                 if isinstance(meaning, Refused) and meaning.code in FOR_GOOD and not (meaning.retry_after_s or renewed):
                     raise meaning from error
-                why = str(meaning)
+                _logger.debug("the stream: %s", meaning)
+                why = (
+                    str(meaning) if isinstance(meaning, Refused) else "it does not answer"
+                )  # each try says it otherwise
             except (OSError, asyncio.InvalidStateError) as error:  # the latter: it ended before the hello
                 why = f"the stream failed on this side: {error}"
             finally:
                 self._journal.forget_part()
+                if self._lost_s == math.inf:
+                    self._lost_s = time.monotonic()
             _changes.report("master", f"does not follow the master at {self._master}: {why}", logging.WARNING)
             pause_s = FIRST_PAUSE_S if got_some else min(MAX_PAUSE_S, 2 * pause_s)
             await asyncio.sleep(pause_s)
@@ -216,8 +232,10 @@ class _Standby:
         await call.write(to_message(self._holds(number, digest)))
         while (message := await call.read()) is not grpc.aio.EOF:
             batch = from_message(message, JournalBatch)
+            self._lost_s = -math.inf
             if await _to_its_end(journal.receive, batch, self._master):
                 number, digest = journal.newest()
+                self._lost_s = math.inf
                 self._has_some, self._whole_at = True, time.strftime("%Y-%m-%d %H:%M:%S %z")
                 failpoint("master.replica.before_acknowledge")
                 with contextlib.suppress(asyncio.InvalidStateError):  # the stream has ended: the next read says why

@@ -14,6 +14,7 @@ from itertools import takewhile
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.messages import Alarm, BeginPushRequest, RoundSummary
+from dips.master.state.events import ReplicaNews
 from dips.master.state.penalty_detect import cosine
 from dips.master.state.reasons import STANDING, AlarmKind
 from dips.master.state.shared import SharedState
@@ -300,20 +301,25 @@ def standing(shared: SharedState) -> tuple[Alarm, ...]:
     return tuple(sorted(found, key=lambda alarm: (STANDING.index(AlarmKind(alarm.kind)), alarm.clusters)))
 
 
-def replica_news(shared: SharedState, trouble: str) -> None:
-    """Reports what is wrong with the journal's replica, when it begins."""
-    began = trouble and not shared.replica_trouble
-    shared.replica_trouble = trouble
-    if began:
+def replica_news(shared: SharedState, news: ReplicaNews) -> None:
+    """Reports what is wrong with the journal's replica, or with its standby's lease, when it begins."""
+    before = shared.lease_trouble if news.of_lease else shared.replica_trouble
+    if news.of_lease:
+        shared.lease_trouble = news.trouble
+    else:
+        shared.replica_trouble = news.trouble
+    if news.trouble and not before:
         shared.alarm(*_no_replica(shared))
 
 
 def _no_replica(shared: SharedState) -> list[Alarm]:
-    if not shared.replica_trouble:
-        return []
-    meanwhile = "no round begins" if shared.config.pause_without_replica else "the run goes on"
-    sentence = f"{shared.replica_trouble}; {meanwhile} until a standby follows and has them: look at its log"
-    return [Alarm(AlarmKind.NO_REPLICA, (), sentence)]
+    said = []
+    if shared.replica_trouble:
+        meanwhile = "no round begins" if shared.config.pause_without_replica else "the run goes on"
+        said.append(f"{shared.replica_trouble}; {meanwhile} until a standby follows and has them: look at its log")
+    if shared.lease_trouble:
+        said.append(f"the lease is not renewed, and a standby that is cut off may take over: {shared.lease_trouble}")
+    return [Alarm(AlarmKind.NO_REPLICA, (), "; ".join(said))] if said else []
 
 
 def round_was_fruitless(shared: SharedState) -> None:

@@ -86,9 +86,11 @@ class Revoked:
 
 @dataclass(frozen=True)
 class ReplicaNews:
-    """What is wrong with the journal's replica that decisions are to wait for; empty: nothing."""
+    """What is wrong with the journal's replica that decisions are to wait for, or with the lease by which its standby
+    takes over; empty: nothing."""
 
     trouble: str
+    of_lease: bool = False
 
 
 @dataclass(frozen=True)

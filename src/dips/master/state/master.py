@@ -163,8 +163,8 @@ class MasterMachine:
                         self._members.evict(name, sentence)
                 if role == "operator":
                     self._pulls.end_readers()
-            case ReplicaNews(trouble):
-                replica_news(self.shared, trouble)
+            case ReplicaNews():
+                replica_news(self.shared, event)
             case JournalWritten(entry_id):
                 self.shared.out.written(entry_id)
             case CallGone(token):

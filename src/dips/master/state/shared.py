@@ -320,7 +320,7 @@ class SharedState:
         self.alike: dict[tuple[str, str], int] = {}  # by pair: rounds in which both pushed the same
         self.same_data: dict[tuple[str, str], Alarm] = {}  # by pair, while it lasts
         self.told_by_beats: dict[tuple[str, tuple[str, ...]], Alarm] = {}  # by kind and clusters, while it lasts
-        self.replica_trouble = ""
+        self.replica_trouble = self.lease_trouble = ""
         self.token_doubts: dict[str, tuple[Alarm, float]] = {}  # by cluster, and since when
 
     def keep_preset(self) -> None:

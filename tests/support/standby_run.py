@@ -1,0 +1,66 @@
+"""A run with a standby on another address than its master's, in real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+from support.judged_run import JudgedRun, replayed
+from support.ports import own_port
+from support.whole_run import NumpyCluster, option_words
+
+from dips.core.errors import RetryLater
+from dips.core.observe.failpoints import SPEC_VARIABLE
+from dips.master.directory import read_address
+
+
+class WithStandby(JudgedRun):
+    """Clusters and slaves know both addresses. of_standby: more settings of the standby, also other ones than the
+    master's; `standby`: where it finds the master."""
+
+    def __init__(self, directory: Path, **master: object) -> None:
+        addresses = [f"127.0.0.1:{own_port()}" for _ in range(2)]
+        super().__init__(directory, journal_replicas=1, failpoints=True, listen=addresses[0], **master)
+        self.listens = addresses[1]
+        self.of_standby: dict[str, object] = {}
+
+    def start_master(self) -> None:
+        super().start_master()
+        self.first = self.address
+        self.address = f"{self.first},{self.listens}"
+
+    def standby_options(self) -> dict[str, object]:
+        where = {"run_id": "test", "directory": self.directory / "standby", "slaves": self.n_slaves}
+        return {**where, **self.of("standby"), **self._master, "listen": self.listens, **self.of_standby}
+
+    def start_standby(self, failpoints: str = "") -> None:
+        self.environment = {SPEC_VARIABLE: failpoints} if failpoints else {}
+        self._spawn("standby", ["master", *option_words({"standby": self.first, **self.standby_options()})])
+        self.environment = {}
+
+    def is_followed(self) -> bool:
+        with contextlib.suppress(RetryLater):  # a master that has just come back
+            return not self.status().alarms
+        return False
+
+    def take_over(self) -> None:
+        words = ["master", "--take-over", *option_words(self.standby_options())]
+        done = subprocess.run([sys.executable, "-m", "dips.cli", *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        here = read_address(self.directory / "standby")
+        assert here is not None
+        assert here.address == self.listens
+
+    def finish(self, *clusters: NumpyCluster, may_skip: bool = False) -> None:
+        """Stops the run of the standby, and judges it by the journal that is left. may_skip: it lacks versions that the
+        other master published."""
+        self.stop(*clusters)
+        self.processes["standby"].wait()
+        (self.directory / "master").rename(self.directory / "lost")
+        (self.directory / "standby").rename(self.directory / "master")
+        if may_skip:
+            assert replayed(self.directory, may_skip=True) > 0
+        else:
+            self.judge()
