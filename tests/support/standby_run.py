@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from support.judged_run import JudgedRun, replayed
 from support.ports import own_port
@@ -20,7 +21,7 @@ class WithStandby(JudgedRun):
     """Clusters and slaves know both addresses. of_standby: more settings of the standby, also other ones than the
     master's; `standby`: where it finds the master."""
 
-    def __init__(self, directory: Path, **master: object) -> None:
+    def __init__(self, directory: Path, **master: Any) -> None:
         addresses = [f"127.0.0.1:{own_port()}" for _ in range(2)]
         super().__init__(directory, journal_replicas=1, failpoints=True, listen=addresses[0], **master)
         self.listens = addresses[1]
