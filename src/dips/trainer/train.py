@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +21,7 @@ from torch import nn
 
 from dips.core.errors import ConfigError, FatalError
 from dips.core.files import share_with
-from dips.core.ids import Version
 from dips.core.layout import Layout
-from dips.core.messages import DataPlan, DataRange
 from dips.core.model_description import Untrained
 from dips.core.observe.failpoints import install
 from dips.core.observe.logs import configure_logging
@@ -38,140 +36,13 @@ from dips.trainer.parallelism import Place, place_here
 from dips.trainer.progress import Slowdown, StepReports, StopSignals
 from dips.trainer.sizes import SIZES
 from dips.worker.config import ClientConfig
-from dips.worker.parallel.joining import loop_of_ranks
-from dips.worker.parallel.rank_loop import RankLoop
+from dips.worker.parallel.rank_loop import RankLoop, loop_of_ranks
 from dips.worker.parallel.rank_state import TorchState
 from dips.worker.parallel.ranks import ranks_here
 from dips.worker.shell import ClusterShell, OtherRanks
 from dips.worker.step_checks import Losses
 from dips.worker.torch_model import TorchParameters
 from dips.worker.torch_state import HasState
-
-
-class ClusterOfRanks:
-    """Every method is called on all ranks, after the same steps; but request_stop(), from a signal handler."""
-
-    def __init__(
-        self, train: TrainConfig, client: ClientConfig, cut: CutModel, optimizers: Sequence[torch.optim.Optimizer],
-        plan: DataPlan, signals: StopSignals, state: Mapping[str, HasState],
-    ) -> None:  # fmt: skip
-        """Agree with the other ranks. state: kept in checkpoints, besides the model's and the optimizers'.
-
-        Raises ConfigError, on all of them, where their settings or models differ.
-        """
-        ranks = ranks_here()
-        assert ranks is not None, "the process group has several"
-        self._cut = cut
-        self._signals = signals
-        self._losses = Losses()
-
-        def shell_of(others: OtherRanks, layout: Layout, untrained: Untrained, trained: frozenset[int]) -> ClusterShell:
-            return ClusterShell(client, others, layout, plan, untrained=untrained)
-
-        try:
-            loop = loop_of_ranks(
-                ranks, client, lambda _: cut.held(optimizers), optimizers, state, shell_of,
-                settings=train.model_dump(mode="json"), order=cut.names,
-                wants_to_leave=lambda: signals.caught is not None,
-            )  # fmt: skip
-        except BaseException:
-            ranks.close()
-            raise
-        assert loop is not None, "all ranks have a master"
-        self._loop: RankLoop = loop
-
-    def start(self) -> None:
-        """As ClusterShell.start()."""
-        self._loop.enter()
-
-    def step(self, tokens: int, ranges: Sequence[DataRange], loss: float) -> None:
-        """As ClusterShell.step(); ranges (one for each row) and loss are the cluster's, the same on all ranks."""
-        self._losses.add(loss)
-        own = sum(part.tokens for part in ranges[self._cut.rows])
-        self._loop.step(own, self._loss, wants_to_leave=self._wants_to_leave, ranges=ranges)
-
-    def lease(self, tokens: int) -> list[DataRange]:
-        """As ClusterShell.lease(), on all ranks."""
-        return self._loop.lease(tokens, self._loss, wants_to_leave=self._wants_to_leave)
-
-    def take_unused(self) -> list[DataRange]:
-        """As ClusterShell.take_unused(), on all ranks."""
-        return self._loop.unused()
-
-    def checkpoint_if_due(self) -> None:
-        """As ClusterShell.checkpoint_if_due(), on all ranks."""
-        self._loop.checkpoint_if_due(self._loss, wants_to_leave=self._wants_to_leave)
-
-    def request_stop(self) -> None:
-        """As ClusterShell.request_stop(). The other ranks learn it when they meet."""
-        if self._loop.shell is not None:
-            self._loop.shell.request_stop("SIGTERM")
-
-    def close(self, reason: str, *, push_pending: bool) -> None:
-        """As ClusterShell.close()."""
-        try:
-            if push_pending:
-                self._loop.leave(reason, self._loss(), wants_to_leave=self._wants_to_leave)
-                if self._loop.news.ends:
-                    self._signals.another_rank_was_told()
-        finally:
-            self._loop.close(reason)
-
-    @property
-    def tape(self) -> Tape | None:
-        """The leader's."""
-        return None if self._loop.shell is None else self._loop.shell.tape
-
-    @property
-    def done(self) -> bool:
-        return self._loop.news.done
-
-    @property
-    def released(self) -> bool:
-        return self._loop.news.released
-
-    @property
-    def resumed(self) -> bool:
-        return self._loop.news.resumed
-
-    @property
-    def version(self) -> Version | None:
-        news = self._loop.news
-        return Version(news.timeline, news.version) if news.timeline else None
-
-    @property
-    def cause(self) -> str:
-        """Known to the leader, which alone writes records."""
-        return "" if self._loop.shell is None else self._loop.shell.cause
-
-    @property
-    def progress(self) -> int:
-        """As ClusterShell.progress; the same on all ranks, by which all have one learning rate."""
-        return self._loop.progress
-
-    @property
-    def total_tokens(self) -> int:
-        return self._loop.news.total_tokens
-
-    @property
-    def local_steps(self) -> int:
-        return self._loop.news.local_steps
-
-    @property
-    def times_forgotten(self) -> int:
-        return self._loop.news.times_forgotten
-
-    @property
-    def held_ranges(self) -> tuple[DataRange, ...]:
-        return self._loop.held_ranges
-
-    def _loss(self) -> float:
-        return self._losses.take(time.monotonic(), True)
-
-    @property
-    def _wants_to_leave(self) -> bool:
-        return self._signals.caught is not None
-
 
 # ---- schedule --------------------------------------------------------------------------------------------------------
 #
@@ -442,19 +313,39 @@ class _ClusterLoop:
         self._inner = inner
         self._batches = LeasedBatches(self._inner.text, train.batch_size, train.sequence_tokens)
         self._reports = StepReports(train.log_every_steps)
+        self._losses = Losses()
         self._shell = self._session(client)
         self._reports.tape = self._shell.tape
         self._slowdown = _slowdown_of(train, place)
         self._forgotten = 0
 
-    def _session(self, client: ClientConfig) -> ClusterShell | ClusterOfRanks:
-        inner, plan = self._inner, self._inner.text.plan
+    def _session(self, client: ClientConfig) -> ClusterShell | RankLoop:
+        """Of several ranks, all agree on what they hold. Raises ConfigError, on all of them, where they differ."""
+        inner, plan, signals = self._inner, self._inner.text.plan, self._signals
         kept: dict[str, HasState] = {"data": self._batches, "reports": self._reports}
-        if inner.cut is not None:
-            return ClusterOfRanks(self._train, client, inner.cut, inner.optimizers, plan, self._signals, kept)
-        parameters = TorchParameters(inner.model, inner.optimizers)
-        state = TorchState(inner.model, inner.optimizers, kept)
-        return ClusterShell(client, parameters, parameters.layout(), plan, inner=state)
+        if (cut := inner.cut) is None:
+            parameters = TorchParameters(inner.model, inner.optimizers)
+            state = TorchState(inner.model, inner.optimizers, kept)
+            return ClusterShell(client, parameters, parameters.layout(), plan, inner=state)
+
+        ranks = ranks_here()
+        assert ranks is not None, "the process group has several"
+
+        def shell_of(others: OtherRanks, layout: Layout, untrained: Untrained, trained: frozenset[int]) -> ClusterShell:
+            return ClusterShell(client, others, layout, plan, untrained=untrained)
+
+        try:
+            loop = loop_of_ranks(
+                ranks, client, lambda _: cut.held(inner.optimizers), inner.optimizers, kept, shell_of,
+                settings=self._train.model_dump(mode="json"), order=cut.names,
+                wants_to_leave=lambda: signals.caught is not None,
+                loss=lambda _: self._losses.take(time.monotonic(), True),
+            )  # fmt: skip
+        except BaseException:
+            ranks.close()
+            raise
+        assert loop is not None, "all ranks have a master"
+        return loop
 
     def run(self) -> int:
         reason, whole = "finished", True
@@ -481,6 +372,8 @@ class _ClusterLoop:
         finally:
             self._shell.close(reason, push_pending=whole)
             self._inner.close()
+        if isinstance(self._shell, RankLoop) and self._shell.news.ends:
+            self._signals.another_rank_was_told()
         return 0 if self._shell.released else self._signals.exit_code
 
     def _forget_what_was_taken_back(self) -> None:
@@ -499,7 +392,12 @@ class _ClusterLoop:
         self._signals.wait(self._slowdown.wait_s(time.monotonic() - begin_s))
         # Written before the shell knows of the step, in which this cluster may leave the run: a tape ends with that.
         self._reports.step(loss, batch.tokens, lr, self._shell.progress + batch.tokens, base, self._shell.cause)
-        self._shell.step(batch.tokens, batch.ranges, loss)
+        if isinstance(self._shell, ClusterShell):
+            self._shell.step(batch.tokens, batch.ranges, loss)
+        else:  # a range for each row; all ranks have the same loss and ranges, and rows of their own
+            assert self._inner.cut is not None, "several ranks train a cut model"
+            self._losses.add(loss)
+            self._shell.step(sum(part.tokens for part in batch.ranges[self._inner.cut.rows]), batch.ranges)
 
 
 def schedule_of(train: TrainConfig, total_tokens: int) -> LearningRateSchedule:
