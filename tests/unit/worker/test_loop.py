@@ -15,7 +15,7 @@ import torch
 
 import dips
 from dips.core.errors import TERMINATED, ConfigError, DipsError, RetryLater, option
-from dips.worker.parallel.orders import GoOn
+from dips.worker.commands import GoOn
 from dips.worker.step_checks import Losses
 
 

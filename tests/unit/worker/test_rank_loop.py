@@ -11,9 +11,8 @@ from typing import Any, cast
 from support.manual_clock import ManualClock
 
 from dips.core.messages import DataRange, Settings
-from dips.worker.commands import ShareOut
+from dips.worker.commands import Ask, GoOn, Order, Ranges, ShareOut, to_bytes
 from dips.worker.parallel.meetings import RankReport
-from dips.worker.parallel.orders import Ask, GoOn, Order, Ranges, to_bytes
 from dips.worker.parallel.rank_loop import RankLoop
 from dips.worker.parallel.rank_part import ALIVE_S, LeadingPart
 from dips.worker.state.effects import Event, StopWanted
@@ -69,11 +68,8 @@ class Others:
     def do(self, command: ShareOut) -> None:
         self.said.append(command)
 
-    def go_on(self, news: GoOn) -> None:
-        self.said.append(news)
-
-    def give(self, ranges: Ranges) -> None:
-        self.said.append(ranges)
+    def say(self, order: Order) -> None:
+        self.said.append(order)
 
 
 def leader(shell: Shell, others: Others) -> RankLoop:

@@ -11,10 +11,9 @@ from dips.core.layout import Chunk, Layout, Parameter
 from dips.core.messages import Caller, PlacementSpec, Settings, SlaveAddress, Ticket
 from dips.core.observe.tape import Tape
 from dips.core.wire import Codec
-from dips.worker.commands import KeepPush, Send, ShareOut
+from dips.worker.commands import AskEnds, KeepPush, Send, ShareOut, from_bytes
 from dips.worker.link_counts import LinkCounts, TransferDirection
 from dips.worker.parallel.meetings import RankReport, TransferStage
-from dips.worker.parallel.orders import from_bytes
 from dips.worker.parallel.part_ends import PartEnd
 from dips.worker.parallel.rank_part import LeadingPart, RankPart
 from dips.worker.state.effects import Cancel, Done, Event, Failed
@@ -48,8 +47,9 @@ class TwoRanks:
     def say(self, order: bytes) -> None:
         self.done.append(from_bytes(order))
 
-    def do(self, command: object) -> None:
+    def do(self, command: object) -> Any:
         assert self.done[-1] == command
+        return self.ends(command.job) if isinstance(command, AskEnds) else None
 
     def record(self, tape: Tape, links: LinkCounts | None) -> None: ...
 

@@ -24,12 +24,11 @@ from dips.core.net.zmq_sockets import CurvePair, pair_for
 from dips.core.observe.failpoints import install
 from dips.core.observe.tape import Tape
 from dips.worker.checkpoint_files import CheckpointStore
-from dips.worker.commands import ShareOut
+from dips.worker.commands import GoOn, Ranges, ShareOut
 from dips.worker.config import ClientConfig
 from dips.worker.parallel.agreement import agree
 from dips.worker.parallel.held import Held
 from dips.worker.parallel.meetings import RankReport, Tally, next_meeting_steps, same_batches, tally
-from dips.worker.parallel.orders import GoOn, Ranges
 from dips.worker.parallel.rank_checkpoints import LeadingCheckpoints, RankCheckpoints
 from dips.worker.parallel.rank_part import LeadingPart, RankPart, follow
 from dips.worker.parallel.rank_state import RankState
@@ -304,9 +303,9 @@ class RankLoop:
         if news.times_forgotten != self.news.times_forgotten:
             assert self._shell is not None, "only the leader decides"
             self.held_ranges = self._shell.held_ranges
-            self._leading.give(Ranges(self.held_ranges, are_all=True))
+            self._leading.say(Ranges(self.held_ranges, are_all=True))
         self.news = news
-        self._leading.go_on(self.news)
+        self._leading.say(self.news)
 
     def _follow(self) -> None:
         self.news = follow(self._ranks, self._part, self._get)
@@ -322,7 +321,7 @@ class RankLoop:
 
             def give() -> None:
                 self._given += taken(shell)
-                leading.give(Ranges(tuple(self._given), are_all=False))
+                leading.say(Ranges(tuple(self._given), are_all=False))
 
             self._lead(give)
         given, self._given = self._given, []
@@ -414,7 +413,7 @@ def loop_of_ranks(
     if ranks.is_leader:
         leading = LeadingPart(ranks, part, clock)
         if checkpoints is not None and store is not None:
-            kept = LeadingCheckpoints(checkpoints, leading, store, config, clock)
+            kept = LeadingCheckpoints(leading, store, config, clock)
         others = OtherRanks(ranks.n_ranks, curve, tuple(key for key in keys[1:] if key), leading, kept, agreed.former)
         try:
             shell = shell_of(others, replace(agreed.layout, description=description), untrained, agreed.mine.ids)

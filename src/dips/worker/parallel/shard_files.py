@@ -379,56 +379,50 @@ def restore_vectors(vectors: Vectors, saved: SavedShards, share: Share, n_elems:
     vectors.restore(base, at_push, residual, installed)
 
 
-def install_parameters(parameters: ParameterStore, saved: SavedShards, share: Share, n_elems: int) -> None:
-    """Make a checkpoint's parameters live, on all ranks together. Raises CheckpointError for what cannot be read."""
-    theta = _read_vector(saved, "theta", share, n_elems)
-    if theta is None:
-        raise CheckpointError("it does not hold theta")
-    parameters.install(theta)
+class FoundCheckpoint:
+    """A checkpoint of any form, of which every byte is as it was written."""
 
-
-def shards_of(directory: Path, manifest: Manifest) -> SavedShards:
-    """What ranks, or one process, have written. Raises CheckpointError."""
-    files, number = manifest.files_of_ranks, manifest.number
-    if files is None:
-        file = ShardFile.of_one_process(file_of_one(directory, number), manifest.stamp, _name_of)
-        return SavedShards(directory, [file])
-    return SavedShards(folder_of_ranks(directory, manifest.number), [ShardFile.from_json(raw) for raw in files])
-
-
-def _name_of(in_file: str) -> str:
-    return in_file.removeprefix(INNER) if in_file.startswith(INNER) else _VECTOR + in_file
-
-
-def refusal(number: int, directory: Path, error: CheckpointError) -> ConfigError:
-    return ConfigError(f"checkpoint {number} in {directory} does not fit this cluster ({error}): remove it")
-
-
-class WholeCheckpoint:
-    """A checkpoint of any form, as a cluster of one process goes on from it."""
-
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        """Reads every byte, and compares it with what was written. Raises CheckpointError."""
-        self.number, self.content = manifest.number, manifest.content
+    def __init__(self, directory: Path, manifest: Manifest, first: int = 0, step: int = 1) -> None:
+        """Reads every step-th file, and compares it with what was written. Raises CheckpointError."""
+        self.manifest = manifest
         self._directory = directory
-        self._saved = shards_of(directory, manifest)
-        self._saved.check()
+        files, number = manifest.files_of_ranks, manifest.number
+        if files is None:
+
+            def name_of(in_file: str) -> str:
+                return in_file.removeprefix(INNER) if in_file.startswith(INNER) else _VECTOR + in_file
+
+            one = ShardFile.of_one_process(file_of_one(directory, number), manifest.stamp, name_of)
+            self.saved = SavedShards(directory, [one])
+        else:
+            self.saved = SavedShards(folder_of_ranks(directory, number), [ShardFile.from_json(raw) for raw in files])
+        self.saved.check(first, step)
 
     def put_back(
         self,
-        parameters: ParameterStore,
+        parameters: ParameterStore | None,
         vectors: Vectors,
+        share: Share,
+        n_elems: int,
         restore: Callable[[Any, SavedShards], None] | None,
         *,
         with_residual: bool,
     ) -> None:
-        """Make it this process's state; restore: InnerState.restore(). Raises ConfigError where it does not fit."""
-        n_elems = vectors.n_elems
-        all_of_it = Share.of_runs([(0, n_elems)])
+        """Make it the state of this process, which has a share of a model of n_elems; on all ranks together.
+        parameters, restore (InnerState.restore()): None: they stay as they are. Raises ConfigError where it does not
+        fit.
+        """
+        saved = self.saved
         try:
-            install_parameters(parameters, self._saved, all_of_it, n_elems)
-            restore_vectors(vectors, self._saved, all_of_it, n_elems, with_residual=with_residual)
+            if parameters is not None:
+                theta = _read_vector(saved, "theta", share, n_elems)
+                if theta is None:
+                    raise CheckpointError("it does not hold theta")
+                parameters.install(theta)
+            restore_vectors(vectors, saved, share, n_elems, with_residual=with_residual)
             if restore is not None:
-                restore(self.content.get("state"), self._saved)
+                restore(self.manifest.content.get("state"), saved)
         except CheckpointError as error:
-            raise refusal(self.number, self._directory, error) from error
+            raise ConfigError(
+                f"checkpoint {self.manifest.number} in {self._directory} does not fit this cluster ({error}): remove it"
+            ) from error
