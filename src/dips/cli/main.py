@@ -177,7 +177,7 @@ def _paragraphs(docstring: str) -> str:
 def _load(command: Command) -> Callable[..., int | None] | typer.Typer:
     """The function of a command, or a group of further commands."""
     module = importlib.import_module(command.module)
-    function: Callable[..., int | None] | typer.Typer = getattr(module, command.function)
+    function: Callable[..., int | None] | typer.Typer = getattr(module, command.function or command.name)
     return function
 
 
