@@ -28,12 +28,12 @@ from dips.core.layout import Share
 from dips.worker.checkpoint_files import INNER, CheckpointStore
 from dips.worker.model_part import ModelPart
 from dips.worker.parallel.agreement import Agreed, Gathering, agree
+from dips.worker.parallel.exchange import ShardParameters
 from dips.worker.parallel.held import ShardOf, held_here
 from dips.worker.parallel.ownership import shares_of_ranks
 from dips.worker.parallel.rank_checkpoints import RankCheckpoints
 from dips.worker.parallel.rank_state import RankState, merged
 from dips.worker.parallel.shard_files import ShardFile, write_metadata
-from dips.worker.parallel.shard_parameters import ShardParameters
 from dips.worker.state.effects import PushRecord
 from dips.worker.state.saved import SavedSession
 from dips.worker.state.work import Work

@@ -275,7 +275,7 @@ def rights(
     An administrator applies it, and binds it to whoever deploys. Only a namespace that is missing needs more.
     """
     from dips.deploy.objects import as_yaml
-    from dips.deploy.rights import ROLE, role
+    from dips.deploy.rollout import ROLE, role
 
     deployment = read_deploy_file(file)
     print(f"# in {', '.join(plan.contexts(deployment))}; then")

@@ -15,8 +15,9 @@ import re
 import secrets
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -61,6 +62,40 @@ class FolderContent(Protocol):
     def write_files(self, folder: Path) -> None:
         """Write all files, durable, into an empty folder. Raises OSError or ConfigError."""
         ...
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """A version as a torch.distributed.checkpoint, from which a model of any parallelism loads its own parts; `filled`
+    are further tensors, which are written unchanged.
+
+    Tensors have the names, shapes and values of the full model, whatever the clusters' ranks held, as in the other
+    formats. They are written in pieces, one after the other: memory is that of the version and of one piece.
+    """
+
+    fetched: PublishedModel
+    filled: Mapping[str, RawTensor] = field(default_factory=dict)
+
+    def write_files(self, folder: Path) -> None:
+        import torch  # slow to import, and for this format alone
+
+        from dips.worker.checkpoint_files import CheckpointStamp
+        from dips.worker.parallel.shard_files import SavedBox, ShardFile, saved_bytes, whole, write_metadata
+        from dips.worker.torch_state import tensor_of
+
+        boxes: list[SavedBox] = []
+        name = "__0_0.distcp"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)  # only read
+            tensors = {
+                name: torch.from_numpy(values)
+                for name, values in named_tensors(self.fetched.layout, self.fetched.flat).items()
+            }
+            tensors |= {name: tensor_of(raw) for name, raw in self.filled.items()}
+        write_whole(folder / name, saved_bytes((whole(name, tensor) for name, tensor in tensors.items()), boxes))
+        write_metadata(folder, [ShardFile(name, CheckpointStamp(0, ""), tuple(boxes))])
+        text = json.dumps(about_version(self.fetched), indent=2) + "\n"
+        write_whole(folder / ABOUT, [memoryview(text.encode())])
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from dips.core.net.transfer import Transfer, TransferSettings, digests_of
 from dips.core.net.zmq_sockets import CurvePair
 from dips.core.wire import Codec
 from dips.worker.link_counts import LinkCounts, TransferDirection
-from dips.worker.parallel.part_ends import PartEnd
+from dips.worker.parallel.meetings import PartEnd
 from dips.worker.state.effects import DigestOfSlave, Done, Event, Failed, SendPush
 from dips.worker.state.waiting import Times
 from dips.worker.vectors import F32, Vectors
@@ -142,7 +142,7 @@ class Transfers:
 
     A process that has all of the model delivers Done or Failed. A rank of several carries its share, and gives the end
     of its part to `of_rank.ended` instead: with the checksums of all its chunks, from which whoever has all ranks' ends
-    computes the digests (worker/parallel/part_ends.py). A transfer that was cancelled has no end.
+    computes the digests (worker/parallel/meetings.py). A transfer that was cancelled has no end.
     """
 
     def __init__(

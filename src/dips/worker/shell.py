@@ -42,9 +42,8 @@ from dips.worker.commands import Command, Fetch, KeepPush, Send, ShareOut, Snaps
 from dips.worker.config import ClientConfig, check, given_times, wire_of
 from dips.worker.control import Heartbeat, MasterClient
 from dips.worker.link_counts import LinkCounts
-from dips.worker.metrics import DATA, EXCHANGE, Metrics
+from dips.worker.metrics import DATA, EXCHANGE, Metrics, StepTimer
 from dips.worker.model_part import ModelPart, Part
-from dips.worker.pace import StepTimer
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import (

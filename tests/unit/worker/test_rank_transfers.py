@@ -13,8 +13,7 @@ from dips.core.observe.tape import Tape
 from dips.core.wire import Codec
 from dips.worker.commands import AskEnds, KeepPush, Send, ShareOut, from_bytes
 from dips.worker.link_counts import LinkCounts, TransferDirection
-from dips.worker.parallel.meetings import RankReport, TransferStage
-from dips.worker.parallel.part_ends import PartEnd
+from dips.worker.parallel.meetings import PartEnd, RankReport, TransferStage
 from dips.worker.parallel.rank_part import LeadingPart, RankPart
 from dips.worker.state.effects import Cancel, Done, Event, Failed
 from dips.worker.state.waiting import GivenTimes, times_of

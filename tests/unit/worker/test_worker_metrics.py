@@ -16,8 +16,9 @@ from dips.core.net.security import INSECURE
 from dips.core.net.transfer import SlaveProgress
 from dips.core.wire import Codec
 from dips.worker import metrics
+from dips.worker.config import ClientConfig
 from dips.worker.link_counts import LinkCounts, TransferDirection
-from dips.worker.pace import StepTimer
+from dips.worker.metrics import StepTimer
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Cancel, Done, Failed, Run, SendPush
 from dips.worker.state.shared import SessionConfig
@@ -43,7 +44,10 @@ def scraped(
     answered_s: float | None = None,
     now_s: float = 100.0,
 ) -> Samples:
-    families = metrics.Collector("a").families(view, counts, links or LinkCounts(), checkpoint_s, answered_s, now_s)
+    config = ClientConfig(cluster_id="a", master="127.0.0.1:1", insecure=True)
+    families = metrics.cluster_families(
+        config, INSECURE, view, counts, links or LinkCounts(), checkpoint_s, answered_s, now_s
+    )
     return samples(families, metrics.PREFIX, metrics.METRICS)
 
 

@@ -48,13 +48,12 @@ from dips.worker.data import RankShare, wire_of_pull
 from dips.worker.link_counts import LinkCounts, TransferDirection
 from dips.worker.model_part import ModelPart
 from dips.worker.parallel.agreement import Agreed
-from dips.worker.parallel.meetings import RankReport, TransferStage, late_ranks
+from dips.worker.parallel.exchange import ShardParameters
+from dips.worker.parallel.meetings import PartEnd, RankReport, TransferStage, combined, late_ranks
 from dips.worker.parallel.ownership import shares_of_ranks
-from dips.worker.parallel.part_ends import PartEnd, combined
 from dips.worker.parallel.rank_checkpoints import RankCheckpoints
 from dips.worker.parallel.ranks import PATIENCE, SILENCE, Ranks
 from dips.worker.parallel.replicas import Replicas
-from dips.worker.parallel.shard_parameters import ShardParameters
 from dips.worker.state.effects import Cancel, Done, Event, Failed, StopWanted
 from dips.worker.torch_model import clear_moments
 

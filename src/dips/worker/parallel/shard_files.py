@@ -171,11 +171,11 @@ def write_shards(folder: Path, rank: int, shards: Iterable[Shard]) -> ShardFile:
     """Write one rank's file, and make it durable. shards: on the host, none empty. Raises OSError."""
     boxes: list[SavedBox] = []
     path = folder / f"__{rank}_0.distcp"
-    return ShardFile(path.name, write_durably(path, _saved(shards, boxes)), tuple(boxes))
+    return ShardFile(path.name, write_durably(path, saved_bytes(shards, boxes)), tuple(boxes))
 
 
-def _saved(shards: Iterable[Shard], boxes: list[SavedBox]) -> Iterator[memoryview]:
-    """The bytes of the file. boxes: gets a row for each."""
+def saved_bytes(shards: Iterable[Shard], boxes: list[SavedBox]) -> Iterator[memoryview]:
+    """The bytes of one rank's file, piece by piece. boxes: gets a row for each piece."""
     offset = 0
     for shard in shards:
         for piece in pieces_of(shard.box, shard.tensor.element_size()):
