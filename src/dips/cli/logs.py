@@ -84,7 +84,13 @@ def logs(
     try:
         for entry in entries:
             if wanted.takes(entry):
-                print(as_json_line(entry) if as_json else shown(entry), flush=follow)
+                # One entry as a JSON object with stable keys; JSON escapes what a terminal would act upon.
+                print(
+                    json.dumps({**entry.line.to_json(), "source": escaped(entry.source)}, separators=(",", ":"))
+                    if as_json
+                    else shown(entry),
+                    flush=follow,
+                )
     except BrokenPipeError:
         # A pager or `head` has seen enough; nothing may be flushed into it at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -137,11 +143,6 @@ def since_of(text: str, now_s: float) -> float:
 def shown(entry: LogEntry) -> str:
     """One entry for a terminal. What comes before a file's first log line has no time."""
     return human(entry.line) if entry.line.role else f"{entry.source}: {escaped(entry.line.sentence)}"
-
-
-def as_json_line(entry: LogEntry) -> str:
-    """One entry as a JSON object with stable keys; JSON escapes what a terminal would act upon."""
-    return json.dumps({**entry.line.to_json(), "source": escaped(entry.source)}, separators=(",", ":"))
 
 
 LOOK_S = 1.0

@@ -136,12 +136,6 @@ def slave_settings(deployment: Deployment) -> dict[str, str]:
     return files
 
 
-def common_slave_settings(files: Mapping[str, str]) -> dict[str, str]:
-    """The settings that all slaves share: one slave more must not make the others start again."""
-    lines = [set(text.splitlines()) for text in files.values()]
-    return {"common": "\n".join(sorted(set.intersection(*lines)))}
-
-
 # ---- services ----
 
 
@@ -247,13 +241,17 @@ def _slaves(deployment: Deployment, files: Mapping[str, str]) -> Object:
         terminationGracePeriodSeconds=END_S,
         **_apart(deployment),
     )
+    # The settings that all slaves share: one slave more must not make the others start again.
+    lines = [set(text.splitlines()) for text in files.values()]
     spec = {
         "serviceName": name,
         "replicas": deployment.run.slaves,
         "podManagementPolicy": "Parallel",
         "minReadySeconds": PROBE_S,
         "selector": {"matchLabels": selector(deployment, "slave")},
-        "template": _template(deployment, "slave", config_hash(common_slave_settings(files)), pod),
+        "template": _template(
+            deployment, "slave", config_hash({"common": "\n".join(sorted(set.intersection(*lines)))}), pod
+        ),
         "volumeClaimTemplates": [claim_template(deployment, quantity(sizes.slave_volume_bytes))],
         "persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Retain", "whenScaled": "Retain"},
     }

@@ -157,7 +157,14 @@ class FollowedFolder:
                 write_folder(
                     replace(content, tag=f"-{place.name}") if isinstance(content, ModelFolder) else content, place
                 )
-                self._lead_to(place)
+                link = self.folder / f"{TEMPORARY}{NEWEST}.{secrets.token_hex(4)}"
+                try:
+                    os.symlink(os.path.join(VERSIONS, place.name), link)
+                    os.replace(link, self.newest)
+                finally:
+                    with contextlib.suppress(FileNotFoundError):
+                        link.unlink()
+                sync_folder(self.folder)
                 self._here = version
             self._forget()
         except ConfigError as error:
@@ -168,16 +175,6 @@ class FollowedFolder:
             raise self._unusable(error) from error
         tokens = format_count(fetched.tokens)
         _logger.info("%s: version %s of run %s, %s tokens", self.newest, version, fetched.run_id, tokens)
-
-    def _lead_to(self, place: Path) -> None:
-        link = self.folder / f"{TEMPORARY}{NEWEST}.{secrets.token_hex(4)}"
-        try:
-            os.symlink(os.path.join(VERSIONS, place.name), link)
-            os.replace(link, self.newest)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                link.unlink()
-        sync_folder(self.folder)
 
     def _current(self) -> str:
         """The name of the folder that `newest` leads to; empty: there is none."""

@@ -300,20 +300,16 @@ def _merged(
             added = (pair["B"] @ pair["A"]) * np.float32(adapter.scaling.get(module, adapter.scaling[""]))
             if "embedding" in kind or adapter.config.get("fan_in_fan_out"):
                 added = added.T
-            merged[base] = _as_float32(weight) + added
+            if weight.dtype == "BF16":
+                values = (weight.data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+            else:
+                values = weight.data.view("<f4" if weight.dtype == "F32" else "<f2").astype(np.float32)
+            merged[base] = values.reshape(weight.shape) + added
         elif whole in merged or WHOLE not in name.split("."):  # or the base's own, such as a bias
             merged[whole] = tensor
         else:
             raise ConfigError(f"the run trains {name!r}, of which the base has no {whole!r}: {remedy}")
     return merged
-
-
-def _as_float32(tensor: RawTensor) -> NDArray[np.float32]:
-    if tensor.dtype == "BF16":
-        values = (tensor.data.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    else:
-        values = tensor.data.view("<f4" if tensor.dtype == "F32" else "<f2").astype(np.float32)
-    return values.reshape(tensor.shape)
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

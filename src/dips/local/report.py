@@ -17,16 +17,13 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dips.core.errors import TERMINATED
 from dips.core.files import closed, replace_file
 from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
 from dips.core.release import software_versions
 from dips.local.log_files import HeldoutPoint, LossPoint
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # ---- demo faults -----------------------------------------------------------------------------------------------------
 #
@@ -188,7 +185,22 @@ def draw_losses(
         label += f" (last {losses[-1]:.3f})"
     axes.plot(tokens, losses, color="black", linewidth=2.2, marker="o", markersize=3, label=label)
     for fault in faults:
-        _draw_fault(axes, fault)
+        back = fault.back.tokens if fault.back else None
+        axes.axvline(fault.when.tokens, color="#D55E00", linewidth=1.0, linestyle=(0, (4, 3)))
+        if back is not None:
+            axes.axvspan(fault.when.tokens, back, color="#D55E00", alpha=0.12, linewidth=0)
+        until = f", back at {fault.back.seconds:.0f} s" if fault.back else ", not back"
+        axes.annotate(
+            f"{fault.what} at {fault.when.seconds:.0f} s{until}",
+            xy=(fault.when.tokens, 0.98),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, 0),
+            textcoords="offset points",
+            rotation=90,
+            fontsize="x-small",
+            color="#A04000",
+            va="top",
+        )
     axes.set_xlabel("tokens (bytes of text) applied by the whole run")
     axes.set_ylabel("loss, nats per byte")
     axes.set_title(title)
@@ -205,25 +217,6 @@ def running_mean(points: Sequence[LossPoint]) -> list[float]:
     losses = [point.loss for point in points]
     windows = (losses[max(0, i + 1 - _MEAN_OF) : i + 1] for i in range(len(losses)))
     return [sum(window) / len(window) for window in windows]
-
-
-def _draw_fault(axes: Axes, fault: Fault) -> None:
-    back = fault.back.tokens if fault.back else None
-    axes.axvline(fault.when.tokens, color="#D55E00", linewidth=1.0, linestyle=(0, (4, 3)))
-    if back is not None:
-        axes.axvspan(fault.when.tokens, back, color="#D55E00", alpha=0.12, linewidth=0)
-    until = f", back at {fault.back.seconds:.0f} s" if fault.back else ", not back"
-    axes.annotate(
-        f"{fault.what} at {fault.when.seconds:.0f} s{until}",
-        xy=(fault.when.tokens, 0.98),
-        xycoords=("data", "axes fraction"),
-        xytext=(3, 0),
-        textcoords="offset points",
-        rotation=90,
-        fontsize="x-small",
-        color="#A04000",
-        va="top",
-    )
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------

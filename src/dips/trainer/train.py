@@ -197,7 +197,19 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
     (arXiv:2502.16982, section 2.2).
     """
     hidden = _hidden_matrices(model) if config.inner_optimizer == "muon" else []
-    adamw = _adamw(_without(model.parameters(), hidden), config)
+    # AdamW with weight decay for matrices and none for norms. What is cut over other ranks is a group of its own.
+    parameters = _without(model.parameters(), hidden)
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for parameter in sorted(parameters, key=lambda parameter: parameter.ndim < 2):
+        cut = getattr(parameter, "device_mesh", None)
+        groups.setdefault((parameter.ndim >= 2, cut), []).append(parameter)
+    decay = {True: config.weight_decay, False: 0.0}
+    adamw = torch.optim.AdamW(
+        [{"params": group, "weight_decay": decay[is_matrix]} for (is_matrix, _), group in groups.items()],
+        lr=config.lr,
+        betas=BETAS,
+        fused=True,
+    )
     if not hidden:
         return [adamw]
     muon = torch.optim.Muon(
@@ -215,19 +227,6 @@ def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 def _without(parameters: Iterable[nn.Parameter], left_out: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     ids = {id(parameter) for parameter in left_out}
     return [parameter for parameter in parameters if id(parameter) not in ids]
-
-
-def _adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay for matrices and none for norms. What is cut over other ranks is a group of its own."""
-    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
-    for parameter in sorted(parameters, key=lambda parameter: parameter.ndim < 2):
-        cut = getattr(parameter, "device_mesh", None)
-        groups.setdefault((parameter.ndim >= 2, cut), []).append(parameter)
-    decay = {True: config.weight_decay, False: 0.0}
-    return torch.optim.AdamW(
-        [{"params": group, "weight_decay": decay[is_matrix]} for (is_matrix, _), group in groups.items()],
-        lr=config.lr, betas=BETAS, fused=True,
-    )  # fmt: skip
 
 
 # ---- train -----------------------------------------------------------------------------------------------------------

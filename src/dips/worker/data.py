@@ -174,7 +174,11 @@ class Transfers:
         n_ranks = 1 if self._of_rank is None else self._of_rank.n_ranks
         limits = _settings(settings.chunk_bytes, window_of_rank(settings.window_chunks, n_ranks), times)
         common = self._common(caller.run_id, caller.epoch, caller.cause_id, limits)
-        checksums = self._checksums_of(push.push, wire)
+        # Checksums of earlier attempts' chunks, and those that were taken in the snapshot: a push's bytes change only
+        # with its codec.
+        if self._sums is None or self._sums[:2] != (push.push, wire):
+            self._sums = (push.push, wire, self._vectors.checksums() if wire is Codec.F32 else {})
+        checksums = self._sums[2]
 
         def carry(context: zmq.Context[zmq.Socket[bytes]], cancelled: threading.Event) -> None:
             began_s = clock.monotonic_s()
@@ -248,14 +252,6 @@ class Transfers:
         slaves = [address.slave_id for address in placement.slaves]
         now_s = self._clock.monotonic_s()
         return replace(common, tell=self._links.begin(direction, wire, slaves, now_s, n_parts).tell)
-
-    def _checksums_of(self, push: PushId, wire: Codec) -> dict[Chunk, int]:
-        """Checksums of earlier attempts' chunks, and those that were taken in the snapshot: a push's bytes change only
-        with its codec.
-        """
-        if self._sums is None or self._sums[:2] != (push, wire):
-            self._sums = (push, wire, self._vectors.checksums() if wire is Codec.F32 else {})
-        return self._sums[2]
 
 
 def wire_of_pull(grant: PullGrant) -> tuple[Codec, int]:

@@ -267,8 +267,34 @@ def held_here(
     names.check_all_were_used()
     _refuse_two_of_one_name(found)
     refuse_shared_memory({each.row.parameter.name: local(each.held) for each in found if each.row.box.n_elems})
-    _refuse_another_models_optimizer(found, optimizers)
-    _refuse_muon_of_parts(found, optimizers)
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    trained = [each for each in found if not each.row.parameter.averaged]
+    ours = {id(tensor) for each in trained for tensor in (each.held, each.master)}
+    if trained and stepped.isdisjoint(ours):
+        raise ConfigError(
+            "the optimizer holds none of the model's parameters: make it of model.parameters(), after the model was "
+            "moved to its device and cut into its shards"
+        )
+    # torch's Muon orthogonalises a DTensor as the whole matrix that it is, and a plain tensor as if it were whole.
+    by_muon = stepped_by(optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Muon))
+    for each in found:
+        tensor = each.held if each.master is None else each.master
+        if (
+            id(tensor) in by_muon
+            and not hasattr(tensor, "device_mesh")
+            and each.row.box.sizes != each.row.parameter.shape
+        ):
+            raise ConfigError(
+                f"torch.optim.Muon steps {each.row.parameter.name!r}, of which this rank holds a part in a plain "
+                "tensor, and would orthogonalise the part and not the matrix: cut it as a DTensor, or let AdamW step it"
+            )
+    # The place in the largest mesh over which FSDP2 cuts or copies parameters; None: it cuts none. Ranks along all
+    # dimensions of such a mesh train on different data. Experts may be cut over fewer ranks.
+    meshes = []
+    for module in _fsdp_modules(plain):
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        meshes += [group.mesh_info.mesh for group in groups if group is not None]
     return Held(
         plain,
         found,
@@ -276,7 +302,7 @@ def held_here(
         buffers=buffers,
         is_replica=all(_is_replica(model, of_world) for model in models),
         data=None if data_mesh is None else _data_place(data_mesh, of_world),
-        fsdp=_place_in_fsdp(plain),
+        fsdp=_place_in(max(meshes, key=lambda mesh: mesh.size())) if meshes else None,
         former=names.former,
     )
 
@@ -298,19 +324,6 @@ def _fsdp_modules(models: Sequence[torch.nn.Module]) -> Iterator[Any]:
         for module in model.modules():
             if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
                 yield module
-
-
-def _place_in_fsdp(models: Sequence[torch.nn.Module]) -> DataPlace | None:
-    """The place in the largest mesh over which FSDP2 cuts or copies parameters; None: it cuts none.
-
-    Ranks along all dimensions of such a mesh train on different data. Experts may be cut over fewer ranks.
-    """
-    meshes = []
-    for module in _fsdp_modules(models):
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        meshes += [group.mesh_info.mesh for group in groups if group is not None]
-    return _place_in(max(meshes, key=lambda mesh: mesh.size())) if meshes else None
 
 
 def _data_place(data_mesh: Any, of_world: Sequence[int] | None) -> DataPlace:
@@ -542,34 +555,6 @@ def _master_of(name: str, parameter: torch.Tensor, master: torch.Tensor | None) 
 def cut_of(tensor: torch.Tensor) -> object:
     """Over which ranks a DTensor is cut, and how; (None, None) for a plain tensor."""
     return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
-
-
-def _refuse_another_models_optimizer(found: Sequence[_Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raises ConfigError where the optimizers step none of this rank's tensors, though it trains some."""
-    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    trained = [each for each in found if not each.row.parameter.averaged]
-    ours = {id(tensor) for each in trained for tensor in (each.held, each.master)}
-    if trained and stepped.isdisjoint(ours):
-        raise ConfigError(
-            "the optimizer holds none of the model's parameters: make it of model.parameters(), after the model was "
-            "moved to its device and cut into its shards"
-        )
-
-
-def _refuse_muon_of_parts(found: Sequence[_Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """torch's Muon orthogonalises a DTensor as the whole matrix that it is, and a plain tensor as if it were whole."""
-    stepped = stepped_by(optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Muon))
-    for each in found:
-        tensor = each.held if each.master is None else each.master
-        if (
-            id(tensor) in stepped
-            and not hasattr(tensor, "device_mesh")
-            and each.row.box.sizes != each.row.parameter.shape
-        ):
-            raise ConfigError(
-                f"torch.optim.Muon steps {each.row.parameter.name!r}, of which this rank holds a part in a plain "
-                "tensor, and would orthogonalise the part and not the matrix: cut it as a DTensor, or let AdamW step it"
-            )
 
 
 def _found_again(each: _Tensor) -> _Tensor:

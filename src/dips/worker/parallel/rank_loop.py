@@ -28,7 +28,7 @@ from dips.worker.commands import GoOn, Ranges, ShareOut
 from dips.worker.config import ClientConfig
 from dips.worker.parallel.agreement import agree
 from dips.worker.parallel.held import Held
-from dips.worker.parallel.meetings import RankReport, Tally, next_meeting_steps, same_batches, tally
+from dips.worker.parallel.meetings import RankReport, next_meeting_steps, same_batches, tally
 from dips.worker.parallel.rank_checkpoints import LeadingCheckpoints, RankCheckpoints
 from dips.worker.parallel.rank_part import LeadingPart, RankPart, follow
 from dips.worker.parallel.rank_state import RankState
@@ -263,17 +263,6 @@ class RankLoop:
         assert self._leading is not None, "likewise"
         total = tally(reports, self._coordinates)
         self._leading.heard(reports)
-        self._say_what_does_not_train(reports, total)
-        if total.steps:
-            trained, self._trained = self._trained, []
-            self._shell.step(total.tokens, trained, total.loss, steps=total.steps)
-        if self._checkpoints is not None and (total.leaves or self._shell.done):
-            self._checkpoints.finish()  # as long as the others follow
-        if total.leaves and leaves_for is not None:
-            self._shell.close(leaves_for, patient=patient and not total.wants_to_leave)
-        self.news = replace(self.news, ends=total.wants_to_leave)
-
-    def _say_what_does_not_train(self, reports: Sequence[RankReport], total: Tally) -> None:
         if total.empty_steps and not self._told_empty:
             self._told_empty = True
             _logger.warning(
@@ -288,8 +277,17 @@ class RankLoop:
                     "ranks %s%s of this cluster began with the same batches: all but one add nothing, and each one's "
                     "tokens count; give each its own part of the data, as with torch.utils.data.DistributedSampler, or "
                     "dips.Parallel(data_mesh=...) where they share it on purpose",
-                    ", ".join(map(str, same[:MOST_NAMED])), more,
-                )  # fmt: skip
+                    ", ".join(map(str, same[:MOST_NAMED])),
+                    more,
+                )
+        if total.steps:
+            trained, self._trained = self._trained, []
+            self._shell.step(total.tokens, trained, total.loss, steps=total.steps)
+        if self._checkpoints is not None and (total.leaves or self._shell.done):
+            self._checkpoints.finish()  # as long as the others follow
+        if total.leaves and leaves_for is not None:
+            self._shell.close(leaves_for, patient=patient and not total.wants_to_leave)
+        self.news = replace(self.news, ends=total.wants_to_leave)
 
     def _lead(self, decide: Callable[[], object]) -> None:
         """Decide, then let all train on. What is raised is raised on all ranks, as far as they can be told."""

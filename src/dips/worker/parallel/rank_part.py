@@ -249,7 +249,7 @@ class _Job:
 
 
 class LeadingPart:
-    """The leader's part, as its shell sees it (model_part.Part): what it does, all ranks do."""
+    """The leader's part, as its shell sees it (instead of a ModelPart): what it does, all ranks do."""
 
     def __init__(self, ranks: Ranks, part: RankPart, clock: Clock) -> None:
         self._ranks = ranks
@@ -264,12 +264,15 @@ class LeadingPart:
         self._reports: Sequence[RankReport] = ()
         self._asked_s = -float("inf")
         self._stops = False
+        self.push_is_zero = self.push_is_base = False
+        """A rank's share may be; of the whole push the slaves say it."""
         self.alone = False
         """Whether the others no longer follow: then nothing can be done with the model."""
         self.checkpoint_is_written = False
         """Whether all ranks had written their parts of the checkpoint under way when they met last."""
 
     def begin(self, deliver: Callable[[Event], None], tape: Tape, links: LinkCounts | None) -> None:
+        """Before anything else: where events go, the event record, and what counts the leader's own traffic."""
         self._deliver = deliver
         self._links = links
         self._part.record(tape, links)
@@ -349,12 +352,14 @@ class LeadingPart:
 
     @property
     def late_ranks(self) -> tuple[int, ...]:
+        """Ranks that the running transfer waits for, and that are late (meetings.late_ranks)."""
         if self._job is None:
             return ()
         return late_ranks(self._moved_s, self._ranks.n_ranks, self._clock.monotonic_s() - self._job.began_s)
 
     @property
     def look_every_s(self) -> float:
+        """How often look() must be called while the training loop waits."""
         if self._job is None:
             return ALIVE_S
         return min(LOOK_MOST_S, max(LOOK_FIRST_S, LOOK_SHARE * (self._clock.monotonic_s() - self._job.began_s)))
@@ -365,16 +370,6 @@ class LeadingPart:
             with contextlib.suppress(FatalError):  # they have noticed by themselves
                 self._ranks.say(to_bytes(GiveUp.of(error)))
         self.alone = True
-
-    @property
-    def push_is_zero(self) -> bool:
-        """A rank's share may be; of the whole push the slaves say it."""
-        return False
-
-    @property
-    def push_is_base(self) -> bool:
-        """Likewise."""
-        return False
 
     @property
     def push_is_live(self) -> bool:

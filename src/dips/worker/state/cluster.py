@@ -365,7 +365,19 @@ class ClusterMachine:
         """Give a job's end to whatever waits for it. What was given up or replaced waits for nothing."""
         lane, push = self.shared.lane_of(event.job), self.pushing.open
         if lane is not None:
-            self._call_ended(lane, event)
+            match event:
+                case Done(_, Refused() as refused):
+                    self._refused(lane, refused)
+                case Done(_, reply):
+                    lane.answered()
+                    self.shared.log("master", "")
+                    if self.phase is SessionPhase.TRAINING:
+                        self.shared.got_through()
+                    if lane is not self.shared.side:
+                        self.shared.note = ""
+                    self._reply(reply)
+                case _:
+                    self._unanswered(lane, event.sentence)
         elif push is not None and push.job == event.job:
             match event:
                 case Done(_, tuple() as digest_of_slave):
@@ -389,21 +401,6 @@ class ClusterMachine:
                     self._pulled(event)
                 case Failed():
                     self.pulling.failed(event)
-
-    def _call_ended(self, lane: RepeatedCall, event: Done | Failed | Delayed) -> None:
-        match event:
-            case Done(_, Refused() as refused):
-                self._refused(lane, refused)
-            case Done(_, reply):
-                lane.answered()
-                self.shared.log("master", "")
-                if self.phase is SessionPhase.TRAINING:
-                    self.shared.got_through()
-                if lane is not self.shared.side:
-                    self.shared.note = ""
-                self._reply(reply)
-            case _:
-                self._unanswered(lane, event.sentence)
 
     def _reply(self, reply: object) -> None:
         match reply:
@@ -488,7 +485,17 @@ class ClusterMachine:
         if pushing and push is not None and push.donates is not None and refused.code is RefusalCode.VERSION_GONE:
             shared.donate, remedy = None, Remedy.PULL  # the master no longer asks for it
         if joining and shared.terms.previous is not None and refused.code in (RefusalCode.FENCED, RefusalCode.RUN_ID):
-            self._resume_refused(refused)
+            # The checkpoint is of another run, or older than a later incarnation of this cluster that saved none. The
+            # second is as if a process without a checkpoint took over the name: join without the old incarnation.
+            if refused.code is RefusalCode.RUN_ID:
+                raise ConfigError(
+                    f"this cluster's checkpoint is of run {self.shared.terms.run_id}, and the master refused it: "
+                    f"{refused.sentence}; give another {option('checkpoint_dir')}, remove the checkpoint, or leave out "
+                    f"{option('resume')}"
+                )
+            self.shared.log("join", f"the checkpoint is not of this cluster's last incarnation: {refused.sentence}")
+            self.shared.terms.previous = None
+            self.shared.ask(self._join_request)
         elif joining and refused.code in (RefusalCode.LAYOUT, RefusalCode.FROZEN) and self.config.former:
             shared.log("join", f"joining with the names of earlier releases: {refused.sentence}")
             shared.config, self._refused_names = self.config.with_former_names(), refused
@@ -515,21 +522,6 @@ class ClusterMachine:
         else:
             lane.answered()
             self.pushing.refused(refused, remedy)
-
-    def _resume_refused(self, refused: Refused) -> None:
-        """The checkpoint is of another run, or older than a later incarnation of this cluster that saved none.
-
-        The second is as if a process without a checkpoint took over the name: join without the old incarnation.
-        """
-        if refused.code is RefusalCode.RUN_ID:
-            raise ConfigError(
-                f"this cluster's checkpoint is of run {self.shared.terms.run_id}, and the master refused it: "
-                f"{refused.sentence}; give another {option('checkpoint_dir')}, remove the checkpoint, or leave out "
-                f"{option('resume')}"
-            )
-        self.shared.log("join", f"the checkpoint is not of this cluster's last incarnation: {refused.sentence}")
-        self.shared.terms.previous = None
-        self.shared.ask(self._join_request)
 
     def _pulled(self, event: Done) -> None:
         self.pulling.install(event)
