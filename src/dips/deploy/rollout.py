@@ -316,7 +316,10 @@ class Rollout:
         changed = 0
         for step in steps:
             if step.action is ObjectAction.REPLACE:
-                self._remove(step)
+                # Delete an object that cannot be changed, before it is made again.
+                kind, name = step.wanted["kind"], step.wanted["metadata"]["name"]
+                self._apis[step.context].delete(kind, name)
+                self.until_gone(step.context, kind, name)
             if key(step.context, step.wanted) in self._made or _carry_out(self._apis[step.context], step):
                 self._made.discard(key(step.context, step.wanted))
                 self.say(f"{step.action.value} {step.name}")
@@ -373,12 +376,6 @@ class Rollout:
             return ObjectState(Health.WAITING, "ends") if there else ObjectState(Health.READY, "is gone")
 
         self.until(f"{kind} {name}", look)
-
-    def _remove(self, step: Step) -> None:
-        """Delete an object that cannot be changed, before it is made again."""
-        kind, name = step.wanted["kind"], step.wanted["metadata"]["name"]
-        self._apis[step.context].delete(kind, name)
-        self.until_gone(step.context, kind, name)
 
 
 def _carry_out(api: Api, step: Step, dry_run: bool = False) -> bool:

@@ -233,13 +233,26 @@ def _slaves(deployment: Deployment, files: Mapping[str, str]) -> Object:
         readinessProbe=tcp_probe("metrics", PROBE_S, 3),
         livenessProbe=tcp_probe("metrics", PROBE_S, LIFE_PROBES),
     )
+    # No two slaves on one node, and about as many in one zone as in another: one failure takes one slave.
+    found = {"matchLabels": selector(deployment, "slave")}
+    on_node = {"labelSelector": found, "topologyKey": "kubernetes.io/hostname"}
+    required = deployment.run.spread == "required"
+    hard = {"requiredDuringSchedulingIgnoredDuringExecution": [on_node]}
+    soft = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": on_node}]}
+    across = {
+        "maxSkew": 1,
+        "topologyKey": "topology.kubernetes.io/zone",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": found,
+    }
     pod = _server_pod(
         deployment,
         f"{deployment.name}-server",
         one,
         [secret_volume(f"{deployment.name}-keys-slave"), config_volume(name)],
         terminationGracePeriodSeconds=END_S,
-        **_apart(deployment),
+        affinity={"podAntiAffinity": hard if required else soft},
+        topologySpreadConstraints=[across],
     )
     # The settings that all slaves share: one slave more must not make the others start again.
     lines = [set(text.splitlines()) for text in files.values()]
@@ -269,22 +282,6 @@ def _template(deployment: Deployment, component: str, hashed: str, pod: Object) 
     found = {**labels(deployment, component), "app.kubernetes.io/version": deployment.run.tag}
     hashes = {"annotations": {CONFIG_HASH: hashed}} if hashed else {}
     return {"metadata": {"labels": found, **hashes}, "spec": pod}
-
-
-def _apart(deployment: Deployment) -> Object:
-    """No two slaves on one node, and about as many in one zone as in another: one failure takes one slave."""
-    found = {"matchLabels": selector(deployment, "slave")}
-    on_node = {"labelSelector": found, "topologyKey": "kubernetes.io/hostname"}
-    required = deployment.run.spread == "required"
-    hard = {"requiredDuringSchedulingIgnoredDuringExecution": [on_node]}
-    soft = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": on_node}]}
-    across = {
-        "maxSkew": 1,
-        "topologyKey": "topology.kubernetes.io/zone",
-        "whenUnsatisfiable": "ScheduleAnyway",
-        "labelSelector": found,
-    }
-    return {"affinity": {"podAntiAffinity": hard if required else soft}, "topologySpreadConstraints": [across]}
 
 
 # ---- the supervisor of the slaves ----

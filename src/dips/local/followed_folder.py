@@ -166,7 +166,13 @@ class FollowedFolder:
                         link.unlink()
                 sync_folder(self.folder)
                 self._here = version
-            self._forget()
+            # Remove the versions that were written first, never the one that `newest` leads to. Numbers say less: a run
+            # that took over another one's name begins with small ones.
+            current = self._current()
+            others = [path for path in self._versions.iterdir() if _NAME.fullmatch(path.name) and path.name != current]
+            others.sort(key=lambda path: path.lstat().st_mtime_ns, reverse=True)
+            for path in others[self._keep - 1 :]:
+                self._remove(path)
         except ConfigError as error:
             if isinstance(error.__cause__, OSError):
                 raise of_disk(error.__cause__, str(error)) from error
@@ -182,15 +188,6 @@ class FollowedFolder:
             return os.path.basename(os.readlink(self.newest))
         except FileNotFoundError:
             return ""
-
-    def _forget(self) -> None:
-        """Remove the versions that were written first, never the one that `newest` leads to. Numbers say less: a run
-        that took over another one's name begins with small ones."""
-        current = self._current()
-        others = [path for path in self._versions.iterdir() if _NAME.fullmatch(path.name) and path.name != current]
-        others.sort(key=lambda path: path.lstat().st_mtime_ns, reverse=True)
-        for path in others[self._keep - 1 :]:
-            self._remove(path)
 
     def _remove(self, path: Path) -> None:
         """A version's folder goes at once, not file by file."""

@@ -440,7 +440,16 @@ def load_stored(run_dir: Path, version: Version | None = None) -> PublishedModel
     problems: list[str] = []
     for candidate in candidates:
         try:
-            return _merge(by_version[candidate])
+            # Raises SnapshotError when a slave's part is missing or damaged.
+            parts = by_version[candidate]
+            run_id, tokens, layout, placement = _read_record(parts[0])
+            of_slave = {part.slave_id: part for part in parts}
+            flat = np.empty(layout.n_elems, np.float32)
+            for slave in placement.slaves:
+                if slave not in of_slave:
+                    raise SnapshotError(f"slave {slave} has no committed snapshot of it")
+                _place(of_slave[slave], slave, layout, placement, flat)
+            return PublishedModel(run_id, parts[0].version, tokens, layout, flat)
         except (SnapshotError, OSError) as error:
             problems.append(f"version {candidate}: {error}")
     raise ConfigError(f"no version in {run_dir} is complete on all slaves; " + "; ".join(problems))
@@ -462,18 +471,6 @@ def _manifests(run_dir: Path) -> dict[Version, list[_Committed]]:
             "collect the slaves' directories in a folder slaves below it"
         )
     return found
-
-
-def _merge(parts: list[_Committed]) -> PublishedModel:
-    """Raises SnapshotError when a slave's part is missing or damaged."""
-    run_id, tokens, layout, placement = _read_record(parts[0])
-    of_slave = {part.slave_id: part for part in parts}
-    flat = np.empty(layout.n_elems, np.float32)
-    for slave in placement.slaves:
-        if slave not in of_slave:
-            raise SnapshotError(f"slave {slave} has no committed snapshot of it")
-        _place(of_slave[slave], slave, layout, placement, flat)
-    return PublishedModel(run_id, parts[0].version, tokens, layout, flat)
 
 
 def _read_record(part: _Committed) -> tuple[str, int, Layout, Placement]:

@@ -254,7 +254,15 @@ def build_report(outcome: LocalRunOutcome) -> dict[str, Any]:
         "tokens": status.tokens,
         "tk_max_tokens": status.tk_max_tokens,
         "heldout_loss": [[point.tokens, point.loss] for point in outcome.heldout],
-        "heldout_versions": [_heldout(point) for point in outcome.heldout],
+        "heldout_versions": [
+            {
+                "timeline": point.version.timeline,
+                "version": point.version.v,
+                "tokens": point.tokens,
+                "loss": point.loss,
+            }
+            for point in outcome.heldout
+        ],
         "clusters": {cluster.cluster_id: _cluster(cluster, outcome) for cluster in status.clusters},
         "slaves": {slave.slave_id: {"incarnations": slave.incarnations} for slave in status.slaves},
         "faults": [_fault(fault) for fault in outcome.faults],
@@ -292,15 +300,6 @@ def failed_checks(report: Mapping[str, Any]) -> list[str]:
 def write_report(report: Mapping[str, Any], path: Path) -> None:
     """Write the report whole or not at all."""
     replace_file(path, [f"{json.dumps(report, indent=2, allow_nan=False)}\n".encode()])
-
-
-def _heldout(point: HeldoutPoint) -> dict[str, Any]:
-    return {
-        "timeline": point.version.timeline,
-        "version": point.version.v,
-        "tokens": point.tokens,
-        "loss": point.loss,
-    }
 
 
 def _cluster(cluster: ClusterStatus, outcome: LocalRunOutcome) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from dips.core.observe.metrics_server import MetricsServer, serve_metrics
 from dips.core.release import VERSION
 from dips.worker.checkpoint import Checkpoints
 from dips.worker.config import ClientConfig
-from dips.worker.link_counts import LinkCounts, TransferDirection
+from dips.worker.data import LinkCounts, TransferDirection
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Cancel, Done, Effect, Event, Failed, PushRecord, Run, SendPush
 from dips.worker.state.shared import SessionPhase

@@ -17,8 +17,7 @@ from dips.core.net.zmq_sockets import CurvePair
 from dips.core.observe.failpoints import failpoint
 from dips.core.observe.tape import Starting, Tape
 from dips.worker.commands import Command, Fetch, KeepPush, Send, ShareOut, Snapshot
-from dips.worker.data import RankShare, Transfers
-from dips.worker.link_counts import LinkCounts
+from dips.worker.data import LinkCounts, RankShare, Transfers
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.effects import (
     Cancel,

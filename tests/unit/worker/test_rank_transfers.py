@@ -12,7 +12,7 @@ from dips.core.messages import Caller, PlacementSpec, Settings, SlaveAddress, Ti
 from dips.core.observe.tape import Tape
 from dips.core.wire import Codec
 from dips.worker.commands import AskEnds, KeepPush, Send, ShareOut, from_bytes
-from dips.worker.link_counts import LinkCounts, TransferDirection
+from dips.worker.data import LinkCounts, TransferDirection
 from dips.worker.parallel.meetings import PartEnd, RankReport, TransferStage
 from dips.worker.parallel.rank_part import LeadingPart, RankPart
 from dips.worker.state.effects import Cancel, Done, Event, Failed

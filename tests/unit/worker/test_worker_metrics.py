@@ -17,7 +17,7 @@ from dips.core.net.transfer import SlaveProgress
 from dips.core.wire import Codec
 from dips.worker import metrics
 from dips.worker.config import ClientConfig
-from dips.worker.link_counts import LinkCounts, TransferDirection
+from dips.worker.data import LinkCounts, TransferDirection
 from dips.worker.metrics import StepTimer
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Cancel, Done, Failed, Run, SendPush

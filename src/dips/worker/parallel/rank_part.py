@@ -44,8 +44,7 @@ from dips.worker.commands import (
     from_bytes,
     to_bytes,
 )
-from dips.worker.data import RankShare, wire_of_pull
-from dips.worker.link_counts import LinkCounts, TransferDirection
+from dips.worker.data import LinkCounts, RankShare, TransferDirection, wire_of_pull
 from dips.worker.model_part import ModelPart
 from dips.worker.parallel.agreement import Agreed
 from dips.worker.parallel.exchange import ShardParameters
