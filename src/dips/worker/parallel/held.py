@@ -45,9 +45,34 @@ class Box(NamedTuple):
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
     @property
     def n_elems(self) -> int:
         return math.prod(self.sizes)
+
+
+def part_of(tensor: torch.Tensor, held: Box, box: Box) -> torch.Tensor:
+    """The elements of `box` in a tensor that is `held` of the same global tensor. A view."""
+    for dim, (start, size) in enumerate(zip(*box, strict=True)):
+        tensor = tensor.narrow(dim, start - held.starts[dim], size)
+    return tensor
+
+
+def pieces_of(box: Box, max_elems: int) -> Iterator[Box]:
+    """The box, cut so that no piece has more elements, in logical order."""
+    dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
+    if dim is None or box.n_elems <= max_elems:
+        yield box
+        return
+    rows = max(1, max_elems // (box.n_elems // box.sizes[dim]))
+    for start in range(0, box.sizes[dim], rows):
+        starts, sizes = list(box.starts), list(box.sizes)
+        starts[dim], sizes[dim] = starts[dim] + start, min(rows, sizes[dim] - start)
+        piece = Box(tuple(starts), tuple(sizes))
+        yield from pieces_of(piece, max_elems) if rows == 1 else [piece]
 
 
 @dataclass(frozen=True)
@@ -427,7 +452,7 @@ def _box_and_shape(name: str, tensor: torch.Tensor, shard: ShardOf) -> tuple[Box
 def _box_of(name: str, tensor: torch.Tensor) -> Box:
     """The box of the global tensor that is here, as torch.distributed.checkpoint would save it."""
     if not hasattr(tensor, "device_mesh"):
-        return Box((0,) * tensor.dim(), tuple(tensor.shape))
+        return Box.whole(tensor.shape)
     if any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
         raise ConfigError(
             f"parameter {name!r} is a sum over ranks (Partial) of which each holds one term: redistribute it to shards "

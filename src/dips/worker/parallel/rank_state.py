@@ -21,8 +21,8 @@ import xxhash
 from dips.core.errors import ConfigError, option
 from dips.worker.checkpoint_files import CheckpointError, RawTensor
 from dips.worker.parallel.agreement import Agreed, Alone, Gathering, agree, cells_of
-from dips.worker.parallel.held import Box, Row, cut_of, held_here
-from dips.worker.parallel.shard_files import SavedShards, Shard, part_of, whole
+from dips.worker.parallel.held import Box, Row, cut_of, held_here, part_of
+from dips.worker.parallel.shard_files import SavedShards, Shard, whole
 from dips.worker.torch_model import (
     Optimizers,
     as_list,

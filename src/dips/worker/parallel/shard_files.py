@@ -37,7 +37,7 @@ from dips.worker.checkpoint_files import (
     places_of,
     write_durably,
 )
-from dips.worker.parallel.held import Box
+from dips.worker.parallel.held import Box, part_of, pieces_of
 from dips.worker.parameters import ParameterStore
 from dips.worker.torch_state import TORCH_DTYPES, raw_of
 from dips.worker.vectors import Vectors
@@ -68,28 +68,7 @@ class Shard(NamedTuple):
 
 def whole(name: str, tensor: torch.Tensor) -> Shard:
     """A tensor of which no one else has a part."""
-    return Shard(name, tuple(tensor.shape), Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
-
-
-def part_of(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
-    """The elements of `part`, which is in `box`, as a view of the tensor that has all of box."""
-    starts = (a - b for a, b in zip(part.starts, box.starts, strict=True))
-    return tensor[tuple(slice(start, start + size) for start, size in zip(starts, part.sizes, strict=True))]
-
-
-def pieces_of(box: Box, item_bytes: int) -> Iterator[Box]:
-    """The box, cut so that no piece is larger than PIECE_BYTES, in its order."""
-    dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
-    if dim is None or box.n_elems * item_bytes <= PIECE_BYTES:
-        yield box
-        return
-    row = box.n_elems // box.sizes[dim] * item_bytes
-    rows = max(1, PIECE_BYTES // row)
-    for start in range(0, box.sizes[dim], rows):
-        starts, sizes = list(box.starts), list(box.sizes)
-        starts[dim], sizes[dim] = starts[dim] + start, min(rows, sizes[dim] - start)
-        piece = Box(tuple(starts), tuple(sizes))
-        yield from pieces_of(piece, item_bytes) if rows == 1 else [piece]
+    return Shard(name, tuple(tensor.shape), Box.whole(tensor.shape), tensor)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -148,7 +127,7 @@ class ShardFile:
         """
         boxes = []
         for name, dtype, shape, place in places_of(path, stamp.n_bytes):
-            box, kind = Box((0,) * len(shape), shape), str(TORCH_DTYPES[dtype]).removeprefix("torch.")
+            box, kind = Box.whole(shape), str(TORCH_DTYPES[dtype]).removeprefix("torch.")
             n_bytes = box.n_elems * TORCH_DTYPES[dtype].itemsize
             boxes.append(SavedBox(names(name), kind, shape, box, place, n_bytes, place))
         return cls(path.name, stamp, tuple(boxes))
@@ -178,7 +157,7 @@ def saved_bytes(shards: Iterable[Shard], boxes: list[SavedBox]) -> Iterator[memo
     """The bytes of one rank's file, piece by piece. boxes: gets a row for each piece."""
     offset = 0
     for shard in shards:
-        for piece in pieces_of(shard.box, shard.tensor.element_size()):
+        for piece in pieces_of(shard.box, PIECE_BYTES // shard.tensor.element_size()):
             tensor = part_of(shard.tensor, shard.box, piece)
             if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
                 tensor = tensor.contiguous().clone()  # torch.save() writes all of a view's memory
