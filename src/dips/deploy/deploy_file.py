@@ -417,14 +417,13 @@ def sizes_for(
         run.slave_volume or of_slave,
         _rounded(table.whole("master_memory_bytes")),
         run.master_volume or of_master,
-        {cluster.id: _of_node(of_ranks(cluster.ranks), cluster) for cluster in clusters},
+        {
+            # Each rank has its own share; one process alone has all of the model.
+            cluster.id: cluster.node_ranks
+            * of_ranks(cluster.ranks).whole("rank_memory_most_bytes" if cluster.ranks > 1 else "cluster_memory_bytes")
+            for cluster in clusters
+        },
     )
-
-
-def _of_node(table: SizeTable, cluster: DeployedClusterKnobs) -> int:
-    """Each rank has its own share; one process alone has all of the model."""
-    key = "rank_memory_most_bytes" if cluster.ranks > 1 else "cluster_memory_bytes"
-    return cluster.node_ranks * table.whole(key)
 
 
 def quantity(n_bytes: int) -> str:
@@ -746,7 +745,7 @@ def _check_clusters(file: Path, sites: tuple[SiteKnobs, ...], clusters: tuple[De
             raise ConfigError(f"{file} [[sites]] {site.name}: bandwidth_gbps has a number that is not a rate")
     for cluster in clusters:
         where, site = f"{file} [[clusters]] {cluster.id}", _site_of(sites, cluster)
-        if cluster.starts in ("job", "jobset") and not site.context:
+        if cluster.on_kubernetes and not site.context:
             raise ConfigError(
                 f"{where}: site {site.name!r} has no context: set starts = 'slurm' or 'command', or give the site one"
             )

@@ -86,7 +86,7 @@ def stages(deployment: Deployment) -> list[RolloutStage]:
 
 
 def on_kubernetes(deployment: Deployment) -> list[DeployedClusterKnobs]:
-    return [cluster for cluster in deployment.clusters if cluster.starts in ("job", "jobset")]
+    return [cluster for cluster in deployment.clusters if cluster.on_kubernetes]
 
 
 def elsewhere(deployment: Deployment) -> list[DeployedClusterKnobs]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Protocol
@@ -189,13 +189,11 @@ def pod_of(live: Mapping[str, object] | None, wall: datetime) -> Pod | None:
         return None
     found: Object = dict(live)
     metadata, status = found["metadata"], found.get("status", {})
-    since = _ready_since(status.get("conditions") or [])
+    ready_since = (
+        datetime.fromisoformat(str(condition.get("lastTransitionTime")))
+        for condition in status.get("conditions") or []
+        if condition.get("type") == "Ready" and condition.get("status") == "True"
+    )
+    since = next(ready_since, None)
     ready = since is not None and "deletionTimestamp" not in metadata
     return Pod(metadata["name"], metadata.get("uid", ""), ready, (wall - since).total_seconds() if since else 0.0)
-
-
-def _ready_since(conditions: Sequence[Object]) -> datetime | None:
-    for condition in conditions:
-        if condition.get("type") == "Ready" and condition.get("status") == "True":
-            return datetime.fromisoformat(str(condition.get("lastTransitionTime")))
-    return None

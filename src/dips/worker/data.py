@@ -291,16 +291,6 @@ class SlaveLinkCounts:
 
 
 @dataclass(frozen=True)
-class RankCounts:
-    """Counts of one rank of this cluster, of transfers that are done. n_bytes, seconds: by direction; the seconds are
-    those of its part of the newest transfer.
-    """
-
-    n_bytes: Mapping[TransferDirection, int] = field(default_factory=dict)
-    seconds: Mapping[TransferDirection, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Transferring:
     """Adds the progress of one transfer to the counts. For the data thread."""
 
@@ -341,14 +331,12 @@ class LinkCounts:
     """Counts the traffic on the links to the slaves of the newest transfer's placement, in all transfers of a process.
 
     The data thread makes a new immutable view a few times a second during a transfer; readers get the last one. Bytes
-    are those on the wire: differences have fewer than parameters. Of a cluster of several ranks the leader also counts
-    what each of them has moved, on the training thread.
+    are those on the wire: differences have fewer than parameters. Of several ranks those are counted that the leader
+    moves.
     """
 
     def __init__(self) -> None:
         self._view: Mapping[str, SlaveLinkCounts] = {}
-        self.ranks: Mapping[int, RankCounts] = {}
-        """Of each rank, on the leader of several; from any thread, never changed afterwards."""
 
     @property
     def view(self) -> Mapping[str, SlaveLinkCounts]:
@@ -357,15 +345,6 @@ class LinkCounts:
 
     def show(self, links: Mapping[str, SlaveLinkCounts]) -> None:
         self._view = links
-
-    def ranks_moved(self, direction: TransferDirection, parts: Mapping[int, tuple[int, float]]) -> None:
-        """A transfer of all ranks is done. parts: bytes and seconds of each."""
-        ranks = {}
-        for rank, (n_bytes, seconds) in parts.items():
-            known = self.ranks.get(rank, RankCounts())
-            moved = known.n_bytes.get(direction, 0) + n_bytes
-            ranks[rank] = RankCounts({**known.n_bytes, direction: moved}, {**known.seconds, direction: seconds})
-        self.ranks = ranks
 
     def begin(
         self, direction: TransferDirection, wire: Codec, slaves: Iterable[str], now_s: float, n_parts: int = 1

@@ -1,5 +1,4 @@
-"""The metrics of a cluster's process; docs/metrics.md is made from this list. Labels: slaves of the run, ranks of the
-cluster, fixed words.
+"""The metrics of a cluster's process; docs/metrics.md is made from this list. Labels: slaves of the run, fixed words.
 
 HELDOUT has the metrics of `dips eval --follow`, which does not train.
 """
@@ -34,7 +33,6 @@ PREFIX = "dips_worker_"
 
 _SLAVE = ("slave",)
 _LINK = ("slave", "direction")
-_RANK = ("rank", "direction")
 
 METRICS: tuple[Spec, ...] = (
     # ---- the session ----
@@ -74,10 +72,6 @@ METRICS: tuple[Spec, ...] = (
          "the link's delay", _SLAVE, "s", "there was a transfer"),
     Spec("link_reconnects_total", "counter", "New connections after the slave was silent or closed one", "no increase",
          _SLAVE),
-    Spec("rank_bytes_total", "counter", "Parameter bytes that each rank moved in transfers of all ranks that are done",
-         "alike for all ranks", _RANK, "bytes", "the cluster has several ranks, and a transfer was done"),
-    Spec("rank_transfer_seconds", "gauge", "Time of each rank's part of the newest such transfer",
-         "alike for all ranks", _RANK, "s", "the cluster has several ranks, and a transfer was done"),
     Spec("link_refusals_total", "counter", "Requests that the slave refused, by code (docs/protocol.md)",
          "UNKNOWN_PUSH a few, when a ticket is faster than its opening", ("slave", "code")),
     # ---- checkpoints ----
@@ -306,11 +300,6 @@ def cluster_families(
         families.set("link_round_trip_seconds", link.round_trip_s, slave)
         families.set("link_reconnects_total", link.reconnects, slave)
         families.refusals("link_refusals_total", link.refusals, slave)
-    for rank, moved in sorted(links.ranks.items()):
-        for direction, n_bytes in moved.n_bytes.items():
-            families.set("rank_bytes_total", n_bytes, str(rank), direction.value)
-        for direction, seconds in moved.seconds.items():
-            families.set("rank_transfer_seconds", seconds, str(rank), direction.value)
     return families
 
 

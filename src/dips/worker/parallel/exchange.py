@@ -311,7 +311,11 @@ class _Rows:
         """pieces, share: of the rank that is at an end; the other end of these copies has no meaning."""
         n_dims = copies.sizes.shape[1]
         shapes = [span.parameter.shape or (1,) for span in layout.spans]
-        strides = np.array([_strides(shape, n_dims) for shape in shapes], np.int64)[copies.parameters]
+        # Of each tensor in logical order, in elements; 0 for dimensions that it lacks.
+        of_shapes = [
+            [math.prod(shape[d + 1 :]) for d in range(len(shape))] + [0] * (n_dims - len(shape)) for shape in shapes
+        ]
+        strides = np.array(of_shapes, np.int64)[copies.parameters]
         corners = np.array([(*piece.starts, *[0] * (n_dims - len(piece.starts))) for piece in pieces], np.int64)
         of_piece = np.minimum(copies.pieces, max(0, len(pieces) - 1))  # another rank's may have a greater number
         corner = corners[of_piece] if pieces else np.zeros_like(copies.starts)
@@ -424,12 +428,6 @@ def _cut(copies: Copies, limit: int) -> Copies:
         copies.starts[:, d] += offsets
         copies.sizes[:, d] = np.minimum(each[rows], copies.sizes[:, d] - offsets)
     return copies
-
-
-def _strides(shape: tuple[int, ...], n_dims: int) -> list[int]:
-    """Of a tensor in logical order, in elements; 0 for dimensions that it lacks."""
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    return strides + [0] * (n_dims - len(shape))
 
 
 def _starts_of_groups(ascending: I64) -> I64:

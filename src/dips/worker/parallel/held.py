@@ -320,13 +320,18 @@ def held_here(
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         meshes += [group.mesh_info.mesh for group in groups if group is not None]
+    data = None
+    if data_mesh is not None:
+        data, is_group = _place_in(data_mesh), isinstance(data_mesh, dist.ProcessGroup)
+        ranks = dist.get_process_group_ranks(data_mesh) if is_group else data_mesh.mesh.flatten().tolist()
+        _check_inside("data_mesh has", ranks, of_world)
     return Held(
         plain,
         found,
         untrained,
         buffers=buffers,
         is_replica=all(_is_replica(model, of_world) for model in models),
-        data=None if data_mesh is None else _data_place(data_mesh, of_world),
+        data=data,
         fsdp=_place_in(max(meshes, key=lambda mesh: mesh.size())) if meshes else None,
         former=names.former,
     )
@@ -349,15 +354,6 @@ def _fsdp_modules(models: Sequence[torch.nn.Module]) -> Iterator[Any]:
         for module in model.modules():
             if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
                 yield module
-
-
-def _data_place(data_mesh: Any, of_world: Sequence[int] | None) -> DataPlace:
-    place = _place_in(data_mesh)
-    if isinstance(data_mesh, dist.ProcessGroup):
-        _check_inside("data_mesh has", dist.get_process_group_ranks(data_mesh), of_world)
-    else:
-        _check_inside("data_mesh has", data_mesh.mesh.flatten().tolist(), of_world)
-    return place
 
 
 def _place_in(mesh: Any) -> DataPlace:

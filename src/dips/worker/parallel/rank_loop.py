@@ -388,9 +388,12 @@ def loop_of_ranks(
                 store = CheckpointStore(config.checkpoint_dir, config.checkpoints_kept)
     except Exception as error:
         mine = error
-    agreed = agree(
-        ranks, mine, {**_settings_of(config), **settings, "state": sorted(state)}, order=order, replicas=replicas
-    )
+    equal = {**settings, "state": sorted(state)}  # on all ranks of a cluster
+    if config is not None:
+        names = ("master", "cluster_id", "run_id", "wire_dtype", "sync_every", "outer_lr", "outer_momentum", "insecure")
+        of_client = {name: getattr(config, name) for name in names}
+        equal = {**of_client, "checkpoints": config.checkpoint_dir is not None, **equal}
+    agreed = agree(ranks, mine, equal, order=order, replicas=replicas)
     if agreed is None or config is None:
         return None
     install("worker", enabled=config.failpoints)
@@ -422,12 +425,3 @@ def loop_of_ranks(
     return RankLoop(
         ranks, part, agreed.coordinates, shell, leading, kept, loss=loss, clock=clock, wait_s=config.ranks_wait_s
     )
-
-
-def _settings_of(config: ClientConfig | None) -> dict[str, object]:
-    """What must be equal on all ranks of a cluster."""
-    if config is None:
-        return {}
-    names = ("master", "cluster_id", "run_id", "wire_dtype", "sync_every", "outer_lr", "outer_momentum", "insecure")
-    settings: dict[str, object] = {name: getattr(config, name) for name in names}
-    return {**settings, "checkpoints": config.checkpoint_dir is not None}

@@ -19,12 +19,11 @@ import torch
 
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError, FatalError, RemoteProtocolError
-from dips.core.layout import FLOAT32_BYTES, Chunk, Share
+from dips.core.layout import Chunk, Share
 from dips.core.messages import PlacementSpec
 from dips.core.net.transfer import chunks_by_slave
 from dips.core.net.zmq_sockets import CurvePair
 from dips.core.observe.tape import Tape
-from dips.core.wire import Codec, encoded_bytes
 from dips.worker.commands import (
     Ask,
     AskEnds,
@@ -44,7 +43,7 @@ from dips.worker.commands import (
     from_bytes,
     to_bytes,
 )
-from dips.worker.data import LinkCounts, RankShare, TransferDirection, wire_of_pull
+from dips.worker.data import LinkCounts, RankShare
 from dips.worker.model_part import ModelPart
 from dips.worker.parallel.agreement import Agreed
 from dips.worker.parallel.exchange import ShardParameters
@@ -145,11 +144,6 @@ class RankPart:
             self._part.do(command)
         return None
 
-    def bytes_of_ranks(self, wire: Codec, n_parts: int) -> list[int]:
-        """Bytes of each rank's share in a transfer that is written so, n_parts times."""
-        sizes = (sum(chunk.length_bytes for chunk in chunks) for chunks in self._chunks)
-        return [n_parts * encoded_bytes(wire, size // FLOAT32_BYTES) for size in sizes]
-
     @property
     def push_is_live(self) -> bool:
         return self._part is not None and self._part.push_is_live
@@ -240,9 +234,6 @@ class _Job:
 
     job: int
     began_s: float
-    direction: TransferDirection
-    wire: Codec
-    n_parts: int
     chunks_of_slave: Mapping[str, Sequence[Chunk]]
     promised: Mapping[str, bytes] | None
 
@@ -259,7 +250,6 @@ class LeadingPart:
         """By which the ranks have shared the model out."""
         self._job: _Job | None = None
         self._moved_s: dict[int, float] = {}  # of the running job, seconds of each rank's part that is done
-        self._links: LinkCounts | None = None
         self._reports: Sequence[RankReport] = ()
         self._asked_s = -float("inf")
         self._stops = False
@@ -273,7 +263,6 @@ class LeadingPart:
     def begin(self, deliver: Callable[[Event], None], tape: Tape, links: LinkCounts | None) -> None:
         """Before anything else: where events go, the event record, and what counts the leader's own traffic."""
         self._deliver = deliver
-        self._links = links
         self._part.record(tape, links)
 
     def do(self, command: Order) -> Any:
@@ -285,11 +274,9 @@ class LeadingPart:
             case ShareOut(chunk_bytes):
                 self.chunk_bytes = chunk_bytes
             case Send(job=job, ticket=ticket):
-                what = (TransferDirection.PUSH, ticket.wire, 1)
-                self._begin(job, what, ticket.placement, ticket.block_order, None)
+                self._begin(job, ticket.placement, ticket.block_order, None)
             case Fetch(job=job, grant=grant):
-                what = (TransferDirection.PULL, *wire_of_pull(grant))
-                self._begin(job, what, grant.placement, grant.block_order, dict(grant.digest_of_slave))
+                self._begin(job, grant.placement, grant.block_order, dict(grant.digest_of_slave))
             case Cancel(job):
                 if self._job is not None and self._job.job == job:
                     self._job = None
@@ -341,9 +328,6 @@ class LeadingPart:
                 self.do(Cancel(job.job))
             case Done():
                 self._job = None
-                if self._links is not None:
-                    sizes = self._part.bytes_of_ranks(job.wire, job.n_parts)
-                    self._links.ranks_moved(job.direction, {e.rank: (sizes[e.rank], e.seconds) for e in ends})
             case None:
                 return
         assert self._deliver is not None, "a job runs after begin()"
@@ -381,14 +365,13 @@ class LeadingPart:
     def _begin(
         self,
         job: int,
-        what: tuple[TransferDirection, Codec, int],
         placement: PlacementSpec,
         block_order: Sequence[int],
         promised: Mapping[str, bytes] | None,
     ) -> None:
         layout = self._part.agreed.layout
         shards = chunks_by_slave(layout, placement, block_order, self.chunk_bytes)
-        self._job = _Job(job, self._clock.monotonic_s(), *what, shards, promised)
+        self._job = _Job(job, self._clock.monotonic_s(), shards, promised)
         self._reports, self._moved_s = (), {}
 
     def _together(self, call: Callable[[], T]) -> T:

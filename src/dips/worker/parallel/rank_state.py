@@ -303,7 +303,12 @@ class RankState:
                         "options in the checkpoint's: resume with the same groups of parameters, or without "
                         f"{option('resume')}"
                     )
-                _set_options(group, unflatten(options["options"], {}))
+                for key, value in unflatten(options["options"], {}).items():
+                    now = group.get(key)
+                    if isinstance(now, torch.Tensor):
+                        now.fill_(value)
+                    else:
+                        group[key] = value
 
     def _restore_optimizer_state(self, state: Mapping[str, Any], saved: SavedShards) -> None:
         for optimizer in self._optimizers:
@@ -446,15 +451,6 @@ def _options_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> d
         if key != "params" and key != "param_names"
     }
     return {"kind": type(optimizer).__name__, "options": _plain(options, "param_groups")}
-
-
-def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    for key, value in options.items():
-        now = group.get(key)
-        if isinstance(now, torch.Tensor):
-            now.fill_(value)
-        else:
-            group[key] = value
 
 
 def _plain(value: object, place: str) -> Any:
