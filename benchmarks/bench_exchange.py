@@ -34,9 +34,9 @@ import torch
 import torch.distributed as dist
 
 from dips.core.layout import FLOAT32_BYTES, Layout, Parameter
+from dips.worker.commands import GoOn, from_bytes, to_bytes
 from dips.worker.parallel.exchange import Exchange
 from dips.worker.parallel.meetings import RankReport, tally
-from dips.worker.parallel.orders import GoOn, from_bytes, to_bytes
 from dips.worker.parallel.ownership import Piece, copies_to_holders, copies_to_owners, shares_of_ranks
 from dips.worker.parallel.ranks import PATIENCE, SHORT_BYTES, Ranks, ranks_here
 

@@ -178,7 +178,7 @@ def noise() -> list[dict[str, float]]:
     from dips.lab.compare.engine import run_data_parallel
     from dips.trainer.config import TrainConfig
     from dips.trainer.data import make_batch
-    from dips.trainer.learner import ByteLearner, read_text
+    from dips.trainer.train import ByteLearner, read_text
 
     setup, found = load_setup("small").with_overrides(evaluations=1), list[dict[str, float]]()
 

@@ -43,7 +43,7 @@ from typing import NamedTuple
 from quiet import Gate
 from shaped import LAN, Cable, NotPossible, ShapedNet
 
-from dips.local.sizing import SizeKnobs, size
+from dips.local.sizing import SizeKnobs, SizeTable
 
 JOB = Path(__file__).parent / "flows" / "rank_job.py"
 MASTER, MASTER_PORT, STORE_PORT = "master", 29400, 29500
@@ -236,7 +236,7 @@ def size_of_rank(n_params: int, n_ranks: int, n_slaves: int) -> int:
         {"params": n_params, "clusters": 1, "slaves": n_slaves, "ranks": n_ranks, "link": "1gbps",
          "chunk_bytes": CHUNK_BYTES, "optimizer_bytes": 0}
     )  # fmt: skip
-    table = size(knobs)
+    table = SizeTable(knobs)
     if n_ranks > 1:
         return table.whole("rank_memory_bytes")
     return table.whole("cluster_memory_bytes") - CHECKPOINT_BYTES * n_params

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from dips.core.ids import PushId, RoundId
 from dips.core.layout import Chunk, chunks_of
 from dips.core.messages import PlacementSpec, PullGrant, Ticket
+from dips.worker.parallel.meetings import PartEnd, combined
 from dips.worker.parallel.ownership import Piece, shares_of_ranks
-from dips.worker.parallel.part_ends import PartEnd, combined
 from dips.worker.state.effects import Done, Failed
 from search.bounds import LAYOUT, Bounds
 from search.slave_part import PieceNames, blocks_of, sums_of

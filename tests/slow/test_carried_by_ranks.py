@@ -26,7 +26,7 @@ from dips.core.net.zmq_sockets import CurvePair
 from dips.core.wire import Codec
 from dips.slave.data_server import LoopName
 from dips.worker.data import window_of_rank
-from dips.worker.parallel.part_ends import PartEnd, combined
+from dips.worker.parallel.meetings import PartEnd, combined
 from dips.worker.state.effects import Done
 from dips.worker.vectors import Live
 

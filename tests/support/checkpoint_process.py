@@ -28,12 +28,12 @@ from dips.core.layout import Share
 from dips.worker.checkpoint_files import INNER, CheckpointStore
 from dips.worker.model_part import ModelPart
 from dips.worker.parallel.agreement import Agreed, Gathering, agree
+from dips.worker.parallel.exchange import ShardParameters
 from dips.worker.parallel.held import ShardOf, held_here
 from dips.worker.parallel.ownership import shares_of_ranks
 from dips.worker.parallel.rank_checkpoints import RankCheckpoints
 from dips.worker.parallel.rank_state import RankState, merged
 from dips.worker.parallel.shard_files import ShardFile, write_metadata
-from dips.worker.parallel.shard_parameters import ShardParameters
 from dips.worker.state.effects import PushRecord
 from dips.worker.state.saved import SavedSession
 from dips.worker.state.work import Work
@@ -161,7 +161,7 @@ class Rank:
         self.checkpoints.put_back(*self.one.owned, with_residual=True)
         if shares_again:
             self.one = OneShare(self.agreed, self.group, OTHER_UNIT_BYTES)
-            self.checkpoints.share_again(*self.one.owned, with_residual=True)
+            self.checkpoints.put_back(*self.one.owned, with_residual=True, again=True)
         wrong = []
         vectors, share = self.one.vectors, self.one.share
         theta = np.zeros(share.n_elems, np.float32)
@@ -191,7 +191,8 @@ class Rank:
         random.seed(100 + dist.get_rank())
         torch.manual_seed(100 + dist.get_rank())
         same = here == (random.random(), torch.rand(1).item())
-        n_saved = len(self.checkpoints.found.content["state"]["parts"]["random"])
+        assert self.checkpoints.found is not None
+        n_saved = len(self.checkpoints.found.manifest.content["state"]["parts"]["random"])
         if same is not (n_saved == self.ranks.n_ranks):
             wrong.append("random numbers")
         self.close()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dips.worker.checkpoint_files import CheckpointError, CheckpointStore, RawTensor
-from dips.worker.parallel.shard_files import shards_of
+from dips.worker.parallel.shard_files import FoundCheckpoint
 from dips.worker.torch_state import raw_of
 
 VECTORS = ("theta", "theta_base", "theta_at_push", "theta_installed", "residual")
@@ -28,8 +28,7 @@ def newest_of(store: CheckpointStore) -> tuple[Kept | None, list[str]]:
             sentences.append(manifest)
             continue
         try:
-            saved = shards_of(store.directory, manifest)
-            saved.check()
+            saved = FoundCheckpoint(store.directory, manifest).saved
         except CheckpointError as error:
             sentences.append(store.cannot_be_used(manifest.number, error))
             continue

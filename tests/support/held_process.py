@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from dips.core.errors import DipsError
-from dips.worker.parallel import held, roll_call
+from dips.worker.parallel import held, ranks
 from dips.worker.parallel.agreement import agree
 from dips.worker.parallel.held import held_here
 from dips.worker.parallel.replicas import Replicas
@@ -133,9 +133,9 @@ def main(rank: int, n_ranks: int, folder: Path, kinds: Sequence[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n_ranks)
     for kind in kinds:
         try:
-            roll_call.ROLL_CALL_S = 1.0 if kind == "gone2" else 200.0
+            ranks.ROLL_CALL_S = 1.0 if kind == "gone2" else 200.0
             if kind != "gone2" or rank == 0:
-                roll_call.call_the_roll()
+                ranks.call_the_roll()
             line = {} if kind == "gone2" else agreed_single(kind)
         except DipsError as error:
             line = {"refused": str(error), "exit_code": error.exit_code}

@@ -311,6 +311,6 @@ def in_memory(monkeypatch: pytest.MonkeyPatch, run: RunInMemory) -> RunInMemory:
     monkeypatch.setattr("dips.worker.shell.Heartbeat", heartbeat)
     waits = type("RunsWaits", (Waits,), {"run": run})
     monkeypatch.setattr("dips.worker.shell.queue", SimpleNamespace(SimpleQueue=waits, Empty=queue.Empty))
-    for module in ("shell", "parallel.joining"):
+    for module in ("shell", "parallel.rank_loop"):
         monkeypatch.setattr(f"dips.worker.{module}.SystemClock", lambda: run.clock)
     return run

@@ -20,9 +20,9 @@ from torch.distributed.fsdp import fully_shard
 
 from dips.core.layout import Share
 from dips.worker.parallel.agreement import Agreed, agree
+from dips.worker.parallel.exchange import ShardParameters
 from dips.worker.parallel.held import ShardOf, held_here
 from dips.worker.parallel.ownership import shares_of_ranks
-from dips.worker.parallel.shard_parameters import ShardParameters
 from dips.worker.state.effects import InstallMode
 from dips.worker.vectors import Vectors
 

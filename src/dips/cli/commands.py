@@ -14,10 +14,10 @@ class Command:
 
     name: str
     module: str
-    function: str
     summary: str
     panel: str
     examples: tuple[str, ...] = ()
+    function: str = ""  # empty: it has the command's name
 
 
 RUN, ROLES, ASK, MODEL = "Run here", "One process of a run", "Watch and operate a run", "Models"
@@ -27,7 +27,6 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "demo",
         "dips.cli.demo",
-        "demo",
         "Train a small model on this machine, with faults during the run.",
         RUN,
         ("dips demo", "dips demo --data ~/notes --clusters 3 --minutes 2 --no-faults"),
@@ -35,7 +34,6 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "up",
         "dips.cli.up",
-        "up",
         "Run master, slaves and clusters from a file; restart what dies.",
         RUN,
         ("dips up examples/local.toml",),
@@ -43,7 +41,6 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "doctor",
         "dips.cli.doctor",
-        "doctor",
         "Check before a run: ports, keys, memory, disks, clocks, packages.",
         RUN,
         (
@@ -55,34 +52,31 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "keys",
         "dips.cli.keys",
-        "app",
         "Make, show, renew and revoke the keys of a run's processes.",
         ROLES,
         (
             "dips keys init ~/keys --cluster a --cluster b --slave s0 --operator me",
             "dips keys revoke ~/keys b --reason 'stolen laptop'",
         ),
+        function="app",
     ),
     Command(
         "master",
-        "dips.cli.master",
-        "master",
+        "dips.cli.roles",
         "The master of a run.",
         ROLES,
         ("dips master --run-id mine --directory runs/mine/master --slaves 1 --listen 127.0.0.1:29400",),
     ),
     Command(
         "slave",
-        "dips.cli.slave",
-        "slave",
+        "dips.cli.roles",
         "A slave: holds blocks of the model and merges pushes.",
         ROLES,
         ("dips slave --run-id mine --slave-id s0 --directory runs/mine/slaves/s0 --master 127.0.0.1:29400",),
     ),
     Command(
         "train",
-        "dips.cli.train",
-        "train",
+        "dips.cli.roles",
         "A cluster that trains a byte-level language model.",
         ROLES,
         (
@@ -93,7 +87,6 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "deploy",
         "dips.cli.deploy",
-        "app",
         "A run on Kubernetes clusters in several places, from one file.",
         ROLES,
         (
@@ -101,11 +94,11 @@ COMMANDS: tuple[Command, ...] = (
             "dips deploy apply run.toml",
             "dips deploy drain run.toml a --reason 'other work'",
         ),
+        function="app",
     ),
     Command(
         "status",
         "dips.cli.operator",
-        "status",
         "What a run does now.",
         ASK,
         ("dips status runs/demo --watch", "dips status 127.0.0.1:29400 --keys keys/me --json"),
@@ -113,7 +106,6 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "page",
         "dips.cli.operator",
-        "page",
         "The address of a run's status page.",
         ASK,
         ("dips page runs/demo", "dips page runs/demo --open"),
@@ -121,16 +113,14 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "pause",
         "dips.cli.operator",
-        "pause",
         "Begin no new round until resumed; clusters train on.",
         ASK,
         ("dips pause runs/mine --reason 'moving a slave'",),
     ),
-    Command("resume", "dips.cli.operator", "resume", "End a pause.", ASK, ("dips resume runs/mine",)),
+    Command("resume", "dips.cli.operator", "End a pause.", ASK, ("dips resume runs/mine",)),
     Command(
         "stop",
         "dips.cli.operator",
-        "stop",
         "End a run: finish the open round, all pull it and leave.",
         ASK,
         ("dips stop runs/mine",),
@@ -138,7 +128,6 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "extend",
         "dips.cli.operator",
-        "extend",
         "Take back a run's end, or move its token limit.",
         ASK,
         ("dips extend runs/mine --tokens 2G", "dips extend runs/mine  (after a `dips stop`)"),
@@ -146,23 +135,16 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "evict",
         "dips.cli.operator",
-        "evict",
         "End a cluster's incarnation; it may join again.",
         ASK,
         ("dips evict runs/mine b --reason 'it hangs'",),
     ),
     Command(
-        "drain",
-        "dips.cli.operator",
-        "drain",
-        "Let a cluster push its last steps and leave.",
-        ASK,
-        ("dips drain runs/mine b",),
+        "drain", "dips.cli.operator", "Let a cluster push its last steps and leave.", ASK, ("dips drain runs/mine b",)
     ),
     Command(
         "reshard",
         "dips.cli.operator",
-        "reshard",
         "Let other slaves hold the model, while the run goes on.",
         ASK,
         (
@@ -174,7 +156,6 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "verify",
         "dips.cli.verify",
-        "verify",
         "Check what a run recorded against every promise about its state.",
         ASK,
         ("dips verify runs/demo", "dips verify runs/mine --replay --json"),
@@ -182,7 +163,6 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "pack",
         "dips.cli.verify",
-        "pack",
         "Copy what proves a run's versions into one folder, without keys.",
         ASK,
         ("dips pack runs/mine --to proof", "dips pack runs/mine --to proof --until r1.7"),
@@ -190,7 +170,6 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "story",
         "dips.cli.verify",
-        "story",
         "What all processes recorded of one round, version, push, cluster or slave; the slowest rounds and why.",
         ASK,
         ("dips story runs/demo 1:6", "dips story runs/demo a/1.1#3", "dips story runs/demo"),
@@ -198,7 +177,6 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "logs",
         "dips.cli.logs",
-        "logs",
         "The logs of all processes of a local run, in the order of time.",
         ASK,
         (
@@ -209,8 +187,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "track",
-        "dips.cli.track",
-        "track",
+        "dips.cli.logs",
         "Write a run's curves to TensorBoard, wandb, MLflow or Trackio.",
         ASK,
         ("dips track runs/demo --to tensorboard", "dips track runs/mine --to mlflow --project llm"),
@@ -218,15 +195,14 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "warm-up",
         "dips.cli.warm_up",
-        "warm_up",
         "Compile what slaves and workers run as machine code, once for a machine.",
         ROLES,
         ("dips warm-up", "dips warm-up --json"),
+        function="warm_up",
     ),
     Command(
         "export",
         "dips.cli.model",
-        "export",
         "Write a published version: one safetensors file, a Hugging Face folder, or a checkpoint for any parallelism.",
         MODEL,
         (
@@ -240,7 +216,6 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "follow",
         "dips.cli.model",
-        "follow",
         "Keep a folder at the newest version of a run, pulling differences: for evaluation, inference or samplers.",
         MODEL,
         (
@@ -252,15 +227,14 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "eval",
         "dips.cli.model",
-        "evaluate",
         "The held-out loss of a model, in nats per byte.",
         MODEL,
         ("dips eval model.safetensors", "dips eval runs/demo --json"),
+        function="evaluate",
     ),
     Command(
         "backup",
         "dips.cli.backup",
-        "backup",
         "Copy each n-th version of slaves' snapshots to an object store.",
         ROLES,
         (
@@ -271,7 +245,6 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "restore",
         "dips.cli.backup",
-        "restore",
         "Make slaves' directories again from an object store.",
         ROLES,
         (
@@ -282,7 +255,6 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "size",
         "dips.cli.size",
-        "size",
         "Memory, disk and time that a run needs, each with its formula.",
         MODEL,
         (

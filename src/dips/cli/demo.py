@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -94,7 +94,24 @@ _REMEDIES = {"everything_killed_came_back": " (the run waited for it; its log sa
 
 def _tell(result: DemoResult) -> None:
     console, report = Console(), result.report
-    console.print(cluster_summary(report))
+    # What each cluster did, as a table.
+    of_ranks = any(cluster["parallel"] for cluster in report["clusters"].values())
+    words = ("cluster", "parallelism") if of_ranks else ("cluster",)
+    columns = (*words, "gap", "tokens/s", "steps", "tokens", "applied", "excluded", "starts")
+    table = FittingTable("clusters", [Column(name, right=name not in words) for name in columns])
+    for name, cluster in report["clusters"].items():
+        table.add_row(
+            name,
+            *([cluster["parallel"] or "one process"] if of_ranks else []),
+            f"{cluster['speed_gap']:.0%}",
+            f"{cluster['measured_speed']:.0f}",
+            str(cluster["steps"]),
+            format_count(cluster["tokens"]),
+            str(cluster["pushes_applied"]),
+            str(cluster["pushes_excluded"]),
+            str(cluster["incarnations"]),
+        )
+    console.print(table)
     for fault in report["faults"]:
         away = None if fault["back_when"] is None else fault["back_when"] - fault["when"]
         back = "not back" if away is None else f"back after {away:.1f} s"
@@ -137,24 +154,3 @@ def own_model(here: Path) -> list[str]:
 
 
 _LOOP, _SERVERS, _PAGE = Path("examples/own_loop.py"), Path("examples/server.toml"), Path("docs/start.md")
-
-
-def cluster_summary(report: dict[str, Any]) -> FittingTable:
-    """What each cluster did, as a table."""
-    of_ranks = any(cluster["parallel"] for cluster in report["clusters"].values())
-    words = ("cluster", "parallelism") if of_ranks else ("cluster",)
-    columns = (*words, "gap", "tokens/s", "steps", "tokens", "applied", "excluded", "starts")
-    table = FittingTable("clusters", [Column(name, right=name not in words) for name in columns])
-    for name, cluster in report["clusters"].items():
-        table.add_row(
-            name,
-            *([cluster["parallel"] or "one process"] if of_ranks else []),
-            f"{cluster['speed_gap']:.0%}",
-            f"{cluster['measured_speed']:.0f}",
-            str(cluster["steps"]),
-            format_count(cluster["tokens"]),
-            str(cluster["pushes_applied"]),
-            str(cluster["pushes_excluded"]),
-            str(cluster["incarnations"]),
-        )
-    return table

@@ -22,7 +22,7 @@ from dips.core.observe.logs import LOG_FORMAT_VARIABLE, configure_logging
 from dips.core.units import parse_seconds
 from dips.deploy import identities
 from dips.deploy import rollout as plan
-from dips.deploy.compare import Step, shown
+from dips.deploy.compare import shown
 from dips.deploy.deploy_file import AUTO, Deployment, read_deploy_file
 from dips.deploy.render import script, write_folders
 from dips.local.operator_client import OperatorClient
@@ -69,9 +69,9 @@ def show_plan(
         difference = site.difference()
         planned, leaving = difference.planned, difference.leaving
     if as_json:
-        print(
-            json.dumps([_step_json(step) for _, steps in planned for step in steps] + [_step_json(s) for s in leaving])
-        )
+        every = [*(step for _, steps in planned for step in steps), *leaving]
+        rows = [{"context": s.context, "action": s.action.name.lower(), "object": shown(s.wanted)} for s in every]
+        print(json.dumps(rows))
         return 0
     _introduce(deployment)
     print("compared with nothing: no cluster was asked\n" if known is None else "compared with what is there\n")
@@ -80,10 +80,10 @@ def show_plan(
     for step in leaving:
         print(f"- {step.name} (context {step.context})")
     print(plan.counts(planned, leaving))
-    for note in [*_not_asked(deployment, known), *plan.need_lines(plan.needs(plan.stages(deployment)))]:
-        print(note)
-    for note in _notes(deployment):
-        print(note)
+    _say_what_is_not_asked(deployment, known)
+    for line in plan.need_lines(plan.needs(plan.stages(deployment))):
+        print(line)
+    _say_what_is_left(deployment)
     return 0
 
 
@@ -115,14 +115,12 @@ def apply(
     for line in plan.lines(difference.planned, summary=True):
         print(line)
     print(plan.counts(difference.planned, difference.leaving))
-    for note in _not_asked(deployment, known):
-        print(note)
+    _say_what_is_not_asked(deployment, known)
     if difference.changes and not _agreed(yes, "apply it"):
         return 1
     changed = site.apply(difference, reach and waits)
     print(f"run {deployment.name}: {changed} objects were changed")
-    for note in _notes(deployment):
-        print(note)
+    _say_what_is_left(deployment)
     return 0
 
 
@@ -260,8 +258,7 @@ def move(file: File, yes: Yes = False, wait: Wait = WAIT, reach: Reach = True, m
     site.prepare()
     changed = site.apply(site.difference(), reach)
     print(f"run {deployment.name} is at {new.name}: {changed} objects were changed; the old volumes stay at {old.name}")
-    for note in _notes(deployment):
-        print(note)
+    _say_what_is_left(deployment)
     return 0
 
 
@@ -275,7 +272,7 @@ def rights(
     An administrator applies it, and binds it to whoever deploys. Only a namespace that is missing needs more.
     """
     from dips.deploy.objects import as_yaml
-    from dips.deploy.rights import ROLE, role
+    from dips.deploy.rollout import ROLE, role
 
     deployment = read_deploy_file(file)
     print(f"# in {', '.join(plan.contexts(deployment))}; then")
@@ -374,30 +371,23 @@ def _introduce(deployment: Deployment) -> None:
     print(f"clusters dial the master at {deployment.master_address}, slaves at {deployment.slave_address(0)}, ...")
 
 
-def _not_asked(deployment: Deployment, known: list[str] | None) -> list[str]:
+def _say_what_is_not_asked(deployment: Deployment, known: list[str] | None) -> None:
     """A site that was taken out of the file may still hold objects of the run, of which nothing is known here."""
-    others = [context for context in known or [] if context not in plan.contexts(deployment)]
-    if not others:
-        return []
-    left = "what the run may have there is neither counted nor deleted: keep a site in the file until it holds nothing"
-    return [f"not asked, as no site of the file names them: contexts {', '.join(others)}; {left}"]
+    if others := [context for context in known or [] if context not in plan.contexts(deployment)]:
+        print(
+            f"not asked, as no site of the file names them: contexts {', '.join(others)}; what the run may have there "
+            "is neither counted nor deleted: keep a site in the file until it holds nothing"
+        )
 
 
-def _notes(deployment: Deployment) -> list[str]:
-    """What is left to do by hand."""
-    absent = identities.missing(deployment)
-    notes = []
-    if absent:
+def _say_what_is_left(deployment: Deployment) -> None:
+    """To do by hand."""
+    if absent := identities.missing(deployment):
         names = ", ".join(one.name for one in absent)
-        notes.append(f"keys are missing ({names}): {identities.how_to_make(deployment, absent)}")
+        print(f"keys are missing ({names}): {identities.how_to_make(deployment, absent)}")
     for cluster in plan.elsewhere(deployment):
         name, _ = script(deployment, cluster)
-        notes.append(f"cluster {cluster.id} is started by {name}: `dips deploy render {deployment.file} --output DIR`")
-    return notes
-
-
-def _step_json(step: Step) -> dict[str, object]:
-    return {"context": step.context, "action": step.action.name.lower(), "object": shown(step.wanted)}
+        print(f"cluster {cluster.id} is started by {name}: `dips deploy render {deployment.file} --output DIR`")
 
 
 def _agreed(yes: bool, what: str) -> bool:

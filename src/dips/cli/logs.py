@@ -1,4 +1,6 @@
-"""`dips logs`: the log lines of all processes of a run on this machine, in the order of time."""
+"""`dips logs` shows the log lines of all processes of a run on this machine, in the order of time. `dips track` writes
+what its master records to an experiment tracker, while the run goes on or afterwards.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from dips.core.errors import ConfigError
-from dips.core.observe.logs import LEVELS, escaped, human
+from dips.cli.run_options import RequiredRun
+from dips.core.config import load
+from dips.core.errors import ConfigError, FatalError
+from dips.core.observe.logs import LEVELS, configure_logging, escaped, human
 from dips.core.units import parse_seconds
 from dips.local.log_files import LogEntry, LogFile, find_logs, merged
+from dips.local.operator_client import NamedRun
+from dips.local.options import overrides_for, with_knobs
+from dips.local.tracking import Tracking, TrackKnobs, check_tracker
+from dips.trainer.progress import StopSignals
 
 FOLLOW_S = 0.25
 """How often files are looked at that may have grown."""
@@ -76,7 +84,13 @@ def logs(
     try:
         for entry in entries:
             if wanted.takes(entry):
-                print(as_json_line(entry) if as_json else shown(entry), flush=follow)
+                # One entry as a JSON object with stable keys; JSON escapes what a terminal would act upon.
+                print(
+                    json.dumps({**entry.line.to_json(), "source": escaped(entry.source)}, separators=(",", ":"))
+                    if as_json
+                    else shown(entry),
+                    flush=follow,
+                )
     except BrokenPipeError:
         # A pager or `head` has seen enough; nothing may be flushed into it at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -131,6 +145,38 @@ def shown(entry: LogEntry) -> str:
     return human(entry.line) if entry.line.role else f"{entry.source}: {escaped(entry.line.sentence)}"
 
 
-def as_json_line(entry: LogEntry) -> str:
-    """One entry as a JSON object with stable keys; JSON escapes what a terminal would act upon."""
-    return json.dumps({**entry.line.to_json(), "source": escaped(entry.source)}, separators=(",", ":"))
+LOOK_S = 1.0
+LATE_S = 60.0
+"""After the run's end: for so long held-out losses are waited for."""
+
+
+@with_knobs(TrackKnobs)
+def track(run: RequiredRun, **given: Any) -> int:
+    """Write loss, tokens, norms, staleness, speeds and link rates of each round to a tracker, until the run has ended.
+
+    RUN is a directory with the master's tape, which has every round; an address has only samples. Started again, it
+    goes on with what the tracker lacks. A tracker that is away is a warning, and is tried again. Exit code 6: the
+    signal to end came while the tracker did not take the last rounds.
+    """
+    knobs = load(TrackKnobs, "track", overrides=overrides_for(TrackKnobs, given)).value
+    check_tracker(knobs)
+    named = NamedRun.of(run)
+    tracking = Tracking(named.directory or named.masters, knobs)
+    configure_logging("track", "track")
+    ended_s: float | None = None
+    with StopSignals() as signals:
+        while True:
+            asked = signals.caught is not None
+            all_written = tracking.look(time.monotonic())
+            if asked:
+                break
+            ended_s = (ended_s or time.monotonic()) if tracking.ended else None
+            if ended_s is not None and (tracking.heldout_is_whole or time.monotonic() > ended_s + LATE_S):
+                break
+            if all_written or tracking.is_away:
+                signals.wait(LOOK_S)
+        tracking.close()
+    print(f"{knobs.to}: {tracking.written} points of run {tracking.run_id} were written to project {knobs.project}")
+    if not all_written:
+        raise FatalError(f"{knobs.to} lacks the last rounds: `dips track {run} --to {knobs.to}` writes them")
+    return 0

@@ -96,7 +96,10 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if not isinstance(error, _USAGE_ERROR):
             raise
-        return _fail(_usage_sentence(error, arguments), ConfigError.exit_code)
+        message = getattr(error, "format_message", error.__str__)()
+        first = "".join(arguments[:1])
+        names = [command.name for command in commands_for(first) if command.name == first]
+        return _fail(f"{message} `{' '.join(['dips', *names, '--help'])}` shows the options.", ConfigError.exit_code)
 
 
 def _show_no_types_of_flags(command: Any) -> None:
@@ -177,7 +180,7 @@ def _paragraphs(docstring: str) -> str:
 def _load(command: Command) -> Callable[..., int | None] | typer.Typer:
     """The function of a command, or a group of further commands."""
     module = importlib.import_module(command.module)
-    function: Callable[..., int | None] | typer.Typer = getattr(module, command.function)
+    function: Callable[..., int | None] | typer.Typer = getattr(module, command.function or command.name)
     return function
 
 
@@ -192,13 +195,6 @@ def _named(command: Command) -> Callable[..., int | None]:
 def _fail(sentence: str, exit_code: int) -> int:
     say_last(sentence)
     return exit_code
-
-
-def _usage_sentence(error: Exception, arguments: Sequence[str]) -> str:
-    message = getattr(error, "format_message", error.__str__)()
-    first = "".join(arguments[:1])
-    names = [command.name for command in commands_for(first) if command.name == first]
-    return f"{message} `{' '.join(['dips', *names, '--help'])}` shows the options."
 
 
 def _terminated(signal_number: int, frame: FrameType | None) -> None:

@@ -115,7 +115,14 @@ def export(
         raise ConfigError("nothing says what to write: give --to FILE.safetensors, or --to DIR for a folder")
     named = NamedRun.of(run)
     from dips.core.model_description import description_from_json
-    from dips.local.model_folder import AdapterFolder, RemoteTarget, as_folder, check_target, write_folder
+    from dips.local.model_folder import (
+        AdapterFolder,
+        CheckpointFolder,
+        RemoteTarget,
+        as_folder,
+        check_target,
+        write_folder,
+    )
     from dips.trainer.export import export_model, fill
 
     form = form or (Form.SAFETENSORS if to.endswith(".safetensors") else Form.HUGGINGFACE)
@@ -139,8 +146,6 @@ def export(
             prefix = described.prefix if described is not None else ""
             more = {prefix + name: tensor for name, tensor in filled.items()}
             if form is Form.DCP:
-                from dips.trainer.dcp import CheckpointFolder  # slow to import, and for this format alone
-
                 write_folder(CheckpointFolder(fetched, more), path, force)
             else:
                 export_model(fetched, path, filled=more)

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 import webbrowser
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -94,43 +95,25 @@ def _watch(operator: OperatorClient, interval_s: float, as_json: bool) -> Status
     return last
 
 
-def pause(
-    run: Run = None,
-    run_id: RunId = "",
-    keys: Keys = None,
-    insecure: Insecure = False,
-    reason: Reason = "asked to",
-) -> int:
-    """Begin no new round until resumed. Pushes stay admitted, and clusters train on."""
-    with _operator(run, run_id, keys, insecure) as operator:
-        print(operator.pause(reason))
-    return 0
+def _request(name: str, sentence: str) -> Callable[..., int]:
+    """The command that makes the request of this name, and says what the master did."""
+
+    def command(
+        run: Run = None, run_id: RunId = "", keys: Keys = None, insecure: Insecure = False, reason: Reason = "asked to"
+    ) -> int:
+        with _operator(run, run_id, keys, insecure) as operator:
+            print(getattr(operator, name)(reason))
+        return 0
+
+    command.__doc__ = sentence
+    return command
 
 
-def resume(
-    run: Run = None,
-    run_id: RunId = "",
-    keys: Keys = None,
-    insecure: Insecure = False,
-    reason: Reason = "asked to",
-) -> int:
-    """End a pause: rounds begin again."""
-    with _operator(run, run_id, keys, insecure) as operator:
-        print(operator.resume(reason))
-    return 0
-
-
-def stop(
-    run: Run = None,
-    run_id: RunId = "",
-    keys: Keys = None,
-    insecure: Insecure = False,
-    reason: Reason = "asked to",
-) -> int:
-    """End a run in good order: the open round finishes, every cluster pulls the last version and leaves."""
-    with _operator(run, run_id, keys, insecure) as operator:
-        print(operator.stop(reason))
-    return 0
+pause = _request("pause", "Begin no new round until resumed. Pushes stay admitted, and clusters train on.")
+resume = _request("resume", "End a pause: rounds begin again.")
+stop = _request(
+    "stop", "End a run in good order: the open round finishes, every cluster pulls the last version and leaves."
+)
 
 
 def extend(
@@ -159,32 +142,27 @@ def extend(
     return 0
 
 
-def evict(
-    run: RequiredRun,
-    cluster: ClusterArgument,
-    run_id: RunId = "",
-    keys: Keys = None,
-    insecure: Insecure = False,
-    reason: Reason = "asked to",
-) -> int:
-    """End a cluster's incarnation at once. It may join again as a new one."""
-    with _operator(run, run_id, keys, insecure) as operator:
-        print(operator.evict(cluster, reason))
-    return 0
+def _request_about_cluster(name: str, sentence: str) -> Callable[..., int]:
+    """As _request(), about one cluster."""
+
+    def command(
+        run: RequiredRun,
+        cluster: ClusterArgument,
+        run_id: RunId = "",
+        keys: Keys = None,
+        insecure: Insecure = False,
+        reason: Reason = "asked to",
+    ) -> int:
+        with _operator(run, run_id, keys, insecure) as operator:
+            print(getattr(operator, name)(cluster, reason))
+        return 0
+
+    command.__doc__ = sentence
+    return command
 
 
-def drain(
-    run: RequiredRun,
-    cluster: ClusterArgument,
-    run_id: RunId = "",
-    keys: Keys = None,
-    insecure: Insecure = False,
-    reason: Reason = "asked to",
-) -> int:
-    """Let a cluster push its last steps and leave."""
-    with _operator(run, run_id, keys, insecure) as operator:
-        print(operator.drain(cluster, reason))
-    return 0
+evict = _request_about_cluster("evict", "End a cluster's incarnation at once. It may join again as a new one.")
+drain = _request_about_cluster("drain", "Let a cluster push its last steps and leave.")
 
 
 def reshard(

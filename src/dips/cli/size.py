@@ -12,7 +12,6 @@ from dips.core.config import load
 from dips.core.units import format_bits_per_s, format_bytes, format_seconds
 from dips.local.options import option_name, overrides_for, with_knobs
 from dips.local.sizing import Quantity, SizeKnobs, SizeTable
-from dips.local.sizing import size as sizes_of
 
 SECTION = "size"
 
@@ -54,7 +53,7 @@ def size(as_json: bool = typer.Option(False, "--json", help="JSON on standard ou
     Each number is printed with its formula and the numbers that were put in. Rates are a machine's: the defaults were
     measured or fitted as their help says; give your own. Counts may be written as 100e9 or 100B, amounts with a unit.
     """
-    sizes = sizes_of(load(SizeKnobs, SECTION, overrides=overrides_for(SizeKnobs, given)).value)
+    sizes = SizeTable(load(SizeKnobs, SECTION, overrides=overrides_for(SizeKnobs, given)).value)
     if as_json:
         print(json.dumps(to_json(sizes)))
         return 0

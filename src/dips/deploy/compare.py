@@ -144,7 +144,16 @@ def _left_alone(wanted: Object, live: Object, least: str) -> Object:
         spec["suspend"] = live["spec"].get("suspend", False)
     if kind == "StatefulSet":
         spec["replicas"] = replicas_of(live)
-        _keep_claims(found, live, least)
+        # Volumes that are large enough stay as they are; smaller ones are an error.
+        for ours, theirs in zip(
+            found["spec"].get("volumeClaimTemplates", []), live["spec"].get("volumeClaimTemplates", []), strict=False
+        ):
+            name = found["metadata"]["name"]
+            and_then = (
+                f", then `kubectl delete statefulset {name} --cascade=orphan` and apply, with the number of slaves as "
+                "it is"
+            )
+            _keep_size(ours, theirs, f"StatefulSet {name}", least, and_then)
     if kind == "PersistentVolumeClaim":
         _keep_size(found, live, found["metadata"]["name"])
     return found
@@ -155,18 +164,6 @@ def replicas_of(live: Object) -> int:
     stopped_with = live.get("metadata", {}).get("annotations", {}).get(STOPPED_WITH, "")
     found: int = live["spec"].get("replicas", 1)
     return found or (int(stopped_with) if stopped_with.isdecimal() else 0)
-
-
-def _keep_claims(found: Object, live: Object, least: str) -> None:
-    """Volumes that are large enough stay as they are; smaller ones are an error."""
-    for ours, theirs in zip(
-        found["spec"].get("volumeClaimTemplates", []), live["spec"].get("volumeClaimTemplates", []), strict=False
-    ):
-        name = found["metadata"]["name"]
-        and_then = (
-            f", then `kubectl delete statefulset {name} --cascade=orphan` and apply, with the number of slaves as it is"
-        )
-        _keep_size(ours, theirs, f"StatefulSet {name}", least, and_then)
 
 
 def _storage(claim: Object) -> str:

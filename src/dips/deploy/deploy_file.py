@@ -25,7 +25,7 @@ from dips.core.protocol import MAX_RANKS
 from dips.core.server_site import Sites
 from dips.core.units import Bytes, Count, format_bytes, format_count
 from dips.local.processes import check_servers, leaving_s
-from dips.local.sizing import SizeKnobs, SizeTable, size
+from dips.local.sizing import SizeTable, size_of_run
 from dips.master.config import MasterConfig
 from dips.slave.config import SlaveConfig
 from dips.trainer.parallelism import Parallelism
@@ -392,24 +392,17 @@ def sizes_for(
     """The sizes of a deployment. Raises ConfigError, which begins with `where`, for a volume below its formula."""
 
     def of_ranks(ranks: int) -> SizeTable:
-        return size(
-            SizeKnobs(
-                params=model.parameters,
-                clusters=len(clusters),
-                slaves=run.slaves,
-                ranks=ranks,
-                link=_IRRELEVANT_LINK,
-                wire=client.wire_dtype,
-                overlap=master.overlap,
-                max_clusters=master.max_clusters,
-                pinned_versions=master.pinned_versions,
-                memory_files=master.memory_files,
-                pull_wire=master.pull_wire,
-                snapshots_kept=slave.snapshots_kept,
-                chunk_bytes=master.chunk_bytes,
-                archive_bytes=master.archive_bytes,
-                journal_records=master.journal_records,
-            )
+        return size_of_run(
+            master,
+            slave,
+            params=model.parameters,
+            clusters=len(clusters),
+            slaves=run.slaves,
+            ranks=ranks,
+            link=_IRRELEVANT_LINK,
+            wire=client.wire_dtype,
+            overlap=master.overlap,
+            max_clusters=master.max_clusters,
         )
 
     table = of_ranks(max(cluster.ranks for cluster in clusters))
@@ -424,14 +417,13 @@ def sizes_for(
         run.slave_volume or of_slave,
         _rounded(table.whole("master_memory_bytes")),
         run.master_volume or of_master,
-        {cluster.id: _of_node(of_ranks(cluster.ranks), cluster) for cluster in clusters},
+        {
+            # Each rank has its own share; one process alone has all of the model.
+            cluster.id: cluster.node_ranks
+            * of_ranks(cluster.ranks).whole("rank_memory_most_bytes" if cluster.ranks > 1 else "cluster_memory_bytes")
+            for cluster in clusters
+        },
     )
-
-
-def _of_node(table: SizeTable, cluster: DeployedClusterKnobs) -> int:
-    """Each rank has its own share; one process alone has all of the model."""
-    key = "rank_memory_most_bytes" if cluster.ranks > 1 else "cluster_memory_bytes"
-    return cluster.node_ranks * table.whole(key)
 
 
 def quantity(n_bytes: int) -> str:
@@ -585,7 +577,13 @@ def read_deploy_file(file: Path) -> Deployment:
     slave = tables.settings(SlaveConfig, "slave", {**ours, "slave_id": "s0"})
     check_servers(master, slave, str(file))
     client = tables.settings(ClientConfig, "worker")
-    _check_train(tables, clusters)
+    # [train] is that of every cluster that runs `dips train`; each has its own way to share the model.
+    ways = {cluster.parallel for cluster in clusters if not cluster.command}
+    if tables.table("train") or any(ways):
+        from dips.trainer.config import TrainConfig
+
+        for way in sorted(ways | {""}):
+            tables.settings(TrainConfig, "train", {"parallel": way} if way else {})
     sizes = sizes_for(run, model, master, slave, client, clusters, tables.where("deploy"))
     leaves_s = leaving_s(client, master)
     return Deployment(file, run, model, roles, sites, clusters, server_site, why, sizes, leaves_s)
@@ -695,7 +693,18 @@ def _check_reach(
             "'{name}', as in '{name}.dips.example.org'"
         )
     if run.expose == "node-port":
-        _check_node_ports(file, run)
+        ports = [run.outside_master_port, *(run.outside_data_port + index for index in range(run.slaves))]
+        wrong = [port for port in ports if port not in NODE_PORTS]
+        if wrong:
+            raise ConfigError(
+                f"{file} [deploy]: port {wrong[0]} cannot be a node port: choose master_port and data_port so that all "
+                f"of {len(ports)} are within {NODE_PORTS.start} to {NODE_PORTS.stop - 1}"
+            )
+        if len(set(ports)) < len(ports):
+            raise ConfigError(
+                f"{file} [deploy]: master_port {run.outside_master_port} is taken by a slave, whose ports are "
+                f"{ports[1]} to {ports[-1]}: choose another"
+            )
 
 
 HOST_ANNOTATION = "external-dns.alpha.kubernetes.io/hostname"
@@ -713,21 +722,6 @@ def _check_lists(where: str, run: DeployKnobs) -> None:
         )
     if any(pair.startswith(f"{HOST_ANNOTATION}=") for pair in run.load_balancer_annotations):
         raise ConfigError(f"{where}: {HOST_ANNOTATION} follows from the site's address: leave it out")
-
-
-def _check_node_ports(file: Path, run: DeployKnobs) -> None:
-    ports = [run.outside_master_port, *(run.outside_data_port + index for index in range(run.slaves))]
-    wrong = [port for port in ports if port not in NODE_PORTS]
-    if wrong:
-        raise ConfigError(
-            f"{file} [deploy]: port {wrong[0]} cannot be a node port: choose master_port and data_port so that all of "
-            f"{len(ports)} are within {NODE_PORTS.start} to {NODE_PORTS.stop - 1}"
-        )
-    if len(set(ports)) < len(ports):
-        raise ConfigError(
-            f"{file} [deploy]: master_port {run.outside_master_port} is taken by a slave, whose ports are "
-            f"{ports[1]} to {ports[-1]}: choose another"
-        )
 
 
 def _site_of(sites: Iterable[SiteKnobs], cluster: DeployedClusterKnobs) -> SiteKnobs:
@@ -751,7 +745,7 @@ def _check_clusters(file: Path, sites: tuple[SiteKnobs, ...], clusters: tuple[De
             raise ConfigError(f"{file} [[sites]] {site.name}: bandwidth_gbps has a number that is not a rate")
     for cluster in clusters:
         where, site = f"{file} [[clusters]] {cluster.id}", _site_of(sites, cluster)
-        if cluster.starts in ("job", "jobset") and not site.context:
+        if cluster.on_kubernetes and not site.context:
             raise ConfigError(
                 f"{where}: site {site.name!r} has no context: set starts = 'slurm' or 'command', or give the site one"
             )
@@ -842,13 +836,3 @@ def _check_parallel(cluster: DeployedClusterKnobs, where: str) -> None:
             f"{where}: parallel = {cluster.parallel!r} is {n_ranks} processes on {cluster.nodes} nodes, as many on "
             "each: leave processes out, and give a number of nodes that divides them"
         )
-
-
-def _check_train(tables: SettingsFile, clusters: Sequence[DeployedClusterKnobs]) -> None:
-    """[train] is that of every cluster that runs `dips train`; each has its own way to share the model."""
-    ways = {cluster.parallel for cluster in clusters if not cluster.command}
-    if tables.table("train") or any(ways):
-        from dips.trainer.config import TrainConfig
-
-        for way in sorted(ways | {""}):
-            tables.settings(TrainConfig, "train", {"parallel": way} if way else {})

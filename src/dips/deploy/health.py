@@ -38,13 +38,23 @@ def state_of(live: Object | None) -> ObjectState:
         case "StatefulSet":
             return _of_set(live)
         case "Deployment":
-            return _of_deployment(live)
+            status, wanted = live.get("status", {}), live["spec"].get("replicas", 1)
+            ready = min(status.get("readyReplicas", 0), status.get("updatedReplicas", 0))
+            if _stale(live):
+                return ObjectState(Health.WAITING, "its change has yet to be seen")
+            return ObjectState(Health.READY if ready >= wanted else Health.WAITING, f"{ready} of {wanted} pods ready")
         case "Job":
             return _of_job(live)
         case "JobSet":
             return _of_conditions(live, "Completed", "started")
         case "Service" if live["spec"].get("type") == "LoadBalancer":
-            return _of_balancer(live)
+            found = live.get("status", {}).get("loadBalancer", {}).get("ingress") or []
+            where = [one.get("hostname") or one.get("ip", "") for one in found]
+            return (
+                ObjectState(Health.READY, f"at {where[0]}")
+                if where
+                else ObjectState(Health.WAITING, "has no address yet")
+            )
     return ObjectState(Health.READY, "there")
 
 
@@ -58,14 +68,6 @@ def _of_set(live: Object) -> ObjectState:
     if status.get("currentRevision") != status.get("updateRevision") and updated < wanted:
         return ObjectState(Health.WAITING, f"{updated} of {wanted} pods are the new ones")
     return ObjectState(Health.READY, f"{ready} of {wanted} pods ready")
-
-
-def _of_deployment(live: Object) -> ObjectState:
-    status, wanted = live.get("status", {}), live["spec"].get("replicas", 1)
-    ready = min(status.get("readyReplicas", 0), status.get("updatedReplicas", 0))
-    if _stale(live):
-        return ObjectState(Health.WAITING, "its change has yet to be seen")
-    return ObjectState(Health.READY if ready >= wanted else Health.WAITING, f"{ready} of {wanted} pods ready")
 
 
 def _stale(live: Object) -> bool:
@@ -98,12 +100,6 @@ def _of_conditions(live: Object, complete: str, otherwise: str) -> ObjectState:
     if live["spec"].get("suspend"):
         return ObjectState(Health.READY, "waits in its queue")
     return ObjectState(Health.READY, otherwise)
-
-
-def _of_balancer(live: Object) -> ObjectState:
-    found = live.get("status", {}).get("loadBalancer", {}).get("ingress") or []
-    where = [one.get("hostname") or one.get("ip", "") for one in found]
-    return ObjectState(Health.READY, f"at {where[0]}") if where else ObjectState(Health.WAITING, "has no address yet")
 
 
 # ---- reach -----------------------------------------------------------------------------------------------------------

@@ -83,14 +83,7 @@ class Move:
         self._apis = apis
         self._rollout = rollout
         self._to = apis[deployment.server_site.context]
-        self.old = self._old()
-        """The deployment as it is now."""
-        self._from = apis[self.old.server_site.context]
-        self._live_at = live_at
-        self._live = live_at(self.old)
-
-    def _old(self) -> Deployment:
-        """The same run at the site where its master is. Raises ConfigError when there is nothing to move."""
+        # The same run at the site where its master is. Raises ConfigError when there is nothing to move.
         master, here = f"{self._wanted.name}-master", self._to.context
         found = [context for context, api in self._apis.items() if api.get("StatefulSet", master) is not None]
         if len(found) > 1:
@@ -106,7 +99,11 @@ class Move:
                 "which they are to move"
             )
         site = next(site for site in self._wanted.sites if site.context == found[0])
-        return replace(self._wanted, server_site=site, run=self._reached_as_now(self._apis[found[0]]))
+        self.old = replace(self._wanted, server_site=site, run=self._reached_as_now(self._apis[found[0]]))
+        """The deployment as it is now."""
+        self._from = apis[self.old.server_site.context]
+        self._live_at = live_at
+        self._live = live_at(self.old)
 
     def _reached_as_now(self, api: Api) -> DeployKnobs:
         """How the master is reached where it is: the file already says how it is to be, perhaps at another port."""

@@ -162,7 +162,18 @@ class LiveDeployment:
         if wanted > running:
             self._add(live, running)
         elif wanted < running:
-            self._remove(live, running)
+            # Room first, since fewer slaves hold more each; then the blocks move, and at last the pods go.
+            around = self._around_slaves()
+            with self._rollout.rehearsed(around):
+                # Those that go keep their settings: they may be started again until their blocks are elsewhere.
+                self._write_settings(self.deployment.slave_ids)
+                for stage, steps in around:
+                    self._rollout.carry_out([step for step in steps if step.wanted["kind"] == "StatefulSet"])
+                    self._rollout.wait(stage)
+            self._ask_reshard([], [f"s{index}" for index in range(self.deployment.run.slaves, running)])
+            self._until_moved()
+            self._set_replicas(live, self.deployment.run.slaves)
+            self._wait_for_slaves()
         return running, wanted
 
     def _add(self, live: Object, running: int) -> None:
@@ -178,20 +189,6 @@ class LiveDeployment:
         self._ask_reshard(names, [])
         self._set_replicas(live, self.deployment.run.slaves)
         self._until_moved()
-        self._wait_for_slaves()
-
-    def _remove(self, live: Object, running: int) -> None:
-        """Room first, since fewer slaves hold more each; then the blocks move, and at last the pods go."""
-        around = self._around_slaves()
-        with self._rollout.rehearsed(around):
-            # Those that go keep their settings: they may be started again until their blocks are elsewhere.
-            self._write_settings(self.deployment.slave_ids)
-            for stage, steps in around:
-                self._rollout.carry_out([step for step in steps if step.wanted["kind"] == "StatefulSet"])
-                self._rollout.wait(stage)
-        self._ask_reshard([], [f"s{index}" for index in range(self.deployment.run.slaves, running)])
-        self._until_moved()
-        self._set_replicas(live, self.deployment.run.slaves)
         self._wait_for_slaves()
 
     def _write_settings(self, slaves: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from dips.deploy.clusters import cluster_objects
 from dips.deploy.compare import ObjectAction, Step, diff_lines, replicas_of, step_for
 from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment, bytes_of, processors_of
 from dips.deploy.health import Health, ObjectState, state_of
-from dips.deploy.objects import MONITORS, Object
+from dips.deploy.objects import API_VERSIONS, EXTENSIONS, MONITORS, PLURALS, Object
 from dips.deploy.servers import server_objects
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def stages(deployment: Deployment) -> list[RolloutStage]:
 
 
 def on_kubernetes(deployment: Deployment) -> list[DeployedClusterKnobs]:
-    return [cluster for cluster in deployment.clusters if cluster.starts in ("job", "jobset")]
+    return [cluster for cluster in deployment.clusters if cluster.on_kubernetes]
 
 
 def elsewhere(deployment: Deployment) -> list[DeployedClusterKnobs]:
@@ -316,7 +316,10 @@ class Rollout:
         changed = 0
         for step in steps:
             if step.action is ObjectAction.REPLACE:
-                self._remove(step)
+                # Delete an object that cannot be changed, before it is made again.
+                kind, name = step.wanted["kind"], step.wanted["metadata"]["name"]
+                self._apis[step.context].delete(kind, name)
+                self.until_gone(step.context, kind, name)
             if key(step.context, step.wanted) in self._made or _carry_out(self._apis[step.context], step):
                 self._made.discard(key(step.context, step.wanted))
                 self.say(f"{step.action.value} {step.name}")
@@ -374,12 +377,6 @@ class Rollout:
 
         self.until(f"{kind} {name}", look)
 
-    def _remove(self, step: Step) -> None:
-        """Delete an object that cannot be changed, before it is made again."""
-        kind, name = step.wanted["kind"], step.wanted["metadata"]["name"]
-        self._apis[step.context].delete(kind, name)
-        self.until_gone(step.context, kind, name)
-
 
 def _carry_out(api: Api, step: Step, dry_run: bool = False) -> bool:
     """One step; whether there was anything to do. A replaced object is rehearsed under another name."""
@@ -396,3 +393,42 @@ def _carry_out(api: Api, step: Step, dry_run: bool = False) -> bool:
         case ObjectAction.SAME:
             return False
     return True
+
+
+ROLE = "dips-deploy"
+VERBS = ("get", "list", "create", "patch", "delete")
+OF_PODS = ("get", "delete")
+
+
+def role(deployment: Deployment, move: bool = False) -> Object:
+    """The rights that whoever runs `dips deploy` needs in each context, as a Role of the namespace: of all kinds that a
+    run can have; of kinds of extensions only those that the file needs. move: also what `dips deploy move` needs, which
+    runs commands in pods of its own.
+
+    None of them is of the cluster: a namespace that is there need not be seen. Who gives rights must have them:
+    therefore the supervisor's, to get and to delete pods.
+    """
+    used = {one["kind"] for stage in stages(deployment) for one in stage.objects}
+    plurals: dict[str, list[str]] = {}
+    for kind in KINDS:
+        if kind in used or kind not in EXTENSIONS:
+            plurals.setdefault(API_VERSIONS[kind].rpartition("/")[0], []).append(PLURALS[kind])
+    rights: list[tuple[str, list[str], Sequence[str]]] = [(group, names, VERBS) for group, names in plurals.items()]
+    rights.append(("", ["pods"], OF_PODS))
+    if move:
+        rights.append(("", ["pods"], ["create"]))
+        # The client opens a WebSocket with a GET, for which RBAC wants get; from Kubernetes 1.35 on also create.
+        rights.append(("", ["pods/exec"], ["get", "create"]))
+    return {
+        "apiVersion": API_VERSIONS["Role"],
+        "kind": "Role",
+        "metadata": {
+            "name": ROLE,
+            "namespace": deployment.run.namespace,
+            # Of no run: `dips deploy delete` must not delete what permits it.
+            "labels": {"app.kubernetes.io/part-of": "dips"},
+        },
+        "rules": [
+            {"apiGroups": [group], "resources": resources, "verbs": list(verbs)} for group, resources, verbs in rights
+        ],
+    }

@@ -136,12 +136,6 @@ def slave_settings(deployment: Deployment) -> dict[str, str]:
     return files
 
 
-def common_slave_settings(files: Mapping[str, str]) -> dict[str, str]:
-    """The settings that all slaves share: one slave more must not make the others start again."""
-    lines = [set(text.splitlines()) for text in files.values()]
-    return {"common": "\n".join(sorted(set.intersection(*lines)))}
-
-
 # ---- services ----
 
 
@@ -239,21 +233,38 @@ def _slaves(deployment: Deployment, files: Mapping[str, str]) -> Object:
         readinessProbe=tcp_probe("metrics", PROBE_S, 3),
         livenessProbe=tcp_probe("metrics", PROBE_S, LIFE_PROBES),
     )
+    # No two slaves on one node, and about as many in one zone as in another: one failure takes one slave.
+    found = {"matchLabels": selector(deployment, "slave")}
+    on_node = {"labelSelector": found, "topologyKey": "kubernetes.io/hostname"}
+    required = deployment.run.spread == "required"
+    hard = {"requiredDuringSchedulingIgnoredDuringExecution": [on_node]}
+    soft = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": on_node}]}
+    across = {
+        "maxSkew": 1,
+        "topologyKey": "topology.kubernetes.io/zone",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": found,
+    }
     pod = _server_pod(
         deployment,
         f"{deployment.name}-server",
         one,
         [secret_volume(f"{deployment.name}-keys-slave"), config_volume(name)],
         terminationGracePeriodSeconds=END_S,
-        **_apart(deployment),
+        affinity={"podAntiAffinity": hard if required else soft},
+        topologySpreadConstraints=[across],
     )
+    # The settings that all slaves share: one slave more must not make the others start again.
+    lines = [set(text.splitlines()) for text in files.values()]
     spec = {
         "serviceName": name,
         "replicas": deployment.run.slaves,
         "podManagementPolicy": "Parallel",
         "minReadySeconds": PROBE_S,
         "selector": {"matchLabels": selector(deployment, "slave")},
-        "template": _template(deployment, "slave", config_hash(common_slave_settings(files)), pod),
+        "template": _template(
+            deployment, "slave", config_hash({"common": "\n".join(sorted(set.intersection(*lines)))}), pod
+        ),
         "volumeClaimTemplates": [claim_template(deployment, quantity(sizes.slave_volume_bytes))],
         "persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Retain", "whenScaled": "Retain"},
     }
@@ -271,22 +282,6 @@ def _template(deployment: Deployment, component: str, hashed: str, pod: Object) 
     found = {**labels(deployment, component), "app.kubernetes.io/version": deployment.run.tag}
     hashes = {"annotations": {CONFIG_HASH: hashed}} if hashed else {}
     return {"metadata": {"labels": found, **hashes}, "spec": pod}
-
-
-def _apart(deployment: Deployment) -> Object:
-    """No two slaves on one node, and about as many in one zone as in another: one failure takes one slave."""
-    found = {"matchLabels": selector(deployment, "slave")}
-    on_node = {"labelSelector": found, "topologyKey": "kubernetes.io/hostname"}
-    required = deployment.run.spread == "required"
-    hard = {"requiredDuringSchedulingIgnoredDuringExecution": [on_node]}
-    soft = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": on_node}]}
-    across = {
-        "maxSkew": 1,
-        "topologyKey": "topology.kubernetes.io/zone",
-        "whenUnsatisfiable": "ScheduleAnyway",
-        "labelSelector": found,
-    }
-    return {"affinity": {"podAntiAffinity": hard if required else soft}, "topologySpreadConstraints": [across]}
 
 
 # ---- the supervisor of the slaves ----

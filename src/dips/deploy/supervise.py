@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Protocol
@@ -83,21 +83,8 @@ def look(
     memory: WatchMemory, status: StatusReply, pods: Mapping[str, Pod | None], now_s: float, patience: WatchLimits
 ) -> tuple[WatchMemory, Ending | None]:
     """One look: the state to keep, and the pod to end, if there is one. pods: by slave; None: not there."""
-    memory = _noted(memory, status, tuple(pods), now_s)
-    ready = {slave: pod for slave, pod in pods.items() if pod is not None and pod.ready}
-    if status.stopping or status.stopped or len(ready) < len(pods):
-        return memory, None  # the run ends, or one slave is being started already
-    for slave, pod in ready.items():
-        why = _why(memory, slave, pod, now_s, patience)
-        # What one restart did not heal, another one soon will not: longer pauses after each time.
-        pause_s = min(LATER.first_delay_s * 2.0 ** (memory.endings.get(slave, 0) - 1), LATER.max_delay_s)
-        if why and now_s - memory.ended_s.get(slave, -math.inf) >= pause_s:
-            return _with_ending(memory, slave, now_s), Ending(slave, pod, why)
-    return memory, None
-
-
-def _noted(memory: WatchMemory, status: StatusReply, slaves: Sequence[str], now_s: float) -> WatchMemory:
-    """Since when each slave is away or blamed; a restart of the master, or a new version, begins the count again."""
+    # Since when each slave is away or blamed; a restart of the master, or a new version, begins the count again.
+    slaves = tuple(pods)
     alive = {slave.slave_id for slave in status.slaves if slave.alive}
     fresh = status.epoch != memory.epoch
     away = {} if fresh else memory.away_s
@@ -107,13 +94,30 @@ def _noted(memory: WatchMemory, status: StatusReply, slaves: Sequence[str], now_
     # A round that waits for several slaves, or for something else, is no slave's fault.
     waited_for = status.waiting_slaves if status.waiting_code in _STEPS else ()
     guilty = waited_for[0] if len(waited_for) == 1 else ""
-    return replace(
+    memory = replace(
         memory,
         away_s={slave: away.get(slave, now_s) for slave in slaves if slave not in alive},
         blamed_s={slave: blamed.get(slave, now_s) for slave in slaves if slave == guilty or slave in blamed},
         committed=committed,
         epoch=status.epoch,
     )
+    ready = {slave: pod for slave, pod in pods.items() if pod is not None and pod.ready}
+    if status.stopping or status.stopped or len(ready) < len(pods):
+        return memory, None  # the run ends, or one slave is being started already
+    for slave, pod in ready.items():
+        why = _why(memory, slave, pod, now_s, patience)
+        # What one restart did not heal, another one soon will not: longer pauses after each time.
+        pause_s = min(LATER.first_delay_s * 2.0 ** (memory.endings.get(slave, 0) - 1), LATER.max_delay_s)
+        if why and now_s - memory.ended_s.get(slave, -math.inf) >= pause_s:
+            endings = {**memory.endings, slave: memory.endings.get(slave, 0) + 1}
+            return replace(
+                memory,
+                away_s={name: since for name, since in memory.away_s.items() if name != slave},
+                blamed_s={},
+                ended_s={**memory.ended_s, slave: now_s},
+                endings=endings,
+            ), Ending(slave, pod, why)
+    return memory, None
 
 
 def _why(memory: WatchMemory, slave: str, pod: Pod, now_s: float, patience: WatchLimits) -> str:
@@ -124,17 +128,6 @@ def _why(memory: WatchMemory, slave: str, pod: Pod, now_s: float, patience: Watc
     if len(memory.blamed_s) == 1 and stuck_s >= patience.stuck_s:
         return f"rounds have waited for it alone for {stuck_s:.0f} s, and none was committed meanwhile"
     return ""
-
-
-def _with_ending(memory: WatchMemory, slave: str, now_s: float) -> WatchMemory:
-    endings = {**memory.endings, slave: memory.endings.get(slave, 0) + 1}
-    return replace(
-        memory,
-        away_s={name: since for name, since in memory.away_s.items() if name != slave},
-        blamed_s={},
-        ended_s={**memory.ended_s, slave: now_s},
-        endings=endings,
-    )
 
 
 # ---- supervise -------------------------------------------------------------------------------------------------------
@@ -196,13 +189,11 @@ def pod_of(live: Mapping[str, object] | None, wall: datetime) -> Pod | None:
         return None
     found: Object = dict(live)
     metadata, status = found["metadata"], found.get("status", {})
-    since = _ready_since(status.get("conditions") or [])
+    ready_since = (
+        datetime.fromisoformat(str(condition.get("lastTransitionTime")))
+        for condition in status.get("conditions") or []
+        if condition.get("type") == "Ready" and condition.get("status") == "True"
+    )
+    since = next(ready_since, None)
     ready = since is not None and "deletionTimestamp" not in metadata
     return Pod(metadata["name"], metadata.get("uid", ""), ready, (wall - since).total_seconds() if since else 0.0)
-
-
-def _ready_since(conditions: Sequence[Object]) -> datetime | None:
-    for condition in conditions:
-        if condition.get("type") == "Ready" and condition.get("status") == "True":
-            return datetime.fromisoformat(str(condition.get("lastTransitionTime")))
-    return None

@@ -23,7 +23,7 @@ from dips.doctor import host, network
 from dips.doctor.findings import Check, Finding, Findings, Grade, fail, ok, warn
 from dips.doctor.host import check_packages
 from dips.doctor.network import check_identities
-from dips.local.sizing import SizeKnobs, SizeTable, size
+from dips.local.sizing import SizeKnobs, SizeTable
 from dips.master.config import MasterConfig
 
 ASK_S = 120.0
@@ -239,7 +239,7 @@ def _times(deployment: Deployment, link_bits_per_s: float) -> Findings:
 
 def _table(deployment: Deployment, link_bits_per_s: float) -> SizeTable:
     clusters = len(deployment.clusters)
-    return size(
+    return SizeTable(
         SizeKnobs(
             params=deployment.model.parameters,
             clusters=clusters,

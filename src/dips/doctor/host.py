@@ -272,8 +272,15 @@ class HostFacts:
 def read_facts() -> HostFacts:
     """Read the facts of the machine, or the container, that this process runs in."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    # What can still be had, of the machine and of this container.
+    rows = dict(line.split(":", 1) for line in (_read("/proc/meminfo") or "").splitlines() if ":" in line)
+    machine = rows.get("MemAvailable", "").split()
+    found = [int(machine[0]) * 1024] if machine else []
+    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
+    if limit is not None and used is not None and limit.strip().isdecimal():
+        found.append(int(limit) - int(used))
     return HostFacts(
-        _free_memory_bytes(),
+        (max(0, min(found)) if found else None),
         WANTED_FILES if hard == resource.RLIM_INFINITY else hard,
         _chosen(_read("/sys/kernel/mm/transparent_hugepage/enabled")),
         _third(_read("/proc/sys/net/ipv4/tcp_rmem")),
@@ -372,17 +379,6 @@ def judge_all(facts: HostFacts) -> Findings:
 
 
 # ---- read ----
-
-
-def _free_memory_bytes() -> int | None:
-    """What can still be had, of the machine and of this container."""
-    rows = dict(line.split(":", 1) for line in (_read("/proc/meminfo") or "").splitlines() if ":" in line)
-    machine = rows.get("MemAvailable", "").split()
-    found = [int(machine[0]) * 1024] if machine else []
-    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
-    if limit is not None and used is not None and limit.strip().isdecimal():
-        found.append(int(limit) - int(used))
-    return max(0, min(found)) if found else None
 
 
 def _chosen(text: str | None) -> str | None:

@@ -138,14 +138,10 @@ def _slaves(master: str, security: Security, link_bits_per_s: float | None, fact
                 if reached.listens:
                     yield from _judge_other_addresses(slave, places)
     if trips_s:
-        yield _judge_buffers(facts, link_bits_per_s, max(trips_s))
-
-
-def _judge_buffers(facts: HostFacts, link_bits_per_s: float | None, round_trip_s: float) -> Finding:
-    found = host.judge_buffers(facts, link_bits_per_s or host.ORDINARY_LINK_BITS_PER_S, round_trip_s)
-    if link_bits_per_s is None and found.remedy:
-        return replace(found, remedy=f"give --link where the link has another rate; else {found.remedy}")
-    return found
+        found = host.judge_buffers(facts, link_bits_per_s or host.ORDINARY_LINK_BITS_PER_S, max(trips_s))
+        if link_bits_per_s is None and found.remedy:
+            found = replace(found, remedy=f"give --link where the link has another rate; else {found.remedy}")
+        yield found
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from dips.local.authority import OPERATOR, WantedIdentity
 from dips.local.processes import EVALUATOR, MASTER, OwnCluster, RunPlan, TrainedCluster
 from dips.local.run_directory import KEYS, UP, is_held, read_mark
 from dips.local.run_file import RunKnobs
-from dips.local.sizing import SizeKnobs, SizeTable, size
+from dips.local.sizing import SizeTable, size_of_run
 from dips.trainer.config import corpus_of
 from dips.trainer.sizes import SIZES
 
@@ -272,22 +272,15 @@ def refuse_failed(findings: Iterable[Finding]) -> None:
 def _sizes(plan: RunPlan, params: int) -> SizeTable:
     master, slave = plan.master, plan.slaves[0]
     clusters = max(1, len(plan.clusters) + len(plan.keys_for))
-    return size(
-        SizeKnobs(
-            params=max(params, len(plan.slaves)),
-            clusters=clusters,
-            slaves=len(plan.slaves),
-            link=10e9,
-            max_clusters=max(master.max_clusters, clusters),
-            pinned_versions=master.pinned_versions,
-            memory_files=master.memory_files,
-            pull_wire=master.pull_wire,
-            snapshots_kept=slave.snapshots_kept,
-            chunk_bytes=master.chunk_bytes,
-            archive_bytes=master.archive_bytes,
-            journal_records=master.journal_records,
-            keys=not plan.insecure,
-        )
+    return size_of_run(
+        master,
+        slave,
+        params=max(params, len(plan.slaves)),
+        clusters=clusters,
+        slaves=len(plan.slaves),
+        link=10e9,
+        max_clusters=max(master.max_clusters, clusters),
+        keys=not plan.insecure,
     )
 
 

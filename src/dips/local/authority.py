@@ -210,8 +210,31 @@ class Authority:
 
     def _fill(self, place: Path, role: Role, name: str, key: ec.EllipticCurvePrivateKey) -> None:
         """Write an identity's files. The key goes first: a reader that sees it with the old certificate waits."""
-        signer = load_private_key((_checked(self._ca / CA_KEY_FILE)).read_bytes(), str(self._ca / CA_KEY_FILE))
-        certificate = _sign(signer, self.authorities()[0], role, name, key, self._now)
+        file = self._ca / CA_KEY_FILE
+        if not file.is_file():
+            raise ConfigError(f"{file} is not here: new certificates are made where the authority's key is kept")
+        signer = load_private_key(file.read_bytes(), str(file))
+        authority = self.authorities()[0]
+        names = [x509.UniformResourceIdentifier(holder_uri(role, name)), x509.DNSName(dns_name(role))]
+        # Everyone serves metrics, under its role's name. A standby has the master's keys and dials the master.
+        uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        public = key.public_key()
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(_named(f"{role.value} {name}"))
+            .issuer_name(authority.subject)
+            .public_key(public)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(self._now - CLOCKS_DIFFER)
+            .not_valid_after(min(self._now + timedelta(days=IDENTITY_DAYS), authority.not_valid_after_utc))
+            .add_extension(x509.BasicConstraints(False, None), critical=True)
+            .add_extension(_key_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+            .sign(signer, hashes.SHA256())
+        )
         row = Issued(f"{certificate.serial_number:x}", role.value, name, certificate.not_valid_after_utc.isoformat())
         rows = [asdict(item) for item in (*self.issued(), row)]
         _write(self._ca / ISSUED_FILE, _as_json({"issued": rows}))
@@ -248,36 +271,6 @@ def ensure_keys(
                 place = authority.identity(name)
                 raise ConfigError(f"{place} holds keys of {found}, not of a {role.value}: rename one of the two")
         return authority
-
-
-def _sign(
-    signer: ec.EllipticCurvePrivateKey,
-    authority: x509.Certificate,
-    role: Role,
-    name: str,
-    key: ec.EllipticCurvePrivateKey,
-    now: datetime,
-) -> x509.Certificate:
-    names = [x509.UniformResourceIdentifier(holder_uri(role, name)), x509.DNSName(dns_name(role))]
-    # Everyone serves metrics, under its role's name. A standby has the master's keys and dials the master.
-    uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    public = key.public_key()
-    return (
-        x509.CertificateBuilder()
-        .subject_name(_named(f"{role.value} {name}"))
-        .issuer_name(authority.subject)
-        .public_key(public)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - CLOCKS_DIFFER)
-        .not_valid_after(min(now + timedelta(days=IDENTITY_DAYS), authority.not_valid_after_utc))
-        .add_extension(x509.BasicConstraints(False, None), critical=True)
-        .add_extension(_key_usage(signs_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
-        .sign(signer, hashes.SHA256())
-    )
 
 
 def _write_authority(ca: Path, older: bytes, now: datetime) -> None:
@@ -351,12 +344,6 @@ def _make_private(directory: Path) -> None:
         directory.chmod(0o700)
     except OSError as error:
         raise ConfigError(f"{directory} cannot be made: {error.strerror}; choose another folder") from error
-
-
-def _checked(file: Path) -> Path:
-    if not file.is_file():
-        raise ConfigError(f"{file} is not here: new certificates are made where the authority's key is kept")
-    return file
 
 
 def _write(file: Path, content: bytes) -> None:

@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from types import TracebackType
 
 from dips.core.errors import ConfigError, FatalError
 from dips.local.child import wrapped
@@ -52,9 +51,7 @@ class CutLink:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._remove()
 
     def cut(self, until_s: float) -> None:

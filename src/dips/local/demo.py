@@ -196,12 +196,9 @@ class Duration:
     training_s: float
     end_s: float  # until the report is there
 
-    @property
-    def all_s(self) -> float:
-        return self.start_s + self.training_s + self.end_s
-
     def __str__(self) -> str:
-        whole, start, training, end = map(_roughly, (self.all_s, self.start_s, self.training_s, self.end_s))
+        parts = self.start_s, self.training_s, self.end_s
+        whole, start, training, end = map(_roughly, (sum(parts), *parts))
         return f"about {whole} from now: {start} until all processes work, {training} of training, {end} for the report"
 
 
@@ -335,12 +332,8 @@ class NotMeasured(FatalError):
     """The machine does so much else that its speed says nothing."""
 
 
-def _say_nothing(sentence: str) -> None:
-    pass
-
-
 def measure_tokens_per_s(
-    options: Sequence[str], seconds: float, at_once: int, tell: Callable[[str], None] = _say_nothing
+    options: Sequence[str], seconds: float, at_once: int, tell: Callable[[str], None] = lambda sentence: None
 ) -> float:
     """The mean speed of `at_once` trainers that run side by side for some seconds, in tokens a second of
     each.

@@ -157,9 +157,22 @@ class FollowedFolder:
                 write_folder(
                     replace(content, tag=f"-{place.name}") if isinstance(content, ModelFolder) else content, place
                 )
-                self._lead_to(place)
+                link = self.folder / f"{TEMPORARY}{NEWEST}.{secrets.token_hex(4)}"
+                try:
+                    os.symlink(os.path.join(VERSIONS, place.name), link)
+                    os.replace(link, self.newest)
+                finally:
+                    with contextlib.suppress(FileNotFoundError):
+                        link.unlink()
+                sync_folder(self.folder)
                 self._here = version
-            self._forget()
+            # Remove the versions that were written first, never the one that `newest` leads to. Numbers say less: a run
+            # that took over another one's name begins with small ones.
+            current = self._current()
+            others = [path for path in self._versions.iterdir() if _NAME.fullmatch(path.name) and path.name != current]
+            others.sort(key=lambda path: path.lstat().st_mtime_ns, reverse=True)
+            for path in others[self._keep - 1 :]:
+                self._remove(path)
         except ConfigError as error:
             if isinstance(error.__cause__, OSError):
                 raise of_disk(error.__cause__, str(error)) from error
@@ -169,31 +182,12 @@ class FollowedFolder:
         tokens = format_count(fetched.tokens)
         _logger.info("%s: version %s of run %s, %s tokens", self.newest, version, fetched.run_id, tokens)
 
-    def _lead_to(self, place: Path) -> None:
-        link = self.folder / f"{TEMPORARY}{NEWEST}.{secrets.token_hex(4)}"
-        try:
-            os.symlink(os.path.join(VERSIONS, place.name), link)
-            os.replace(link, self.newest)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                link.unlink()
-        sync_folder(self.folder)
-
     def _current(self) -> str:
         """The name of the folder that `newest` leads to; empty: there is none."""
         try:
             return os.path.basename(os.readlink(self.newest))
         except FileNotFoundError:
             return ""
-
-    def _forget(self) -> None:
-        """Remove the versions that were written first, never the one that `newest` leads to. Numbers say less: a run
-        that took over another one's name begins with small ones."""
-        current = self._current()
-        others = [path for path in self._versions.iterdir() if _NAME.fullmatch(path.name) and path.name != current]
-        others.sort(key=lambda path: path.lstat().st_mtime_ns, reverse=True)
-        for path in others[self._keep - 1 :]:
-            self._remove(path)
 
     def _remove(self, path: Path) -> None:
         """A version's folder goes at once, not file by file."""

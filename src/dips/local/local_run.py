@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TypeVar
 
 from dips.core.clock import Clock
@@ -101,9 +100,7 @@ class LocalRun:
     def __enter__(self) -> LocalRun:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -121,7 +118,12 @@ class LocalRun:
 
         extend: take back the end of a run that was stopped; otherwise ConfigError for a run that has ended.
         """
-        self._make_keys()
+        if self.plan.insecure:
+            self._tell("INSECURE, as asked: nothing is encrypted and no one is authenticated, on loopback only")
+        else:  # keys for everyone of the plan; those that an earlier start made stay
+            operators = [OPERATOR, *([EVALUATOR] if self.plan.evaluate is not None else [])]
+            clusters = [*self.plan.cluster_ids, *self.plan.keys_for]
+            ensure_keys(self.directory.keys, clusters, self.plan.slave_ids, operators)
         self.supervisor.start(master_spec(self.plan, self.directory))
         self.address = self._once_there("the start of the master", self._masters_address)
         self.page_url = read_page_url(self.directory.master)
@@ -131,7 +133,7 @@ class LocalRun:
         self._once_there("the master's first answer", self._ask)
         self._refuse_ended_run(self._once_there("the master's answer", self._ask), extend)
         if extend:
-            self._tell(self._once_there("the master's answer", self._take_back_end))
+            self._tell(self._once_there("the master's answer", lambda: self._answer(_take_back_end)))
         for spec in slave_specs(self.plan, self.directory, self.address):
             self.supervisor.start(spec)
         for spec in cluster_specs(self.plan, self.directory, self.address):
@@ -163,9 +165,22 @@ class LocalRun:
             self._progress = (self._progress[0], now_s)  # a long start is no standstill
         status = self._ask()
         if status is not None:
-            self._remember(status, now_s)
+            self.status = status
+            for cluster in status.clusters:
+                if cluster.tokens_per_s > 0:
+                    self.speeds[cluster.cluster_id] = cluster.tokens_per_s
+            if status.tokens != self._progress[0] or status.paused or status.stopped:
+                self._progress = (status.tokens, now_s)
         self._tell_silence(status is not None, self._clock.monotonic_s())  # a call may have taken its whole deadline
-        self._check_stalled(now_s)
+        if self._progress[1] == 0.0:
+            self._progress = (-1, now_s)
+        still_s = now_s - self._progress[1]
+        if 0 < self._stall_s < still_s:
+            why = (self.status.waiting_for if self.status else "") or "the master does not say why"
+            raise FatalError(
+                f"the run applied no token for {format_seconds(still_s)} ({why}): see the logs in "
+                f"{self.directory.log(MASTER).parent}"
+            )
         return status
 
     @property
@@ -208,36 +223,21 @@ class LocalRun:
 
     def stop_run(self, reason: str) -> str | None:
         """Ask the master to end the run in good order; its answer, or None while it cannot be reached."""
-        if self._operator is None:
-            return None
-        try:
-            return self._operator.stop(reason)
-        except (RetryLater, Refused) as error:
-            _raise_unless_away(error)
-            return None
+        return self._answer(lambda operator: operator.stop(reason))
 
     def pause_run(self, reason: str) -> bool:
         """Ask the master to begin no new round; whether it has said yes."""
-        return self._said_yes(lambda operator: operator.pause(reason))
+        return self._answer(lambda operator: operator.pause(reason)) is not None
 
     def resume_run(self, reason: str) -> bool:
         """End a pause; whether the master has said yes."""
-        return self._said_yes(lambda operator: operator.resume(reason))
+        return self._answer(lambda operator: operator.resume(reason)) is not None
 
     def record(self, kind: str, **fields: object) -> None:
         """Write to the launcher's own tape."""
         self._tape.write(kind, "launch", **fields)
 
     # ---- how ----
-
-    def _make_keys(self) -> None:
-        """Keys for everyone of the plan; those that an earlier start made stay."""
-        if self.plan.insecure:
-            self._tell("INSECURE, as asked: nothing is encrypted and no one is authenticated, on loopback only")
-            return
-        operators = [OPERATOR, *([EVALUATOR] if self.plan.evaluate is not None else [])]
-        clusters = [*self.plan.cluster_ids, *self.plan.keys_for]
-        ensure_keys(self.directory.keys, clusters, self.plan.slave_ids, operators)
 
     def _once_there(self, what: str, find: Callable[[], T | None]) -> T:
         """What `find` returns as soon as that is not None; says now and then that it is waited for.
@@ -264,36 +264,23 @@ class LocalRun:
         written = read_address(self.directory.master)
         return written.address if written is not None and written.pid == self.supervisor.pid(MASTER) else None
 
-    def _said_yes(self, request: Callable[[OperatorClient], str]) -> bool:
+    def _answer(self, request: Callable[[OperatorClient], T]) -> T | None:
+        """What the master answers; None while it is away, or is just ending (BUSY): it may be starting again. Any other
+        refusal is raised.
+        """
         if self._operator is None:
-            return False
+            return None
         try:
-            request(self._operator)
-        except (RetryLater, Refused) as error:
-            _raise_unless_away(error)
-            return False
-        return True
+            return request(self._operator)
+        except RetryLater:
+            return None
+        except Refused as error:
+            if error.code is not RefusalCode.BUSY:
+                raise
+            return None
 
     def _ask(self) -> StatusReply | None:
-        """None while the master does not answer: it may be starting again."""
-        if self._operator is None:
-            return None
-        try:
-            return self._operator.status()
-        except (RetryLater, Refused) as error:
-            _raise_unless_away(error)
-            return None
-
-    def _take_back_end(self) -> str | None:
-        """What the master says to `dips extend`; None while it does not answer."""
-        assert self._operator is not None, "the master has answered before"
-        try:
-            return self._operator.extend(0, False, "dips up --extend")
-        except (RetryLater, Refused) as error:
-            if isinstance(error, Refused) and error.code is RefusalCode.CONFIG:
-                return "the run has not ended, so there is nothing to take back"  # its limit was looked at before
-            _raise_unless_away(error)
-            return None
+        return self._answer(lambda operator: operator.status())
 
     def _refuse_ended_run(self, status: StatusReply, extend: bool) -> None:
         reached = 0 < status.tk_max_tokens <= status.tokens
@@ -306,14 +293,6 @@ class LocalRun:
                 f"`dips export {where} --to model.safetensors`; for a new run choose another id and "
                 "directory, or remove this directory"
             )
-
-    def _remember(self, status: StatusReply, now_s: float) -> None:
-        self.status = status
-        for cluster in status.clusters:
-            if cluster.tokens_per_s > 0:
-                self.speeds[cluster.cluster_id] = cluster.tokens_per_s
-        if status.tokens != self._progress[0] or status.paused or status.stopped:
-            self._progress = (status.tokens, now_s)
 
     def _tell_silence(self, answers: bool, now_s: float) -> None:
         """Say that the master does not answer, again each time that its silence has doubled, and when that is over."""
@@ -329,17 +308,6 @@ class LocalRun:
                 f"published until it does; its log is {self.directory.log(MASTER)}"
             )
 
-    def _check_stalled(self, now_s: float) -> None:
-        if self._progress[1] == 0.0:
-            self._progress = (-1, now_s)
-        still_s = now_s - self._progress[1]
-        if 0 < self._stall_s < still_s:
-            why = (self.status.waiting_for if self.status else "") or "the master does not say why"
-            raise FatalError(
-                f"the run applied no token for {format_seconds(still_s)} ({why}): see the logs in "
-                f"{self.directory.log(MASTER).parent}"
-            )
-
     def _child_event(self, event: ChildEvent) -> None:
         self._tape.write(
             f"child_{event.kind}", "launch", child=event.name, life=event.start, pid=event.pid, code=event.exit_code
@@ -353,7 +321,11 @@ class LocalRun:
             self._tell(f"{event.name}: {event.sentence}")
 
 
-def _raise_unless_away(error: RetryLater | Refused) -> None:
-    """A master that is away, or is just ending (BUSY), may be starting again; any other refusal is raised."""
-    if isinstance(error, Refused) and error.code is not RefusalCode.BUSY:
-        raise error
+def _take_back_end(operator: OperatorClient) -> str:
+    """What the master says to `dips extend`."""
+    try:
+        return operator.extend(0, False, "dips up --extend")
+    except Refused as error:
+        if error.code is not RefusalCode.CONFIG:
+            raise
+        return "the run has not ended, so there is nothing to take back"  # its limit was looked at before

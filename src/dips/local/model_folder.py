@@ -15,8 +15,9 @@ import re
 import secrets
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -61,6 +62,40 @@ class FolderContent(Protocol):
     def write_files(self, folder: Path) -> None:
         """Write all files, durable, into an empty folder. Raises OSError or ConfigError."""
         ...
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """A version as a torch.distributed.checkpoint, from which a model of any parallelism loads its own parts; `filled`
+    are further tensors, which are written unchanged.
+
+    Tensors have the names, shapes and values of the full model, whatever the clusters' ranks held, as in the other
+    formats. They are written in pieces, one after the other: memory is that of the version and of one piece.
+    """
+
+    fetched: PublishedModel
+    filled: Mapping[str, RawTensor] = field(default_factory=dict)
+
+    def write_files(self, folder: Path) -> None:
+        import torch  # slow to import, and for this format alone
+
+        from dips.worker.checkpoint_files import CheckpointStamp
+        from dips.worker.parallel.shard_files import SavedBox, ShardFile, saved_bytes, whole, write_metadata
+        from dips.worker.torch_state import tensor_of
+
+        boxes: list[SavedBox] = []
+        name = "__0_0.distcp"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)  # only read
+            tensors = {
+                name: torch.from_numpy(values)
+                for name, values in named_tensors(self.fetched.layout, self.fetched.flat).items()
+            }
+            tensors |= {name: tensor_of(raw) for name, raw in self.filled.items()}
+        write_whole(folder / name, saved_bytes((whole(name, tensor) for name, tensor in tensors.items()), boxes))
+        write_metadata(folder, [ShardFile(name, CheckpointStamp(0, ""), tuple(boxes))])
+        text = json.dumps(about_version(self.fetched), indent=2) + "\n"
+        write_whole(folder / ABOUT, [memoryview(text.encode())])
 
 
 @dataclass(frozen=True)
@@ -265,20 +300,16 @@ def _merged(
             added = (pair["B"] @ pair["A"]) * np.float32(adapter.scaling.get(module, adapter.scaling[""]))
             if "embedding" in kind or adapter.config.get("fan_in_fan_out"):
                 added = added.T
-            merged[base] = _as_float32(weight) + added
+            if weight.dtype == "BF16":
+                values = (weight.data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+            else:
+                values = weight.data.view("<f4" if weight.dtype == "F32" else "<f2").astype(np.float32)
+            merged[base] = values.reshape(weight.shape) + added
         elif whole in merged or WHOLE not in name.split("."):  # or the base's own, such as a bias
             merged[whole] = tensor
         else:
             raise ConfigError(f"the run trains {name!r}, of which the base has no {whole!r}: {remedy}")
     return merged
-
-
-def _as_float32(tensor: RawTensor) -> NDArray[np.float32]:
-    if tensor.dtype == "BF16":
-        values = (tensor.data.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    else:
-        values = tensor.data.view("<f4" if tensor.dtype == "F32" else "<f2").astype(np.float32)
-    return values.reshape(tensor.shape)
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -409,7 +440,16 @@ def load_stored(run_dir: Path, version: Version | None = None) -> PublishedModel
     problems: list[str] = []
     for candidate in candidates:
         try:
-            return _merge(by_version[candidate])
+            # Raises SnapshotError when a slave's part is missing or damaged.
+            parts = by_version[candidate]
+            run_id, tokens, layout, placement = _read_record(parts[0])
+            of_slave = {part.slave_id: part for part in parts}
+            flat = np.empty(layout.n_elems, np.float32)
+            for slave in placement.slaves:
+                if slave not in of_slave:
+                    raise SnapshotError(f"slave {slave} has no committed snapshot of it")
+                _place(of_slave[slave], slave, layout, placement, flat)
+            return PublishedModel(run_id, parts[0].version, tokens, layout, flat)
         except (SnapshotError, OSError) as error:
             problems.append(f"version {candidate}: {error}")
     raise ConfigError(f"no version in {run_dir} is complete on all slaves; " + "; ".join(problems))
@@ -431,18 +471,6 @@ def _manifests(run_dir: Path) -> dict[Version, list[_Committed]]:
             "collect the slaves' directories in a folder slaves below it"
         )
     return found
-
-
-def _merge(parts: list[_Committed]) -> PublishedModel:
-    """Raises SnapshotError when a slave's part is missing or damaged."""
-    run_id, tokens, layout, placement = _read_record(parts[0])
-    of_slave = {part.slave_id: part for part in parts}
-    flat = np.empty(layout.n_elems, np.float32)
-    for slave in placement.slaves:
-        if slave not in of_slave:
-            raise SnapshotError(f"slave {slave} has no committed snapshot of it")
-        _place(of_slave[slave], slave, layout, placement, flat)
-    return PublishedModel(run_id, parts[0].version, tokens, layout, flat)
 
 
 def _read_record(part: _Committed) -> tuple[str, int, Layout, Placement]:

@@ -105,7 +105,9 @@ def _parameter(name: str, info: FieldInfo, group: str) -> inspect.Parameter:
         option = typer.Option(names, help=text, show_default=False, rich_help_panel=panel)
         annotation: Any = Annotated[bool | None, option]
     else:
-        metavar = _metavar(outer)
+        metavar = {int: "COUNT", float: "NUMBER", Path: "PATH"}.get(outer, "TEXT")
+        if typing.get_origin(outer) is typing.Literal:
+            metavar = "|".join(str(choice) for choice in typing.get_args(outer))
         option = typer.Option(option_name(name), help=text, metavar=metavar, show_default=False, rich_help_panel=panel)
         annotation = Annotated[list[str] | None if several else str | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -121,13 +123,6 @@ def _shape(annotation: Any) -> tuple[Any, bool]:
     if typing.get_origin(annotation) in (tuple, list):
         return _shape(typing.get_args(annotation)[0])[0], True
     return annotation, False
-
-
-def _metavar(kind: Any) -> str:
-    names = {int: "COUNT", float: "NUMBER", Path: "PATH", str: "TEXT"}
-    if typing.get_origin(kind) is typing.Literal:
-        return "|".join(str(choice) for choice in typing.get_args(kind))
-    return names.get(kind, "TEXT")
 
 
 def _help(info: FieldInfo, several: bool) -> str:

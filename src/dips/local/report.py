@@ -17,16 +17,13 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dips.core.errors import TERMINATED
 from dips.core.files import closed, replace_file
 from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
 from dips.core.release import software_versions
 from dips.local.log_files import HeldoutPoint, LossPoint
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # ---- demo faults -----------------------------------------------------------------------------------------------------
 #
@@ -188,7 +185,22 @@ def draw_losses(
         label += f" (last {losses[-1]:.3f})"
     axes.plot(tokens, losses, color="black", linewidth=2.2, marker="o", markersize=3, label=label)
     for fault in faults:
-        _draw_fault(axes, fault)
+        back = fault.back.tokens if fault.back else None
+        axes.axvline(fault.when.tokens, color="#D55E00", linewidth=1.0, linestyle=(0, (4, 3)))
+        if back is not None:
+            axes.axvspan(fault.when.tokens, back, color="#D55E00", alpha=0.12, linewidth=0)
+        until = f", back at {fault.back.seconds:.0f} s" if fault.back else ", not back"
+        axes.annotate(
+            f"{fault.what} at {fault.when.seconds:.0f} s{until}",
+            xy=(fault.when.tokens, 0.98),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, 0),
+            textcoords="offset points",
+            rotation=90,
+            fontsize="x-small",
+            color="#A04000",
+            va="top",
+        )
     axes.set_xlabel("tokens (bytes of text) applied by the whole run")
     axes.set_ylabel("loss, nats per byte")
     axes.set_title(title)
@@ -205,25 +217,6 @@ def running_mean(points: Sequence[LossPoint]) -> list[float]:
     losses = [point.loss for point in points]
     windows = (losses[max(0, i + 1 - _MEAN_OF) : i + 1] for i in range(len(losses)))
     return [sum(window) / len(window) for window in windows]
-
-
-def _draw_fault(axes: Axes, fault: Fault) -> None:
-    back = fault.back.tokens if fault.back else None
-    axes.axvline(fault.when.tokens, color="#D55E00", linewidth=1.0, linestyle=(0, (4, 3)))
-    if back is not None:
-        axes.axvspan(fault.when.tokens, back, color="#D55E00", alpha=0.12, linewidth=0)
-    until = f", back at {fault.back.seconds:.0f} s" if fault.back else ", not back"
-    axes.annotate(
-        f"{fault.what} at {fault.when.seconds:.0f} s{until}",
-        xy=(fault.when.tokens, 0.98),
-        xycoords=("data", "axes fraction"),
-        xytext=(3, 0),
-        textcoords="offset points",
-        rotation=90,
-        fontsize="x-small",
-        color="#A04000",
-        va="top",
-    )
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------
@@ -261,7 +254,15 @@ def build_report(outcome: LocalRunOutcome) -> dict[str, Any]:
         "tokens": status.tokens,
         "tk_max_tokens": status.tk_max_tokens,
         "heldout_loss": [[point.tokens, point.loss] for point in outcome.heldout],
-        "heldout_versions": [_heldout(point) for point in outcome.heldout],
+        "heldout_versions": [
+            {
+                "timeline": point.version.timeline,
+                "version": point.version.v,
+                "tokens": point.tokens,
+                "loss": point.loss,
+            }
+            for point in outcome.heldout
+        ],
         "clusters": {cluster.cluster_id: _cluster(cluster, outcome) for cluster in status.clusters},
         "slaves": {slave.slave_id: {"incarnations": slave.incarnations} for slave in status.slaves},
         "faults": [_fault(fault) for fault in outcome.faults],
@@ -299,15 +300,6 @@ def failed_checks(report: Mapping[str, Any]) -> list[str]:
 def write_report(report: Mapping[str, Any], path: Path) -> None:
     """Write the report whole or not at all."""
     replace_file(path, [f"{json.dumps(report, indent=2, allow_nan=False)}\n".encode()])
-
-
-def _heldout(point: HeldoutPoint) -> dict[str, Any]:
-    return {
-        "timeline": point.version.timeline,
-        "version": point.version.v,
-        "tokens": point.tokens,
-        "loss": point.loss,
-    }
 
 
 def _cluster(cluster: ClusterStatus, outcome: LocalRunOutcome) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -24,6 +24,8 @@ from dips.core.placement import KEPT_PRODUCTS
 from dips.core.protocol import MAX_RANKS
 from dips.core.units import BitsPerSecond, Bytes, BytesPerSecond, Count
 from dips.core.wire import RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, WIRE_DTYPES, Codec, encoded_bytes
+from dips.master.config import MasterConfig
+from dips.slave.config import SlaveConfig
 
 # ---- formula ---------------------------------------------------------------------------------------------------------
 #
@@ -213,6 +215,7 @@ class SizeTable:
     """The table: quantities by key, in the order in which they are shown. remarks: what must not be overlooked."""
 
     def __init__(self, knobs: SizeKnobs) -> None:
+        """Raises ConfigError when a number leaves all bounds."""
         self.knobs = knobs
         self.rows: dict[str, Quantity] = {}
         self._inputs = _inputs(knobs)
@@ -241,9 +244,20 @@ class SizeTable:
         self.rows[key] = Quantity(key, what, unit, formula, numbers, value, note)
 
 
-def size(knobs: SizeKnobs) -> SizeTable:
-    """All quantities of a run. Raises ConfigError when a number leaves all bounds."""
-    return SizeTable(knobs)
+def size_of_run(master: MasterConfig, slave: SlaveConfig, **given: Any) -> SizeTable:
+    """All quantities of a run whose processes have these settings. given: the other knobs. Raises as SizeTable."""
+    return SizeTable(
+        SizeKnobs(
+            pinned_versions=master.pinned_versions,
+            memory_files=master.memory_files,
+            pull_wire=master.pull_wire,
+            snapshots_kept=slave.snapshots_kept,
+            chunk_bytes=master.chunk_bytes,
+            archive_bytes=master.archive_bytes,
+            journal_records=master.journal_records,
+            **given,
+        )
+    )
 
 
 SizeRow = tuple[str, str, str, str, str]

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 
 from dips.core.clock import Clock
 from dips.core.errors import (
@@ -178,9 +177,7 @@ class ProcessSupervisor:
     def __enter__(self) -> ProcessSupervisor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
     # ---- what runs ----

@@ -355,7 +355,11 @@ class TensorBoard(Tracker):
         folder = target.folder / target.knobs.project / target.name
         steps = [-1]
         for path in sorted(folder.glob("events.out.tfevents.*")):
-            steps += [event.step for event in EventFileLoader(str(path)).Load() if _has_version(event)]
+            steps += [
+                event.step
+                for event in EventFileLoader(str(path)).Load()
+                if any(value.tag == "version" for value in event.summary.value)
+            ]
         self.last = max(steps)
         self._writer = EventFileWriter(str(folder))
         if self.last < 0:
@@ -379,10 +383,6 @@ class TensorBoard(Tracker):
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _has_version(event: Any) -> bool:
-    return any(value.tag == "version" for value in event.summary.value)
 
 
 class MlFlow(Tracker):

@@ -81,11 +81,30 @@ class CutModel:
         stage = Stage(model, at["pipeline"], parallelism.pipeline) if parallelism.pipeline > 1 else None
         self.module: nn.Module = stage or model
         if parallelism.tensor > 1:
-            _cut_layers(self.module, self._mesh["tensor"])
+            # Tensor parallelism: every rank has some heads and some hidden units of each layer; all else is whole.
+            for layer in _layers(self.module):
+                parallelize_module(
+                    layer,
+                    self._mesh["tensor"],
+                    {
+                        **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
+                        **{f"feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")},
+                        "attention.wo": RowwiseParallel(),
+                        "feed_forward.down": RowwiseParallel(),
+                    },
+                )
         if parallelism.fsdp > 1:
-            _shard(self.module, self._mesh["fsdp"])
+            # FSDP2: every rank has a shard of each parameter, and gathers a layer while it computes with it.
+            for part in (*_layers(self.module), self.module):
+                fully_shard(part, mesh=self._mesh["fsdp"])
         self._pipeline = _Pipeline(stage, self._mesh, n_rows, sequence_tokens) if stage is not None else None
-        self._n_holders = self._count_holders()
+        # How many ranks hold an element of each parameter.
+        here = {name: local(parameter).numel() for name, parameter in self.module.named_parameters()}
+        shapes = self._config.parameter_shapes
+        counts = self._sum([float(here.get(name, 0)) for name in shapes])
+        self._n_holders = {
+            name: count / math.prod(shape) for (name, shape), count in zip(shapes.items(), counts, strict=True)
+        }
 
     @property
     def names(self) -> list[str]:
@@ -183,13 +202,6 @@ class CutModel:
         """What this rank holds of each parameter's gradient."""
         return {name: local(p.grad) for name, p in self.module.named_parameters() if p.grad is not None}
 
-    def _count_holders(self) -> dict[str, float]:
-        """How many ranks hold an element of each parameter."""
-        here = {name: local(parameter).numel() for name, parameter in self.module.named_parameters()}
-        shapes = self._config.parameter_shapes
-        counts = self._sum([float(here.get(name, 0)) for name in shapes])
-        return {name: count / math.prod(shape) for (name, shape), count in zip(shapes.items(), counts, strict=True)}
-
     def _sum(self, numbers: list[float]) -> list[float]:
         """Each of the numbers, added over all ranks."""
         total = torch.tensor(numbers, dtype=torch.float64, device=self._device)
@@ -199,27 +211,6 @@ class CutModel:
 
 
 # ---- cuts ------------------------------------------------------------------------------------------------------------
-
-
-def _cut_layers(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Tensor parallelism: every rank has some heads and some hidden units of each layer; all else is whole."""
-    for layer in _layers(module):
-        parallelize_module(
-            layer,
-            mesh,
-            {
-                **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
-                **{f"feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")},
-                "attention.wo": RowwiseParallel(),
-                "feed_forward.down": RowwiseParallel(),
-            },
-        )
-
-
-def _shard(module: nn.Module, mesh: DeviceMesh) -> None:
-    """FSDP2: every rank has a shard of each parameter, and gathers a layer while it computes with it."""
-    for part in (*_layers(module), module):
-        fully_shard(part, mesh=mesh)
 
 
 def _layers(module: nn.Module) -> list[Layer]:

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from dips.core.errors import INTERRUPTED, TERMINATED
@@ -74,9 +74,7 @@ class StopSignals:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         os.close(self._reader)

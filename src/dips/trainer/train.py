@@ -12,16 +12,17 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 
 from dips.core.errors import ConfigError, FatalError
 from dips.core.files import share_with
-from dips.core.ids import Version
 from dips.core.layout import Layout
 from dips.core.messages import DataPlan, DataRange
 from dips.core.model_description import Untrained
@@ -31,147 +32,20 @@ from dips.core.observe.tape import Tape
 from dips.trainer.config import ALONE, TrainConfig, check_settings, corpus_of, settings_of_rank
 from dips.trainer.corpus import all_ranges
 from dips.trainer.cut_model import CutModel, another_rank_may_be_gone
-from dips.trainer.data import Batch, ChunkedText, LeasedBatches
-from dips.trainer.evaluate import heldout_loss, windows_of
+from dips.trainer.data import Batch, ChunkedText, LeasedBatches, make_batch
+from dips.trainer.evaluate import heldout_loss, model_from_flat, windows_of
 from dips.trainer.model import ByteModel
 from dips.trainer.parallelism import Place, place_here
 from dips.trainer.progress import Slowdown, StepReports, StopSignals
 from dips.trainer.sizes import SIZES
 from dips.worker.config import ClientConfig
-from dips.worker.parallel.joining import loop_of_ranks
-from dips.worker.parallel.rank_loop import RankLoop
+from dips.worker.parallel.rank_loop import RankLoop, loop_of_ranks
 from dips.worker.parallel.rank_state import TorchState
 from dips.worker.parallel.ranks import ranks_here
 from dips.worker.shell import ClusterShell, OtherRanks
 from dips.worker.step_checks import Losses
 from dips.worker.torch_model import TorchParameters
 from dips.worker.torch_state import HasState
-
-
-class ClusterOfRanks:
-    """Every method is called on all ranks, after the same steps; but request_stop(), from a signal handler."""
-
-    def __init__(
-        self, train: TrainConfig, client: ClientConfig, cut: CutModel, optimizers: Sequence[torch.optim.Optimizer],
-        plan: DataPlan, signals: StopSignals, state: Mapping[str, HasState],
-    ) -> None:  # fmt: skip
-        """Agree with the other ranks. state: kept in checkpoints, besides the model's and the optimizers'.
-
-        Raises ConfigError, on all of them, where their settings or models differ.
-        """
-        ranks = ranks_here()
-        assert ranks is not None, "the process group has several"
-        self._cut = cut
-        self._signals = signals
-        self._losses = Losses()
-
-        def shell_of(others: OtherRanks, layout: Layout, untrained: Untrained, trained: frozenset[int]) -> ClusterShell:
-            return ClusterShell(client, others, layout, plan, untrained=untrained)
-
-        try:
-            loop = loop_of_ranks(
-                ranks, client, lambda _: cut.held(optimizers), optimizers, state, shell_of,
-                settings=train.model_dump(mode="json"), order=cut.names,
-                wants_to_leave=lambda: signals.caught is not None,
-            )  # fmt: skip
-        except BaseException:
-            ranks.close()
-            raise
-        assert loop is not None, "all ranks have a master"
-        self._loop: RankLoop = loop
-
-    def start(self) -> None:
-        """As ClusterShell.start()."""
-        self._loop.enter()
-
-    def step(self, tokens: int, ranges: Sequence[DataRange], loss: float) -> None:
-        """As ClusterShell.step(); ranges (one for each row) and loss are the cluster's, the same on all ranks."""
-        self._losses.add(loss)
-        own = sum(part.tokens for part in ranges[self._cut.rows])
-        self._loop.step(own, self._loss, wants_to_leave=self._wants_to_leave, ranges=ranges)
-
-    def lease(self, tokens: int) -> list[DataRange]:
-        """As ClusterShell.lease(), on all ranks."""
-        return self._loop.lease(tokens, self._loss, wants_to_leave=self._wants_to_leave)
-
-    def take_unused(self) -> list[DataRange]:
-        """As ClusterShell.take_unused(), on all ranks."""
-        return self._loop.unused()
-
-    def checkpoint_if_due(self) -> None:
-        """As ClusterShell.checkpoint_if_due(), on all ranks."""
-        self._loop.checkpoint_if_due(self._loss, wants_to_leave=self._wants_to_leave)
-
-    def request_stop(self) -> None:
-        """As ClusterShell.request_stop(). The other ranks learn it when they meet."""
-        if self._loop.shell is not None:
-            self._loop.shell.request_stop("SIGTERM")
-
-    def close(self, reason: str, *, push_pending: bool) -> None:
-        """As ClusterShell.close()."""
-        try:
-            if push_pending:
-                self._loop.leave(reason, self._loss(), wants_to_leave=self._wants_to_leave)
-                if self._loop.news.ends:
-                    self._signals.another_rank_was_told()
-        finally:
-            self._loop.close(reason)
-
-    @property
-    def tape(self) -> Tape | None:
-        """The leader's."""
-        return None if self._loop.shell is None else self._loop.shell.tape
-
-    @property
-    def done(self) -> bool:
-        return self._loop.news.done
-
-    @property
-    def released(self) -> bool:
-        return self._loop.news.released
-
-    @property
-    def resumed(self) -> bool:
-        return self._loop.news.resumed
-
-    @property
-    def version(self) -> Version | None:
-        news = self._loop.news
-        return Version(news.timeline, news.version) if news.timeline else None
-
-    @property
-    def cause(self) -> str:
-        """Known to the leader, which alone writes records."""
-        return "" if self._loop.shell is None else self._loop.shell.cause
-
-    @property
-    def progress(self) -> int:
-        """As ClusterShell.progress; the same on all ranks, by which all have one learning rate."""
-        return self._loop.progress
-
-    @property
-    def total_tokens(self) -> int:
-        return self._loop.news.total_tokens
-
-    @property
-    def local_steps(self) -> int:
-        return self._loop.news.local_steps
-
-    @property
-    def times_forgotten(self) -> int:
-        return self._loop.news.times_forgotten
-
-    @property
-    def held_ranges(self) -> tuple[DataRange, ...]:
-        return self._loop.held_ranges
-
-    def _loss(self) -> float:
-        return self._losses.take(time.monotonic(), True)
-
-    @property
-    def _wants_to_leave(self) -> bool:
-        return self._signals.caught is not None
-
 
 # ---- schedule --------------------------------------------------------------------------------------------------------
 #
@@ -326,7 +200,19 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
     (arXiv:2502.16982, section 2.2).
     """
     hidden = _hidden_matrices(model) if config.inner_optimizer == "muon" else []
-    adamw = _adamw(_without(model.parameters(), hidden), config)
+    # AdamW with weight decay for matrices and none for norms. What is cut over other ranks is a group of its own.
+    parameters = _without(model.parameters(), hidden)
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for parameter in sorted(parameters, key=lambda parameter: parameter.ndim < 2):
+        cut = getattr(parameter, "device_mesh", None)
+        groups.setdefault((parameter.ndim >= 2, cut), []).append(parameter)
+    decay = {True: config.weight_decay, False: 0.0}
+    adamw = torch.optim.AdamW(
+        [{"params": group, "weight_decay": decay[is_matrix]} for (is_matrix, _), group in groups.items()],
+        lr=config.lr,
+        betas=BETAS,
+        fused=True,
+    )
     if not hidden:
         return [adamw]
     muon = torch.optim.Muon(
@@ -344,19 +230,6 @@ def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 def _without(parameters: Iterable[nn.Parameter], left_out: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     ids = {id(parameter) for parameter in left_out}
     return [parameter for parameter in parameters if id(parameter) not in ids]
-
-
-def _adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay for matrices and none for norms. What is cut over other ranks is a group of its own."""
-    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
-    for parameter in sorted(parameters, key=lambda parameter: parameter.ndim < 2):
-        cut = getattr(parameter, "device_mesh", None)
-        groups.setdefault((parameter.ndim >= 2, cut), []).append(parameter)
-    decay = {True: config.weight_decay, False: 0.0}
-    return torch.optim.AdamW(
-        [{"params": group, "weight_decay": decay[is_matrix]} for (is_matrix, _), group in groups.items()],
-        lr=config.lr, betas=BETAS, fused=True,
-    )  # fmt: skip
 
 
 # ---- train -----------------------------------------------------------------------------------------------------------
@@ -442,19 +315,39 @@ class _ClusterLoop:
         self._inner = inner
         self._batches = LeasedBatches(self._inner.text, train.batch_size, train.sequence_tokens)
         self._reports = StepReports(train.log_every_steps)
+        self._losses = Losses()
         self._shell = self._session(client)
         self._reports.tape = self._shell.tape
         self._slowdown = _slowdown_of(train, place)
         self._forgotten = 0
 
-    def _session(self, client: ClientConfig) -> ClusterShell | ClusterOfRanks:
-        inner, plan = self._inner, self._inner.text.plan
+    def _session(self, client: ClientConfig) -> ClusterShell | RankLoop:
+        """Of several ranks, all agree on what they hold. Raises ConfigError, on all of them, where they differ."""
+        inner, plan, signals = self._inner, self._inner.text.plan, self._signals
         kept: dict[str, HasState] = {"data": self._batches, "reports": self._reports}
-        if inner.cut is not None:
-            return ClusterOfRanks(self._train, client, inner.cut, inner.optimizers, plan, self._signals, kept)
-        parameters = TorchParameters(inner.model, inner.optimizers)
-        state = TorchState(inner.model, inner.optimizers, kept)
-        return ClusterShell(client, parameters, parameters.layout(), plan, inner=state)
+        if (cut := inner.cut) is None:
+            parameters = TorchParameters(inner.model, inner.optimizers)
+            state = TorchState(inner.model, inner.optimizers, kept)
+            return ClusterShell(client, parameters, parameters.layout(), plan, inner=state)
+
+        ranks = ranks_here()
+        assert ranks is not None, "the process group has several"
+
+        def shell_of(others: OtherRanks, layout: Layout, untrained: Untrained, trained: frozenset[int]) -> ClusterShell:
+            return ClusterShell(client, others, layout, plan, untrained=untrained)
+
+        try:
+            loop = loop_of_ranks(
+                ranks, client, lambda _: cut.held(inner.optimizers), inner.optimizers, kept, shell_of,
+                settings=self._train.model_dump(mode="json"), order=cut.names,
+                wants_to_leave=lambda: signals.caught is not None,
+                loss=lambda _: self._losses.take(time.monotonic(), True),
+            )  # fmt: skip
+        except BaseException:
+            ranks.close()
+            raise
+        assert loop is not None, "all ranks have a master"
+        return loop
 
     def run(self) -> int:
         reason, whole = "finished", True
@@ -481,6 +374,8 @@ class _ClusterLoop:
         finally:
             self._shell.close(reason, push_pending=whole)
             self._inner.close()
+        if isinstance(self._shell, RankLoop) and self._shell.news.ends:
+            self._signals.another_rank_was_told()
         return 0 if self._shell.released else self._signals.exit_code
 
     def _forget_what_was_taken_back(self) -> None:
@@ -499,7 +394,12 @@ class _ClusterLoop:
         self._signals.wait(self._slowdown.wait_s(time.monotonic() - begin_s))
         # Written before the shell knows of the step, in which this cluster may leave the run: a tape ends with that.
         self._reports.step(loss, batch.tokens, lr, self._shell.progress + batch.tokens, base, self._shell.cause)
-        self._shell.step(batch.tokens, batch.ranges, loss)
+        if isinstance(self._shell, ClusterShell):
+            self._shell.step(batch.tokens, batch.ranges, loss)
+        else:  # a range for each row; all ranks have the same loss and ranges, and rows of their own
+            assert self._inner.cut is not None, "several ranks train a cut model"
+            self._losses.add(loss)
+            self._shell.step(sum(part.tokens for part in batch.ranges[self._inner.cut.rows]), batch.ranges)
 
 
 def schedule_of(train: TrainConfig, total_tokens: int) -> LearningRateSchedule:
@@ -546,3 +446,68 @@ def _steps_alone(inner: InnerTrainer, place: Place, signals: StopSignals, report
 def _slowdown_of(train: TrainConfig, place: Place) -> Slowdown:
     """Of several ranks the leader waits, and the others for it."""
     return Slowdown(train.emulate_gap if place.leads else 0.0)
+
+
+F32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SharedText:
+    """The text of a run, read once for all clusters of a process."""
+
+    training: ChunkedText
+    heldout: bytes  # text that is never trained on
+
+
+def read_text(config: TrainConfig) -> SharedText:
+    """Read the text. Raises ConfigError for text that cannot be used."""
+    corpus = corpus_of(config)
+    return SharedText(ChunkedText(corpus.training, config.data_seed, config.chunk_tokens), corpus.heldout)
+
+
+class ByteLearner(TorchParameters):
+    """One cluster of a comparison: its model, inner optimizer and text, on config.device; sets torch's thread count for
+    the process.
+
+    Driven from outside (lab/compare/record.py): the caller gives the tokens of each step and the progress of the run.
+    Many are in one process, so they share the text, and threads or device. Flat vectors are float32 of
+    layout().n_elems elements. Two of one configuration begin with equal parameters.
+    """
+
+    def __init__(self, config: TrainConfig, text: SharedText, total_tokens: int) -> None:
+        """total_tokens: of the whole run, the end of the learning rate's schedule (0: unknown). Raises ConfigError for
+        a device that is not available."""
+        torch.set_num_threads(config.threads)
+        self._config = config
+        self._text = text.training
+        self._net = ByteModel(SIZES[config.model_size], config.seed).to(device_of(config))
+        super().__init__(self._net, make_optimizers(self._net, config))
+        self._schedule = schedule_of(config, total_tokens)
+
+    def data_plan(self) -> DataPlan:
+        """The data plan for the master's leases; equal on all clusters of one text."""
+        return self._text.plan
+
+    def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float:
+        """One inner step on exactly these tokens, each range a row of the batch; the mean loss in nats per byte.
+
+        progress_tokens: the run's progress in the learning rate's schedule. A loss that is not finite changes
+        nothing and is returned; for a gradient that is not, NaN is. Raises RemoteProtocolError for a range that the
+        text does not have.
+        """
+        batch = make_batch(self._text, ranges)
+        rate = self._schedule.at(progress_tokens)
+        return inner_step(self._net, self._optimizers, batch, rate, self._config.grad_clip)
+
+
+def evaluator(config: TrainConfig, text: SharedText) -> Callable[[F32], float]:
+    """The held-out loss, in nats per byte, of a model given as a flat vector, on the processor whatever the device (see
+    trainer/evaluate.py); sets torch's thread count.
+
+    Raises ConfigError when the held-out text is shorter than one window, and on a vector of another length.
+    """
+    torch.set_num_threads(config.threads)
+    windows = windows_of(text.heldout, config.sequence_tokens)
+    model = ByteModel(SIZES[config.model_size])
+    layout = TorchParameters(model, make_optimizers(model, config)).layout()
+    return lambda flat: heldout_loss(model_from_flat(layout, flat), windows)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError, option
+from dips.core.layout import Share
 from dips.core.observe.tape import Tape
 from dips.core.units import format_bytes
 from dips.worker.checkpoint_files import INNER, CheckpointError, CheckpointStore, Manifest, RawTensor
@@ -36,7 +37,7 @@ from dips.worker.state.saved import SavedSession, SavedStateError
 from dips.worker.vectors import VectorCopies, Vectors
 
 if TYPE_CHECKING:  # these need torch
-    from dips.worker.parallel.shard_files import SavedShards, WholeCheckpoint
+    from dips.worker.parallel.shard_files import FoundCheckpoint, SavedShards
 
 _logger = logging.getLogger("dips.worker.checkpoint")
 
@@ -212,7 +213,7 @@ class Checkpointing(Checkpoints):
         self._copies = VectorCopies(vectors)
         self._writer = ThreadPoolExecutor(1, "dips-checkpoint")
         self._writing: Future[bool] | None = None
-        self._found: WholeCheckpoint | None = None
+        self._found: FoundCheckpoint | None = None
 
     def close(self) -> None:
         """Likewise; waits for the write under way."""
@@ -220,10 +221,10 @@ class Checkpointing(Checkpoints):
         super().close()
 
     def _find(self, manifest: Manifest) -> str:
-        from dips.worker.parallel.shard_files import WholeCheckpoint  # not before it is needed: it imports torch
+        from dips.worker.parallel.shard_files import FoundCheckpoint  # not before it is needed: it imports torch
 
         try:
-            self._found = WholeCheckpoint(self._store.directory, manifest)
+            self._found = FoundCheckpoint(self._store.directory, manifest)
         except (CheckpointError, MemoryError) as error:
             return str(error) or "it does not fit into memory"
         return ""
@@ -231,8 +232,11 @@ class Checkpointing(Checkpoints):
     def _put_back(self, found: Manifest, *, with_residual: bool) -> None:
         checkpoint, self._found = self._found, None
         assert checkpoint is not None, "it was found"
-        restore = None if self._inner is None else self._inner.restore
-        checkpoint.put_back(self._parameters, self._vectors, restore, with_residual=with_residual)
+        restore, n_elems = None if self._inner is None else self._inner.restore, self._vectors.n_elems
+        all_of_it = Share.of_runs([(0, n_elems)])
+        checkpoint.put_back(
+            self._parameters, self._vectors, all_of_it, n_elems, restore, with_residual=with_residual
+        )  # fmt: skip
 
     def take_if_due(self, session: ClusterMachine, cause: str) -> None:
         now_s = self._clock.monotonic_s()

@@ -119,21 +119,18 @@ class MasterStubs:
             raise RetryLater(f"{method} failed: {error.strerror or error}") from error
         reply: ClusterReply = from_message(answer, getattr(messages, f"{method}Reply"))
         if isinstance(request, JoinRequest) and isinstance(reply, JoinReply):
-            self._refuse_older(master, request, reply)
+            # A master that another one at another address has replaced: its rounds end at slaves that have promised the
+            # newer epoch. It may not know of that yet, and let clusters join.
+            before = request.caller.incarnation
+            if self._masters.several and before is not None and reply.epoch < before.epoch:
+                why = (
+                    f"the one there is in epoch {reply.epoch}, and this cluster took part in epoch {before.epoch}; if "
+                    "it is the right one, give its address alone"
+                )
+                self._masters.leave(master, why)
+                raise RetryLater(self._masters.why_none(why))
         self._masters.answered()
         return reply
-
-    def _refuse_older(self, master: str, request: JoinRequest, reply: JoinReply) -> None:
-        """Raises RetryLater for the answer of a master that another one at another address has replaced: its rounds end
-        at slaves that have promised the newer epoch. It may not know of that yet, and let clusters join."""
-        before = request.caller.incarnation
-        if self._masters.several and before is not None and reply.epoch < before.epoch:
-            why = (
-                f"the one there is in epoch {reply.epoch}, and this cluster took part in epoch {before.epoch}; if "
-                "it is the right one, give its address alone"
-            )
-            self._masters.leave(master, why)
-            raise RetryLater(self._masters.why_none(why))
 
 
 class MasterClient:

@@ -6,9 +6,10 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import zmq
 
@@ -16,15 +17,14 @@ from dips.core.allocator import keep_freed_memory
 from dips.core.clock import Clock
 from dips.core.errors import DipsError
 from dips.core.ids import PushId
-from dips.core.layout import Chunk, Layout, Share
+from dips.core.layout import FLOAT32_BYTES, Chunk, Layout, Share
 from dips.core.messages import Caller, PlacementSpec, PullGrant, Settings
 from dips.core.net.carriers import Common, carry_pull, carry_push
 from dips.core.net.payloads import Difference
-from dips.core.net.transfer import Transfer, TransferSettings, digests_of
+from dips.core.net.transfer import SlaveProgress, Transfer, TransferSettings, digests_of
 from dips.core.net.zmq_sockets import CurvePair
-from dips.core.wire import Codec
-from dips.worker.link_counts import LinkCounts, TransferDirection
-from dips.worker.parallel.part_ends import PartEnd
+from dips.core.wire import Codec, encoded_bytes
+from dips.worker.parallel.meetings import PartEnd
 from dips.worker.state.effects import DigestOfSlave, Done, Event, Failed, SendPush
 from dips.worker.state.waiting import Times
 from dips.worker.vectors import F32, Vectors
@@ -142,7 +142,7 @@ class Transfers:
 
     A process that has all of the model delivers Done or Failed. A rank of several carries its share, and gives the end
     of its part to `of_rank.ended` instead: with the checksums of all its chunks, from which whoever has all ranks' ends
-    computes the digests (worker/parallel/part_ends.py). A transfer that was cancelled has no end.
+    computes the digests (worker/parallel/meetings.py). A transfer that was cancelled has no end.
     """
 
     def __init__(
@@ -174,7 +174,11 @@ class Transfers:
         n_ranks = 1 if self._of_rank is None else self._of_rank.n_ranks
         limits = _settings(settings.chunk_bytes, window_of_rank(settings.window_chunks, n_ranks), times)
         common = self._common(caller.run_id, caller.epoch, caller.cause_id, limits)
-        checksums = self._checksums_of(push.push, wire)
+        # Checksums of earlier attempts' chunks, and those that were taken in the snapshot: a push's bytes change only
+        # with its codec.
+        if self._sums is None or self._sums[:2] != (push.push, wire):
+            self._sums = (push.push, wire, self._vectors.checksums() if wire is Codec.F32 else {})
+        checksums = self._sums[2]
 
         def carry(context: zmq.Context[zmq.Socket[bytes]], cancelled: threading.Event) -> None:
             began_s = clock.monotonic_s()
@@ -249,14 +253,6 @@ class Transfers:
         now_s = self._clock.monotonic_s()
         return replace(common, tell=self._links.begin(direction, wire, slaves, now_s, n_parts).tell)
 
-    def _checksums_of(self, push: PushId, wire: Codec) -> dict[Chunk, int]:
-        """Checksums of earlier attempts' chunks, and those that were taken in the snapshot: a push's bytes change only
-        with its codec.
-        """
-        if self._sums is None or self._sums[:2] != (push, wire):
-            self._sums = (push, wire, self._vectors.checksums() if wire is Codec.F32 else {})
-        return self._sums[2]
-
 
 def wire_of_pull(grant: PullGrant) -> tuple[Codec, int]:
     """How a grant's version is fetched: its codec, and how many payloads each chunk has."""
@@ -274,3 +270,85 @@ def window_of_rank(window_chunks: int, n_ranks: int) -> int:
 
 def _settings(chunk_bytes: int, window_chunks: int, times: Times) -> TransferSettings:
     return TransferSettings(chunk_bytes, window_chunks, times.data_silence_s, times.data_stall_s)
+
+
+class TransferDirection(Enum):
+    PUSH = "push"
+    PULL = "pull"
+
+
+@dataclass(frozen=True)
+class SlaveLinkCounts:
+    """Counts of one slave."""
+
+    # n_bytes, bytes_per_s: by direction; the rate is the newest transfer's, NaN before the first
+    n_bytes: Mapping[TransferDirection, int] = field(default_factory=dict)
+    bytes_per_s: Mapping[TransferDirection, float] = field(default_factory=dict)
+    resumed_bytes: int = 0  # bytes that the slave held already when an attempt of a push began
+    reconnects: int = 0
+    refusals: Mapping[str, int] = field(default_factory=dict)  # by code
+    round_trip_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Transferring:
+    """Adds the progress of one transfer to the counts. For the data thread."""
+
+    counts: LinkCounts
+    direction: TransferDirection
+    wire: Codec
+    began_s: float
+    before: Mapping[str, SlaveLinkCounts]
+    n_parts: int = 1  # payloads of each chunk: of a pull of differences several may follow each other
+
+    def tell(self, moved: Mapping[str, SlaveProgress], now_s: float) -> None:
+        """Take the transfer's progress since its beginning."""
+        links = {
+            slave: self._link(self.before.get(slave, SlaveLinkCounts()), part, now_s) for slave, part in moved.items()
+        }
+        self.counts.show({**self.before, **links})
+
+    def _link(self, before: SlaveLinkCounts, part: SlaveProgress, now_s: float) -> SlaveLinkCounts:
+        way, n_bytes = self.direction, self.n_parts * encoded_bytes(self.wire, part.carried_bytes // FLOAT32_BYTES)
+        refusals = dict(before.refusals)
+        for code, count in part.refusals.items():
+            refusals[code] = refusals.get(code, 0) + count
+        moves = (
+            {**before.bytes_per_s, way: n_bytes / max(now_s - self.began_s, 1e-6)} if n_bytes else before.bytes_per_s
+        )
+        return replace(
+            before,
+            n_bytes={**before.n_bytes, way: before.n_bytes.get(way, 0) + n_bytes},
+            bytes_per_s=moves,
+            resumed_bytes=before.resumed_bytes + encoded_bytes(self.wire, part.resumed_bytes // FLOAT32_BYTES),
+            reconnects=before.reconnects + part.reconnects,
+            refusals=refusals,
+            round_trip_s=part.round_trip_s if part.round_trip_s is not None else before.round_trip_s,
+        )
+
+
+class LinkCounts:
+    """Counts the traffic on the links to the slaves of the newest transfer's placement, in all transfers of a process.
+
+    The data thread makes a new immutable view a few times a second during a transfer; readers get the last one. Bytes
+    are those on the wire: differences have fewer than parameters. Of several ranks those are counted that the leader
+    moves.
+    """
+
+    def __init__(self) -> None:
+        self._view: Mapping[str, SlaveLinkCounts] = {}
+
+    @property
+    def view(self) -> Mapping[str, SlaveLinkCounts]:
+        """The newest view; from any thread, never changed afterwards."""
+        return self._view
+
+    def show(self, links: Mapping[str, SlaveLinkCounts]) -> None:
+        self._view = links
+
+    def begin(
+        self, direction: TransferDirection, wire: Codec, slaves: Iterable[str], now_s: float, n_parts: int = 1
+    ) -> Transferring:
+        """A transfer with these slaves begins; those of an earlier placement are forgotten."""
+        before = {slave: self._view[slave] for slave in slaves if slave in self._view}
+        return Transferring(self, direction, wire, now_s, before, n_parts)

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -94,9 +93,7 @@ class Follow:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     @property

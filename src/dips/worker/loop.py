@@ -50,8 +50,7 @@ from dips.core.observe.logs import (
 from dips.core.wire import WIRE_DTYPES
 from dips.worker.config import SECTION, ClientConfig, check
 from dips.worker.parallel.held import Held, Parallel, held_here, refuse_ranks_outside
-from dips.worker.parallel.joining import loop_of_ranks
-from dips.worker.parallel.rank_loop import RankLoop
+from dips.worker.parallel.rank_loop import RankLoop, loop_of_ranks
 from dips.worker.parallel.rank_state import TorchState
 from dips.worker.parallel.ranks import Ranks, ranks_here
 from dips.worker.shell import ClusterShell, OtherRanks, is_orderly, reason_of
@@ -327,8 +326,8 @@ class DiLoCo:
             self._begin()
         except BaseException as error:
             self._end_hooks()
-            if (joined := self._together or self._shell) is not None:
-                joined.close(reason_of(type(error), error))
+            if self._cluster is not None:
+                self._cluster.close(reason_of(type(error), error))
             self._sigterm.give_back()
             self._say_of_ctrl_c(error, "before it had joined the run")
             raise
@@ -411,7 +410,8 @@ class DiLoCo:
             if kind is None and self.active:
                 self._sigterm.accompany()
             if self._together is not None:
-                self._leave_together(self._together, reason, meets=kind is None and whole, patient=own_end)
+                # Without all ranks, as after an error, their parameters cannot be shared.
+                self._together.close(reason, push_pending=kind is None and whole, patient=own_end)
             elif self._shell is not None:
                 self._shell.close(reason, push_pending=whole, patient=own_end and not self._sigterm.caught)
         except KeyboardInterrupt as again:
@@ -445,18 +445,6 @@ class DiLoCo:
         if isinstance(error, KeyboardInterrupt) and self._config is not None:
             say_instead_of_trace(error, f"cluster {self._config.cluster_id} was ended by ctrl-C {what}")
 
-    def _leave_together(self, together: RankLoop, reason: str, *, meets: bool, patient: bool) -> None:
-        """Leave the run with all ranks, or without them after an error: then their parameters cannot be shared."""
-        try:
-            if meets:
-                loss = self._losses.take(time.monotonic(), True)
-                together.leave(reason, loss, wants_to_leave=self._sigterm.caught, patient=patient)
-        except BaseException as raised:
-            reason = reason_of(type(raised), raised)
-            raise
-        finally:
-            together.close(reason)
-
     @property
     def _ends(self) -> bool:
         """Whether the ranks leave together for a SIGTERM that came to any of them."""
@@ -474,9 +462,7 @@ class DiLoCo:
     @property
     def released(self) -> bool:
         """Whether the run itself let this cluster go."""
-        if self._together is not None:
-            return self._together.news.released
-        return self._shell is not None and self._shell.released
+        return self._cluster is not None and self._cluster.released
 
     def _join(self) -> None:
         """Join the run, alone or with the other ranks. Does nothing where no rank has a master."""
@@ -530,6 +516,7 @@ class DiLoCo:
         together = loop_of_ranks(
             ranks, config, lambda config: self._held(config, ranks), self._optimizers, state, self._shell_of_ranks,
             settings=settings, wants_to_leave=lambda: self._sigterm.caught,
+            loss=lambda is_due: self._losses.take(time.monotonic(), is_due),
             keeps_only_state=not self._keeps_own_checkpoints, order=self._parallel.order,
             replicas=self._parallel.replicas,
         )  # fmt: skip
@@ -538,7 +525,7 @@ class DiLoCo:
             return
         self._together, self._shell = together, together.shell
         try:
-            together.enter()
+            together.start()
         except BaseException:
             self._together = self._shell = None
             raise
@@ -631,27 +618,11 @@ class DiLoCo:
 
     @property
     def _has_ended(self) -> bool:
-        if self._together is not None:
-            return self._together.news.done  # the same on every rank
-        return self._shell is not None and self._shell.done
+        return self._cluster is not None and self._cluster.done
 
     def _checkpoint_if_due(self) -> None:
-        if not self._keeps_own_checkpoints:
-            return
-        if self._together is not None:
-            loss, leaves = (lambda: self._losses.take(time.monotonic(), True)), self._sigterm.caught
-            self._together.checkpoint_if_due(loss, wants_to_leave=leaves)
-        elif self._shell is not None:
-            self._shell.checkpoint_if_due()
-
-    def _checkpoint_now(self, label: str) -> bool:
-        """Take a checkpoint under a label, on all ranks after the same step. Returns whether there is one; of several
-        ranks only the first knows.
-        """
-        if self._together is not None:
-            loss, leaves = (lambda: self._losses.take(time.monotonic(), True)), self._sigterm.caught
-            return self._together.checkpoint(label, loss, wants_to_leave=leaves)
-        return self._shell is not None and self._shell.checkpoint_now(label)
+        if self._keeps_own_checkpoints and self._cluster is not None:
+            self._cluster.checkpoint_if_due()
 
     @property
     def steps(self) -> int:
@@ -663,24 +634,24 @@ class DiLoCo:
     @property
     def active(self) -> bool:
         """Whether this loop takes part in a run."""
-        return self._shell is not None or self._together is not None
+        return self._cluster is not None
+
+    @property
+    def _cluster(self) -> ClusterShell | RankLoop | None:
+        """What takes part in the run: this process, or with other ranks; None when training alone."""
+        return self._together or self._shell
 
     @property
     def version(self) -> Version | None:
         """The last pulled version; None when training alone."""
-        if self._together is not None:
-            news = self._together.news
-            return Version(news.timeline, news.version) if news.timeline else None
-        return None if self._shell is None else self._shell.version
+        return None if self._cluster is None else self._cluster.version
 
     @property
     def progress(self) -> int:
         """Tokens that the whole run has trained on, as far as known here (by several ranks, when they met last);
         without a run, those of this loop's steps.
         """
-        if self._together is not None:
-            return self._together.news.progress
-        return self._own_tokens if self._shell is None else self._shell.progress
+        return self._own_tokens if self._cluster is None else self._cluster.progress
 
     @property
     def last_verdict(self) -> Verdict | None:
@@ -751,11 +722,7 @@ class DiLoCo:
         self._steps += 1
         self._own_tokens += tokens
         if self._together is not None:
-            near = self._together.push_is_near
-            self._together.step(
-                tokens, lambda: self._losses.take(time.monotonic(), near), wants_to_leave=self._sigterm.caught,
-                is_empty=is_empty,
-            )  # fmt: skip
+            self._together.step(tokens, is_empty=is_empty)
         elif self._shell is not None:
             loss = self._losses.take(time.monotonic(), self._shell.push_is_near)
             self._shell.step(tokens, loss=loss)

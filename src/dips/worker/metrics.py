@@ -1,5 +1,4 @@
-"""The metrics of a cluster's process; docs/metrics.md is made from this list. Labels: slaves of the run, ranks of the
-cluster, fixed words.
+"""The metrics of a cluster's process; docs/metrics.md is made from this list. Labels: slaves of the run, fixed words.
 
 HELDOUT has the metrics of `dips eval --follow`, which does not train.
 """
@@ -7,6 +6,7 @@ HELDOUT has the metrics of `dips eval --follow`, which does not train.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -14,14 +14,13 @@ from dips.core.clock import Clock
 from dips.core.errors import Refused
 from dips.core.ids import Version
 from dips.core.messages import PullGrant, StaleKind
-from dips.core.net.security import INSECURE, Security
+from dips.core.net.security import Security
 from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, Spec
 from dips.core.observe.metrics_server import MetricsServer, serve_metrics
 from dips.core.release import VERSION
 from dips.worker.checkpoint import Checkpoints
 from dips.worker.config import ClientConfig
-from dips.worker.link_counts import LinkCounts, RankCounts, SlaveLinkCounts, TransferDirection
-from dips.worker.pace import StepTimer
+from dips.worker.data import LinkCounts, TransferDirection
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Cancel, Done, Effect, Event, Failed, PushRecord, Run, SendPush
 from dips.worker.state.shared import SessionPhase
@@ -34,7 +33,6 @@ PREFIX = "dips_worker_"
 
 _SLAVE = ("slave",)
 _LINK = ("slave", "direction")
-_RANK = ("rank", "direction")
 
 METRICS: tuple[Spec, ...] = (
     # ---- the session ----
@@ -74,10 +72,6 @@ METRICS: tuple[Spec, ...] = (
          "the link's delay", _SLAVE, "s", "there was a transfer"),
     Spec("link_reconnects_total", "counter", "New connections after the slave was silent or closed one", "no increase",
          _SLAVE),
-    Spec("rank_bytes_total", "counter", "Parameter bytes that each rank moved in transfers of all ranks that are done",
-         "alike for all ranks", _RANK, "bytes", "the cluster has several ranks, and a transfer was done"),
-    Spec("rank_transfer_seconds", "gauge", "Time of each rank's part of the newest such transfer",
-         "alike for all ranks", _RANK, "s", "the cluster has several ranks, and a transfer was done"),
     Spec("link_refusals_total", "counter", "Requests that the slave refused, by code (docs/protocol.md)",
          "UNKNOWN_PUSH a few, when a ticket is faster than its opening", ("slave", "code")),
     # ---- checkpoints ----
@@ -209,6 +203,64 @@ class Counts(Instruments):
         )
 
 
+WINDOW_STEPS = 32
+"""Steps in the window: enough to smooth over a slow step, few enough to follow a change of speed within one round."""
+
+
+class StepTimer:
+    """Measures how fast this cluster computes, over its last steps, without waits and transfers.
+
+    Computing time is from resume() to the next stepped(), without the pauses between. Times in seconds. Steps are added
+    and looked at by one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        # tokens, seconds, loss, whether it is known, steps; summed in few calls, as each step's heartbeat asks for all
+        self._steps: deque[tuple[float, ...]] = deque(maxlen=WINDOW_STEPS)
+        self._resumed_s: float | None = None
+        self._paused_s = 0.0
+        self._warm = False
+        self._sums: list[float] | None = None
+
+    def resume(self, now_s: float) -> None:
+        """The training loop computes from now on."""
+        self._resumed_s, self._paused_s = now_s, 0.0
+
+    def pause(self, seconds: float) -> None:
+        """The loop waited this long for data."""
+        self._paused_s += seconds
+
+    def stepped(self, tokens: int, loss: float, now_s: float, steps: int = 1) -> None:
+        """A step ended, or several since resume(), on all these tokens. The first one is left out: it includes
+        compilation and first allocations.
+        """
+        if self._resumed_s is not None and self._warm:
+            computing_s, known = max(0.0, now_s - self._resumed_s - self._paused_s), math.isfinite(loss)
+            self._steps.append((tokens, computing_s, loss if known else 0.0, known, steps))
+        self._warm, self._resumed_s, self._sums = True, None, None
+
+    @property
+    def tokens_per_s(self) -> float:
+        tokens, seconds, *_ = self._summed()
+        return tokens / seconds if seconds > 0 else 0.0
+
+    @property
+    def steps_per_s(self) -> float:
+        _, seconds, *_, steps = self._summed()
+        return steps / seconds if seconds > 0 else 0.0
+
+    @property
+    def loss(self) -> float:
+        """Mean of the finite losses in the window, nats per token; NaN when there is none."""
+        _, _, losses, n_known, _ = self._summed()
+        return losses / n_known if n_known else math.nan
+
+    def _summed(self) -> list[float]:
+        if self._sums is None:
+            self._sums = [sum(column) for column in zip(*self._steps, strict=True)] or [0.0] * 5
+        return self._sums
+
+
 # ---- metrics collector -----------------------------------------------------------------------------------------------
 #
 # Collects a cluster process's metrics at a scrape, from the latest views of the training and the data thread.
@@ -216,46 +268,31 @@ class Counts(Instruments):
 # Must be called only by a scrape, and never wait for a thread of the process.
 
 
-@dataclass(frozen=True)
-class Collector:
-    """Makes the metric families of each scrape of a cluster."""
-
-    cluster_id: str
-    security: Security = INSECURE
-
-    def families(
-        self,
-        view: View,
-        counts: Counts,
-        links: LinkCounts,
-        checkpoint_s: float,
-        answered_s: float | None,
-        now_s: float,
-    ) -> Families:
-        """checkpoint_s: Checkpoints.written_s; NaN where none are written. answered_s: when the master last answered a
-        beat. All of the same clock."""
-        families = counts.families(self.security)
-        families.set("info", 1, view.run_id, self.cluster_id, VERSION)
-        families.set("beat_age_seconds", now_s - answered_s if answered_s is not None else None)
-        families.set("checkpoint_age_seconds", now_s - checkpoint_s)
-        families.one_of("phase", view.phase, PHASES)
-        for what, seconds in view.waited_s.items():
-            now_waiting_s = now_s - view.waiting_since_s if what == view.waiting else 0.0
-            families.set("waited_seconds_total", seconds + now_waiting_s, what)
-        _training(families, view)
-        _links(families, links.view)
-        _ranks(families, links.ranks)
-        return families
-
-
-def _training(families: Families, view: View) -> None:
+def cluster_families(
+    config: ClientConfig,
+    security: Security,
+    view: View,
+    counts: Counts,
+    links: LinkCounts,
+    checkpoint_s: float,
+    answered_s: float | None,
+    now_s: float,
+) -> Families:
+    """The metric families of a scrape. checkpoint_s: Checkpoints.written_s; NaN where none are written. answered_s:
+    when the master last answered a beat. All of the same clock.
+    """
+    families = counts.families(security)
+    families.set("info", 1, view.run_id, config.cluster_id, VERSION)
+    families.set("beat_age_seconds", now_s - answered_s if answered_s is not None else None)
+    families.set("checkpoint_age_seconds", now_s - checkpoint_s)
+    families.one_of("phase", view.phase, PHASES)
+    for what, seconds in view.waited_s.items():
+        now_waiting_s = now_s - view.waiting_since_s if what == view.waiting else 0.0
+        families.set("waited_seconds_total", seconds + now_waiting_s, what)
     families.set("steps_per_second", view.steps_per_s)
     families.set("pending_tokens", view.pending_tokens)
     families.set("staleness_versions", view.base.behind(view.published) if view.base else None)
-
-
-def _links(families: Families, links: Mapping[str, SlaveLinkCounts]) -> None:
-    for slave, link in sorted(links.items()):
+    for slave, link in sorted(links.view.items()):
         for direction in TransferDirection:
             families.set("link_bytes_total", link.n_bytes.get(direction, 0), slave, direction.value)
             families.set("link_bytes_per_second", link.bytes_per_s.get(direction), slave, direction.value)
@@ -263,14 +300,7 @@ def _links(families: Families, links: Mapping[str, SlaveLinkCounts]) -> None:
         families.set("link_round_trip_seconds", link.round_trip_s, slave)
         families.set("link_reconnects_total", link.reconnects, slave)
         families.refusals("link_refusals_total", link.refusals, slave)
-
-
-def _ranks(families: Families, ranks: Mapping[int, RankCounts]) -> None:
-    for rank, counts in sorted(ranks.items()):
-        for direction, n_bytes in counts.n_bytes.items():
-            families.set("rank_bytes_total", n_bytes, str(rank), direction.value)
-        for direction, seconds in counts.seconds.items():
-            families.set("rank_transfer_seconds", seconds, str(rank), direction.value)
+    return families
 
 
 # ---- the evaluator ----
@@ -322,15 +352,15 @@ class Metrics:
         answered_s: Callable[[], float | None],
     ) -> None:
         """Answer scrapes from now on. answered_s: called on their threads. Raises ConfigError as MetricsServer does."""
-        collector = Collector(config.cluster_id, security)
-
         if checkpoints is not None:
             checkpoints.on_written = self.counts.checkpoints.observe
 
         def collect() -> Families:
             written_s = checkpoints.written_s if checkpoints is not None else math.nan
             now_s = self._clock.monotonic_s()
-            return collector.families(self._view, self.counts, self.links, written_s, answered_s(), now_s)
+            return cluster_families(
+                config, security, self._view, self.counts, self.links, written_s, answered_s(), now_s
+            )
 
         self._server = serve_metrics(
             config, security, collect, role="cluster", name=config.cluster_id, run=config.run_id

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from dips.core.clock import Clock
 from dips.core.layout import Layout
@@ -18,8 +17,7 @@ from dips.core.net.zmq_sockets import CurvePair
 from dips.core.observe.failpoints import failpoint
 from dips.core.observe.tape import Starting, Tape
 from dips.worker.commands import Command, Fetch, KeepPush, Send, ShareOut, Snapshot
-from dips.worker.data import RankShare, Transfers
-from dips.worker.link_counts import LinkCounts
+from dips.worker.data import LinkCounts, RankShare, Transfers
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.effects import (
     Cancel,
@@ -35,54 +33,10 @@ from dips.worker.vectors import Vectors, chunk_spans
 _starts = logging.getLogger("dips.worker")
 
 
-class Part(Protocol):
-    """What the shell of a cluster uses: the part of its one process, or that of the leader, which all ranks follow."""
-
-    def do(self, command: Command) -> None:
-        """Carry out a command. Raises ConfigError where it cannot be, for a reason that a person must remove."""
-        ...
-
-    @property
-    def alone(self) -> bool:
-        """Whether other ranks are gone, or no longer follow, so that nothing can be done with the model."""
-        ...
-
-    @property
-    def late_ranks(self) -> Sequence[int]:
-        """Ranks that the running transfer waits for, and that are late (meetings.late_ranks)."""
-        ...
-
-    def look(self) -> None:
-        """Deliver the ends of transfers that need other ranks' ends, as far as they are known now."""
-        ...
-
-    @property
-    def look_every_s(self) -> float:
-        """How often look() must be called while the training loop waits; inf: never."""
-        ...
-
-    @property
-    def push_is_live(self) -> bool:
-        """Whether theta_at_push is in the live parameters alone, so that KeepPush comes before they change."""
-        ...
-
-    @property
-    def push_is_zero(self) -> bool:
-        """Whether this process holds the whole model, and every trained element of theta_at_push is 0."""
-        ...
-
-    @property
-    def push_is_base(self) -> bool:
-        """Whether this process holds the whole model, and theta_at_push is theta_base: training changed nothing."""
-        ...
-
-    def close(self) -> None:
-        """End the running transfer and its thread."""
-        ...
-
-
 class ModelPart:
-    """The part of one process. parameters, vectors: for checkpoints, which copy them."""
+    """The part of one process; its shell sees it as that of a leader, which all ranks follow (rank_part.LeadingPart).
+    parameters, vectors: for checkpoints, which copy them.
+    """
 
     alone = False
     late_ranks: Sequence[int] = ()
@@ -115,6 +69,7 @@ class ModelPart:
         self._transfers = Transfers(layout, self.vectors, deliver, clock, curve, links, of_rank)
 
     def do(self, command: Command) -> None:
+        """Carry out a command. Raises ConfigError where it cannot be, for a reason that a person must remove."""
         vectors = self.vectors
         match command:
             case ShareOut(chunk_bytes):
@@ -153,15 +108,19 @@ class ModelPart:
 
     @property
     def push_is_live(self) -> bool:
+        """Whether theta_at_push is in the live parameters alone, so that KeepPush comes before they change."""
         return self.vectors.push_is_live
 
     @property
     def push_is_zero(self) -> bool:
+        """Whether this process holds the whole model, and every trained element of theta_at_push is 0."""
         return self._share is None and self.vectors.push_is_zero()
 
     @property
     def push_is_base(self) -> bool:
+        """Whether this process holds the whole model, and theta_at_push is theta_base: training changed nothing."""
         return self._share is None and self.vectors.push_is_base()
 
     def close(self) -> None:
+        """End the running transfer and its thread."""
         self._transfers.close()

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -314,9 +313,7 @@ class RunWatch:
     def __enter__(self) -> RunWatch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._channel.close()
 
 

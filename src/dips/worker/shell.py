@@ -17,11 +17,11 @@ import secrets
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError, LocalProtocolError
@@ -41,10 +41,8 @@ from dips.worker.checkpoint_files import CheckpointStore
 from dips.worker.commands import Command, Fetch, KeepPush, Send, ShareOut, Snapshot
 from dips.worker.config import ClientConfig, check, given_times, wire_of
 from dips.worker.control import Heartbeat, MasterClient
-from dips.worker.link_counts import LinkCounts
-from dips.worker.metrics import DATA, EXCHANGE, Metrics
-from dips.worker.model_part import ModelPart, Part
-from dips.worker.pace import StepTimer
+from dips.worker.metrics import DATA, EXCHANGE, Metrics, StepTimer
+from dips.worker.model_part import ModelPart
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import (
@@ -72,6 +70,9 @@ from dips.worker.state.effects import (
 from dips.worker.state.shared import SessionConfig
 from dips.worker.state.work import Work
 
+if TYPE_CHECKING:  # only the leader of several ranks needs it
+    from dips.worker.parallel.rank_part import LeadingPart
+
 _starts = logging.getLogger("dips.worker")
 
 LONGEST_WAIT_S = 0.5
@@ -90,17 +91,9 @@ class OtherRanks:
     n_ranks: int
     curve: CurvePair | None
     keys: tuple[bytes, ...]
-    part: LeadersPart
+    part: LeadingPart
     checkpoints: Checkpoints | None = None
     former: Mapping[str, str] = field(default_factory=dict)
-
-
-class LeadersPart(Part, Protocol):
-    """The part that all ranks follow."""
-
-    def begin(self, deliver: Callable[[Event], None], tape: Tape, links: LinkCounts | None) -> None:
-        """Before anything else: where events go, the event record, and what counts the leader's own traffic."""
-        ...
 
 
 class ClusterShell:
@@ -133,11 +126,31 @@ class ClusterShell:
         self._clock: Clock = SystemClock()
         ranks = parameters if isinstance(parameters, OtherRanks) else None
         curve = pair_for(self.security) if ranks is None else ranks.curve
-        session = _session_config(config, layout, data_plan, curve, untrained or Untrained())
-        session = replace(session, former=former or {})
+        session = SessionConfig(
+            ClusterId(config.cluster_id),
+            layout,
+            data_plan,
+            run_id=config.run_id,
+            declared_tokens_per_s=config.declared_tokens_per_s,
+            connect_wait_s=config.connect_wait_s,
+            cut_off_limit_s=3600 * config.cut_off_limit_h,
+            **asdict(given_times(config)),
+            durable_pushes=config.checkpoint_dir is not None,
+            wire=wire_of(config),
+            takes_differences=find_spec("numba") is not None,
+            curve_key=b"" if curve is None else curve.public,
+            process_id=secrets.token_bytes(16),
+            host=f"process {os.getpid()} on {socket.gethostname()[:64]}",
+            master=config.master,
+            expect_sync_every=config.sync_every,
+            expect_outer_lr=config.outer_lr,
+            expect_outer_momentum=config.outer_momentum,
+            untrained=untrained or Untrained(),
+            former=former or {},
+            answers_in_steps=ranks is None,
+        )
         if ranks is not None:
             session = replace(session, rank_keys=ranks.keys, pushers=ranks.n_ranks, former=ranks.former)
-        session = replace(session, answers_in_steps=ranks is None)
         self._session = ClusterMachine(session)
         self._lock = threading.RLock()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -169,7 +182,7 @@ class ClusterShell:
         links = self._metrics.links if self._metrics is not None else None
         self._checkpoints: Checkpoints | None = None
         if isinstance(parameters, OtherRanks):
-            self._part: Part = parameters.part
+            self._part: ModelPart | LeadingPart = parameters.part
             parameters.part.begin(self._events.put, self.tape, links)
             self._checkpoints = parameters.checkpoints
             if self._checkpoints is not None:
@@ -510,25 +523,22 @@ class ClusterShell:
             with self._lock:
                 self._in_step = True
                 try:
-                    self._take_in_step()
+                    # What may not come now is kept for the end of the step; events of different jobs have no order.
+                    taken = False
+                    while not self.done and not self._events.empty():
+                        event = self._events.get()
+                        if self._session.may_take_in_step(event):
+                            self._handle(event)
+                            taken = True
+                        else:
+                            self._for_later.append(event)
+                    if taken:
+                        self._update_heartbeat()
                 except BaseException as error:
                     self._failed_in_step = error
                     return
                 finally:
                     self._in_step = False
-
-    def _take_in_step(self) -> None:
-        """What may not come now is kept for the end of the step; events of different jobs have no order."""
-        taken = False
-        while not self.done and not self._events.empty():
-            event = self._events.get()
-            if self._session.may_take_in_step(event):
-                self._handle(event)
-                taken = True
-            else:
-                self._for_later.append(event)
-        if taken:
-            self._update_heartbeat()
 
     def _raise_if_failed(self) -> None:
         if self._failed_in_step is not None:
@@ -584,8 +594,22 @@ class ClusterShell:
                 assert self._checkpoints is not None, "asked for only with a directory"
                 self._checkpoints.record_push(run.job, record)
             case SendPush() as push:
-                self._refuse_zeros()
-                self._tell_of_no_change()
+                opened = session.pushing.open
+                if opened is not None and opened.base is not None and self._part.push_is_zero:
+                    session.pushing.abandon()
+                    raise ConfigError(
+                        "every parameter of the copy that this cluster would push is 0, which no training gives, so "
+                        "nothing is sent: look at what optimizer.step() leaves in the model (a learning rate times "
+                        "weight decay of 1 or more, a step in a captured or compiled graph that was not run)"
+                    )
+                # A push whose steps changed nothing is excluded, unless another version was published since its base,
+                # or the rounding error of earlier pushes is sent with it.
+                unchanged = opened is not None and opened.work.tokens > 0 and self._part.push_is_base
+                sentence = (
+                    "the steps since the last push changed no parameter, so that this cluster adds nothing to the run: "
+                    "look at its learning rate and its optimizer"
+                )
+                self._log.report("no change", sentence if unchanged else "", logging.WARNING)
                 check_slaves_reachable(self._masters.now, push.ticket.placement.slaves)
                 caller, times = session.shared.terms.caller(run.cause), session.shared.terms.times
                 self._do(Send(run.job, push.push, push.ticket, caller, self.settings, times))
@@ -598,28 +622,6 @@ class ClusterShell:
                 self._do(Fetch(run.job, grant, run.cause, session.shared.terms.times, live, needed))
             case request:
                 self._client.start(run.job, request, run.deadline_s)
-
-    def _refuse_zeros(self) -> None:
-        """Raises ConfigError where every parameter of the copy that a push would send is 0; nothing is sent."""
-        push = self._session.pushing.open
-        if push is not None and push.base is not None and self._part.push_is_zero:
-            self._session.pushing.abandon()
-            raise ConfigError(
-                "every parameter of the copy that this cluster would push is 0, which no training gives, so nothing is "
-                "sent: look at what optimizer.step() leaves in the model (a learning rate times weight decay of 1 or "
-                "more, a step in a captured or compiled graph that was not run)"
-            )
-
-    def _tell_of_no_change(self) -> None:
-        """Warn where the steps of a push changed nothing. It is excluded, unless another version was published since
-        its base, or the rounding error of earlier pushes is sent with it."""
-        push = self._session.pushing.open
-        unchanged = push is not None and push.work.tokens > 0 and self._part.push_is_base
-        sentence = (
-            "the steps since the last push changed no parameter, so that this cluster adds nothing to the run: look at "
-            "its learning rate and its optimizer"
-        )
-        self._log.report("no change", sentence if unchanged else "", logging.WARNING)
 
     def _do(self, command: Command) -> None:
         """Have all ranks carry out a command."""
@@ -678,29 +680,3 @@ def reason_of(kind: type[BaseException] | None, error: BaseException | None) -> 
 def is_orderly(kind: type[BaseException] | None) -> bool:
     """Whether a `with` block was left between steps, with complete parameters: a person's ctrl-C, sys.exit."""
     return kind is None or issubclass(kind, (KeyboardInterrupt, SystemExit))
-
-
-def _session_config(
-    config: ClientConfig, layout: Layout, data_plan: DataPlan, curve: CurvePair | None, untrained: Untrained
-) -> SessionConfig:
-    return SessionConfig(
-        ClusterId(config.cluster_id),
-        layout,
-        data_plan,
-        run_id=config.run_id,
-        declared_tokens_per_s=config.declared_tokens_per_s,
-        connect_wait_s=config.connect_wait_s,
-        cut_off_limit_s=3600 * config.cut_off_limit_h,
-        **asdict(given_times(config)),
-        durable_pushes=config.checkpoint_dir is not None,
-        wire=wire_of(config),
-        takes_differences=find_spec("numba") is not None,
-        curve_key=b"" if curve is None else curve.public,
-        process_id=secrets.token_bytes(16),
-        host=f"process {os.getpid()} on {socket.gethostname()[:64]}",
-        master=config.master,
-        expect_sync_every=config.sync_every,
-        expect_outer_lr=config.outer_lr,
-        expect_outer_momentum=config.outer_momentum,
-        untrained=untrained,
-    )

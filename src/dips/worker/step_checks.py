@@ -306,7 +306,9 @@ class StepWatch:
         """All of them have stepped: whether there was a gradient, also one of a closure, or of an optimizer inside that
         stepped during backward(), or one of them may need none.
         """
-        had = self._has_gradient or any(map(_has_gradient, optimizers)) or not all(map(_needs_gradients, optimizers))
+        had = self._has_gradient or any(map(_has_gradient, optimizers))
+        # Torch's own change nothing without a gradient; others may search, or step during backward().
+        had = had or not all(type(one).__module__.startswith("torch.optim.") for one in optimizers)
         self._has_gradient = False
         return had
 
@@ -328,11 +330,6 @@ class StepWatch:
 
 def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-
-
-def _needs_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it changes nothing without one: others may search, or step during backward()."""
-    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 _NOT_COUNTED = (

@@ -629,7 +629,11 @@ class TorchParameters:
         self._buffers = averaged_buffers(model) if buffers == "average" else {}
         held = {name: module.get_buffer(key) for name, (module, key) in self._buffers.items()}
         for name, p in named.items():
-            _refuse_shard(name, p)
+            if _is_shard(p):
+                raise ConfigError(
+                    f"parameter {name!r} is sharded over devices, and this cluster is one process: start all ranks "
+                    "with DIPS_MASTER, or use one device"
+                )
         rows = [described(name, p) for name, p in named.items()]
         rows += [as_averaged(name, buffer) for name, buffer in held.items()]
         layout = Layout(tuple(rows), block_elems)
@@ -969,14 +973,6 @@ def has_shards(model: torch.nn.Module) -> bool:
 
 def _is_shard(parameter: torch.nn.Parameter) -> bool:
     return hasattr(parameter, "device_mesh")
-
-
-def _refuse_shard(name: str, parameter: torch.nn.Parameter) -> None:
-    if _is_shard(parameter):
-        raise ConfigError(
-            f"parameter {name!r} is sharded over devices, and this cluster is one process: start all ranks with "
-            "DIPS_MASTER, or use one device"
-        )
 
 
 def described(name: str, parameter: torch.Tensor) -> Parameter:

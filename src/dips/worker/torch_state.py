@@ -105,9 +105,7 @@ def _value(skeleton: Any, tensors: Mapping[str, RawTensor]) -> Any:
             raw = tensors.get(name)
             if raw is None or raw.dtype not in TORCH_DTYPES:
                 raise StateTreeError(f"the checkpoint names a tensor {name!r} that it does not hold")
-            dtype = TORCH_DTYPES[raw.dtype]
-            flat = torch.from_numpy(raw.data).view(dtype) if raw.data.size else torch.empty(0, dtype=dtype)
-            tensor = flat.reshape(raw.shape)
+            tensor = tensor_of(raw)
             return tensor.numpy() if kind == "numpy" else tensor
         case "d":
             return {_value(key, tensors): _value(item, tensors) for key, item in inner}
@@ -178,6 +176,13 @@ def raw_of(tensor: torch.Tensor) -> RawTensor:
     """The memory of a contiguous tensor on the host."""
     data = tensor.reshape(-1).view(torch.uint8).numpy()
     return RawTensor(_TORCH_NAMES[tensor.dtype], tuple(tensor.shape), data)
+
+
+def tensor_of(raw: RawTensor) -> torch.Tensor:
+    """The inverse of raw_of(), in the same memory."""
+    dtype = TORCH_DTYPES[raw.dtype]
+    flat = torch.from_numpy(raw.data).view(dtype) if raw.data.size else torch.empty(0, dtype=dtype)
+    return flat.reshape(raw.shape)
 
 
 class RandomState:

@@ -78,7 +78,7 @@ def test_a_set_ups_name_and_words_are_not_its_content() -> None:
 def test_what_computes_a_run_is_in_its_digest_and_what_only_shows_it_is_not() -> None:
     modules = compare_jobs.computing_modules()
     computing = {
-        "dips.lab.compare.engine", "dips.lab.compare.setup", "dips.trainer.learner",
+        "dips.lab.compare.engine", "dips.lab.compare.setup", "dips.trainer.train",
         "dips.lab.sim.seed_run", "dips.master.state.penalty", "dips.slave.calculation", "dips.core.net.payloads",
     }  # fmt: skip
     assert computing <= set(modules)

@@ -106,7 +106,7 @@ OF_RANKS = {
         (
             bug(
                 "one end is enough",
-                "worker.parallel.part_ends:combined",
+                "worker.parallel.meetings:combined",
                 "if len({end.rank for end in ends}) < n_ranks:",
                 "if not ends:",
             ),

@@ -21,7 +21,7 @@ from dips.lab.sim.hosts.cluster import OTHER_RANKS
 from dips.lab.sim.hosts.ranks import Rank, Ranks, shares_of_replicas
 from dips.lab.sim.run_plan import make_plan
 from dips.lab.sim.seed_run import SeedRun
-from dips.worker.parallel.orders import from_bytes
+from dips.worker.commands import from_bytes
 from dips.worker.state import effects, tape
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import InstallMode

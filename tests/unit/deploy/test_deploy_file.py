@@ -12,7 +12,7 @@ from dips.core.net.keys import KEY_FILE
 from dips.deploy import identities
 from dips.deploy.deploy_file import HOST_ANNOTATION, canonical, processors, quantity, read_deploy_file
 from dips.deploy.health import endpoints
-from dips.local.sizing import SizeKnobs, size
+from dips.local.sizing import SizeKnobs, SizeTable
 
 
 def test_the_example_puts_the_servers_where_the_papers_rule_says(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_memory_follows_from_the_ranks(tmp_path: Path) -> None:
     one, ranks = (
         read_deploy_file(written(tmp_path, changes={"10M": "1B", 'id = "a"': text})) for text in ('id = "a"', four)
     )
-    table = size(SizeKnobs(params=1_000_000_000, clusters=1, slaves=2, ranks=4, link="1gbps"))
+    table = SizeTable(SizeKnobs(params=1_000_000_000, clusters=1, slaves=2, ranks=4, link="1gbps"))
     assert ranks.sizes.node_bytes == {"a": 2 * table.whole("rank_memory_most_bytes")}
     assert ranks.sizes.node_bytes["a"] < 0.4 * one.sizes.node_bytes["a"]
     many = four.replace("processes = 2", "processes = 64")

@@ -19,7 +19,7 @@ from dips.deploy.deploy_file import Deployment, read_deploy_file
 from dips.deploy.kubernetes_api import KubernetesApi
 from dips.deploy.move import Move
 from dips.deploy.operate import LiveDeployment
-from dips.deploy.rights import role
+from dips.deploy.rollout import role
 
 THERE = '\n[[sites]]\nname = "there"\ncontext = "there"\naddress = "192.0.2.8"\n\n[[clusters]]'
 OF_PYTHON_3_11_0 = """

@@ -15,7 +15,7 @@ from support.repository import ROOT
 from dips.cli.main import run
 from dips.deploy.deploy_file import read_deploy_file
 from dips.deploy.objects import MONITORS, PLURALS
-from dips.deploy.rights import role
+from dips.deploy.rollout import role
 
 
 @pytest.fixture

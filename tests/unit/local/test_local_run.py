@@ -214,7 +214,7 @@ def test_the_others_are_started_once_the_master_says_that_the_run_goes_on(
     monkeypatch.setattr(ProcessSupervisor, "start", lambda self, spec: started.append(spec.name))
     monkeypatch.setattr(watched.run, "_masters_address", lambda: "127.0.0.1:5")
     monkeypatch.setattr(watched.run, "_ask", lambda: answers.pop(0))
-    monkeypatch.setattr(watched.run, "_take_back_end", lambda: "it goes on")
+    monkeypatch.setattr(watched.run, "_answer", lambda request: "it goes on")
     refused = ended and not extend
     with pytest.raises(ConfigError, match="has ended") if refused else contextlib.nullcontext():
         assert watched.run.start(extend) == watched.run.address == "127.0.0.1:5"

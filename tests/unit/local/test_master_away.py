@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -13,7 +14,7 @@ from support.run_status import run_status
 
 from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.messages import SlaveStatus
-from dips.local.local_run import LocalRun
+from dips.local.local_run import LocalRun, _take_back_end
 from dips.local.operator_client import OperatorClient
 from dips.local.processes import MASTER, RunPlan
 from dips.local.run_directory import UP, Mark, claim
@@ -64,11 +65,11 @@ def test_a_master_that_is_away_or_just_ending_is_asked_again_later(tmp_path: Pat
 
 def test_the_end_of_a_run_is_taken_back_once_the_master_answers(tmp_path: Path) -> None:
     with run_of(tmp_path, RetryLater("no answer")) as local:
-        assert local._take_back_end() is None
+        assert local._answer(_take_back_end) is None
     with run_of(tmp_path, Refused(RefusalCode.CONFIG, "the run has not ended")) as local:
-        assert local._take_back_end() == "the run has not ended, so there is nothing to take back"
+        assert local._answer(_take_back_end) == "the run has not ended, so there is nothing to take back"
     with run_of(tmp_path, Refused(RefusalCode.RUN_ID, "another run")) as local:
-        for ask in (local._take_back_end, local.tick):
+        for ask in (partial(local._answer, _take_back_end), local.tick):
             with pytest.raises(Refused, match="another run"):
                 ask()
 

@@ -30,7 +30,7 @@ from dips.core.placement import (
 from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, WIRE_DTYPES, encoded_bytes
 from dips.lab.sim.scale import rates
-from dips.local.sizing import SizeKnobs, SizeTable, names_of, size, value_of
+from dips.local.sizing import SizeKnobs, SizeTable, names_of, value_of
 from dips.master.page.event_buffer import MAX_CONNECTIONS
 from dips.master.rpc.server import most_connections
 from dips.slave.connections import ROOM_BYTES
@@ -46,7 +46,7 @@ PAPER = {"params": "100e9", "clusters": 9, "slaves": 16, "link": "10gbps"}
 
 
 def sizes(**given: Any) -> SizeTable:
-    return size(SizeKnobs(**{**PAPER, **given}))
+    return SizeTable(SizeKnobs(**{**PAPER, **given}))
 
 
 # ---- the formulas are the code's ----

@@ -138,9 +138,9 @@ def test_the_command_goes_on_until_the_run_or_a_signal_ends_it(
     held.away = away
     monkeypatch.setattr(Signals, "events", events, raising=False)
     monkeypatch.setattr(Signals, "tape", tape, raising=False)
-    monkeypatch.setattr("dips.cli.track.StopSignals", Signals)
-    monkeypatch.setattr("dips.cli.track.check_tracker", lambda knobs: None)
-    monkeypatch.setattr("dips.cli.track.Tracking", partial(Tracking, open_one=held.open))
+    monkeypatch.setattr("dips.cli.logs.StopSignals", Signals)
+    monkeypatch.setattr("dips.cli.logs.check_tracker", lambda knobs: None)
+    monkeypatch.setattr("dips.cli.logs.Tracking", partial(Tracking, open_one=held.open))
     assert main.run(["track", str(tmp_path), "--to", "tensorboard"]) == code
     assert [step for points in held.steps().values() for step in points] == list(range(steps))
     assert events == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,17 @@ import torch
 from safetensors.torch import save_file
 from support.trainer_models import fetched_of, published
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from dips.core.errors import ConfigError
 from dips.core.layout import Layout, Parameter
-from dips.local.model_folder import as_folder, write_folder
-from dips.trainer import dcp
-from dips.trainer.dcp import PIECE_BYTES, CheckpointFolder
+from dips.local.model_folder import CheckpointFolder, as_folder, write_folder
 from dips.trainer.export import read_state
 from dips.trainer.model import ByteModel
 from dips.trainer.sizes import SIZES
+from dips.worker.parallel import shard_files
+from dips.worker.parallel.shard_files import PIECE_BYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -34,21 +33,23 @@ def loaded(model: torch.nn.Module, folder: Path, **more: Any) -> torch.nn.Module
 
 
 @pytest.mark.parametrize("piece_bytes", [5_000, PIECE_BYTES])
-def test_a_model_comes_back_to_the_bit(tmp_path: Path, piece_bytes: int) -> None:
+def test_a_model_comes_back_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
     """Also in pieces of some rows, of which the last has fewer."""
+    monkeypatch.setattr(shard_files, "PIECE_BYTES", piece_bytes)
     model, other = ByteModel(SIZES["tiny"], seed=1), ByteModel(SIZES["tiny"], seed=2)
-    write_folder(CheckpointFolder(fetched_of(model), piece_bytes=piece_bytes), tmp_path / "new" / "model")
+    write_folder(CheckpointFolder(fetched_of(model)), tmp_path / "new" / "model")
     loaded(other, tmp_path / "new" / "model")
     for (name, mine), its in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, its), name
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"], "nothing is left beside it"
 
 
-def test_a_tensor_is_cut_by_rows(tmp_path: Path) -> None:
+def test_a_tensor_is_cut_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_files, "PIECE_BYTES", 2 * 24)
     rows = (("w", (5, 2, 3), "bfloat16"), ("b", (), "float32"), ("v", (7,), "float32"))
     layout = Layout(tuple(Parameter(name, shape, dtype, name) for name, shape, dtype in rows))
     flat = np.arange(layout.n_elems, dtype=np.float32)
-    write_folder(CheckpointFolder(published(layout, flat), piece_bytes=2 * 24), tmp_path / "m")
+    write_folder(CheckpointFolder(published(layout, flat)), tmp_path / "m")
     described = FileSystemReader(tmp_path / "m").read_metadata().state_dict_metadata
     sizes = {}
     for name, told in described.items():
@@ -59,41 +60,6 @@ def test_a_tensor_is_cut_by_rows(tmp_path: Path) -> None:
     load(state, checkpoint_id=tmp_path / "m")
     again = torch.cat([state[span.parameter.name].float().flatten() for span in layout.spans])
     assert np.array_equal(again.numpy(), flat)
-
-
-def test_one_piece_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever torch's writer keeps of those that it has written."""
-    take, pieces = dcp._Pieces.take, list[torch.Tensor]()
-
-    def held() -> list[int]:
-        return [n for n in (piece.untyped_storage().nbytes() for piece in pieces) if n]
-
-    def noted(of: dcp._Pieces, index: MetadataIndex) -> torch.Tensor:
-        assert held() == [], "the one before was freed"
-        pieces.append(take(of, index))
-        return pieces[-1]
-
-    monkeypatch.setattr(dcp._Pieces, "take", noted)
-    model, other = ByteModel(SIZES["tiny"], seed=1), ByteModel(SIZES["tiny"], seed=2)
-    write_folder(CheckpointFolder(fetched_of(model), piece_bytes=4_000), tmp_path / "m")
-    assert len(pieces) > 100
-    loaded(other, tmp_path / "m")
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-
-
-def test_a_checkpoint_that_lacks_a_piece_is_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a writer asked for a piece before it had written the one before."""
-    take = dcp._Pieces.take
-
-    def emptied(of: dcp._Pieces, index: MetadataIndex) -> torch.Tensor:
-        piece = take(of, index)
-        piece.untyped_storage().resize_(0)
-        return piece.new_empty(0)
-
-    monkeypatch.setattr(dcp._Pieces, "take", emptied)
-    with pytest.raises(RuntimeError, match="and its tensors have"):
-        write_folder(CheckpointFolder(fetched_of(ByteModel(SIZES["tiny"]))), tmp_path / "m")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_was_filled_in_keeps_its_type(tmp_path: Path) -> None:
@@ -132,5 +98,5 @@ def test_a_disk_that_is_full_leaves_what_was_there(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem.os.fsync", full)
     with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
-        write_folder(replace(content, piece_bytes=1000), folder, force=True)
+        write_folder(content, folder, force=True)
     assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()} == before

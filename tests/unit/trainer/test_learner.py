@@ -14,8 +14,7 @@ from dips.trainer.config import TrainConfig
 from dips.trainer.corpus import all_ranges, take_rows
 from dips.trainer.data import LeasedBatches, make_batch
 from dips.trainer.evaluate import heldout_loss, windows_of
-from dips.trainer.learner import F32, ByteLearner, SharedText, evaluator, read_text
-from dips.trainer.train import InnerTrainer, inner_step, schedule_of
+from dips.trainer.train import F32, ByteLearner, InnerTrainer, SharedText, evaluator, inner_step, read_text, schedule_of
 
 TOTAL = 4096
 

@@ -15,7 +15,7 @@ import torch
 
 import dips
 from dips.core.errors import TERMINATED, ConfigError, DipsError, RetryLater, option
-from dips.worker.parallel.orders import GoOn
+from dips.worker.commands import GoOn
 from dips.worker.step_checks import Losses
 
 
@@ -55,14 +55,18 @@ def test_without_a_master_the_loop_is_ordinary_training(caplog: pytest.LogCaptur
 class Ranks:
     """Other ranks, one of which got a SIGTERM, as all hear where they meet for a checkpoint."""
 
-    push_is_near, shell = False, None
+    released = False
 
     def __init__(self) -> None:
         self.news = GoOn()
 
-    def step(self, tokens: int, loss: object, *, wants_to_leave: bool, is_empty: bool) -> None: ...
+    @property
+    def done(self) -> bool:
+        return self.news.done
 
-    def checkpoint_if_due(self, loss: object, *, wants_to_leave: bool) -> None:
+    def step(self, tokens: int, *, is_empty: bool) -> None: ...
+
+    def checkpoint_if_due(self) -> None:
         self.news = GoOn(done=True, ends=True)
 
 
@@ -82,7 +86,7 @@ class RanksThatLeft(Ranks):
     def __init__(self) -> None:
         self.news = GoOn(done=True)
 
-    def checkpoint_if_due(self, loss: object, *, wants_to_leave: bool) -> None: ...
+    def checkpoint_if_due(self) -> None: ...
 
 
 @pytest.mark.parametrize("ended", [False, True])

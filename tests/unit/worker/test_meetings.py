@@ -11,7 +11,24 @@ from dips.core.errors import ConfigError, DipsError, FatalError, RefusalCode, Re
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.messages import Caller, DataRange, PlacementSpec, PullGrant, Settings, SlaveAddress, Ticket
 from dips.core.wire import Codec
-from dips.worker.commands import Fetch, Send, ShareOut, Snapshot
+from dips.worker.commands import (
+    Ask,
+    AskEnds,
+    BeginCheckpoint,
+    CommitCheckpoint,
+    Fetch,
+    FindCheckpoint,
+    GiveUp,
+    GoOn,
+    Order,
+    PutBack,
+    Ranges,
+    Send,
+    ShareOut,
+    Snapshot,
+    from_bytes,
+    to_bytes,
+)
 from dips.worker.parallel.meetings import (
     MOST_STEPS,
     RankReport,
@@ -20,20 +37,6 @@ from dips.worker.parallel.meetings import (
     next_meeting_steps,
     same_batches,
     tally,
-)
-from dips.worker.parallel.orders import (
-    Ask,
-    AskEnds,
-    BeginCheckpoint,
-    CommitCheckpoint,
-    FindCheckpoint,
-    GiveUp,
-    GoOn,
-    Order,
-    PutBack,
-    Ranges,
-    from_bytes,
-    to_bytes,
 )
 from dips.worker.state.effects import Cancel, ClearResidual, CopyBase, Install, InstallMode, KeepResidual
 from dips.worker.state.waiting import GivenTimes, times_of

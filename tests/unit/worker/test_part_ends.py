@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dips.core.layout import Chunk, shard_digest
-from dips.worker.parallel.part_ends import PartEnd, combined
+from dips.worker.parallel.meetings import PartEnd, combined
 from dips.worker.state.effects import Done, Failed
 
 JOB = 7

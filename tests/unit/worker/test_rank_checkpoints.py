@@ -25,11 +25,12 @@ from dips.core.layout import Layout, Share
 from dips.core.observe.tape import Tape
 from dips.worker.checkpoint import Checkpointing
 from dips.worker.checkpoint_files import CheckpointStore, read_record, write_record
+from dips.worker.commands import BeginCheckpoint, CommitCheckpoint, FindCheckpoint, Order, PutBack, ShareOut
 from dips.worker.config import ClientConfig
 from dips.worker.model_part import ModelPart
 from dips.worker.parallel.agreement import Agreed, Alone, agree
 from dips.worker.parallel.held import held_here
-from dips.worker.parallel.rank_checkpoints import LeadingCheckpoints, RankCheckpoints, Written
+from dips.worker.parallel.rank_checkpoints import LeadingCheckpoints, RankCheckpoints
 from dips.worker.parallel.rank_state import RankState, TorchState, merged
 from dips.worker.parallel.shard_files import SavedShards, boxes_of, restore_vectors, write_shards
 from dips.worker.torch_model import TorchParameters
@@ -304,18 +305,18 @@ class OneRank:
         self.checkpoint_is_written = False
         self.shared_by: int | None = None
 
-    def begin_checkpoint(self, number: int, session: str) -> None:
-        self.own.begin(*self.part.owned, number, session)
-
-    def commit_checkpoint(self) -> list[Written]:
-        return self.own.commit()
-
-    def find_checkpoint(self, number: int) -> list[str]:
-        return self.own.find(number)
-
-    def put_back(self, chunk_bytes: int, *, with_residual: bool) -> None:
-        self.shared_by = chunk_bytes
-        self.own.put_back(*self.part.owned, with_residual=with_residual)
+    def do(self, command: Order) -> Any:
+        match command:
+            case ShareOut(chunk_bytes):
+                self.shared_by = chunk_bytes
+            case BeginCheckpoint(number, session):
+                self.own.begin(*self.part.owned, number, session)
+            case CommitCheckpoint():
+                return self.own.commit()
+            case FindCheckpoint(number):
+                return self.own.find(number)
+            case PutBack(with_residual):
+                self.own.put_back(*self.part.owned, with_residual=with_residual)
 
 
 class Cluster:
@@ -330,7 +331,7 @@ class Cluster:
         own = RankCheckpoints(folder, Alone(), self.loop.state())
         self.ranks = OneRank(own, self.part)
         settings = ClientConfig(checkpoint_dir=folder, checkpoint_every_s=10.0, **config)
-        self.checkpoints = LeadingCheckpoints(own, self.ranks, store, settings, self.clock)
+        self.checkpoints = LeadingCheckpoints(self.ranks, store, settings, self.clock)
         self.checkpoints.begin(lambda event: None, Tape(None, "worker", ""))
 
     def take(self, label: str = "a") -> bool:
@@ -539,13 +540,13 @@ def test_the_time_in_which_all_ranks_wait_for_the_manifest_is_part_of_the_pause(
     rows: list[dict[str, Any]] = []
     tape: Any = SimpleNamespace(write=lambda event, cause, **values: rows.append(values))
     cluster.checkpoints.begin(lambda event: None, tape)
-    commit = cluster.ranks.commit_checkpoint
+    do = cluster.ranks.do
 
-    def slowly() -> list[Written]:
-        cluster.clock.advance(3.0)
-        return commit()
+    def slowly(command: Order) -> Any:
+        cluster.clock.advance(3.0 * isinstance(command, CommitCheckpoint))
+        return do(command)
 
-    cluster.ranks.commit_checkpoint = slowly  # type: ignore[method-assign]
+    cluster.ranks.do = slowly  # type: ignore[method-assign]
     assert cluster.take()
     assert (rows[0]["pause_s"], rows[0]["write_s"]) == (3.0, 3.0)
     cluster.close()

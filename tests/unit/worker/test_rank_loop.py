@@ -11,9 +11,8 @@ from typing import Any, cast
 from support.manual_clock import ManualClock
 
 from dips.core.messages import DataRange, Settings
-from dips.worker.commands import ShareOut
+from dips.worker.commands import Ask, GoOn, Order, Ranges, ShareOut, to_bytes
 from dips.worker.parallel.meetings import RankReport
-from dips.worker.parallel.orders import Ask, GoOn, Order, Ranges, to_bytes
 from dips.worker.parallel.rank_loop import RankLoop
 from dips.worker.parallel.rank_part import ALIVE_S, LeadingPart
 from dips.worker.state.effects import Event, StopWanted
@@ -69,33 +68,27 @@ class Others:
     def do(self, command: ShareOut) -> None:
         self.said.append(command)
 
-    def go_on(self, news: GoOn) -> None:
-        self.said.append(news)
-
-    def give(self, ranges: Ranges) -> None:
-        self.said.append(ranges)
+    def say(self, order: Order) -> None:
+        self.said.append(order)
 
 
 def leader(shell: Shell, others: Others) -> RankLoop:
-    return RankLoop(cast(Any, others), cast(Any, others), (0, 1), cast(Any, shell), cast(Any, others))
+    both = cast(Any, others)
+    return RankLoop(both, both, (0, 1), cast(Any, shell), both, loss=lambda is_due: math.nan)
 
 
 def follower(others: Others) -> RankLoop:
-    return RankLoop(cast(Any, others), cast(Any, others), (0, 1), None, None)
-
-
-def no_loss() -> float:
-    return math.nan
+    return RankLoop(cast(Any, others), cast(Any, others), (0, 1), None, None, loss=lambda is_due: math.nan)
 
 
 def lease(loop: RankLoop) -> list[DataRange]:
-    return loop.lease(16, no_loss, wants_to_leave=False)
+    return loop.lease(16)
 
 
 def test_a_sigterm_that_comes_while_the_leader_waits_in_a_meeting_ends_all_ranks() -> None:
     others = Others()
     loop = leader(Stopped(), others)
-    loop.step(8, lambda: 1.0, wants_to_leave=False)
+    loop.step(8)
     (news,) = others.said
     assert isinstance(news, GoOn)
     assert news.done
@@ -108,7 +101,7 @@ def test_ranks_that_resume_share_the_model_by_the_masters_chunks_while_the_check
     for resumed in (False, True):
         shell, others = Shell(), Others()
         shell.resumed = resumed
-        leader(shell, others).enter()
+        leader(shell, others).start()
         assert others.said[:-1] == [ShareOut(4096)] * resumed
         assert isinstance(others.said[-1], GoOn)
 
@@ -129,7 +122,7 @@ def test_the_session_knows_of_all_steps_before_it_leases_more() -> None:
     loop = leader(shell, Others())
     assert lease(loop)
     for part in (FIRST, SECOND):
-        loop.step(4, no_loss, wants_to_leave=False, ranges=[part])
+        loop.step(4, [part])
     assert shell.reported == [], "no meeting was due"
     assert lease(loop)
     assert shell.reported == [(16, (FIRST, SECOND), 2)], "the tokens of both ranks, and the ranges once"
@@ -207,12 +200,12 @@ def test_a_checkpoint_is_of_all_steps_and_on_all_ranks() -> None:
         for each in (loop, follows):
             each.news = GoOn(next_meeting_steps=9)
             for _ in range(steps):
-                each.step(8, no_loss, wants_to_leave=False, ranges=[FIRST])
+                each.step(8, [FIRST])
             assert each.progress == steps * 8
-        assert loop.checkpoint("mine", lambda: 2.5, wants_to_leave=False)
+        assert loop.checkpoint_now("mine")
         assert shell.kept == [("mine", steps)], "the session knows of all steps"
         assert len(others.said) == 1 + steps, "the ranks meet for the steps, and once more"
-        assert not follows.checkpoint("mine", lambda: 2.5, wants_to_leave=False)
+        assert not follows.checkpoint_now("mine")
 
 
 def test_nothing_is_kept_after_the_end() -> None:
@@ -221,10 +214,10 @@ def test_nothing_is_kept_after_the_end() -> None:
         loop = leader(shell, others)
         if ends:
             loop.news = GoOn(next_meeting_steps=9)
-            loop.step(8, no_loss, wants_to_leave=False)
+            loop.step(8)
         else:
             loop.news = GoOn(done=True, checkpoint_is_due=True)
-        assert not loop.checkpoint("mine", lambda: 2.5, wants_to_leave=False)
-        loop.checkpoint_if_due(lambda: 2.5, wants_to_leave=False)
+        assert not loop.checkpoint_now("mine")
+        loop.checkpoint_if_due()
         assert shell.kept == []
         assert len(others.said) == ends

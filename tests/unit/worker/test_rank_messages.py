@@ -15,9 +15,9 @@ import torch.distributed as dist
 from support.exchange_process import UNIT_BYTES, check, cluster
 
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError
+from dips.worker.commands import Ask, GoOn, Order, to_bytes
 from dips.worker.parallel.exchange import Exchange
 from dips.worker.parallel.meetings import RankReport
-from dips.worker.parallel.orders import Ask, GoOn, Order, to_bytes
 from dips.worker.parallel.ownership import shares_of_ranks
 from dips.worker.parallel.rank_part import follow
 from dips.worker.parallel.ranks import PATIENCE, SILENCE, Ranks

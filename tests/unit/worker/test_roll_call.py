@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from dips.core.errors import ConfigError, FatalError
-from dips.worker.parallel import ranks, roll_call
-from dips.worker.parallel.roll_call import ROLL_CALL_S, WORD_S, Attendance, wait_for_ranks
+from dips.worker.parallel import ranks
+from dips.worker.parallel.ranks import ROLL_CALL_S, WORD_S, Attendance, wait_for_ranks
 
 
 class Time:
@@ -202,8 +202,8 @@ def test_a_meeting_that_lasts_names_the_ranks_that_are_missing_once(caplog: pyte
 
 
 def test_a_rank_that_waits_in_a_meeting_says_so_and_for_whom_until_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "MEETS_AFTER_S", 0.001)
-    monkeypatch.setattr(roll_call, "WORD_S", 0.001)  # no word before its own key is there
+    monkeypatch.setattr(ranks, "MEETS_AFTER_S", 0.001)
+    monkeypatch.setattr(ranks, "WORD_S", 0.001)  # no word before its own key is there
     store, late = HashStore(), SimpleQueue[Sequence[int]]()
     attendance = Attendance(store, 0, 3)
     attendance.late = late.put

@@ -13,9 +13,9 @@ import torch
 
 from dips.worker.checkpoint_files import CheckpointError
 from dips.worker.parallel import shard_files
-from dips.worker.parallel.held import Box
+from dips.worker.parallel.held import Box, part_of, pieces_of
 from dips.worker.parallel.rank_state import dealt
-from dips.worker.parallel.shard_files import SavedShards, Shard, ShardFile, part_of, pieces_of, whole, write_shards
+from dips.worker.parallel.shard_files import SavedShards, Shard, ShardFile, whole, write_shards
 
 SHAPE = (6, 5)
 FULL = torch.arange(30, dtype=torch.float32).view(SHAPE)
@@ -52,15 +52,14 @@ def test_what_is_cut_in_one_way_is_read_in_another(
         assert torch.equal(each.tensor, part_of(FULL, WHOLE, each.box))
 
 
-@pytest.mark.parametrize("sizes", [(), (1,), (7,), (3, 4), (1, 9, 2)])
-def test_a_box_is_cut_into_pieces_that_fill_it(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
-    monkeypatch.setattr(shard_files, "PIECE_BYTES", 8)
+@pytest.mark.parametrize("sizes", [(), (0, 3), (1,), (7,), (2, 3, 4), (7, 1, 5), (1, 9, 2)])
+@pytest.mark.parametrize("max_elems", [1, 3, 10, 1000])
+def test_a_box_is_cut_into_pieces_in_logical_order(sizes: tuple[int, ...], max_elems: int) -> None:
     box = Box(tuple(10 + dim for dim in range(len(sizes))), sizes)
-    filled = torch.zeros(sizes, dtype=torch.int64)
-    for piece in pieces_of(box, 4):
-        assert piece.n_elems <= 2
-        part_of(filled, box, piece).add_(1)
-    assert torch.equal(filled, torch.ones(sizes, dtype=torch.int64))
+    tensor = torch.arange(box.n_elems).view(sizes)
+    parts = [part_of(tensor, box, piece).reshape(-1) for piece in pieces_of(box, max_elems)]
+    assert all(part.numel() <= max_elems for part in parts)
+    assert torch.equal(torch.cat(parts), tensor.reshape(-1))
 
 
 @pytest.mark.parametrize(

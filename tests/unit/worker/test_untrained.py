@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from dips.core.model_description import Lacking, ModelDescription, Untrained, di
 from dips.worker.parallel import untrained
 from dips.worker.parallel.agreement import agree
 from dips.worker.parallel.held import Held, ShardOf, held_here
-from dips.worker.parallel.untrained import merged_description, untrained_of_ranks, windows
+from dips.worker.parallel.untrained import merged_description, untrained_of_ranks
 from dips.worker.torch_model import description_of, untrained_of
 
 
@@ -137,20 +136,6 @@ def test_a_frozen_tensor_that_is_two_or_incomplete_is_refused_on_all_ranks() -> 
     said = together(held(BASE[:4], (0, 0)), held(BASE[5:], (5, 0)))
     assert said[0] == said[1]
     assert str(said[0]).startswith("no rank holds 6 of the 42 elements of 'base', which is not trained: ")
-
-
-@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 3, 4), (7, 1, 5)])
-@pytest.mark.parametrize("max_elems", [1, 3, 10, 1000])
-def test_windows_are_the_tensor_in_logical_order(shape: tuple[int, ...], max_elems: int) -> None:
-    whole = torch.arange(math.prod(shape)).view(shape)
-    parts = []
-    for box in windows(shape, max_elems):
-        part = whole
-        for dim, (start, size) in enumerate(zip(*box, strict=True)):
-            part = part.narrow(dim, start, size)
-        assert part.numel() <= max_elems
-        parts.append(part.reshape(-1))
-    assert torch.equal(torch.cat(parts), whole.reshape(-1))
 
 
 def test_descriptions_of_stages_are_one() -> None:

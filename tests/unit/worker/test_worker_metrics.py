@@ -16,8 +16,9 @@ from dips.core.net.security import INSECURE
 from dips.core.net.transfer import SlaveProgress
 from dips.core.wire import Codec
 from dips.worker import metrics
-from dips.worker.link_counts import LinkCounts, TransferDirection
-from dips.worker.pace import StepTimer
+from dips.worker.config import ClientConfig
+from dips.worker.data import LinkCounts, TransferDirection
+from dips.worker.metrics import StepTimer
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Cancel, Done, Failed, Run, SendPush
 from dips.worker.state.shared import SessionConfig
@@ -43,7 +44,10 @@ def scraped(
     answered_s: float | None = None,
     now_s: float = 100.0,
 ) -> Samples:
-    families = metrics.Collector("a").families(view, counts, links or LinkCounts(), checkpoint_s, answered_s, now_s)
+    config = ClientConfig(cluster_id="a", master="127.0.0.1:1", insecure=True)
+    families = metrics.cluster_families(
+        config, INSECURE, view, counts, links or LinkCounts(), checkpoint_s, answered_s, now_s
+    )
     return samples(families, metrics.PREFIX, metrics.METRICS)
 
 
@@ -133,22 +137,10 @@ def test_links_add_up_over_transfers_and_forget_slaves_of_an_earlier_placement(c
     assert found["link_bytes_per_second", "s1", "push"] == 400.0  # of the transfer before: nothing moved since
     assert found["link_round_trip_seconds", "s0"] == 0.1
     assert found["link_reconnects_total", "s1"] == 2
-    assert not [key for key in found if key[0].startswith("rank_")], "this process is alone"
     assert found["link_refusals_total", "s1", "BUSY"] == 4
     assert found["link_refusals_total", "s1", "CHUNK"] == 0, "there before the first one, else its rise is not seen"
     links.begin(TransferDirection.PULL, Codec.F32, ["s1"], 20.0).tell({"s1": SlaveProgress(50, 0, 0, {}, None)}, 21.0)
     assert set(links.view) == {"s1"}
-
-
-def test_what_each_rank_moved_adds_up_over_transfers(counts: metrics.Counts) -> None:
-    links = LinkCounts()
-    links.ranks_moved(TransferDirection.PUSH, {0: (100, 2.0), 1: (90, 2.5)})
-    links.ranks_moved(TransferDirection.PUSH, {0: (100, 1.0), 1: (90, 3.5)})
-    links.ranks_moved(TransferDirection.PULL, {0: (200, 4.0), 1: (180, 4.0)})
-    found = scraped(counts.view(session(), StepTimer()), counts, links)
-    assert (found["rank_bytes_total", "0", "push"], found["rank_bytes_total", "1", "push"]) == (200, 180)
-    assert found["rank_bytes_total", "1", "pull"] == 180
-    assert (found["rank_transfer_seconds", "0", "push"], found["rank_transfer_seconds", "1", "push"]) == (1.0, 3.5)
 
 
 def test_an_evaluator_says_what_it_found() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dips.core.errors import ConfigError
 from dips.worker.parallel.held import DataPlace, Held, held_here, refuse_ranks_outside, reshard
-from dips.worker.parallel.roll_call import call_the_roll
+from dips.worker.parallel.ranks import call_the_roll
 
 
 @pytest.fixture

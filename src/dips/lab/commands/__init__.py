@@ -8,7 +8,6 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "simulate",
         "dips.lab.commands.simulate",
-        "simulate",
         "A run at full size under a virtual clock: goodput, downtime, bytes.",
         MODEL,
         ("dips simulate paper-33-days --picture resources.png", "dips simulate two-sites --hours 24 --json"),
@@ -16,7 +15,6 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "compare",
         "dips.lab.commands.compare",
-        "compare",
         "Methods side by side: loss at equal tokens, virtual time, bad clusters.",
         MODEL,
         (

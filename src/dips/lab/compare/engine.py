@@ -134,7 +134,7 @@ def run_method(
 ) -> RunRecord:
     """Train the byte model on the text of `data` with one method, in this process, on setup.run.device. inject: the
     kind of injection, or empty. Raises DipsError with a sentence when the run fails, or its device is not available."""
-    from dips.trainer.learner import ByteLearner, evaluator, read_text  # torch, which a run without training needs not
+    from dips.trainer.train import ByteLearner, evaluator, read_text  # torch, which a run without training needs not
 
     method, inner, tokens = find_method(name), setup.inner, setup.run.tokens
     config = TrainConfig(

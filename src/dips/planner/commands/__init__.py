@@ -8,7 +8,6 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "plan",
         "dips.planner.commands.plan",
-        "app",
         "Plan a pipeline over slow links: sites, links and a model in, a schedule out.",
         MODEL,
         (
@@ -20,11 +19,11 @@ COMMANDS: tuple[Command, ...] = (
             "dips plan run zb_v --ranks 4",
             "dips plan calibrate runs/plan/plan.json runs/run/measured.json --out profile.toml",
         ),
+        function="app",
     ),
     Command(
         "profile",
         "dips.planner.commands.profile",
-        "app",
         "Measure devices and links for the planner: times of each layer, bandwidths, latencies.",
         MODEL,
         (
@@ -32,11 +31,11 @@ COMMANDS: tuple[Command, ...] = (
             "dips profile serve --listen 0.0.0.0:29500",
             "dips profile links sites.toml --from amsterdam --to stockholm=10.0.2.1:29500",
         ),
+        function="app",
     ),
     Command(
         "place",
         "dips.planner.commands.place",
-        "place",
         "Choose the site of the servers from bandwidths and speeds.",
         MODEL,
         ("dips place examples/sites.toml",),

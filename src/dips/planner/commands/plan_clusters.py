@@ -24,7 +24,7 @@ from typing import Any
 from dips.core.config import read_toml
 from dips.core.protocol import MAX_RANKS
 from dips.core.server_site import choose_server_site
-from dips.local.sizing import SizeKnobs, size
+from dips.local.sizing import SizeKnobs, SizeTable
 from dips.planner.cluster import Asynchronous, Site
 from dips.planner.commands.plan_best import SitePlan, System, best
 from dips.planner.errors import PlanError
@@ -164,7 +164,7 @@ def _round(problem: Problem, site: Site, clusters: int, step: SitePlan, gbps: fl
     """gbps: of the link to the servers. slave_gbps: of a slave's network card, as fast as anything in the file."""
     setup, assumed = problem.setup, problem.setup.asynchronous
     ranks = min(site.devices, MAX_RANKS)
-    sizes = size(
+    sizes = SizeTable(
         SizeKnobs(
             params=setup.model.parameters(),
             clusters=clusters,

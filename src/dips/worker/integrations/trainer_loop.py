@@ -152,9 +152,9 @@ class TrainerLoop(DiLoCo):
 
     def checkpoint(self, label: str) -> None:
         """Take the cluster's checkpoint before the trainer writes its own of this name. Once is enough for a name."""
-        if not self.active or self._label_taken == label or not self._has_directory:
+        if self._cluster is None or self._label_taken == label or not self._has_directory:
             return
-        taken = self._checkpoint_now(label)
+        taken = self._cluster.checkpoint_now(label)
         if taken or self._together is not None:
             self._label_taken = label  # on all ranks alike, since they take one together
         if taken or self.shell is None:

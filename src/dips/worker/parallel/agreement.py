@@ -109,12 +109,47 @@ def agree(
         raise held
     if all(each.has_no_master for each in said):
         return None
-    _check_all_take_part(said)
-    _check_settings(said)
+    for rank, facts in enumerate(said):
+        if facts.error:
+            raise ConfigError(f"rank {rank} of this cluster cannot take part: {facts.error}")
+    without = [rank for rank, facts in enumerate(said) if facts.has_no_master]
+    if without:
+        others = next(rank for rank, facts in enumerate(said) if not facts.has_no_master)
+        raise ConfigError(
+            f"rank {without[0]} of this cluster has no master, and rank {others} has one: set DIPS_MASTER on every "
+            "rank (torchrun passes on the variables of its own process), or on none"
+        )
+    first = said[0].settings or {}
+    for rank, facts in enumerate(said):
+        theirs = facts.settings or {}
+        for key in {**first, **theirs}:
+            ours, other = first.get(key), theirs.get(key)
+            if ours == other:
+                continue
+            if key == "order":
+                raise ConfigError(
+                    f"rank {rank} gives another dips.Parallel(order=...) than rank 0: give all ranks of a cluster the "
+                    "same"
+                )
+            raise ConfigError(
+                f"rank {rank} has {key}={other!r} and rank 0 has {key}={ours!r}: give all ranks of a cluster the same"
+            )
     rows = [each.rows for each in said]
     _check_rows(rows)
     if any(each.is_replica for each in said):
-        _check_same_rows(rows)
+        for rank, each in enumerate(rows):
+            for ours, other in itertools.zip_longest(rows[0], each):
+                if ours is not None and other is not None and ours.parameter.name == other.parameter.name:
+                    continue
+                what = (
+                    f"rank {rank} has parameter {other.parameter.name!r} where rank 0 has {ours.parameter.name!r}"
+                    if ours is not None and other is not None
+                    else f"only rank {0 if other is None else rank} has parameter {(ours or other).parameter.name!r}"
+                )
+                raise ConfigError(
+                    f"{what}: under DistributedDataParallel over all ranks, or with dips.Parallel(replicas=True), "
+                    "every rank holds the whole model"
+                )
     former = {name: was for each in reversed(said) for name, was in each.former.items()}
     plain = {was: name for name, was in former.items()}
     layout = Layout(tuple(_in_order(rows, order and [plain.get(name, name) for name in order])))
@@ -122,7 +157,16 @@ def agree(
     shared = _shared(layout, rows, indices)
     are_replicas = all(each.is_replica for each in said)
     if not are_replicas:
-        _check_marks(layout, rows, shared)
+        # Parts of a tensor that are not said to be parts may be equal at the start.
+        marked = {row.parameter.name for each in rows for row in each if row.is_marked}
+        for cell in shared:
+            name = layout.spans[cell.parameter].parameter.name
+            if name in marked:
+                raise ConfigError(
+                    f"parameter {name!r} is marked as tensor_model_parallel, and ranks {_few(cell.holders)} hold it as "
+                    "a plain tensor: say with dips.Parallel(shards=...) which part of the full tensor each has, or "
+                    f"that they are whole with dips.Parallel(replicas=True) ({_SEE})"
+                )
     coordinates = _coordinates(said)
     assert held is not None, "a rank without a master has been refused above"
     pieces = [_pieces(each, indices) for each in rows]
@@ -216,38 +260,6 @@ def _raw(place: DataPlace | None) -> list[int] | None:
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _check_all_take_part(said: Sequence[_Facts]) -> None:
-    for rank, facts in enumerate(said):
-        if facts.error:
-            raise ConfigError(f"rank {rank} of this cluster cannot take part: {facts.error}")
-    without = [rank for rank, facts in enumerate(said) if facts.has_no_master]
-    if without:
-        others = next(rank for rank, facts in enumerate(said) if not facts.has_no_master)
-        raise ConfigError(
-            f"rank {without[0]} of this cluster has no master, and rank {others} has one: set DIPS_MASTER on every "
-            "rank (torchrun passes on the variables of its own process), or on none"
-        )
-
-
-def _check_settings(said: Sequence[_Facts]) -> None:
-    """Raises ConfigError for the first setting that differs, with both values."""
-    first = said[0].settings or {}
-    for rank, facts in enumerate(said):
-        theirs = facts.settings or {}
-        for key in {**first, **theirs}:
-            ours, other = first.get(key), theirs.get(key)
-            if ours == other:
-                continue
-            if key == "order":
-                raise ConfigError(
-                    f"rank {rank} gives another dips.Parallel(order=...) than rank 0: give all ranks of a cluster the "
-                    "same"
-                )
-            raise ConfigError(
-                f"rank {rank} has {key}={other!r} and rank 0 has {key}={ours!r}: give all ranks of a cluster the same"
-            )
-
-
 def _check_rows(rows: Sequence[Sequence[Row]]) -> None:
     """Raises ConfigError where one name is two tensors, or a mesh has ranks that do not know of its tensor."""
     first: dict[str, tuple[int, Parameter]] = {}
@@ -290,36 +302,6 @@ def _few(ranks: Sequence[int]) -> str:
 def _what(parameter: Parameter) -> str:
     kind = "an averaged buffer, " if parameter.averaged else ""
     return f"{kind}{parameter.dtype} of shape {list(parameter.shape)}"
-
-
-def _check_same_rows(rows: Sequence[Sequence[Row]]) -> None:
-    """Raises ConfigError where replicas of the whole model have other tensors."""
-    for rank, each in enumerate(rows):
-        for ours, other in itertools.zip_longest(rows[0], each):
-            if ours is not None and other is not None and ours.parameter.name == other.parameter.name:
-                continue
-            what = (
-                f"rank {rank} has parameter {other.parameter.name!r} where rank 0 has {ours.parameter.name!r}"
-                if ours is not None and other is not None
-                else f"only rank {0 if other is None else rank} has parameter {(ours or other).parameter.name!r}"
-            )
-            raise ConfigError(
-                f"{what}: under DistributedDataParallel over all ranks, or with dips.Parallel(replicas=True), every "
-                "rank holds the whole model"
-            )
-
-
-def _check_marks(layout: Layout, rows: Sequence[Sequence[Row]], shared: Sequence[Cell]) -> None:
-    """Raises ConfigError for parts of a tensor that are not said to be parts, though they may be equal at the start."""
-    marked = {row.parameter.name for each in rows for row in each if row.is_marked}
-    for cell in shared:
-        name = layout.spans[cell.parameter].parameter.name
-        if name in marked:
-            raise ConfigError(
-                f"parameter {name!r} is marked as tensor_model_parallel, and ranks {_few(cell.holders)} hold it as a "
-                "plain tensor: say with dips.Parallel(shards=...) which part of the full tensor each has, or that they "
-                f"are whole with dips.Parallel(replicas=True) ({_SEE})"
-            )
 
 
 # ---- order -----------------------------------------------------------------------------------------------------------

@@ -45,9 +45,34 @@ class Box(NamedTuple):
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
     @property
     def n_elems(self) -> int:
         return math.prod(self.sizes)
+
+
+def part_of(tensor: torch.Tensor, held: Box, box: Box) -> torch.Tensor:
+    """The elements of `box` in a tensor that is `held` of the same global tensor. A view."""
+    for dim, (start, size) in enumerate(zip(*box, strict=True)):
+        tensor = tensor.narrow(dim, start - held.starts[dim], size)
+    return tensor
+
+
+def pieces_of(box: Box, max_elems: int) -> Iterator[Box]:
+    """The box, cut so that no piece has more elements, in logical order."""
+    dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
+    if dim is None or box.n_elems <= max_elems:
+        yield box
+        return
+    rows = max(1, max_elems // (box.n_elems // box.sizes[dim]))
+    for start in range(0, box.sizes[dim], rows):
+        starts, sizes = list(box.starts), list(box.sizes)
+        starts[dim], sizes[dim] = starts[dim] + start, min(rows, sizes[dim] - start)
+        piece = Box(tuple(starts), tuple(sizes))
+        yield from pieces_of(piece, max_elems) if rows == 1 else [piece]
 
 
 @dataclass(frozen=True)
@@ -267,16 +292,47 @@ def held_here(
     names.check_all_were_used()
     _refuse_two_of_one_name(found)
     refuse_shared_memory({each.row.parameter.name: local(each.held) for each in found if each.row.box.n_elems})
-    _refuse_another_models_optimizer(found, optimizers)
-    _refuse_muon_of_parts(found, optimizers)
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    trained = [each for each in found if not each.row.parameter.averaged]
+    ours = {id(tensor) for each in trained for tensor in (each.held, each.master)}
+    if trained and stepped.isdisjoint(ours):
+        raise ConfigError(
+            "the optimizer holds none of the model's parameters: make it of model.parameters(), after the model was "
+            "moved to its device and cut into its shards"
+        )
+    # torch's Muon orthogonalises a DTensor as the whole matrix that it is, and a plain tensor as if it were whole.
+    by_muon = stepped_by(optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Muon))
+    for each in found:
+        tensor = each.held if each.master is None else each.master
+        if (
+            id(tensor) in by_muon
+            and not hasattr(tensor, "device_mesh")
+            and each.row.box.sizes != each.row.parameter.shape
+        ):
+            raise ConfigError(
+                f"torch.optim.Muon steps {each.row.parameter.name!r}, of which this rank holds a part in a plain "
+                "tensor, and would orthogonalise the part and not the matrix: cut it as a DTensor, or let AdamW step it"
+            )
+    # The place in the largest mesh over which FSDP2 cuts or copies parameters; None: it cuts none. Ranks along all
+    # dimensions of such a mesh train on different data. Experts may be cut over fewer ranks.
+    meshes = []
+    for module in _fsdp_modules(plain):
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        meshes += [group.mesh_info.mesh for group in groups if group is not None]
+    data = None
+    if data_mesh is not None:
+        data, is_group = _place_in(data_mesh), isinstance(data_mesh, dist.ProcessGroup)
+        ranks = dist.get_process_group_ranks(data_mesh) if is_group else data_mesh.mesh.flatten().tolist()
+        _check_inside("data_mesh has", ranks, of_world)
     return Held(
         plain,
         found,
         untrained,
         buffers=buffers,
         is_replica=all(_is_replica(model, of_world) for model in models),
-        data=None if data_mesh is None else _data_place(data_mesh, of_world),
-        fsdp=_place_in_fsdp(plain),
+        data=data,
+        fsdp=_place_in(max(meshes, key=lambda mesh: mesh.size())) if meshes else None,
         former=names.former,
     )
 
@@ -298,28 +354,6 @@ def _fsdp_modules(models: Sequence[torch.nn.Module]) -> Iterator[Any]:
         for module in model.modules():
             if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
                 yield module
-
-
-def _place_in_fsdp(models: Sequence[torch.nn.Module]) -> DataPlace | None:
-    """The place in the largest mesh over which FSDP2 cuts or copies parameters; None: it cuts none.
-
-    Ranks along all dimensions of such a mesh train on different data. Experts may be cut over fewer ranks.
-    """
-    meshes = []
-    for module in _fsdp_modules(models):
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        meshes += [group.mesh_info.mesh for group in groups if group is not None]
-    return _place_in(max(meshes, key=lambda mesh: mesh.size())) if meshes else None
-
-
-def _data_place(data_mesh: Any, of_world: Sequence[int] | None) -> DataPlace:
-    place = _place_in(data_mesh)
-    if isinstance(data_mesh, dist.ProcessGroup):
-        _check_inside("data_mesh has", dist.get_process_group_ranks(data_mesh), of_world)
-    else:
-        _check_inside("data_mesh has", data_mesh.mesh.flatten().tolist(), of_world)
-    return place
 
 
 def _place_in(mesh: Any) -> DataPlace:
@@ -414,7 +448,7 @@ def _box_and_shape(name: str, tensor: torch.Tensor, shard: ShardOf) -> tuple[Box
 def _box_of(name: str, tensor: torch.Tensor) -> Box:
     """The box of the global tensor that is here, as torch.distributed.checkpoint would save it."""
     if not hasattr(tensor, "device_mesh"):
-        return Box((0,) * tensor.dim(), tuple(tensor.shape))
+        return Box.whole(tensor.shape)
     if any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
         raise ConfigError(
             f"parameter {name!r} is a sum over ranks (Partial) of which each holds one term: redistribute it to shards "
@@ -542,34 +576,6 @@ def _master_of(name: str, parameter: torch.Tensor, master: torch.Tensor | None) 
 def cut_of(tensor: torch.Tensor) -> object:
     """Over which ranks a DTensor is cut, and how; (None, None) for a plain tensor."""
     return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
-
-
-def _refuse_another_models_optimizer(found: Sequence[_Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raises ConfigError where the optimizers step none of this rank's tensors, though it trains some."""
-    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    trained = [each for each in found if not each.row.parameter.averaged]
-    ours = {id(tensor) for each in trained for tensor in (each.held, each.master)}
-    if trained and stepped.isdisjoint(ours):
-        raise ConfigError(
-            "the optimizer holds none of the model's parameters: make it of model.parameters(), after the model was "
-            "moved to its device and cut into its shards"
-        )
-
-
-def _refuse_muon_of_parts(found: Sequence[_Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """torch's Muon orthogonalises a DTensor as the whole matrix that it is, and a plain tensor as if it were whole."""
-    stepped = stepped_by(optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Muon))
-    for each in found:
-        tensor = each.held if each.master is None else each.master
-        if (
-            id(tensor) in stepped
-            and not hasattr(tensor, "device_mesh")
-            and each.row.box.sizes != each.row.parameter.shape
-        ):
-            raise ConfigError(
-                f"torch.optim.Muon steps {each.row.parameter.name!r}, of which this rank holds a part in a plain "
-                "tensor, and would orthogonalise the part and not the matrix: cut it as a DTensor, or let AdamW step it"
-            )
 
 
 def _found_again(each: _Tensor) -> _Tensor:

@@ -126,18 +126,14 @@ def _held_of_units(layout: Layout, piece: Piece, edges: I64) -> tuple[I64, I64]:
     end = int(np.searchsorted(edges, span.start_elem + last, "right"))
     at = np.minimum(np.maximum(edges[begin : end + 1] - span.start_elem, first), last + 1)
     if last + 1 - first > math.prod(sizes):  # with gaps between its rows
-        at = _n_before(at, shape, starts, sizes)
+        # How many elements of the box come before each of these elements of the flat tensor.
+        total, rest, inside = np.zeros_like(at), at, np.ones(at.shape, np.bool_)
+        for d, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            index, rest = np.divmod(rest, math.prod(shape[d + 1 :]))
+            total += np.where(inside, np.clip(index - start, 0, size) * math.prod(sizes[d + 1 :]), 0)
+            inside &= (start <= index) & (index < start + size)
+        at = total
     return np.arange(begin, end), at[1:] - at[:-1]
-
-
-def _n_before(at: I64, shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> I64:
-    """How many elements of the box come before each of these elements of the flat tensor."""
-    total, rest, inside = np.zeros_like(at), at, np.ones(at.shape, np.bool_)
-    for d, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        index, rest = np.divmod(rest, math.prod(shape[d + 1 :]))
-        total += np.where(inside, np.clip(index - start, 0, size) * math.prod(sizes[d + 1 :]), 0)
-        inside &= (start <= index) & (index < start + size)
-    return total
 
 
 def _deal(owner: I64, edges: I64, first: int, last: int, candidates: I64, loads: I64, limit: int) -> None:

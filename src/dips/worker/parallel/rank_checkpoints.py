@@ -37,19 +37,16 @@ from dips.worker.checkpoint_files import (
     folder_of_ranks,
     read_manifest,
 )
+from dips.worker.commands import BeginCheckpoint, CommitCheckpoint, FindCheckpoint, Order, PutBack, ShareOut
 from dips.worker.config import ClientConfig
 from dips.worker.model_part import ModelPart
 from dips.worker.parallel.agreement import Gathering
 from dips.worker.parallel.rank_state import RankState, merged
 from dips.worker.parallel.shard_files import (
-    SavedShards,
+    FoundCheckpoint,
     Shard,
     ShardFile,
     boxes_of,
-    install_parameters,
-    refusal,
-    restore_vectors,
-    shards_of,
     write_metadata,
     write_shards,
 )
@@ -95,7 +92,8 @@ class RankCheckpoints:
         self._copies: tuple[ModelPart, VectorCopies] | None = None
         self._writer = ThreadPoolExecutor(1, "dips-checkpoint")
         self._writing: Future[Written] | None = None
-        self._found: tuple[Manifest, SavedShards] | None = None
+        self.found: FoundCheckpoint | None = None
+        """What find() has found; None: nothing, or training has begun."""
         name, problem = f"{TEMPORARY}seen-{secrets.token_hex(8)}", ""
         if self._ranks.rank == 0:
             try:
@@ -174,7 +172,7 @@ class RankCheckpoints:
         about what is wrong, on every rank; empty: nothing.
         """
         problem, digest = "", ""
-        self._found = None
+        self.found = None
         try:
             manifest = read_manifest(self.directory, number)
             if not manifest.is_by_names:
@@ -182,10 +180,8 @@ class RankCheckpoints:
                     "one process has written it, with a release or an optimizer that keeps its state without names of "
                     "parameters: resume with one process"
                 )
-            saved = shards_of(self.directory, manifest)
-            saved.check(self._ranks.rank, self._ranks.n_ranks)
+            self.found = FoundCheckpoint(self.directory, manifest, self._ranks.rank, self._ranks.n_ranks)
             digest = xxhash.xxh3_128_hexdigest(json.dumps([manifest.content, manifest.stored], sort_keys=True).encode())
-            self._found = manifest, saved
         except (CheckpointError, MemoryError) as error:
             problem = str(error) or "it does not fit into memory"
         said = [json.loads(text) for text in self._ranks.gather(json.dumps([problem, digest]).encode())]
@@ -194,46 +190,19 @@ class RankCheckpoints:
             for rank, (theirs, their_digest) in enumerate(said)
         ]
 
-    @property
-    def has_found(self) -> bool:
-        return self._found is not None
-
-    @property
-    def found(self) -> Manifest:
-        return self._of_found()[0]
-
-    def put_back(self, part: ModelPart, share: Share, n_elems: int, *, with_residual: bool) -> None:
-        """Make it this rank's state; on all ranks together. Raises ConfigError where it does not fit."""
-        manifest, saved = self._of_found()
-        try:
-            install_parameters(part.parameters, saved, share, n_elems)
-            restore_vectors(part.vectors, saved, share, n_elems, with_residual=with_residual)
-            state = manifest.content.get("state")
-            if not isinstance(state, dict):
-                raise CheckpointError("it has no state of the training loop")
-            self._state.restore(state, saved)
-        except CheckpointError as error:
-            raise refusal(manifest.number, self.directory, error) from error
-
-    def share_again(self, part: ModelPart, share: Share, n_elems: int, *, with_residual: bool) -> None:
-        """Read the vectors of another share, before training has begun."""
-        manifest, saved = self._of_found()
-        try:
-            restore_vectors(part.vectors, saved, share, n_elems, with_residual=with_residual)
-        except CheckpointError as error:
-            raise refusal(manifest.number, self.directory, error) from error
-
-    def forget_found(self) -> None:
-        """Training begins."""
-        self._found = None
+    def put_back(
+        self, part: ModelPart, share: Share, n_elems: int, *, with_residual: bool, again: bool = False
+    ) -> None:
+        """Make it this rank's state; on all ranks together. again: only its vectors, of another share, before training
+        has begun. Raises ConfigError where it does not fit.
+        """
+        assert self.found is not None, "the ranks have agreed on it"
+        parameters, restore = (None, None) if again else (part.parameters, self._state.restore)
+        self.found.put_back(parameters, part.vectors, share, n_elems, restore, with_residual=with_residual)
 
     def close(self) -> None:
         """Wait for the write under way, and end the thread."""
         self._writer.shutdown(wait=True)
-
-    def _of_found(self) -> tuple[Manifest, SavedShards]:
-        assert self._found is not None, "the ranks have agreed on it"
-        return self._found
 
 
 # ---- the leader ------------------------------------------------------------------------------------------------------
@@ -247,52 +216,37 @@ class AllRanks(Protocol):
         """By which the ranks have shared the model out."""
         ...
 
-    def begin_checkpoint(self, number: int, session: str) -> None:
-        """Have all copy their parts, and write them."""
-        ...
-
-    def commit_checkpoint(self) -> list[Written]:
-        """What each rank has written, once all have."""
-        ...
-
     @property
     def checkpoint_is_written(self) -> bool:
         """Whether all ranks had written theirs when they met last."""
         ...
 
-    def find_checkpoint(self, number: int) -> list[str]:
-        """What is wrong with it, in the words of each rank; empty: nothing."""
-        ...
-
-    def put_back(self, chunk_bytes: int, *, with_residual: bool) -> None:
-        """chunk_bytes: by which shares are cut until the master says otherwise."""
+    def do(self, command: Order) -> Any:
+        """Have all ranks do it; what RankPart.do() returns here."""
         ...
 
 
 class LeadingCheckpoints(Checkpoints):
     """The checkpoints of all ranks, as the leader's shell sees them."""
 
-    def __init__(
-        self, own: RankCheckpoints, ranks: AllRanks, store: CheckpointStore, config: ClientConfig, clock: Clock
-    ) -> None:
-        """own: the leader's part. store: of the same directory."""
+    def __init__(self, ranks: AllRanks, store: CheckpointStore, config: ClientConfig, clock: Clock) -> None:
+        """store: of the same directory as the ranks' RankCheckpoints."""
         super().__init__(store, config, clock)
-        self._own = own
         self._ranks = ranks
         self._begun: Begun | None = None
 
     def _find(self, manifest: Manifest) -> str:
-        return next(filter(None, self._ranks.find_checkpoint(manifest.number)), "")
+        return next(filter(None, self._ranks.do(FindCheckpoint(manifest.number))), "")
 
     def _put_back(self, found: Manifest, *, with_residual: bool) -> None:
-        found = self._own.found
         chunk_bytes = found.content.get("chunk_bytes", None if found.files_of_ranks else UNSHARED_CHUNK_BYTES)
         if not isinstance(chunk_bytes, int) or chunk_bytes < 1:
             raise ConfigError(
                 f"checkpoint {found.number} in {self._store.directory} does not say how ranks shared the model: "
                 "remove it"
             )
-        self._ranks.put_back(chunk_bytes, with_residual=with_residual)
+        self._ranks.do(ShareOut(chunk_bytes))  # until the master says otherwise
+        self._ranks.do(PutBack(with_residual))
 
     # ---- between two steps ----
 
@@ -328,7 +282,7 @@ class LeadingCheckpoints(Checkpoints):
         except OSError as error:
             self._warn(error.strerror or str(error))
             return False
-        self._ranks.begin_checkpoint(number, json.dumps(saved.to_json()))
+        self._ranks.do(BeginCheckpoint(number, json.dumps(saved.to_json())))
         now_s = self._clock.monotonic_s()
         self._begun = Begun(saved, cause, label, now_s, now_s - began_s, number)
         return True
@@ -339,7 +293,7 @@ class LeadingCheckpoints(Checkpoints):
         if begun is None:
             return False
         stops_s = self._clock.monotonic_s()
-        written = self._ranks.commit_checkpoint()
+        written: list[Written] = self._ranks.do(CommitCheckpoint())
         problem = next((f"rank {rank}: {each.error}" for rank, each in enumerate(written) if each.error), "")
         if problem:
             self._store.drop_folder(begun.number)

@@ -12,44 +12,46 @@ import json
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError, FatalError, RemoteProtocolError
-from dips.core.layout import FLOAT32_BYTES, Chunk, Share
+from dips.core.layout import Chunk, Share
 from dips.core.messages import PlacementSpec
 from dips.core.net.transfer import chunks_by_slave
 from dips.core.net.zmq_sockets import CurvePair
 from dips.core.observe.tape import Tape
-from dips.core.wire import Codec, encoded_bytes
-from dips.worker.commands import Command, Fetch, Send, ShareOut, Snapshot
-from dips.worker.data import RankShare, wire_of_pull
-from dips.worker.link_counts import LinkCounts, TransferDirection
-from dips.worker.model_part import ModelPart
-from dips.worker.parallel.agreement import Agreed
-from dips.worker.parallel.meetings import RankReport, TransferStage, late_ranks
-from dips.worker.parallel.orders import (
+from dips.worker.commands import (
     Ask,
     AskEnds,
     BeginCheckpoint,
+    Command,
     CommitCheckpoint,
+    Fetch,
     FindCheckpoint,
     GiveUp,
     GoOn,
+    Order,
     PutBack,
     Ranges,
+    Send,
+    ShareOut,
+    Snapshot,
     from_bytes,
     to_bytes,
 )
+from dips.worker.data import LinkCounts, RankShare
+from dips.worker.model_part import ModelPart
+from dips.worker.parallel.agreement import Agreed
+from dips.worker.parallel.exchange import ShardParameters
+from dips.worker.parallel.meetings import PartEnd, RankReport, TransferStage, combined, late_ranks
 from dips.worker.parallel.ownership import shares_of_ranks
-from dips.worker.parallel.part_ends import PartEnd, combined
-from dips.worker.parallel.rank_checkpoints import RankCheckpoints, Written
+from dips.worker.parallel.rank_checkpoints import RankCheckpoints
 from dips.worker.parallel.ranks import PATIENCE, SILENCE, Ranks
 from dips.worker.parallel.replicas import Replicas
-from dips.worker.parallel.shard_parameters import ShardParameters
 from dips.worker.state.effects import Cancel, Done, Event, Failed, StopWanted
 from dips.worker.torch_model import clear_moments
 
@@ -112,12 +114,25 @@ class RankPart:
         """Before all commands: the event record for what takes long here, and what counts this rank's traffic."""
         self._tape, self._links = tape, links
 
-    def do(self, command: Command) -> None:
-        """Carry out a command. Raises ConfigError where it cannot be, FatalError where another rank is gone."""
+    def do(self, command: Order) -> Any:
+        """Carry out a command. Returns what it asks for: of AskEnds the ranks' ends, of CommitCheckpoint what all have
+        written, of FindCheckpoint each rank's sentence. Raises ConfigError where it cannot be, FatalError where another
+        rank is gone.
+        """
         match command:
             case ShareOut(chunk_bytes):
-                self._share_out(chunk_bytes)
-                return
+                return self._share_out(chunk_bytes)
+            case AskEnds(job):
+                return self.ends(job)
+            case BeginCheckpoint(number, session):
+                return self._kept.begin(*self._owned, number, session)
+            case CommitCheckpoint():
+                return self._kept.commit()
+            case FindCheckpoint(number):
+                return self._kept.find(number)
+            case PutBack(with_residual):
+                self._with_residual = with_residual
+                return self._kept.put_back(*self._owned, with_residual=with_residual)
             case Snapshot():
                 self._replicas.compare()
             case Send(job=job) | Fetch(job=job):
@@ -125,13 +140,9 @@ class RankPart:
             case Cancel(job):
                 if job == self._job:
                     self._job, self._end = -1, None
-        if self._part is not None:
+        if self._part is not None and isinstance(command, Command):
             self._part.do(command)
-
-    def bytes_of_ranks(self, wire: Codec, n_parts: int) -> list[int]:
-        """Bytes of each rank's share in a transfer that is written so, n_parts times."""
-        sizes = (sum(chunk.length_bytes for chunk in chunks) for chunks in self._chunks)
-        return [n_parts * encoded_bytes(wire, size // FLOAT32_BYTES) for size in sizes]
+        return None
 
     @property
     def push_is_live(self) -> bool:
@@ -161,29 +172,10 @@ class RankPart:
                 ends.append(end)
         return ends
 
-    # ---- checkpoints ----
-
-    def begin_checkpoint(self, number: int, session: str) -> None:
-        """Copy this rank's part of one, and have it written."""
-        self._kept.begin(*self._owned, number, session)
-
-    def commit_checkpoint(self) -> list[Written]:
-        """What all ranks have written."""
-        return self._kept.commit()
-
-    def find_checkpoint(self, number: int) -> list[str]:
-        """What is wrong with it, in the words of each rank."""
-        return self._kept.find(number)
-
-    def put_back(self, *, with_residual: bool) -> None:
-        """Go on from the checkpoint that was found."""
-        self._with_residual = with_residual
-        self._kept.put_back(*self._owned, with_residual=with_residual)
-
     def forget_found(self) -> None:
         """The checkpoint that was found is used, or will not be."""
         if self._checkpoints is not None:
-            self._checkpoints.forget_found()
+            self._checkpoints.found = None
 
     @property
     def _kept(self) -> RankCheckpoints:
@@ -208,7 +200,7 @@ class RankPart:
         if self._part is not None and chunk_bytes == self._chunk_bytes:
             return  # as in the checkpoint that they go on from
         is_again = self._part is not None
-        if is_again and (self._checkpoints is None or not self._checkpoints.has_found):
+        if is_again and (self._checkpoints is None or self._checkpoints.found is None):
             raise ConfigError(
                 f"the master's chunk_bytes was {self._chunk_bytes} and is {chunk_bytes} now, by which the ranks of "
                 "this cluster have shared the model out: start this cluster again"
@@ -229,7 +221,7 @@ class RankPart:
         )
         self._part.do(ShareOut(chunk_bytes))
         if is_again:
-            self._kept.share_again(*self._owned, with_residual=self._with_residual)
+            self._kept.put_back(*self._owned, with_residual=self._with_residual, again=True)
 
 
 def _no_event(event: Event) -> None:
@@ -242,59 +234,61 @@ class _Job:
 
     job: int
     began_s: float
-    direction: TransferDirection
-    wire: Codec
-    n_parts: int
     chunks_of_slave: Mapping[str, Sequence[Chunk]]
     promised: Mapping[str, bytes] | None
 
 
 class LeadingPart:
-    """The leader's part, as its shell sees it (model_part.Part): what it does, all ranks do."""
+    """The leader's part, as its shell sees it (instead of a ModelPart): what it does, all ranks do."""
 
     def __init__(self, ranks: Ranks, part: RankPart, clock: Clock) -> None:
         self._ranks = ranks
         self._part = part
         self._clock = clock
         self._deliver: Callable[[Event], None] | None = None
-        self._chunk_bytes = 0
+        self.chunk_bytes = 0
+        """By which the ranks have shared the model out."""
         self._job: _Job | None = None
         self._moved_s: dict[int, float] = {}  # of the running job, seconds of each rank's part that is done
-        self._links: LinkCounts | None = None
         self._reports: Sequence[RankReport] = ()
         self._asked_s = -float("inf")
         self._stops = False
+        self.push_is_zero = self.push_is_base = False
+        """A rank's share may be; of the whole push the slaves say it."""
         self.alone = False
         """Whether the others no longer follow: then nothing can be done with the model."""
         self.checkpoint_is_written = False
         """Whether all ranks had written their parts of the checkpoint under way when they met last."""
 
     def begin(self, deliver: Callable[[Event], None], tape: Tape, links: LinkCounts | None) -> None:
+        """Before anything else: where events go, the event record, and what counts the leader's own traffic."""
         self._deliver = deliver
-        self._links = links
         self._part.record(tape, links)
 
-    def do(self, command: Command) -> None:
+    def do(self, command: Order) -> Any:
         if self.alone:
             if isinstance(command, Cancel):
-                self._part.do(command)
-                return
+                return self._part.do(command)
             raise FatalError("the other ranks of this cluster no longer follow rank 0")
         match command:
             case ShareOut(chunk_bytes):
-                self._chunk_bytes = chunk_bytes
+                self.chunk_bytes = chunk_bytes
             case Send(job=job, ticket=ticket):
-                what = (TransferDirection.PUSH, ticket.wire, 1)
-                self._begin(job, what, ticket.placement, ticket.block_order, None)
+                self._begin(job, ticket.placement, ticket.block_order, None)
             case Fetch(job=job, grant=grant):
-                what = (TransferDirection.PULL, *wire_of_pull(grant))
-                self._begin(job, what, grant.placement, grant.block_order, dict(grant.digest_of_slave))
+                self._begin(job, grant.placement, grant.block_order, dict(grant.digest_of_slave))
             case Cancel(job):
                 if self._job is not None and self._job.job == job:
                     self._job = None
-        self._say(to_bytes(command))
+            case BeginCheckpoint():
+                self.checkpoint_is_written = False
+        self.say(command)
         # A rank that fails here may leave the others in the middle of an exchange, where they cannot be told.
-        self._together(lambda: self._part.do(command))
+        return self._together(lambda: self._part.do(command))
+
+    def say(self, order: Order) -> None:
+        """Tell the others: a command, ranges of the corpus for them, or that they may train on."""
+        self._together(lambda: self._ranks.say(to_bytes(order)))
 
     def heard(self, reports: Sequence[RankReport]) -> None:
         """The ranks have reported: look() need not ask them. A SIGTERM of any rank is one of the cluster."""
@@ -313,7 +307,7 @@ class LeadingPart:
         if self.alone or (not self._reports and now_s - self._asked_s < 0.9 * self.look_every_s):
             return
         if not self._reports:
-            self._say(to_bytes(Ask()))
+            self.say(Ask())
             numbers = self._together(lambda: self._ranks.report(self._part.report().numbers()))
             self.heard([RankReport.of_numbers(each) for each in numbers])
         reports, self._reports, job = self._reports, (), self._job
@@ -327,17 +321,13 @@ class LeadingPart:
             len(stages) < self._ranks.n_ranks or TransferStage.UNDER_WAY in stages
         ):
             return
-        self._say(to_bytes(AskEnds(job.job)))
-        ends = self._together(lambda: self._part.ends(job.job))
+        ends: list[PartEnd] = self.do(AskEnds(job.job))
         end = combined(ends, self._ranks.n_ranks, job.chunks_of_slave, job.promised)
         match end:
             case Failed():
                 self.do(Cancel(job.job))
             case Done():
                 self._job = None
-                if self._links is not None:
-                    sizes = self._part.bytes_of_ranks(job.wire, job.n_parts)
-                    self._links.ranks_moved(job.direction, {e.rank: (sizes[e.rank], e.seconds) for e in ends})
             case None:
                 return
         assert self._deliver is not None, "a job runs after begin()"
@@ -345,53 +335,17 @@ class LeadingPart:
 
     @property
     def late_ranks(self) -> tuple[int, ...]:
+        """Ranks that the running transfer waits for, and that are late (meetings.late_ranks)."""
         if self._job is None:
             return ()
         return late_ranks(self._moved_s, self._ranks.n_ranks, self._clock.monotonic_s() - self._job.began_s)
 
     @property
     def look_every_s(self) -> float:
+        """How often look() must be called while the training loop waits."""
         if self._job is None:
             return ALIVE_S
         return min(LOOK_MOST_S, max(LOOK_FIRST_S, LOOK_SHARE * (self._clock.monotonic_s() - self._job.began_s)))
-
-    # ---- checkpoints ----
-
-    @property
-    def chunk_bytes(self) -> int:
-        return self._chunk_bytes
-
-    def begin_checkpoint(self, number: int, session: str) -> None:
-        """Have all ranks copy their parts, and write them."""
-        self.checkpoint_is_written = False
-        self._say(to_bytes(BeginCheckpoint(number, session)))
-        self._together(lambda: self._part.begin_checkpoint(number, session))
-
-    def commit_checkpoint(self) -> list[Written]:
-        """Wait until all ranks have written theirs; returns what."""
-        self._say(to_bytes(CommitCheckpoint()))
-        return self._together(self._part.commit_checkpoint)
-
-    def find_checkpoint(self, number: int) -> list[str]:
-        """What is wrong with the checkpoint of this number, in the words of each rank."""
-        self._say(to_bytes(FindCheckpoint(number)))
-        return self._together(lambda: self._part.find_checkpoint(number))
-
-    def put_back(self, chunk_bytes: int, *, with_residual: bool) -> None:
-        """Have all ranks go on from the one that they found; chunk_bytes: of the shares that they have at first."""
-        self.do(ShareOut(chunk_bytes))
-        self._say(to_bytes(PutBack(with_residual)))
-        self._together(lambda: self._part.put_back(with_residual=with_residual))
-
-    # ---- training goes on, or not ----
-
-    def give(self, ranges: Ranges) -> None:
-        """The others get these ranges of the corpus, too."""
-        self._say(to_bytes(ranges))
-
-    def go_on(self, news: GoOn) -> None:
-        """The others may train on."""
-        self._say(to_bytes(news))
 
     def give_up(self, error: BaseException) -> None:
         """The others must end, too. Does nothing where they do not listen any longer."""
@@ -399,16 +353,6 @@ class LeadingPart:
             with contextlib.suppress(FatalError):  # they have noticed by themselves
                 self._ranks.say(to_bytes(GiveUp.of(error)))
         self.alone = True
-
-    @property
-    def push_is_zero(self) -> bool:
-        """A rank's share may be; of the whole push the slaves say it."""
-        return False
-
-    @property
-    def push_is_base(self) -> bool:
-        """Likewise."""
-        return False
 
     @property
     def push_is_live(self) -> bool:
@@ -421,18 +365,14 @@ class LeadingPart:
     def _begin(
         self,
         job: int,
-        what: tuple[TransferDirection, Codec, int],
         placement: PlacementSpec,
         block_order: Sequence[int],
         promised: Mapping[str, bytes] | None,
     ) -> None:
         layout = self._part.agreed.layout
-        shards = chunks_by_slave(layout, placement, block_order, self._chunk_bytes)
-        self._job = _Job(job, self._clock.monotonic_s(), *what, shards, promised)
+        shards = chunks_by_slave(layout, placement, block_order, self.chunk_bytes)
+        self._job = _Job(job, self._clock.monotonic_s(), shards, promised)
         self._reports, self._moved_s = (), {}
-
-    def _say(self, order: bytes) -> None:
-        self._together(lambda: self._ranks.say(order))
 
     def _together(self, call: Callable[[], T]) -> T:
         try:
@@ -457,16 +397,6 @@ def follow(ranks: Ranks, part: RankPart, given: Callable[[Ranges], None]) -> GoO
                 raise order.error()
             case Ask():
                 ranks.report(part.report().numbers())
-            case AskEnds(job):
-                part.ends(job)
-            case BeginCheckpoint(number, session):
-                part.begin_checkpoint(number, session)
-            case CommitCheckpoint():
-                part.commit_checkpoint()
-            case FindCheckpoint(number):
-                part.find_checkpoint(number)
-            case PutBack(with_residual):
-                part.put_back(with_residual=with_residual)
             case Ranges():
                 given(order)
             case _:

@@ -21,8 +21,8 @@ import xxhash
 from dips.core.errors import ConfigError, option
 from dips.worker.checkpoint_files import CheckpointError, RawTensor
 from dips.worker.parallel.agreement import Agreed, Alone, Gathering, agree, cells_of
-from dips.worker.parallel.held import Box, Row, cut_of, held_here
-from dips.worker.parallel.shard_files import SavedShards, Shard, part_of, whole
+from dips.worker.parallel.held import Box, Row, cut_of, held_here, part_of
+from dips.worker.parallel.shard_files import SavedShards, Shard, whole
 from dips.worker.torch_model import (
     Optimizers,
     as_list,
@@ -112,7 +112,9 @@ class RankState:
         if not self._only_parts:
             state["optimizer"], state["groups"] = self._optimizer_state(shards)
             self._take_buffers(shards)
-            self._take_working_copies(shards)
+            for name, shape, box, copy in self._working_copies():
+                for cell in self._cells.get(name, ()):
+                    self._take(f"working.{name}", shape, cell, part_of(copy, box, cell), shards)
         self._copies.wait()
         for part in state["parts"].values():
             part["digest"] = _digest(part["skeleton"], [s.tensor for s in shards if s.name.startswith(part["prefix"])])
@@ -214,11 +216,6 @@ class RankState:
                     taken.add((each.name, cell))
                     self._take(f"buffers.{each.name}", each.shape, cell, part_of(tensor, each.box, cell), shards)
 
-    def _take_working_copies(self, shards: list[Shard]) -> None:
-        for name, shape, box, copy in self._working_copies():
-            for cell in self._cells.get(name, ()):
-                self._take(f"working.{name}", shape, cell, part_of(copy, box, cell), shards)
-
     def _take(
         self, name: str, shape: tuple[int, ...], box: Box, tensor: torch.Tensor, shards: list[Shard]
     ) -> None:  # fmt: skip
@@ -240,8 +237,12 @@ class RankState:
                     [[options, [plain.get(n, n) for n in names]] for options, names in state["groups"]]
                 )
                 self._restore_optimizer_state({plain.get(n, n): each for n, each in state["optimizer"].items()}, saved)
-                self._restore_buffers(saved)
-                self._restore_working_copies(saved)
+                for each, tensor in zip(self._buffers, self._buffers_now(), strict=True):
+                    if each.box.n_elems:
+                        saved.read([Shard(f"buffers.{each.name}", each.shape, each.box, tensor)])
+                for name, shape, box, copy in self._working_copies():
+                    if f"working.{name}" in saved:  # a checkpoint without masters has the exact values
+                        saved.read([Shard(f"working.{name}", shape, box, copy)])
             self._restore_parts(state["parts"], saved)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(
@@ -302,7 +303,12 @@ class RankState:
                         "options in the checkpoint's: resume with the same groups of parameters, or without "
                         f"{option('resume')}"
                     )
-                _set_options(group, unflatten(options["options"], {}))
+                for key, value in unflatten(options["options"], {}).items():
+                    now = group.get(key)
+                    if isinstance(now, torch.Tensor):
+                        now.fill_(value)
+                    else:
+                        group[key] = value
 
     def _restore_optimizer_state(self, state: Mapping[str, Any], saved: SavedShards) -> None:
         for optimizer in self._optimizers:
@@ -330,16 +336,6 @@ class RankState:
         value = torch.zeros_like(like, dtype=saved.dtype_of(name), requires_grad=False)
         saved.read([Shard(name, row.parameter.shape, row.box, local(value))])
         return value
-
-    def _restore_buffers(self, saved: SavedShards) -> None:
-        for each, tensor in zip(self._buffers, self._buffers_now(), strict=True):
-            if each.box.n_elems:
-                saved.read([Shard(f"buffers.{each.name}", each.shape, each.box, tensor)])
-
-    def _restore_working_copies(self, saved: SavedShards) -> None:
-        for name, shape, box, copy in self._working_copies():
-            if f"working.{name}" in saved:  # a checkpoint without masters has the exact values
-                saved.read([Shard(f"working.{name}", shape, box, copy)])
 
     # ---- what is here ----
 
@@ -455,15 +451,6 @@ def _options_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> d
         if key != "params" and key != "param_names"
     }
     return {"kind": type(optimizer).__name__, "options": _plain(options, "param_groups")}
-
-
-def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    for key, value in options.items():
-        now = group.get(key)
-        if isinstance(now, torch.Tensor):
-            now.fill_(value)
-        else:
-            group[key] = value
 
 
 def _plain(value: object, place: str) -> Any:

@@ -15,7 +15,7 @@ import xxhash
 
 from dips.core.errors import ConfigError
 from dips.worker.parallel.agreement import Agreed, Cell, Gathering
-from dips.worker.parallel.held import Box
+from dips.worker.parallel.held import Box, part_of
 from dips.worker.torch_model import GROUP_ELEMS
 
 SAMPLE_STRIDE = 64
@@ -140,13 +140,6 @@ class Replicas:
             whole = part.numel() <= WHOLE_ELEMS
             digests.append(_digest(part, 0 if whole else start, 1 if whole else stride))
         return digests
-
-
-def part_of(tensor: torch.Tensor, held: Box, box: Box) -> torch.Tensor:
-    """The elements of `box` in a tensor that is `held` of the same global tensor. A view."""
-    for dim, (start, size) in enumerate(zip(*box, strict=True)):
-        tensor = tensor.narrow(dim, start - held.starts[dim], size)
-    return tensor
 
 
 def _digest(tensor: torch.Tensor, start: int, stride: int) -> bytes:

@@ -37,7 +37,7 @@ from dips.worker.checkpoint_files import (
     places_of,
     write_durably,
 )
-from dips.worker.parallel.held import Box
+from dips.worker.parallel.held import Box, part_of, pieces_of
 from dips.worker.parameters import ParameterStore
 from dips.worker.torch_state import TORCH_DTYPES, raw_of
 from dips.worker.vectors import Vectors
@@ -68,28 +68,7 @@ class Shard(NamedTuple):
 
 def whole(name: str, tensor: torch.Tensor) -> Shard:
     """A tensor of which no one else has a part."""
-    return Shard(name, tuple(tensor.shape), Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
-
-
-def part_of(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
-    """The elements of `part`, which is in `box`, as a view of the tensor that has all of box."""
-    starts = (a - b for a, b in zip(part.starts, box.starts, strict=True))
-    return tensor[tuple(slice(start, start + size) for start, size in zip(starts, part.sizes, strict=True))]
-
-
-def pieces_of(box: Box, item_bytes: int) -> Iterator[Box]:
-    """The box, cut so that no piece is larger than PIECE_BYTES, in its order."""
-    dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
-    if dim is None or box.n_elems * item_bytes <= PIECE_BYTES:
-        yield box
-        return
-    row = box.n_elems // box.sizes[dim] * item_bytes
-    rows = max(1, PIECE_BYTES // row)
-    for start in range(0, box.sizes[dim], rows):
-        starts, sizes = list(box.starts), list(box.sizes)
-        starts[dim], sizes[dim] = starts[dim] + start, min(rows, sizes[dim] - start)
-        piece = Box(tuple(starts), tuple(sizes))
-        yield from pieces_of(piece, item_bytes) if rows == 1 else [piece]
+    return Shard(name, tuple(tensor.shape), Box.whole(tensor.shape), tensor)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -148,7 +127,7 @@ class ShardFile:
         """
         boxes = []
         for name, dtype, shape, place in places_of(path, stamp.n_bytes):
-            box, kind = Box((0,) * len(shape), shape), str(TORCH_DTYPES[dtype]).removeprefix("torch.")
+            box, kind = Box.whole(shape), str(TORCH_DTYPES[dtype]).removeprefix("torch.")
             n_bytes = box.n_elems * TORCH_DTYPES[dtype].itemsize
             boxes.append(SavedBox(names(name), kind, shape, box, place, n_bytes, place))
         return cls(path.name, stamp, tuple(boxes))
@@ -171,14 +150,14 @@ def write_shards(folder: Path, rank: int, shards: Iterable[Shard]) -> ShardFile:
     """Write one rank's file, and make it durable. shards: on the host, none empty. Raises OSError."""
     boxes: list[SavedBox] = []
     path = folder / f"__{rank}_0.distcp"
-    return ShardFile(path.name, write_durably(path, _saved(shards, boxes)), tuple(boxes))
+    return ShardFile(path.name, write_durably(path, saved_bytes(shards, boxes)), tuple(boxes))
 
 
-def _saved(shards: Iterable[Shard], boxes: list[SavedBox]) -> Iterator[memoryview]:
-    """The bytes of the file. boxes: gets a row for each."""
+def saved_bytes(shards: Iterable[Shard], boxes: list[SavedBox]) -> Iterator[memoryview]:
+    """The bytes of one rank's file, piece by piece. boxes: gets a row for each piece."""
     offset = 0
     for shard in shards:
-        for piece in pieces_of(shard.box, shard.tensor.element_size()):
+        for piece in pieces_of(shard.box, PIECE_BYTES // shard.tensor.element_size()):
             tensor = part_of(shard.tensor, shard.box, piece)
             if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
                 tensor = tensor.contiguous().clone()  # torch.save() writes all of a view's memory
@@ -379,56 +358,50 @@ def restore_vectors(vectors: Vectors, saved: SavedShards, share: Share, n_elems:
     vectors.restore(base, at_push, residual, installed)
 
 
-def install_parameters(parameters: ParameterStore, saved: SavedShards, share: Share, n_elems: int) -> None:
-    """Make a checkpoint's parameters live, on all ranks together. Raises CheckpointError for what cannot be read."""
-    theta = _read_vector(saved, "theta", share, n_elems)
-    if theta is None:
-        raise CheckpointError("it does not hold theta")
-    parameters.install(theta)
+class FoundCheckpoint:
+    """A checkpoint of any form, of which every byte is as it was written."""
 
-
-def shards_of(directory: Path, manifest: Manifest) -> SavedShards:
-    """What ranks, or one process, have written. Raises CheckpointError."""
-    files, number = manifest.files_of_ranks, manifest.number
-    if files is None:
-        file = ShardFile.of_one_process(file_of_one(directory, number), manifest.stamp, _name_of)
-        return SavedShards(directory, [file])
-    return SavedShards(folder_of_ranks(directory, manifest.number), [ShardFile.from_json(raw) for raw in files])
-
-
-def _name_of(in_file: str) -> str:
-    return in_file.removeprefix(INNER) if in_file.startswith(INNER) else _VECTOR + in_file
-
-
-def refusal(number: int, directory: Path, error: CheckpointError) -> ConfigError:
-    return ConfigError(f"checkpoint {number} in {directory} does not fit this cluster ({error}): remove it")
-
-
-class WholeCheckpoint:
-    """A checkpoint of any form, as a cluster of one process goes on from it."""
-
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        """Reads every byte, and compares it with what was written. Raises CheckpointError."""
-        self.number, self.content = manifest.number, manifest.content
+    def __init__(self, directory: Path, manifest: Manifest, first: int = 0, step: int = 1) -> None:
+        """Reads every step-th file, and compares it with what was written. Raises CheckpointError."""
+        self.manifest = manifest
         self._directory = directory
-        self._saved = shards_of(directory, manifest)
-        self._saved.check()
+        files, number = manifest.files_of_ranks, manifest.number
+        if files is None:
+
+            def name_of(in_file: str) -> str:
+                return in_file.removeprefix(INNER) if in_file.startswith(INNER) else _VECTOR + in_file
+
+            one = ShardFile.of_one_process(file_of_one(directory, number), manifest.stamp, name_of)
+            self.saved = SavedShards(directory, [one])
+        else:
+            self.saved = SavedShards(folder_of_ranks(directory, number), [ShardFile.from_json(raw) for raw in files])
+        self.saved.check(first, step)
 
     def put_back(
         self,
-        parameters: ParameterStore,
+        parameters: ParameterStore | None,
         vectors: Vectors,
+        share: Share,
+        n_elems: int,
         restore: Callable[[Any, SavedShards], None] | None,
         *,
         with_residual: bool,
     ) -> None:
-        """Make it this process's state; restore: InnerState.restore(). Raises ConfigError where it does not fit."""
-        n_elems = vectors.n_elems
-        all_of_it = Share.of_runs([(0, n_elems)])
+        """Make it the state of this process, which has a share of a model of n_elems; on all ranks together.
+        parameters, restore (InnerState.restore()): None: they stay as they are. Raises ConfigError where it does not
+        fit.
+        """
+        saved = self.saved
         try:
-            install_parameters(parameters, self._saved, all_of_it, n_elems)
-            restore_vectors(vectors, self._saved, all_of_it, n_elems, with_residual=with_residual)
+            if parameters is not None:
+                theta = _read_vector(saved, "theta", share, n_elems)
+                if theta is None:
+                    raise CheckpointError("it does not hold theta")
+                parameters.install(theta)
+            restore_vectors(vectors, saved, share, n_elems, with_residual=with_residual)
             if restore is not None:
-                restore(self.content.get("state"), self._saved)
+                restore(self.manifest.content.get("state"), saved)
         except CheckpointError as error:
-            raise refusal(self.number, self._directory, error) from error
+            raise ConfigError(
+                f"checkpoint {self.manifest.number} in {self._directory} does not fit this cluster ({error}): remove it"
+            ) from error

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,8 +21,8 @@ from dips.core.errors import ConfigError
 from dips.core.messages import TensorDigest
 from dips.core.model_description import MAX_TOLD, Adapter, Lacking, ModelDescription, Untrained, description_from_json
 from dips.worker.parallel.agreement import Agreed, Gathering, cells_of
-from dips.worker.parallel.held import Box, UntrainedPart
-from dips.worker.parallel.replicas import Copy, part_of
+from dips.worker.parallel.held import Box, UntrainedPart, part_of, pieces_of
+from dips.worker.parallel.replicas import Copy
 from dips.worker.torch_model import begun_digest, description_of, digest_of, local
 
 BUCKET_BYTES = 16 << 20
@@ -130,7 +130,7 @@ def _digest_of_parts(rank: int, copy: Copy, of_ranks: Mapping[int, _Row], mine: 
     digest = begun_digest(dtype, row.shape)
     if not all(each.can_be_sent for each in of_ranks.values()):
         return int(digest.intdigest())
-    for window in windows(row.shape, BUCKET_BYTES // dtype.itemsize):
+    for window in pieces_of(Box.whole(row.shape), BUCKET_BYTES // dtype.itemsize):
         bucket = torch.empty(window.sizes if rank == _FIRST else 0, dtype=dtype)
         for cell, holders in cells.items():
             # What is in both boxes; without elements where they do not meet.
@@ -156,22 +156,6 @@ def _digest_of_parts(rank: int, copy: Copy, of_ranks: Mapping[int, _Row], mine: 
         if rank == _FIRST:
             digest.update(bucket.reshape(-1).view(torch.uint8).numpy().data)
     return int(digest.intdigest())
-
-
-def windows(shape: Sequence[int], max_elems: int) -> Iterator[Box]:
-    """Boxes of at most max_elems elements that together are a tensor of this shape, in logical order."""
-    if math.prod(shape) <= max_elems:
-        yield Box((0,) * len(shape), tuple(shape))
-        return
-    size, rest = shape[0], shape[1:]
-    rows = max_elems // math.prod(rest)
-    if rows:
-        for start in range(0, size, rows):
-            yield Box((start,) + (0,) * len(rest), (min(rows, size - start), *rest))
-        return
-    for start in range(size):
-        for box in windows(rest, max_elems):
-            yield Box((start, *box.starts), (1, *box.sizes))
 
 
 # ---- description -----------------------------------------------------------------------------------------------------

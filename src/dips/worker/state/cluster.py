@@ -290,7 +290,23 @@ class ClusterMachine:
         self.shared.now_s = now_s
         if not self.finished:
             try:
-                self._dispatch(event)
+                match event:
+                    case Started():
+                        self._give_up_joining_s = self.shared.now_s + self.config.connect_wait_s
+                        self.shared.ask(self._join_request)
+                    case Stepped():
+                        self._stepped(event)
+                    case Done() | Failed() | Delayed():
+                        self._job_ended(event)
+                    case Beat():
+                        self._beat(event)
+                    case LeaseWanted():
+                        # No more is leased at once; the training loop asks again when this is used up.
+                        self._lease_tokens = min(event.tokens, MAX_LEASED_CHUNKS * self.config.data_plan.chunk_tokens)
+                    case StopWanted():
+                        self._want_to_leave(event)
+                    case Tick():
+                        pass
                 self._decide()
             except (ConfigError, Refused, RemoteProtocolError) as error:
                 self._fail(error)
@@ -300,25 +316,6 @@ class ClusterMachine:
                 shared.ask(lambda: LeaveRequest(shared.terms.caller(shared.cause), self._ending.reason))
             shared.send_due()
         return self.shared.take()
-
-    def _dispatch(self, event: Event) -> None:
-        match event:
-            case Started():
-                self._give_up_joining_s = self.shared.now_s + self.config.connect_wait_s
-                self.shared.ask(self._join_request)
-            case Stepped():
-                self._stepped(event)
-            case Done() | Failed() | Delayed():
-                self._job_ended(event)
-            case Beat():
-                self._beat(event)
-            case LeaseWanted():
-                # No more is leased at once; the training loop asks again when this is used up.
-                self._lease_tokens = min(event.tokens, MAX_LEASED_CHUNKS * self.config.data_plan.chunk_tokens)
-            case StopWanted():
-                self._want_to_leave(event)
-            case Tick():
-                pass
 
     def _stepped(self, event: Stepped) -> None:
         if self.config.data_plan.mode is DataMode.LEASED:
@@ -365,7 +362,19 @@ class ClusterMachine:
         """Give a job's end to whatever waits for it. What was given up or replaced waits for nothing."""
         lane, push = self.shared.lane_of(event.job), self.pushing.open
         if lane is not None:
-            self._call_ended(lane, event)
+            match event:
+                case Done(_, Refused() as refused):
+                    self._refused(lane, refused)
+                case Done(_, reply):
+                    lane.answered()
+                    self.shared.log("master", "")
+                    if self.phase is SessionPhase.TRAINING:
+                        self.shared.got_through()
+                    if lane is not self.shared.side:
+                        self.shared.note = ""
+                    self._reply(reply)
+                case _:
+                    self._unanswered(lane, event.sentence)
         elif push is not None and push.job == event.job:
             match event:
                 case Done(_, tuple() as digest_of_slave):
@@ -390,21 +399,6 @@ class ClusterMachine:
                 case Failed():
                     self.pulling.failed(event)
 
-    def _call_ended(self, lane: RepeatedCall, event: Done | Failed | Delayed) -> None:
-        match event:
-            case Done(_, Refused() as refused):
-                self._refused(lane, refused)
-            case Done(_, reply):
-                lane.answered()
-                self.shared.log("master", "")
-                if self.phase is SessionPhase.TRAINING:
-                    self.shared.got_through()
-                if lane is not self.shared.side:
-                    self.shared.note = ""
-                self._reply(reply)
-            case _:
-                self._unanswered(lane, event.sentence)
-
     def _reply(self, reply: object) -> None:
         match reply:
             case JoinReply():
@@ -424,7 +418,14 @@ class ClusterMachine:
             case FinishPullReply():
                 self.shared.terms.take_steps(reply.local_steps)
             case LeaseDataReply():
-                self._leased(reply)
+                if reply.ranges:
+                    self._fresh = [*self._still_lent(), *reply.ranges]
+                    self.shared.work.leased(reply.ranges)
+                    self._lease_tokens = 0
+                else:
+                    # All data is leased to other clusters; _decide asks again after a pause.
+                    self.shared.note = "all data is leased"
+                    self._ask_for_data(self.shared.now_s + 0.5)
             case ReturnDataReply():
                 pass
             case LeaveReply():
@@ -433,16 +434,6 @@ class ClusterMachine:
                 raise RemoteProtocolError(
                     f"the master sent a {type(reply).__name__}, which answers no call of a cluster"
                 )
-
-    def _leased(self, reply: LeaseDataReply) -> None:
-        if reply.ranges:
-            self._fresh = [*self._still_lent(), *reply.ranges]
-            self.shared.work.leased(reply.ranges)
-            self._lease_tokens = 0
-        else:
-            # All data is leased to other clusters; _decide asks again after a pause.
-            self.shared.note = "all data is leased"
-            self._ask_for_data(self.shared.now_s + 0.5)
 
     def _ask_for_data(self, at_s: float) -> None:
         """Request data. Each request has its own number: repeated after a lost answer, it gets the same ranges."""
@@ -488,7 +479,17 @@ class ClusterMachine:
         if pushing and push is not None and push.donates is not None and refused.code is RefusalCode.VERSION_GONE:
             shared.donate, remedy = None, Remedy.PULL  # the master no longer asks for it
         if joining and shared.terms.previous is not None and refused.code in (RefusalCode.FENCED, RefusalCode.RUN_ID):
-            self._resume_refused(refused)
+            # The checkpoint is of another run, or older than a later incarnation of this cluster that saved none. The
+            # second is as if a process without a checkpoint took over the name: join without the old incarnation.
+            if refused.code is RefusalCode.RUN_ID:
+                raise ConfigError(
+                    f"this cluster's checkpoint is of run {self.shared.terms.run_id}, and the master refused it: "
+                    f"{refused.sentence}; give another {option('checkpoint_dir')}, remove the checkpoint, or leave out "
+                    f"{option('resume')}"
+                )
+            self.shared.log("join", f"the checkpoint is not of this cluster's last incarnation: {refused.sentence}")
+            self.shared.terms.previous = None
+            self.shared.ask(self._join_request)
         elif joining and refused.code in (RefusalCode.LAYOUT, RefusalCode.FROZEN) and self.config.former:
             shared.log("join", f"joining with the names of earlier releases: {refused.sentence}")
             shared.config, self._refused_names = self.config.with_former_names(), refused
@@ -515,21 +516,6 @@ class ClusterMachine:
         else:
             lane.answered()
             self.pushing.refused(refused, remedy)
-
-    def _resume_refused(self, refused: Refused) -> None:
-        """The checkpoint is of another run, or older than a later incarnation of this cluster that saved none.
-
-        The second is as if a process without a checkpoint took over the name: join without the old incarnation.
-        """
-        if refused.code is RefusalCode.RUN_ID:
-            raise ConfigError(
-                f"this cluster's checkpoint is of run {self.shared.terms.run_id}, and the master refused it: "
-                f"{refused.sentence}; give another {option('checkpoint_dir')}, remove the checkpoint, or leave out "
-                f"{option('resume')}"
-            )
-        self.shared.log("join", f"the checkpoint is not of this cluster's last incarnation: {refused.sentence}")
-        self.shared.terms.previous = None
-        self.shared.ask(self._join_request)
 
     def _pulled(self, event: Done) -> None:
         self.pulling.install(event)
@@ -636,24 +622,6 @@ class ClusterMachine:
     def _is_patient(self) -> bool:
         return not math.isinf(self._ending.patient_until_s)
 
-    def _wait_for_first_merge(self) -> None:
-        """The loop has ended by itself, and the run's other clusters may come hours later: say so from time to time.
-        Once the run merges, or ends, leaving takes as long as always.
-        """
-        shared, ending = self.shared, self._ending
-        if self._run_has_merged or shared.terms.stop:
-            ending.patient_until_s, ending.by_s = -math.inf, math.inf
-            self._begin_ending()
-        elif self._end_words.due(lasted_s := shared.now_s - ending.since_s):
-            limit_h = self.config.cut_off_limit_s / 3600
-            shared.log(
-                "patient",
-                f"the training loop ended {lasted_s / 60:.0f} min ago, and {self._unfinished()} are not merged yet: "
-                f"{self.waiting_for()}; this cluster leaves without them {limit_h:g} h after the loop's end "
-                "(cut_off_limit_h), or at ctrl-C or SIGTERM",
-                logging.WARNING,
-            )
-
     def _unfinished(self) -> Work:
         """The work that leaving waits for."""
         work = self.shared.work
@@ -664,7 +632,20 @@ class ClusterMachine:
         """Take the next step towards leaving: the open push is decided, the rest is pushed, then Leave."""
         shared, ending = self.shared, self._ending
         if self._is_patient:
-            self._wait_for_first_merge()
+            # The loop has ended by itself, and the run's other clusters may come hours later: say so from time to time.
+            # Once the run merges, or ends, leaving takes as long as always.
+            if self._run_has_merged or shared.terms.stop:
+                ending.patient_until_s, ending.by_s = -math.inf, math.inf
+                self._begin_ending()
+            elif self._end_words.due(lasted_s := shared.now_s - ending.since_s):
+                limit_h = self.config.cut_off_limit_s / 3600
+                shared.log(
+                    "patient",
+                    f"the training loop ended {lasted_s / 60:.0f} min ago, and {self._unfinished()} are not merged "
+                    f"yet: {self.waiting_for()}; this cluster leaves without them {limit_h:g} h after the loop's end "
+                    "(cut_off_limit_h), or at ctrl-C or SIGTERM",
+                    logging.WARNING,
+                )
         if not self._unfinished().tokens or shared.now_s >= self._by_s:
             self._leave(ending.reason)
         elif not shared.terms.takes_pushes and self.phase is not SessionPhase.AWAITING:

@@ -164,8 +164,20 @@ class Pushing:
     def begun(self, answer: Ticket | Stale | Busy | PushId | Verdict) -> None:
         """Take the answer to BeginPush."""
         match answer:
-            case Ticket():
-                self._ticket(answer)
+            case Ticket() as ticket:
+                check_placement(ticket.placement, len(self._shared.config.layout.blocks))
+                push = self._must_be_open()
+                if not ticket.wire.is_difference:
+                    ticket = replace(ticket, wire=Codec.F32)  # a master of an earlier release says nothing
+                elif ticket.wire is not push.wanted_wire:
+                    raise RemoteProtocolError(
+                        f"the master asks for push {push.id} in {ticket.wire.name}, not as it was offered"
+                    )
+                push.ticket, push.wire = ticket, ticket.wire
+                # A later attempt finds its chunks there only if it is written in the same way.
+                push.wanted_wire = ticket.wire
+                self._shared.move("ticket", SessionPhase.TRANSFERRING)
+                self._send()
             case Busy():
                 self._shared.note = answer.sentence
                 self._shared.not_taken()
@@ -550,20 +562,6 @@ class Pushing:
             self.drop("not donated")  # theta_at_push, which that pull needed, is overwritten
         else:
             shared.move("not donated", SessionPhase.TRAINING, why)
-
-    def _ticket(self, ticket: Ticket) -> None:
-        check_placement(ticket.placement, len(self._shared.config.layout.blocks))
-        push = self._must_be_open()
-        if not ticket.wire.is_difference:
-            ticket = replace(ticket, wire=Codec.F32)  # a master of an earlier release says nothing
-        elif ticket.wire is not push.wanted_wire:
-            raise RemoteProtocolError(
-                f"the master asks for push {push.id} in {ticket.wire.name}, not as it was offered"
-            )
-        push.ticket, push.wire = ticket, ticket.wire
-        push.wanted_wire = ticket.wire  # a later attempt finds its chunks there only if it is written in the same way
-        self._shared.move("ticket", SessionPhase.TRANSFERRING)
-        self._send()
 
     def _send(self) -> None:
         shared, push = self._shared, self._must_be_open()

@@ -256,7 +256,18 @@ class Terms:
                 f"the master's overlap_share is {reply.settings.overlap_share!r}, and a share is 0 to 1: install the "
                 "same release of dips on the master and on all clusters"
             )
-        self._check_expectations(reply.settings)
+        config = self._config
+        pairs: tuple[tuple[str, float | None, float], ...] = (
+            ("sync_every", config.expect_sync_every, reply.settings.sync_every_steps),
+            ("outer_lr", config.expect_outer_lr, reply.settings.outer_lr),
+            ("outer_momentum", config.expect_outer_momentum, reply.settings.outer_momentum),
+        )
+        for name, wanted, given in pairs:
+            if wanted is not None and wanted != given:
+                raise ConfigError(
+                    f"this cluster is given {name} = {wanted:g}, the run's is {given:g}: all clusters share the "
+                    f"master's setting, so leave {name} out here, or start the master with {wanted:g}"
+                )
         self.times = times_of(self._config, reply.settings)
         self.settings, self.tokens, self.published = reply.settings, reply.tokens, reply.published
         self.takes_pushes = True  # members may join a run that ends: its heartbeats, or a refusal, say so
@@ -285,20 +296,6 @@ class Terms:
             self.tokens, self.published = tokens, published
         else:
             self.tokens, self.published = max(self.tokens, tokens), max(self.published or published, published)
-
-    def _check_expectations(self, settings: Settings) -> None:
-        config = self._config
-        pairs: tuple[tuple[str, float | None, float], ...] = (
-            ("sync_every", config.expect_sync_every, settings.sync_every_steps),
-            ("outer_lr", config.expect_outer_lr, settings.outer_lr),
-            ("outer_momentum", config.expect_outer_momentum, settings.outer_momentum),
-        )
-        for name, wanted, given in pairs:
-            if wanted is not None and wanted != given:
-                raise ConfigError(
-                    f"this cluster is given {name} = {wanted:g}, the run's is {given:g}: all clusters share the "
-                    f"master's setting, so leave {name} out here, or start the master with {wanted:g}"
-                )
 
 
 # ---- shared state ----------------------------------------------------------------------------------------------------

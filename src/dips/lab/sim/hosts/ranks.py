@@ -26,10 +26,9 @@ from dips.lab.sim.content import PulledModel, SimulatedModel, key_of
 from dips.lab.sim.hosts.transfer import CarriedShare, Carrier, Ended, PullCarrier, PushCarrier
 from dips.lab.sim.kernel import SimulatedProcess
 from dips.lab.sim.world import World
-from dips.worker.commands import Snapshot
-from dips.worker.parallel.orders import from_bytes, to_bytes
+from dips.worker.commands import Snapshot, from_bytes, to_bytes
+from dips.worker.parallel.meetings import PartEnd, combined
 from dips.worker.parallel.ownership import Piece, shares_of_ranks
-from dips.worker.parallel.part_ends import PartEnd, combined
 from dips.worker.state.effects import ClearResidual, CopyBase, Done, Failed, Install, KeepResidual
 
 BEHIND_S = 5.0

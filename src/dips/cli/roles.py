@@ -1,4 +1,7 @@
-"""`dips train`: runs a cluster that trains the byte model, with each setting of trainer and client as an option."""
+"""`dips master`, `dips slave` and `dips train`: run one process of a run, with each of its settings as an option.
+
+What a role runs on is imported by its function: not for --help or a wrong setting, and a slave's host needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,41 @@ from typing import Any
 
 from dips.core.observe.logs import configure_logging
 from dips.local.options import ConfigFile, role_settings, with_knobs
+from dips.master.config import MasterConfig
+from dips.slave.config import SlaveConfig
 from dips.trainer.config import ALONE, TrainConfig, check_settings, settings_of_rank
 from dips.trainer.config import SECTION as TRAIN_SECTION
 from dips.trainer.parallelism import place_here
 from dips.worker.config import SECTION as CLIENT_SECTION
 from dips.worker.config import ClientConfig
+
+
+@with_knobs(MasterConfig)
+def master(config: ConfigFile = None, **given: Any) -> int:
+    """Run the master of a run: it keeps members, rounds and the journal.
+
+    It serves the address that --listen gives (by default this machine only), and beyond loopback only with --keys.
+
+    Settings: the options below, else the environment (DIPS_MASTER_<NAME>), else table [master] of --config.
+    """
+    loaded = role_settings(MasterConfig, "master", config, given)
+    from dips.master.process import run
+
+    return run(loaded.value, loaded)
+
+
+@with_knobs(SlaveConfig)
+def slave(config: ConfigFile = None, **given: Any) -> int:
+    """Run a slave: it holds blocks of the model, stages pushes and computes the outer step. It needs no
+    torch.
+
+    Settings: the options below, else the environment (DIPS_SLAVE_<NAME>), else table [slave] of --config.
+    DIPS_MASTER is the same as --master.
+    """
+    loaded = role_settings(SlaveConfig, "slave", config, given)
+    from dips.slave.process import run
+
+    return run(loaded.value, loaded)
 
 
 @with_knobs(TrainConfig, ClientConfig)
@@ -34,6 +67,6 @@ def train(config: ConfigFile = None, **given: Any) -> int:
         from dips.core.net.keys import security_of
 
         security_of(own, f"cluster {own.cluster_id}")
-    from dips.trainer.train import run  # torch, which takes seconds to import
+    from dips.trainer.train import run
 
     return run(trainer.value, own)
