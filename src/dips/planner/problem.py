@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from dips.core.config import SettingsFile
+from dips.core.errors import ConfigError
 from dips.planner.cluster import ClusterFile, Link, Site, layer_times_ms, setup_of, stages_of_sites
 from dips.planner.costs import NS, Costs, StageCost, Wire
-from dips.planner.errors import PlanError
 from dips.planner.exchange import Exchange, ShardExchange
 from dips.planner.ir import straight
 from dips.planner.units import (
@@ -126,7 +126,7 @@ class Problem:
         return self.slowness_at(self.site_of[device])
 
     def slowness_at(self, site: int) -> float:
-        """The same for a device of a site. Raises PlanError where one site has a rate and this one has none."""
+        """The same for a device of a site. Raises ConfigError where one site has a rate and this one has none."""
         sites, profile = self.setup.sites, self.setup.profile
         if profile is not None and profile.layers:
             return 1.0
@@ -138,11 +138,11 @@ class Problem:
 
     def uniform(self, n_stages: int | None = None) -> Division:
         """The division that is as even as possible; the remainder goes to later stages, which hold fewer microbatches.
-        Raises PlanError when there are more stages than units."""
+        Raises ConfigError when there are more stages than units."""
         n = self.n_devices if n_stages is None else n_stages
         whole, rest = divmod(len(self.units), n)
         if not whole:
-            raise PlanError(f"{self.setup.file}: {n} stages are more than {len(self.units)} layers: use fewer stages")
+            raise ConfigError(f"{self.setup.file}: {n} stages are more than {len(self.units)} layers: use fewer stages")
         return tuple(whole + (stage >= n - rest) for stage in range(n))
 
     def balanced(self, places: Sequence[int]) -> Division:
@@ -298,7 +298,7 @@ class Problem:
         return [round(state + sharded * whole) for state, whole in zip(found, largest, strict=True)]
 
     def limits(self, division: Division, places: Sequence[int] | None = None) -> list[int]:
-        """Bytes of activations that each device may hold. Raises PlanError when nothing is left for them."""
+        """Bytes of activations that each device may hold. Raises ConfigError when nothing is left for them."""
         profile = self.setup.profile
         if profile is not None and profile.memory_microbatches is not None:
             share = len(self.units) / self.n_devices
@@ -308,14 +308,14 @@ class Problem:
         for device, state in enumerate(self.state_bytes(division, places)):
             site = self.setup.sites[self.site_of[device]]
             if site.memory_gib is None:
-                raise PlanError(
+                raise ConfigError(
                     f"{self.setup.file} [[sites]] {self.site_of[device] + 1}: memory_gib is not given, and no "
                     "[profile] has "
                     "memory_microbatches: add one of them"
                 )
             left = round(site.memory_gib * 2**30) - state
             if left <= 0:
-                raise PlanError(
+                raise ConfigError(
                     f"{self.setup.file}: memory_gib = {site.memory_gib:g} of {site.name} holds less than the "
                     f"{state / 2**30:.1f} "
                     f"GiB of weights and optimizer state of stage {device}: use more stages, a larger tensor or "
@@ -377,14 +377,14 @@ def regrouped(problem: Problem, groups: int) -> Problem:
     """The problem of one replica, where each group of neighbouring sites holds whole pipelines; 1 group: unchanged.
 
     A site of the new problem is all those of one position in their groups, with the least speed and memory of them.
-    Raises PlanError where sites or replicas do not divide so.
+    Raises ConfigError where sites or replicas do not divide so.
     """
     setup, k = problem.setup, len(problem.setup.sites)
     training = setup.training
     if groups == 1:
         return problem
     if k % groups or training.data % groups:
-        raise PlanError(
+        raise ConfigError(
             f"data = {training.data} does not divide among {groups} {'sites' if groups == k else 'groups of sites'}: "
             "each takes as many replicas"
         )
@@ -395,7 +395,7 @@ def regrouped(problem: Problem, groups: int) -> Problem:
         places = setup.sites[group * width : group * width + width]
         have = sum(site.devices for site in places)
         if have < needed:
-            raise PlanError(
+            raise ConfigError(
                 f"{' and '.join(site.name for site in places)} has {have} devices, an equal share of the replicas "
                 f"needs {needed}"
             )
@@ -443,7 +443,7 @@ def _slowest(setup: ClusterFile, pairs: Sequence[tuple[int, int]]) -> Link | Non
     neighbours."""
     try:
         found = [setup.link(setup.sites[a].name, setup.sites[b].name) for a, b in pairs]
-    except PlanError:
+    except ConfigError:
         return None
     latency_ms = max(link.latency_ms for link in found)
     return min(found, key=lambda link: link.bytes_per_s).model_copy(update={"latency_ms": latency_ms})
@@ -481,17 +481,17 @@ def _table(knobs: BaseModel) -> dict[str, Any]:
 
 
 def read_problem(found: Mapping[str, Any], file: str) -> Problem:
-    """Inverse of problem_json(). Raises PlanError or ConfigError."""
+    """Inverse of problem_json(). Raises ConfigError."""
     try:
         setup = setup_of(SettingsFile(file, dict(found["tables"])))
         paces = tuple((float(f), float(d), float(w)) for f, d, w in found["paces"])
         problem = Problem(setup, float(found["released"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise PlanError(
+        raise ConfigError(
             f'{file}: "problem" is not what dips plan writes ({type(error).__name__}: {error}): make the plan again'
         ) from error
     if paces and len(paces) != problem.n_devices:
-        raise PlanError(f"{file}: paces of {len(paces)} devices for {problem.n_devices}: make the plan again")
+        raise ConfigError(f"{file}: paces of {len(paces)} devices for {problem.n_devices}: make the plan again")
     return problem.with_paces(paces)
 
 

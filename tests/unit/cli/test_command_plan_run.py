@@ -21,7 +21,6 @@ from dips.local.supervisor import ChildSpec
 from dips.planner.cluster import read_setup
 from dips.planner.commands import plan_run
 from dips.planner.costs import NS, Costs
-from dips.planner.errors import PlanError
 from dips.planner.plan import make_plan, plan_json
 from dips.planner.problem import Problem
 from dips.planner.run.links import RankReport, read_job, read_report, write_job, write_report
@@ -304,5 +303,5 @@ def test_a_persons_mistake_is_one_sentence(
 def test_forward_passes_without_a_time_cannot_be_timed() -> None:
     source = plan_run.source_of("1f1b", NOTHING_GIVEN)
     idle = Costs(tuple(replace(stage, f_ns=0) for stage in source.costs.stages))
-    with pytest.raises(PlanError, match="forward passes of the plan take no time"):
+    with pytest.raises(ConfigError, match="forward passes of the plan take no time"):
         plan_run.scaled(idle, 4, 80.0)

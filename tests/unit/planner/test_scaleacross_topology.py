@@ -9,8 +9,9 @@ import pytest
 from support.scaleacross import FILE, read
 
 from dips.core.errors import ConfigError
+from dips.planner.model import shipped
 from dips.planner.scaleacross import traffic
-from dips.planner.scaleacross.topology import Way, read_topology, shipped_topologies
+from dips.planner.scaleacross.topology import Way, read_topology
 
 
 def test_ways_follow_servers_zones_buildings_and_regions(tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_a_number_without_a_source_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_shipped_topologies_can_be_read() -> None:
-    found = {name: read_topology(name) for name in shipped_topologies()}
+    found = {name: read_topology(name) for name in shipped("topologies")}
     assert {name: topology.n_accelerators for name, topology in found.items()} == {
         "scaleacross-100k-dense": 98304,
         "scaleacross-17b-dense": 64,

@@ -11,7 +11,6 @@ from support.scaleacross import FILE, read
 
 from dips.core.errors import ConfigError
 from dips.planner.cluster import ClusterFile, read_setup
-from dips.planner.errors import PlanError
 from dips.planner.problem import Problem
 from dips.planner.scaleacross.iteration import (
     Case,
@@ -54,7 +53,7 @@ def test_replicas_and_stages_go_to_buildings_in_proportion(tmp_path: Path) -> No
     assert shares_of(topology, Outermost.DP, Split(8, 1, 1, 2, 5, 1)) == (2, 3)
     assert shares_of(topology, Outermost.PP, Split(8, 1, 1, 5, 2, 1)) == (2, 3)
     assert shares_of(topology, Outermost.DP, Split(8, 1, 1, 4, 2, 1)) == (1, 1)
-    with pytest.raises(PlanError, match=r"DP-out: the buildings have room for 2 \+ 3 replicas of 2 groups of 8"):
+    with pytest.raises(ConfigError, match=r"DP-out: the buildings have room for 2 \+ 3 replicas of 2 groups of 8"):
         shares_of(topology, Outermost.DP, Split(8, 1, 1, 2, 6, 1))
 
 
@@ -90,13 +89,13 @@ def test_rings_of_unequal_buildings(tmp_path: Path) -> None:
         for sharding in (Sharding.HSDP, Sharding.FSDP)
     )
     assert hsdp > fsdp
-    with pytest.raises(PlanError, match="HSDP needs replicas in two buildings"):
+    with pytest.raises(ConfigError, match="HSDP needs replicas in two buildings"):
         check_places(uneven(tmp_path, (16, 8, 16, 8)), case._replace(split=Split(8, 1, 1, 4, 1, 1)))
 
 
 def test_experts_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     case = Case(Split(8, 1, 16, 1, 11, 1), Outermost.DP, Sharding.FSDP, Pipelining.DORA, 2, 2)
-    with pytest.raises(PlanError, match="expert = 16 does not divide the accelerators of each zone"):
+    with pytest.raises(ConfigError, match="expert = 16 does not divide the accelerators of each zone"):
         check_places(uneven(tmp_path), case)
 
 
@@ -235,7 +234,7 @@ def test_what_cannot_be_counted_is_refused(tmp_path: Path, old: str, new: str, s
 
 def test_sites_without_a_link_and_devices_without_a_group(tmp_path: Path) -> None:
     setup = two_sites(tmp_path)
-    with pytest.raises(PlanError, match="no link from amsterdam to stockholm, which ScaleAcross Explorer needs"):
+    with pytest.raises(ConfigError, match="no link from amsterdam to stockholm, which ScaleAcross Explorer needs"):
         of_problem(replace(setup, links=()))
     setup = two_sites(tmp_path, **{"devices = 8": "devices = 9", "memory_gib = 80": "memory_gib = 40"})
     assert of_problem(setup).notes == (

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from dips.core.errors import ConfigError
 from dips.planner.adapter.decide import (
     AdapterComparison,
     AdapterState,
@@ -26,7 +27,6 @@ from dips.planner.adapter.traces import WHOLE, Channel, TraceFile, channels_of
 from dips.planner.calibration import interval_json
 from dips.planner.cluster import Link
 from dips.planner.costs import NS, StageCost
-from dips.planner.errors import PlanError
 from dips.planner.problem import Problem
 from dips.planner.replan import MeasuredFile, Running, with_measured_links, with_measured_stages
 from dips.planner.trace import save
@@ -84,8 +84,8 @@ class Advice:
 
 
 def advise(running: Running, measured: MeasuredFile, before: AdapterState | None = None) -> Advice:
-    """The sizes to use now. before: what was answered last. Raises PlanError for a plan that cannot be adapted, and for
-    a file that is not of this plan."""
+    """The sizes to use now. before: what was answered last. Raises ConfigError for a plan that cannot be adapted, and
+    for a file that is not of this plan."""
     problem = with_measured_links(running.problem, measured)
     rules = rules_of(running, with_measured_stages(problem, running.division, running.places, measured))
     start = rules.start if before is None else before
@@ -96,8 +96,8 @@ def advise(running: Running, measured: MeasuredFile, before: AdapterState | None
 
 
 def traced(running: Running, trace: TraceFile) -> tuple[Rules, AdapterComparison]:
-    """The plan under a trace, with and without the adapter. Raises PlanError for a plan that cannot be adapted, and for
-    a trace of another one."""
+    """The plan under a trace, with and without the adapter. Raises ConfigError for a plan that cannot be adapted, and
+    for a trace of another one."""
     rules = rules_of(running, running.problem)
     found = channels_of(trace, _links_of(running.problem, rules))
     channels = {border.resource: found.get(border.link, Channel()) for border in rules.borders}
@@ -108,15 +108,15 @@ def traced(running: Running, trace: TraceFile) -> tuple[Rules, AdapterComparison
 
 
 def rules_of(running: Running, problem: Problem) -> Rules:
-    """What the adapter decides by, with the numbers of `problem`. Raises PlanError where a plan cannot be adapted."""
+    """What the adapter decides by, with the numbers of `problem`. Raises ConfigError where a plan cannot be adapted."""
     where = running.problem.setup.file
     if running.groups > 1:
-        raise PlanError(
+        raise ConfigError(
             f"{where}: {running.name} has a whole pipeline at each site, so no microbatch crosses a link between them: "
             "adapt a plan whose pipeline does"
         )
     if running.sharing == "coordinated":
-        raise PlanError(
+        raise ConfigError(
             f"{where}: replicas take turns on a link, which the adapter does not play: make the plan with "
             'replicas = "fair" in [options]'
         )
@@ -141,8 +141,8 @@ def _pipeline_of(running: Running, problem: Problem) -> Pipeline:
     profiled = _profiled(running, problem)
     try:
         return Pipeline(schedule, costs, sequences, profiled, limits)
-    except PlanError as error:
-        raise PlanError(f"{running.problem.setup.file}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{running.problem.setup.file}: {error}") from None
 
 
 def _profiled(running: Running, problem: Problem) -> tuple[tuple[int, tuple[StageCost, ...]], ...]:
@@ -170,13 +170,13 @@ def _links_of(problem: Problem, rules: Rules) -> dict[tuple[str, str], Link]:
 
 def read_before(text: str, where: str) -> AdapterState:
     """Read what `adapt --measured FILE --json` answered before: the sizes in use, and which borders were late. Raises
-    PlanError."""
+    ConfigError."""
     try:
         found = json.loads(text)
         sizes = tuple(Sizes(int(row["fill"]), int(row["run"]), int(row["drain"])) for row in found["stages"])
         levels = tuple(int(row["level"]) for row in found["borders"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise PlanError(
+        raise ConfigError(
             f"{where} is not an answer of dips plan adapt ({type(error).__name__}: {error}): give what it printed with "
             "--json, or leave --before out"
         ) from error
@@ -188,7 +188,7 @@ def _check_before(rules: Rules, state: AdapterState) -> None:
     whole = rules.pipeline.sequences
     good = all(1 <= n <= whole for sizes in state.sizes for n in sizes) and all(level >= 0 for level in state.levels)
     if not good or len(state.sizes) != len(rules.pipeline.whole) or len(state.levels) != len(rules.borders):
-        raise PlanError("--before is an answer for another plan: give one for this plan, or leave it out")
+        raise ConfigError("--before is an answer for another plan: give one for this plan, or leave it out")
 
 
 # ---- as JSON ---------------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from dips.core.errors import ConfigError
 from dips.planner.candidates import NAMES
 from dips.planner.cluster import MOST_MESSAGES, ClusterFile, Link, check_parallelism
-from dips.planner.errors import PlanError
 from dips.planner.plan import Plan, make_plan
 from dips.planner.problem import Problem, regrouped
 from dips.planner.scaleacross.report import ScaleAcrossReport, name_of, report_of
@@ -82,18 +82,18 @@ def best(
     """The most tokens a second at these sites, with a batch of so many microbatches or up to the part `near` more or
     less.
 
-    Raises PlanError with the reason of the pipeline where the sites cannot train the model.
+    Raises ConfigError with the reason of the pipeline where the sites cannot train the model.
     """
-    found, why = list[SitePlan](), list[PlanError]()
+    found, why = list[SitePlan](), list[ConfigError]()
     here = _at(problem, sites)
     for ask in (_pipelines, _searches):
         try:
             found += ask(problem, here, sites, batch, systems, near)
-        except PlanError as error:
+        except ConfigError as error:
             why.append(error)
     if not found:
         asked = " and ".join(system.value for system in systems)
-        raise why[0] if why else PlanError(f"{here.file}: no answer from {asked} for {_names(here)}")
+        raise why[0] if why else ConfigError(f"{here.file}: no answer from {asked} for {_names(here)}")
     return max(found, key=lambda one: one.tokens_per_s)
 
 
@@ -144,7 +144,7 @@ def _pipelines(
     """The best plan of all splits of all devices into stages and replicas that share the batch; at several sites
     pipelines cross all of them, or each site has whole ones.
 
-    Raises PlanError with the reason of the split with the most stages when none is possible."""
+    Raises ConfigError with the reason of the split with the most stages when none is possible."""
     training, asked = problem.setup.training, problem.setup.options.schedules
     if not any(system in SCHEDULES_OF for system in systems):
         return
@@ -167,7 +167,7 @@ def _pipelines(
                 names = schedules if stages > 1 else ("1f1b",)  # one stage has nothing to order
                 inner = with_scaled_profile(timed, inner).with_options(schedules=list(names))
                 found.append(_of_plan(make_plan(inner, sensitivity=False)))
-            except PlanError as error:
+            except ConfigError as error:
                 reasons.append(str(error))
     if not found:
         alone = " alone" if len(sites) < len(problem.setup.sites) else ""
@@ -175,7 +175,7 @@ def _pipelines(
             f"{here.file}: its {places} groups of tensor x context devices do not divide into at most {deepest} "
             f"stages and replicas that share {batch} microbatches evenly"
         )
-        raise PlanError(f"{_names(here)}{alone} cannot train the model: {(reasons or [unsplit])[0]}")
+        raise ConfigError(f"{_names(here)}{alone} cannot train the model: {(reasons or [unsplit])[0]}")
     yield max(found, key=lambda one: one.tokens_per_s)
 
 
@@ -215,12 +215,12 @@ def _searches(
                 yield asked_spantrain(setup)[0]
             elif system is System.SCALEACROSS:
                 yield asked_scaleacross(setup)[0]
-        except PlanError:
+        except ConfigError:
             continue  # the other systems have an answer, or the pipelines' reason is told
 
 
 def asked_spantrain(setup: ClusterFile) -> tuple[SitePlan, SpanTrainReport]:
-    """SpanTrain's answer for the batch of a file, in short and as a whole. Raises PlanError."""
+    """SpanTrain's answer for the batch of a file, in short and as a whole. Raises ConfigError."""
     found = report_of_best_groups(setup)
     chain, grouping = found.best.chain, found.grouping
     what = (
@@ -231,7 +231,7 @@ def asked_spantrain(setup: ClusterFile) -> tuple[SitePlan, SpanTrainReport]:
 
 
 def asked_scaleacross(setup: ClusterFile) -> tuple[SitePlan, ScaleAcrossReport]:
-    """ScaleAcross Explorer's answer for the batch of a file, in short and as a whole. Raises PlanError."""
+    """ScaleAcross Explorer's answer for the batch of a file, in short and as a whole. Raises ConfigError."""
     found = report_of(of_problem(setup), links=True)
     choice = found.explored.best[0]
     what = (

@@ -22,12 +22,12 @@ from statistics import fmean
 from typing import Any
 
 from dips.core.config import read_toml
+from dips.core.errors import ConfigError
 from dips.core.protocol import MAX_RANKS
 from dips.core.server_site import choose_server_site
 from dips.local.sizing import SizeKnobs, size
 from dips.planner.cluster import Asynchronous, Site
 from dips.planner.commands.plan_best import SitePlan, System, best
-from dips.planner.errors import PlanError
 from dips.planner.problem import Problem
 
 NEAR_SHARE = 0.25
@@ -101,11 +101,11 @@ def asynchronous_clusters(
     """Predict the clusters of a problem. sites: those that train; None: all. steps: inner_steps(), which is asked here
     where it is not given.
 
-    Raises PlanError for one site, and for a site that cannot hold the model."""
+    Raises ConfigError for one site, and for a site that cannot hold the model."""
     setup = problem.setup
     trained_at = range(len(setup.sites)) if sites is None else sites
     if len(trained_at) < 2:
-        raise PlanError(f"{setup.file}: asynchronous clusters need at least two [[sites]]")
+        raise ConfigError(f"{setup.file}: asynchronous clusters need at least two [[sites]]")
     known = inner_steps(problem) if steps is None else steps
     for number in trained_at:
         if number not in known:
@@ -128,7 +128,7 @@ def inner_steps(problem: Problem, systems: Sequence[System] = tuple(System)) -> 
         if kind not in alike:
             try:
                 alike[kind] = inner_step(problem, number, systems)
-            except PlanError:
+            except ConfigError:
                 alike[kind] = None
         if (step := alike[kind]) is not None:
             found[number] = step
@@ -136,7 +136,7 @@ def inner_steps(problem: Problem, systems: Sequence[System] = tuple(System)) -> 
 
 
 def inner_step(problem: Problem, site: int, systems: Sequence[System] = tuple(System)) -> SitePlan:
-    """The best inner step of a site alone. Raises PlanError where it cannot hold the model."""
+    """The best inner step of a site alone. Raises ConfigError where it cannot hold the model."""
     setup, training = problem.setup, problem.setup.training
     whole = sum(one.devices for one in setup.sites)
     batch = max(1, round(training.microbatches * training.data * setup.sites[site].devices / whole))
@@ -228,7 +228,9 @@ class MeasuredLosses:
         for (fewer, above), (more, below) in pairwise(ends):
             if above >= loss >= below:
                 return fewer * math.pow(more / fewer, (above - loss) / (above - below))
-        raise PlanError(f"no two measured runs of data parallel end around a loss of {loss:g}: it needs other lengths")
+        raise ConfigError(
+            f"no two measured runs of data parallel end around a loss of {loss:g}: it needs other lengths"
+        )
 
 
 @dataclass(frozen=True)
@@ -283,14 +285,14 @@ def more_tokens(assumed: Asynchronous) -> MoreTokens:
     """The file's number, or what was measured: exactly for a measured H, between two of them on a line over the
     logarithm of H, seed by seed.
 
-    Raises PlanError for another H: nothing says how the number goes on there.
+    Raises ConfigError for another H: nothing says how the number goes on there.
     """
     if assumed.more_tokens is not None:
         return MoreTokens(assumed.more_tokens, assumed.more_tokens, assumed.more_tokens)
     was, every = measured_losses(), assumed.sync_every
     known = sorted(was.local_steps)
     if not known[0] <= every <= known[-1]:
-        raise PlanError(
+        raise ConfigError(
             f"[asynchronous] sync_every = {every}: how many more tokens clusters need was measured for {known[0]} to "
             f"{known[-1]} only: give more_tokens, measured with your model"
         )

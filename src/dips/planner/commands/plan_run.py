@@ -27,7 +27,6 @@ from dips.local.supervisor import POLL_S, ChildSpec, ProcessSupervisor, how_it_e
 from dips.planner.api import error_of, is_plan, read_text
 from dips.planner.calibration import MEASURED_FILE, interval_json, interval_text, measured_json
 from dips.planner.costs import NS, Costs, StageCost, equal_sites, read_costs
-from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.plan import read_plan, ready_folder, writing
 from dips.planner.run.links import (
@@ -78,7 +77,7 @@ class PlanSource:
 def source_of(plan: str, options: dict[str, float | None]) -> PlanSource:
     """plan: a file's path or a schedule's name; options: those of CASE, None where not given.
 
-    Raises PlanError for what cannot be read, found or run.
+    Raises ConfigError for what cannot be read, found or run.
     """
     names = (*SCHEDULES, *MANY_CHUNKS)
     if plan in names:
@@ -86,7 +85,7 @@ def source_of(plan: str, options: dict[str, float | None]) -> PlanSource:
     else:
         if not Path(plan).exists():
             known = ", ".join(names)
-            raise PlanError(f"{plan} is no file, nor a schedule: name a plan.json, a plan.csv, or one of {known}")
+            raise ConfigError(f"{plan} is no file, nor a schedule: name a plan.json, a plan.csv, or one of {known}")
         text = read_text(Path(plan), "plan", "name a plan.json or a plan.csv")
         found = _from_json(text, plan, options) if is_plan(text) else _from_csv(text, plan, options)
     found = with_parts_as_stages(found)
@@ -94,23 +93,23 @@ def source_of(plan: str, options: dict[str, float | None]) -> PlanSource:
     validate(schedule, found.costs)
     idle = [device for device, order in enumerate(schedule.orders) if not order]
     if idle:
-        raise PlanError(f"{schedule.name}: device {idle[0]} runs nothing: every rank needs a stage")
+        raise ConfigError(f"{schedule.name}: device {idle[0]} runs nothing: every rank needs a stage")
     if schedule.n_devices > MOST_RANKS:
-        raise PlanError(f"{schedule.n_devices} ranks are too many processes for one machine: at most {MOST_RANKS}")
+        raise ConfigError(f"{schedule.n_devices} ranks are too many processes for one machine: at most {MOST_RANKS}")
     return found
 
 
 def scaled(costs: Costs, n_devices: int, forward_ms: float) -> Costs:
     """The same with all times in proportion, so that a forward pass of one microbatch takes so long on a device (on
-    average, where devices differ), and without overheads. Raises PlanError where forward passes take no time."""
+    average, where devices differ), and without overheads. Raises ConfigError where forward passes take no time."""
     return stretched(costs, stretch_of(costs, n_devices, forward_ms))
 
 
 def stretch_of(costs: Costs, n_devices: int, forward_ms: float) -> float:
-    """The factor of all times with which a forward pass takes so long. Raises PlanError where it takes no time."""
+    """The factor of all times with which a forward pass takes so long. Raises ConfigError where it takes no time."""
     forward_ns = sum(stage.f_ns for stage in costs.stages)
     if not forward_ns:
-        raise PlanError("forward passes of the plan take no time: nothing can be timed with it")
+        raise ConfigError("forward passes of the plan take no time: nothing can be timed with it")
     return forward_ms * 1e6 * n_devices / forward_ns
 
 
@@ -163,7 +162,7 @@ def _from_json(text: str, where: str, options: dict[str, float | None]) -> PlanS
         notes = [ALONE] * (found["chosen"]["sharing"] == "coordinated")
         notes += [UNEXCHANGED] * bool(found["costs"]["replicas_exchange"])
     except (KeyError, TypeError, ValueError) as error:
-        raise PlanError(
+        raise ConfigError(
             f"{where} does not say what its operations cost ({type(error).__name__}: {error}): make it again with "
             "dips plan FILE --out FOLDER"
         ) from error
@@ -188,7 +187,7 @@ def _from_csv(text: str, where: str, options: dict[str, float | None]) -> PlanSo
 def _refuse(options: dict[str, float | None], known: Sequence[str], what: str) -> None:
     for key, value in options.items():
         if value is not None and key not in known:
-            raise PlanError(f"--{key} does not go with {what}: leave it out")
+            raise ConfigError(f"--{key} does not go with {what}: leave it out")
 
 
 # ---- what torch can run ----
@@ -630,7 +629,7 @@ def links_json(outcome: PlanRunOutcome) -> list[dict[str, Any]]:
 
 def write_files(outcome: PlanRunOutcome, folder: Path) -> list[Path]:
     """Write run.json; trace.json with the prediction and the median iteration; and measured.json with the times of all
-    operations, which `dips plan calibrate` reads. Raises PlanError."""
+    operations, which `dips plan calibrate` reads. Raises ConfigError."""
     texts = {folder / "run.json": json.dumps(outcome_json(outcome), indent=1)}
     if outcome.measured:
         sites = list(enumerate(outcome.source.sites))

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from dips.core.clock import SystemClock
 from dips.core.config import SettingsFile
+from dips.core.errors import ConfigError
 from dips.core.units import format_seconds
 from dips.planner.api import is_plan, read_text
 from dips.planner.cluster import setup_of
@@ -45,7 +46,6 @@ from dips.planner.commands.plan_run import (
     with_parts_as_stages,
 )
 from dips.planner.costs import NS
-from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.plan import make_plan, pipelines_of, write_plan, writing
 from dips.planner.problem import Problem
@@ -108,22 +108,22 @@ class Change:
 def change_of_file(plan: str, links: Path, options: dict[str, float | None]) -> Change:
     """plan: a plan.json. links: what they become, in the form of replan's measured file.
 
-    Raises PlanError or ConfigError for what cannot be read, for links that the plan does not have, and for a plan of
+    Raises ConfigError for what cannot be read, for links that the plan does not have, and for a plan of
     several replicas: one runs here, and its link is not what replicas share.
     """
     text = read_text(Path(plan), "plan.json", "make one with dips plan FILE --out FOLDER")
     if not is_plan(text):
-        raise PlanError(f"--links goes with a plan.json, which has sites and links, and {plan} is none: name one")
+        raise ConfigError(f"--links goes with a plan.json, which has sites and links, and {plan} is none: name one")
     source_of(plan, options)  # refuses what could not run at all
     change = Change(read_running(text, plan), read_measured(links))
     training = change.running.problem.setup.training
     if training.data * training.context > 1 or change.running.groups > 1:
-        raise PlanError(
+        raise ConfigError(
             f"{plan} has data x context = {training.data * training.context} replicas, of which one runs here, so what "
             "they share of a link would not be measured: make a plan with data = 1 and context = 1"
         )
     if change.links.stages:
-        raise PlanError(f"{links}: [[stages]] do not go with --links, which changes links alone: remove them")
+        raise ConfigError(f"{links}: [[stages]] do not go with --links, which changes links alone: remove them")
     _ = change.problem  # refuses links that the plan does not have
     return change
 
@@ -132,16 +132,16 @@ def change_of_name(
     name: str, options: dict[str, float | None], latency: float | None, bandwidth: float | None
 ) -> Change:
     """The schedule of a name with the options of CASE; latency and bandwidth, in T_F: what the links between sites
-    become, None: as before. Raises PlanError."""
+    become, None: as before. Raises ConfigError."""
     if name not in SCHEDULES:
-        raise PlanError(
+        raise ConfigError(
             f"--then-latency and --then-bandwidth go with a schedule's name, and {name} is none: choose one of "
             f"{', '.join(SCHEDULES)}, or give --links with a plan.json"
         )
     source_of(name, options)  # refuses what could not run at all
     given = filled(options)
     if given["sites"] < 2:
-        raise PlanError("--then-latency and --then-bandwidth change links between sites: give --sites 2 or more")
+        raise ConfigError("--then-latency and --then-bandwidth change links between sites: give --sites 2 or more")
     then = {**given, **{k: v for k, v in (("latency", latency), ("bandwidth", bandwidth)) if v is not None}}
     before, after = (
         cases(
@@ -568,7 +568,7 @@ def change_json(outcome: SwapOutcome) -> dict[str, Any]:
 
 def write_change(outcome: SwapOutcome, folder: Path) -> list[Path]:
     """Write run.json; profile.json, what was measured, for `dips plan replan`; and, after a swap, the new plan into the
-    folder plan. Raises PlanError."""
+    folder plan. Raises ConfigError."""
     texts = {"run.json": change_json(outcome), "profile.json": outcome.profile}
     with writing(folder):
         for name, found in texts.items():

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dips.core.errors import ConfigError
 from dips.planner.calibration import interval_json
 from dips.planner.candidates import RefusedCandidate
 from dips.planner.commands.plan_best import (
@@ -27,7 +28,6 @@ from dips.planner.commands.plan_best import (
 )
 from dips.planner.commands.plan_clusters import AsynchronousClusters, asynchronous_clusters, inner_steps
 from dips.planner.commands.plan_ways import CLUSTERS, PIPELINE, SiteWays, compare_ways
-from dips.planner.errors import PlanError
 from dips.planner.plan import Plan, make_plan, schedules_of
 from dips.planner.problem import Problem
 from dips.planner.scaleacross.report import ScaleAcrossReport
@@ -93,7 +93,7 @@ def decide(
     """Ask the systems. sensitivity: also which change of a setting would help the pipelines most; say: is told what is
     being done.
 
-    Raises PlanError where none of them can train the problem, with the reason of the first.
+    Raises ConfigError where none of them can train the problem, with the reason of the first.
     """
     schedules_of(problem)  # a mistake in the file is one of the user, not a system's refusal
     answers: list[SystemAnswer] = []
@@ -105,12 +105,12 @@ def decide(
         say(f"asking {system.value}")
         try:
             answers.append(_ask(system, problem, plan, steps))
-        except PlanError as error:
+        except ConfigError as error:
             refused.append(NoAnswer(system, str(error)))
     if not answers:
         others = ", ".join(no.system.value for no in refused if no.why != refused[0].why)
         more = f"; no answer either from {others} (--system NAME says why)" if others else ""
-        raise PlanError(refused[0].why + more)
+        raise ConfigError(refused[0].why + more)
     answers.sort(key=lambda answer: -answer.tokens_per_s)
     best, reasons = _best_together(problem, answers)
     apart = next((answer for answer in answers if not answer.synchronous), None)
@@ -122,7 +122,7 @@ def decide(
     return SystemChoice(problem, tuple(answers), tuple(refused), whole, use, tuple(reasons), ways)
 
 
-def _pipelines(problem: Problem, systems: Sequence[System], sensitivity: bool) -> Plan | PlanError:
+def _pipelines(problem: Problem, systems: Sequence[System], sensitivity: bool) -> Plan | ConfigError:
     """The plan of the file's pipelines, with the schedules of the systems, or why there is none."""
     asked = [system for system in systems if system in SCHEDULES_OF]
     names = schedules_of(problem)
@@ -133,24 +133,26 @@ def _pipelines(problem: Problem, systems: Sequence[System], sensitivity: bool) -
         return _left_out(problem)
     try:
         return make_plan(problem, sensitivity)
-    except PlanError as error:
+    except ConfigError as error:
         return error
 
 
-def _left_out(problem: Problem) -> PlanError:
-    return PlanError(f"{problem.setup.file} [options]: schedules has none of its schedules: add one, or remove the key")
+def _left_out(problem: Problem) -> ConfigError:
+    return ConfigError(
+        f"{problem.setup.file} [options]: schedules has none of its schedules: add one, or remove the key"
+    )
 
 
-def _ask(system: System, problem: Problem, plan: Plan | PlanError, steps: Mapping[int, SitePlan]) -> SystemAnswer:
-    """One system's answer. steps: of clusters. Raises PlanError where it has none."""
+def _ask(system: System, problem: Problem, plan: Plan | ConfigError, steps: Mapping[int, SitePlan]) -> SystemAnswer:
+    """One system's answer. steps: of clusters. Raises ConfigError where it has none."""
     training = problem.setup.training
     if system in SCHEDULES_OF:
-        if isinstance(plan, PlanError):
+        if isinstance(plan, ConfigError):
             raise plan
         own = tuple(one for one in plan.candidates if one.name.removeprefix("dp/") in SCHEDULES_OF[system])
         if not own:
             reasons = [no.why for no in plan.refused if no.name in SCHEDULES_OF[system]]
-            raise PlanError(reasons[0]) if reasons else _left_out(problem)
+            raise ConfigError(reasons[0]) if reasons else _left_out(problem)
         best = own[0]
         what = f"{best.name}, {count(training.pipeline, 'stage')} x {count(training.data, 'replica')}"
         return SystemAnswer(

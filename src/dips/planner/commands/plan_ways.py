@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from dips.core.errors import ConfigError
 from dips.local.sizing import MUCH_OF_A_ROUND
 from dips.planner.candidates import RefusedCandidate
 from dips.planner.commands.plan_best import DECIDE_INSIDE, SitePlan, System, best, bound
@@ -27,7 +28,6 @@ from dips.planner.commands.plan_clusters import (
     measured_losses,
     more_tokens,
 )
-from dips.planner.errors import PlanError
 from dips.planner.problem import Problem
 
 DAY_S = 86_400
@@ -150,7 +150,7 @@ def compare_ways(
     more: MoreTokens | None = None
     try:
         more = more_tokens(problem.setup.asynchronous)
-    except PlanError as error:
+    except ConfigError as error:
         steps, impossible = {}, [*impossible, RefusedCandidate(CLUSTERS, f"{problem.setup.file} {error}")]
     search = _Search(problem, steps, more, systems, say, clock)
     if together is not None:
@@ -229,11 +229,11 @@ class _Search:
             self.unjudged += 1
             return
         self._say(f"judging {self._names(sites)}")
-        with contextlib.suppress(PlanError):  # no link to the servers at any of these sites
+        with contextlib.suppress(ConfigError):  # no link to the servers at any of these sites
             if apart and (surely or apart > self._best):
                 found = asynchronous_clusters(self._problem, sites, self._steps)
                 self.add(clusters_way(found, sites, self._name(sites, synchronous=False)))
-        with contextlib.suppress(PlanError):  # a reason is told for all sites; others need not be able to train
+        with contextlib.suppress(ConfigError):  # a reason is told for all sites; others need not be able to train
             if together and (surely or together > self._best):
                 # The systems that choose more than pipelines were asked for all sites.
                 asked = [one for one in self._systems if sites != self.all or one not in DECIDE_INSIDE]

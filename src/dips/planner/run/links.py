@@ -22,7 +22,6 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from dips.core.errors import ConfigError
-from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Op, Schedule
 
 # ---- job -------------------------------------------------------------------------------------------------------------
@@ -169,7 +168,7 @@ def parse_cells(text: str, where: str) -> Schedule:
     """Parse the text of a plan.csv. where: the text's name in error sentences. Raises ConfigError."""
     try:
         schedule = Schedule.from_csv(text, where)
-    except PlanError as error:
+    except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     if schedule.parts > 1:
         raise ConfigError(f"{where} has parts of blocks: write each as a stage of its own, as plan.csv has them")

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dips.core.errors import ConfigError
 from dips.planner.cluster import Training, in_proportion
 from dips.planner.costs import NS
-from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Schedule
 from dips.planner.problem import RELEASED_BY_INPUT_GRADIENT
 from dips.planner.scaleacross.topology import Ints, Topology, Way
@@ -196,13 +196,13 @@ class KernelWays:
 @lru_cache(maxsize=4096)
 def shares_of(topology: Topology, outermost: Outermost, split: Split) -> tuple[int, ...]:
     """How many replicas (DP-out) or stages (PP-out) each building has: in proportion to those for which it has whole
-    groups of tensor x context. Raises PlanError where that are too few."""
+    groups of tensor x context. Raises ConfigError where that are too few."""
     dp = outermost is Outermost.DP
     outer, inner = (split.data, split.pipeline) if dp else (split.pipeline, split.data)
     rooms = [len(groups) // inner for groups in _groups(topology, split.tensor * split.context)]
     if sum(rooms) < outer:
         what = "replicas" if dp else "stages"
-        raise PlanError(
+        raise ConfigError(
             f"{outermost}: the buildings have room for {' + '.join(map(str, rooms))} {what} of {inner} groups of "
             f"{split.tensor * split.context} accelerators, {outer} are wanted: such groups stay in a zone"
         )
@@ -215,7 +215,7 @@ def _groups(topology: Topology, accelerators: int) -> list[Ints]:
 
 
 def places_of(topology: Topology, outermost: Outermost, split: Split) -> Ints:
-    """The number of the first accelerator of each stage and replica: (stages, replicas). Raises PlanError."""
+    """The number of the first accelerator of each stage and replica: (stages, replicas). Raises ConfigError."""
     p, d = split.pipeline, split.data
     found, first = np.empty((p, d), np.int64), 0
     groups = _groups(topology, split.tensor * split.context)
@@ -229,17 +229,17 @@ def places_of(topology: Topology, outermost: Outermost, split: Split) -> Ints:
 
 
 def check_places(topology: Topology, case: Case) -> None:
-    """Check that a case fits the buildings and zones. Raises PlanError."""
+    """Check that a case fits the buildings and zones. Raises ConfigError."""
     split = case.split
     shares = [share for share in shares_of(topology, case.outermost, split) if share]
     if case.sharding is Sharding.HSDP and len(shares) < 2:
-        raise PlanError("HSDP needs replicas in two buildings")
+        raise ConfigError("HSDP needs replicas in two buildings")
     group = split.tensor * split.context
     replicas = shares if case.outermost is Outermost.DP else [split.data]
     if any(zone.accelerators % split.expert for zone in topology.zones) or any(
         group * each % split.expert for each in replicas
     ):
-        raise PlanError(
+        raise ConfigError(
             f"expert = {split.expert} does not divide the accelerators of each zone and those of a stage in each "
             "building: expert groups stay in a zone"
         )
@@ -292,7 +292,7 @@ class PlayedSchedule:
 
 
 def program_of(schedule: Schedule) -> PlayedSchedule:
-    """Raises PlanError for a schedule whose devices wait for each other."""
+    """Raises ConfigError for a schedule whose devices wait for each other."""
     n_chunks, n, place = schedule.n_stages, schedule.n_microbatches, schedule.device_of_stage
     at = [0] * schedule.n_devices
     done_f, done_b = (bytearray(n_chunks * n) for _ in range(2))
@@ -330,7 +330,7 @@ def program_of(schedule: Schedule) -> PlayedSchedule:
         at[device] = index
         waiting.discard(device)
     if len(steps) < schedule.n_ops:
-        raise PlanError(f"{schedule.name}: its devices wait for each other")
+        raise ConfigError(f"{schedule.name}: its devices wait for each other")
     return PlayedSchedule(schedule, tuple(steps), tuple(_held(schedule, d) for d in range(schedule.n_devices)))
 
 
@@ -518,7 +518,7 @@ def program_for(topology: Topology, case: Case) -> PlayedSchedule:
     of two quarters of a pass."""
     split, n, delay = case.split, case.split.microbatches(topology), 0
     if case.n_chunks * n > MOST_PASSES:
-        raise PlanError(f"{case.n_chunks} chunks x {n} microbatches are more than {MOST_PASSES}: use larger chunks")
+        raise ConfigError(f"{case.n_chunks} chunks x {n} microbatches are more than {MOST_PASSES}: use larger chunks")
     if case.pipelining is Pipelining.ZBV and split.pipeline > 1:
         ways = ways_of(topology, case.outermost, case.sharding, split)
         longest_ns = max(sum(cost) for cost in _messages(topology, case, replace(ways, hops=ways.hops[:-1])).values())

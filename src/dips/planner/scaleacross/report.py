@@ -183,7 +183,7 @@ def _choice_json(choice: Choice) -> dict[str, Any]:
 
 
 def report_of(topology: Topology, links: bool = False) -> ScaleAcrossReport:
-    """Explore a topology. Raises PlanError where nothing fits."""
+    """Explore a topology. Raises ConfigError where nothing fits."""
     found = explore(topology, links)
     parts = parts_of(topology, found.best[0], links)
     return ScaleAcrossReport(found, parts, tuple(recommend(topology, found.best[0])), tuple(_why(found, parts)))

@@ -16,8 +16,9 @@ from zlib import crc32
 
 import numpy as np
 
+from dips.core.errors import ConfigError
+from dips.planner.cluster import divisors
 from dips.planner.costs import NS
-from dips.planner.errors import PlanError
 from dips.planner.scaleacross.iteration import (
     MOST_PASSES,
     Case,
@@ -72,10 +73,6 @@ class Explored:
 
 
 # ---- enumeration -----------------------------------------------------------------------------------------------------
-
-
-def divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if n % k == 0]
 
 
 def splits(topology: Topology) -> Iterator[Split]:
@@ -151,7 +148,7 @@ def cases_of(topology: Topology, split: Split) -> Iterator[Case]:
     for outermost, sharding, pipelining in kinds(topology):
         try:
             check_places(topology, Case(split, outermost, sharding, pipelining, 1, 1))
-        except PlanError:
+        except ConfigError:
             continue
         for chunks in counts_of_chunks(topology.model.layers, split.pipeline):
             if chunks * split.pipeline * n <= MOST_PASSES:
@@ -279,7 +276,7 @@ def _rng(topology: Topology, case: Case, phase: int) -> np.random.Generator:
 def explore(topology: Topology, links: bool = False) -> Explored:
     """Search. links: go by the times with one message at a time on each way, not by Algorithm 1 as printed.
 
-    Raises PlanError where nothing fits.
+    Raises ConfigError where nothing fits.
     """
     search, layers = topology.search, topology.model.layers
     bounded = sorted(
@@ -308,7 +305,7 @@ def explore(topology: Topology, links: bool = False) -> Explored:
                 break
             before = min(before, now)
     if not any(np.isfinite(one.seconds).any() for one in found):
-        raise PlanError(
+        raise ConfigError(
             f"{topology.file}: no configuration of {len(bounded)} fits in memory_gib = "
             f'{topology.accelerators.memory_gib:g} and in the buildings: use recompute = "full" in [batch], '
             "smaller microbatches or another tensor in [search]"
@@ -381,7 +378,7 @@ def fastest_of(topology: Topology, case: Case, division: Sequence[int], links: b
 
 
 def present_case(topology: Topology) -> tuple[Case, list[int]]:
-    """The file's [present]: DP-out, FSDP and DoraPP, as production has it. Raises PlanError where it does not fit."""
+    """The file's [present]: DP-out, FSDP and DoraPP, as production has it. Raises ConfigError where it does not fit."""
     present, layers = topology.present, topology.model.layers
     assert present is not None
     where = f"{topology.file} [present]"
@@ -390,25 +387,25 @@ def present_case(topology: Topology) -> tuple[Case, list[int]]:
     )
     used = split.tensor * split.context * split.pipeline * split.data
     if used != topology.n_accelerators and (topology.even or used > topology.n_accelerators):
-        raise PlanError(
+        raise ConfigError(
             f"{where}: tensor x context x pipeline x data = {used}, there are {topology.n_accelerators} accelerators: "
             "correct it"
         )
     if topology.batch.sequences % (split.data * split.microbatch_sequences):
-        raise PlanError(
+        raise ConfigError(
             f"{where}: {topology.batch.sequences} sequences are no whole microbatches of {split.microbatch_sequences} "
             f"for each of {split.data} replicas: correct it"
         )
     chunks = -(-layers // (split.pipeline * present.chunk_layers))
     if chunks * split.pipeline > layers:
-        raise PlanError(
+        raise ConfigError(
             f"{where}: {chunks * split.pipeline} chunks for {layers} layers: give larger chunks or fewer stages"
         )
     case = Case(split, Outermost.DP, Sharding.FSDP, Pipelining.DORA, chunks, 1)
     try:
         check_places(topology, case)
-    except PlanError as error:
-        raise PlanError(f"{where}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     return case, even(layers, case.n_chunks)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dips.planner.errors import PlanError
+from dips.core.errors import ConfigError
 from dips.planner.validation.checks import PaperCheck
 from dips.planner.validation.crosspipe import crosspipe_checks
 from dips.planner.validation.jeeves import jeeves_checks
@@ -21,9 +21,9 @@ PAPERS = ("jeeves", "crosspipe", "spantrain", "scaleacross")
 
 def all_checks(paper: str = "all", optimal_s: float = 0.0) -> Iterator[PaperCheck]:
     """The comparisons of all papers, or of one. optimal_s > 0: the solver's schedules too, with so much time for each.
-    Raises PlanError for an unknown paper."""
+    Raises ConfigError for an unknown paper."""
     if paper not in (*PAPERS, "all"):
-        raise PlanError(f"--paper {paper!r} is unknown: choose one of {', '.join(PAPERS)}, all")
+        raise ConfigError(f"--paper {paper!r} is unknown: choose one of {', '.join(PAPERS)}, all")
     if paper in ("jeeves", "all"):
         yield from jeeves_checks()
     if paper in ("crosspipe", "all"):

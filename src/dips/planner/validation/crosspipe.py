@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dips.core.errors import ConfigError
 from dips.planner.candidates import best_hint, data_parallel
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS
-from dips.planner.errors import PlanError
 from dips.planner.ir import straight, wave
 from dips.planner.problem import Problem
 from dips.planner.schedules import CROSS_UD, SCHEDULES
@@ -125,7 +125,7 @@ def _solved_ns(problem: Problem, column: str, optimal_s: float) -> int:
     try:
         best = optimal(column, places, problem.n_microbatches, costs, limits, hint, optimal_s)
         found.append(simulate(best.schedule, costs).makespan_ns)
-    except PlanError:  # none found in time: the solver's first schedule is the best known one
+    except ConfigError:  # none found in time: the solver's first schedule is the best known one
         if not found:
             raise
     return min(found)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from dips.core.errors import ConfigError
 from dips.planner.costs import Wire, uniform
-from dips.planner.errors import PlanError
 from dips.planner.scaleacross import traffic
 from dips.planner.scaleacross.iteration import Case as SplitCase
 from dips.planner.scaleacross.iteration import Outermost, Pipelining, Sharding, check_places
@@ -254,7 +254,7 @@ def _sailor_s(topology: Topology) -> float:
         case = SplitCase(split, Outermost.PP, Sharding.FSDP, Pipelining.PLAIN, 1, 1)
         try:
             check_places(topology, case)
-        except PlanError:
+        except ConfigError:
             continue
         if split.context == 1:
             seconds.append(choice_of(topology, case, even(topology.model.layers, split.pipeline)).printed_s)

@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 from dips.planner.adapter.decide import AdapterComparison, Rules, borders_of, compare
 from dips.planner.adapter.pieces import Pipeline, Sizes
-from dips.planner.adapter.traces import WHOLE, Channel, channels_of, read_trace, shipped_traces
+from dips.planner.adapter.traces import WHOLE, Channel, channels_of, read_trace
 from dips.planner.candidates import plain
 from dips.planner.cluster import ClusterFile, Link, read_setup
 from dips.planner.costs import NS, Costs, StageCost, Wire
 from dips.planner.grouping import Grouping, Measured, group, measured_of
 from dips.planner.ir import straight
+from dips.planner.model import shipped
 from dips.planner.problem import Problem
 from dips.planner.schedules import SCHEDULES
 from dips.planner.simulate import peaks, simulate
@@ -108,7 +109,7 @@ def under_traces() -> Iterator[PaperCheck]:
         for operation_ms in OVERHEADS_MS
         for order in ORDERS
         for nominal in NOMINAL
-        for trace in shipped_traces()
+        for trace in shipped("traces")
     }
     late = [one for one in found.values() if one.late]
     on_time = [one for one in found.values() if not one.late]
