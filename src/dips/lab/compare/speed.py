@@ -1,7 +1,7 @@
 """Measures the speed of methods, and reproduces the paper's figures about throughput: what each runs, and how the
 result compares with the paper.
 
-Nothing is trained. Our own methods run on the simulated servers with links (engine.timing_only). The paper's baselines
+Nothing is trained. Our own methods run on the simulated servers with links (engine.ServersRun). The paper's baselines
 have no servers: their times follow from the set-up and the time of a ring all-reduce. Synchronous DiLoCo is both
 computed and run; every gain is relative to the faster of the two.
 """
@@ -98,9 +98,9 @@ def measure(setup: ComparisonSetup, method: Method, seed: int = 1, rounds: int =
     if rounds < 6:
         raise ConfigError(f"{rounds} rounds are too few to measure a throughput: give at least 6")
     tokens = rounds * setup.n_clusters * setup.run.inner_steps * setup.tokens_per_step
-    from dips.lab.compare.engine import timing_only  # imports numba, which --help does without
+    from dips.lab.compare.engine import ServersRun  # imports numba, which --help does without
 
-    record = timing_only(setup.with_overrides(tokens=tokens), method, seed)
+    record = ServersRun(setup.with_overrides(tokens=tokens), method, seed).through()
     steady = steady_pushes(record)
     if any(len(steady.get(name, ())) < 2 for name in setup.cluster_names):
         if 2 * rounds > MOST_ROUNDS:
