@@ -14,7 +14,7 @@ from dips.planner.ir import Schedule, straight, wave
 from dips.planner.problem import Problem, regrouped
 from dips.planner.schedules import SCHEDULES
 from dips.planner.schedules.greedy import jeeves
-from dips.planner.simulate import Timeline, peaks, simulate_fleet, validate
+from dips.planner.simulate import Fleet, Timeline, peaks, simulate_fleet, validate
 from dips.planner.units import Division
 
 NAMES = (*SCHEDULES, "jeeves", "optimal_ud", "optimal_wave", "dp")
@@ -102,23 +102,39 @@ def judged(
             raise ConfigError(
                 f"stage {device} would hold {format_bytes(peak)} of activations, {format_bytes(limit)} are left"
             )
-    timeline = validate(schedule, costs, limits)
+    timeline, sharing = validate(schedule, costs, limits), "fair" if problem.shares_links else "alone"
+    found = _simulated(problem, name, sharing, division, [schedule], costs, limits, timeline)
+    return replace(found, lower_bound_ns=lower_bound_ns)
+
+
+def _simulated(
+    problem: Problem,
+    name: str,
+    sharing: str,
+    division: Division,
+    schedules: Sequence[Schedule],
+    costs: Costs,
+    limits: Sequence[int],
+    played: Timeline | Fleet,
+) -> Candidate:
+    """The candidate that was played: by one replica, which stands for all, or by several."""
+    timelines = played.timelines if isinstance(played, Fleet) else (played,)
+    held = [peaks(schedule, costs) for schedule in schedules]
     return Candidate(
         name=name,
-        sharing="fair" if problem.shares_links else "alone",
+        sharing=sharing,
         division=division,
-        schedules=(schedule,),
-        timeline=timeline,
-        makespan_ns=timeline.makespan_ns,
-        bubble_fraction=timeline.bubble_fraction,
-        activation_bytes=held,
-        state_bytes=tuple(problem.state_bytes(division, schedule.device_of_stage)),
+        schedules=tuple(schedules),
+        timeline=timelines[0],
+        makespan_ns=played.makespan_ns,
+        bubble_fraction=played.bubble_fraction,
+        activation_bytes=tuple(max(column) for column in zip(*held, strict=True)),
+        state_bytes=tuple(problem.state_bytes(division, schedules[0].device_of_stage)),
         limit_bytes=tuple(limits),
         site_of=problem.site_in_file,
-        link_bytes=link_bytes(problem, division, [timeline], problem.replicas),
+        link_bytes=link_bytes(problem, division, timelines),
         costs=costs,
-        sync_ns=timeline.exposed_ns,
-        lower_bound_ns=lower_bound_ns,
+        sync_ns=timelines[0].exposed_ns,
     )
 
 
@@ -180,23 +196,7 @@ def jeeves_with(problem: Problem, division: Division, coordinated: bool, most: i
     costs = problem.costs(division, together=problem.replicas / played)
     schedules = jeeves(problem.n_microbatches, costs, limits, played)
     fleet = simulate_fleet(schedules, costs)
-    held = [peaks(schedule, costs) for schedule in schedules]
-    return Candidate(
-        name="jeeves",
-        sharing="coordinated",
-        division=division,
-        schedules=tuple(schedules),
-        timeline=fleet.timelines[0],
-        makespan_ns=fleet.makespan_ns,
-        bubble_fraction=fleet.bubble_fraction,
-        activation_bytes=tuple(max(column) for column in zip(*held, strict=True)),
-        state_bytes=tuple(problem.state_bytes(division)),
-        limit_bytes=tuple(limits),
-        site_of=problem.site_in_file,
-        link_bytes=link_bytes(problem, division, fleet.timelines, problem.replicas / played),
-        costs=costs,
-        sync_ns=fleet.timelines[0].exposed_ns,
-    )
+    return _simulated(problem, "jeeves", "coordinated", division, schedules, costs, limits, fleet)
 
 
 def optimal_of(problem: Problem, name: str) -> Candidate:
@@ -244,12 +244,10 @@ def data_parallel(problem: Problem) -> Candidate:
     return replace(best, name=f"dp/{best.name}")
 
 
-def link_bytes(
-    problem: Problem, division: Division, timelines: Sequence[Timeline], times: float
-) -> dict[tuple[int, int], float]:
-    """Bytes of an iteration over each directed link between sites, as the file numbers them, of all replicas: messages
-    of the pipeline, weights and gradients. times: replicas that each timeline represents."""
-    found: dict[tuple[int, int], float] = {}
+def link_bytes(problem: Problem, division: Division, timelines: Sequence[Timeline]) -> dict[tuple[int, int], float]:
+    """Bytes of an iteration over each directed link between sites, as the file numbers them, of all replicas, which the
+    timelines represent in equal parts: messages of the pipeline, weights and gradients."""
+    found, times = dict[tuple[int, int], float](), problem.replicas / len(timelines)
     for timeline in timelines:
         for message in timeline.messages:
             here, there = problem.site_of[message.source], problem.site_of[message.target]

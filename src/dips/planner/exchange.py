@@ -244,8 +244,12 @@ def check_exchanges(
             raise ConfigError(
                 f"stage {row.stage} ends at {last[row.stage]} ns, its gradients leave at {row.start_ns} ns"
             )
-    ordered = sorted(rows, key=lambda row: (row.resource, row.start_ns, row.freed_ns))
-    for row, after in pairwise(ordered):
+    _check_turns(rows)
+
+
+def _check_turns(rows: Sequence[Exchanged]) -> None:
+    """Raises ConfigError for two at a time on one network."""
+    for row, after in pairwise(sorted(rows, key=lambda row: (row.resource, row.start_ns, row.freed_ns))):
         if row.resource == after.resource and after.start_ns < row.freed_ns:
             raise ConfigError(f"stages {row.stage} and {after.stage} exchange at the same time on one network")
 
@@ -266,7 +270,4 @@ def check_shards(rows: Sequence[Exchanged], shards: Sequence[ShardExchange], mic
                 raise ConfigError(
                     f"stage {stage}: {found} exchanges of {what} instead of {one.layers * microbatches * each}"
                 )
-    ordered = sorted(rows, key=lambda row: (row.resource, row.start_ns, row.freed_ns))
-    for row, after in pairwise(ordered):
-        if row.resource == after.resource and after.start_ns < row.freed_ns:
-            raise ConfigError(f"stages {row.stage} and {after.stage} exchange at the same time on one network")
+    _check_turns(rows)

@@ -112,14 +112,10 @@ def outcome_of(folder: Path, name: str, error: float = 1e-15, late_ns: int = 0) 
         write_report(folder, rank, RankReport(pair, 6, error, 256))
     reports = [read_report(folder, rank) for rank in range(4)]
     return plan_run.PlanRunOutcome(
-        source=source,
+        **plan_run.part_of(source, simulate(source.schedule, source.costs), reports),
         backend="gloo",
         forward_ms=80.0,
-        predicted=simulate(source.schedule, source.costs),
-        measured=plan_run.timelines(source, reports),
-        gradients=plan_run.gradients_of(reports),
         tolerance=0.05,
-        message_bytes=256,
     )
 
 

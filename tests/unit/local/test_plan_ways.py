@@ -16,7 +16,7 @@ from dips.planner.api import pose
 from dips.planner.candidates import RefusedCandidate
 from dips.planner.cluster import Asynchronous
 from dips.planner.commands import plan_ways
-from dips.planner.commands.plan_best import SitePlan, System, best, bound
+from dips.planner.commands.plan_best import System, SystemAnswer, best, bound
 from dips.planner.commands.plan_clusters import (
     NEAR_SHARE,
     MeasuredLosses,
@@ -75,7 +75,7 @@ def test_a_days_tokens_are_those_of_a_batch_over_the_iteration(problem: Problem)
     )
 
 
-def steps(problem: Problem) -> dict[int, SitePlan]:
+def steps(problem: Problem) -> dict[int, SystemAnswer]:
     return inner_steps(problem, ASKED)
 
 

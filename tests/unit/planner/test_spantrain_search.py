@@ -11,14 +11,14 @@ from support.spantrain import Row, all_links, brute_force, candidates, drawn, gr
 
 from dips.core.config import SettingsFile
 from dips.core.errors import ConfigError
-from dips.planner.cluster import ClusterFile, Profile, setup_of
+from dips.planner.cluster import ClusterFile, Profile, divisors, setup_of
 from dips.planner.costs import NS
 from dips.planner.ir import Kind
 from dips.planner.problem import Problem, problem_json
 from dips.planner.simulate import peaks, simulate, validate
 from dips.planner.spantrain.flowing import ITERATIONS, flow
 from dips.planner.spantrain.inside import DEFAULT_RULES, SecondLevelRules
-from dips.planner.spantrain.search import FirstLevelChoice, Level, costs_of, divisors, least_s, search, simulated
+from dips.planner.spantrain.search import FirstLevelChoice, Level, costs_of, least_s, search, simulated
 from dips.planner.spantrain.work import work_of
 
 

@@ -27,7 +27,7 @@ from dips.core.protocol import MAX_RANKS
 from dips.core.server_site import choose_server_site
 from dips.local.sizing import SizeKnobs, size
 from dips.planner.cluster import Asynchronous, Site
-from dips.planner.commands.plan_best import SitePlan, System, best
+from dips.planner.commands.plan_best import System, SystemAnswer, best
 from dips.planner.problem import Problem
 
 NEAR_SHARE = 0.25
@@ -40,7 +40,7 @@ class ClusterRound:
     """One cluster: its inner step, and a round of it when all clusters push at the same time."""
 
     site: str
-    step: SitePlan  # an inner step
+    step: SystemAnswer  # an inner step
     compute_s: float  # the inner steps between two pushes
     exchange_s: float  # push, update and pull
     stall_s: float  # the part of it in which the cluster waits
@@ -96,7 +96,7 @@ class AsynchronousClusters:
 
 
 def asynchronous_clusters(
-    problem: Problem, sites: Sequence[int] | None = None, steps: Mapping[int, SitePlan] | None = None
+    problem: Problem, sites: Sequence[int] | None = None, steps: Mapping[int, SystemAnswer] | None = None
 ) -> AsynchronousClusters:
     """Predict the clusters of a problem. sites: those that train; None: all. steps: inner_steps(), which is asked here
     where it is not given.
@@ -120,9 +120,9 @@ def asynchronous_clusters(
     return AsynchronousClusters(problem, setup.sites[trained_at[servers]].name, rounds)
 
 
-def inner_steps(problem: Problem, systems: Sequence[System] = tuple(System)) -> dict[int, SitePlan]:
+def inner_steps(problem: Problem, systems: Sequence[System] = tuple(System)) -> dict[int, SystemAnswer]:
     """The inner step of each site that can hold the model."""
-    alike, found = dict[str, SitePlan | None](), dict[int, SitePlan]()
+    alike, found = dict[str, SystemAnswer | None](), dict[int, SystemAnswer]()
     for number, site in enumerate(problem.setup.sites):
         kind = site.model_dump_json(exclude={"name", "source", "since", "stages"})  # others differ by names alone
         if kind not in alike:
@@ -135,7 +135,7 @@ def inner_steps(problem: Problem, systems: Sequence[System] = tuple(System)) -> 
     return found
 
 
-def inner_step(problem: Problem, site: int, systems: Sequence[System] = tuple(System)) -> SitePlan:
+def inner_step(problem: Problem, site: int, systems: Sequence[System] = tuple(System)) -> SystemAnswer:
     """The best inner step of a site alone. Raises ConfigError where it cannot hold the model."""
     setup, training = problem.setup, problem.setup.training
     whole = sum(one.devices for one in setup.sites)
@@ -160,7 +160,9 @@ def _bandwidths(problem: Problem, trained_at: Sequence[int]) -> list[list[float]
     return found
 
 
-def _round(problem: Problem, site: Site, clusters: int, step: SitePlan, gbps: float, slave_gbps: float) -> ClusterRound:
+def _round(
+    problem: Problem, site: Site, clusters: int, step: SystemAnswer, gbps: float, slave_gbps: float
+) -> ClusterRound:
     """gbps: of the link to the servers. slave_gbps: of a slave's network card, as fast as anything in the file."""
     setup, assumed = problem.setup, problem.setup.asynchronous
     ranks = min(site.devices, MAX_RANKS)

@@ -355,35 +355,35 @@ _APART = 1000
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """Compares the gradients."""
-
-    parameters: int
-    error: float  # the largest difference from one process, over the largest gradient
-
-    @property
-    def equal(self) -> bool:
-        return self.error <= GRADIENT_TOLERANCE
-
-
-@dataclass(frozen=True)
-class PlanRunOutcome:
-    """measured: a timeline for each timed iteration, from its first operation's start. tolerance: of the error of the
-    median, as a fraction. message_bytes: of one message, as it was really sent."""
+class RunPart:
+    """A schedule as its ranks ran it. measured: a timeline for each timed iteration, from its first operation's start.
+    message_bytes: of one message, as it was really sent."""
 
     source: PlanSource
-    backend: str
-    forward_ms: float
     predicted: Timeline
     measured: tuple[Timeline, ...]
-    gradients: Gradients
-    tolerance: float
+    parameters: int
+    gradient_error: float  # the largest difference from one process, over the largest gradient
     message_bytes: int
+    skipped: int  # iterations before it that were trained and not timed
+    pause_s: float  # from when all ranks had ended those until the first operation
+
+    @property
+    def predicted_s(self) -> float:
+        return self.predicted.makespan_ns / NS
+
+    @property
+    def spans_s(self) -> list[float]:
+        return sorted(timeline.makespan_ns / NS for timeline in self.measured)
 
     @property
     def median(self) -> Timeline:
         """The iteration whose length is the median; of two, the longer one."""
         return sorted(self.measured, key=lambda timeline: timeline.makespan_ns)[len(self.measured) // 2]
+
+    @property
+    def median_s(self) -> float:
+        return self.median.makespan_ns / NS
 
     @property
     def error(self) -> float:
@@ -393,11 +393,28 @@ class PlanRunOutcome:
     @property
     def slowness(self) -> float:
         """By how much all operations of the median iteration together were longer than planned."""
-        return slowness(self.median, self.predicted)
+        ranks = range(self.source.schedule.n_devices)
+        busy_s, planned_s = (
+            sum(_busy_and_idle(one, rank)[0] for rank in ranks) for one in (self.median, self.predicted)
+        )
+        return busy_s / planned_s - 1
+
+    @property
+    def gradients_equal(self) -> bool:
+        return self.gradient_error <= GRADIENT_TOLERANCE
+
+
+@dataclass(frozen=True)
+class PlanRunOutcome(RunPart):
+    """tolerance: of the error of the median, as a fraction."""
+
+    backend: str
+    forward_ms: float
+    tolerance: float
 
     @property
     def good(self) -> bool:
-        return self.gradients.equal and abs(self.error) <= self.tolerance
+        return self.gradients_equal and abs(self.error) <= self.tolerance
 
 
 def run_plan(
@@ -423,16 +440,8 @@ def run_plan(
     with ranks_folder(out) as folder, status(f"{source.schedule.n_devices} ranks run {what}"):
         run_ranks(folder, [job], START_S + 3 * predicted_s * (repeats + 1), SystemClock())
         reports = reports_of(folder, source.schedule.n_devices)
-    return PlanRunOutcome(
-        source=source,
-        backend=backend,
-        forward_ms=operation_ms,
-        predicted=predicted,
-        measured=timelines(source, reports),
-        gradients=gradients_of(reports),
-        tolerance=tolerance,
-        message_bytes=reports[0].message_bytes,
-    )
+    found = part_of(source, predicted, reports)
+    return PlanRunOutcome(**found, backend=backend, forward_ms=operation_ms, tolerance=tolerance)
 
 
 @contextmanager
@@ -473,15 +482,19 @@ def _timeline(source: PlanSource, iterations: Sequence[Iteration]) -> Timeline:
     return Timeline(source.schedule, starts, ends, messages)
 
 
-def gradients_of(reports: Sequence[RankReport]) -> Gradients:
-    return Gradients(sum(report.parameters for report in reports), max(report.gradient_error for report in reports))
-
-
-def slowness(measured: Timeline, planned: Timeline) -> float:
-    """By how much all operations together were longer than planned, as a fraction."""
-    ranks = range(planned.schedule.n_devices)
-    busy_s, planned_s = (sum(_busy_and_idle(one, rank)[0] for rank in ranks) for one in (measured, planned))
-    return busy_s / planned_s - 1
+def part_of(source: PlanSource, predicted: Timeline, reports: Sequence[RankReport]) -> dict[str, Any]:
+    """The fields of RunPart, from the reports of all ranks."""
+    starts = [one.iterations[0].times[0][0] for one in reports if one.iterations]
+    return {
+        "source": source,
+        "predicted": predicted,
+        "measured": timelines(source, reports),
+        "parameters": sum(report.parameters for report in reports),
+        "gradient_error": max(report.gradient_error for report in reports),
+        "message_bytes": reports[0].message_bytes,
+        "skipped": max(report.skipped for report in reports),
+        "pause_s": (min(starts) - max(report.taken_ns for report in reports)) / NS if starts else 0.0,
+    }
 
 
 def busy_text(longer: float) -> str:
@@ -494,6 +507,14 @@ def busy_text(longer: float) -> str:
 # ---- for people ----
 
 
+def table_of(columns: Sequence[str], left: Sequence[str] = ()) -> Table:
+    """An empty table; its columns are aligned on the right, but for those in `left`."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table
+
+
 def tell(outcome: PlanRunOutcome) -> Iterator[str | Table]:
     source, schedule = outcome.source, outcome.source.schedule
     yield (
@@ -502,53 +523,44 @@ def tell(outcome: PlanRunOutcome) -> Iterator[str | Table]:
     )
     if source.note:
         yield source.note
-    gradients = outcome.gradients
-    what = "equal" if gradients.equal else "DIFFER from"
+    what = "equal" if outcome.gradients_equal else "DIFFER from"
     yield (
-        f"gradients: those of {gradients.parameters} parameters {what} those of one process: largest difference "
-        f"{gradients.error:.1e} of the largest gradient, allowed {GRADIENT_TOLERANCE:.0e}"
+        f"gradients: those of {outcome.parameters} parameters {what} those of one process: largest difference "
+        f"{outcome.gradient_error:.1e} of the largest gradient, allowed {GRADIENT_TOLERANCE:.0e}"
     )
     if not outcome.measured:
         return
-    predicted_s = outcome.predicted.makespan_ns / NS
-    spans = sorted(timeline.makespan_ns / NS for timeline in outcome.measured)
+    predicted_s, spans = outcome.predicted_s, outcome.spans_s
     yield (
         f"iteration, at {outcome.forward_ms:g} ms for a forward pass on a device: predicted "
         f"{predicted_s:.3f} s ({interval_text(predicted_s, source.error)}), measured "
-        f"{outcome.median.makespan_ns / NS:.3f} s (median of {len(spans)}, {spans[0]:.3f} to "
+        f"{outcome.median_s:.3f} s (median of {len(spans)}, {spans[0]:.3f} to "
         f"{spans[-1]:.3f} s): {outcome.error:+.2%}, "
         f"{'within' if abs(outcome.error) <= outcome.tolerance else 'OUTSIDE OF'} {100 * outcome.tolerance:g} %"
     )
     if outcome.slowness > BUSY_MACHINE:
         yield busy_text(outcome.slowness)
-    table = Table(box=box.SIMPLE_HEAD, title="median iteration", title_justify="left")
-    for name in ("rank", "site", "stages", "busy", "predicted", "idle", "predicted"):
-        table.add_column(name, justify="left" if name == "site" else "right")
+    table = table_of(("rank", "site", "stages", "busy", "predicted", "idle", "predicted"), left=("site",))
+    table.title, table.title_justify = "median iteration", "left"
     for row in ranks_json(outcome):
         times = (row[key] for key in ("busy_s", "predicted_busy_s", "idle_s", "predicted_idle_s"))
         stages = ",".join(map(str, row["stages"]))
         table.add_row(str(row["rank"]), row["site"], stages, *(format_seconds(s) for s in times))
     yield table
     if outcome.median.messages:
-        yield _links_table(outcome)
-
-
-def _links_table(outcome: PlanRunOutcome) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("from", "to", "messages", "sent", "occupied", "waited", "predicted"):
-        table.add_column(name, justify="right")
-    for row in links_json(outcome):
-        times = (format_seconds(row[key]) for key in ("occupied_s", "waited_s", "predicted_waited_s"))
-        sent = format_bytes(row["bytes"])
-        table.add_row(str(row["sender"]), str(row["receiver"]), str(row["messages"]), sent, *times)
-    return table
+        table = table_of(("from", "to", "messages", "sent", "occupied", "waited", "predicted"))
+        for row in links_json(outcome):
+            times = (format_seconds(row[key]) for key in ("occupied_s", "waited_s", "predicted_waited_s"))
+            sent = format_bytes(row["bytes"])
+            table.add_row(str(row["sender"]), str(row["receiver"]), str(row["messages"]), sent, *times)
+        yield table
 
 
 # ---- for programs ----
 
 
 def outcome_json(outcome: PlanRunOutcome) -> dict[str, Any]:
-    schedule, gradients = outcome.source.schedule, outcome.gradients
+    schedule = outcome.source.schedule
     found: dict[str, Any] = {
         "schema": SCHEMA,
         "schedule": schedule.name,
@@ -558,21 +570,21 @@ def outcome_json(outcome: PlanRunOutcome) -> dict[str, Any]:
         "microbatches": schedule.n_microbatches,
         "backend": outcome.backend,
         "gradients": {
-            "parameters": gradients.parameters,
-            "largest_difference": gradients.error,
+            "parameters": outcome.parameters,
+            "largest_difference": outcome.gradient_error,
             "tolerance": GRADIENT_TOLERANCE,
-            "equal": gradients.equal,
+            "equal": outcome.gradients_equal,
         },
         "good": outcome.good,
     }
     if outcome.measured:
         found |= {
             "operation_ms": outcome.forward_ms,
-            "predicted_s": outcome.predicted.makespan_ns / NS,
-            **interval_json("predicted", outcome.predicted.makespan_ns / NS, outcome.source.error),
+            "predicted_s": outcome.predicted_s,
+            **interval_json("predicted", outcome.predicted_s, outcome.source.error),
             "calibration_error": outcome.source.error,
             "measured_s": [timeline.makespan_ns / NS for timeline in outcome.measured],
-            "median_s": outcome.median.makespan_ns / NS,
+            "median_s": outcome.median_s,
             "error": outcome.error,
             "tolerance": outcome.tolerance,
             "of_ranks": ranks_json(outcome),

@@ -19,7 +19,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich import box
 from rich.table import Table
 
 from dips.core.clock import SystemClock
@@ -32,17 +31,18 @@ from dips.planner.commands.plan_run import (
     BUSY_MACHINE,
     START_S,
     PlanSource,
+    RunPart,
     busy_text,
     filled,
     job_of,
+    part_of,
     ranks_folder,
     reports_of,
     run_ranks,
-    slowness,
     source_of,
     stretch_of,
     stretched,
-    timelines,
+    table_of,
     with_parts_as_stages,
 )
 from dips.planner.costs import NS
@@ -300,40 +300,6 @@ def _need(op: Op) -> Arrival | None:
 
 
 @dataclass(frozen=True)
-class SwapPart:
-    """One part of a run: predicted, and measured by its ranks."""
-
-    source: PlanSource
-    predicted: Timeline
-    measured: tuple[Timeline, ...]
-    gradient_error: float  # in its first and its last iteration, the larger
-    skipped: int  # iterations before it that were trained and not timed
-    pause_s: float  # from when all ranks had ended those until the first operation
-
-    @property
-    def predicted_s(self) -> float:
-        return self.predicted.makespan_ns / NS
-
-    @property
-    def spans_s(self) -> list[float]:
-        return sorted(timeline.makespan_ns / NS for timeline in self.measured)
-
-    @property
-    def median_s(self) -> float:
-        return self.median.makespan_ns / NS
-
-    @property
-    def median(self) -> Timeline:
-        """The iteration whose length is the median; of two, the longer one."""
-        return sorted(self.measured, key=lambda timeline: timeline.makespan_ns)[len(self.measured) // 2]
-
-    @property
-    def error(self) -> float:
-        """Of the prediction: positive where the run took longer."""
-        return self.median_s / self.predicted_s - 1
-
-
-@dataclass(frozen=True)
 class SwapOutcome:
     """What came of a run. parts: PARTS, or the first two where no swap was advised. layers: that moved to another rank
     in the swap, of those that the plan has."""
@@ -343,7 +309,7 @@ class SwapOutcome:
     operation_ms: float
     profile: dict[str, Any]
     verdict: ReplanVerdict
-    parts: tuple[SwapPart, ...]
+    parts: tuple[RunPart, ...]
     layers: int
     tolerance: float
 
@@ -358,7 +324,7 @@ class SwapOutcome:
 
     @property
     def gradients_equal(self) -> bool:
-        return all(part.gradient_error <= GRADIENT_TOLERANCE for part in self.parts)
+        return all(part.gradients_equal for part in self.parts)
 
     @property
     def good(self) -> bool:
@@ -435,24 +401,11 @@ class SwapRun:
         write_job(self._folder, self._job(self._best, self._repeats, last=True), BEST)
         write_job(self._folder, self._job(self.sources[NEW], self._repeats, last=False), NEW)
 
-    def parts(self) -> tuple[SwapPart, ...]:
-        return tuple(self._part(number, source) for number, source in enumerate(self.sources))
-
-    def _part(self, number: int, source: PlanSource) -> SwapPart:
-        reports = reports_of(self._folder, self.n_ranks, number)
-        return SwapPart(
-            source=source,
-            predicted=self.predicted(source),
-            measured=timelines(source, reports),
-            gradient_error=max(report.gradient_error for report in reports),
-            skipped=max(report.skipped for report in reports),
-            pause_s=_pause_s(reports),
+    def parts(self) -> tuple[RunPart, ...]:
+        return tuple(
+            RunPart(**part_of(source, self.predicted(source), reports_of(self._folder, self.n_ranks, number)))
+            for number, source in enumerate(self.sources)
         )
-
-
-def _pause_s(reports: Sequence[RankReport]) -> float:
-    starts = [one.iterations[0].times[0][0] for one in reports if one.iterations]
-    return (min(starts) - max(report.taken_ns for report in reports)) / NS if starts else 0.0
 
 
 def run_change(
@@ -491,15 +444,14 @@ def tell_change(outcome: SwapOutcome) -> Iterator[str | Table]:
         f"{outcome.operation_ms:g} ms for a forward pass on a device; the links change after "
         f"{len(outcome.parts[BEFORE].measured)} timed iterations"
     )
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("iterations", "schedule", "predicted", "measured", "from", "to", "error"):
-        table.add_column(name, justify="left" if name in ("iterations", "schedule") else "right")
+    columns = ("iterations", "schedule", "predicted", "measured", "from", "to", "error")
+    table = table_of(columns, left=columns[:2])
     for name, part in zip(PARTS, outcome.parts, strict=False):
         spans = part.spans_s
         times = (format_seconds(s) for s in (part.predicted_s, part.median_s, spans[0], spans[-1]))
         table.add_row(name, part.source.schedule.name, *times, f"{part.error:+.2%}")
     yield table
-    longer = max(slowness(part.median, part.predicted) for part in outcome.parts)
+    longer = max(part.slowness for part in outcome.parts)
     if longer > BUSY_MACHINE:
         yield busy_text(longer)
     for link in outcome.profile["links"]:

@@ -80,7 +80,7 @@ def decision_text(decision: SystemChoice) -> Iterator[str | Table]:
     for answer in decision.answers:
         yield f"{answer.system.value} cannot see: {CANNOT_SEE[answer.system]}"
     for no in decision.refused:
-        yield f"{no.system.value} has no answer: {no.why}"
+        yield f"{no.name} has no answer: {no.why}"
     for answer in decision.answers:
         if isinstance(answer.found, AsynchronousClusters):
             yield from rounds_text(answer.found)

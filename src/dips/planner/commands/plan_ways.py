@@ -20,7 +20,7 @@ from typing import Any
 from dips.core.errors import ConfigError
 from dips.local.sizing import MUCH_OF_A_ROUND
 from dips.planner.candidates import RefusedCandidate
-from dips.planner.commands.plan_best import DECIDE_INSIDE, SitePlan, System, best, bound
+from dips.planner.commands.plan_best import DECIDE_INSIDE, System, SystemAnswer, best, bound
 from dips.planner.commands.plan_clusters import (
     AsynchronousClusters,
     MoreTokens,
@@ -136,8 +136,8 @@ def _counted(way: SiteWay, more: MoreTokens | None) -> float:
 
 def compare_ways(
     problem: Problem,
-    together: SitePlan | None,
-    steps: Mapping[int, SitePlan],
+    together: SystemAnswer | None,
+    steps: Mapping[int, SystemAnswer],
     refused: Iterable[RefusedCandidate],
     systems: Sequence[System] = tuple(System),
     say: Callable[[str], None] = lambda text: None,
@@ -170,7 +170,7 @@ class _Search:
     def __init__(
         self,
         problem: Problem,
-        steps: Mapping[int, SitePlan],
+        steps: Mapping[int, SystemAnswer],
         more: MoreTokens | None,
         systems: Sequence[System],
         say: Callable[[str], None],
@@ -247,7 +247,7 @@ class _Search:
         self.judged = [one for one in self.judged if one is not same] + [way]
         self._best = max(self._best, _counted(way, self._more))
 
-    def together_way(self, sites: Sites, plan: SitePlan) -> SiteWay:
+    def together_way(self, sites: Sites, plan: SystemAnswer) -> SiteWay:
         training = self._problem.setup.training
         same = plan.split == (training.pipeline, training.data, training.microbatches) and sites == self.all
         how = plan.what if plan.system is System.CROSSPIPE else f"{plan.system.value}: {plan.what}"
