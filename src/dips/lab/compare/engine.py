@@ -283,7 +283,7 @@ class Course(SeedRun):
         self._boot()
         self._until(lambda: bool(self.ended) or stop(), limit_s)
         if self.ended:
-            self.judge.finish()
+            self.finish_checks()
         if self.violations:
             raise SimulationError(f"the simulated run is broken: {self.violations[0]}")
         if not self.ended and not stop():

@@ -264,14 +264,6 @@ def first_clusters(setup: ComparisonSetup, n: int) -> ComparisonSetup:
     )
 
 
-def _last_links(setup: ComparisonSetup) -> list[tuple[str, ComparisonSetup]]:
-    return [(f"{rate} Gbit/s", with_last_link(setup, rate * GBPS)) for rate in RATES_GBPS]
-
-
-def _numbers_of_clusters(setup: ComparisonSetup) -> list[tuple[str, ComparisonSetup]]:
-    return [(str(n), first_clusters(setup, n)) for n in range(1, setup.n_clusters + 1)]
-
-
 def _reading_9(found: SpeedResult) -> str:
     gains = ", ".join(f"{name} {span(found.gains(name))}" for name in MEASURED)
     return (
@@ -310,7 +302,7 @@ _FIGURES = (
         "achieves 2.87-2.93x speedups over synchronous DiLoCo. [...] Di-PS provides stable convergence (Figure 7a) and "
         "adapts to heterogeneous networks, accelerating end-to-end training by 1.00-1.16x.",
         ("emulated", "real"),
-        _last_links,
+        lambda setup: [(f"{rate} Gbit/s", with_last_link(setup, rate * GBPS)) for rate in RATES_GBPS],
         _reading_9,
     ),
     SpeedFigure(
@@ -321,7 +313,7 @@ _FIGURES = (
         "synchronous DiLoCo approach, Di-PS achieves speedups ranging from 1.00 to 5.74x. [...] Except for the "
         "single-cluster case, Di-PS achieves 98.2-98.6% of the ideal performance [...].",
         ("weak-scaling",),
-        _numbers_of_clusters,
+        lambda setup: [(str(n), first_clusters(setup, n)) for n in range(1, setup.n_clusters + 1)],
         _reading_10,
     ),
 )

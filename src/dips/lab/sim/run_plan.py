@@ -180,10 +180,6 @@ class SimulatedRunPlan:
         """With fewer tokens a cluster requests a lease before its next step."""
         return self.tokens_per_step if self.batch_rows else 1
 
-    def held_steps(self, name: str, held: Sequence[DataRange]) -> int:
-        """For how many steps the leased ranges suffice."""
-        return sum(item.tokens for item in held) // self.step_tokens(name)
-
     def lease_tokens(self, name: str, local_steps: int) -> int:
         """Tokens that a cluster requests then; with rows as dips.trainer.train does."""
         if not self.batch_rows:
