@@ -247,13 +247,17 @@ def setup_of(file: SettingsFile) -> ClusterFile:
         if name not in file.tables:
             brackets = f"[[{name}]]" if name == "sites" else f"[{name}]"
             raise ConfigError(f"{file}: the table {brackets} is missing: add it (docs/planner.md says what it holds)")
+    profile = None
+    if "profile" in file.tables:
+        rows = SettingsFile(file.where("profile"), file.table("profile")).settings_of_rows(LayerTime, "layers")
+        profile = file.settings(Profile, "profile", {"layers": rows} if rows else None)
     setup = ClusterFile(
         file=file.name,
         model=model_of(file),
         sites=file.settings_of_rows(Site, "sites"),
         links=file.settings_of_rows(Link, "links"),
         training=file.settings(Training, "training"),
-        profile=_profile_of(file) if "profile" in file.tables else None,
+        profile=profile,
         options=file.settings(PlanOptions, "options"),
         asynchronous=file.settings(Asynchronous, "asynchronous"),
     )
@@ -264,12 +268,6 @@ def setup_of(file: SettingsFile) -> ClusterFile:
         for number in range(len(setup.sites)):
             layer_times_ms(setup, number)
     return setup
-
-
-def _profile_of(file: SettingsFile) -> Profile:
-    table = file.table("profile")
-    rows = SettingsFile(file.where("profile"), table).settings_of_rows(LayerTime, "layers")
-    return file.settings(Profile, "profile", {"layers": rows} if rows else None)
 
 
 # ---- what was measured -----------------------------------------------------------------------------------------------

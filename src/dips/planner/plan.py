@@ -245,14 +245,38 @@ PLAN_FILES = ("plan.json", "plan.csv", "trace.json", "timeline.svg", "timeline.p
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The content of plan.json; times in seconds."""
     setup, chosen = plan.problem.setup, plan.chosen
-    best, schedule = chosen.iteration_s, chosen.schedules[0]
+    best, schedule, bound, sites = chosen.iteration_s, chosen.schedules[0], chosen.lower_bound_ns, setup.sites
     return {
         "format": FORMAT,
         "setup": Path(setup.file).name,
         "model": setup.model.name,
         "replicas": plan.problem.replicas,
         "calibration_error": plan.problem.calibration_error,
-        "chosen": candidate_json(plan, chosen),
+        "chosen": {
+            "schedule": chosen.name,
+            "sharing": chosen.sharing,
+            "iteration_s": chosen.iteration_s,
+            **interval_json("iteration", chosen.iteration_s, plan.problem.calibration_error),
+            "sync_s": chosen.sync_ns / NS,
+            "layers": list(chosen.division),
+            "bubble_fraction": chosen.bubble_fraction,
+            "lower_bound_s": None if bound is None else bound / NS,
+            "stages": [
+                {
+                    "device": device,
+                    "site": sites[chosen.site_of[device]].name,
+                    "layers": layers_of(chosen, device),
+                    "state_bytes": chosen.state_bytes[device],
+                    "activation_bytes": chosen.activation_bytes[device],
+                    "activation_limit_bytes": chosen.limit_bytes[device],
+                }
+                for device in range(len(chosen.site_of))
+            ],
+            "links": [
+                {"sender": sites[a].name, "receiver": sites[b].name, "bytes": size}
+                for (a, b), size in sorted(chosen.link_bytes.items())
+            ],
+        },
         "candidates": [
             {
                 "schedule": c.name,
@@ -299,36 +323,6 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 def orders_of(chosen: Candidate) -> list[Schedule]:
     """The different schedules of its replicas."""
     return list(dict.fromkeys(chosen.schedules))
-
-
-def candidate_json(plan: Plan, chosen: Candidate) -> dict[str, Any]:
-    sites = plan.problem.setup.sites
-    bound = chosen.lower_bound_ns
-    return {
-        "schedule": chosen.name,
-        "sharing": chosen.sharing,
-        "iteration_s": chosen.iteration_s,
-        **interval_json("iteration", chosen.iteration_s, plan.problem.calibration_error),
-        "sync_s": chosen.sync_ns / NS,
-        "layers": list(chosen.division),
-        "bubble_fraction": chosen.bubble_fraction,
-        "lower_bound_s": None if bound is None else bound / NS,
-        "stages": [
-            {
-                "device": device,
-                "site": sites[chosen.site_of[device]].name,
-                "layers": layers_of(chosen, device),
-                "state_bytes": chosen.state_bytes[device],
-                "activation_bytes": chosen.activation_bytes[device],
-                "activation_limit_bytes": chosen.limit_bytes[device],
-            }
-            for device in range(len(chosen.site_of))
-        ],
-        "links": [
-            {"sender": sites[a].name, "receiver": sites[b].name, "bytes": size}
-            for (a, b), size in sorted(chosen.link_bytes.items())
-        ],
-    }
 
 
 def layers_of(chosen: Candidate, device: int) -> list[int]:

@@ -121,12 +121,9 @@ class Problem:
             return tuple(self.units for _ in sites)
         return tuple(self.units if site == 0 else with_layer_times(self.setup, site, self.units) for site in sites)
 
-    def _slowness(self, device: int) -> float:
-        """Time on this device / the time of its site's units: of a device of the first site, or of each layer."""
-        return self.slowness_at(self.site_of[device])
-
     def slowness_at(self, site: int) -> float:
-        """The same for a device of a site. Raises ConfigError where one site has a rate and this one has none."""
+        """Time on a device of this site / the time of its site's units: of a device of the first site, or of each
+        layer. Raises ConfigError where one site has a rate and this one has none."""
         sites, profile = self.setup.sites, self.setup.profile
         if profile is not None and profile.layers:
             return 1.0
@@ -150,7 +147,9 @@ class Problem:
         device of stage s."""
         first_s = sum(unit.total_s for unit in self.units)
         slower = [
-            self._slowness(device) * sum(unit.total_s for unit in self.units_at[self.site_of[device]]) / first_s
+            self.slowness_at(self.site_of[device])
+            * sum(unit.total_s for unit in self.units_at[self.site_of[device]])
+            / first_s
             for device in places
         ]
         if self.paces:  # measured on a layer of the middle
@@ -178,7 +177,7 @@ class Problem:
         return costs.with_overheads(round(profile.operation_us * 1e3), round(profile.send_us * 1e3), placed)
 
     def _stage(self, units: Sequence[Unit], device: int) -> StageCost:
-        slowness, paces = self._slowness(device), self.paces[device] if self.paces else (1.0, 1.0, 1.0)
+        slowness, paces = self.slowness_at(self.site_of[device]), self.paces[device] if self.paces else (1.0, 1.0, 1.0)
         columns = zip(*((u.forward_s, u.input_gradient_s, u.weight_gradient_s) for u in units), strict=True)
         f_ns, d_ns, w_ns = (
             round(sum(times) * slowness * pace * NS) for times, pace in zip(columns, paces, strict=True)

@@ -294,8 +294,14 @@ def compile_program(schedules: Sequence[Schedule], costs: Costs) -> Program:
     exchanging: list[list[LayeredOp | None]] = []
     free_ns = [0] * len(devices)
     if costs.shards:
-        kinds = _layered_ops(schedules[0], costs)
-        exchanging = [[kinds[op.stage, op.kind, op.part] for op in order] for order in orders]
+        parts = schedules[0].parts
+        how = {  # each operation exchanges
+            (stage, kind, part): layered(stage, kind, part, parts, costs.shards[stage])
+            for stage in range(schedules[0].n_stages)
+            for kind in Kind
+            for part in range(parts)
+        }
+        exchanging = [[how[op.stage, op.kind, op.part] for op in order] for order in orders]
         taken = {one.resource: one.freed_ns for one in gathered(costs.exchanges)}
         resource_of = {
             place: one.resource for place, one in zip(schedules[0].device_of_stage, costs.shards, strict=True)
@@ -305,16 +311,6 @@ def compile_program(schedules: Sequence[Schedule], costs: Costs) -> Program:
     program = Program(devices, base, orders, {}, [[] for _ in devices], exchanging, free_ns, costs.overlapped)
     waits = gates(costs.exchanges, costs.overlapped)
     return _with_pauses(program, waits) if any(waits) else program
-
-
-def _layered_ops(schedule: Schedule, costs: Costs) -> dict[tuple[int, Kind, int], LayeredOp]:
-    """How each operation exchanges, by stage, kind and part."""
-    return {
-        (stage, kind, part): layered(stage, kind, part, schedule.parts, costs.shards[stage])
-        for stage in range(schedule.n_stages)
-        for kind in Kind
-        for part in range(schedule.parts)
-    }
 
 
 def _with_pauses(program: Program, waits: Sequence[int]) -> Program:

@@ -78,7 +78,7 @@ def test_the_answers_of_all_systems_are_for_the_same_batch(problem: Problem) -> 
 def test_a_system_without_an_answer_says_why(problem: Problem) -> None:
     only = problem.with_options(schedules=["1f1b"])
     found = decided(only)
-    assert [(no.system, no.why) for no in found.refused] == [
+    assert [(no.name, no.why) for no in found.refused] == [
         (
             System.JEEVES,
             f"{EXAMPLE} [options]: schedules has none of its schedules: add one, or remove the key",
@@ -129,6 +129,7 @@ def test_slower_and_fewer_devices_of_a_cluster(problem: Problem) -> None:
     first, second = problem.setup.sites
     slow = second.model_copy(update={"sustained_tflops": 200.0})
     a, b = asynchronous_clusters(replace(problem, setup=replace(problem.setup, sites=(first, slow)))).clusters
+    assert a.step.iteration_s is not None
     assert b.step.iteration_s == pytest.approx(2 * a.step.iteration_s, rel=1e-6)
     assert a.step.tokens == b.step.tokens
     small = second.model_copy(update={"devices": 16})
@@ -165,6 +166,7 @@ def test_times_of_a_stage_are_of_the_first_site_and_scaled_to_others() -> None:
     a, b = asynchronous_clusters(
         replace(measured, setup=replace(measured.setup, sites=tuple(rates))).with_training(data=4, microbatches=4)
     ).clusters
+    assert a.step.iteration_s is not None
     assert b.step.iteration_s == pytest.approx(3 * a.step.iteration_s, rel=1e-6)
 
 

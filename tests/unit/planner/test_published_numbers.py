@@ -10,8 +10,8 @@ import pytest
 from support.papers import not_on_the_page
 
 from dips.core.errors import ConfigError
-from dips.planner.validation import all_checks
-from dips.planner.validation.checks import PaperCheck, holds, ordering, within
+from dips.planner.commands.plan import all_checks
+from dips.planner.validation import PaperCheck, holds, ordering, within
 from dips.planner.validation.spantrain import figure_5, figure_6, figure_7, regions, section_4, section_4_4
 
 

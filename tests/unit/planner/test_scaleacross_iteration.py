@@ -12,7 +12,6 @@ from support.scaleacross import read
 from dips.core.errors import ConfigError
 from dips.planner.costs import NS, Costs, StageCost, Wire, uniform
 from dips.planner.model import Model
-from dips.planner.scaleacross import traffic
 from dips.planner.scaleacross.iteration import (
     Case,
     KernelTimes,
@@ -75,8 +74,8 @@ def test_crossings_of_a_microbatch(chunks: int) -> None:
     """What each schedule sends over the boundary of two sites is the formula."""
     n = 4
     for schedule, wanted in (
-        (dora_pp(2, n, chunks, 2), traffic.crossings_in_a_loop(chunks)),
-        (interleaved_zb_v(2, n, chunks, 2), traffic.crossings_in_a_v(chunks)),
+        (dora_pp(2, n, chunks, 2), 2 * (2 * chunks - 1)),
+        (interleaved_zb_v(2, n, chunks, 2), 2 * chunks),
     ):
         costs = uniform(schedule.n_stages, chunks, wires={(0, 1): Wire(0, 1, 0), (1, 0): Wire(1, 1, 0)})
         assert len(simulate(schedule, costs).messages) == n * wanted

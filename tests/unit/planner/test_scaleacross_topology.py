@@ -10,7 +10,8 @@ from support.scaleacross import FILE, read
 
 from dips.core.errors import ConfigError
 from dips.planner.model import shipped
-from dips.planner.scaleacross import traffic
+from dips.planner.scaleacross.iteration import ring_s
+from dips.planner.scaleacross.report import retransmission_s
 from dips.planner.scaleacross.topology import Way, read_topology
 
 
@@ -83,9 +84,9 @@ def test_what_latency_and_loss_cost() -> None:
     for size in (1.0, 1e6, 1e9):
         for latency_s in (50e-6, 1e-3):
             assert size / Way(1e15, latency_s).message_s(size) <= size / latency_s
-    assert traffic.ring_s(8e6, 1, 1e9, 1.0) == 0
-    assert traffic.ring_s(8e6, 4, 1e9, 0.0) == pytest.approx(6e-3)
-    assert traffic.ring_s(8e6, 1024, 1e12, 1e-3) == pytest.approx(1.023, rel=1e-3)
-    assert traffic.retransmission_s(10, 4096, 0.5, 4096, 2e-3) == pytest.approx(10 * 0.5 * 2e-3)
-    assert traffic.retransmission_s(10, 4097, 0.5, 4096, 2e-3) == pytest.approx(10 * 0.75 * 2e-3)
-    assert traffic.retransmission_s(10, 1e6, 0.0, 4096, 2e-3) == 0
+    assert ring_s(8e6, 1, 1e9, 1.0) == 0
+    assert ring_s(8e6, 4, 1e9, 0.0) == pytest.approx(6e-3)
+    assert ring_s(8e6, 1024, 1e12, 1e-3) == pytest.approx(1.023, rel=1e-3)
+    assert retransmission_s(10, 4096, 0.5, 4096, 2e-3) == pytest.approx(10 * 0.5 * 2e-3)
+    assert retransmission_s(10, 4097, 0.5, 4096, 2e-3) == pytest.approx(10 * 0.75 * 2e-3)
+    assert retransmission_s(10, 1e6, 0.0, 4096, 2e-3) == 0

@@ -28,7 +28,6 @@ from dips.planner.scaleacross.iteration import (
 from dips.planner.scaleacross.report import report_of
 from dips.planner.scaleacross.search import splits
 from dips.planner.scaleacross.topology import FREE_GBPS, Topology, of_problem
-from dips.planner.scaleacross.traffic import message_bytes
 
 
 def uneven(folder: Path, numbers: tuple[int, ...] = (16, 32, 16, 24), **changes: str) -> Topology:
@@ -193,12 +192,12 @@ def test_a_message_takes_as_long_as_on_the_link_of_a_plan(tmp_path: Path) -> Non
     assert [topology.building_of_zone[topology.zone_of(int(row[0]))] for row in at] == [0, 1, 1]
     hop = ways_of(topology, Outermost.PP, Sharding.FSDP, split).hops[0]
     wire = problem.costs(problem.uniform()).wires[0, 1]
-    busy_s = message_bytes(setup.model, 4096, 1, 2, 1) / hop.bytes_per_s
+    busy_s = split.message_bytes(topology) / hop.bytes_per_s
     assert busy_s * 1e9 == pytest.approx(wire.busy_ns, rel=1e-6)
     assert hop.latency_s * 1e9 == pytest.approx(wire.latency_ns, rel=1e-6)
     inside = ways_of(topology, Outermost.PP, Sharding.FSDP, split).hops[1]
     wire = problem.costs(problem.uniform()).wires[1, 2]
-    assert message_bytes(setup.model, 4096, 1, 2, 1) / inside.bytes_per_s * 1e9 == pytest.approx(
+    assert split.message_bytes(topology) / inside.bytes_per_s * 1e9 == pytest.approx(
         2 * wire.busy_ns, rel=1e-6  # 3200 Gbit/s there; the slower site's counts everywhere
     )  # fmt: skip
 

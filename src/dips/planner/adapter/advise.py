@@ -15,7 +15,6 @@ from dips.core.errors import ConfigError
 from dips.planner.adapter.decide import (
     AdapterComparison,
     AdapterState,
-    Border,
     Iterations,
     Rules,
     Window,
@@ -207,7 +206,18 @@ def advice_json(advice: Advice) -> dict[str, Any]:
             for stage, (place, one) in enumerate(zip(advice.running.places, advice.state.sizes, strict=True))
         ],
         "borders": [
-            _border_json(border, level) | {"transfer_s": advice.transfer_ns(number) / NS}
+            {
+                "sender_stage": border.sender,
+                "receiver_stage": border.receiver,
+                "sender": border.link[0],
+                "receiver": border.link[1],
+                "measured_gbps": border.planned_gbps,
+                "late_below_gbps": border.late_below_gbps if math.isfinite(border.late_below_gbps) else None,
+                "on_time_from_gbps": border.on_time_from_gbps if math.isfinite(border.on_time_from_gbps) else None,
+                "compute_s": border.hide_ns / NS,
+                "level": level,
+                "transfer_s": advice.transfer_ns(number) / NS,
+            }
             for number, (border, level) in enumerate(zip(advice.rules.borders, advice.state.levels, strict=True))
         ],
         "calibration_error": error,
@@ -215,22 +225,6 @@ def advice_json(advice: Advice) -> dict[str, Any]:
         **interval_json("iteration", with_s, error),
         "without_s": without_s,
         **interval_json("without", without_s, error),
-    }
-
-
-def _border_json(border: Border, level: int) -> dict[str, Any]:
-    thresholds = {
-        "late_below_gbps": border.late_below_gbps, "on_time_from_gbps": border.on_time_from_gbps
-    }  # fmt: skip
-    return {
-        "sender_stage": border.sender,
-        "receiver_stage": border.receiver,
-        "sender": border.link[0],
-        "receiver": border.link[1],
-        "measured_gbps": border.planned_gbps,
-        **{key: value if math.isfinite(value) else None for key, value in thresholds.items()},
-        "compute_s": border.hide_ns / NS,
-        "level": level,
     }
 
 

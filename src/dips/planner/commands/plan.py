@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,7 +64,11 @@ from dips.planner.simulate import Timeline
 from dips.planner.sweep import cases, check_compared, draw_maps, panels
 from dips.planner.tradeoff import tradeoff as split_all_ways
 from dips.planner.tradeoff import tradeoff_json
-from dips.planner.validation import all_checks
+from dips.planner.validation import PaperCheck
+from dips.planner.validation.crosspipe import crosspipe_checks
+from dips.planner.validation.jeeves import jeeves_checks
+from dips.planner.validation.scaleacross import scaleacross_checks
+from dips.planner.validation.spantrain import spantrain_checks
 
 
 class PlanGroup(TyperGroup):
@@ -453,6 +457,24 @@ def compare(
     table.add_row("calibration", *("uncalibrated" if error is None else f"+- {error:.2%}" for error in errors))
     _print(as_json, lambda: {"files": files, "iteration_s": rows, "calibration_error": errors}, [table])
     return 0
+
+
+PAPERS: Mapping[str, Callable[[float], Iterator[PaperCheck]]] = {
+    "jeeves": lambda optimal_s: jeeves_checks(),
+    "crosspipe": crosspipe_checks,
+    "spantrain": lambda optimal_s: spantrain_checks(),
+    "scaleacross": lambda optimal_s: scaleacross_checks(),
+}
+
+
+def all_checks(paper: str = "all", optimal_s: float = 0.0) -> Iterator[PaperCheck]:
+    """The comparisons of all papers, or of one. optimal_s > 0: the solver's schedules too, with so much time for each.
+    Raises ConfigError for an unknown paper."""
+    if paper not in (*PAPERS, "all"):
+        raise ConfigError(f"--paper {paper!r} is unknown: choose one of {', '.join(PAPERS)}, all")
+    for name, checks in PAPERS.items():
+        if paper in (name, "all"):
+            yield from checks(optimal_s)
 
 
 @app.command(name="validate")

@@ -28,7 +28,7 @@ from dips.planner.simulate import Timeline
 from dips.planner.spantrain.report import SpanTrainReport, slowest_stage
 from dips.planner.sweep import Panel, SweepRow
 from dips.planner.tradeoff import Tradeoff
-from dips.planner.validation.checks import PaperCheck
+from dips.planner.validation import PaperCheck
 
 WIDEST = 400
 """Cells of time that a timeline has in a line."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +27,9 @@ from dips.core.errors import ConfigError
 from dips.planner.cluster import Training, in_proportion
 from dips.planner.costs import NS
 from dips.planner.ir import Kind, Schedule
+from dips.planner.model import Model
 from dips.planner.problem import RELEASED_BY_INPUT_GRADIENT
 from dips.planner.scaleacross.topology import Ints, Topology, Way
-from dips.planner.scaleacross.traffic import BYTES, exchanged_elements, message_bytes, ring_s
 from dips.planner.schedules.fixed import one_f_one_b
 from dips.planner.schedules.scaleacross import OPERATION, dora_pp, interleaved_zb_v
 from dips.planner.units import (
@@ -42,6 +42,34 @@ from dips.planner.units import (
 )
 
 Floats = NDArray[np.float64]
+Bytes = TypeVar("Bytes", float, Floats)
+"""One size, or many."""
+
+BYTES = 2.0
+"""Of a number that is sent: activations, weights and gradients in 16 bits, as in the paper's formula."""
+
+# ---- traffic ---------------------------------------------------------------------------------------------------------
+#
+# The formulas of the paper's section 3.1, for one accelerator. H is the model's width, F that of the MLP, F_e that of
+# an expert, E the number of experts, S the tokens of a sequence, m the sequences of a microbatch.
+
+
+def exchanged_elements(model: Model, layer: int, tensor: int, expert: int) -> float:
+    """Weights of one layer that replicas exchange, once: (4 H^2 + 3 H F) / TP, or (4 H^2 + 3 H F_e E / EP) / TP with
+    experts. The formula counts all experts of a device, also where no other replica has them."""
+    hidden = model.hidden
+    if model.is_dense(layer):
+        return (4 * hidden**2 + 3 * hidden * model.mlp_width) / tensor
+    return (4 * hidden**2 + 3 * hidden * model.expert_width * model.experts / expert) / tensor
+
+
+def ring_s(n_bytes: Bytes, members: int, bytes_per_s: float, latency_s: float) -> Bytes:
+    """An all-gather or a reduce-scatter of so many bytes in a ring: members - 1 steps of a part, each as long as the
+    slowest pair takes (section 3.2: with 1,024 members latency dominates)."""
+    return (members - 1) * (n_bytes / members / bytes_per_s + latency_s)
+
+
+# ---- cases ----
 
 
 class Outermost(StrEnum):
@@ -81,6 +109,11 @@ class Split(NamedTuple):
 
     def microbatches(self, topology: Topology) -> int:
         return topology.batch.sequences // (self.data * self.microbatch_sequences)
+
+    def message_bytes(self, topology: Topology) -> float:
+        """One message between two chunks, one way: 2 (H / TP) (S / CP) m bytes."""
+        width, tokens = topology.model.hidden / self.tensor, topology.batch.sequence_tokens / self.context
+        return BYTES * width * tokens * self.microbatch_sequences
 
 
 class Case(NamedTuple):
@@ -135,10 +168,9 @@ def layer_costs(topology: Topology, split: Split) -> LayerCosts:
         microbatches=split.microbatches(topology), microbatch_sequences=m, sequence_tokens=batch.sequence_tokens,
         recompute=batch.recompute, source="explored",
     )  # fmt: skip
-    server, network = (
-        topology.way(0, 0),
-        topology.zone_way if (topology.n_accelerators > topology.accelerators.per_server) else None,
-    )
+    server, network = topology.way(0, 0), None
+    if topology.n_accelerators > given.per_server:  # what two servers of one zone have
+        network = Way(given.network_gbps * 1e9 / 8, given.network_latency_us / 1e6)
     # Two all-gathers and two reduce-scatters of the activations in each direction (sequence parallel).
     sent = 4 * (tensor - 1) / tensor * own * model.hidden * BYTES
     if tensor <= given.per_server or network is None:
@@ -481,11 +513,8 @@ def collective_s(topology: Topology, case: Case, ways: KernelWays, sizes: Floats
 
 
 def _messages(topology: Topology, case: Case, ways: KernelWays) -> dict[tuple[int, int], tuple[int, int]]:
-    split = case.split
-    size = message_bytes(
-        topology.model, topology.batch.sequence_tokens, split.microbatch_sequences, split.tensor, split.context
-    )
-    found, p = {}, split.pipeline
+    size = case.split.message_bytes(topology)
+    found, p = {}, case.split.pipeline
     for stage, way in enumerate(ways.hops):
         cost = round(size / way.bytes_per_s * NS), round(way.latency_s * NS)
         found[stage, (stage + 1) % p] = found[(stage + 1) % p, stage] = cost

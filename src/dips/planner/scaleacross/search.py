@@ -37,7 +37,6 @@ from dips.planner.scaleacross.iteration import (
     ways_of,
 )
 from dips.planner.scaleacross.topology import Ints, Topology
-from dips.planner.scaleacross.traffic import message_bytes
 
 ROWS_AT_ONCE = 4096
 """Divisions that are played together: more would not fit in a processor's cache."""
@@ -167,10 +166,7 @@ def lower_bound_s(topology: Topology, case: Case) -> float:
     forward_s, backward_s = (
         float(times.sum()) * slower for times in (layers.forward_s, layers.input_gradient_s + layers.weight_gradient_s)
     )
-    size = message_bytes(
-        topology.model, topology.batch.sequence_tokens, split.microbatch_sequences, split.tensor, split.context
-    )
-    messages_s = [way.message_s(size) for way in ways.hops]
+    messages_s = [way.message_s(split.message_bytes(topology)) for way in ways.hops]
     gather_s, reduce_s = collective_s(topology, case, ways, layers.exchanged_bytes)
     first_s, last_s = float(gather_s.min()), float(reduce_s.min())  # of one layer: before and after anything else
     # The smallest chunk has this many layers at least, since no chunk has more than chunk_ratio times as many.
@@ -314,8 +310,9 @@ def explore(topology: Topology, links: bool = False) -> Explored:
     varied_ = _exploited(topology, found, links)
     chosen = _best_of_each(topology, [*found, *varied_])
     chosen.sort(key=lambda choice: (choice.seconds(links), choice.case.n_chunks))
+    present = None if topology.present is None else fastest_of(topology, *present_case(topology), links)
     return Explored(
-        topology, links, tuple(chosen), present_of(topology, links), len(bounded), len(found),
+        topology, links, tuple(chosen), present, len(bounded), len(found),
         n_explored + sum(len(one.divisions) for one in varied_),
     )  # fmt: skip
 
@@ -407,12 +404,6 @@ def present_case(topology: Topology) -> tuple[Case, list[int]]:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return case, even(layers, case.n_chunks)
-
-
-def present_of(topology: Topology, links: bool) -> Choice | None:
-    if topology.present is None:
-        return None
-    return fastest_of(topology, *present_case(topology), links)
 
 
 # ---- why -------------------------------------------------------------------------------------------------------------

@@ -251,11 +251,6 @@ class Topology:
             bytes_per_s = min(bytes_per_s, total_gbps * 1e9 / 8 / senders)
         return Way(bytes_per_s, latency_s)
 
-    @property
-    def zone_way(self) -> Way:
-        """What two servers of one zone have."""
-        return Way(self.accelerators.network_gbps * 1e9 / 8, self.accelerators.network_latency_us / 1e6)
-
     def slowest(self, here: Ints, there: Ints, senders: int = 1) -> Way:
         """The least bandwidth and the greatest latency of these pairs of accelerators."""
         given, starts = self.accelerators, self.zone_starts

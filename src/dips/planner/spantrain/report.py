@@ -87,17 +87,13 @@ class SpanTrainReport:
     def runners_up(self) -> tuple[Simulated, ...]:
         return tuple(self.found.simulated[1 : 1 + RUNNERS_UP])
 
-    def group_of_stages(self) -> list[int]:
-        """The group of each team, from 1 on."""
-        chain = self.best.chain
-        pairs = zip(chain.candidate.order, chain.insides, strict=True)
-        return [number + 1 for number, inside in pairs for _ in inside.stages]
-
     def devices(self) -> list[DeviceRow]:
         """What each device does, in the order of the pipeline."""
         found, best, work = [], self.best, self.work
         held = self.flowing.activation_bytes if self.flowing else peaks(best.timeline.schedule, best.costs)
-        for number, (stage, inside) in enumerate(zip(best.chain.stages, self.group_of_stages(), strict=True)):
+        pairs = zip(best.chain.candidate.order, best.chain.insides, strict=True)
+        groups = [group + 1 for group, inside in pairs for _ in inside.stages]
+        for number, (stage, inside) in enumerate(zip(best.chain.stages, groups, strict=True)):
             activation = best.costs.stages[number].activation
             microbatches = held[number] / activation if activation else 0.0
             found += [self._row(work, inside, number, stage, share, microbatches) for share in stage.team.shares]

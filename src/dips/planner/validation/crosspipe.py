@@ -21,7 +21,7 @@ from dips.planner.problem import Problem
 from dips.planner.schedules import CROSS_UD, SCHEDULES
 from dips.planner.simulate import simulate
 from dips.planner.sweep import GridPoint, rows_of
-from dips.planner.validation.checks import PaperCheck, holds, within
+from dips.planner.validation import PaperCheck, holds, within
 
 TOLERANCES = {"1f1b": 0.16, "zb_h1": 0.16, "UDSub": 0.18}
 """The allowed error as a part of the published number; other columns are for information."""
