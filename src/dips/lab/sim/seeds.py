@@ -219,11 +219,6 @@ def _faults_that_never_fired(totals: Totals, *, ranks: bool) -> list[str]:
     return said
 
 
-def reasons_of(counts: RunCounts) -> Mapping[str, str]:
-    """Planned faults of one run that did not strike, with the reasons."""
-    return {kind: why for kind, why in sorted(counts.idle)}
-
-
 # ---- seeds -----------------------------------------------------------------------------------------------------------
 
 
@@ -286,7 +281,7 @@ def tell(seed: int, trace: bool, pushers: tuple[int, ...] = (), later: tuple[int
         f"{outcome.virtual_s:.1f} s of virtual time, {outcome.events} events, trace {outcome.trace_hash}"
     )
     print("faults fired: " + (", ".join(f"{name} {n}" for name, n in outcome.fired.items()) or "none"))
-    for kind, why in reasons_of(outcome.counts).items():
+    for kind, why in dict(sorted(outcome.counts.idle)).items():
         print(f"planned, and not fired: {kind}: {why}")
     for sentence in outcome.violations:
         print(f"VIOLATED: {sentence}")
