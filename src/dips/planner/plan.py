@@ -69,7 +69,11 @@ def effects_of(problem: Problem, ranked: Sequence[Candidate]) -> Iterator[Change
             ("bandwidth between sites x 2", problem.with_links(bandwidth=2)),
             ("latency between sites / 2", problem.with_links(latency=0.5)),
         ]
-    changes.append(("memory of activations x 2", _more_activations(problem)))
+    more = 2.0
+    if problem.setup.profile is None or problem.setup.profile.memory_microbatches is None:
+        memory = min(site.memory_gib for site in problem.setup.sites if site.memory_gib is not None) * 2**30
+        more -= max(problem.state_bytes(problem.uniform())) / memory
+    changes.append(("memory of activations x 2", problem.with_memory(more)))
     half, sites = problem.n_devices // 2, problem.setup.sites
     if all(in_proportion([site.devices for site in sites], half)) and not any(site.stages for site in sites):
         changes.append((f"{half} stages, the other devices free", problem.with_training(pipeline=half)))
@@ -79,15 +83,6 @@ def effects_of(problem: Problem, ranked: Sequence[Candidate]) -> Iterator[Change
         each = _near_the_front(other, ranked) * problem.n_microbatches / other.n_microbatches
         found.append(ChangeEffect(change, max(0.0, 1 - each / before)))  # a change that does not help need not be used
     yield from sorted(found, key=lambda effect: -effect.saved)
-
-
-def _more_activations(problem: Problem) -> Problem:
-    if problem.setup.profile is not None and problem.setup.profile.memory_microbatches is not None:
-        return problem.with_memory(2)
-    division = problem.uniform()
-    held = max(problem.state_bytes(division))
-    site = min(site.memory_gib for site in problem.setup.sites if site.memory_gib is not None) * 2**30
-    return problem.with_memory((2 * site - held) / site)
 
 
 def _near_the_front(problem: Problem, ranked: Sequence[Candidate]) -> float:

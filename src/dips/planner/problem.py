@@ -400,7 +400,12 @@ def regrouped(problem: Problem, groups: int) -> Problem:
             )
     sites = tuple(_together(setup, each, width == 1) for each in members)
     inner = replace(setup, sites=sites, links=tuple(_links_of(setup, members, sites)))
-    return replace(problem, setup=inner, rings=tuple(_ring_of(setup, each) for each in members))
+    rings = []
+    for each in members:
+        pairs = zip(each, (*each[1:], each[0]), strict=True)
+        ways = [setup.link(setup.sites[a].name, setup.sites[b].name) for a, b in pairs]
+        rings.append(ReplicaRing(each, min(way.bytes_per_s for way in ways), max(way.latency_ms for way in ways) / 1e3))
+    return replace(problem, setup=inner, rings=tuple(rings))
 
 
 def _together(setup: ClusterFile, each: Sequence[int], alone: bool) -> Site:
@@ -446,12 +451,6 @@ def _slowest(setup: ClusterFile, pairs: Sequence[tuple[int, int]]) -> Link | Non
         return None
     latency_ms = max(link.latency_ms for link in found)
     return min(found, key=lambda link: link.bytes_per_s).model_copy(update={"latency_ms": latency_ms})
-
-
-def _ring_of(setup: ClusterFile, members: tuple[int, ...]) -> ReplicaRing:
-    pairs = zip(members, (*members[1:], members[0]), strict=True)
-    links = [setup.link(setup.sites[a].name, setup.sites[b].name) for a, b in pairs]
-    return ReplicaRing(members, min(link.bytes_per_s for link in links), max(link.latency_ms for link in links) / 1e3)
 
 
 # ---- problem file ----------------------------------------------------------------------------------------------------

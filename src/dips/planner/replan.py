@@ -104,21 +104,16 @@ def replan(running: Running, measured: MeasuredFile, limits: Limits) -> ReplanVe
     fits."""
     whole = with_measured_links(running.problem, measured)
     problem = with_measured_stages(regrouped(whole, running.groups), running.division, running.places, measured)
-    plan = _as_of_file(make_plan(pipelines_of(problem), sensitivity=False), running, whole)
+    plan = make_plan(pipelines_of(problem), sensitivity=False)
+    if running.groups > 1:  # with the problem of the file, and names that say where replicas are
+        named = tuple(replace(one, name=f"dp/{one.name}") for one in plan.candidates)
+        plan = replace(plan, problem=whole.with_paces(plan.problem.paces), candidates=named)
     new = plan.chosen
     swap = swap_cost(problem, running, new, limits.pause_s)
     planned_s = running.iteration_s(regrouped(running.problem, running.groups))
     now_s = running.iteration_s(problem)
     break_even, advised, why = decide(now_s, new.iteration_s, swap.seconds, limits)
     return ReplanVerdict(plan, planned_s, now_s, swap, break_even, advised, why)
-
-
-def _as_of_file(plan: Plan, running: Running, whole: Problem) -> Plan:
-    """The candidates with the problem of the file, and with names that say where replicas are."""
-    if running.groups == 1:
-        return plan
-    named = tuple(replace(one, name=f"dp/{one.name}") for one in plan.candidates)
-    return replace(plan, problem=whole.with_paces(plan.problem.paces), candidates=named)
 
 
 def decide(now_s: float, new_s: float, swap_s: float, limits: Limits) -> tuple[int | None, bool, str]:

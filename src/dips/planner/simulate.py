@@ -115,11 +115,6 @@ class Timeline:
         return self.ends[device][-1] - self.starts[device][0]
 
     @property
-    def stage0_span_ns(self) -> int:
-        """The span of the device with the first stage."""
-        return self.span_ns(self.schedule.device_of_stage[0])
-
-    @property
     def device_span_ns(self) -> int:
         """The largest span of one device."""
         return max(self.span_ns(device) for device in range(self.schedule.n_devices) if self.starts[device])
@@ -164,7 +159,8 @@ def simulate_fleet(schedules: Sequence[Schedule], costs: Costs) -> Fleet:
 def _timelines(schedules: Sequence[Schedule], costs: Costs, in_turn: bool, blocking: bool) -> tuple[Timeline, ...]:
     program = compile_program(schedules, costs)
     run = Run(program, in_turn, blocking)
-    n, at = schedules[0].n_devices, program.operations_before(run.at)
+    n = schedules[0].n_devices
+    at = [index - sum(p < index for p in pauses) for index, pauses in zip(run.at, program.pauses, strict=True)]
     mine = [slice(replica * n, replica * n + n) for replica in range(len(schedules))]
     for replica, schedule in enumerate(schedules):
         waiting = [
@@ -273,10 +269,6 @@ class Program(NamedTuple):
             for index in reversed(pauses):
                 del row[index]
         return found
-
-    def operations_before(self, at: Sequence[int]) -> list[int]:
-        """How many operations precede index at[d] on each device."""
-        return [index - sum(p < index for p in pauses) for index, pauses in zip(at, self.pauses, strict=True)]
 
 
 def compile_program(schedules: Sequence[Schedule], costs: Costs) -> Program:

@@ -243,7 +243,7 @@ def _row(
         schedule=name,
         makespan=timeline.makespan_ns / NS,
         device_span=timeline.device_span_ns / NS,
-        stage0_span=timeline.stage0_span_ns / NS,
+        stage0_span=timeline.span_ns(schedule.device_of_stage[0]) / NS,
         peak_activations=max(peaks(schedule, costs)) / ACTIVATION,
         lower_bound=None if lower_bound_ns is None else lower_bound_ns / NS,
         makespan_low=low,

@@ -110,9 +110,9 @@ def test_whole_shares_are_the_fastest_of_all() -> None:
 
 def test_a_microbatch_needs_a_sequence_for_each_device() -> None:
     setup = problem([{"name": "a", "devices": 7, "network_gbps": 10, "sustained_tflops": 1}], [], layers=6)
-    assert not planned(setup, 6).has_teams(0)
-    assert planned(setup, 7).has_teams(0)
-    assert planned(setup, 6, rules=SecondLevelRules(idle=True)).has_teams(0)
+    assert not all(planned(setup, 6).lines[0][0])
+    assert all(planned(setup, 7).lines[0][0])
+    assert all(planned(setup, 6, rules=SecondLevelRules(idle=True)).lines[0][0])
 
 
 def test_equal_devices_choose_tensor_or_data_parallel_by_what_is_sent() -> None:

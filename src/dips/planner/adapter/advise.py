@@ -88,7 +88,10 @@ def advise(running: Running, measured: MeasuredFile, before: AdapterState | None
     problem = with_measured_links(running.problem, measured)
     rules = rules_of(running, with_measured_stages(problem, running.division, running.places, measured))
     start = rules.start if before is None else before
-    _check_before(rules, start)
+    whole = rules.pipeline.sequences
+    good = all(1 <= n <= whole for sizes in start.sizes for n in sizes) and all(level >= 0 for level in start.levels)
+    if not good or len(start.sizes) != len(rules.pipeline.whole) or len(start.levels) != len(rules.borders):
+        raise ConfigError("--before is an answer for another plan: give one for this plan, or leave it out")
     state = rules.measured(start, {border.link: WHOLE for border in rules.borders})
     with_ns, without_ns = (rules.forecast(sizes, state.rates).span_ns for sizes in (state.sizes, rules.pipeline.whole))
     return Advice(running, rules, state, start.sizes, with_ns, without_ns)
@@ -181,13 +184,6 @@ def read_before(text: str, where: str) -> AdapterState:
         ) from error
     n = len(levels)
     return AdapterState(sizes, (WHOLE,) * n, levels, (Window(),) * n, tuple(level > 0 for level in levels))
-
-
-def _check_before(rules: Rules, state: AdapterState) -> None:
-    whole = rules.pipeline.sequences
-    good = all(1 <= n <= whole for sizes in state.sizes for n in sizes) and all(level >= 0 for level in state.levels)
-    if not good or len(state.sizes) != len(rules.pipeline.whole) or len(state.levels) != len(rules.borders):
-        raise ConfigError("--before is an answer for another plan: give one for this plan, or leave it out")
 
 
 # ---- as JSON ---------------------------------------------------------------------------------------------------------

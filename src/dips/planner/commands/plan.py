@@ -60,7 +60,6 @@ from dips.planner.replan import Limits, Running, read_measured, read_running, ve
 from dips.planner.replan import replan as decide_to_replan
 from dips.planner.scaleacross.report import report_of
 from dips.planner.scaleacross.topology import read_topology
-from dips.planner.simulate import Timeline
 from dips.planner.sweep import cases, check_compared, draw_maps, panels
 from dips.planner.tradeoff import tradeoff as split_all_ways
 from dips.planner.tradeoff import tradeoff_json
@@ -576,7 +575,13 @@ def show(
     whole = api.is_plan(text)
     timeline = api.planned(text, str(file)) if whole else api.played(text, str(file), latency)
     if as_json:
-        print(json.dumps(_timeline_json(timeline)))
+        rows = zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True)
+        devices = [
+            [{"op": str(op), "start": start / NS, "end": end / NS} for op, start, end in zip(*row, strict=True)]
+            for row in rows
+        ]
+        found = {"makespan": timeline.makespan_ns / NS, "bubble_fraction": timeline.bubble_fraction}
+        print(json.dumps({**found, "devices": devices}))
         return 0
     makespan_ns = timeline.makespan_ns
     print("\n".join(grid_text(timeline, -(-makespan_ns // 100) if whole else NS // 2)))
@@ -672,15 +677,3 @@ def _print(
 
 def _written(folder: Path | None, names: Iterable[str]) -> list[Path]:
     return [] if folder is None else [folder / name for name in names]
-
-
-def _timeline_json(timeline: Timeline) -> dict[str, object]:
-    rows = zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True)
-    return {
-        "makespan": timeline.makespan_ns / NS,
-        "bubble_fraction": timeline.bubble_fraction,
-        "devices": [
-            [{"op": str(op), "start": start / NS, "end": end / NS} for op, start, end in zip(*row, strict=True)]
-            for row in rows
-        ],
-    }

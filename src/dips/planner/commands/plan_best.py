@@ -176,7 +176,12 @@ def _pipelines(
                 check_parallelism(inner.setup)
                 names = schedules if stages > 1 else ("1f1b",)  # one stage has nothing to order
                 inner = with_scaled_profile(timed, inner).with_options(schedules=list(names))
-                found.append(_of_plan(make_plan(inner, sensitivity=False)))
+                plan = make_plan(inner, sensitivity=False)
+                where = ", whole pipelines at each site" if groups > 1 else ""
+                what = f"{plan.chosen.name}, {count(stages, 'stage')} x {count(data, 'replica')}{where}"
+                found.append(
+                    SystemAnswer.of_batch(System.CROSSPIPE, what, plan.problem.setup, plan.chosen.iteration_s, plan)
+                )
             except ConfigError as error:
                 reasons.append(str(error))
     if not found:
@@ -187,13 +192,6 @@ def _pipelines(
         )
         raise ConfigError(f"{_names(here)}{alone} cannot train the model: {(reasons or [unsplit])[0]}")
     yield max(found, key=lambda one: one.tokens_per_s)
-
-
-def _of_plan(plan: Plan) -> SystemAnswer:
-    setup = plan.problem.setup
-    what = f"{plan.chosen.name}, {count(setup.training.pipeline, 'stage')} x {count(setup.training.data, 'replica')}"
-    whole = ", whole pipelines at each site" if plan.problem.groups > 1 else ""
-    return SystemAnswer.of_batch(System.CROSSPIPE, what + whole, setup, plan.chosen.iteration_s, plan)
 
 
 def as_measured_at(problem: Problem, site: int) -> Problem:

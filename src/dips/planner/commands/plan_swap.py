@@ -252,13 +252,17 @@ def _measured_links(
 ) -> list[dict[str, Any]]:
     ways = defaultdict[tuple[str, str], _Way](lambda: _Way([], []))
     for iterations in zip(*(report.iterations for report in reports), strict=True):
-        sent: dict[Arrival | None, tuple[int, Sent]] = {
-            _arrival(one): (rank, one) for rank, row in enumerate(iterations) for one in row.sent
-        }
+        sent = dict[tuple[bool, int, int], tuple[int, Sent]]()  # by direction, stage that takes it and microbatch
+        for rank, row in enumerate(iterations):
+            for one in row.sent:
+                op = Op.parse(one.cell)
+                forward = op.kind is Kind.F
+                sent[forward, op.stage + (1 if forward else -1), op.microbatch] = rank, one
         for rank, (order, row) in enumerate(zip(source.schedule.orders, iterations, strict=True)):
             ended = None
             for op, (start, end) in zip(order, row.times, strict=True):
-                sender, message = sent.get(_need(op), (rank, None))
+                needed = op.kind is Kind.F, op.stage, op.microbatch
+                sender, message = (rank, None) if op.kind is Kind.W else sent.get(needed, (rank, None))
                 if message is not None and source.sites[sender] != source.sites[rank]:
                     way = ways[source.sites[sender], source.sites[rank]]
                     way.busy.append(message.freed_ns - message.start_ns)
@@ -280,20 +284,6 @@ def _measured_links(
                 }
             )
     return rows
-
-
-Arrival = tuple[bool, int, int]
-"""A message by what it is for: whether a forward pass, the stage that takes it, the microbatch."""
-
-
-def _arrival(sent: Sent) -> Arrival:
-    op = Op.parse(sent.cell)
-    return op.kind is Kind.F, op.stage + (1 if op.kind is Kind.F else -1), op.microbatch
-
-
-def _need(op: Op) -> Arrival | None:
-    """The message that an operation takes, if one is sent for it."""
-    return None if op.kind is Kind.W else (op.kind is Kind.F, op.stage, op.microbatch)
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------

@@ -76,7 +76,17 @@ def decision_text(decision: SystemChoice) -> Iterator[str | Table]:
     if len(decision.answers) + len(decision.refused) > 1:
         yield f"{'where all sites train, ' if decision.ways else ''}use {use.system.value}: {use.what}"
         yield from (f"  {sentence}" for sentence in decision.why)
-        yield _systems_table(decision)
+        table = table_of(("system", "how"), ("iteration", "tokens/s", "of the best"))
+        best = decision.answers[0].tokens_per_s
+        for answer in decision.answers:
+            table.add_row(
+                answer.system.value,
+                answer.what,
+                "asynchronous" if answer.iteration_s is None else format_seconds(answer.iteration_s),
+                f"{answer.tokens_per_s:,.0f}",
+                f"{answer.tokens_per_s / best:.1%}",
+            )
+        yield table
     for answer in decision.answers:
         yield f"{answer.system.value} cannot see: {CANNOT_SEE[answer.system]}"
     for no in decision.refused:
@@ -238,16 +248,12 @@ def sweep_text(
     for panel in maps:
         note = "" if panel.over_fits else f" ({panel.over} itself does not fit)"
         yield f"{panel.title}: the best, and how many times faster than {panel.over}{note}"
-        yield _map_table(panel)
+        # A column for each bandwidth, a line for each latency, the longest first, as in the picture.
+        table = table_of((), ["latency \\ bandwidth", *(f"{bandwidth:g}" for bandwidth in panel.bandwidths)])
+        for latency, cells in zip(reversed(panel.latencies), reversed(panel.cells), strict=True):
+            table.add_row(f"{latency:g}", *(f"{cell.schedule} {cell.times_faster:.2f}x" for cell in cells))
+        yield table
     yield calibration_text(error)
-
-
-def _map_table(panel: Panel) -> Table:
-    """A map as a table: a column for each bandwidth, a line for each latency, the longest first, as in the picture."""
-    table = table_of((), ["latency \\ bandwidth", *(f"{bandwidth:g}" for bandwidth in panel.bandwidths)])
-    for latency, cells in zip(reversed(panel.latencies), reversed(panel.cells), strict=True):
-        table.add_row(f"{latency:g}", *(f"{cell.schedule} {cell.times_faster:.2f}x" for cell in cells))
-    return table
 
 
 def grid_text(timeline: Timeline, column_ns: int) -> Iterable[str]:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from dips.core.config import Knobs, SettingsFile
+from dips.core.config import Knobs
 from dips.core.errors import ConfigError
 from dips.planner.cluster import ClusterFile
 from dips.planner.model import (
@@ -286,11 +286,7 @@ class Topology:
 
 def read_topology(name: str | Path) -> Topology:
     """Read a file, or a shipped one by its name. Raises ConfigError, which names file and key."""
-    return topology_of(read_own_or_shipped(name, "topologies", "topologies", TABLES))
-
-
-def topology_of(file: SettingsFile) -> Topology:
-    """Check the tables of a file. Raises ConfigError."""
+    file = read_own_or_shipped(name, "topologies", "topologies", TABLES)
     for name in ("model", "accelerators", "zones", "buildings", "batch", "network"):
         if name not in file.tables:
             brackets = f"[[{name}]]" if name in ("zones", "buildings") else f"[{name}]"

@@ -264,7 +264,10 @@ def teams_of(work: Work, parts: Sequence[GroupPart], alike: bool, rules: SecondL
         if alike or even:
             found = list(_symmetric(work, used, idle, even, most))
         else:
-            found = [*_data_parallel(work, used, idle, most), *_grid(work, used, idle)]
+            found = list(_grid(work, used, idle))
+            if devices_in(used) <= most:
+                sites = [part.site for part in used for _ in range(part.devices)]
+                found.insert(0, _shared(work, DATA, sites, tuple(_power(work, site) for site in sites), idle, 1))
         allowed = [team for team in found if rules.idle or team.working + team.left_out == devices_in(parts)]
         yield from (replace(team, strict=strict) for team in allowed)
         strict = strict or not allowed
@@ -285,13 +288,6 @@ def _symmetric(
         sites = [part.site for part in used for _ in range(part.devices // parts)]
         powers = tuple(1.0 if even else _power(work, site) for site in sites)
         yield _shared(work, SYMMETRIC, sites, powers, idle, parts)
-
-
-def _data_parallel(work: Work, used: Sequence[GroupPart], idle: Sequence[GroupPart], most: float) -> Iterator[Team]:
-    if devices_in(used) > most:
-        return
-    sites = [part.site for part in used for _ in range(part.devices)]
-    yield _shared(work, DATA, sites, tuple(_power(work, site) for site in sites), idle, 1)
 
 
 def _shared(
@@ -382,10 +378,6 @@ class Planner:
         self._tables: dict[tuple[int, int], tuple[list[float], list[list[int]]]] = {}
         # by the identity of a team's ways, which self.lines keeps
         self._sides: dict[tuple[int, int, int], tuple[float, TeamStage | None]] = {}
-
-    def has_teams(self, group: int) -> bool:
-        """Whether the devices of a group can share a microbatch at all, whatever their memory."""
-        return any(all(line) for line in self.lines[group])
 
     def inside(self, group: int, first: int, last: int) -> Inside | None:
         """The best way for a group to hold these units; None where they do not fit."""

@@ -499,7 +499,7 @@ def why_not(level: Level) -> str:
         return f"{where}: {n} groups are more than {work.units} layers: lower --threshold, or use fewer sites"
     for number, group in enumerate(level.groups, 1):
         names = ", ".join(dict.fromkeys(setup.sites[part.site].name for part in group.parts))
-        if not level.planner.has_teams(number - 1):
+        if not any(map(all, level.planner.lines[number - 1])):
             return (
                 f"{where}: the {group.devices} devices of group {number} ({names}) cannot each have a sequence of a "
                 "microbatch: use larger microbatches, or let devices be idle"
