@@ -122,7 +122,13 @@ def rules_of(running: Running, problem: Problem) -> Rules:
             f"{where}: replicas take turns on a link, which the adapter does not play: make the plan with "
             'replicas = "fair" in [options]'
         )
-    pipeline = _pipeline_of(running, problem)
+    costs, schedule = problem.costs(running.division, running.places), running.schedules[0]
+    limits = tuple(problem.limits(running.division, running.places)) if running.name == COMPACT else None
+    sequences, profiled = problem.setup.training.microbatch_sequences, _profiled(running, problem)
+    try:
+        pipeline = Pipeline(schedule, costs, sequences, profiled, limits)
+    except ConfigError as error:
+        raise ConfigError(f"{running.problem.setup.file}: {error}") from None
     sites, links = problem.setup.sites, dict[int, tuple[tuple[str, str], float]]()
     for left, right in pairwise(running.places):
         for a, b in ((left, right), (right, left)):
@@ -132,19 +138,6 @@ def rules_of(running: Running, problem: Problem) -> Rules:
                 name = (sites[here].name, sites[there].name)
                 links[here * len(sites) + there] = (name, link.bandwidth_gbps / link.oversubscription)
     return Rules(pipeline, borders_of(pipeline, links))
-
-
-def _pipeline_of(running: Running, problem: Problem) -> Pipeline:
-    costs = problem.costs(running.division, running.places)
-    limits = None
-    if running.name == COMPACT:
-        limits = tuple(problem.limits(running.division, running.places))
-    schedule, sequences = running.schedules[0], problem.setup.training.microbatch_sequences
-    profiled = _profiled(running, problem)
-    try:
-        return Pipeline(schedule, costs, sequences, profiled, limits)
-    except ConfigError as error:
-        raise ConfigError(f"{running.problem.setup.file}: {error}") from None
 
 
 def _profiled(running: Running, problem: Problem) -> tuple[tuple[int, tuple[StageCost, ...]], ...]:

@@ -31,7 +31,6 @@ from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.plan import read_plan, ready_folder, writing
 from dips.planner.run.links import (
     GRADIENT_TOLERANCE,
-    Iteration,
     PlanJob,
     RankLink,
     RankReport,
@@ -466,20 +465,18 @@ def ranks_folder(out: Path | None) -> Iterator[Path]:
 
 def timelines(source: PlanSource, reports: Sequence[RankReport]) -> tuple[Timeline, ...]:
     """A timeline for each timed iteration, from what all ranks have noted."""
-    rounds = zip(*(report.iterations for report in reports), strict=True)
-    return tuple(_timeline(source, iterations) for iterations in rounds)
-
-
-def _timeline(source: PlanSource, iterations: Sequence[Iteration]) -> Timeline:
-    first = min(one.times[0][0] for one in iterations)
-    starts = tuple(tuple(start - first for start, _ in one.times) for one in iterations)
-    ends = tuple(tuple(end - first for _, end in one.times) for one in iterations)
-    messages = tuple(
-        SimulatedMessage(Op.parse(sent.cell), rank, sent.target, *(ns - first for ns in sent[2:]))
-        for rank, one in enumerate(iterations)
-        for sent in one.sent
-    )
-    return Timeline(source.schedule, starts, ends, messages)
+    found = []
+    for iterations in zip(*(report.iterations for report in reports), strict=True):
+        first = min(one.times[0][0] for one in iterations)
+        starts = tuple(tuple(start - first for start, _ in one.times) for one in iterations)
+        ends = tuple(tuple(end - first for _, end in one.times) for one in iterations)
+        messages = tuple(
+            SimulatedMessage(Op.parse(sent.cell), rank, sent.target, *(ns - first for ns in sent[2:]))
+            for rank, one in enumerate(iterations)
+            for sent in one.sent
+        )
+        found.append(Timeline(source.schedule, starts, ends, messages))
+    return tuple(found)
 
 
 def part_of(source: PlanSource, predicted: Timeline, reports: Sequence[RankReport]) -> dict[str, Any]:

@@ -103,20 +103,6 @@ def decision_text(decision: SystemChoice) -> Iterator[str | Table]:
         yield from plan_text(decision.plan)
 
 
-def _systems_table(decision: SystemChoice) -> Table:
-    table = table_of(("system", "how"), ("iteration", "tokens/s", "of the best"))
-    best = decision.answers[0].tokens_per_s
-    for answer in decision.answers:
-        table.add_row(
-            answer.system.value,
-            answer.what,
-            "asynchronous" if answer.iteration_s is None else format_seconds(answer.iteration_s),
-            f"{answer.tokens_per_s:,.0f}",
-            f"{answer.tokens_per_s / best:.1%}",
-        )
-    return table
-
-
 def plan_text(plan: Plan) -> Iterator[str | Table]:
     """A plan: what was chosen, its stages and links, what else was tried, and what would help."""
     setup, chosen = plan.problem.setup, plan.chosen
@@ -408,7 +394,12 @@ def spantrain_text(found: SpanTrainReport) -> Iterator[str | Table]:
         f"({interval_text(found.iteration_s, None if setup.profile is None else setup.profile.error)}), "
         f"{found.samples_per_s:.4g} samples/s; Equation 1: {format_seconds(found.equation_s)}"
     )
-    yield _spantrain_groups(found)
+    chain, (slowest, _) = found.best.chain, slowest_stage(found)
+    table = table_of(("group",), ("layers", "filling", "running", "waiting", "collectives", "Equation 1"))
+    for number, n_layers, terms in zip(chain.candidate.order, chain.candidate.layers, chain.terms, strict=True):
+        name = f"{number + 1}{' (slowest)' if number + 1 == slowest else ''}"
+        table.add_row(name, str(n_layers), *map(format_seconds, (*terms, terms.total_s)))
+    yield table
     table = table_of(
         ("stage", "group", "devices", "how they share"),
         ("layers", "sequences", "of a microbatch", "of a layer", "weights and optimizer", "activations", "of"),
@@ -438,16 +429,6 @@ def spantrain_text(found: SpanTrainReport) -> Iterator[str | Table]:
     yield "what SpanTrain does not see or say:"
     for sentence in found.unseen:
         yield f"  {sentence}"
-
-
-def _spantrain_groups(found: SpanTrainReport) -> Table:
-    chain, (slowest, _) = found.best.chain, slowest_stage(found)
-    table = table_of(("group",), ("layers", "filling", "running", "waiting", "collectives", "Equation 1"))
-    rows = zip(chain.candidate.order, chain.candidate.layers, chain.terms, strict=True)
-    for number, layers, terms in rows:
-        name = f"{number + 1}{' (slowest)' if number + 1 == slowest else ''}"
-        table.add_row(name, str(layers), *map(format_seconds, (*terms, terms.total_s)))
-    return table
 
 
 def _spantrain_others(found: SpanTrainReport) -> Table:
