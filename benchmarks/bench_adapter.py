@@ -19,8 +19,9 @@ from typing import Any
 
 from dips.planner.adapter.decide import AdapterComparison, compare
 from dips.planner.adapter.pieces import LinkMessage
-from dips.planner.adapter.traces import WHOLE, Channel, shipped_traces
+from dips.planner.adapter.traces import WHOLE, Channel
 from dips.planner.costs import NS
+from dips.planner.model import shipped
 from dips.planner.validation.spantrain import NOMINAL, ORDERS, OVERHEADS_MS, Setting, setting
 
 
@@ -79,7 +80,7 @@ def random_rows(pipelines: int, seed: int) -> list[dict[str, Any]]:
 def traced_rows() -> list[dict[str, Any]]:
     return [
         {"overhead_ms": operation_ms, "order": order, "message": nominal}
-        | {trace: setting(order, nominal, operation_ms).compared(trace).speedup for trace in shipped_traces()}
+        | {trace: setting(order, nominal, operation_ms).compared(trace).speedup for trace in shipped("traces")}
         for operation_ms in OVERHEADS_MS
         for order in ORDERS
         for nominal in NOMINAL

@@ -15,10 +15,10 @@ import sys
 import time
 from dataclasses import replace
 
+from dips.core.errors import ConfigError
 from dips.planner.api import pose
 from dips.planner.commands.plan_best import System
 from dips.planner.commands.plan_systems import decide
-from dips.planner.errors import PlanError
 from dips.planner.problem import Problem
 
 NEAR = 0.001
@@ -70,7 +70,7 @@ def counted(problem: Problem) -> tuple[float, str]:
     """What the advice is worth, in tokens a second of synchronous training, and its name; 0 where there is none."""
     try:
         found = decide(problem, tuple(System), sensitivity=False)
-    except PlanError as error:
+    except ConfigError as error:
         return 0.0, str(error)
     if found.ways is not None:
         return found.ways.counted(found.ways.take) / 86_400, found.ways.take.name

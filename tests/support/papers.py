@@ -9,7 +9,7 @@ from papers.findings import shown
 from papers.planning import Checks
 from support.repository import ROOT
 
-from dips.planner.validation.checks import PaperCheck
+from dips.planner.validation import PaperCheck
 
 SOURCES_OF_DI_PS = {source.name: source for source in SOURCES}
 

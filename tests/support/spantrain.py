@@ -8,10 +8,10 @@ from itertools import combinations, pairwise, permutations
 from typing import Any, NamedTuple
 
 from dips.core.config import SettingsFile
-from dips.planner.cluster import ClusterFile, setup_of
+from dips.planner.cluster import ClusterFile, divisors, setup_of
 from dips.planner.grouping import Group, group, measured_of
 from dips.planner.spantrain.inside import DEFAULT_RULES, SecondLevelRules
-from dips.planner.spantrain.search import Chain, FirstLevelChoice, Level, divisors, least_s, simulated
+from dips.planner.spantrain.search import Chain, FirstLevelChoice, Level, least_s, simulated
 from dips.planner.spantrain.work import work_of
 
 WAN_GBPS, LAN_GBPS = (0.02, 0.05, 0.1, 0.2), (0.5, 1, 4, 10)

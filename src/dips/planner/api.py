@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from dips.core.errors import ConfigError
 from dips.planner.cluster import read_setup
 from dips.planner.costs import uniform
-from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule
 from dips.planner.plan import Plan, make_plan, read_plan, ready_folder, write_plan
 from dips.planner.problem import Problem
@@ -77,7 +77,7 @@ def pose(setup: str | Path, seconds: float | None = None) -> Problem:
     if seconds is None:
         return problem
     if not 0 <= seconds <= MOST_SECONDS:
-        raise PlanError(f"{seconds:g} seconds are not a valid time for a solver: give 0 to {MOST_SECONDS:g}")
+        raise ConfigError(f"{seconds:g} seconds are not a valid time for a solver: give 0 to {MOST_SECONDS:g}")
     return problem.with_options(solver_s=seconds)
 
 
@@ -123,12 +123,12 @@ def calibrated(profile: str | Path | None, operation_ms: float | None) -> SweepO
     if profile is None and operation_ms is None:
         return UNCALIBRATED
     if profile is None or operation_ms is None:
-        raise PlanError("overheads of a sweep need --profile and --operation-ms, the time of T_F: give both or none")
+        raise ConfigError("overheads of a sweep need --profile and --operation-ms, the time of T_F: give both or none")
     if not 0 < operation_ms <= MOST_MS:
-        raise PlanError(f"--operation-ms {operation_ms:g} is no time of T_F: give more than 0, up to {MOST_MS:g}")
+        raise ConfigError(f"--operation-ms {operation_ms:g} is no time of T_F: give more than 0, up to {MOST_MS:g}")
     calibration = read_profile(Path(profile)).calibration
     if calibration is None:
-        raise PlanError(
+        raise ConfigError(
             f"{profile} has no [calibration]: fit it with dips plan calibrate PLAN MEASURED --out {profile}"
         )
     return overheads_of(calibration, operation_ms)
@@ -137,7 +137,7 @@ def calibrated(profile: str | Path | None, operation_ms: float | None) -> SweepO
 def swept(grid: Iterable[GridPoint], optimal: bool, seconds: float) -> Iterator[SweepRow]:
     """The rows of each case, one case after another. Raises ConfigError."""
     if not 0 < seconds <= MOST_SECONDS:
-        raise PlanError(
+        raise ConfigError(
             f"{seconds:g} seconds are not a valid time for a solver: give more than 0, up to {MOST_SECONDS:g}"
         )
     return (row for case in grid for row in rows_of(case, seconds if optimal else 0.0))
@@ -171,12 +171,14 @@ def planned(text: str, where: str) -> Timeline:
 
 def error_of(text: str, where: str) -> float | None:
     """The error of the calibration that a plan.json was made with, as a fraction; None: it has none. Raises
-    PlanError."""
+    ConfigError."""
     error = json.loads(text).get("calibration_error")
     if error is None:
         return None
     if isinstance(error, bool) or not isinstance(error, int | float) or not 0 <= error <= MOST_ERROR:
-        raise PlanError(f"{where}: calibration_error = {error!r}: make the plan again with dips plan FILE --out FOLDER")
+        raise ConfigError(
+            f"{where}: calibration_error = {error!r}: make the plan again with dips plan FILE --out FOLDER"
+        )
     return float(error)
 
 
@@ -202,20 +204,20 @@ def named(file: str) -> Iterator[None]:
     """Add the file's name to the error about a schedule."""
     try:
         yield
-    except PlanError as error:
-        raise PlanError(f"{file}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
 
 
 def read_text(file: Path, kind: str = "schedule", remedy: str = "give a plan.json or a schedule like plan.csv") -> str:
-    """Read the text of a plan or schedule. Raises PlanError, which says what the file should be and ends with the
+    """Read the text of a plan or schedule. Raises ConfigError, which says what the file should be and ends with the
     remedy."""
     try:
         with file.open("rb") as stream:
             text = stream.read(MOST_BYTES + 1).decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise PlanError(f"{file} cannot be read as a {kind}: it is not text: {remedy}") from None
+        raise ConfigError(f"{file} cannot be read as a {kind}: it is not text: {remedy}") from None
     except OSError as error:
-        raise PlanError(f"{file} cannot be read as a {kind}: {error.strerror}: {remedy}") from error
+        raise ConfigError(f"{file} cannot be read as a {kind}: {error.strerror}: {remedy}") from error
     if len(text) > MOST_BYTES:
-        raise PlanError(f"{file} has more than {MOST_BYTES} bytes, so it is not a {kind}: {remedy}")
+        raise ConfigError(f"{file} has more than {MOST_BYTES} bytes, so it is not a {kind}: {remedy}")
     return text

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dips.core.errors import ConfigError
 from dips.core.units import format_seconds
 from dips.planner.costs import NS, Costs
-from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule
 from dips.planner.simulate import Timeline, simulate
 
@@ -87,10 +87,10 @@ def fit_overheads(schedule: Schedule, costs: Costs, iterations: Sequence[Measure
     does not, `joined` says why, and the overhead of an operation alone is fitted. Medians make one slow iteration
     harmless. Without times of operations the spans of the iterations are compared.
 
-    Raises PlanError without iterations, and for a schedule that costs do not fit or that takes no time.
+    Raises ConfigError without iterations, and for a schedule that costs do not fit or that takes no time.
     """
     if not iterations:
-        raise PlanError("no iteration was measured: give at least one")
+        raise ConfigError("no iteration was measured: give at least one")
     pure = costs.with_overheads(0, 0, ())
     whole = all(one.ends_ns for one in iterations)
     measured = [_flat(one.ends_ns) if whole else np.array([float(one.span_ns)]) for one in iterations]
@@ -110,7 +110,7 @@ def fit_overheads(schedule: Schedule, costs: Costs, iterations: Sequence[Measure
     fitted = _least_squares(times, target, 1 if joined else 2)
     uncalibrated_ns, fitted_ns = predicted(np.zeros(2)).makespan_ns, predicted(fitted).makespan_ns
     if not uncalibrated_ns:
-        raise PlanError("the plan takes no time: nothing can be calibrated with it")
+        raise ConfigError("the plan takes no time: nothing can be calibrated with it")
     return OverheadFit(
         overhead_per_op_s=float(fitted[0]) / NS,
         overhead_per_message_s=float(fitted[1]) / NS,
@@ -251,29 +251,29 @@ def measured_json(source: str, forward_ms: float | None, measured: Sequence[Time
 
 
 def read_measured_run(text: str, where: str, schedule: Schedule) -> MeasuredRun:
-    """Read the file of a run of `schedule`, whose parts are stages. Raises PlanError, which names file and key."""
+    """Read the file of a run of `schedule`, whose parts are stages. Raises ConfigError, which names file and key."""
     try:
         found = json.loads(text)
         if not isinstance(found, dict) or "iterations" not in found:
-            raise PlanError(f"there are no iterations in it: {MAKE_IT}")
+            raise ConfigError(f"there are no iterations in it: {MAKE_IT}")
         if found.get("format") != MEASURED_FORMAT:
-            raise PlanError(f"format is {found.get('format')!r}, not {MEASURED_FORMAT}: {MAKE_IT}")
+            raise ConfigError(f"format is {found.get('format')!r}, not {MEASURED_FORMAT}: {MAKE_IT}")
         if found["orders"] != schedule.to_csv().splitlines():
-            raise PlanError("orders are not those of the plan: name the plan that ran, or run this one")
+            raise ConfigError("orders are not those of the plan: name the plan that ran, or run this one")
         source, forward_ms, rows = found["source"], found.get("forward_ms"), found["iterations"]
         if not isinstance(source, str) or not source.strip():
-            raise PlanError("source is empty: say which engine and machine were measured")
+            raise ConfigError("source is empty: say which engine and machine were measured")
         if forward_ms is not None:
             forward_ms = _number(forward_ms, "forward_ms")
             if not forward_ms:
-                raise PlanError("forward_ms is 0: give a time, or null for those of the plan")
+                raise ConfigError("forward_ms is 0: give a time, or null for those of the plan")
         if not isinstance(rows, list) or not rows:
-            raise PlanError(f"iterations are none: {MAKE_IT}")
+            raise ConfigError(f"iterations are none: {MAKE_IT}")
         iterations = tuple(_iteration(row, f"iterations {n}", schedule) for n, row in enumerate(rows, 1))
-    except PlanError as error:
-        raise PlanError(f"{where}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise PlanError(
+        raise ConfigError(
             f"{where} is not the measured.json of a run ({type(error).__name__}: {error}): {MAKE_IT}"
         ) from error
     return MeasuredRun(source, forward_ms, iterations)
@@ -283,13 +283,15 @@ def _iteration(row: dict[str, Any], where: str, schedule: Schedule) -> MeasuredI
     if "ends_s" not in row and "starts_s" not in row:
         span_ns = round(_number(row["span_s"], f"{where}: span_s") * NS)
         if not span_ns:
-            raise PlanError(f"{where}: span_s is 0: remove the iteration")
+            raise ConfigError(f"{where}: span_s is 0: remove the iteration")
         return MeasuredIteration(span_ns)
     starts, ends = (_times(row[key], f"{where}: {key}", schedule) for key in ("starts_s", "ends_s"))
     for device, (begun, ended) in enumerate(zip(starts, ends, strict=True)):
         flat = [ns for pair in zip(begun, ended, strict=True) for ns in pair]
         if any(before > after for before, after in pairwise(flat)):
-            raise PlanError(f"{where}: times of device {device} go back: give starts_s and ends_s in the plan's order")
+            raise ConfigError(
+                f"{where}: times of device {device} go back: give starts_s and ends_s in the plan's order"
+            )
     first_ns = min(begun[0] for begun in starts)
     ends = tuple(tuple(ns - first_ns for ns in ended) for ended in ends)
     return MeasuredIteration(max(ended[-1] for ended in ends), ends)
@@ -298,11 +300,13 @@ def _iteration(row: dict[str, Any], where: str, schedule: Schedule) -> MeasuredI
 def _times(rows: Sequence[Sequence[Any]], where: str, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     got, wanted = [len(row) for row in rows], [len(order) for order in schedule.orders]
     if got != wanted:
-        raise PlanError(f"{where} has {got} times, the plan has {wanted} operations on its devices: give one for each")
+        raise ConfigError(
+            f"{where} has {got} times, the plan has {wanted} operations on its devices: give one for each"
+        )
     return tuple(tuple(round(_number(value, where) * NS) for value in row) for row in rows)
 
 
 def _number(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_S:
-        raise PlanError(f"{where} has {value!r}: give numbers of 0 to {MOST_S:g}")
+        raise ConfigError(f"{where} has {value!r}: give numbers of 0 to {MOST_S:g}")
     return float(value)

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from dips.core.errors import ConfigError
 from dips.core.units import format_bytes
 from dips.planner.costs import NS, Costs
 from dips.planner.division import divide
-from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule, straight, wave
 from dips.planner.problem import Problem, regrouped
 from dips.planner.schedules import SCHEDULES
 from dips.planner.schedules.greedy import jeeves
-from dips.planner.simulate import Timeline, peaks, simulate_fleet, validate
+from dips.planner.simulate import Fleet, Timeline, peaks, simulate_fleet, validate
 from dips.planner.units import Division
 
 NAMES = (*SCHEDULES, "jeeves", "optimal_ud", "optimal_wave", "dp")
@@ -56,8 +56,8 @@ class RefusedCandidate:
 
 
 def divided(problem: Problem, name: str) -> list[Candidate]:
-    """The candidates with even stages, and with balanced ones where these differ and are wanted. Raises PlanError when
-    neither is possible."""
+    """The candidates with even stages, and with balanced ones where these differ and are wanted. Raises ConfigError
+    when neither is possible."""
     places = SCHEDULES[name].places(problem.n_devices)
     divisions = [problem.uniform(len(places))]
     if problem.setup.options.division != "uniform":
@@ -66,12 +66,12 @@ def divided(problem: Problem, name: str) -> list[Candidate]:
 
 
 def _possible(tries: Iterable[Callable[[], Candidate]]) -> list[Candidate]:
-    """The candidates that can be made. Raises the last PlanError when none can."""
-    found, why = [], PlanError("")
+    """The candidates that can be made. Raises the last ConfigError when none can."""
+    found, why = [], ConfigError("")
     for attempt in tries:
         try:
             found.append(attempt())
-        except PlanError as error:
+        except ConfigError as error:
             why = error
     if not found:
         raise why
@@ -99,26 +99,42 @@ def judged(
     held = peaks(schedule, costs)
     for device, (peak, limit) in enumerate(zip(held, limits, strict=True)):
         if peak > limit:
-            raise PlanError(
+            raise ConfigError(
                 f"stage {device} would hold {format_bytes(peak)} of activations, {format_bytes(limit)} are left"
             )
-    timeline = validate(schedule, costs, limits)
+    timeline, sharing = validate(schedule, costs, limits), "fair" if problem.shares_links else "alone"
+    found = _simulated(problem, name, sharing, division, [schedule], costs, limits, timeline)
+    return replace(found, lower_bound_ns=lower_bound_ns)
+
+
+def _simulated(
+    problem: Problem,
+    name: str,
+    sharing: str,
+    division: Division,
+    schedules: Sequence[Schedule],
+    costs: Costs,
+    limits: Sequence[int],
+    played: Timeline | Fleet,
+) -> Candidate:
+    """The candidate that was played: by one replica, which stands for all, or by several."""
+    timelines = played.timelines if isinstance(played, Fleet) else (played,)
+    held = [peaks(schedule, costs) for schedule in schedules]
     return Candidate(
         name=name,
-        sharing="fair" if problem.shares_links else "alone",
+        sharing=sharing,
         division=division,
-        schedules=(schedule,),
-        timeline=timeline,
-        makespan_ns=timeline.makespan_ns,
-        bubble_fraction=timeline.bubble_fraction,
-        activation_bytes=held,
-        state_bytes=tuple(problem.state_bytes(division, schedule.device_of_stage)),
+        schedules=tuple(schedules),
+        timeline=timelines[0],
+        makespan_ns=played.makespan_ns,
+        bubble_fraction=played.bubble_fraction,
+        activation_bytes=tuple(max(column) for column in zip(*held, strict=True)),
+        state_bytes=tuple(problem.state_bytes(division, schedules[0].device_of_stage)),
         limit_bytes=tuple(limits),
         site_of=problem.site_in_file,
-        link_bytes=link_bytes(problem, division, [timeline], problem.replicas),
+        link_bytes=link_bytes(problem, division, timelines),
         costs=costs,
-        sync_ns=timeline.exposed_ns,
-        lower_bound_ns=lower_bound_ns,
+        sync_ns=timelines[0].exposed_ns,
     )
 
 
@@ -151,7 +167,7 @@ def replicas_of(problem: Problem, candidate: Candidate) -> tuple[Timeline, ...]:
 
 def jeeves_of(problem: Problem) -> list[Candidate]:
     """JEEVES with even stages, for each way in which replicas may share a link, and with the best division where that
-    differs and is wanted. Raises PlanError when no division fits the memory."""
+    differs and is wanted. Raises ConfigError when no division fits the memory."""
     return _possible(partial(jeeves_with, problem, division, together) for division, together in _jeeves_ways(problem))
 
 
@@ -169,7 +185,7 @@ def _jeeves_ways(problem: Problem) -> Iterator[tuple[Division, bool]]:
 
 
 def jeeves_with(problem: Problem, division: Division, coordinated: bool, most: int = 1 << 30) -> Candidate:
-    """JEEVES' greedy schedule for one division. most: as for coordinated(). Raises PlanError when memory is too
+    """JEEVES' greedy schedule for one division. most: as for coordinated(). Raises ConfigError when memory is too
     small."""
     limits = problem.limits(division)
     if not coordinated:
@@ -180,23 +196,7 @@ def jeeves_with(problem: Problem, division: Division, coordinated: bool, most: i
     costs = problem.costs(division, together=problem.replicas / played)
     schedules = jeeves(problem.n_microbatches, costs, limits, played)
     fleet = simulate_fleet(schedules, costs)
-    held = [peaks(schedule, costs) for schedule in schedules]
-    return Candidate(
-        name="jeeves",
-        sharing="coordinated",
-        division=division,
-        schedules=tuple(schedules),
-        timeline=fleet.timelines[0],
-        makespan_ns=fleet.makespan_ns,
-        bubble_fraction=fleet.bubble_fraction,
-        activation_bytes=tuple(max(column) for column in zip(*held, strict=True)),
-        state_bytes=tuple(problem.state_bytes(division)),
-        limit_bytes=tuple(limits),
-        site_of=problem.site_in_file,
-        link_bytes=link_bytes(problem, division, fleet.timelines, problem.replicas / played),
-        costs=costs,
-        sync_ns=fleet.timelines[0].exposed_ns,
-    )
+    return _simulated(problem, "jeeves", "coordinated", division, schedules, costs, limits, fleet)
 
 
 def optimal_of(problem: Problem, name: str) -> Candidate:
@@ -218,7 +218,7 @@ def best_hint(problem: Problem, name: str, costs: Costs, limits: Sequence[int]) 
         try:
             schedule = SCHEDULES[other].make(problem.n_devices, problem.n_microbatches, costs, limits)
             found.append((validate(schedule, costs, limits).makespan_ns, other, schedule))
-        except PlanError:
+        except ConfigError:
             continue
     return min(found, key=lambda row: row[:2])[2] if found else None
 
@@ -227,28 +227,27 @@ STATIC_AND_GREEDY = ("1f1b", "zb_h1", "zb_v", "cross_ud/1")
 
 
 def data_parallel(problem: Problem) -> Candidate:
-    """The best of these schedules with a whole pipeline at each site. Raises PlanError when sites cannot hold that."""
+    """The best of these schedules with a whole pipeline at each site. Raises ConfigError when sites cannot hold
+    that."""
     if len(problem.setup.sites) < 2:
-        raise PlanError("whole pipelines at several sites need at least two of them")
+        raise ConfigError("whole pipelines at several sites need at least two of them")
     each = regrouped(problem, len(problem.setup.sites))
     found, why = [], ""
     for name in STATIC_AND_GREEDY:
         try:
             found.append(plain(each, name))
-        except PlanError as error:
+        except ConfigError as error:
             why = str(error)
     if not found:
-        raise PlanError(why)
+        raise ConfigError(why)
     best = min(found, key=lambda c: c.makespan_ns)
     return replace(best, name=f"dp/{best.name}")
 
 
-def link_bytes(
-    problem: Problem, division: Division, timelines: Sequence[Timeline], times: float
-) -> dict[tuple[int, int], float]:
-    """Bytes of an iteration over each directed link between sites, as the file numbers them, of all replicas: messages
-    of the pipeline, weights and gradients. times: replicas that each timeline represents."""
-    found: dict[tuple[int, int], float] = {}
+def link_bytes(problem: Problem, division: Division, timelines: Sequence[Timeline]) -> dict[tuple[int, int], float]:
+    """Bytes of an iteration over each directed link between sites, as the file numbers them, of all replicas, which the
+    timelines represent in equal parts: messages of the pipeline, weights and gradients."""
+    found, times = dict[tuple[int, int], float](), problem.replicas / len(timelines)
     for timeline in timelines:
         for message in timeline.messages:
             here, there = problem.site_of[message.source], problem.site_of[message.target]

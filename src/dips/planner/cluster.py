@@ -7,17 +7,17 @@ number that a plan needs and the file does not give is asked for by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from dips.core.config import Knobs, SettingsFile
-from dips.planner.errors import PlanError
+from dips.core.errors import ConfigError
 from dips.planner.model import (
     Amount,
     Duration,
@@ -28,7 +28,7 @@ from dips.planner.model import (
     PositiveCount,
     Sourced,
     model_of,
-    shipped,
+    read_own_or_shipped,
 )
 from dips.planner.profile import Instant, LayerTime, ProfileFile, aware, read_profile, times_of_layers
 
@@ -212,13 +212,13 @@ class ClusterFile:
     asynchronous: Asynchronous
 
     def link(self, sender: str, receiver: str, needed: str = "which neighbouring stages need") -> Link:
-        """The link between two sites. Raises PlanError when there is none; needed: for what, in its sentence."""
+        """The link between two sites. Raises ConfigError when there is none; needed: for what, in its sentence."""
         for link in self.links:
             if (link.sender, link.receiver) == (sender, receiver):
                 return link
             if link.both_ways and (link.receiver, link.sender) == (sender, receiver):
                 return link
-        raise PlanError(
+        raise ConfigError(
             f"{self.file}: no link from {sender} to {receiver}, {needed}: add a table "
             "[[links]] with "
             f'sender = "{sender}" and receiver = "{receiver}"'
@@ -231,31 +231,14 @@ class ClusterFile:
         return training.tensor * training.context * training.data
 
 
-def shipped_setups() -> list[str]:
-    """Names of the published settings that come with the planner."""
-    return shipped("setups")
-
-
 def read_setup(name: str | Path, profiled: bool = True) -> ClusterFile:
     """Read a file, or a shipped one by its name. profiled: with its [profile]; else without, to measure it.
 
-    Raises PlanError or ConfigError, which name file and key.
+    Raises ConfigError, which names file and key.
     """
-    if isinstance(name, str) and name in shipped_setups():
-        with resources.as_file(resources.files("dips.planner") / "setups" / f"{name}.toml") as file:
-            return setup_of(_profiled(SettingsFile.read(file, TABLES), profiled))
-    file = Path(name)
-    if not file.is_file():
-        known = ", ".join(shipped_setups())
-        raise PlanError(
-            f"{name} is not a file that can be read, and none of the shipped settings ({known}): give one of these"
-        )
-    return setup_of(_profiled(SettingsFile.read(file, TABLES), profiled))
-
-
-def _profiled(file: SettingsFile, profiled: bool) -> SettingsFile:
+    file = read_own_or_shipped(name, "setups", "settings", TABLES)
     tables = {name: table for name, table in file.tables.items() if profiled or name != "profile"}
-    return replace(file, tables=tables)
+    return setup_of(replace(file, tables=tables))
 
 
 def setup_of(file: SettingsFile) -> ClusterFile:
@@ -263,14 +246,18 @@ def setup_of(file: SettingsFile) -> ClusterFile:
     for name in ("model", "sites", "training"):
         if name not in file.tables:
             brackets = f"[[{name}]]" if name == "sites" else f"[{name}]"
-            raise PlanError(f"{file}: the table {brackets} is missing: add it (docs/planner.md says what it holds)")
+            raise ConfigError(f"{file}: the table {brackets} is missing: add it (docs/planner.md says what it holds)")
+    profile = None
+    if "profile" in file.tables:
+        rows = SettingsFile(file.where("profile"), file.table("profile")).settings_of_rows(LayerTime, "layers")
+        profile = file.settings(Profile, "profile", {"layers": rows} if rows else None)
     setup = ClusterFile(
         file=file.name,
         model=model_of(file),
         sites=file.settings_of_rows(Site, "sites"),
         links=file.settings_of_rows(Link, "links"),
         training=file.settings(Training, "training"),
-        profile=_profile_of(file) if "profile" in file.tables else None,
+        profile=profile,
         options=file.settings(PlanOptions, "options"),
         asynchronous=file.settings(Asynchronous, "asynchronous"),
     )
@@ -283,19 +270,13 @@ def setup_of(file: SettingsFile) -> ClusterFile:
     return setup
 
 
-def _profile_of(file: SettingsFile) -> Profile:
-    table = file.table("profile")
-    rows = SettingsFile(file.where("profile"), table).settings_of_rows(LayerTime, "layers")
-    return file.settings(Profile, "profile", {"layers": rows} if rows else None)
-
-
 # ---- what was measured -----------------------------------------------------------------------------------------------
 
 
 def with_profile(setup: ClusterFile, measured: ProfileFile) -> ClusterFile:
     """The same problem with the times, links and overheads of a file of `dips profile`, as if it gave them itself.
 
-    Raises PlanError for a file of another model, one that is older than a site or a link, or has not measured a link
+    Raises ConfigError for a file of another model, one that is older than a site or a link, or has not measured a link
     that the problem has, where it measured others.
     """
     assert setup.profile is not None
@@ -324,23 +305,23 @@ def _check_profile(setup: ClusterFile, measured: ProfileFile) -> None:
     )
     for key, was, wanted in pairs:
         if was != wanted:
-            raise PlanError(
+            raise ConfigError(
                 f"{measured.file} [measured]: {key} = {was!r}, but {setup.file} has {wanted!r}: it was measured for "
                 f"another problem: measure again with dips profile {setup.file}"
             )
     assert setup.profile is not None
     has_times = bool(setup.profile.layers) or setup.profile.times_of_stage_ms is not None
     if not measured.layers and not has_times and measured.calibration is None:
-        raise PlanError(
+        raise ConfigError(
             f"{measured.file} has no [[layers]], which [profile] of {setup.file} needs: measure a device with dips "
             f"profile device {setup.file}"
         )
     if measured.layers and has_times:
-        raise PlanError(
+        raise ConfigError(
             f"{measured.file} has [[layers]], and [profile] of {setup.file} has times of its own: remove one of them"
         )
     if measured.layers and training.tensor * training.context > 1:
-        raise PlanError(
+        raise ConfigError(
             f"{measured.file} has times of whole layers on one device, and {setup.file} [training] has tensor x "
             f"context = {training.tensor * training.context}: give both as 1, or times of a stage in [profile]"
         )
@@ -357,7 +338,7 @@ def _check_profile(setup: ClusterFile, measured: ProfileFile) -> None:
 
 def _check_newer(measured: ProfileFile, at: datetime, where: str, since: datetime | None) -> None:
     if since is not None and aware(at) < aware(since):
-        raise PlanError(
+        raise ConfigError(
             f"{measured.file} was measured at {aware(at):%Y-%m-%d %H:%M}, before {where} changed (since = "
             f"{aware(since):%Y-%m-%d %H:%M}): measure it again with dips profile"
         )
@@ -373,7 +354,7 @@ def _measured_links(setup: ClusterFile, measured: ProfileFile) -> tuple[Link, ..
         for sender, receiver in [(link.sender, link.receiver), (link.receiver, link.sender)][: 1 + link.both_ways]:
             rate = rates.get((sender, receiver))
             if rate is None:
-                raise PlanError(
+                raise ConfigError(
                     f"{measured.file} has not measured the link from {sender} to {receiver} ({setup.file} [[links]] "
                     f"{number}): measure it with dips profile links, or remove [[links]] from the profile"
                 )
@@ -391,7 +372,7 @@ def _measured_links(setup: ClusterFile, measured: ProfileFile) -> tuple[Link, ..
 
 def layer_times_ms(setup: ClusterFile, site: int) -> list[StageTimes]:
     """Measured times of one microbatch for each layer at a site, with those of the embedding (extra_layers: as a row of
-    its own, else in the first layer) and of the output layer. Raises PlanError where they were not measured."""
+    its own, else in the first layer) and of the output layer. Raises ConfigError where they were not measured."""
     profile = setup.profile
     assert profile is not None
     where = f"{setup.file} [profile]"
@@ -417,13 +398,13 @@ def _kind_at(setup: ClusterFile, profile: Profile, site: int) -> str:
     kind = setup.sites[site].device
     if kind is None:
         if len(known) > 1:
-            raise PlanError(
+            raise ConfigError(
                 f"{setup.file} [[sites]] {site + 1}: device is not given, and the profile has times of "
                 f"{', '.join(known)}: give one of them"
             )
         return known[0] if known else ""
     if kind not in known and (known or not profile.layers) and not any(not row.device for row in profile.layers):
-        raise PlanError(
+        raise ConfigError(
             f"{setup.file} [[sites]] {site + 1}: device = {kind!r} was not measured, only {', '.join(known)}: run dips "
             f"profile device --device {kind} there, or correct the name"
         )
@@ -433,15 +414,15 @@ def _kind_at(setup: ClusterFile, profile: Profile, site: int) -> str:
 def _check(setup: ClusterFile) -> None:
     names = [site.name for site in setup.sites]
     if not names or len(set(names)) < len(names):
-        raise PlanError(f"{setup.file}: [[sites]] are {names}: give at least one, each with a name of its own")
+        raise ConfigError(f"{setup.file}: [[sites]] are {names}: give at least one, each with a name of its own")
     for number, link in enumerate(setup.links, 1):
         for end in (link.sender, link.receiver):
             if end not in names:
-                raise PlanError(
+                raise ConfigError(
                     f"{setup.file} [[links]] {number}: {end!r} is not a site: choose one of {', '.join(names)}"
                 )
         if link.sender == link.receiver:
-            raise PlanError(f"{setup.file} [[links]] {number}: goes from {link.sender} to itself: name two sites")
+            raise ConfigError(f"{setup.file} [[links]] {number}: goes from {link.sender} to itself: name two sites")
     _check_links_differ(setup)
     check_parallelism(setup)
 
@@ -453,7 +434,7 @@ def _check_links_differ(setup: ClusterFile) -> None:
         ways = [(link.sender, link.receiver), (link.receiver, link.sender)]
         for way in ways if link.both_ways else ways[:1]:
             if way in given:
-                raise PlanError(
+                raise ConfigError(
                     f"{setup.file} [[links]] {number}: from {way[0]} to {way[1]} goes [[links]] {given[way]} already: "
                     "remove one, or give both both_ways = false if they go in different directions"
                 )
@@ -461,23 +442,23 @@ def _check_links_differ(setup: ClusterFile) -> None:
 
 
 def check_parallelism(setup: ClusterFile) -> None:
-    """Check that model, devices and the way of splitting fit together. Raises PlanError."""
+    """Check that model, devices and the way of splitting fit together. Raises ConfigError."""
     training, where = setup.training, f"{setup.file} [training]"
     units = setup.model.layers + training.extra_layers
     if training.extra_layers > 2:
-        raise PlanError(f"{where}: extra_layers = {training.extra_layers}: give 0, 1 or 2")
+        raise ConfigError(f"{where}: extra_layers = {training.extra_layers}: give 0, 1 or 2")
     if training.pipeline > units:
-        raise PlanError(
+        raise ConfigError(
             f"{where}: pipeline = {training.pipeline} is more stages than layers ({units}): give at most {units}"
         )
     blocks = training.pipeline * training.microbatches
     if blocks > MOST_BLOCKS:
-        raise PlanError(
+        raise ConfigError(
             f"{where}: pipeline = {training.pipeline} x microbatches = {training.microbatches} are {blocks}, at most "
             f"{MOST_BLOCKS} can be planned: give fewer microbatches, an iteration grows by the same for each more"
         )
     if blocks * training.data > MOST_MESSAGES:
-        raise PlanError(
+        raise ConfigError(
             f"{where}: pipeline x microbatches x data = {blocks * training.data}, at most {MOST_MESSAGES} can be "
             "planned: give fewer microbatches or replicas"
         )
@@ -485,15 +466,15 @@ def check_parallelism(setup: ClusterFile) -> None:
         whole = setup.model.heads if name == "tensor" else training.sequence_tokens
         if whole % parts:
             what = "attention heads" if name == "tensor" else "tokens of a sequence"
-            raise PlanError(f"{where}: {name} = {parts} does not divide the {whole} {what}: choose a divisor")
+            raise ConfigError(f"{where}: {name} = {parts} does not divide the {whole} {what}: choose a divisor")
     if training.expert > 1 and not setup.model.experts:
-        raise PlanError(f"{where}: expert = {training.expert}, but {setup.model.name} has no experts: remove it")
+        raise ConfigError(f"{where}: expert = {training.expert}, but {setup.model.name} has no experts: remove it")
     if training.expert > 1 and setup.model.experts % training.expert:
-        raise PlanError(
+        raise ConfigError(
             f"{where}: expert = {training.expert} does not divide {setup.model.experts} experts: choose a divisor"
         )
     if training.expert > 1 and (training.data * training.context) % training.expert:
-        raise PlanError(
+        raise ConfigError(
             f"{where}: expert = {training.expert} does not divide data x context = "
             f"{training.data * training.context}, whose devices share the experts: choose a divisor"
         )
@@ -501,12 +482,12 @@ def check_parallelism(setup: ClusterFile) -> None:
 
 
 def stages_of_sites(setup: ClusterFile) -> list[int]:
-    """The number of stages at each site. Raises PlanError when they do not fit."""
+    """The number of stages at each site. Raises ConfigError when they do not fit."""
     sites, n = setup.sites, setup.training.pipeline
     given = [site.stages for site in sites]
     if any(given):
         if 0 in given or sum(given) != n:
-            raise PlanError(
+            raise ConfigError(
                 f"{setup.file}: [[sites]] have {given} stages, [training] has pipeline = {n}: give stages for "
                 "every site, "
                 f"together {n}, or for none"
@@ -517,12 +498,18 @@ def stages_of_sites(setup: ClusterFile) -> list[int]:
     for number, (site, stages) in enumerate(zip(sites, found, strict=True), 1):
         needed = stages * setup.devices_of_a_stage
         if needed > site.devices:
-            raise PlanError(
+            raise ConfigError(
                 f"{setup.file} [[sites]] {number}: {site.name} has devices = {site.devices}, its {stages} stages "
                 f"need {needed} "
                 f"(tensor x context x data = {setup.devices_of_a_stage} each): give more devices, or split less"
             )
     return found
+
+
+def divisors(n: int) -> list[int]:
+    """Those of n, 1 and n included, in their order."""
+    small = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
+    return sorted({*small, *(n // k for k in small)})
 
 
 def in_proportion(weights: Sequence[int], total: int) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from dips.planner.errors import PlanError
+from dips.core.errors import ConfigError
 from dips.planner.exchange import Exchange, ShardExchange, layered, least_ns
 from dips.planner.ir import Kind
 
@@ -31,9 +31,9 @@ class StageCost:
 
     def __post_init__(self) -> None:
         if min(self.f_ns, self.d_ns, self.w_ns, self.activation, self.d_release) < 0:
-            raise PlanError(f"{self} has a negative cost: times and sizes are at least 0")
+            raise ConfigError(f"{self} has a negative cost: times and sizes are at least 0")
         if self.d_release > self.activation:
-            raise PlanError(f"D releases {self.d_release}, more than the activation of {self.activation}")
+            raise ConfigError(f"D releases {self.d_release}, more than the activation of {self.activation}")
 
     def compute_ns(self, kind: Kind) -> int:
         """Time of the whole operation."""
@@ -98,9 +98,9 @@ class Costs:
 
     def __post_init__(self) -> None:
         if len(self.exchanges) not in (0, len(self.stages)):
-            raise PlanError(f"exchanges of {len(self.exchanges)} stages for {len(self.stages)} stages: give one each")
+            raise ConfigError(f"exchanges of {len(self.exchanges)} stages for {len(self.stages)} stages: give one each")
         if len(self.shards) not in (0, len(self.stages)):
-            raise PlanError(f"shards of {len(self.shards)} stages for {len(self.stages)} stages: give one each")
+            raise ConfigError(f"shards of {len(self.shards)} stages for {len(self.stages)} stages: give one each")
 
     def compute_ns(self, stage: int, kind: Kind, part: int = 0, parts: int = 1) -> int:
         """Time of one part of an operation; the first parts get the nanoseconds that do not divide."""
@@ -156,7 +156,7 @@ def site_wires(
     convention for loop placements).
     """
     if busy_s < 0 or latency_s < 0:
-        raise PlanError(f"a link has bandwidth time {busy_s:g} s and latency {latency_s:g} s: neither is negative")
+        raise ConfigError(f"a link has bandwidth time {busy_s:g} s and latency {latency_s:g} s: neither is negative")
     n, wires = len(sites), {}
     busy_ns, latency_ns = round(busy_s * NS), round(latency_s * NS)
     boundaries = [d for d in range(n - 1) if sites[d] != sites[d + 1]]
@@ -173,9 +173,10 @@ def site_wires(
 
 
 def equal_sites(n_devices: int, n_sites: int) -> tuple[int, ...]:
-    """The site of each device when neighbours share one and all sites are alike. Raises PlanError if they cannot be."""
+    """The site of each device when neighbours share one and all sites are alike. Raises ConfigError if they cannot
+    be."""
     if n_sites < 1 or n_devices % n_sites:
-        raise PlanError(f"{n_devices} devices do not divide into {n_sites} equal sites: choose numbers that do")
+        raise ConfigError(f"{n_devices} devices do not divide into {n_sites} equal sites: choose numbers that do")
     return tuple(d * n_sites // n_devices for d in range(n_devices))
 
 
@@ -211,7 +212,7 @@ def costs_json(costs: Costs) -> dict[str, Any]:
 
 def read_costs(found: Any) -> Costs:
     """Inverse of costs_json(), without exchanges. Raises KeyError, TypeError or ValueError for anything else, and
-    PlanError for a negative cost."""
+    ConfigError for a negative cost."""
     stages = tuple(
         StageCost(*(int(one[key]) for key in ("f_ns", "d_ns", "w_ns", "activation", "d_release")))
         for one in found["stages"]
@@ -224,5 +225,5 @@ def read_costs(found: Any) -> Costs:
     }
     operation_ns, send_ns = int(found.get("operation_ns", 0)), int(found.get("send_ns", 0))
     if operation_ns < 0 or any(not 0 <= send_ns <= wire.latency_ns for wire in wires.values()):
-        raise PlanError(f"overheads of {operation_ns} and {send_ns} ns are negative, or more than a message takes")
+        raise ConfigError(f"overheads of {operation_ns} and {send_ns} ns are negative, or more than a message takes")
     return Costs(stages, wires, operation_ns=operation_ns, send_ns=send_ns)

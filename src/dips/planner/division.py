@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dips.planner.errors import PlanError
+from dips.core.errors import ConfigError
 from dips.planner.problem import Problem
 from dips.planner.schedules.greedy import jeeves_span_ns
 from dips.planner.units import Division
@@ -44,13 +44,13 @@ class Divided:
 def divide(problem: Problem, coordinated: bool = True) -> Divided:
     """Find the best division. coordinated: replicas send one message at a time.
 
-    Raises PlanError where not even a uniform division has a schedule.
+    Raises ConfigError where not even a uniform division has a schedule.
     """
     uniform = problem.uniform()
     few = _spans(problem, min(problem.replicas, FEW_REPLICAS) if coordinated else 1)
     try:
         seed = solve(problem)
-    except PlanError:
+    except ConfigError:
         seed = uniform
     climb = _Climb(few)
     slopes = list(_slopes(problem))
@@ -60,7 +60,7 @@ def divide(problem: Problem, coordinated: bool = True) -> Divided:
     if uniform not in judged:
         if not judged:
             problem.limits(uniform)  # its error names the stage with too little memory
-            raise PlanError(f"{problem.setup.file}: no stage division fits the memory: use more stages, or recompute")
+            raise ConfigError(f"{problem.setup.file}: no stage division fits the memory: use more stages, or recompute")
         judged[uniform] = _NONE
     best = min(judged, key=lambda division: (judged[division], division != uniform, division))
     return Divided(best, judged[best], judged[uniform], seed, len(climb.known))
@@ -78,7 +78,7 @@ def _spans(problem: Problem, replicas: int) -> SpanOf:
         try:
             costs, limits = problem.costs(division, together=together), problem.limits(division)
             return jeeves_span_ns(problem.n_microbatches, costs, limits, replicas)
-        except PlanError:
+        except ConfigError:
             return _NONE
 
     return span_ns
@@ -146,7 +146,7 @@ def _shared(total: int, weights: Sequence[float]) -> Division:
 
 def solve(problem: Problem) -> Division:
     """The division with the smallest value of the paper's objective; all units count as equal, as the paper's layers.
-    Raises PlanError where even stages leave no memory for activations: the objective counts what they hold."""
+    Raises ConfigError where even stages leave no memory for activations: the objective counts what they hold."""
     from ortools.sat.python import cp_model  # imported here: it takes a second, and only this needs it
 
     program = _Program(problem, cp_model.CpModel())

@@ -33,7 +33,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from dips.planner.errors import PlanError
+from dips.core.errors import ConfigError
 from dips.planner.ir import Kind
 
 
@@ -219,8 +219,8 @@ def check_exchanges(
 ) -> None:
     """Check the exchanges. first[s], last[s]: start of the first operation and end of the last one of stage s.
 
-    Raises PlanError, which names the stage, for an exchange that is missing, doubled or of another length, for one that
-    does not precede or follow its stage, and for two at a time on one resource.
+    Raises ConfigError, which names the stage, for an exchange that is missing, doubled or of another length, for one
+    that does not precede or follow its stage, and for two at a time on one resource.
     """
     rows = list(done)
     wanted = sorted(
@@ -230,28 +230,34 @@ def check_exchanges(
         if there
     )
     if sorted((row.stage, row.before) for row in rows) != wanted:
-        raise PlanError(f"{len(rows)} exchanges between replicas instead of {len(wanted)}: give one for each stage")
+        raise ConfigError(f"{len(rows)} exchanges between replicas instead of {len(wanted)}: give one for each stage")
     for row in rows:
         one = exchanges[row.stage]
         lasts = (one.gather_ns, one.gather_latency_ns) if row.before else (one.reduce_ns, one.reduce_latency_ns)
         if (row.freed_ns - row.start_ns, row.ends_ns - row.freed_ns, row.resource) != (*lasts, one.resource):
-            raise PlanError(f"stage {row.stage}: its exchange {row} does not have its cost ({one})")
+            raise ConfigError(f"stage {row.stage}: its exchange {row} does not have its cost ({one})")
         if row.before and row.ends_ns > first[row.stage]:
-            raise PlanError(
+            raise ConfigError(
                 f"stage {row.stage} starts at {first[row.stage]} ns, its weights arrive at {row.ends_ns} ns"
             )
         if not row.before and row.start_ns < last[row.stage]:
-            raise PlanError(f"stage {row.stage} ends at {last[row.stage]} ns, its gradients leave at {row.start_ns} ns")
-    ordered = sorted(rows, key=lambda row: (row.resource, row.start_ns, row.freed_ns))
-    for row, after in pairwise(ordered):
+            raise ConfigError(
+                f"stage {row.stage} ends at {last[row.stage]} ns, its gradients leave at {row.start_ns} ns"
+            )
+    _check_turns(rows)
+
+
+def _check_turns(rows: Sequence[Exchanged]) -> None:
+    """Raises ConfigError for two at a time on one network."""
+    for row, after in pairwise(sorted(rows, key=lambda row: (row.resource, row.start_ns, row.freed_ns))):
         if row.resource == after.resource and after.start_ns < row.freed_ns:
-            raise PlanError(f"stages {row.stage} and {after.stage} exchange at the same time on one network")
+            raise ConfigError(f"stages {row.stage} and {after.stage} exchange at the same time on one network")
 
 
 def check_shards(rows: Sequence[Exchanged], shards: Sequence[ShardExchange], microbatches: int) -> None:
     """Check the exchanges of every microbatch: weights for F and for D or B, gradients after W or B.
 
-    Raises PlanError for exchanges that are missing, and for two at a time on one network.
+    Raises ConfigError for exchanges that are missing, and for two at a time on one network.
     """
     for stage, one in enumerate(shards):
         for before, each in (
@@ -261,10 +267,7 @@ def check_shards(rows: Sequence[Exchanged], shards: Sequence[ShardExchange], mic
             found = sum(row.stage == stage and row.before is before for row in rows)
             if found != one.layers * microbatches * each:
                 what = "weights" if before else "gradients"
-                raise PlanError(
+                raise ConfigError(
                     f"stage {stage}: {found} exchanges of {what} instead of {one.layers * microbatches * each}"
                 )
-    ordered = sorted(rows, key=lambda row: (row.resource, row.start_ns, row.freed_ns))
-    for row, after in pairwise(ordered):
-        if row.resource == after.resource and after.start_ns < row.freed_ns:
-            raise PlanError(f"stages {row.stage} and {after.stage} exchange at the same time on one network")
+    _check_turns(rows)

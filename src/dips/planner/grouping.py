@@ -29,8 +29,8 @@ from heapq import heapify, heappop, heappush
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from dips.core.errors import ConfigError
 from dips.planner.cluster import ClusterFile, layer_times_ms
-from dips.planner.errors import PlanError
 from dips.planner.problem import Problem
 
 THRESHOLD_GBPS = 0.25
@@ -132,7 +132,7 @@ class Grouping:
 
 
 def measured_of(setup: ClusterFile) -> Measured:
-    """The measurements of a problem. Raises PlanError for a pair of sites without a link, and for a device without
+    """The measurements of a problem. Raises ConfigError for a pair of sites without a link, and for a device without
     times and rate."""
     message_bytes = Problem(setup).message_bytes
     times_s = [[0.0] * len(setup.sites) for _ in setup.sites]
@@ -167,7 +167,7 @@ def _profiled(setup: ClusterFile, site: int) -> float:
 def _stated(setup: ClusterFile, site: int) -> float:
     given = setup.sites[site].sustained_tflops
     if given is None:
-        raise PlanError(
+        raise ConfigError(
             f"{setup.file} [[sites]] {site + 1}: sustained_tflops of {setup.sites[site].name} is not given, and no "
             f"[profile] has times of layers: give it, or measure them with dips profile device {setup.file}"
         )
@@ -178,8 +178,8 @@ def _stated(setup: ClusterFile, site: int) -> float:
 
 
 def group(measured: Measured, threshold_gbps: float = THRESHOLD_GBPS, alike: float = ALIKE) -> Grouping:
-    """Group the devices. alike: the part by which devices of one subgroup may be faster. Raises PlanError for too many
-    devices whose own networks are slow."""
+    """Group the devices. alike: the part by which devices of one subgroup may be faster. Raises ConfigError for too
+    many devices whose own networks are slow."""
     limit_s = measured.message_bytes * 8 / 1e9 / threshold_gbps
     parts, inside = _first_parts(measured, limit_s)
 
@@ -206,7 +206,7 @@ def _first_parts(measured: Measured, limit_s: float) -> tuple[list[GroupPart], l
             parts.append(GroupPart(site, count))
             steps.append(MergeStep((GroupPart(site, count),), (), own_s, True))
         elif len(parts) + count > MOST_PARTS:
-            raise PlanError(
+            raise ConfigError(
                 f"{measured.file} [[sites]] {site + 1}: devices = {count}, and their network is slower than the "
                 f"threshold or than their links: at most {MOST_PARTS} can be compared pair by pair: give fewer, or a "
                 "lower --threshold"

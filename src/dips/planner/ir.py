@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from dips.planner.errors import PlanError
+from dips.core.errors import ConfigError
 
 
 class Kind(StrEnum):
@@ -49,10 +49,10 @@ class Op(NamedTuple):
 
     @classmethod
     def parse(cls, cell: str) -> Op:
-        """Parse the text of an operation, the inverse of str(). Raises PlanError."""
+        """Parse the text of an operation, the inverse of str(). Raises ConfigError."""
         found = _CELL.fullmatch(cell.strip())
         if found is None:
-            raise PlanError(f"{cell!r} is not an operation: write STAGE KIND MICROBATCH without blanks, as in 2F3")
+            raise ConfigError(f"{cell!r} is not an operation: write STAGE KIND MICROBATCH without blanks, as in 2F3")
         stage, kind, microbatch, part = found.groups()
         return cls(Kind(kind), int(stage), int(microbatch), int(part or 0))
 
@@ -117,18 +117,18 @@ class Schedule:
     def from_csv(cls, text: str, name: str = "file", device_of_stage: Sequence[int] | None = None) -> Schedule:
         """Inverse of to_csv(); the place of each stage follows from the lines unless it is given.
 
-        Raises PlanError for a cell that is not an operation, and for a stage on two devices or on none.
+        Raises ConfigError for a cell that is not an operation, and for a stage on two devices or on none.
         """
         orders = tuple(tuple(_cells(line, at)) for at, line in enumerate(text.splitlines()) if line.strip())
         found: dict[int, int] = {}
         for device, order in enumerate(orders):
             for op in order:
                 if found.setdefault(op.stage, device) != device:
-                    raise PlanError(f"stage {op.stage} runs on devices {found[op.stage]} and {device}: give it one")
+                    raise ConfigError(f"stage {op.stage} runs on devices {found[op.stage]} and {device}: give it one")
         n_stages = max(found, default=-1) + 1
         missing = [stage for stage in range(n_stages) if stage not in found]
         if missing or not n_stages:
-            raise PlanError(f"no device runs stage {missing[0] if missing else 0}: every stage needs one line")
+            raise ConfigError(f"no device runs stage {missing[0] if missing else 0}: every stage needs one line")
         ops = [op for order in orders for op in order]
         places = tuple(found[stage] for stage in range(n_stages)) if device_of_stage is None else tuple(device_of_stage)
         n_microbatches = max(op.microbatch for op in ops) + 1
@@ -140,8 +140,8 @@ def _cells(line: str, number: int) -> Iterable[Op]:
         try:
             if cell.strip():
                 yield Op.parse(cell)
-        except PlanError as error:
-            raise PlanError(f"line {number + 1}, column {column + 1}: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"line {number + 1}, column {column + 1}: {error}") from None
 
 
 def straight(n_devices: int) -> tuple[int, ...]:

@@ -6,13 +6,15 @@ section 2.1). Every file names the source of its numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, Strict, model_validator
 
 from dips.core.config import Knobs, SettingsFile
-from dips.planner.errors import PlanError
+from dips.core.errors import ConfigError
 
 PositiveCount = Annotated[int, Strict(), Field(ge=1, le=10**9)]
 Maybe = Annotated[int, Strict(), Field(ge=0, le=10**9)]
@@ -180,23 +182,38 @@ class Model(Sourced):
         return self.embedding_parameters() + layers + self.output_parameters()
 
 
-def shipped_models() -> list[str]:
-    """Names of the models that come with the planner."""
-    return shipped("models")
-
-
 def shipped(folder: str) -> list[str]:
     """Names of the files in a folder that comes with the planner."""
     files = (resources.files("dips.planner") / folder).iterdir()
     return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
+def read_shipped(folder: str, name: str, tables: Sequence[str]) -> SettingsFile:
+    """The tables of a file in a folder that comes with the planner."""
+    with resources.as_file(resources.files("dips.planner") / folder / f"{name}.toml") as file:
+        return SettingsFile.read(file, tables)
+
+
+def read_own_or_shipped(name: str | Path, folder: str, what: str, tables: Sequence[str]) -> SettingsFile:
+    """The tables of a user's file, or of one that comes with the planner by its name. what: such files, in the sentence
+    for a name that is neither. Raises ConfigError."""
+    known = shipped(folder)
+    if isinstance(name, str) and name in known:
+        return read_shipped(folder, name, tables)
+    if not Path(name).is_file():
+        raise ConfigError(
+            f"{name} is not a file that can be read, and none of the shipped {what} ({', '.join(known)}): give one of "
+            "these"
+        )
+    return SettingsFile.read(Path(name), tables)
+
+
 def read_model(name: str) -> Model:
-    """Read a shipped model by its name. Raises PlanError for an unknown name."""
-    if name not in shipped_models():
-        raise PlanError(f"model {name!r} is unknown: choose one of {', '.join(shipped_models())}, or give its numbers")
-    with resources.as_file(resources.files("dips.planner") / "models" / f"{name}.toml") as file:
-        return model_of(SettingsFile.read(file, ["model"]))
+    """Read a shipped model by its name. Raises ConfigError for an unknown name."""
+    known = shipped("models")
+    if name not in known:
+        raise ConfigError(f"model {name!r} is unknown: choose one of {', '.join(known)}, or give its numbers")
+    return model_of(read_shipped("models", name, ["model"]))
 
 
 def model_of(file: SettingsFile) -> Model:
@@ -205,6 +222,6 @@ def model_of(file: SettingsFile) -> Model:
     if set(table) == {"name"}:
         try:
             return read_model(str(table["name"]))
-        except PlanError as error:
-            raise PlanError(f"{file.where('model')}: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{file.where('model')}: {error}") from None
     return file.settings(Model, "model")

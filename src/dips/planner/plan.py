@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from dips.core.errors import ConfigError
 from dips.core.units import format_bytes
 from dips.planner.calibration import interval_json, interval_text
 from dips.planner.candidates import (
@@ -35,7 +36,6 @@ from dips.planner.candidates import (
 )
 from dips.planner.cluster import in_proportion
 from dips.planner.costs import NS, costs_json
-from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule
 from dips.planner.problem import Problem, assumptions, problem_json
 from dips.planner.schedules import SCHEDULES
@@ -69,7 +69,11 @@ def effects_of(problem: Problem, ranked: Sequence[Candidate]) -> Iterator[Change
             ("bandwidth between sites x 2", problem.with_links(bandwidth=2)),
             ("latency between sites / 2", problem.with_links(latency=0.5)),
         ]
-    changes.append(("memory of activations x 2", _more_activations(problem)))
+    more = 2.0
+    if problem.setup.profile is None or problem.setup.profile.memory_microbatches is None:
+        memory = min(site.memory_gib for site in problem.setup.sites if site.memory_gib is not None) * 2**30
+        more -= max(problem.state_bytes(problem.uniform())) / memory
+    changes.append(("memory of activations x 2", problem.with_memory(more)))
     half, sites = problem.n_devices // 2, problem.setup.sites
     if all(in_proportion([site.devices for site in sites], half)) and not any(site.stages for site in sites):
         changes.append((f"{half} stages, the other devices free", problem.with_training(pipeline=half)))
@@ -79,15 +83,6 @@ def effects_of(problem: Problem, ranked: Sequence[Candidate]) -> Iterator[Change
         each = _near_the_front(other, ranked) * problem.n_microbatches / other.n_microbatches
         found.append(ChangeEffect(change, max(0.0, 1 - each / before)))  # a change that does not help need not be used
     yield from sorted(found, key=lambda effect: -effect.saved)
-
-
-def _more_activations(problem: Problem) -> Problem:
-    if problem.setup.profile is not None and problem.setup.profile.memory_microbatches is not None:
-        return problem.with_memory(2)
-    division = problem.uniform()
-    held = max(problem.state_bytes(division))
-    site = min(site.memory_gib for site in problem.setup.sites if site.memory_gib is not None) * 2**30
-    return problem.with_memory((2 * site - held) / site)
 
 
 def _near_the_front(problem: Problem, ranked: Sequence[Candidate]) -> float:
@@ -108,7 +103,7 @@ def _near_the_front(problem: Problem, ranked: Sequence[Candidate]) -> float:
                 found = (c.division for c in ranked if c.name == "jeeves" and len(c.division) == len(uniform))
                 division = next(found, uniform)
                 spans.append(jeeves_with(problem, division, together, FEW).iteration_s)
-        except PlanError:
+        except ConfigError:
             continue
     return min(spans)
 
@@ -149,7 +144,7 @@ class Plan:
 
 
 def make_plan(problem: Problem, sensitivity: bool = True) -> Plan:
-    """Make the plan of a problem. Raises PlanError when nothing fits, with the reason of each candidate."""
+    """Make the plan of a problem. Raises ConfigError when nothing fits, with the reason of each candidate."""
     names = schedules_of(problem)
     found: list[Candidate] = []
     refused: list[RefusedCandidate] = []
@@ -163,12 +158,12 @@ def make_plan(problem: Problem, sensitivity: bool = True) -> Plan:
                 found.append(optimal_of(problem, name))
             else:
                 found += divided(problem, name)
-        except PlanError as error:
+        except ConfigError as error:
             refused.append(RefusedCandidate(name, str(error)))
     if not found:
         _check_one_fits(problem)
         reasons = "; ".join(f"{no.name}: {no.why}" for no in refused[:3])
-        raise PlanError(f"{problem.setup.file}: no schedule is possible: {reasons}")
+        raise ConfigError(f"{problem.setup.file}: no schedule is possible: {reasons}")
     if problem.shares_links and problem.setup.options.replicas != "fair":
         found.sort(key=lambda c: c.iteration_s)
         # jeeves is planned both ways in the first place, and replicas of dp share no link.
@@ -184,7 +179,7 @@ def make_plan(problem: Problem, sensitivity: bool = True) -> Plan:
 
 
 def _check_one_fits(problem: Problem) -> None:
-    """Raise PlanError when a stage cannot hold a single microbatch."""
+    """Raise ConfigError when a stage cannot hold a single microbatch."""
     division, training = problem.uniform(), problem.setup.training
     limits, costs = problem.limits(division), problem.costs(division)
     for device, (stage, limit) in enumerate(zip(costs.stages, limits, strict=True)):
@@ -194,7 +189,7 @@ def _check_one_fits(problem: Problem) -> None:
             key = (
                 "[profile]: memory_microbatches" if measured else f"[[sites]] {problem.site_of[device] + 1}: memory_gib"
             )
-            raise PlanError(
+            raise ConfigError(
                 f"{problem.setup.file} {key} leaves {format_bytes(limit)} for activations, one microbatch of stage "
                 f"{device} needs {format_bytes(stage.activation)}: give more memory or stages, a smaller "
                 f'microbatch_sequences (now {training.microbatch_sequences}), or recompute = "full"'
@@ -202,18 +197,18 @@ def _check_one_fits(problem: Problem) -> None:
 
 
 def schedules_of(problem: Problem) -> list[str]:
-    """The schedules that a plan of this problem compares. Raises PlanError for one that the file names in vain."""
+    """The schedules that a plan of this problem compares. Raises ConfigError for one that the file names in vain."""
     asked, options = problem.setup.options.schedules, problem.setup.options
     for name in asked:
         if name not in NAMES:
-            raise PlanError(
+            raise ConfigError(
                 f"{problem.setup.file} [options]: schedules has {name!r}, which is unknown: "
                 f"choose from {', '.join(NAMES)}"
             )
     names = list(asked or NAMES)
     if not options.solver_s:
         if asked and any(name.startswith("optimal") for name in asked):
-            raise PlanError(
+            raise ConfigError(
                 f"{problem.setup.file} [options]: optimal schedules need solver_s, the solver's seconds: give it"
             )
         names = [name for name in names if not name.startswith("optimal")]
@@ -245,14 +240,38 @@ PLAN_FILES = ("plan.json", "plan.csv", "trace.json", "timeline.svg", "timeline.p
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The content of plan.json; times in seconds."""
     setup, chosen = plan.problem.setup, plan.chosen
-    best, schedule = chosen.iteration_s, chosen.schedules[0]
+    best, schedule, bound, sites = chosen.iteration_s, chosen.schedules[0], chosen.lower_bound_ns, setup.sites
     return {
         "format": FORMAT,
         "setup": Path(setup.file).name,
         "model": setup.model.name,
         "replicas": plan.problem.replicas,
         "calibration_error": plan.problem.calibration_error,
-        "chosen": candidate_json(plan, chosen),
+        "chosen": {
+            "schedule": chosen.name,
+            "sharing": chosen.sharing,
+            "iteration_s": chosen.iteration_s,
+            **interval_json("iteration", chosen.iteration_s, plan.problem.calibration_error),
+            "sync_s": chosen.sync_ns / NS,
+            "layers": list(chosen.division),
+            "bubble_fraction": chosen.bubble_fraction,
+            "lower_bound_s": None if bound is None else bound / NS,
+            "stages": [
+                {
+                    "device": device,
+                    "site": sites[chosen.site_of[device]].name,
+                    "layers": layers_of(chosen, device),
+                    "state_bytes": chosen.state_bytes[device],
+                    "activation_bytes": chosen.activation_bytes[device],
+                    "activation_limit_bytes": chosen.limit_bytes[device],
+                }
+                for device in range(len(chosen.site_of))
+            ],
+            "links": [
+                {"sender": sites[a].name, "receiver": sites[b].name, "bytes": size}
+                for (a, b), size in sorted(chosen.link_bytes.items())
+            ],
+        },
         "candidates": [
             {
                 "schedule": c.name,
@@ -301,36 +320,6 @@ def orders_of(chosen: Candidate) -> list[Schedule]:
     return list(dict.fromkeys(chosen.schedules))
 
 
-def candidate_json(plan: Plan, chosen: Candidate) -> dict[str, Any]:
-    sites = plan.problem.setup.sites
-    bound = chosen.lower_bound_ns
-    return {
-        "schedule": chosen.name,
-        "sharing": chosen.sharing,
-        "iteration_s": chosen.iteration_s,
-        **interval_json("iteration", chosen.iteration_s, plan.problem.calibration_error),
-        "sync_s": chosen.sync_ns / NS,
-        "layers": list(chosen.division),
-        "bubble_fraction": chosen.bubble_fraction,
-        "lower_bound_s": None if bound is None else bound / NS,
-        "stages": [
-            {
-                "device": device,
-                "site": sites[chosen.site_of[device]].name,
-                "layers": layers_of(chosen, device),
-                "state_bytes": chosen.state_bytes[device],
-                "activation_bytes": chosen.activation_bytes[device],
-                "activation_limit_bytes": chosen.limit_bytes[device],
-            }
-            for device in range(len(chosen.site_of))
-        ],
-        "links": [
-            {"sender": sites[a].name, "receiver": sites[b].name, "bytes": size}
-            for (a, b), size in sorted(chosen.link_bytes.items())
-        ],
-    }
-
-
 def layers_of(chosen: Candidate, device: int) -> list[int]:
     """The layers on a device, one number for each stage of it."""
     places = chosen.schedules[0].device_of_stage
@@ -338,7 +327,7 @@ def layers_of(chosen: Candidate, device: int) -> list[int]:
 
 
 def write_plan(plan: Plan, folder: Path) -> list[Path]:
-    """Write all files of a plan, and make the folder. Raises PlanError when it cannot be written."""
+    """Write all files of a plan, and make the folder. Raises ConfigError when it cannot be written."""
     chosen = plan.chosen
     sites = plan.problem.setup.sites
     names = [f"{sites[site].name} {device}" for device, site in enumerate(chosen.site_of)]
@@ -375,15 +364,15 @@ def _rows_of(plan: Plan) -> tuple[dict[tuple[int, int], str], str]:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn the error of a file that cannot be written into a PlanError."""
+    """Turn the error of a file that cannot be written into a ConfigError."""
     try:
         yield
     except OSError as error:
-        raise PlanError(f"{folder}: no file can be written there: {error.strerror}: choose another --out") from error
+        raise ConfigError(f"{folder}: no file can be written there: {error.strerror}: choose another --out") from error
 
 
 def ready_folder(folder: Path) -> None:
-    """Make the folder and check that files can be written there, before the long computation. Raises PlanError."""
+    """Make the folder and check that files can be written there, before the long computation. Raises ConfigError."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -391,29 +380,33 @@ def ready_folder(folder: Path) -> None:
 
 
 def read_plan(text: str, where: str) -> tuple[Schedule, list[list[tuple[int, int]]]]:
-    """Read the schedule and the timeline of a plan.json. Raises PlanError."""
+    """Read the schedule and the timeline of a plan.json. Raises ConfigError."""
     try:
         found = json.loads(text)
         if found.get("format") != FORMAT:
-            raise PlanError(f"format is {found.get('format')!r}, not {FORMAT}: make the plan again with dips plan FILE")
+            raise ConfigError(
+                f"format is {found.get('format')!r}, not {FORMAT}: make the plan again with dips plan FILE"
+            )
         inner = found["schedule"]
         places: Sequence[int] = [int(device) for device in inner["device_of_stage"]]
         schedule = Schedule.from_csv("\n".join(inner["orders"]), str(inner["name"]), places)
         times = [[(int(start), int(end)) for start, end in row] for row in found["timeline"]]
-    except PlanError as error:
-        raise PlanError(f"{where}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise PlanError(
+        raise ConfigError(
             f"{where} is not a plan.json ({type(error).__name__}: {error}): make one with dips plan FILE"
         ) from error
     if [len(row) for row in times] != [len(order) for order in schedule.orders]:
-        raise PlanError(f"{where}: timeline and schedule have unequal lengths: make the plan again with dips plan FILE")
+        raise ConfigError(
+            f"{where}: timeline and schedule have unequal lengths: make the plan again with dips plan FILE"
+        )
     for device, row in enumerate(times):
         flat = [0, *(at_ns for pair in row for at_ns in pair)]
         if any(before > after for before, after in pairwise(flat)):
-            raise PlanError(
+            raise ConfigError(
                 f"{where}: timeline of device {device} goes back in time: make the plan again with dips plan FILE"
             )
     if not any(end for row in times for _, end in row):
-        raise PlanError(f"{where}: timeline takes no time: make the plan again with dips plan FILE")
+        raise ConfigError(f"{where}: timeline takes no time: make the plan again with dips plan FILE")
     return schedule, times

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from dips.core.config import SettingsFile
+from dips.core.errors import ConfigError
 from dips.planner.cluster import ClusterFile, Link, Site, layer_times_ms, setup_of, stages_of_sites
 from dips.planner.costs import NS, Costs, StageCost, Wire
-from dips.planner.errors import PlanError
 from dips.planner.exchange import Exchange, ShardExchange
 from dips.planner.ir import straight
 from dips.planner.units import (
@@ -121,12 +121,9 @@ class Problem:
             return tuple(self.units for _ in sites)
         return tuple(self.units if site == 0 else with_layer_times(self.setup, site, self.units) for site in sites)
 
-    def _slowness(self, device: int) -> float:
-        """Time on this device / the time of its site's units: of a device of the first site, or of each layer."""
-        return self.slowness_at(self.site_of[device])
-
     def slowness_at(self, site: int) -> float:
-        """The same for a device of a site. Raises PlanError where one site has a rate and this one has none."""
+        """Time on a device of this site / the time of its site's units: of a device of the first site, or of each
+        layer. Raises ConfigError where one site has a rate and this one has none."""
         sites, profile = self.setup.sites, self.setup.profile
         if profile is not None and profile.layers:
             return 1.0
@@ -138,11 +135,11 @@ class Problem:
 
     def uniform(self, n_stages: int | None = None) -> Division:
         """The division that is as even as possible; the remainder goes to later stages, which hold fewer microbatches.
-        Raises PlanError when there are more stages than units."""
+        Raises ConfigError when there are more stages than units."""
         n = self.n_devices if n_stages is None else n_stages
         whole, rest = divmod(len(self.units), n)
         if not whole:
-            raise PlanError(f"{self.setup.file}: {n} stages are more than {len(self.units)} layers: use fewer stages")
+            raise ConfigError(f"{self.setup.file}: {n} stages are more than {len(self.units)} layers: use fewer stages")
         return tuple(whole + (stage >= n - rest) for stage in range(n))
 
     def balanced(self, places: Sequence[int]) -> Division:
@@ -150,7 +147,9 @@ class Problem:
         device of stage s."""
         first_s = sum(unit.total_s for unit in self.units)
         slower = [
-            self._slowness(device) * sum(unit.total_s for unit in self.units_at[self.site_of[device]]) / first_s
+            self.slowness_at(self.site_of[device])
+            * sum(unit.total_s for unit in self.units_at[self.site_of[device]])
+            / first_s
             for device in places
         ]
         if self.paces:  # measured on a layer of the middle
@@ -178,7 +177,7 @@ class Problem:
         return costs.with_overheads(round(profile.operation_us * 1e3), round(profile.send_us * 1e3), placed)
 
     def _stage(self, units: Sequence[Unit], device: int) -> StageCost:
-        slowness, paces = self._slowness(device), self.paces[device] if self.paces else (1.0, 1.0, 1.0)
+        slowness, paces = self.slowness_at(self.site_of[device]), self.paces[device] if self.paces else (1.0, 1.0, 1.0)
         columns = zip(*((u.forward_s, u.input_gradient_s, u.weight_gradient_s) for u in units), strict=True)
         f_ns, d_ns, w_ns = (
             round(sum(times) * slowness * pace * NS) for times, pace in zip(columns, paces, strict=True)
@@ -298,7 +297,7 @@ class Problem:
         return [round(state + sharded * whole) for state, whole in zip(found, largest, strict=True)]
 
     def limits(self, division: Division, places: Sequence[int] | None = None) -> list[int]:
-        """Bytes of activations that each device may hold. Raises PlanError when nothing is left for them."""
+        """Bytes of activations that each device may hold. Raises ConfigError when nothing is left for them."""
         profile = self.setup.profile
         if profile is not None and profile.memory_microbatches is not None:
             share = len(self.units) / self.n_devices
@@ -308,14 +307,14 @@ class Problem:
         for device, state in enumerate(self.state_bytes(division, places)):
             site = self.setup.sites[self.site_of[device]]
             if site.memory_gib is None:
-                raise PlanError(
+                raise ConfigError(
                     f"{self.setup.file} [[sites]] {self.site_of[device] + 1}: memory_gib is not given, and no "
                     "[profile] has "
                     "memory_microbatches: add one of them"
                 )
             left = round(site.memory_gib * 2**30) - state
             if left <= 0:
-                raise PlanError(
+                raise ConfigError(
                     f"{self.setup.file}: memory_gib = {site.memory_gib:g} of {site.name} holds less than the "
                     f"{state / 2**30:.1f} "
                     f"GiB of weights and optimizer state of stage {device}: use more stages, a larger tensor or "
@@ -377,14 +376,14 @@ def regrouped(problem: Problem, groups: int) -> Problem:
     """The problem of one replica, where each group of neighbouring sites holds whole pipelines; 1 group: unchanged.
 
     A site of the new problem is all those of one position in their groups, with the least speed and memory of them.
-    Raises PlanError where sites or replicas do not divide so.
+    Raises ConfigError where sites or replicas do not divide so.
     """
     setup, k = problem.setup, len(problem.setup.sites)
     training = setup.training
     if groups == 1:
         return problem
     if k % groups or training.data % groups:
-        raise PlanError(
+        raise ConfigError(
             f"data = {training.data} does not divide among {groups} {'sites' if groups == k else 'groups of sites'}: "
             "each takes as many replicas"
         )
@@ -395,13 +394,18 @@ def regrouped(problem: Problem, groups: int) -> Problem:
         places = setup.sites[group * width : group * width + width]
         have = sum(site.devices for site in places)
         if have < needed:
-            raise PlanError(
+            raise ConfigError(
                 f"{' and '.join(site.name for site in places)} has {have} devices, an equal share of the replicas "
                 f"needs {needed}"
             )
     sites = tuple(_together(setup, each, width == 1) for each in members)
     inner = replace(setup, sites=sites, links=tuple(_links_of(setup, members, sites)))
-    return replace(problem, setup=inner, rings=tuple(_ring_of(setup, each) for each in members))
+    rings = []
+    for each in members:
+        pairs = zip(each, (*each[1:], each[0]), strict=True)
+        ways = [setup.link(setup.sites[a].name, setup.sites[b].name) for a, b in pairs]
+        rings.append(ReplicaRing(each, min(way.bytes_per_s for way in ways), max(way.latency_ms for way in ways) / 1e3))
+    return replace(problem, setup=inner, rings=tuple(rings))
 
 
 def _together(setup: ClusterFile, each: Sequence[int], alone: bool) -> Site:
@@ -443,16 +447,10 @@ def _slowest(setup: ClusterFile, pairs: Sequence[tuple[int, int]]) -> Link | Non
     neighbours."""
     try:
         found = [setup.link(setup.sites[a].name, setup.sites[b].name) for a, b in pairs]
-    except PlanError:
+    except ConfigError:
         return None
     latency_ms = max(link.latency_ms for link in found)
     return min(found, key=lambda link: link.bytes_per_s).model_copy(update={"latency_ms": latency_ms})
-
-
-def _ring_of(setup: ClusterFile, members: tuple[int, ...]) -> ReplicaRing:
-    pairs = zip(members, (*members[1:], members[0]), strict=True)
-    links = [setup.link(setup.sites[a].name, setup.sites[b].name) for a, b in pairs]
-    return ReplicaRing(members, min(link.bytes_per_s for link in links), max(link.latency_ms for link in links) / 1e3)
 
 
 # ---- problem file ----------------------------------------------------------------------------------------------------
@@ -481,17 +479,17 @@ def _table(knobs: BaseModel) -> dict[str, Any]:
 
 
 def read_problem(found: Mapping[str, Any], file: str) -> Problem:
-    """Inverse of problem_json(). Raises PlanError or ConfigError."""
+    """Inverse of problem_json(). Raises ConfigError."""
     try:
         setup = setup_of(SettingsFile(file, dict(found["tables"])))
         paces = tuple((float(f), float(d), float(w)) for f, d, w in found["paces"])
         problem = Problem(setup, float(found["released"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise PlanError(
+        raise ConfigError(
             f'{file}: "problem" is not what dips plan writes ({type(error).__name__}: {error}): make the plan again'
         ) from error
     if paces and len(paces) != problem.n_devices:
-        raise PlanError(f"{file}: paces of {len(paces)} devices for {problem.n_devices}: make the plan again")
+        raise ConfigError(f"{file}: paces of {len(paces)} devices for {problem.n_devices}: make the plan again")
     return problem.with_paces(paces)
 
 

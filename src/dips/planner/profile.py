@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from dips.core.config import Knobs, SettingsFile
-from dips.planner.errors import PlanError
+from dips.core.errors import ConfigError
 from dips.planner.model import MOST_LAYERS, Amount, DurationOrNone, Maybe, Name, PositiveCount
 
 Instant = Annotated[datetime, Field()]
@@ -103,12 +103,12 @@ def aware(at: datetime) -> datetime:
 
 
 def read_profile(file: Path) -> ProfileFile:
-    """Read the file. Raises PlanError or ConfigError, which name file and key."""
+    """Read the file. Raises ConfigError, which name file and key."""
     if not file.is_file():
-        raise PlanError(f"{file} is not a file: make it with dips profile device FILE --out {file}")
+        raise ConfigError(f"{file} is not a file: make it with dips profile device FILE --out {file}")
     tables = SettingsFile.read(file, TABLES)
     if "measured" not in tables.tables:
-        raise PlanError(f"{file}: the table [measured] is missing: make the file again with dips profile")
+        raise ConfigError(f"{file}: the table [measured] is missing: make the file again with dips profile")
     found = ProfileFile(
         str(file),
         tables.settings(ProfileHead, "measured"),
@@ -117,17 +117,17 @@ def read_profile(file: Path) -> ProfileFile:
         tables.settings(Calibration, "calibration") if "calibration" in tables.tables else None,
     )
     if not found.layers and not found.links and found.calibration is None:
-        raise PlanError(f"{file} has no [[layers]], [[links]] or [calibration]: measure them with dips profile")
+        raise ConfigError(f"{file} has no [[layers]], [[links]] or [calibration]: measure them with dips profile")
     ends = [(link.sender, link.receiver) for link in found.links]
     for number, pair in enumerate(ends, 1):
         if pair[0] == pair[1] or pair in ends[: number - 1]:
             why = "goes to itself" if pair[0] == pair[1] else "was given before"
-            raise PlanError(f"{found.file} [[links]] {number}: from {pair[0]} to {pair[1]} {why}: remove it")
+            raise ConfigError(f"{found.file} [[links]] {number}: from {pair[0]} to {pair[1]} {why}: remove it")
     return found
 
 
 def write_profile(found: ProfileFile, file: Path) -> None:
-    """Write the file whole or not at all. Raises PlanError when it cannot be written."""
+    """Write the file whole or not at all. Raises ConfigError when it cannot be written."""
     lines = ["# Written by dips profile; times are of one microbatch on one device.", *_table("[measured]", found.head)]
     for layer in found.layers:
         lines += _table("[[layers]]", layer)
@@ -141,7 +141,7 @@ def write_profile(found: ProfileFile, file: Path) -> None:
         written.write_text("\n".join(lines) + "\n")
         written.replace(file)
     except OSError as error:
-        raise PlanError(f"{file} cannot be written: {error.strerror}: choose another --out") from error
+        raise ConfigError(f"{file} cannot be written: {error.strerror}: choose another --out") from error
 
 
 def _table(name: str, row: Knobs) -> list[str]:
@@ -161,14 +161,14 @@ def merged(files: Sequence[ProfileFile], name: str) -> ProfileFile:
     """One profile of all devices and links of several files of one model, each with its own date.
 
     A later file's times of a device, its rates of a link, and its calibration replace those of earlier ones. Raises
-    PlanError for files of different models.
+    ConfigError for files of different models.
     """
     first = files[0]
     for other in files[1:]:
         for key in ("model", "layers", "sequence_tokens"):
             was, wanted = getattr(other.head, key), getattr(first.head, key)
             if was != wanted:
-                raise PlanError(
+                raise ConfigError(
                     f"{other.file} [measured]: {key} = {was!r}, {first.file} has {wanted!r}: merge files of one model"
                 )
     layers: dict[str, tuple[LayerTime, ...]] = {}
@@ -199,33 +199,35 @@ def times_of_layers(rows: Iterable[LayerTime], n_layers: int, sequences: int, wh
     """Embedding, each layer, output layer: the times of a microbatch of so many sequences, which are interpolated
     between two sizes that were measured. where: the table, for errors.
 
-    Raises PlanError for a layer that has no time or that the model does not have, and for a size outside of those that
-    were measured.
+    Raises ConfigError for a layer that has no time or that the model does not have, and for a size outside of those
+    that were measured.
     """
     parts: dict[tuple[str, int], dict[int, Times]] = {}
     for row in rows:
         if row.part == "layer" and row.layer + row.count > n_layers:
-            raise PlanError(
+            raise ConfigError(
                 f"{where}: layers has times of layer {row.layer + row.count - 1}, the model has {n_layers} layers, "
                 "from 0 on: remove them, or name another model"
             )
         for number in range(row.layer, row.layer + row.count) if row.part == "layer" else (0,):
             sizes = parts.setdefault((row.part, number), {})
             if row.microbatch_sequences in sizes:
-                raise PlanError(
+                raise ConfigError(
                     f"{where}: layers has the times of {row.part} {number} with microbatch_sequences = "
                     f"{row.microbatch_sequences} twice: remove one, or give each a device"
                 )
             sizes[row.microbatch_sequences] = row.times_ms
     missing = [number for number in range(n_layers) if ("layer", number) not in parts]
     if missing:
-        raise PlanError(f"{where}: layers has no times of layer {missing[0]} of {n_layers}: give those of every layer")
+        raise ConfigError(
+            f"{where}: layers has no times of layer {missing[0]} of {n_layers}: give those of every layer"
+        )
     none = {0: (0.0, 0.0, 0.0)}
     keys = (("embedding", 0), *(("layer", number) for number in range(n_layers)), ("output", 0))
     found = [_at_size(parts.get(key, none), sequences, f"{where}: layers: {key[0]} {key[1]}") for key in keys]
     for number, (forward, input_gradient, _) in enumerate(found[1:-1]):
         if not forward or not input_gradient:
-            raise PlanError(f"{where}: layers: layer {number} takes no time: give forward_ms and input_gradient_ms")
+            raise ConfigError(f"{where}: layers: layer {number} takes no time: give forward_ms and input_gradient_ms")
     return found
 
 
@@ -236,7 +238,7 @@ def _at_size(sizes: dict[int, Times], sequences: int, where: str) -> Times:
     above = min((size for size in sizes if size > sequences), default=None)
     if below is None or above is None:
         known = ", ".join(map(str, sorted(sizes)))
-        raise PlanError(
+        raise ConfigError(
             f"{where} was measured with {known} sequences in a microbatch, [training] has microbatch_sequences = "
             f"{sequences}: measure it too with dips profile device --microbatch {sequences}"
         )

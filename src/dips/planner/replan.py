@@ -24,7 +24,6 @@ from dips.planner.calibration import interval_json
 from dips.planner.candidates import Candidate
 from dips.planner.cluster import Link
 from dips.planner.costs import NS
-from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule
 from dips.planner.model import Amount, Duration, DurationOrNone, Maybe, PositiveCount
 from dips.planner.plan import FORMAT, Plan, make_plan, pipelines_of
@@ -101,25 +100,20 @@ class ReplanVerdict:
 
 
 def replan(running: Running, measured: MeasuredFile, limits: Limits) -> ReplanVerdict:
-    """Plan again with the measured numbers and decide. Raises PlanError when the file is not of this plan, or nothing
+    """Plan again with the measured numbers and decide. Raises ConfigError when the file is not of this plan, or nothing
     fits."""
     whole = with_measured_links(running.problem, measured)
     problem = with_measured_stages(regrouped(whole, running.groups), running.division, running.places, measured)
-    plan = _as_of_file(make_plan(pipelines_of(problem), sensitivity=False), running, whole)
+    plan = make_plan(pipelines_of(problem), sensitivity=False)
+    if running.groups > 1:  # with the problem of the file, and names that say where replicas are
+        named = tuple(replace(one, name=f"dp/{one.name}") for one in plan.candidates)
+        plan = replace(plan, problem=whole.with_paces(plan.problem.paces), candidates=named)
     new = plan.chosen
     swap = swap_cost(problem, running, new, limits.pause_s)
     planned_s = running.iteration_s(regrouped(running.problem, running.groups))
     now_s = running.iteration_s(problem)
     break_even, advised, why = decide(now_s, new.iteration_s, swap.seconds, limits)
     return ReplanVerdict(plan, planned_s, now_s, swap, break_even, advised, why)
-
-
-def _as_of_file(plan: Plan, running: Running, whole: Problem) -> Plan:
-    """The candidates with the problem of the file, and with names that say where replicas are."""
-    if running.groups == 1:
-        return plan
-    named = tuple(replace(one, name=f"dp/{one.name}") for one in plan.candidates)
-    return replace(plan, problem=whole.with_paces(plan.problem.paces), candidates=named)
 
 
 def decide(now_s: float, new_s: float, swap_s: float, limits: Limits) -> tuple[int | None, bool, str]:
@@ -214,7 +208,7 @@ def _hops(problem: Problem, here: int, there: int) -> list[tuple[int, int]]:
     sites = problem.setup.sites
     try:
         problem.setup.link(sites[here].name, sites[there].name)
-    except PlanError:
+    except ConfigError:
         step = 1 if there > here else -1
         return [(site, site + step) for site in range(here, there, step)]
     return [(here, there)] if here != there else []
@@ -224,12 +218,12 @@ def _hops(problem: Problem, here: int, there: int) -> list[tuple[int, int]]:
 
 
 def read_running(text: str, where: str) -> Running:
-    """Read a running plan from its plan.json. Raises PlanError."""
+    """Read a running plan from its plan.json. Raises ConfigError."""
     try:
         found = json.loads(text)
         chosen, inner = found["chosen"], found["schedule"]
         if found["format"] != FORMAT or "problem" not in found or "schedule_of_replica" not in found:
-            raise PlanError(
+            raise ConfigError(
                 f"{where} was made by another release of dips: make it again with dips plan FILE --out FOLDER"
             )
         name, sharing = str(chosen["schedule"]), str(chosen["sharing"])
@@ -242,7 +236,7 @@ def read_running(text: str, where: str) -> Running:
     except ConfigError:
         raise
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise PlanError(
+        raise ConfigError(
             f"{where} is not a plan.json ({type(error).__name__}: {error}): make one with dips plan FILE --out FOLDER"
         ) from error
     _check(problem, division, schedules, where)
@@ -254,7 +248,7 @@ def _check(problem: Problem, division: Division, schedules: Sequence[Schedule], 
     first = schedules[0]
     same = first.n_devices == problem.n_devices and first.n_microbatches == problem.n_microbatches
     if not same or len(division) != first.n_stages or sum(division) != len(problem.units):
-        raise PlanError(f"{where}: its schedule and its problem do not match: make the plan again")
+        raise ConfigError(f"{where}: its schedule and its problem do not match: make the plan again")
 
 
 # ---- what was measured -----------------------------------------------------------------------------------------------
@@ -304,13 +298,13 @@ class MeasuredFile:
 
 
 def read_measured(file: Path) -> MeasuredFile:
-    """Read the file. Raises PlanError or ConfigError, which name file and key."""
+    """Read the file. Raises ConfigError, which name file and key."""
     tables = SettingsFile(str(file), _json(file)) if file.suffix == ".json" else SettingsFile.read(file, TABLES)
     unknown = sorted(set(tables.tables) - set(TABLES))
     if unknown:
-        raise PlanError(f"{file}: {unknown[0]!r} is unknown: write [measured], [[stages]] and [[links]]")
+        raise ConfigError(f"{file}: {unknown[0]!r} is unknown: write [measured], [[stages]] and [[links]]")
     if "measured" not in tables.tables:
-        raise PlanError(f'{file}: the table [measured] is missing: add it, with source = "who measured, and how"')
+        raise ConfigError(f'{file}: the table [measured] is missing: add it, with source = "who measured, and how"')
     found = MeasuredFile(
         str(file),
         tables.settings(MeasuredTable, "measured"),
@@ -318,7 +312,7 @@ def read_measured(file: Path) -> MeasuredFile:
         tables.settings_of_rows(MeasuredLink, "links"),
     )
     if not found.stages and not found.links:
-        raise PlanError(f"{file} has neither [[stages]] nor [[links]]: give what was measured")
+        raise ConfigError(f"{file} has neither [[stages]] nor [[links]]: give what was measured")
     return found
 
 
@@ -328,18 +322,18 @@ def _json(file: Path) -> dict[str, Any]:
             text = stream.read(MAX_TOML_BYTES + 1)
         found = json.loads(text) if len(text) <= MAX_TOML_BYTES else None
     except OSError as error:
-        raise PlanError(f"{file} cannot be read as a profile: {error.strerror}: name another file") from error
+        raise ConfigError(f"{file} cannot be read as a profile: {error.strerror}: name another file") from error
     except (ValueError, RecursionError) as error:
-        raise PlanError(
+        raise ConfigError(
             f"{file} is not JSON: {error}: correct it, or write TOML into a file that ends in .toml"
         ) from error
     if not isinstance(found, dict):
-        raise PlanError(f"{file} is not a profile: write an object with measured, stages and links")
+        raise ConfigError(f"{file} is not a profile: write an object with measured, stages and links")
     return found
 
 
 def with_measured_links(problem: Problem, measured: MeasuredFile) -> Problem:
-    """The problem with the measured links. Raises PlanError for a link that the plan does not have."""
+    """The problem with the measured links. Raises ConfigError for a link that the plan does not have."""
     if not measured.links:
         return problem
     return replace(problem, setup=replace(problem.setup, links=_links(problem, measured)))
@@ -349,7 +343,7 @@ def with_measured_stages(
     problem: Problem, division: Division, places: tuple[int, ...], measured: MeasuredFile
 ) -> Problem:
     """The problem with the measured stages. division and places: of the plan that ran. A device's ratio of measured to
-    planned time is used for any layers that it gets. Raises PlanError for stages that the plan does not have."""
+    planned time is used for any layers that it gets. Raises ConfigError for stages that the plan does not have."""
     return problem.with_paces(_paces(problem, division, places, measured)) if measured.stages else problem
 
 
@@ -365,9 +359,9 @@ def _links(problem: Problem, measured: MeasuredFile) -> tuple[Link, ...]:
         for way in [(new.sender, new.receiver), (new.receiver, new.sender)][: 1 + new.both_ways]:
             if way not in found:
                 known = ", ".join(f"{a} to {b}" for a, b in found) or "none"
-                raise PlanError(f"{where}: the plan has no link from {way[0]} to {way[1]}: choose from {known}")
+                raise ConfigError(f"{where}: the plan has no link from {way[0]} to {way[1]}: choose from {known}")
             if way in seen:
-                raise PlanError(f"{where}: from {way[0]} to {way[1]} was given before: remove one")
+                raise ConfigError(f"{where}: from {way[0]} to {way[1]} was given before: remove one")
             seen.add(way)
             numbers = {"bandwidth_gbps": new.bandwidth_gbps, "latency_ms": new.latency_ms, "oversubscription": 1.0}
             found[way] = found[way].model_copy(update={**numbers, "source": measured.run.source})
@@ -379,7 +373,7 @@ def _paces(
 ) -> tuple[TimesPerLayer, ...]:
     stages = sorted(measured.stages, key=lambda one: one.stage)
     if [one.stage for one in stages] != list(range(len(division))):
-        raise PlanError(
+        raise ConfigError(
             f"{measured.file}: [[stages]] are {[one.stage for one in stages]}, the plan has 0 to {len(division) - 1}: "
             "give each once"
         )
@@ -389,7 +383,7 @@ def _paces(
         times_ms = (one.forward_ms, one.input_gradient_ms, one.weight_gradient_ms)
         for kind, (time_ms, plan_ns) in enumerate(zip(times_ms, (plan.f_ns, plan.d_ns, plan.w_ns), strict=True)):
             if time_ms and not plan_ns:
-                raise PlanError(f"{measured.file}: stage {one.stage} takes time where the plan has none: give 0")
+                raise ConfigError(f"{measured.file}: stage {one.stage} takes time where the plan has none: give 0")
             sums[device][kind][0] += time_ms * 1e6
             sums[device][kind][1] += plan_ns
     paces = ([got / wanted if wanted else 1.0 for got, wanted in row] for row in sums)

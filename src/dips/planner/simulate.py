@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeVar
 
+from dips.core.errors import ConfigError
 from dips.planner.costs import Costs, Wire
-from dips.planner.errors import PlanError
 from dips.planner.exchange import (
     Exchanged,
     LayeredOp,
@@ -115,11 +115,6 @@ class Timeline:
         return self.ends[device][-1] - self.starts[device][0]
 
     @property
-    def stage0_span_ns(self) -> int:
-        """The span of the device with the first stage."""
-        return self.span_ns(self.schedule.device_of_stage[0])
-
-    @property
     def device_span_ns(self) -> int:
         """The largest span of one device."""
         return max(self.span_ns(device) for device in range(self.schedule.n_devices) if self.starts[device])
@@ -151,20 +146,21 @@ class Fleet:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Simulate a schedule. Raises PlanError, which names the cells that wait for each other, when it cannot end."""
+    """Simulate a schedule. Raises ConfigError, which names the cells that wait for each other, when it cannot end."""
     return _timelines([schedule], costs, shares_links(costs), False)[0]
 
 
 def simulate_fleet(schedules: Sequence[Schedule], costs: Costs) -> Fleet:
     """Simulate one schedule for each replica; a wire's hold_ns delays only its own sender (blocking sends). Raises
-    PlanError, which names replica and cell, when they cannot end."""
+    ConfigError, which names replica and cell, when they cannot end."""
     return Fleet(_timelines(schedules, costs, True, any(wire.hold_ns for wire in costs.wires.values())))
 
 
 def _timelines(schedules: Sequence[Schedule], costs: Costs, in_turn: bool, blocking: bool) -> tuple[Timeline, ...]:
     program = compile_program(schedules, costs)
     run = Run(program, in_turn, blocking)
-    n, at = schedules[0].n_devices, program.operations_before(run.at)
+    n = schedules[0].n_devices
+    at = [index - sum(p < index for p in pauses) for index, pauses in zip(run.at, program.pauses, strict=True)]
     mine = [slice(replica * n, replica * n + n) for replica in range(len(schedules))]
     for replica, schedule in enumerate(schedules):
         waiting = [
@@ -173,7 +169,7 @@ def _timelines(schedules: Sequence[Schedule], costs: Costs, in_turn: bool, block
             if index < len(order)
         ]
         if waiting:
-            raise PlanError(
+            raise ConfigError(
                 (f"replica {replica}: " if len(schedules) > 1 else "")
                 + f"the schedule cannot end: {', '.join(waiting[:4])}; no device can send what they wait for"
             )
@@ -274,19 +270,15 @@ class Program(NamedTuple):
                 del row[index]
         return found
 
-    def operations_before(self, at: Sequence[int]) -> list[int]:
-        """How many operations precede index at[d] on each device."""
-        return [index - sum(p < index for p in pauses) for index, pauses in zip(at, self.pauses, strict=True)]
-
 
 def compile_program(schedules: Sequence[Schedule], costs: Costs) -> Program:
-    """Compile schedules, one for each replica. Raises PlanError where costs are of another number of stages."""
+    """Compile schedules, one for each replica. Raises ConfigError where costs are of another number of stages."""
     devices: list[Device] = []
     orders: list[tuple[Op, ...]] = []
     base = 0
     for replica, schedule in enumerate(schedules):
         if len(costs.stages) != schedule.n_stages:
-            raise PlanError(f"costs of {len(costs.stages)} stages for a schedule of {schedule.n_stages}")
+            raise ConfigError(f"costs of {len(costs.stages)} stages for a schedule of {schedule.n_stages}")
         tables = _Tables(schedule, costs, base, len(devices), replica)
         devices += [tables.device(device, order) for device, order in enumerate(schedule.orders)]
         orders += schedule.orders
@@ -294,8 +286,14 @@ def compile_program(schedules: Sequence[Schedule], costs: Costs) -> Program:
     exchanging: list[list[LayeredOp | None]] = []
     free_ns = [0] * len(devices)
     if costs.shards:
-        kinds = _layered_ops(schedules[0], costs)
-        exchanging = [[kinds[op.stage, op.kind, op.part] for op in order] for order in orders]
+        parts = schedules[0].parts
+        how = {  # each operation exchanges
+            (stage, kind, part): layered(stage, kind, part, parts, costs.shards[stage])
+            for stage in range(schedules[0].n_stages)
+            for kind in Kind
+            for part in range(parts)
+        }
+        exchanging = [[how[op.stage, op.kind, op.part] for op in order] for order in orders]
         taken = {one.resource: one.freed_ns for one in gathered(costs.exchanges)}
         resource_of = {
             place: one.resource for place, one in zip(schedules[0].device_of_stage, costs.shards, strict=True)
@@ -305,16 +303,6 @@ def compile_program(schedules: Sequence[Schedule], costs: Costs) -> Program:
     program = Program(devices, base, orders, {}, [[] for _ in devices], exchanging, free_ns, costs.overlapped)
     waits = gates(costs.exchanges, costs.overlapped)
     return _with_pauses(program, waits) if any(waits) else program
-
-
-def _layered_ops(schedule: Schedule, costs: Costs) -> dict[tuple[int, Kind, int], LayeredOp]:
-    """How each operation exchanges, by stage, kind and part."""
-    return {
-        (stage, kind, part): layered(stage, kind, part, schedule.parts, costs.shards[stage])
-        for stage in range(schedule.n_stages)
-        for kind in Kind
-        for part in range(schedule.parts)
-    }
 
 
 def _with_pauses(program: Program, waits: Sequence[int]) -> Program:
@@ -509,7 +497,7 @@ class Run:
 def validate(schedule: Schedule, costs: Costs, memory: Sequence[int] | None = None) -> Timeline:
     """Check a schedule and simulate it. memory[d]: limit of device d, in the units of costs.
 
-    Raises PlanError, which names the device and the cell, for: an operation that is missing, doubled or elsewhere;
+    Raises ConfigError, which names the device and the cell, for: an operation that is missing, doubled or elsewhere;
     one before an operation that it needs on its own device; memory over the limit; devices that wait for each other;
     exchanges of replicas in a wrong place.
     """
@@ -523,14 +511,14 @@ def validate(schedule: Schedule, costs: Costs, memory: Sequence[int] | None = No
             else:
                 needed = Op(Kind.D if op.kind is Kind.W else Kind.F, op.stage, op.microbatch)
             if (op.part or op.kind is not Kind.F) and needed not in done:
-                raise PlanError(
+                raise ConfigError(
                     f"device {device}, cell {index + 1}: {op} comes before {needed}, which it needs: swap them"
                 )
             done.add(op)
     if memory is not None:
         for device, (peak, limit) in enumerate(zip(peaks(schedule, costs), memory, strict=True)):
             if peak > limit:
-                raise PlanError(
+                raise ConfigError(
                     f"{schedule.name}: device {device} holds {peak} of activations at once, its memory allows {limit}: "
                     "use a schedule that holds fewer microbatches, or more memory"
                 )
@@ -572,14 +560,14 @@ def peaks(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Check that every operation is there once and on its device. Raises PlanError."""
+    """Check that every operation is there once and on its device. Raises ConfigError."""
     seen: set[Op] = set()
     parts_of: Counter[tuple[int, int, Kind]] = Counter()
     for device, order in enumerate(schedule.orders):
         for index, op in enumerate(order):
             wrong = _misplaced(schedule, device, op, seen)
             if wrong:
-                raise PlanError(f"{schedule.name}: device {device}, cell {index + 1} ({op}) {wrong}")
+                raise ConfigError(f"{schedule.name}: device {device}, cell {index + 1} ({op}) {wrong}")
             seen.add(op)
             parts_of[op.stage, op.microbatch, op.kind] += 1
     whole = schedule.parts
@@ -587,7 +575,7 @@ def check_complete(schedule: Schedule) -> None:
         for microbatch in range(schedule.n_microbatches):
             f, d, w, b = (parts_of.get((stage, microbatch, kind), 0) for kind in (Kind.F, Kind.D, Kind.W, Kind.B))
             if f != whole or (d, w, b) not in ((whole, whole, 0), (0, 0, whole)):
-                raise PlanError(
+                raise ConfigError(
                     f"{schedule.name}: stage {stage} has {f} F, {d} I, {w} W and {b} B of microbatch {microbatch}: it "
                     f"needs {whole} F, and either {whole} I and {whole} W or {whole} B"
                 )

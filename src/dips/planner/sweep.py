@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from dips.core.errors import ConfigError
 from dips.planner.calibration import interval_of
 from dips.planner.costs import NS, Costs, equal_sites, site_wires, uniform
-from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule, straight, wave
 from dips.planner.profile import Calibration
 from dips.planner.schedules import CROSS_UD, MANY_CHUNKS, SCHEDULES
@@ -89,7 +89,7 @@ class GridPoint:
         return [round(self.memory * self.n_pp * ACTIVATION)] * self.n_pp
 
     def schedule(self, name: str) -> tuple[Schedule, Costs]:
-        """A schedule by its name, and the costs that it was made for. Raises PlanError where it cannot be made."""
+        """A schedule by its name, and the costs that it was made for. Raises ConfigError where it cannot be made."""
         kind = {**SCHEDULES, **MANY_CHUNKS}[name]
         costs = self.costs(kind.chunks(self.n_pp), wraps=kind.goes_round(self.n_pp))
         return kind.make(self.n_pp, self.n_mb, costs, self.limits()), costs
@@ -127,7 +127,7 @@ def cases(
     *,
     overheads: SweepOverheads = UNCALIBRATED,
 ) -> list[GridPoint]:
-    """The grid, checked as a whole before anything is computed. Raises PlanError."""
+    """The grid, checked as a whole before anything is computed. Raises ConfigError."""
     blocks = sum(stages) * sum(microbatches) * len(sites) * len(latencies) * len(bandwidths) * len(memories)
     sizes = itertools.product(dict.fromkeys(stages), dict.fromkeys(microbatches), dict.fromkeys(sites))
     delays = itertools.product(dict.fromkeys(latencies), dict.fromkeys(bandwidths), dict.fromkeys(memories))
@@ -137,7 +137,7 @@ def cases(
         _check(case)
         found.append(case)
         if blocks > MOST_BLOCKS_OF_A_GRID:
-            raise PlanError(
+            raise ConfigError(
                 f"{blocks} stages x microbatches in all combinations together would take days, at most "
                 f"{MOST_BLOCKS_OF_A_GRID} can be compared: give fewer or smaller numbers"
             )
@@ -147,18 +147,18 @@ def cases(
 def _check(case: GridPoint) -> None:
     for value in (case.latency, case.bandwidth, case.memory, case.overheads.operation, case.overheads.message):
         if not math.isfinite(value) or value > MOST:
-            raise PlanError(f"{value:g} is not a number that can be planned with: give one up to {MOST:g}")
+            raise ConfigError(f"{value:g} is not a number that can be planned with: give one up to {MOST:g}")
     if case.n_pp < 1 or case.n_mb < 1:
-        raise PlanError(f"{case.n_pp} stages and {case.n_mb} microbatches: both are at least 1")
+        raise ConfigError(f"{case.n_pp} stages and {case.n_mb} microbatches: both are at least 1")
     if case.n_pp * case.n_mb > MOST_BLOCKS:
-        raise PlanError(
+        raise ConfigError(
             f"{case.n_pp} stages x {case.n_mb} microbatches are {case.n_pp * case.n_mb}, at most {MOST_BLOCKS} can be "
             "planned: give fewer"
         )
     if min(case.latency, case.bandwidth) < 0:
-        raise PlanError(f"latency {case.latency:g} and bandwidth {case.bandwidth:g}: neither is negative")
+        raise ConfigError(f"latency {case.latency:g} and bandwidth {case.bandwidth:g}: neither is negative")
     if case.memory * case.n_pp < 1:
-        raise PlanError(
+        raise ConfigError(
             f"memory {case.memory:g} of {case.n_pp} stages holds no microbatch: give at least {1 / case.n_pp:g}"
         )
     equal_sites(case.n_pp, case.n_sites)
@@ -171,11 +171,11 @@ def names_of(case: GridPoint, optimal: bool = False) -> list[str]:
 
 
 def check_compared(grid: Sequence[GridPoint], over: str, optimal: bool) -> None:
-    """Raise PlanError when a case has no row of `over`, before anything is computed."""
+    """Raise ConfigError when a case has no row of `over`, before anything is computed."""
     for case in grid:
         names = names_of(case, optimal)
         if over not in names:
-            raise PlanError(
+            raise ConfigError(
                 f"{over!r} is not a schedule that {case.n_pp} stages and {case.n_mb} microbatches can be compared "
                 f"with: choose one of {', '.join(names)}"
             )
@@ -243,7 +243,7 @@ def _row(
         schedule=name,
         makespan=timeline.makespan_ns / NS,
         device_span=timeline.device_span_ns / NS,
-        stage0_span=timeline.stage0_span_ns / NS,
+        stage0_span=timeline.span_ns(schedule.device_of_stage[0]) / NS,
         peak_activations=max(peaks(schedule, costs)) / ACTIVATION,
         lower_bound=None if lower_bound_ns is None else lower_bound_ns / NS,
         makespan_low=low,
@@ -301,7 +301,7 @@ def panels(rows: Iterable[SweepRow], over: str = "1f1b") -> list[Panel]:
     """A map for each pipeline, in the order of the rows. over: the schedule that is compared with.
 
     Of schedules that fit the memory the one with the shortest makespan is the best; of equal ones, the first. Raises
-    PlanError when there is no row of `over`.
+    ConfigError when there is no row of `over`.
     """
     pipelines: dict[tuple[int, int, int, float], dict[tuple[float, float], list[SweepRow]]] = defaultdict(
         lambda: defaultdict(list)
@@ -333,7 +333,7 @@ def _named(name: str, rows: Sequence[SweepRow]) -> SweepRow:
         if row.schedule == name:
             return row
     known = ", ".join(row.schedule for row in rows)
-    raise PlanError(
+    raise ConfigError(
         f"no schedule {name!r} of {rows[0].n_pp} stages and {rows[0].n_mb} microbatches to compare with: "
         f"choose one of {known}"
     )

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dips.core.errors import ConfigError
 from dips.planner.calibration import interval_json
 from dips.planner.candidates import Candidate
-from dips.planner.cluster import check_parallelism
+from dips.planner.cluster import check_parallelism, divisors
 from dips.planner.costs import NS
-from dips.planner.errors import PlanError
 from dips.planner.plan import Plan, make_plan, pipelines_of
 from dips.planner.problem import Problem, assumptions, regrouped
 
@@ -80,17 +80,17 @@ class Tradeoff:
 
 
 def tradeoff(problem: Problem) -> Tradeoff:
-    """Plan every way to split. Raises PlanError when none is possible, with the first reasons."""
+    """Plan every way to split. Raises ConfigError when none is possible, with the first reasons."""
     choices: list[SplitChoice] = []
     impossible: list[Impossible] = []
     for split in splits(problem):
         try:
             choices.append(SplitChoice(split, make_plan(pipelines_of(divided_so(problem, split)), sensitivity=False)))
-        except PlanError as error:
+        except ConfigError as error:
             impossible.append(Impossible(split, str(error)))
     if not choices:
         reasons = "; ".join(f"{no.split.pipeline} x {no.split.data}: {no.why}" for no in impossible[:3])
-        raise PlanError(f"{problem.setup.file}: no way to split is possible: {reasons}")
+        raise ConfigError(f"{problem.setup.file}: no way to split is possible: {reasons}")
     choices.sort(key=lambda choice: (choice.best.makespan_ns, choice.split.groups))
     return Tradeoff(problem, tuple(choices), tuple(impossible))
 
@@ -100,22 +100,18 @@ def splits(problem: Problem) -> Iterator[DeviceSplit]:
     impossible."""
     training, n_sites = problem.setup.training, len(problem.setup.sites)
     places, batch = training.pipeline * training.data, training.microbatches * training.data
-    for pipeline in _divisors(places):
+    for pipeline in divisors(places):
         data = places // pipeline
-        for groups in _divisors(n_sites):
+        for groups in divisors(n_sites):
             yield DeviceSplit(pipeline, data, batch // data, groups, n_sites)
 
 
-def _divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if n % k == 0]
-
-
 def divided_so(problem: Problem, split: DeviceSplit) -> Problem:
-    """The problem of one way to split. Raises PlanError when it is not possible."""
+    """The problem of one way to split. Raises ConfigError when it is not possible."""
     training = problem.setup.training
     batch = training.microbatches * training.data
     if batch % split.data:
-        raise PlanError(f"{batch} microbatches do not divide among {split.data} replicas")
+        raise ConfigError(f"{batch} microbatches do not divide among {split.data} replicas")
     changed = problem
     if split.pipeline != training.pipeline:
         sites = tuple(site.model_copy(update={"stages": 0}) for site in problem.setup.sites)
@@ -145,7 +141,7 @@ def with_scaled_profile(before: Problem, after: Problem) -> Problem:
         was, now = (max(one.state_bytes(one.uniform())) for one in (before, after))
         room = (microbatches * held / before.n_devices + was - now) / (held / after.n_devices)
         if room < 1:
-            raise PlanError(
+            raise ConfigError(
                 f"a stage has room for {max(room, 0):.2f} microbatches next to its weights and optimizer state: too few"
             )
         changes["memory_microbatches"] = room

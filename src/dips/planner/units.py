@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from dips.core.errors import ConfigError
 from dips.planner.cluster import ClusterFile, StageTimes, Training, layer_times_ms
-from dips.planner.errors import PlanError
 from dips.planner.model import Model
 
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12
@@ -146,7 +146,7 @@ class Unit(NamedTuple):
 
 def units_of(setup: ClusterFile, groups: int = 1) -> tuple[Unit, ...]:
     """The units of a model. groups: of sites, each with a part of the replicas, between which inside_bytes are sent.
-    Raises PlanError when neither a profile nor a speed is given."""
+    Raises ConfigError when neither a profile nor a speed is given."""
     model, training = setup.model, setup.training
     layers = [_layer(setup, layer, groups) for layer in range(model.layers)]
     embedding = _weights(training, model.embedding_parameters(), groups)
@@ -167,7 +167,7 @@ def units_of(setup: ClusterFile, groups: int = 1) -> tuple[Unit, ...]:
 
 
 def with_layer_times(setup: ClusterFile, site: int, units: Sequence[Unit]) -> tuple[Unit, ...]:
-    """The same units with the times of each layer that a profile has for a site. Raises PlanError."""
+    """The same units with the times of each layer that a profile has for a site. Raises ConfigError."""
     again = setup.training.recompute == "full"
 
     def timed(unit: Unit, times_ms: StageTimes) -> Unit:
@@ -178,10 +178,10 @@ def with_layer_times(setup: ClusterFile, site: int, units: Sequence[Unit]) -> tu
 
 
 def tflops_of(setup: ClusterFile, site: int) -> float:
-    """10^12 operations a second of one device. Raises PlanError when not given."""
+    """10^12 operations a second of one device. Raises ConfigError when not given."""
     given = setup.sites[site].sustained_tflops
     if given is None:
-        raise PlanError(
+        raise ConfigError(
             f"{setup.file} [[sites]] {site + 1}: sustained_tflops is not given, and no [profile] has "
             "the times of a stage: add one of them"
         )

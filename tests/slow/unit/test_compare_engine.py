@@ -15,7 +15,7 @@ from support.number_learners import DATA, LAYOUT, BowlLearner, bowl_loss
 
 from dips.core.errors import ConfigError
 from dips.core.messages import DataRange
-from dips.lab.compare.engine import HOPELESS_VOIDS, Course, SimulationError, plan_of, run_data_parallel, run_on_servers
+from dips.lab.compare.engine import HOPELESS_VOIDS, Course, ServersRun, SimulationError, plan_of, run_data_parallel
 from dips.lab.compare.methods import METHODS, Injection
 from dips.lab.compare.record import CurvePoint, PushFact, RunRecord, at_tokens
 from dips.lab.compare.setup import ComparisonSetup, load_setup
@@ -45,11 +45,11 @@ class Compared:
         self.progress: list[tuple[int, float]] = []
         self.evaluated: list[F32] = []
         self._fails_after = fails_after
-        self.record = run_on_servers(
+        self.record = ServersRun(
             setup or setup_of(), METHODS[method], seed, self._learner, self._evaluate, injection,
             lambda tokens, at_s: self.progress.append((tokens, at_s)),
             lambda record, flat: self.commits.append((record, flat)),
-        )  # fmt: skip
+        ).through()  # fmt: skip
 
     def _learner(self, name: str, index: int) -> BowlLearner:
         assert index == len(self.learners)
@@ -142,10 +142,10 @@ def test_rounds_of_one_step_with_rate_one_and_no_momentum_are_the_average_of_the
     versions: list[F32] = []
     n_rounds = 8
     setup = setup_of(inner_steps=1, tokens=n_rounds * 4 * STEP_TOKENS, master={"outer_lr": 1.0, "outer_momentum": 0.0})
-    run_on_servers(
+    ServersRun(
         setup, METHODS["diloco"], 1, lambda name, index: Stepping(name), bowl_loss,
         versions=lambda record, flat: versions.append(flat),
-    )  # fmt: skip
+    ).through()  # fmt: skip
     assert len(versions) == n_rounds + 1
     for number in range(n_rounds):
         begun, ended = zip(*(steps[name][number] for name in "abcd"), strict=True)
@@ -235,7 +235,7 @@ class TestBrokenRuns:
                     self.theta = np.full_like(self.theta, np.nan)
                 return 1.0
 
-        record = run_on_servers(setup_of(), METHODS["diloco"], 1, lambda name, index: Lost(), bowl_loss)
+        record = ServersRun(setup_of(), METHODS["diloco"], 1, lambda name, index: Lost(), bowl_loss).through()
         assert (record.ended, record.loss) == ("diverged", None)
         assert record.voids == HOPELESS_VOIDS
         assert record.rounds >= 1
@@ -250,16 +250,16 @@ class TestBrokenRuns:
 
     def test_a_loss_on_the_way_that_is_not_finite_is_kept_as_none(self) -> None:
         losses = iter((math.inf, 0.5, 0.25, 0.125, 0.0625))
-        record = run_on_servers(
+        record = ServersRun(
             setup_of(tokens=16_384), METHODS["dips"], 1, lambda name, index: BowlLearner(), lambda flat: next(losses)
-        )
+        ).through()
         assert record.ended == "finished"
         assert math.inf not in [point.loss for point in record.curve]
         assert RunRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
 
     def course(self) -> Course:
         plan = plan_of(setup_of(), METHODS["dips"], LAYOUT, DATA, Numbers(lambda name: BowlLearner()))
-        return Course(1, plan, lambda version: None, lambda record: None)
+        return Course(1, plan)
 
     def test_a_run_that_does_not_end_is_an_error(self) -> None:
         with pytest.raises(SimulationError, match=r"does not end within 9 s.*TRAINING"):
@@ -316,7 +316,7 @@ def changed() -> Changed:
         learners.append((name, BowlLearner()))
         return learners[-1][1]
 
-    return setup, run_on_servers(setup, METHODS["dips"], 1, learner_of, bowl_loss), learners
+    return setup, ServersRun(setup, METHODS["dips"], 1, learner_of, bowl_loss).through(), learners
 
 
 class TestARunThatChanges:

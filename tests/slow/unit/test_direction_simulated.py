@@ -10,7 +10,7 @@ import pytest
 from support.number_learners import BowlLearner, bowl_loss
 
 from dips.core.messages import DataRange
-from dips.lab.compare.engine import run_on_servers
+from dips.lab.compare.engine import ServersRun
 from dips.lab.compare.methods import METHODS, Injection
 from dips.lab.compare.record import PushFact, RunRecord
 from dips.lab.compare.setup import load_setup
@@ -27,9 +27,9 @@ def run_of(name: str, kind: str = "") -> RunRecord:
     setup = load_setup("small").with_overrides(tokens=180_224, inner_steps=4, evaluations=1)
     method = replace(METHODS[name], master={**METHODS[name].master, "detector": "off"})
     injection = Injection(kind, BAD) if kind else None
-    return run_on_servers(
+    return ServersRun(
         setup, method, 1, lambda cluster, index: BowlLearner(lr=3e-4, noise=1.0), bowl_loss, injection
-    )
+    ).through()
 
 
 def pushes_of(record: RunRecord) -> list[PushFact]:
@@ -82,9 +82,9 @@ def test_two_clusters_with_the_same_data_are_named_both(method: str) -> None:
     """Of equal speed, or they would seldom meet."""
     setup = load_setup("small").with_overrides(tokens=90_112, inner_steps=4, evaluations=1, gaps=(0.0, 0.0, 0.2, 0.3))
     kinds = (_SameData, _SameData, BowlLearner, BowlLearner)
-    record = run_on_servers(
+    record = ServersRun(
         setup, METHODS[method], 1, lambda cluster, index: kinds[index](lr=3e-4, noise=1.0), bowl_loss
-    )
+    ).through()
     alarms = same_data_alarms(record)
     assert alarms
     assert set(alarms) == {"same data of a and b"}

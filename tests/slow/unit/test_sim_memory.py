@@ -55,27 +55,26 @@ def plan_of(overlap: str) -> SimulatedRunPlan:
     )
 
 
-class Watched:
+class Watched(Course):
     """The size of each machine after SOME and after ROUNDS versions."""
 
     def __init__(self, overlap: str) -> None:
-        self.course = Course(1, plan_of(overlap), self._published, lambda record: None)
+        super().__init__(1, plan_of(overlap))
         self.versions = 0
         self.sizes: list[dict[str, int]] = []
 
-    def _published(self, version: Version) -> None:
+    def appeared(self, version: Version) -> None:
         self.versions += 1
         if self.versions in (SOME, ROUNDS):
-            course = self.course
-            hosts = {name: host.session for name, host in course.clusters.items()}
-            machines = {"master": course.masters[0].state, **hosts, "s0": course.slaves["s0"].state}
+            hosts = {name: host.session for name, host in self.clusters.items()}
+            machines = {"master": self.masters[0].state, **hosts, "s0": self.slaves["s0"].state}
             self.sizes.append({name: n_objects(machine) for name, machine in machines.items()})
 
 
 @pytest.mark.parametrize("overlap", ["none", "full"])
 def test_machines_do_not_grow_with_rounds(overlap: str) -> None:
     watched = Watched(overlap)
-    watched.course.run_through(lambda: len(watched.sizes) == 2, 1e6)
+    watched.run_through(lambda: len(watched.sizes) == 2, 1e6)
     some, many = watched.sizes
     assert min(some.values()) > 100
     assert {name: n for name, n in many.items() if n > SLACK * some[name]} == {}, f"{some} became {many}"

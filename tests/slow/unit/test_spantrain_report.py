@@ -11,8 +11,8 @@ import pytest
 from support.repository import ROOT
 from support.spantrain import Row, all_links, grouped, problem
 
+from dips.core.errors import ConfigError
 from dips.planner.cluster import ClusterFile, read_setup
-from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule
 from dips.planner.spantrain.inside import DEFAULT_RULES
 from dips.planner.spantrain.report import SpanTrainReport, report_of, slowest_stage, unseen, write_report
@@ -161,7 +161,7 @@ def test_a_missing_network_is_named_and_mistakes_are_one_sentence() -> None:
     said = report_of(setup, alternatives=False).unseen
     assert "network_gbps of a is not given: collectives and messages inside take no time" in said
     lonely = problem([{"name": "a", "sustained_tflops": 1}, {"name": "b", "sustained_tflops": 1}], [])
-    with pytest.raises(PlanError, match="no link from a to b, which groups need of every pair of sites"):
+    with pytest.raises(ConfigError, match="no link from a to b, which groups need of every pair of sites"):
         report_of(lonely)
-    with pytest.raises(PlanError, match="cannot each have a sequence of a microbatch"):
+    with pytest.raises(ConfigError, match="cannot each have a sequence of a microbatch"):
         report_of(problem([{"name": "a", "devices": 5, "network_gbps": 1, "sustained_tflops": 1}], [], batch=4))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.papers import not_on_the_page
 
-from dips.planner.validation import PAPERS, all_checks
+from dips.planner.commands.plan import PAPERS, all_checks
 
 COUNTS = {"jeeves": (24, 5), "crosspipe": (95, 69), "spantrain": (68, 27), "scaleacross": (87, 12)}
 """Of all numbers, and of those that bind."""

@@ -21,7 +21,6 @@ from dips.local.supervisor import ChildSpec
 from dips.planner.cluster import read_setup
 from dips.planner.commands import plan_run
 from dips.planner.costs import NS, Costs
-from dips.planner.errors import PlanError
 from dips.planner.plan import make_plan, plan_json
 from dips.planner.problem import Problem
 from dips.planner.run.links import RankReport, read_job, read_report, write_job, write_report
@@ -113,14 +112,10 @@ def outcome_of(folder: Path, name: str, error: float = 1e-15, late_ns: int = 0) 
         write_report(folder, rank, RankReport(pair, 6, error, 256))
     reports = [read_report(folder, rank) for rank in range(4)]
     return plan_run.PlanRunOutcome(
-        source=source,
+        **plan_run.part_of(source, simulate(source.schedule, source.costs), reports),
         backend="gloo",
         forward_ms=80.0,
-        predicted=simulate(source.schedule, source.costs),
-        measured=plan_run.timelines(source, reports),
-        gradients=plan_run.gradients_of(reports),
         tolerance=0.05,
-        message_bytes=256,
     )
 
 
@@ -304,5 +299,5 @@ def test_a_persons_mistake_is_one_sentence(
 def test_forward_passes_without_a_time_cannot_be_timed() -> None:
     source = plan_run.source_of("1f1b", NOTHING_GIVEN)
     idle = Costs(tuple(replace(stage, f_ns=0) for stage in source.costs.stages))
-    with pytest.raises(PlanError, match="forward passes of the plan take no time"):
+    with pytest.raises(ConfigError, match="forward passes of the plan take no time"):
         plan_run.scaled(idle, 4, 80.0)

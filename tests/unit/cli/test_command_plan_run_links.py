@@ -15,11 +15,11 @@ import pytest
 from support.paced_play import play
 from support.plan_command import printed, refused
 
+from dips.core.errors import ConfigError
 from dips.planner.api import make
 from dips.planner.commands import plan_swap
 from dips.planner.commands.plan_run import CASE, source_of, stretched
 from dips.planner.costs import NS
-from dips.planner.errors import PlanError
 from dips.planner.replan import read_running
 from dips.planner.run.links import RankReport, job_file, read_job, write_job, write_report
 from dips.planner.schedules import SCHEDULES
@@ -278,5 +278,5 @@ def test_a_mistake_is_one_sentence(
 
 def test_a_schedule_that_is_only_run_has_no_plan_to_swap() -> None:
     assert source_of("dora_pp", NOTHING_GIVEN).schedule.n_stages == 16
-    with pytest.raises(PlanError, match="go with a schedule's name, and dora_pp is none: choose one of gpipe"):
+    with pytest.raises(ConfigError, match="go with a schedule's name, and dora_pp is none: choose one of gpipe"):
         plan_swap.change_of_name("dora_pp", NOTHING_GIVEN, 1.0, None)

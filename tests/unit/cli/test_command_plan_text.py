@@ -13,7 +13,7 @@ from dips.planner.cluster import read_setup
 from dips.planner.commands import plan as command_plan
 from dips.planner.problem import Problem
 from dips.planner.tradeoff import tradeoff, tradeoff_json
-from dips.planner.validation.checks import PaperCheck
+from dips.planner.validation import PaperCheck
 
 FEW = "crosspipe-figure-8"
 """A shipped setting that is planned at once."""

@@ -18,7 +18,7 @@ from dips.worker.metrics import WINDOW_STEPS
 def course_of(name: str) -> Course:
     setup = load_setup(name)
     plan = plan_of(setup, METHODS["dips"], timing_layout(setup), timing_data(setup))
-    return Course(1, plan, lambda version: None, lambda record: None)
+    return Course(1, plan)
 
 
 def told_steps_per_s(course: Course, cluster: str) -> float:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dips.core.errors import ConfigError
-from dips.lab.compare.methods import F32, HUGE, NAN_ELEMS, Injection, Injector
+from dips.lab.compare.methods import F32, HUGE, NAN_ELEMS, Injection
 
 N = 4096
 BAD = 10
@@ -23,7 +23,7 @@ def spoilt(kind: str, n_push: int = BAD, seed: int = 1) -> tuple[F32, F32, F32]:
     """(spoilt push, push, base)"""
     push, base = vectors()
     sent = push.copy()
-    assert Injector(Injection(kind), seed).corrupt(n_push, sent, base)
+    assert Injection(kind).corrupt(n_push, sent, base, seed)
     return sent, push, base
 
 
@@ -33,8 +33,8 @@ def test_which_pushes_are_bad_and_good_ones_stay() -> None:
     assert bad == [10, 11, 12, 13, 14, 18, 19, 20, 21, 22, 26, 27, 28, 29, 30, 34]
     push, base = vectors()
     sent = push.copy()
-    injector = Injector(Injection("x30"), seed=1)
-    assert [injector.corrupt(n, sent, base) for n in (1, 9, 15, 17, 23)] == [False] * 5
+    injection = Injection("x30")
+    assert [injection.corrupt(n, sent, base, 1) for n in (1, 9, 15, 17, 23)] == [False] * 5
     assert np.array_equal(sent, push)
 
 

@@ -257,12 +257,12 @@ SEEDS = (1, 2, 4, 0, *range(5, 20))
 def test_a_mutant_of_judge_is_caught_by_name_while_it_runs_and_from_its_records(
     mutant: Mutant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulated, "Judge", Recording)
+    monkeypatch.setattr(simulated, "Checker", Recording)
     with planted(mutant):
         world, sentences = _until_violated(SEEDS)
     assert sentences[0].startswith("I18: "), sentences[0]
-    assert isinstance(world.judge, Recording)
-    assert "I18" in {violation.invariant for violation in check_records(world.judge.records).violations}
+    assert isinstance(world.checker, Recording)
+    assert "I18" in {violation.invariant for violation in check_records(world.checker.records).violations}
     print(sentences[0])
 
 

@@ -11,11 +11,12 @@ from bench_outer_gain import PLANNER, kept, planner_text
 from rich.table import Table
 from support.repository import ROOT
 
+from dips.core.errors import ConfigError
 from dips.planner.api import pose
 from dips.planner.candidates import RefusedCandidate
 from dips.planner.cluster import Asynchronous
 from dips.planner.commands import plan_ways
-from dips.planner.commands.plan_best import SitePlan, System, best, bound
+from dips.planner.commands.plan_best import System, SystemAnswer, best, bound
 from dips.planner.commands.plan_clusters import (
     NEAR_SHARE,
     MeasuredLosses,
@@ -27,7 +28,6 @@ from dips.planner.commands.plan_clusters import (
 )
 from dips.planner.commands.plan_systems import decide, decision_json
 from dips.planner.commands.plan_text import decision_text
-from dips.planner.errors import PlanError
 from dips.planner.problem import Problem
 
 ASKED = (System.CROSSPIPE, System.DIPS)
@@ -75,7 +75,7 @@ def test_a_days_tokens_are_those_of_a_batch_over_the_iteration(problem: Problem)
     )
 
 
-def steps(problem: Problem) -> dict[int, SitePlan]:
+def steps(problem: Problem) -> dict[int, SystemAnswer]:
     return inner_steps(problem, ASKED)
 
 
@@ -277,7 +277,7 @@ def test_more_tokens_are_those_after_which_data_parallel_ends_at_the_same_loss()
     assert was.more_tokens({"1": 2.0, "2": 2.0}) == pytest.approx({"1": 2.0, "2": 1.0})
     assert was.more_tokens({"1": 1.5}) == pytest.approx({"1": 2**0.5})
     for beyond in (3.1, 0.9):
-        with pytest.raises(PlanError, match="around a loss of"):
+        with pytest.raises(ConfigError, match="around a loss of"):
             was.more_tokens({"1": beyond})
 
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dips.core.errors import ConfigError
 from dips.planner.adapter.advise import advice_json, advise, read_before, rules_of
 from dips.planner.adapter.decide import WINDOW, AdapterState, Border, Rules, compare, with_adapter, without_adapter
 from dips.planner.adapter.pieces import LinkMessage, Piece, Pipeline, Played, Sizes, play
 from dips.planner.adapter.traces import WHOLE, Channel, channels_of, read_trace
 from dips.planner.cluster import Profile, read_setup
 from dips.planner.costs import NS, Costs, StageCost, Wire
-from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, straight
 from dips.planner.plan import make_plan, plan_json
 from dips.planner.problem import Problem
@@ -84,10 +84,12 @@ def test_a_trace_of_a_link_that_the_plan_does_not_have(tmp_path: Path) -> None:
     links = {border.link: running().problem.setup.link(*border.link) for border in rules.borders}
     table = '[[links]]\nsender = "{}"\nreceiver = "{}"\ntime_s = [0]\nbandwidth_gbps = [0.671]\n'
     file.write_text(HEAD + table.format("group-1", "group-3"))
-    with pytest.raises(PlanError, match="1: the plan sends nothing from group-1 to group-3: choose from group-1 to gr"):
+    with pytest.raises(
+        ConfigError, match="1: the plan sends nothing from group-1 to group-3: choose from group-1 to gr"
+    ):
         channels_of(read_trace(file), links)
     file.write_text(HEAD + 2 * table.format("group-1", "group-2"))
-    with pytest.raises(PlanError, match=r"\[\[links\]\] 2: from group-1 to group-2 was given before: remove one"):
+    with pytest.raises(ConfigError, match=r"\[\[links\]\] 2: from group-1 to group-2 was given before: remove one"):
         channels_of(read_trace(file), links)
     file.write_text(HEAD + table.format("group-1", "group-2") + "[[links]]\ntime_s = [0]\npart_of_plan = [0.25]\n")
     found = channels_of(read_trace(file), links)
@@ -177,10 +179,12 @@ def test_times_between_profiled_sizes_are_interpolated() -> None:
 def test_what_cannot_be_cut() -> None:
     case = GridPoint(4, 8, 2, 0.5, 0.5, 1)
     schedule, costs = case.schedule("cross_ud/2")
-    with pytest.raises(PlanError, match="cuts its blocks into 2 parts, so pieces of microbatches have no place in it"):
+    with pytest.raises(
+        ConfigError, match="cuts its blocks into 2 parts, so pieces of microbatches have no place in it"
+    ):
         Pipeline(schedule, costs, 4)
     schedule, costs = case.schedule("zb_v")
-    with pytest.raises(PlanError, match="one stage on each device"):
+    with pytest.raises(ConfigError, match="one stage on each device"):
         Pipeline(schedule, costs, 4, limits=(1,) * 4)
 
 
@@ -277,7 +281,7 @@ def test_sizes_divide_and_a_trace_may_be_too_long() -> None:
     profiled = ((8, pipeline.costs.stages),)
     assert Rules(replace(pipeline, profiled=profiled), ()).smaller == (16, 8)
     of = rules()
-    with pytest.raises(PlanError, match=r"more than 6250 iterations start within 1e\+06 s: give the trace a shorter"):
+    with pytest.raises(ConfigError, match=r"more than 6250 iterations start within 1e\+06 s: give the trace a shorter"):
         without_adapter(of.pipeline, {}, 10**6 * NS)
     assert compare(of, {}, 1).speedup < 1
 
@@ -368,14 +372,14 @@ def test_a_border_of_an_answer_by_hand(tmp_path: Path) -> None:
 
 def test_plans_that_cannot_be_adapted(tmp_path: Path) -> None:
     one = running()
-    with pytest.raises(PlanError, match="replicas take turns on a link, which the adapter does not play: make the"):
+    with pytest.raises(ConfigError, match="replicas take turns on a link, which the adapter does not play: make the"):
         rules_of(replace(one, sharing="coordinated"), one.problem)
-    with pytest.raises(PlanError, match="has a whole pipeline at each site, so no microbatch crosses a link"):
+    with pytest.raises(ConfigError, match="has a whole pipeline at each site, so no microbatch crosses a link"):
         rules_of(replace(one, groups=4), one.problem)
-    with pytest.raises(PlanError, match="answer is not an answer of dips plan adapt"):
+    with pytest.raises(ConfigError, match="answer is not an answer of dips plan adapt"):
         read_before("{}", "answer")
     other = AdapterState((Sizes(1, 1, 1),), (), (), (), ())
-    with pytest.raises(PlanError, match="--before is an answer for another plan: give one for this plan"):
+    with pytest.raises(ConfigError, match="--before is an answer for another plan: give one for this plan"):
         advise(one, measured(tmp_path, 1.0), other)
     alone = replace(one, problem=one.problem.with_training(microbatch_sequences=1))
     advice = advise(alone, measured(tmp_path, 0.01))

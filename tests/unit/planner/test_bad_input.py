@@ -13,8 +13,8 @@ from support.plan_command import refused
 from support.repository import ROOT
 
 from dips.cli import main
+from dips.core.errors import ConfigError
 from dips.planner.cluster import read_setup
-from dips.planner.errors import PlanError
 from dips.planner.plan import make_plan, read_plan, write_plan
 from dips.planner.problem import Problem
 
@@ -156,14 +156,14 @@ def test_a_plan_that_was_harmed(written: dict[str, Any], harm: Callable[[Any], o
     plan = json.loads(json.dumps(written))
     read_plan(json.dumps(plan), "whole.json")
     harm(plan)
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(ConfigError) as caught:
         read_plan(json.dumps(plan), "plan.json")
     assert "plan.json" in str(caught.value)
     assert sentence in str(caught.value)
 
 
 def test_a_plan_nested_without_end() -> None:
-    with pytest.raises(PlanError, match=r"plan\.json is not a plan.json"):
+    with pytest.raises(ConfigError, match=r"plan\.json is not a plan.json"):
         read_plan('{"a":' + "[" * 100_000, "plan.json")
 
 

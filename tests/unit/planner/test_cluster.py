@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from dips.core.errors import ConfigError
-from dips.planner.cluster import in_proportion, read_setup, shipped_setups, stages_of_sites
+from dips.planner.cluster import in_proportion, read_setup, stages_of_sites
 from dips.planner.costs import Wire
 from dips.planner.ir import loop
+from dips.planner.model import shipped
 from dips.planner.problem import Problem
 
 GOOD = """
@@ -58,9 +59,9 @@ def problem(tmp_path: Path, *changes: tuple[str, str]) -> Problem:
 
 
 def test_every_shipped_setup_is_a_problem_that_can_be_posed() -> None:
-    assert {name.partition("-")[0] for name in shipped_setups()} == {"jeeves", "crosspipe", "spantrain", "cloud"}
-    assert len(shipped_setups()) >= 20
-    for name in shipped_setups():
+    assert {name.partition("-")[0] for name in shipped("setups")} == {"jeeves", "crosspipe", "spantrain", "cloud"}
+    assert len(shipped("setups")) >= 20
+    for name in shipped("setups"):
         posed = Problem(read_setup(name))
         costs, limits = posed.costs(posed.uniform()), posed.limits(posed.uniform())
         assert all(stage.activation <= limit for stage, limit in zip(costs.stages, limits, strict=True)), name

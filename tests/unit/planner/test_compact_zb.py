@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from dips.core.errors import ConfigError
 from dips.planner.costs import NS, Costs, Wire, uniform
-from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule
 from dips.planner.schedules.fixed import zb_h1
 from dips.planner.schedules.greedy import compact_zb
@@ -47,9 +47,9 @@ def test_memory_decides_what_is_held() -> None:
     assert peaks(compact_zb(4, 16, costs, [99 * ACTIVATION] * 4), costs)[0] == 16 * ACTIVATION
     limits = [5 * ACTIVATION, 4 * ACTIVATION, 3 * ACTIVATION, ACTIVATION]
     assert peaks(compact_zb(4, 16, costs, limits), costs) == tuple(limits)
-    with pytest.raises(PlanError, match=r"stage 2 holds \d+ for one microbatch, its memory allows 5: make"):
+    with pytest.raises(ConfigError, match=r"stage 2 holds \d+ for one microbatch, its memory allows 5: make"):
         compact_zb(3, 4, chain((0, 0), (0, 0)), [ACTIVATION, ACTIVATION, 5])
-    with pytest.raises(PlanError, match="3 stages and 2 limits for 2 devices"):
+    with pytest.raises(ConfigError, match="3 stages and 2 limits for 2 devices"):
         compact_zb(2, 4, chain((0, 0), (0, 0)), [ACTIVATION] * 2)
 
 

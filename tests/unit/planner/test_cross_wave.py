@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dips.core.errors import ConfigError
 from dips.planner.costs import Costs, StageCost, Wire, uniform
-from dips.planner.errors import PlanError
 from dips.planner.schedules.fixed import zb_v
 from dips.planner.schedules.greedy import cross_wave
 from dips.planner.simulate import simulate, validate
@@ -24,7 +24,7 @@ def test_it_bears_delay_better_than_zb_v_in_the_same_memory(delay: tuple[float, 
 
 
 def test_memory_for_less_is_refused() -> None:
-    with pytest.raises(PlanError, match="device 0 holds 1048576 for one microbatch, its memory allows 1048575"):
+    with pytest.raises(ConfigError, match="device 0 holds 1048576 for one microbatch, its memory allows 1048575"):
         cross_wave(2, 2, uniform(4, 2, activation=UNIT), [UNIT - 1, UNIT])
 
 

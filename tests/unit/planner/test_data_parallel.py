@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from dips.core.errors import ConfigError
 from dips.planner.candidates import data_parallel
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS, Costs, Wire, uniform
-from dips.planner.errors import PlanError
 from dips.planner.exchange import Exchange, check_exchanges
 from dips.planner.ir import Kind, Schedule, loop, straight, wave
 from dips.planner.model import read_model
@@ -88,7 +88,7 @@ def test_waits_and_deadlocks() -> None:
     assert fleet.makespan_ns == last + NS > alone.makespan_ns
     assert fleet.timelines[0].exchanges == fleet.timelines[1].exchanges
     schedule = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
-    with pytest.raises(PlanError, match=r"device 0 waits at cell 2 \(0B0\), device 1 waits at cell 1 \(1F1\)"):
+    with pytest.raises(ConfigError, match=r"device 0 waits at cell 2 \(0B0\), device 1 waits at cell 1 \(1F1\)"):
         simulate(schedule, costs_of((0, 1), 2, 1))
 
 
@@ -97,25 +97,25 @@ def test_a_wrong_exchange_is_named() -> None:
     done = list(simulate(one_f_one_b(2, 2), costs).exchanges)
     first, last = [2 * NS, 4 * NS], [12 * NS, 10 * NS]
     check_exchanges(done, costs.exchanges, first, last)
-    with pytest.raises(PlanError, match="3 exchanges between replicas instead of 4"):
+    with pytest.raises(ConfigError, match="3 exchanges between replicas instead of 4"):
         check_exchanges(done[1:], costs.exchanges, first, last)
-    with pytest.raises(PlanError, match="stage 1 starts at 3000000000 ns, its weights arrive at 4000000000 ns"):
+    with pytest.raises(ConfigError, match="stage 1 starts at 3000000000 ns, its weights arrive at 4000000000 ns"):
         check_exchanges(done, costs.exchanges, [2 * NS, 3 * NS], last)
-    with pytest.raises(PlanError, match="stage 0 ends at 13000000000 ns, its gradients leave at 12000000000 ns"):
+    with pytest.raises(ConfigError, match="stage 0 ends at 13000000000 ns, its gradients leave at 12000000000 ns"):
         check_exchanges(done, costs.exchanges, first, [13 * NS, 10 * NS])
-    with pytest.raises(PlanError, match=r"stage 0: its exchange .* does not have its cost"):
+    with pytest.raises(ConfigError, match=r"stage 0: its exchange .* does not have its cost"):
         check_exchanges([done[0]._replace(freed_ns=NS), *done[1:]], costs.exchanges, first, last)
     early = done[1]._replace(start_ns=NS, freed_ns=3 * NS, ends_ns=3 * NS)
-    with pytest.raises(PlanError, match="stages 0 and 1 exchange at the same time on one network"):
+    with pytest.raises(ConfigError, match="stages 0 and 1 exchange at the same time on one network"):
         check_exchanges([done[0], early, *done[2:]], costs.exchanges, first, last)
     one, other = (row for row in done if not row.before)
     later = other if one.start_ns < other.start_ns else one
     shifted = [
         row._replace(start_ns=later.start_ns, freed_ns=later.freed_ns, ends_ns=later.ends_ns) for row in (one, other)
     ]
-    with pytest.raises(PlanError, match=r"stages \d and \d exchange at the same time on one network"):
+    with pytest.raises(ConfigError, match=r"stages \d and \d exchange at the same time on one network"):
         check_exchanges([*done[:2], *shifted], costs.exchanges, first, last)
-    with pytest.raises(PlanError, match="exchanges of 1 stages for 2 stages"):
+    with pytest.raises(ConfigError, match="exchanges of 1 stages for 2 stages"):
         replace(uniform(2, 1), exchanges=(Exchange(0, 1, 1),))
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dips.core.errors import ConfigError
 from dips.planner.costs import NS, Costs, StageCost, Wire, uniform
-from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Schedule
 from dips.planner.schedules.fixed import gpipe, one_f_one_b
 from dips.planner.schedules.greedy import jeeves
@@ -81,11 +81,11 @@ def test_it_makes_schedules_within_memory_whatever_things_cost(
 
 
 def test_what_cannot_run_is_named() -> None:
-    with pytest.raises(PlanError, match="stage 0 holds 1048576 for one microbatch, its memory allows 7"):
+    with pytest.raises(ConfigError, match="stage 0 holds 1048576 for one microbatch, its memory allows 7"):
         jeeves(2, uniform(2, 1, activation=UNIT), [7, 7])
     good = one_f_one_b(2, 2)
     bad = Schedule("bad", good.device_of_stage, 2, (good.orders[0][::-1], good.orders[1]))
-    with pytest.raises(PlanError, match="replica 1: the schedule cannot end: device 0 waits at cell 1"):
+    with pytest.raises(ConfigError, match="replica 1: the schedule cannot end: device 0 waits at cell 1"):
         simulate_fleet([good, bad], uniform(2, 1))
 
 

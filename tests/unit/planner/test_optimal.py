@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dips.core.errors import ConfigError
 from dips.planner.costs import NS, uniform
-from dips.planner.errors import PlanError
 from dips.planner.ir import straight, wave
 from dips.planner.schedules.fixed import zb_v
 from dips.planner.schedules.greedy import cross_ud
@@ -45,7 +45,7 @@ def test_memory_in_bytes_and_memory_for_nothing() -> None:
     found = optimal("best", straight(4), 8, costs, limits, cross_ud(4, 8, costs, limits), time_limit_s=2.0)
     assert 0 < found.lower_bound_ns <= validate(found.schedule, costs, limits).makespan_ns
     case = GridPoint(2, 2, 2, 0, 0, 1)
-    with pytest.raises(PlanError, match="best: no schedule within the memory; none exists"):
+    with pytest.raises(ConfigError, match="best: no schedule within the memory; none exists"):
         optimal("best", straight(2), 2, case.costs(), [1, 1])
 
 
@@ -57,7 +57,7 @@ def test_blocks_cut_into_parts() -> None:
     assert found.proved
     assert found.schedule.parts == 2
     assert found.lower_bound_ns == validate(found.schedule, costs, limits).makespan_ns == 26.5 * NS
-    with pytest.raises(PlanError, match="blocks cut into 2 cannot begin with a schedule that cuts them into 1"):
+    with pytest.raises(ConfigError, match="blocks cut into 2 cannot begin with a schedule that cuts them into 1"):
         optimal("best", straight(3), 6, costs, limits, cross_ud(3, 6, costs, limits), parts=2)
 
 
@@ -69,5 +69,5 @@ def test_a_solver_without_time_gives_back_the_schedule_that_it_began_with() -> N
     assert (found.schedule.name, found.proved) == ("best", False)
     timeline = validate(found.schedule, case.costs(), case.limits())
     assert timeline.makespan_ns == validate(hint, case.costs(), case.limits()).makespan_ns
-    with pytest.raises(PlanError, match="allow more time"):
+    with pytest.raises(ConfigError, match="allow more time"):
         optimal("best", straight(8), 16, case.costs(), case.limits(), time_limit_s=1e-3)

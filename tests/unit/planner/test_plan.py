@@ -15,12 +15,12 @@ from support.repository import ROOT
 from support.two_stages import TWO
 
 from dips.core.config import SettingsFile
+from dips.core.errors import ConfigError
 from dips.planner.candidates import jeeves_with, replicas_of
 from dips.planner.cluster import read_setup, setup_of
 from dips.planner.commands.plan_text import plan_text
 from dips.planner.costs import NS
 from dips.planner.division import Divided, divide, solve
-from dips.planner.errors import PlanError
 from dips.planner.ir import Op, Schedule
 from dips.planner.plan import Plan, make_plan, plan_json, read_plan, write_plan
 from dips.planner.problem import Problem
@@ -114,7 +114,7 @@ def test_options_narrow_the_search() -> None:
     ],
 )
 def test_options_that_cannot_be(options: dict[str, list[str]], sentence: str) -> None:
-    with pytest.raises(PlanError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         make_plan(small().with_options(**options))
 
 
@@ -122,7 +122,7 @@ def test_memory_for_less_than_a_microbatch_says_so() -> None:
     sentence = (
         r"jeeves.toml \[profile\]: memory_microbatches leaves .* one microbatch of stage 0 needs 1.196 GiB: give more"
     )
-    with pytest.raises(PlanError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         make_plan(small().with_memory(0.1))
 
 
@@ -246,7 +246,7 @@ def test_no_division_of_a_small_model_is_faster(latency_ms: float, microbatches:
     spans: dict[tuple[int, ...], int] = {}
     for a, b in itertools.combinations(range(1, 9), 2):
         division = (a, b - a, 9 - b)
-        with suppress(PlanError):  # too little memory
+        with suppress(ConfigError):  # too little memory
             spans[division] = jeeves_with(problem, division, coordinated=True).makespan_ns
     found = divide(problem)
     assert found.span_ns == spans[found.division] == min(spans.values())
@@ -266,12 +266,12 @@ def test_jeeves_is_planned_where_even_stages_do_not_fit_the_memory() -> None:
     setup = read_setup("crosspipe-m70-2dc-recompute")
     small_site = setup.sites[1].model_copy(update={"memory_gib": 26.0})
     problem = Problem(replace(setup, sites=(setup.sites[0], small_site))).with_training(microbatches=8)
-    with pytest.raises(PlanError, match="26 of dc2 holds less than"):
+    with pytest.raises(ConfigError, match="26 of dc2 holds less than"):
         problem.limits(problem.uniform())
     (found,) = make_plan(problem.with_options(schedules=["jeeves"]), sensitivity=False).candidates
     assert sum(found.division) == 64
     assert max(found.division[4:]) < 8 < min(found.division[:4])
-    with pytest.raises(PlanError, match="26 of dc2 holds less"):
+    with pytest.raises(ConfigError, match="26 of dc2 holds less"):
         make_plan(problem.with_options(schedules=["jeeves"], division="uniform"), sensitivity=False)
 
 

@@ -9,9 +9,9 @@ from itertools import islice
 import pytest
 from support.papers import not_on_the_page
 
-from dips.planner.errors import PlanError
-from dips.planner.validation import all_checks
-from dips.planner.validation.checks import PaperCheck, holds, ordering, within
+from dips.core.errors import ConfigError
+from dips.planner.commands.plan import all_checks
+from dips.planner.validation import PaperCheck, holds, ordering, within
 from dips.planner.validation.spantrain import figure_5, figure_6, figure_7, regions, section_4, section_4_4
 
 
@@ -53,5 +53,5 @@ def test_a_miss_is_a_miss() -> None:
     assert PaperCheck("a", "b", None, 0.1, percent=True).cells() == ("b", "", "10.0%", "", "", "")
     other_way = ordering("a", "b", False)
     assert (other_way.what, other_way.ours, other_way.missed) == ("b: DOES NOT HOLD", 0.0, False)
-    with pytest.raises(PlanError, match="'dapple' is unknown"):
+    with pytest.raises(ConfigError, match="'dapple' is unknown"):
         next(all_checks("dapple"))

@@ -13,7 +13,6 @@ from support.repository import ROOT
 from dips.core.errors import ConfigError
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS
-from dips.planner.errors import PlanError
 from dips.planner.plan import Plan, make_plan, plan_json
 from dips.planner.problem import Problem, problem_json, read_problem, regrouped
 from dips.planner.replan import (
@@ -277,7 +276,7 @@ def test_a_profile_that_is_none(tmp_path: Path, text: str, sentence: str) -> Non
 def test_a_json_profile_that_is_none(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         read_measured(profile(tmp_path, text, "profile.json"))
-    with pytest.raises(PlanError, match="cannot be read as a profile"):
+    with pytest.raises(ConfigError, match="cannot be read as a profile"):
         read_measured(tmp_path / "nowhere.json")
 
 
@@ -291,26 +290,28 @@ def test_a_json_profile_that_is_none(tmp_path: Path, text: str, sentence: str) -
 )
 def test_a_profile_of_another_plan(tmp_path: Path, text: str, sentence: str) -> None:
     running = running_of(planned("1f1b"))
-    with pytest.raises(PlanError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         replan(running, read_measured(profile(tmp_path, text)), Limits())
 
 
 def test_a_file_that_is_no_plan() -> None:
     good = plan_json(planned("1f1b"))
-    with pytest.raises(PlanError, match=r"mine.json is not a plan.json .*: make one with dips plan FILE --out FOLDER"):
+    with pytest.raises(
+        ConfigError, match=r"mine.json is not a plan.json .*: make one with dips plan FILE --out FOLDER"
+    ):
         read_running("{", "mine.json")
-    with pytest.raises(PlanError, match=r"mine\.json is not a plan.json"):
+    with pytest.raises(ConfigError, match=r"mine\.json is not a plan.json"):
         read_running("[]", "mine.json")
     old = {key: value for key, value in good.items() if key != "problem"}
     for other in (old, {**good, "format": 2}):
-        with pytest.raises(PlanError, match="was made by another release of dips: make it again"):
+        with pytest.raises(ConfigError, match="was made by another release of dips: make it again"):
             read_running(json.dumps(other), "mine.json")
     apart = {**good, "chosen": {**good["chosen"], "layers": [1] * 8}}
-    with pytest.raises(PlanError, match="its schedule and its problem do not match"):
+    with pytest.raises(ConfigError, match="its schedule and its problem do not match"):
         read_running(json.dumps(apart), "mine.json")
     with pytest.raises(ConfigError, match=r"mine\.json"):
         read_problem({"tables": {"model": {}}, "paces": [], "released": 0.5}, "mine.json")
-    with pytest.raises(PlanError, match="is not what dips plan writes"):
+    with pytest.raises(ConfigError, match="is not what dips plan writes"):
         read_problem({}, "mine.json")
-    with pytest.raises(PlanError, match="paces of 1 devices for 8"):
+    with pytest.raises(ConfigError, match="paces of 1 devices for 8"):
         read_problem({**good["problem"], "paces": [[1, 1, 1]]}, "mine.json")

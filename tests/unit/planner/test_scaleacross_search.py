@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.scaleacross import best_of_all, read, small
 
-from dips.planner.errors import PlanError
+from dips.core.errors import ConfigError
 from dips.planner.scaleacross import search
 from dips.planner.scaleacross.iteration import Outermost, Sharding, Split
 
@@ -65,7 +65,7 @@ def test_one_building_and_too_little_memory(tmp_path: Path) -> None:
     zone = topology.zones[0].model_copy(update={"accelerators": 16})
     alone = replace(topology, buildings=topology.buildings[:1], routes=(), zones=(zone,))
     assert {choice.case.kind[:2] for choice in search.explore(alone).best} == {(Outermost.DP, Sharding.FSDP)}
-    with pytest.raises(PlanError, match=r"no configuration of .* fits in memory_gib = 1 and in the buildings"):
+    with pytest.raises(ConfigError, match=r"no configuration of .* fits in memory_gib = 1 and in the buildings"):
         search.explore(small(tmp_path, memory_gib=1))
 
 

@@ -9,8 +9,10 @@ import pytest
 from support.scaleacross import FILE, read
 
 from dips.core.errors import ConfigError
-from dips.planner.scaleacross import traffic
-from dips.planner.scaleacross.topology import Way, read_topology, shipped_topologies
+from dips.planner.model import shipped
+from dips.planner.scaleacross.iteration import ring_s
+from dips.planner.scaleacross.report import retransmission_s
+from dips.planner.scaleacross.topology import Way, read_topology
 
 
 def test_ways_follow_servers_zones_buildings_and_regions(tmp_path: Path) -> None:
@@ -67,7 +69,7 @@ def test_a_number_without_a_source_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_shipped_topologies_can_be_read() -> None:
-    found = {name: read_topology(name) for name in shipped_topologies()}
+    found = {name: read_topology(name) for name in shipped("topologies")}
     assert {name: topology.n_accelerators for name, topology in found.items()} == {
         "scaleacross-100k-dense": 98304,
         "scaleacross-17b-dense": 64,
@@ -82,9 +84,9 @@ def test_what_latency_and_loss_cost() -> None:
     for size in (1.0, 1e6, 1e9):
         for latency_s in (50e-6, 1e-3):
             assert size / Way(1e15, latency_s).message_s(size) <= size / latency_s
-    assert traffic.ring_s(8e6, 1, 1e9, 1.0) == 0
-    assert traffic.ring_s(8e6, 4, 1e9, 0.0) == pytest.approx(6e-3)
-    assert traffic.ring_s(8e6, 1024, 1e12, 1e-3) == pytest.approx(1.023, rel=1e-3)
-    assert traffic.retransmission_s(10, 4096, 0.5, 4096, 2e-3) == pytest.approx(10 * 0.5 * 2e-3)
-    assert traffic.retransmission_s(10, 4097, 0.5, 4096, 2e-3) == pytest.approx(10 * 0.75 * 2e-3)
-    assert traffic.retransmission_s(10, 1e6, 0.0, 4096, 2e-3) == 0
+    assert ring_s(8e6, 1, 1e9, 1.0) == 0
+    assert ring_s(8e6, 4, 1e9, 0.0) == pytest.approx(6e-3)
+    assert ring_s(8e6, 1024, 1e12, 1e-3) == pytest.approx(1.023, rel=1e-3)
+    assert retransmission_s(10, 4096, 0.5, 4096, 2e-3) == pytest.approx(10 * 0.5 * 2e-3)
+    assert retransmission_s(10, 4097, 0.5, 4096, 2e-3) == pytest.approx(10 * 0.75 * 2e-3)
+    assert retransmission_s(10, 1e6, 0.0, 4096, 2e-3) == 0

@@ -11,7 +11,6 @@ from support.scaleacross import FILE, read
 
 from dips.core.errors import ConfigError
 from dips.planner.cluster import ClusterFile, read_setup
-from dips.planner.errors import PlanError
 from dips.planner.problem import Problem
 from dips.planner.scaleacross.iteration import (
     Case,
@@ -29,7 +28,6 @@ from dips.planner.scaleacross.iteration import (
 from dips.planner.scaleacross.report import report_of
 from dips.planner.scaleacross.search import splits
 from dips.planner.scaleacross.topology import FREE_GBPS, Topology, of_problem
-from dips.planner.scaleacross.traffic import message_bytes
 
 
 def uneven(folder: Path, numbers: tuple[int, ...] = (16, 32, 16, 24), **changes: str) -> Topology:
@@ -54,7 +52,7 @@ def test_replicas_and_stages_go_to_buildings_in_proportion(tmp_path: Path) -> No
     assert shares_of(topology, Outermost.DP, Split(8, 1, 1, 2, 5, 1)) == (2, 3)
     assert shares_of(topology, Outermost.PP, Split(8, 1, 1, 5, 2, 1)) == (2, 3)
     assert shares_of(topology, Outermost.DP, Split(8, 1, 1, 4, 2, 1)) == (1, 1)
-    with pytest.raises(PlanError, match=r"DP-out: the buildings have room for 2 \+ 3 replicas of 2 groups of 8"):
+    with pytest.raises(ConfigError, match=r"DP-out: the buildings have room for 2 \+ 3 replicas of 2 groups of 8"):
         shares_of(topology, Outermost.DP, Split(8, 1, 1, 2, 6, 1))
 
 
@@ -90,13 +88,13 @@ def test_rings_of_unequal_buildings(tmp_path: Path) -> None:
         for sharding in (Sharding.HSDP, Sharding.FSDP)
     )
     assert hsdp > fsdp
-    with pytest.raises(PlanError, match="HSDP needs replicas in two buildings"):
+    with pytest.raises(ConfigError, match="HSDP needs replicas in two buildings"):
         check_places(uneven(tmp_path, (16, 8, 16, 8)), case._replace(split=Split(8, 1, 1, 4, 1, 1)))
 
 
 def test_experts_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     case = Case(Split(8, 1, 16, 1, 11, 1), Outermost.DP, Sharding.FSDP, Pipelining.DORA, 2, 2)
-    with pytest.raises(PlanError, match="expert = 16 does not divide the accelerators of each zone"):
+    with pytest.raises(ConfigError, match="expert = 16 does not divide the accelerators of each zone"):
         check_places(uneven(tmp_path), case)
 
 
@@ -194,12 +192,12 @@ def test_a_message_takes_as_long_as_on_the_link_of_a_plan(tmp_path: Path) -> Non
     assert [topology.building_of_zone[topology.zone_of(int(row[0]))] for row in at] == [0, 1, 1]
     hop = ways_of(topology, Outermost.PP, Sharding.FSDP, split).hops[0]
     wire = problem.costs(problem.uniform()).wires[0, 1]
-    busy_s = message_bytes(setup.model, 4096, 1, 2, 1) / hop.bytes_per_s
+    busy_s = split.message_bytes(topology) / hop.bytes_per_s
     assert busy_s * 1e9 == pytest.approx(wire.busy_ns, rel=1e-6)
     assert hop.latency_s * 1e9 == pytest.approx(wire.latency_ns, rel=1e-6)
     inside = ways_of(topology, Outermost.PP, Sharding.FSDP, split).hops[1]
     wire = problem.costs(problem.uniform()).wires[1, 2]
-    assert message_bytes(setup.model, 4096, 1, 2, 1) / inside.bytes_per_s * 1e9 == pytest.approx(
+    assert split.message_bytes(topology) / inside.bytes_per_s * 1e9 == pytest.approx(
         2 * wire.busy_ns, rel=1e-6  # 3200 Gbit/s there; the slower site's counts everywhere
     )  # fmt: skip
 
@@ -235,7 +233,7 @@ def test_what_cannot_be_counted_is_refused(tmp_path: Path, old: str, new: str, s
 
 def test_sites_without_a_link_and_devices_without_a_group(tmp_path: Path) -> None:
     setup = two_sites(tmp_path)
-    with pytest.raises(PlanError, match="no link from amsterdam to stockholm, which ScaleAcross Explorer needs"):
+    with pytest.raises(ConfigError, match="no link from amsterdam to stockholm, which ScaleAcross Explorer needs"):
         of_problem(replace(setup, links=()))
     setup = two_sites(tmp_path, **{"devices = 8": "devices = 9", "memory_gib = 80": "memory_gib = 40"})
     assert of_problem(setup).notes == (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.planner_grid import STATIC
 
+from dips.core.errors import ConfigError
 from dips.planner.costs import NS, Wire, equal_sites, site_wires, uniform
-from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Op, Schedule, straight
 from dips.planner.schedules import SCHEDULES
 from dips.planner.schedules.fixed import gpipe, one_f_one_b, zb_h1, zb_v
@@ -130,7 +130,7 @@ def test_memory_and_the_greedy() -> None:
         wide = GridPoint(case.n_pp, case.n_mb, case.n_sites, case.latency, case.bandwidth, 2)
         spans = [simulate(cross_ud(4, 8, c.costs(), c.limits()), c.costs()).makespan_ns for c in (case, wide)]
         assert spans[1] <= spans[0]
-    with pytest.raises(PlanError, match="stage 0 holds 1048576 for one microbatch, its memory allows 5: make"):
+    with pytest.raises(ConfigError, match="stage 0 holds 1048576 for one microbatch, its memory allows 5: make"):
         cross_ud(2, 2, uniform(2, 1), [5, 5])
 
 
@@ -167,12 +167,12 @@ def broken(*orders: str) -> Schedule:
     ],
 )
 def test_the_validator_names_the_cell(schedule: Schedule, sentence: str) -> None:
-    with pytest.raises(PlanError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         validate(schedule, uniform(schedule.n_stages, 1))
 
 
 def test_the_validator_holds_memory_and_costs_fit() -> None:
-    with pytest.raises(PlanError, match=r"1f1b: device 0 holds 4194304 .* its memory allows 3145728"):
+    with pytest.raises(ConfigError, match=r"1f1b: device 0 holds 4194304 .* its memory allows 3145728"):
         validate(one_f_one_b(4, 8), uniform(4, 1, activation=UNIT), [3 * UNIT] * 4)
-    with pytest.raises(PlanError, match="costs of 3 stages for a schedule of 4"):
+    with pytest.raises(ConfigError, match="costs of 3 stages for a schedule of 4"):
         simulate(one_f_one_b(4, 8), uniform(3, 1))

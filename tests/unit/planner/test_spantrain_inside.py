@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.spantrain import Row, all_links, grouped, problem
 
+from dips.core.errors import ConfigError
 from dips.planner.cluster import ClusterFile
-from dips.planner.errors import PlanError
 from dips.planner.grouping import Group
 from dips.planner.spantrain.inside import (
     DATA,
@@ -110,9 +110,9 @@ def test_whole_shares_are_the_fastest_of_all() -> None:
 
 def test_a_microbatch_needs_a_sequence_for_each_device() -> None:
     setup = problem([{"name": "a", "devices": 7, "network_gbps": 10, "sustained_tflops": 1}], [], layers=6)
-    assert not planned(setup, 6).has_teams(0)
-    assert planned(setup, 7).has_teams(0)
-    assert planned(setup, 6, rules=SecondLevelRules(idle=True)).has_teams(0)
+    assert not all(planned(setup, 6).lines[0][0])
+    assert all(planned(setup, 7).lines[0][0])
+    assert all(planned(setup, 6, rules=SecondLevelRules(idle=True)).lines[0][0])
 
 
 def test_equal_devices_choose_tensor_or_data_parallel_by_what_is_sent() -> None:
@@ -178,7 +178,7 @@ def test_a_device_is_left_out_for_its_memory_alone() -> None:
 def test_memory_that_is_too_small_or_not_given() -> None:
     assert planned(lan({"memory_gib": 0.05, "sustained_tflops": 1}), 4).inside(0, 0, 6) is None
     setup = problem([{"name": "a", "memory_gib": None, "sustained_tflops": 1}], [])
-    with pytest.raises(PlanError, match=r"problem.toml \[\[sites\]\] 1: memory_gib of a is not given"):
+    with pytest.raises(ConfigError, match=r"problem.toml \[\[sites\]\] 1: memory_gib of a is not given"):
         work_of(setup, 1)
 
 

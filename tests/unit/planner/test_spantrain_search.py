@@ -10,15 +10,15 @@ import pytest
 from support.spantrain import Row, all_links, brute_force, candidates, drawn, grouped, problem
 
 from dips.core.config import SettingsFile
-from dips.planner.cluster import ClusterFile, Profile, setup_of
+from dips.core.errors import ConfigError
+from dips.planner.cluster import ClusterFile, Profile, divisors, setup_of
 from dips.planner.costs import NS
-from dips.planner.errors import PlanError
 from dips.planner.ir import Kind
 from dips.planner.problem import Problem, problem_json
 from dips.planner.simulate import peaks, simulate, validate
 from dips.planner.spantrain.flowing import ITERATIONS, flow
 from dips.planner.spantrain.inside import DEFAULT_RULES, SecondLevelRules
-from dips.planner.spantrain.search import FirstLevelChoice, Level, costs_of, divisors, least_s, search, simulated
+from dips.planner.spantrain.search import FirstLevelChoice, Level, costs_of, least_s, search, simulated
 from dips.planner.spantrain.work import work_of
 
 
@@ -75,7 +75,7 @@ def test_the_work_of_a_problem_by_hand() -> None:
         (1, {"tensor": 2}, "on tensor x context = 2 devices"),
     ):
         training = setup.training.model_copy(update=changes)
-        with pytest.raises(PlanError, match=sentence):
+        with pytest.raises(ConfigError, match=sentence):
             work_of(replace(setup, profile=profile, training=training), other)
 
 
@@ -127,13 +127,13 @@ def test_memory_changes_the_layers() -> None:
 
 def test_groups_that_cannot_hold_the_layers() -> None:
     setup = far({}, {"memory_gib": 0.05})
-    with pytest.raises(PlanError, match=r"no device of group 2 \(s1\) holds a layer with its gradients"):
+    with pytest.raises(ConfigError, match=r"no device of group 2 \(s1\) holds a layer with its gradients"):
         search(setup, grouped(setup), [8])
     setup = far({}, {}, {}, layers=2)
-    with pytest.raises(PlanError, match="3 groups are more than 2 layers"):
+    with pytest.raises(ConfigError, match="3 groups are more than 2 layers"):
         search(setup, grouped(setup), [8])
     setup = far({"memory_gib": 0.85}, {"memory_gib": 0.4}, layers=10)
-    with pytest.raises(PlanError, match="the groups together do not hold all layers"):
+    with pytest.raises(ConfigError, match="the groups together do not hold all layers"):
         search(setup, grouped(setup), [8])
 
 
@@ -145,7 +145,7 @@ def test_sizes_that_cannot_be_are_refused() -> None:
         (3, "microbatches of 3 sequences do not divide a batch of 8: give a divisor")
     ]
     assert {one.chain.sequences for one in found.simulated} == {4}
-    with pytest.raises(PlanError, match=r"batches \[0\] and microbatches None are not at least 1"):
+    with pytest.raises(ConfigError, match=r"batches \[0\] and microbatches None are not at least 1"):
         search(setup, grouped(setup), [0])
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
     setup = far({"devices": 4, "network_gbps": 10}, {})
@@ -154,7 +154,7 @@ def test_sizes_that_cannot_be_are_refused() -> None:
     assert "at most 65536 stages x microbatches can be planned" in found.refused[0].why
     rows: list[Row] = [{"devices": 1_000_000, "network_gbps": 1e3}, {}]
     setup = far(*rows, batch=8)
-    with pytest.raises(PlanError, match=r"microbatches of 1: the 1000000 devices of group 1 .*; .* microbatches of"):
+    with pytest.raises(ConfigError, match=r"microbatches of 1: the 1000000 devices of group 1 .*; .* microbatches of"):
         search(setup, grouped(setup), [8])
 
 

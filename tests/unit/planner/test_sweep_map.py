@@ -13,8 +13,8 @@ from matplotlib import image
 from support.plan_command import told
 from support.repository import ROOT
 
+from dips.core.errors import ConfigError
 from dips.planner import sweep
-from dips.planner.errors import PlanError
 
 RATIOS = [0, 0.5, 2]
 
@@ -56,9 +56,9 @@ def test_what_is_compared_with_may_not_fit_but_must_be_there(rows: list[sweep.Sw
     grid = [sweep.GridPoint(4, 8, 2, 0, 0, 1), sweep.GridPoint(4, 9, 2, 0, 0, 1)]
     sweep.check_compared(grid, "zb_v", optimal=False)
     sweep.check_compared(grid, sweep.OPTIMAL[0], optimal=True)
-    with pytest.raises(PlanError, match=r"'interleaved_1f1b' is not a schedule that 4 stages and 9 microbatches can"):
+    with pytest.raises(ConfigError, match=r"'interleaved_1f1b' is not a schedule that 4 stages and 9 microbatches can"):
         sweep.check_compared(grid, "interleaved_1f1b", optimal=False)
-    with pytest.raises(PlanError, match="choose one of gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_v, cross_ud/1"):
+    with pytest.raises(ConfigError, match="choose one of gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_v, cross_ud/1"):
         sweep.check_compared(grid, sweep.OPTIMAL[0], optimal=False)
 
 
@@ -68,7 +68,7 @@ def test_rows_have_the_names_that_are_promised() -> None:
 
 
 def test_rows_without_the_compared_schedule_are_refused(rows: list[sweep.SweepRow]) -> None:
-    with pytest.raises(PlanError, match="no schedule 'zbh1' of 4 stages and 8 microbatches to compare with"):
+    with pytest.raises(ConfigError, match="no schedule 'zbh1' of 4 stages and 8 microbatches to compare with"):
         sweep.panels(rows, over="zbh1")
 
 

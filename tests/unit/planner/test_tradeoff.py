@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from dips.core.errors import ConfigError
 from dips.planner.cluster import read_setup
-from dips.planner.errors import PlanError
 from dips.planner.plan import make_plan, pipelines_of
 from dips.planner.problem import Problem, regrouped
 from dips.planner.tradeoff import DeviceSplit, Tradeoff, divided_so, splits, tradeoff
@@ -52,14 +52,14 @@ def test_a_deeper_pipeline_has_the_room_that_its_weights_leave() -> None:
     split = divided_so(four, DeviceSplit(8, 2, 32, 1, 2))
     whole = [max(one.state_bytes(one.uniform())) + min(one.limits(one.uniform())) for one in (four, split)]
     assert whole[0] == pytest.approx(whole[1], rel=1e-6)
-    with pytest.raises(PlanError, match=r"a stage has room for .* microbatches next to its weights and optimizer"):
+    with pytest.raises(ConfigError, match=r"a stage has room for .* microbatches next to its weights and optimizer"):
         divided_so(four, DeviceSplit(1, 16, 4, 2, 2))
 
 
 def test_a_batch_that_does_not_divide() -> None:
     problem = Problem(read_setup("crosspipe-figure-8"))
     odd = problem.with_training(microbatches=7)
-    with pytest.raises(PlanError, match="7 microbatches do not divide among 2 replicas"):
+    with pytest.raises(ConfigError, match="7 microbatches do not divide among 2 replicas"):
         divided_so(odd, DeviceSplit(2, 2, 3, 1, 2))
     assert {(s.pipeline, s.data) for s in splits(odd)} == {(1, 4), (2, 2), (4, 1)}
 
@@ -128,12 +128,12 @@ def test_sites_of_one_position_count_as_their_slowest() -> None:
 
 
 def test_groups_that_cannot_be() -> None:
-    with pytest.raises(PlanError, match="no link from dc1 to dc3"):
+    with pytest.raises(ConfigError, match="no link from dc1 to dc3"):
         regrouped(four_sites(across=False), 2)
-    with pytest.raises(PlanError, match="data = 1 does not divide among 2 groups of sites: each takes as many"):
+    with pytest.raises(ConfigError, match="data = 1 does not divide among 2 groups of sites: each takes as many"):
         regrouped(four_sites().with_training(data=1), 2)
-    with pytest.raises(PlanError, match="dc1 has 8 devices, an equal share of the replicas needs 16"):
+    with pytest.raises(ConfigError, match="dc1 has 8 devices, an equal share of the replicas needs 16"):
         regrouped(four_sites().with_training(data=4, pipeline=4), 4)
     problem = Problem(read_setup("crosspipe-figure-8")).with_memory(0.01).with_options(schedules=["1f1b"])
-    with pytest.raises(PlanError, match="no way to split is possible: 1 x 4: "):
+    with pytest.raises(ConfigError, match="no way to split is possible: 1 x 4: "):
         tradeoff(problem)

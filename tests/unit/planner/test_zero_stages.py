@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from dips.core.errors import ConfigError
 from dips.planner.candidates import data_parallel, plain
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS, Costs, Wire, uniform
-from dips.planner.errors import PlanError
 from dips.planner.exchange import ShardExchange, check_shards
 from dips.planner.ir import Schedule, straight, wave
 from dips.planner.problem import Problem, assumptions
@@ -106,11 +106,11 @@ def test_a_wrong_exchange_is_named() -> None:
     costs = costs_of((0, 1), 2, 0.2, 0.3)
     rows = simulate(one_f_one_b(2, 2), costs).shards
     check_shards(rows, costs.shards, 2)
-    with pytest.raises(PlanError, match="stage 0: 7 exchanges of weights instead of 8"):
+    with pytest.raises(ConfigError, match="stage 0: 7 exchanges of weights instead of 8"):
         check_shards(rows[1:], costs.shards, 2)
-    with pytest.raises(PlanError, match="stages 0 and 0 exchange at the same time on one network"):
+    with pytest.raises(ConfigError, match="stages 0 and 0 exchange at the same time on one network"):
         check_shards([rows[0]._replace(freed_ns=NS), *rows[1:]], costs.shards, 2)
-    with pytest.raises(PlanError, match="shards of 1 stages for 2 stages"):
+    with pytest.raises(ConfigError, match="shards of 1 stages for 2 stages"):
         replace(uniform(2, 1), shards=costs.shards[:1])
 
 

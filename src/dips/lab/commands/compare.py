@@ -21,7 +21,7 @@ from rich.table import Table
 from dips.core.clock import SystemClock
 from dips.core.errors import ConfigError
 from dips.core.units import parse_count
-from dips.lab.compare.figures import FIGURES, Figure, figure_json, run_figure, tell_figure, write_figure
+from dips.lab.compare.figures import FIGURES, figure_json, run_figure, tell_figure, write_figure
 from dips.lab.compare.jobs import ComparisonJob, Results, gather, jobs_of, on_device, write_json
 from dips.lab.compare.methods import KINDS, METHODS, find_method
 from dips.lab.compare.pictures import draw_cosines, draw_curves, draw_norms
@@ -37,7 +37,7 @@ from dips.lab.compare.report import (
     to_json,
 )
 from dips.lab.compare.setup import ComparisonSetup, load_setup, shipped
-from dips.lab.compare.speed import ROUNDS, SPEED_FIGURES, SpeedFigure, run_speed, speed_json, tell_speed, write_speed
+from dips.lab.compare.speed import ROUNDS, SPEED_FIGURES, run_speed, speed_json, tell_speed, write_speed
 
 DEFAULT_METHODS = "dp,diloco,diloco-clip,async,paper,safe,dynamic,dips"
 DEFAULT_SETUP = "small"
@@ -175,7 +175,10 @@ def compare(
         chosen = on_device(
             setup_of(setup or DEFAULT_SETUP, None, inner_steps, tokens, lr, inner_optimizer, outer), device
         )
-        return _compare_losses(place, FIGURES[figure], chosen, numbers, data or ())
+        check_place(run_dir)
+        losses = run_figure(FIGURES[figure], chosen, numbers, data or (), place.gather)
+        _tell(place, figure_json(losses), partial(tell_figure, losses), write_figure(losses, run_dir))
+        return 0
     several = seeds if len(numbers) > 1 else None
     useless = {
         "--tokens": tokens, "--lr": lr, "--inner-optimizer": inner_optimizer, "--data": data, "--device": device,
@@ -185,7 +188,10 @@ def compare(
     check_figure(figure, useless)
     shown = SPEED_FIGURES[figure]
     setups = [setup_of(name, None, inner_steps, None) for name in ([setup] if setup else shown.setups)]
-    return _compare_speeds(place, shown, setups, numbers[0], rounds or ROUNDS)
+    check_place(run_dir)
+    found = run_speed(shown, setups, numbers[0], rounds or ROUNDS, place.processes, Console(stderr=True), SystemClock())
+    _tell(place, speed_json(shown, found), partial(tell_speed, shown, found), write_speed(shown, found, run_dir))
+    return 0
 
 
 @dataclass(frozen=True)
@@ -225,26 +231,6 @@ def _compare_methods(
     draw_norms(paths[2], first)
     draw_cosines(paths[3], first)
     _tell(place, plain, partial(_tell_comparison, found), [file, *paths])
-    return 0
-
-
-def _compare_losses(
-    place: _Place, figure: Figure, setup: ComparisonSetup, seeds: Sequence[int], data: Sequence[Path]
-) -> int:
-    check_place(place.run_dir)
-    found = run_figure(figure, setup, seeds, data, place.gather)
-    _tell(place, figure_json(found), partial(tell_figure, found), write_figure(found, place.run_dir))
-    return 0
-
-
-def _compare_speeds(
-    place: _Place, figure: SpeedFigure, setups: Sequence[ComparisonSetup], seed: int, rounds: int
-) -> int:
-    check_place(place.run_dir)
-    found = run_speed(figure, setups, seed, rounds, place.processes, Console(stderr=True), SystemClock())
-    _tell(
-        place, speed_json(figure, found), partial(tell_speed, figure, found), write_speed(figure, found, place.run_dir)
-    )
     return 0
 
 

@@ -27,7 +27,7 @@ from dips.core.layout import FLOAT32_BYTES, Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, DataRange
 from dips.core.units import parse_bytes
 from dips.core.wire import WIRE_DTYPES
-from dips.lab.compare.methods import Injection, Injector, Method, find_method
+from dips.lab.compare.methods import Injection, Method, find_method
 from dips.lab.compare.record import CurvePoint, Evaluate, Progress, PushFact, RoundFact, RunRecord, at_tokens
 from dips.lab.compare.setup import ChangeTable, ComparisonSetup, Conditions
 from dips.lab.sim.arithmetic import F32, Arithmetic, Learner
@@ -158,251 +158,10 @@ def run_method(
     evaluate = evaluator(config, text)
     if method.kind == "data parallel":
         return run_data_parallel(setup, seed, ByteLearner(config, text, tokens), evaluate, progress)
-    return run_on_servers(
-        setup,
-        method,
-        seed,
-        lambda cluster, index: ByteLearner(config, text, tokens),
-        evaluate,
-        injection=Injection(inject) if inject else None,
-        progress=progress,
-    )
-
-
-def run_on_servers(
-    setup: ComparisonSetup,
-    method: Method,
-    seed: int,
-    learner_of: Callable[[str, int], Learner],
-    evaluate: Evaluate,
-    injection: Injection | None = None,
-    progress: Progress | None = None,
-    versions: Versions | None = None,
-) -> RunRecord:
-    """Train setup.run.tokens tokens with `method`; learner_of(cluster, its index) makes what each cluster trains.
-
-    Held-out losses: of the first version at or after each of setup.run.evaluations equally spaced token marks, and of
-    the last version below the end. The record's loss and time at exactly setup.run.tokens are linear interpolations
-    between the last version below and the first at or above it. A training loss that is not finite, or HOPELESS_VOIDS
-    void rounds in a row, end the run as "diverged", with loss None; as "locked out" when the last of those rounds
-    refused pushes that are finite. Raises SimulationError when the simulated run breaks a promise or does not end,
-    ConfigError for settings that the master refuses, and for a method without servers.
-    """
-    return _ServersRun(setup, method, seed, progress, learner_of, evaluate, injection, versions).through()
-
-
-def timing_only(setup: ComparisonSetup, method: Method, seed: int) -> RunRecord:
-    """Run the method without training: times, rounds and staleness; no losses, and no bad pushes. Same errors."""
-    return _ServersRun(setup, method, seed).through()
-
-
-class _Watched:
-    """A learner, and whether its loss was ever not finite."""
-
-    def __init__(self, learner: Learner) -> None:
-        self._learner = learner
-        self.diverged = False
-        self.layout = learner.layout
-        self.data_plan = learner.data_plan
-        self.snapshot = learner.snapshot
-        self.install = learner.install
-        self.reset_inner_optimizer = learner.reset_inner_optimizer
-
-    def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float:
-        loss = self._learner.step(ranges, progress_tokens)
-        self.diverged |= not math.isfinite(loss)
-        return loss
-
-
-class _ServersRun:
-    """One run and its results. Without learner_of nothing is trained, evaluated or spoilt."""
-
-    def __init__(
-        self,
-        setup: ComparisonSetup,
-        method: Method,
-        seed: int,
-        progress: Progress | None = None,
-        learner_of: Callable[[str, int], Learner] | None = None,
-        evaluate: Evaluate | None = None,
-        injection: Injection | None = None,
-        versions: Versions | None = None,
-    ) -> None:
-        """Prepare the run. Raises ConfigError for a method without servers, which has no settings."""
-        if method.kind != "servers":
-            raise ConfigError(f"method {method.name} has no servers to run on: use run_data_parallel for it")
-        self._setup, self._method, self._seed, self._progress = setup, method, seed, progress
-        self._learner_of, self._evaluate, self._versions = learner_of, evaluate, versions
-        self._learners: dict[str, _Watched] = {}
-        self._begun: set[str] = set()  # clusters whose learner a process has trained
-        self._injector = Injector(injection, seed) if injection is not None else None
-        self._injected = setup.cluster_names[injection.cluster] if injection is not None else ""
-        self._pushes = 0  # of the cluster with the injection, without the seed's
-        self._spoilt = False  # whether the last of these is a bad one
-        if learner_of is not None:
-            first = self._fresh(setup.cluster_names[0])
-            plan = plan_of(setup, method, first.layout(), first.data_plan(), Numbers(self._of_process, self._corrupt))
-        else:
-            plan = plan_of(setup, method, timing_layout(setup), timing_data(setup), SYMBOLS)
-        self._tally = RunTally()
-        self._course = Course(seed, plan, self._published, self._journalled, setup.first_names)
-        self._course.watchers.append(self._watch)
-        self._commits: dict[Version, Mapping[str, Any]] = {}
-        self._curve: list[CurvePoint] = []
-        self._before: F32 | None = None
-        """The newest version that is not evaluated yet."""
-
-        self._at_begin: dict[str, tuple[int, float]] = {}
-        self._at_end: dict[str, tuple[int, float]] = {}
-        self._ends_s = 0.0
-
-    def _fresh(self, cluster: str) -> _Watched:
-        assert self._learner_of is not None, "called only with training"
-        self._learners[cluster] = _Watched(self._learner_of(cluster, self._setup.cluster_names.index(cluster)))
-        return self._learners[cluster]
-
-    def _of_process(self, cluster: str) -> _Watched:
-        """The learner of a new process of this cluster, which knows nothing of the one before."""
-        if cluster in self._begun or cluster not in self._learners:
-            self._fresh(cluster)
-        self._begun.add(cluster)
-        return self._learners[cluster]
-
-    def _corrupt(self, cluster: str, push: F32, base: F32) -> bool:
-        """Apply the injection to a push; returns whether it is a bad one now."""
-        if self._injector is None or cluster != self._injected:
-            return False
-        self._pushes += 1
-        self._spoilt = self._injector.corrupt(self._pushes, push, base)
-        return self._spoilt
-
-    def through(self) -> RunRecord:
-        setup = self._setup
-        # All pushes and pulls of the run, if the slowest link carries each cluster's share.
-        rounds = setup.run.tokens / (setup.n_clusters * setup.run.inner_steps * setup.tokens_per_step)
-        transfers_s = 2 * rounds * 8 * setup.wire_bytes() / setup.least_bits_per_s
-        rounds_s = setup.run.tokens / setup.least_tokens_per_s + transfers_s
-        self._course.run_through(self._hopeless, LIMIT_EXTRA_S + LIMIT_FACTOR * rounds_s)
-        return self._record()
-
-    def _hopeless(self) -> bool:
-        """Whether the run will never reach its tokens."""
-        lost = (
-            any(learner.diverged for learner in self._learners.values()) or self._tally.voids_in_a_row >= HOPELESS_VOIDS
-        )
-        return lost and not self._done
-
-    @property
-    def _done(self) -> bool:
-        """All tokens are applied and published."""
-        return bool(self._curve) and self._curve[-1].tokens >= self._setup.run.tokens
-
-    # ---- events of the run ----
-
-    def _watch(self, role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
-        if role == "master":
-            self._tally.watch(process, kind, fields)
-        elif kind == "push_begun" and process.name == self._injected and self._spoilt:
-            self._tally.bad.add(fields["push"])
-
-    def _journalled(self, record: Mapping[str, Any]) -> None:
-        self._tally.journal(record, self._now_s)
-        if record["kind"] == "COMMIT" and self._versions is not None:
-            version = version_of(record["version"])
-            assert version is not None, "a COMMIT names its version"
-            self._commits[version] = record
-
-    @property
-    def _now_s(self) -> float:
-        return self._course.kernel.now_s
-
-    def _published(self, version: Version) -> None:
-        if not self._curve:
-            self._tally.began_s = self._now_s
-            self._at_begin = self._made()
-            for change in self._setup.changes:
-                self._course.kernel.after(change.at, None, self._change, change)
-        tokens, at_s, done = self._tally.tokens[version], self._now_s - self._tally.began_s, self._done
-        if self._versions is not None:
-            self._versions(self._commits.pop(version), self._course.parameters(version))
-        self._add(version, tokens, at_s)
-        if self._done and not done:
-            self._ends_s, self._at_end = at_s, self._made()
-        if self._progress is not None:
-            self._progress(tokens, at_s)
-
-    def _change(self, change: ChangeTable) -> None:
-        now = self._setup.conditions(change.at)[self._setup.cluster_names.index(change.cluster)]
-        self._course.set_conditions(change.cluster, now)
-        match change.presence:
-            case "comes":
-                self._course.come(change.cluster)
-            case "leaves":
-                self._course.clusters[change.cluster].stop_soon("its part is over")
-            case "killed":
-                self._course.clusters[change.cluster].kill()
-
-    def _made(self) -> dict[str, tuple[int, float]]:
-        """The steps of each cluster, and the time that it spent on them."""
-        return {name: (host.steps, host.trained_until_now_s) for name, host in self._course.clusters.items()}
-
-    # ---- the curve ----
-
-    def _add(self, version: Version, tokens: int, at_s: float) -> None:
-        before_tokens = self._curve[-1].tokens if self._curve else 0
-        self._curve.append(CurvePoint(str(version), tokens, at_s, None))
-        total, marks = self._setup.run.tokens, self._setup.run.evaluations
-        if self._evaluate is None or before_tokens >= total:
-            return
-        if before_tokens < total < tokens and self._before is not None:
-            self._measure(-2, self._before)
-        theta = self._course.parameters(version)
-        due = tokens * marks // total > before_tokens * marks // total
-        self._before = None if due else theta
-        if due:
-            self._measure(-1, theta)
-
-    def _measure(self, index: int, theta: F32) -> None:
-        assert self._evaluate is not None, "called only with training"
-        loss = self._evaluate(theta)
-        self._curve[index] = replace(self._curve[index], loss=loss if math.isfinite(loss) else None)
-
-    # ---- the end ----
-
-    def _moved_bytes(self) -> dict[str, int]:
-        links, clusters = self._course.net.links, frozenset(self._setup.cluster_names)
-        assert links is not None, "a comparison has links"
-        ways = {"push": 0, "pull": 0}
-        for (source, _), n_bytes in links.sent_bytes.items():
-            ways["push" if source in clusters else "pull"] += n_bytes
-        return ways
-
-    def _record(self) -> RunRecord:
-        setup, tally, hopeless = self._setup, self._tally, self._hopeless()
-        if hopeless:
-            self._ends_s, self._at_end = self._now_s - tally.began_s, self._made()
-        loss, virtual_s = (None, self._ends_s) if hopeless else at_tokens(self._curve, setup.run.tokens)
-        assert hopeless or self._done, "the master ends a run at its tokens"
-        untrained = self._done and self._evaluate is None
-        ended = "finished" if untrained or loss is not None else "diverged"
-        if not self._done and tally.voids_in_a_row >= HOPELESS_VOIDS and tally.locked_out:
-            ended = "locked out"
-        begun, present_s = self._at_begin, setup.present_s(self._ends_s)
-        inject = self._injector.injection.kind if self._injector is not None else ""
-        return RunRecord(
-            self._method.name, self._seed, inject, setup.run.tokens, ended, loss, virtual_s,
-            tally.rounds, tally.voids,
-            curve=tuple(self._curve),
-            judged=tuple(tally.facts),
-            alarms=tuple(tally.alarms),
-            cluster_tokens=dict(tally.cluster_tokens),
-            cluster_steps={name: steps - begun[name][0] for name, (steps, _) in self._at_end.items()},
-            waited_s={
-                name: max(0.0, present_s[name] - trained_s + begun[name][1])
-                for name, (_, trained_s) in self._at_end.items()
-            },
-            moved_bytes=self._moved_bytes(),
-        )  # fmt: skip
+    injection = Injection(inject) if inject else None
+    return ServersRun(
+        setup, method, seed, lambda cluster, index: ByteLearner(config, text, tokens), evaluate, injection, progress
+    ).through()
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
@@ -512,21 +271,11 @@ class SimulationError(LocalProtocolError):
 
 
 class Course(SeedRun):
-    """A simulated run without faults. published: called for each published version; journal: for each durable
-    record; first_names: the clusters that are there from the beginning, None: all."""
+    """A simulated run without faults. first_names: the clusters that are there from the beginning, None: all."""
 
-    def __init__(
-        self,
-        seed: int,
-        plan: SimulatedRunPlan,
-        published: Callable[[Version], None],
-        journal: Callable[[Mapping[str, Any]], None],
-        first_names: Sequence[str] | None = None,
-    ) -> None:
+    def __init__(self, seed: int, plan: SimulatedRunPlan, first_names: Sequence[str] | None = None) -> None:
         super().__init__(seed, plan=plan, planned=())
         self._first_names = plan.clusters if first_names is None else first_names
-        self._published = published
-        self._journal = journal
         self.watchers.append(self._watch)
 
     def run_through(self, stop: Callable[[], bool], limit_s: float) -> None:
@@ -534,7 +283,7 @@ class Course(SeedRun):
         self._boot()
         self._until(lambda: bool(self.ended) or stop(), limit_s)
         if self.ended:
-            self.judge.finish()
+            self.finish_checks()
         if self.violations:
             raise SimulationError(f"the simulated run is broken: {self.violations[0]}")
         if not self.ended and not stop():
@@ -582,13 +331,233 @@ class Course(SeedRun):
 
     # ---- facts ----
 
-    def journalled(self, master: MasterProcess, record: Mapping[str, Any]) -> None:
-        super().journalled(master, record)
-        self._journal(record)
+    def appeared(self, version: Version) -> None:
+        """This version was published."""
 
     def _watch(self, role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
         if role == "master" and kind == "publish":
-            self._published(parse_version(fields["version"]))
+            self.appeared(parse_version(fields["version"]))
+
+
+# ---- run on the servers ----------------------------------------------------------------------------------------------
+
+
+class _Watched:
+    """A learner, and whether its loss was ever not finite."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self.diverged = False
+        self.layout = learner.layout
+        self.data_plan = learner.data_plan
+        self.snapshot = learner.snapshot
+        self.install = learner.install
+        self.reset_inner_optimizer = learner.reset_inner_optimizer
+
+    def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float:
+        loss = self._learner.step(ranges, progress_tokens)
+        self.diverged |= not math.isfinite(loss)
+        return loss
+
+
+class ServersRun(Course):
+    """One run of a method on the simulated servers, and its results: through() trains setup.run.tokens tokens.
+
+    learner_of(cluster, its index) makes what each cluster trains; without it nothing is trained, evaluated or spoilt:
+    the record has times, rounds and staleness alone.
+
+    Held-out losses: of the first version at or after each of setup.run.evaluations equally spaced token marks, and of
+    the last version below the end. The record's loss and time at exactly setup.run.tokens are linear interpolations
+    between the last version below and the first at or above it. A training loss that is not finite, or HOPELESS_VOIDS
+    void rounds in a row, end the run as "diverged", with loss None; as "locked out" when the last of those rounds
+    refused pushes that are finite.
+    """
+
+    def __init__(
+        self,
+        setup: ComparisonSetup,
+        method: Method,
+        seed: int,
+        learner_of: Callable[[str, int], Learner] | None = None,
+        evaluate: Evaluate | None = None,
+        injection: Injection | None = None,
+        progress: Progress | None = None,
+        versions: Versions | None = None,
+    ) -> None:
+        """Prepare the run. Raises ConfigError for settings that the master refuses, and for a method without servers,
+        which has no settings."""
+        if method.kind != "servers":
+            raise ConfigError(f"method {method.name} has no servers to run on: use run_data_parallel for it")
+        self._setup, self._method, self._progress = setup, method, progress
+        self._learner_of, self._evaluate, self._versions = learner_of, evaluate, versions
+        self._learners: dict[str, _Watched] = {}
+        self._begun: set[str] = set()  # clusters whose learner a process has trained
+        self._injection = injection
+        self._injected = setup.cluster_names[injection.cluster] if injection is not None else ""
+        self._pushes = 0  # of the cluster with the injection, without the seed's
+        self._spoilt = False  # whether the last of these is a bad one
+        if learner_of is not None:
+            first = self._fresh(setup.cluster_names[0])
+            plan = plan_of(setup, method, first.layout(), first.data_plan(), Numbers(self._of_process, self._corrupt))
+        else:
+            plan = plan_of(setup, method, timing_layout(setup), timing_data(setup), SYMBOLS)
+        super().__init__(seed, plan, setup.first_names)
+        self._tally = RunTally()
+        self._commits: dict[Version, Mapping[str, Any]] = {}
+        self._curve: list[CurvePoint] = []
+        self._before: F32 | None = None
+        """The newest version that is not evaluated yet."""
+
+        self._at_begin: dict[str, tuple[int, float]] = {}
+        self._at_end: dict[str, tuple[int, float]] = {}
+        self._ends_s = 0.0
+
+    def _fresh(self, cluster: str) -> _Watched:
+        assert self._learner_of is not None, "called only with training"
+        self._learners[cluster] = _Watched(self._learner_of(cluster, self._setup.cluster_names.index(cluster)))
+        return self._learners[cluster]
+
+    def _of_process(self, cluster: str) -> _Watched:
+        """The learner of a new process of this cluster, which knows nothing of the one before."""
+        if cluster in self._begun or cluster not in self._learners:
+            self._fresh(cluster)
+        self._begun.add(cluster)
+        return self._learners[cluster]
+
+    def _corrupt(self, cluster: str, push: F32, base: F32) -> bool:
+        """Apply the injection to a push; returns whether it is a bad one now."""
+        if self._injection is None or cluster != self._injected:
+            return False
+        self._pushes += 1
+        self._spoilt = self._injection.corrupt(self._pushes, push, base, self.seed)
+        return self._spoilt
+
+    def through(self) -> RunRecord:
+        """Run to the end. Raises SimulationError when the simulated run breaks a promise or does not end."""
+        setup = self._setup
+        # All pushes and pulls of the run, if the slowest link carries each cluster's share.
+        rounds = setup.run.tokens / (setup.n_clusters * setup.run.inner_steps * setup.tokens_per_step)
+        transfers_s = 2 * rounds * 8 * setup.wire_bytes() / setup.least_bits_per_s
+        rounds_s = setup.run.tokens / setup.least_tokens_per_s + transfers_s
+        self.run_through(self._hopeless, LIMIT_EXTRA_S + LIMIT_FACTOR * rounds_s)
+        return self._record()
+
+    def _hopeless(self) -> bool:
+        """Whether the run will never reach its tokens."""
+        lost = (
+            any(learner.diverged for learner in self._learners.values()) or self._tally.voids_in_a_row >= HOPELESS_VOIDS
+        )
+        return lost and not self._done
+
+    @property
+    def _done(self) -> bool:
+        """All tokens are applied and published."""
+        return bool(self._curve) and self._curve[-1].tokens >= self._setup.run.tokens
+
+    # ---- events of the run ----
+
+    def _watch(self, role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
+        super()._watch(role, process, kind, fields)
+        if role == "master":
+            self._tally.watch(process, kind, fields)
+        elif kind == "push_begun" and process.name == self._injected and self._spoilt:
+            self._tally.bad.add(fields["push"])
+
+    def journalled(self, master: MasterProcess, record: Mapping[str, Any]) -> None:
+        super().journalled(master, record)
+        self._tally.journal(record, self._now_s)
+        if record["kind"] == "COMMIT" and self._versions is not None:
+            version = version_of(record["version"])
+            assert version is not None, "a COMMIT names its version"
+            self._commits[version] = record
+
+    @property
+    def _now_s(self) -> float:
+        return self.kernel.now_s
+
+    def appeared(self, version: Version) -> None:
+        if not self._curve:
+            self._tally.began_s = self._now_s
+            self._at_begin = self._made()
+            for change in self._setup.changes:
+                self.kernel.after(change.at, None, self._change, change)
+        tokens, at_s, done = self._tally.tokens[version], self._now_s - self._tally.began_s, self._done
+        if self._versions is not None:
+            self._versions(self._commits.pop(version), self.parameters(version))
+        self._add(version, tokens, at_s)
+        if self._done and not done:
+            self._ends_s, self._at_end = at_s, self._made()
+        if self._progress is not None:
+            self._progress(tokens, at_s)
+
+    def _change(self, change: ChangeTable) -> None:
+        now = self._setup.conditions(change.at)[self._setup.cluster_names.index(change.cluster)]
+        self.set_conditions(change.cluster, now)
+        match change.presence:
+            case "comes":
+                self.come(change.cluster)
+            case "leaves":
+                self.clusters[change.cluster].stop_soon("its part is over")
+            case "killed":
+                self.clusters[change.cluster].kill()
+
+    def _made(self) -> dict[str, tuple[int, float]]:
+        """The steps of each cluster, and the time that it spent on them."""
+        return {name: (host.steps, host.trained_until_now_s) for name, host in self.clusters.items()}
+
+    # ---- the curve ----
+
+    def _add(self, version: Version, tokens: int, at_s: float) -> None:
+        before_tokens = self._curve[-1].tokens if self._curve else 0
+        self._curve.append(CurvePoint(str(version), tokens, at_s, None))
+        total, marks = self._setup.run.tokens, self._setup.run.evaluations
+        if self._evaluate is None or before_tokens >= total:
+            return
+        if before_tokens < total < tokens and self._before is not None:
+            self._measure(-2, self._before)
+        theta = self.parameters(version)
+        due = tokens * marks // total > before_tokens * marks // total
+        self._before = None if due else theta
+        if due:
+            self._measure(-1, theta)
+
+    def _measure(self, index: int, theta: F32) -> None:
+        assert self._evaluate is not None, "called only with training"
+        loss = self._evaluate(theta)
+        self._curve[index] = replace(self._curve[index], loss=loss if math.isfinite(loss) else None)
+
+    # ---- the end ----
+
+    def _record(self) -> RunRecord:
+        setup, tally, hopeless = self._setup, self._tally, self._hopeless()
+        if hopeless:
+            self._ends_s, self._at_end = self._now_s - tally.began_s, self._made()
+        loss, virtual_s = (None, self._ends_s) if hopeless else at_tokens(self._curve, setup.run.tokens)
+        assert hopeless or self._done, "the master ends a run at its tokens"
+        untrained = self._done and self._evaluate is None
+        ended = "finished" if untrained or loss is not None else "diverged"
+        if not self._done and tally.voids_in_a_row >= HOPELESS_VOIDS and tally.locked_out:
+            ended = "locked out"
+        links, moved_bytes = self.net.links, {"push": 0, "pull": 0}
+        assert links is not None, "a comparison has links"
+        for (source, _), n_bytes in links.sent_bytes.items():
+            moved_bytes["push" if source in setup.cluster_names else "pull"] += n_bytes
+        begun, present_s = self._at_begin, setup.present_s(self._ends_s)
+        inject = self._injection.kind if self._injection is not None else ""
+        return RunRecord(
+            self._method.name, self.seed, inject, setup.run.tokens, ended, loss, virtual_s,
+            tally.rounds, tally.voids,
+            curve=tuple(self._curve),
+            judged=tuple(tally.facts),
+            alarms=tuple(tally.alarms),
+            cluster_tokens=dict(tally.cluster_tokens),
+            cluster_steps={name: steps - begun[name][0] for name, (steps, _) in self._at_end.items()},
+            waited_s={
+                name: max(0.0, present_s[name] - trained_s + begun[name][1])
+                for name, (_, trained_s) in self._at_end.items()
+            },
+            moved_bytes=moved_bytes,
+        )  # fmt: skip
 
 
 # ---- tally -----------------------------------------------------------------------------------------------------------

@@ -106,9 +106,9 @@ def _synchronous(setup: ComparisonSetup) -> list[FigureLine]:
     ]
 
 
-def _with_gap(setup: ComparisonSetup, label: str, method: str, percent: int) -> FigureLine:
-    changed = setup.with_overrides(gaps=spread(setup.n_clusters, percent / 100))
-    return FigureLine(f"{label}-{percent}", method, changed, f"gaps-{percent}")
+def _with_gaps(setup: ComparisonSetup, method: str, percents: Sequence[int]) -> list[FigureLine]:
+    changed = {percent: setup.with_overrides(gaps=spread(setup.n_clusters, percent / 100)) for percent in percents}
+    return [FigureLine(f"Async-{percent}", method, other, f"gaps-{percent}") for percent, other in changed.items()]
 
 
 def _with_steps(setup: ComparisonSetup, inner_steps: int) -> FigureLine:
@@ -118,18 +118,6 @@ def _with_steps(setup: ComparisonSetup, inner_steps: int) -> FigureLine:
     changed = setup.with_overrides(inner_steps=inner_steps, gaps=gaps)
     same = changed.digest() == setup.digest()
     return FigureLine(f"H {inner_steps}", "dips", changed, "" if same else f"h-{inner_steps}")
-
-
-def _lines_2b(setup: ComparisonSetup) -> list[FigureLine]:
-    return [*_synchronous(setup), *(_with_gap(setup, "Async", "async", percent) for percent in (10, 20, 30, 40))]
-
-
-def _lines_7(setup: ComparisonSetup) -> list[FigureLine]:
-    return [*_synchronous(setup), *(_with_gap(setup, "Async", "dips", percent) for percent in (40, 100, 200))]
-
-
-def _lines_12(setup: ComparisonSetup) -> list[FigureLine]:
-    return [_with_steps(setup, inner_steps) for inner_steps in (4, 8, 16, 32, 64, 128)]
 
 
 def _reading_2b(lines: Lines) -> str:
@@ -182,7 +170,7 @@ _FIGURES = (
         "2.2",
         "Compared to the synchronous training methods DiLoCo and DP, naive asynchronous trainings fail to converge the "
         "model. Furthermore, larger performance gaps exacerbate the convergence issues.",
-        _lines_2b,
+        lambda setup: _synchronous(setup) + _with_gaps(setup, "async", (10, 20, 30, 40)),
         _reading_2b,
         CLIPPED,
     ),
@@ -192,7 +180,7 @@ _FIGURES = (
         "4.1",
         "Di-PS can provide a stable convergence in asynchronous cross-cluster training, performing comparably to "
         "synchronous methods across all heterogeneous scenarios.",
-        _lines_7,
+        lambda setup: _synchronous(setup) + _with_gaps(setup, "dips", (40, 100, 200)),
         _reading_7,
         CLIPPED,
     ),
@@ -202,7 +190,7 @@ _FIGURES = (
         "5.3",
         "The inner steps of 64 and 128 result in similar convergence performance, while other values tend to slow down "
         "convergence. In particular, larger inner steps lead to degraded convergence quality.",
-        _lines_12,
+        lambda setup: [_with_steps(setup, inner_steps) for inner_steps in (4, 8, 16, 32, 64, 128)],
         _reading_12,
     ),
 )

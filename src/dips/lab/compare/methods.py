@@ -296,23 +296,15 @@ class Injection:
         place = n_push - self.first_push
         return place >= 0 and place % (self.bad_run + self.good_run) < self.bad_run
 
-
-class Injector:
-    """Spoils the pushes of the injection's cluster; the same seed spoils them alike."""
-
-    def __init__(self, injection: Injection, seed: int) -> None:
-        self.injection = injection
-        self._seed = seed
-
-    def corrupt(self, n_push: int, push: F32, base: F32) -> bool:
-        """Spoil the n-th push in place if it is a bad one; returns whether it is.
+    def corrupt(self, n_push: int, push: F32, base: F32, seed: int) -> bool:
+        """Spoil the n-th push in place if it is a bad one; returns whether it is. The same seed spoils alike.
 
         push: the vector to be sent; base: the version that the cluster last pulled; both (n_elems,) float32.
         """
-        if not self.injection.is_bad(n_push):
+        if not self.is_bad(n_push):
             return False
-        rng = np.random.default_rng((self._seed, n_push))
-        match self.injection.kind:
+        rng = np.random.default_rng((seed, n_push))
+        match self.kind:
             case "nan":
                 push[rng.integers(len(push), size=NAN_ELEMS)] = np.nan
             case "x30":

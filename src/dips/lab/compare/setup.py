@@ -319,7 +319,11 @@ class ComparisonSetup(Knobs):
     def periods(self) -> Iterator[tuple[float, float, tuple[Conditions, ...]]]:
         """(begin, end, conditions of each cluster) of each time without a change, from the first version on; the last
         one has no end."""
-        now = dict(zip(self.cluster_names, self._conditions_at_first(), strict=True))
+        rates = zip(self.cluster_names, self.step_s, self.up_bits_per_s, self.down_bits_per_s, strict=True)
+        jitter = self.clusters.jitter
+        now = {
+            name: Conditions(step_s, jitter, up, down, self._present_at_first(name)) for name, step_s, up, down in rates
+        }
         begins_s = 0.0
         for change in self._in_order:
             if change.at > begins_s:
@@ -327,11 +331,6 @@ class ComparisonSetup(Knobs):
                 begins_s = change.at
             now[change.cluster] = self._changed(now[change.cluster], change)
         yield begins_s, math.inf, tuple(now.values())
-
-    def _conditions_at_first(self) -> list[Conditions]:
-        rates = zip(self.step_s, self.up_bits_per_s, self.down_bits_per_s, self.cluster_names, strict=True)
-        jitter = self.clusters.jitter
-        return [Conditions(step_s, jitter, up, down, self._present_at_first(name)) for step_s, up, down, name in rates]
 
     def _changed(self, before: Conditions, change: ChangeTable) -> Conditions:
         step_s = self.step_s[self.cluster_names.index(change.cluster)]

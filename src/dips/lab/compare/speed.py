@@ -1,7 +1,7 @@
 """Measures the speed of methods, and reproduces the paper's figures about throughput: what each runs, and how the
 result compares with the paper.
 
-Nothing is trained. Our own methods run on the simulated servers with links (engine.timing_only). The paper's baselines
+Nothing is trained. Our own methods run on the simulated servers with links (engine.ServersRun). The paper's baselines
 have no servers: their times follow from the set-up and the time of a ring all-reduce. Synchronous DiLoCo is both
 computed and run; every gain is relative to the faster of the two.
 """
@@ -98,9 +98,9 @@ def measure(setup: ComparisonSetup, method: Method, seed: int = 1, rounds: int =
     if rounds < 6:
         raise ConfigError(f"{rounds} rounds are too few to measure a throughput: give at least 6")
     tokens = rounds * setup.n_clusters * setup.run.inner_steps * setup.tokens_per_step
-    from dips.lab.compare.engine import timing_only  # imports numba, which --help does without
+    from dips.lab.compare.engine import ServersRun  # imports numba, which --help does without
 
-    record = timing_only(setup.with_overrides(tokens=tokens), method, seed)
+    record = ServersRun(setup.with_overrides(tokens=tokens), method, seed).through()
     steady = steady_pushes(record)
     if any(len(steady.get(name, ())) < 2 for name in setup.cluster_names):
         if 2 * rounds > MOST_ROUNDS:
@@ -264,14 +264,6 @@ def first_clusters(setup: ComparisonSetup, n: int) -> ComparisonSetup:
     )
 
 
-def _last_links(setup: ComparisonSetup) -> list[tuple[str, ComparisonSetup]]:
-    return [(f"{rate} Gbit/s", with_last_link(setup, rate * GBPS)) for rate in RATES_GBPS]
-
-
-def _numbers_of_clusters(setup: ComparisonSetup) -> list[tuple[str, ComparisonSetup]]:
-    return [(str(n), first_clusters(setup, n)) for n in range(1, setup.n_clusters + 1)]
-
-
 def _reading_9(found: SpeedResult) -> str:
     gains = ", ".join(f"{name} {span(found.gains(name))}" for name in MEASURED)
     return (
@@ -310,7 +302,7 @@ _FIGURES = (
         "achieves 2.87-2.93x speedups over synchronous DiLoCo. [...] Di-PS provides stable convergence (Figure 7a) and "
         "adapts to heterogeneous networks, accelerating end-to-end training by 1.00-1.16x.",
         ("emulated", "real"),
-        _last_links,
+        lambda setup: [(f"{rate} Gbit/s", with_last_link(setup, rate * GBPS)) for rate in RATES_GBPS],
         _reading_9,
     ),
     SpeedFigure(
@@ -321,7 +313,7 @@ _FIGURES = (
         "synchronous DiLoCo approach, Di-PS achieves speedups ranging from 1.00 to 5.74x. [...] Except for the "
         "single-cluster case, Di-PS achieves 98.2-98.6% of the ideal performance [...].",
         ("weak-scaling",),
-        _numbers_of_clusters,
+        lambda setup: [(str(n), first_clusters(setup, n)) for n in range(1, setup.n_clusters + 1)],
         _reading_10,
     ),
 )

@@ -1,24 +1,21 @@
 """Checks every simulation while it runs: bytes of pushes, whole pulls, reported verdicts, order of versions.
 
-The invariants over facts (journal, tapes, manifests) are in dips.judge.invariants and are checked here after every
-fact too; checks that need symbols are in dips.lab.sim.checks. A violation is a sentence; the run goes on, and
-its seed fails.
+The invariants over facts (journal, tapes, manifests) are in dips.judge.invariants, which the run asks after every fact.
+A violation is a sentence; the run goes on, and its seed fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dips.core.ids import Incarnation, PushId, Version
 from dips.core.layout import Chunk, chunks_of, shard_digest
 from dips.core.machine import HISTORY_LENGTH
-from dips.core.messages import ClusterRequest, HeartbeatRequest, SnapshotInfo, VerdictKind
+from dips.core.messages import ClusterRequest, HeartbeatRequest, VerdictKind
 from dips.core.protocol import MAX_LEASED_CHUNKS
 from dips.core.wire import WIRE_DTYPES, Codec
-from dips.judge.facts import decision_of
-from dips.judge.invariants import Checker, Violation
 from dips.lab.sim.arithmetic import Key, ModelVector, Value
 from dips.lab.sim.content import Written, averaged, key_of, merged, published, rates_of
 from dips.lab.sim.counts import BYSTANDER_S, BYSTANDER_SHARE
@@ -575,54 +572,3 @@ def _reinstalled(outputs: Sequence[effects.Effect]) -> bool:
         isinstance(item, effects.Install) or (isinstance(item, tape.PushBegun) and item.base is None)
         for item in outputs
     )
-
-
-# ---- facts -----------------------------------------------------------------------------------------------------------
-#
-# Passes every fact to the invariants (dips.judge.invariants), in the form of journals, tapes and manifests.
-
-
-class Judge:
-    """Judges each fact and adds violations to the run's list at once."""
-
-    def __init__(self, world: FaultWorld) -> None:
-        self._world = world
-        self._checker = Checker(durability=world.plan.durability)
-
-    def journal(self, record: Mapping[str, Any]) -> None:
-        self._report(self._checker.feed_journal(record))
-
-    def tape(self, role: str, name: str, kind: str, fields: Mapping[str, Any]) -> None:
-        self._report(self._checker.feed_tape(role, name, kind, fields, self._world.kernel.now_s))
-
-    def manifest(self, slave: str, info: SnapshotInfo, record: bytes) -> None:
-        self._report(
-            self._checker.feed_manifest(
-                slave,
-                {
-                    "version": str(info.version),
-                    "round": str(info.round),
-                    "digest": info.digest.hex(),
-                    "commit_hash": info.commit_hash.hex(),
-                    "commit_record": record.decode(),
-                },
-            )
-        )
-
-    def lost_journal(self, left: Iterable[Mapping[str, Any]]) -> None:
-        """The master's disk is lost, or restored from a copy with these records."""
-        made = (decision_of(record).version for record in left)
-        self._checker.lost_journal({version for version in made if version is not None})
-
-    def counts(self) -> Mapping[str, int]:
-        """Invariant -> how many facts it judged."""
-        return self._checker.counts()
-
-    def finish(self) -> None:
-        """The run is over: judge what was still waiting for a proof."""
-        before = len(self._checker.violations)
-        self._report(self._checker.finish()[before:])
-
-    def _report(self, violations: list[Violation]) -> None:
-        for violation in violations:
-            self._world.violated(str(violation))

@@ -180,10 +180,6 @@ class SimulatedRunPlan:
         """With fewer tokens a cluster requests a lease before its next step."""
         return self.tokens_per_step if self.batch_rows else 1
 
-    def held_steps(self, name: str, held: Sequence[DataRange]) -> int:
-        """For how many steps the leased ranges suffice."""
-        return sum(item.tokens for item in held) // self.step_tokens(name)
-
     def lease_tokens(self, name: str, local_steps: int) -> int:
         """Tokens that a cluster requests then; with rows as dips.trainer.train does."""
         if not self.batch_rows:
@@ -338,14 +334,9 @@ MINIMUM_SHARE = 0.3
 """The share of all later ones that have it."""
 
 
-def has_minimum(seed: int) -> bool:
-    """Whether the seed's rounds wait for a number of pushes."""
-    return seed >= MINIMUM_FROM_SEED and Random(f"minimum of {seed}").random() < MINIMUM_SHARE
-
-
 def with_minimum(seed: int, plan: SimulatedRunPlan) -> SimulatedRunPlan:
     """Some runs wait in each round for a number of pushes; drawn apart, so that seeds keep all other choices."""
-    if not has_minimum(seed):
+    if seed < MINIMUM_FROM_SEED or Random(f"minimum of {seed}").random() >= MINIMUM_SHARE:
         return plan
     own = Random(f"size of the minimum of {seed}")
     n = len(plan.clusters)

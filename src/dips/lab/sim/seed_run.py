@@ -16,8 +16,10 @@ from dips.core.ids import PushId, Version, parse_version
 from dips.core.layout import Chunk
 from dips.core.messages import ClusterRequest, OperatorRequest, SnapshotInfo
 from dips.core.wire import Codec
+from dips.judge.facts import decision_of
+from dips.judge.invariants import Checker, Violation
 from dips.lab.sim.arithmetic import Key, ModelVector, Value
-from dips.lab.sim.checks import Budgets, Checks, ContentChecks, Judge, NameChecks, VerdictWaits, residual_fault
+from dips.lab.sim.checks import Budgets, Checks, ContentChecks, NameChecks, VerdictWaits, residual_fault
 from dips.lab.sim.content import CLEAN
 from dips.lab.sim.counts import HEALED_ROUNDS, HEALED_S, Arrow, RunCounts, Seen
 from dips.lab.sim.faults import register
@@ -84,7 +86,7 @@ class SeedRun(FaultWorld):
         self._planned = planned
         self.seen = Seen()
         self.checks = ContentChecks(self) if self.plan.arithmetic.remembers else Checks(self)
-        self.judge = Judge(self)
+        self.checker = Checker(durability=self.plan.durability)
         self.budgets = Budgets(self)
         self.waits = VerdictWaits(self)
         self.waits.judging = bool(self.plan.sabotaged) and set(planned or ()) <= {
@@ -111,7 +113,7 @@ class SeedRun(FaultWorld):
                 self._heal_and_publish()
             if not self.ended:
                 self._stop()
-            self.judge.finish()
+            self.finish_checks()
             self.counts.close(register.COUNTED_ELSEWHERE)
         return self._outcome()
 
@@ -275,13 +277,22 @@ class SeedRun(FaultWorld):
             self.kernel.now_s,
             self.kernel.handled,
             self.kernel.trace_hash,
-            self.judge.counts(),
+            self.checker.counts(),
             tuple(self.kernel.story),
             self.shape.name,
             self.counts,
         )
 
     # ---- facts ----
+
+    def finish_checks(self) -> None:
+        """The run is over: judge what was still waiting for a proof."""
+        before = len(self.checker.violations)
+        self._report(self.checker.finish()[before:])
+
+    def _report(self, violations: Sequence[Violation]) -> None:
+        for violation in violations:
+            self.violated(str(violation))
 
     def bug(self, name: str, error: Exception) -> None:
         super().bug(name, error)
@@ -328,7 +339,7 @@ class SeedRun(FaultWorld):
             self.waits.said(process.name, kind)
             if kind == "verdict":
                 self.checks.told(process.name, fields)
-        self.judge.tape(role, process.name, kind, fields)
+        self._report(self.checker.feed_tape(role, process.name, kind, fields, self.kernel.now_s))
 
     def journalled(self, master: MasterProcess, record: Mapping[str, Any]) -> None:
         super().journalled(master, record)
@@ -339,15 +350,23 @@ class SeedRun(FaultWorld):
             else {}
         )
         self.checks.journalled(record, slave_of_block)
-        self.judge.journal(record)
+        self._report(self.checker.feed_journal(record))
 
     def journal_lost(self) -> None:
-        self.judge.lost_journal(self.disk.records())
+        left = (decision_of(record).version for record in self.disk.records())
+        self.checker.lost_journal({version for version in left if version is not None})
         self.checks.journal_lost()
 
     def manifest(self, slave: SlaveProcess, info: SnapshotInfo, record: bytes) -> None:
         super().manifest(slave, info, record)
-        self.judge.manifest(slave.name, info, record)
+        said = {
+            "version": str(info.version),
+            "round": str(info.round),
+            "digest": info.digest.hex(),
+            "commit_hash": info.commit_hash.hex(),
+            "commit_record": record.decode(),
+        }
+        self._report(self.checker.feed_manifest(slave.name, said))
 
     def handled(self, master: MasterProcess) -> None:
         self._handled += 1

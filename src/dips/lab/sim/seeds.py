@@ -12,10 +12,12 @@ import gc
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 from dips.core.machine import TransitionTable, tables
 from dips.lab.sim.counts import NO_MASTER, RECOVERY, STARTING, Arrow, RunCounts, Seen, arrows_of, by_phase
@@ -219,11 +221,6 @@ def _faults_that_never_fired(totals: Totals, *, ranks: bool) -> list[str]:
     return said
 
 
-def reasons_of(counts: RunCounts) -> Mapping[str, str]:
-    """Planned faults of one run that did not strike, with the reasons."""
-    return {kind: why for kind, why in sorted(counts.idle)}
-
-
 # ---- seeds -----------------------------------------------------------------------------------------------------------
 
 
@@ -257,23 +254,16 @@ def run_all(seeds: Sequence[int], jobs: int, pushers: tuple[int, ...] = (), late
     """Run all seeds on `jobs` processes; the order of the results does not depend on them."""
     totals = Totals()
     chunks = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
-    if jobs <= 1:
-        batches: Iterable[list[tuple[SeedOutcome, float]]] = map(partial(run_some, pushers, later), chunks)
-        _add_all(totals, batches)
-        return totals
-    with ProcessPoolExecutor(jobs) as pool:
-        _add_all(totals, pool.map(partial(run_some, pushers, later), chunks))
-    return totals
-
-
-def _add_all(totals: Totals, batches: Iterable[list[tuple[SeedOutcome, float]]]) -> None:
-    for batch in batches:
-        for outcome, took_s in batch:
+    work = partial(run_some, pushers, later)
+    with ExitStack() as stack:
+        batches = stack.enter_context(ProcessPoolExecutor(jobs)).map(work, chunks) if jobs > 1 else map(work, chunks)
+        for outcome, took_s in chain.from_iterable(batches):
             totals.add(outcome, took_s)
             if outcome.violations:
                 print(f"seed {outcome.seed}: {outcome.violations[0]}", file=sys.stderr, flush=True)
             if totals.seeds % PROGRESS_EVERY == 0:
                 print(f"{totals.seeds} seeds, {len(totals.failures)} failed", file=sys.stderr, flush=True)
+    return totals
 
 
 def tell(seed: int, trace: bool, pushers: tuple[int, ...] = (), later: tuple[int, ...] = ()) -> int:
@@ -286,7 +276,7 @@ def tell(seed: int, trace: bool, pushers: tuple[int, ...] = (), later: tuple[int
         f"{outcome.virtual_s:.1f} s of virtual time, {outcome.events} events, trace {outcome.trace_hash}"
     )
     print("faults fired: " + (", ".join(f"{name} {n}" for name, n in outcome.fired.items()) or "none"))
-    for kind, why in reasons_of(outcome.counts).items():
+    for kind, why in dict(sorted(outcome.counts.idle)).items():
         print(f"planned, and not fired: {kind}: {why}")
     for sentence in outcome.violations:
         print(f"VIOLATED: {sentence}")

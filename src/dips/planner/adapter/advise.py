@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from dips.core.errors import ConfigError
 from dips.planner.adapter.decide import (
     AdapterComparison,
     AdapterState,
-    Border,
     Iterations,
     Rules,
     Window,
@@ -26,7 +26,6 @@ from dips.planner.adapter.traces import WHOLE, Channel, TraceFile, channels_of
 from dips.planner.calibration import interval_json
 from dips.planner.cluster import Link
 from dips.planner.costs import NS, StageCost
-from dips.planner.errors import PlanError
 from dips.planner.problem import Problem
 from dips.planner.replan import MeasuredFile, Running, with_measured_links, with_measured_stages
 from dips.planner.trace import save
@@ -84,20 +83,23 @@ class Advice:
 
 
 def advise(running: Running, measured: MeasuredFile, before: AdapterState | None = None) -> Advice:
-    """The sizes to use now. before: what was answered last. Raises PlanError for a plan that cannot be adapted, and for
-    a file that is not of this plan."""
+    """The sizes to use now. before: what was answered last. Raises ConfigError for a plan that cannot be adapted, and
+    for a file that is not of this plan."""
     problem = with_measured_links(running.problem, measured)
     rules = rules_of(running, with_measured_stages(problem, running.division, running.places, measured))
     start = rules.start if before is None else before
-    _check_before(rules, start)
+    whole = rules.pipeline.sequences
+    good = all(1 <= n <= whole for sizes in start.sizes for n in sizes) and all(level >= 0 for level in start.levels)
+    if not good or len(start.sizes) != len(rules.pipeline.whole) or len(start.levels) != len(rules.borders):
+        raise ConfigError("--before is an answer for another plan: give one for this plan, or leave it out")
     state = rules.measured(start, {border.link: WHOLE for border in rules.borders})
     with_ns, without_ns = (rules.forecast(sizes, state.rates).span_ns for sizes in (state.sizes, rules.pipeline.whole))
     return Advice(running, rules, state, start.sizes, with_ns, without_ns)
 
 
 def traced(running: Running, trace: TraceFile) -> tuple[Rules, AdapterComparison]:
-    """The plan under a trace, with and without the adapter. Raises PlanError for a plan that cannot be adapted, and for
-    a trace of another one."""
+    """The plan under a trace, with and without the adapter. Raises ConfigError for a plan that cannot be adapted, and
+    for a trace of another one."""
     rules = rules_of(running, running.problem)
     found = channels_of(trace, _links_of(running.problem, rules))
     channels = {border.resource: found.get(border.link, Channel()) for border in rules.borders}
@@ -108,19 +110,25 @@ def traced(running: Running, trace: TraceFile) -> tuple[Rules, AdapterComparison
 
 
 def rules_of(running: Running, problem: Problem) -> Rules:
-    """What the adapter decides by, with the numbers of `problem`. Raises PlanError where a plan cannot be adapted."""
+    """What the adapter decides by, with the numbers of `problem`. Raises ConfigError where a plan cannot be adapted."""
     where = running.problem.setup.file
     if running.groups > 1:
-        raise PlanError(
+        raise ConfigError(
             f"{where}: {running.name} has a whole pipeline at each site, so no microbatch crosses a link between them: "
             "adapt a plan whose pipeline does"
         )
     if running.sharing == "coordinated":
-        raise PlanError(
+        raise ConfigError(
             f"{where}: replicas take turns on a link, which the adapter does not play: make the plan with "
             'replicas = "fair" in [options]'
         )
-    pipeline = _pipeline_of(running, problem)
+    costs, schedule = problem.costs(running.division, running.places), running.schedules[0]
+    limits = tuple(problem.limits(running.division, running.places)) if running.name == COMPACT else None
+    sequences, profiled = problem.setup.training.microbatch_sequences, _profiled(running, problem)
+    try:
+        pipeline = Pipeline(schedule, costs, sequences, profiled, limits)
+    except ConfigError as error:
+        raise ConfigError(f"{running.problem.setup.file}: {error}") from None
     sites, links = problem.setup.sites, dict[int, tuple[tuple[str, str], float]]()
     for left, right in pairwise(running.places):
         for a, b in ((left, right), (right, left)):
@@ -130,19 +138,6 @@ def rules_of(running: Running, problem: Problem) -> Rules:
                 name = (sites[here].name, sites[there].name)
                 links[here * len(sites) + there] = (name, link.bandwidth_gbps / link.oversubscription)
     return Rules(pipeline, borders_of(pipeline, links))
-
-
-def _pipeline_of(running: Running, problem: Problem) -> Pipeline:
-    costs = problem.costs(running.division, running.places)
-    limits = None
-    if running.name == COMPACT:
-        limits = tuple(problem.limits(running.division, running.places))
-    schedule, sequences = running.schedules[0], problem.setup.training.microbatch_sequences
-    profiled = _profiled(running, problem)
-    try:
-        return Pipeline(schedule, costs, sequences, profiled, limits)
-    except PlanError as error:
-        raise PlanError(f"{running.problem.setup.file}: {error}") from None
 
 
 def _profiled(running: Running, problem: Problem) -> tuple[tuple[int, tuple[StageCost, ...]], ...]:
@@ -170,25 +165,18 @@ def _links_of(problem: Problem, rules: Rules) -> dict[tuple[str, str], Link]:
 
 def read_before(text: str, where: str) -> AdapterState:
     """Read what `adapt --measured FILE --json` answered before: the sizes in use, and which borders were late. Raises
-    PlanError."""
+    ConfigError."""
     try:
         found = json.loads(text)
         sizes = tuple(Sizes(int(row["fill"]), int(row["run"]), int(row["drain"])) for row in found["stages"])
         levels = tuple(int(row["level"]) for row in found["borders"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise PlanError(
+        raise ConfigError(
             f"{where} is not an answer of dips plan adapt ({type(error).__name__}: {error}): give what it printed with "
             "--json, or leave --before out"
         ) from error
     n = len(levels)
     return AdapterState(sizes, (WHOLE,) * n, levels, (Window(),) * n, tuple(level > 0 for level in levels))
-
-
-def _check_before(rules: Rules, state: AdapterState) -> None:
-    whole = rules.pipeline.sequences
-    good = all(1 <= n <= whole for sizes in state.sizes for n in sizes) and all(level >= 0 for level in state.levels)
-    if not good or len(state.sizes) != len(rules.pipeline.whole) or len(state.levels) != len(rules.borders):
-        raise PlanError("--before is an answer for another plan: give one for this plan, or leave it out")
 
 
 # ---- as JSON ---------------------------------------------------------------------------------------------------------
@@ -207,7 +195,18 @@ def advice_json(advice: Advice) -> dict[str, Any]:
             for stage, (place, one) in enumerate(zip(advice.running.places, advice.state.sizes, strict=True))
         ],
         "borders": [
-            _border_json(border, level) | {"transfer_s": advice.transfer_ns(number) / NS}
+            {
+                "sender_stage": border.sender,
+                "receiver_stage": border.receiver,
+                "sender": border.link[0],
+                "receiver": border.link[1],
+                "measured_gbps": border.planned_gbps,
+                "late_below_gbps": border.late_below_gbps if math.isfinite(border.late_below_gbps) else None,
+                "on_time_from_gbps": border.on_time_from_gbps if math.isfinite(border.on_time_from_gbps) else None,
+                "compute_s": border.hide_ns / NS,
+                "level": level,
+                "transfer_s": advice.transfer_ns(number) / NS,
+            }
             for number, (border, level) in enumerate(zip(advice.rules.borders, advice.state.levels, strict=True))
         ],
         "calibration_error": error,
@@ -215,22 +214,6 @@ def advice_json(advice: Advice) -> dict[str, Any]:
         **interval_json("iteration", with_s, error),
         "without_s": without_s,
         **interval_json("without", without_s, error),
-    }
-
-
-def _border_json(border: Border, level: int) -> dict[str, Any]:
-    thresholds = {
-        "late_below_gbps": border.late_below_gbps, "on_time_from_gbps": border.on_time_from_gbps
-    }  # fmt: skip
-    return {
-        "sender_stage": border.sender,
-        "receiver_stage": border.receiver,
-        "sender": border.link[0],
-        "receiver": border.link[1],
-        "measured_gbps": border.planned_gbps,
-        **{key: value if math.isfinite(value) else None for key, value in thresholds.items()},
-        "compute_s": border.hide_ns / NS,
-        "level": level,
     }
 
 

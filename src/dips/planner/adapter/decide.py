@@ -28,10 +28,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
+from dips.core.errors import ConfigError
 from dips.planner.adapter.pieces import LinkMessage, Pipeline, Played, Sizes, play
 from dips.planner.adapter.traces import WHOLE, Channel
 from dips.planner.costs import NS
-from dips.planner.errors import PlanError
 from dips.planner.ir import Kind
 
 T = TypeVar("T")
@@ -274,7 +274,7 @@ class Iterations:
 
 
 def without_adapter(pipeline: Pipeline, channels: Mapping[int, Channel], duration_ns: int) -> Iterations:
-    """The iterations that start before duration_ns, in whole microbatches. Raises PlanError for too many."""
+    """The iterations that start before duration_ns, in whole microbatches. Raises ConfigError for too many."""
     played: list[Played] = []
     known: dict[tuple[int, ...], Played] = {}  # by rates, where they did not change in the iteration
     begin_ns = 0
@@ -289,7 +289,7 @@ def without_adapter(pipeline: Pipeline, channels: Mapping[int, Channel], duratio
         begin_ns += one.span_ns
         played.append(one)
         if len(played) > most or not one.span_ns:
-            raise PlanError(
+            raise ConfigError(
                 f"more than {most} iterations start within {duration_ns / NS:g} s: give the trace a shorter duration_s"
             )
     return _joined(played, [pipeline.whole] * len(played), 0)

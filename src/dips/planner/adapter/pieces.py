@@ -20,9 +20,9 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
+from dips.core.errors import ConfigError
 from dips.planner.adapter.traces import WHOLE, Channel
 from dips.planner.costs import Costs, StageCost
-from dips.planner.errors import PlanError
 from dips.planner.exchange import gates, reduced
 from dips.planner.ir import Kind, Schedule, straight
 
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
 class Pipeline:
     """What is played: a schedule, its costs, and what pieces of microbatches cost.
 
-    Raises PlanError for what cannot be cut into pieces.
+    Raises ConfigError for what cannot be cut into pieces.
     """
 
     schedule: Schedule
@@ -77,12 +77,12 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         if self.schedule.parts > 1:
-            raise PlanError(
+            raise ConfigError(
                 f"{self.schedule.name} cuts its blocks into {self.schedule.parts} parts, so pieces of microbatches "
                 "have no place in it: make a plan with another schedule, such as compact_zb or 1f1b"
             )
         if self.limits is not None and self.schedule.device_of_stage != straight(self.schedule.n_devices):
-            raise PlanError("the compact order has one stage on each device, in the order of the model")
+            raise ConfigError("the compact order has one stage on each device, in the order of the model")
 
     @cached_property
     def whole(self) -> tuple[Sizes, ...]:
@@ -98,7 +98,7 @@ class Pipeline:
         for (low, before), (high, after) in pairwise(known):
             if low <= sequences <= high and high > low:
                 return before + (after - before) * (sequences - low) // (high - low)
-        raise PlanError(f"a piece of {sequences} sequences of a microbatch of {self.sequences}")
+        raise ConfigError(f"a piece of {sequences} sequences of a microbatch of {self.sequences}")
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def play(
     """Play one iteration. sizes[s]: of stage s. channels: by the resource of a wire; the plan's bandwidth elsewhere.
     pieces: gets every operation.
 
-    Raises PlanError when devices wait for each other.
+    Raises ConfigError when devices wait for each other.
     """
     run = _Run(pipeline, sizes, channels or {}, begin_ns, watch, pieces)
     run.follow()
@@ -204,7 +204,7 @@ class _Run:
                     self._begin(device)
         missing = [s for s in range(self._schedule.n_stages) if self._left(s)]
         if missing:
-            raise PlanError(
+            raise ConfigError(
                 f"{self._schedule.name} cannot end: stage {missing[0]} waits for a piece that no stage can send"
             )
 

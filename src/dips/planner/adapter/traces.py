@@ -10,17 +10,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from dips.core.config import Knobs, SettingsFile
+from dips.core.config import Knobs
+from dips.core.errors import ConfigError
 from dips.planner.cluster import Link
 from dips.planner.costs import NS
-from dips.planner.errors import PlanError
-from dips.planner.model import shipped
+from dips.planner.model import read_own_or_shipped
 
 WHOLE = 10**9
 """The rate of a link at the plan's bandwidth."""
@@ -41,9 +40,9 @@ class Channel:
     def __post_init__(self) -> None:
         rising = all(a < b for a, b in zip(self.times_ns, self.times_ns[1:], strict=False))
         if len(self.times_ns) != len(self.rates) or self.times_ns[:1] != (0,) or not rising:
-            raise PlanError("the steps of a channel begin at 0 and rise, with a rate for each")
+            raise ConfigError("the steps of a channel begin at 0 and rise, with a rate for each")
         if min(self.rates) < 0 or not self.rates[-1]:
-            raise PlanError("the rates of a channel are at least 0, and the last one is more")
+            raise ConfigError("the rates of a channel are at least 0, and the last one is more")
 
     def rate_at(self, time_ns: int) -> int:
         return self.rates[bisect_right(self.times_ns, time_ns) - 1]
@@ -96,30 +95,13 @@ class TraceFile:
         return round(self.head.duration_s * NS)
 
 
-def shipped_traces() -> list[str]:
-    """Names of the traces that come with the planner."""
-    return shipped("traces")
-
-
 def read_trace(name: str | Path) -> TraceFile:
-    """Read a trace file, or a shipped one by its name. Raises PlanError or ConfigError, which name file and key."""
-    if str(name) in shipped_traces():
-        with resources.as_file(resources.files("dips.planner") / "traces" / f"{name}.toml") as file:
-            return _read(file, str(name))
-    if not Path(name).is_file():
-        raise PlanError(
-            f"{name} is not a file that can be read, and none of the shipped traces ({', '.join(shipped_traces())}): "
-            "give one of these"
-        )
-    return _read(Path(name), str(name))
-
-
-def _read(file: Path, name: str) -> TraceFile:
-    tables = SettingsFile.read(file, TABLES)
+    """Read a trace file, or a shipped one by its name. Raises ConfigError, which names file and key."""
+    tables = read_own_or_shipped(name, "traces", "traces", TABLES)
     if "trace" not in tables.tables:
-        raise PlanError(f'{name}: the table [trace] is missing: add it, with source = "..." and duration_s')
+        raise ConfigError(f'{name}: the table [trace] is missing: add it, with source = "..." and duration_s')
     found = TraceFile(
-        name, tables.settings(TraceHead, "trace"), tables.settings_of_rows(TracedLink, "links", required=True)
+        str(name), tables.settings(TraceHead, "trace"), tables.settings_of_rows(TracedLink, "links", required=True)
     )
     for number, link in enumerate(found.links, 1):
         _check(link, f"{name} [[links]] {number}")
@@ -127,36 +109,38 @@ def _read(file: Path, name: str) -> TraceFile:
 
 
 def _check(link: TracedLink, where: str) -> None:
-    """Check one link's steps. Raises PlanError."""
+    """Check one link's steps. Raises ConfigError."""
     if (link.sender is None) != (link.receiver is None):
-        raise PlanError(f"{where}: sender or receiver is missing: give both, or neither for every link")
+        raise ConfigError(f"{where}: sender or receiver is missing: give both, or neither for every link")
     if (link.bandwidth_gbps is None) == (link.part_of_plan is None):
-        raise PlanError(f"{where}: give either bandwidth_gbps or part_of_plan, one value for each of time_s")
+        raise ConfigError(f"{where}: give either bandwidth_gbps or part_of_plan, one value for each of time_s")
     key = "part_of_plan" if link.bandwidth_gbps is None else "bandwidth_gbps"
     values = link.part_of_plan if link.bandwidth_gbps is None else link.bandwidth_gbps
     assert values is not None
     if not link.time_s:
-        raise PlanError(f"{where}: time_s is empty: give at least the step that begins at 0")
+        raise ConfigError(f"{where}: time_s is empty: give at least the step that begins at 0")
     if len(values) != len(link.time_s) or len(values) > MOST_STEPS:
-        raise PlanError(
+        raise ConfigError(
             f"{where}: {key} has {len(values)} values for {len(link.time_s)} of time_s: give one each, at most "
             f"{MOST_STEPS}"
         )
     if link.time_s[0] != 0:
-        raise PlanError(f"{where}: time_s begins at {link.time_s[0]:g}: let the first step begin at 0")
+        raise ConfigError(f"{where}: time_s begins at {link.time_s[0]:g}: let the first step begin at 0")
     for before, after in zip(link.time_s, link.time_s[1:], strict=False):
         if not after > before or round(after * NS) == round(before * NS):
-            raise PlanError(f"{where}: time_s has {after:g} after {before:g}: give steps in the order of time")
+            raise ConfigError(f"{where}: time_s has {after:g} after {before:g}: give steps in the order of time")
     for value in values:
         if not 0 <= value <= 1e9:
-            raise PlanError(f"{where}: {key} has {value:g}: give rates of at least 0 (0: nothing passes)")
+            raise ConfigError(f"{where}: {key} has {value:g}: give rates of at least 0 (0: nothing passes)")
     if not values[-1]:
-        raise PlanError(f"{where}: {key} ends with 0, so that messages never arrive: let the last step be more than 0")
+        raise ConfigError(
+            f"{where}: {key} ends with 0, so that messages never arrive: let the last step be more than 0"
+        )
 
 
 def channels_of(trace: TraceFile, ways: Mapping[tuple[str, str], Link]) -> dict[tuple[str, str], Channel]:
     """The rate over time of each directed link that the trace has. ways: the plan's links, by (sender, receiver). A
-    table with a name goes before one for every link. Raises PlanError for a link that the plan does not have, and for
+    table with a name goes before one for every link. Raises ConfigError for a link that the plan does not have, and for
     one that is given twice."""
     found: dict[tuple[str, str], Channel] = {}
     seen: set[tuple[tuple[str, str], bool]] = set()
@@ -164,7 +148,7 @@ def channels_of(trace: TraceFile, ways: Mapping[tuple[str, str], Link]) -> dict[
         where = f"{trace.file} [[links]] {number}"
         for way in _ways(one, ways, where):
             if (way, one.sender is None) in seen:
-                raise PlanError(f"{where}: from {way[0]} to {way[1]} was given before: remove one")
+                raise ConfigError(f"{where}: from {way[0]} to {way[1]} was given before: remove one")
             seen.add((way, one.sender is None))
             found[way] = _channel(one, ways[way], where)
     return found
@@ -178,7 +162,7 @@ def _ways(one: TracedLink, ways: Iterable[tuple[str, str]], where: str) -> list[
     for way in wanted:
         if way not in known:
             names = ", ".join(f"{a} to {b}" for a, b in known) or "none"
-            raise PlanError(f"{where}: the plan sends nothing from {way[0]} to {way[1]}: choose from {names}")
+            raise ConfigError(f"{where}: the plan sends nothing from {way[0]} to {way[1]}: choose from {names}")
     return wanted
 
 

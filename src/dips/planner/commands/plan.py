@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,11 +60,14 @@ from dips.planner.replan import Limits, Running, read_measured, read_running, ve
 from dips.planner.replan import replan as decide_to_replan
 from dips.planner.scaleacross.report import report_of
 from dips.planner.scaleacross.topology import read_topology
-from dips.planner.simulate import Timeline
 from dips.planner.sweep import cases, check_compared, draw_maps, panels
 from dips.planner.tradeoff import tradeoff as split_all_ways
 from dips.planner.tradeoff import tradeoff_json
-from dips.planner.validation import all_checks
+from dips.planner.validation import PaperCheck
+from dips.planner.validation.crosspipe import crosspipe_checks
+from dips.planner.validation.jeeves import jeeves_checks
+from dips.planner.validation.scaleacross import scaleacross_checks
+from dips.planner.validation.spantrain import spantrain_checks
 
 
 class PlanGroup(TyperGroup):
@@ -162,10 +165,7 @@ def run(
         _check_ranks(ranks, change.running.schedules[0].n_devices, plan)
         swapped = run_change(change, operation_ms, after, repeats, backend, out, tolerance / 100, status)
         files = write_change(swapped, out) if out is not None else []
-        if as_json:
-            print(json.dumps(change_json(swapped)))
-        else:
-            _print(tell_change(swapped), files)
+        _print(as_json, lambda: change_json(swapped), tell_change(swapped), files)
         return int(not swapped.good)
     if links_after is not None:
         raise ConfigError("--links-after says when links change: give --links, --then-latency or --then-bandwidth too")
@@ -174,10 +174,7 @@ def run(
     repeats = 0 if check_gradients else repeats
     outcome = run_plan(source, operation_ms, repeats, backend, out, tolerance / 100, status)
     files = write_files(outcome, out) if out is not None else []
-    if as_json:
-        print(json.dumps(outcome_json(outcome)))
-    else:
-        _print(tell(outcome), files)
+    _print(as_json, lambda: outcome_json(outcome), tell(outcome), files)
     return int(not outcome.good)
 
 
@@ -208,10 +205,7 @@ def calibrate(
     found = fit_to_run(plan, measured)
     if out is not None:
         write_profile(calibrated_profile(found, out, datetime.now(UTC).replace(microsecond=0)), out)
-    if as_json:
-        print(json.dumps(calibration_json(found)))
-    else:
-        _print(calibration_lines(found, out), [] if out is None else [out])
+    _print(as_json, lambda: calibration_json(found), calibration_lines(found, out), [] if out is None else [out])
     return 0
 
 
@@ -231,10 +225,7 @@ def tradeoff(
     between sites; and why other ways cannot be.
     """
     found = split_all_ways(api.pose(file, solver_s))
-    if as_json:
-        print(json.dumps(tradeoff_json(found)))
-    else:
-        _print(tradeoff_text(found), width=140)
+    _print(as_json, lambda: tradeoff_json(found), tradeoff_text(found), width=140)
     return 0
 
 
@@ -265,10 +256,7 @@ def groups(
     if not (math.isfinite(alike) and alike >= 0):
         raise ConfigError(f"--alike {alike:g} is no difference: give percent, at least 0")
     found = group(measured_of(read_setup(file)), threshold_gbps, alike / 100)
-    if as_json:
-        print(json.dumps(grouping_json(found)))
-    else:
-        _print(groups_text(found))
+    _print(as_json, lambda: grouping_json(found), groups_text(found))
     return 0
 
 
@@ -292,10 +280,7 @@ def explore(
     searches by the planner's own model of links.
     """
     found = report_of(read_topology(file), links)
-    if as_json:
-        print(json.dumps(found.to_json()))
-    else:
-        _print(explored_text(found), width=160)
+    _print(as_json, found.to_json, explored_text(found), width=160)
     return 0
 
 
@@ -339,10 +324,7 @@ def replan(
         ready_folder(out)
     verdict = decide_to_replan(running, read_measured(profile), limits)
     files = write_plan(verdict.plan, out) if out is not None and verdict.advised else []
-    if as_json:
-        print(json.dumps(verdict_json(running, verdict)))
-    else:
-        _print(replan_text(running, verdict), files)
+    _print(as_json, lambda: verdict_json(running, verdict), replan_text(running, verdict), files)
     return int(verdict.advised)
 
 
@@ -390,10 +372,7 @@ def adapt(
     if before is not None:
         last = read_before(api.read_text(before, "an answer", "leave --before out"), str(before))
     advice = advise(running, read_measured(measured), last)
-    if as_json:
-        print(json.dumps(advice_json(advice)))
-    else:
-        _print(advice_text(advice))
+    _print(as_json, lambda: advice_json(advice), advice_text(advice))
     return int(advice.advised)
 
 
@@ -406,10 +385,12 @@ def _adapt_traced(running: Running, trace: str, out: Path | None, as_json: bool)
         with writing(out):
             (out / ADAPT_FILES[0]).write_text(json.dumps(traced_json(compared)) + "\n")
             draw(running, file, compared, [out / name for name in ADAPT_FILES[1:]])
-    if as_json:
-        print(json.dumps(traced_json(compared)))
-    else:
-        _print(traced_text(rules, compared, running.problem.calibration_error), _written(out, ADAPT_FILES))
+    _print(
+        as_json,
+        lambda: traced_json(compared),
+        traced_text(rules, compared, running.problem.calibration_error),
+        _written(out, ADAPT_FILES),
+    )
     return 0
 
 
@@ -451,11 +432,10 @@ def make(
             reasons = "; ".join(no.why for no in decision.refused) or "neither jeeves nor crosspipe was asked"
             raise ConfigError(f"--out {out}: there is no plan of the file's pipelines to write: {reasons}")
         write_plan(decision.plan, out)
-    if as_json:
-        whole = {} if decision.plan is None else plan_json(decision.plan)
-        print(json.dumps(whole | decision_json(decision)))
-    else:
-        _print(decision_text(decision), _written(out, PLAN_FILES), width=140)
+    whole = {} if decision.plan is None or not as_json else plan_json(decision.plan)
+    _print(
+        as_json, lambda: whole | decision_json(decision), decision_text(decision), _written(out, PLAN_FILES), width=140
+    )
     return 0
 
 
@@ -469,16 +449,31 @@ def compare(
         raise ConfigError("dips plan compare takes at least two files: name another one")
     plans = [api.make(file, sensitivity=False) for file in files]
     rows, errors = api.compared(plans), [plan.problem.calibration_error for plan in plans]
-    if as_json:
-        print(json.dumps({"files": files, "iteration_s": rows, "calibration_error": errors}))
-        return 0
     table = table_of(("schedule",), [Path(file).stem for file in files])
     for name, times in rows.items():
         table.add_row(name, *("-" if one is None else f"{one:.4g}" for one in times))
     table.add_section()
     table.add_row("calibration", *("uncalibrated" if error is None else f"+- {error:.2%}" for error in errors))
-    _print([table])
+    _print(as_json, lambda: {"files": files, "iteration_s": rows, "calibration_error": errors}, [table])
     return 0
+
+
+PAPERS: Mapping[str, Callable[[float], Iterator[PaperCheck]]] = {
+    "jeeves": lambda optimal_s: jeeves_checks(),
+    "crosspipe": crosspipe_checks,
+    "spantrain": lambda optimal_s: spantrain_checks(),
+    "scaleacross": lambda optimal_s: scaleacross_checks(),
+}
+
+
+def all_checks(paper: str = "all", optimal_s: float = 0.0) -> Iterator[PaperCheck]:
+    """The comparisons of all papers, or of one. optimal_s > 0: the solver's schedules too, with so much time for each.
+    Raises ConfigError for an unknown paper."""
+    if paper not in (*PAPERS, "all"):
+        raise ConfigError(f"--paper {paper!r} is unknown: choose one of {', '.join(PAPERS)}, all")
+    for name, checks in PAPERS.items():
+        if paper in (name, "all"):
+            yield from checks(optimal_s)
 
 
 @app.command(name="validate")
@@ -499,10 +494,7 @@ def validate_papers(
     if not 0 < seconds <= api.MOST_SECONDS:
         raise ConfigError(f"--seconds {seconds:g} is no time: give more than 0, up to {api.MOST_SECONDS:g}")
     checks = list(all_checks(paper, seconds if optimal else 0.0))
-    if as_json:
-        print(json.dumps([check.to_json() for check in checks]))
-    else:
-        _print(checks_text(checks))
+    _print(as_json, lambda: [check.to_json() for check in checks], checks_text(checks))
     return int(any(check.missed for check in checks))
 
 
@@ -555,15 +547,13 @@ def sweep(
     shown = track(grid, "planning", console=stderr, disable=not stderr.is_terminal)
     rows = list(api.swept(shown, optimal, seconds))
     maps = panels(rows, over)
-    rows_json = json.dumps([{key: value for key, value in asdict(row).items() if value is not None} for row in rows])
+    plain = [{key: value for key, value in asdict(row).items() if value is not None} for row in rows]
     if out is not None:
         with writing(out):
-            (out / "rows.json").write_text(rows_json + "\n")
+            (out / "rows.json").write_text(json.dumps(plain) + "\n")
             draw_maps(maps, [out / "map.svg", out / "map.png"])
-    if as_json:
-        print(rows_json)
-    else:
-        _print(sweep_text(rows, maps, only_map, overheads.error), _written(out, ("rows.json", "map.svg", "map.png")))
+    files = _written(out, ("rows.json", "map.svg", "map.png"))
+    _print(as_json, lambda: plain, sweep_text(rows, maps, only_map, overheads.error), files)
     return 0
 
 
@@ -585,7 +575,13 @@ def show(
     whole = api.is_plan(text)
     timeline = api.planned(text, str(file)) if whole else api.played(text, str(file), latency)
     if as_json:
-        print(json.dumps(_timeline_json(timeline)))
+        rows = zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True)
+        devices = [
+            [{"op": str(op), "start": start / NS, "end": end / NS} for op, start, end in zip(*row, strict=True)]
+            for row in rows
+        ]
+        found = {"makespan": timeline.makespan_ns / NS, "bubble_fraction": timeline.bubble_fraction}
+        print(json.dumps({**found, "devices": devices}))
         return 0
     makespan_ns = timeline.makespan_ns
     print("\n".join(grid_text(timeline, -(-makespan_ns // 100) if whole else NS // 2)))
@@ -660,8 +656,18 @@ def _change(
 # ---- output ----
 
 
-def _print(pieces: Iterable[str | Table], files: Iterable[Path] = (), width: int = 120) -> None:
-    """Print lines and tables, then the names of written files. width: where standard output is no terminal."""
+def _print(
+    as_json: bool,
+    plain: Callable[[], object],
+    pieces: Iterable[str | Table],
+    files: Iterable[Path] = (),
+    width: int = 120,
+) -> None:
+    """Print JSON; or else lines and tables, then the names of written files. width: where standard output is no
+    terminal."""
+    if as_json:
+        print(json.dumps(plain()))
+        return
     console = Console(width=None if sys.stdout.isatty() else width)
     for piece in pieces:
         console.print(piece, highlight=False, markup=False)
@@ -671,15 +677,3 @@ def _print(pieces: Iterable[str | Table], files: Iterable[Path] = (), width: int
 
 def _written(folder: Path | None, names: Iterable[str]) -> list[Path]:
     return [] if folder is None else [folder / name for name in names]
-
-
-def _timeline_json(timeline: Timeline) -> dict[str, object]:
-    rows = zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True)
-    return {
-        "makespan": timeline.makespan_ns / NS,
-        "bubble_fraction": timeline.bubble_fraction,
-        "devices": [
-            [{"op": str(op), "start": start / NS, "end": end / NS} for op, start, end in zip(*row, strict=True)]
-            for row in rows
-        ],
-    }

@@ -10,15 +10,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
+from dips.core.errors import ConfigError
 from dips.planner.candidates import NAMES
 from dips.planner.cluster import MOST_MESSAGES, ClusterFile, Link, check_parallelism
-from dips.planner.errors import PlanError
 from dips.planner.plan import Plan, make_plan
 from dips.planner.problem import Problem, regrouped
-from dips.planner.scaleacross.report import ScaleAcrossReport, name_of, report_of
+from dips.planner.scaleacross.report import name_of, report_of
 from dips.planner.scaleacross.topology import of_problem
-from dips.planner.spantrain.report import SpanTrainReport, report_of_best_groups
+from dips.planner.spantrain.report import report_of_best_groups
 from dips.planner.tradeoff import with_scaled_profile
 from dips.planner.units import WEIGHT_BYTES
 
@@ -54,46 +55,55 @@ MOST_MESSAGES_TRIED = 1 << 15
 
 
 @dataclass(frozen=True)
-class SitePlan:
-    """The best that some sites do together with a batch."""
+class SystemAnswer:
+    """What a system says of how some sites do a batch together."""
 
     system: System
     what: str  # in a few words
-    tokens: int  # of an iteration
-    iteration_s: float
-    plan: Plan | None = None  # of pipelines
+    tokens_per_s: float
+    iteration_s: float | None  # of the batch; None: clusters do not meet for one
+    found: Any  # all of it: Plan of pipelines, SpanTrainReport, ScaleAcrossReport or AsynchronousClusters
+    tokens: int = 0  # of an iteration
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.iteration_s
+    def synchronous(self) -> bool:
+        """Whether its training is equal to that of one device which takes the whole batch."""
+        return self.iteration_s is not None
 
     @property
     def split(self) -> tuple[int, int, int] | None:
         """Stages, replicas and microbatches of pipelines."""
-        if self.plan is None:
+        if not isinstance(self.found, Plan):
             return None
-        training = self.plan.problem.setup.training
+        training = self.found.problem.setup.training
         return training.pipeline, training.data, training.microbatches
+
+    @classmethod
+    def of_batch(cls, system: System, what: str, setup: ClusterFile, iteration_s: float, found: object) -> SystemAnswer:
+        """The answer of a system that trains the batch of a file in so many seconds."""
+        training = setup.training
+        tokens = training.data * training.microbatches * training.microbatch_sequences * training.sequence_tokens
+        return cls(system, what, tokens / iteration_s, iteration_s, found, tokens)
 
 
 def best(
     problem: Problem, sites: Sequence[int], batch: int, systems: Sequence[System] = tuple(System), near: float = 0.0
-) -> SitePlan:
+) -> SystemAnswer:
     """The most tokens a second at these sites, with a batch of so many microbatches or up to the part `near` more or
     less.
 
-    Raises PlanError with the reason of the pipeline where the sites cannot train the model.
+    Raises ConfigError with the reason of the pipeline where the sites cannot train the model.
     """
-    found, why = list[SitePlan](), list[PlanError]()
+    found, why = list[SystemAnswer](), list[ConfigError]()
     here = _at(problem, sites)
     for ask in (_pipelines, _searches):
         try:
             found += ask(problem, here, sites, batch, systems, near)
-        except PlanError as error:
+        except ConfigError as error:
             why.append(error)
     if not found:
         asked = " and ".join(system.value for system in systems)
-        raise why[0] if why else PlanError(f"{here.file}: no answer from {asked} for {_names(here)}")
+        raise why[0] if why else ConfigError(f"{here.file}: no answer from {asked} for {_names(here)}")
     return max(found, key=lambda one: one.tokens_per_s)
 
 
@@ -140,18 +150,18 @@ def _names(here: ClusterFile) -> str:
 
 def _pipelines(
     problem: Problem, here: ClusterFile, sites: Sequence[int], batch: int, systems: Sequence[System], near: float
-) -> Iterator[SitePlan]:
+) -> Iterator[SystemAnswer]:
     """The best plan of all splits of all devices into stages and replicas that share the batch; at several sites
     pipelines cross all of them, or each site has whole ones.
 
-    Raises PlanError with the reason of the split with the most stages when none is possible."""
+    Raises ConfigError with the reason of the split with the most stages when none is possible."""
     training, asked = problem.setup.training, problem.setup.options.schedules
     if not any(system in SCHEDULES_OF for system in systems):
         return
     usual, most = (INSIDE_A_SITE, MOST_MESSAGES) if len(sites) == 1 else (OVER_SITES, MOST_MESSAGES_TRIED)
     schedules = usual if len(sites) == 1 else [name for name in usual if name in asked or not asked] or usual
     places = sum(site.devices for site in here.sites) // (training.tensor * training.context)
-    timed, found, reasons = as_measured_at(problem, sites[0]), list[SitePlan](), list[str]()
+    timed, found, reasons = as_measured_at(problem, sites[0]), list[SystemAnswer](), list[str]()
     deepest = problem.setup.model.layers + training.extra_layers
     for data in (number for number in range(1, places + 1) if places % number == 0):
         stages, microbatches = places // data, max(1, round(batch / data))
@@ -166,8 +176,13 @@ def _pipelines(
                 check_parallelism(inner.setup)
                 names = schedules if stages > 1 else ("1f1b",)  # one stage has nothing to order
                 inner = with_scaled_profile(timed, inner).with_options(schedules=list(names))
-                found.append(_of_plan(make_plan(inner, sensitivity=False)))
-            except PlanError as error:
+                plan = make_plan(inner, sensitivity=False)
+                where = ", whole pipelines at each site" if groups > 1 else ""
+                what = f"{plan.chosen.name}, {count(stages, 'stage')} x {count(data, 'replica')}{where}"
+                found.append(
+                    SystemAnswer.of_batch(System.CROSSPIPE, what, plan.problem.setup, plan.chosen.iteration_s, plan)
+                )
+            except ConfigError as error:
                 reasons.append(str(error))
     if not found:
         alone = " alone" if len(sites) < len(problem.setup.sites) else ""
@@ -175,15 +190,8 @@ def _pipelines(
             f"{here.file}: its {places} groups of tensor x context devices do not divide into at most {deepest} "
             f"stages and replicas that share {batch} microbatches evenly"
         )
-        raise PlanError(f"{_names(here)}{alone} cannot train the model: {(reasons or [unsplit])[0]}")
+        raise ConfigError(f"{_names(here)}{alone} cannot train the model: {(reasons or [unsplit])[0]}")
     yield max(found, key=lambda one: one.tokens_per_s)
-
-
-def _of_plan(plan: Plan) -> SitePlan:
-    setup = plan.problem.setup
-    what = f"{plan.chosen.name}, {count(setup.training.pipeline, 'stage')} x {count(setup.training.data, 'replica')}"
-    whole = ", whole pipelines at each site" if plan.problem.groups > 1 else ""
-    return SitePlan(System.CROSSPIPE, what + whole, tokens_of(setup), plan.chosen.iteration_s, plan)
 
 
 def as_measured_at(problem: Problem, site: int) -> Problem:
@@ -203,7 +211,7 @@ def as_measured_at(problem: Problem, site: int) -> Problem:
 
 def _searches(
     problem: Problem, here: ClusterFile, sites: Sequence[int], batch: int, systems: Sequence[System], near: float
-) -> Iterator[SitePlan]:
+) -> Iterator[SystemAnswer]:
     """The answers of those that choose how devices share layers, where the network between these is known."""
     if any(site.network_gbps is None for site in here.sites):
         return
@@ -212,39 +220,33 @@ def _searches(
     for system in systems:
         try:
             if system is System.SPANTRAIN:
-                yield asked_spantrain(setup)[0]
+                yield asked_spantrain(setup)
             elif system is System.SCALEACROSS:
-                yield asked_scaleacross(setup)[0]
-        except PlanError:
+                yield asked_scaleacross(setup)
+        except ConfigError:
             continue  # the other systems have an answer, or the pipelines' reason is told
 
 
-def asked_spantrain(setup: ClusterFile) -> tuple[SitePlan, SpanTrainReport]:
-    """SpanTrain's answer for the batch of a file, in short and as a whole. Raises PlanError."""
+def asked_spantrain(setup: ClusterFile) -> SystemAnswer:
+    """SpanTrain's answer for the batch of a file. Raises ConfigError."""
     found = report_of_best_groups(setup)
     chain, grouping = found.best.chain, found.grouping
     what = (
         f"{count(len(grouping.groups), 'group')} ({grouping.threshold_gbps:.3g} Gbit/s), "
         f"{count(len(chain.stages), 'stage')}, {count(chain.microbatches, 'microbatch')} of {chain.sequences}"
     )
-    return SitePlan(System.SPANTRAIN, what, tokens_of(setup), found.iteration_s), found
+    return SystemAnswer.of_batch(System.SPANTRAIN, what, setup, found.iteration_s, found)
 
 
-def asked_scaleacross(setup: ClusterFile) -> tuple[SitePlan, ScaleAcrossReport]:
-    """ScaleAcross Explorer's answer for the batch of a file, in short and as a whole. Raises PlanError."""
+def asked_scaleacross(setup: ClusterFile) -> SystemAnswer:
+    """ScaleAcross Explorer's answer for the batch of a file. Raises ConfigError."""
     found = report_of(of_problem(setup), links=True)
     choice = found.explored.best[0]
     what = (
         f"{name_of(choice)}, TP-CP-EP-PP-DP {choice.case.split}, "
         f"{count(choice.case.split.microbatch_sequences, 'sequence')}"
     )
-    return SitePlan(System.SCALEACROSS, what, tokens_of(setup), choice.links_s), found
-
-
-def tokens_of(setup: ClusterFile) -> int:
-    """Tokens of an iteration, of all replicas."""
-    training = setup.training
-    return training.data * training.microbatches * training.microbatch_sequences * training.sequence_tokens
+    return SystemAnswer.of_batch(System.SCALEACROSS, what, setup, choice.links_s, found)
 
 
 def count(number: int, word: str) -> str:

@@ -9,11 +9,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from dips.core.errors import ConfigError
 from dips.core.units import format_seconds
 from dips.planner.api import is_plan, read_text
 from dips.planner.calibration import MAKE_IT, MeasuredRun, OverheadFit, fit_overheads, read_measured_run
 from dips.planner.commands.plan_run import CASE, PlanSource, scaled, source_of
-from dips.planner.errors import PlanError
 from dips.planner.problem import Problem, read_problem
 from dips.planner.profile import Calibration, ProfileFile, ProfileHead, read_profile
 
@@ -44,14 +44,16 @@ class PlanCalibration:
 
 
 def calibrate(plan: Path, measured: Path) -> PlanCalibration:
-    """Fit the overheads of a plan.json to a measured.json. Raises PlanError or ConfigError, which name file and key."""
+    """Fit the overheads of a plan.json to a measured.json. Raises ConfigError, which name file and key."""
     text = read_text(plan, "plan.json", "make one with dips plan FILE --out FOLDER")
     if not is_plan(text):
-        raise PlanError(f"{plan} is not a plan.json, which says what was planned for: name one of dips plan FILE --out")
+        raise ConfigError(
+            f"{plan} is not a plan.json, which says what was planned for: name one of dips plan FILE --out"
+        )
     source = source_of(str(plan), dict.fromkeys(CASE))
     found = json.loads(text)
     if "problem" not in found:
-        raise PlanError(f"{plan} was made by another release of dips: make it again with dips plan FILE --out FOLDER")
+        raise ConfigError(f"{plan} was made by another release of dips: make it again with dips plan FILE --out FOLDER")
     problem = read_problem(found["problem"], str(plan))
     run = read_measured_run(read_text(measured, "measured.json", MAKE_IT), str(measured), source.schedule)
     costs = source.costs
@@ -59,7 +61,7 @@ def calibrate(plan: Path, measured: Path) -> PlanCalibration:
         costs = scaled(costs, source.schedule.n_devices, run.forward_ms)
     fit = fit_overheads(source.schedule, costs, run.iterations)
     if fit.error > MOST_ERROR:
-        raise PlanError(
+        raise ConfigError(
             f"{measured}: iterations take {format_seconds(fit.measured_s)}, but {format_seconds(fit.fitted_s)} with "
             "the best overheads, which do not explain them: correct forward_ms, or measure again on an idle machine"
         )
@@ -67,8 +69,8 @@ def calibrate(plan: Path, measured: Path) -> PlanCalibration:
 
 
 def calibrated_profile(found: PlanCalibration, out: Path, now: datetime) -> ProfileFile:
-    """The profile file with these overheads: that at `out`, or, where there is none, a new one. Raises PlanError for a
-    file of another model."""
+    """The profile file with these overheads: that at `out`, or, where there is none, a new one. Raises ConfigError for
+    a file of another model."""
     setup = found.problem.setup
     table = found.table.model_copy(update={"at": now})
     head = ProfileHead(
@@ -84,7 +86,7 @@ def calibrated_profile(found: PlanCalibration, out: Path, now: datetime) -> Prof
     for key in ("model", "layers", "sequence_tokens"):
         was, wanted = getattr(before.head, key), getattr(head, key)
         if was != wanted:
-            raise PlanError(
+            raise ConfigError(
                 f"{out} [measured]: {key} = {was!r}, but {found.plan} is a plan of {wanted!r}: choose another --out"
             )
     return replace(before, calibration=table)

@@ -22,12 +22,12 @@ from statistics import fmean
 from typing import Any
 
 from dips.core.config import read_toml
+from dips.core.errors import ConfigError
 from dips.core.protocol import MAX_RANKS
 from dips.core.server_site import choose_server_site
 from dips.local.sizing import SizeKnobs, SizeTable
 from dips.planner.cluster import Asynchronous, Site
-from dips.planner.commands.plan_best import SitePlan, System, best
-from dips.planner.errors import PlanError
+from dips.planner.commands.plan_best import System, SystemAnswer, best
 from dips.planner.problem import Problem
 
 NEAR_SHARE = 0.25
@@ -40,7 +40,7 @@ class ClusterRound:
     """One cluster: its inner step, and a round of it when all clusters push at the same time."""
 
     site: str
-    step: SitePlan  # an inner step
+    step: SystemAnswer  # an inner step
     compute_s: float  # the inner steps between two pushes
     exchange_s: float  # push, update and pull
     stall_s: float  # the part of it in which the cluster waits
@@ -96,16 +96,16 @@ class AsynchronousClusters:
 
 
 def asynchronous_clusters(
-    problem: Problem, sites: Sequence[int] | None = None, steps: Mapping[int, SitePlan] | None = None
+    problem: Problem, sites: Sequence[int] | None = None, steps: Mapping[int, SystemAnswer] | None = None
 ) -> AsynchronousClusters:
     """Predict the clusters of a problem. sites: those that train; None: all. steps: inner_steps(), which is asked here
     where it is not given.
 
-    Raises PlanError for one site, and for a site that cannot hold the model."""
+    Raises ConfigError for one site, and for a site that cannot hold the model."""
     setup = problem.setup
     trained_at = range(len(setup.sites)) if sites is None else sites
     if len(trained_at) < 2:
-        raise PlanError(f"{setup.file}: asynchronous clusters need at least two [[sites]]")
+        raise ConfigError(f"{setup.file}: asynchronous clusters need at least two [[sites]]")
     known = inner_steps(problem) if steps is None else steps
     for number in trained_at:
         if number not in known:
@@ -120,23 +120,23 @@ def asynchronous_clusters(
     return AsynchronousClusters(problem, setup.sites[trained_at[servers]].name, rounds)
 
 
-def inner_steps(problem: Problem, systems: Sequence[System] = tuple(System)) -> dict[int, SitePlan]:
+def inner_steps(problem: Problem, systems: Sequence[System] = tuple(System)) -> dict[int, SystemAnswer]:
     """The inner step of each site that can hold the model."""
-    alike, found = dict[str, SitePlan | None](), dict[int, SitePlan]()
+    alike, found = dict[str, SystemAnswer | None](), dict[int, SystemAnswer]()
     for number, site in enumerate(problem.setup.sites):
         kind = site.model_dump_json(exclude={"name", "source", "since", "stages"})  # others differ by names alone
         if kind not in alike:
             try:
                 alike[kind] = inner_step(problem, number, systems)
-            except PlanError:
+            except ConfigError:
                 alike[kind] = None
         if (step := alike[kind]) is not None:
             found[number] = step
     return found
 
 
-def inner_step(problem: Problem, site: int, systems: Sequence[System] = tuple(System)) -> SitePlan:
-    """The best inner step of a site alone. Raises PlanError where it cannot hold the model."""
+def inner_step(problem: Problem, site: int, systems: Sequence[System] = tuple(System)) -> SystemAnswer:
+    """The best inner step of a site alone. Raises ConfigError where it cannot hold the model."""
     setup, training = problem.setup, problem.setup.training
     whole = sum(one.devices for one in setup.sites)
     batch = max(1, round(training.microbatches * training.data * setup.sites[site].devices / whole))
@@ -160,7 +160,9 @@ def _bandwidths(problem: Problem, trained_at: Sequence[int]) -> list[list[float]
     return found
 
 
-def _round(problem: Problem, site: Site, clusters: int, step: SitePlan, gbps: float, slave_gbps: float) -> ClusterRound:
+def _round(
+    problem: Problem, site: Site, clusters: int, step: SystemAnswer, gbps: float, slave_gbps: float
+) -> ClusterRound:
     """gbps: of the link to the servers. slave_gbps: of a slave's network card, as fast as anything in the file."""
     setup, assumed = problem.setup, problem.setup.asynchronous
     ranks = min(site.devices, MAX_RANKS)
@@ -228,7 +230,9 @@ class MeasuredLosses:
         for (fewer, above), (more, below) in pairwise(ends):
             if above >= loss >= below:
                 return fewer * math.pow(more / fewer, (above - loss) / (above - below))
-        raise PlanError(f"no two measured runs of data parallel end around a loss of {loss:g}: it needs other lengths")
+        raise ConfigError(
+            f"no two measured runs of data parallel end around a loss of {loss:g}: it needs other lengths"
+        )
 
 
 @dataclass(frozen=True)
@@ -283,14 +287,14 @@ def more_tokens(assumed: Asynchronous) -> MoreTokens:
     """The file's number, or what was measured: exactly for a measured H, between two of them on a line over the
     logarithm of H, seed by seed.
 
-    Raises PlanError for another H: nothing says how the number goes on there.
+    Raises ConfigError for another H: nothing says how the number goes on there.
     """
     if assumed.more_tokens is not None:
         return MoreTokens(assumed.more_tokens, assumed.more_tokens, assumed.more_tokens)
     was, every = measured_losses(), assumed.sync_every
     known = sorted(was.local_steps)
     if not known[0] <= every <= known[-1]:
-        raise PlanError(
+        raise ConfigError(
             f"[asynchronous] sync_every = {every}: how many more tokens clusters need was measured for {known[0]} to "
             f"{known[-1]} only: give more_tokens, measured with your model"
         )

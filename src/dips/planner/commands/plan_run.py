@@ -27,12 +27,10 @@ from dips.local.supervisor import POLL_S, ChildSpec, ProcessSupervisor, how_it_e
 from dips.planner.api import error_of, is_plan, read_text
 from dips.planner.calibration import MEASURED_FILE, interval_json, interval_text, measured_json
 from dips.planner.costs import NS, Costs, StageCost, equal_sites, read_costs
-from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.plan import read_plan, ready_folder, writing
 from dips.planner.run.links import (
     GRADIENT_TOLERANCE,
-    Iteration,
     PlanJob,
     RankLink,
     RankReport,
@@ -78,7 +76,7 @@ class PlanSource:
 def source_of(plan: str, options: dict[str, float | None]) -> PlanSource:
     """plan: a file's path or a schedule's name; options: those of CASE, None where not given.
 
-    Raises PlanError for what cannot be read, found or run.
+    Raises ConfigError for what cannot be read, found or run.
     """
     names = (*SCHEDULES, *MANY_CHUNKS)
     if plan in names:
@@ -86,7 +84,7 @@ def source_of(plan: str, options: dict[str, float | None]) -> PlanSource:
     else:
         if not Path(plan).exists():
             known = ", ".join(names)
-            raise PlanError(f"{plan} is no file, nor a schedule: name a plan.json, a plan.csv, or one of {known}")
+            raise ConfigError(f"{plan} is no file, nor a schedule: name a plan.json, a plan.csv, or one of {known}")
         text = read_text(Path(plan), "plan", "name a plan.json or a plan.csv")
         found = _from_json(text, plan, options) if is_plan(text) else _from_csv(text, plan, options)
     found = with_parts_as_stages(found)
@@ -94,23 +92,23 @@ def source_of(plan: str, options: dict[str, float | None]) -> PlanSource:
     validate(schedule, found.costs)
     idle = [device for device, order in enumerate(schedule.orders) if not order]
     if idle:
-        raise PlanError(f"{schedule.name}: device {idle[0]} runs nothing: every rank needs a stage")
+        raise ConfigError(f"{schedule.name}: device {idle[0]} runs nothing: every rank needs a stage")
     if schedule.n_devices > MOST_RANKS:
-        raise PlanError(f"{schedule.n_devices} ranks are too many processes for one machine: at most {MOST_RANKS}")
+        raise ConfigError(f"{schedule.n_devices} ranks are too many processes for one machine: at most {MOST_RANKS}")
     return found
 
 
 def scaled(costs: Costs, n_devices: int, forward_ms: float) -> Costs:
     """The same with all times in proportion, so that a forward pass of one microbatch takes so long on a device (on
-    average, where devices differ), and without overheads. Raises PlanError where forward passes take no time."""
+    average, where devices differ), and without overheads. Raises ConfigError where forward passes take no time."""
     return stretched(costs, stretch_of(costs, n_devices, forward_ms))
 
 
 def stretch_of(costs: Costs, n_devices: int, forward_ms: float) -> float:
-    """The factor of all times with which a forward pass takes so long. Raises PlanError where it takes no time."""
+    """The factor of all times with which a forward pass takes so long. Raises ConfigError where it takes no time."""
     forward_ns = sum(stage.f_ns for stage in costs.stages)
     if not forward_ns:
-        raise PlanError("forward passes of the plan take no time: nothing can be timed with it")
+        raise ConfigError("forward passes of the plan take no time: nothing can be timed with it")
     return forward_ms * 1e6 * n_devices / forward_ns
 
 
@@ -163,7 +161,7 @@ def _from_json(text: str, where: str, options: dict[str, float | None]) -> PlanS
         notes = [ALONE] * (found["chosen"]["sharing"] == "coordinated")
         notes += [UNEXCHANGED] * bool(found["costs"]["replicas_exchange"])
     except (KeyError, TypeError, ValueError) as error:
-        raise PlanError(
+        raise ConfigError(
             f"{where} does not say what its operations cost ({type(error).__name__}: {error}): make it again with "
             "dips plan FILE --out FOLDER"
         ) from error
@@ -188,7 +186,7 @@ def _from_csv(text: str, where: str, options: dict[str, float | None]) -> PlanSo
 def _refuse(options: dict[str, float | None], known: Sequence[str], what: str) -> None:
     for key, value in options.items():
         if value is not None and key not in known:
-            raise PlanError(f"--{key} does not go with {what}: leave it out")
+            raise ConfigError(f"--{key} does not go with {what}: leave it out")
 
 
 # ---- what torch can run ----
@@ -356,35 +354,35 @@ _APART = 1000
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """Compares the gradients."""
-
-    parameters: int
-    error: float  # the largest difference from one process, over the largest gradient
-
-    @property
-    def equal(self) -> bool:
-        return self.error <= GRADIENT_TOLERANCE
-
-
-@dataclass(frozen=True)
-class PlanRunOutcome:
-    """measured: a timeline for each timed iteration, from its first operation's start. tolerance: of the error of the
-    median, as a fraction. message_bytes: of one message, as it was really sent."""
+class RunPart:
+    """A schedule as its ranks ran it. measured: a timeline for each timed iteration, from its first operation's start.
+    message_bytes: of one message, as it was really sent."""
 
     source: PlanSource
-    backend: str
-    forward_ms: float
     predicted: Timeline
     measured: tuple[Timeline, ...]
-    gradients: Gradients
-    tolerance: float
+    parameters: int
+    gradient_error: float  # the largest difference from one process, over the largest gradient
     message_bytes: int
+    skipped: int  # iterations before it that were trained and not timed
+    pause_s: float  # from when all ranks had ended those until the first operation
+
+    @property
+    def predicted_s(self) -> float:
+        return self.predicted.makespan_ns / NS
+
+    @property
+    def spans_s(self) -> list[float]:
+        return sorted(timeline.makespan_ns / NS for timeline in self.measured)
 
     @property
     def median(self) -> Timeline:
         """The iteration whose length is the median; of two, the longer one."""
         return sorted(self.measured, key=lambda timeline: timeline.makespan_ns)[len(self.measured) // 2]
+
+    @property
+    def median_s(self) -> float:
+        return self.median.makespan_ns / NS
 
     @property
     def error(self) -> float:
@@ -394,11 +392,28 @@ class PlanRunOutcome:
     @property
     def slowness(self) -> float:
         """By how much all operations of the median iteration together were longer than planned."""
-        return slowness(self.median, self.predicted)
+        ranks = range(self.source.schedule.n_devices)
+        busy_s, planned_s = (
+            sum(_busy_and_idle(one, rank)[0] for rank in ranks) for one in (self.median, self.predicted)
+        )
+        return busy_s / planned_s - 1
+
+    @property
+    def gradients_equal(self) -> bool:
+        return self.gradient_error <= GRADIENT_TOLERANCE
+
+
+@dataclass(frozen=True)
+class PlanRunOutcome(RunPart):
+    """tolerance: of the error of the median, as a fraction."""
+
+    backend: str
+    forward_ms: float
+    tolerance: float
 
     @property
     def good(self) -> bool:
-        return self.gradients.equal and abs(self.error) <= self.tolerance
+        return self.gradients_equal and abs(self.error) <= self.tolerance
 
 
 def run_plan(
@@ -424,16 +439,8 @@ def run_plan(
     with ranks_folder(out) as folder, status(f"{source.schedule.n_devices} ranks run {what}"):
         run_ranks(folder, [job], START_S + 3 * predicted_s * (repeats + 1), SystemClock())
         reports = reports_of(folder, source.schedule.n_devices)
-    return PlanRunOutcome(
-        source=source,
-        backend=backend,
-        forward_ms=operation_ms,
-        predicted=predicted,
-        measured=timelines(source, reports),
-        gradients=gradients_of(reports),
-        tolerance=tolerance,
-        message_bytes=reports[0].message_bytes,
-    )
+    found = part_of(source, predicted, reports)
+    return PlanRunOutcome(**found, backend=backend, forward_ms=operation_ms, tolerance=tolerance)
 
 
 @contextmanager
@@ -458,31 +465,33 @@ def ranks_folder(out: Path | None) -> Iterator[Path]:
 
 def timelines(source: PlanSource, reports: Sequence[RankReport]) -> tuple[Timeline, ...]:
     """A timeline for each timed iteration, from what all ranks have noted."""
-    rounds = zip(*(report.iterations for report in reports), strict=True)
-    return tuple(_timeline(source, iterations) for iterations in rounds)
+    found = []
+    for iterations in zip(*(report.iterations for report in reports), strict=True):
+        first = min(one.times[0][0] for one in iterations)
+        starts = tuple(tuple(start - first for start, _ in one.times) for one in iterations)
+        ends = tuple(tuple(end - first for _, end in one.times) for one in iterations)
+        messages = tuple(
+            SimulatedMessage(Op.parse(sent.cell), rank, sent.target, *(ns - first for ns in sent[2:]))
+            for rank, one in enumerate(iterations)
+            for sent in one.sent
+        )
+        found.append(Timeline(source.schedule, starts, ends, messages))
+    return tuple(found)
 
 
-def _timeline(source: PlanSource, iterations: Sequence[Iteration]) -> Timeline:
-    first = min(one.times[0][0] for one in iterations)
-    starts = tuple(tuple(start - first for start, _ in one.times) for one in iterations)
-    ends = tuple(tuple(end - first for _, end in one.times) for one in iterations)
-    messages = tuple(
-        SimulatedMessage(Op.parse(sent.cell), rank, sent.target, *(ns - first for ns in sent[2:]))
-        for rank, one in enumerate(iterations)
-        for sent in one.sent
-    )
-    return Timeline(source.schedule, starts, ends, messages)
-
-
-def gradients_of(reports: Sequence[RankReport]) -> Gradients:
-    return Gradients(sum(report.parameters for report in reports), max(report.gradient_error for report in reports))
-
-
-def slowness(measured: Timeline, planned: Timeline) -> float:
-    """By how much all operations together were longer than planned, as a fraction."""
-    ranks = range(planned.schedule.n_devices)
-    busy_s, planned_s = (sum(_busy_and_idle(one, rank)[0] for rank in ranks) for one in (measured, planned))
-    return busy_s / planned_s - 1
+def part_of(source: PlanSource, predicted: Timeline, reports: Sequence[RankReport]) -> dict[str, Any]:
+    """The fields of RunPart, from the reports of all ranks."""
+    starts = [one.iterations[0].times[0][0] for one in reports if one.iterations]
+    return {
+        "source": source,
+        "predicted": predicted,
+        "measured": timelines(source, reports),
+        "parameters": sum(report.parameters for report in reports),
+        "gradient_error": max(report.gradient_error for report in reports),
+        "message_bytes": reports[0].message_bytes,
+        "skipped": max(report.skipped for report in reports),
+        "pause_s": (min(starts) - max(report.taken_ns for report in reports)) / NS if starts else 0.0,
+    }
 
 
 def busy_text(longer: float) -> str:
@@ -495,6 +504,14 @@ def busy_text(longer: float) -> str:
 # ---- for people ----
 
 
+def table_of(columns: Sequence[str], left: Sequence[str] = ()) -> Table:
+    """An empty table; its columns are aligned on the right, but for those in `left`."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table
+
+
 def tell(outcome: PlanRunOutcome) -> Iterator[str | Table]:
     source, schedule = outcome.source, outcome.source.schedule
     yield (
@@ -503,53 +520,44 @@ def tell(outcome: PlanRunOutcome) -> Iterator[str | Table]:
     )
     if source.note:
         yield source.note
-    gradients = outcome.gradients
-    what = "equal" if gradients.equal else "DIFFER from"
+    what = "equal" if outcome.gradients_equal else "DIFFER from"
     yield (
-        f"gradients: those of {gradients.parameters} parameters {what} those of one process: largest difference "
-        f"{gradients.error:.1e} of the largest gradient, allowed {GRADIENT_TOLERANCE:.0e}"
+        f"gradients: those of {outcome.parameters} parameters {what} those of one process: largest difference "
+        f"{outcome.gradient_error:.1e} of the largest gradient, allowed {GRADIENT_TOLERANCE:.0e}"
     )
     if not outcome.measured:
         return
-    predicted_s = outcome.predicted.makespan_ns / NS
-    spans = sorted(timeline.makespan_ns / NS for timeline in outcome.measured)
+    predicted_s, spans = outcome.predicted_s, outcome.spans_s
     yield (
         f"iteration, at {outcome.forward_ms:g} ms for a forward pass on a device: predicted "
         f"{predicted_s:.3f} s ({interval_text(predicted_s, source.error)}), measured "
-        f"{outcome.median.makespan_ns / NS:.3f} s (median of {len(spans)}, {spans[0]:.3f} to "
+        f"{outcome.median_s:.3f} s (median of {len(spans)}, {spans[0]:.3f} to "
         f"{spans[-1]:.3f} s): {outcome.error:+.2%}, "
         f"{'within' if abs(outcome.error) <= outcome.tolerance else 'OUTSIDE OF'} {100 * outcome.tolerance:g} %"
     )
     if outcome.slowness > BUSY_MACHINE:
         yield busy_text(outcome.slowness)
-    table = Table(box=box.SIMPLE_HEAD, title="median iteration", title_justify="left")
-    for name in ("rank", "site", "stages", "busy", "predicted", "idle", "predicted"):
-        table.add_column(name, justify="left" if name == "site" else "right")
+    table = table_of(("rank", "site", "stages", "busy", "predicted", "idle", "predicted"), left=("site",))
+    table.title, table.title_justify = "median iteration", "left"
     for row in ranks_json(outcome):
         times = (row[key] for key in ("busy_s", "predicted_busy_s", "idle_s", "predicted_idle_s"))
         stages = ",".join(map(str, row["stages"]))
         table.add_row(str(row["rank"]), row["site"], stages, *(format_seconds(s) for s in times))
     yield table
     if outcome.median.messages:
-        yield _links_table(outcome)
-
-
-def _links_table(outcome: PlanRunOutcome) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("from", "to", "messages", "sent", "occupied", "waited", "predicted"):
-        table.add_column(name, justify="right")
-    for row in links_json(outcome):
-        times = (format_seconds(row[key]) for key in ("occupied_s", "waited_s", "predicted_waited_s"))
-        sent = format_bytes(row["bytes"])
-        table.add_row(str(row["sender"]), str(row["receiver"]), str(row["messages"]), sent, *times)
-    return table
+        table = table_of(("from", "to", "messages", "sent", "occupied", "waited", "predicted"))
+        for row in links_json(outcome):
+            times = (format_seconds(row[key]) for key in ("occupied_s", "waited_s", "predicted_waited_s"))
+            sent = format_bytes(row["bytes"])
+            table.add_row(str(row["sender"]), str(row["receiver"]), str(row["messages"]), sent, *times)
+        yield table
 
 
 # ---- for programs ----
 
 
 def outcome_json(outcome: PlanRunOutcome) -> dict[str, Any]:
-    schedule, gradients = outcome.source.schedule, outcome.gradients
+    schedule = outcome.source.schedule
     found: dict[str, Any] = {
         "schema": SCHEMA,
         "schedule": schedule.name,
@@ -559,21 +567,21 @@ def outcome_json(outcome: PlanRunOutcome) -> dict[str, Any]:
         "microbatches": schedule.n_microbatches,
         "backend": outcome.backend,
         "gradients": {
-            "parameters": gradients.parameters,
-            "largest_difference": gradients.error,
+            "parameters": outcome.parameters,
+            "largest_difference": outcome.gradient_error,
             "tolerance": GRADIENT_TOLERANCE,
-            "equal": gradients.equal,
+            "equal": outcome.gradients_equal,
         },
         "good": outcome.good,
     }
     if outcome.measured:
         found |= {
             "operation_ms": outcome.forward_ms,
-            "predicted_s": outcome.predicted.makespan_ns / NS,
-            **interval_json("predicted", outcome.predicted.makespan_ns / NS, outcome.source.error),
+            "predicted_s": outcome.predicted_s,
+            **interval_json("predicted", outcome.predicted_s, outcome.source.error),
             "calibration_error": outcome.source.error,
             "measured_s": [timeline.makespan_ns / NS for timeline in outcome.measured],
-            "median_s": outcome.median.makespan_ns / NS,
+            "median_s": outcome.median_s,
             "error": outcome.error,
             "tolerance": outcome.tolerance,
             "of_ranks": ranks_json(outcome),
@@ -630,7 +638,7 @@ def links_json(outcome: PlanRunOutcome) -> list[dict[str, Any]]:
 
 def write_files(outcome: PlanRunOutcome, folder: Path) -> list[Path]:
     """Write run.json; trace.json with the prediction and the median iteration; and measured.json with the times of all
-    operations, which `dips plan calibrate` reads. Raises PlanError."""
+    operations, which `dips plan calibrate` reads. Raises ConfigError."""
     texts = {folder / "run.json": json.dumps(outcome_json(outcome), indent=1)}
     if outcome.measured:
         sites = list(enumerate(outcome.source.sites))

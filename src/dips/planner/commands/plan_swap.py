@@ -19,11 +19,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich import box
 from rich.table import Table
 
 from dips.core.clock import SystemClock
 from dips.core.config import SettingsFile
+from dips.core.errors import ConfigError
 from dips.core.units import format_seconds
 from dips.planner.api import is_plan, read_text
 from dips.planner.cluster import setup_of
@@ -31,21 +31,21 @@ from dips.planner.commands.plan_run import (
     BUSY_MACHINE,
     START_S,
     PlanSource,
+    RunPart,
     busy_text,
     filled,
     job_of,
+    part_of,
     ranks_folder,
     reports_of,
     run_ranks,
-    slowness,
     source_of,
     stretch_of,
     stretched,
-    timelines,
+    table_of,
     with_parts_as_stages,
 )
 from dips.planner.costs import NS
-from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.plan import make_plan, pipelines_of, write_plan, writing
 from dips.planner.problem import Problem
@@ -108,22 +108,22 @@ class Change:
 def change_of_file(plan: str, links: Path, options: dict[str, float | None]) -> Change:
     """plan: a plan.json. links: what they become, in the form of replan's measured file.
 
-    Raises PlanError or ConfigError for what cannot be read, for links that the plan does not have, and for a plan of
+    Raises ConfigError for what cannot be read, for links that the plan does not have, and for a plan of
     several replicas: one runs here, and its link is not what replicas share.
     """
     text = read_text(Path(plan), "plan.json", "make one with dips plan FILE --out FOLDER")
     if not is_plan(text):
-        raise PlanError(f"--links goes with a plan.json, which has sites and links, and {plan} is none: name one")
+        raise ConfigError(f"--links goes with a plan.json, which has sites and links, and {plan} is none: name one")
     source_of(plan, options)  # refuses what could not run at all
     change = Change(read_running(text, plan), read_measured(links))
     training = change.running.problem.setup.training
     if training.data * training.context > 1 or change.running.groups > 1:
-        raise PlanError(
+        raise ConfigError(
             f"{plan} has data x context = {training.data * training.context} replicas, of which one runs here, so what "
             "they share of a link would not be measured: make a plan with data = 1 and context = 1"
         )
     if change.links.stages:
-        raise PlanError(f"{links}: [[stages]] do not go with --links, which changes links alone: remove them")
+        raise ConfigError(f"{links}: [[stages]] do not go with --links, which changes links alone: remove them")
     _ = change.problem  # refuses links that the plan does not have
     return change
 
@@ -132,16 +132,16 @@ def change_of_name(
     name: str, options: dict[str, float | None], latency: float | None, bandwidth: float | None
 ) -> Change:
     """The schedule of a name with the options of CASE; latency and bandwidth, in T_F: what the links between sites
-    become, None: as before. Raises PlanError."""
+    become, None: as before. Raises ConfigError."""
     if name not in SCHEDULES:
-        raise PlanError(
+        raise ConfigError(
             f"--then-latency and --then-bandwidth go with a schedule's name, and {name} is none: choose one of "
             f"{', '.join(SCHEDULES)}, or give --links with a plan.json"
         )
     source_of(name, options)  # refuses what could not run at all
     given = filled(options)
     if given["sites"] < 2:
-        raise PlanError("--then-latency and --then-bandwidth change links between sites: give --sites 2 or more")
+        raise ConfigError("--then-latency and --then-bandwidth change links between sites: give --sites 2 or more")
     then = {**given, **{k: v for k, v in (("latency", latency), ("bandwidth", bandwidth)) if v is not None}}
     before, after = (
         cases(
@@ -252,13 +252,17 @@ def _measured_links(
 ) -> list[dict[str, Any]]:
     ways = defaultdict[tuple[str, str], _Way](lambda: _Way([], []))
     for iterations in zip(*(report.iterations for report in reports), strict=True):
-        sent: dict[Arrival | None, tuple[int, Sent]] = {
-            _arrival(one): (rank, one) for rank, row in enumerate(iterations) for one in row.sent
-        }
+        sent = dict[tuple[bool, int, int], tuple[int, Sent]]()  # by direction, stage that takes it and microbatch
+        for rank, row in enumerate(iterations):
+            for one in row.sent:
+                op = Op.parse(one.cell)
+                forward = op.kind is Kind.F
+                sent[forward, op.stage + (1 if forward else -1), op.microbatch] = rank, one
         for rank, (order, row) in enumerate(zip(source.schedule.orders, iterations, strict=True)):
             ended = None
             for op, (start, end) in zip(order, row.times, strict=True):
-                sender, message = sent.get(_need(op), (rank, None))
+                needed = op.kind is Kind.F, op.stage, op.microbatch
+                sender, message = (rank, None) if op.kind is Kind.W else sent.get(needed, (rank, None))
                 if message is not None and source.sites[sender] != source.sites[rank]:
                     way = ways[source.sites[sender], source.sites[rank]]
                     way.busy.append(message.freed_ns - message.start_ns)
@@ -282,55 +286,7 @@ def _measured_links(
     return rows
 
 
-Arrival = tuple[bool, int, int]
-"""A message by what it is for: whether a forward pass, the stage that takes it, the microbatch."""
-
-
-def _arrival(sent: Sent) -> Arrival:
-    op = Op.parse(sent.cell)
-    return op.kind is Kind.F, op.stage + (1 if op.kind is Kind.F else -1), op.microbatch
-
-
-def _need(op: Op) -> Arrival | None:
-    """The message that an operation takes, if one is sent for it."""
-    return None if op.kind is Kind.W else (op.kind is Kind.F, op.stage, op.microbatch)
-
-
 # ---- the run ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SwapPart:
-    """One part of a run: predicted, and measured by its ranks."""
-
-    source: PlanSource
-    predicted: Timeline
-    measured: tuple[Timeline, ...]
-    gradient_error: float  # in its first and its last iteration, the larger
-    skipped: int  # iterations before it that were trained and not timed
-    pause_s: float  # from when all ranks had ended those until the first operation
-
-    @property
-    def predicted_s(self) -> float:
-        return self.predicted.makespan_ns / NS
-
-    @property
-    def spans_s(self) -> list[float]:
-        return sorted(timeline.makespan_ns / NS for timeline in self.measured)
-
-    @property
-    def median_s(self) -> float:
-        return self.median.makespan_ns / NS
-
-    @property
-    def median(self) -> Timeline:
-        """The iteration whose length is the median; of two, the longer one."""
-        return sorted(self.measured, key=lambda timeline: timeline.makespan_ns)[len(self.measured) // 2]
-
-    @property
-    def error(self) -> float:
-        """Of the prediction: positive where the run took longer."""
-        return self.median_s / self.predicted_s - 1
 
 
 @dataclass(frozen=True)
@@ -343,7 +299,7 @@ class SwapOutcome:
     operation_ms: float
     profile: dict[str, Any]
     verdict: ReplanVerdict
-    parts: tuple[SwapPart, ...]
+    parts: tuple[RunPart, ...]
     layers: int
     tolerance: float
 
@@ -358,7 +314,7 @@ class SwapOutcome:
 
     @property
     def gradients_equal(self) -> bool:
-        return all(part.gradient_error <= GRADIENT_TOLERANCE for part in self.parts)
+        return all(part.gradients_equal for part in self.parts)
 
     @property
     def good(self) -> bool:
@@ -435,24 +391,11 @@ class SwapRun:
         write_job(self._folder, self._job(self._best, self._repeats, last=True), BEST)
         write_job(self._folder, self._job(self.sources[NEW], self._repeats, last=False), NEW)
 
-    def parts(self) -> tuple[SwapPart, ...]:
-        return tuple(self._part(number, source) for number, source in enumerate(self.sources))
-
-    def _part(self, number: int, source: PlanSource) -> SwapPart:
-        reports = reports_of(self._folder, self.n_ranks, number)
-        return SwapPart(
-            source=source,
-            predicted=self.predicted(source),
-            measured=timelines(source, reports),
-            gradient_error=max(report.gradient_error for report in reports),
-            skipped=max(report.skipped for report in reports),
-            pause_s=_pause_s(reports),
+    def parts(self) -> tuple[RunPart, ...]:
+        return tuple(
+            RunPart(**part_of(source, self.predicted(source), reports_of(self._folder, self.n_ranks, number)))
+            for number, source in enumerate(self.sources)
         )
-
-
-def _pause_s(reports: Sequence[RankReport]) -> float:
-    starts = [one.iterations[0].times[0][0] for one in reports if one.iterations]
-    return (min(starts) - max(report.taken_ns for report in reports)) / NS if starts else 0.0
 
 
 def run_change(
@@ -491,15 +434,14 @@ def tell_change(outcome: SwapOutcome) -> Iterator[str | Table]:
         f"{outcome.operation_ms:g} ms for a forward pass on a device; the links change after "
         f"{len(outcome.parts[BEFORE].measured)} timed iterations"
     )
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("iterations", "schedule", "predicted", "measured", "from", "to", "error"):
-        table.add_column(name, justify="left" if name in ("iterations", "schedule") else "right")
+    columns = ("iterations", "schedule", "predicted", "measured", "from", "to", "error")
+    table = table_of(columns, left=columns[:2])
     for name, part in zip(PARTS, outcome.parts, strict=False):
         spans = part.spans_s
         times = (format_seconds(s) for s in (part.predicted_s, part.median_s, spans[0], spans[-1]))
         table.add_row(name, part.source.schedule.name, *times, f"{part.error:+.2%}")
     yield table
-    longer = max(slowness(part.median, part.predicted) for part in outcome.parts)
+    longer = max(part.slowness for part in outcome.parts)
     if longer > BUSY_MACHINE:
         yield busy_text(longer)
     for link in outcome.profile["links"]:
@@ -568,7 +510,7 @@ def change_json(outcome: SwapOutcome) -> dict[str, Any]:
 
 def write_change(outcome: SwapOutcome, folder: Path) -> list[Path]:
     """Write run.json; profile.json, what was measured, for `dips plan replan`; and, after a swap, the new plan into the
-    folder plan. Raises PlanError."""
+    folder plan. Raises ConfigError."""
     texts = {"run.json": change_json(outcome), "profile.json": outcome.profile}
     with writing(folder):
         for name, found in texts.items():

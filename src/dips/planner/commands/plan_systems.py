@@ -13,25 +13,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dips.core.errors import ConfigError
 from dips.planner.calibration import interval_json
 from dips.planner.candidates import RefusedCandidate
 from dips.planner.commands.plan_best import (
     DECIDE_INSIDE,
     SCHEDULES_OF,
-    SitePlan,
     System,
+    SystemAnswer,
     asked_scaleacross,
     asked_spantrain,
     count,
-    tokens_of,
 )
-from dips.planner.commands.plan_clusters import AsynchronousClusters, asynchronous_clusters, inner_steps
+from dips.planner.commands.plan_clusters import asynchronous_clusters, inner_steps
 from dips.planner.commands.plan_ways import CLUSTERS, PIPELINE, SiteWays, compare_ways
-from dips.planner.errors import PlanError
 from dips.planner.plan import Plan, make_plan, schedules_of
 from dips.planner.problem import Problem
-from dips.planner.scaleacross.report import ScaleAcrossReport
-from dips.planner.spantrain.report import SpanTrainReport
 
 CANNOT_SEE = {
     System.JEEVES: "gradients of weights as operations of their own; stages and replicas other than the file's",
@@ -48,36 +45,12 @@ COUNT_OVERHEADS = (*SCHEDULES_OF, System.SPANTRAIN)
 
 
 @dataclass(frozen=True)
-class SystemAnswer:
-    """What one system says."""
-
-    system: System
-    what: str  # in a few words
-    tokens_per_s: float
-    iteration_s: float | None  # of the file's batch; None: clusters do not meet for one
-    found: Plan | SpanTrainReport | ScaleAcrossReport | AsynchronousClusters  # all of it
-
-    @property
-    def synchronous(self) -> bool:
-        """Whether its training is equal to that of one device which takes the whole batch."""
-        return self.iteration_s is not None
-
-
-@dataclass(frozen=True)
-class NoAnswer:
-    """A system that cannot train this problem, and the reason as a sentence."""
-
-    system: System
-    why: str
-
-
-@dataclass(frozen=True)
 class SystemChoice:
     """All answers, and which to use."""
 
     problem: Problem
     answers: tuple[SystemAnswer, ...]  # most tokens a second first
-    refused: tuple[NoAnswer, ...]
+    refused: tuple[RefusedCandidate, ...]  # systems that cannot train this problem
     plan: Plan | None  # of the pipelines that the file describes, with the schedules of all systems that were asked
     use: SystemAnswer  # where all sites train
     why: tuple[str, ...]  # sentences without a full stop
@@ -93,11 +66,11 @@ def decide(
     """Ask the systems. sensitivity: also which change of a setting would help the pipelines most; say: is told what is
     being done.
 
-    Raises PlanError where none of them can train the problem, with the reason of the first.
+    Raises ConfigError where none of them can train the problem, with the reason of the first.
     """
     schedules_of(problem)  # a mistake in the file is one of the user, not a system's refusal
     answers: list[SystemAnswer] = []
-    refused: list[NoAnswer] = []
+    refused: list[RefusedCandidate] = []
     say("planning the file's pipelines")
     plan = _pipelines(problem, systems, sensitivity)
     steps = inner_steps(problem, systems) if System.DIPS in systems and len(problem.setup.sites) > 1 else {}
@@ -105,12 +78,12 @@ def decide(
         say(f"asking {system.value}")
         try:
             answers.append(_ask(system, problem, plan, steps))
-        except PlanError as error:
-            refused.append(NoAnswer(system, str(error)))
+        except ConfigError as error:
+            refused.append(RefusedCandidate(system.value, str(error)))
     if not answers:
-        others = ", ".join(no.system.value for no in refused if no.why != refused[0].why)
+        others = ", ".join(no.name for no in refused if no.why != refused[0].why)
         more = f"; no answer either from {others} (--system NAME says why)" if others else ""
-        raise PlanError(refused[0].why + more)
+        raise ConfigError(refused[0].why + more)
     answers.sort(key=lambda answer: -answer.tokens_per_s)
     best, reasons = _best_together(problem, answers)
     apart = next((answer for answer in answers if not answer.synchronous), None)
@@ -122,7 +95,7 @@ def decide(
     return SystemChoice(problem, tuple(answers), tuple(refused), whole, use, tuple(reasons), ways)
 
 
-def _pipelines(problem: Problem, systems: Sequence[System], sensitivity: bool) -> Plan | PlanError:
+def _pipelines(problem: Problem, systems: Sequence[System], sensitivity: bool) -> Plan | ConfigError:
     """The plan of the file's pipelines, with the schedules of the systems, or why there is none."""
     asked = [system for system in systems if system in SCHEDULES_OF]
     names = schedules_of(problem)
@@ -133,33 +106,31 @@ def _pipelines(problem: Problem, systems: Sequence[System], sensitivity: bool) -
         return _left_out(problem)
     try:
         return make_plan(problem, sensitivity)
-    except PlanError as error:
+    except ConfigError as error:
         return error
 
 
-def _left_out(problem: Problem) -> PlanError:
-    return PlanError(f"{problem.setup.file} [options]: schedules has none of its schedules: add one, or remove the key")
+def _left_out(problem: Problem) -> ConfigError:
+    return ConfigError(
+        f"{problem.setup.file} [options]: schedules has none of its schedules: add one, or remove the key"
+    )
 
 
-def _ask(system: System, problem: Problem, plan: Plan | PlanError, steps: Mapping[int, SitePlan]) -> SystemAnswer:
-    """One system's answer. steps: of clusters. Raises PlanError where it has none."""
+def _ask(system: System, problem: Problem, plan: Plan | ConfigError, steps: Mapping[int, SystemAnswer]) -> SystemAnswer:
+    """One system's answer. steps: of clusters. Raises ConfigError where it has none."""
     training = problem.setup.training
     if system in SCHEDULES_OF:
-        if isinstance(plan, PlanError):
+        if isinstance(plan, ConfigError):
             raise plan
         own = tuple(one for one in plan.candidates if one.name.removeprefix("dp/") in SCHEDULES_OF[system])
         if not own:
             reasons = [no.why for no in plan.refused if no.name in SCHEDULES_OF[system]]
-            raise PlanError(reasons[0]) if reasons else _left_out(problem)
+            raise ConfigError(reasons[0]) if reasons else _left_out(problem)
         best = own[0]
         what = f"{best.name}, {count(training.pipeline, 'stage')} x {count(training.data, 'replica')}"
-        return SystemAnswer(
-            system, what, tokens_of(problem.setup) / best.iteration_s, best.iteration_s, replace(plan, candidates=own)
-        )
+        return SystemAnswer.of_batch(system, what, problem.setup, best.iteration_s, replace(plan, candidates=own))
     if system in DECIDE_INSIDE:
-        ask = asked_spantrain if system is System.SPANTRAIN else asked_scaleacross
-        short, whole = ask(problem.setup)
-        return SystemAnswer(system, short.what, short.tokens_per_s, short.iteration_s, whole)
+        return (asked_spantrain if system is System.SPANTRAIN else asked_scaleacross)(problem.setup)
     clusters = asynchronous_clusters(problem, steps=steps)
     every = problem.setup.asynchronous.sync_every
     what = f"{len(clusters.clusters)} clusters, H {every}, servers at {clusters.servers_at}"
@@ -190,22 +161,18 @@ def _best_together(problem: Problem, answers: Sequence[SystemAnswer]) -> tuple[S
 def _ways(
     problem: Problem,
     best: SystemAnswer | None,
-    steps: Mapping[int, SitePlan],
-    refused: Sequence[NoAnswer],
+    steps: Mapping[int, SystemAnswer],
+    refused: Sequence[RefusedCandidate],
     systems: Sequence[System],
     say: Callable[[str], None],
 ) -> SiteWays | None:
     """The ways to use the sites; those of all of them from the answers of the systems."""
     no_ways = list[RefusedCandidate]()
-    together: SitePlan | None = None
-    if best is not None and best.iteration_s is not None:
-        plan = best.found if isinstance(best.found, Plan) else None
-        together = SitePlan(best.system, best.what, tokens_of(problem.setup), best.iteration_s, plan)
-    elif why := next((no.why for no in refused if no.system is not System.DIPS), ""):
+    if best is None and (why := next((no.why for no in refused if no.name != System.DIPS), "")):
         no_ways.append(RefusedCandidate(PIPELINE, why))
-    if why := next((no.why for no in refused if no.system is System.DIPS), ""):
+    if why := next((no.why for no in refused if no.name == System.DIPS), ""):
         no_ways.append(RefusedCandidate(CLUSTERS, why))
-    return compare_ways(problem, together, steps, no_ways, systems, say)
+    return compare_ways(problem, best, steps, no_ways, systems, say)
 
 
 def _chosen(best: SystemAnswer | None, apart: SystemAnswer | None, ways: SiteWays | None) -> SystemAnswer:
@@ -226,7 +193,7 @@ def decision_json(found: SystemChoice) -> dict[str, Any]:
         "use": found.use.system.value,
         "why": list(found.why),
         "systems": [_answer_json(found, answer) for answer in found.answers],
-        "no_answer": [{"system": no.system.value, "why": no.why} for no in found.refused],
+        "no_answer": [{"system": no.name, "why": no.why} for no in found.refused],
     }
 
 

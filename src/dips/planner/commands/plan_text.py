@@ -28,7 +28,7 @@ from dips.planner.simulate import Timeline
 from dips.planner.spantrain.report import SpanTrainReport, slowest_stage
 from dips.planner.sweep import Panel, SweepRow
 from dips.planner.tradeoff import Tradeoff
-from dips.planner.validation.checks import PaperCheck
+from dips.planner.validation import PaperCheck
 
 WIDEST = 400
 """Cells of time that a timeline has in a line."""
@@ -76,11 +76,21 @@ def decision_text(decision: SystemChoice) -> Iterator[str | Table]:
     if len(decision.answers) + len(decision.refused) > 1:
         yield f"{'where all sites train, ' if decision.ways else ''}use {use.system.value}: {use.what}"
         yield from (f"  {sentence}" for sentence in decision.why)
-        yield _systems_table(decision)
+        table = table_of(("system", "how"), ("iteration", "tokens/s", "of the best"))
+        best = decision.answers[0].tokens_per_s
+        for answer in decision.answers:
+            table.add_row(
+                answer.system.value,
+                answer.what,
+                "asynchronous" if answer.iteration_s is None else format_seconds(answer.iteration_s),
+                f"{answer.tokens_per_s:,.0f}",
+                f"{answer.tokens_per_s / best:.1%}",
+            )
+        yield table
     for answer in decision.answers:
         yield f"{answer.system.value} cannot see: {CANNOT_SEE[answer.system]}"
     for no in decision.refused:
-        yield f"{no.system.value} has no answer: {no.why}"
+        yield f"{no.name} has no answer: {no.why}"
     for answer in decision.answers:
         if isinstance(answer.found, AsynchronousClusters):
             yield from rounds_text(answer.found)
@@ -91,20 +101,6 @@ def decision_text(decision: SystemChoice) -> Iterator[str | Table]:
     if decision.plan is not None:
         yield ""
         yield from plan_text(decision.plan)
-
-
-def _systems_table(decision: SystemChoice) -> Table:
-    table = table_of(("system", "how"), ("iteration", "tokens/s", "of the best"))
-    best = decision.answers[0].tokens_per_s
-    for answer in decision.answers:
-        table.add_row(
-            answer.system.value,
-            answer.what,
-            "asynchronous" if answer.iteration_s is None else format_seconds(answer.iteration_s),
-            f"{answer.tokens_per_s:,.0f}",
-            f"{answer.tokens_per_s / best:.1%}",
-        )
-    return table
 
 
 def plan_text(plan: Plan) -> Iterator[str | Table]:
@@ -238,16 +234,12 @@ def sweep_text(
     for panel in maps:
         note = "" if panel.over_fits else f" ({panel.over} itself does not fit)"
         yield f"{panel.title}: the best, and how many times faster than {panel.over}{note}"
-        yield _map_table(panel)
+        # A column for each bandwidth, a line for each latency, the longest first, as in the picture.
+        table = table_of((), ["latency \\ bandwidth", *(f"{bandwidth:g}" for bandwidth in panel.bandwidths)])
+        for latency, cells in zip(reversed(panel.latencies), reversed(panel.cells), strict=True):
+            table.add_row(f"{latency:g}", *(f"{cell.schedule} {cell.times_faster:.2f}x" for cell in cells))
+        yield table
     yield calibration_text(error)
-
-
-def _map_table(panel: Panel) -> Table:
-    """A map as a table: a column for each bandwidth, a line for each latency, the longest first, as in the picture."""
-    table = table_of((), ["latency \\ bandwidth", *(f"{bandwidth:g}" for bandwidth in panel.bandwidths)])
-    for latency, cells in zip(reversed(panel.latencies), reversed(panel.cells), strict=True):
-        table.add_row(f"{latency:g}", *(f"{cell.schedule} {cell.times_faster:.2f}x" for cell in cells))
-    return table
 
 
 def grid_text(timeline: Timeline, column_ns: int) -> Iterable[str]:
@@ -402,7 +394,12 @@ def spantrain_text(found: SpanTrainReport) -> Iterator[str | Table]:
         f"({interval_text(found.iteration_s, None if setup.profile is None else setup.profile.error)}), "
         f"{found.samples_per_s:.4g} samples/s; Equation 1: {format_seconds(found.equation_s)}"
     )
-    yield _spantrain_groups(found)
+    chain, (slowest, _) = found.best.chain, slowest_stage(found)
+    table = table_of(("group",), ("layers", "filling", "running", "waiting", "collectives", "Equation 1"))
+    for number, n_layers, terms in zip(chain.candidate.order, chain.candidate.layers, chain.terms, strict=True):
+        name = f"{number + 1}{' (slowest)' if number + 1 == slowest else ''}"
+        table.add_row(name, str(n_layers), *map(format_seconds, (*terms, terms.total_s)))
+    yield table
     table = table_of(
         ("stage", "group", "devices", "how they share"),
         ("layers", "sequences", "of a microbatch", "of a layer", "weights and optimizer", "activations", "of"),
@@ -432,16 +429,6 @@ def spantrain_text(found: SpanTrainReport) -> Iterator[str | Table]:
     yield "what SpanTrain does not see or say:"
     for sentence in found.unseen:
         yield f"  {sentence}"
-
-
-def _spantrain_groups(found: SpanTrainReport) -> Table:
-    chain, (slowest, _) = found.best.chain, slowest_stage(found)
-    table = table_of(("group",), ("layers", "filling", "running", "waiting", "collectives", "Equation 1"))
-    rows = zip(chain.candidate.order, chain.candidate.layers, chain.terms, strict=True)
-    for number, layers, terms in rows:
-        name = f"{number + 1}{' (slowest)' if number + 1 == slowest else ''}"
-        table.add_row(name, str(layers), *map(format_seconds, (*terms, terms.total_s)))
-    return table
 
 
 def _spantrain_others(found: SpanTrainReport) -> Table:

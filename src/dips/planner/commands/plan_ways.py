@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from dips.core.errors import ConfigError
 from dips.local.sizing import MUCH_OF_A_ROUND
 from dips.planner.candidates import RefusedCandidate
-from dips.planner.commands.plan_best import DECIDE_INSIDE, SitePlan, System, best, bound
+from dips.planner.commands.plan_best import DECIDE_INSIDE, System, SystemAnswer, best, bound
 from dips.planner.commands.plan_clusters import (
     AsynchronousClusters,
     MoreTokens,
@@ -27,7 +28,6 @@ from dips.planner.commands.plan_clusters import (
     measured_losses,
     more_tokens,
 )
-from dips.planner.errors import PlanError
 from dips.planner.problem import Problem
 
 DAY_S = 86_400
@@ -136,8 +136,8 @@ def _counted(way: SiteWay, more: MoreTokens | None) -> float:
 
 def compare_ways(
     problem: Problem,
-    together: SitePlan | None,
-    steps: Mapping[int, SitePlan],
+    together: SystemAnswer | None,
+    steps: Mapping[int, SystemAnswer],
     refused: Iterable[RefusedCandidate],
     systems: Sequence[System] = tuple(System),
     say: Callable[[str], None] = lambda text: None,
@@ -150,7 +150,7 @@ def compare_ways(
     more: MoreTokens | None = None
     try:
         more = more_tokens(problem.setup.asynchronous)
-    except PlanError as error:
+    except ConfigError as error:
         steps, impossible = {}, [*impossible, RefusedCandidate(CLUSTERS, f"{problem.setup.file} {error}")]
     search = _Search(problem, steps, more, systems, say, clock)
     if together is not None:
@@ -170,7 +170,7 @@ class _Search:
     def __init__(
         self,
         problem: Problem,
-        steps: Mapping[int, SitePlan],
+        steps: Mapping[int, SystemAnswer],
         more: MoreTokens | None,
         systems: Sequence[System],
         say: Callable[[str], None],
@@ -229,11 +229,11 @@ class _Search:
             self.unjudged += 1
             return
         self._say(f"judging {self._names(sites)}")
-        with contextlib.suppress(PlanError):  # no link to the servers at any of these sites
+        with contextlib.suppress(ConfigError):  # no link to the servers at any of these sites
             if apart and (surely or apart > self._best):
                 found = asynchronous_clusters(self._problem, sites, self._steps)
                 self.add(clusters_way(found, sites, self._name(sites, synchronous=False)))
-        with contextlib.suppress(PlanError):  # a reason is told for all sites; others need not be able to train
+        with contextlib.suppress(ConfigError):  # a reason is told for all sites; others need not be able to train
             if together and (surely or together > self._best):
                 # The systems that choose more than pipelines were asked for all sites.
                 asked = [one for one in self._systems if sites != self.all or one not in DECIDE_INSIDE]
@@ -247,7 +247,7 @@ class _Search:
         self.judged = [one for one in self.judged if one is not same] + [way]
         self._best = max(self._best, _counted(way, self._more))
 
-    def together_way(self, sites: Sites, plan: SitePlan) -> SiteWay:
+    def together_way(self, sites: Sites, plan: SystemAnswer) -> SiteWay:
         training = self._problem.setup.training
         same = plan.split == (training.pipeline, training.data, training.microbatches) and sites == self.all
         how = plan.what if plan.system is System.CROSSPIPE else f"{plan.system.value}: {plan.what}"

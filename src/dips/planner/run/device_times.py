@@ -83,7 +83,8 @@ def _measured(
     module: nn.Module, x: Tensor, rounds: MeasuringRounds, now_ns: Callable[[], int]
 ) -> tuple[dict[str, float], Tensor]:
     """The fields of LayerTime, and the module's output."""
-    settle = _settle if x.is_cuda else _nothing
+    # A processor has done its work when it returns.
+    settle: Callable[[], None] = torch.cuda.synchronize if x.is_cuda else lambda: None
     weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
     given = x.detach().requires_grad_(x.is_floating_point())
     inputs = [given] if given.requires_grad else []
@@ -109,14 +110,6 @@ def _measured(
     found = {"forward_ms": f, "input_gradient_ms": d, "weight_gradient_ms": max(0.0, whole - d) if weights else 0.0}
     spread = _spread([f + whole for f, _, whole in counted])
     return {name: value / NS_OF_MS for name, value in found.items()} | {"spread": spread}, out.detach()
-
-
-def _settle() -> None:
-    torch.cuda.synchronize()
-
-
-def _nothing() -> None:
-    """A processor has done what it was told when it returns."""
 
 
 def _spread(values: Sequence[float]) -> float:

@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from dips.core.errors import ConfigError
-from dips.planner.errors import PlanError
+from dips.planner.costs import Wire
 from dips.planner.ir import Kind, Op, Schedule
 
 # ---- job -------------------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ GRADIENT_TOLERANCE = 1e-10
 
 
 class RankLink(NamedTuple):
-    """A link from one rank to another."""
+    """A link from one rank to another: its ends, and costs.Wire."""
 
     source: int
     target: int
@@ -169,7 +169,7 @@ def parse_cells(text: str, where: str) -> Schedule:
     """Parse the text of a plan.csv. where: the text's name in error sentences. Raises ConfigError."""
     try:
         schedule = Schedule.from_csv(text, where)
-    except PlanError as error:
+    except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     if schedule.parts > 1:
         raise ConfigError(f"{where} has parts of blocks: write each as a stage of its own, as plan.csv has them")
@@ -190,24 +190,6 @@ def parse_cells(text: str, where: str) -> Schedule:
 NO_NOTE = 0
 FORTH, BACK = 0, 1
 """Messages to the next stage (of forward passes) and to the one before (gradients)."""
-
-
-class Passage(NamedTuple):
-    """A message on its link."""
-
-    start_ns: int  # it occupies the link from here
-    freed_ns: int  # to here
-    arrives_ns: int
-    free_ns: int  # when the link takes the next one
-
-
-def passage(ready_ns: int, free_ns: int, link: RankLink) -> Passage:
-    """The passage of a message whose producer ended at ready_ns, on a link that is free from free_ns on."""
-    if not (link.busy_ns or link.hold_ns):
-        return Passage(ready_ns, ready_ns, ready_ns + link.latency_ns, free_ns)
-    start_ns = max(ready_ns, free_ns)
-    freed_ns = start_ns + link.busy_ns
-    return Passage(start_ns, freed_ns, freed_ns + link.latency_ns, freed_ns + link.hold_ns)
 
 
 class LinkBoard:
@@ -237,13 +219,16 @@ class LinkBoard:
 
     def send(
         self, iteration: int, link: RankLink, direction: int, stage: int, microbatch: int, ready_ns: int
-    ) -> Passage:
-        """Take the link for a message to `stage`, and leave the note of its arrival."""
+    ) -> tuple[int, int, int]:
+        """Take the link for a message to `stage`, and leave the note of its arrival; returns when it begins to occupy
+        the link, when the link is free of it, and when it arrives."""
         with self._locked():
-            found = passage(ready_ns, int(self._free[iteration, link.resource]), link)
-            self._free[iteration, link.resource] = found.free_ns
-        self._notes[iteration, direction, stage, microbatch] = found.arrives_ns
-        return found
+            free = {link.resource: int(self._free[iteration, link.resource])}
+            start_ns = Wire(*link[2:]).take(free, ready_ns)
+            self._free[iteration, link.resource] = free[link.resource]
+        freed_ns = start_ns + link.busy_ns
+        self._notes[iteration, direction, stage, microbatch] = arrives_ns = freed_ns + link.latency_ns
+        return start_ns, freed_ns, arrives_ns
 
     def arrives_ns(self, iteration: int, direction: int, stage: int, microbatch: int) -> int:
         """When the message to `stage` arrives; NO_NOTE while it was not sent."""
@@ -357,8 +342,8 @@ class RankPace:
         if link is None:
             self._sent.append(Sent(str(op), target, ready_ns, ready_ns, ready_ns, ready_ns))
             return
-        found = self._board.send(self._iteration, link, direction, stage, op.microbatch, ready_ns)
-        self._sent.append(Sent(str(op), target, ready_ns, found.start_ns, found.freed_ns, found.arrives_ns))
+        times_ns = self._board.send(self._iteration, link, direction, stage, op.microbatch, ready_ns)
+        self._sent.append(Sent(str(op), target, ready_ns, *times_ns))
 
     def _wait_for_input(self, op: Op) -> None:
         """Wait for the planned arrival: the bytes may be here long before a slow link would have delivered them."""

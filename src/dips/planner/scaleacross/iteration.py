@@ -18,18 +18,18 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dips.core.errors import ConfigError
 from dips.planner.cluster import Training, in_proportion
 from dips.planner.costs import NS
-from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Schedule
+from dips.planner.model import Model
 from dips.planner.problem import RELEASED_BY_INPUT_GRADIENT
 from dips.planner.scaleacross.topology import Ints, Topology, Way
-from dips.planner.scaleacross.traffic import BYTES, exchanged_elements, message_bytes, ring_s
 from dips.planner.schedules.fixed import one_f_one_b
 from dips.planner.schedules.scaleacross import OPERATION, dora_pp, interleaved_zb_v
 from dips.planner.units import (
@@ -42,6 +42,34 @@ from dips.planner.units import (
 )
 
 Floats = NDArray[np.float64]
+Bytes = TypeVar("Bytes", float, Floats)
+"""One size, or many."""
+
+BYTES = 2.0
+"""Of a number that is sent: activations, weights and gradients in 16 bits, as in the paper's formula."""
+
+# ---- traffic ---------------------------------------------------------------------------------------------------------
+#
+# The formulas of the paper's section 3.1, for one accelerator. H is the model's width, F that of the MLP, F_e that of
+# an expert, E the number of experts, S the tokens of a sequence, m the sequences of a microbatch.
+
+
+def exchanged_elements(model: Model, layer: int, tensor: int, expert: int) -> float:
+    """Weights of one layer that replicas exchange, once: (4 H^2 + 3 H F) / TP, or (4 H^2 + 3 H F_e E / EP) / TP with
+    experts. The formula counts all experts of a device, also where no other replica has them."""
+    hidden = model.hidden
+    if model.is_dense(layer):
+        return (4 * hidden**2 + 3 * hidden * model.mlp_width) / tensor
+    return (4 * hidden**2 + 3 * hidden * model.expert_width * model.experts / expert) / tensor
+
+
+def ring_s(n_bytes: Bytes, members: int, bytes_per_s: float, latency_s: float) -> Bytes:
+    """An all-gather or a reduce-scatter of so many bytes in a ring: members - 1 steps of a part, each as long as the
+    slowest pair takes (section 3.2: with 1,024 members latency dominates)."""
+    return (members - 1) * (n_bytes / members / bytes_per_s + latency_s)
+
+
+# ---- cases ----
 
 
 class Outermost(StrEnum):
@@ -81,6 +109,11 @@ class Split(NamedTuple):
 
     def microbatches(self, topology: Topology) -> int:
         return topology.batch.sequences // (self.data * self.microbatch_sequences)
+
+    def message_bytes(self, topology: Topology) -> float:
+        """One message between two chunks, one way: 2 (H / TP) (S / CP) m bytes."""
+        width, tokens = topology.model.hidden / self.tensor, topology.batch.sequence_tokens / self.context
+        return BYTES * width * tokens * self.microbatch_sequences
 
 
 class Case(NamedTuple):
@@ -135,10 +168,9 @@ def layer_costs(topology: Topology, split: Split) -> LayerCosts:
         microbatches=split.microbatches(topology), microbatch_sequences=m, sequence_tokens=batch.sequence_tokens,
         recompute=batch.recompute, source="explored",
     )  # fmt: skip
-    server, network = (
-        topology.way(0, 0),
-        topology.zone_way if (topology.n_accelerators > topology.accelerators.per_server) else None,
-    )
+    server, network = topology.way(0, 0), None
+    if topology.n_accelerators > given.per_server:  # what two servers of one zone have
+        network = Way(given.network_gbps * 1e9 / 8, given.network_latency_us / 1e6)
     # Two all-gathers and two reduce-scatters of the activations in each direction (sequence parallel).
     sent = 4 * (tensor - 1) / tensor * own * model.hidden * BYTES
     if tensor <= given.per_server or network is None:
@@ -196,13 +228,13 @@ class KernelWays:
 @lru_cache(maxsize=4096)
 def shares_of(topology: Topology, outermost: Outermost, split: Split) -> tuple[int, ...]:
     """How many replicas (DP-out) or stages (PP-out) each building has: in proportion to those for which it has whole
-    groups of tensor x context. Raises PlanError where that are too few."""
+    groups of tensor x context. Raises ConfigError where that are too few."""
     dp = outermost is Outermost.DP
     outer, inner = (split.data, split.pipeline) if dp else (split.pipeline, split.data)
     rooms = [len(groups) // inner for groups in _groups(topology, split.tensor * split.context)]
     if sum(rooms) < outer:
         what = "replicas" if dp else "stages"
-        raise PlanError(
+        raise ConfigError(
             f"{outermost}: the buildings have room for {' + '.join(map(str, rooms))} {what} of {inner} groups of "
             f"{split.tensor * split.context} accelerators, {outer} are wanted: such groups stay in a zone"
         )
@@ -215,7 +247,7 @@ def _groups(topology: Topology, accelerators: int) -> list[Ints]:
 
 
 def places_of(topology: Topology, outermost: Outermost, split: Split) -> Ints:
-    """The number of the first accelerator of each stage and replica: (stages, replicas). Raises PlanError."""
+    """The number of the first accelerator of each stage and replica: (stages, replicas). Raises ConfigError."""
     p, d = split.pipeline, split.data
     found, first = np.empty((p, d), np.int64), 0
     groups = _groups(topology, split.tensor * split.context)
@@ -229,17 +261,17 @@ def places_of(topology: Topology, outermost: Outermost, split: Split) -> Ints:
 
 
 def check_places(topology: Topology, case: Case) -> None:
-    """Check that a case fits the buildings and zones. Raises PlanError."""
+    """Check that a case fits the buildings and zones. Raises ConfigError."""
     split = case.split
     shares = [share for share in shares_of(topology, case.outermost, split) if share]
     if case.sharding is Sharding.HSDP and len(shares) < 2:
-        raise PlanError("HSDP needs replicas in two buildings")
+        raise ConfigError("HSDP needs replicas in two buildings")
     group = split.tensor * split.context
     replicas = shares if case.outermost is Outermost.DP else [split.data]
     if any(zone.accelerators % split.expert for zone in topology.zones) or any(
         group * each % split.expert for each in replicas
     ):
-        raise PlanError(
+        raise ConfigError(
             f"expert = {split.expert} does not divide the accelerators of each zone and those of a stage in each "
             "building: expert groups stay in a zone"
         )
@@ -292,7 +324,7 @@ class PlayedSchedule:
 
 
 def program_of(schedule: Schedule) -> PlayedSchedule:
-    """Raises PlanError for a schedule whose devices wait for each other."""
+    """Raises ConfigError for a schedule whose devices wait for each other."""
     n_chunks, n, place = schedule.n_stages, schedule.n_microbatches, schedule.device_of_stage
     at = [0] * schedule.n_devices
     done_f, done_b = (bytearray(n_chunks * n) for _ in range(2))
@@ -330,7 +362,7 @@ def program_of(schedule: Schedule) -> PlayedSchedule:
         at[device] = index
         waiting.discard(device)
     if len(steps) < schedule.n_ops:
-        raise PlanError(f"{schedule.name}: its devices wait for each other")
+        raise ConfigError(f"{schedule.name}: its devices wait for each other")
     return PlayedSchedule(schedule, tuple(steps), tuple(_held(schedule, d) for d in range(schedule.n_devices)))
 
 
@@ -481,11 +513,8 @@ def collective_s(topology: Topology, case: Case, ways: KernelWays, sizes: Floats
 
 
 def _messages(topology: Topology, case: Case, ways: KernelWays) -> dict[tuple[int, int], tuple[int, int]]:
-    split = case.split
-    size = message_bytes(
-        topology.model, topology.batch.sequence_tokens, split.microbatch_sequences, split.tensor, split.context
-    )
-    found, p = {}, split.pipeline
+    size = case.split.message_bytes(topology)
+    found, p = {}, case.split.pipeline
     for stage, way in enumerate(ways.hops):
         cost = round(size / way.bytes_per_s * NS), round(way.latency_s * NS)
         found[stage, (stage + 1) % p] = found[(stage + 1) % p, stage] = cost
@@ -518,7 +547,7 @@ def program_for(topology: Topology, case: Case) -> PlayedSchedule:
     of two quarters of a pass."""
     split, n, delay = case.split, case.split.microbatches(topology), 0
     if case.n_chunks * n > MOST_PASSES:
-        raise PlanError(f"{case.n_chunks} chunks x {n} microbatches are more than {MOST_PASSES}: use larger chunks")
+        raise ConfigError(f"{case.n_chunks} chunks x {n} microbatches are more than {MOST_PASSES}: use larger chunks")
     if case.pipelining is Pipelining.ZBV and split.pipeline > 1:
         ways = ways_of(topology, case.outermost, case.sharding, split)
         longest_ns = max(sum(cost) for cost in _messages(topology, case, replace(ways, hops=ways.hops[:-1])).values())

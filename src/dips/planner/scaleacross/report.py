@@ -18,13 +18,6 @@ from dips.core.units import format_seconds
 from dips.planner.scaleacross.iteration import Outermost, Pipelining, Sharding, layer_costs, shares_of, sums_of
 from dips.planner.scaleacross.search import Choice, Explored, Parts, catches_up, explore, parts_of
 from dips.planner.scaleacross.topology import Topology, Way
-from dips.planner.scaleacross.traffic import (
-    crossings_in_a_loop,
-    crossings_in_a_v,
-    message_bytes,
-    retransmission_s,
-    sprayed_bytes_per_s,
-)
 
 NEAR_US, FAR_US, VERY_FAR_US = 50.0, 100.0, 1000.0
 """Latencies one way at which the paper compares: 10, 20 and 200 km."""
@@ -34,6 +27,18 @@ FEW_QUEUE_PAIRS = 4
 
 CONGESTED = 8.0
 """Times the usual oversubscription from which congestion control made a difference (section 5.4)."""
+
+
+def sprayed_bytes_per_s(latency_s: float, packets: int = 512, packet_bytes: int = 4096) -> float:
+    """The most of one queue pair with packet spraying: so many packets are on their way at most (section 5.3)."""
+    return packets * packet_bytes / latency_s if latency_s else math.inf
+
+
+def retransmission_s(messages: int, message_bytes: float, loss_rate: float, packet_bytes: int, rtt_s: float) -> float:
+    """What lost packets cost an iteration with Go-Back-N: a round trip for each message that loses one, if none of
+    them is hidden."""
+    packets = max(1, math.ceil(message_bytes / packet_bytes))
+    return messages * -math.expm1(packets * math.log1p(-loss_rate)) * rtt_s
 
 
 @dataclass(frozen=True)
@@ -71,13 +76,10 @@ def crossing(topology: Topology, choice: Choice) -> tuple[int, float]:
     is waited for, and the bytes of one. With DP-out only the first chunk's collectives are not hidden (section 3.1)."""
     case, split = choice.case, choice.case.split
     if case.outermost is Outermost.PP:
-        in_a_v = case.pipelining is Pipelining.ZBV
-        crossings = crossings_in_a_v(case.chunks) if in_a_v else crossings_in_a_loop(case.chunks)
-        size = message_bytes(
-            topology.model, topology.batch.sequence_tokens, split.microbatch_sequences, split.tensor, split.context
-        )
-        # Half of the crossings go each way.
-        return split.microbatches(topology) * crossings // 2, size
+        # A microbatch crosses the boundary between two sites once each way for each chunk of a stage where chunks go to
+        # the last stage and back, since the turns stay inside a site; in a loop also from the last stage to the first.
+        crossings = case.chunks if case.pipelining is Pipelining.ZBV else 2 * case.chunks - 1
+        return split.microbatches(topology) * crossings, split.message_bytes(topology)
     rows = np.array([choice.division], np.int64)
     whole = float(sums_of(layer_costs(topology, split).exchanged_bytes, rows)[0, 0])
     if case.sharding is Sharding.HSDP:
@@ -183,7 +185,7 @@ def _choice_json(choice: Choice) -> dict[str, Any]:
 
 
 def report_of(topology: Topology, links: bool = False) -> ScaleAcrossReport:
-    """Explore a topology. Raises PlanError where nothing fits."""
+    """Explore a topology. Raises ConfigError where nothing fits."""
     found = explore(topology, links)
     parts = parts_of(topology, found.best[0], links)
     return ScaleAcrossReport(found, parts, tuple(recommend(topology, found.best[0])), tuple(_why(found, parts)))

@@ -16,8 +16,9 @@ from zlib import crc32
 
 import numpy as np
 
+from dips.core.errors import ConfigError
+from dips.planner.cluster import divisors
 from dips.planner.costs import NS
-from dips.planner.errors import PlanError
 from dips.planner.scaleacross.iteration import (
     MOST_PASSES,
     Case,
@@ -36,7 +37,6 @@ from dips.planner.scaleacross.iteration import (
     ways_of,
 )
 from dips.planner.scaleacross.topology import Ints, Topology
-from dips.planner.scaleacross.traffic import message_bytes
 
 ROWS_AT_ONCE = 4096
 """Divisions that are played together: more would not fit in a processor's cache."""
@@ -72,10 +72,6 @@ class Explored:
 
 
 # ---- enumeration -----------------------------------------------------------------------------------------------------
-
-
-def divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if n % k == 0]
 
 
 def splits(topology: Topology) -> Iterator[Split]:
@@ -151,7 +147,7 @@ def cases_of(topology: Topology, split: Split) -> Iterator[Case]:
     for outermost, sharding, pipelining in kinds(topology):
         try:
             check_places(topology, Case(split, outermost, sharding, pipelining, 1, 1))
-        except PlanError:
+        except ConfigError:
             continue
         for chunks in counts_of_chunks(topology.model.layers, split.pipeline):
             if chunks * split.pipeline * n <= MOST_PASSES:
@@ -170,10 +166,7 @@ def lower_bound_s(topology: Topology, case: Case) -> float:
     forward_s, backward_s = (
         float(times.sum()) * slower for times in (layers.forward_s, layers.input_gradient_s + layers.weight_gradient_s)
     )
-    size = message_bytes(
-        topology.model, topology.batch.sequence_tokens, split.microbatch_sequences, split.tensor, split.context
-    )
-    messages_s = [way.message_s(size) for way in ways.hops]
+    messages_s = [way.message_s(split.message_bytes(topology)) for way in ways.hops]
     gather_s, reduce_s = collective_s(topology, case, ways, layers.exchanged_bytes)
     first_s, last_s = float(gather_s.min()), float(reduce_s.min())  # of one layer: before and after anything else
     # The smallest chunk has this many layers at least, since no chunk has more than chunk_ratio times as many.
@@ -279,7 +272,7 @@ def _rng(topology: Topology, case: Case, phase: int) -> np.random.Generator:
 def explore(topology: Topology, links: bool = False) -> Explored:
     """Search. links: go by the times with one message at a time on each way, not by Algorithm 1 as printed.
 
-    Raises PlanError where nothing fits.
+    Raises ConfigError where nothing fits.
     """
     search, layers = topology.search, topology.model.layers
     bounded = sorted(
@@ -308,7 +301,7 @@ def explore(topology: Topology, links: bool = False) -> Explored:
                 break
             before = min(before, now)
     if not any(np.isfinite(one.seconds).any() for one in found):
-        raise PlanError(
+        raise ConfigError(
             f"{topology.file}: no configuration of {len(bounded)} fits in memory_gib = "
             f'{topology.accelerators.memory_gib:g} and in the buildings: use recompute = "full" in [batch], '
             "smaller microbatches or another tensor in [search]"
@@ -317,8 +310,9 @@ def explore(topology: Topology, links: bool = False) -> Explored:
     varied_ = _exploited(topology, found, links)
     chosen = _best_of_each(topology, [*found, *varied_])
     chosen.sort(key=lambda choice: (choice.seconds(links), choice.case.n_chunks))
+    present = None if topology.present is None else fastest_of(topology, *present_case(topology), links)
     return Explored(
-        topology, links, tuple(chosen), present_of(topology, links), len(bounded), len(found),
+        topology, links, tuple(chosen), present, len(bounded), len(found),
         n_explored + sum(len(one.divisions) for one in varied_),
     )  # fmt: skip
 
@@ -381,7 +375,7 @@ def fastest_of(topology: Topology, case: Case, division: Sequence[int], links: b
 
 
 def present_case(topology: Topology) -> tuple[Case, list[int]]:
-    """The file's [present]: DP-out, FSDP and DoraPP, as production has it. Raises PlanError where it does not fit."""
+    """The file's [present]: DP-out, FSDP and DoraPP, as production has it. Raises ConfigError where it does not fit."""
     present, layers = topology.present, topology.model.layers
     assert present is not None
     where = f"{topology.file} [present]"
@@ -390,32 +384,26 @@ def present_case(topology: Topology) -> tuple[Case, list[int]]:
     )
     used = split.tensor * split.context * split.pipeline * split.data
     if used != topology.n_accelerators and (topology.even or used > topology.n_accelerators):
-        raise PlanError(
+        raise ConfigError(
             f"{where}: tensor x context x pipeline x data = {used}, there are {topology.n_accelerators} accelerators: "
             "correct it"
         )
     if topology.batch.sequences % (split.data * split.microbatch_sequences):
-        raise PlanError(
+        raise ConfigError(
             f"{where}: {topology.batch.sequences} sequences are no whole microbatches of {split.microbatch_sequences} "
             f"for each of {split.data} replicas: correct it"
         )
     chunks = -(-layers // (split.pipeline * present.chunk_layers))
     if chunks * split.pipeline > layers:
-        raise PlanError(
+        raise ConfigError(
             f"{where}: {chunks * split.pipeline} chunks for {layers} layers: give larger chunks or fewer stages"
         )
     case = Case(split, Outermost.DP, Sharding.FSDP, Pipelining.DORA, chunks, 1)
     try:
         check_places(topology, case)
-    except PlanError as error:
-        raise PlanError(f"{where}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     return case, even(layers, case.n_chunks)
-
-
-def present_of(topology: Topology, links: bool) -> Choice | None:
-    if topology.present is None:
-        return None
-    return fastest_of(topology, *present_case(topology), links)
 
 
 # ---- why -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import resources
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -22,10 +21,19 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from dips.core.config import Knobs, SettingsFile
+from dips.core.config import Knobs
+from dips.core.errors import ConfigError
 from dips.planner.cluster import ClusterFile
-from dips.planner.errors import PlanError
-from dips.planner.model import Amount, DurationOrNone, Model, Name, PositiveCount, Sourced, model_of, shipped
+from dips.planner.model import (
+    Amount,
+    DurationOrNone,
+    Model,
+    Name,
+    PositiveCount,
+    Sourced,
+    model_of,
+    read_own_or_shipped,
+)
 
 US_PER_KM = 5.0
 """Light in fibre, one way."""
@@ -212,13 +220,13 @@ class Topology:
         return found
 
     def route(self, here: int, there: int) -> Route:
-        """The route between two buildings. Raises PlanError where none is given."""
+        """The route between two buildings. Raises ConfigError where none is given."""
         a, b = self.buildings[here], self.buildings[there]
         for pair in ({a.name, b.name}, {a.region, b.region}):
             for route in self.routes:
                 if set(route.ends) == pair:
                     return route
-        raise PlanError(
+        raise ConfigError(
             f'{self.file}: no [[routes]] from {a.name} to {b.name}: add one with ends = ["{a.name}", "{b.name}"], or '
             f'["{a.region}", "{b.region}"] for all buildings of their regions'
         )
@@ -242,11 +250,6 @@ class Topology:
         if total_gbps is not None:
             bytes_per_s = min(bytes_per_s, total_gbps * 1e9 / 8 / senders)
         return Way(bytes_per_s, latency_s)
-
-    @property
-    def zone_way(self) -> Way:
-        """What two servers of one zone have."""
-        return Way(self.accelerators.network_gbps * 1e9 / 8, self.accelerators.network_latency_us / 1e6)
 
     def slowest(self, here: Ints, there: Ints, senders: int = 1) -> Way:
         """The least bandwidth and the greatest latency of these pairs of accelerators."""
@@ -281,30 +284,13 @@ class Topology:
         return replace(self, routes=tuple(map(wider, self.routes)))
 
 
-def shipped_topologies() -> list[str]:
-    """Names of the topologies that come with the planner."""
-    return shipped("topologies")
-
-
 def read_topology(name: str | Path) -> Topology:
-    """Read a file, or a shipped one by its name. Raises PlanError or ConfigError, which name file and key."""
-    if isinstance(name, str) and name in shipped_topologies():
-        with resources.as_file(resources.files("dips.planner") / "topologies" / f"{name}.toml") as file:
-            return topology_of(SettingsFile.read(file, TABLES))
-    if not Path(name).is_file():
-        raise PlanError(
-            f"{name} is not a file that can be read, and none of the shipped topologies "
-            f"({', '.join(shipped_topologies())}): give one of these"
-        )
-    return topology_of(SettingsFile.read(Path(name), TABLES))
-
-
-def topology_of(file: SettingsFile) -> Topology:
-    """Check the tables of a file. Raises PlanError or ConfigError."""
+    """Read a file, or a shipped one by its name. Raises ConfigError, which names file and key."""
+    file = read_own_or_shipped(name, "topologies", "topologies", TABLES)
     for name in ("model", "accelerators", "zones", "buildings", "batch", "network"):
         if name not in file.tables:
             brackets = f"[[{name}]]" if name in ("zones", "buildings") else f"[{name}]"
-            raise PlanError(f"{file}: the table {brackets} is missing: add it (docs/planner.md says what it holds)")
+            raise ConfigError(f"{file}: the table {brackets} is missing: add it (docs/planner.md says what it holds)")
     found = Topology(
         file=file.name,
         model=model_of(file),
@@ -342,32 +328,32 @@ def _check(found: Topology) -> None:
     for table, names in (("zones", [zone.name for zone in found.zones]), ("buildings", buildings)):
         twice = [a for a, b in pairwise(sorted(names)) if a == b]
         if twice:
-            raise PlanError(f"{file} [[{table}]]: name = {twice[0]!r} is there twice: give each a name of its own")
+            raise ConfigError(f"{file} [[{table}]]: name = {twice[0]!r} is there twice: give each a name of its own")
     shared = sorted(set(buildings) & set(regions))
     if shared:
-        raise PlanError(f"{file}: {shared[0]!r} is a building and a region: give them different names")
+        raise ConfigError(f"{file}: {shared[0]!r} is a building and a region: give them different names")
     for number, zone in enumerate(found.zones, 1):
         where = f"{file} [[zones]] {number}"
         if zone.building not in buildings:
-            raise PlanError(f"{where}: building = {zone.building!r} is none: choose one of {', '.join(buildings)}")
+            raise ConfigError(f"{where}: building = {zone.building!r} is none: choose one of {', '.join(buildings)}")
         if zone.accelerators % found.accelerators.per_server:
-            raise PlanError(
+            raise ConfigError(
                 f"{where}: accelerators = {zone.accelerators} are no whole servers of {found.accelerators.per_server}: "
                 "give a multiple of [accelerators] per_server"
             )
     for name in buildings:
         if all(zone.building != name for zone in found.zones):
-            raise PlanError(f"{file} [[buildings]]: {name} has no zones: add one, or remove the building")
+            raise ConfigError(f"{file} [[buildings]]: {name} has no zones: add one, or remove the building")
     given: set[frozenset[str]] = set()
     for number, route in enumerate(found.routes, 1):
         where, ends = f"{file} [[routes]] {number}", route.ends
         if not (set(ends) <= set(buildings) and ends[0] != ends[1]) and not set(ends) <= set(regions):
-            raise PlanError(
+            raise ConfigError(
                 f"{where}: ends = {list(ends)} are neither two buildings ({', '.join(buildings)}) nor regions "
                 f"({', '.join(regions)}): choose among these"
             )
         if frozenset(ends) in given:
-            raise PlanError(f"{where}: ends = {list(ends)} have a route already: remove one")
+            raise ConfigError(f"{where}: ends = {list(ends)} have a route already: remove one")
         given.add(frozenset(ends))
     for here in range(len(buildings)):
         for there in range(here):
@@ -386,7 +372,7 @@ def of_problem(setup: ClusterFile) -> Topology:
 
     A group of [training] tensor devices is a server, inside of which messages cost nothing, as in plans, and so they do
     in a site without network_gbps. The search keeps `tensor`, the batch and `recompute`, and looks for all else.
-    Raises PlanError, which names the key, for what the search cannot count.
+    Raises ConfigError, which names the key, for what the search cannot count.
     """
     training, where = setup.training, setup.file
     _check_problem(setup)
@@ -395,7 +381,7 @@ def of_problem(setup: ClusterFile) -> Topology:
     for site in setup.sites:
         whole = site.devices - site.devices % training.tensor
         if not whole:
-            raise PlanError(
+            raise ConfigError(
                 f"{where} [[sites]]: {site.name} has devices = {site.devices}, a group of tensor = {training.tensor} "
                 "does not fit there: give more devices, or a smaller tensor"
             )
@@ -449,7 +435,7 @@ def _routes_of(setup: ClusterFile, inside_us: float) -> tuple[Route, ...]:
             ways = [setup.link(*pair, needed) for pair in (ends, ends[::-1])]
             latency_us = 1e3 * max(link.latency_ms for link in ways)
             if latency_us > US_PER_KM * 200_000:
-                raise PlanError(
+                raise ConfigError(
                     f"{setup.file} [[links]]: latency_ms = {latency_us / 1e3:g} from {ends[0]} to {ends[1]}: "
                     "ScaleAcross Explorer takes 1000 at most"
                 )
@@ -463,12 +449,12 @@ def _routes_of(setup: ClusterFile, inside_us: float) -> tuple[Route, ...]:
 
 
 def _check_problem(setup: ClusterFile) -> None:
-    """Refuse what the search would leave out. Raises PlanError."""
+    """Refuse what the search would leave out. Raises ConfigError."""
     training, options = setup.training, setup.options
     for number, site in enumerate(setup.sites, 1):
         for key in ("sustained_tflops", "memory_gib"):
             if getattr(site, key) is None:
-                raise PlanError(
+                raise ConfigError(
                     f"{setup.file} [[sites]] {number}: {key} of {site.name} is not given, which ScaleAcross Explorer "
                     "needs: add it"
                 )
@@ -481,4 +467,4 @@ def _check_problem(setup: ClusterFile) -> None:
     )
     for key, given, why in refused:
         if given:
-            raise PlanError(f"{setup.file} {key} cannot be counted by ScaleAcross Explorer: {why}: leave it out")
+            raise ConfigError(f"{setup.file} {key} cannot be counted by ScaleAcross Explorer: {why}: leave it out")

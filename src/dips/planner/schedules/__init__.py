@@ -81,11 +81,6 @@ CHUNKS = 4
 """Stages on each device of the schedules in MANY_CHUNKS."""
 
 
-def _dora_pp_of(n_devices: int, n_microbatches: int, costs: Costs, memory: Sequence[int]) -> Schedule:
-    """DoraPP with as many microbatches at once as devices."""
-    return dora_pp(n_devices, n_microbatches, CHUNKS, n_devices)
-
-
 def _interleaved_zb_v_of(n_devices: int, n_microbatches: int, costs: Costs, memory: Sequence[int]) -> Schedule:
     """Interleaved ZBV with as many microbatches on their way as devices, made for the longest delay of a message."""
     operation_ns = max(1, costs.stages[0].f_ns)
@@ -94,7 +89,8 @@ def _interleaved_zb_v_of(n_devices: int, n_microbatches: int, costs: Costs, memo
 
 
 MANY_CHUNKS = {
-    "dora_pp": NamedSchedule(_dora_pp_of, partial(loop, chunks=CHUNKS), True),
+    # With as many microbatches at once as devices.
+    "dora_pp": NamedSchedule(lambda n, batches, *_: dora_pp(n, batches, CHUNKS, n), partial(loop, chunks=CHUNKS), True),
     "interleaved_zb_v": NamedSchedule(_interleaved_zb_v_of, partial(zigzag, chunks=CHUNKS), True),
 }
 """Schedules of ScaleAcross Explorer, which can be run; plans and sweeps do not choose from them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from dips.planner.errors import PlanError
+from dips.core.errors import ConfigError
 from dips.planner.ir import Kind, Op, Schedule, loop, straight, wave
 
 # ---- one stage on each device ----
@@ -58,11 +58,11 @@ def zb_h1(n_devices: int, n_microbatches: int) -> Schedule:
 def interleaved_1f1b(n_devices: int, n_microbatches: int, chunks: int = 2) -> Schedule:
     """Interleaved 1F1B: stages go round the devices `chunks` times (Narayanan et al., arXiv:2104.04473).
 
-    Microbatches go in groups of n_devices, each through all chunks before the next group. Raises PlanError when the
+    Microbatches go in groups of n_devices, each through all chunks before the next group. Raises ConfigError when the
     microbatches do not divide into such groups.
     """
     if n_microbatches % n_devices:
-        raise PlanError(
+        raise ConfigError(
             f"interleaved 1F1B needs a multiple of {n_devices} microbatches for {n_devices} devices, "
             f"not {n_microbatches}: choose one"
         )

@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from dips.core.errors import ConfigError
 from dips.planner.costs import Costs, Wire
-from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Op, Schedule, straight, wave
 
 NEVER = 1 << 62
 
 
 def _check_memory(what: str, needed: Sequence[int], memory: Sequence[int]) -> None:
-    """Raise PlanError where one microbatch does not fit. what: holds needed[i] of memory[i]."""
+    """Raise ConfigError where one microbatch does not fit. what: holds needed[i] of memory[i]."""
     for number, (held, limit) in enumerate(zip(needed, memory, strict=True)):
         if held > limit:
-            raise PlanError(
+            raise ConfigError(
                 f"{what} {number} holds {held} for one microbatch, its memory allows {limit}: make the microbatch "
                 "smaller, use more stages, or recompute activations"
             )
@@ -41,10 +41,10 @@ def cross_ud(n_devices: int, n_microbatches: int, costs: Costs, memory: Sequence
     """CrossUDSub: one stage on each device, blocks cut into `parts` sub-blocks. memory[d]: limit of device d in the
     units of costs.
 
-    Raises PlanError when a device cannot hold one microbatch.
+    Raises ConfigError when a device cannot hold one microbatch.
     """
     if len(costs.stages) != n_devices or len(memory) != n_devices or parts < 1:
-        raise PlanError(f"{len(costs.stages)} stages, {len(memory)} limits and {parts} parts for {n_devices} devices")
+        raise ConfigError(f"{len(costs.stages)} stages, {len(memory)} limits and {parts} parts for {n_devices} devices")
     _check_memory("stage", [stage.activation for stage in costs.stages], memory)
     places = straight(n_devices)
     orders = _CrossPipe(places, n_microbatches, costs, memory, parts).orders()
@@ -56,10 +56,10 @@ def cross_wave(n_devices: int, n_microbatches: int, costs: Costs, memory: Sequen
     one stage on each device, and solves waves). costs: of 2 n_devices stages; memory[d]: limit of device d in their
     units.
 
-    Raises PlanError when a device cannot hold one microbatch.
+    Raises ConfigError when a device cannot hold one microbatch.
     """
     if len(costs.stages) != 2 * n_devices or len(memory) != n_devices:
-        raise PlanError(f"{len(costs.stages)} stages and {len(memory)} limits for a wave of {n_devices} devices")
+        raise ConfigError(f"{len(costs.stages)} stages and {len(memory)} limits for a wave of {n_devices} devices")
     held = [stage.activation for stage in costs.stages]
     needed = [there + back for there, back in zip(held[:n_devices], reversed(held[n_devices:]), strict=True)]
     _check_memory("device", needed, memory)
@@ -221,10 +221,10 @@ def compact_zb(n_devices: int, n_microbatches: int, costs: Costs, memory: Sequen
     pass that would exceed it waits. Without that, a device holds up to all microbatches.
 
     Gradients are summed over all microbatches before weights change, as in any other schedule: it equals synchronous
-    training. Raises PlanError when a device cannot hold one microbatch.
+    training. Raises ConfigError when a device cannot hold one microbatch.
     """
     if len(costs.stages) != n_devices or len(memory) != n_devices:
-        raise PlanError(f"{len(costs.stages)} stages and {len(memory)} limits for {n_devices} devices")
+        raise ConfigError(f"{len(costs.stages)} stages and {len(memory)} limits for {n_devices} devices")
     _check_memory("stage", [stage.activation for stage in costs.stages], memory)
     places = straight(n_devices)
     orders = _CompactZeroBubble(places, n_microbatches, costs, memory, 1).orders()
@@ -249,7 +249,7 @@ class _CompactZeroBubble(_CrossPipe):
 def jeeves(n_microbatches: int, costs: Costs, memory: Sequence[int], replicas: int = 1) -> list[Schedule]:
     """Make one schedule for each replica. memory[d]: limit of device d in the units of costs.
 
-    Raises PlanError when a device cannot hold one microbatch.
+    Raises ConfigError when a device cannot hold one microbatch.
     """
     orders, n = _Jeeves(n_microbatches, costs, memory, replicas).orders, len(costs.stages)
     return [

@@ -22,8 +22,8 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
+from dips.core.errors import ConfigError
 from dips.planner.costs import Costs
-from dips.planner.errors import PlanError
 from dips.planner.exchange import gates, reduced
 from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.simulate import Timeline, peaks, simulate
@@ -60,11 +60,11 @@ def optimal(
     parts) to begin with, that must fit that memory; the result is never longer. parts: pieces that every block is cut
     into.
 
-    Raises PlanError when none was found in the time, and no
+    Raises ConfigError when none was found in the time, and no
     hint was given.
     """
     if hint is not None and hint.parts != parts:
-        raise PlanError(
+        raise ConfigError(
             f"{name}: blocks cut into {parts} cannot begin with a schedule that cuts them into {hint.parts}"
         )
     problem = _Problem(tuple(device_of_stage), n_microbatches, costs, memory, parts)
@@ -82,13 +82,13 @@ def optimal(
             if status == cp_model.INFEASIBLE
             else (f"none was found in {time_limit_s:g} s: allow more time")
         )
-        raise PlanError(f"{name}: no schedule within the memory; {why}")
+        raise ConfigError(f"{name}: no schedule within the memory; {why}")
     candidates = [problem.schedule(name, solver)] if solved else []
     if hint is not None:
         candidates.append(replace(hint, name=name))
     candidates = [one for one in candidates if all(map(operator.le, peaks(one, costs), memory))]
     if not candidates:
-        raise PlanError(f"{name}: the solver's schedule needs a little more memory than there is: give a little more")
+        raise ConfigError(f"{name}: the solver's schedule needs a little more memory than there is: give a little more")
     spans_ns = [simulate(schedule, costs).makespan_ns for schedule in candidates]
     span_ns = min(spans_ns)
     bound_ns = math.ceil(max(solver.best_objective_bound, 0.0)) * problem.unit_ns  # -inf where nothing is known

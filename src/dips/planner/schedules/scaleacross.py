@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from dips.planner.errors import PlanError
+from dips.core.errors import ConfigError
 from dips.planner.ir import Kind, Op, Schedule, loop
 
 OPERATION = 4
@@ -54,7 +54,7 @@ def interleaved_zb_v(n_devices: int, n_microbatches: int, chunks: int, in_flight
 
 def _checked(n_devices: int, n_microbatches: int, chunks: int, group: int) -> int:
     if min(n_devices, n_microbatches, chunks, group) < 1:
-        raise PlanError(
+        raise ConfigError(
             f"{n_devices} devices, {n_microbatches} microbatches, {chunks} chunks, {group} at once: give 1 or more each"
         )
     return min(group, n_microbatches)

@@ -264,7 +264,10 @@ def teams_of(work: Work, parts: Sequence[GroupPart], alike: bool, rules: SecondL
         if alike or even:
             found = list(_symmetric(work, used, idle, even, most))
         else:
-            found = [*_data_parallel(work, used, idle, most), *_grid(work, used, idle)]
+            found = list(_grid(work, used, idle))
+            if devices_in(used) <= most:
+                sites = [part.site for part in used for _ in range(part.devices)]
+                found.insert(0, _shared(work, DATA, sites, tuple(_power(work, site) for site in sites), idle, 1))
         allowed = [team for team in found if rules.idle or team.working + team.left_out == devices_in(parts)]
         yield from (replace(team, strict=strict) for team in allowed)
         strict = strict or not allowed
@@ -285,13 +288,6 @@ def _symmetric(
         sites = [part.site for part in used for _ in range(part.devices // parts)]
         powers = tuple(1.0 if even else _power(work, site) for site in sites)
         yield _shared(work, SYMMETRIC, sites, powers, idle, parts)
-
-
-def _data_parallel(work: Work, used: Sequence[GroupPart], idle: Sequence[GroupPart], most: float) -> Iterator[Team]:
-    if devices_in(used) > most:
-        return
-    sites = [part.site for part in used for _ in range(part.devices)]
-    yield _shared(work, DATA, sites, tuple(_power(work, site) for site in sites), idle, 1)
 
 
 def _shared(
@@ -383,20 +379,17 @@ class Planner:
         # by the identity of a team's ways, which self.lines keeps
         self._sides: dict[tuple[int, int, int], tuple[float, TeamStage | None]] = {}
 
-    def has_teams(self, group: int) -> bool:
-        """Whether the devices of a group can share a microbatch at all, whatever their memory."""
-        return any(all(line) for line in self.lines[group])
-
     def inside(self, group: int, first: int, last: int) -> Inside | None:
         """The best way for a group to hold these units; None where they do not fit."""
         key = group, first, last
+
+        def whole_s(inside: Inside) -> float:
+            return inside.stage_s(self.microbatches) + inside.fill_s
+
         if key not in self._best:
             found = [one for line in self.lines[group] for one in self.of_line(line, first, last)]
-            self._best[key] = min(found, key=self._whole_s, default=None)
+            self._best[key] = min(found, key=whole_s, default=None)
         return self._best[key]
-
-    def _whole_s(self, inside: Inside) -> float:
-        return inside.stage_s(self.microbatches) + inside.fill_s
 
     def of_line(self, line: Sequence[tuple[Team, ...]], first: int, last: int) -> Iterator[Inside]:
         """The line with units such that its slowest team is as fast as possible."""
@@ -432,10 +425,10 @@ class Planner:
             low = first + number
             for end in range(first + number + 1, units + 1):
                 # the first cut at which the teams before take longer than this one: with more units it comes later
-                while low < end - 1 and best[low] < self._seconds(teams, low, end):
+                while low < end - 1 and best[low] < self._side(teams, low, end)[0]:
                     low += 1
                 for begin in range(max(first + number, low - 1), min(low + 1, end)):
-                    seconds = max(best[begin], self._seconds(teams, begin, end))
+                    seconds = max(best[begin], self._side(teams, begin, end)[0])
                     if seconds < after[end]:
                         after[end], cut[end] = seconds, begin
                 if math.isinf(after[end]) and end > first + len(line):
@@ -444,9 +437,6 @@ class Planner:
             cuts.append(cut)
         self._tables[key] = best, cuts
         return best, cuts
-
-    def _seconds(self, teams: tuple[Team, ...], first: int, last: int) -> float:
-        return self._side(teams, first, last)[0]
 
     def _side(self, teams: tuple[Team, ...], first: int, last: int) -> tuple[float, TeamStage | None]:
         """The fastest of a team's ways for these units, and its time; None where none fits."""
@@ -458,7 +448,8 @@ class Planner:
             if not self.rules.idle:  # devices are left out for their memory alone
                 fewest = min((one.team.left_out for one in fit), default=0)
                 fit = [one for one in fit if one.team.left_out == fewest]
-            timed = [(_stage_s(self.work, one, self.microbatches), one) for one in fit]
+            n, work = self.microbatches, self.work
+            timed = [(n * (times_of(work, one).total_s + tensor_s(one)) + sync_s(work, one), one) for one in fit]
             found = self._sides[key] = min(timed, key=lambda row: row[0], default=(math.inf, None))
         return found
 
@@ -471,10 +462,6 @@ def _fits(work: Work, stage: TeamStage) -> bool:
     one = Tile(Fraction(1, work.sequences), Fraction(1, stage.team.tensor_parts))
     out = [share for share in stage.team.shares if stage.team.strict and not share.tile.data]
     return all(held_by(work, share._replace(tile=one), stage.first, stage.last).microbatches < 1 for share in out)
-
-
-def _stage_s(work: Work, stage: TeamStage, microbatches: int) -> float:
-    return microbatches * (times_of(work, stage).total_s + tensor_s(stage)) + sync_s(work, stage)
 
 
 def inside_of(work: Work, stages: Sequence[TeamStage]) -> Inside:

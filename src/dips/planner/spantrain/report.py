@@ -11,9 +11,9 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dips.core.errors import ConfigError
 from dips.core.units import format_seconds
 from dips.planner.cluster import ClusterFile
-from dips.planner.errors import PlanError
 from dips.planner.grouping import ALIKE, THRESHOLD_GBPS, Group, Grouping, group, measured_of
 from dips.planner.plan import ready_folder, writing
 from dips.planner.simulate import peaks
@@ -87,17 +87,13 @@ class SpanTrainReport:
     def runners_up(self) -> tuple[Simulated, ...]:
         return tuple(self.found.simulated[1 : 1 + RUNNERS_UP])
 
-    def group_of_stages(self) -> list[int]:
-        """The group of each team, from 1 on."""
-        chain = self.best.chain
-        pairs = zip(chain.candidate.order, chain.insides, strict=True)
-        return [number + 1 for number, inside in pairs for _ in inside.stages]
-
     def devices(self) -> list[DeviceRow]:
         """What each device does, in the order of the pipeline."""
         found, best, work = [], self.best, self.work
         held = self.flowing.activation_bytes if self.flowing else peaks(best.timeline.schedule, best.costs)
-        for number, (stage, inside) in enumerate(zip(best.chain.stages, self.group_of_stages(), strict=True)):
+        pairs = zip(best.chain.candidate.order, best.chain.insides, strict=True)
+        groups = [group + 1 for group, inside in pairs for _ in inside.stages]
+        for number, (stage, inside) in enumerate(zip(best.chain.stages, groups, strict=True)):
             activation = best.costs.stages[number].activation
             microbatches = held[number] / activation if activation else 0.0
             found += [self._row(work, inside, number, stage, share, microbatches) for share in stage.team.shares]
@@ -176,7 +172,7 @@ def report_of(
     microbatch_sequences: None: all divisors of each batch. second_level, idle: see Rules. out_of_order: the paper's
     variant that does not equal synchronous training. alternatives: also plans with idle devices, without groups, and
     by other thresholds, to say where these are faster.
-    Raises PlanError where nothing fits.
+    Raises ConfigError where nothing fits.
     """
     training = setup.training
     grouping = group(measured_of(setup), threshold_gbps, alike)
@@ -191,13 +187,13 @@ def report_of(
 
 
 def report_of_best_groups(setup: ClusterFile) -> SpanTrainReport:
-    """The fastest plan of several thresholds of groups, of which the paper gives none. Raises PlanError."""
+    """The fastest plan of several thresholds of groups, of which the paper gives none. Raises ConfigError."""
     first = report_of(setup, alternatives=False)
     found = [first]
     for limit, _ in _other_groups(first.grouping):
         try:
             found.append(report_of(setup, threshold_gbps=limit, alternatives=False))
-        except PlanError:  # no group of these can hold its layers
+        except ConfigError:  # no group of these can hold its layers
             continue
     best = min(found, key=lambda one: one.iteration_s)
     return report_of(setup, threshold_gbps=best.grouping.threshold_gbps)
@@ -271,7 +267,7 @@ def _alternatives(
             one = search(
                 setup, some, [batch], sizes, seed=seed, rules=changed, operations=SIMULATED_OPERATIONS // 8
             ).simulated[0]
-        except PlanError:  # this one is not possible
+        except ConfigError:  # this one is not possible
             return None
         return one.iteration_s if one.iteration_s < best.iteration_s * 0.99 else None
 
@@ -310,7 +306,7 @@ def _other_groups(grouping: Grouping) -> Iterator[tuple[float, tuple[Group, ...]
     for limit in above[:: -(-len(above) // MOST_THRESHOLDS) or 1]:
         try:
             some = group(measured, limit, grouping.alike).groups
-        except PlanError:  # too many devices on slow networks of their own
+        except ConfigError:  # too many devices on slow networks of their own
             continue
         if len(some) <= MOST_GROUPS and len(some) not in seen:
             seen.add(len(some))
@@ -320,7 +316,7 @@ def _other_groups(grouping: Grouping) -> Iterator[tuple[float, tuple[Group, ...]
 def write_report(report: SpanTrainReport, folder: Path) -> list[Path]:
     """Write the answer as files, and make the folder: spantrain.json (to_json()), plan.csv (a line for each team, as
     torch's pipeline runtime loads it), trace.json for Perfetto, timeline.svg and .png. Of the out-of-order variant the
-    orders and times are of all simulated iterations. Raises PlanError when it cannot be written."""
+    orders and times are of all simulated iterations. Raises ConfigError when it cannot be written."""
     best, setup = report.best, report.setup
     timeline = best.timeline if report.flowing is None else report.flowing.timeline
     names = [

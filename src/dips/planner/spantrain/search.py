@@ -37,9 +37,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, permutations
 from typing import NamedTuple
 
-from dips.planner.cluster import MOST_BLOCKS, ClusterFile
+from dips.core.errors import ConfigError
+from dips.planner.cluster import MOST_BLOCKS, ClusterFile, divisors
 from dips.planner.costs import NS, Costs, StageCost, Wire
-from dips.planner.errors import PlanError
 from dips.planner.exchange import Exchange
 from dips.planner.grouping import Group
 from dips.planner.ir import straight
@@ -433,11 +433,6 @@ def least_s(work: Work, chain: Chain) -> float:
 # ---- search ----------------------------------------------------------------------------------------------------------
 
 
-def divisors(number: int) -> list[int]:
-    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})
-
-
 def search(
     setup: ClusterFile,
     groups: Sequence[Group],
@@ -449,10 +444,10 @@ def search(
     operations: int = SIMULATED_OPERATIONS,
 ) -> Found:
     """Algorithm 1 over batches (sequences of an iteration) and microbatch sizes (None: all divisors of each batch),
-    then the simulation of the best. operations: that are simulated, about. Raises PlanError where nothing fits, with
+    then the simulation of the best. operations: that are simulated, about. Raises ConfigError where nothing fits, with
     the reason of the smallest and of the largest size."""
     if not batches or min([*batches, *(microbatch_sequences or [1])]) < 1:
-        raise PlanError(
+        raise ConfigError(
             f"batches {list(batches)} and microbatches {microbatch_sequences} are not at least 1: correct them"
         )
     found = Found([])
@@ -466,7 +461,7 @@ def search(
     for batch, size in pairs:
         try:
             level = levels[batch, size] = _level(setup, groups, batch, size, rules, found.works)
-        except PlanError as error:
+        except ConfigError as error:
             found.refused.append(RefusedBatch(batch, size, str(error)))
             continue
         best = level.finalists(random.Random(f"{seed} {batch} {size}"), MOST_COMPARED // len(pairs))
@@ -474,7 +469,7 @@ def search(
             found.refused.append(RefusedBatch(batch, size, why_not(level)))
         finalists += [(level.seconds(one) / batch, batch, size, one) for one in best]
     if not finalists:
-        raise PlanError("; ".join(dict.fromkeys(one.why for one in (found.refused[0], found.refused[-1]))))
+        raise ConfigError("; ".join(dict.fromkeys(one.why for one in (found.refused[0], found.refused[-1]))))
     found.simulated = _Ranking(levels, operations).ranked(sorted(finalists))
     found.evaluated = sum(level.planner.evaluated for level in levels.values())
     found.compared = sum(level.compared for level in levels.values())
@@ -485,9 +480,9 @@ def _level(
     setup: ClusterFile, groups: Sequence[Group], batch: int, size: int, rules: SecondLevelRules, works: dict[int, Work]
 ) -> Level:
     if size < 1 or batch % size:
-        raise PlanError(f"microbatches of {size} sequences do not divide a batch of {batch}: give a divisor")
+        raise ConfigError(f"microbatches of {size} sequences do not divide a batch of {batch}: give a divisor")
     if batch // size * len(groups) > MOST_BLOCKS:
-        raise PlanError(
+        raise ConfigError(
             f"a batch of {batch} has {batch // size} microbatches of {size} sequences: at most {MOST_BLOCKS} stages x "
             "microbatches can be planned: use larger microbatches"
         )
@@ -504,7 +499,7 @@ def why_not(level: Level) -> str:
         return f"{where}: {n} groups are more than {work.units} layers: lower --threshold, or use fewer sites"
     for number, group in enumerate(level.groups, 1):
         names = ", ".join(dict.fromkeys(setup.sites[part.site].name for part in group.parts))
-        if not level.planner.has_teams(number - 1):
+        if not any(map(all, level.planner.lines[number - 1])):
             return (
                 f"{where}: the {group.devices} devices of group {number} ({names}) cannot each have a sequence of a "
                 "microbatch: use larger microbatches, or let devices be idle"

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from dips.core.errors import ConfigError
 from dips.planner.cluster import ClusterFile
-from dips.planner.errors import PlanError
 from dips.planner.problem import Problem
 from dips.planner.units import Unit
 
@@ -79,7 +79,7 @@ class Work:
 
 
 def work_of(setup: ClusterFile, sequences: int) -> Work:
-    """Raises PlanError where times, memory or a link is missing."""
+    """Raises ConfigError where times, memory or a link is missing."""
     training = setup.training
     _check(setup, sequences)
     alone = training.model_copy(
@@ -113,12 +113,12 @@ def _check(setup: ClusterFile, sequences: int) -> None:
     if profile is None or profile.times_of_stage_ms is None:
         return
     if training.tensor * training.context > 1:
-        raise PlanError(
+        raise ConfigError(
             f"{setup.file} [profile] has times of a stage on tensor x context = {training.tensor * training.context} "
             "devices, and SpanTrain's planner needs those of one device: give [[profile.layers]]"
         )
     if sequences != training.microbatch_sequences:
-        raise PlanError(
+        raise ConfigError(
             f"{setup.file} [profile] has times of a stage for microbatch_sequences = {training.microbatch_sequences}, "
             f"not for {sequences}: give [[profile.layers]] of this size"
         )
@@ -139,7 +139,7 @@ def _sums(units: Sequence[Unit], value: Callable[[Unit], float]) -> tuple[float,
 def _memory_bytes(setup: ClusterFile, site: int) -> float:
     given = setup.sites[site].memory_gib
     if given is None:
-        raise PlanError(
+        raise ConfigError(
             f"{setup.file} [[sites]] {site + 1}: memory_gib of {setup.sites[site].name} is not given, which "
             "SpanTrain's planner needs for every site: add it"
         )

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dips.core.errors import ConfigError
 from dips.planner.candidates import best_hint, data_parallel
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS
-from dips.planner.errors import PlanError
 from dips.planner.ir import straight, wave
 from dips.planner.problem import Problem
 from dips.planner.schedules import CROSS_UD, SCHEDULES
 from dips.planner.simulate import simulate
 from dips.planner.sweep import GridPoint, rows_of
-from dips.planner.validation.checks import PaperCheck, holds, within
+from dips.planner.validation import PaperCheck, holds, within
 
 TOLERANCES = {"1f1b": 0.16, "zb_h1": 0.16, "UDSub": 0.18}
 """The allowed error as a part of the published number; other columns are for information."""
@@ -125,7 +125,7 @@ def _solved_ns(problem: Problem, column: str, optimal_s: float) -> int:
     try:
         best = optimal(column, places, problem.n_microbatches, costs, limits, hint, optimal_s)
         found.append(simulate(best.schedule, costs).makespan_ns)
-    except PlanError:  # none found in time: the solver's first schedule is the best known one
+    except ConfigError:  # none found in time: the solver's first schedule is the best known one
         if not found:
             raise
     return min(found)

@@ -19,7 +19,7 @@ from dips.planner.problem import Problem
 from dips.planner.schedules.fixed import one_f_one_b
 from dips.planner.schedules.greedy import jeeves_span_ns
 from dips.planner.simulate import simulate
-from dips.planner.validation.checks import PaperCheck
+from dips.planner.validation import PaperCheck
 
 BANDWIDTHS_GBPS = (*range(100, 501, 25), 700, 1000)
 LOW_GBPS = 300

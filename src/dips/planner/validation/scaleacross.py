@@ -11,17 +11,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from dips.core.errors import ConfigError
 from dips.planner.costs import Wire, uniform
-from dips.planner.errors import PlanError
-from dips.planner.scaleacross import traffic
 from dips.planner.scaleacross.iteration import Case as SplitCase
-from dips.planner.scaleacross.iteration import Outermost, Pipelining, Sharding, check_places
-from dips.planner.scaleacross.report import crossing
+from dips.planner.scaleacross.iteration import Outermost, Pipelining, Sharding, Split, check_places, exchanged_elements
+from dips.planner.scaleacross.report import crossing, retransmission_s, sprayed_bytes_per_s
 from dips.planner.scaleacross.search import Choice, choice_of, even, explore, fastest_of, present_case, splits
 from dips.planner.scaleacross.topology import US_PER_KM, Topology, read_topology
 from dips.planner.schedules.scaleacross import dora_pp, interleaved_zb_v
 from dips.planner.simulate import simulate
-from dips.planner.validation.checks import PaperCheck, holds, ordering, within
+from dips.planner.validation import PaperCheck, holds, ordering, within
 
 RATIOS = (1, 2, 4, 8, 16)
 HARDLY = 0.05
@@ -52,17 +51,17 @@ def _formulas(dense: Topology, moe: Topology) -> Iterator[PaperCheck]:
     def exact(what: str, published: float, ours: float) -> PaperCheck:
         return within(about, what, published, ours, 1e-9)
 
-    message = traffic.message_bytes(dense.model, 8192, 4, 8, 1)
+    message = Split(8, 1, 1, 1, 1, 4).message_bytes(dense)
     yield exact("message between two chunks, 2 (H / TP) (S / CP) m bytes, MB", 2 * 640 * 8192 * 4 / 1e6, message / 1e6)
-    yield exact("messages of an iteration each way, microbatches x chunks", 275, traffic.messages_each_way(11, 25))
-    elements = traffic.exchanged_elements(dense.model, 0, 8, 1)
+    yield exact("messages of an iteration each way, microbatches x chunks", 275, 11 * 25)
+    elements = exchanged_elements(dense.model, 0, 8, 1)
     yield exact("weights of a dense layer that replicas exchange, millions", 39.6492800, elements / 1e6)
-    elements = traffic.exchanged_elements(moe.model, 0, 4, 16)
+    elements = exchanged_elements(moe.model, 0, 4, 16)
     yield exact("the same of a layer with 64 experts, EP 16, millions", 35.6515840, elements / 1e6)
-    yield exact("collectives of 31 chunks", 62, traffic.collectives(31))
+    yield exact("collectives of 31 chunks", 62, 2 * 31)
     for latency_us, gbps in ((1000, 16.777216), (50, 335.54432)):
         what = f"packet spraying, 512 packets of 4 KB in flight, {latency_us} us, Gbit/s of a queue pair"
-        yield exact(what, gbps, traffic.sprayed_bytes_per_s(latency_us / 1e6) * 8 / 1e9)
+        yield exact(what, gbps, sprayed_bytes_per_s(latency_us / 1e6) * 8 / 1e9)
     yield exact("10 km, us", 50, 10 * US_PER_KM)
     fast = replace(moe, accelerators=moe.accelerators.model_copy(update={"network_gbps": 1e9}))
     way = fast.way(0, fast.first_of(1))
@@ -175,7 +174,7 @@ def _losses(dense: Topology) -> Iterator[PaperCheck]:
             messages, size = crossing(far, choice)
             network = dense.network
             assert network is not None
-            lost[latency_us] = traffic.retransmission_s(
+            lost[latency_us] = retransmission_s(
                 messages, size, network.loss_rate, network.packet_bytes, 2 * latency_us / 1e6
             )
         growth[outermost] = (seconds[1000] + lost[1000]) / (seconds[50] + lost[50])
@@ -254,7 +253,7 @@ def _sailor_s(topology: Topology) -> float:
         case = SplitCase(split, Outermost.PP, Sharding.FSDP, Pipelining.PLAIN, 1, 1)
         try:
             check_places(topology, case)
-        except PlanError:
+        except ConfigError:
             continue
         if split.context == 1:
             seconds.append(choice_of(topology, case, even(topology.model.layers, split.pipeline)).printed_s)

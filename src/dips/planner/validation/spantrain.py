@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 from dips.planner.adapter.decide import AdapterComparison, Rules, borders_of, compare
 from dips.planner.adapter.pieces import Pipeline, Sizes
-from dips.planner.adapter.traces import WHOLE, Channel, channels_of, read_trace, shipped_traces
+from dips.planner.adapter.traces import WHOLE, Channel, channels_of, read_trace
 from dips.planner.candidates import plain
 from dips.planner.cluster import ClusterFile, Link, read_setup
 from dips.planner.costs import NS, Costs, StageCost, Wire
 from dips.planner.grouping import Grouping, Measured, group, measured_of
 from dips.planner.ir import straight
+from dips.planner.model import shipped
 from dips.planner.problem import Problem
 from dips.planner.schedules import SCHEDULES
 from dips.planner.simulate import peaks, simulate
@@ -25,7 +26,7 @@ from dips.planner.spantrain.inside import SecondLevelRules, data_shares, tiles
 from dips.planner.spantrain.search import search
 from dips.planner.spantrain.work import work_of
 from dips.planner.sweep import ACTIVATION, GridPoint
-from dips.planner.validation.checks import PaperCheck, holds
+from dips.planner.validation import PaperCheck, holds
 
 MS = NS // 1000
 
@@ -108,7 +109,7 @@ def under_traces() -> Iterator[PaperCheck]:
         for operation_ms in OVERHEADS_MS
         for order in ORDERS
         for nominal in NOMINAL
-        for trace in shipped_traces()
+        for trace in shipped("traces")
     }
     late = [one for one in found.values() if one.late]
     on_time = [one for one in found.values() if not one.late]
@@ -211,18 +212,14 @@ def section_4_4() -> Iterator[PaperCheck]:
             yield PaperCheck(SECTION_4_4, what, cost, 1 - slower, percent=True)
 
 
-def adapter_checks() -> Iterator[PaperCheck]:
-    yield from under_traces()
-    yield from section_4_4()
-
-
 def spantrain_checks() -> Iterator[PaperCheck]:
     yield from figure_5()
     yield from regions()
     yield from figure_6()
     yield from figure_7()
     yield from section_4()
-    yield from adapter_checks()
+    yield from under_traces()
+    yield from section_4_4()
 
 
 FIGURE_5 = (
@@ -311,8 +308,8 @@ def regions() -> Iterator[PaperCheck]:
         clean = group(measured_of(read_setup(name)))
         least = {margin.level: margin.error for margin in clean.margins}
         moved = [group(shaken(clean.measured, OFF_BY, seed)) for seed in range(40)]
-        for level, what, of in ((1, "groups", first_level), (2, "subgroups", second_level)):
-            same = sum(of(one) == of(clean) for one in moved) / len(moved)
+        for level, what in ((1, "groups"), (2, "subgroups")):
+            same = sum(_parts(one, level) == _parts(clean, level) for one in moved) / len(moved)
             binds = least[level] > OFF_BY
             row = f"{name}: {what} (margin {least[level]:.1%})"
             yield PaperCheck(REGIONS, row, None, same, 1.0 if binds else None, 1.0 if binds else None)
@@ -321,6 +318,10 @@ def regions() -> Iterator[PaperCheck]:
     yield PaperCheck(
         REGIONS, "Virginia and Ohio are one of them", None, float(near[0] == ["ohio", "virginia"]), 1.0, 1.0
     )
+
+
+def _parts(found: Grouping, level: int) -> list[object]:
+    return [one.parts if level == 1 else [inner.parts for inner in one.subgroups] for one in found.groups]
 
 
 def shaken(clean: Measured, error: float, seed: int) -> Measured:
@@ -333,14 +334,6 @@ def shaken(clean: Measured, error: float, seed: int) -> Measured:
             times_s[a][b] = times_s[b][a] = clean.times_s[a][b] * dice.choice((1 - error, 1 + error))
     powers = tuple(power * dice.choice((1 - error, 1 + error)) for power in clean.powers)
     return replace(clean, times_s=tuple(map(tuple, times_s)), powers=powers)
-
-
-def first_level(found: Grouping) -> list[object]:
-    return [one.parts for one in found.groups]
-
-
-def second_level(found: Grouping) -> list[object]:
-    return [[inner.parts for inner in one.subgroups] for one in found.groups]
 
 
 FIGURE_7 = (

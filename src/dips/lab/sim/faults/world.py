@@ -21,8 +21,8 @@ from dips.lab.sim.counts import NO_MASTER, RECOVERY, STARTING, RunCounts
 from dips.lab.sim.disks import JournalDisk
 from dips.lab.sim.hosts.cluster import ClusterHost
 from dips.lab.sim.hosts.master import MasterHost
-from dips.lab.sim.hosts.reader import ReaderHost
 from dips.lab.sim.hosts.slave import SlaveHost
+from dips.lab.sim.hosts.transfer import ReaderHost
 from dips.lab.sim.kernel import Kernel, SimulatedProcess
 from dips.lab.sim.network import LinkOccupancy, Network, Weather
 from dips.lab.sim.run_plan import SimulatedRunPlan, make_plan

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from dips.core.errors import ConfigError, DipsError, RefusalCode, Refused, RemoteProtocolError
@@ -310,7 +311,7 @@ class ClusterHost(Host):
         n_steps = 1
         if plan.steps_at_once > 1:
             shared = session.shared
-            n_steps = min(plan.steps_at_once, plan.held_steps(self.name, session.held))
+            n_steps = min(plan.steps_at_once, sum(item.tokens for item in session.held) // plan.step_tokens(self.name))
             if shared.steps_towards_push < shared.terms.local_steps:
                 n_steps = min(n_steps, shared.terms.local_steps - shared.steps_towards_push)
             if (due_s := session.next_deadline_s()) < now_s + n_steps * took_s:
@@ -493,25 +494,23 @@ class ClusterHost(Host):
         if self.ranks is not None:
             self.ranks.push(
                 job, push.push, push.ticket, vector, limits, terms.run_id, terms.epoch,
-                lambda end, _: self._pushed_by_ranks(end),
+                lambda end, _: self._pushed(end),
             )  # fmt: skip
             return
         self._carriers[job] = carrier = PushCarrier(
             self.world, self, self.world.plan.layout, limits, push.push, push.ticket, vector, terms.run_id, terms.epoch,
-            lambda result: self._pushed(job, result),
+            lambda result: self._pushed(self._carried(job, result, is_push=True)),
         )  # fmt: skip
         carrier.pump()
 
-    def _pushed(self, job: int, result: Any) -> None:
+    def _carried(self, job: int, result: Any, *, is_push: bool) -> effects.Done | effects.Failed:
+        """The end of a transfer of this process alone, as that of several ranks comes."""
         took_s = self.kernel.now_s - self._carriers.pop(job).began_s
         if isinstance(result, Transfer):
-            if result.base_gone:
-                self.world.fired("base_gone")
-            self.deliver(effects.Failed(job, result.failure, base_gone=result.base_gone))
-        else:
-            self.deliver(effects.Done(job, result, took_s))
+            return effects.Failed(job, result.failure, base_gone=result.base_gone, corrupt=result.corrupt)
+        return effects.Done(job, result if is_push else None, took_s)
 
-    def _pushed_by_ranks(self, end: effects.Done | effects.Failed) -> None:
+    def _pushed(self, end: effects.Done | effects.Failed) -> None:
         if isinstance(end, effects.Failed) and end.base_gone:
             self.world.fired("base_gone")
         self.deliver(end)
@@ -519,36 +518,21 @@ class ClusterHost(Host):
     def _start_pull(self, job: int, grant: PullGrant) -> None:
         limits = self._limits(grant.chunk_bytes, PULL_WINDOW_CHUNKS)
         if self.ranks is not None:
-            self.ranks.pull(
-                job, grant, limits, lambda end, values: self._pulled_by_ranks(grant, end, values), self.model
-            )
+            self.ranks.pull(job, grant, limits, partial(self._pulled, grant), self.model)
             return
         self._carriers[job] = carrier = PullCarrier.of_grant(
-            self.world, self, self.world.plan.layout, limits, grant, lambda result: self._pulled(job, grant, result),
-            self.model.installed,
+            self.world, self, self.world.plan.layout, limits, grant,
+            lambda result: self._pulled(grant, self._carried(job, result, is_push=False), result), self.model.installed,
         )  # fmt: skip
         carrier.pump()
 
-    def _pulled_by_ranks(
-        self, grant: PullGrant, end: effects.Done | effects.Failed, values: Mapping[Key, Value]
-    ) -> None:
+    def _pulled(self, grant: PullGrant, end: effects.Done | effects.Failed, values: Mapping[Key, Value]) -> None:
         if isinstance(end, effects.Done):
             self.world.pulled(self.name, grant.version, values)
             self.model.fetched(values)
         elif end.base_gone:
             self.world.fired("differences_gone")
         self.deliver(end)
-
-    def _pulled(self, job: int, grant: PullGrant, result: Any) -> None:
-        took_s = self.kernel.now_s - self._carriers.pop(job).began_s
-        if isinstance(result, Transfer):
-            if result.base_gone:
-                self.world.fired("differences_gone")
-            self.deliver(effects.Failed(job, result.failure, base_gone=result.base_gone, corrupt=result.corrupt))
-            return
-        self.world.pulled(self.name, grant.version, result)
-        self.model.fetched(result)
-        self.deliver(effects.Done(job, None, took_s))
 
     def _limits(self, chunk_bytes: int, window_chunks: int) -> TransferSettings:
         plan = self.world.plan

@@ -13,7 +13,15 @@ from typing import Any
 
 from dips.core.ids import PushId, Version
 from dips.core.layout import FLOAT32_BYTES, Chunk, Layout, Share
-from dips.core.messages import PlacementSpec, PullGrant, Ticket
+from dips.core.messages import (
+    BeginPullReply,
+    BeginPullRequest,
+    Caller,
+    FinishPullRequest,
+    PlacementSpec,
+    PullGrant,
+    Ticket,
+)
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.transfer import (
     PullTransfer,
@@ -29,7 +37,7 @@ from dips.core.wire import Codec, encoded_bytes
 from dips.lab.sim.arithmetic import Arithmetic, Key, ModelVector, Value
 from dips.lab.sim.content import key_of
 from dips.lab.sim.kernel import SimulatedProcess
-from dips.lab.sim.world import World
+from dips.lab.sim.world import Call, Host, World
 
 Ended = Callable[[Any], None]
 
@@ -330,3 +338,53 @@ class PullCarrier(Carrier):
 
     def release(self) -> None:
         self._values = {}
+
+
+# ---- reader ----------------------------------------------------------------------------------------------------------
+
+
+READS_EVERY_S = 6.0
+READER_DEADLINE_S = 4.0
+READER_WINDOW_CHUNKS = 4
+
+
+class ReaderHost(Host):
+    """An evaluator: it pulls the newest version from time to time, and may omit to report the end of the pull."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world, "reader")
+        self.pulled = 0
+
+    def boot(self) -> None:
+        self.begin_process()
+        self._ask()
+
+    def _ask(self) -> None:
+        self.kernel.after(self.kernel.jitter(READS_EVERY_S), self, self._ask)
+        request = BeginPullRequest(self._caller(), True, curve_key=self.world.key_of(self))
+        Call(self.world, self, request, READER_DEADLINE_S, self._granted)
+
+    def _caller(self) -> Caller:
+        return Caller(self.world.run_id, 0, self.name, None, "read")
+
+    def _granted(self, result: Any) -> None:
+        if not isinstance(result, BeginPullReply) or not isinstance(result.answer, PullGrant):
+            return
+        grant, plan = result.answer, self.world.plan
+        settings = TransferSettings(grant.chunk_bytes, READER_WINDOW_CHUNKS, plan.data_silence_s, plan.data_stall_s)
+        PullCarrier.of_grant(
+            self.world, self, plan.layout, settings, grant, lambda values: self._read(grant, values)
+        ).pump()
+
+    def _read(self, grant: PullGrant, values: Any) -> None:
+        if not isinstance(values, Transfer):
+            self.pulled += 1
+            self.world.pulled(self.name, grant.version, values)
+        if self.kernel.rng.random() < 0.8:
+            Call(
+                self.world,
+                self,
+                FinishPullRequest(self._caller(), grant.pin_id, True),
+                READER_DEADLINE_S,
+                lambda _: None,
+            )

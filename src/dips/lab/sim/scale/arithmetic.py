@@ -11,14 +11,11 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from dips.core.ids import Version
 from dips.core.layout import Block, Chunk, Layout, chunks_of, shard_digest
 from dips.core.messages import BlockGram, DataRange, Prepare
 from dips.core.wire import Codec
-from dips.lab.sim.arithmetic import F32, U8, Key, Stepped
-from dips.lab.sim.content import checksum_of, mixed, to_array
+from dips.lab.sim.arithmetic import Key, Stepped
+from dips.lab.sim.content import LOSS, Symbols, SymbolShard, checksum_of, mixed
 from dips.worker.state.effects import Install
 
 BAD_NORM = 30.0
@@ -29,7 +26,6 @@ COSINE = 0.3
 
 NORM_BITS = 24
 NORM_UNIT = 2.0**-12
-LOSS = 2.0
 
 
 @dataclass(frozen=True)
@@ -78,25 +74,26 @@ class ScaleModel:
     def install(self, name: str, how: Install) -> None: ...
 
 
-class ScaleShard:
-    """A slave's staging rows and versions. part_of_model: its elements of all."""
+class ScaleShard(SymbolShard):
+    """A slave's staging rows and versions, as of one chunk that stands for all. n_elems: of the whole model."""
 
     def __init__(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int, n_elems: int) -> None:
+        super().__init__((), chunk_bytes, 0, "float32")
         self._shares = [(block.block_id, block.n_elems / n_elems) for block in blocks]
-        self._n_chunks = len(chunks_of(blocks, chunk_bytes))
-        self._rows = [0] * n_slots
+        self._n_real_chunks, self._n_chunks = len(chunks_of(blocks, chunk_bytes)), 1
+        self._pushed = [0] * n_slots
 
     def clear(self, slot: int) -> None:
-        self._rows[slot] = 0
+        self._pushed[slot] = 0
 
     def land(self, slot: int, index: int, value: int) -> None:
-        self._rows[slot] = value
+        self._pushed[slot] = value
 
     def landed(self, slot: int, index: int) -> int:
-        return self._rows[slot]
+        return self._pushed[slot]
 
-    def measure(self, theta: int, slots: Sequence[int]) -> tuple[BlockGram, ...]:
-        norms = [(self._rows[slot] & (1 << NORM_BITS) - 1) * NORM_UNIT for slot in slots]
+    def measure(self, theta: tuple[int, ...], slots: Sequence[int]) -> tuple[BlockGram, ...]:
+        norms = [(self._pushed[slot] & (1 << NORM_BITS) - 1) * NORM_UNIT for slot in slots]
         k = range(len(norms))
         whole = [norms[i] * norms[j] * (1.0 if i == j else COSINE) for i in k for j in k if j >= i]
         return tuple(
@@ -107,48 +104,25 @@ class ScaleShard:
     def all_zero(self, slots: Sequence[int]) -> tuple[bool, ...]:
         return ()
 
-    def directions(
-        self, version: Version, theta: int, slots: Sequence[int], bases: Sequence[Version | None]
-    ) -> tuple[float, ...]:
-        return ()
-
     def prepare(self, before: Stepped | None, slots: Sequence[int], body: Prepare) -> Stepped:
         known = None if before is None else (before.theta, before.momentum)
-        made = mixed(known, [self._rows[slot] for slot in slots], body.weights, body.scale)
+        made = (mixed(known, [self._pushed[slot] for slot in slots], body.weights, body.scale),)
         return Stepped(made, made, difference=made if body.from_version is not None else None)
 
-    def written(self, difference: int, index: int) -> int:
-        return difference
+    def written(self, difference: tuple[int, ...], index: int) -> int:
+        return difference[0]
 
-    def chunk(self, theta: int, index: int) -> int:
-        return theta
+    def chunk(self, theta: tuple[int, ...], index: int) -> int:
+        return theta[0]
 
-    def assemble(self, values: Sequence[int]) -> int:
-        return values[0]
+    def assemble(self, values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values[:1])
 
-    def digest(self, theta: int) -> bytes:
-        return shard_digest([checksum_of(theta)] * self._n_chunks)
-
-    def empty_array(self) -> F32:
-        return to_array((0,))
-
-    def to_array(self, part: int) -> F32:
-        return to_array((part,))
-
-    def from_array(self, array: F32) -> int:
-        return int(array.view("<u8")[0])
-
-    def empty_residual(self) -> U8:
-        return np.zeros(0, np.uint8)
-
-    def residual_bytes(self, residual: None) -> U8:
-        return self.empty_residual()
-
-    def residual_from(self, data: U8) -> None:
-        return None
+    def digest(self, theta: tuple[int, ...]) -> bytes:
+        return shard_digest([checksum_of(theta[0])] * self._n_real_chunks)
 
 
-class ScaleArithmetic:
+class ScaleArithmetic(Symbols):
     """The arithmetic of one run. bad_push: by cluster, the share of its pushes whose norm is BAD_NORM times too large.
 
     struck: called for each of those.
@@ -160,16 +134,12 @@ class ScaleArithmetic:
         self._rngs = {name: random.Random(f"{seed} {name} pushes") for name in bad_push}
         self._bad_push, self._n_elems, self._struck = bad_push, n_elems, struck
 
-    def checksum(self, value: int) -> int:
-        return checksum_of(value)
-
-    def damaged(self, value: int) -> int:
-        return value ^ 1 << 40
-
     def decoded(self, wire: Codec, base: int, written: int) -> int:
         return written
 
-    def model(self, name: str, generation: int, layout: Layout, chunk_bytes: int) -> ScaleModel:
+    def model(  # type: ignore[override]  # another kind of symbols
+        self, name: str, generation: int, layout: Layout, chunk_bytes: int
+    ) -> ScaleModel:
         return ScaleModel(name, generation, lambda: self._draw_norm(name))
 
     def shard(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int, pull_wire: str = "float32") -> ScaleShard:
