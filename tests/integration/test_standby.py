@@ -20,21 +20,19 @@ from support.ports import own_port
 
 from dips.core.errors import ConfigError, FatalError, RefusalCode, Refused
 from dips.core.messages import OperatorReply, OperatorRequest, ReplicaMessage, StatusReply, StatusRequest
-from dips.core.net.codec_protobuf import to_message
-from dips.core.net.grpc_calls import open_channel_aio, refused_from
+from dips.core.net.grpc_calls import open_channel_aio, refused_from, to_message
 from dips.core.net.security import INSECURE, Role
 from dips.core.observe.failpoints import armed
 from dips.core.protocol import OWN_HELLO
 from dips.local.authority import Authority
-from dips.master import replica, standby
+from dips.master import replica
 from dips.master.config import MasterConfig
 from dips.master.directory import MasterAddress
 from dips.master.journal import TAKE_OVER_EPOCHS, Journal, JournalReader, Retention, read_content
 from dips.master.process import serve
+from dips.master.replica import stand_by
 from dips.master.shell import MasterShell
-from dips.master.standby import stand_by
-from dips.master.state.effects import Halt
-from dips.master.state.events import OperatorAction, OperatorCall, Pause, Resume
+from dips.master.state.effects import Halt, OperatorAction, OperatorCall, Pause, Resume
 from dips.master.state.master import MasterMachine
 from dips.master.state.reasons import AlarmKind, WaitingCode
 from dips.master.state.slaves import NEWER_EPOCH_EXIT
@@ -49,7 +47,7 @@ def config_in(directory: Path, **knobs: object) -> MasterConfig:
 
 @pytest.fixture(autouse=True)
 def _two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standby, "PROCESS_ID", b"standby")
+    monkeypatch.setattr(replica, "PROCESS_ID", b"standby")
 
 
 def _called(token: int, action: OperatorAction) -> OperatorCall:
@@ -141,7 +139,7 @@ async def test_replica_has_each_decision_before_its_answer_and_takes_over_with_a
                 await first.decide()
                 assert records(tmp_path / "b") == records(tmp_path / "a")
             await first.shell.call(lambda token: OperatorCall(token, Pause(OperatorRequest("demo", "kept"))))
-            os.kill(os.getpid(), standby.TAKE_OVER)
+            os.kill(os.getpid(), replica.TAKE_OVER)
             assert await task is None
         async with master(tmp_path / "b", take_over=True) as second:
             assert second.here.epoch == 1 + TAKE_OVER_EPOCHS
@@ -157,7 +155,7 @@ async def test_master_that_took_over_ends_where_a_later_one_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a, b takes over; from b, c, at the address that a had. Then b comes back with the settings that it had."""
-    monkeypatch.setattr(standby, "REPLACED_PAUSE_S", 0.05)
+    monkeypatch.setattr(replica, "REPLACED_PAUSE_S", 0.05)
     address = f"127.0.0.1:{own_port()}"
     async with master(tmp_path / "a", listen=address) as first:
         async with following(config_in(tmp_path / "b", standby=address)):

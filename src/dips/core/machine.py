@@ -52,14 +52,19 @@ class MachineHistory:
         return list(self._lines)
 
 
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True)
 class Record:
     """An effect of every machine: write one line to the tape of its process. Each kind of line is a subclass, in
-    state/tape.py of its role."""
+    state/tape.py of its role, and a frozen dataclass whose fields have their names; `kind` is its name on the tape."""
 
     KIND: ClassVar[str] = ""
 
     cause: str
+
+    def __init_subclass__(cls, *, kind: str = "") -> None:
+        cls.KIND = kind
+        dataclass(frozen=True, kw_only=True)(cls)
 
     @property
     def kind(self) -> str:

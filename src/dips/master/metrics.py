@@ -17,8 +17,19 @@ from pathlib import Path
 from dips.core.clock import Clock
 from dips.core.messages import ClusterStatus, StatusReply
 from dips.core.net.security import INSECURE, METRICS_FILE, Security
-from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, Recent, Spec, disk_free_bytes, flag
-from dips.core.observe.metrics_server import LoopSnapshots, NotNow, serve_metrics, served
+from dips.core.observe.metrics import (
+    CERTIFICATE,
+    Families,
+    Instruments,
+    LoopSnapshots,
+    NotNow,
+    Recent,
+    Spec,
+    disk_free_bytes,
+    flag,
+    serve_metrics,
+    served,
+)
 from dips.core.release import VERSION
 from dips.master.archive import FILE_NAME, FOLDER
 from dips.master.config import MasterConfig
@@ -249,7 +260,16 @@ class Counts(Instruments):
         self.count_kind(record.kind)
         match record:
             case tape.RoundMoved(phase=phase):
-                self._moved(phase, now_s)
+                before, since_s = self._phase
+                if before != IDLE:
+                    self._phases.labels(before.lower()).observe(now_s - since_s)
+                elif self._opened_s is None:
+                    self._opened_s = now_s
+                if phase == "PUBLISH" and self._opened_s is not None:
+                    self._rounds.observe(now_s - self._opened_s)
+                if phase == IDLE:
+                    self._opened_s = None
+                self._phase = (phase, now_s)
             case tape.PushDecided(push=push, verdict=verdict, code=code):
                 self._verdicts.add((push.cluster, verdict.lower(), code))
             case tape.RoundJudged():
@@ -293,18 +313,6 @@ class Counts(Instruments):
             self._losses.counted(),
             self._judged,
         )
-
-    def _moved(self, to: str, now_s: float) -> None:
-        before, since_s = self._phase
-        if before != IDLE:
-            self._phases.labels(before.lower()).observe(now_s - since_s)
-        elif self._opened_s is None:
-            self._opened_s = now_s
-        if to == "PUBLISH" and self._opened_s is not None:
-            self._rounds.observe(now_s - self._opened_s)
-        if to == IDLE:
-            self._opened_s = None
-        self._phase = (to, now_s)
 
 
 # ---- metrics collector -----------------------------------------------------------------------------------------------
@@ -391,7 +399,12 @@ class Collector:
         ):
             _by_cluster(families, name, names, labels, counts)
         self._counters(families, now.view.status, shown)
-        _disk(families, self._directory)
+        directory = self._directory
+        parts = {"journal": [directory / FILE_NAME], "wal": [directory / f"{FILE_NAME}-wal"]}
+        parts["archive"] = list((directory / FOLDER).glob("*")) if (directory / FOLDER).is_dir() else []
+        families.each("journal_bytes", {part: sum(map(_size, files)) for part, files in parts.items()})
+        # None and no sample where the disk does not answer: an alert on the absence reports it.
+        families.set("disk_free_bytes", disk_free_bytes(directory))
         return families
 
     def _counters(self, families: Families, status: StatusReply, shown: Iterable[ClusterStatus]) -> None:
@@ -540,14 +553,6 @@ def _rounds(families: Families, now: MetricsMoment) -> None:
     kappas = [summary.kappa for summary in status.recent_rounds if summary.outcome == "commit"]
     known = [kappa for kappa in kappas if not math.isnan(kappa)]
     families.set("clip_active_ratio", sum(kappa < 1.0 for kappa in known) / len(known) if known else None)
-
-
-def _disk(families: Families, directory: Path) -> None:
-    parts = {"journal": [directory / FILE_NAME], "wal": [directory / f"{FILE_NAME}-wal"]}
-    parts["archive"] = list((directory / FOLDER).glob("*")) if (directory / FOLDER).is_dir() else []
-    families.each("journal_bytes", {part: sum(map(_size, files)) for part, files in parts.items()})
-    # None and no sample where the disk does not answer: an alert on the absence reports it.
-    families.set("disk_free_bytes", disk_free_bytes(directory))
 
 
 def _size(file: Path) -> int:

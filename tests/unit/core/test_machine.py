@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -93,10 +93,7 @@ def test_the_error_shows_only_the_end_of_a_long_story() -> None:
     assert "99.000" in str(caught.value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample(Record):
-    KIND = "sample"
-
+class Sample(Record, kind="sample"):
     push: PushId
     base: Version | None
     digest: bytes

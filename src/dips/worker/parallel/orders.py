@@ -16,7 +16,7 @@ from typing import Any, get_origin, get_type_hints
 
 from dips.core.errors import ConfigError, DipsError, FatalError, RefusalCode, Refused, RemoteProtocolError, RetryLater
 from dips.core.messages import DataRange
-from dips.core.net.codec_protobuf import decode, encode
+from dips.core.net.grpc_calls import decode, encode
 from dips.core.net.messages_pb2 import CODECS
 from dips.worker.commands import Command, Fetch, KeepPush, Send, ShareOut, Snapshot
 from dips.worker.state.effects import Cancel, ClearResidual, CopyBase, Install, KeepResidual
