@@ -452,8 +452,8 @@ class MasterShell:
             outcome = Halt(error.exit_code, str(error))
             _logger.critical("%s", error)
         else:
-            last_events = "\n  ".join(str(line) for line in self._events_seen.lines()[-30:])
             outcome = Halt(BUG_EXIT_CODE, f"a bug in the master: {type(error).__name__}: {error}")
+            last_events = self._events_seen.newest()
             _logger.critical("%s; the last events were:\n  %s", outcome.sentence, last_events, exc_info=error)
         self.stop(outcome)
 

@@ -99,16 +99,6 @@ class LinkState:
     def promising(self) -> bool:
         return self.phase.now is LinkPhase.PROMISING
 
-    def opened(self, now_s: float) -> None:
-        self.phase.move("linked", LinkPhase.GREETING, now_s)
-
-    def closed(self, now_s: float, why: str) -> None:
-        self.phase.move("unlinked", LinkPhase.DETACHED, now_s, why=why)
-
-    def fenced(self) -> None:
-        """This incarnation is over: the next hello asks for a new one."""
-        self.incarnation = None
-
     def welcomed(self, command: SlaveCommand, welcome: Welcome, now_s: float) -> bool:
         """Take a Welcome whose epoch was accepted. Returns whether it began a new incarnation of this slave."""
         self.phase.move("welcome", LinkPhase.PROMISING, now_s, command.cause_id)
@@ -211,7 +201,7 @@ class SlaveMachine:
     def _take(self, event: effects.Event, now_s: float) -> list[Effect]:
         match event:
             case effects.Linked():
-                self.link.opened(now_s)
+                self.link.phase.move("linked", LinkPhase.GREETING, now_s)
                 hello = SlaveHello(
                     OWN_HELLO,
                     self._data_endpoint,
@@ -223,11 +213,11 @@ class SlaveMachine:
                 )
                 return [effects.SendUp(hello)]
             case effects.Unlinked(why):
-                self.link.closed(now_s, why)
+                self.link.phase.move("unlinked", LinkPhase.DETACHED, now_s, why=why)
                 self._waiting.clear()
                 return []
             case effects.Fenced():
-                self.link.fenced()
+                self.link.incarnation = None
                 return []
             case effects.Commanded(command):
                 return self._commanded(command, now_s)
