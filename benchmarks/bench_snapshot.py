@@ -69,7 +69,7 @@ from dips.slave.data_server import DataServer
 from dips.slave.ring import Ring, SnapshotStore
 from dips.slave.shell import SlaveShell
 from dips.slave.snapshot_files import file_bytes
-from dips.slave.state import events
+from dips.slave.state import effects
 from dips.slave.state.slave import SlaveMachine
 from dips.slave.state.staging import Slot
 
@@ -216,7 +216,7 @@ class Slave:
         """Attached, configured, and once around its ring."""
         await self._engine.warm_up()
         self._data.start()
-        self._engine.handle(events.Linked())
+        self._engine.handle(effects.Linked())
         await self._said.get()
         self._tell(Welcome(Hello(PROTOCOL_MIN, PROTOCOL_VERSION), self._settings))
         await self._expect(Promised)
@@ -241,7 +241,7 @@ class Slave:
         self.v += 1
         push = PushId(ClusterId(PUSH), Incarnation(1, 1), self.v + 1)
         self._tell(OpenStaging(push, 1, 0, None, fence=0, tokens=1))
-        self._engine.handle(events.PushStaged(Slot(push, 1, 0, opening=self.v + 1), b"digest"))
+        self._engine.handle(effects.PushStaged(Slot(push, 1, 0, opening=self.v + 1), b"digest"))
         await self._expect(Staged)
         before = Version(1, self.v - 1) if self.v else None
         round_id, version = RoundId(1, self.v + 1), Version(1, self.v)
@@ -267,7 +267,7 @@ class Slave:
 
     def _tell(self, body: CommandBody) -> None:
         command = SlaveCommand(RUN, 1, Incarnation(1, 1), "bench", body)
-        self._engine.handle(events.Commanded(command))
+        self._engine.handle(effects.Commanded(command))
 
     async def _expect(self, kind: type[SlaveBody]) -> None:
         body = await asyncio.wait_for(self._said.get(), WAIT_S)

@@ -33,12 +33,12 @@ from support.hostile import n_files
 from support.strangers import Strangers
 
 from dips.core.allocator import keep_one_heap
-from dips.core.file_limit import raise_file_limit
+from dips.core.files import raise_file_limit
 from dips.core.net.grpc_calls import channel_options, open_channel
 from dips.core.net.keys import load_identity
 from dips.core.net.newcomers import AcceptFilter, Newcomers, files_of_process, origin_of
 from dips.local.authority import ensure_keys
-from dips.master.rpc.server import CallerWatch, _Certificates, most_connections, newcomer_bounds
+from dips.master.rpc import CallerWatch, _Certificates, most_connections, newcomer_bounds
 
 PEERS = 25
 METHOD = "/bench/Echo"

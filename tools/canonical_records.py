@@ -84,11 +84,11 @@ class RecordedSeedRun(SeedRun):
 
     def run(self) -> SeedOutcome:
         """Run the whole simulation."""
-        errors.watch_refusals(self._refused)
+        errors.watchers.append(self._refused)
         try:
             return super().run()
         finally:
-            errors.forget_refusals(self._refused)
+            errors.watchers.remove(self._refused)
 
     def record(self, who: str, kind: str, fields: Mapping[str, Any]) -> None:
         """Add one record, at the present virtual time."""

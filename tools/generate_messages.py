@@ -280,7 +280,7 @@ def _class(message: ProtoMessage) -> Iterator[str]:
 
 def codec_module(files: Sequence[ProtoFile]) -> str:
     about = (
-        "Copies each message into its protobuf message and back; core/net/codec_protobuf.py uses it.\n\n"
+        "Copies each message into its protobuf message and back; core/net/grpc_calls.py uses it.\n\n"
         "Reading checks presence and enums and refuses with MALFORMED; protobuf has checked the types."
     )
     messages = [message for one in files for message in one.messages]

@@ -35,7 +35,7 @@ from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer, LoopName
 from dips.slave.memory import ShardMemory, ThetaBuffer
 from dips.slave.process import SWITCH_INTERVAL_S
-from dips.slave.state.events import PushStaged
+from dips.slave.state.effects import PushStaged
 from dips.slave.state.staging import Slot
 from flows import baselines
 from flows.watched import ServedMetrics

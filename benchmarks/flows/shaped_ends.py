@@ -28,7 +28,7 @@ from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer
 from dips.slave.memory import ThetaBuffer
 from dips.slave.process import SWITCH_INTERVAL_S
-from dips.slave.state.events import PushStaged
+from dips.slave.state.effects import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
 from flows.ends import RUN, V0, parameters
 from flows.simulated import TransferMethod, settings_of

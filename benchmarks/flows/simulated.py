@@ -1,6 +1,6 @@
 """Simulates only transfers over links: compares the master's schedule with two methods without one.
 
-The real machines: dips.core.net.transfer and dips.core.net.flow on one side, dips.slave.state.credits on the other,
+The real machines: dips.core.net.transfer and dips.core.net.flow on one side, dips.slave.state.admission on the other,
 orders by dips.master.state.schedule. Links are first come, first served, with a rate for each process and direction
 and one delay for all ways (dips.lab.sim.network). Nothing is lost and no process dies: the simulation of whole runs
 (dips.lab.sim.seed_run) covers that.
@@ -22,7 +22,7 @@ from dips.core.placement import Placement
 from dips.lab.sim.kernel import Kernel
 from dips.lab.sim.network import LinkOccupancy, LinkPlan, ProcessRates
 from dips.master.state.schedule import TransferRequest, TransferScheduler, Way
-from dips.slave.state.credits import Credits
+from dips.slave.state.admission import Credits
 from dips.worker.data import window_of_rank
 
 MIB = 1 << 20

@@ -27,16 +27,15 @@ from support.waiting import NO_LIMIT_S
 from dips.core import messages
 from dips.core.clock import SystemClock
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
-from dips.core.net.codec_protobuf import decode, encode, from_message, to_message
-from dips.core.net.grpc_calls import channel_options, refused_from
+from dips.core.net.grpc_calls import channel_options, decode, encode, from_message, refused_from, to_message
 from dips.core.net.security import INSECURE
 from dips.core.observe.failpoints import armed, hits
 from dips.core.observe.tape import Tape
 from dips.local.authority import ensure_keys
 from dips.master.access import Access
-from dips.master.rpc.server import MasterServer
+from dips.master.rpc import MasterServer
 from dips.master.shell import MasterShell
-from dips.master.state import events
+from dips.master.state import effects
 from dips.master.state.effects import CloseLink, Effect, Halt, Refuse, Reply, ToSlave
 from dips.protos import clusters_pb2, clusters_pb2_grpc, operator_pb2, operator_pb2_grpc, slaves_pb2
 
@@ -68,7 +67,7 @@ class Served:
     def attach(self) -> Any:
         return self.channel.stream_stream("/dips.v1.Slaves/Attach")()
 
-    def reacts(self, react: Callable[[events.Event], Sequence[Effect]]) -> None:
+    def reacts(self, react: Callable[[effects.Event], Sequence[Effect]]) -> None:
         self.machine.react = react
 
 
@@ -85,8 +84,8 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     made.tape.close()
 
 
-def answering(event: events.Event) -> list[Effect]:
-    if isinstance(event, events.ClusterCall):
+def answering(event: effects.Event) -> list[Effect]:
+    if isinstance(event, effects.ClusterCall):
         return [
             Reply(event.token, BEAT if isinstance(event.request, messages.HeartbeatRequest) else messages.LeaveReply())
         ]
@@ -102,7 +101,7 @@ async def failed(call: Any) -> Refused | RetryLater:
 async def still_serves(served: Served) -> None:
     served.reacts(answering)
     await served.clusters.Leave(to_message(leave("after all that")), timeout=NO_LIMIT_S)
-    assert served.machine.of(events.ClusterCall)[-1].request == leave("after all that")
+    assert served.machine.of(effects.ClusterCall)[-1].request == leave("after all that")
 
 
 async def test_the_end_of_a_clusters_beats_is_told_once_no_stream_of_it_is_open(served: Served) -> None:
@@ -114,17 +113,17 @@ async def test_the_end_of_a_clusters_beats_is_told_once_no_stream_of_it_is_open(
         await stream.read()
     first.cancel()
     await served.clusters.Leave(to_message(leave("the cancelling has arrived before this")), timeout=NO_LIMIT_S)
-    assert not served.machine.of(events.BeatsEnded)
+    assert not served.machine.of(effects.BeatsEnded)
     second.cancel()
-    assert await served.machine.until(events.BeatsEnded) == events.BeatsEnded(caller().name, caller().incarnation)
-    assert len(served.machine.of(events.BeatsEnded)) == 1
+    assert await served.machine.until(effects.BeatsEnded) == effects.BeatsEnded(caller().name, caller().incarnation)
+    assert len(served.machine.of(effects.BeatsEnded)) == 1
 
 
 async def test_a_message_over_the_limit_is_refused_and_the_master_goes_on(served: Served) -> None:
     error = await failed(served.clusters.Leave(to_message(leave("x" * MAX_MESSAGE_BYTES)), timeout=NO_LIMIT_S))
     assert isinstance(error, Refused)
     assert "larger than max" in error.sentence
-    assert served.machine.of(events.ClusterCall) == []
+    assert served.machine.of(effects.ClusterCall) == []
     await still_serves(served)
 
 
@@ -143,19 +142,19 @@ async def test_every_method_of_the_protocol_is_served_and_passes_its_failpoint(s
             assert isinstance(error, Refused)
             assert error.code is RefusalCode.MALFORMED, f"{path}: {error.sentence}"
             assert hits() == ({f"master.rpc.before_{method.name}": 1} if is_unary else {})
-    assert served.machine.of(events.ClusterCall) == []
+    assert served.machine.of(effects.ClusterCall) == []
     await still_serves(served)
 
 
 async def test_a_caller_that_hangs_up_is_told_to_the_state(served: Served) -> None:
     call = served.clusters.Leave(to_message(leave()), timeout=NO_LIMIT_S)
-    held = await served.machine.until(events.ClusterCall)
+    held = await served.machine.until(effects.ClusterCall)
     call.cancel()
-    assert await served.machine.until(events.CallGone) == events.CallGone(held.token)
+    assert await served.machine.until(effects.CallGone) == effects.CallGone(held.token)
 
 
 async def test_a_refused_beat_ends_the_stream_with_its_reason(served: Served) -> None:
-    served.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, events.ClusterCall) else [])
+    served.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, effects.ClusterCall) else [])
     stream = served.clusters.Heartbeat(timeout=NO_LIMIT_S)
     await stream.write(to_message(messages.HeartbeatRequest(caller())))
     error = await failed(stream.read())
@@ -164,30 +163,30 @@ async def test_a_refused_beat_ends_the_stream_with_its_reason(served: Served) ->
 
 
 async def test_a_slave_is_heard_and_commanded_over_one_stream(served: Served) -> None:
-    def react(event: events.Event) -> list[Effect]:
-        if isinstance(event, events.SlaveSaid):
+    def react(event: effects.Event) -> list[Effect]:
+        if isinstance(event, effects.SlaveSaid):
             return [ToSlave(event.link, command(text)) for text in ("one", "two", "three")]
         return []
 
     served.reacts(react)
     stream = served.attach()
     await stream.write(encode(slave_hello()))
-    said = await served.machine.until(events.SlaveSaid)
+    said = await served.machine.until(effects.SlaveSaid)
     assert said.message == slave_hello()
     got = [decode(await stream.read(), messages.SlaveCommand) for _ in range(3)]
     assert got == [command("one"), command("two"), command("three")]
     await stream.write(encode(slave_message()))
-    second = await served.machine.until(events.SlaveSaid, 2)
+    second = await served.machine.until(effects.SlaveSaid, 2)
     assert (second.link, second.message) == (said.link, slave_message())
     await stream.done_writing()
-    assert await served.machine.until(events.SlaveLinkDown) == events.SlaveLinkDown(said.link)
+    assert await served.machine.until(effects.SlaveLinkDown) == effects.SlaveLinkDown(said.link)
 
 
 async def test_a_link_that_the_state_closes_ends_with_the_reason(served: Served) -> None:
     served.reacts(
         lambda event: (
             [ToSlave(event.link, command("last")), CloseLink(event.link, refusal("another took over"))]
-            if isinstance(event, events.SlaveSaid)
+            if isinstance(event, effects.SlaveSaid)
             else []
         )
     )
@@ -203,22 +202,22 @@ async def test_a_link_that_the_state_closes_ends_with_the_reason(served: Served)
 async def test_a_garbled_message_ends_that_link_alone(served: Served, garbage: bytes) -> None:
     good, bad = served.attach(), served.attach()
     await good.write(encode(slave_hello()))
-    link = (await served.machine.until(events.SlaveSaid)).link
+    link = (await served.machine.until(effects.SlaveSaid)).link
     await bad.write(garbage)
     error = await failed(bad.read())
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.MALFORMED
-    down = await served.machine.until(events.SlaveLinkDown)
+    down = await served.machine.until(effects.SlaveLinkDown)
     assert down.link != link
     await good.write(encode(slave_message()))
-    assert (await served.machine.until(events.SlaveSaid, 2)).link == link
+    assert (await served.machine.until(effects.SlaveSaid, 2)).link == link
     good.cancel()
 
 
 async def test_slaves_learn_that_the_master_ends(served: Served) -> None:
     stream = served.attach()
     await stream.write(encode(slave_hello()))
-    await served.machine.until(events.SlaveSaid)
+    await served.machine.until(effects.SlaveSaid)
     served.executor.stop(Halt(0, "stopped"))
     error = await failed(stream.read())
     assert isinstance(error, Refused)
@@ -228,8 +227,8 @@ async def test_slaves_learn_that_the_master_ends(served: Served) -> None:
 STATUS = messages.StatusReply("demo", 3, None, 1234, 0, "idle", None, 0.5, 0.0, "waiting for slave s1")
 
 
-def operating(event: events.Event) -> list[Effect]:
-    if isinstance(event, events.OperatorCall):
+def operating(event: effects.Event) -> list[Effect]:
+    if isinstance(event, effects.OperatorCall):
         return [
             Reply(
                 event.token,
@@ -242,9 +241,9 @@ def operating(event: events.Event) -> list[Effect]:
 @pytest.mark.parametrize(
     ("method", "request_", "action"),
     [
-        ("Pause", messages.OperatorRequest("demo", "r"), events.Pause(messages.OperatorRequest("demo", "r"))),
-        ("Resume", messages.OperatorRequest("demo", "r"), events.Resume(messages.OperatorRequest("demo", "r"))),
-        ("Stop", messages.OperatorRequest("demo", "r"), events.Stop(messages.OperatorRequest("demo", "r"))),
+        ("Pause", messages.OperatorRequest("demo", "r"), effects.Pause(messages.OperatorRequest("demo", "r"))),
+        ("Resume", messages.OperatorRequest("demo", "r"), effects.Resume(messages.OperatorRequest("demo", "r"))),
+        ("Stop", messages.OperatorRequest("demo", "r"), effects.Stop(messages.OperatorRequest("demo", "r"))),
         ("Evict", messages.EvictRequest("demo", "a", "r"), messages.EvictRequest("demo", "a", "r")),
         ("Drain", messages.DrainRequest("demo", "a", "r"), messages.DrainRequest("demo", "a", "r")),
         ("Extend", messages.ExtendRequest("demo", 7, True, "r"), messages.ExtendRequest("demo", 7, True, "r")),
@@ -256,7 +255,7 @@ async def test_each_action_reaches_the_state_as_itself(
     served.reacts(operating)
     reply = await getattr(served.operator, method)(to_message(request_), timeout=NO_LIMIT_S)
     assert from_message(reply, messages.OperatorReply) == messages.OperatorReply("done")
-    assert [call.action for call in served.machine.of(events.OperatorCall)] == [action]
+    assert [call.action for call in served.machine.of(effects.OperatorCall)] == [action]
 
 
 async def test_watch_ends_at_once_when_the_master_ends(served: Served) -> None:
@@ -293,7 +292,7 @@ async def test_an_answer_can_be_lost_after_the_call_was_decided(served: Served) 
         assert isinstance(error, RetryLater)
         assert "a failpoint loses the answer of Leave" in str(error)
         await served.clusters.Leave(to_message(leave("not lost")), timeout=NO_LIMIT_S)
-    assert [call.request for call in served.machine.of(events.ClusterCall)] == [leave("lost"), leave("not lost")]
+    assert [call.request for call in served.machine.of(effects.ClusterCall)] == [leave("lost"), leave("not lost")]
 
 
 async def test_a_beat_whose_answer_is_lost_ends_its_stream(served: Served) -> None:
@@ -305,14 +304,14 @@ async def test_a_beat_whose_answer_is_lost_ends_its_stream(served: Served) -> No
         assert from_message(await stream.read(), messages.HeartbeatReply) == BEAT
         await stream.write(beat)
         assert "a failpoint loses the answer of Heartbeat" in str(await failed(stream.read()))
-    assert len(served.machine.of(events.ClusterCall)) == 2
+    assert len(served.machine.of(effects.ClusterCall)) == 2
 
 
 async def test_what_a_slave_says_and_hears_can_be_lost_or_doubled(served: Served) -> None:
     served.reacts(
         lambda event: (
             [ToSlave(event.link, command(text)) for text in ("one", "two", "three")]
-            if isinstance(event, events.SlaveSaid) and len(served.machine.of(events.SlaveSaid)) == 2
+            if isinstance(event, effects.SlaveSaid) and len(served.machine.of(effects.SlaveSaid)) == 2
             else []
         )
     )
@@ -320,29 +319,29 @@ async def test_what_a_slave_says_and_hears_can_be_lost_or_doubled(served: Served
     with armed("master.slave_stream.before_hear=1*drop->1*dup;master.slave_stream.before_send=1*drop->1*dup"):
         await stream.write(encode(slave_hello()))
         await stream.write(encode(slave_message()))
-        await served.machine.until(events.SlaveSaid, 2)
+        await served.machine.until(effects.SlaveSaid, 2)
         got = [decode(await stream.read(), messages.SlaveCommand) for _ in range(3)]
-    assert [said.message for said in served.machine.of(events.SlaveSaid)] == [slave_message(), slave_message()]
+    assert [said.message for said in served.machine.of(effects.SlaveSaid)] == [slave_message(), slave_message()]
     assert got == [command("two"), command("two"), command("three")]
     stream.cancel()
 
 
 async def test_a_watch_whose_answer_is_lost_ends(served: Served) -> None:
     status = run_status(clusters=())
-    served.reacts(lambda event: [Reply(event.token, status)] if isinstance(event, events.OperatorCall) else [])
+    served.reacts(lambda event: [Reply(event.token, status)] if isinstance(event, effects.OperatorCall) else [])
     watching = served.operator.Watch(to_message(messages.WatchRequest(interval_s=0.1)), timeout=NO_LIMIT_S)
     with armed("master.rpc.after_Watch=1*off->drop;master.rpc.before_Watch=note"):
         assert from_message(await watching.read(), messages.StatusReply) == status
         assert isinstance(await failed(watching.read()), RetryLater)
         assert hits() == {"master.rpc.after_Watch": 2, "master.rpc.before_Watch": 2}
-    assert len(served.machine.of(events.OperatorCall)) == 2
+    assert len(served.machine.of(effects.OperatorCall)) == 2
 
 
 STRANGER = """
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from dips.master.rpc.server import grpc
+from dips.master.rpc import grpc
 from dips.core.net.keys import load_identity
 
 identity = load_identity(Path("keys/master"))

@@ -35,7 +35,7 @@ from dips.slave import serve_numba
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import MOST_FRAMES, RECEIVE_BATCH, DataServer, LoopName
 from dips.slave.memory import ShardMemory, ThetaBuffer
-from dips.slave.state.events import PushStaged
+from dips.slave.state.effects import PushStaged
 from dips.slave.state.staging import Slot
 
 CHUNK_BYTES = 1 << 20

@@ -20,8 +20,7 @@ from support.ports import own_port
 
 from dips.core.errors import ConfigError, FatalError, RefusalCode, Refused
 from dips.core.messages import OperatorReply, OperatorRequest, ReplicaMessage, StatusReply, StatusRequest
-from dips.core.net.codec_protobuf import to_message
-from dips.core.net.grpc_calls import open_channel_aio, refused_from
+from dips.core.net.grpc_calls import open_channel_aio, refused_from, to_message
 from dips.core.net.security import INSECURE, Role
 from dips.core.observe.failpoints import armed
 from dips.core.protocol import OWN_HELLO
@@ -33,8 +32,7 @@ from dips.master.journal import TAKE_OVER_EPOCHS, Journal, JournalReader, Retent
 from dips.master.process import serve
 from dips.master.shell import MasterShell
 from dips.master.standby import stand_by
-from dips.master.state.effects import Halt
-from dips.master.state.events import OperatorAction, OperatorCall, Pause, Resume
+from dips.master.state.effects import Halt, OperatorAction, OperatorCall, Pause, Resume
 from dips.master.state.master import MasterMachine
 from dips.master.state.reasons import AlarmKind, WaitingCode
 from dips.master.state.slaves import NEWER_EPOCH_EXIT

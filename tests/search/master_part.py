@@ -16,25 +16,23 @@ from dips.core.machine import MachineHistory
 from dips.core.messages import Caller, DataPlan, Hello, JoinRequest, SlaveHello, SlaveMessage
 from dips.master.state.effects import (
     BeginAgain,
-    CloseLink,
-    Effect,
-    Halt,
-    Record,
-    Refuse,
-    Reply,
-    ToSlave,
-    WriteJournal,
-)
-from dips.master.state.events import (
     CallGone,
+    CloseLink,
     ClusterCall,
+    Effect,
     Event,
+    Halt,
     JournalWritten,
     OperatorAction,
     OperatorCall,
+    Record,
+    Refuse,
+    Reply,
     SlaveLinkDown,
     SlaveSaid,
     Tick,
+    ToSlave,
+    WriteJournal,
 )
 from dips.master.state.master import MasterMachine
 from dips.master.state.records import Member, ReshardPhase, RoundPhase

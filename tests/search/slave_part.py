@@ -35,8 +35,8 @@ from dips.core.messages import (
 )
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec, encoded_bytes
-from dips.slave.state import effects, events
-from dips.slave.state.moves import cancelled
+from dips.slave.mover import cancelled
+from dips.slave.state import effects
 from dips.slave.state.slave import SlaveMachine
 from dips.slave.state.staging import ShardMap, Slot, Staging, StagingTable
 from search.bounds import BLOCK_BYTES, LAYOUT, RUN, T0_S
@@ -146,15 +146,15 @@ class SlavePart:
 
     def dial(self, link: int) -> list[Out]:
         self.link = link
-        return self._handle(events.Linked())
+        return self._handle(effects.Linked())
 
     def unlinked(self, fenced: bool) -> list[Out]:
         self.link = None
-        outs = self._handle(events.Fenced()) if fenced else []
-        return [*outs, *self._handle(events.Unlinked("it broke"))]
+        outs = self._handle(effects.Fenced()) if fenced else []
+        return [*outs, *self._handle(effects.Unlinked("it broke"))]
 
     def hear(self, command: SlaveCommand) -> list[Out]:
-        return self._handle(events.Commanded(command))
+        return self._handle(effects.Commanded(command))
 
     def put(self, headers: Sequence[DataHeader], payload: PieceNames) -> list[Out]:
         """Chunks arrive, one after another; a refused one changes nothing."""
@@ -180,7 +180,7 @@ class SlavePart:
         return self._say_staged(staging) if table.land(staging, landing, header.checksum) else []
 
     def _say_staged(self, staging: Staging) -> list[Out]:
-        return self._handle(events.PushStaged(staging.slot, staging.digest()))
+        return self._handle(effects.PushStaged(staging.slot, staging.digest()))
 
     def _payload(self, slot: Slot) -> PieceNames:
         """The content of a slot of staging memory."""
@@ -213,10 +213,10 @@ class SlavePart:
             move.to_version, move.round, move.layout_hash, move.placement.placement_hash, move.theta_digest, False
         )
         self.disk[info.version, info.round] = SnapshotOnDisk(info, blocks, content)
-        return self._handle(events.Done(job, info, self._infos()))
+        return self._handle(effects.Done(job, info, self._infos()))
 
     def _move_failed(self, job: int, code: RefusalCode, why: str) -> list[Out]:
-        return self._handle(events.Failed(job, Refusal(code, why, 1.0)))
+        return self._handle(effects.Failed(job, Refusal(code, why, 1.0)))
 
     def kill(self) -> list[Out]:
         """kill -9, and another process over the same directory."""
@@ -261,7 +261,7 @@ class SlavePart:
 
     # ---- effects ----
 
-    def _handle(self, event: events.Event) -> list[Out]:
+    def _handle(self, event: effects.Event) -> list[Out]:
         outs: list[Out] = []
         for effect in self.state.handle(event, T0_S):
             outs += self._carry_out(effect)
@@ -277,7 +277,7 @@ class SlavePart:
                 return [("hang up", self.link)]
             case effects.SavePromise(epoch):
                 self.promised = max(self.promised, epoch)
-                return self._handle(events.PromiseSaved(epoch))
+                return self._handle(effects.PromiseSaved(epoch))
             case effects.HoldSlots(slots):
                 return self._hold(slots)
             case effects.Serve(epoch):
@@ -299,7 +299,7 @@ class SlavePart:
                 if self.move is None or self.move[0] != job:
                     return []
                 refused, self.move = cancelled(self.move[1]), None
-                return self._handle(events.Failed(job, Refusal(refused.code, refused.sentence, 1.0)))
+                return self._handle(effects.Failed(job, Refusal(refused.code, refused.sentence, 1.0)))
             case effects.ReadRecord(asked_by, command):
                 return self._read_record(asked_by, command.version, command.round)
             case _:
@@ -311,19 +311,19 @@ class SlavePart:
         match run.command:
             case (Configure() | Commit()) as command if run.shadow is not None:
                 info = self._commit(run.shadow, command.commit_hash, command.commit_record, run.durable)
-                return self._handle(events.Done(run.number, info, self._infos()))
+                return self._handle(effects.Done(run.number, info, self._infos()))
             case Configure() as command:
                 return self._load(run.number, command, run.source)
             case Measure(round_id):
                 measured = Measured(round_id, self._measure(run.slots))
-                return self._handle(events.Done(run.number, measured))
+                return self._handle(effects.Done(run.number, measured))
             case Prepare() as command:
                 info = self._prepare(command, run.slots, run.durable)
-                return self._handle(events.Done(run.number, info, self._infos()))
+                return self._handle(effects.Done(run.number, info, self._infos()))
             case ListShard(round_id):
                 current = self.memory[max(self.memory)][1]
                 sums = [sums_of(self.blocks, self.chunk_bytes, current, momentum) for momentum in (False, True)]
-                return self._handle(events.Done(run.number, ShardList(round_id, sums[0], sums[1])))
+                return self._handle(effects.Done(run.number, ShardList(round_id, sums[0], sums[1])))
             case MoveBlocks() as command:
                 self.move = (run.number, command)
         return []
@@ -350,10 +350,10 @@ class SlavePart:
             file = self.disk[source.version, source.round]
             if self.digest(file) != configure.load_digest:
                 wrong = Refusal(RefusalCode.DIGEST, "the snapshot is not what was committed")
-                return self._handle(events.Failed(job, wrong))
+                return self._handle(effects.Failed(job, wrong))
             source = self._named(source, configure)
             current = self._commit(source, configure.commit_hash, configure.commit_record)
-        return self._handle(events.Done(job, current, self._infos()))
+        return self._handle(effects.Done(job, current, self._infos()))
 
     def _named(self, source: SnapshotInfo, configure: Configure) -> SnapshotInfo:
         """Rename the origin after a rollback, and drop the versions after it."""
@@ -373,7 +373,7 @@ class SlavePart:
             answer = CommitRecord(version, round_id, b"", Refusal(RefusalCode.VERSION_GONE, "it is not here"))
         else:
             answer = CommitRecord(version, round_id, file.record)
-        return self._handle(events.RecordRead(asked_by, answer))
+        return self._handle(effects.RecordRead(asked_by, answer))
 
     def _measure(self, slots: tuple[Slot, ...]) -> tuple[BlockGram, ...]:
         payloads = [self._payload(slot) for slot in slots]

@@ -29,8 +29,8 @@ from dips.slave import serve_numba
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer, LoopName
 from dips.slave.memory import ThetaBuffer
-from dips.slave.state.credits import HELD
-from dips.slave.state.events import PushStaged
+from dips.slave.state.admission import HELD
+from dips.slave.state.effects import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
 
 RUN = "run"

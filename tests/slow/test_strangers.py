@@ -16,11 +16,11 @@ from support.strangers import Strangers
 from support.waiting import until
 from support.whole_run import NumpyCluster, WholeRun
 
-from dips.core.observe.metrics_server import MOST_CONNECTIONS
+from dips.core.observe.metrics import MOST_CONNECTIONS
 from dips.local.authority import ensure_keys
 from dips.master.page.access import read_page_url
-from dips.master.page.event_buffer import MAX_NEWCOMERS
-from dips.master.rpc.server import most_connections
+from dips.master.page.history import MAX_NEWCOMERS
+from dips.master.rpc import most_connections
 from dips.slave.connections import NEWCOMERS
 
 N = 20_000

@@ -23,7 +23,7 @@ from dips.slave import serve_numba
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer
 from dips.slave.memory import ThetaBuffer
-from dips.slave.state.events import PushStaged
+from dips.slave.state.effects import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
 
 F32 = NDArray[np.float32]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import grpc
 
 from dips.core.messages import Refusal
-from dips.core.net.codec_protobuf import encode
-from dips.core.net.grpc_calls import REFUSAL_KEY
+from dips.core.net.grpc_calls import REFUSAL_KEY, encode
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 

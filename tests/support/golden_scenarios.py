@@ -20,9 +20,19 @@ from dips.core.errors import Refused
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.layout import Layout
 from dips.master.state import effects as out
-from dips.master.state import events, tape
-from dips.master.state.effects import Effect
-from dips.master.state.events import Pause, Resume, Stop
+from dips.master.state import tape
+from dips.master.state.effects import (
+    ClusterCall,
+    Effect,
+    Event,
+    JournalWritten,
+    OperatorCall,
+    Pause,
+    Resume,
+    SlaveLinkDown,
+    SlaveSaid,
+    Stop,
+)
 
 LEFT_OUT = {
     "layout", "layout_hash", "placement", "placement_hash", "hello", "settings", "commit_hash", "commit_record",
@@ -53,14 +63,14 @@ class Transcript(Bench):
         super().start_master()
         handle = self.state.handle
 
-        def written(event: events.Event, now_s: float) -> list[Effect]:
+        def written(event: Event, now_s: float) -> list[Effect]:
             effects = handle(event, now_s)
             self._write(event, effects)
             return effects
 
         self.state.handle = written  # type: ignore[method-assign]
 
-    def _write(self, event: events.Event, effects: Sequence[Effect]) -> None:
+    def _write(self, event: Event, effects: Sequence[Effect]) -> None:
         head = self._event(event)
         lines = _together([line for effect in effects if (line := self._effect(effect))])
         if head or lines:
@@ -70,21 +80,21 @@ class Transcript(Bench):
         """Calls are numbered as they are shown: those that are left out take no number."""
         return self._numbers.setdefault(token, len(self._numbers) + 1)
 
-    def _event(self, event: events.Event) -> str:
+    def _event(self, event: Event) -> str:
         match event:
-            case events.ClusterCall(token, request):
+            case ClusterCall(token, request):
                 name = type(request).__name__.removesuffix("Request")
                 if name == "Heartbeat":
                     return ""
                 return f"{request.caller.name} > {name}({_fields(request)}) [{self._call(token)}]"
-            case events.OperatorCall(_, action):
+            case OperatorCall(_, action):
                 return f"operator > {type(action).__name__}" if "Status" not in type(action).__name__ else ""
-            case events.SlaveSaid(_, message):
+            case SlaveSaid(_, message):
                 quiet = isinstance(message.body, QUIET)
                 return "" if quiet else f"{message.caller.name} > {_brief(message.body)}"
-            case events.JournalWritten(entry_id):
+            case JournalWritten(entry_id):
                 return f"durable: {self._entries[entry_id]}"
-            case events.SlaveLinkDown(link):
+            case SlaveLinkDown(link):
                 return f"the stream of {self.by_link[link].name} breaks"
             case _:
                 return ""

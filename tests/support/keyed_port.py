@@ -25,7 +25,7 @@ from dips.slave import serve_numba
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer, LoopName
 from dips.slave.memory import ShardMemory
-from dips.slave.state.events import PushStaged
+from dips.slave.state.effects import PushStaged
 from dips.slave.state.staging import Slot
 
 RUN = "a-run-of-some-name"

@@ -18,7 +18,7 @@ from dips.core import messages as m
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
-from dips.master.state import effects, events
+from dips.master.state import effects
 from dips.master.state.effects import Halt, Log, Record
 from dips.master.state.master import MasterMachine
 from dips.master.state.shared import RunConfig
@@ -65,7 +65,7 @@ class BenchSlave:
 
     def say(self, body: Any) -> None:
         caller = m.Caller(self.bench.run_id, self.bench.epoch, self.name, self.incarnation, f"{self.name}")
-        self.bench.event(events.SlaveSaid(self.link, m.SlaveMessage(caller, body)))
+        self.bench.event(effects.SlaveSaid(self.link, m.SlaveMessage(caller, body)))
 
     def attach(self) -> None:
         self.link = self.bench.new_link()
@@ -78,7 +78,7 @@ class BenchSlave:
 
     def die(self) -> None:
         self.alive = False
-        self.bench.event(events.SlaveLinkDown(self.link))
+        self.bench.event(effects.SlaveLinkDown(self.link))
 
     def lose(self, *versions: Version) -> None:
         for version in versions or list(self.snapshots):
@@ -260,7 +260,7 @@ class Bench:
         self.slaves = [BenchSlave(self, f"s{i}") for i in range(n_slaves)]
         self._token = 0
         self._link = 0
-        self._queue: list[events.Event] = []
+        self._queue: list[effects.Event] = []
         self.start_master()
 
     def start_master(self) -> None:
@@ -270,7 +270,7 @@ class Bench:
         self.state = MasterMachine(self.config, self.epoch, self.snapshot, WALL_OFFSET_S)
         self._carry_out(self.state.start(self.now_s))
 
-    def event(self, event: events.Event) -> None:
+    def event(self, event: effects.Event) -> None:
         self._queue.append(event)
         if len(self._queue) > 1:
             return  # taken up, in order, by the outermost call
@@ -314,7 +314,7 @@ class Bench:
 
     def write_journal(self, entry: effects.WriteJournal) -> None:
         self.snapshot = entry.snapshot_json
-        self.event(events.JournalWritten(entry.entry_id))
+        self.event(effects.JournalWritten(entry.entry_id))
 
     def new_link(self) -> int:
         self._link += 1
@@ -331,17 +331,17 @@ class Bench:
             for name in list(self.clusters):
                 if name not in self.silent:
                     self.beat(name)
-            self.event(events.Tick())
+            self.event(effects.Tick())
 
     def jump(self, seconds: float) -> None:
         self.now_s += seconds
-        self.event(events.Tick())
+        self.event(effects.Tick())
 
     # ---- calls ----
 
     def call(self, request: Any) -> int:
         self._token += 1
-        self.event(events.ClusterCall(self._token, request))
+        self.event(effects.ClusterCall(self._token, request))
         return self._token
 
     def ask(self, request: Any) -> Any:
@@ -361,7 +361,7 @@ class Bench:
 
     def operate(self, action: Any) -> Any:
         self._token += 1
-        self.event(events.OperatorCall(self._token, action))
+        self.event(effects.OperatorCall(self._token, action))
         return self.result(self._token)
 
     def status(self) -> m.StatusReply:

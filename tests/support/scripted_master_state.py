@@ -9,8 +9,7 @@ from typing import TypeVar
 from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation
-from dips.master.state.effects import Effect, WriteJournal
-from dips.master.state.events import Event
+from dips.master.state.effects import Effect, Event, WriteJournal
 
 E = TypeVar("E")
 

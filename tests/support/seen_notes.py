@@ -66,8 +66,8 @@ def note() -> None:
     if not path or (_notes is not None and _notes.path == path):
         return
     _notes = _Notes(path)
-    machine.observe(_notes.moved)
-    errors.watch_refusals(_notes.refused)
+    machine.observers.append(_notes.moved)
+    errors.watchers.append(_notes.refused)
 
 
 def read_log(text: str) -> Seen:

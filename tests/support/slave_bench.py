@@ -10,7 +10,7 @@ from support.slave_wire import RUN, configure_for, open_staging, prepare_of
 from dips.core import messages
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
-from dips.slave.state import effects, events
+from dips.slave.state import effects
 from dips.slave.state.effects import Effect, JobCommand
 from dips.slave.state.shard import ShardPhase
 from dips.slave.state.slave import SlaveMachine
@@ -57,7 +57,7 @@ class SlaveBench:
     def phase(self) -> ShardPhase:
         return self.state.shard.phase.now
 
-    def give(self, event: events.Event) -> list[Effect]:
+    def give(self, event: effects.Event) -> list[Effect]:
         self.now_s += 1
         out = self.state.handle(event, self.now_s)
         shard = self.state.shard
@@ -69,7 +69,7 @@ class SlaveBench:
 
     def command(self, body: messages.CommandBody, **changes: Any) -> list[Effect]:
         fields: dict[str, Any] = {"run_id": RUN, "epoch": self.epoch, "incarnation": self.incarnation}
-        return self.give(events.Commanded(messages.SlaveCommand(**(fields | changes), cause_id="cause", body=body)))
+        return self.give(effects.Commanded(messages.SlaveCommand(**(fields | changes), cause_id="cause", body=body)))
 
     def refused(self, body: messages.CommandBody) -> messages.Refusal:
         """Why the only answer to this command is that it cannot be."""
@@ -78,13 +78,13 @@ class SlaveBench:
         return answer(self.command(body), messages.RoundRefused).refusal
 
     def link(self) -> list[Effect]:
-        return self.give(events.Linked())
+        return self.give(effects.Linked())
 
     def welcome(self, epoch: int = 1, n: int = 1, settings: messages.Settings | None = None) -> list[Effect]:
         self.epoch, self.incarnation = epoch, Incarnation(epoch, n)
         hello = messages.Hello(PROTOCOL_MIN, PROTOCOL_VERSION)
         out = self.command(messages.Welcome(hello, settings or self.settings))
-        return out + self.give(events.PromiseSaved(epoch))
+        return out + self.give(effects.PromiseSaved(epoch))
 
     def attach(self, epoch: int = 1, n: int = 1) -> SlaveBench:
         self.link()
@@ -96,14 +96,14 @@ class SlaveBench:
         return self.state.shard.job.number
 
     def done(self, info: messages.SnapshotInfo | None = None) -> list[Effect]:
-        return self.give(events.Done(self.job(), info, self.disk))
+        return self.give(effects.Done(self.job(), info, self.disk))
 
     def measured(self) -> list[Effect]:
         job = self.state.shard.job
         assert job is not None
         assert isinstance(job.command, messages.Measure)
         return self.give(
-            events.Done(job.number, messages.Measured(job.command.round, (messages.BlockGram(0, (1.0,), (0,)),)))
+            effects.Done(job.number, messages.Measured(job.command.round, (messages.BlockGram(0, (1.0,), (0,)),)))
         )
 
     def prepared(self, info: messages.SnapshotInfo) -> list[Effect]:
@@ -115,7 +115,7 @@ class SlaveBench:
         return self.done(info)
 
     def failed(self, refusal: messages.Refusal) -> list[Effect]:
-        return self.give(events.Failed(self.job(), refusal))
+        return self.give(effects.Failed(self.job(), refusal))
 
     def ready(self, info: messages.SnapshotInfo | None = None) -> SlaveBench:
         self.attach()
@@ -132,7 +132,7 @@ class SlaveBench:
 
     def stage(self, push: PushId, slot: int, attempt: int = 1) -> list[Effect]:
         opened = slot_of(self.command(open_staging(push, slot, attempt)), push)
-        return self.give(events.PushStaged(opened, b"digest"))
+        return self.give(effects.PushStaged(opened, b"digest"))
 
     def prepare(self, round_id: RoundId = R2, to: Version = V1, from_version: Version | None = V0) -> list[Effect]:
         return self.command(prepare(round_id, to, from_version))

@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dips.judge.pack import SUMS, pack_run
-from dips.judge.slow_rounds import render_slow_rounds, slow_rounds
-from dips.judge.story import render, tell_story
+from dips.judge.story import render, render_slow_rounds, slow_rounds, tell_story
 from dips.judge.verify import NOT_APPLICABLE, OK, VerifyReport, verify_run
 
 RunDirArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, finished or live.")]

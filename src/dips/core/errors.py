@@ -81,7 +81,7 @@ class Refused(DipsError):
         self.code = code
         self.sentence = sentence
         self.retry_after_s = retry_after_s
-        for watcher in _watchers:
+        for watcher in tuple(watchers):
             watcher(code, str(sys._getframe(1).f_globals.get("__name__", "")))
 
 
@@ -90,20 +90,8 @@ _EXITS = {RefusalCode.NAME_TAKEN: NAME_TAKEN_EXIT, RefusalCode.IDENTITY: KEYS_RE
 Watcher = Callable[[RefusalCode, str], None]
 """Gets the code of a refusal that is made, and the name of the module that makes it."""
 
-_watchers: tuple[Watcher, ...] = ()
-
-
-def watch_refusals(watcher: Watcher) -> None:
-    """Call `watcher` for every Refused that this process makes, until forget_refusals(watcher)."""
-    global _watchers
-    if watcher not in _watchers:
-        _watchers = (*_watchers, watcher)
-
-
-def forget_refusals(watcher: Watcher) -> None:
-    """Stop calling `watcher`; nothing happens when it was not there."""
-    global _watchers
-    _watchers = tuple(known for known in _watchers if known != watcher)
+watchers: list[Watcher] = []
+"""Called for every Refused that this process makes."""
 
 
 class RetryLater(DipsError):

@@ -26,40 +26,33 @@ HISTORY_LENGTH = 256
 """Steps that a machine's history keeps; 256 steps of about 200 bytes are 50 KB for each machine."""
 
 
-@dataclass(frozen=True)
-class HistoryLine:
-    """One step of one machine."""
-
-    at_s: float
-    machine: str
-    cause: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.at_s:.3f} [{self.cause}] {self.machine}: {self.text}"
-
-
 class MachineHistory:
-    """The bounded log of what happened and why, oldest first."""
+    """The bounded log of what happened and why, one line for each step, oldest first."""
 
     def __init__(self) -> None:
-        self._lines: deque[HistoryLine] = deque(maxlen=HISTORY_LENGTH)
+        self.lines: deque[str] = deque(maxlen=HISTORY_LENGTH)
 
     def add(self, at_s: float, machine: str, cause: str, text: str) -> None:
-        self._lines.append(HistoryLine(at_s, machine, cause, text))
+        self.lines.append(f"{at_s:.3f} [{cause}] {machine}: {text}")
 
-    def lines(self) -> list[HistoryLine]:
-        return list(self._lines)
+    def newest(self) -> str:
+        """The last lines, for the sentence of an error."""
+        return "\n  ".join([*self.lines][-30:])
 
 
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True)
 class Record:
     """An effect of every machine: write one line to the tape of its process. Each kind of line is a subclass, in
-    state/tape.py of its role."""
+    state/tape.py of its role, and a frozen dataclass whose fields have their names; `kind` is its name on the tape."""
 
     KIND: ClassVar[str] = ""
 
     cause: str
+
+    def __init_subclass__(cls, *, kind: str = "") -> None:
+        cls.KIND = kind
+        dataclass(frozen=True, kw_only=True)(cls)
 
     @property
     def kind(self) -> str:
@@ -132,26 +125,15 @@ class Transition(Generic[P]):
 
 Observer = Callable[[Transition[Any]], None]
 
+observers: list[Observer] = []
+"""Called before every move of every machine in this process."""
+
 _tables: list[TransitionTable[Any]] = []
-_observers: tuple[Observer, ...] = ()
 
 
 def tables() -> list[TransitionTable[Any]]:
     """Every table that was made in this process, in the order of their modules' import."""
     return list(_tables)
-
-
-def observe(observer: Observer) -> None:
-    """Call `observer` before every move of every machine in this process, until forget(observer)."""
-    global _observers
-    if observer not in _observers:
-        _observers = (*_observers, observer)
-
-
-def forget(observer: Observer) -> None:
-    """Stop calling `observer`; nothing happens when it was not there."""
-    global _observers
-    _observers = tuple(known for known in _observers if known != observer)
 
 
 class Phase(Generic[P]):
@@ -170,12 +152,11 @@ class Phase(Generic[P]):
         Raises LocalProtocolError, phase unchanged, when the table has no such arrow.
         """
         if to not in self._table.rows.get((self.now, input_name), frozenset()):
-            story = "\n  ".join(str(line) for line in self._story.lines()[-30:])
             raise LocalProtocolError(
                 f"{self._label}: no transition from {self.now.value} to {to.value} upon {input_name}; "
-                f"its history:\n  {story}"
+                f"its history:\n  {self._story.newest()}"
             )
-        for observer in _observers:
+        for observer in tuple(observers):
             observer(Transition(self._table, self.now, input_name, to))
         text = f"{self.now.value} -> {to.value} upon {input_name}" + (f": {why}" if why else "")
         self._story.add(at_s, self._label, cause, text)

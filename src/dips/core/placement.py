@@ -28,7 +28,7 @@ _MOMENTUM_BYTES = 8
 """Momentum v and v+1, which is never in a file: every outer step reads and writes all of it."""
 
 KEPT_PRODUCTS = 3
-"""Pairs of pushes whose products a slave keeps of each chunk (slave/landing.py)."""
+"""Pairs of pushes whose products a slave keeps of each chunk (slave/data_port.py)."""
 
 BYTES_PER_GRAM = 32
 """Of a block's number and the frames around it, in the answer to MEASURE."""

@@ -86,7 +86,10 @@ class Sites(Knobs):
         lines += [
             f"{self.names[i]:<{width}}  {choice.demand[i]:>14.6g}  {choice.demand[i] / best:>11.1%}" for i in order
         ]
-        return "\n".join([*lines, self._sentence(choice)])
+        parts = zip(self.clusters, self.bandwidth_gbps[choice.index], self.tokens_per_s, strict=True)
+        terms = " + ".join(f"{gbps:g} x {tokens:g} ({name})" for name, gbps, tokens in parts)
+        demand = choice.demand[choice.index]
+        return "\n".join([*lines, f"Place the parameter servers at {self.names[choice.index]}: {terms} = {demand:.6g}"])
 
     def to_json(self) -> dict[str, Any]:
         """For --json: the chosen site, its index, and the demand of every site by name."""
@@ -96,12 +99,6 @@ class Sites(Knobs):
             "index": choice.index,
             "demand": dict(zip(self.names, choice.demand, strict=True)),
         }
-
-    def _sentence(self, choice: SiteChoice) -> str:
-        parts = zip(self.clusters, self.bandwidth_gbps[choice.index], self.tokens_per_s, strict=True)
-        terms = " + ".join(f"{gbps:g} x {tokens:g} ({name})" for name, gbps, tokens in parts)
-        demand = choice.demand[choice.index]
-        return f"Place the parameter servers at {self.names[choice.index]}: {terms} = {demand:.6g}"
 
 
 def choose_server_site(bandwidth_gbps: Sequence[Sequence[float]], tokens_per_s: Sequence[float]) -> SiteChoice:

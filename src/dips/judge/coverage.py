@@ -229,21 +229,18 @@ class _SlaveTape:
         went_back = any(round_id < one for one in self._went_back)
         for life in self._lives:
             if round_id <= life.begin or (went_back and life.oldest is not None and round_id < life.oldest):
-                return self._between(before, life, went_back)
+                # went_back: the run did later, perhaps because this slave's directory, with its tape, was put back.
+                if before is None:
+                    return f"begins with incarnation {_say(life.first)}" if life.starts else COVERED
+                if before.last is None or life.first is None:
+                    return COVERED
+                if went_back or self._master.may_have_seen(self._name, before.last, life.first):
+                    return f"has no line between incarnations {_say(before.last)} and {_say(life.first)}"
+                return COVERED
             if life.newest is not None and (round_id < life.newest or (round_id == life.newest and not ended)):
                 return COVERED
             before = life
         return self._after(before) if before is not None else "says of no attachment to the master"
-
-    def _between(self, before: _Life | None, life: _Life, went_back: bool) -> str:
-        """went_back: the run did later, perhaps because this slave's directory, with its tape, was put back."""
-        if before is None:
-            return f"begins with incarnation {_say(life.first)}" if life.starts else COVERED
-        if before.last is None or life.first is None:
-            return COVERED
-        if went_back or self._master.may_have_seen(self._name, before.last, life.first):
-            return f"has no line between incarnations {_say(before.last)} and {_say(life.first)}"
-        return COVERED
 
     def _after(self, life: _Life) -> str:
         if life.ended and life.last is not None and not self._master.may_have_seen(self._name, life.last, None):

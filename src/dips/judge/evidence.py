@@ -20,7 +20,6 @@ from dips.judge.coverage import COVERED, KILLED, Coverage
 from dips.judge.facts import (
     MERGES,
     Fields,
-    Gap,
     History,
     Pair,
     PushKey,
@@ -107,7 +106,20 @@ def _incomplete_tapes(records: RunRecords, history: History, without: Collection
         if who in missing:
             said, how = f"the tape of {_whose(who)} is missing", f"put it into the directory ({_WRITTEN_TO[who[0]]})"
         else:
-            said, how = _gap(records, who, history.gaps[who]), "put the file that has them into the directory"
+            # What a tape does not cover, and what other records say that it should have lines about.
+            gap = history.gaps[who]
+            files = [
+                str(path)
+                for path, (role, name) in records.tape_names.items()
+                if role == who[0] == "master" or (role, name) == who
+            ]
+            things = sorted(gap.things, key=lambda thing: (_DIGITS.sub("", thing), [*map(int, _DIGITS.findall(thing))]))
+            lines = f"lines about {things[0]}" + (
+                f" and {len(things) - 1} more, up to {things[-1]}" if things[1:] else ""
+            )
+            where = f" ({', '.join(files)})" if files else ""
+            said = f"the tape of {_whose(who)}{where} {' and '.join(gap.places)}, so that {lines} are missing"
+            how = "put the file that has them into the directory"
         if name in without:
             found.accepted.append(f"{said}; what only it could contradict is not judged (--without-tape {name})")
         else:
@@ -126,19 +138,6 @@ _WRITTEN_TO = {
 }
 
 _DIGITS = re.compile(r"\d+")
-
-
-def _gap(records: RunRecords, who: tuple[str, str], gap: Gap) -> str:
-    """What a tape does not cover, and what other records say that it should have lines about."""
-    files = [
-        str(path)
-        for path, (role, name) in records.tape_names.items()
-        if role == who[0] == "master" or (role, name) == who
-    ]
-    things = sorted(gap.things, key=lambda thing: (_DIGITS.sub("", thing), [*map(int, _DIGITS.findall(thing))]))
-    lines = f"lines about {things[0]}" + (f" and {len(things) - 1} more, up to {things[-1]}" if things[1:] else "")
-    where = f" ({', '.join(files)})" if files else ""
-    return f"the tape of {_whose(who)}{where} {' and '.join(gap.places)}, so that {lines} are missing"
 
 
 def _missing_manifests(records: RunRecords, history: History, without: Collection[str], found: Evidence) -> None:

@@ -146,24 +146,23 @@ def decision_of(record: Fields) -> Decision:
         digests={str(name): hex_of(digest) for name, digest in record.get("digests", {}).items()},
         tokens=None if tokens is None else int(tokens),
         s_max=None if s_max is None else int(s_max),
-        participants=tuple(_participant(item) for item in record.get("participants", ())),
+        participants=tuple(
+            RecordedParticipant(
+                push_of(item["push"]),
+                int(item["attempt"]),
+                str(item["verdict"]),
+                pair(item["base"]),
+                int(item["fence"]),
+                int(item["tokens"]),
+                tuple((int(r[1]), int(r[2]), int(r[3]), int(r[4])) for r in item["ranges"]),
+            )
+            for item in record.get("participants", ())
+        ),
         judgement=record.get("judgement"),
         origin=pair(record.get("origin")),
         donor=record.get("donor"),
         lost_tokens=int(record.get("lost_tokens") or 0),
         rolled_back=tuple(push_of(item) for item in record.get("rolled_back", ())),
-    )
-
-
-def _participant(raw: Fields) -> RecordedParticipant:
-    return RecordedParticipant(
-        push_of(raw["push"]),
-        int(raw["attempt"]),
-        str(raw["verdict"]),
-        pair(raw["base"]),
-        int(raw["fence"]),
-        int(raw["tokens"]),
-        tuple((int(r[1]), int(r[2]), int(r[3]), int(r[4])) for r in raw["ranges"]),
     )
 
 
@@ -311,24 +310,21 @@ class History:
         """
         self.lossy = True
         self.judging.lost_journal()
-        self._forget_unseen(kept)
         stay = self.published | set(kept)
+        # Versions that only the lost journal had, that no slave committed and that were never published: their names
+        # may be used again.
+        seen = {version for _, version in self.held} | stay
+        unseen = {version for version in self.commits if version not in seen}
+        for version in unseen:
+            self._forget(version, adopted=True)
+        for line in self.applied_ranges.values():
+            line[:] = [piece for piece in line if piece[2] not in unseen]
         self.decided = {p: known for p, known in self.decided.items() if p in self.reported or known[1] in stay}
         self.epoch = 0
         self.head = self.newest_round = None
         self.last_decided.clear()
         self.joined.clear()
         self.ticketed.clear()
-
-    def _forget_unseen(self, kept: Collection[Pair]) -> None:
-        """Forget versions that only the lost journal had, that no slave committed and that were never published: their
-        names may be used again."""
-        seen = {version for _, version in self.held} | self.published | set(kept)
-        unseen = {version for version in self.commits if version not in seen}
-        for version in unseen:
-            self._forget(version, adopted=True)
-        for line in self.applied_ranges.values():
-            line[:] = [piece for piece in line if piece[2] not in unseen]
 
     # ---- adding a fact, after it was judged ----
 
@@ -342,12 +338,26 @@ class History:
 
     def add_decision(self, fact: Fact) -> None:
         made = fact.made
-        self._judged(made, fact)
+        origin_round = pair(fact.fields.get("origin_round"))
+        origin = (made.origin, origin_round) if made.origin is not None and origin_round is not None else None
+        now = (made.version, made.round) if made.version is not None and made.round is not None else None
+        self.judging.moved(made.kind, now, origin)
         if made.kind == "ADOPT":
             self.lossy = True
         if made.kind in ("ADOPT", "ROLLBACK"):
             self.went_back += 1
-            self._forget_newer(made)
+            # Versions newer than the one that the run goes on from are no longer part of its history.
+            kept = made.origin if made.kind == "ROLLBACK" else made.version
+            assert kept is not None, "a ROLLBACK names its origin, an ADOPT its version"
+            self.taken_back.update(made.rolled_back)
+            dropped = {version for version in self.commits if version > kept}
+            fork = self.commits.get(kept)
+            if made.kind == "ADOPT" and fork is not None and fork.round != made.round:
+                dropped.add(kept)
+            for version in dropped:
+                self._forget(version, made.kind == "ADOPT")
+            for line in self.applied_ranges.values():
+                line[:] = [piece for piece in line if piece[2] not in dropped]
         for item in made.participants:
             self._decide(made, item)
         if made.version is not None:
@@ -361,12 +371,6 @@ class History:
         if made.kind != "ADOPT" and made.round is not None:
             self.newest_round = made.round
 
-    def _judged(self, made: Decision, fact: Fact) -> None:
-        origin_round = pair(fact.fields.get("origin_round"))
-        origin = (made.origin, origin_round) if made.origin is not None and origin_round is not None else None
-        now = (made.version, made.round) if made.version is not None and made.round is not None else None
-        self.judging.moved(made.kind, now, origin)
-
     def _decide(self, made: Decision, item: RecordedParticipant) -> None:
         donated = made.kind == "ROLLBACK"
         self.decided[item.push] = (item.verdict, made.version)
@@ -376,20 +380,6 @@ class History:
             for pass_index, chunk, begin, end in item.ranges:
                 piece = (begin, end, made.version, item.push)
                 self.applied_ranges.setdefault((pass_index, chunk), []).append(piece)
-
-    def _forget_newer(self, made: Decision) -> None:
-        """Drop versions newer than the one that the run goes on from: they are no longer part of its history."""
-        kept = made.origin if made.kind == "ROLLBACK" else made.version
-        assert kept is not None, "a ROLLBACK names its origin, an ADOPT its version"
-        self.taken_back.update(made.rolled_back)
-        dropped = {version for version in self.commits if version > kept}
-        fork = self.commits.get(kept)
-        if made.kind == "ADOPT" and fork is not None and fork.round != made.round:
-            dropped.add(kept)
-        for version in dropped:
-            self._forget(version, made.kind == "ADOPT")
-        for line in self.applied_ranges.values():
-            line[:] = [piece for piece in line if piece[2] not in dropped]
 
     def _forget(self, version: Pair, adopted: bool) -> None:
         for item in self.commits[version].participants:

@@ -594,18 +594,15 @@ def _wrong_accepted(judged: RoundJudged, record: Fields) -> list[str]:
         wrong.append(f"it judged {judgement['accepted']} and {judgement['rejected']}, but its pushes are {given.names}")
     if verdicts != (names if kind == "COMMIT" else []) or (kind == "COMMIT" and not names):
         wrong.append(f"it applies {', '.join(verdicts) or 'nothing'}, but {', '.join(names) or 'nothing'} was accepted")
-    for j, push in enumerate(judged.pushes or pushes_of_numbers(given)):
+    # Without a memory, what needs none: numbers that no push can have.
+    pushes = judged.pushes or [_measured(given, PenaltyMemory({}), j) for j in range(len(given.names))]
+    for j, push in enumerate(pushes):
         name, taken = given.names[j], j in judged.accepted
         if taken == (not push.bad) or push.close or (judged.pushes is None and not push.bad):
             continue
         said, why = ("accepted", _why_bad(push, given)) if taken else ("excluded", "nothing is wrong with its push")
         wrong.append(f"cluster {name} is {said}, but {why}")
     return wrong
-
-
-def pushes_of_numbers(given: Round) -> list[JudgedPush]:
-    """Check only what needs no memory: numbers that no push can have."""
-    return [_measured(given, PenaltyMemory({}), j) for j in range(len(given.names))]
 
 
 def _why_bad(push: JudgedPush, given: Round) -> str:

@@ -57,7 +57,10 @@ def pack_run(run_dir: Path, to: Path, until: str = "", without: Collection[str] 
             else:
                 if verify_run(to, without=without).ok:
                     break
-        _copy_pushes(run_dir, to, last)  # after the journal: a push is recorded before its round is decided
+        for path in _rounds(run_dir, last):
+            _copy(run_dir, path, to)
+            for item in json.loads(path.read_bytes())["accepted"]:
+                _copy(run_dir, _named(path, item["file"]), to)
         report = verify_run(to, replay=True, allow_skipped=last is not None, without=without)
         _write_sums(to)
     except OSError as error:
@@ -80,13 +83,6 @@ def _rounds(run_dir: Path, last: Pair | None) -> list[Path]:
     """The slaves' records of rounds, up to the last one that is wanted."""
     found = run_dir.rglob(f"{PUSHES}/round-*.json")
     return [path for path in found if last is None or _round(path.stem.removeprefix("round-")) <= last]
-
-
-def _copy_pushes(run_dir: Path, to: Path, last: Pair | None) -> None:
-    for path in _rounds(run_dir, last):
-        _copy(run_dir, path, to)
-        for item in json.loads(path.read_bytes())["accepted"]:
-            _copy(run_dir, _named(path, item["file"]), to)
 
 
 def _named(record: Path, name: str) -> Path:

@@ -226,15 +226,12 @@ def _read_journal(records: RunRecords, master: Path) -> None:
             f"the journal in {master} has no digests, because an older release wrote it: changes cannot be detected"
         )
     if content.snapshot_json is not None:
-        records.ledger = _ledger(master / FILE_NAME, content.snapshot_json)
-
-
-def _ledger(path: Path, text: str) -> Mapping[str, Any]:
-    try:
-        raw = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"the newest state in {path} is not JSON ({error}): it was changed") from error
-    return raw if isinstance(raw, dict) else {}
+        path = master / FILE_NAME
+        try:
+            raw = json.loads(content.snapshot_json)
+        except ValueError as error:
+            raise ConfigError(f"the newest state in {path} is not JSON ({error}): it was changed") from error
+        records.ledger = raw if isinstance(raw, dict) else {}
 
 
 def _again(read: Callable[[], T]) -> T:

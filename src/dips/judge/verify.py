@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 
 from dips.core.errors import DipsError
 from dips.judge.coverage import SPANS, Coverage, drop_lost
-from dips.judge.evidence import NAME, PROMISE, SPEAKS, Evidence, ended_without_a_word, judge_evidence, put_back
+from dips.judge.evidence import NAME, PROMISE, SPEAKS, ended_without_a_word, judge_evidence, put_back
 from dips.judge.facts import REMEMBERED
 from dips.judge.invariants import INVARIANTS, Checker, Violation
 from dips.judge.judgement import Judging
@@ -130,10 +130,16 @@ def verify_run(
     violations = [*checker.violations, *evidence.violations, *(_of_replay(replayed) if replayed is not None else ())]
     notes = [*records.notes, *evidence.accepted, *_not_recomputed(checker.history.judging)]
     notes += ended_without_a_word(records)
+    # The row below the promises: whether the records are complete and agree.
+    result, why = OK, ""
+    if evidence.violations:
+        result, why = VIOLATED, f"{len(evidence.violations)} times"
+    elif evidence.unproven:
+        result, why = UNPROVEN, f"{len(evidence.unproven)} times, see below"
     return VerifyReport(
         run_dir=run_dir,
         run_id=records.run_id,
-        rows=[*_rows(checker, records, replayed, without), _of_records(evidence)],
+        rows=[*_rows(checker, records, replayed, without), PromiseRow(NAME, PROMISE, evidence.judged, result, why)],
         violations=violations,
         problems=records.problems,
         unproven=evidence.unproven,
@@ -142,19 +148,13 @@ def verify_run(
     )
 
 
-def _of_records(evidence: Evidence) -> PromiseRow:
-    """The row below the promises: whether the records are complete and agree."""
-    result, why = OK, ""
-    if evidence.violations:
-        result, why = VIOLATED, f"{len(evidence.violations)} times"
-    elif evidence.unproven:
-        result, why = UNPROVEN, f"{len(evidence.unproven)} times, see below"
-    return PromiseRow(NAME, PROMISE, evidence.judged, result, why)
-
-
 def check_records(records: RunRecords) -> Checker:
     """Feed all records to a checker, source by source: each source covers what the next one says."""
-    durability, lost = _durability(records.lines["master"]), _lost_journal(records)
+    # The weaker one, if the master's incarnations had both.
+    master = records.lines["master"]
+    said = {line.fields["durability"] for line in master if line.kind == "epoch" and "durability" in line.fields}
+    durability = "async" if "async" in said else "sync" if said else None
+    lost = _lost_journal(records)
     lost = drop_lost(records) or lost
     whole = records.whole and not lost
     checker = Checker(live=False, durability=durability, coverage=Coverage(records), whole=whole)
@@ -194,12 +194,6 @@ def _feed(checker: Checker, lines: Iterable[TapeLine], records: RunRecords) -> N
             checker.feed_tape(line.role, line.name, line.kind, line.fields, line.wall_s)
         except (KeyError, TypeError, ValueError) as error:
             records.problems.append(f"a line {line.kind!r} of {line.role} {line.name} cannot be read ({error!r})")
-
-
-def _durability(master: Iterable[TapeLine]) -> str | None:
-    """The durability in all incarnations of the master: the weaker one if both occur; None when none was recorded."""
-    said = {line.fields["durability"] for line in master if line.kind == "epoch" and "durability" in line.fields}
-    return "async" if "async" in said else "sync" if said else None
 
 
 def _lost_journal(records: RunRecords) -> str:

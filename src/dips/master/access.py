@@ -34,7 +34,7 @@ from dips.core.net.keys import (
     stamp_of_file,
 )
 from dips.core.net.security import Identity, Role, Security
-from dips.master.state.events import Revoked
+from dips.master.state.effects import Revoked
 
 LOOK_S = 0.25
 """The period of checking the list of revoked certificates; a revocation takes effect within this and a call."""
@@ -103,7 +103,15 @@ class Access:
     def admit(self, method: str, certificate_pem: bytes | None) -> Certificate:
         """The certificate of a caller that may call /dips.v1.Service/Method. Raises Refused(IDENTITY)."""
         try:
-            certificate = self._parsed(certificate_pem)
+            if not certificate_pem:
+                raise Refused(RefusalCode.IDENTITY, "this call came without a certificate: give the process --keys")
+            certificate = self._known.get(certificate_pem)
+            if certificate is None:
+                try:
+                    certificate = parse_certificate(certificate_pem, "the caller's certificate")
+                except ConfigError as error:
+                    raise Refused(RefusalCode.IDENTITY, str(error)) from error
+            _remember(self._known, certificate_pem, certificate)
             self._check_holds(certificate)
             _check_role(certificate, *_service_and_method(method))
         except Refused as refused:
@@ -143,18 +151,6 @@ class Access:
         return [Revoked(role.value, name, why) for role, name, why in held]
 
     # ---- checks ----
-
-    def _parsed(self, pem: bytes | None) -> Certificate:
-        if not pem:
-            raise Refused(RefusalCode.IDENTITY, "this call came without a certificate: give the process --keys")
-        found = self._known.get(pem)
-        if found is None:
-            try:
-                found = parse_certificate(pem, "the caller's certificate")
-            except ConfigError as error:
-                raise Refused(RefusalCode.IDENTITY, str(error)) from error
-        _remember(self._known, pem, found)
-        return found
 
     def _check_holds(self, certificate: Certificate) -> None:
         """Raises Refused for a certificate that expired, was revoked, or whose authority is no longer trusted."""

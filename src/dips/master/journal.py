@@ -790,7 +790,22 @@ def _prepare(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
     """Makes the tables of a new journal; checks those of an old one."""
     tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if not tables:
-        _create(connection, path, run_id)
+        if segments(path.parent):
+            raise ConfigError(
+                f"{path} is not there, but {path.parent / FOLDER} holds decisions of a journal: put the journal back, "
+                "or move that folder away to begin a new one"
+            )
+        connection.execute("BEGIN IMMEDIATE")
+        for statement in _TABLES.values():
+            connection.execute(statement)
+        cursor = connection.cursor()
+        for key, value in {"schema": str(SCHEMA), "run_id": run_id, "epoch": "0"}.items():
+            _put_meta(cursor, key, value)
+        set_base(cursor, 0, first_digest(run_id))
+        failpoint("master.journal.before_create")
+        connection.execute("COMMIT")
+        failpoint("master.journal.after_create")
+        sync_folder(path.parent, "master")
         return
     _check(connection, path, tables)
     owner = get_meta(connection.cursor(), "run_id")
@@ -806,25 +821,6 @@ def _prepare(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
     _check_content(connection, path)
 
 
-def _create(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
-    if segments(path.parent):
-        raise ConfigError(
-            f"{path} is not there, but {path.parent / FOLDER} holds decisions of a journal: put the journal back, "
-            "or move that folder away to begin a new one"
-        )
-    connection.execute("BEGIN IMMEDIATE")
-    for statement in _TABLES.values():
-        connection.execute(statement)
-    cursor = connection.cursor()
-    for key, value in {"schema": str(SCHEMA), "run_id": run_id, "epoch": "0"}.items():
-        _put_meta(cursor, key, value)
-    set_base(cursor, 0, first_digest(run_id))
-    failpoint("master.journal.before_create")
-    connection.execute("COMMIT")
-    failpoint("master.journal.after_create")
-    sync_folder(path.parent, "master")
-
-
 def _upgrade(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
     """Adds digests to a file of an older release, which must not open it from then on.
 
@@ -838,7 +834,13 @@ def _upgrade(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
     try:
         rows = cursor.execute(RECORDS_WITHOUT_DIGESTS, (0,)).fetchall()
         snapshot = cursor.execute("SELECT epoch, entry_id, snapshot_json FROM snapshot").fetchone()
-        _assert_archived_alike(path, [JournalRecord(*row) for row in rows])
+        # A killed master may have left records in both places: they must be equal.
+        held = [JournalRecord(*row) for row in rows]
+        kept = segments(path.parent)
+        if kept and held and kept[-1].last >= held[0].number:
+            archived = {record.number: replace(record, digest="") for record in kept[-1].records()}
+            if any(archived.get(record.number, record) != record for record in held):
+                raise FatalError(foreign(path))
         cursor.execute("DROP TABLE records")
         cursor.execute("DROP TABLE snapshot")
         cursor.execute(_TABLES["records"])
@@ -865,15 +867,6 @@ def _upgrade(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
         if connection.in_transaction:
             cursor.execute("ROLLBACK")
         raise
-
-
-def _assert_archived_alike(path: Path, held: list[JournalRecord]) -> None:
-    """Deletes from the file the records that a killed master left in both places, if they are equal."""
-    kept = segments(path.parent)
-    if kept and held and kept[-1].last >= held[0].number:
-        archived = {record.number: replace(record, digest="") for record in kept[-1].records()}
-        if any(archived.get(record.number, record) != record for record in held):
-            raise FatalError(foreign(path))
 
 
 def foreign(path: Path) -> str:

@@ -33,8 +33,7 @@ from dips.core.net.addresses import is_loopback
 from dips.core.observe.logs import ChangeLogger
 from dips.master.config import MasterConfig
 from dips.master.shell import MasterShell
-from dips.master.state.effects import Halt
-from dips.master.state.events import ReplicaNews
+from dips.master.state.effects import Halt, ReplicaNews
 from dips.master.state.slaves import NEWER_EPOCH_EXIT
 
 WRITES = 3

@@ -17,8 +17,19 @@ from pathlib import Path
 from dips.core.clock import Clock
 from dips.core.messages import ClusterStatus, StatusReply
 from dips.core.net.security import INSECURE, METRICS_FILE, Security
-from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, Recent, Spec, disk_free_bytes, flag
-from dips.core.observe.metrics_server import LoopSnapshots, NotNow, serve_metrics, served
+from dips.core.observe.metrics import (
+    CERTIFICATE,
+    Families,
+    Instruments,
+    LoopSnapshots,
+    NotNow,
+    Recent,
+    Spec,
+    disk_free_bytes,
+    flag,
+    serve_metrics,
+    served,
+)
 from dips.core.release import VERSION
 from dips.master.archive import FILE_NAME, FOLDER
 from dips.master.config import MasterConfig
@@ -249,7 +260,16 @@ class Counts(Instruments):
         self.count_kind(record.kind)
         match record:
             case tape.RoundMoved(phase=phase):
-                self._moved(phase, now_s)
+                before, since_s = self._phase
+                if before != IDLE:
+                    self._phases.labels(before.lower()).observe(now_s - since_s)
+                elif self._opened_s is None:
+                    self._opened_s = now_s
+                if phase == "PUBLISH" and self._opened_s is not None:
+                    self._rounds.observe(now_s - self._opened_s)
+                if phase == IDLE:
+                    self._opened_s = None
+                self._phase = (phase, now_s)
             case tape.PushDecided(push=push, verdict=verdict, code=code):
                 self._verdicts.add((push.cluster, verdict.lower(), code))
             case tape.RoundJudged():
@@ -293,18 +313,6 @@ class Counts(Instruments):
             self._losses.counted(),
             self._judged,
         )
-
-    def _moved(self, to: str, now_s: float) -> None:
-        before, since_s = self._phase
-        if before != IDLE:
-            self._phases.labels(before.lower()).observe(now_s - since_s)
-        elif self._opened_s is None:
-            self._opened_s = now_s
-        if to == "PUBLISH" and self._opened_s is not None:
-            self._rounds.observe(now_s - self._opened_s)
-        if to == IDLE:
-            self._opened_s = None
-        self._phase = (to, now_s)
 
 
 # ---- metrics collector -----------------------------------------------------------------------------------------------
@@ -362,53 +370,6 @@ class MetricsMoment:
     view: RunView
     counted: Counted
     late_s: float  # since the state's last event, from which the view's ages are counted
-
-
-class Collector:
-    """Makes the families of each scrape. Remembers only the counters made from numbers that may fall."""
-
-    def __init__(self, directory: Path, counts: Counts, security: Security = INSECURE) -> None:
-        self._directory = directory
-        self._counts = counts
-        self._security = security
-        self._rising = Rising()
-
-    def families(self, now: MetricsMoment) -> Families:
-        """The families of one moment, with the files' sizes at the time of this call."""
-        families = self._counts.families(self._security)
-        shown = clusters_shown(now.view.status.clusters, now.view.max_clusters)
-        names = {cluster.cluster_id for cluster in shown}
-        _run(families, now)
-        _alarms(families, now.view.status, names)
-        _slaves(families, now)
-        _rounds(families, now)
-        for cluster in shown:
-            _cluster(families, now, cluster)
-        for name, labels, counts in (
-            ("departures_total", itertools.product(("evict", "leave")), now.counted.departures),
-            ("verdicts_total", VERDICTS_FROM_0, now.counted.verdicts),
-            ("push_attempts_total", (), now.counted.attempts),
-        ):
-            _by_cluster(families, name, names, labels, counts)
-        self._counters(families, now.view.status, shown)
-        _disk(families, self._directory)
-        return families
-
-    def _counters(self, families: Families, status: StatusReply, shown: Iterable[ClusterStatus]) -> None:
-        """Adds counters of the ledger's numbers that a ROLLBACK lowers."""
-        values = {
-            ("tokens_applied_total", ""): status.tokens,
-            ("rounds_total", "commit"): status.rounds_committed,
-            ("rounds_total", "void"): status.rounds_void,
-            ("rounds_total", "abort"): status.rounds_aborted,
-            ("merged_rounds_total", ""): status.rounds_merged,
-        }
-        for cluster in shown:
-            name = cluster.cluster_id
-            values["cluster_tokens_applied_total", name] = cluster.tokens_applied
-            values["cluster_incarnations_total", name] = cluster.incarnations
-        for (metric, label), counter in self._rising.look(values).items():
-            families.set(metric, counter, *([label] if label else []))
 
 
 def clusters_shown(clusters: Iterable[ClusterStatus], most: int) -> list[ClusterStatus]:
@@ -542,14 +503,6 @@ def _rounds(families: Families, now: MetricsMoment) -> None:
     families.set("clip_active_ratio", sum(kappa < 1.0 for kappa in known) / len(known) if known else None)
 
 
-def _disk(families: Families, directory: Path) -> None:
-    parts = {"journal": [directory / FILE_NAME], "wal": [directory / f"{FILE_NAME}-wal"]}
-    parts["archive"] = list((directory / FOLDER).glob("*")) if (directory / FOLDER).is_dir() else []
-    families.each("journal_bytes", {part: sum(map(_size, files)) for part, files in parts.items()})
-    # None and no sample where the disk does not answer: an alert on the absence reports it.
-    families.set("disk_free_bytes", disk_free_bytes(directory))
-
-
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
@@ -570,6 +523,7 @@ class Metrics:
     def __init__(self, most_clusters: int = 8) -> None:
         self.counts = Counts(most_clusters)
         self._shared: SharedState | None = None
+        self._rising = Rising()
 
     def watch(self, machine: object) -> None:
         """Serves this state machine from now on. One without shared state, as in tests, has no metrics."""
@@ -582,15 +536,55 @@ class Metrics:
             raise NotNow("the master has not begun its epoch yet")
         return MetricsMoment(look(self._shared), self.counts.counted(), max(0.0, now_s - self._shared.now_s))
 
+    def families(self, now: MetricsMoment, directory: Path, security: Security = INSECURE) -> Families:
+        """The families of one moment, with the sizes of the files in the directory at the time of this call."""
+        families = self.counts.families(security)
+        shown = clusters_shown(now.view.status.clusters, now.view.max_clusters)
+        names = {cluster.cluster_id for cluster in shown}
+        _run(families, now)
+        _alarms(families, now.view.status, names)
+        _slaves(families, now)
+        _rounds(families, now)
+        for cluster in shown:
+            _cluster(families, now, cluster)
+        for name, labels, counts in (
+            ("departures_total", itertools.product(("evict", "leave")), now.counted.departures),
+            ("verdicts_total", VERDICTS_FROM_0, now.counted.verdicts),
+            ("push_attempts_total", (), now.counted.attempts),
+        ):
+            _by_cluster(families, name, names, labels, counts)
+        self._counters(families, now.view.status, shown)
+        parts = {"journal": [directory / FILE_NAME], "wal": [directory / f"{FILE_NAME}-wal"]}
+        parts["archive"] = list((directory / FOLDER).glob("*")) if (directory / FOLDER).is_dir() else []
+        families.each("journal_bytes", {part: sum(map(_size, files)) for part, files in parts.items()})
+        # None and no sample where the disk does not answer: an alert on the absence reports it.
+        families.set("disk_free_bytes", disk_free_bytes(directory))
+        return families
+
+    def _counters(self, families: Families, status: StatusReply, shown: Iterable[ClusterStatus]) -> None:
+        """Adds counters of the ledger's numbers that a ROLLBACK lowers."""
+        values = {
+            ("tokens_applied_total", ""): status.tokens,
+            ("rounds_total", "commit"): status.rounds_committed,
+            ("rounds_total", "void"): status.rounds_void,
+            ("rounds_total", "abort"): status.rounds_aborted,
+            ("merged_rounds_total", ""): status.rounds_merged,
+        }
+        for cluster in shown:
+            name = cluster.cluster_id
+            values["cluster_tokens_applied_total", name] = cluster.tokens_applied
+            values["cluster_incarnations_total", name] = cluster.incarnations
+        for (metric, label), counter in self._rising.look(values).items():
+            families.set(metric, counter, *([label] if label else []))
+
     @contextlib.contextmanager
     def served(self, config: MasterConfig, security: Security, clock: Clock) -> Iterator[None]:
         """A context in which scrapes are answered, if the settings ask for it. Raises ConfigError as MetricsServer."""
-        collector = Collector(config.directory, self.counts, security)
         snapshots = LoopSnapshots(asyncio.get_running_loop(), lambda: self.snapshot(clock.monotonic_s()))
         server = serve_metrics(
             config,
             security,
-            lambda: collector.families(snapshots.take()),
+            lambda: self.families(snapshots.take(), config.directory, security),
             role="master",
             name="master",
             run=config.run_id,

@@ -20,8 +20,7 @@ from dips.core.allocator import keep_one_heap
 from dips.core.clock import Clock, SystemClock
 from dips.core.config import Loaded
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError
-from dips.core.file_limit import raise_file_limit
-from dips.core.files import share_with
+from dips.core.files import raise_file_limit, share_with
 from dips.core.net.addresses import dialable, format_address, parse_address, shown_listening
 from dips.core.net.keys import security_of
 from dips.core.net.security import Identity, Role, Security
@@ -34,9 +33,9 @@ from dips.master.directory import TAPE_NAME, MasterAddress, remove_address, writ
 from dips.master.journal import Journal, Retention
 from dips.master.lease import Lease
 from dips.master.metrics import Metrics
-from dips.master.page.event_buffer import BufferedTape, EventBuffer
+from dips.master.page.history import BufferedTape
 from dips.master.replica import Replica
-from dips.master.rpc.server import MasterServer
+from dips.master.rpc import MasterServer
 from dips.master.shell import MasterShell, StateMachine
 from dips.master.standby import ask_standby, check_may_serve, stand_by, tell_replaced
 from dips.master.state.effects import BeginAgain, Halt, WriteJournal
@@ -81,8 +80,11 @@ async def serve(
         lease = Lease.of(config, clock)
         if lease is not None:
             await lease.claim(by_person=config.take_over and bool(journal.replica_of))
-        event_buffer = EventBuffer()
-        with _tape(config, clock, event_buffer) as tape, _page(config, security, clock, event_buffer) as page:
+        kind = Tape if config.page_listen is None else BufferedTape
+        with (
+            kind(config.directory / TAPE_NAME, "master", config.run_id, clock) as tape,
+            _page(config, security, clock, tape) as page,
+        ):
             metrics = Metrics(config.max_clusters)
             replica = Replica(
                 config.directory,
@@ -239,23 +241,15 @@ def _with_task(work: Coroutine[Any, Any, None], name: str) -> Iterator[None]:
         task.cancel()
 
 
-def _tape(config: MasterConfig, clock: Clock, event_buffer: EventBuffer) -> Tape:
-    """The master's tape; with a status page, its events also go to the page's event buffer."""
-    path = config.directory / TAPE_NAME
-    if config.page_listen is None:
-        return Tape(path, "master", config.run_id, clock)
-    return BufferedTape(path, "master", config.run_id, clock, event_buffer)
-
-
 @contextlib.contextmanager
-def _page(config: MasterConfig, security: Security, clock: Clock, event_buffer: EventBuffer) -> Iterator[Page | None]:
+def _page(config: MasterConfig, security: Security, clock: Clock, tape: Tape) -> Iterator[Page | None]:
     """The status page, if one is configured, from before the first epoch to after the last."""
-    if config.page_listen is None:
+    if config.page_listen is None or not isinstance(tape, BufferedTape):
         yield None
         return
     from dips.master.page.server import Page  # aiohttp comes with the extra [master]
 
-    page = Page(config, config.page_listen, security, event_buffer, clock)
+    page = Page(config, config.page_listen, security, tape.waiting, clock)
     try:
         yield page
     finally:

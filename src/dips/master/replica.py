@@ -24,16 +24,15 @@ import grpc
 from dips.core.clock import Clock
 from dips.core.errors import FatalError, RefusalCode, Refused, RetryLater
 from dips.core.messages import ReplicaMessage
-from dips.core.net.codec_protobuf import encode
+from dips.core.net.grpc_calls import encode
 from dips.core.observe.failpoints import failpoint
 from dips.core.observe.logs import ChangeLogger
 from dips.core.protocol import OWN_HELLO, agree
 from dips.master.archive import FILE_NAME, record_of
 from dips.master.journal import JournalReader
-from dips.master.rpc.services import Context, refuse, service, understood
+from dips.master.rpc import Context, refuse, service, understood
 from dips.master.shell import MasterShell
-from dips.master.state.effects import Halt
-from dips.master.state.events import ReplicaNews
+from dips.master.state.effects import Halt, ReplicaNews
 from dips.master.state.slaves import NEWER_EPOCH_EXIT
 
 PROCESS_ID = secrets.token_bytes(8)
@@ -128,7 +127,8 @@ class Replica:
             reader = await self._loop.run_in_executor(thread, JournalReader, self._directory, self._run_id)
             try:
                 await self._loop.run_in_executor(thread, reader.check_place, first.number, first.digest)
-                self._changes.report("standby", f"a standby at {_host(context)} follows the journal")
+                # Without the port, which is another one at each connection.
+                self._changes.report("standby", f"a standby at {context.peer().rpartition(':')[0]} follows the journal")
                 with self._changed:
                     # The reader may see a record before wrote() is called.
                     self._whole = self._written = max(self._written, first.number)
@@ -268,8 +268,3 @@ class Replica:
         if self._shell is not None and trouble != self._told:
             self._told = trouble
             self._shell.dispatch(ReplicaNews(trouble))
-
-
-def _host(context: Context) -> str:
-    """Without the port, which is another one at each connection."""
-    return context.peer().rpartition(":")[0]

@@ -27,29 +27,27 @@ from dips.core.observe.logs import ChangeLogger
 from dips.core.observe.tape import Tape
 from dips.master.metrics import Counts
 from dips.master.state.effects import (
+    BeatsEnded,
     BeginAgain,
+    CallGone,
     CloseLink,
+    ClusterCall,
     Effect,
+    Event,
     Halt,
+    JournalWritten,
     Log,
+    OperatorCall,
     Record,
     Refuse,
-    Reply,
-    ToSlave,
-    WriteJournal,
-)
-from dips.master.state.events import (
-    BeatsEnded,
-    CallGone,
-    ClusterCall,
-    Event,
-    JournalWritten,
-    OperatorCall,
     ReplicaNews,
+    Reply,
     Revoked,
     SlaveLinkDown,
     SlaveSaid,
     Tick,
+    ToSlave,
+    WriteJournal,
 )
 from dips.master.state.tape import CallRefused, RequestRefused, VersionPublished
 
@@ -432,23 +430,21 @@ class MasterShell:
         self._handling = True
         try:
             while self._events:
-                self._handle(self._events.popleft())
+                event = self._events.popleft()
+                now_s = self._clock.monotonic_s()
+                # After a pause of the process, sockets may be served before the timer. The state must notice the gap
+                # before it checks any deadline, or it would evict peers that seemed silent only because of the pause.
+                if isinstance(event, Tick) or now_s - self._last_tick_s > 2 * self._tick_s:
+                    self._last_tick_s = now_s
+                    self._perform_all(self._machine.handle(Tick(), now_s))
+                if not isinstance(event, Tick) and not self.outcome.done():
+                    self._events_seen.add(now_s, "event", *_event_text(event))
+                    self._perform_all(self._machine.handle(event, now_s))
             self._arm_timer()
         except Exception as error:
             self.fail(error)
         finally:
             self._handling = False
-
-    def _handle(self, event: Event) -> None:
-        now_s = self._clock.monotonic_s()
-        # After a pause of the process, sockets may be served before the timer. The state must notice the gap
-        # before it checks any deadline, or it would evict peers that seemed silent only because of the pause.
-        if isinstance(event, Tick) or now_s - self._last_tick_s > 2 * self._tick_s:
-            self._last_tick_s = now_s
-            self._perform_all(self._machine.handle(Tick(), now_s))
-        if not isinstance(event, Tick) and not self.outcome.done():
-            self._events_seen.add(now_s, "event", *_event_text(event))
-            self._perform_all(self._machine.handle(event, now_s))
 
     def fail(self, error: Exception) -> None:
         """Ends the master because of an error: a sentence for errors of operator or disk, the last events for a bug."""
@@ -456,8 +452,8 @@ class MasterShell:
             outcome = Halt(error.exit_code, str(error))
             _logger.critical("%s", error)
         else:
-            last_events = "\n  ".join(str(line) for line in self._events_seen.lines()[-30:])
             outcome = Halt(BUG_EXIT_CODE, f"a bug in the master: {type(error).__name__}: {error}")
+            last_events = self._events_seen.newest()
             _logger.critical("%s; the last events were:\n  %s", outcome.sentence, last_events, exc_info=error)
         self.stop(outcome)
 

@@ -23,8 +23,7 @@ from dips.core.clock import SystemClock
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, RefusalCode, Refused
 from dips.core.files import is_locked
 from dips.core.messages import JournalBatch, ReplicaMessage
-from dips.core.net.codec_protobuf import from_message, to_message
-from dips.core.net.grpc_calls import open_channel_aio, refused_from
+from dips.core.net.grpc_calls import from_message, open_channel_aio, refused_from, to_message
 from dips.core.net.keys import UsedKeys, parse_certificate, security_of
 from dips.core.net.security import Identity, Security
 from dips.core.observe.failpoints import failpoint
@@ -211,9 +210,8 @@ class _Standby:
                 if isinstance(meaning, Refused) and meaning.code in FOR_GOOD and not (meaning.retry_after_s or renewed):
                     raise meaning from error
                 _logger.debug("the stream: %s", meaning)
-                why = (
-                    str(meaning) if isinstance(meaning, Refused) else "it does not answer"
-                )  # each try says it otherwise
+                # Each try finds other words for a master that is away.
+                why = str(meaning) if isinstance(meaning, Refused) else "it does not answer"
             except (OSError, asyncio.InvalidStateError) as error:  # the latter: it ended before the hello
                 why = f"the stream failed on this side: {error}"
             finally:

@@ -121,18 +121,6 @@ def stored_versions(sizes: Mapping[str, int]) -> list[StoredVersion]:
     return sorted(versions, key=lambda one: (one.version, one.folder))
 
 
-def to_remove(versions: Sequence[StoredVersion], commits: Mapping[str, Commit], kept: int) -> list[StoredVersion]:
-    """What is neither one of the `kept` newest complete versions nor newer than these. An older one that is incomplete
-    stays so: each slave sends its versions in their order. commits: those that are known, by folder."""
-    complete = [
-        one
-        for one in versions
-        if one.folder in commits and commits[one.folder].digests.keys() <= one.slaves and not given_up(one, commits)
-    ]
-    keep = {one.folder for one in complete[-kept:]}
-    return [one for one in versions if complete and one.version < complete[-1].version and one.folder not in keep]
-
-
 def given_up(one: StoredVersion, commits: Mapping[str, Commit]) -> bool:
     """Whether a ROLLBACK that one of these records knows took the version out of the run's history."""
     return any(old < one.version < new for commit in commits.values() for old, new in commit.given_up)
@@ -271,33 +259,31 @@ class Copier:
         if not ring or (known and not begun and due(ring, self._sent[directory], stride) is None):
             return None
         with _locked(directory):
-            return self._look(directory, ring, stride)
-
-    def _look(self, directory: Path, ring: Mapping[Version, SnapshotManifest], stride: int) -> Version | None:
-        begun = committed(directory / FOLDER)
-        if begun:
-            _need_room(directory / FOLDER, ROOM_BYTES)
-        newest = max(ring)
-        stored, sent = self._stored(ring[newest])
-        self._sent[directory] = sent
-        if sent is not None and sent > newest:
-            # Of an earlier run of this name; or the slave was restored, and its run goes on on a newer timeline.
-            self._sent[directory] = Version(sent.timeline, MAX_V)
-            _empty(directory / FOLDER)
-            log.warning("%s", self._is_newer(sent, newest, directory))
-            return None
-        version = max((v for v in begun if sent is None or v > sent), default=None) or due(ring, sent, stride)
-        if version is None:
-            _empty(directory / FOLDER)
-            return None
-        manifest = begun.get(version) or ring[version]
-        if version not in begun:
-            self._begin(directory, manifest)
-        self._send(directory, manifest, stored)
-        passed = max((v.v for v in committed(directory) if v.timeline == newest.timeline), default=newest.v) - newest.v
-        self._strides[directory] = next_stride(self._config.every, passed)
-        self._remove_old(manifest.run_id)
-        return version
+            if begun:
+                _need_room(directory / FOLDER, ROOM_BYTES)
+            newest = max(ring)
+            stored, sent = self._stored(ring[newest])
+            self._sent[directory] = sent
+            if sent is not None and sent > newest:
+                # Of an earlier run of this name; or the slave was restored, and its run goes on on a newer timeline.
+                self._sent[directory] = Version(sent.timeline, MAX_V)
+                _empty(directory / FOLDER)
+                log.warning("%s", self._is_newer(sent, newest, directory))
+                return None
+            version = max((v for v in begun if sent is None or v > sent), default=None) or due(ring, sent, stride)
+            if version is None:
+                _empty(directory / FOLDER)
+                return None
+            manifest = begun.get(version) or ring[version]
+            if version not in begun:
+                self._begin(directory, manifest)
+            self._send(directory, manifest, stored)
+            passed = (
+                max((v.v for v in committed(directory) if v.timeline == newest.timeline), default=newest.v) - newest.v
+            )
+            self._strides[directory] = next_stride(self._config.every, passed)
+            self._remove_old(manifest.run_id)
+            return version
 
     def send_newest(self, paths: Sequence[Path]) -> Version:
         """Send the newest version that all the directories hold. Raises ConfigError where there is none, or the store
@@ -389,7 +375,18 @@ class Copier:
             if one.folder not in self._commits and one.slaves:
                 with contextlib.suppress(SnapshotError):
                     self._commits[one.folder] = read_stored(self._objects, one, min(one.slaves)).commit
-        for old in to_remove(stored, self._commits, self._config.kept):
+        # The newest complete versions stay, and what is newer than these. An older one that is incomplete stays so:
+        # each slave sends its versions in their order.
+        commits = self._commits
+        complete = [
+            one
+            for one in stored
+            if one.folder in commits and commits[one.folder].digests.keys() <= one.slaves and not given_up(one, commits)
+        ]
+        keep = {one.folder for one in complete[-self._config.kept :]}
+        for old in stored:
+            if not complete or old.version >= complete[-1].version or old.folder in keep:
+                continue
             self._objects.delete(sorted(old.objects, key=lambda name: not name.endswith(_MANIFEST)))
             log.info("version %s is removed from %s", old.version, self._objects.url)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -117,8 +116,12 @@ class SlaveConfig(ProcessKnobs):
         if self.data_cpu == OWN:
             return usable[-1]
         if int(self.data_cpu) not in usable:
+            parts = []  # as the system writes them: "0-3,8"
+            for _, run in itertools.groupby(enumerate(usable), lambda item: item[1] - item[0]):
+                first, *rest = [number for _, number in run]
+                parts.append(f"{first}-{rest[-1]}" if rest else str(first))
             raise ConfigError(
-                f"data_cpu is {self.data_cpu}, and this process may run on {_ranges(usable)} only: give one of these, "
+                f"data_cpu is {self.data_cpu}, and this process may run on {','.join(parts)} only: give one of these, "
                 f"or {OWN} for the last of them, or {SHARED}"
             )
         return int(self.data_cpu)
@@ -176,12 +179,3 @@ class BackupConfig(Knobs):
     @validating
     def _check_to(cls, value: str, info: ValidationInfo) -> str:
         return check_url(value)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as the system writes them: "0-3,8"."""
-    parts = []
-    for _, run in itertools.groupby(enumerate(numbers), lambda item: item[1] - item[0]):
-        first, *rest = [number for _, number in run]
-        parts.append(f"{first}-{rest[-1]}" if rest else str(first))
-    return ",".join(parts)

@@ -229,7 +229,9 @@ class ConnectionGuard:
             self._data.do(self._data.port.refuse_connection, TOO_MANY_NEWCOMERS, closed)
         pressure = self._pressure()
         if pressure.memory_bytes > pressure.limit_bytes:
-            give_back_freed_memory()
+            # What malloc keeps of freed memory (core/allocator.py) goes back to the system: only used memory is left.
+            if hasattr(_libc, "malloc_trim"):  # glibc's
+                _libc.malloc_trim(0)
             pressure = self._pressure()
         if not pressure.near:
             self._data.note_deliveries(False)
@@ -283,9 +285,3 @@ class ConnectionGuard:
         """Resident memory of this process without files that are mapped: heap, arrays, frames. From any thread."""
         _, resident, shared, *_ = os.pread(self._statm, 256, 0).split()
         return (int(resident) - int(shared)) * PAGE_BYTES
-
-
-def give_back_freed_memory() -> None:
-    """Return the free memory that malloc keeps (core/allocator.py) to the system, so that only used memory is left."""
-    if hasattr(_libc, "malloc_trim"):  # glibc's
-        _libc.malloc_trim(0)

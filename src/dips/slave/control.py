@@ -18,8 +18,7 @@ import grpc.aio
 from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.messages import SlaveCommand, SlaveMessage
 from dips.core.net.addresses import MasterAddresses
-from dips.core.net.codec_protobuf import from_message, to_message
-from dips.core.net.grpc_calls import open_channel_aio, refused_from
+from dips.core.net.grpc_calls import from_message, open_channel_aio, refused_from, to_message
 from dips.core.net.keys import UsedKeys
 from dips.core.net.security import Security
 from dips.core.net.tls_probe import check_let_in, why_not_let_in
@@ -28,7 +27,7 @@ from dips.core.observe.logs import ChangeLogger
 from dips.protos import slaves_pb2, slaves_pb2_grpc
 from dips.slave.data_server import DataServer, with_resident_bytes
 from dips.slave.shell import SlaveShell
-from dips.slave.state import events
+from dips.slave.state import effects
 
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 0.5
@@ -109,7 +108,7 @@ class Control:
         self._welcomed, self._closing = False, asyncio.get_running_loop().create_future()
         self._used = UsedKeys(self._security)
         self._call = call = stub.Attach()
-        self._shell.handle(events.Linked())
+        self._shell.handle(effects.Linked())
         helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._beat())]
         for helper in helpers:
             helper.add_done_callback(self._shell.reap)  # without them the slave would seem well, or dead
@@ -132,7 +131,7 @@ class Control:
                 helper.cancel()
             call.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
-            self._shell.handle(events.Unlinked(why))
+            self._shell.handle(effects.Unlinked(why))
         return why
 
     def _judge(self, error: grpc.RpcError) -> str:
@@ -145,7 +144,7 @@ class Control:
         if meaning.code in FOR_GOOD and not meaning.retry_after_s > 0:
             raise meaning
         if meaning.code is RefusalCode.FENCED:
-            self._shell.handle(events.Fenced())
+            self._shell.handle(effects.Fenced())
         return meaning.sentence
 
     async def _read(self, call: Attachment) -> None:
@@ -154,7 +153,7 @@ class Control:
         while isinstance(message, slaves_pb2.SlaveCommand):
             self._welcomed = True
             for _ in range(copies(failpoint("slave.link.after_receive"))):
-                self._shell.handle(events.Commanded(from_message(message, SlaveCommand)))
+                self._shell.handle(effects.Commanded(from_message(message, SlaveCommand)))
             if self._shell.state.link.attached:
                 self._changes.report("link", f"attached to the master at {self._addresses.now}")
             message = await self._next(call)

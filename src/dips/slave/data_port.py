@@ -4,8 +4,9 @@ A peer's message can never raise here: whatever is wrong with it becomes a REFUS
 byte of a payload reaches staging before the header was admitted, and none counts before its checksum was verified: it
 is copied and hashed in one pass, so what a refused chunk leaves in its place is never read, and is overwritten.
 
-A PUT has two steps: begin() decides, and returns the landing (slave/landing.py), which may run on another thread;
-end() notes its result. Everything else here belongs to one thread.
+A PUT has two steps: begin() decides, and returns the landing, which copies, decodes, checks and measures the chunk
+while its bytes are in the cache, perhaps on another thread; end() notes its result. A landing touches bytes, never a
+table, so that several of different chunks may run at once. Everything else here belongs to one thread.
 """
 
 from __future__ import annotations
@@ -23,18 +24,262 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import PushId, Version
 from dips.core.layout import FLOAT32_BYTES, checksum
 from dips.core.layout import Buffer as Bytes
+from dips.core.layout import checksum as xxh3_64
+from dips.core.math.landing_numba import land_chunk
+from dips.core.math.outer_numba import products
+from dips.core.math.outer_numpy import n_pieces
 from dips.core.messages import AllowedKey, SlaveBeat
 from dips.core.net.data_header import REQUESTS, WITH_PAYLOAD, DataHeader, DataOp
 from dips.core.observe.metrics import Recent
+from dips.core.placement import KEPT_PRODUCTS
 from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import Codec, encoded_bytes, pays
-from dips.slave.landing import NEVER, Companion, KnownReceipts, LandingJob, Receipts
 from dips.slave.memory import F32, ThetaBuffer, bytes_of
-from dips.slave.state.admission import Admission
-from dips.slave.state.credits import Credits
-from dips.slave.state.events import PushStaged
+from dips.slave.state.admission import Admission, Credits
+from dips.slave.state.effects import PushStaged
 from dips.slave.state.shard import to_refusal
 from dips.slave.state.staging import Landed, Landing, ShardMap, Slot, Staging, StagingTable, find_version
+
+# ---- receipts --------------------------------------------------------------------------------------------------------
+#
+# Keeps sums over the staged pushes that were taken on receipt, so that MEASURE need not read their bytes again.
+#
+# Sums are kept piece by piece (core/math/outer_numpy.py), each with the number of the theta that it was taken with: a
+# version that flips in between makes them invalid, and they count as unknown. Written by the data thread
+# only; the slots of complete pushes do not change, so any thread may read those.
+#
+# Shapes: slots of staging memory s, the shard's pieces p and chunks c.
+
+
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+NEVER = 0
+"""The number that means no theta."""
+
+_PENDING = -1
+"""Marks products whose landing is under way."""
+
+MOST_COMPANIONS = 2
+"""Products are taken with at most this many other pushes of the same chunk. Each reads the other's chunk from memory
+once: for k pushes k (k - 1) / 2 reads, while a pass of MEASURE reads k + 1. So they are worth it up to k = 3, where the
+network's time hides them as well."""
+
+assert MOST_COMPANIONS * (MOST_COMPANIONS + 1) // 2 == KEPT_PRODUCTS
+"""Places for pairs: a push that lands with at most two others makes three pairs. More useful ones arise only when
+pushes land at the same moment; MEASURE computes those, so that any number of pushes needs the memory of three pairs."""
+
+
+class Sums(NamedTuple):
+    """The columns of Receipts; plain functions work on them, here and in the compiled loop (slave/serve_numba.py)."""
+
+    squared: F64  # (s, p): sums of (theta - x)^2
+    measured: I64  # (s, c): number of the theta that they were taken with, or NEVER
+    bad: I64  # (s, c): non-finite elements
+    products: F64  # (places, p): sums of (theta - x)(theta - y)
+    pair_of: I64  # (places, c): of which pair (pair_code)
+    taken_with: I64  # (places, c): as measured, or _PENDING
+
+
+def pair_code(sums: Sums, slot: int, other: int) -> int:
+    """The number of a pair of slots."""
+    return min(slot, other) * len(sums.measured) + max(slot, other)
+
+
+def note_sums(sums: Sums, slot: int, chunk: int, bad: int, theta_number: int) -> None:
+    """A chunk landed with `bad` non-finite elements; theta_number NEVER: its sums were not taken."""
+    sums.bad[slot, chunk] = bad
+    sums.measured[slot, chunk] = theta_number
+    if theta_number == NEVER:
+        give_back(sums, slot, chunk)
+
+
+def give_back(sums: Sums, slot: int, chunk: int) -> None:
+    """Release the places of a landing that took no products."""
+    for place in range(len(sums.taken_with)):
+        pair, n_slots = sums.pair_of[place, chunk], len(sums.measured)
+        if sums.taken_with[place, chunk] == _PENDING and (pair // n_slots == slot or pair % n_slots == slot):
+            sums.taken_with[place, chunk] = NEVER
+
+
+def claim(sums: Sums, code: int, chunk: int, theta_number: int) -> int:
+    """Claim a place for a pair's products of this chunk; -1 while all are in use, or soon will be."""
+    for place in range(len(sums.taken_with)):
+        number = sums.taken_with[place, chunk]
+        if number != _PENDING and number != theta_number:
+            sums.pair_of[place, chunk], sums.taken_with[place, chunk] = code, _PENDING
+            return place
+    return -1
+
+
+def claim_companions(sums: Sums, slot: int, chunk: int, theta_number: int, others: I64, places: I64) -> int:
+    """Find the other slots that have the chunk, measured with this theta, and claim places for the products with them.
+
+    others and places (MOST_COMPANIONS,) are filled; returns how many there are, none if they are many.
+    """
+    n_found = n_claimed = 0
+    for other in range(len(sums.measured)):
+        if other != slot and sums.measured[other, chunk] == theta_number:
+            if n_found == MOST_COMPANIONS:
+                return 0
+            others[n_found] = other
+            n_found += 1
+    give_back(sums, slot, chunk)
+    for i in range(n_found):
+        place = claim(sums, pair_code(sums, slot, others[i]), chunk, theta_number)
+        if place >= 0:
+            others[n_claimed], places[n_claimed] = others[i], place
+            n_claimed += 1
+    return n_claimed
+
+
+def note_products(sums: Sums, slot: int, other: int, chunk: int, theta_number: int) -> None:
+    """The products of a claimed place are taken."""
+    code = pair_code(sums, slot, other)
+    for place in range(len(sums.taken_with)):
+        if sums.pair_of[place, chunk] == code and sums.taken_with[place, chunk] == _PENDING:
+            sums.taken_with[place, chunk] = theta_number
+
+
+class Receipts:
+    """Sums of every slot. theta_number: counts the versions that chunks were measured with; from 1 on."""
+
+    def __init__(self, shard: ShardMap, n_slots: int) -> None:
+        self.shard = shard
+        self.theta_number = NEVER
+        self.n_places = min(n_slots * (n_slots - 1) // 2, KEPT_PRODUCTS)
+        self.sums = Sums(
+            np.zeros((n_slots, shard.n_pieces), np.float64),
+            np.full((n_slots, shard.n_chunks), NEVER, np.int64),
+            np.zeros((n_slots, shard.n_chunks), np.int64),
+            np.zeros((self.n_places, shard.n_pieces), np.float64),
+            np.zeros((self.n_places, shard.n_chunks), np.int64),
+            np.full((self.n_places, shard.n_chunks), NEVER, np.int64),
+        )
+        self.chunk_of_piece = _chunk_of_piece(shard)
+        self._others, self._claimed = np.zeros(MOST_COMPANIONS, np.int64), np.zeros(MOST_COMPANIONS, np.int64)
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory of all sums; part of a slave's memory_bytes (core/placement.py)."""
+        return sum(array.nbytes for array in self.sums) + self.chunk_of_piece.nbytes
+
+    def new_theta(self) -> None:
+        """Another version became the current one."""
+        self.theta_number += 1
+
+    def clear(self, slot: int) -> None:
+        """Forget a slot, for another push."""
+        sums, n_slots = self.sums, len(self.sums.measured)
+        sums.measured[slot] = NEVER
+        sums.taken_with[(sums.pair_of // n_slots == slot) | (sums.pair_of % n_slots == slot)] = NEVER
+
+    def companions(self, slot: int, landing: Landing) -> list[tuple[int, F64]]:
+        """As claim_companions: other slots, with the place of the products."""
+        n = claim_companions(self.sums, slot, landing.index, self.theta_number, self._others, self._claimed)
+        others, places = self._others[:n].tolist(), self._claimed[:n].tolist()
+        return [(other, self.sums.products[place, landing.pieces]) for other, place in zip(others, places, strict=True)]
+
+
+@dataclass(frozen=True)
+class KnownReceipts:
+    """Sums of complete pushes that were taken on receipt, for the theta with this number."""
+
+    receipts: Receipts
+    theta_number: int
+
+    def squared(self, slot: int) -> tuple[F64, Bools]:
+        """Piece sums of (theta - x)^2, and which of them are known; both (n_pieces,)."""
+        sums = self.receipts.sums
+        return sums.squared[slot], self._of_pieces(sums.measured[slot])
+
+    def products(self, slot: int, other: int) -> tuple[F64, Bools] | None:
+        """Piece sums of (theta - x)(theta - y), and which of them are known; None: none was taken."""
+        columns, found, known = self.receipts.sums, None, None
+        code = pair_code(columns, slot, other)
+        for place in range(self.receipts.n_places):
+            # Copied before the pair is read: other pushes land meanwhile, and claim() gives them places of an older
+            # theta. One that has the current number keeps its pair.
+            taken_with = columns.taken_with[place].copy()
+            here = columns.pair_of[place] == code
+            if not here.any():
+                continue
+            valid = self._of_pieces(np.where(here, taken_with, NEVER))
+            found = columns.products[place] if found is None else np.where(valid, columns.products[place], found)
+            known = valid if known is None else known | valid
+        return None if found is None or known is None else (found, known)
+
+    def bad(self, slot: int) -> I64:
+        """Non-finite elements of each chunk (n_chunks,), in (block, offset) order; known of every complete push."""
+        counts: I64 = self.receipts.sums.bad[slot]
+        return counts
+
+    def _of_pieces(self, measured: I64) -> Bools:
+        here: Bools = measured[self.receipts.chunk_of_piece] == self.theta_number
+        return here
+
+
+def _chunk_of_piece(shard: ShardMap) -> I64:
+    """The chunk that each piece is in (n_pieces,); where chunks are not whole pieces nothing is measured on receipt."""
+    if not shard.whole_pieces:
+        return np.zeros(shard.n_pieces, np.int64)
+    per_chunk = n_pieces(shard.chunk_bytes // FLOAT32_BYTES)
+    parts = [
+        shard.places.first_chunk[block.block_id] + np.arange(n_pieces(block.n_elems), dtype=np.int64) // per_chunk
+        for block in shard.blocks
+    ]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+# ---- landing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class LandingJob:
+    """A chunk that was admitted. Shapes: m elements of the chunk, p pieces of it."""
+
+    header: DataHeader
+    staging: Staging
+    landing: Landing
+    payload: memoryview
+    checksum: Callable[[Bytes], int]
+    into: F32  # (m,), where it lands
+    base: F32 | None = None  # (m,) of the version that differences are relative to
+    # (m,) of the current version, and squared (p,) for the sums against it; both None when there is no version or
+    # chunks are not whole pieces
+    theta: F32 | None = None
+    squared: F64 | None = None
+    theta_number: int = 0
+    # other pushes that have the chunk: slot of staging memory, values, and the place of the products with them
+    companions: list[tuple[int, F32, F64]] = field(default_factory=list)
+    bad: int = 0
+
+    def run(self) -> Refused | None:
+        """Land the chunk and count its non-finite elements. Returns the refusal (CHUNK) of damaged bytes, for end().
+
+        The bytes are copied and hashed in one pass, so they are in the slot before their checksum is known. What a
+        refused chunk leaves there has no meaning, nor have the sums: it counts as not landed, and the right bytes
+        overwrite it.
+        """
+        wire = self.staging.slot.wire
+        found, self.bad = land_chunk(wire, self.into, self.payload, self.base, self.theta, self.squared)
+        if self.checksum is not xxh3_64:
+            found = self.checksum(self.payload)
+        if found != self.header.checksum:
+            header = self.header
+            return Refused(
+                RefusalCode.CHUNK,
+                f"block {header.block}, offset {header.offset_bytes} of push {header.push}: the payload's checksum "
+                f"is {found:016x}, its header says {header.checksum:016x}; send it again",
+            )
+        # What landed bypassed the caches; the frame's bytes are still in them, for the products.
+        values = np.frombuffer(self.payload, np.float32) if wire is Codec.F32 else self.into
+        for _, other_values, place in self.companions:
+            assert self.theta is not None, "products are taken with a theta"
+            products(self.theta, values, other_values, place)
+        return None
+
 
 NOT_READY_RETRY_S = 0.5
 
@@ -203,7 +448,8 @@ class DataPort:
         """Sums that were taken on receipt, for MEASURE at this version; None if it is not the current one.
 
         From any thread, since slots of complete pushes and the current version do not change."""
-        return self.receipts.known() if self.receipts is not None and self.current == version else None
+        receipts = self.receipts
+        return KnownReceipts(receipts, receipts.theta_number) if receipts and self.current == version else None
 
     # ---- messages of peers ----
 
@@ -213,7 +459,7 @@ class DataPort:
         if isinstance(step, Answer):
             return step
         assert step is not None, "with one landing at a time no other is under way"
-        return self.end(step, landed(step))
+        return self.end(step, step.run())
 
     def begin(self, frames: Sequence[memoryview], peer: bytes = b"", user: str = "") -> Answer | LandingJob | None:
         """The answer, or a landing to run first; None: the same chunk is landing, try again after a landing ended.
@@ -235,7 +481,20 @@ class DataPort:
                 raise Refused(RefusalCode.MALFORMED, f"{header.op.name} has {n_frames} frames, it takes {expected}")
             if self.admission is not None:
                 self.admission.check(user, header)
-            return self._serve(header, frames, peer if self.admission is None else self.admission.owner(user))
+            reader = peer if self.admission is None else self.admission.owner(user)
+            if self.shard is None or self.table is None:
+                raise Refused(RefusalCode.BUSY, "this slave has no memory yet: it is starting", NOT_READY_RETRY_S)
+            if header.op is DataOp.GET_CHUNK:
+                return self._get(header, self.shard, reader)
+            if header.epoch < self.epoch:
+                raise Refused(
+                    RefusalCode.STALE_EPOCH,
+                    f"the chunk is of epoch {header.epoch}, the master is in {self.epoch}: join again",
+                )
+            if header.op is DataOp.PUT_CHUNK:
+                return self._put(header, frames[1], self.table)
+            staging = self.table.find(header.push, header.attempt)
+            return Answer(self._reply(header, DataOp.MISSING, staging))
         except Refused as refused:
             return self._refuse(request, refused)
 
@@ -243,15 +502,15 @@ class DataPort:
         """Note the result of a landing, and answer its sender."""
         assert self.table is not None
         assert self.receipts is not None
-        staging, landing, receipts = job.staging, job.landing, self.receipts
+        staging, landing, sums = job.staging, job.landing, self.receipts.sums
         slot = staging.slot.number
         self._under_way.discard((slot, landing.index))
         if refused is not None:
-            receipts.note(slot, landing, 0, NEVER)
+            note_sums(sums, slot, landing.index, 0, NEVER)
             return self._refuse(job.header.request, refused)
-        receipts.note(slot, landing, job.bad, job.theta_number)
-        for companion in job.companions:
-            receipts.note_products(slot, companion.slot, landing, job.theta_number)
+        note_sums(sums, slot, landing.index, job.bad, job.theta_number)
+        for other, _, _ in job.companions:
+            note_products(sums, slot, other, landing.index, job.theta_number)
         self.note_came(staging, landing.length_bytes, len(job.payload))
         if self.table.land(staging, landing, job.header.checksum):
             self.note_complete(staging)
@@ -314,21 +573,6 @@ class DataPort:
             self.last_refusal = refused.sentence[:MAX_REASON_CHARACTERS]
         return Answer(DataHeader(self._run_id, self.epoch, DataOp.REFUSED, request, refusal=to_refusal(refused)))
 
-    def _serve(self, header: DataHeader, frames: Sequence[memoryview], reader: Reader) -> Answer | LandingJob | None:
-        if self.shard is None or self.table is None:
-            raise Refused(RefusalCode.BUSY, "this slave has no memory yet: it is starting", NOT_READY_RETRY_S)
-        if header.op is DataOp.GET_CHUNK:
-            return self._get(header, self.shard, reader)
-        if header.epoch < self.epoch:
-            raise Refused(
-                RefusalCode.STALE_EPOCH,
-                f"the chunk is of epoch {header.epoch}, the master is in {self.epoch}: join again",
-            )
-        if header.op is DataOp.PUT_CHUNK:
-            return self._put(header, frames[1], self.table)
-        staging = self.table.find(header.push, header.attempt)
-        return Answer(self._reply(header, DataOp.MISSING, staging))
-
     def _put(self, header: DataHeader, payload: memoryview, table: StagingTable) -> Answer | LandingJob | None:
         staging, landing, has_landed = table.admit(header, len(payload))
         if has_landed:
@@ -339,7 +583,14 @@ class DataPort:
         assert self.staging is not None
         job = LandingJob(header, staging, landing, payload, self._checksum, self.staging[slot.number, elems])
         if slot.wire is not Codec.F32:
-            job.base = self._base(slot).theta[elems]
+            base = self.readable.get(slot.base) if slot.base is not None else None
+            if base is None:
+                raise Refused(
+                    RefusalCode.BASE_GONE,
+                    f"push {slot.push} holds differences to version {slot.base}, which is no longer kept here: "
+                    "take a new ticket and send parameters",
+                )
+            job.base = base.theta[elems]
         if self.current is not None:
             self._to_measure(job, elems)
         self._under_way.add((slot.number, landing.index))
@@ -355,21 +606,10 @@ class DataPort:
         slot, landing = job.staging.slot.number, job.landing
         job.theta = self.readable[self.current].theta[elems]
         job.theta_number = self.receipts.theta_number
-        job.squared = self.receipts.squared_of(slot, landing)
+        job.squared = self.receipts.sums.squared[slot, landing.pieces]
         job.companions = [
-            Companion(other, self.staging[other, elems], products)
-            for other, products in self.receipts.companions(slot, landing)
+            (other, self.staging[other, elems], products) for other, products in self.receipts.companions(slot, landing)
         ]
-
-    def _base(self, slot: Slot) -> ThetaBuffer:
-        base = self.readable.get(slot.base) if slot.base is not None else None
-        if base is None:
-            raise Refused(
-                RefusalCode.BASE_GONE,
-                f"push {slot.push} holds differences to version {slot.base}, which is no longer kept here: "
-                "take a new ticket and send parameters",
-            )
-        return base
 
     def _get(self, header: DataHeader, shard: ShardMap, reader: Reader) -> Answer:
         landing = find_version(shard, header, self.readable)
@@ -456,12 +696,3 @@ class DataPort:
             cause_id=header.cause_id,
             credit=self.push_credit(staging),
         )
-
-
-def landed(job: LandingJob) -> Refused | None:
-    """Run a landing. Returns its refusal, for end()."""
-    try:
-        job.run()
-    except Refused as refused:
-        return refused
-    return None

@@ -36,11 +36,10 @@ from dips.core.net.zmq_numba import ReceivedFrame, poll_items, why_not
 from dips.core.net.zmq_sockets import NOW, NOW_MORE, ZAP_ENDPOINT, CurvePair, Failure, Handshakes, Outgoing, as_server
 from dips.core.observe.failpoints import FailpointKind, failpoint, hits
 from dips.core.protocol import MAX_WINDOW_CHUNKS
-from dips.slave.data_port import Answer, DataPort, Figures, landed
-from dips.slave.landing import LandingJob
+from dips.slave.data_port import Answer, DataPort, Figures, LandingJob
 from dips.slave.serve_numba import COMPLETE, NEWS, UNUSUAL, ServeLoop
 from dips.slave.state.admission import Admission
-from dips.slave.state.events import PushStaged
+from dips.slave.state.effects import PushStaged
 
 # ---- zap -------------------------------------------------------------------------------------------------------------
 #
@@ -404,7 +403,8 @@ class DataServer:
                 if failed.failure is not Failure.KEY:  # the gate has counted refused keys itself
                     self.port.refuse_connection(f"a handshake failed: {failed.sentence}")
                     self._counters_moved = True
-        loop = self._compiled()
+        # The compiled loop, unless something is on just now that only the Python loop does.
+        loop = None if self._delivered is not None or "slave.data.before_answer" in hits() else self._loop
         if loop is not None:
             self._turn_compiled(loop)
             return
@@ -412,29 +412,22 @@ class DataServer:
         self._refresh_figures()
         self._handshakes_due = True  # without a wait no event reports them
         if not more:
-            self._wait()
+            timeout_ms = LOOK_AGAIN_MS if self._handshakes.unsettled else None
+            if self._counters_moved:
+                timeout_ms = round(BEAT_REFRESH_S * 1000)
+            ready = dict(self._poller.poll(timeout_ms))
+            self._counters_moved |= bool(ready)
+            sockets = (self._handshakes.socket, None if self._gate is None else self._gate.socket)
+            self._handshakes_due = self._handshakes.unsettled or any(socket in ready for socket in sockets)
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
 
     def _refresh_figures(self) -> None:
         now_s = time.monotonic()
         if self._counters_moved and now_s - self._beat_s >= BEAT_REFRESH_S:
             self.figures, self._beat_s, self._counters_moved = self.port.figures(), now_s, False
 
-    def _wait(self) -> None:
-        timeout_ms = LOOK_AGAIN_MS if self._handshakes.unsettled else None
-        if self._counters_moved:
-            timeout_ms = round(BEAT_REFRESH_S * 1000)
-        ready = dict(self._poller.poll(timeout_ms))
-        self._counters_moved |= bool(ready)
-        sockets = (self._handshakes.socket, None if self._gate is None else self._gate.socket)
-        self._handshakes_due = self._handshakes.unsettled or any(socket in ready for socket in sockets)
-        if self._wake_read in ready:
-            os.read(self._wake_read, 4096)
-
     # ---- the compiled loop ----
-
-    def _compiled(self) -> ServeLoop | None:
-        """The compiled loop, unless something is on just now that only the Python loop does."""
-        return None if self._delivered is not None or "slave.data.before_answer" in hits() else self._loop
 
     def _turn_compiled(self, loop: ServeLoop) -> None:
         """As the rest of _turn(), waiting included; loop: serves all messages but those that it leaves."""
@@ -442,7 +435,15 @@ class DataServer:
             loop.renew(self.port)
             self._renew = False
         loop.give_up()
-        why = loop.serve(self._until_s(loop), BEAT_REFRESH_S)
+        # Until then it looks for messages alone.
+        now_s, until_s = time.monotonic(), math.inf
+        if self._handshakes.unsettled:
+            until_s = now_s + LOOK_AGAIN_MS / 1000
+        if loop.holds_memory:
+            until_s = min(until_s, now_s + GIVE_UP_S)
+        if self._counters_moved:
+            until_s = min(until_s, self._beat_s + BEAT_REFRESH_S)
+        why = loop.serve(until_s, BEAT_REFRESH_S)
         self._counters_moved |= loop.settle(self.port)
         if why == COMPLETE:
             self.port.note_complete(loop.complete)  # before its sender hears of it, as in the Python loop
@@ -459,15 +460,6 @@ class DataServer:
             self._counters_moved = True  # by what the next turn does first
             if loop.is_ready(1):
                 os.read(self._wake_read, 4096)
-
-    def _until_s(self, loop: ServeLoop) -> float:
-        """When to look at other things again though no message came."""
-        now_s, until_s = time.monotonic(), math.inf
-        if self._handshakes.unsettled:
-            until_s = now_s + LOOK_AGAIN_MS / 1000
-        if loop.holds_memory:
-            until_s = min(until_s, now_s + GIVE_UP_S)
-        return min(until_s, self._beat_s + BEAT_REFRESH_S) if self._counters_moved else until_s
 
     # ---- parts of the Python loop ----
 
@@ -544,7 +536,7 @@ class DataServer:
         """Land all admitted chunks, then send their answers; then serve the messages that waited for one of them."""
         while self._admitted:
             admitted, self._admitted = self._admitted, []
-            outcomes = [landed(job) for _, job in admitted]
+            outcomes = [job.run() for _, job in admitted]
             for (peer, job), refused in zip(admitted, outcomes, strict=True):
                 self._send(peer, self.port.end(job, refused))
             self._serve_deferred()
@@ -554,7 +546,7 @@ class DataServer:
     def _land(self, peer: bytes, job: LandingJob) -> None:
         """Run a landing; on a thread of the pool."""
         try:
-            outcome: Refused | BaseException | None = landed(job)
+            outcome: Refused | BaseException | None = job.run()
         except BaseException as error:
             outcome = error
         self._landed.put((peer, job, outcome))

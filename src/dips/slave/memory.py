@@ -76,7 +76,7 @@ class ThetaBuffer:
 
 class ShardMemory:
     """All arrays of a shard. memory_bytes bounds them together with the notes on the shard's chunks and pieces
-    (slave/landing.py, slave/state/staging.py); not the samples of old versions (slave/calculation.py: <= 8 MiB).
+    (slave/data_port.py, slave/state/staging.py); not the samples of old versions (slave/calculation.py: <= 8 MiB).
 
     Raises Refused(MEMORY) when not even the ring fits.
     """

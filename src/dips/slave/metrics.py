@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -107,22 +108,15 @@ _OF_KIND = {
 """Kinds of tape lines that are counted, and in which metric."""
 
 
-@dataclass(frozen=True)
-class Update:
-    """One outer step: its time in seconds, and the bytes that it had to move, each stream counted once."""
-
-    seconds: float
-    n_bytes: int
-
-
 class Counts(Instruments):
-    """Counts of one process. snapshot_s: when the last snapshot became durable, of the process's clock."""
+    """Counts of one process. snapshot_s: when the last snapshot became durable, of the process's clock. update_s and
+    update_bytes: of the last outer step, its time and what it had to move, each stream counted once."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(PREFIX, METRICS, _OF_KIND)
         self.clock = clock
         self.snapshot_s: float | None = None
-        self.last_update: Update | None = None
+        self.update_s = self.update_bytes = math.nan
         self._jobs = self.histogram("job_seconds")
         self._failures = self.counter("job_failures_total", *JOBS)
         self._snapshots = self.histogram("snapshot_seconds")
@@ -151,8 +145,8 @@ class Counts(Instruments):
         """Time an outer step: it reads theta, momentum and the pushes, and writes theta and momentum."""
         began_s = self.clock.monotonic_s()
         yield
-        n_bytes = (4 + pushes) * n_elems * FLOAT32_BYTES
-        self.last_update = Update(self.clock.monotonic_s() - began_s, n_bytes)
+        self.update_bytes = (4 + pushes) * n_elems * FLOAT32_BYTES
+        self.update_s = self.clock.monotonic_s() - began_s
 
 
 # ---- metrics collector -----------------------------------------------------------------------------------------------
@@ -167,14 +161,6 @@ PHASES = tuple(phase.value.lower() for phase in ShardPhase)
 
 
 @dataclass(frozen=True)
-class Held:
-    """A slave's memory: bytes by use, and the number of readable versions."""
-
-    use: Mapping[str, int]
-    readable: int
-
-
-@dataclass(frozen=True)
 class MetricsMoment:
     """The event loop's state at one moment."""
 
@@ -182,11 +168,11 @@ class MetricsMoment:
     phase: str
     version: Version | None
     durable: Version | None
-    held: Held | None
-    counts: Counts
+    use: Mapping[str, int]  # bytes of memory
+    n_readable: int  # versions
 
 
-def snapshot(state: SlaveMachine, memory: ShardMemory | None, counts: Counts) -> MetricsMoment:
+def snapshot(state: SlaveMachine, memory: ShardMemory | None) -> MetricsMoment:
     """Take the snapshot; on the event loop, between two events."""
     shard = state.shard
     return MetricsMoment(
@@ -194,54 +180,39 @@ def snapshot(state: SlaveMachine, memory: ShardMemory | None, counts: Counts) ->
         shard.phase.now.value.lower(),
         shard.current.version if shard.current is not None else None,
         shard.saving.durable,
-        Held(memory.bytes_by_use(), len(memory.readable())) if memory is not None else None,
-        counts,
+        memory.bytes_by_use() if memory is not None else {},
+        len(memory.readable()) if memory is not None else 0,
     )
 
 
-@dataclass(frozen=True)
-class DiskSizes:
-    """Sizes that are read on the scrape's thread. None: cannot be read now."""
-
-    resident_bytes: int
-    budget_bytes: int
-    disk_free_bytes: int | None
-    snapshots: int
-
-
-@dataclass(frozen=True)
-class Collector:
-    """Makes the metric families of each scrape."""
-
-    slave_id: str
-    memory_limit_bytes: int
-    memory_bytes_per_s: float  # of this machine, as measured at start
-    security: Security = INSECURE
-
-    def families(self, now: MetricsMoment, figures: Figures, sizes: DiskSizes) -> Families:
-        families = now.counts.families(self.security)
-        families.set("info", 1, now.run_id, self.slave_id, VERSION)
-        families.one_of("shard_phase", now.phase, PHASES)
-        families.set("version", now.version.v if now.version else None)
-        families.set("durable_version", now.durable.v if now.durable else None)
-        families.set("readable_versions", now.held.readable if now.held else 0)
-        if now.held is not None:
-            families.each("memory_bytes", now.held.use)
-        if now.counts.snapshot_s is not None:
-            families.set("snapshot_age_seconds", max(0.0, now.counts.clock.monotonic_s() - now.counts.snapshot_s))
-        update = now.counts.last_update
-        if update is not None:
-            families.set("update_seconds", update.seconds)
-            families.set("update_floor_seconds", update.n_bytes / self.memory_bytes_per_s)
-        families.set("memory_limit_bytes", self.memory_limit_bytes)
-        families.set("resident_bytes", sizes.resident_bytes)
-        families.set("budget_bytes", sizes.budget_bytes)
-        families.set("disk_free_bytes", sizes.disk_free_bytes)
-        families.set("snapshots", sizes.snapshots)
-        families.set("staging_open", figures.beat.staging_open)
-        families.set("staged_bytes_total", figures.beat.staging_bytes)
-        families.set("served_bytes_total", figures.beat.served_bytes)
-        families.set("refused_connections_total", figures.beat.refused_connections)
-        families.each("cluster_staged_bytes_total", dict(sorted(figures.staged_of.items())))
-        families.refusals("refused_messages_total", figures.refused)
-        return families
+def families_of(
+    counts: Counts,
+    slave_id: str,
+    now: MetricsMoment,
+    figures: Figures,
+    gauges: Mapping[str, float | None],
+    memory_bytes_per_s: float,
+    security: Security = INSECURE,
+) -> Families:
+    """The metric families of a scrape. gauges: those that are read on its thread, by name. memory_bytes_per_s: of this
+    machine, as measured at start."""
+    families = counts.families(security)
+    families.set("info", 1, now.run_id, slave_id, VERSION)
+    families.one_of("shard_phase", now.phase, PHASES)
+    families.set("version", now.version.v if now.version else None)
+    families.set("durable_version", now.durable.v if now.durable else None)
+    families.set("readable_versions", now.n_readable)
+    families.each("memory_bytes", now.use)
+    if counts.snapshot_s is not None:
+        families.set("snapshot_age_seconds", max(0.0, counts.clock.monotonic_s() - counts.snapshot_s))
+    families.set("update_seconds", counts.update_s)
+    families.set("update_floor_seconds", counts.update_bytes / memory_bytes_per_s)
+    for name, value in gauges.items():
+        families.set(name, value)
+    families.set("staging_open", figures.beat.staging_open)
+    families.set("staged_bytes_total", figures.beat.staging_bytes)
+    families.set("served_bytes_total", figures.beat.served_bytes)
+    families.set("refused_connections_total", figures.beat.refused_connections)
+    families.each("cluster_staged_bytes_total", dict(sorted(figures.staged_of.items())))
+    families.refusals("refused_messages_total", figures.refused)
+    return families

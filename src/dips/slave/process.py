@@ -13,22 +13,20 @@ from dips.core.allocator import keep_freed_memory
 from dips.core.clock import SystemClock
 from dips.core.config import Loaded
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, DipsError, of_disk
-from dips.core.file_limit import raise_file_limit
-from dips.core.files import share_with
+from dips.core.files import raise_file_limit, share_with
 from dips.core.net.addresses import format_address, is_elsewhere, is_loopback_endpoint, parse_address, split_addresses
 from dips.core.net.keys import security_of
 from dips.core.net.security import METRICS_FILE, Security
 from dips.core.net.zmq_sockets import pair_for
 from dips.core.observe import failpoints
 from dips.core.observe.logs import configure_logging, say_last
-from dips.core.observe.metrics import Families, disk_free_bytes
-from dips.core.observe.metrics_server import LoopSnapshots, MetricsServer, serve_metrics
+from dips.core.observe.metrics import Families, LoopSnapshots, MetricsServer, disk_free_bytes, serve_metrics
 from dips.core.observe.tape import Tape
 from dips.slave.config import SlaveConfig
 from dips.slave.connections import ConnectionGuard
 from dips.slave.control import Control
 from dips.slave.data_server import DataServer
-from dips.slave.metrics import Collector, DiskSizes
+from dips.slave.metrics import families_of
 from dips.slave.push_evidence import DIRECTORY, PushEvidence
 from dips.slave.ring import Ring, SnapshotStore
 from dips.slave.shell import SlaveShell
@@ -49,14 +47,18 @@ async def serve_slave_metrics(
     if config.metrics_listen is None:
         return None
     speed = await shell.measure_memory()
-    collector = Collector(config.slave_id, config.memory_bytes, speed, security)
     snapshots = LoopSnapshots(asyncio.get_running_loop(), shell.look)
 
     def collect() -> Families:
-        infos = ring.infos()
-        committed = sum(info.committed for info in infos)
-        sizes = DiskSizes(guard.memory_bytes(), guard.limit_bytes, disk_free_bytes(config.directory), committed)
-        return collector.families(snapshots.take(), data.figures, sizes)
+        gauges = {
+            "memory_limit_bytes": config.memory_bytes,
+            "resident_bytes": guard.memory_bytes(),
+            "budget_bytes": guard.limit_bytes,
+            "disk_free_bytes": disk_free_bytes(config.directory),
+            "snapshots": sum(info.committed for info in ring.infos()),
+        }
+        now, figures = snapshots.take(), data.figures
+        return families_of(shell.counts, config.slave_id, now, figures, gauges, speed, security)
 
     return serve_metrics(
         config,

@@ -15,29 +15,13 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from dips.core import messages
 from dips.core.clock import Clock
 from dips.core.errors import DipsError, FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import Incarnation
 from dips.core.layout import shard_digest
 from dips.core.math import landing_numba, outer_numba, wire_numba
 from dips.core.math.compiling import watched, where_kept
-from dips.core.messages import (
-    Allow,
-    Commit,
-    CommitRecord,
-    Configure,
-    ListShard,
-    Measure,
-    Measured,
-    MoveBlocks,
-    Prepare,
-    Retain,
-    SendCommitRecord,
-    ShardList,
-    SlaveMessage,
-    SnapshotInfo,
-    StopSlave,
-)
 from dips.core.net.zmq_sockets import CurvePair
 from dips.core.observe.logs import ChangeLogger
 from dips.core.observe.tape import Starting, Tape
@@ -46,12 +30,11 @@ from dips.slave import calculation, serve_numba
 from dips.slave.data_server import DataServer
 from dips.slave.memory import F32, U8, MemoryFiles, ShardMemory, residual_bytes_of
 from dips.slave.metrics import Counts, MetricsMoment, kind_of, snapshot
-from dips.slave.mover import Mover
+from dips.slave.mover import Mover, cancelled
 from dips.slave.push_evidence import PushEvidence
 from dips.slave.ring import SnapshotStore, disk_refusal
-from dips.slave.state import effects, events
+from dips.slave.state import effects
 from dips.slave.state.checks import own_blocks
-from dips.slave.state.moves import cancelled
 from dips.slave.state.shard import to_refusal
 from dips.slave.state.slave import SlaveMachine
 
@@ -100,10 +83,10 @@ class SlaveShell:
         self._saving_theta: F32 | None = None
         self._said_refused = 0
         self._said_away = 0
-        self._counts = Counts(clock)
+        self.counts = Counts(clock)
         self.starts = ""
         """What the start does that may take minutes, for the beats; empty when it is over."""
-        self.send: Callable[[SlaveMessage], None] | None = None
+        self.send: Callable[[messages.SlaveMessage], None] | None = None
         self.close_link: Callable[[str], None] | None = None
         self.saved: Callable[[], None] | None = None
         """Called when a version was written behind the rounds (durability async): the next beat says so."""
@@ -131,20 +114,20 @@ class SlaveShell:
 
     def look(self) -> MetricsMoment:
         """The state at this moment, for metrics; on the event loop."""
-        return snapshot(self.state, self._memory, self._counts)
+        return snapshot(self.state, self._memory)
 
-    def handle(self, event: events.Event) -> None:
+    def handle(self, event: effects.Event) -> None:
         """Give the state machine an event and carry out its effects, in order. Any error ends the process: a caller on
         the event loop could only log it, and the effects behind it are lost."""
-        if isinstance(event, events.Unlinked):
-            self._counts.count_kind("unlinked")
+        if isinstance(event, effects.Unlinked):
+            self.counts.count_kind("unlinked")
         try:
             for effect in self.state.handle(event, self._clock.monotonic_s()):
                 self._carry_out(effect)
         except Exception as error:
             self.fail(error)
 
-    def handle_soon(self, event: events.Event) -> None:
+    def handle_soon(self, event: effects.Event) -> None:
         """As handle(), called from any other thread."""
         self._loop.call_soon_threadsafe(self.handle, event)
 
@@ -178,9 +161,9 @@ class SlaveShell:
         match effect:
             case effects.SendUp(body):
                 if self.send is not None:
-                    self.send(SlaveMessage(self.state.caller(), body))
+                    self.send(messages.SlaveMessage(self.state.caller(), body))
             case effects.Record():
-                self._counts.count_kind(effect.kind)
+                self.counts.count_kind(effect.kind)
                 self._tape.write(effect.kind, effect.cause, **effect.fields)
             case effects.Log(level, key, sentence, because):
                 self._changes.report(key, sentence, level, because)
@@ -188,12 +171,12 @@ class SlaveShell:
                 self._data.do(self._data.port.hold, slots)
             case effects.Serve(epoch):
                 self._data.do(self._data.port.set_epoch, epoch)
-            case Allow(keys):
+            case messages.Allow(keys):
                 self._data.do(self._data.port.set_allowed, keys)
             case effects.CloseLink(sentence):
                 if self.close_link is not None:
                     self.close_link(sentence)
-            case StopSlave(reason):
+            case messages.StopSlave(reason):
                 if not self.ended.done():
                     self.ended.set_result(reason)
             case effects.GiveUp(refusal):
@@ -203,14 +186,14 @@ class SlaveShell:
             case effects.DropShadow(shadow):
                 self._made().drop_shadow()
                 self._spawn(self._on(self._disk, self._ring.drop_shadow, shadow))
-            case Retain(versions):
+            case messages.Retain(versions):
                 if self._memory is not None:
                     self._memory.pin(versions)
                     self._settle()
             case effects.SaveVersion():
                 self._spawn(self._save(effect, *self._held_for_saving(effect.info)))
             case effects.SaveLater(delay_s):
-                self._spawn(self._later(delay_s, events.SaveAgain()))
+                self._spawn(self._later(delay_s, effects.SaveAgain()))
             case effects.ReadRecord(asked_by, command):
                 self._spawn(self._read_record(asked_by, command))
             case effects.Run():
@@ -236,38 +219,40 @@ class SlaveShell:
             self.fail(error)
 
     async def _job(self, run: effects.Run) -> None:
-        event: events.Done | events.Failed
+        event: effects.Done | effects.Failed
         try:
             await asyncio.sleep(run.delay_s)
-            with self._counts.job(kind_of(run)):
+            with self.counts.job(kind_of(run)):
                 event = await self._do(run)
         except Refused as refused:
-            event = events.Failed(run.number, to_refusal(refused), self._ring.infos())
+            event = effects.Failed(run.number, to_refusal(refused), self._ring.infos())
         self.handle(event)
 
-    async def _do(self, run: effects.Run) -> events.Done:
+    async def _do(self, run: effects.Run) -> effects.Done:
         """Do a command. Raises Refused; then nothing that counts has changed."""
-        result: SnapshotInfo | Measured | ShardList | None
+        result: messages.SnapshotInfo | messages.Measured | messages.ShardList | None
         match run.command:
-            case (Configure() | Commit()) as command if run.shadow is not None:
+            case (messages.Configure() | messages.Commit()) as command if run.shadow is not None:
                 result = await self._commit(run, command, run.shadow)
-            case Configure() as command:
+            case messages.Configure() as command:
                 result = await self._load(run, command)
-            case Prepare() as command:
+            case messages.Prepare() as command:
                 result = await self._prepare(run, command)
-            case MoveBlocks() as command:
+            case messages.MoveBlocks() as command:
                 result = await self._move(run, command)
-            case Measure() as command:
-                return events.Done(run.number, await self._measure(run, command))
-            case ListShard(round_id):  # a RESHARD begins
+            case messages.Measure() as command:
+                return effects.Done(run.number, await self._measure(run, command))
+            case messages.ListShard(round_id):  # a RESHARD begins
                 memory = self._made()
                 assert memory.current is not None
                 arguments = (memory.momentum, memory.blocks, memory.map.chunk_bytes)
                 sums = await self._on(self._outer, calculation.chunk_checksums, *arguments)
-                return events.Done(run.number, ShardList(round_id, tuple(memory.current.checksums), tuple(sums)))
+                return effects.Done(
+                    run.number, messages.ShardList(round_id, tuple(memory.current.checksums), tuple(sums))
+                )
             case command:
                 raise LocalProtocolError(f"no one carries out {type(command).__name__}")
-        return events.Done(run.number, result, self._ring.infos())
+        return effects.Done(run.number, result, self._ring.infos())
 
     async def _on(self, executor: Executor, function: Callable[..., T], *args: Any) -> T:
         return await self._loop.run_in_executor(executor, function, *args)
@@ -313,9 +298,9 @@ class SlaveShell:
                 f"epoch {epoch} cannot be promised, {self._store.directory} fails: {error.strerror}; free or replace "
                 "the slave's disk and start it again"
             ) from error
-        self.handle(events.PromiseSaved(epoch))
+        self.handle(effects.PromiseSaved(epoch))
 
-    async def _load(self, run: effects.Run, body: Configure) -> SnapshotInfo | None:
+    async def _load(self, run: effects.Run, body: messages.Configure) -> messages.SnapshotInfo | None:
         """Make memory and fill it. Returns the version that it holds then."""
         await self._settled()
         await self._saved_to_file()
@@ -339,7 +324,9 @@ class SlaveShell:
         await self._settled()
         return current
 
-    async def _fill(self, memory: ShardMemory, body: Configure, source: SnapshotInfo) -> SnapshotInfo:
+    async def _fill(
+        self, memory: ShardMemory, body: messages.Configure, source: messages.SnapshotInfo
+    ) -> messages.SnapshotInfo:
         """Read a snapshot into fresh memory and check it against the digest of its COMMIT."""
         theta = memory.take().theta
         await self._on(
@@ -370,7 +357,7 @@ class SlaveShell:
         for problem in problems:
             log.warning("%s", problem)
 
-    async def _measure(self, run: effects.Run, body: Measure) -> Measured:
+    async def _measure(self, run: effects.Run, body: messages.Measure) -> messages.Measured:
         memory = self._made()
         assert memory.current is not None
         assert memory.current.info is not None
@@ -380,9 +367,9 @@ class SlaveShell:
         blocks = await self._on(self._outer, calculation.measure, memory, theta, slots, known, self._threads)
         way = await self._on(self._outer, calculation.directions, memory, version, theta, slots, bases)
         zero = await self._on(self._outer, calculation.all_zero, memory, slots)
-        return Measured(body.round, blocks, way, zero)
+        return messages.Measured(body.round, blocks, way, zero)
 
-    async def _prepare(self, run: effects.Run, body: Prepare) -> SnapshotInfo:
+    async def _prepare(self, run: effects.Run, body: messages.Prepare) -> messages.SnapshotInfo:
         """Compute the shadow. Returns its name."""
         await self._settled()
         memory, slots = self._made(), [slot.number for slot in run.slots]
@@ -396,12 +383,12 @@ class SlaveShell:
         shadow = await self._on(self._outer, memory.take)
         theta = memory.current.theta if memory.current is not None else None
         try:
-            with self._counts.update(memory.n_elems, len(slots)):
+            with self.counts.update(memory.n_elems, len(slots)):
                 sums = await self._on(
                     self._outer, calculation.prepare, memory, theta, shadow.theta, body, slots, self._threads,
                     shadow.difference,
                 )  # fmt: skip
-            info = SnapshotInfo(
+            info = messages.SnapshotInfo(
                 body.to_version, body.round, made.layout_hash, made.placement_hash, shard_digest(sums), committed=False
             )
             memory.name_shadow(info, sums, body.from_version)
@@ -412,7 +399,7 @@ class SlaveShell:
                 except OSError as error:
                     raise disk_refusal(f"the record of the pushes of round {info.round}", error) from error
             if run.durable:
-                with self._counts.snapshot():
+                with self.counts.snapshot():
                     await self._on(
                         self._disk, self._ring.write_shadow, info, shadow.theta, memory.next_momentum,
                         memory.next_residual.data,
@@ -422,14 +409,16 @@ class SlaveShell:
             raise
         return info
 
-    async def _commit(self, run: effects.Run, body: Configure | Commit, shadow: SnapshotInfo) -> SnapshotInfo:
+    async def _commit(
+        self, run: effects.Run, body: messages.Configure | messages.Commit, shadow: messages.SnapshotInfo
+    ) -> messages.SnapshotInfo:
         """Make the shadow in memory the current version. Returns its name."""
         memory = self._made()
         info = replace(shadow, committed=True, commit_hash=body.commit_hash)
         if run.durable:
             assert memory.shadow is not None
             arrays = (memory.shadow.theta, memory.next_momentum, body.commit_record, memory.next_residual.data)
-            with self._counts.snapshot():
+            with self.counts.snapshot():
                 await self._on(self._disk, self._ring.write_committed, info, *arrays)
         memory.flip(info)
         self._settle()
@@ -438,7 +427,7 @@ class SlaveShell:
             self._warn(await self._on(self._disk, self._ring.tidy, info))
         return info
 
-    async def _move(self, run: effects.Run, body: MoveBlocks) -> SnapshotInfo:
+    async def _move(self, run: effects.Run, body: messages.MoveBlocks) -> messages.SnapshotInfo:
         """Assemble a shard of another placement in a file. Returns its name."""
         await self._saved_to_file()
         if run.number == self._unwanted_move:
@@ -456,7 +445,7 @@ class SlaveShell:
 
     # ---- durability "async" ----
 
-    def _held_for_saving(self, info: SnapshotInfo) -> tuple[F32, F32, U8]:
+    def _held_for_saving(self, info: messages.SnapshotInfo) -> tuple[F32, F32, U8]:
         """The arrays of the current version. No round may write into them until they are in the file."""
         memory = self._made()
         if memory.current is None or memory.current.info != info:
@@ -467,16 +456,16 @@ class SlaveShell:
     async def _save(self, effect: effects.SaveVersion, theta: F32, momentum: F32, residual: U8) -> None:
         saving, info = self._saving, effect.info
         assert saving is not None
-        event: events.SaveEvent
+        event: effects.SaveEvent
         try:
-            with self._counts.snapshot():
+            with self.counts.snapshot():
                 await self._on(
                     self._disk, self._ring.write_committed, info, theta, momentum, effect.commit_record, residual,
                     lambda: self._resolve_soon(saving),
                 )  # fmt: skip
-            event = events.Saved(effect.number, info, self._ring.infos())
+            event = effects.Saved(effect.number, info, self._ring.infos())
         except Refused as refused:
-            event = events.SaveFailed(effect.number, to_refusal(refused))
+            event = effects.SaveFailed(effect.number, to_refusal(refused))
         finally:
             if not saving.done():
                 saving.set_result(None)
@@ -484,7 +473,7 @@ class SlaveShell:
         if self.saved is not None:
             self.saved()
 
-    async def _later(self, delay_s: float, event: events.Event) -> None:
+    async def _later(self, delay_s: float, event: effects.Event) -> None:
         await asyncio.sleep(delay_s)
         self.handle(event)
 
@@ -495,17 +484,17 @@ class SlaveShell:
 
     # ---- reading COMMIT records ----
 
-    async def _read_record(self, asked_by: Incarnation | None, command: SendCommitRecord) -> None:
+    async def _read_record(self, asked_by: Incarnation | None, command: messages.SendCommitRecord) -> None:
         version, round_id = command.version, command.round
         try:
             record, commit_hash = await self._on(self._disk, self._ring.record, version, round_id)
             if hashlib.sha256(record).digest() != commit_hash:
                 sentence = f"the COMMIT record of {version} ({round_id}) does not have the hash that was committed"
                 raise Refused(RefusalCode.DIGEST, sentence)
-            answer = CommitRecord(version, round_id, record)
+            answer = messages.CommitRecord(version, round_id, record)
         except Refused as refused:
-            answer = CommitRecord(version, round_id, refusal=to_refusal(refused))
-        self.handle(events.RecordRead(asked_by, answer))
+            answer = messages.CommitRecord(version, round_id, refusal=to_refusal(refused))
+        self.handle(effects.RecordRead(asked_by, answer))
 
     # ---- beats ----
 

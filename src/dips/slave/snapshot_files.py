@@ -103,7 +103,25 @@ def parse_head(raw: bytes, where: str) -> FileHead:
     """The header in the first HEADER_BYTES of a file. Raises SnapshotError when it is no header of this release."""
     if len(raw) < HEADER_BYTES or int.from_bytes(raw[:8], "little") != HEADER_BYTES - 8:
         raise SnapshotError(f"{where} does not begin as a snapshot of this release does")
-    return _parse(raw, where)
+    try:
+        header = json.loads(raw[8:])
+        metadata = header["__metadata__"]
+        if metadata["format"] != SNAPSHOT_FORMAT:
+            raise SnapshotError(f"{where} is not a snapshot of this release")
+        n_elems, residual_bytes = header["theta"]["shape"][0], header.get("residual", {"shape": [0]})["shape"][0]
+        places = _tensor_places(n_elems, residual_bytes)
+        if type(n_elems) is not int or type(residual_bytes) is not int or min(n_elems, residual_bytes) < 0:
+            raise SnapshotError(f"{where}: its header names tensors that cannot be")
+        if metadata[_SEAL] != _seal(header) or header != places | {"__metadata__": metadata}:
+            raise SnapshotError(f"{where}: its header is not the one that was written")
+        layout_hash, placement_hash, digest = (bytes.fromhex(metadata[name]) for name in _HASHES)
+        version, round_id = read_version(metadata["version"]), parse_round(metadata["round"])
+        info = SnapshotInfo(version, round_id, layout_hash, placement_hash, digest, committed=False)
+        sums = tuple(metadata[f"xxh3_128_{name}"] for name in tensors_of(residual_bytes))
+        stamp = SnapshotStamp(file_bytes(n_elems, residual_bytes), xxhash.xxh3_128_hexdigest(raw))
+        return FileHead(info, metadata["run_id"], metadata["slave_id"], n_elems, stamp, sums, residual_bytes)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise SnapshotError(f"{where}: its header cannot be read: {error}") from error
 
 
 def read_head(file: BinaryIO, where: str) -> FileHead | None:
@@ -189,28 +207,6 @@ def _seal(header: Mapping[str, Any]) -> str:
     metadata = {key: value for key, value in header["__metadata__"].items() if key != _SEAL}
     said = {**header, "__metadata__": metadata}
     return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _parse(raw: bytes, where: str) -> FileHead:
-    try:
-        header = json.loads(raw[8:])
-        metadata = header["__metadata__"]
-        if metadata["format"] != SNAPSHOT_FORMAT:
-            raise SnapshotError(f"{where} is not a snapshot of this release")
-        n_elems, residual_bytes = header["theta"]["shape"][0], header.get("residual", {"shape": [0]})["shape"][0]
-        places = _tensor_places(n_elems, residual_bytes)
-        if type(n_elems) is not int or type(residual_bytes) is not int or min(n_elems, residual_bytes) < 0:
-            raise SnapshotError(f"{where}: its header names tensors that cannot be")
-        if metadata[_SEAL] != _seal(header) or header != places | {"__metadata__": metadata}:
-            raise SnapshotError(f"{where}: its header is not the one that was written")
-        layout_hash, placement_hash, digest = (bytes.fromhex(metadata[name]) for name in _HASHES)
-        version, round_id = read_version(metadata["version"]), parse_round(metadata["round"])
-        info = SnapshotInfo(version, round_id, layout_hash, placement_hash, digest, committed=False)
-        sums = tuple(metadata[f"xxh3_128_{name}"] for name in tensors_of(residual_bytes))
-        stamp = SnapshotStamp(file_bytes(n_elems, residual_bytes), xxhash.xxh3_128_hexdigest(raw))
-        return FileHead(info, metadata["run_id"], metadata["slave_id"], n_elems, stamp, sums, residual_bytes)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise SnapshotError(f"{where}: its header cannot be read: {error}") from error
 
 
 def _fill(where: str, file: BinaryIO, piece: memoryview) -> None:

@@ -15,8 +15,7 @@ from dips.core.errors import Refused
 from dips.core.ids import Version
 from dips.core.messages import PullGrant, StaleKind
 from dips.core.net.security import Security
-from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, Spec
-from dips.core.observe.metrics_server import MetricsServer, serve_metrics
+from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, MetricsServer, Spec, serve_metrics
 from dips.core.release import VERSION
 from dips.worker.checkpoint import Checkpoints
 from dips.worker.config import ClientConfig

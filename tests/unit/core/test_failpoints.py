@@ -147,14 +147,14 @@ def test_an_arrow_is_hit_before_the_phase_changes() -> None:
     def look(move: machine.Transition[RoundPhase]) -> None:
         seen.append(phase.now)
 
-    machine.observe(look)
+    machine.observers.append(look)
     try:
         with armed("round.IDLE.push_admitted=note"):
             phase.move("push admitted", RoundPhase.WINDOW, 1.0)
             phase.move("no push is left", RoundPhase.IDLE, 2.0)
             assert failpoints.fired() == {"round.IDLE.push_admitted": {"note": 1}}
     finally:
-        machine.forget(look)
+        machine.observers.remove(look)
     assert seen == [RoundPhase.IDLE, RoundPhase.WINDOW]
     phase.move("push admitted", RoundPhase.WINDOW, 3.0)
     assert len(seen) == 2, "they are not looked at again"

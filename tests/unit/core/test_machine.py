@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 import pytest
 
-from dips.core.errors import LocalProtocolError, RefusalCode, Refused, forget_refusals, watch_refusals
+from dips.core import machine
+from dips.core.errors import LocalProtocolError, RefusalCode, Refused, watchers
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
-from dips.core.machine import (
-    HISTORY_LENGTH,
-    MachineHistory,
-    Phase,
-    Record,
-    Transition,
-    TransitionTable,
-    forget,
-    observe,
-    tables,
-)
 
 
 class Door(Enum):
@@ -29,7 +19,7 @@ class Door(Enum):
     LOCKED = "LOCKED"
 
 
-TABLE = TransitionTable(
+TABLE = machine.TransitionTable(
     "door",
     Door.SHUT,
     {
@@ -42,7 +32,7 @@ TABLE = TransitionTable(
 
 
 def test_an_arrow_back_to_the_same_phase_keeps_its_time() -> None:
-    phase = Phase(TABLE, MachineHistory())
+    phase = machine.Phase(TABLE, machine.MachineHistory())
     phase.move("push", Door.OPEN, at_s=1.0)
     phase.move("push", Door.SHUT, at_s=2.0)
     phase.move("turn", Door.SHUT, at_s=9.0)
@@ -53,21 +43,21 @@ def test_an_arrow_back_to_the_same_phase_keeps_its_time() -> None:
     ("input_name", "to"), [("turn", Door.OPEN), ("push", Door.LOCKED), ("kick", Door.OPEN), ("", Door.SHUT)]
 )
 def test_any_other_move_raises_and_changes_nothing(input_name: str, to: Door) -> None:
-    story = MachineHistory()
-    phase = Phase(TABLE, story, "front door")
+    story = machine.MachineHistory()
+    phase = machine.Phase(TABLE, story, "front door")
     phase.move("push", Door.OPEN, at_s=1.0, cause="c-1", why="someone came")
     phase.move("push", Door.SHUT, at_s=2.0, cause="c-2")
-    before = story.lines()
+    before = [*story.lines]
     with pytest.raises(LocalProtocolError) as caught:
         phase.move(input_name, to, at_s=3.0)
-    assert (phase.now, phase.since_s, story.lines()) == (Door.SHUT, 2.0, before)
+    assert (phase.now, phase.since_s, [*story.lines]) == (Door.SHUT, 2.0, before)
     text = str(caught.value)
     assert f"front door: no transition from SHUT to {to.value} upon {input_name}" in text
     assert "1.000 [c-1] front door: SHUT -> OPEN upon push: someone came" in text
 
 
 def test_a_machine_tells_which_inputs_it_takes() -> None:
-    phase = Phase(TABLE, MachineHistory())
+    phase = machine.Phase(TABLE, machine.MachineHistory())
     assert phase.allows("turn")
     assert not phase.allows("kick")
     phase.move("push", Door.OPEN, at_s=0.0)
@@ -75,16 +65,16 @@ def test_a_machine_tells_which_inputs_it_takes() -> None:
 
 
 def test_a_story_forgets_its_oldest_lines() -> None:
-    story = MachineHistory()
-    for n in range(HISTORY_LENGTH + 10):
+    story = machine.MachineHistory()
+    for n in range(machine.HISTORY_LENGTH + 10):
         story.add(float(n), "m", "-", "x")
-    assert len(story.lines()) == HISTORY_LENGTH
-    assert story.lines()[0].at_s == 10.0
+    assert len(story.lines) == machine.HISTORY_LENGTH
+    assert story.lines[0].startswith("10.000 ")
 
 
 def test_the_error_shows_only_the_end_of_a_long_story() -> None:
-    story = MachineHistory()
-    phase = Phase(TABLE, story)
+    story = machine.MachineHistory()
+    phase = machine.Phase(TABLE, story)
     for n in range(100):
         phase.move("turn", Door.SHUT, at_s=float(n))
     with pytest.raises(LocalProtocolError) as caught:
@@ -93,10 +83,7 @@ def test_the_error_shows_only_the_end_of_a_long_story() -> None:
     assert "99.000" in str(caught.value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample(Record):
-    KIND = "sample"
-
+class Sample(machine.Record, kind="sample"):
     push: PushId
     base: Version | None
     digest: bytes
@@ -115,23 +102,21 @@ def test_a_line_of_a_tape_has_its_fields_as_text_and_leaves_defaults_out() -> No
 
 
 def test_an_observer_sees_each_move_once_before_it_is_made_until_it_is_forgotten() -> None:
-    phase, seen = Phase(TABLE, MachineHistory()), list[tuple[Any, Any]]()
+    phase, seen = machine.Phase(TABLE, machine.MachineHistory()), list[tuple[Any, Any]]()
 
-    def look(step: Transition[Any]) -> None:
+    def look(step: machine.Transition[Any]) -> None:
         seen.append((step.arrow, phase.now))
 
-    for _ in range(2):
-        observe(look)
+    machine.observers.append(look)
     try:
         phase.move("push", Door.OPEN, at_s=1.0)
         with pytest.raises(LocalProtocolError):
             phase.move("turn", Door.LOCKED, at_s=2.0)
     finally:
-        forget(look)
-    forget(look)
+        machine.observers.remove(look)
     phase.move("push", Door.SHUT, at_s=3.0)
     assert seen == [(("door", "SHUT", "push", "OPEN"), Door.SHUT)]
-    assert TABLE in tables()
+    assert TABLE in machine.tables()
     assert len(TABLE.arrows()) == 5
 
 
@@ -141,12 +126,10 @@ def test_a_watcher_learns_of_each_refusal_and_where_it_is_made() -> None:
     def watch(code: RefusalCode, module: str) -> None:
         seen.append((code, module))
 
-    for _ in range(2):
-        watch_refusals(watch)
+    watchers.append(watch)
     try:
         Refused(RefusalCode.BUSY, "not now")
     finally:
-        forget_refusals(watch)
-    forget_refusals(watch)
+        watchers.remove(watch)
     Refused(RefusalCode.DISK, "no")
     assert seen == [(RefusalCode.BUSY, __name__)]

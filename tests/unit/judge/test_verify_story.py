@@ -13,8 +13,7 @@ from support.manual_clock import ManualClock
 from dips.cli import main
 from dips.core.errors import ConfigError
 from dips.core.observe.tape import Tape
-from dips.judge.slow_rounds import slow_rounds
-from dips.judge.story import Story, StoryLine, render, tell_story
+from dips.judge.story import Story, StoryLine, render, slow_rounds, tell_story
 
 
 @pytest.fixture(scope="module")

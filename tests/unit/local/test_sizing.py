@@ -17,7 +17,7 @@ from dips.cli import main
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import SlaveId
 from dips.core.layout import DEFAULT_BLOCK_ELEMS, Layout, Parameter
-from dips.core.observe.metrics_server import MOST_CONNECTIONS
+from dips.core.observe.metrics import MOST_CONNECTIONS
 from dips.core.placement import (
     MEMORY_FILES,
     difference_bytes_needed,
@@ -31,8 +31,8 @@ from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, WIRE_DTYPES, encoded_bytes
 from dips.lab.sim.scale import rates
 from dips.local.sizing import SizeKnobs, SizeTable, names_of, value_of
-from dips.master.page.event_buffer import MAX_CONNECTIONS
-from dips.master.rpc.server import most_connections
+from dips.master.page.history import MAX_CONNECTIONS
+from dips.master.rpc import most_connections
 from dips.slave.connections import ROOM_BYTES
 from dips.slave.ring import SPARE_FILES
 from dips.slave.snapshot_files import file_bytes

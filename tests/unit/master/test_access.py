@@ -15,7 +15,7 @@ from dips.core.net.keys import load_identity
 from dips.core.net.security import INSECURE
 from dips.local.authority import Authority, ensure_keys
 from dips.master.access import Access, check_is_own
-from dips.master.state.events import Revoked
+from dips.master.state.effects import Revoked
 from dips.protos import clusters_pb2, operator_pb2, slaves_pb2
 
 CLUSTERS = {"cluster"}

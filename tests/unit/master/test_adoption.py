@@ -14,7 +14,7 @@ from support.master_bench import LEASED, Bench, BenchSlave, refused_with
 from dips.core import messages as m
 from dips.core.errors import ConfigError, RefusalCode
 from dips.core.ids import Version
-from dips.master.state.events import Pause, Resume, Stop
+from dips.master.state.effects import Pause, Resume, Stop
 
 V1, V2 = Version(1, 1), Version(1, 2)
 

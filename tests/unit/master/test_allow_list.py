@@ -11,7 +11,7 @@ from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import SlaveId
 from dips.core.protocol import MAX_ALLOWED_KEYS, MAX_RANKS, RANKS
-from dips.master.state.events import Revoked
+from dips.master.state.effects import Revoked
 from dips.master.state.shared import KEPT_FOR_SLAVES
 
 KEY, OTHER = b"k" * 32, b"o" * 32

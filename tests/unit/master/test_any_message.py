@@ -16,8 +16,8 @@ from support.wire_values import values_of
 
 from dips.core import messages as m
 from dips.core.ids import RoundId, Version
-from dips.core.net.codec_protobuf import encode
-from dips.master.state.events import ClusterCall, SlaveSaid, Tick
+from dips.core.net.grpc_calls import encode
+from dips.master.state.effects import ClusterCall, SlaveSaid, Tick
 
 PHASES = {
     "IDLE": None, "MEASURE": m.Measure, "PREPARE": m.Prepare, "COMMIT": m.Commit, "GATHERING": None, "DONATING": None,

@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from dips.core.net.newcomers import Bounds
-from dips.master.rpc import server
-from dips.master.rpc.server import CallerWatch
+from dips.master import rpc
+from dips.master.rpc import CallerWatch
 
 PEERS = {
     "ipv4:127.0.0.1:700": ("127.0.0.1", 700),
@@ -23,7 +23,7 @@ PEERS = {
 def test_where_files_cannot_be_listed_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server, "files_of_process", lambda: None)
+    monkeypatch.setattr(rpc, "files_of_process", lambda: None)
     watch = CallerWatch(1, 1)
     for _ in range(2):
         watch.look()
@@ -32,7 +32,7 @@ def test_where_files_cannot_be_listed_it_is_said_once(
 
 @pytest.mark.parametrize("peer", [*PEERS, "unix:", "nothing"])
 def test_who_has_called_is_found_among_the_connections(monkeypatch: pytest.MonkeyPatch, peer: str) -> None:
-    monkeypatch.setattr(server, "newcomer_bounds", lambda peers: Bounds(0, 0, 10.0))
+    monkeypatch.setattr(rpc, "newcomer_bounds", lambda peers: Bounds(0, 0, 10.0))
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as far:
         near, _ = listener.accept()
         listener.close()

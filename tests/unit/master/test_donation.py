@@ -8,7 +8,7 @@ from support.master_bench import LEASED, Bench, refused_with
 from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.master.state.events import Pause, Stop
+from dips.master.state.effects import Pause, Stop
 from dips.master.state.records import RoundPhase
 
 V0, V1 = Version(1, 0), Version(1, 1)

@@ -15,8 +15,7 @@ from dips.core.errors import ConfigError, RetryLater
 from dips.master import lease
 from dips.master.lease import Held, Lease, store_of
 from dips.master.shell import MasterShell
-from dips.master.state.effects import Halt
-from dips.master.state.events import ReplicaNews
+from dips.master.state.effects import Halt, ReplicaNews
 from dips.master.state.slaves import NEWER_EPOCH_EXIT
 
 LIMIT_S = 15.0

@@ -15,12 +15,12 @@ from support.scripted_master_state import MemoryJournal, ScriptedMachine, comman
 
 from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.messages import LeaveReply, StatusRequest
-from dips.core.net.codec_protobuf import encode
+from dips.core.net.grpc_calls import encode
 from dips.core.observe import tape
 from dips.core.observe.tape import Tape, read_tape
-from dips.master.rpc.services import slaves_service
+from dips.master.rpc import slaves_service
 from dips.master.shell import LINK_COMMANDS, THREAD_NAME, JournalWriter, MasterShell
-from dips.master.state import events
+from dips.master.state import effects
 from dips.master.state.effects import CloseLink, Effect, Halt, Log, Reply, ToSlave, WriteJournal
 from dips.master.state.tape import MasterStoodStill, SlaveLost
 
@@ -43,9 +43,9 @@ class Bench:
 
     def leaving(self) -> asyncio.Task[object]:
         """A cluster's call that waits for its reply."""
-        return asyncio.create_task(self.executor.call(lambda token: events.ClusterCall(token, leave())))
+        return asyncio.create_task(self.executor.call(lambda token: effects.ClusterCall(token, leave())))
 
-    def reacts(self, react: Callable[[events.Event], Sequence[Effect]]) -> None:
+    def reacts(self, react: Callable[[effects.Event], Sequence[Effect]]) -> None:
         self.machine.react = react
 
 
@@ -66,18 +66,18 @@ class Details(NamedTuple):
 
 
 def token_of(bench: Bench) -> int:
-    return bench.machine.of(events.ClusterCall)[-1].token
+    return bench.machine.of(effects.ClusterCall)[-1].token
 
 
 async def held(bench: Bench) -> tuple[asyncio.Task[object], int]:
     """A call that the state has seen and not answered."""
     task = bench.leaving()
-    await bench.machine.until(events.ClusterCall)
+    await bench.machine.until(effects.ClusterCall)
     return task, token_of(bench)
 
 
-def answer(event: events.Event) -> list[Effect]:
-    return [Reply(event.token, DONE)] if isinstance(event, events.ClusterCall | events.OperatorCall) else []
+def answer(event: effects.Event) -> list[Effect]:
+    return [Reply(event.token, DONE)] if isinstance(event, effects.ClusterCall | effects.OperatorCall) else []
 
 
 # ---- calls ----
@@ -89,11 +89,11 @@ async def test_each_call_gets_the_reply_with_its_own_token_at_once_or_after_a_la
     for _ in range(5):
         assert await bench.leaving() == DONE
     assert not task.done()
-    assert len({call.token for call in bench.machine.of(events.ClusterCall)}) == 6
-    bench.reacts(lambda event: [Reply(token, DONE)] if isinstance(event, events.Tick) else [])
-    bench.executor.dispatch(events.Tick())
+    assert len({call.token for call in bench.machine.of(effects.ClusterCall)}) == 6
+    bench.reacts(lambda event: [Reply(token, DONE)] if isinstance(event, effects.Tick) else [])
+    bench.executor.dispatch(effects.Tick())
     assert await task == DONE
-    assert bench.machine.of(events.CallGone) == [], "an answered call is not gone"
+    assert bench.machine.of(effects.CallGone) == [], "an answered call is not gone"
 
 
 async def test_the_state_is_told_once_that_a_caller_hung_up(bench: Bench) -> None:
@@ -101,9 +101,9 @@ async def test_the_state_is_told_once_that_a_caller_hung_up(bench: Bench) -> Non
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert bench.machine.of(events.CallGone) == [events.CallGone(token)]
-    bench.reacts(lambda event: [Reply(token, DONE)] if isinstance(event, events.Tick) else [])
-    bench.executor.dispatch(events.Tick())  # a reply to nobody is dropped
+    assert bench.machine.of(effects.CallGone) == [effects.CallGone(token)]
+    bench.reacts(lambda event: [Reply(token, DONE)] if isinstance(event, effects.Tick) else [])
+    bench.executor.dispatch(effects.Tick())  # a reply to nobody is dropped
     assert not bench.executor.outcome.done()
 
 
@@ -114,16 +114,16 @@ async def test_effects_of_one_event_are_done_before_the_next_event_and_a_closed_
     link = bench.executor.open_link()
     order: list[str] = []
 
-    def react(event: events.Event) -> list[Effect]:
+    def react(event: effects.Event) -> list[Effect]:
         order.append(type(event).__name__)
-        if isinstance(event, events.SlaveSaid):
+        if isinstance(event, effects.SlaveSaid):
             last = CloseLink(link.number, refusal())
             return [ToSlave(link.number, command("one")), ToSlave(link.number, command("two")), last]
         return []
 
     bench.reacts(react)
     bench.executor.slave_said(link, slave_message())
-    bench.executor.dispatch(events.Tick())
+    bench.executor.dispatch(effects.Tick())
     bench.executor.slave_said(link, slave_message())
     assert order == ["SlaveSaid", "Tick"]
     assert [await link.next_command() for _ in range(3)] == [command("one"), command("two"), None]
@@ -139,10 +139,10 @@ async def test_the_end_of_a_link_is_told_once_and_it_is_never_numbered_or_comman
     link = bench.executor.open_link()
     bench.executor.link_down(link)
     bench.executor.link_down(link)
-    assert bench.machine.of(events.SlaveLinkDown) == [events.SlaveLinkDown(link.number)]
+    assert bench.machine.of(effects.SlaveLinkDown) == [effects.SlaveLinkDown(link.number)]
     assert bench.executor.open_link().number != link.number
     bench.reacts(lambda event: [ToSlave(link.number, command("late")), CloseLink(link.number, refusal())])
-    bench.executor.dispatch(events.Tick())
+    bench.executor.dispatch(effects.Tick())
     assert not bench.executor.outcome.done()
 
 
@@ -168,15 +168,15 @@ async def test_the_end_of_a_link_is_told_when_the_call_is_cancelled_while_it_end
     serving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await serving
-    [said] = bench.machine.of(events.SlaveSaid)
-    assert bench.machine.of(events.SlaveLinkDown) == [events.SlaveLinkDown(said.link)]
+    [said] = bench.machine.of(effects.SlaveSaid)
+    assert bench.machine.of(effects.SlaveLinkDown) == [effects.SlaveLinkDown(said.link)]
 
 
 async def test_a_slave_that_does_not_read_is_cut_off_at_the_bound(bench: Bench) -> None:
     link = bench.executor.open_link()
     other = bench.executor.open_link()
     bench.reacts(lambda event: [ToSlave(link.number, command("x"))] * (LINK_COMMANDS + 1))
-    bench.executor.dispatch(events.Tick())
+    bench.executor.dispatch(effects.Tick())
     ended = await link.closed()
     assert ended is not None
     assert ended.code is RefusalCode.BUSY
@@ -189,11 +189,11 @@ async def test_a_slave_that_does_not_read_is_cut_off_at_the_bound(bench: Bench) 
 
 async def test_a_journal_that_fails_ends_the_master(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     bench.journal.fail_with = FatalError("a newer master runs")
-    bench.reacts(lambda event: [WriteJournal(1, "K", "{}", "{}")] if isinstance(event, events.Tick) else [])
-    bench.executor.dispatch(events.Tick())
+    bench.reacts(lambda event: [WriteJournal(1, "K", "{}", "{}")] if isinstance(event, effects.Tick) else [])
+    bench.executor.dispatch(effects.Tick())
     outcome = await bench.executor.outcome
     assert outcome == Halt(FatalError.exit_code, "a newer master runs")
-    assert bench.machine.of(events.JournalWritten) == [], "nothing was confirmed"
+    assert bench.machine.of(effects.JournalWritten) == [], "nothing was confirmed"
     assert "Traceback" not in caplog.text
 
 
@@ -272,12 +272,12 @@ async def test_nothing_is_written_after_an_error_of_an_append_or_while_tidying_u
 
 
 async def test_each_event_gets_the_clocks_time_and_after_a_pause_a_tick_comes_first(bench: Bench) -> None:
-    expected: list[tuple[events.Event, float]] = []
+    expected: list[tuple[effects.Event, float]] = []
     for pause_s, ticks in ((0.0, 0), (2 * TICK_S, 0), (2 * TICK_S + 1, 1)):
         bench.clock.advance(pause_s)
-        bench.executor.dispatch(events.JournalWritten(9))
+        bench.executor.dispatch(effects.JournalWritten(9))
         now_s = bench.clock.monotonic_s()
-        expected += [*[(events.Tick(), now_s)] * ticks, (events.JournalWritten(9), now_s)]
+        expected += [*[(effects.Tick(), now_s)] * ticks, (effects.JournalWritten(9), now_s)]
         assert bench.machine.seen == expected
 
 
@@ -291,19 +291,19 @@ async def test_the_timer_rings_at_deadline_or_tick(tmp_path: Path, deadline_s: f
     machine.deadline_s = deadline_s
     executor = MasterShell(machine, MemoryJournal().append_all, Tape(None, "master", "demo"), clock, tick_s)
     executor.start()
-    await asyncio.wait_for(machine.until(events.Tick), 10)
+    await asyncio.wait_for(machine.until(effects.Tick), 10)
     executor.stop(Halt(0, ""))
     await executor.close()
 
 
 async def test_an_event_that_brings_a_deadline_nearer_rearms_the_timer(bench: Bench) -> None:
-    def react(event: events.Event) -> list[Effect]:
-        bench.machine.deadline_s = 50.01 if isinstance(event, events.JournalWritten) else None
+    def react(event: effects.Event) -> list[Effect]:
+        bench.machine.deadline_s = 50.01 if isinstance(event, effects.JournalWritten) else None
         return []
 
     bench.reacts(react)
-    bench.executor.dispatch(events.JournalWritten(1))
-    await asyncio.wait_for(bench.machine.until(events.Tick), 10)
+    bench.executor.dispatch(effects.JournalWritten(1))
+    await asyncio.wait_for(bench.machine.until(effects.Tick), 10)
 
 
 # ---- people ----
@@ -315,11 +315,11 @@ async def test_a_log_effect_is_written_when_its_sentence_changes(
     sentences = iter(["waiting for slave b", "waiting for slave b", "all there"])
     bench.reacts(lambda event: [Log(logging.WARNING, "waiting", next(sentences))])
     for _ in range(3):
-        bench.executor.dispatch(events.Tick())
+        bench.executor.dispatch(effects.Tick())
     assert [record.getMessage() for record in caplog.records] == ["waiting for slave b", "all there"]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
     bench.reacts(lambda event: [SlaveLost("c7", slave="s1", reason="it broke")])
-    bench.executor.dispatch(events.Tick())
+    bench.executor.dispatch(effects.Tick())
     bench.executor.note_refusal("Join", Refused(RefusalCode.MALFORMED, "a JoinRequest cannot be parsed"))
     assert "refused a Join: a JoinRequest cannot be parsed" in caplog.text
     lost, refused = read_tape(bench.tape_path)
@@ -333,7 +333,7 @@ async def test_a_tape_that_cannot_be_written_ends_the_master(bench: Bench, monke
 
     monkeypatch.setattr(tape, "_append", full)
     bench.reacts(lambda event: [MasterStoodStill("-", gap_s=2.0)])
-    bench.executor.dispatch(events.Tick())
+    bench.executor.dispatch(effects.Tick())
     outcome = await bench.executor.outcome
     assert isinstance(outcome, Halt)
     assert outcome.exit_code == FatalError.exit_code
@@ -349,7 +349,7 @@ async def test_halt_ends_the_master_after_its_effects_and_what_was_decided_is_wr
     bench.reacts(
         lambda event: [entry, Halt(0, "the run is over"), Reply(token, DONE), ToSlave(link.number, command("stop"))]
     )
-    bench.executor.dispatch(events.Tick())
+    bench.executor.dispatch(effects.Tick())
     assert await bench.executor.outcome == Halt(0, "the run is over")
     assert await task == DONE
     assert await link.next_command() == command("stop")
@@ -361,9 +361,9 @@ async def test_halt_ends_the_master_after_its_effects_and_what_was_decided_is_wr
 async def test_nothing_is_handled_after_the_end(bench: Bench) -> None:
     bench.executor.stop(Halt(0, "first"))
     bench.executor.stop(Halt(70, "second"))
-    bench.executor.dispatch(events.Tick())
+    bench.executor.dispatch(effects.Tick())
     with pytest.raises(Refused):
-        await bench.executor.call(lambda token: events.OperatorCall(token, StatusRequest()))
+        await bench.executor.call(lambda token: effects.OperatorCall(token, StatusRequest()))
     assert bench.executor.open_link().closing
     assert bench.machine.seen == []
     assert await bench.executor.outcome == Halt(0, "first")
@@ -371,13 +371,13 @@ async def test_nothing_is_handled_after_the_end(bench: Bench) -> None:
 
 @pytest.mark.parametrize("error", [LocalProtocolError("no transition"), KeyError("x"), AssertionError()])
 async def test_a_bug_ends_the_process_with_70(bench: Bench, caplog: pytest.LogCaptureFixture, error: Exception) -> None:
-    def react(event: events.Event) -> list[Effect]:
-        if isinstance(event, events.ClusterCall):
+    def react(event: effects.Event) -> list[Effect]:
+        if isinstance(event, effects.ClusterCall):
             raise error
         return []
 
     bench.reacts(react)
-    bench.executor.dispatch(events.JournalWritten(41))
+    bench.executor.dispatch(effects.JournalWritten(41))
     task = bench.leaving()
     outcome = await bench.executor.outcome
     assert isinstance(outcome, Halt)

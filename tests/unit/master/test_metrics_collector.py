@@ -12,9 +12,9 @@ from support.reshard_bench import ReshardBench
 from dips.core.errors import RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.messages import ClusterStatus, Hello, Measure
-from dips.core.observe.metrics_server import NotNow
+from dips.core.observe.metrics import NotNow
 from dips.core.protocol import RANKS
-from dips.master.metrics import METRICS, PREFIX, Collector, Counts, Metrics, Rising, clusters_shown
+from dips.master.metrics import METRICS, PREFIX, Counts, Metrics, Rising, clusters_shown
 from dips.master.state import tape
 from dips.master.state.status import status
 
@@ -27,7 +27,7 @@ class Scraped:
         self.metrics = Metrics(bench.config.max_clusters)
         self.metrics.watch(bench.state)
         self.counts = self.metrics.counts
-        self.collector = Collector(folder, self.counts)
+        self._folder = folder
         self._told = 0
 
     def scrape(self, late_s: float = 0.0) -> Samples:
@@ -35,7 +35,7 @@ class Scraped:
             self.counts.note(record, self.bench.now_s)
         self._told = len(self.bench.records)
         now = self.metrics.snapshot(self.bench.now_s + late_s)
-        return samples(self.collector.families(now), PREFIX, METRICS)
+        return samples(self.metrics.families(now, self._folder), PREFIX, METRICS)
 
 
 @pytest.fixture

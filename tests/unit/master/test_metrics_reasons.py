@@ -10,7 +10,7 @@ from support.master_bench import Bench
 from dips.core.errors import RefusalCode
 from dips.core.messages import Commit, Measure, OperatorRequest, Prepare, Refusal
 from dips.master.metrics import REASONS
-from dips.master.state.events import Pause
+from dips.master.state.effects import Pause
 from dips.master.state.reasons import WaitingCode
 from dips.master.state.waits import waiting_for
 

@@ -10,7 +10,7 @@ from support.master_bench import Bench
 
 from dips.core import messages as m
 from dips.master.page.history import sentence_of
-from dips.master.state.events import Pause, Resume, Stop
+from dips.master.state.effects import Pause, Resume, Stop
 
 GRACE_S, DEADLINE_S, MINIMUM = 2.0, 60.0, 3
 

@@ -16,16 +16,8 @@ from dips.core.net.keys import load_identity
 from dips.core.net.security import INSECURE
 from dips.local.authority import ensure_keys
 from dips.master.access import Access
+from dips.master.page import access
 from dips.master.page import access as gates
-from dips.master.page.access import (
-    PageAccess,
-    Secret,
-    host_name,
-    load_secret,
-    read_page_url,
-    save_secret,
-    write_page_address,
-)
 from dips.master.page.web import static_files
 
 TOKEN = "t" * 43
@@ -44,8 +36,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "keys"
 
 
-def keyed(keys: Path, *hosts: str) -> PageAccess:
-    return PageAccess(Access(load_identity(keys / "master")), TOKEN, 8080, hosts)
+def keyed(keys: Path, *hosts: str) -> access.PageAccess:
+    return access.PageAccess(Access(load_identity(keys / "master")), TOKEN, 8080, hosts)
 
 
 def certificate(keys: Path, name: str) -> bytes:
@@ -59,7 +51,7 @@ def certificate(keys: Path, name: str) -> bytes:
     *((bad, None) for bad in ("localhost:80@evil.example", "x" * 301, "", None)),
 ])  # fmt: skip
 def test_the_name_in_a_host_header(header: str | None, name: str | None) -> None:
-    assert host_name(header) == name
+    assert access.host_name(header) == name
 
 
 @pytest.mark.parametrize(("header", "insecure", "with_keys"), [
@@ -69,7 +61,7 @@ def test_the_name_in_a_host_header(header: str | None, name: str | None) -> None
     (None, False, False),
 ])  # fmt: skip
 def test_only_names_of_this_master_answer(header: str | None, insecure: bool, with_keys: bool, keys: Path) -> None:
-    assert PageAccess(Access(INSECURE), TOKEN, 1, ["Status.example"]).host_is_ours(header) is insecure
+    assert access.PageAccess(Access(INSECURE), TOKEN, 1, ["Status.example"]).host_is_ours(header) is insecure
     assert keyed(keys, "Status.example").host_is_ours(header) is with_keys
 
 
@@ -82,32 +74,32 @@ def test_another_token_is_refused(token: str, keys: Path) -> None:
 
 
 def test_without_keys_there_is_nobody_to_tell_apart() -> None:
-    gate = PageAccess(Access(INSECURE), TOKEN, 1)
+    gate = access.PageAccess(Access(INSECURE), TOKEN, 1)
     assert gate.admit(None, None, {}).who == "this machine"
     assert not gate.checks
 
 
 def test_the_token_stays_its_owners_or_is_refused(tmp_path: Path) -> None:
-    first = load_secret(tmp_path)
+    first = access.load_secret(tmp_path)
     assert len(first.token) == 43
-    assert load_secret(tmp_path).token != first.token  # nothing is kept until it is saved
-    save_secret(tmp_path, Secret(first.token, 4711))
-    assert load_secret(tmp_path) == Secret(first.token, 4711)
-    write_page_address(tmp_path, "https://127.0.0.1:4711/?link=x", 1)
-    assert read_page_url(tmp_path) == "https://127.0.0.1:4711/?link=x"
+    assert access.load_secret(tmp_path).token != first.token  # nothing is kept until it is saved
+    access.save_secret(tmp_path, access.Secret(first.token, 4711))
+    assert access.load_secret(tmp_path) == access.Secret(first.token, 4711)
+    access.write_page_address(tmp_path, "https://127.0.0.1:4711/?link=x", 1)
+    assert access.read_page_url(tmp_path) == "https://127.0.0.1:4711/?link=x"
     for path in tmp_path.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
-    save_secret(tmp_path, Secret(TOKEN, 1))
+    access.save_secret(tmp_path, access.Secret(TOKEN, 1))
     (tmp_path / gates.SECRET_NAME).chmod(0o644)
     with pytest.raises(ConfigError, match=r"can be read by other users of this machine.*: remove it"):
-        load_secret(tmp_path)
+        access.load_secret(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"token": "short", "port": 1}), json.dumps({"port": 1})])
 def test_a_torn_token_is_made_anew(content: str, tmp_path: Path) -> None:
     (tmp_path / gates.SECRET_NAME).write_text(content)
     (tmp_path / gates.SECRET_NAME).chmod(0o600)
-    assert len(load_secret(tmp_path).token) == 43
+    assert len(access.load_secret(tmp_path).token) == 43
 
 
 def test_charts_are_the_published_library_with_its_licence() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,18 @@ from support.manual_clock import ManualClock
 from support.master_bench import LEASED, Bench
 
 from dips.core.messages import Alarm, ClusterStatus, Settings, SlaveBeat, StagingProgress
-from dips.master.page.event_buffer import MAX_EVENTS, MAX_TEXT, BufferedTape, EventBuffer, earlier_events
-from dips.master.page.history import EventTimeline, HeldoutTail, ProgressHistory, TokenRate, sentence_of
+from dips.master.page.history import (
+    MAX_EVENTS,
+    MAX_TEXT,
+    BufferedTape,
+    EventTimeline,
+    HeldoutTail,
+    ProgressHistory,
+    TapeEvent,
+    TokenRate,
+    earlier_events,
+    sentence_of,
+)
 from dips.master.page.snapshot import Hub, sentence, snapshot
 from dips.master.state.reasons import AlarmKind
 from dips.master.state.status import RunView
@@ -368,12 +379,11 @@ def test_the_rate_is_that_of_the_last_rounds_and_survives_a_rollback() -> None:
 
 
 def test_the_ear_hears_what_the_tape_writes_and_a_restart_reads_it_again(tmp_path: Path) -> None:
-    buffer, path = EventBuffer(), tmp_path / "tape.jsonl"
-    with BufferedTape(path, "master", "run", ManualClock(), buffer) as tape:
+    path = tmp_path / "tape.jsonl"
+    with BufferedTape(path, "master", "run", ManualClock()) as tape:
         tape.write("join", "-", cluster="a", incarnation="1.1")
-    [(_, kind, fields)] = buffer.take()
+    [(_, kind, fields)] = tape.waiting
     assert (kind, fields["cluster"]) == ("join", "a")
-    assert buffer.take() == []
     with path.open("ab") as file:
         file.write(b'not json\n{"kind": "no time"}\n{"wall_s": 1, "kind": "torn')
     assert [(kind, fields["cluster"]) for _, kind, fields in earlier_events(path)] == [("join", "a")]
@@ -412,10 +422,10 @@ def test_the_evaluators_tape_is_read_along(tmp_path: Path) -> None:
 
 
 async def test_a_page_that_keeps_up_gets_what_is_new_and_another_gets_all(tmp_path: Path) -> None:
-    bench, buffer = Bench().running("a", "b"), EventBuffer()
-    hub = Hub(buffer, HeldoutTail(None), [(1.0, "alarm", {"sentence": "of an earlier life"})])
+    bench, events = Bench().running("a", "b"), deque[TapeEvent]()
+    hub = Hub(events, HeldoutTail(None), [(1.0, "alarm", {"sentence": "of an earlier life"})])
     assert hub.number == 0
-    buffer.add(2.0, "join", {"cluster": "a", "incarnation": "1.1"})
+    events.append((2.0, "join", {"cluster": "a", "incarnation": "1.1"}))
     waiting = asyncio.ensure_future(hub.after(0))
     await asyncio.sleep(0)
     hub.take(bench.state.look(), 2.0, 0.0)

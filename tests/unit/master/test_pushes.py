@@ -13,7 +13,7 @@ from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import PushId, Version
 from dips.core.protocol import FINISH_HOLD_S
-from dips.master.state.events import CallGone
+from dips.master.state.effects import CallGone
 from dips.master.state.pushes import AWAY_RETRY_S
 
 

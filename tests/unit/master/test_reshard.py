@@ -12,7 +12,7 @@ from support.reshard_bench import ReshardBench
 from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.master.state.events import Pause, Resume
+from dips.master.state.effects import Pause, Resume
 from dips.master.state.records import ReshardPhase
 
 V0, V1, V2, V3 = (Version(1, v) for v in range(4))

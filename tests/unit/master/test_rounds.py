@@ -10,7 +10,7 @@ from support.master_bench import LEASED, Bench, BenchSlave
 from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.master.state.events import Pause, ReplicaNews
+from dips.master.state.effects import Pause, ReplicaNews
 from dips.master.state.reasons import AlarmKind, WaitingCode
 
 

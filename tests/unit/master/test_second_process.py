@@ -8,7 +8,7 @@ from support.master_bench import Bench, BenchSlave, refused_with
 from dips.core.errors import NAME_TAKEN_EXIT, RefusalCode, Refused
 from dips.core.ids import Version
 from dips.core.messages import Caller, HeartbeatRequest, Hello, SlaveHello, SlaveMessage, Welcome
-from dips.master.state.events import BeatsEnded, SlaveLinkDown, SlaveSaid
+from dips.master.state.effects import BeatsEnded, SlaveLinkDown, SlaveSaid
 from dips.master.state.slave_links import DIALS_AGAIN_BEATS
 
 NEWCOMER, HERE = b"newcomer", b"here"

@@ -28,20 +28,32 @@ from dips.core import messages as m
 from dips.core.config import load
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, LocalProtocolError, RefusalCode, Refused
 from dips.core.net.addresses import parse_address
-from dips.core.net.codec_protobuf import decode, encode
-from dips.core.net.grpc_calls import refused_from
+from dips.core.net.grpc_calls import decode, encode, refused_from
 from dips.core.net.keys import MASTER_DNS_NAME
 from dips.core.observe.tape import read_tape
 from dips.local.authority import Authority, ensure_keys
+from dips.master import rpc
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME, MasterAddress, read_address
 from dips.master.journal import Journal
 from dips.master.page.access import read_page_url
 from dips.master.process import serve
-from dips.master.rpc import server
 from dips.master.shell import MasterShell
-from dips.master.state.effects import BeginAgain, Effect, Halt, Refuse, Reply, WriteJournal
-from dips.master.state.events import ClusterCall, Event, OperatorCall, Pause, Resume, Revoked, Tick
+from dips.master.state.effects import (
+    BeginAgain,
+    ClusterCall,
+    Effect,
+    Event,
+    Halt,
+    OperatorCall,
+    Pause,
+    Refuse,
+    Reply,
+    Resume,
+    Revoked,
+    Tick,
+    WriteJournal,
+)
 from dips.master.state.master import MasterMachine
 from dips.master.state.shared import RunConfig
 from dips.master.state.status import RunView
@@ -325,7 +337,7 @@ async def test_the_end_of_the_thread_that_bounds_connections_ends_the_master(
     made: Make, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     master = await made(keys=keys, page_listen=None)
-    monkeypatch.setattr(server, "files_of_process", lambda: 1 / 0)
+    monkeypatch.setattr(rpc, "files_of_process", lambda: 1 / 0)
     ended = await master.task
     assert (ended.exit_code, "ZeroDivisionError" in ended.sentence) == (LocalProtocolError.exit_code, True)
 

@@ -10,7 +10,7 @@ from support.master_bench import HELLO, Bench, refused_with
 from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation, RoundId, Version
-from dips.master.state.events import SlaveLinkDown, SlaveSaid
+from dips.master.state.effects import SlaveLinkDown, SlaveSaid
 
 
 def hello(bench: Bench, name: str, link: int = 99, run_id: str = "test", **changes: object) -> None:

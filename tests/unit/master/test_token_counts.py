@@ -10,7 +10,7 @@ from support.master_bench import Bench, refused_with
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Version
 from dips.core.messages import Alarm, ExtendRequest, OperatorRequest, Settings, TokenLimit, VerdictKind
-from dips.master.state.events import Stop
+from dips.master.state.effects import Stop
 
 V1 = Version(1, 1)
 

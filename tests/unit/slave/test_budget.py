@@ -11,7 +11,7 @@ from dips.core.layout import Layout, Parameter, chunks_of
 from dips.core.math.outer_numpy import PIECE_ELEMS
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.placement import KEPT_PRODUCTS, table_bytes_needed
-from dips.slave.landing import MOST_COMPANIONS, NEVER, Receipts
+from dips.slave.data_port import MOST_COMPANIONS, NEVER, KnownReceipts, Receipts, note_products, note_sums
 from dips.slave.state.staging import Landing, ShardMap
 
 CHUNK_BYTES = 2 * PIECE_ELEMS * 4
@@ -44,12 +44,12 @@ def test_sums_of_any_number_of_pushes_take_what_the_formula_says(n_rows: int) ->
     for landing, row in itertools.product(landings(shard), range(n_rows)):
         for other, products in receipts.companions(row, landing):
             products[:] = 1.0
-            receipts.note_products(row, other, landing, receipts.theta_number)
-        receipts.note(row, landing, 0, receipts.theta_number)
+            note_products(receipts.sums, row, other, landing.index, receipts.theta_number)
+        note_sums(receipts.sums, row, landing.index, 0, receipts.theta_number)
     for first, second in itertools.combinations(range(n_rows), 2):
         receipts.clear(first)
         landing = landings(shard)[0]
-        receipts.note(first, landing, 0, receipts.theta_number)
+        note_sums(receipts.sums, first, landing.index, 0, receipts.theta_number)
         receipts.companions(second, landing)
     assert receipts.n_bytes == before <= table_bytes_needed(shard.n_pieces, shard.n_chunks, n_rows, pins=0)
 
@@ -81,15 +81,15 @@ def test_products_are_never_those_of_another_pair_or_another_version() -> None:
             asked = {who: receipts.companions(who, landing) for who in together}
             for who in together:
                 if rng.random() < 0.2:
-                    receipts.note(who, landing, 0, NEVER)
+                    note_sums(receipts.sums, who, landing.index, 0, NEVER)
                     continue
-                receipts.note(who, landing, 0, receipts.theta_number)
+                note_sums(receipts.sums, who, landing.index, 0, receipts.theta_number)
                 landed.add((who, landing.index))
                 for other, products in asked[who]:
                     products[:] = stamp(who, other)
-                    receipts.note_products(who, other, landing, receipts.theta_number)
+                    note_products(receipts.sums, who, other, landing.index, receipts.theta_number)
         for one, two in itertools.combinations(range(n_rows), 2):
-            found = receipts.known().products(one, two)
+            found = KnownReceipts(receipts, receipts.theta_number).products(one, two)
             if found is not None and found[1].any():
                 n_known += 1
                 assert set(found[0][found[1]]) == {stamp(one, two)}
@@ -101,7 +101,7 @@ def test_a_landing_that_failed_gives_its_places_back() -> None:
     receipts, landing = Receipts(shard, MOST_COMPANIONS + 1), landings(shard)[0]
     receipts.new_theta()
     for row in range(MOST_COMPANIONS):
-        receipts.note(row, landing, 0, receipts.theta_number)
+        note_sums(receipts.sums, row, landing.index, 0, receipts.theta_number)
     for _ in range(2 * KEPT_PRODUCTS):
         assert len(receipts.companions(MOST_COMPANIONS, landing)) == MOST_COMPANIONS
-        receipts.note(MOST_COMPANIONS, landing, 0, NEVER)
+        note_sums(receipts.sums, MOST_COMPANIONS, landing.index, 0, NEVER)

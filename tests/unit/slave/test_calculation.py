@@ -17,7 +17,7 @@ from dips.core.math.outer_numpy import PIECE_ELEMS, average_step, outer_step
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.threads import Threads
 from dips.slave import calculation
-from dips.slave.landing import Receipts
+from dips.slave.data_port import KnownReceipts, Receipts, note_products, note_sums
 from dips.slave.memory import F32, ShardMemory
 
 RNG = np.random.default_rng(3)
@@ -74,7 +74,7 @@ def big_memory(seed: int) -> tuple[ShardMemory, F32]:
     return memory, rng.standard_normal(memory.n_elems).astype(np.float32)
 
 
-def receive(memory: ShardMemory, theta: F32, share: float, pairs: float) -> Receipts:
+def receive(memory: ShardMemory, theta: F32, share: float, pairs: float) -> KnownReceipts:
     """As if each chunk of each row had been measured on receipt with this chance, the others with an older theta."""
     receipts, rng = Receipts(memory.map, SLOTS), np.random.default_rng(7)
     receipts.new_theta()
@@ -88,15 +88,15 @@ def receive(memory: ShardMemory, theta: F32, share: float, pairs: float) -> Rece
         part = slice(landing.start_byte // 4, (landing.start_byte + landing.length_bytes) // 4)
         for row in range(SLOTS):
             number = 2 if rng.random() < share else 1
-            then, sums = theta[part] * np.float32(number / 2), receipts.squared_of(row, landing)
+            then, sums = theta[part] * np.float32(number / 2), receipts.sums.squared[row, landing.pieces]
             bad = outer_numpy.measure_landed(memory.staging[row, part], then, sums)
-            receipts.note(row, landing, bad, number)
+            note_sums(receipts.sums, row, landing.index, bad, number)
             for other, products in receipts.companions(row, landing):
                 if number == 2 and rng.random() < pairs:
                     x, y = memory.staging[row, part], memory.staging[other, part]
                     outer_numba.products(theta[part], x, y, products)
-                    receipts.note_products(row, other, landing, 2)
-    return receipts
+                    note_products(receipts.sums, row, other, landing.index, 2)
+    return KnownReceipts(receipts, receipts.theta_number)
 
 
 @pytest.mark.parametrize("rows", [[2], [0, 1], [3, 0, 2], [0, 1, 2, 3]], ids=len)
@@ -104,7 +104,7 @@ def receive(memory: ShardMemory, theta: F32, share: float, pairs: float) -> Rece
 def test_what_receipt_tells_changes_no_bit(rows: list[int], share: float, pairs: float) -> None:
     memory, theta = big_memory(1)
     expected = calculation.measure(memory, theta, rows)
-    known = receive(memory, theta, share, pairs).known()
+    known = receive(memory, theta, share, pairs)
     found = calculation.measure(memory, theta, rows, known)
     assert repr(found) == repr(expected)  # a NaN is not equal to itself, but is written the same
     assert sum(grams.nonfinite_elems[rows.index(1)] for grams in found) == 1 if 1 in rows else True
@@ -112,7 +112,7 @@ def test_what_receipt_tells_changes_no_bit(rows: list[int], share: float, pairs:
 
 def test_what_is_known_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, theta = big_memory(2)
-    known = receive(memory, theta, 1, 1).known()
+    known = receive(memory, theta, 1, 1)
     expected = calculation.measure(memory, theta, [0, 1])
     monkeypatch.setattr(outer_numba, "measure_pieces", None)
     monkeypatch.setattr(outer_numba, "multiply_pieces", None)

@@ -18,8 +18,7 @@ from support.slave_bench import SlaveBench
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation
 from dips.core.messages import Hello, Promised, Settings, SlaveBeat, SlaveCommand, SlaveHello, SlaveMessage, Welcome
-from dips.core.net.codec_protobuf import from_message, to_message
-from dips.core.net.grpc_calls import STATUS_OF_CODE, to_refusal
+from dips.core.net.grpc_calls import STATUS_OF_CODE, from_message, to_message, to_refusal
 from dips.core.net.security import INSECURE
 from dips.protos import slaves_pb2, slaves_pb2_grpc
 from dips.slave import control as module
@@ -27,7 +26,7 @@ from dips.slave.control import Control
 from dips.slave.data_port import Figures
 from dips.slave.data_server import DataServer
 from dips.slave.shell import SlaveShell
-from dips.slave.state import effects, events
+from dips.slave.state import effects
 from dips.slave.state.slave import SlaveMachine
 
 SETTINGS = Settings(heartbeat_s=0.01)
@@ -73,7 +72,7 @@ class Stream:
 class Shell:
     def __init__(self) -> None:
         self.state = SlaveBench().state
-        self.seen: list[events.Event] = []
+        self.seen: list[effects.Event] = []
         self.failed: list[BaseException | None] = []
         self.n_beats = 0
         self.send: Any = None
@@ -81,7 +80,7 @@ class Shell:
         self.saved: Any = None
         self.starts = "compiles kernels, 12 of 60"
 
-    def handle(self, event: events.Event) -> None:
+    def handle(self, event: effects.Event) -> None:
         self.seen.append(event)
         for effect in self.state.handle(event, 0.0):
             match effect:
@@ -90,7 +89,7 @@ class Shell:
                 case effects.CloseLink(sentence):
                     self.close_link(sentence)
                 case effects.SavePromise(epoch):
-                    self.handle(events.PromiseSaved(epoch))
+                    self.handle(effects.PromiseSaved(epoch))
 
     def reap(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
@@ -100,7 +99,7 @@ class Shell:
         self.n_beats += 1
 
     def ends(self) -> list[str]:
-        return [event.why for event in self.seen if isinstance(event, events.Unlinked)]
+        return [event.why for event in self.seen if isinstance(event, effects.Unlinked)]
 
 
 class Data:
@@ -250,7 +249,7 @@ async def test_a_fenced_slave_attaches_again_as_a_new_one(played: Master) -> Non
     await first.hear(Promised)
     first.say(refused(RefusalCode.FENCED))
     second = await played.stream()
-    assert events.Fenced() in played.shell.seen
+    assert effects.Fenced() in played.shell.seen
     assert (await second.heard.get()).caller.incarnation is None
 
 
@@ -291,7 +290,7 @@ async def test_a_slave_tries_its_masters_addresses_in_turn_and_keeps_to_the_one_
     played: Master, refuses: object
 ) -> None:
     played.address = "m:1,m:2"
-    played.shell.handle(events.PromiseSaved(2))  # as a start finds it on the disk
+    played.shell.handle(effects.PromiseSaved(2))  # as a start finds it on the disk
     (await played.stream()).say(refuses)
     attached = await played.stream()
     attached.say(welcome(2))

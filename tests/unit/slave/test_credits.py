@@ -9,32 +9,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.slave.state import credits
+from dips.slave.state import admission
 
 MOST = 64
 MIB = 1 << 20
 
 
-def credits_of(**remaining_mib: float) -> credits.Credits[str]:
-    pace = credits.Credits[str](MOST)
+def credits_of(**remaining_mib: float) -> admission.Credits[str]:
+    pace = admission.Credits[str](MOST)
     for key, mib in remaining_mib.items():
         pace.note_open(key, mib * MIB, 0.0)
     return pace
 
 
-def held(pace: credits.Credits[str], keys: str, now_s: float) -> str:
-    return "".join(key for key in keys if pace.credit(key, now_s) == credits.HELD)
+def held(pace: admission.Credits[str], keys: str, now_s: float) -> str:
+    return "".join(key for key in keys if pace.credit(key, now_s) == admission.HELD)
 
 
 def run(
-    pace: credits.Credits[str], keys: str, rates_mib: Callable[[Mapping[str, bool]], Mapping[str, float]],
+    pace: admission.Credits[str], keys: str, rates_mib: Callable[[Mapping[str, bool]], Mapping[str, float]],
     seconds: float, from_s: float = 0.0,
 ) -> float:  # fmt: skip
     """Let the streams land for so long; rates (MiB/s) follow from who is held back. Returns the time then."""
     step_s, now_s = 0.01, from_s
     for step in range(1, round(seconds / step_s) + 1):
         now_s = from_s + step * step_s
-        rates = rates_mib({key: pace.credit(key, now_s) == credits.HELD for key in keys})
+        rates = rates_mib({key: pace.credit(key, now_s) == admission.HELD for key in keys})
         for key, mib_per_s in rates.items():
             if mib_per_s:
                 pace.note_landed(key, round(mib_per_s * MIB * step_s), now_s)
@@ -50,7 +50,7 @@ def one_link(mib_per_s: float) -> Callable[[Mapping[str, bool]], Mapping[str, fl
     """The slave's link is the narrow place, shared by how much each has in flight."""
 
     def rates(is_held: Mapping[str, bool]) -> Mapping[str, float]:
-        parts = {key: credits.HELD if held_back else 16 for key, held_back in is_held.items()}
+        parts = {key: admission.HELD if held_back else 16 for key, held_back in is_held.items()}
         return {key: mib_per_s * part / sum(parts.values()) for key, part in parts.items()}
 
     return rates
@@ -58,7 +58,7 @@ def one_link(mib_per_s: float) -> Callable[[Mapping[str, bool]], Mapping[str, fl
 
 def test_the_streams_that_need_least_go_first() -> None:
     pace = credits_of(a=900, b=100, c=300, d=200)
-    assert credits.FIRST_STREAMS == 2
+    assert admission.FIRST_STREAMS == 2
     assert held(pace, "abcd", 0.0) == "ac"
 
 
@@ -105,34 +105,34 @@ def test_a_stream_that_slows_down_makes_room() -> None:
 
 
 def test_unknown_streams_are_served_in_the_order_of_their_coming_and_forgotten() -> None:
-    pace = credits.Credits[str](MOST)
+    pace = admission.Credits[str](MOST)
     for key in "abcd":
         pace.note_landed(key, MIB, 0.0)
     assert held(pace, "abcd", 0.0) == "cd"
-    pace.note_landed("e", MIB, credits.IDLE_S + 1.0)
-    pace.note_landed("e", MIB, credits.IDLE_S + 1.0 + credits.INTERVAL_S)
-    assert pace.credit("d", credits.IDLE_S + 2.0) == MOST
+    pace.note_landed("e", MIB, admission.IDLE_S + 1.0)
+    pace.note_landed("e", MIB, admission.IDLE_S + 1.0 + admission.INTERVAL_S)
+    assert pace.credit("d", admission.IDLE_S + 2.0) == MOST
 
 
 def test_a_push_that_is_never_closed_is_forgotten_in_the_end() -> None:
     """Its slot was given to another one. Two later ones run at full rate, and it takes no room in the table."""
     pace = credits_of(lost=1, a=9e3, b=9e3)
-    run(pace, "ab", own_links(a=50, b=50), 1.0, credits.OPENED_IDLE_S)
+    run(pace, "ab", own_links(a=50, b=50), 1.0, admission.OPENED_IDLE_S)
     assert len(pace._streams) == 2
 
 
 def test_no_more_streams_are_told_apart_than_there_is_room_for() -> None:
-    pace = credits.Credits[int](MOST)
-    for key in range(credits.MAX_STREAMS + 10):
+    pace = admission.Credits[int](MOST)
+    for key in range(admission.MAX_STREAMS + 10):
         pace.note_landed(key, MIB, 0.0)
-    assert pace.credit(credits.MAX_STREAMS + 5, 0.0) == credits.HELD
+    assert pace.credit(admission.MAX_STREAMS + 5, 0.0) == admission.HELD
     pace.note_closed(3, 0.0)
     pace.note_closed(3, 0.0)
-    assert pace.credit(credits.MAX_STREAMS + 5, 0.0) == MOST
+    assert pace.credit(admission.MAX_STREAMS + 5, 0.0) == MOST
 
 
 def test_a_small_window_is_never_exceeded() -> None:
-    pace = credits.Credits[str](1)
+    pace = admission.Credits[str](1)
     for key in "abcd":
         pace.note_open(key, 100 * MIB, 0.0)
     assert [pace.credit(key, 0.0) for key in "abcd"] == [1] * 4
@@ -140,7 +140,7 @@ def test_a_small_window_is_never_exceeded() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from(["open", "land", "close", "wait"])), max_size=200))
 def test_whatever_happens_everybody_has_some_credit_and_somebody_all(steps: list[tuple[str, str]]) -> None:
-    pace, now_s = credits.Credits[str](MOST), 0.0
+    pace, now_s = admission.Credits[str](MOST), 0.0
     for (key, step), n in zip(steps, itertools.count(1), strict=False):
         if step == "open":
             pace.note_open(key, n * MIB, now_s)
@@ -151,14 +151,14 @@ def test_whatever_happens_everybody_has_some_credit_and_somebody_all(steps: list
         else:
             now_s += 0.3 * (n % 7)
         found = [pace.credit(k, now_s) for k in "abcde"]
-        assert set(found) <= {credits.HELD, MOST}
+        assert set(found) <= {admission.HELD, MOST}
         assert MOST in found
 
 
 def found_streams(
-    total: Callable[[int], float], n_streams: int, intervals: int = 2 * credits.REST_INTERVALS
+    total: Callable[[int], float], n_streams: int, intervals: int = 2 * admission.REST_INTERVALS
 ) -> list[int]:
-    cap = credits.StreamCap()
+    cap = admission.StreamCap()
     seen = []
     for _ in range(intervals):
         seen.append(cap.streams)
@@ -179,10 +179,10 @@ def test_where_more_streams_are_in_each_others_way_fewer_are_found() -> None:
 
 def test_it_looks_again_after_a_rest() -> None:
     """The link grows later: after the rest it is seen."""
-    cap = credits.StreamCap()
+    cap = admission.StreamCap()
     for _ in range(12):
         cap.measured(100.0, 6)
     assert cap.streams == 1
-    for _ in range(3 * credits.REST_INTERVALS):
+    for _ in range(3 * admission.REST_INTERVALS):
         cap.measured(30.0 * cap.streams, 6)
     assert cap.streams == 6

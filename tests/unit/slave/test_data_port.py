@@ -18,11 +18,10 @@ from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import Codec, encoded_bytes
 from dips.slave.calculation import chunk_checksums
-from dips.slave.data_port import MAX_REASON_CHARACTERS, Answer, DataPort, landed
-from dips.slave.landing import LandingJob
+from dips.slave.data_port import MAX_REASON_CHARACTERS, Answer, DataPort, LandingJob
 from dips.slave.memory import ThetaBuffer
 from dips.slave.state.admission import Admission
-from dips.slave.state.events import PushStaged
+from dips.slave.state.effects import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
 
 CHUNK_BYTES = 1024
@@ -256,7 +255,7 @@ def test_the_same_chunk_is_not_landed_twice_at_a_time(port: Port) -> None:
     job = port.port.begin(frames)
     assert isinstance(job, LandingJob)
     assert port.port.begin(frames) is None
-    assert port.port.end(job, landed(job)).header.op is DataOp.ACK
+    assert port.port.end(job, job.run()).header.op is DataOp.ACK
     again = port.port.begin(frames)
     assert isinstance(again, Answer)
     assert again.header.op is DataOp.ACK

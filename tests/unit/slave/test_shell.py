@@ -33,7 +33,7 @@ from dips.slave.memory import F32
 from dips.slave.push_evidence import PushEvidence
 from dips.slave.ring import SnapshotStore
 from dips.slave.shell import SlaveShell
-from dips.slave.state import events
+from dips.slave.state import effects
 from dips.slave.state.slave import SlaveMachine
 
 B = TypeVar("B")
@@ -54,7 +54,7 @@ class Data:
 
     is_compiled = False
 
-    def __init__(self, staged: Callable[[events.PushStaged], None]) -> None:
+    def __init__(self, staged: Callable[[effects.PushStaged], None]) -> None:
         self.port = DataPort(RUN, staged)
         self.allowed: Sequence[messages.AllowedKey] = ()
         self.reading: asyncio.Queue[Callable[[], None]] | None = None
@@ -91,7 +91,7 @@ class Slave:
 
     def tell(self, body: messages.CommandBody) -> None:
         incarnation = Incarnation(self.epoch, 1)
-        self.shell.handle(events.Commanded(messages.SlaveCommand(RUN, self.epoch, incarnation, "cause", body)))
+        self.shell.handle(effects.Commanded(messages.SlaveCommand(RUN, self.epoch, incarnation, "cause", body)))
 
     async def hear(self, kind: type[B]) -> B:
         message = await asyncio.wait_for(asyncio.shield(self._next()), 60)
@@ -110,7 +110,7 @@ class Slave:
 
     async def join(self, epoch: int = 1) -> messages.SlaveHello:
         self.epoch = epoch
-        self.shell.handle(events.Linked())
+        self.shell.handle(effects.Linked())
         hello = await self.hear(messages.SlaveHello)
         self.tell(messages.Welcome(messages.Hello(1, 1), self.settings))
         assert await self.hear(messages.Promised) == messages.Promised(epoch)
@@ -194,7 +194,7 @@ async def test_a_round_measures_computes_keeps_evidence_and_serves_what_the_refe
         assert names == {"round-r1.1.json", "r1.1-0.safetensors", "round-r1.2.json", "r1.2-0.safetensors",
                          "r1.2-1.safetensors"}  # fmt: skip
         assert [line["version"] for line in slave.tape_says("committed")] == ["1:0", "1:1"]
-        samples = slave.shell.look().counts.collect()["job_seconds"].samples
+        samples = slave.shell.counts.collect()["job_seconds"].samples
         jobs = {sample.labels["kind"]: sample.value for sample in samples if sample.name.endswith("_count")}
         assert jobs == {"load": 1, "prepare": 2, "commit": 2, "measure": 1, "list": 1}
         slave.tell(messages.SendCommitRecord(V1, R2))
@@ -399,7 +399,7 @@ async def test_a_promise_that_cannot_be_kept_and_a_bug_end_the_slave(
 
     async with slave_on(tmp_path) as slave:
         monkeypatch.setattr(slave.store.promise, "save", broken)
-        slave.shell.handle(events.Linked())
+        slave.shell.handle(effects.Linked())
         slave.tell(messages.Welcome(messages.Hello(1, 1), SETTINGS))
         with pytest.raises(FatalError, match="epoch 1 cannot be promised"):
             await slave.shell.ended

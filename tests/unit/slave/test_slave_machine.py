@@ -17,7 +17,7 @@ from dips.core.layout import Layout, Parameter
 from dips.core.placement import shard_bytes_needed
 from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import Codec
-from dips.slave.state import effects, events
+from dips.slave.state import effects
 from dips.slave.state.checks import find_load
 from dips.slave.state.shard import ShardPhase
 
@@ -39,7 +39,7 @@ def test_a_promise_is_said_only_when_it_is_durable() -> None:
     assert said(out) == []
     assert bench.state.caller().epoch == 0
     assert not runs(bench.command(configure()), messages.Configure), "a command of a master that has no promise yet"
-    out = bench.give(events.PromiseSaved(7))
+    out = bench.give(effects.PromiseSaved(7))
     assert said(out) == [messages.Promised(7)]
     assert runs(out, messages.Configure)
     assert effects.Serve(7) in out
@@ -51,16 +51,16 @@ def test_a_welcome_that_is_overtaken_is_not_promised_aloud() -> None:
     bench.link()
     bench.command(WELCOME, epoch=1)
     bench.command(WELCOME, epoch=2)
-    assert said(bench.give(events.PromiseSaved(1))) == []
-    assert said(bench.give(events.PromiseSaved(2))) == [messages.Promised(2)]
+    assert said(bench.give(effects.PromiseSaved(1))) == []
+    assert said(bench.give(effects.PromiseSaved(2))) == [messages.Promised(2)]
 
 
 def test_a_promise_saved_after_the_stream_ended_counts_but_is_not_said() -> None:
     bench = SlaveBench()
     bench.link()
     bench.command(WELCOME)
-    bench.give(events.Unlinked("lost"))
-    assert said(bench.give(events.PromiseSaved(1))) == []
+    bench.give(effects.Unlinked("lost"))
+    assert said(bench.give(effects.PromiseSaved(1))) == []
     assert bench.state.link.promised_epoch == 1
 
 
@@ -68,7 +68,7 @@ def test_a_promise_that_is_still_being_saved_refuses_an_older_master_over_the_ne
     bench = SlaveBench()
     bench.link()
     bench.command(WELCOME, epoch=3)
-    bench.give(events.Unlinked("lost"))
+    bench.give(effects.Unlinked("lost"))
     bench.link()
     out = bench.command(WELCOME, epoch=2)
     assert only(out, effects.SavePromise) == []
@@ -99,7 +99,7 @@ def test_without_a_right_welcome_nothing_is_obeyed() -> None:
 
 
 def test_the_same_incarnation_keeps_stagings_and_says_them_again(bench: SlaveBench) -> None:
-    bench.give(events.Unlinked("reset"))
+    bench.give(effects.Unlinked("reset"))
     bench.link()
     assert bench.state.caller().incarnation == bench.incarnation
     out = bench.welcome(1, 1)
@@ -108,13 +108,13 @@ def test_the_same_incarnation_keeps_stagings_and_says_them_again(bench: SlaveBen
 
 
 def test_a_new_incarnation_has_no_stagings_and_a_fenced_slave_asks_for_one(bench: SlaveBench) -> None:
-    bench.give(events.Unlinked("reset"))
+    bench.give(effects.Unlinked("reset"))
     bench.link()
     out = bench.welcome(2, 1)
     assert only(out, effects.HoldSlots) == [effects.HoldSlots(())]
     assert said(out) == [messages.Promised(2)]
     assert bench.refused(measure(RoundId(2, 1))).code is RefusalCode.UNKNOWN_PUSH
-    bench.give(events.Fenced())
+    bench.give(effects.Fenced())
     assert bench.state.caller().incarnation is None
 
 
@@ -127,12 +127,12 @@ def test_a_command_that_waits_for_a_job_ends_with_its_stream(bench: SlaveBench) 
     bench.command(measure())
     assert bench.command(measure(RoundId(1, 9))) == []
     assert bench.state.n_waiting == 1
-    bench.give(events.Unlinked("reset"))
+    bench.give(effects.Unlinked("reset"))
     assert not only(bench.measured(), effects.Run)
 
 
 def test_configure_promotes_a_shadow_in_memory(prepared_bench: SlaveBench) -> None:
-    prepared_bench.give(events.Unlinked("reset"))
+    prepared_bench.give(effects.Unlinked("reset"))
     prepared_bench.attach(2)
     (run,) = runs(prepared_bench.command(configure(SHADOW)), messages.Configure)
     assert run.shadow == SHADOW
@@ -213,8 +213,8 @@ def test_staged_is_said_once_and_with_the_newest_attempt(bench: SlaveBench) -> N
     opened = slot_of(bench.command(open_staging(B, 1)), B)
     adopted = slot_of(bench.command(open_staging(B, 1, attempt=2)), B)
     assert adopted.opening == opened.opening
-    assert said(bench.give(events.PushStaged(opened, b"d"))) == []
-    assert said(bench.give(events.PushStaged(adopted, b"d"))) == [messages.Staged(B, 2, b"d")]
+    assert said(bench.give(effects.PushStaged(opened, b"d"))) == []
+    assert said(bench.give(effects.PushStaged(adopted, b"d"))) == [messages.Staged(B, 2, b"d")]
 
 
 def test_news_of_an_earlier_opening_is_dropped(bench: SlaveBench) -> None:
@@ -222,7 +222,7 @@ def test_news_of_an_earlier_opening_is_dropped(bench: SlaveBench) -> None:
     bench.command(messages.CloseStaging(B))
     second = slot_of(bench.command(open_staging(B, 1)), B)
     assert second.opening != first.opening
-    assert said(bench.give(events.PushStaged(first, b"d"))) == []
+    assert said(bench.give(effects.PushStaged(first, b"d"))) == []
     assert "not complete" in bench.refused(measure(R2, V0, B)).sentence
 
 
@@ -237,8 +237,8 @@ def test_a_push_that_is_written_in_another_way_begins_with_nothing(bench: SlaveB
     again = slot_of(bench.command(replace(differences, attempt=3, **other)), B)
     assert again == replace(adopted, attempt=3, opening=first.opening + 1, **other)
     late = replace(first, attempt=3)
-    assert said(bench.give(events.PushStaged(late, b"d"))) == [], "it was complete as it was written before"
-    assert said(bench.give(events.PushStaged(again, b"d"))) == [messages.Staged(B, 3, b"d")]
+    assert said(bench.give(effects.PushStaged(late, b"d"))) == [], "it was complete as it was written before"
+    assert said(bench.give(effects.PushStaged(again, b"d"))) == [messages.Staged(B, 3, b"d")]
     assert not only(bench.command(differences), effects.HoldSlots), "an older attempt, however it is written"
 
 

@@ -16,15 +16,16 @@ from dips.core.messages import SlaveBeat
 from dips.core.observe.metrics import disk_free_bytes
 from dips.slave.data_port import Figures
 from dips.slave.memory import ShardMemory
-from dips.slave.metrics import METRICS, PREFIX, Collector, Counts, DiskSizes, MetricsMoment
+from dips.slave.metrics import METRICS, PREFIX, Counts, families_of
 from dips.slave.metrics import snapshot as look
 
 FIGURES = Figures(SlaveBeat(100, 200, 3, 0, 1, refused_connections=4), {"BUSY": 3}, {"a": 60, "b": 40})
-SIZES = DiskSizes(1000, 5000, 7000, 3)
+GAUGES = {"memory_limit_bytes": 1 << 20, "resident_bytes": 1000, "budget_bytes": 5000, "disk_free_bytes": None}
 
 
-def scraped(now: MetricsMoment, sizes: DiskSizes = SIZES) -> Samples:
-    return samples(Collector("s0", 1 << 20, 1e9).families(now, FIGURES, sizes), PREFIX, METRICS)
+def scraped(bench: SlaveBench, counts: Counts, memory: ShardMemory | None = None) -> Samples:
+    families = families_of(counts, "s0", look(bench.state, memory), FIGURES, GAUGES, 1e9)
+    return samples(families, PREFIX, METRICS)
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def counts() -> Counts:
 
 
 def test_a_slave_without_memory_says_so(bench: SlaveBench, counts: Counts) -> None:
-    found = scraped(look(bench.state, None, counts))
+    found = scraped(bench, counts)
     assert found["shard_phase", "empty"] == 1
     assert found["readable_versions",] == 0
     assert ("version",) not in found
@@ -49,21 +50,21 @@ def test_a_slave_without_memory_says_so(bench: SlaveBench, counts: Counts) -> No
 def test_a_slave_that_serves_a_version(bench: SlaveBench, counts: Counts) -> None:
     bench.ready(snapshot(V0, R1))
     blocks = Layout((Parameter("w", (8, 8), "float32", "w"),)).blocks
-    found = scraped(look(bench.state, ShardMemory(blocks, 64, 2, 1 << 20), counts))
+    found = scraped(bench, counts, ShardMemory(blocks, 64, 2, 1 << 20))
     assert found["version",] == found["durable_version",] == V0.v
     assert (found["memory_bytes", "theta"], found["memory_bytes", "momentum"]) == (3 * 256, 2 * 256)
     assert found["memory_bytes", "staging"] == 2 * 256
 
 
 def test_what_the_data_port_counted_and_sizes(bench: SlaveBench, counts: Counts) -> None:
-    found = scraped(look(bench.state, None, counts))
+    found = scraped(bench, counts)
     assert (found["staged_bytes_total",], found["served_bytes_total",]) == (100, 200)
     assert (found["staging_open",], found["refused_connections_total",]) == (1, 4)
     assert found["refused_messages_total", "BUSY"] == 3
     assert found["refused_messages_total", "CHUNK"] == 0, "there before the first one, else its rise is not seen"
     assert (found["cluster_staged_bytes_total", "a"], found["cluster_staged_bytes_total", "b"]) == (60, 40)
-    assert (found["resident_bytes",], found["budget_bytes",], found["disk_free_bytes",]) == (1000, 5000, 7000)
-    assert found["memory_limit_bytes",] == 1 << 20
+    assert (found["resident_bytes",], found["budget_bytes",], found["memory_limit_bytes",]) == (1000, 5000, 1 << 20)
+    assert ("disk_free_bytes",) not in found, "the disk does not answer"
 
 
 def test_jobs_snapshots_and_updates_take_the_clocks_time(bench: SlaveBench, counts: Counts) -> None:
@@ -77,8 +78,7 @@ def test_jobs_snapshots_and_updates_take_the_clocks_time(bench: SlaveBench, coun
     clock.advance(10.0)
     with pytest.raises(Refused), counts.job("commit"):
         raise Refused(RefusalCode.DISK, "the disk is full")
-    now = look(bench.state, None, counts)
-    found = scraped(now)
+    found = scraped(bench, counts)
     assert found["update_seconds",] == 0.5
     assert found["update_floor_seconds",] == pytest.approx(6 * 4_000_000 / 1e9)
     assert found["snapshot_age_seconds",] == 10.0
@@ -93,11 +93,10 @@ def test_jobs_snapshots_and_updates_take_the_clocks_time(bench: SlaveBench, coun
 def test_lines_of_the_tape_are_counted(bench: SlaveBench, counts: Counts) -> None:
     for kind in ("staged", "staged", "unlinked", "refused_command"):
         counts.count_kind(kind)
-    found = scraped(look(bench.state, None, counts))
+    found = scraped(bench, counts)
     assert (found["link_losses_total",], found["staged_pushes_total",]) == (1, 2)
 
 
-def test_a_disk_that_does_not_answer_has_no_sample(bench: SlaveBench, counts: Counts, tmp_path: Path) -> None:
+def test_a_disk_that_does_not_answer_has_no_free_bytes(tmp_path: Path) -> None:
     assert disk_free_bytes(tmp_path) is not None
-    gone = DiskSizes(1, 1, disk_free_bytes(tmp_path / "gone"), 0)
-    assert ("disk_free_bytes",) not in scraped(look(bench.state, None, counts), gone)
+    assert disk_free_bytes(tmp_path / "gone") is None

@@ -12,7 +12,7 @@ from support.slave_wire import LAYOUT, configure_for, placement_over
 from dips.core import messages
 from dips.core.errors import RefusalCode
 from dips.core.placement import Placement
-from dips.slave.state import effects, events
+from dips.slave.state import effects
 from dips.slave.state.shard import ShardPhase
 
 WIDER = placement_over("s0", "s1")
@@ -45,7 +45,7 @@ def ready() -> SlaveBench:
 def test_checksums_are_listed_of_the_current_version_alone(ready: SlaveBench) -> None:
     (work,) = runs(ready.command(messages.ListShard(R2, V0)), messages.ListShard)
     assert phase_of(ready) is ShardPhase.LISTING
-    out = ready.give(events.Done(work.number, messages.ShardList(R2, (1, 2), (3, 4))))
+    out = ready.give(effects.Done(work.number, messages.ShardList(R2, (1, 2), (3, 4))))
     assert said(out) == [messages.ShardList(R2, (1, 2), (3, 4))]
     assert phase_of(ready) is ShardPhase.READY
     refused = answer(ready.command(messages.ListShard(R2, V1)), messages.RoundRefused)
@@ -104,7 +104,7 @@ def test_an_abort_ends_a_move_under_way_and_frees_its_file(ready: SlaveBench) ->
 
 def test_a_new_master_ends_a_move_under_way(ready: SlaveBench) -> None:
     ready.command(move())
-    ready.give(events.Unlinked("the master died"))
+    ready.give(effects.Unlinked("the master died"))
     ready.link()
     out = ready.welcome(epoch=2)
     assert only(out, effects.CancelMove) == [effects.CancelMove(ready.job())]
@@ -116,7 +116,7 @@ def test_a_later_round_and_another_configure_free_the_file(ready: SlaveBench) ->
     ready.prepared(MOVED)
     assert only(ready.command(measure(R3)), effects.DropMoved)
     ready.command(move(round=R3))
-    ready.give(events.Failed(ready.job(), FULL))
+    ready.give(effects.Failed(ready.job(), FULL))
     ready.command(move(round=R3))
     again = replace(MOVED, round=R3)
     ready.done(again)

@@ -16,7 +16,7 @@ from support.slave_wire import open_staging
 from dips.core import messages
 from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation, RoundId, Version
-from dips.slave.state import effects, events
+from dips.slave.state import effects
 from dips.slave.state.effects import Effect
 from dips.slave.state.shard import ShardPhase
 from dips.slave.state.slave import MAX_WAITING
@@ -24,11 +24,11 @@ from dips.slave.state.slave import MAX_WAITING
 
 def test_a_measure_knows_the_bases_of_its_pushes_and_says_their_directions(bench: SlaveBench) -> None:
     opened = slot_of(bench.command(open_staging(B, 1, base=V0)), B)
-    bench.give(events.PushStaged(opened, b"digest"))
+    bench.give(effects.PushStaged(opened, b"digest"))
     (run,) = runs(bench.command(measure(R2, V0, A, B)), messages.Measure)
     assert [(slot.number, slot.base) for slot in run.slots] == [(0, None), (1, V0)]
     measured = messages.Measured(R2, (messages.BlockGram(0, (1.0, 0.5, 1.0), (0, 0)),), (1.0, 2.0, 3.0))
-    assert said(bench.give(events.Done(bench.job(), measured))) == [measured]
+    assert said(bench.give(effects.Done(bench.job(), measured))) == [measured]
 
 
 def test_every_command_of_a_round_is_answered_again_and_not_done_again(bench: SlaveBench) -> None:
@@ -112,7 +112,7 @@ def test_a_commit_goes_only_forward_until_the_disk_takes_it(prepared_bench: Slav
 
 def test_a_commit_that_ends_without_a_stream_still_flips(prepared_bench: SlaveBench) -> None:
     prepared_bench.command(commit())
-    prepared_bench.give(events.Unlinked("reset"))
+    prepared_bench.give(effects.Unlinked("reset"))
     assert said(prepared_bench.committed(NEXT)) == []
     assert prepared_bench.state.shard.current == NEXT
     prepared_bench.attach(2)
@@ -123,7 +123,7 @@ def test_the_end_of_a_job_that_is_over_changes_nothing(bench: SlaveBench) -> Non
     bench.command(measure())
     job = bench.job()
     bench.measured()
-    out = bench.give(events.Failed(job, FULL))
+    out = bench.give(effects.Failed(job, FULL))
     assert said(out) == []
     assert bench.phase is ShardPhase.READY
 
@@ -206,28 +206,28 @@ def test_a_record_is_read_and_sent_for_the_incarnation_that_asked_alone() -> Non
     asked = messages.SendCommitRecord(V0, BASE.round)
     assert bench.command(asked) == [effects.ReadRecord(bench.incarnation, asked)]
     answer = messages.CommitRecord(V0, BASE.round, b"{}")
-    assert said(bench.give(events.RecordRead(bench.incarnation, answer))) == [answer]
+    assert said(bench.give(effects.RecordRead(bench.incarnation, answer))) == [answer]
     bench.command(configure(BASE))
     assert bench.command(asked) == [effects.ReadRecord(bench.incarnation, asked)]
     bench = recovering(BASE)
     answer = messages.CommitRecord(V0, BASE.round, refusal=messages.Refusal(RefusalCode.VERSION_GONE, "gone"))
-    assert said(bench.give(events.RecordRead(Incarnation(1, 7), answer))) == []
-    bench.give(events.Unlinked("reset"))
-    assert said(bench.give(events.RecordRead(bench.incarnation, answer))) == []
+    assert said(bench.give(effects.RecordRead(Incarnation(1, 7), answer))) == []
+    bench.give(effects.Unlinked("reset"))
+    assert said(bench.give(effects.RecordRead(bench.incarnation, answer))) == []
 
 
 def test_a_snapshot_that_broke_since_hello_is_told_and_the_next_hello_lacks_it_and_else_the_stream_is_kept() -> None:
     bench = recovering(BASE)
     bench.command(configure(BASE))
-    assert not only(bench.give(events.Failed(bench.job(), FULL, (BASE,))), effects.CloseLink)
+    assert not only(bench.give(effects.Failed(bench.job(), FULL, (BASE,))), effects.CloseLink)
     bench = recovering(NEXT, BASE)
     bench.command(configure(NEXT))
-    out = bench.give(events.Failed(bench.job(), FULL, (BASE,)))
+    out = bench.give(effects.Failed(bench.job(), FULL, (BASE,)))
     assert said(out) == [messages.ConfigureRefused(FULL)]
     (closed,) = only(out, effects.CloseLink)
     assert "version 1:1 broke" in closed.sentence
     assert bench.phase is ShardPhase.EMPTY
-    bench.give(events.Unlinked("closed"))
+    bench.give(effects.Unlinked("closed"))
     (hello,) = said(bench.link())
     assert hello.snapshots == (BASE,)  # type: ignore[union-attr]
 
@@ -286,7 +286,7 @@ def one_round(bench: SlaveBench, v: int) -> list[Effect]:
 
 def saved(bench: SlaveBench, number: int, v: int) -> list[Effect]:
     bench.disk = (version(v), *bench.disk)
-    return bench.give(events.Saved(number, version(v), bench.disk))
+    return bench.give(effects.Saved(number, version(v), bench.disk))
 
 
 def durable(bench: SlaveBench) -> int | None:
@@ -329,7 +329,7 @@ def test_hello_offers_what_only_memory_holds_beside_what_is_on_disk(late: SlaveB
     one_round(late, 1)
     late.command(prepare(RoundId(1, 3), Version(1, 2), Version(1, 1)))
     late.done(version(2, committed=False))
-    late.give(events.Unlinked("reset"))
+    late.give(effects.Unlinked("reset"))
     hello = answer(late.link(), messages.SlaveHello)
     assert hello.snapshots == (version(2, committed=False), version(1), BASE)
     late.welcome(2, 1)
@@ -378,12 +378,12 @@ def test_whatever_happens_durable_is_on_disk_and_never_ahead_and_one_save_runs(s
             out = saved(bench, done.number, done.info.version.v)
         elif what == "failed" and running is not None:
             running, waiting = None, True
-            out = bench.give(events.SaveFailed(0, FULL_NOW))
+            out = bench.give(effects.SaveFailed(0, FULL_NOW))
             assert only(out, effects.SaveLater) == [effects.SaveLater(1.5)]
             assert only(out, effects.Log)
         elif what == "again" and waiting:
             waiting = False
-            out = bench.give(events.SaveAgain())
+            out = bench.give(effects.SaveAgain())
         for save in only(out, effects.SaveVersion):
             assert running is None
             assert not waiting

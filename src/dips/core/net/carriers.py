@@ -383,23 +383,20 @@ class _PullCarrier(_Carrier):
 
     def send(self, asks: Sequence[SlaveRequest]) -> None:
         for ask in asks:
-            self._send(ask)
+            common, chunk = self._common, ask.chunk
+            assert chunk is not None, "a pull asks for chunks only"
+            header = DataHeader(
+                common.run_id, common.epoch, DataOp.GET_CHUNK, ask.request, version=self._version,
+                block=chunk.block_id, offset_bytes=chunk.offset_bytes, length_bytes=chunk.length_bytes,
+                codec=self._codec, cause_id=common.cause, momentum=self._momentum, base=self._base,
+            )  # fmt: skip
+            self._links.send(ask.slave, header.encode())
 
     def _run(self, loop: TransferLoop, until_s: float) -> int:
         why = loop.run(until_s)
         if why == loop.WHOLE:
             self._pull_transfer.verify()
         return why
-
-    def _send(self, ask: SlaveRequest) -> None:
-        common, chunk = self._common, ask.chunk
-        assert chunk is not None, "a pull asks for chunks only"
-        header = DataHeader(
-            common.run_id, common.epoch, DataOp.GET_CHUNK, ask.request, version=self._version, block=chunk.block_id,
-            offset_bytes=chunk.offset_bytes, length_bytes=chunk.length_bytes, codec=self._codec, cause_id=common.cause,
-            momentum=self._momentum, base=self._base,
-        )  # fmt: skip
-        self._links.send(ask.slave, header.encode())
 
     def take(self, slave: str, header: DataHeader, payload: memoryview | None) -> None:
         now_s = self._clock.monotonic_s()

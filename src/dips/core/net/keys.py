@@ -203,7 +203,15 @@ def parse_certificate(data: bytes, where: str) -> Certificate:
     try:
         pem = data.lstrip().startswith(b"-----")
         found = x509.load_pem_x509_certificate(data) if pem else x509.load_der_x509_certificate(data)
-        role, name = _holder(found)
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+        if len(uris) != 1:
+            raise ValueError(f"it has {len(uris)} URIs, not one")
+        parts = urlsplit(uris[0])
+        name = parts.path.removeprefix("/")
+        if parts.scheme != SCHEME or parts.query or parts.fragment:
+            raise ValueError(f"its URI is {uris[0]!r}, not {SCHEME}://ROLE/NAME")
+        role, name = Role(parts.netloc), check_name(name, "the name in the certificate")
         begin, end = found.not_valid_before_utc, found.not_valid_after_utc
         found.public_key()  # it is parsed only upon this call: a damaged key is reported here
         return Certificate(role, name, found.serial_number, begin, end, found)
@@ -270,19 +278,6 @@ def stamp_of_file(file: Path) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return found.st_mtime_ns, found.st_ino
-
-
-def _holder(certificate: x509.Certificate) -> tuple[Role, str]:
-    """Raises ValueError, ExtensionNotFound or ConfigError when the certificate does not say who it is of."""
-    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-    if len(uris) != 1:
-        raise ValueError(f"it has {len(uris)} URIs, not one")
-    parts = urlsplit(uris[0])
-    name = parts.path.removeprefix("/")
-    if parts.scheme != SCHEME or parts.query or parts.fragment:
-        raise ValueError(f"its URI is {uris[0]!r}, not {SCHEME}://ROLE/NAME")
-    return Role(parts.netloc), check_name(name, "the name in the certificate")
 
 
 def _read(file: Path) -> bytes:

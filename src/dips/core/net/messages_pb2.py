@@ -1,4 +1,4 @@
-"""Copies each message into its protobuf message and back; core/net/codec_protobuf.py uses it.
+"""Copies each message into its protobuf message and back; core/net/grpc_calls.py uses it.
 
 Reading checks presence and enums and refuses with MALFORMED; protobuf has checked the types.
 

@@ -267,7 +267,22 @@ class PortWatch:
         """
         if self._filter is not None and len(self.newcomers) > self.newcomers.bounds.most // 2:
             self._filter.on()  # until this look is over, however long it takes
-        arrived = self._note(files)
+        # Those that came since the last look; then those that have ended are forgotten.
+        before, self._files, arrived = self._files, {}, []
+        for fd in files:
+            try:
+                inode = self._files[fd] = os.fstat(fd).st_ino
+                if before.get(fd) == inode:
+                    continue
+                with connection_of(fd, self._port) as found:
+                    if found is not None and found[0] == inode:
+                        host, port = found[1].getpeername()[:2]
+                        arrived.append(Connection(fd, inode, plain_host(host), port))
+            except OSError:
+                continue  # closed meanwhile
+        for fd in [fd for fd, known in self._connections.items() if self._files.get(fd) != known.inode]:
+            self.newcomers.settled(self._connections.pop(fd))
+        self._connections.update((connection.fd, connection) for connection in arrived)
         for connection in [connection for connection in self.newcomers if finished(connection)]:
             self.newcomers.settled(connection)
         closed = [
@@ -294,25 +309,6 @@ class PortWatch:
     def _received(self, connection: Connection) -> int:
         with self.opened(connection) as handle:
             return 0 if handle is None else received_bytes(handle)
-
-    def _note(self, files: Sequence[int]) -> list[Connection]:
-        """Forgets connections that have ended; returns those that came since the last call."""
-        before, self._files, arrived = self._files, {}, []
-        for fd in files:
-            try:
-                inode = self._files[fd] = os.fstat(fd).st_ino
-                if before.get(fd) == inode:
-                    continue
-                with connection_of(fd, self._port) as found:
-                    if found is not None and found[0] == inode:
-                        host, port = found[1].getpeername()[:2]
-                        arrived.append(Connection(fd, inode, plain_host(host), port))
-            except OSError:
-                continue  # closed meanwhile
-        for fd in [fd for fd, known in self._connections.items() if self._files.get(fd) != known.inode]:
-            self.newcomers.settled(self._connections.pop(fd))
-        self._connections.update((connection.fd, connection) for connection in arrived)
-        return arrived
 
 
 def plain_host(host: str) -> str:

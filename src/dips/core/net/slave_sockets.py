@@ -78,7 +78,11 @@ class SlaveSockets:
         address = self._addresses[slave]
         if not address.data_endpoint:
             return  # the slave is away: the transfer will notice its silence
-        place = self._next_place(slave, address.data_endpoint)
+        good = _last_good.get(address.data_endpoint)
+        places = sorted(addresses_of(address.data_endpoint), key=lambda place: place != good)
+        _, tried = self._places.get(slave, ("", 0))
+        place = places[tried % len(places)]
+        self._places[slave] = place, tried + 1
         dealer = self._context.socket(zmq.DEALER)
         options = {
             zmq.LINGER: 0,  # what is not sent is sent again by the next attempt
@@ -100,14 +104,6 @@ class SlaveSockets:
         self._sockets[slave] = dealer
         self.changes += 1
         self._poller.register(dealer, zmq.POLLIN)
-
-    def _next_place(self, slave: str, endpoint: str) -> str:
-        good = _last_good.get(endpoint)
-        places = sorted(addresses_of(endpoint), key=lambda place: place != good)
-        _, tried = self._places.get(slave, ("", 0))
-        place = places[tried % len(places)]
-        self._places[slave] = place, tried + 1
-        return place
 
     def all_answered(self) -> None:
         """Each slave's socket has carried what it should: the next ones begin at the same addresses."""

@@ -334,9 +334,10 @@ def _arm(spec: Mapping[str, tuple[Term, ...]], seed: int, log_path: str | None) 
     _log_path, _installed = log_path, None
     _armed.clear()
     _armed.update({name: _Point(name, terms, seed) for name, terms in spec.items()})
-    machine.forget(_before_move)
+    if _before_move in machine.observers:
+        machine.observers.remove(_before_move)
     if any(map(is_transition, spec)):
-        machine.observe(_before_move)
+        machine.observers.append(_before_move)
 
 
 def _before_move(move: machine.Transition[Any]) -> None:

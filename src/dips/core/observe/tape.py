@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import xxhash
 
@@ -120,7 +120,7 @@ class Tape:
                 self._file.close()
                 self._file = None
 
-    def __enter__(self) -> Tape:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -230,10 +230,6 @@ def _plain(value: object) -> object:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    return _plain_object(value)
-
-
-def _plain_object(value: object) -> object:
     if isinstance(value, bytes | bytearray):
         return value.hex()
     if isinstance(value, list | tuple):

@@ -432,7 +432,7 @@ class Budgets:
         yield "versions that can be pulled", len(run.kept), config.pinned_versions + 2 + COMMITS_KEPT
         yield "COMMIT records in memory", len(run.commits), COMMITS_KEPT
         yield "rounds that status tells of", len(run.recent), RECENT_ROUNDS
-        yield "lines of the master's story", len(run.story.lines()), HISTORY_LENGTH
+        yield "lines of the master's story", len(run.story.lines), HISTORY_LENGTH
         yield "versions whose pushes are known", len(run.ledger.applied_in), APPLIED_KEPT
         yield "clusters in the ledger", len(run.ledger.clusters), len(self._world.clusters)
         if run.ledger.leases is not None:

@@ -54,13 +54,13 @@ class Seen:
     @contextmanager
     def watching(self) -> Iterator[Seen]:
         """Counts everything that this process does inside."""
-        machine.observe(self._moved)
-        errors.watch_refusals(self._refused)
+        machine.observers.append(self._moved)
+        errors.watchers.append(self._refused)
         try:
             yield self
         finally:
-            machine.forget(self._moved)
-            errors.forget_refusals(self._refused)
+            machine.observers.remove(self._moved)
+            errors.watchers.remove(self._refused)
 
     def _moved(self, move: Transition[Any]) -> None:
         self.arrows[move.arrow] += 1

@@ -27,7 +27,7 @@ from dips.lab.sim.faults.world import LOOKS_EVERY_S, RESTART_S, FaultWorld
 from dips.lab.sim.kernel import SimulatedProcess
 from dips.lab.sim.run_plan import SimulatedRunPlan
 from dips.lab.sim.world import MasterProcess, SlaveProcess
-from dips.master.state.events import Resume, Stop
+from dips.master.state.effects import Resume, Stop
 from dips.master.state.records import RecoveryPhase
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Effect

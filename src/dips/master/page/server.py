@@ -15,6 +15,7 @@ import socket
 import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -40,16 +41,16 @@ from dips.master.page.access import (
     save_secret,
     write_page_address,
 )
-from dips.master.page.event_buffer import (
+from dips.master.page.history import (
     MAX_CONNECTIONS,
     MAX_NEWCOMERS,
     MAX_NEWCOMERS_OF_ADDRESS,
     SAMPLE_S,
     SILENT_S,
-    EventBuffer,
+    HeldoutTail,
+    TapeEvent,
     earlier_events,
 )
-from dips.master.page.history import HeldoutTail
 from dips.master.page.snapshot import Hub
 from dips.master.page.web import PageApplication, Steering, static_files
 from dips.master.shell import MasterShell
@@ -296,12 +297,12 @@ class Page:
     """The status page. Use it on the control loop's thread."""
 
     def __init__(
-        self, config: MasterConfig, listen: str, security: Security, event_buffer: EventBuffer, clock: Clock
+        self, config: MasterConfig, listen: str, security: Security, events: deque[TapeEvent], clock: Clock
     ) -> None:
-        """Listens at once. Raises ConfigError for an address that is taken, or that others can reach although there are
-        no keys, and for a token that others can read."""
+        """Listens at once. events: as in Hub. Raises ConfigError for an address that is taken, or that others can reach
+        although there are no keys, and for a token that others can read."""
         check_reach(listen, "the status page's address", security)
-        self._config, self._security, self._event_buffer, self._clock = config, security, event_buffer, clock
+        self._config, self._security, self._events, self._clock = config, security, events, clock
         self._steering = Steering(config.run_id)
         self._secret = load_secret(config.directory)
         self._host, port = parse_address(listen, "the status page's address")
@@ -331,7 +332,7 @@ class Page:
     def _site(self, port: int) -> PageApplication:
         """Makes the application, on the page's thread."""
         config = self._config
-        hub = Hub(self._event_buffer, HeldoutTail(config.page_heldout), earlier_events(config.directory / TAPE_NAME))
+        hub = Hub(self._events, HeldoutTail(config.page_heldout), earlier_events(config.directory / TAPE_NAME))
         names = {self._host, socket.gethostname(), *config.page_hosts}
         hosts = names if isinstance(self._security, Identity) else {*config.page_hosts}
         gate = PageAccess(Access(self._security, config.revoked), self._secret.token, port, hosts)

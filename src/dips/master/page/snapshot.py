@@ -8,14 +8,21 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dips.core.messages import ClusterStatus, RoundSummary, SlaveStatus, StatusReply, VerdictKind
 from dips.core.units import format_seconds
-from dips.master.page.event_buffer import MAX_ROUNDS, EventBuffer, TapeEvent
-from dips.master.page.history import EventTimeline, HeldoutTail, ProgressHistory, cut, events_json
+from dips.master.page.history import (
+    MAX_ROUNDS,
+    EventTimeline,
+    HeldoutTail,
+    ProgressHistory,
+    TapeEvent,
+    cut,
+    events_json,
+)
 from dips.master.state.reasons import AlarmKind, WaitingCode
 from dips.master.state.schedule import LinkRate
 from dips.master.state.status import OpenPushView, RunView
@@ -168,6 +175,8 @@ def snapshot(
     long clusters have been away."""
     status = view.status
     pushes = {push.cluster: push for push in view.pushes}
+    left = status.tk_max_tokens - status.tokens
+    goes_on = status.tk_max_tokens and left > 0 and rate_tokens_per_s > 0
     return {
         "run": _run(view),
         "say": sentence(view, lag_s, departures),
@@ -178,7 +187,7 @@ def snapshot(
         "tokens": status.tokens,
         "goal": status.tk_max_tokens or None,
         "rate": round(rate_tokens_per_s, 1),
-        "left_s": _left_s(status, rate_tokens_per_s),
+        "left_s": round(left / rate_tokens_per_s, 1) if goes_on else None,
         "rounds": {
             "committed": status.rounds_committed,
             "merged": status.rounds_merged,
@@ -356,11 +365,6 @@ def round_json(entry: RoundSummary) -> dict[str, Any]:
     }
 
 
-def _left_s(status: StatusReply, rate_tokens_per_s: float) -> float | None:
-    left = status.tk_max_tokens - status.tokens
-    return round(left / rate_tokens_per_s, 1) if status.tk_max_tokens and left > 0 and rate_tokens_per_s > 0 else None
-
-
 def _text(value: object) -> str | None:
     return None if value is None else str(value)
 
@@ -382,9 +386,9 @@ def _known(value: float | None, lag_s: float) -> float | None:
 class Hub:
     """The newest message and the data for the next one. Make it where the page's event loop runs."""
 
-    def __init__(self, event_buffer: EventBuffer, heldout: HeldoutTail, earlier: Iterable[TapeEvent] = ()) -> None:
-        """earlier: events that were on the tape before this process began."""
-        self._event_buffer, self._heldout = event_buffer, heldout
+    def __init__(self, events: deque[TapeEvent], heldout: HeldoutTail, earlier: Iterable[TapeEvent] = ()) -> None:
+        """events: those that wait, and are taken from it. earlier: that were on the tape before this process began."""
+        self._events, self._heldout = events, heldout
         self.history, self.timeline = ProgressHistory(), EventTimeline()
         self._rounds: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._news = asyncio.Event()
@@ -403,8 +407,8 @@ class Hub:
     def take(self, view: RunView, wall_s: float, lag_s: float) -> None:
         """Takes one sample of the run; lag_s: the time since the state's last event."""
         events, sample, generation = self.timeline.seq, self.history.seq, self.history.generation
-        for event in self._event_buffer.take():
-            self.timeline.note(*event)
+        while self._events:
+            self.timeline.note(*self._events.popleft())
         status = view.status
         self.history.add(wall_s, status.tokens, view.publish_interval_s, status.clusters)
         for loss in self._heldout.news():
@@ -419,7 +423,13 @@ class Hub:
         self._state["steers"] = self.steers
         self._wall_s = wall_s
         self.number += 1
-        new_rounds = self._keep_rounds(view)
+        # Stores the rounds that were not known and returns them, oldest first.
+        fresh = [entry for entry in view.status.recent_rounds if str(entry.round) not in self._rounds]
+        for entry in fresh:
+            self._rounds[str(entry.round)] = round_json(entry)
+        while len(self._rounds) > MAX_ROUNDS:
+            self._rounds.popitem(last=False)
+        new_rounds = [self._rounds[str(entry.round)] for entry in fresh]
         whole = generation != self.history.generation
         curves = self.history.full() if whole else self.history.since(sample)
         new_events = events_json(self.timeline.since(events))
@@ -448,15 +458,6 @@ class Hub:
     def _wake(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
-
-    def _keep_rounds(self, view: RunView) -> list[dict[str, Any]]:
-        """Stores the rounds that were not known and returns them, oldest first."""
-        fresh = [entry for entry in view.status.recent_rounds if str(entry.round) not in self._rounds]
-        for entry in fresh:
-            self._rounds[str(entry.round)] = round_json(entry)
-        while len(self._rounds) > MAX_ROUNDS:
-            self._rounds.popitem(last=False)
-        return [self._rounds[str(entry.round)] for entry in fresh]
 
     def _message(
         self, curves: dict[str, Any], events: list[dict[str, Any]], rounds: list[dict[str, Any]], full: bool

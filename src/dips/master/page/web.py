@@ -24,11 +24,10 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.messages import OperatorReply, OperatorRequest
 from dips.core.observe.logs import ChangeLogger
 from dips.master.page.access import LINK_PARAMETER, PageAccess, Visitor
-from dips.master.page.event_buffer import MAX_STREAMS, WAIT_S, WRITE_S
-from dips.master.page.history import cut
+from dips.master.page.history import MAX_STREAMS, WAIT_S, WRITE_S, cut
 from dips.master.page.snapshot import Hub
 from dips.master.shell import MasterShell
-from dips.master.state.events import OperatorAction, OperatorCall, Pause, Resume
+from dips.master.state.effects import OperatorAction, OperatorCall, Pause, Resume
 
 if TYPE_CHECKING:
     from aiohttp.typedefs import Middleware

@@ -14,7 +14,7 @@ from itertools import takewhile
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.messages import Alarm, BeginPushRequest, RoundSummary
-from dips.master.state.events import ReplicaNews
+from dips.master.state.effects import ReplicaNews
 from dips.master.state.penalty_detect import cosine
 from dips.master.state.reasons import STANDING, AlarmKind
 from dips.master.state.shared import SharedState

@@ -166,9 +166,17 @@ class LeaseTable:
                 raise Refused(RefusalCode.RANGES, f"range {describe(item)} overlaps another of the same message")
             seen[item.pass_index] = end
             wanted = Holding(PieceState.LEASED, cluster, item.lease_id)
-            for _, _, holding in self._over(item.pass_index, begin, end):
+            line = self._open.get(item.pass_index)
+            for _, _, holding in [(begin, end, SETTLED)] if line is None else line.over(begin, end):
                 if holding != wanted:
-                    raise Refused(RefusalCode.RANGES, _not_yours(cluster, item, holding))
+                    now = "applied or excluded already" if holding == SETTLED else "free"
+                    if holding.cluster:
+                        now = f"leased to {holding.cluster} (lease {holding.lease_id})"
+                    raise Refused(
+                        RefusalCode.RANGES,
+                        f"range {describe(item)} is not leased to {cluster}: it is {now}; join again to learn what you "
+                        "hold",
+                    )
 
     def settle(self, ranges: Iterable[DataRange], state: TokenState) -> None:
         """Moves ranges that check() accepted to FREE, APPLIED or EXCLUDED."""
@@ -296,11 +304,6 @@ class LeaseTable:
             yield pass_index, begin, stop
             begin = stop
 
-    def _over(self, pass_index: int, begin: int, end: int) -> list[tuple[int, int, Holding]]:
-        """The pieces of [begin, end) of a pass that was begun."""
-        line = self._open.get(pass_index)
-        return [(begin, end, SETTLED)] if line is None else line.over(begin, end)
-
     def _line(self, item: DataRange) -> tuple[int, int]:
         """The range's place on its pass's line; raises Refused(RANGES) when it has none."""
         origin = item.chunk * self._plan.chunk_tokens
@@ -348,10 +351,3 @@ def _by_chunk(ranges: Iterable[DataRange]) -> dict[tuple[int, int], list[DataRan
 def describe(item: DataRange) -> str:
     """A range in words, for people."""
     return f"{item.begin_tokens}-{item.end_tokens} of chunk {item.chunk}, pass {item.pass_index}, lease {item.lease_id}"
-
-
-def _not_yours(cluster: str, item: DataRange, holding: Holding) -> str:
-    now = "applied or excluded already" if holding == SETTLED else "free"
-    if holding.cluster:
-        now = f"leased to {holding.cluster} (lease {holding.lease_id})"
-    return f"range {describe(item)} is not leased to {cluster}: it is {now}; join again to learn what you hold"

@@ -10,47 +10,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from dips.core import messages
 from dips.core.errors import RefusalCode, Refused
-from dips.core.messages import (
-    AwaitVerdictRequest,
-    BeginPullRequest,
-    BeginPushRequest,
-    ClusterRequest,
-    DrainRequest,
-    EvictRequest,
-    ExtendRequest,
-    FinishPullRequest,
-    FinishPushRequest,
-    HeartbeatRequest,
-    JoinRequest,
-    LeaseDataRequest,
-    LeaveRequest,
-    OperatorReply,
-    ReshardRequest,
-    ReturnDataRequest,
-    Settings,
-    StatusRequest,
-)
-from dips.master.state import tape
+from dips.master.state import effects, tape
 from dips.master.state.alarms import replica_news
-from dips.master.state.effects import Effect
-from dips.master.state.events import (
-    BeatsEnded,
-    CallGone,
-    ClusterCall,
-    Event,
-    JournalWritten,
-    OperatorAction,
-    OperatorCall,
-    Pause,
-    ReplicaNews,
-    Resume,
-    Revoked,
-    SlaveLinkDown,
-    SlaveSaid,
-    Stop,
-    Tick,
-)
 from dips.master.state.ledger import Ledger, ledger_from_journal
 from dips.master.state.membership import MAX_TOTAL_TOKENS, Membership
 from dips.master.state.pulls import Pulls
@@ -86,19 +49,19 @@ class MasterMachine:
         self._last_pulls: set[int] | None = None  # pins of readers for which an ended run's master still waits
         self._since_s = 0.0
         self._calls: dict[type[Any], Callable[[int, Any], None]] = {
-            JoinRequest: self._members.join,
-            HeartbeatRequest: self._members.beat,
-            LeaveRequest: self._members.leave,
-            BeginPushRequest: self._pushes.begin,
-            FinishPushRequest: self._pushes.finish,
-            AwaitVerdictRequest: self._pushes.await_verdict,
-            BeginPullRequest: self._pulls.begin,
-            FinishPullRequest: self._pulls.finish,
-            LeaseDataRequest: self._members.lease_data,
-            ReturnDataRequest: self._members.return_data,
+            messages.JoinRequest: self._members.join,
+            messages.HeartbeatRequest: self._members.beat,
+            messages.LeaveRequest: self._members.leave,
+            messages.BeginPushRequest: self._pushes.begin,
+            messages.FinishPushRequest: self._pushes.finish,
+            messages.AwaitVerdictRequest: self._pushes.await_verdict,
+            messages.BeginPullRequest: self._pulls.begin,
+            messages.FinishPullRequest: self._pulls.finish,
+            messages.LeaseDataRequest: self._members.lease_data,
+            messages.ReturnDataRequest: self._members.return_data,
         }
 
-    def start(self, now_s: float) -> list[Effect]:
+    def start(self, now_s: float) -> list[effects.Effect]:
         """The first effects after the process's start."""
         self.shared.now_s = now_s
         self._last_tick_s = self._since_s = now_s
@@ -128,31 +91,31 @@ class MasterMachine:
         """Whether the run has ended and no cluster waits for its last version, so that this process may end."""
         return self.shared.stopped_s is not None
 
-    def settings(self) -> Settings:
+    def settings(self) -> messages.Settings:
         """The settings in force, which are sent to all processes."""
         return self.shared.settings()
 
-    def handle(self, event: Event, now_s: float) -> list[Effect]:
+    def handle(self, event: effects.Event, now_s: float) -> list[effects.Effect]:
         """Handles one event. Raises LocalProtocolError, with the last events, only for a bug in this code, and
         ConfigError when the settings do not fit what the slaves hold (--rebuild).
         """
         self.shared.now_s = now_s
         match event:
-            case ClusterCall(token, request):
+            case effects.ClusterCall(token, request):
                 self._call(token, request)
-            case OperatorCall(token, action):
+            case effects.OperatorCall(token, action):
                 try:
                     self._operate(token, action)
                 except Refused as refused:
                     self.shared.refuse(token, refused)
-            case SlaveSaid(link, message):
+            case effects.SlaveSaid(link, message):
                 try:
                     self._slaves.said(link, message)
                 except Refused as refused:
                     self.shared.close(link, refused)
-            case SlaveLinkDown(link):
+            case effects.SlaveLinkDown(link):
                 self._slaves.link_down(link)
-            case Revoked(role, name, reason):
+            case effects.Revoked(role, name, reason):
                 # Removes a revoked holder from the run, with its data key; the server refuses its calls.
                 sentence = f"its certificate was revoked{f' ({reason})' if reason else ''}"
                 self.shared.record(tape.CertificateRevoked("operator", holder=f"{role} {name}", reason=reason))
@@ -163,15 +126,15 @@ class MasterMachine:
                         self._members.evict(name, sentence)
                 if role == "operator":
                     self._pulls.end_readers()
-            case ReplicaNews():
+            case effects.ReplicaNews():
                 replica_news(self.shared, event)
-            case JournalWritten(entry_id):
+            case effects.JournalWritten(entry_id):
                 self.shared.out.written(entry_id)
-            case CallGone(token):
+            case effects.CallGone(token):
                 self._pushes.gone(token)
-            case BeatsEnded(cluster, incarnation):
+            case effects.BeatsEnded(cluster, incarnation):
                 self._members.beats_ended(cluster, incarnation)
-            case Tick():
+            case effects.Tick():
                 self._tick()
         self._settle()
         return self.shared.out.take()
@@ -194,7 +157,7 @@ class MasterMachine:
 
     # ---- calls ----
 
-    def _call(self, token: int, request: ClusterRequest) -> None:
+    def _call(self, token: int, request: messages.ClusterRequest) -> None:
         try:
             self._calls[type(request)](token, request)
         except Refused as refused:
@@ -212,41 +175,41 @@ class MasterMachine:
             self.shared.log(f"refused {name[:64]}", sentence, cause=request.caller.cause_id)
             self.shared.refuse(token, refused)
 
-    def _operate(self, token: int, action: OperatorAction) -> None:
+    def _operate(self, token: int, action: effects.OperatorAction) -> None:
         shared = self.shared
-        asked = action.request if isinstance(action, Pause | Resume | Stop) else action
+        asked = action.request if isinstance(action, effects.Pause | effects.Resume | effects.Stop) else action
         shared.check_run(asked.run_id, "the request")
         match action:
-            case StatusRequest():
+            case messages.StatusRequest():
                 shared.reply(token, status(shared))
-            case Pause(request):
+            case effects.Pause(request):
                 shared.ledger.paused, shared.changes.paused = request.reason or "no reason given", True
                 shared.journal("PAUSE", {"reason": shared.ledger.paused})
                 self._done(token, "pause", "no new round begins until `dips resume`; clusters train on")
-            case Resume():
+            case effects.Resume():
                 shared.ledger.paused, shared.changes.paused = "", True
                 shared.journal("RESUME", {})
                 self._done(token, "resume", "rounds go on")
-            case Stop(request):
+            case effects.Stop(request):
                 self._stop(token, request.reason or "stopped by the operator")
-            case EvictRequest(_, cluster, reason):
+            case messages.EvictRequest(_, cluster, reason):
                 self._live(cluster)
                 shared.ledger.draining.pop(cluster, None)  # after an eviction it may join again
                 shared.changes.drains.add(cluster)
                 self._members.evict(cluster, reason or "by the operator")
                 self._done(token, "evict", f"cluster {cluster} is evicted; it may join again")
-            case DrainRequest(_, cluster, reason):
+            case messages.DrainRequest(_, cluster, reason):
                 self._live(cluster)
                 shared.ledger.draining[cluster] = reason or "by the operator"
                 shared.changes.drains.add(cluster)
                 shared.journal("DRAIN", {"cluster": cluster, "reason": shared.ledger.draining[cluster]})
                 self._done(token, "drain", f"cluster {cluster} pushes its last steps and leaves")
-            case ExtendRequest() as request:
+            case messages.ExtendRequest() as request:
                 self._extend(token, request)
-            case ReshardRequest() as request:
+            case messages.ReshardRequest() as request:
                 self._done(token, "reshard_asked", self._reshard.ask(request))
 
-    def _extend(self, token: int, request: ExtendRequest) -> None:
+    def _extend(self, token: int, request: messages.ExtendRequest) -> None:
         """Takes back the run's end, also one that was only asked for, and moves its token limit."""
         shared, ledger = self.shared, self.shared.ledger
         moved = request.no_limit or request.tk_max_tokens > 0
@@ -282,7 +245,7 @@ class MasterMachine:
     def _done(self, token: int, kind: str, sentence: str) -> None:
         self.shared.record(tape.OperatorAsked("operator", request=kind, sentence=sentence))
         self.shared.log("operator", f"{kind}: {sentence}")
-        self.shared.reply(token, OperatorReply(sentence))
+        self.shared.reply(token, messages.OperatorReply(sentence))
 
     def _stop(self, token: int, reason: str) -> None:
         shared = self.shared

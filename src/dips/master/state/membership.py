@@ -8,28 +8,10 @@ from __future__ import annotations
 import logging
 import math
 
+from dips.core import messages
 from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.ids import Incarnation, PushId, check_name
 from dips.core.layout import first_difference
-from dips.core.messages import (
-    DataMode,
-    DataPlan,
-    DataRange,
-    HeartbeatReply,
-    HeartbeatRequest,
-    Hello,
-    JoinReply,
-    JoinRequest,
-    KeyRole,
-    LeaseDataReply,
-    LeaseDataRequest,
-    LeaveReply,
-    LeaveRequest,
-    ReturnDataReply,
-    ReturnDataRequest,
-    TokenLimit,
-    Verdict,
-)
 from dips.core.model_description import Untrained, difference
 from dips.core.protocol import MAX_LEASED_CHUNKS, MAX_RANKS, PROTOCOL_MIN, RANKS, agree
 from dips.master.state import pacing, tape
@@ -50,11 +32,6 @@ MAX_CLUSTER_IDS = 1024
 """An id that took part is never forgotten, because its fence must never start again."""
 
 
-def most_cluster_ids(shared: SharedState) -> int:
-    """The most cluster ids that the ledger remembers, each with fence and statistics: 1 KB in every journal entry."""
-    return MAX_CLUSTER_IDS + shared.config.max_clusters
-
-
 class Membership:
     """The clusters that take part in the run."""
 
@@ -71,7 +48,7 @@ class Membership:
 
     # ---- join ----
 
-    def join(self, token: int, request: JoinRequest) -> None:
+    def join(self, token: int, request: messages.JoinRequest) -> None:
         """Starts a new incarnation; what an older one of this cluster has not sealed is aborted."""
         shared, name = self._shared, request.caller.name
         self._check_join(request)
@@ -96,7 +73,7 @@ class Membership:
         member.pushers = max(1, request.pushers)
         shared.members[name] = member
         shared.stopped_s = None  # a run that has ended waits for it
-        shared.allowed.put(KeyRole.CLUSTER, name, request.curve_key, request.rank_keys)
+        shared.allowed.put(messages.KeyRole.CLUSTER, name, request.curve_key, request.rank_keys)
         self._away_since_s.pop(name, None)
         if shared.ledger.version is None and shared.seed_cluster not in shared.members:
             shared.seed_cluster = name  # unless it is drained: see seeder()
@@ -110,14 +87,14 @@ class Membership:
         sentence += f", with {member.pushers} ranks" if member.pushers > 1 else ""
         shared.log(f"cluster {name}", sentence, cause=request.caller.cause_id)
         self._answer_leave(before)
-        versions = Hello(PROTOCOL_MIN, hello.version, tuple(sorted(hello.capabilities)))
+        versions = messages.Hello(PROTOCOL_MIN, hello.version, tuple(sorted(hello.capabilities)))
         shared.reply(token, self._join_reply(member, entry, versions))
 
-    def _join_reply(self, member: Member, entry: ClusterEntry, hello: Hello) -> JoinReply:
+    def _join_reply(self, member: Member, entry: ClusterEntry, hello: messages.Hello) -> messages.JoinReply:
         shared = self._shared
-        last: Verdict | PushId | None = member.push.id if member.push else entry.last_verdict
+        last: messages.Verdict | PushId | None = member.push.id if member.push else entry.last_verdict
         member.local_steps = pacing.local_steps(shared, member)
-        return JoinReply(
+        return messages.JoinReply(
             shared.epoch,
             member.incarnation,
             hello,
@@ -132,7 +109,7 @@ class Membership:
             member.held_at_join,
         )
 
-    def _check_join(self, request: JoinRequest) -> None:
+    def _check_join(self, request: messages.JoinRequest) -> None:
         shared, name, previous = self._shared, request.caller.name, request.caller.incarnation
         try:
             check_name(name, "cluster id")
@@ -141,7 +118,9 @@ class Membership:
         shared.check_run(request.caller.run_id, f"cluster {name!r}")
         if shared.ledger.stopping and not self._comes_back(request):
             raise Refused(RefusalCode.STOPPING, f"the run has reached its end: {shared.ledger.stopping}")
-        if name not in shared.ledger.clusters and len(shared.ledger.clusters) >= most_cluster_ids(shared):
+        # Each id that the ledger remembers, with fence and statistics, is 1 KB in every journal entry.
+        most = MAX_CLUSTER_IDS + shared.config.max_clusters
+        if name not in shared.ledger.clusters and len(shared.ledger.clusters) >= most:
             raise Refused(
                 RefusalCode.CONFIG,
                 f"{len(shared.ledger.clusters)} cluster ids have taken part in this run, and no more are remembered: "
@@ -177,7 +156,7 @@ class Membership:
                 "the layout does not have the hash that came with it: both sides need one release",
             )
 
-    def _comes_back(self, request: JoinRequest) -> bool:
+    def _comes_back(self, request: messages.JoinRequest) -> bool:
         """Whether it took part before: after the master's restart or an eviction it still pulls the last version.
 
         A process is known by its identity, one of a release without identities and one that resumes a checkpoint by
@@ -190,7 +169,7 @@ class Membership:
         same_process = request.process_id != b"" and request.process_id == entry.process_id
         return same_process or (entry.member and previous is not None and previous == entry.incarnation)
 
-    def _check_ranks(self, name: str, request: JoinRequest) -> None:
+    def _check_ranks(self, name: str, request: messages.JoinRequest) -> None:
         """Checks the number of ranks and their data keys."""
         shared, pushers = self._shared, max(1, request.pushers)
         if pushers > MAX_RANKS:
@@ -204,7 +183,7 @@ class Membership:
                 f"cluster {name!r} has {pushers} ranks and brings {len(request.rank_keys)} data keys besides its "
                 "first: with --keys there is one for each other rank, with --insecure none; start all ranks alike",
             )
-        shared.allowed.check(KeyRole.CLUSTER, name, request.curve_key, request.rank_keys)
+        shared.allowed.check(messages.KeyRole.CLUSTER, name, request.curve_key, request.rank_keys)
         if pushers == 1:
             return
         here = (slave for slave in shared.slaves.values() if slave.link is not None)
@@ -216,7 +195,7 @@ class Membership:
                 "clusters: install the same release of dips on all slaves",
             )
 
-    def _check_process(self, name: str, request: JoinRequest) -> None:
+    def _check_process(self, name: str, request: messages.JoinRequest) -> None:
         """Checks which process may hold this name. A process that joins again is accepted at once.
 
         Another process is a second one or the successor of one that died: it gets the name once the known process
@@ -264,7 +243,7 @@ class Membership:
             )
         return free[0]
 
-    def _adopt_model(self, request: JoinRequest) -> None:
+    def _adopt_model(self, request: messages.JoinRequest) -> None:
         """Takes layout and data plan from the first joiner; every other cluster must match them."""
         ledger = self._shared.ledger
         _check_plan(request.data_plan)
@@ -281,9 +260,11 @@ class Membership:
         self._compare_untrained(request)
         if ledger.data_plan is None:
             ledger.data_plan = request.data_plan
-            ledger.leases = LeaseTable(request.data_plan) if request.data_plan.mode is DataMode.LEASED else None
+            ledger.leases = (
+                LeaseTable(request.data_plan) if request.data_plan.mode is messages.DataMode.LEASED else None
+            )
 
-    def _compare_untrained(self, request: JoinRequest) -> None:
+    def _compare_untrained(self, request: messages.JoinRequest) -> None:
         """Compares frozen parameters and buffers with those of the first joiner (docs/decisions/0029).
 
         Buffers are compared strictly at a cluster's first Join only: later it may load a checkpoint of its own, whose
@@ -318,7 +299,7 @@ class Membership:
         """Ends the current incarnation; returns its push if that is sealed and must be waited for."""
         shared = self._shared
         member = shared.members.pop(name, None)
-        shared.allowed.remove(KeyRole.CLUSTER, name)
+        shared.allowed.remove(messages.KeyRole.CLUSTER, name)
         if member is not None:
             shared.link_rates.gone(name)
             shared.end_pulls(name)
@@ -326,7 +307,9 @@ class Membership:
                 self._pushes.abort(member.push, reason)
         return next((push for push in shared.round.participants if push.cluster == name), None)
 
-    def _reattach(self, name: str, held: tuple[DataRange, ...], undecided: Push | None) -> tuple[DataRange, ...]:
+    def _reattach(
+        self, name: str, held: tuple[messages.DataRange, ...], undecided: Push | None
+    ) -> tuple[messages.DataRange, ...]:
         """Keeps the leases that this process still holds (they are returned) or that a sealed push carries; frees the
         rest."""
         leases = self._shared.ledger.leases
@@ -338,7 +321,7 @@ class Membership:
 
     # ---- leased data ----
 
-    def lease_data(self, token: int, request: LeaseDataRequest) -> None:
+    def lease_data(self, token: int, request: messages.LeaseDataRequest) -> None:
         shared = self._shared
         member = shared.member_of(request.caller)
         leases, plan = self._leases(member.cluster), shared.ledger.data_plan
@@ -351,7 +334,7 @@ class Membership:
             )
         number, ranges = member.last_lease
         if request.request and request.request == number:
-            shared.reply(token, LeaseDataReply(ranges))  # the first answer was lost on the way
+            shared.reply(token, messages.LeaseDataReply(ranges))  # the first answer was lost on the way
             return
         if 0 < request.request < number:
             raise Refused(RefusalCode.SEQ, f"request {request.request} is older than request {number}: ask again")
@@ -361,9 +344,9 @@ class Membership:
         shared.record(
             tape.DataLeased(request.caller.cause_id, cluster=member.cluster, tokens=sum(item.tokens for item in ranges))
         )
-        shared.reply(token, LeaseDataReply(ranges))
+        shared.reply(token, messages.LeaseDataReply(ranges))
 
-    def return_data(self, token: int, request: ReturnDataRequest) -> None:
+    def return_data(self, token: int, request: messages.ReturnDataRequest) -> None:
         shared = self._shared
         member = shared.member_of(request.caller)
         leases = self._leases(member.cluster)
@@ -373,7 +356,7 @@ class Membership:
             raise Refused(RefusalCode.RANGES, f"{len(taken)} of the ranges are in an undecided push: await its verdict")
         leases.settle(request.ranges, TokenState.FREE)
         shared.journal("RETURN", {"cluster": member.cluster, "tokens": sum(item.tokens for item in request.ranges)})
-        shared.reply(token, ReturnDataReply())
+        shared.reply(token, messages.ReturnDataReply())
 
     def _leases(self, cluster: str) -> LeaseTable:
         leases = self._shared.ledger.leases
@@ -386,7 +369,7 @@ class Membership:
 
     # ---- beats, leaving, eviction ----
 
-    def beat(self, token: int, request: HeartbeatRequest) -> None:
+    def beat(self, token: int, request: messages.HeartbeatRequest) -> None:
         shared = self._shared
         member = shared.member_of(request.caller)
         member.beat_s, member.beat = shared.now_s, pacing.plausible(request)
@@ -402,7 +385,7 @@ class Membership:
         donor = shared.recovery.asks(member)
         shared.reply(
             token,
-            HeartbeatReply(
+            messages.HeartbeatReply(
                 shared.epoch,
                 published,
                 shared.ledger.tokens,
@@ -411,7 +394,7 @@ class Membership:
                 shared.round.phase.now.value,
                 donor.base if donor is not None else None,
                 bool(shared.ledger.stopping),
-                TokenLimit(shared.settings().tk_max_tokens),
+                messages.TokenLimit(shared.settings().tk_max_tokens),
             ),
         )
 
@@ -422,7 +405,7 @@ class Membership:
         if member is not None and member.incarnation == incarnation:
             member.silent_since_s = self._shared.now_s
 
-    def leave(self, token: int, request: LeaveRequest) -> None:
+    def leave(self, token: int, request: messages.LeaveRequest) -> None:
         """Handles Leave: waits for the verdict of a sealed push, aborts any other."""
         shared = self._shared
         member = shared.member_of(request.caller)
@@ -475,7 +458,7 @@ class Membership:
     def _answer_leave(self, member: Member | None) -> None:
         """Answers a waiting Leave: for any end of its incarnation, the cluster has left."""
         if member is not None and member.leave_token is not None:
-            self._shared.reply(member.leave_token, LeaveReply())
+            self._shared.reply(member.leave_token, messages.LeaveReply())
             member.leave_token = None
 
     # ---- time ----
@@ -487,7 +470,19 @@ class Membership:
             if silent_s > shared.config.evict_after_s:
                 self.evict(member.cluster, f"its last heartbeat came {silent_s:.1f} s before")
         self._evict_absent()
-        self._expire_leases()
+        # Frees the leases of clusters that stayed away for lease_ttl.
+        leases = shared.ledger.leases
+        if leases is None:
+            return
+        for name, entry in shared.ledger.clusters.items():
+            if name in shared.members or not entry.incarnations:
+                continue
+            away_s = shared.now_s - self._away_since_s.setdefault(name, shared.now_s)
+            if away_s <= shared.config.lease_ttl_s:
+                continue
+            sealed = [r for p in shared.round.participants if p.cluster == name for r in p.request.ranges]
+            if freed := leases.free_all_but(name, sealed):
+                shared.journal("RETURN", {"cluster": name, "tokens": freed, "reason": "lease_ttl"})
 
     def _evict_absent(self) -> None:
         """Evicts members that only the ledger knows, from before the master's restart, once they had time to join.
@@ -518,24 +513,8 @@ class Membership:
                 member.silent_since_s += gap_s
         self._away_since_s = {name: since_s + gap_s for name, since_s in self._away_since_s.items()}
 
-    def _expire_leases(self) -> None:
-        """Frees the leases of clusters that stayed away for lease_ttl."""
-        shared = self._shared
-        leases = shared.ledger.leases
-        if leases is None:
-            return
-        for name, entry in shared.ledger.clusters.items():
-            if name in shared.members or not entry.incarnations:
-                continue
-            away_s = shared.now_s - self._away_since_s.setdefault(name, shared.now_s)
-            if away_s <= shared.config.lease_ttl_s:
-                continue
-            sealed = [r for p in shared.round.participants if p.cluster == name for r in p.request.ranges]
-            if freed := leases.free_all_but(name, sealed):
-                shared.journal("RETURN", {"cluster": name, "tokens": freed, "reason": "lease_ttl"})
 
-
-def _leased(leases: LeaseTable, cluster: str, item: DataRange) -> bool:
+def _leased(leases: LeaseTable, cluster: str, item: messages.DataRange) -> bool:
     try:
         leases.check(cluster, [item])
     except Refused:
@@ -543,8 +522,8 @@ def _leased(leases: LeaseTable, cluster: str, item: DataRange) -> bool:
     return True
 
 
-def _check_plan(plan: DataPlan) -> None:
-    if plan.mode is DataMode.OWN:
+def _check_plan(plan: messages.DataPlan) -> None:
+    if plan.mode is messages.DataMode.OWN:
         return
     if not 0 < plan.chunk_tokens <= plan.total_tokens <= MAX_TOTAL_TOKENS:
         raise Refused(
@@ -554,7 +533,7 @@ def _check_plan(plan: DataPlan) -> None:
         )
 
 
-def _plan_difference(ours: DataPlan, theirs: DataPlan) -> str:
+def _plan_difference(ours: messages.DataPlan, theirs: messages.DataPlan) -> str:
     if ours.mode is not theirs.mode:
         return f"this run's data is {ours.mode.name}, the cluster's {theirs.mode.name}: start all clusters alike"
     if (ours.total_tokens, ours.chunk_tokens) != (theirs.total_tokens, theirs.chunk_tokens):

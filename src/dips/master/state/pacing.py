@@ -317,15 +317,9 @@ def published(shared: SharedState) -> None:
         old = shared.publish_interval_s
         shared.publish_interval_s = interval_s if old <= 0 else 0.7 * old + 0.3 * interval_s
     shared.published_s = shared.now_s
-    _plan_window(shared)
-
-
-def _plan_window(shared: SharedState) -> None:
-    """Plans the next window one fastest round from now; a round of stragglers alone does not change the plan.
-
-    If it followed every round, each cluster would follow its own last round, and no two would be in one window. But a
-    plan further away than a round was made when clusters seemed slower, and would keep all at H steps until then.
-    """
+    # The next window is planned one fastest round from now; a round of stragglers alone does not change the plan. If it
+    # followed every round, each cluster would follow its own last round, and no two would be in one window. But a plan
+    # further away than a round was made when clusters seemed slower, and would keep all at H steps until then.
     period_s, opened_s = _fastest_s(shared), shared.window_opened_s
     if period_s is None or opened_s is None:
         return

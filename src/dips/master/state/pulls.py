@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dips.core import messages
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Version
-from dips.core.messages import (
-    BeginPullReply,
-    BeginPullRequest,
-    Busy,
-    FinishPullReply,
-    FinishPullRequest,
-    KeyRole,
-    PullGrant,
-)
 from dips.core.protocol import PULL_DIFFERENCES
 from dips.core.wire import MOST_DIFFERENCES, WIRE_DTYPES, Codec, pays
 from dips.master.state import pacing, tape
@@ -40,7 +32,7 @@ class Pulls:
         self._shared = shared
         self._next_pin = 1
 
-    def begin(self, token: int, request: BeginPullRequest) -> None:
+    def begin(self, token: int, request: messages.BeginPullRequest) -> None:
         """Raises Refused: VERSION_GONE for a version that is no longer kept; FENCED for a cluster that must seed."""
         shared = self._shared
         member = None if request.reader else shared.member_of(request.caller)
@@ -51,12 +43,12 @@ class Pulls:
                     RefusalCode.MALFORMED,
                     f"a reader's name has 1 to {MAX_READER_NAME} characters, this one has {len(request.caller.name)}",
                 )
-            shared.allowed.check(KeyRole.READER, request.caller.name, request.curve_key)
+            shared.allowed.check(messages.KeyRole.READER, request.caller.name, request.curve_key)
         owner = _owner(request, member)
         pin = self._renewed(request, owner)
         busy = self._busy(request, member)
         if busy is not None:
-            shared.reply(token, BeginPullReply(busy))
+            shared.reply(token, messages.BeginPullReply(busy))
             return
         kept = self._wanted(request)
         if member is not None:
@@ -68,15 +60,15 @@ class Pulls:
             shared.record(tape.PullGranted(request.caller.cause_id, by=owner, version=kept.version))
         wire, n_differences = self._wire(request, kept.version)
         if member is None:
-            shared.allowed.put(KeyRole.READER, request.caller.name, request.curve_key)
+            shared.allowed.put(messages.KeyRole.READER, request.caller.name, request.curve_key)
         else:
             shared.link_rates.pull_began(member.cluster, wire, max(1, n_differences), shared.now_s)
         grant = self._grant(kept, pin, member)
         if wire.is_difference:
             grant = replace(grant, wire=wire, base=request.base)
-        shared.reply(token, BeginPullReply(grant))
+        shared.reply(token, messages.BeginPullReply(grant))
 
-    def finish(self, token: int, request: FinishPullRequest) -> None:
+    def finish(self, token: int, request: messages.FinishPullRequest) -> None:
         shared = self._shared
         member = None if request.reader else shared.member_of(request.caller)
         pin = shared.pins.get(request.pin_id)
@@ -84,7 +76,7 @@ class Pulls:
             del shared.pins[request.pin_id]
             shared.schedule.end(pin.owner)
             if member is None:
-                shared.allowed.remove(KeyRole.READER, request.caller.name)
+                shared.allowed.remove(messages.KeyRole.READER, request.caller.name)
             else:
                 shared.link_rates.pull_ended(member.cluster, shared.now_s)
             if member is not None and member.wanted_wire.is_difference:
@@ -92,7 +84,7 @@ class Pulls:
         if member is not None:
             member.local_steps = pacing.local_steps(shared, member, pulled=True)
             pacing.pull_ended(shared, member)
-        shared.reply(token, FinishPullReply(member.local_steps if member else 0))
+        shared.reply(token, messages.FinishPullReply(member.local_steps if member else 0))
 
     def tick(self) -> None:
         """Removes old pins: a cluster's pin lasts while the cluster is here, a reader's for a limited time after its
@@ -106,7 +98,7 @@ class Pulls:
         owners = {pin.owner for pin in shared.pins.values()}
         shared.schedule.keep(owners | {push.cluster for push in shared.pushes()})
         shared.allowed.keep(
-            KeyRole.READER, {owner.removeprefix(READER) for owner in owners if owner.startswith(READER)}
+            messages.KeyRole.READER, {owner.removeprefix(READER) for owner in owners if owner.startswith(READER)}
         )
 
     def of_readers(self) -> set[int]:
@@ -117,18 +109,18 @@ class Pulls:
         """Ends all readers' pulls: an operator's certificate was revoked, and operators read under any name. The others
         begin again."""
         self._shared.pins = {n: pin for n, pin in self._shared.pins.items() if not pin.owner.startswith(READER)}
-        self._shared.allowed.keep(KeyRole.READER, set())
+        self._shared.allowed.keep(messages.KeyRole.READER, set())
 
     def end_reader(self, name: str) -> None:
         """Ends the pull of a reader whose certificate, a cluster's, was revoked."""
         self._shared.pins = {n: pin for n, pin in self._shared.pins.items() if pin.owner != READER + name}
-        self._shared.allowed.remove(KeyRole.READER, name)
+        self._shared.allowed.remove(messages.KeyRole.READER, name)
 
     def rearm(self, gap_s: float) -> None:
         for pin in self._shared.pins.values():
             pin.until_s += gap_s
 
-    def _renewed(self, request: BeginPullRequest, owner: str) -> Pin | None:
+    def _renewed(self, request: messages.BeginPullRequest, owner: str) -> Pin | None:
         """The reader's pin that the request renews, also where no pull can begin now; None: it renews none."""
         pin = self._shared.pins.get(request.pin_id)
         if not request.reader or pin is None or pin.owner != owner:
@@ -136,31 +128,31 @@ class Pulls:
         pin.until_s = self._shared.now_s + self._shared.config.ticket_ttl_s
         return pin
 
-    def _busy(self, request: BeginPullRequest, member: Member | None) -> Busy | None:
+    def _busy(self, request: messages.BeginPullRequest, member: Member | None) -> messages.Busy | None:
         shared = self._shared
         if member is not None and member.push is not None:
-            return Busy(0.2, f"push {member.push.id} is undecided: pull once its verdict is known")
+            return messages.Busy(0.2, f"push {member.push.id} is undecided: pull once its verdict is known")
         if shared.published is None:
             if member is not None and shared.ledger.version is None and shared.seeder() == member.cluster:
                 raise Refused(
                     RefusalCode.FENCED,
                     "the cluster that was to seed this run is gone: join again, you are to seed it",
                 )
-            return Busy(0.5, waiting_for(shared).sentence or "no version is published yet")
+            return messages.Busy(0.5, waiting_for(shared).sentence or "no version is published yet")
         if away := recovery_words(shared) or slaves_away(shared):
-            return Busy(0.5, away)
+            return messages.Busy(0.5, away)
         behind = request.at_least is not None and request.at_least > shared.published.version
         if behind and not request.exact:
-            return Busy(0.2, f"version {request.at_least} is not published yet")
+            return messages.Busy(0.2, f"version {request.at_least} is not published yet")
         if any(
             slave.version is not None and slave.version > shared.published.version for slave in shared.ready_slaves()
         ):
-            return Busy(0.2, f"version {shared.ledger.version} is about to be published")
+            return messages.Busy(0.2, f"version {shared.ledger.version} is about to be published")
         readers = {pin.owner for pin in shared.pins.values()} - set(shared.members) - {_owner(request, member)}
         crowded = member is None and len(readers) >= MAX_READERS
-        return Busy(1.0, f"{MAX_READERS} readers are pulling already") if crowded else None
+        return messages.Busy(1.0, f"{MAX_READERS} readers are pulling already") if crowded else None
 
-    def _wanted(self, request: BeginPullRequest) -> Kept:
+    def _wanted(self, request: messages.BeginPullRequest) -> Kept:
         shared = self._shared
         assert shared.published is not None, "checked before"
         if not request.exact or request.at_least is None:
@@ -173,7 +165,7 @@ class Pulls:
             )
         return kept
 
-    def _wire(self, request: BeginPullRequest, version: Version) -> tuple[Codec, int]:
+    def _wire(self, request: messages.BeginPullRequest, version: Version) -> tuple[Codec, int]:
         """How the version is to be fetched, and how many differences these are: differences to the request's base,
         where these are fewer bytes and the slaves, if none of them began again meanwhile, have them."""
         shared = self._shared
@@ -184,11 +176,11 @@ class Pulls:
         offered = all(PULL_DIFFERENCES in slave.capabilities for slave in shared.ready_slaves())
         return (codec, behind) if offered else (Codec.F32, 0)
 
-    def _grant(self, kept: Kept, pin: Pin, member: Member | None) -> PullGrant:
+    def _grant(self, kept: Kept, pin: Pin, member: Member | None) -> messages.PullGrant:
         shared = self._shared
         if member is not None:
             member.local_steps = pacing.local_steps(shared, member)
-        return PullGrant(
+        return messages.PullGrant(
             kept.version,
             shared.ledger.entry(member.cluster).fence if member else 0,
             pin.pin_id,
@@ -205,6 +197,6 @@ class Pulls:
         )
 
 
-def _owner(request: BeginPullRequest | FinishPullRequest, member: Member | None) -> str:
+def _owner(request: messages.BeginPullRequest | messages.FinishPullRequest, member: Member | None) -> str:
     """The owner of the pin; no cluster id contains a space."""
     return member.cluster if member else READER + request.caller.name

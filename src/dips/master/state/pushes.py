@@ -7,29 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dips.core import messages
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation, PushId, RoundId, SlaveId, Version
 from dips.core.machine import Phase
-from dips.core.messages import (
-    Admitted,
-    AwaitVerdictReply,
-    AwaitVerdictRequest,
-    BeginPushReply,
-    BeginPushRequest,
-    Busy,
-    CloseStaging,
-    DataMode,
-    FinishPushReply,
-    FinishPushRequest,
-    OpenStaging,
-    SlaveBeat,
-    Staged,
-    Stale,
-    StaleKind,
-    Ticket,
-    Verdict,
-    VerdictKind,
-)
 from dips.core.protocol import FINISH_HOLD_S, codec_capability
 from dips.core.wire import Codec
 from dips.master.state import pacing, tape
@@ -93,25 +74,29 @@ OWN_DATA_START_S = 60.0
 """Elapsed time granted to a first push, whose clock starts at Join and not at its first step."""
 
 
-def stale(shared: SharedState, request: BeginPushRequest) -> Stale | None:
+def stale(shared: SharedState, request: messages.BeginPushRequest) -> messages.Stale | None:
     """Whether the base can no longer be pushed against; None for a seed."""
     version, base = shared.ledger.version, request.base
     if base is None or version is None:
         return None
     if base.timeline != version.timeline:
-        return Stale(StaleKind.TIMELINE, f"base {base} is on another timeline than version {version}: pull")
+        return messages.Stale(
+            messages.StaleKind.TIMELINE, f"base {base} is on another timeline than version {version}: pull"
+        )
     fence = shared.ledger.entry(request.caller.name).fence
     if request.fence != fence:
-        return Stale(StaleKind.FENCE, f"base {base} carries fence {request.fence}, the fence is {fence}: pull")
+        return messages.Stale(
+            messages.StaleKind.FENCE, f"base {base} carries fence {request.fence}, the fence is {fence}: pull"
+        )
     if version.v - base.v > shared.s_max():
-        return Stale(
-            StaleKind.VERSIONS,
+        return messages.Stale(
+            messages.StaleKind.VERSIONS,
             f"base {base} is more than {shared.s_max()} versions behind {version}: pull",
         )
     return None
 
 
-def check_push(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
+def check_push(shared: SharedState, member: Member, request: messages.BeginPushRequest) -> None:
     """Refuses a push that can never be accepted."""
     if shared.ledger.stopping and request.donates is None:
         raise Refused(
@@ -160,7 +145,7 @@ def _check_may_seed(shared: SharedState, cluster: str) -> None:
         )
 
 
-def _check_counts(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
+def _check_counts(shared: SharedState, member: Member, request: messages.BeginPushRequest) -> None:
     version, base, plan = shared.ledger.version, request.base, shared.ledger.data_plan
     assert base is not None, "a seed is checked elsewhere"
     assert plan is not None, "a joined cluster has sent its data plan"
@@ -171,37 +156,29 @@ def _check_counts(shared: SharedState, member: Member, request: BeginPushRequest
             RefusalCode.TOKENS,
             f"{request.tokens} tokens: a push counts the tokens trained since the last one, 1 to {MAX_TOKENS}",
         )
-    if plan.mode is DataMode.OWN:
-        _check_own(shared, member, request)
+    if plan.mode is messages.DataMode.OWN:
+        if request.ranges:
+            raise Refused(RefusalCode.RANGES, "this run's clusters bring their own data: send no ranges")
+        entry, since_s = shared.ledger.entry(member.cluster), shared.counted_since_s.get(member.cluster)
+        if since_s is not None:  # else it was counted last before the master's restart: how long ago is not known
+            bound = entry.declared_tokens_per_s * (shared.now_s - since_s) * OWN_DATA_SLACK
+            if entry.declared_tokens_per_s > 0 and request.tokens > bound:
+                raise Refused(
+                    RefusalCode.TOKENS,
+                    f"{request.tokens} tokens since the last push are more than twice the declared "
+                    f"{entry.declared_tokens_per_s:g} tokens/s allow ({bound:.0f}): correct the count, or declare more",
+                )
+        check_token_count(shared, member.cluster, request)
     else:
-        _check_leased(shared, member, request)
-
-
-def _check_own(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
-    if request.ranges:
-        raise Refused(RefusalCode.RANGES, "this run's clusters bring their own data: send no ranges")
-    entry, since_s = shared.ledger.entry(member.cluster), shared.counted_since_s.get(member.cluster)
-    if since_s is not None:  # else it was counted last before the master's restart: how long ago is not known
-        bound = entry.declared_tokens_per_s * (shared.now_s - since_s) * OWN_DATA_SLACK
-        if entry.declared_tokens_per_s > 0 and request.tokens > bound:
+        leases = shared.ledger.leases
+        assert leases is not None, "a leased data plan has a lease table"
+        leases.check(member.cluster, request.ranges)
+        total = sum(item.tokens for item in request.ranges)
+        if total != request.tokens:
             raise Refused(
                 RefusalCode.TOKENS,
-                f"{request.tokens} tokens since the last push are more than twice the declared "
-                f"{entry.declared_tokens_per_s:g} tokens/s allow ({bound:.0f}): correct the count, or declare more",
+                f"{request.tokens} tokens are counted, but the ranges hold {total}: they must agree",
             )
-    check_token_count(shared, member.cluster, request)
-
-
-def _check_leased(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
-    leases = shared.ledger.leases
-    assert leases is not None, "a leased data plan has a lease table"
-    leases.check(member.cluster, request.ranges)
-    total = sum(item.tokens for item in request.ranges)
-    if total != request.tokens:
-        raise Refused(
-            RefusalCode.TOKENS,
-            f"{request.tokens} tokens are counted, but the ranges hold {total}: they must agree",
-        )
 
 
 REFUSED_AS = {RefusalCode.TOKENS: VerdictCode.TOKENS, RefusalCode.RANGES: VerdictCode.RANGES}
@@ -230,10 +207,10 @@ def recheck(shared: SharedState, push: Push) -> Reason | None:
 
 
 _INPUTS = {
-    VerdictKind.APPLIED: "applied",
-    VerdictKind.EXCLUDED: "excluded",
-    VerdictKind.ABORTED: "aborted",
-    VerdictKind.ROLLED_BACK: "rolled back",
+    messages.VerdictKind.APPLIED: "applied",
+    messages.VerdictKind.EXCLUDED: "excluded",
+    messages.VerdictKind.ABORTED: "aborted",
+    messages.VerdictKind.ROLLED_BACK: "rolled back",
 }
 
 AWAY_RETRY_S = 0.25
@@ -252,46 +229,28 @@ class Pushes:
 
     # ---- BeginPush ----
 
-    def begin(self, token: int, request: BeginPushRequest) -> None:
+    def begin(self, token: int, request: messages.BeginPushRequest) -> None:
         shared = self._shared
         member = shared.member_of(request.caller)
         pacing.push_begins(member)
         push_id = PushId(member.cluster, member.incarnation, request.seq)  # type: ignore[arg-type]
         answer = self._known(member, push_id, request.wire) or stale(shared, request)
         if answer is not None:
-            shared.reply(token, BeginPushReply(answer))
+            shared.reply(token, messages.BeginPushReply(answer))
             return
         if shared.recovery.asks(member) is not None and request.donates is None:
             # Waiting with this push would keep the donor from donating, and there may be no other.
             member.last_seq = max(member.last_seq, request.seq)
             reason = "the slaves lost the model: give back this cluster's copy first; nothing of this push is lost"
-            shared.reply(token, BeginPushReply(Verdict(push_id, VerdictKind.ABORTED, None, reason)))
+            shared.reply(
+                token, messages.BeginPushReply(messages.Verdict(push_id, messages.VerdictKind.ABORTED, None, reason))
+            )
             return
         check_push(shared, member, request)
         if (busy := self._busy(request.donates is not None)) is not None:
-            shared.reply(token, BeginPushReply(busy))
+            shared.reply(token, messages.BeginPushReply(busy))
             return
         shared.end_pulls(member.cluster)  # a cluster that pushes no longer reads
-        push = self._ticket(member, push_id, request)
-        shared.reply(token, BeginPushReply(self._ticket_for(push)))
-
-    def _known(self, member: Member, push_id: PushId, wanted_wire: Codec) -> Ticket | Busy | PushId | Verdict | None:
-        """The answer when this cluster has an undecided push, or this very push is decided."""
-        current = member.push
-        if current is not None and current.id == push_id and current.phase.allows("new attempt"):
-            # A slave that is away may return with another address: no ticket names it until then.
-            return self._busy(current.is_donation) or self._new_attempt(current, wanted_wire)
-        if current is not None:
-            return current.id
-        return self.decided(push_id)
-
-    def _busy(self, donation: bool = False) -> Busy | None:
-        words = "" if donation else recovery_words(self._shared)
-        words = words or slaves_away(self._shared) or moving_words(self._shared)
-        return Busy(AWAY_RETRY_S, words) if words else None
-
-    def _ticket(self, member: Member, push_id: PushId, request: BeginPushRequest) -> Push:
-        shared = self._shared
         phase = Phase(PUSH_TABLE, shared.story, f"push {push_id}")
         phase.since_s = shared.now_s
         push = Push(push_id, request, 1, member.slot, phase, shared.now_s, shared.now_s)
@@ -301,7 +260,24 @@ class Pushes:
         self._record_ticket(push)
         for slave in shared.ready_slaves():
             self.open_staging(push, slave)
-        return push
+        shared.reply(token, messages.BeginPushReply(self._ticket_for(push)))
+
+    def _known(
+        self, member: Member, push_id: PushId, wanted_wire: Codec
+    ) -> messages.Ticket | messages.Busy | PushId | messages.Verdict | None:
+        """The answer when this cluster has an undecided push, or this very push is decided."""
+        current = member.push
+        if current is not None and current.id == push_id and current.phase.allows("new attempt"):
+            # A slave that is away may return with another address: no ticket names it until then.
+            return self._busy(current.is_donation) or self._new_attempt(current, wanted_wire)
+        if current is not None:
+            return current.id
+        return self.decided(push_id)
+
+    def _busy(self, donation: bool = False) -> messages.Busy | None:
+        words = "" if donation else recovery_words(self._shared)
+        words = words or slaves_away(self._shared) or moving_words(self._shared)
+        return messages.Busy(AWAY_RETRY_S, words) if words else None
 
     def _record_ticket(self, push: Push) -> None:
         request = push.request
@@ -318,7 +294,7 @@ class Pushes:
             )
         )
 
-    def _new_attempt(self, push: Push, wanted_wire: Codec) -> Ticket:
+    def _new_attempt(self, push: Push, wanted_wire: Codec) -> messages.Ticket:
         """A new ticket for what is missing: slaves keep the chunks that they verified, unless the codec changes."""
         shared = self._shared
         self._release(push, Refused(RefusalCode.UNKNOWN_PUSH, f"a new attempt of push {push.id} has begun"))
@@ -335,43 +311,40 @@ class Pushes:
             self.open_staging(push, slave)
         return self._ticket_for(push)
 
-    def _ticket_for(self, push: Push) -> Ticket:
+    def _ticket_for(self, push: Push) -> messages.Ticket:
         shared = self._shared
         order = pacing.transfer_order(shared, push.cluster, push.slot, Way.PUSH)
-        return Ticket(push.attempt, shared.placement_spec(), order, push.wire)
+        return messages.Ticket(push.attempt, shared.placement_spec(), order, push.wire)
 
     def open_staging(self, push: Push, slave: Slave) -> None:
         """Tells a slave to expect the push's chunks; also after the slave's restart."""
         request = push.request
         push.digest_of_slave.pop(slave.id, None)
-        opened = OpenStaging(
+        opened = messages.OpenStaging(
             push.id, push.attempt, push.slot, request.base, request.fence, request.tokens, request.ranges, push.wire
         )
         self._shared.command(slave, opened, request.caller.cause_id)
 
     # ---- staging and FinishPush ----
 
-    def staged(self, slave: Slave, body: Staged) -> None:
+    def staged(self, slave: Slave, body: messages.Staged) -> None:
         push = self.find(body.push)
         if push is None or push.attempt != body.attempt or push.phase.now is not PushPhase.TICKETED:
             return  # from an attempt that is over: it must not change the state
         push.digest_of_slave[slave.id] = body.digest
         push.renewed_s = self._shared.now_s
-        self._measure_link(push, slave)
+        # Measures the link, in first attempts only: a later one sends only what is missing.
+        shared, layout, placement = self._shared, self._shared.ledger.layout, self._shared.ledger.placement
+        if push.attempt == 1 and layout is not None and placement is not None:
+            part_bytes = shared.link_rates.part_bytes(slave.id, layout, placement, push.wire)
+            shared.link_rates.staged(push.cluster, slave.id, part_bytes, shared.now_s - push.began_s, shared.now_s)
         if len(push.digest_of_slave) == len(self._shared.slaves_expected()):
             push.phase.move("all slaves staged it", PushPhase.STAGED, self._shared.now_s, push.request.caller.cause_id)
             self._shared.schedule.end(push.cluster)
             if push.finish_token is not None:
                 self._admit(push)
 
-    def _measure_link(self, push: Push, slave: Slave) -> None:
-        """Measures the link, in first attempts only: a later one sends only what is missing."""
-        shared, layout, placement = self._shared, self._shared.ledger.layout, self._shared.ledger.placement
-        if push.attempt == 1 and layout is not None and placement is not None:
-            part_bytes = shared.link_rates.part_bytes(slave.id, layout, placement, push.wire)
-            shared.link_rates.staged(push.cluster, slave.id, part_bytes, shared.now_s - push.began_s, shared.now_s)
-
-    def progress(self, slave: Slave, beat: SlaveBeat) -> None:
+    def progress(self, slave: Slave, beat: messages.SlaveBeat) -> None:
         """Extends a ticket as long as bytes arrive; the schedule uses their rate."""
         landed_bytes = 0
         for item in beat.progress:
@@ -384,22 +357,24 @@ class Pushes:
                 push.renewed_s = self._shared.now_s
         self._shared.schedule.beat(slave.id, landed_bytes, beat.served_bytes, self._shared.now_s)
 
-    def finish(self, token: int, request: FinishPushRequest) -> None:
+    def finish(self, token: int, request: messages.FinishPushRequest) -> None:
         shared = self._shared
         member = shared.member_of(request.caller)
         push_id = PushId(member.cluster, member.incarnation, request.seq)  # type: ignore[arg-type]
         push = member.push
         if push is None or push.id != push_id:
-            shared.reply(token, FinishPushReply(self.verdict_of(push_id)))
+            shared.reply(token, messages.FinishPushReply(self.verdict_of(push_id)))
         elif push.phase.now in (PushPhase.ADMITTED, PushPhase.SEALED):
-            shared.reply(token, FinishPushReply(self._admitted(push)))
+            shared.reply(token, messages.FinishPushReply(self._admitted(push)))
         elif push.attempt != request.attempt:
             raise Refused(
                 RefusalCode.UNKNOWN_PUSH,
                 f"attempt {request.attempt} of push {push_id} is over, attempt {push.attempt} is open",
             )
         else:
-            self._release(push, FinishPushReply(Busy(0.2, f"FinishPush of push {push_id} was called again")))
+            self._release(
+                push, messages.FinishPushReply(messages.Busy(0.2, f"FinishPush of push {push_id} was called again"))
+            )
             push.finish_token, push.claimed = token, dict(request.digest_of_slave)
             push.finish_until_s = shared.now_s + FINISH_HOLD_S
             if push.phase.now is PushPhase.STAGED:
@@ -412,7 +387,7 @@ class Pushes:
         assert token is not None, "admitted only by FinishPush"
         if push.is_donation and (sentence := self._wrong_copy(push)):
             verdict = self.abort(push, Reason(VerdictCode.OTHER, sentence))
-            shared.reply(token, FinishPushReply(verdict))
+            shared.reply(token, messages.FinishPushReply(verdict))
             return
         wrong = sorted(s for s, digest in push.digest_of_slave.items() if push.claimed.get(s) != digest)
         if wrong:
@@ -422,14 +397,14 @@ class Pushes:
             return
         if (reason := recheck(shared, push)) is not None:
             verdict = self.abort(push, reason)
-            shared.reply(token, FinishPushReply(verdict))
+            shared.reply(token, messages.FinishPushReply(verdict))
             return
         push.phase.move("finish push", PushPhase.ADMITTED, shared.now_s, push.request.caller.cause_id)
         pacing.arrived(shared)
         self._measure_pace(push)
         cause, tokens = push.request.caller.cause_id, push.request.tokens
         shared.record(tape.PushAdmitted(cause, push=push.id, attempt=push.attempt, tokens=tokens))
-        shared.reply(token, FinishPushReply(self._admitted(push)))
+        shared.reply(token, messages.FinishPushReply(self._admitted(push)))
 
     def _wrong_copy(self, push: Push) -> str:
         """A sentence when the donated copy is not, on every slave, what was committed."""
@@ -444,13 +419,13 @@ class Pushes:
         state.wrong.add((push.cluster, push.id.incarnation, version))
         return f"what cluster {push.cluster} donated to slave {wrong[0]} is not version {version} (digests differ)"
 
-    def _admitted(self, push: Push) -> Admitted:
+    def _admitted(self, push: Push) -> messages.Admitted:
         """The answer with the round that it is in, or the one that opens next."""
         shared, state = self._shared, self._shared.round
         if state.id is not None and (push.sealed or state.phase.now is RoundPhase.WINDOW):
-            return Admitted(state.id, pacing.window_left_s(shared))
+            return messages.Admitted(state.id, pacing.window_left_s(shared))
         left_s = max(pacing.grace_s(shared), shared.config.round_deadline_s or 0.0)
-        return Admitted(RoundId(shared.epoch, shared.ledger.round_n + 1), left_s)
+        return messages.Admitted(RoundId(shared.epoch, shared.ledger.round_n + 1), left_s)
 
     def _measure_pace(self, push: Push) -> None:
         """Measures tokens a second between two admissions of the same incarnation (used in T_round)."""
@@ -467,20 +442,20 @@ class Pushes:
 
     # ---- verdicts ----
 
-    def await_verdict(self, token: int, request: AwaitVerdictRequest) -> None:
+    def await_verdict(self, token: int, request: messages.AwaitVerdictRequest) -> None:
         shared = self._shared
         shared.member_of(request.caller)
         if request.push.cluster != request.caller.name:
             raise Refused(RefusalCode.UNKNOWN_PUSH, f"push {request.push} is not of cluster {request.caller.name!r}")
         push = self.find(request.push)
         if push is None:
-            shared.reply(token, AwaitVerdictReply(self.verdict_of(request.push)))
+            shared.reply(token, messages.AwaitVerdictReply(self.verdict_of(request.push)))
             return
         wait_s = request.wait_s if request.wait_s > 0 else 0.0  # also for NaN, which no comparison could end
         until_s = shared.now_s + min(wait_s, shared.config.round_timeout_s)
         shared.waiters.setdefault(push.id, []).append((token, until_s))
 
-    def decide(self, push: Push, verdict: Verdict) -> Verdict:
+    def decide(self, push: Push, verdict: messages.Verdict) -> messages.Verdict:
         """Decides the push and sends the verdict to waiting callers and to the slaves, whose staging is then free."""
         shared = self._shared
         kind, reason = verdict.kind, verdict.reason
@@ -490,10 +465,13 @@ class Pushes:
         member = shared.members.get(push.cluster)
         if member is not None and member.push is push:
             member.push = None
-            if kind in (VerdictKind.APPLIED, VerdictKind.EXCLUDED):
+            if kind in (messages.VerdictKind.APPLIED, messages.VerdictKind.EXCLUDED):
                 pacing.push_counted(shared, member, push)
-        if kind is VerdictKind.ABORTED:
-            self._count_nothing(push, member)
+        if kind is messages.VerdictKind.ABORTED:
+            # Leaves the ranges of an aborted push with its cluster, unless a new incarnation does not hold them.
+            shared.aborted_of[push.cluster] = shared.aborted_of.get(push.cluster, 0) + 1
+            if shared.ledger.leases is not None and member is not None and member.incarnation != push.id.incarnation:
+                shared.ledger.leases.free(push.cluster, push.request.ranges, member.held_at_join)
         elif not push.is_seed:
             shared.counted_since_s[push.cluster] = push.began_s
         shared.record(
@@ -507,11 +485,11 @@ class Pushes:
                 reason=reason,
             )
         )
-        shared.command_all(CloseStaging(push.id), push.request.caller.cause_id)
+        shared.command_all(messages.CloseStaging(push.id), push.request.caller.cause_id)
         self._tell(push, verdict)
         return verdict
 
-    def _remember(self, push: Push, verdict: Verdict) -> None:
+    def _remember(self, push: Push, verdict: messages.Verdict) -> None:
         """Stores the verdict. That of a donation does not replace the verdict of the cluster's last push."""
         shared = self._shared
         entry = shared.ledger.entry(push.cluster)
@@ -519,39 +497,32 @@ class Pushes:
             entry.last_verdict = verdict
             return
         entry.last_donation = verdict
-        if verdict.kind is VerdictKind.ABORTED:
+        if verdict.kind is messages.VerdictKind.ABORTED:
             shared.recovery.tried.add((push.cluster, push.id.incarnation))
 
-    def abort(self, push: Push, reason: Reason) -> Verdict:
+    def abort(self, push: Push, reason: Reason) -> messages.Verdict:
         """Decides ABORTED, which is presumed for whatever is not committed, so no journal entry is needed."""
         push.code = reason.code
-        return self.decide(push, Verdict(push.id, VerdictKind.ABORTED, None, reason.sentence))
+        return self.decide(push, messages.Verdict(push.id, messages.VerdictKind.ABORTED, None, reason.sentence))
 
-    def _count_nothing(self, push: Push, member: Member | None) -> None:
-        """Leaves the ranges of an aborted push with its cluster, unless a new incarnation does not hold them."""
-        shared = self._shared
-        shared.aborted_of[push.cluster] = shared.aborted_of.get(push.cluster, 0) + 1
-        if shared.ledger.leases is not None and member is not None and member.incarnation != push.id.incarnation:
-            shared.ledger.leases.free(push.cluster, push.request.ranges, member.held_at_join)
-
-    def _tell(self, push: Push, verdict: Verdict) -> None:
+    def _tell(self, push: Push, verdict: messages.Verdict) -> None:
         shared = self._shared
         for token, _ in shared.waiters.pop(push.id, ()):
-            shared.reply(token, AwaitVerdictReply(verdict))
+            shared.reply(token, messages.AwaitVerdictReply(verdict))
         if push.finish_token is not None:
-            shared.reply(push.finish_token, FinishPushReply(verdict))
+            shared.reply(push.finish_token, messages.FinishPushReply(verdict))
             push.finish_token = None
         member = shared.members.get(push.cluster)
         if member is not None and member.leave_token is not None:
             shared.leave_ready.append(member.cluster)
 
-    def decided(self, push_id: PushId) -> Verdict | None:
+    def decided(self, push_id: PushId) -> messages.Verdict | None:
         """The verdict of this push, if it is the cluster's last push or last donation."""
         entry = self._shared.ledger.entry(push_id.cluster)
         known = [v for v in (entry.last_verdict, entry.last_donation) if v is not None and v.push == push_id]
         return known[0] if known else None
 
-    def verdict_of(self, push_id: PushId) -> Verdict:
+    def verdict_of(self, push_id: PushId) -> messages.Verdict:
         """The verdict of a push that is not open: the last one's, or ABORTED, which is presumed for an unknown push.
 
         Raises Refused(UNKNOWN_PUSH) for a push before the last one: its verdict was sent and is not kept. A push that
@@ -568,20 +539,9 @@ class Pushes:
         member = self._shared.members.get(push_id.cluster)
         if member is not None and member.incarnation == push_id.incarnation:
             member.last_seq = max(member.last_seq, push_id.seq)
-        return Verdict(
-            push_id, VerdictKind.ABORTED, None, "the master knows no such push: it was given up", False, None
+        return messages.Verdict(
+            push_id, messages.VerdictKind.ABORTED, None, "the master knows no such push: it was given up", False, None
         )
-
-    def _expire_waiters(self, push_id: PushId, waiting: list[tuple[int, float]]) -> None:
-        shared = self._shared
-        keep = [item for item in waiting if item[1] > shared.now_s]
-        for token, until_s in waiting:
-            if until_s <= shared.now_s:
-                shared.reply(token, AwaitVerdictReply(Busy(0.0, waiting_for(shared).sentence or "the round goes on")))
-        if keep:
-            shared.waiters[push_id] = keep
-        else:
-            shared.waiters.pop(push_id, None)
 
     def find(self, push_id: PushId) -> Push | None:
         sealed = next((push for push in self._shared.round.participants if push.id == push_id), None)
@@ -599,7 +559,19 @@ class Pushes:
                 sentence = f"nothing arrived for {shared.config.ticket_ttl_s:g} s, the ticket ran out"
                 self.abort(push, Reason(VerdictCode.TICKET, sentence))
         for push_id, waiting in list(shared.waiters.items()):
-            self._expire_waiters(push_id, waiting)
+            keep = [item for item in waiting if item[1] > shared.now_s]
+            for token, until_s in waiting:
+                if until_s <= shared.now_s:
+                    shared.reply(
+                        token,
+                        messages.AwaitVerdictReply(
+                            messages.Busy(0.0, waiting_for(shared).sentence or "the round goes on")
+                        ),
+                    )
+            if keep:
+                shared.waiters[push_id] = keep
+            else:
+                shared.waiters.pop(push_id, None)
 
     def rearm(self, gap_s: float) -> None:
         """Extends all deadlines of tickets and held calls by gap_s, a pause of the master itself."""
@@ -626,14 +598,14 @@ class Pushes:
     def _not_staged(self, push: Push) -> None:
         missing = sorted(s for s in self._shared.slaves_expected() if s not in push.digest_of_slave)
         sentence = f"slave {', '.join(missing)} has not all of push {push.id} yet: send what is missing"
-        self._release(push, FinishPushReply(Busy(0.2, sentence)))
+        self._release(push, messages.FinishPushReply(messages.Busy(0.2, sentence)))
 
-    def _release(self, push: Push, answer: FinishPushReply | Refused) -> None:
+    def _release(self, push: Push, answer: messages.FinishPushReply | Refused) -> None:
         """Answers a held FinishPush, if there is one."""
         token, push.finish_token = push.finish_token, None
         if token is not None and isinstance(answer, Refused):
             self._shared.refuse(token, answer)
-        elif token is not None and isinstance(answer, FinishPushReply):
+        elif token is not None and isinstance(answer, messages.FinishPushReply):
             self._shared.reply(token, answer)
 
 

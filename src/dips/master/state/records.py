@@ -7,17 +7,9 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
+from dips.core import messages
 from dips.core.ids import Incarnation, PushId, RoundId, SlaveId, Version
 from dips.core.machine import Phase, TransitionTable
-from dips.core.messages import (
-    BeginPushRequest,
-    BlockGram,
-    DataRange,
-    HeartbeatRequest,
-    ShardList,
-    SlaveBeat,
-    SnapshotInfo,
-)
 from dips.core.placement import Placement
 from dips.core.wire import Codec
 from dips.master.state.ledger import CommitInfo
@@ -258,7 +250,7 @@ class Push:
     """One undecided push."""
 
     id: PushId
-    request: BeginPushRequest
+    request: messages.BeginPushRequest
     attempt: int
     slot: int  # its place in every slave's staging
     phase: Phase[PushPhase]
@@ -326,15 +318,15 @@ class Member:
     incarnation: Incarnation
     slot: int
     beat_s: float
-    held_at_join: tuple[DataRange, ...] = ()
+    held_at_join: tuple[messages.DataRange, ...] = ()
     last_seq: int = 0
-    beat: HeartbeatRequest | None = None
+    beat: messages.HeartbeatRequest | None = None
     push: Push | None = None
     last_admitted_s: float | None = None
     leave_token: int | None = None
     local_steps: int = 0
     ahead: StepsAhead | None = None  # None: not known, it may push at any time (pacing.py)
-    last_lease: tuple[int, tuple[DataRange, ...]] = (0, ())  # its number and the answer, in case that was lost
+    last_lease: tuple[int, tuple[messages.DataRange, ...]] = (0, ())  # its number and the answer, in case that was lost
     base: Version | None = None  # the version that it trains on, if it sends differences
     wanted_wire: Codec = Codec.F32  # the codec that its last push asked for
     process_id: bytes = b""
@@ -356,9 +348,9 @@ class Slave:
     endpoint: str = ""
     curve_key: bytes = b""
     beat_s: float = 0.0
-    beat: SlaveBeat = field(default_factory=SlaveBeat)
+    beat: messages.SlaveBeat = field(default_factory=messages.SlaveBeat)
     version: Version | None = None
-    snapshots: tuple[SnapshotInfo, ...] = ()  # on its disk, as its hello said
+    snapshots: tuple[messages.SnapshotInfo, ...] = ()  # on its disk, as its hello said
     durable: Version | None = None
     trouble: str = ""  # why it is not ready, in a sentence
     capabilities: frozenset[str] = frozenset()
@@ -384,7 +376,7 @@ class RoundState:
     few: str = ""  # with how few pushes it went on, in a sentence; empty: with enough
     deadline_s: float | None = None
     participants: list[Push] = field(default_factory=list)  # fixed from SEALED on, in cluster-id order
-    measured: dict[str, tuple[BlockGram, ...]] = field(default_factory=dict)
+    measured: dict[str, tuple[messages.BlockGram, ...]] = field(default_factory=dict)
     directions: dict[str, tuple[float, ...]] = field(default_factory=dict)
     all_zero: dict[str, tuple[bool, ...]] = field(default_factory=dict)
     digest_of_slave: dict[str, bytes] = field(default_factory=dict)  # of the prepared shards
@@ -460,7 +452,7 @@ class ReshardState:
     round: RoundId | None = None
     placement: Placement | None = None
     incarnations: dict[SlaveId, Incarnation | None] = field(default_factory=dict)  # of who takes part, at the start
-    lists: dict[SlaveId, ShardList] = field(default_factory=dict)
+    lists: dict[SlaveId, messages.ShardList] = field(default_factory=dict)
     # Of theta and momentum of each new shard, computed from the lists.
     digests: dict[SlaveId, tuple[bytes, bytes]] = field(default_factory=dict)
     prepared: set[SlaveId] = field(default_factory=set)  # these have their new shard on disk

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dips.core.ids import RoundId, SlaveId, Version
@@ -18,7 +18,7 @@ from dips.master.state import tape
 from dips.master.state.ledger import UNREADABLE, CommitInfo, Ledger, commit_from_record, ledger_of, pair, same_as
 from dips.master.state.pushes import Pushes
 from dips.master.state.reasons import AlarmKind, Reason, VerdictCode
-from dips.master.state.records import Donor, HeldVersion, Member, RecoveryPhase, RoundPhase, Slave, SlavePhase
+from dips.master.state.records import Donor, HeldVersion, RecoveryPhase, RoundPhase, Slave, SlavePhase
 from dips.master.state.rollback import adopted, roll_back
 from dips.master.state.rounds import Rounds
 from dips.master.state.shared import SharedState
@@ -165,22 +165,16 @@ class Donors:
             self._shared.recovery.donor = replace(donor, since_s=since_s)
 
     def _next(self) -> Donor | None:
+        state = self._shared.recovery
         for commit in self.known():
             for base in (commit.version, *same_as(commit)):
-                for member in self._holders_of(base, commit.version):
-                    return Donor(member.cluster, member.incarnation, commit, self._shared.now_s, base)
+                for member in self._shared.live():
+                    who = (member.cluster, member.incarnation)
+                    if who in state.tried or (*who, commit.version) in state.wrong:
+                        continue
+                    if member.beat is not None and member.beat.base == base:
+                        return Donor(*who, commit, self._shared.now_s, base)
         return None
-
-    def _holders_of(self, base: Version, version: Version) -> Iterable[Member]:
-        state = self._shared.recovery
-        return (
-            member
-            for member in self._shared.live()
-            if member.beat is not None
-            and member.beat.base == base
-            and (member.cluster, member.incarnation) not in state.tried
-            and (member.cluster, member.incarnation, version) not in state.wrong
-        )
 
     def _may_deliver(self, donor: Donor) -> bool:
         """Whether this donor may still deliver its copy."""
@@ -230,7 +224,21 @@ class Recovery:
         if not shared.holds_blocks(slave.id):
             return  # it waits for a RESHARD, or a record named it
         if state.donating:
-            self._promised_meanwhile(slave)
+            # If its snapshots are back, they are used in place of the donation.
+            slaves = [shared.slaves[name] for name in shared.slaves_expected() if name in shared.slaves]
+            broken = shared.recovery.broken
+            common = set.intersection(
+                *(
+                    {snapshot_of(s) for s in committed(shared, one) if (one.id, s.version, s.round) not in broken}
+                    for one in slaves
+                )
+            )
+            if common or all(holds(one, shared.ledger, broken) for one in slaves):
+                self._abort_pushes("a slave's snapshots came back")
+                self._move("snapshot came back", _P.GATHERING, f"on slave {slave.id}")
+                self._gather_again()
+            else:
+                self._links.configure(slave)
         elif state.phase.now is _P.NONE:
             trouble = why_not(shared, slave)
             if trouble:
@@ -320,7 +328,12 @@ class Recovery:
         # Which slaves are the run's is not known, and one that a RESHARD removed may be here first, with old versions.
         if slaves is None or shared.now_s < state.look_until_s:
             return False
-        snapshots = self._snapshots(slaves)
+        # Those that the run could continue from, newest first; the ledger's own first among equal versions.
+        own = self._own()
+        found = {snapshot_of(info) for slave in slaves for info in committed(shared, slave)}
+        if own is not None:
+            found.add(own)
+        snapshots = sorted(found, key=lambda s: (s[0], s == own, s[1], s[2]), reverse=True)
         if not snapshots and shared.ledger.placement is None:
             # Its slaves may be yet to come: a new run under this name would be a second history of one run.
             state.words = (
@@ -336,14 +349,6 @@ class Recovery:
             state.reason = self._troubles(slaves)
             return False
         return self._take_first(slaves, snapshots)
-
-    def _snapshots(self, slaves: Sequence[Slave]) -> list[HeldVersion]:
-        """The snapshots that the run could continue from, newest first; the ledger's own first among equal versions."""
-        shared, own = self._shared, self._own()
-        found = {snapshot_of(info) for slave in slaves for info in committed(shared, slave)}
-        if own is not None:
-            found.add(own)
-        return sorted(found, key=lambda s: (s[0], s == own, s[1], s[2]), reverse=True)
 
     def _own(self) -> HeldVersion | None:
         commit = self._shared.ledger.commit
@@ -368,7 +373,23 @@ class Recovery:
             newer.append(ledger)
             if self._take(slaves, snapshot, ledger, newest):
                 return False
-        return self._donate_or_wait(newest)
+        # No version is on every slave: a cluster is asked for its copy of a known one.
+        if not self._donors.choose():
+            known = ", ".join(str(c.version) for c in self._donors.known()) or "none"
+            also = f"; or start slave {', '.join(sorted(state.named))} again, which older records name"
+            state.words = (
+                f"no version is on every slave (newest on any: {newest}), and no cluster that is here holds one whose "
+                f"digest is known (known: {known}): restore a slave's directory, or let a cluster with a copy join"
+                f"{also if state.named else ''}"
+            )
+            self._shared.log("recovery", f"recovery: {state.words}", logging.ERROR)
+            return False
+        self._abort_pushes("the slaves lost the model; a cluster donates its copy")
+        self._give_up_round()
+        state.words = ""
+        self._move("no common version", _P.DONATING)
+        self._configure([slave for slave in self._all_here() or () if self._shared.holds_blocks(slave.id)])
+        return False
 
     def _troubles(self, slaves: Sequence[Slave]) -> str:
         words = [(slave.id, why_not(self._shared, slave)) for slave in slaves if self._shared.holds_blocks(slave.id)]
@@ -397,7 +418,14 @@ class Recovery:
             return False
         ledger.check_chunks(self._shared.config.settings.chunk_bytes)
         if missing := sorted({*ledger.placement.slaves} - {slave.id for slave in slaves}):
-            return self._name_missing(snapshot[0], missing, wait=snapshot[0] == newest)
+            # The version is from before a RESHARD: its other slaves are accepted from now on.
+            state, names = self._shared.recovery, ", ".join(missing)
+            state.named.update(missing)
+            if snapshot[0] == newest:
+                state.words = f"version {newest} is also on slave {names}, which is not here: start it"
+                state.reason = state.reason or f"a record names slave {names}, which the master does not know"
+                self._shared.log("recovery", f"recovery: {state.words}", logging.ERROR)
+            return snapshot[0] == newest
         members = [slave for slave in slaves if slave.id in ledger.placement.slaves]
         if snapshot[0] == newest and all(holds(slave, ledger, broken) for slave in members):
             # If no slave has its own disk, newer versions may have been published: their names must not come again.
@@ -414,16 +442,6 @@ class Recovery:
             self._roll_back(slaves, ledger.commit)
             return True
         return False
-
-    def _name_missing(self, version: Version, missing: Sequence[SlaveId], wait: bool) -> bool:
-        """Accepts from now on the missing slaves of this version, which is from before a RESHARD. Returns `wait`."""
-        state, names = self._shared.recovery, ", ".join(missing)
-        state.named.update(missing)
-        if wait:
-            state.words = f"version {version} is also on slave {names}, which is not here: start it"
-            state.reason = state.reason or f"a record names slave {names}, which the master does not know"
-            self._shared.log("recovery", f"recovery: {state.words}", logging.ERROR)
-        return wait
 
     def _ledger_of(self, snapshot: HeldVersion) -> Ledger | None:
         """The ledger of a snapshot; None when its record must be asked for."""
@@ -620,44 +638,6 @@ class Recovery:
         shared.seed_cluster = None
 
     # ---- donation ----
-
-    def _donate_or_wait(self, newest: Version) -> bool:
-        """Asks a cluster for its copy of a known version, because no version is on every slave. Returns False."""
-        state = self._shared.recovery
-        if not self._donors.choose():
-            known = ", ".join(str(c.version) for c in self._donors.known()) or "none"
-            also = f"; or start slave {', '.join(sorted(state.named))} again, which older records name"
-            state.words = (
-                f"no version is on every slave (newest on any: {newest}), and no cluster that is here holds one whose "
-                f"digest is known (known: {known}): restore a slave's directory, or let a cluster with a copy join"
-                f"{also if state.named else ''}"
-            )
-            self._shared.log("recovery", f"recovery: {state.words}", logging.ERROR)
-            return False
-        self._abort_pushes("the slaves lost the model; a cluster donates its copy")
-        self._give_up_round()
-        state.words = ""
-        self._move("no common version", _P.DONATING)
-        self._configure([slave for slave in self._all_here() or () if self._shared.holds_blocks(slave.id)])
-        return False
-
-    def _promised_meanwhile(self, slave: Slave) -> None:
-        """Handles a slave that attaches during a donation: if its snapshots are back, they are used instead."""
-        shared = self._shared
-        slaves = [shared.slaves[name] for name in shared.slaves_expected() if name in shared.slaves]
-        broken = shared.recovery.broken
-        common = set.intersection(
-            *(
-                {snapshot_of(s) for s in committed(shared, one) if (one.id, s.version, s.round) not in broken}
-                for one in slaves
-            )
-        )
-        if common or all(holds(one, shared.ledger, broken) for one in slaves):
-            self._abort_pushes("a slave's snapshots came back")
-            self._move("snapshot came back", _P.GATHERING, f"on slave {slave.id}")
-            self._gather_again()
-        else:
-            self._links.configure(slave)
 
     def _move(self, input_name: str, to: RecoveryPhase, why: str = "") -> None:
         shared, state = self._shared, self._shared.recovery

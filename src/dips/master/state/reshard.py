@@ -11,18 +11,10 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
+from dips.core import messages
 from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.ids import RoundId, SlaveId, check_name
 from dips.core.layout import Chunk, chunks_of, shard_digest
-from dips.core.messages import (
-    AbortRound,
-    ListShard,
-    MoveBlocks,
-    Prepared,
-    ReshardRequest,
-    RoundRefused,
-    ShardList,
-)
 from dips.core.placement import Placement, check_measured, redeal
 from dips.master.state import tape
 from dips.master.state.ledger import CommitInfo, Ledger, PendingReshard, canonical, pair, same_as
@@ -52,7 +44,7 @@ class Reshard:
 
     # ---- the operator's request ----
 
-    def ask(self, request: ReshardRequest) -> str:
+    def ask(self, request: messages.ReshardRequest) -> str:
         """Takes a request or cancels one. Returns what is going to happen. Raises Refused: CONFIG, UNKNOWN_NAME, BUSY,
         MEMORY or STOPPING."""
         if request.cancel:
@@ -123,7 +115,7 @@ class Reshard:
 
     # ---- reports of slaves ----
 
-    def listed(self, slave: Slave, body: ShardList) -> None:
+    def listed(self, slave: Slave, body: messages.ShardList) -> None:
         """Takes the checksums of a slave's shard; together they must give the committed digest."""
         shared, state = self._shared, self._shared.reshard
         placement, commit = shared.ledger.placement, shared.ledger.commit
@@ -141,7 +133,7 @@ class Reshard:
         if len(state.lists) == len(placement.slaves):
             self._move(placement, commit)
 
-    def prepared(self, slave: Slave, body: Prepared) -> bool:
+    def prepared(self, slave: Slave, body: messages.Prepared) -> bool:
         """Takes a slave's answer; returns whether it belongs to this RESHARD. The record follows the last answer."""
         state = self._shared.reshard
         if state.phase.now is not _P.MOVING or body.round != state.round or slave.id not in state.digests:
@@ -151,10 +143,35 @@ class Reshard:
             return True
         state.prepared.add(slave.id)
         if len(state.prepared) == len(state.digests):
-            self._commit()
+            # The one journal entry: before it nothing has changed, after it other slaves hold the blocks.
+            shared, ledger = self._shared, self._shared.ledger
+            before, after, origin = ledger.placement, state.placement, ledger.commit
+            assert before is not None, "it starts from a placement"
+            assert after is not None, "it has a new placement"
+            assert origin is not None, "it moves a version"
+            self._abort_pushes("the model's blocks moved to other slaves; nothing of this push is lost")
+            ledger.placement, ledger.reshard, ledger.origin = after, None, None
+            ledger.slaves = {name: shared.slaves[name].memory_bytes for name in after.slaves}
+            ledger.directories = {name: shared.slaves[name].directory_id for name in after.slaves}
+            ledger.remember_applied(origin.version.next(), ())
+            commit, record = self._record(before, after, origin, ledger)
+            shared.commits.clear()  # their digests are of other shards
+            shared.set_commit(commit)
+            shared.kept, shared.pins = {}, {}
+            shared.journal("RESHARD", record)
+            n_moved = len(_moved(before, after))
+            self._to("journaled", _P.NONE, f"version {commit.version}")
+            state.trouble, state.pause_s = "", 0.0
+            shared.record(tape.Resharded(str(state.round), version=commit.version, blocks=n_moved))
+            shared.log(
+                "reshard", f"version {commit.version} is on slaves {', '.join(after.slaves)}; {n_moved} blocks moved"
+            )
+            self._dismiss(set(before.slaves) - set(after.slaves), "its blocks are on other slaves now")
+            for name in after.slaves:
+                self._links.configure(shared.slaves[name])
         return True
 
-    def refused(self, slave: Slave, body: RoundRefused) -> bool:
+    def refused(self, slave: Slave, body: messages.RoundRefused) -> bool:
         """Handles a slave's refusal; returns whether it belongs to this RESHARD."""
         state = self._shared.reshard
         if not state.moving or body.round != state.round:
@@ -180,7 +197,12 @@ class Reshard:
         if state.moving and (gone := self._gone()):
             self._give_up(f"slave {', '.join(gone)} went away")
         if state.phase.now is _P.WAITING and pending is not None and shared.now_s >= state.not_before_s:
-            self._maybe_begin(pending)
+            if reshard_waits_for(shared):
+                return
+            if shared.round.phase.now is RoundPhase.WINDOW and shared.ledger.paused:
+                self._abort_pushes("the slaves change while the run is paused")  # or the window would never end
+            if shared.round.phase.now is RoundPhase.IDLE:
+                self._begin(pending)
 
     def deadlines(self) -> list[float]:
         """Times at which settle() must be called without an event."""
@@ -196,15 +218,6 @@ class Reshard:
         shared = self._shared
         here = {name: slave.incarnation for name, slave in shared.slaves.items() if slave.link is not None}
         return [name for name, incarnation in shared.reshard.incarnations.items() if here.get(name) != incarnation]
-
-    def _maybe_begin(self, pending: PendingReshard) -> None:
-        shared = self._shared
-        if reshard_waits_for(shared):
-            return
-        if shared.round.phase.now is RoundPhase.WINDOW and shared.ledger.paused:
-            self._abort_pushes("the slaves change while the run is paused")  # or the window would never end
-        if shared.round.phase.now is RoundPhase.IDLE:
-            self._begin(pending)
 
     def _begin(self, pending: PendingReshard) -> None:
         shared, state = self._shared, self._shared.reshard
@@ -225,7 +238,9 @@ class Reshard:
         self._to("all are here", _P.LISTING, _say(pending))
         shared.log("reshard", f"{_say(pending)}: version {shared.ledger.version} is listed")
         for name in before.slaves:
-            shared.command(shared.slaves[name], ListShard(state.round, shared.ledger.version), str(state.round))
+            shared.command(
+                shared.slaves[name], messages.ListShard(state.round, shared.ledger.version), str(state.round)
+            )
 
     def _move(self, before: Placement, commit: CommitInfo) -> None:
         shared, state, layout = self._shared, self._shared.reshard, self._shared.ledger.layout
@@ -240,14 +255,14 @@ class Reshard:
         sources, target = shared.spec_of(before), shared.spec_of(state.placement)
         for name in state.placement.slaves:
             theta, momentum = state.digests[name]
-            body = MoveBlocks(
+            body = messages.MoveBlocks(
                 state.round, commit.version, commit.version.next(), layout, layout.layout_hash, target, sources,
                 shared.config.max_clusters, shared.config.pinned_versions, theta, momentum,
             )  # fmt: skip
             shared.command(shared.slaves[name], body, str(state.round))
 
     def _digests(
-        self, before: Placement, after: Placement, lists: Mapping[SlaveId, ShardList]
+        self, before: Placement, after: Placement, lists: Mapping[SlaveId, messages.ShardList]
     ) -> dict[SlaveId, tuple[bytes, bytes]]:
         """theta's and the momentum's digest of each new shard, from the checksums of the old ones."""
         sums: dict[Chunk, tuple[int, int]] = {}
@@ -266,34 +281,6 @@ class Reshard:
         return chunks_of(placement.blocks_of(slave, layout), self._shared.config.settings.chunk_bytes)
 
     # ---- the record ----
-
-    def _commit(self) -> None:
-        """Writes the one journal entry: before it nothing has changed, after it other slaves hold the blocks."""
-        shared, state, ledger = self._shared, self._shared.reshard, self._shared.ledger
-        before, after, origin = ledger.placement, state.placement, ledger.commit
-        assert before is not None, "it starts from a placement"
-        assert after is not None, "it has a new placement"
-        assert origin is not None, "it moves a version"
-        self._abort_pushes("the model's blocks moved to other slaves; nothing of this push is lost")
-        ledger.placement, ledger.reshard, ledger.origin = after, None, None
-        ledger.slaves = {name: shared.slaves[name].memory_bytes for name in after.slaves}
-        ledger.directories = {name: shared.slaves[name].directory_id for name in after.slaves}
-        ledger.remember_applied(origin.version.next(), ())
-        commit, record = self._record(before, after, origin, ledger)
-        shared.commits.clear()  # their digests are of other shards
-        shared.set_commit(commit)
-        shared.kept, shared.pins = {}, {}
-        shared.journal("RESHARD", record)
-        n_moved = len(_moved(before, after))
-        self._to("journaled", _P.NONE, f"version {commit.version}")
-        state.trouble, state.pause_s = "", 0.0
-        shared.record(tape.Resharded(str(state.round), version=commit.version, blocks=n_moved))
-        shared.log(
-            "reshard", f"version {commit.version} is on slaves {', '.join(after.slaves)}; {n_moved} blocks moved"
-        )
-        self._dismiss(set(before.slaves) - set(after.slaves), "its blocks are on other slaves now")
-        for name in after.slaves:
-            self._links.configure(shared.slaves[name])
 
     def _record(
         self, before: Placement, after: Placement, origin: CommitInfo, ledger: Ledger
@@ -333,7 +320,7 @@ class Reshard:
         for name in state.incarnations:
             slave = shared.slaves.get(name)
             if slave is not None:
-                shared.command(slave, AbortRound(state.round, reason), str(state.round))
+                shared.command(slave, messages.AbortRound(state.round, reason), str(state.round))
         self._to("given up", _P.WAITING, reason)
         state.lists, state.digests, state.incarnations = {}, {}, {}
         self._pause(reason)

@@ -145,24 +145,20 @@ def _merged(
         ledger.extended = current.extended or ledger.extended
         ledger.preset = current.preset
     else:
-        _keep_changes(current, ledger, changes)
+        # What the operator asked of this process is carried over. What an old copy has from before is older than the
+        # record: the record lacks a pause, for example, because it was taken back.
+        if changes.paused:
+            ledger.paused = current.paused
+        if changes.end:
+            ledger.stopping, ledger.stop_asked = current.stopping, current.stop_asked
+        if changes.token_limit:
+            ledger.extended = current.extended
+        ledger.draining = {name: why for name, why in ledger.draining.items() if name not in changes.drains}
+        ledger.draining |= {name: why for name, why in current.draining.items() if name in changes.drains}
     if ledger.leases is not None:
         known = current.leases.next_lease_id if current.leases is not None else 0
         ledger.leases.number_from(max(known, epoch * LEASE_NUMBERS_OF_AN_EPOCH))
     return ledger
-
-
-def _keep_changes(old_copy: Ledger, ledger: Ledger, changes: OperatorChanges) -> None:
-    """Carries over what the operator asked of this process. What an old copy has from before is older than the record:
-    the record lacks a pause, for example, because it was taken back."""
-    if changes.paused:
-        ledger.paused = old_copy.paused
-    if changes.end:
-        ledger.stopping, ledger.stop_asked = old_copy.stopping, old_copy.stop_asked
-    if changes.token_limit:
-        ledger.extended = old_copy.extended
-    ledger.draining = {name: why for name, why in ledger.draining.items() if name not in changes.drains}
-    ledger.draining |= {name: why for name, why in old_copy.draining.items() if name in changes.drains}
 
 
 def _entry(now: ClusterEntry | None, then: ClusterEntry | None, member: bool) -> ClusterEntry:

@@ -12,24 +12,11 @@ import json
 import math
 from collections.abc import Sequence
 
+from dips.core import messages
 from dips.core.errors import RefusalCode
 from dips.core.ids import RoundId, Version
-from dips.core.messages import (
-    AbortRound,
-    Commit,
-    Measure,
-    Measured,
-    Prepare,
-    Prepared,
-    Retain,
-    RoundRefused,
-    RoundSummary,
-    StagedPush,
-    Verdict,
-    VerdictKind,
-)
 from dips.core.units import format_seconds
-from dips.master.state import pacing, tape
+from dips.master.state import pacing, records, tape
 from dips.master.state import pushes as bases
 from dips.master.state.alarms import compare_pushes, round_was_fruitless
 from dips.master.state.leases import TokenState
@@ -39,17 +26,6 @@ from dips.master.state.penalty_detect import GramError, add_blocks, add_directio
 from dips.master.state.penalty_types import JudgeInputs, Judgement, Participant
 from dips.master.state.pushes import Pushes, recheck
 from dips.master.state.reasons import Reason, VerdictCode
-from dips.master.state.records import (
-    Donor,
-    Kept,
-    OuterStep,
-    Push,
-    PushPhase,
-    RoundPhase,
-    Slave,
-    outer_step_of,
-    seed_step,
-)
 from dips.master.state.rollback import next_version, roll_back
 from dips.master.state.shared import SharedState
 from dips.master.state.waits import few_pushes, lagging, named, too_few_clusters
@@ -74,16 +50,21 @@ class Rounds:
         ending = shared.ledger.stopping or shared.ledger.stop_asked
         donation = self._donation()
         may_begin = donation or not (ending or lagging(shared) or shared.reshard.moving)
-        if state.phase.now is RoundPhase.IDLE and may_begin and self._shared.admitted():
-            self._open()
-        if state.phase.now is RoundPhase.WINDOW:
+        if state.phase.now is records.RoundPhase.IDLE and may_begin and self._shared.admitted():
+            state.id = RoundId(shared.epoch, shared.ledger.round_n + 1)
+            shared.ledger.round_n += 1
+            pacing.open_window(shared)
+            self._move("push admitted", records.RoundPhase.WINDOW)
+            if words := too_few_clusters(shared):
+                shared.log("first round", words)
+        if state.phase.now is records.RoundPhase.WINDOW:
             if ending and not self._may_go_on():
                 self._abort_pushes(ending)
             if not self._shared.admitted():
-                self._move("no push is left", RoundPhase.IDLE)
+                self._move("no push is left", records.RoundPhase.IDLE)
             elif why := self._may_close():
                 self._seal(why)
-        if state.phase.now is RoundPhase.IDLE and shared.ledger.stopping and not shared.recovery.donating:
+        if state.phase.now is records.RoundPhase.IDLE and shared.ledger.stopping and not shared.recovery.donating:
             self._abort_pushes(shared.ledger.stopping)
 
     def _abort_pushes(self, why: str) -> None:
@@ -99,7 +80,7 @@ class Rounds:
 
     def deadlines(self) -> list[float]:
         state = self._shared.round
-        if state.phase.now is RoundPhase.WINDOW:
+        if state.phase.now is records.RoundPhase.WINDOW:
             # Everything else that the window waits for comes as an event.
             closes_s = state.few_until_s if state.awaited else state.window_closes_s
             return [max(closes_s, state.not_before_s)] if self._may_go_on() else []
@@ -123,15 +104,6 @@ class Rounds:
         """Whether a donated copy of a lost version waits to be committed; no pause or end of the run stops it."""
         return self._shared.recovery.donating and any(push.is_donation for push in self._shared.admitted())
 
-    def _open(self) -> None:
-        shared, state = self._shared, self._shared.round
-        state.id = RoundId(shared.epoch, shared.ledger.round_n + 1)
-        shared.ledger.round_n += 1
-        pacing.open_window(shared)
-        self._move("push admitted", RoundPhase.WINDOW)
-        if words := too_few_clusters(shared):
-            shared.log("first round", words)
-
     def _may_go_on(self) -> bool:
         shared = self._shared
         if self._donation():
@@ -153,7 +125,7 @@ class Rounds:
         missing = [
             member
             for member in shared.live()
-            if (member.push is None or member.push.phase.now is not PushPhase.ADMITTED)
+            if (member.push is None or member.push.phase.now is not records.PushPhase.ADMITTED)
             and member.cluster not in shared.ledger.draining
         ]
         left_s = state.window_closes_s - shared.now_s
@@ -172,7 +144,9 @@ class Rounds:
             return "its time is over"
         return f"{', '.join(member.cluster for member in missing)} cannot push in the {left_s:.1f} s that are left"
 
-    def _say_too_small(self, pushes: Sequence[Push], clusters: Sequence[str], left_s: float, sentence: str) -> None:
+    def _say_too_small(
+        self, pushes: Sequence[records.Push], clusters: Sequence[str], left_s: float, sentence: str
+    ) -> None:
         shared, state = self._shared, self._shared.round
         n, minimum = pacing.n_mergeable(shared, pushes), shared.config.min_clusters_per_round
         shared.record(
@@ -192,42 +166,40 @@ class Rounds:
         shared, state = self._shared, self._shared.round
         wanted = pacing.wanted(shared)
         late = list(pacing.can_come(shared)) if wanted else []
-        self._move("window closed", RoundPhase.SEALED, why)
+        self._move("window closed", records.RoundPhase.SEALED, why)
         for push in self._shared.admitted():
             if (reason := recheck(shared, push)) is not None:
                 self._pushes.abort(push, reason)
                 late.append(push.cluster)
                 continue
-            push.phase.move("window sealed", PushPhase.SEALED, shared.now_s, state.cause)
+            push.phase.move("window sealed", records.PushPhase.SEALED, shared.now_s, state.cause)
             state.participants.append(push)
         if not state.participants:
-            self._move("no push is left", RoundPhase.IDLE)
+            self._move("no push is left", records.RoundPhase.IDLE)
         elif state.participants[0].is_seed:
             donation = state.participants[0].is_donation
-            self._move("it is a donation" if donation else "it is the seed", RoundPhase.PREPARE)
-            self._prepare((1.0,), seed_step(shared.config.settings.outer_lr))
+            self._move("it is a donation" if donation else "it is the seed", records.RoundPhase.PREPARE)
+            self._prepare((1.0,), records.seed_step(shared.config.settings.outer_lr))
         else:
             n = pacing.n_mergeable(shared, state.participants)
             if n < wanted:
                 without = f"without {named(late)}" if late else "no other cluster can come in time"
                 state.few = f"went on with {n} of {wanted} pushes (min_clusters_per_round), {without}"
                 self._say_too_small(state.participants, late, 0.0, f"the round {state.few}")
-            self._measure()
+            version = shared.ledger.version
+            assert state.id is not None, "a sealed round has an id"
+            assert version is not None, "only the seed has no version"
+            self._move(
+                "checks passed", records.RoundPhase.MEASURE, "with " + ", ".join(p.cluster for p in state.participants)
+            )
+            self._arm()
+            shared.command_all(messages.Measure(state.id, version, _staged(state.participants)), state.cause)
 
     # ---- measure and judge ----
 
-    def _measure(self) -> None:
+    def measured(self, slave: records.Slave, body: messages.Measured) -> None:
         shared, state = self._shared, self._shared.round
-        version = shared.ledger.version
-        assert state.id is not None, "a sealed round has an id"
-        assert version is not None, "only the seed has no version"
-        self._move("checks passed", RoundPhase.MEASURE, "with " + ", ".join(p.cluster for p in state.participants))
-        self._arm()
-        shared.command_all(Measure(state.id, version, _staged(state.participants)), state.cause)
-
-    def measured(self, slave: Slave, body: Measured) -> None:
-        shared, state = self._shared, self._shared.round
-        if state.phase.now is not RoundPhase.MEASURE or body.round != state.id:
+        if state.phase.now is not records.RoundPhase.MEASURE or body.round != state.id:
             return
         state.measured[slave.id], state.directions[slave.id] = body.blocks, body.directions
         state.all_zero[slave.id] = body.all_zero
@@ -242,7 +214,7 @@ class Rounds:
         except GramError as error:
             self.abort(Reason(VerdictCode.REFUSED, str(error)))
             return
-        self._move("all measured", RoundPhase.JUDGE)
+        self._move("all measured", records.RoundPhase.JUDGE)
         facts = zip(state.participants, nonfinite, zero, strict=True)
         self._judge(gram, [_judged_push(shared, *each) for each in facts], directions)
 
@@ -275,10 +247,10 @@ class Rounds:
             why = ", ".join(f"{cluster}: {reason.sentence}" for cluster, reason in named)
             self._void(f"no push was accepted ({why}{', ...' if len(named) < len(judgement.rejected) else ''})")
             return
-        self._move("accepted", RoundPhase.PREPARE)
+        self._move("accepted", records.RoundPhase.PREPARE)
         before, outer_lr = shared.ledger.version, shared.config.settings.outer_lr
         assert before is not None, "what is judged starts from a version"
-        step = outer_step_of(shared.config.penalty, outer_lr, judgement.scale, judgement.rho, before)
+        step = records.outer_step_of(shared.config.penalty, outer_lr, judgement.scale, judgement.rho, before)
         self._prepare(judgement.weights, step, judgement.rho)
 
     def _record_judgement(self, judgement: Judgement) -> None:
@@ -300,7 +272,7 @@ class Rounds:
 
     # ---- prepare, commit, publish ----
 
-    def _prepare(self, weights: tuple[float, ...], step: OuterStep, rho: float = 1.0) -> None:
+    def _prepare(self, weights: tuple[float, ...], step: records.OuterStep, rho: float = 1.0) -> None:
         """Sends PREPARE. rho: the share of a full round, by which averaged buffers move."""
         shared, state = self._shared, self._shared.round
         version = shared.ledger.version
@@ -313,19 +285,21 @@ class Rounds:
         state.step = step
         self._arm()
         shared.command_all(
-            Prepare(state.id, version, to_version, accepted, weights, **dataclasses.asdict(step), averaged_share=rho),
+            messages.Prepare(
+                state.id, version, to_version, accepted, weights, **dataclasses.asdict(step), averaged_share=rho
+            ),
             state.cause,
         )
 
-    def _donor(self) -> Donor | None:
+    def _donor(self) -> records.Donor | None:
         """The donor whose copy this round commits; None in every other round."""
         state = self._shared.round
         donation = bool(state.participants) and state.participants[0].is_donation
         return self._shared.recovery.donor if donation else None
 
-    def prepared(self, slave: Slave, body: Prepared) -> None:
+    def prepared(self, slave: records.Slave, body: messages.Prepared) -> None:
         shared, state = self._shared, self._shared.round
-        if state.phase.now is not RoundPhase.PREPARE or body.round != state.id:
+        if state.phase.now is not records.RoundPhase.PREPARE or body.round != state.id:
             return
         donor = self._donor()
         if donor is not None and body.digest != dict(donor.commit.digest_of_slave).get(slave.id):
@@ -341,10 +315,21 @@ class Rounds:
         shared, state = self._shared, self._shared.round
         donor = self._donor()
         commit = self._decide_commit() if donor is None else self._decide_donation(donor)
-        self._move("all prepared", RoundPhase.COMMIT, f"version {commit.version}")
+        self._move("all prepared", records.RoundPhase.COMMIT, f"version {commit.version}")
         state.deadline_s = None
         state.timeout_factor, state.last_abort = 1.0, ""
-        shared.command_all(Retain(self._pinned(commit.version)), state.cause)
+        # Versions older than the two newest stay readable. When there are too many, those without a reader or an open
+        # push are dropped first, and then the oldest.
+        current = shared.published.version if shared.published else commit.version
+        used = ({pin.version for pin in shared.pins.values()} | bases.in_use(shared)) - {commit.version, current}
+        spare = bases.trained_on(shared) - {commit.version, current} - used
+        old = sorted(used, reverse=True) + sorted(spare, reverse=True)
+        kept = set(old[: shared.config.pinned_versions])
+        for pin_id in [p.pin_id for p in shared.pins.values() if p.version in set(old) - kept]:
+            del shared.pins[pin_id]
+        for version in set(shared.kept) - kept - {current}:
+            del shared.kept[version]
+        shared.command_all(messages.Retain(tuple(sorted(kept))), state.cause)
         self._send_commit()
 
     def _send_commit(self, again: bool = False) -> None:
@@ -354,31 +339,15 @@ class Rounds:
         state.resend_s = shared.now_s + shared.config.evict_after_s / 2
         if again and shared.out.waiting:
             return  # the first COMMIT is still held back: the journal's disk is slow
-        body = Commit(commit.round, commit.version, commit.commit_hash, commit.record)
+        body = messages.Commit(commit.round, commit.version, commit.commit_hash, commit.record)
         for slave in shared.ready_slaves():
             if slave.id not in state.flipped:
                 shared.command(slave, body, state.cause)
 
-    def _pinned(self, newest: Version) -> tuple[Version, ...]:
-        """Versions older than the two newest that stay readable. When there are too many, those without a reader or an
-        open push are dropped first, and then the oldest.
-        """
-        shared = self._shared
-        current = shared.published.version if shared.published else newest
-        used = ({pin.version for pin in shared.pins.values()} | bases.in_use(shared)) - {newest, current}
-        spare = bases.trained_on(shared) - {newest, current} - used
-        old = sorted(used, reverse=True) + sorted(spare, reverse=True)
-        kept = set(old[: shared.config.pinned_versions])
-        for pin_id in [p.pin_id for p in shared.pins.values() if p.version in set(old) - kept]:
-            del shared.pins[pin_id]
-        for version in set(shared.kept) - kept - {current}:
-            del shared.kept[version]
-        return tuple(sorted(kept))
-
     def flipped(self, slave_id: str, version: Version) -> None:
         shared, state = self._shared, self._shared.round
         commit = shared.ledger.commit
-        if state.phase.now is not RoundPhase.COMMIT or commit is None or version != commit.version:
+        if state.phase.now is not records.RoundPhase.COMMIT or commit is None or version != commit.version:
             return
         state.flipped.add(slave_id)
         if len(state.flipped) == len(shared.slaves_expected()):
@@ -388,8 +357,8 @@ class Rounds:
         shared, state = self._shared, self._shared.round
         commit = shared.ledger.commit
         assert commit is not None, "published is what was committed"
-        self._move("all flipped", RoundPhase.PUBLISH)
-        shared.published = shared.kept[commit.version] = Kept(commit, shared.ledger.tokens)
+        self._move("all flipped", records.RoundPhase.PUBLISH)
+        shared.published = shared.kept[commit.version] = records.Kept(commit, shared.ledger.tokens)
         pacing.published(shared)
         pacing.warn_of_momentum(shared)
         for slave in shared.ready_slaves():
@@ -401,7 +370,7 @@ class Rounds:
 
     # ---- what the record says ----
 
-    def _accepted(self) -> list[Push]:
+    def _accepted(self) -> list[records.Push]:
         """The participants that are merged, in cluster-id order; a seed is merged without a judgement."""
         state = self._shared.round
         if state.judgement is None:
@@ -448,7 +417,7 @@ class Rounds:
         shared.log("version", f"version {version}: {names} merged, {ledger.tokens} tokens", cause=state.cause)
         return commit
 
-    def _decide_donation(self, donor: Donor) -> CommitInfo:
+    def _decide_donation(self, donor: records.Donor) -> CommitInfo:
         """Writes a ROLLBACK to a version whose parameters a cluster donated."""
         shared, lost = self._shared, self._shared.ledger.version
         (push,) = shared.round.participants
@@ -458,35 +427,23 @@ class Rounds:
         assert shared.ledger.commit is not None, "a ROLLBACK has a commit"
         return shared.ledger.commit
 
-    def _decide_void(self, reason: str) -> None:
-        shared, state, ledger = self._shared, self._shared.round, self._shared.ledger
-        assert state.judgement is not None, "only a judged round is void; a seed that is not finite is refused earlier"
-        self._settle(state.participants, TokenState.EXCLUDED)
-        ledger.detector = shared.recorded_detector = state.judgement.next_state_if_void
-        for alarm in state.judgement.alarms_if_void:
-            shared.alarm(alarm)
-        ledger.rounds_void += 1
-        self._remember(ledger.version, reason)
-        shared.journal("VOID", self._record("VOID", []) | {"reason": reason})
-        self._summarise("void", reason)
-        round_was_fruitless(shared)
-        self._tell_all()
-
     def _remember(self, version: Version | None, why_void: str = "") -> None:
         """Puts every participant's verdict into the ledger before the record that decides it is written."""
         shared, state = self._shared, self._shared.round
         accepted = {push.cluster for push in self._accepted()} if not why_void else set()
         rejected = state.judgement.rejected if state.judgement else {}
         for push in state.participants:
-            kind, reason, reset, push.code = VerdictKind.APPLIED, "merged", False, VerdictCode.MERGED
+            kind, reason, reset, push.code = messages.VerdictKind.APPLIED, "merged", False, VerdictCode.MERGED
             if push.cluster not in accepted:
                 rejection = rejected.get(push.cluster)
                 push.code = rejection.code if rejection else VerdictCode.VOID
-                kind, reason = VerdictKind.EXCLUDED, rejection.sentence if rejection else why_void
+                kind, reason = messages.VerdictKind.EXCLUDED, rejection.sentence if rejection else why_void
                 # Not rejected, but the update was not finite: the cluster's inner optimizer state may be wrong too.
                 reset = rejection is None or rejection.code is VerdictCode.NOT_FINITE
                 reset = reset or push.cluster in shared.ledger.detector.quarantined
-            shared.ledger.entry(push.cluster).last_verdict = Verdict(push.id, kind, version, reason, reset, state.id)
+            shared.ledger.entry(push.cluster).last_verdict = messages.Verdict(
+                push.id, kind, version, reason, reset, state.id
+            )
 
     def _tell_all(self) -> None:
         for push in list(self._shared.round.participants):
@@ -502,7 +459,7 @@ class Rounds:
         nan = float("nan")
         assert state.id is not None, "a round that ends has an id"
         shared.recent.append(
-            RoundSummary(
+            messages.RoundSummary(
                 state.id,
                 outcome,
                 reason,
@@ -517,7 +474,7 @@ class Rounds:
             )
         )
 
-    def _settle(self, pushes: Sequence[Push], to: TokenState) -> None:
+    def _settle(self, pushes: Sequence[records.Push], to: TokenState) -> None:
         """Updates ranges, fences and counters of decided pushes."""
         ledger = self._shared.ledger
         for push in pushes:
@@ -532,7 +489,7 @@ class Rounds:
                 entry.tokens_applied += push.request.tokens
                 entry.steps_applied += push.request.steps
 
-    def _record(self, kind: str, accepted: Sequence[Push]) -> dict[str, object]:
+    def _record(self, kind: str, accepted: Sequence[records.Push]) -> dict[str, object]:
         state = self._shared.round
         judgement = state.judgement
         names = {push.cluster for push in accepted}
@@ -554,19 +511,30 @@ class Rounds:
         if state.judgement is None:
             self._give_up(Reason(VerdictCode.REFUSED, reason))
             return
-        if state.phase.now is RoundPhase.PREPARE:
+        if state.phase.now is records.RoundPhase.PREPARE:
             assert state.id is not None, "a round that prepares has an id"
-            shared.command_all(AbortRound(state.id, reason), state.cause)
-        self._decide_void(reason)
+            shared.command_all(messages.AbortRound(state.id, reason), state.cause)
+        ledger = shared.ledger
+        assert state.judgement is not None, "only a judged round is void; a seed that is not finite is refused earlier"
+        self._settle(state.participants, TokenState.EXCLUDED)
+        ledger.detector = shared.recorded_detector = state.judgement.next_state_if_void
+        for alarm in state.judgement.alarms_if_void:
+            shared.alarm(alarm)
+        ledger.rounds_void += 1
+        self._remember(ledger.version, reason)
+        shared.journal("VOID", self._record("VOID", []) | {"reason": reason})
+        self._summarise("void", reason)
+        round_was_fruitless(shared)
+        self._tell_all()
         self._end("void")
 
     def abort(self, reason: Reason) -> None:
         """Aborts the round: complete stagings wait for the next window, the other pushes are decided ABORTED."""
         shared, state, why = self._shared, self._shared.round, reason.sentence
         assert state.id is not None, "only a round that began is aborted"
-        shared.command_all(AbortRound(state.id, why), state.cause)
+        shared.command_all(messages.AbortRound(state.id, why), state.cause)
         for push in state.participants:
-            push.phase.move("round aborted", PushPhase.ADMITTED, shared.now_s, state.cause, why)
+            push.phase.move("round aborted", records.PushPhase.ADMITTED, shared.now_s, state.cause, why)
         self._summarise("abort", why)
         round_was_fruitless(shared)
         shared.rounds_aborted += 1
@@ -589,24 +557,24 @@ class Rounds:
             if push.phase.allows("aborted"):
                 self._pushes.abort(push, reason)
 
-    def _no_one_waits_for(self, push: Push) -> bool:
+    def _no_one_waits_for(self, push: records.Push) -> bool:
         """Whether the push's cluster is gone, or only waits for this push before it leaves."""
         member = self._shared.members.get(push.cluster)
         return member is None or member.push is not push or member.leave_token is not None
 
-    def refused(self, slave: Slave, body: RoundRefused) -> None:
+    def refused(self, slave: records.Slave, body: messages.RoundRefused) -> None:
         state = self._shared.round
-        if body.round != state.id or state.phase.now not in (RoundPhase.MEASURE, RoundPhase.PREPARE):
+        if body.round != state.id or state.phase.now not in (records.RoundPhase.MEASURE, records.RoundPhase.PREPARE):
             return
         sentence = f"slave {slave.id} cannot {body.command}: {body.refusal.sentence}"
-        if body.refusal.code is RefusalCode.NONFINITE and state.phase.now is RoundPhase.PREPARE:
+        if body.refusal.code is RefusalCode.NONFINITE and state.phase.now is records.RoundPhase.PREPARE:
             self._void(sentence)
         elif body.refusal.code is RefusalCode.UNKNOWN_PUSH:
             self._give_up(Reason(VerdictCode.REFUSED, sentence))
         else:
             self.abort(Reason(VerdictCode.REFUSED, sentence))
 
-    def slave_lost(self, slave: Slave, sentence: str) -> None:
+    def slave_lost(self, slave: records.Slave, sentence: str) -> None:
         """Handles the loss of a slave's stagings: aborts an open round, and every push that the slave held completely.
 
         The slave returns with the newest version only, so older ones are no longer readable.
@@ -614,11 +582,11 @@ class Rounds:
         shared = self._shared
         reason = Reason(VerdictCode.SLAVE_LOST, sentence)
         shared.kept = {v: kept for v, kept in shared.kept.items() if kept is shared.published}
-        if self._shared.round.phase.now in (RoundPhase.MEASURE, RoundPhase.PREPARE):
+        if self._shared.round.phase.now in (records.RoundPhase.MEASURE, records.RoundPhase.PREPARE):
             self.abort(reason)
         for push in list(self._shared.pushes()):
             push.forget(slave.id)
-            if push.phase.now in (PushPhase.STAGED, PushPhase.ADMITTED):
+            if push.phase.now in (records.PushPhase.STAGED, records.PushPhase.ADMITTED):
                 self._pushes.abort(push, reason)
 
     def slave_back(self) -> None:
@@ -627,10 +595,10 @@ class Rounds:
         state.timeout_factor = 1.0
         state.not_before_s = min(state.not_before_s, self._shared.now_s)
 
-    def end_committed(self, reason: str) -> list[Push]:
+    def end_committed(self, reason: str) -> list[records.Push]:
         """Ends a COMMIT that waits for its slaves, because a recovery replaces it; returns the pushes of the round."""
         state = self._shared.round
-        if state.phase.now is not RoundPhase.COMMIT:
+        if state.phase.now is not records.RoundPhase.COMMIT:
             return []
         pushes = list(state.participants)
         self._summarise("given up", reason)
@@ -639,7 +607,7 @@ class Rounds:
 
     def _end(self, input_name: str) -> None:
         state = self._shared.round
-        self._move(input_name, RoundPhase.IDLE)
+        self._move(input_name, records.RoundPhase.IDLE)
         state.id = None
         state.deadline_s, state.resend_s = None, None
         state.judgement, state.judged_from, state.step = None, None, None
@@ -654,32 +622,27 @@ class Rounds:
         shared, state = self._shared, self._shared.round
         state.deadline_s = shared.now_s + shared.config.round_timeout_s * state.timeout_factor
 
-    def _move(self, input_name: str, to: RoundPhase, why: str = "") -> None:
+    def _move(self, input_name: str, to: records.RoundPhase, why: str = "") -> None:
         shared, state = self._shared, self._shared.round
         state.phase.move(input_name, to, shared.now_s, state.cause, why)
         shared.record(tape.RoundMoved(state.cause, round=state.id, phase=to.value, input=input_name, why=why))
 
 
-def _judged_push(shared: SharedState, push: Push, nonfinite_elems: int, all_zero: bool) -> Participant:
+def _judged_push(shared: SharedState, push: records.Push, nonfinite_elems: int, all_zero: bool) -> Participant:
     request = push.request
-    steps = _local_steps(shared, push)
+    # H_j: a cluster that trained during an outage has more steps than it was asked to make, and is not an outlier
+    # because of that.
+    member = shared.members.get(push.cluster)
+    asked = member.local_steps if member is not None else 0
+    steps = min(push.request.steps, asked) if asked else push.request.steps
     return Participant(push.cluster, float(request.tokens), nonfinite_elems, steps, request.steps, all_zero)
 
 
-def _local_steps(shared: SharedState, push: Push) -> int:
-    """H_j of this push: a cluster that trained during an outage has more steps than it was asked to make, and
-    is not an outlier because of that.
-    """
-    member = shared.members.get(push.cluster)
-    asked = member.local_steps if member is not None else 0
-    return min(push.request.steps, asked) if asked else push.request.steps
+def _staged(pushes: list[records.Push]) -> tuple[messages.StagedPush, ...]:
+    return tuple(messages.StagedPush(push.id, push.attempt) for push in pushes)
 
 
-def _staged(pushes: list[Push]) -> tuple[StagedPush, ...]:
-    return tuple(StagedPush(push.id, push.attempt) for push in pushes)
-
-
-def _participant(push: Push, accepted: bool) -> dict[str, object]:
+def _participant(push: records.Push, accepted: bool) -> dict[str, object]:
     request = push.request
     return {
         "push": push_to_json(push.id),
@@ -694,7 +657,7 @@ def _participant(push: Push, accepted: bool) -> dict[str, object]:
 
 
 def judgement_to_json(
-    judgement: Judgement | None, step: OuterStep | None, inputs: JudgeInputs | None
+    judgement: Judgement | None, step: records.OuterStep | None, inputs: JudgeInputs | None
 ) -> dict[str, object] | None:
     """A judgement as JSON; floats are repr text, because JSON has no NaN. The step is null in a VOID before PREPARE."""
     if judgement is None or inputs is None:

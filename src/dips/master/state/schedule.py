@@ -9,7 +9,8 @@ transfer begins at as many slaves, and counts at each of them for its part.
 
 The master decides only the order. How much is in flight to each slave is the worker's decision (dips.core.net.flow),
 updated with what each slave takes; how many streams a slave serves at full rate is the slave's
-(dips.slave.state.credits). Both know the present state of a link, the master only the past. Pure: time is an argument.
+(dips.slave.state.admission). Both know the present state of a link, the master only the past. Pure: time is an
+argument.
 """
 
 from __future__ import annotations

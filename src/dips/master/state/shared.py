@@ -11,48 +11,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dips.core import messages
 from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.ids import PushId, SlaveId, Version
 from dips.core.machine import MachineHistory, Phase
-from dips.core.messages import (
-    Alarm,
-    Allow,
-    AllowedKey,
-    Caller,
-    ClusterReply,
-    CommandBody,
-    KeyRole,
-    OperatorReply,
-    PlacementSpec,
-    Refusal,
-    RoundSummary,
-    Settings,
-    SlaveAddress,
-    SlaveCommand,
-    StatusReply,
-)
 from dips.core.placement import Placement
 from dips.core.protocol import CURVE_KEY_BYTES, MAX_ALLOWED_KEYS
-from dips.master.state import tape
+from dips.master.state import records, tape
 from dips.master.state.effects import CloseLink, Effect, Halt, Log, Record, Refuse, Reply, ToSlave, WriteJournal
 from dips.master.state.ledger import CommitInfo, Ledger, canonical
 from dips.master.state.penalty_types import EARLIER_DEFAULT_PRESET, DetectorState, PenaltyConfig
 from dips.master.state.reasons import AlarmKind
-from dips.master.state.records import (
-    RECOVERY_TABLE,
-    RESHARD_TABLE,
-    ROUND_TABLE,
-    Kept,
-    Member,
-    OperatorChanges,
-    Pin,
-    Push,
-    PushPhase,
-    RecoveryState,
-    ReshardState,
-    RoundState,
-    Slave,
-)
 from dips.master.state.schedule import LinkRates, TransferScheduler
 
 # ---- run config ------------------------------------------------------------------------------------------------------
@@ -66,7 +35,7 @@ class RunConfig:
 
     run_id: str
     n_slaves: int
-    settings: Settings = field(default_factory=Settings)  # sent to all processes
+    settings: messages.Settings = field(default_factory=messages.Settings)  # sent to all processes
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
     max_clusters: int = 8
     min_clusters: int = 1
@@ -185,11 +154,11 @@ class AllowList:
 
     def __init__(self, encrypted: bool) -> None:
         self.encrypted = encrypted
-        self._keys: dict[tuple[KeyRole, str], tuple[bytes, ...]] = {}
-        self._told: tuple[AllowedKey, ...] = ()
+        self._keys: dict[tuple[messages.KeyRole, str], tuple[bytes, ...]] = {}
+        self._told: tuple[messages.AllowedKey, ...] = ()
         self._touched = False
 
-    def check(self, role: KeyRole, owner: str, key: bytes, rank_keys: Sequence[bytes] = ()) -> None:
+    def check(self, role: messages.KeyRole, owner: str, key: bytes, rank_keys: Sequence[bytes] = ()) -> None:
         """Checks the key of an owner's process, and those of its other ranks; changes nothing.
 
         Raises Refused: KEY for keys that cannot be this owner's, BUSY where the list has no room for them.
@@ -219,7 +188,7 @@ class AllowList:
                 f"{who} brings the data key of {holder[0].name.lower()} {holder[1]!r}: every process makes its own",
             )
         n_keys = sum(map(len, others.values())) + len(keys)
-        room = MAX_ALLOWED_KEYS if role is KeyRole.SLAVE else MAX_ALLOWED_KEYS - KEPT_FOR_SLAVES
+        room = MAX_ALLOWED_KEYS if role is messages.KeyRole.SLAVE else MAX_ALLOWED_KEYS - KEPT_FOR_SLAVES
         if n_keys > room:
             raise Refused(
                 RefusalCode.BUSY,
@@ -228,27 +197,29 @@ class AllowList:
                 retry_after_s=5.0,
             )
 
-    def put(self, role: KeyRole, owner: str, key: bytes, rank_keys: Sequence[bytes] = ()) -> None:
+    def put(self, role: messages.KeyRole, owner: str, key: bytes, rank_keys: Sequence[bytes] = ()) -> None:
         """Makes these keys the owner's only accepted keys. Raises Refused as check() does."""
         self.check(role, owner, key, rank_keys)
         if self.encrypted:
             self._keys[role, owner] = (key, *sorted(rank_keys))
             self._touched = True
 
-    def remove(self, role: KeyRole, owner: str) -> None:
+    def remove(self, role: messages.KeyRole, owner: str) -> None:
         """Removes the owner, which is gone; does nothing when it is not on the list."""
         self._touched |= self._keys.pop((role, owner), None) is not None
 
-    def keep(self, role: KeyRole, owners: Collection[str]) -> None:
+    def keep(self, role: messages.KeyRole, owners: Collection[str]) -> None:
         """Removes all other owners of this role."""
         for name in [name for name in self._keys if name[0] is role and name[1] not in owners]:
             self.remove(*name)
 
-    def keys(self) -> tuple[AllowedKey, ...]:
+    def keys(self) -> tuple[messages.AllowedKey, ...]:
         """The whole list, in an order that does not depend on the order of arrival."""
-        return tuple(AllowedKey(role, owner, key) for (role, owner), keys in sorted(self._keys.items()) for key in keys)
+        return tuple(
+            messages.AllowedKey(role, owner, key) for (role, owner), keys in sorted(self._keys.items()) for key in keys
+        )
 
-    def news(self) -> tuple[AllowedKey, ...] | None:
+    def news(self) -> tuple[messages.AllowedKey, ...] | None:
         """The list if it differs from the one returned last, else None. It then counts as sent."""
         if not self._touched:
             return None
@@ -280,9 +251,9 @@ class SharedState:
         self.out = Outbox()
 
         # Clusters, slaves and readers
-        self.members: dict[str, Member] = {}
-        self.slaves: dict[SlaveId, Slave] = {}
-        self.pins: dict[int, Pin] = {}
+        self.members: dict[str, records.Member] = {}
+        self.slaves: dict[SlaveId, records.Slave] = {}
+        self.pins: dict[int, records.Pin] = {}
         self.schedule = TransferScheduler()
         self.link_rates = LinkRates()
         self.allowed = AllowList(config.encrypted)
@@ -293,20 +264,20 @@ class SharedState:
         # Since when a cluster with its own data counts the tokens of its next push; unknown after the master's restart.
         self.counted_since_s: dict[str, float] = {}
         self.aborted_of: dict[str, int] = {}
-        self.changes = OperatorChanges()
+        self.changes = records.OperatorChanges()
         self._were_enough = ledger.tokens > 0
 
         # Rounds and versions
-        self.round = RoundState(Phase(ROUND_TABLE, self.story))
-        self.recovery = RecoveryState(Phase(RECOVERY_TABLE, self.story))
-        self.reshard = ReshardState(Phase(RESHARD_TABLE, self.story))
+        self.round = records.RoundState(Phase(records.ROUND_TABLE, self.story))
+        self.recovery = records.RecoveryState(Phase(records.RECOVERY_TABLE, self.story))
+        self.reshard = records.ReshardState(Phase(records.RESHARD_TABLE, self.story))
         self.waiters: dict[PushId, list[tuple[int, float]]] = {}  # calls that wait for a verdict: (token, until)
-        self.published: Kept | None = None
-        self.kept: dict[Version, Kept] = {}  # versions that slaves can still serve
+        self.published: records.Kept | None = None
+        self.kept: dict[Version, records.Kept] = {}  # versions that slaves can still serve
         self.commits: deque[CommitInfo] = deque([ledger.commit] if ledger.commit else [], maxlen=COMMITS_KEPT)
         # The state that follows from this process's records; any other state is written with the next judgement.
         self.recorded_detector: DetectorState | None = None
-        self.recent: deque[RoundSummary] = deque(maxlen=RECENT_ROUNDS)
+        self.recent: deque[messages.RoundSummary] = deque(maxlen=RECENT_ROUNDS)
         self.rounds_aborted = 0
         self.stopped_s: float | None = None
 
@@ -318,10 +289,12 @@ class SharedState:
 
         # Alarms (alarms.py)
         self.alike: dict[tuple[str, str], int] = {}  # by pair: rounds in which both pushed the same
-        self.same_data: dict[tuple[str, str], Alarm] = {}  # by pair, while it lasts
-        self.told_by_beats: dict[tuple[str, tuple[str, ...]], Alarm] = {}  # by kind and clusters, while it lasts
+        self.same_data: dict[tuple[str, str], messages.Alarm] = {}  # by pair, while it lasts
+        self.told_by_beats: dict[
+            tuple[str, tuple[str, ...]], messages.Alarm
+        ] = {}  # by kind and clusters, while it lasts
         self.replica_trouble = self.lease_trouble = ""
-        self.token_doubts: dict[str, tuple[Alarm, float]] = {}  # by cluster, and since when
+        self.token_doubts: dict[str, tuple[messages.Alarm, float]] = {}  # by cluster, and since when
 
     def keep_preset(self) -> None:
         """Continues with the ledger's preset where the settings name none. Raises ConfigError."""
@@ -343,7 +316,7 @@ class SharedState:
                 "check the master's address, or give the run's id",
             )
 
-    def member_of(self, caller: Caller) -> Member:
+    def member_of(self, caller: messages.Caller) -> records.Member:
         """The member that calls. Raises Refused: RUN_ID, STALE_EPOCH or FENCED (for the last two: join again)."""
         self.check_run(caller.run_id, f"cluster {caller.name!r}")
         if caller.epoch != self.epoch:
@@ -367,11 +340,11 @@ class SharedState:
         self.ledger.entry(caller.name).spoke = member.incarnation
         return member
 
-    def live(self) -> list[Member]:
+    def live(self) -> list[records.Member]:
         """Members in cluster-id order."""
         return [self.members[name] for name in sorted(self.members)]
 
-    def ready_slaves(self) -> list[Slave]:
+    def ready_slaves(self) -> list[records.Slave]:
         return [slave for _, slave in sorted(self.slaves.items()) if slave.ready]
 
     def slaves_expected(self) -> list[SlaveId]:
@@ -452,7 +425,7 @@ class SharedState:
             f"ROLLBACK to version {origin}, now {now} ({how}): the slaves lost version {lost}; {lost_tokens} tokens of "
             f"{n_pushes} pushes are undone and their data is trained again"
         )
-        self.alarm(Alarm(AlarmKind.ROLLBACK, (), sentence))
+        self.alarm(messages.Alarm(AlarmKind.ROLLBACK, (), sentence))
 
     def tell_new_timeline(self, origin: Version) -> None:
         """Reports a new timeline that undoes no known version."""
@@ -462,7 +435,7 @@ class SharedState:
             f"the run goes on from version {origin} on a new timeline, as {now}: newer versions may have been "
             "published and lost, with durability async or before a restore from an object store"
         )
-        self.alarm(Alarm(AlarmKind.NEW_TIMELINE, (), sentence))
+        self.alarm(messages.Alarm(AlarmKind.NEW_TIMELINE, (), sentence))
 
     def set_commit(self, commit: CommitInfo) -> None:
         """Makes this commit's version the ledger's newest."""
@@ -472,7 +445,7 @@ class SharedState:
     def s_max(self) -> int:
         return self.config.settings.max_staleness_versions or max(8, 4 * len(self.members))
 
-    def settings(self) -> Settings:
+    def settings(self) -> messages.Settings:
         """The settings that are sent to all processes, with the token limit that an operator may have moved."""
         settings = self.config.settings
         limit = self.ledger.token_limit(settings.tk_max_tokens)
@@ -489,50 +462,56 @@ class SharedState:
         ledger.stopping, self.stopped_s = "", None
         return True
 
-    def pushes(self) -> Iterator[Push]:
+    def pushes(self) -> Iterator[records.Push]:
         for member in self.live():
             if member.push is not None:
                 yield member.push
 
-    def admitted(self) -> list[Push]:
+    def admitted(self) -> list[records.Push]:
         """The pushes in the open window, or in the one that opens next."""
-        return [push for push in self.pushes() if push.phase.now is PushPhase.ADMITTED]
+        return [push for push in self.pushes() if push.phase.now is records.PushPhase.ADMITTED]
 
     def end_pulls(self, owner: str) -> None:
         self.pins = {pin_id: pin for pin_id, pin in self.pins.items() if pin.owner != owner}
 
-    def placement_spec(self) -> PlacementSpec:
+    def placement_spec(self) -> messages.PlacementSpec:
         placement = self.ledger.placement
         assert placement is not None, "asked for only once blocks are placed"
         return self.spec_of(placement)
 
-    def spec_of(self, placement: Placement) -> PlacementSpec:
+    def spec_of(self, placement: Placement) -> messages.PlacementSpec:
         """The placement with the present addresses of its slaves."""
-        return PlacementSpec(
+        return messages.PlacementSpec(
             tuple(self._address(slave) for slave in placement.slaves),
             placement.slave_of_block,
             placement.placement_hash,
         )
 
-    def _address(self, name: SlaveId) -> SlaveAddress:
+    def _address(self, name: SlaveId) -> messages.SlaveAddress:
         slave = self.slaves.get(name)
-        return SlaveAddress(name, slave.endpoint, slave.curve_key) if slave is not None else SlaveAddress(name, "")
+        return (
+            messages.SlaveAddress(name, slave.endpoint, slave.curve_key)
+            if slave is not None
+            else messages.SlaveAddress(name, "")
+        )
 
     # ---- effects ----
 
-    def reply(self, token: int, body: ClusterReply | StatusReply | OperatorReply) -> None:
+    def reply(self, token: int, body: messages.ClusterReply | messages.StatusReply | messages.OperatorReply) -> None:
         self.out.put(Reply(token, body))
 
     def refuse(self, token: int, refused: Refused) -> None:
-        self.out.put(Refuse(token, Refusal(refused.code, refused.sentence, refused.retry_after_s)))
+        self.out.put(Refuse(token, messages.Refusal(refused.code, refused.sentence, refused.retry_after_s)))
 
-    def command(self, slave: Slave, body: CommandBody, cause: str) -> None:
+    def command(self, slave: records.Slave, body: messages.CommandBody, cause: str) -> None:
         if slave.link is not None:
             self.out.put(
-                ToSlave(slave.link, SlaveCommand(self.config.run_id, self.epoch, slave.incarnation, cause, body))
+                ToSlave(
+                    slave.link, messages.SlaveCommand(self.config.run_id, self.epoch, slave.incarnation, cause, body)
+                )
             )
 
-    def command_all(self, body: CommandBody, cause: str) -> None:
+    def command_all(self, body: messages.CommandBody, cause: str) -> None:
         for slave in self.ready_slaves():
             self.command(slave, body, cause)
 
@@ -541,10 +520,10 @@ class SharedState:
         keys = self.allowed.news()
         if keys is not None:
             for _, slave in sorted(self.slaves.items()):
-                self.command(slave, Allow(keys), "keys")
+                self.command(slave, messages.Allow(keys), "keys")
 
     def close(self, link: int, refused: Refused) -> None:
-        self.out.put(CloseLink(link, Refusal(refused.code, refused.sentence, refused.retry_after_s)))
+        self.out.put(CloseLink(link, messages.Refusal(refused.code, refused.sentence, refused.retry_after_s)))
 
     def journal(self, kind: str, record: dict[str, object]) -> None:
         """Makes the present ledger durable, together with the record of what changed it."""
@@ -557,7 +536,7 @@ class SharedState:
     def log(self, key: str, sentence: str, level: int = logging.INFO, cause: str = "") -> None:
         self.out.put(Log(level, key, sentence, cause))
 
-    def alarm(self, alarm: Alarm) -> None:
+    def alarm(self, alarm: messages.Alarm) -> None:
         """Reports something that a person should check."""
         about = list(alarm.clusters)
         self.record(tape.AlarmRaised("-", code=str(alarm.kind), clusters=about, sentence=alarm.sentence))

@@ -9,30 +9,11 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from dips.core import messages
 from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.ids import Incarnation, SlaveId, check_name
 from dips.core.layout import Layout
 from dips.core.machine import Phase
-from dips.core.messages import (
-    Allow,
-    CommitRecord,
-    ConfigureRefused,
-    Flipped,
-    Hello,
-    KeyRole,
-    Measured,
-    Prepared,
-    Promised,
-    Ready,
-    RoundRefused,
-    ShardList,
-    SlaveBeat,
-    SlaveHello,
-    SlaveMessage,
-    Staged,
-    StopSlave,
-    Welcome,
-)
 from dips.core.placement import check_measured, check_rounding, place
 from dips.core.protocol import PROTOCOL_MIN, RANKS, Agreement, agree
 from dips.master.state import tape
@@ -97,9 +78,9 @@ class SlaveRegistry:
         for slave in self._shared.slaves.values():
             slave.held_until_s = self._shared.now_s + self._shared.config.evict_after_s
 
-    def said(self, link: int, message: SlaveMessage) -> None:
+    def said(self, link: int, message: messages.SlaveMessage) -> None:
         """Handles a slave's message. Raises Refused for a hello that is not accepted; the caller closes the link."""
-        if isinstance(message.body, SlaveHello):
+        if isinstance(message.body, messages.SlaveHello):
             self._hello(link, message, message.body)
             return
         slave = self._of_link(link)
@@ -136,7 +117,7 @@ class SlaveRegistry:
 
     def stop_all(self, reason: str) -> None:
         for slave in self._shared.slaves.values():
-            self._shared.command(slave, StopSlave(reason), "stop")
+            self._shared.command(slave, messages.StopSlave(reason), "stop")
 
     def place_model(self, layout: Layout) -> None:
         """Places the first joiner's layout on the slaves. Raises Refused: BUSY (slaves are missing), MEMORY, CONFIG."""
@@ -173,7 +154,7 @@ class SlaveRegistry:
 
     # ---- attach ----
 
-    def _hello(self, link: int, message: SlaveMessage, body: SlaveHello) -> None:
+    def _hello(self, link: int, message: messages.SlaveMessage, body: messages.SlaveHello) -> None:
         shared, name = self._shared, SlaveId(message.caller.name)
         if self._of_link(link) is not None:
             raise Refused(RefusalCode.MALFORMED, f"this stream attached before, now as {name!r}: send one hello")
@@ -197,7 +178,7 @@ class SlaveRegistry:
         slave.curve_key, slave.directory_id = body.curve_key, body.directory_id
         if name in shared.ledger.slaves:
             shared.ledger.directories[name] = body.directory_id
-        shared.allowed.put(KeyRole.SLAVE, name, body.curve_key)
+        shared.allowed.put(messages.KeyRole.SLAVE, name, body.curve_key)
         slave.beat_s, slave.trouble = shared.now_s, ""
         slave.phase.move("hello", SlavePhase.ATTACHED, shared.now_s, message.caller.cause_id)
         shared.record(
@@ -205,14 +186,14 @@ class SlaveRegistry:
                 message.caller.cause_id, slave=name, incarnation=slave.incarnation, directory=body.directory_id
             )
         )
-        hello = Hello(PROTOCOL_MIN, agreement.version, tuple(sorted(agreement.capabilities)))
+        hello = messages.Hello(PROTOCOL_MIN, agreement.version, tuple(sorted(agreement.capabilities)))
         slave.capabilities = agreement.capabilities
         self._welcomed.add(name)
-        shared.command(slave, Welcome(hello, shared.config.settings), message.caller.cause_id)
+        shared.command(slave, messages.Welcome(hello, shared.config.settings), message.caller.cause_id)
         if shared.allowed.encrypted:
-            shared.command(slave, Allow(shared.allowed.keys()), message.caller.cause_id)
+            shared.command(slave, messages.Allow(shared.allowed.keys()), message.caller.cause_id)
 
-    def _check_hello(self, name: SlaveId, message: SlaveMessage, body: SlaveHello) -> Agreement:
+    def _check_hello(self, name: SlaveId, message: messages.SlaveMessage, body: messages.SlaveHello) -> Agreement:
         shared = self._shared
         try:
             check_name(name, "slave id")
@@ -233,7 +214,7 @@ class SlaveRegistry:
                 RefusalCode.MALFORMED,
                 f"data endpoint {body.data_endpoint!r} is not of the form tcp://HOST:PORT",
             )
-        shared.allowed.check(KeyRole.SLAVE, name, body.curve_key)
+        shared.allowed.check(messages.KeyRole.SLAVE, name, body.curve_key)
         expected = self._expected()
         if name not in expected and self._all_places_taken(body):
             newer = (
@@ -257,7 +238,7 @@ class SlaveRegistry:
             raise Refused(RefusalCode.STALE_EPOCH, sentence)
         return agreement
 
-    def _check_directory(self, slave: Slave | None, body: SlaveHello) -> None:
+    def _check_directory(self, slave: Slave | None, body: messages.SlaveHello) -> None:
         """Checks the slave's directory. A slave that starts again on its own directory is accepted at once.
 
         Another directory with its name is a second process or a replaced disk: it gets the name once the known process
@@ -284,7 +265,7 @@ class SlaveRegistry:
         pending = shared.ledger.reshard
         return sorted({*shared.slaves_expected(), *(pending.add if pending else ()), *shared.recovery.named})
 
-    def _all_places_taken(self, body: SlaveHello) -> bool:
+    def _all_places_taken(self, body: messages.SlaveHello) -> bool:
         """Whether another slave may not attach.
 
         A rebuild does not know the run's slaves. In addition to n_slaves of any kind it accepts those that hold
@@ -307,7 +288,7 @@ class SlaveRegistry:
                 f"{sentence}: stop the other one; if there is none, start this one with `dips master --rebuild`",
             )
 
-    def _promised(self, slave: Slave, body: Promised, cause: str) -> None:
+    def _promised(self, slave: Slave, body: messages.Promised, cause: str) -> None:
         shared = self._shared
         if body.epoch != shared.epoch or slave.phase.now is not SlavePhase.ATTACHED:
             return
@@ -317,42 +298,42 @@ class SlaveRegistry:
 
     # ---- reports ----
 
-    def _dispatch(self, slave: Slave, message: SlaveMessage) -> None:
+    def _dispatch(self, slave: Slave, message: messages.SlaveMessage) -> None:
         cause = message.caller.cause_id
         match message.body:
-            case SlaveBeat() as beat:
+            case messages.SlaveBeat() as beat:
                 self._note_refused(slave, beat)
                 slave.beat = replace(beat, note=beat.note[:MAX_REASON_CHARACTERS])
                 slave.durable = beat.durable or slave.durable
                 self._pushes.progress(slave, beat)
-            case Promised() as body:
+            case messages.Promised() as body:
                 self._promised(slave, body, cause)
-            case Ready() as body:
+            case messages.Ready() as body:
                 self._ready(slave, body, cause)
-            case ConfigureRefused() as body if slave.phase.now is SlavePhase.CONFIGURING:
+            case messages.ConfigureRefused() as body if slave.phase.now is SlavePhase.CONFIGURING:
                 self._configure_refused(slave, body)
-            case CommitRecord() as body:
+            case messages.CommitRecord() as body:
                 self._recovery.record_came(slave, body)
-            case Staged() as body if slave.ready:
+            case messages.Staged() as body if slave.ready:
                 self._pushes.staged(slave, body)
-            case Measured() as body:
+            case messages.Measured() as body:
                 self._rounds.measured(slave, body)
-            case ShardList() as body:
+            case messages.ShardList() as body:
                 self._reshard.listed(slave, body)
-            case Prepared() as body:
+            case messages.Prepared() as body:
                 if not self._reshard.prepared(slave, body):
                     self._rounds.prepared(slave, body)
-            case RoundRefused() as body if body.command == "commit":
+            case messages.RoundRefused() as body if body.command == "commit":
                 self._commit_refused(slave, body)
-            case RoundRefused() as body:
+            case messages.RoundRefused() as body:
                 if not self._reshard.refused(slave, body):
                     self._rounds.refused(slave, body)
-            case Flipped() as body:
+            case messages.Flipped() as body:
                 self._rounds.flipped(slave.id, body.version)
             case _:
                 pass  # a Staged of a slave that is not ready yet: its stagings are not open
 
-    def _note_refused(self, slave: Slave, beat: SlaveBeat) -> None:
+    def _note_refused(self, slave: Slave, beat: messages.SlaveBeat) -> None:
         """Logs the connections that a slave's data port refused, one line for each beat."""
         total, before = beat.refused_connections, slave.beat.refused_connections
         fresh = total - before if total >= before else total  # a new process counts from 0
@@ -363,7 +344,7 @@ class SlaveRegistry:
         sentence = f"slave {slave.id} refused {fresh} connections at its data port ({total} in all), the last: {reason}"
         shared.log(f"refused at {slave.id}", sentence, logging.WARNING)
 
-    def _configure_refused(self, slave: Slave, body: ConfigureRefused) -> None:
+    def _configure_refused(self, slave: Slave, body: messages.ConfigureRefused) -> None:
         """Handles a slave that cannot load: it retries a failing disk itself; a lost snapshot begins a recovery."""
         shared, refusal = self._shared, body.refusal
         slave.trouble = refusal.sentence
@@ -372,7 +353,7 @@ class SlaveRegistry:
         if loads and refusal.code in LOST_CODES and not refusal.retry_after_s > 0:
             self._recovery.cannot_load(slave, refusal.sentence)
 
-    def _commit_refused(self, slave: Slave, body: RoundRefused) -> None:
+    def _commit_refused(self, slave: Slave, body: messages.RoundRefused) -> None:
         """Handles a slave that lost the shadow in memory: a new hello reports what its disk holds."""
         commit, sentence = self._shared.ledger.commit, body.refusal.sentence
         self._shared.log(f"slave {slave.id}", f"slave {slave.id} cannot commit: {sentence}", logging.WARNING)
@@ -380,7 +361,7 @@ class SlaveRegistry:
         if newest and slave.ready and body.refusal.code is RefusalCode.VERSION_GONE:
             self._links.send_away(slave, f"it has no shadow of round {body.round} in memory")
 
-    def _ready(self, slave: Slave, body: Ready, cause: str) -> None:
+    def _ready(self, slave: Slave, body: messages.Ready, cause: str) -> None:
         shared = self._shared
         commit = None if shared.recovery.donating else shared.ledger.commit
         if slave.phase.now is not SlavePhase.CONFIGURING or body.version != (commit.version if commit else None):
@@ -420,7 +401,7 @@ class SlaveRegistry:
         return Slave(name, memory_bytes, Phase(SLAVE_TABLE, self._shared.story, f"slave {name}"))
 
 
-def _check_numbers(name: SlaveId, body: SlaveHello) -> None:
+def _check_numbers(name: SlaveId, body: messages.SlaveHello) -> None:
     """Refuses numbers that no master gave out, before an epoch or a timeline is derived from them."""
     if len(body.directory_id) > MAX_DRAWN_BYTES:
         raise Refused(RefusalCode.MALFORMED, f"the directory identity of slave {name!r} is too long")

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.machine import Record
 
 
-@dataclass(frozen=True, kw_only=True)
-class EpochBegun(Record):
+class EpochBegun(Record, kind="epoch"):
     """The master begins an epoch, with the newest version that its journal knows."""
 
-    KIND = "epoch"
     epoch: int
     version: Version | None
     tokens: int
     durability: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallRefused(Record):
+class CallRefused(Record, kind="refused"):
     """A call of a known sender was refused."""
 
-    KIND = "refused"
     peer: str
     call: str
     code: str
@@ -31,27 +25,22 @@ class CallRefused(Record):
     count: int = 0  # of all refusals of this method and code that this line stands for; 0: one
 
 
-@dataclass(frozen=True, kw_only=True)
-class RequestRefused(Record):
+class RequestRefused(Record, kind="refused"):
     """A request was refused before it reached the state."""
 
-    KIND = "refused"
     method: str
     code: str
     sentence: str
     count: int = 0  # of all refusals of this method and code that this line stands for; 0: one
 
 
-@dataclass(frozen=True, kw_only=True)
-class CertificateRevoked(Record):
+class CertificateRevoked(Record, kind="revoked"):
     """The holder of a certificate that was revoked."""
 
-    KIND = "revoked"
     holder: str
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class OperatorAsked(Record):
     """An operator's request was carried out; its name is the kind."""
 
@@ -67,74 +56,58 @@ class OperatorAsked(Record):
         return {"sentence": self.sentence}
 
 
-@dataclass(frozen=True, kw_only=True)
-class MasterStoodStill(Record):
+class MasterStoodStill(Record, kind="stood_still"):
     """The master's own process had a pause."""
 
-    KIND = "stood_still"
     gap_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunStopped(Record):
+class RunStopped(Record, kind="stopped"):
     """The run has ended, and no cluster is left."""
 
-    KIND = "stopped"
     reason: str
     tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterJoined(Record):
+class ClusterJoined(Record, kind="join"):
     """A cluster has a new incarnation."""
 
-    KIND = "join"
     cluster: str
     incarnation: Incarnation
     process: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataLeased(Record):
+class DataLeased(Record, kind="lease"):
     """A cluster got a lease of data."""
 
-    KIND = "lease"
     cluster: str
     tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterLeft(Record):
+class ClusterLeft(Record, kind="leave"):
     """A cluster left in order."""
 
-    KIND = "leave"
     cluster: str
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterEvicted(Record):
+class ClusterEvicted(Record, kind="evict"):
     """A cluster was removed from the run."""
 
-    KIND = "evict"
     cluster: str
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class PullGranted(Record):
+class PullGranted(Record, kind="pull"):
     """A cluster or reader may pull a version."""
 
-    KIND = "pull"
     by: str
     version: Version
 
 
-@dataclass(frozen=True, kw_only=True)
-class TicketIssued(Record):
+class TicketIssued(Record, kind="ticket"):
     """A cluster may send a push."""
 
-    KIND = "ticket"
     push: PushId
     base: Version | None
     fence: int
@@ -144,21 +117,17 @@ class TicketIssued(Record):
     wire: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class PushAdmitted(Record):
+class PushAdmitted(Record, kind="admitted"):
     """A push is on every slave, and in the window."""
 
-    KIND = "admitted"
     push: PushId
     attempt: int
     tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class PushDecided(Record):
+class PushDecided(Record, kind="verdict"):
     """A push has its verdict."""
 
-    KIND = "verdict"
     push: PushId
     verdict: str
     version: Version | None
@@ -167,50 +136,40 @@ class PushDecided(Record):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class HistoryAdopted(Record):
+class HistoryAdopted(Record, kind="adopted"):
     """The slaves' history was taken over."""
 
-    KIND = "adopted"
     version: Version
     before: Version | None
     tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecoveryMoved(Record):
+class RecoveryMoved(Record, kind="recovery"):
     """The recovery has another phase."""
 
-    KIND = "recovery"
     phase: str
     input: str
     why: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Resharded(Record):
+class Resharded(Record, kind="resharded"):
     """The blocks are on other slaves."""
 
-    KIND = "resharded"
     version: Version
     blocks: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReshardMoved(Record):
+class ReshardMoved(Record, kind="reshard"):
     """The RESHARD has another phase."""
 
-    KIND = "reshard"
     phase: str
     input: str
     why: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundTooSmall(Record):
+class RoundTooSmall(Record, kind="few_pushes"):
     """A round has fewer pushes than min_clusters_per_round: it waits for those of these clusters, or no longer."""
 
-    KIND = "few_pushes"
     round: RoundId | None
     pushes: int
     minimum: int
@@ -219,11 +178,9 @@ class RoundTooSmall(Record):
     sentence: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundJudged(Record):
+class RoundJudged(Record, kind="judged"):
     """A round was judged; by cluster."""
 
-    KIND = "judged"
     round: RoundId | None
     accepted: list[str]
     rejected: dict[str, str]
@@ -235,99 +192,79 @@ class RoundJudged(Record):
     merged_norm: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundCommitted(Record):
+class RoundCommitted(Record, kind="commit"):
     """A round's decision is in the journal."""
 
-    KIND = "commit"
     round: RoundId | None
     version: Version
     s_max: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class VersionPublished(Record):
+class VersionPublished(Record, kind="publish"):
     """A version is on every slave, and may be pulled."""
 
-    KIND = "publish"
     version: Version
     tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundMoved(Record):
+class RoundMoved(Record, kind="round"):
     """The round has another phase."""
 
-    KIND = "round"
     round: RoundId | None
     phase: str
     input: str
     why: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolledBack(Record):
+class RolledBack(Record, kind="rolled_back"):
     """The run goes on from an older version, on a new timeline."""
 
-    KIND = "rolled_back"
     version: Version | None
     origin: Version
     donor: str | None
     lost_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class AlarmRaised(Record):
+class AlarmRaised(Record, kind="alarm"):
     """Something that a person should check."""
 
-    KIND = "alarm"
     code: str
     clusters: list[str]
     sentence: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlaveLost(Record):
+class SlaveLost(Record, kind="slave_lost"):
     """A slave's stream ended."""
 
-    KIND = "slave_lost"
     slave: str
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlaveDismissed(Record):
+class SlaveDismissed(Record, kind="slave_dismissed"):
     """The run no longer needs this slave."""
 
-    KIND = "slave_dismissed"
     slave: str
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlaveAttached(Record):
+class SlaveAttached(Record, kind="slave_attached"):
     """A slave has a new incarnation."""
 
-    KIND = "slave_attached"
     slave: str
     incarnation: Incarnation | None
     directory: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConnectionsRefused(Record):
+class ConnectionsRefused(Record, kind="refused_connections"):
     """A slave's data port refused connections."""
 
-    KIND = "refused_connections"
     slave: str
     count: int
     last_reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlaveReady(Record):
+class SlaveReady(Record, kind="slave_ready"):
     """A slave holds the version that it was to load."""
 
-    KIND = "slave_ready"
     slave: str
     version: Version | None

@@ -167,7 +167,9 @@ def waiting_for(shared: SharedState) -> Waiting:
         return Waiting(WaitingCode.ENDED, "the run has ended: no cluster is left")
     if recovery := recovery_words(shared):
         return Waiting(WaitingCode.RECOVERY, recovery)
-    away = Waiting(WaitingCode.SLAVES, slaves_away(shared), _not_ready(shared))
+    ready = {slave.id for slave in shared.ready_slaves()}
+    not_ready = tuple(name for name in shared.slaves_expected() if name not in ready)
+    away = Waiting(WaitingCode.SLAVES, slaves_away(shared), not_ready)
     if away.sentence and shared.ledger.placement is not None:
         return away
     if moving := moving_words(shared):
@@ -189,11 +191,6 @@ def _slaves_wait_for_layout(shared: SharedState) -> bool:
     """Whether all slaves are here and hold no blocks yet, because no cluster has joined with the model's layout."""
     here = sum(slave.phase.now is SlavePhase.PROMISED for slave in shared.slaves.values())
     return shared.ledger.placement is None and here == len(shared.slaves) >= shared.config.n_slaves
-
-
-def _not_ready(shared: SharedState) -> tuple[SlaveId, ...]:
-    ready = {slave.id for slave in shared.ready_slaves()}
-    return tuple(name for name in shared.slaves_expected() if name not in ready)
 
 
 def _round(shared: SharedState) -> Waiting:

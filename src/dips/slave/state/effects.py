@@ -1,30 +1,24 @@
-"""The effects of the slave's state machine. The slave's shell carries them out in order."""
+"""The effects of the slave's state machine, which the shell carries out in order; and its events, which shell and data
+port make, some of them as the ends of effects."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dips.core import messages
 from dips.core.ids import Incarnation
 from dips.core.machine import Log as Log
 from dips.core.machine import Record as Record
-from dips.core.messages import (
-    Allow,
-    Commit,
-    Configure,
-    ListShard,
-    Measure,
-    MoveBlocks,
-    Prepare,
-    Refusal,
-    Retain,
-    SendCommitRecord,
-    SlaveBody,
-    SnapshotInfo,
-    StopSlave,
-)
 from dips.slave.state.staging import Slot
 
-JobCommand = Configure | Measure | Prepare | Commit | ListShard | MoveBlocks
+JobCommand = (
+    messages.Configure
+    | messages.Measure
+    | messages.Prepare
+    | messages.Commit
+    | messages.ListShard
+    | messages.MoveBlocks
+)
 """The commands that take time: one at a time works on memory."""
 
 
@@ -32,7 +26,7 @@ JobCommand = Configure | Measure | Prepare | Commit | ListShard | MoveBlocks
 class SendUp:
     """Send this body to the master, if the stream is still open."""
 
-    body: SlaveBody
+    body: messages.SlaveBody
 
 
 @dataclass(frozen=True)
@@ -73,8 +67,10 @@ class Run:
     pull_wire: str = "float32"  # Configure, MoveBlocks: of the run's settings
     # Configure: memory is made, and filled from this snapshot (None: left empty); a shadow becomes a committed one. One
     # of another name than configure.load is its origin: it gets that name, and what came after it leaves.
-    source: SnapshotInfo | None = None
-    shadow: SnapshotInfo | None = None  # Commit, or a Configure that names it: it is in memory and becomes current
+    source: messages.SnapshotInfo | None = None
+    shadow: messages.SnapshotInfo | None = (
+        None  # Commit, or a Configure that names it: it is in memory and becomes current
+    )
     durable: bool = True  # the shadow's file, or its manifest, must be on disk before the job is done
     delay_s: float = 0.0
     number: int = 0  # given when it begins
@@ -91,7 +87,7 @@ class CancelMove:
 class DropMoved:
     """Free the file that a move wrote."""
 
-    shadow: SnapshotInfo
+    shadow: messages.SnapshotInfo
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,7 @@ class SaveVersion:
     """Write this version, the newest in memory, and its manifest to disk; then Saved or SaveFailed."""
 
     number: int
-    info: SnapshotInfo
+    info: messages.SnapshotInfo
     commit_record: bytes
 
 
@@ -115,14 +111,14 @@ class ReadRecord:
     """Read the COMMIT record of a snapshot from its manifest, then RecordRead for the incarnation that asked."""
 
     asked_by: Incarnation | None
-    command: SendCommitRecord
+    command: messages.SendCommitRecord
 
 
 @dataclass(frozen=True)
 class DropShadow:
     """Forget the shadow in memory; its file is free space."""
 
-    shadow: SnapshotInfo
+    shadow: messages.SnapshotInfo
 
 
 @dataclass(frozen=True)
@@ -139,7 +135,7 @@ class HoldSlots:
 class GiveUp:
     """This slave can never serve this master: end with the sentence and exit code 3."""
 
-    refusal: Refusal
+    refusal: messages.Refusal
 
 
 Effect = (
@@ -158,10 +154,107 @@ Effect = (
     | Record
     | Log
     | GiveUp
-    | Retain
-    | Allow
-    | StopSlave
+    | messages.Retain
+    | messages.Allow
+    | messages.StopSlave
 )
 """A command that needs no more than itself is its own effect: Retain keeps versions readable in addition to the current
 one and the one before, Allow admits these keys to the data port and no others, StopSlave ends the process with exit
 code 0."""
+
+
+# ---- events ----
+
+
+@dataclass(frozen=True)
+class Linked:
+    """A stream to the master is open."""
+
+
+@dataclass(frozen=True)
+class Unlinked:
+    """The stream ended."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Fenced:
+    """The master ended the stream because this incarnation is over: the next hello names none."""
+
+
+@dataclass(frozen=True)
+class Commanded:
+    """A command arrived on the stream."""
+
+    command: messages.SlaveCommand
+
+
+@dataclass(frozen=True)
+class PromiseSaved:
+    """The promise of this epoch is on disk."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class PushStaged:
+    """Every chunk of the push in this slot that belongs to this slave has landed and is verified."""
+
+    slot: Slot
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Done:
+    """The job with this number is done."""
+
+    number: int
+    # What is in memory now (Configure, Commit; None: no version exists), the shadow that was made (Prepare,
+    # MoveBlocks), or the answer to the master itself (Measure, ListShard).
+    result: messages.SnapshotInfo | messages.Measured | messages.ShardList | None
+    snapshots: tuple[messages.SnapshotInfo, ...] | None = None  # on disk now, None if unchanged
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The job failed and changed nothing that counts; the slave goes on."""
+
+    number: int
+    refusal: messages.Refusal
+    snapshots: tuple[messages.SnapshotInfo, ...] | None = None  # as in Done
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The version of SaveVersion is on disk with its manifest."""
+
+    number: int
+    info: messages.SnapshotInfo
+    snapshots: tuple[messages.SnapshotInfo, ...]
+
+
+@dataclass(frozen=True)
+class SaveFailed:
+    """The version of SaveVersion could not be written to disk."""
+
+    number: int
+    refusal: messages.Refusal
+
+
+@dataclass(frozen=True)
+class SaveAgain:
+    """The time of SaveLater has passed."""
+
+
+@dataclass(frozen=True)
+class RecordRead:
+    """The answer to SendCommitRecord."""
+
+    asked_by: Incarnation | None  # as in ReadRecord
+    answer: messages.CommitRecord
+
+
+SaveEvent = Saved | SaveFailed | SaveAgain
+
+Event = Linked | Unlinked | Fenced | Commanded | PromiseSaved | PushStaged | Done | Failed | SaveEvent | RecordRead

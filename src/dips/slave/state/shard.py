@@ -13,31 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from dips.core import messages
 from dips.core.errors import LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import RoundId, Version
 from dips.core.machine import MachineHistory, Phase, TransitionTable
-from dips.core.messages import (
-    AbortRound,
-    BlockGram,
-    Commit,
-    Configure,
-    ConfigureRefused,
-    Flipped,
-    ListShard,
-    Measure,
-    Measured,
-    MoveBlocks,
-    Prepare,
-    Prepared,
-    Ready,
-    Refusal,
-    RoundRefused,
-    Settings,
-    ShardList,
-    SlaveBody,
-    SnapshotInfo,
-)
-from dips.slave.state import effects, events, tape
+from dips.slave.state import effects, tape
 from dips.slave.state.checks import (
     check_load,
     check_memory,
@@ -88,7 +68,7 @@ class Saving:
     def __init__(self, story: MachineHistory) -> None:
         self.phase: Phase[SavePhase] = Phase(SAVE_TABLE, story)
         self.durable: Version | None = None
-        self._newest: SnapshotInfo | None = None
+        self._newest: messages.SnapshotInfo | None = None
         self._record = b""
         self._saves = 0
         self._valid_from = 1
@@ -98,13 +78,13 @@ class Saving:
         """Whether the newest version that was committed is not on disk yet."""
         return self._newest is not None and self._newest.version != self.durable
 
-    def committed(self, info: SnapshotInfo, record: bytes, durable: bool) -> None:
+    def committed(self, info: messages.SnapshotInfo, record: bytes, durable: bool) -> None:
         """A version was committed in memory, or also on disk."""
         self._newest, self._record = info, record
         if durable:
             self.durable = info.version
 
-    def loaded(self, info: SnapshotInfo | None) -> None:
+    def loaded(self, info: messages.SnapshotInfo | None) -> None:
         """Memory holds what the disk holds; a save that still runs belongs to the earlier state."""
         self._newest, self._record = info, b""
         self.durable = info.version if info is not None else None
@@ -122,14 +102,14 @@ class Saving:
         self._saves += 1
         return [effects.SaveVersion(self._saves, self._newest, self._record)]
 
-    def saved(self, number: int, info: SnapshotInfo, now_s: float) -> list[Effect]:
+    def saved(self, number: int, info: messages.SnapshotInfo, now_s: float) -> list[Effect]:
         """A save succeeded; a later begin() saves what was committed meanwhile."""
         self.phase.move("saved", SavePhase.IDLE, now_s, str(info.round))
         if number >= self._valid_from:
             self.durable = info.version
         return [tape.VersionSaved(str(info.round), version=info.version, round=info.round, digest=info.digest)]
 
-    def failed(self, refusal: Refusal, now_s: float) -> list[Effect]:
+    def failed(self, refusal: messages.Refusal, now_s: float) -> list[Effect]:
         """A save failed: wait, then try again with the version that is newest then."""
         self.phase.move("failed", SavePhase.WAITING, now_s, "-", refusal.sentence)
         return [warn("save", refusal.sentence), effects.SaveLater(refusal.retry_after_s or RETRY_S)]
@@ -218,7 +198,7 @@ class ShardState:
         slave_id: str,
         memory_bytes: int,
         max_chunk_bytes: int,
-        snapshots: Sequence[SnapshotInfo],
+        snapshots: Sequence[messages.SnapshotInfo],
         slots: Slots,
         story: MachineHistory,
         snapshots_kept: int,
@@ -230,16 +210,16 @@ class ShardState:
         self._slots = slots
         self.phase: Phase[ShardPhase] = Phase(SHARD_TABLE, story)
         self.snapshots = tuple(snapshots)
-        self.current: SnapshotInfo | None = None
-        self.shadow: SnapshotInfo | None = None
+        self.current: messages.SnapshotInfo | None = None
+        self.shadow: messages.SnapshotInfo | None = None
         self.made: Made | None = None
         self.job: Run | None = None
         """The job under way, as it was sent to the shell."""
         self._jobs = 0
-        self._measured: Measured | None = None
+        self._measured: messages.Measured | None = None
         self._newest_round = RoundId(0, 0)
-        self._prepared: Prepare | None = None
-        self.moved: tuple[MoveBlocks, SnapshotInfo] | None = None
+        self._prepared: messages.Prepare | None = None
+        self.moved: tuple[messages.MoveBlocks, messages.SnapshotInfo] | None = None
         """The shard that a RESHARD asked for and that is on disk, until it is loaded or given up."""
         self.saving = Saving(story)
 
@@ -247,7 +227,7 @@ class ShardState:
     def busy(self) -> bool:
         return self.phase.now in BUSY
 
-    def offers(self) -> tuple[SnapshotInfo, ...]:
+    def offers(self) -> tuple[messages.SnapshotInfo, ...]:
         """Versions that a master may ask to load, newest first: those on disk, and the one that only memory holds."""
         found = {(info.version, info.round): info for info in self.snapshots}
         for info in (self.shadow, self.current):
@@ -255,7 +235,7 @@ class ShardState:
                 found[(info.version, info.round)] = info
         return tuple(info for _, info in sorted(found.items(), reverse=True))
 
-    def must_save_first(self, body: Configure, settings: Settings) -> bool:
+    def must_save_first(self, body: messages.Configure, settings: messages.Settings) -> bool:
         """Whether only memory holds the version asked for and it must be written to disk first.
 
         Either memory must be made again, or a master that came back with durability "sync" relies on Ready for that.
@@ -265,7 +245,9 @@ class ShardState:
 
     # ---- commands; only called while not busy ----
 
-    def configure(self, body: Configure, settings: Settings, cause: str, now_s: float) -> list[Effect]:
+    def configure(
+        self, body: messages.Configure, settings: messages.Settings, cause: str, now_s: float
+    ) -> list[Effect]:
         """Make memory and load the version asked for; Ready at once when both are there already."""
         out: list[Effect] = []
         if self.moved is not None and not is_load(self.moved[1], body):
@@ -296,7 +278,11 @@ class ShardState:
         return [*out, self._begin("configure", ShardPhase.LOADING, job, now_s)]
 
     def begin(
-        self, body: Measure | Prepare | Commit | ListShard | MoveBlocks, settings: Settings, cause: str, now_s: float
+        self,
+        body: messages.Measure | messages.Prepare | messages.Commit | messages.ListShard | messages.MoveBlocks,
+        settings: messages.Settings,
+        cause: str,
+        now_s: float,
     ) -> list[Effect]:
         """Begin the job of a round, or answer again. A Prepare that differs in anything is computed again."""
         again = self._answered(body)
@@ -306,20 +292,20 @@ class ShardState:
         durable = is_durable(settings)
         try:
             match body:
-                case Measure():
+                case messages.Measure():
                     out = self._enter_round(body.round, now_s)
                     self._demand_current(body, "measures")
                     if not body.participants:
                         raise Refused(RefusalCode.MALFORMED, f"round {body.round} has no participants to measure")
                     slots = self._slots.complete(body.participants)
                     begun = self._begin("measure", ShardPhase.MEASURING, Run(body, cause, now_s, slots), now_s)
-                case Prepare():
+                case messages.Prepare():
                     out = self._enter_round(body.round, now_s)
                     check_prepare(body, self.current, self.snapshots)
                     slots = self._slots.complete(body.accepted)
                     job = Run(body, cause, now_s, slots, durable=durable)
                     begun = self._begin("prepare", ShardPhase.PREPARING, job, now_s)
-                case Commit():
+                case messages.Commit():
                     if self.shadow is None or (self.shadow.round, self.shadow.version) != (body.round, body.version):
                         raise Refused(
                             RefusalCode.VERSION_GONE,
@@ -327,11 +313,11 @@ class ShardState:
                         )
                     job = Run(body, cause, now_s, shadow=self.shadow, durable=durable)
                     begun = self._begin("commit", ShardPhase.COMMITTING, job, now_s)
-                case ListShard():  # a RESHARD begins: send the checksums of all chunks of the version
+                case messages.ListShard():  # a RESHARD begins: send the checksums of all chunks of the version
                     out = self._enter_round(body.round, now_s)
                     self._demand_current(body, "moves")
                     begun = self._begin("list", ShardPhase.LISTING, Run(body, cause, now_s), now_s)
-                case MoveBlocks():  # the shadow of another placement; a slave without blocks begins with it
+                case messages.MoveBlocks():  # the shadow of another placement; a slave without blocks begins with it
                     out = self._enter_round(body.round, now_s, made=False)
                     check_settings(settings, self._max_chunk_bytes, self._snapshots_kept)
                     check_memory(own_blocks(self._slave_id, body), body, settings, self._memory_bytes)
@@ -342,21 +328,21 @@ class ShardState:
             return [*out, effects.SendUp(_refusal_of(body, to_refusal(refused)))]
         return [*out, begun]
 
-    def _answered(self, body: JobCommand) -> SlaveBody | None:
+    def _answered(self, body: JobCommand) -> messages.SlaveBody | None:
         """The answer to a command that was done before; None: it is new, or cannot be answered from memory."""
         match body:
-            case Measure() if self._measured is not None and self._measured.round == body.round:
+            case messages.Measure() if self._measured is not None and self._measured.round == body.round:
                 return self._measured
-            case Prepare() if self.shadow is not None and self._prepared == body:
-                return Prepared(body.round, self.shadow.digest)
-            case MoveBlocks() if self.moved is not None and self.moved[0] == body:
-                return Prepared(body.round, self.moved[1].digest)
-            case Commit(round_id, version) if self.current is not None:
+            case messages.Prepare() if self.shadow is not None and self._prepared == body:
+                return messages.Prepared(body.round, self.shadow.digest)
+            case messages.MoveBlocks() if self.moved is not None and self.moved[0] == body:
+                return messages.Prepared(body.round, self.moved[1].digest)
+            case messages.Commit(round_id, version) if self.current is not None:
                 here = (self.current.round, self.current.version)
-                return Flipped(round_id, version) if here == (round_id, version) else None
+                return messages.Flipped(round_id, version) if here == (round_id, version) else None
         return None
 
-    def _demand_current(self, body: Measure | ListShard, does: str) -> None:
+    def _demand_current(self, body: messages.Measure | messages.ListShard, does: str) -> None:
         here = self.current.version if self.current else None
         if here != body.version:
             sentence = f"round {body.round} {does} {body.version}, here is {here}"
@@ -365,11 +351,11 @@ class ShardState:
     def cancel_move(self, round_id: RoundId | None = None) -> list[Effect]:
         """End a move that is under way, any one or that of a round, because its result is no longer needed."""
         job = self.job
-        if job is None or not isinstance(job.command, MoveBlocks) or round_id not in (None, job.command.round):
+        if job is None or not isinstance(job.command, messages.MoveBlocks) or round_id not in (None, job.command.round):
             return []
         return [effects.CancelMove(job.number)]
 
-    def abort(self, body: AbortRound, cause: str, now_s: float) -> list[Effect]:
+    def abort(self, body: messages.AbortRound, cause: str, now_s: float) -> list[Effect]:
         """Drop the shadow of the round, if there is one; rounds up to this one never begin again."""
         self._newest_round = max(self._newest_round, body.round)
         self._measured = None
@@ -382,7 +368,7 @@ class ShardState:
 
     # ---- ends of jobs ----
 
-    def ended(self, event: events.Done | events.Failed, now_s: float) -> list[Effect]:
+    def ended(self, event: effects.Done | effects.Failed, now_s: float) -> list[Effect]:
         """Take the end of the job under way. Ends of other jobs cannot come: there is only ever one."""
         job = self.job
         if job is None or event.number != job.number:
@@ -392,18 +378,22 @@ class ShardState:
             self.snapshots = event.snapshots
         out = (
             self._failed(job, event.refusal, now_s)
-            if isinstance(event, events.Failed)
+            if isinstance(event, effects.Failed)
             else self._done(job, event.result, now_s)
         )
         return out + self._save(now_s)
 
-    def _done(self, job: Run, result: SnapshotInfo | Measured | ShardList | None, now_s: float) -> list[Effect]:
+    def _done(
+        self, job: Run, result: messages.SnapshotInfo | messages.Measured | messages.ShardList | None, now_s: float
+    ) -> list[Effect]:
         """The tape is written before the answer that it proves: a kill between the two must leave the evidence."""
         to, took_s = ShardPhase.READY, round(now_s - job.began_s, 6)
-        answer: SlaveBody
+        answer: messages.SlaveBody
         records: list[Effect] = []
         match job.command, result:
-            case (Configure() | Commit()) as command, SnapshotInfo() if job.shadow is not None:
+            case (messages.Configure() | messages.Commit()) as command, messages.SnapshotInfo() if (
+                job.shadow is not None
+            ):
                 self.current, self.shadow, self._measured = result, None, None
                 self.saving.committed(result, command.commit_record, job.durable)
                 records = [
@@ -417,8 +407,12 @@ class ShardState:
                         durable=job.durable,
                     )
                 ]
-                answer = Flipped(result.round, result.version) if isinstance(command, Commit) else self._ready()
-            case Configure(origin=origin), SnapshotInfo() | None:
+                answer = (
+                    messages.Flipped(result.round, result.version)
+                    if isinstance(command, messages.Commit)
+                    else self._ready()
+                )
+            case messages.Configure(origin=origin), messages.SnapshotInfo() | None:
                 self.current = result
                 self.saving.loaded(result)
                 loaded = tape.ShardLoaded(job.cause, took_s=took_s)
@@ -433,7 +427,7 @@ class ShardState:
                         ]
                 records.append(loaded)
                 answer = self._ready()
-            case Measure(version=version) as command, Measured():
+            case messages.Measure(version=version) as command, messages.Measured():
                 self._measured = answer = result
                 gram, bad = _sums(result.blocks)
                 records = [
@@ -447,11 +441,11 @@ class ShardState:
                         all_zero=list(result.all_zero) if any(result.all_zero) else None,
                     )
                 ]
-            case ListShard(version=version) as command, ShardList():
+            case messages.ListShard(version=version) as command, messages.ShardList():
                 records = [tape.ShardListed(job.cause, took_s=took_s, round=command.round, version=version)]
                 answer = result
-            case (Prepare() | MoveBlocks()) as command, SnapshotInfo():
-                if isinstance(command, Prepare):
+            case (messages.Prepare() | messages.MoveBlocks()) as command, messages.SnapshotInfo():
+                if isinstance(command, messages.Prepare):
                     to, self.shadow, self._prepared = ShardPhase.PREPARED, result, command
                 else:
                     to, self.moved = self._still(), (command, result)
@@ -466,15 +460,15 @@ class ShardState:
                         finite=True,
                     )
                 ]
-                answer = Prepared(result.round, result.digest)
+                answer = messages.Prepared(result.round, result.digest)
             case command, _:
                 raise LocalProtocolError(f"{type(command).__name__} ended with {type(result).__name__}")
         self.phase.move("done", to, now_s, job.cause)
         return [*records, effects.SendUp(answer)]
 
-    def _failed(self, job: Run, refusal: Refusal, now_s: float) -> list[Effect]:
+    def _failed(self, job: Run, refusal: messages.Refusal, now_s: float) -> list[Effect]:
         command, loading = job.command, self.phase.now is ShardPhase.LOADING
-        about = "" if isinstance(command, Configure) else f"round {command.round}: "
+        about = "" if isinstance(command, messages.Configure) else f"round {command.round}: "
         out: list[Effect] = [
             effects.SendUp(_refusal_of(command, refusal)),
             warn(type(command).__name__.lower(), about + refusal.sentence, job.cause),
@@ -496,16 +490,16 @@ class ShardState:
                 out.append(effects.CloseLink(f"{broke}: report the snapshots again"))
         return out
 
-    def save_event(self, event: events.SaveEvent, now_s: float) -> list[Effect]:
+    def save_event(self, event: effects.SaveEvent, now_s: float) -> list[Effect]:
         """Take the result of a save; the next one begins when there is more to save."""
         out: list[Effect] = []
         match event:
-            case events.Saved(number, info, snapshots):
+            case effects.Saved(number, info, snapshots):
                 self.snapshots = snapshots
                 out = self.saving.saved(number, info, now_s)
-            case events.SaveFailed(_, refusal):
+            case effects.SaveFailed(_, refusal):
                 out = self.saving.failed(refusal, now_s)
-            case events.SaveAgain():
+            case effects.SaveAgain():
                 self.saving.again(now_s)
         return out + self._save(now_s)
 
@@ -553,11 +547,11 @@ class ShardState:
         self.snapshots = tuple(info for info in self.snapshots if info != shadow)
         return [effects.DropShadow(shadow)]
 
-    def _ready(self) -> Ready:
-        return Ready(self.current.version, self.current.digest) if self.current else Ready(None)
+    def _ready(self) -> messages.Ready:
+        return messages.Ready(self.current.version, self.current.digest) if self.current else messages.Ready(None)
 
 
-def _made(body: Configure, settings: Settings) -> Made:
+def _made(body: messages.Configure, settings: messages.Settings) -> Made:
     placement_hash = body.placement.placement_hash
     return Made(
         body.layout_hash, placement_hash, body.staging_slots, body.pinned_versions, settings.chunk_bytes,
@@ -565,19 +559,19 @@ def _made(body: Configure, settings: Settings) -> Made:
     )  # fmt: skip
 
 
-def is_durable(settings: Settings) -> bool:
+def is_durable(settings: messages.Settings) -> bool:
     """Whether versions must be on disk before they are PREPARED."""
     return settings.durability != "async"
 
 
-def to_refusal(refused: Refused) -> Refusal:
-    return Refusal(refused.code, refused.sentence, refused.retry_after_s)
+def to_refusal(refused: Refused) -> messages.Refusal:
+    return messages.Refusal(refused.code, refused.sentence, refused.retry_after_s)
 
 
-def _refusal_of(command: JobCommand, refusal: Refusal) -> SlaveBody:
-    if isinstance(command, Configure):
-        return ConfigureRefused(refusal)
-    return RoundRefused(command.round, type(command).__name__.lower(), refusal)
+def _refusal_of(command: JobCommand, refusal: messages.Refusal) -> messages.SlaveBody:
+    if isinstance(command, messages.Configure):
+        return messages.ConfigureRefused(refusal)
+    return messages.RoundRefused(command.round, type(command).__name__.lower(), refusal)
 
 
 def warn(key: str, sentence: str, cause: str = "") -> Effect:
@@ -588,7 +582,7 @@ MAX_SUMS = 528
 """Most entries of a Gram matrix in a line of the tape, those of 32 pushes: the line stays below 20 KB."""
 
 
-def _sums(blocks: Sequence[BlockGram]) -> tuple[list[str] | None, list[int] | None]:
+def _sums(blocks: Sequence[messages.BlockGram]) -> tuple[list[str] | None, list[int] | None]:
     """Sums of the measurements over the blocks, for the tape: its reader can add them up to the judgement's matrix."""
     if not blocks or len(blocks[0].gram) > MAX_SUMS:
         return None, None

@@ -39,7 +39,7 @@ from dips.core.messages import (
     Welcome,
 )
 from dips.core.protocol import OWN_HELLO, agree
-from dips.slave.state import effects, events, tape
+from dips.slave.state import effects, tape
 from dips.slave.state.admission import owner_of, what_is_wrong
 from dips.slave.state.effects import Effect
 from dips.slave.state.shard import ShardState
@@ -98,16 +98,6 @@ class LinkState:
     @property
     def promising(self) -> bool:
         return self.phase.now is LinkPhase.PROMISING
-
-    def opened(self, now_s: float) -> None:
-        self.phase.move("linked", LinkPhase.GREETING, now_s)
-
-    def closed(self, now_s: float, why: str) -> None:
-        self.phase.move("unlinked", LinkPhase.DETACHED, now_s, why=why)
-
-    def fenced(self) -> None:
-        """This incarnation is over: the next hello asks for a new one."""
-        self.incarnation = None
 
     def welcomed(self, command: SlaveCommand, welcome: Welcome, now_s: float) -> bool:
         """Take a Welcome whose epoch was accepted. Returns whether it began a new incarnation of this slave."""
@@ -201,17 +191,17 @@ class SlaveMachine:
         link = self.link
         return Caller(link.run_id, link.promised_epoch, self._slave_id, link.incarnation, cause_id)
 
-    def handle(self, event: events.Event, now_s: float) -> list[Effect]:
+    def handle(self, event: effects.Event, now_s: float) -> list[Effect]:
         """Take one event; returns what to do, in order."""
         out = self._take(event, now_s)
         while self._waiting and self._may_run(self._waiting[0]):
             out += self._obey(self._waiting.popleft(), now_s)
         return out
 
-    def _take(self, event: events.Event, now_s: float) -> list[Effect]:
+    def _take(self, event: effects.Event, now_s: float) -> list[Effect]:
         match event:
-            case events.Linked():
-                self.link.opened(now_s)
+            case effects.Linked():
+                self.link.phase.move("linked", LinkPhase.GREETING, now_s)
                 hello = SlaveHello(
                     OWN_HELLO,
                     self._data_endpoint,
@@ -222,16 +212,16 @@ class SlaveMachine:
                     self._directory_id,
                 )
                 return [effects.SendUp(hello)]
-            case events.Unlinked(why):
-                self.link.closed(now_s, why)
+            case effects.Unlinked(why):
+                self.link.phase.move("unlinked", LinkPhase.DETACHED, now_s, why=why)
                 self._waiting.clear()
                 return []
-            case events.Fenced():
-                self.link.fenced()
+            case effects.Fenced():
+                self.link.incarnation = None
                 return []
-            case events.Commanded(command):
+            case effects.Commanded(command):
                 return self._commanded(command, now_s)
-            case events.PromiseSaved(epoch):
+            case effects.PromiseSaved(epoch):
                 attached = self.link.promise_saved(epoch, now_s)
                 out: list[Effect] = [
                     effects.Serve(self.link.promised_epoch),
@@ -241,18 +231,18 @@ class SlaveMachine:
                     out.append(effects.SendUp(Promised(epoch)))
                     out += [effects.SendUp(staged) for staged in self.slots.all_staged()]
                 return out
-            case events.PushStaged(slot, digest):
+            case effects.PushStaged(slot, digest):
                 staged = self.slots.staged(slot, digest)
                 if staged is None:
                     return []
                 about = tape.StagingComplete("", push=slot.push, attempt=slot.attempt, digest=digest)
                 return [about, effects.SendUp(staged)] if self.link.attached else [about]
-            case events.RecordRead(asked_by, answer):
+            case effects.RecordRead(asked_by, answer):
                 is_current = self.link.attached and asked_by == self.link.incarnation
                 return [effects.SendUp(answer)] if is_current else []
-            case events.Saved() | events.SaveFailed() | events.SaveAgain():
+            case effects.Saved() | effects.SaveFailed() | effects.SaveAgain():
                 return self.shard.save_event(event, now_s)
-            case events.Done() | events.Failed():
+            case effects.Done() | effects.Failed():
                 return self._ended(event, now_s)
 
     # ---- the link ----
@@ -363,7 +353,7 @@ class SlaveMachine:
             return [effects.Log(logging.WARNING, "open", sentence, cause)]
         return [effects.HoldSlots(self.slots.all())]
 
-    def _ended(self, event: events.Done | events.Failed, now_s: float) -> list[Effect]:
+    def _ended(self, event: effects.Done | effects.Failed, now_s: float) -> list[Effect]:
         muted = event.number == self._mute_job
         out = self.shard.ended(event, now_s)
         if muted and self.shard.job is not None:

@@ -2,71 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.machine import Record
 
 
-@dataclass(frozen=True, kw_only=True)
-class EpochPromised(Record):
+class EpochPromised(Record, kind="promised"):
     """Nothing of an older epoch is obeyed from now on."""
 
-    KIND = "promised"
     epoch: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class IncarnationBegun(Record):
+class IncarnationBegun(Record, kind="incarnation"):
     """The master gave this slave a new incarnation."""
 
-    KIND = "incarnation"
     incarnation: Incarnation | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeysAllowed(Record):
+class KeysAllowed(Record, kind="allowed"):
     """The data port admits the keys of these, and no others."""
 
-    KIND = "allowed"
     owners: list[str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommandRefused(Record):
+class CommandRefused(Record, kind="refused_command"):
     """A command was not obeyed."""
 
-    KIND = "refused_command"
     command: str = ""
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class StagingComplete(Record):
+class StagingComplete(Record, kind="staged"):
     """All of a push is here, and verified."""
 
-    KIND = "staged"
     push: PushId
     attempt: int
     digest: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardLoaded(Record):
+class ShardLoaded(Record, kind="configured"):
     """Memory is made, and holds this version, or none."""
 
-    KIND = "configured"
     took_s: float
     version: Version | None = None
     round: RoundId | None = None
     digest: bytes | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardMeasured(Record):
+class ShardMeasured(Record, kind="measured"):
     """The pushes of a round were measured; sums of all blocks, unless they are too many."""
 
-    KIND = "measured"
     took_s: float
     round: RoundId
     version: Version
@@ -75,21 +59,17 @@ class ShardMeasured(Record):
     all_zero: list[bool] | None = None  # of each push; None: of none
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardListed(Record):
+class ShardListed(Record, kind="listed"):
     """The checksums of all chunks were sent."""
 
-    KIND = "listed"
     took_s: float
     round: RoundId
     version: Version
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShadowPrepared(Record):
+class ShadowPrepared(Record, kind="prepared"):
     """The next version is here, not committed yet."""
 
-    KIND = "prepared"
     took_s: float
     version: Version
     round: RoundId
@@ -98,11 +78,9 @@ class ShadowPrepared(Record):
     finite: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class VersionCommitted(Record):
+class VersionCommitted(Record, kind="committed"):
     """A version is the current one."""
 
-    KIND = "committed"
     took_s: float
     version: Version
     round: RoundId
@@ -111,11 +89,9 @@ class VersionCommitted(Record):
     durable: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class OriginLoaded(Record):
+class OriginLoaded(Record, kind="rolled_back"):
     """An older version has a new name."""
 
-    KIND = "rolled_back"
     took_s: float
     version: Version
     round: RoundId
@@ -123,20 +99,16 @@ class OriginLoaded(Record):
     origin: Version
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundAborted(Record):
+class RoundAborted(Record, kind="aborted"):
     """A round was given up."""
 
-    KIND = "aborted"
     round: RoundId
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class VersionSaved(Record):
+class VersionSaved(Record, kind="persisted"):
     """A version that was committed in memory is on disk."""
 
-    KIND = "persisted"
     version: Version
     round: RoundId
     digest: bytes

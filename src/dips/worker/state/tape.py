@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from dips.core.ids import DataRange, Incarnation, PushId, RoundId, Version
 from dips.core.machine import Record
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionJoined(Record):
+class SessionJoined(Record, kind="joined"):
     """The master has admitted this process."""
 
-    KIND = "joined"
     incarnation: Incarnation
     epoch: int
     seed: bool
@@ -23,46 +19,36 @@ class SessionJoined(Record):
     kept_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionFenced(Record):
+class SessionFenced(Record, kind="fenced"):
     """This incarnation is over."""
 
-    KIND = "fenced"
     incarnation: Incarnation | None
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionLeaving(Record):
+class SessionLeaving(Record, kind="leaving"):
     """The cluster leaves, with work that does not count."""
 
-    KIND = "leaving"
     reason: str
     lost_steps: int
     lost_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionLeft(Record):
+class SessionLeft(Record, kind="left"):
     """The cluster has left."""
 
-    KIND = "left"
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionFailed(Record):
+class SessionFailed(Record, kind="failed"):
     """The cluster cannot go on."""
 
-    KIND = "failed"
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class PushBegun(Record):
+class PushBegun(Record, kind="push_begun"):
     """All pending work is to be pushed."""
 
-    KIND = "push_begun"
     push: PushId
     base: Version | None
     tokens: int
@@ -70,11 +56,9 @@ class PushBegun(Record):
     mean_loss: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class PushSent(Record):
+class PushSent(Record, kind="push_sent"):
     """Every slave holds the push."""
 
-    KIND = "push_sent"
     push: PushId
     attempt: int
     base: Version | None
@@ -88,86 +72,68 @@ class PushSent(Record):
     wire: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class PushFailed(Record):
+class PushFailed(Record, kind="push_failed"):
     """An attempt to send the push failed."""
 
-    KIND = "push_failed"
     push: PushId
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class PushRefused(Record):
+class PushRefused(Record, kind="push_refused"):
     """The master refused the push for good."""
 
-    KIND = "push_refused"
     push: PushId
     code: str
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class PushInWindow(Record):
+class PushInWindow(Record, kind="admitted"):
     """The push is in the window of this round."""
 
-    KIND = "admitted"
     push: PushId
     round: RoundId | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class BaseStale(Record):
+class BaseStale(Record, kind="stale"):
     """The push's base is too old."""
 
-    KIND = "stale"
     push: PushId
     stale_kind: str
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class VerdictReceived(Record):
+class VerdictReceived(Record, kind="verdict"):
     """The verdict of a push."""
 
-    KIND = "verdict"
     push: PushId
     verdict: str
     version: Version | None
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class VersionDonated(Record):
+class VersionDonated(Record, kind="donated"):
     """A copy of the base is given back to the slaves."""
 
-    KIND = "donated"
     version: Version
     push: PushId
 
 
-@dataclass(frozen=True, kw_only=True)
-class DonationRefused(Record):
+class DonationRefused(Record, kind="not_donated"):
     """The copy was not needed, or not whole."""
 
-    KIND = "not_donated"
     push: PushId
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class PullFailed(Record):
+class PullFailed(Record, kind="pull_failed"):
     """An attempt to pull failed."""
 
-    KIND = "pull_failed"
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class VersionInstalled(Record):
+class VersionInstalled(Record, kind="installed"):
     """A pulled version is the base."""
 
-    KIND = "installed"
     version: Version
     mode: str
     transfer_s: float

@@ -38,7 +38,7 @@ from dips.core.wire import Codec
 from dips.lab.sim.faults.processes import a_cluster, a_slave, the_master
 from dips.lab.sim.faults.world import FaultWorld
 from dips.lab.sim.kernel import SimulatedProcess
-from dips.master.state.events import OperatorAction, Pause, Resume, Stop
+from dips.master.state.effects import OperatorAction, Pause, Resume, Stop
 from dips.master.state.records import PushPhase
 
 HELLO = Hello(1, 1, ("codec-f32",), "bad request")

@@ -16,28 +16,26 @@ from dips.lab.sim.disks import JournalDisk, StoredEntry
 from dips.lab.sim.network import End, Stream
 from dips.lab.sim.world import Call, MasterProcess, World
 from dips.master.state.effects import (
+    BeatsEnded,
     BeginAgain,
+    CallGone,
     CloseLink,
+    ClusterCall,
     Effect,
+    Event,
     Halt,
+    JournalWritten,
     Log,
+    OperatorAction,
+    OperatorCall,
     Record,
     Refuse,
     Reply,
-    ToSlave,
-    WriteJournal,
-)
-from dips.master.state.events import (
-    BeatsEnded,
-    CallGone,
-    ClusterCall,
-    Event,
-    JournalWritten,
-    OperatorAction,
-    OperatorCall,
     SlaveLinkDown,
     SlaveSaid,
     Tick,
+    ToSlave,
+    WriteJournal,
 )
 from dips.master.state.master import MasterMachine
 

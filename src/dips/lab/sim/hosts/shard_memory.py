@@ -16,7 +16,7 @@ from dips.core.messages import Measure, Measured, Prepare, SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import WIRE_DTYPES, encoded_bytes, pays
 from dips.lab.sim.arithmetic import Arithmetic, Key, Part, Stepped, Value
-from dips.slave.state.events import PushStaged
+from dips.slave.state.effects import PushStaged
 from dips.slave.state.shard import to_refusal
 from dips.slave.state.staging import Landing, ShardMap, Slot, StagingTable, find_version
 

@@ -49,11 +49,11 @@ from dips.lab.sim.network import End, Stream
 from dips.lab.sim.world import Away, SlaveProcess, World
 from dips.slave.disk import Promise
 from dips.slave.memory import bytes_of
+from dips.slave.mover import cancelled, given_up, settings_of_moves
 from dips.slave.ring import Ring
-from dips.slave.state import effects, events
+from dips.slave.state import effects
 from dips.slave.state.admission import Admission
 from dips.slave.state.checks import own_blocks
-from dips.slave.state.moves import cancelled, given_up, settings_of_moves
 from dips.slave.state.shard import to_refusal
 from dips.slave.state.slave import SlaveMachine
 
@@ -306,7 +306,7 @@ class SlaveHost(SlaveProcess):
         stream = Stream(self.world.net, mine, theirs)
         self._stream, self._got_command = (stream, mine), False
         self.kernel.after(0.0, master, master.attached, number, stream, theirs)
-        self.handle(events.Linked())
+        self.handle(effects.Linked())
         self.kernel.after(self._beat_s(), self, self._beat, number)
         self.kernel.after(FIRST_COMMAND_S, self, self._no_command, number)
 
@@ -321,7 +321,7 @@ class SlaveHost(SlaveProcess):
             self.world.name_taken(self)
             self.end()
             return
-        self.handle(events.Commanded(command))
+        self.handle(effects.Commanded(command))
 
     def _hung_up(self, refusal: Refusal | None) -> None:
         self._stream = None
@@ -329,8 +329,8 @@ class SlaveHost(SlaveProcess):
             self.world.gave_up(self, Refused(refusal.code, refusal.sentence))
             return
         if refusal is not None and refusal.code is RefusalCode.FENCED:
-            self.handle(events.Fenced())
-        self.handle(events.Unlinked(refusal.sentence if refusal else "the stream broke"))
+            self.handle(effects.Fenced())
+        self.handle(effects.Unlinked(refusal.sentence if refusal else "the stream broke"))
         self.kernel.after(self.kernel.jitter(DIAL_S), self, self._dial)
 
     def drop_stream(self, why: str) -> None:
@@ -339,7 +339,7 @@ class SlaveHost(SlaveProcess):
             return
         (stream, end), self._stream = self._stream, None
         stream.close(end)
-        self.handle(events.Unlinked(why))
+        self.handle(effects.Unlinked(why))
         self.kernel.after(self.kernel.jitter(DIAL_S), self, self._dial)
 
     def reset_stream(self) -> None:
@@ -373,7 +373,7 @@ class SlaveHost(SlaveProcess):
 
     # ---- events and effects ----
 
-    def handle(self, event: events.Event) -> None:
+    def handle(self, event: effects.Event) -> None:
         if self.state is None:
             return
         try:
@@ -433,7 +433,7 @@ class SlaveHost(SlaveProcess):
                 assert shard.info == effect.info, "only the current version is saved"
                 self._later_on_disk(self._on_disk, self._save_version, effect, shard, snapshot=True)
             case effects.SaveLater(delay_s):
-                self.kernel.after(delay_s, self, self.handle, events.SaveAgain())
+                self.kernel.after(delay_s, self, self.handle, effects.SaveAgain())
             case effects.ReadRecord(asked_by, command):
                 self._later_on_disk(self._on_disk, self._read_record, asked_by, command)
             case _:
@@ -445,7 +445,7 @@ class SlaveHost(SlaveProcess):
         try:
             self._on_disk(work, run)
         except Refused as refused:
-            self.handle(events.Failed(run.number, to_refusal(refused), self.ring.infos()))
+            self.handle(effects.Failed(run.number, to_refusal(refused), self.ring.infos()))
 
     def _do(self, run: effects.Run) -> None:
         """Do a command, as dips.slave.shell does. Raises Refused."""
@@ -455,11 +455,11 @@ class SlaveHost(SlaveProcess):
             case Configure() as command:
                 self._done(run, self._load(run, command))
             case Measure() as command:
-                self.handle(events.Done(run.number, self._made().measure(command, run.slots)))
+                self.handle(effects.Done(run.number, self._made().measure(command, run.slots)))
             case Prepare() as command:
                 self._prepare(run, command)
             case ListShard(round_id):
-                self.handle(events.Done(run.number, self._list(round_id)))
+                self.handle(effects.Done(run.number, self._list(round_id)))
             case MoveBlocks() as command:
                 if self._unwanted == run.number:
                     raise cancelled(command)
@@ -471,7 +471,7 @@ class SlaveHost(SlaveProcess):
                 self.move.begin(self.port.memory)
 
     def _done(self, run: effects.Run, result: SnapshotInfo | None) -> None:
-        self.handle(events.Done(run.number, result, self.ring.infos()))
+        self.handle(effects.Done(run.number, result, self.ring.infos()))
 
     def _on_disk(self, work: Callable[[Any], None], *args: Any) -> None:
         """Run an action on the disk: power may fail within any step of it. An unexpected error ends the process."""
@@ -496,7 +496,7 @@ class SlaveHost(SlaveProcess):
 
     def _save_promise(self, epoch: int) -> None:
         self.promise.save(epoch)
-        self.handle(events.PromiseSaved(epoch))
+        self.handle(effects.PromiseSaved(epoch))
 
     def _load(self, run: effects.Run, body: Configure) -> SnapshotInfo | None:
         self.port.memory = None
@@ -591,9 +591,9 @@ class SlaveHost(SlaveProcess):
         try:
             self._write_committed(replace(shard, info=effect.info), effect.commit_record)
         except Refused as refused:
-            self.handle(events.SaveFailed(effect.number, to_refusal(refused)))
+            self.handle(effects.SaveFailed(effect.number, to_refusal(refused)))
             return
-        self.handle(events.Saved(effect.number, effect.info, self.ring.infos()))
+        self.handle(effects.Saved(effect.number, effect.info, self.ring.infos()))
 
     # ---- a RESHARD ----
 
@@ -610,7 +610,7 @@ class SlaveHost(SlaveProcess):
     def _moved(self, run: effects.Run, result: SnapshotInfo | Refused) -> None:
         self.move = None
         if isinstance(result, Refused):
-            self.handle(events.Failed(run.number, to_refusal(result), self.ring.infos()))
+            self.handle(effects.Failed(run.number, to_refusal(result), self.ring.infos()))
         else:
             self._done(run, result)
 
@@ -623,7 +623,7 @@ class SlaveHost(SlaveProcess):
             answer = CommitRecord(version, round_id, record)
         except Refused as refused:
             answer = CommitRecord(version, round_id, b"", to_refusal(refused))
-        self.handle(events.RecordRead(asked_by, answer))
+        self.handle(effects.RecordRead(asked_by, answer))
 
     def _made(self) -> SimulatedShardMemory:
         assert self.port.memory is not None, "a round reached a slave without memory"

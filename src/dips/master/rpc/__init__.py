@@ -1,1 +1,0 @@
-"""The master's gRPC server: its services, the authorisation of calls, and the conversion of calls into events."""
