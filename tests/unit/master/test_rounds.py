@@ -231,9 +231,13 @@ def test_round_waits_for_the_journals_replica_only_where_the_settings_say_so(pau
     assert alarm.kind == AlarmKind.NO_REPLICA
     assert (status.published == before) == pauses
     assert (status.waiting_code == WaitingCode.REPLICA) == pauses
+    bench.event(ReplicaNews("the store is away", of_lease=True))
     bench.event(ReplicaNews(""))
     bench.advance(10.0)
-    assert bench.status().published != before
+    assert bench.status().published != before, "rounds do not depend on the lease"
+    (alarm,) = bench.status().alarms
+    assert "the store is away" in alarm.sentence
+    bench.event(ReplicaNews("", of_lease=True))
     assert not bench.status().alarms
 
 
