@@ -22,7 +22,7 @@ from dips.doctor.local import check_backup, refuse_failed, refuse_what_cannot_st
 from dips.local.local_run import LocalRun
 from dips.local.log_files import HELDOUT_TAPE, heldout_losses, tape_path
 from dips.local.options import LogFormatOption, log_format_asked
-from dips.local.processes import MetricsOption, RunPlan, metrics_sentence, page_sentence, with_page, without_page
+from dips.local.processes import MetricsOption, RunPlan, what_is_served, with_page, without_page
 from dips.local.progress import Progress, progress_for
 from dips.local.run_directory import UP, Mark, RunDirectory, claim
 from dips.local.run_file import read_run_file
@@ -87,11 +87,8 @@ def _serve(local: LocalRun, progress: Progress, directory: RunDirectory, page: b
     """Watch the run to its end, or until no cluster is left; returns whether it has ended."""
     address = local.start(extend)
     progress.say(f"the run's master listens on {address}")
-    if sentence := page_sentence(local.page_url, page):
-        progress.say(sentence)
-    if sentence := metrics_sentence(local.plan, directory):
-        progress.say(sentence)
-    for line in how_to_join(local.plan, address, directory):
+    served = what_is_served(local.plan, directory, local.page_url, page)
+    for line in (*served, *how_to_join(local.plan, address, directory)):
         progress.say(line)
     while not local.finished:
         status = local.tick()

@@ -89,8 +89,7 @@ def server_objects(deployment: Deployment) -> list[Object]:
         ),
         _master(deployment, config_hash(master_files)),
         _slaves(deployment, slave_files),
-        *_supervisor_rights(deployment),
-        _supervisor(deployment),
+        *_supervisor(deployment),
         *(
             _service_monitor(deployment, of)
             for of in ("master", "slave")
@@ -287,21 +286,13 @@ def _template(deployment: Deployment, component: str, hashed: str, pod: Object) 
 # ---- the supervisor of the slaves ----
 
 
-def _supervisor_rights(deployment: Deployment) -> list[Object]:
-    """To see and to end the slaves' pods, by name; nothing else."""
+def _supervisor(deployment: Deployment) -> list[Object]:
+    """Its rights are to see and to end the slaves' pods, by name; nothing else."""
     name = f"{deployment.name}-supervisor"
     pods = [f"{deployment.name}-slave-{index}" for index in range(deployment.run.slaves)]
     rule = {"apiGroups": [""], "resources": ["pods"], "resourceNames": pods, "verbs": ["get", "delete"]}
     subject = {"kind": "ServiceAccount", "name": name, "namespace": deployment.run.namespace}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
-    return [
-        made(deployment, "Role", name, "supervisor", rules=[rule]),
-        made(deployment, "RoleBinding", name, "supervisor", subjects=[subject], roleRef=role),
-    ]
-
-
-def _supervisor(deployment: Deployment) -> Object:
-    name = f"{deployment.name}-supervisor"
     command = ["dips", "deploy", "supervise", "--master", deployment.master_inside, "--keys", KEYS]
     command += ["--run-id", deployment.name, "--namespace", deployment.run.namespace]
     command += ["--slaves", str(deployment.run.slaves)]
@@ -323,7 +314,11 @@ def _supervisor(deployment: Deployment) -> Object:
         "selector": {"matchLabels": selector(deployment, "supervisor")},
         "template": _template(deployment, "supervisor", "", _server_pod(deployment, name, one, volumes)),
     }
-    return made(deployment, "Deployment", name, "supervisor", spec=spec)
+    return [
+        made(deployment, "Role", name, "supervisor", rules=[rule]),
+        made(deployment, "RoleBinding", name, "supervisor", subjects=[subject], roleRef=role),
+        made(deployment, "Deployment", name, "supervisor", spec=spec),
+    ]
 
 
 TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"

@@ -40,8 +40,7 @@ from dips.local.processes import (
     TrainedCluster,
     checkpoints_path,
     evaluation_options,
-    metrics_sentence,
-    page_sentence,
+    what_is_served,
     with_page,
 )
 from dips.local.progress import Progress, progress_for
@@ -439,9 +438,7 @@ def run_demo(wanted: DemoOptions, console: Console, clock: Clock) -> DemoResult:
         begin_s = clock.monotonic_s()
         with LocalRun(plan, directory, clock, progress.say, STALL_S) as local:
             local.start()
-            if sentence := page_sentence(local.page_url, wanted.page):
-                progress.say(sentence)
-            if sentence := metrics_sentence(plan, directory):
+            for sentence in what_is_served(plan, directory, local.page_url, wanted.page):
                 progress.say(sentence)
             _watch(local, faults, progress, clock, begin_s, link)
         progress.say("all processes have ended: checking their records, and drawing the losses")

@@ -288,13 +288,6 @@ MetricsOption = Annotated[
 ]
 
 
-def metrics_sentence(plan: RunPlan, directory: RunDirectory) -> str:
-    """How to configure Prometheus; empty when no metrics are served."""
-    if not plan.metrics:
-        return ""
-    return f"metrics: let Prometheus read the addresses from {directory.metrics}/*.json (file_sd_configs)"
-
-
 # ---- page option -----------------------------------------------------------------------------------------------------
 #
 # The status page of a run on this machine: on unless it is switched off, at a free port of loopback.
@@ -307,7 +300,7 @@ WITHOUT = f"no status page: aiohttp is not installed ({how_to_install('master')}
 def with_page(plan: RunPlan, run_dir: Path) -> RunPlan:
     """The plan with a page that draws the evaluator's losses too; an address that the settings give is kept."""
     if not page_can_be():
-        return plan  # page_sentence says so
+        return plan  # what_is_served() says so
     page: dict[str, object] = {"page_listen": plan.master.page_listen or LISTEN}
     if plan.evaluate is not None and plan.master.page_heldout is None:
         page["page_heldout"] = tape_path(run_dir, HELDOUT_TAPE)
@@ -324,9 +317,12 @@ def page_can_be() -> bool:
     return importlib.util.find_spec("aiohttp") is not None
 
 
-def page_sentence(url: str | None, wanted: bool) -> str:
-    """The launcher's sentence about the page; empty when none was wanted."""
-    if url is not None:
-        asks = " (the browser asks once whether to trust the run's certificate)" if url.startswith("https") else ""
-        return f"the status page is at {url}{asks}"
-    return WITHOUT if wanted else ""
+def what_is_served(plan: RunPlan, directory: RunDirectory, page_url: str | None, page: bool) -> list[str]:
+    """The launcher's sentences about the page, if one was wanted, and how to configure Prometheus."""
+    said = [WITHOUT] if page and page_url is None else []
+    if page_url is not None:
+        asks = " (the browser asks once whether to trust the run's certificate)" if page_url.startswith("https") else ""
+        said.append(f"the status page is at {page_url}{asks}")
+    if plan.metrics:
+        said.append(f"metrics: let Prometheus read the addresses from {directory.metrics}/*.json (file_sd_configs)")
+    return said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from dips.local import processes
 from dips.local.demo import DemoOptions, make_plan, train_settings
 from dips.local.log_files import HELDOUT_TAPE, tape_path
-from dips.local.processes import LISTEN, WITHOUT, RunPlan, page_sentence, with_page, without_page
+from dips.local.processes import LISTEN, WITHOUT, RunPlan, what_is_served, with_page, without_page
+from dips.local.run_directory import UP, Mark, claim
 from dips.local.run_file import read_run_file
 
 
@@ -36,11 +38,15 @@ def test_a_run_gets_a_page_on_loopback_that_draws_what_its_evaluator_measures(pl
 def test_without_it_a_base_installation_says_so(plan: RunPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "page_can_be", lambda: False)
     assert with_page(plan, tmp_path) == plan
-    assert page_sentence(None, wanted=True) == WITHOUT
-    assert "pip install '.[master]'" in WITHOUT
-    assert page_sentence(None, wanted=False) == ""
-    assert page_sentence("http://x/", wanted=True).endswith(" http://x/")
-    assert " https://x/?link=y (the browser asks once" in page_sentence("https://x/?link=y", wanted=True)
+    with claim(tmp_path / "run", Mark("r", UP, "test")) as directory:
+        said = partial(what_is_served, plan, directory)
+        assert said(None, True) == [WITHOUT]
+        assert "pip install '.[master]'" in WITHOUT
+        assert said(None, False) == []
+        assert said("http://x/", True) == ["the status page is at http://x/"]
+        assert " https://x/?link=y (the browser asks once" in said("https://x/?link=y", True)[0]
+        with_metrics = dataclasses.replace(plan, metrics=True)
+        assert "/metrics/*.json" in what_is_served(with_metrics, directory, None, False)[0]
 
 
 def test_a_run_file_says_whether_there_is_one(tmp_path: Path) -> None:
