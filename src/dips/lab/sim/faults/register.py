@@ -19,7 +19,6 @@ from dips.lab.sim.faults import links as fault_links
 from dips.lab.sim.faults import operations as fault_operations
 from dips.lab.sim.faults import processes as fault_processes
 from dips.lab.sim.faults import ranks as fault_ranks
-from dips.lab.sim.faults import reshard as fault_reshard
 from dips.lab.sim.faults.world import OLD_ATTEMPT, OLD_LIFE, FaultWorld
 from dips.lab.sim.hosts.cluster import OTHER_RANKS
 from dips.lab.sim.kernel import SimulatedProcess
@@ -35,7 +34,7 @@ GROUPS: Mapping[str, Mapping[str, Begin]] = {
     "lost state": fault_disks.LOSSES,
     "lies": {name: begin for name, begin in bad_requests.FAULTS.items() if name not in bad_requests.OPERATORS},
     "ranks": fault_ranks.FAULTS,
-    "operations": {**bad_requests.OPERATORS, **fault_operations.FAULTS, **fault_reshard.FAULTS},
+    "operations": {**bad_requests.OPERATORS, **fault_operations.FAULTS},
 }
 """Groups of faults by what they strike, for reports."""
 
