@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -168,20 +168,16 @@ def replicas_of(problem: Problem, candidate: Candidate) -> tuple[Timeline, ...]:
 def jeeves_of(problem: Problem) -> list[Candidate]:
     """JEEVES with even stages, for each way in which replicas may share a link, and with the best division where that
     differs and is wanted. Raises ConfigError when no division fits the memory."""
-    return _possible(partial(jeeves_with, problem, division, together) for division, together in _jeeves_ways(problem))
-
-
-def _jeeves_ways(problem: Problem) -> Iterator[tuple[Division, bool]]:
     options, uniform = problem.setup.options, problem.uniform()
     coordinated = problem.shares_links and options.replicas != "fair"
-    if options.replicas != "coordinated" or not problem.shares_links:
-        yield uniform, False
+    ways = [] if coordinated and options.replicas == "coordinated" else [(uniform, False)]
     if coordinated:
-        yield uniform, True
+        ways.append((uniform, True))
     if options.division != "uniform" and problem.n_devices > 1:
         better = divide(problem, coordinated).division
         if better != uniform:
-            yield better, coordinated
+            ways.append((better, coordinated))
+    return _possible(partial(jeeves_with, problem, division, together) for division, together in ways)
 
 
 def jeeves_with(problem: Problem, division: Division, coordinated: bool, most: int = 1 << 30) -> Candidate:

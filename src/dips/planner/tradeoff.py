@@ -63,33 +63,25 @@ class SplitChoice:
 
 
 @dataclass(frozen=True)
-class Impossible:
-    """A way to split that is not possible, and the reason as a sentence."""
-
-    split: DeviceSplit
-    why: str
-
-
-@dataclass(frozen=True)
 class Tradeoff:
     """The result."""
 
     problem: Problem
     choices: tuple[SplitChoice, ...]  # the fastest first
-    impossible: tuple[Impossible, ...]
+    impossible: tuple[tuple[DeviceSplit, str], ...]  # with the reason as a sentence
 
 
 def tradeoff(problem: Problem) -> Tradeoff:
     """Plan every way to split. Raises ConfigError when none is possible, with the first reasons."""
     choices: list[SplitChoice] = []
-    impossible: list[Impossible] = []
+    impossible: list[tuple[DeviceSplit, str]] = []
     for split in splits(problem):
         try:
             choices.append(SplitChoice(split, make_plan(pipelines_of(divided_so(problem, split)), sensitivity=False)))
         except ConfigError as error:
-            impossible.append(Impossible(split, str(error)))
+            impossible.append((split, str(error)))
     if not choices:
-        reasons = "; ".join(f"{no.split.pipeline} x {no.split.data}: {no.why}" for no in impossible[:3])
+        reasons = "; ".join(f"{split.pipeline} x {split.data}: {why}" for split, why in impossible[:3])
         raise ConfigError(f"{problem.setup.file}: no way to split is possible: {reasons}")
     choices.sort(key=lambda choice: (choice.best.makespan_ns, choice.split.groups))
     return Tradeoff(problem, tuple(choices), tuple(impossible))
@@ -160,7 +152,7 @@ def tradeoff_json(found: Tradeoff) -> dict[str, Any]:
         "model": setup.model.name,
         "calibration_error": found.problem.calibration_error,
         "choices": [_choice_json(found, choice, best_s) for choice in found.choices],
-        "impossible": [{**_split_json(no.split), "why": no.why} for no in found.impossible],
+        "impossible": [{**_split_json(split), "why": why} for split, why in found.impossible],
         "assumptions": assumptions(found.problem),
     }
 

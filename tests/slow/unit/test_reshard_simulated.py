@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from dips.lab.sim.content import key_of
-from dips.lab.sim.faults import reshard as fault_reshard
+from dips.lab.sim.faults import operations as fault_operations
 from dips.lab.sim.hosts.slave import SimulatedMove
 from dips.lab.sim.seed_run import SeedOutcome, SeedRun
 from dips.master.state.reshard import Reshard
 
-FAULTS = sorted(fault_reshard.FAULTS)
+FAULTS = sorted(name for name in fault_operations.FAULTS if name.startswith("reshard_"))
 """Seeds in which a RESHARD is done, and what else strikes there."""
 
 

@@ -22,7 +22,7 @@ def found() -> Tradeoff:
 
 
 def test_every_way_is_told_once(found: Tradeoff) -> None:
-    ways = [choice.split for choice in found.choices] + [no.split for no in found.impossible]
+    ways = [choice.split for choice in found.choices] + [split for split, _ in found.impossible]
     assert sorted((s.pipeline, s.data, s.groups) for s in ways) == [
         (p, 16 // p, g) for p in (1, 2, 4, 8, 16) for g in (1, 2)
     ]
@@ -34,7 +34,7 @@ def test_every_way_is_told_once(found: Tradeoff) -> None:
         room = [(state + limit) * choice.memory_used for state, limit in zip(states, limits, strict=True)]
         assert all(state + more <= most * 1.0001 for state, more, most in zip(states, held, room, strict=True))
         assert 0 < choice.memory_used <= 1
-    assert all(no.why for no in found.impossible)
+    assert all(why for _, why in found.impossible)
 
 
 def test_times_of_a_stage_follow_its_layers() -> None:

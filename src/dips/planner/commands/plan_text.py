@@ -370,10 +370,9 @@ def tradeoff_text(found: Tradeoff) -> Iterator[str | Table]:
             format_bytes(round(max(best.link_bytes.values(), default=0.0))),
         )
     yield table
-    for no in found.impossible:
-        split = no.split
+    for split, why in found.impossible:
         carries = "" if split.n_sites == 1 else f", long links carry {split.long_links_carry}"
-        yield f"not possible: {split.pipeline} x {split.data}{carries}: {no.why}"
+        yield f"not possible: {split.pipeline} x {split.data}{carries}: {why}"
     yield "assumed: " + "; ".join(assumptions(found.problem))
 
 

@@ -18,8 +18,6 @@ from dips.lab.sim.faults import disks as fault_disks
 from dips.lab.sim.faults import links as fault_links
 from dips.lab.sim.faults import operations as fault_operations
 from dips.lab.sim.faults import processes as fault_processes
-from dips.lab.sim.faults import ranks as fault_ranks
-from dips.lab.sim.faults import reshard as fault_reshard
 from dips.lab.sim.faults.world import OLD_ATTEMPT, OLD_LIFE, FaultWorld
 from dips.lab.sim.hosts.cluster import OTHER_RANKS
 from dips.lab.sim.kernel import SimulatedProcess
@@ -34,8 +32,8 @@ GROUPS: Mapping[str, Mapping[str, Begin]] = {
     "disks": fault_disks.FAULTS,
     "lost state": fault_disks.LOSSES,
     "lies": {name: begin for name, begin in bad_requests.FAULTS.items() if name not in bad_requests.OPERATORS},
-    "ranks": fault_ranks.FAULTS,
-    "operations": {**bad_requests.OPERATORS, **fault_operations.FAULTS, **fault_reshard.FAULTS},
+    "ranks": fault_processes.OF_RANKS,
+    "operations": {**bad_requests.OPERATORS, **fault_operations.FAULTS},
 }
 """Groups of faults by what they strike, for reports."""
 
@@ -48,7 +46,6 @@ COUNTED_ELSEWHERE = frozenset(
         *fault_disks.ARMED,
         *fault_processes.ARMED,
         *fault_operations.ARMED,
-        *fault_ranks.ARMED,
         *bad_requests.ARMED,
     }
 )
@@ -85,7 +82,7 @@ OF_ONE_CLUSTER = (
 """Faults of one bad cluster: slow, dead, cut off or hostile. No other cluster may wait longer for it than promised
 (I15)."""
 
-OF_RANKS = frozenset({*fault_ranks.FAULTS, OLD_ATTEMPT, OLD_LIFE})
+OF_RANKS = frozenset({*fault_processes.OF_RANKS, OLD_ATTEMPT, OLD_LIFE})
 """Kinds that only clusters of several ranks know; their faults, too, are of one cluster."""
 
 NOT_FOR_LONG = frozenset({"operator_stops_early", "operator_takes_an_end_back"})
@@ -136,7 +133,7 @@ def names(*, ranks: bool = False) -> tuple[str, ...]:
 def known_to(world: FaultWorld) -> list[str]:
     """Kinds that may strike this run by themselves."""
     ranks = max((*world.plan.pushers, *world.plan.later_pushers), default=1)
-    of_ranks = set(fault_ranks.FAULTS) if ranks > 1 else set()
+    of_ranks = set(fault_processes.OF_RANKS) if ranks > 1 else set()
     if world.plan.sabotaged:
         return sorted({*OF_ONE_CLUSTER, *of_ranks})
     return sorted(set(FAULTS) - OF_RANKS - (NOT_FOR_LONG if world.plan.fault_every_s else frozenset()) | of_ranks)
