@@ -251,12 +251,6 @@ class _Course:
     pushes: list[TapeLine]  # that came into its window, the one that opened it first
     troubles: list[TapeLine] = field(default_factory=list)
 
-    def slowest_step(self) -> tuple[str, float, float, str]:
-        """Name, begin and end of the step that took longest, and why the step ended."""
-        pairs = zip(self.moves, self.moves[1:], strict=False)
-        longest = max(pairs, key=lambda pair: pair[1].wall_s - pair[0].wall_s)
-        return str(longest[0].fields["phase"]), longest[0].wall_s, longest[1].wall_s, str(longest[1].fields["why"])
-
 
 def slow_rounds(run_dir: Path, most: int) -> list[SlowRound]:
     """Those that took longest, the longest first. Raises ConfigError as read_run does."""
@@ -292,12 +286,12 @@ def _courses(lines: Iterable[TapeLine]) -> Iterator[_Course]:
 
 
 def _slow_round(course: _Course, done: Mapping[tuple[str, str], Sequence[TapeLine]]) -> SlowRound:
-    step, began_s, ended_s, why = course.slowest_step()
-    name, step_s = str(course.moves[0].fields["round"]), ended_s - began_s
+    begin, end = max(itertools.pairwise(course.moves), key=lambda pair: pair[1].wall_s - pair[0].wall_s)
+    name, step, step_s = str(course.moves[0].fields["round"]), str(begin.fields["phase"]), end.wall_s - begin.wall_s
     if step == OPENS:
-        cause = _of_pushes(course.pushes, ended_s, why, done)
+        cause = _of_pushes(course.pushes, end.wall_s, str(end.fields["why"]), done)
     elif step in STEPS:
-        cause = _of_slaves(done.get((STEPS[step], name), ()), began_s, step_s)
+        cause = _of_slaves(done.get((STEPS[step], name), ()), begin.wall_s, step_s)
     else:
         cause = "the master's own work, or its journal's disk"
     for line in course.troubles:
