@@ -55,10 +55,19 @@ class Replica:
     """The replica of one master's journal. Make it in the event loop. `wrote` is for the journal's thread."""
 
     def __init__(
-        self, directory: Path, run_id: str, *, wanted: bool, limit_s: float, most_bytes: int, clock: Clock
+        self,
+        directory: Path,
+        run_id: str,
+        *,
+        wanted: bool,
+        limit_s: float,
+        most_bytes: int,
+        clock: Clock,
+        process_id: bytes = PROCESS_ID,
     ) -> None:
-        """wanted: whether decisions wait for it, each at most limit_s. most_bytes: of a message."""
-        self._directory, self._run_id = directory, run_id
+        """wanted: whether decisions wait for it, each at most limit_s. most_bytes: of a message. process_id: of the
+        master, which may have been a standby."""
+        self._directory, self._run_id, self._process_id = directory, run_id, process_id
         self._wanted, self._limit_s, self._clock = wanted, limit_s, clock
         self._batch_bytes = min(MAX_BATCH_BYTES, most_bytes // 4)
         self._loop = asyncio.get_running_loop()
@@ -122,7 +131,7 @@ class Replica:
         first = understood(shell, "Follow", data, ReplicaMessage)
         self._check_run(first)
         if first.epoch:
-            if first.process_id != PROCESS_ID:
+            if first.process_id != self._process_id:
                 await self._overtaken(shell, first)
             return
         self._check_standby(first)
