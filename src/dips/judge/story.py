@@ -220,7 +220,14 @@ def _short(value: Any) -> str:
     return str(value)
 
 
-# ---- slow rounds ----
+# ---- slow rounds -----------------------------------------------------------------------------------------------------
+#
+# Which rounds of a run took longest, and what each of them waited for, from the tapes. Reads only.
+#
+# A round is what happens from the opening of its window to the publishing of its version. Its master notes every step
+# with its time; a slave notes when it was done with its part of a step, and how long it worked for it. So the one that
+# was done last is known, and whether it worked or stood still. Times are those of each process's own clock: between
+# machines the order holds only as far as their clocks agree.
 
 
 STEPS = {"MEASURE": "measured", "PREPARE": "prepared", "COMMIT": "committed"}

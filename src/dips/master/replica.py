@@ -285,7 +285,13 @@ class Replica:
             self._shell.dispatch(ReplicaNews(trouble))
 
 
-# ---- the standby ----
+# ---- the standby -----------------------------------------------------------------------------------------------------
+#
+# A standby: keeps a replica of a master's journal on another host, and takes over when a person asks it to.
+#
+# Taking over is a start of the master on the replica's directory: it begins a newer epoch, which slaves promise, so
+# that the other master can publish nothing more, whether it hears of this or not. A standby serves nothing before that,
+# and must never take over by itself: it cannot know whether the master is dead or only out of its reach.
 
 
 TAKE_OVER = signal.SIGUSR1

@@ -2,7 +2,7 @@
 
 A role's `metrics.py` lists what it exports, and nothing else can leave it: docs/metrics.md and a test are made from the
 same list. What happens is counted where it happens, in prometheus_client's own counters and histograms; what is the
-case is read at a scrape (core/observe/metrics.py), from snapshots that the thread which owns the state has made.
+case is read at a scrape (MetricsServer), from snapshots that the thread which owns the state has made.
 Must never read a role's state itself, and never take a label whose values are without a bound.
 """
 
@@ -276,6 +276,13 @@ def _context(identity: Identity) -> ssl.SSLContext:
 
 
 # ---- metrics server --------------------------------------------------------------------------------------------------
+#
+# Serves one process's metrics to Prometheus, on threads of its own: prometheus_client's server, with limits and TLS.
+#
+# A scrape must never touch a role's state from these threads: its collector takes a snapshot that the owner of the
+# state has made (LoopSnapshots, or one that was left for it). Plain HTTP is for loopback; beyond it the peer must show
+# a certificate of this run. A client that is slow, or many of them, cost a bounded number of threads for a bounded
+# time.
 
 
 PATH = "/metrics"
