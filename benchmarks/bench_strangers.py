@@ -38,7 +38,7 @@ from dips.core.net.grpc_calls import channel_options, open_channel
 from dips.core.net.keys import load_identity
 from dips.core.net.newcomers import AcceptFilter, Newcomers, files_of_process, origin_of
 from dips.local.authority import ensure_keys
-from dips.master.rpc import CallerWatch, _Certificates, most_connections, newcomer_bounds
+from dips.master.rpc import CallerWatch, most_connections, newcomer_bounds, server_credentials
 
 PEERS = 25
 METHOD = "/bench/Echo"
@@ -77,7 +77,7 @@ async def _serve(design: str, keys: Path) -> None:
 
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", handlers),))
-    credentials = _Certificates(load_identity(keys / "master")).credentials()
+    credentials = server_credentials(load_identity(keys / "master"))
     if design == "relay":
         inner = f"unix:{keys}/inner-{os.getpid()}"
         server.add_secure_port(inner, credentials)

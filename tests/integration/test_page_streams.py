@@ -20,8 +20,7 @@ from dips.core.net.newcomers import Bounds
 from dips.core.net.security import INSECURE
 from dips.local.authority import ensure_keys
 from dips.master.access import Access
-from dips.master.page import server as page_server
-from dips.master.page import web
+from dips.master.page import server as pages
 from dips.master.page.access import PageAccess
 from dips.master.page.history import HeldoutTail
 from dips.master.page.server import PageServer
@@ -37,8 +36,8 @@ class LongMessages(Hub):
         return "x" * (64 << 20)
 
 
-def site(hub: Hub) -> web.PageApplication:
-    return web.PageApplication(hub, PageAccess(Access(INSECURE, None), "no token", 1), web.static_files())
+def site(hub: Hub) -> pages.PageApplication:
+    return pages.PageApplication(hub, PageAccess(Access(INSECURE, None), "no token", 1), pages.static_files())
 
 
 def served(hub: Hub) -> TestServer:
@@ -51,7 +50,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 async def test_a_stream_without_samples_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "WAIT_S", 0.01)
+    monkeypatch.setattr(pages, "WAIT_S", 0.01)
     async with served(Hub(deque(), HeldoutTail(None))) as server:
         reader, writer = await asyncio.open_connection(server.host, server.port)
         writer.write(ASK)
@@ -61,7 +60,7 @@ async def test_a_stream_without_samples_says_that_it_is_alive(monkeypatch: pytes
 
 
 async def test_the_connection_of_a_reader_that_takes_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "WRITE_S", 0.01)
+    monkeypatch.setattr(pages, "WRITE_S", 0.01)
     hub = LongMessages(deque(), HeldoutTail(None))
     hub.number = 1
     async with served(hub) as server:
@@ -75,7 +74,7 @@ async def test_the_connection_of_a_reader_that_takes_nothing_is_closed(monkeypat
 
 
 async def test_a_stream_beyond_the_most_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "MAX_STREAMS", 1)
+    monkeypatch.setattr(pages, "MAX_STREAMS", 1)
     async with served(Hub(deque(), HeldoutTail(None))) as server:
         ends = [await asyncio.open_connection(server.host, server.port) for _ in range(2)]
         for (reader, writer), status in zip(ends, (b"200", b"503"), strict=True):
@@ -86,7 +85,7 @@ async def test_a_stream_beyond_the_most_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_silent_connection_beyond_the_most_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_server, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(pages, "MAX_CONNECTIONS", 1)
     page = PageServer("127.0.0.1", 0, 0, INSECURE, lambda port: site(Hub(deque(), HeldoutTail(None))))
     here = ("127.0.0.1", page.start())
     try:
@@ -105,8 +104,8 @@ def test_a_silent_reader_with_tls_is_closed_for_the_next_whatever_it_answers(
 ) -> None:
     """One that goes on reading, and answers no message of TLS, would keep its place as long as it likes."""
     monkeypatch.setattr(asyncio.constants, "SSL_SHUTDOWN_TIMEOUT", NO_LIMIT_S)
-    monkeypatch.setattr(page_server, "MAX_CONNECTIONS", 1 if bound == "connections" else 9)
-    monkeypatch.setattr(page_server, "Bounds", lambda *_: Bounds(1, 1, NO_LIMIT_S, patience_s=0.0))
+    monkeypatch.setattr(pages, "MAX_CONNECTIONS", 1 if bound == "connections" else 9)
+    monkeypatch.setattr(pages, "Bounds", lambda *_: Bounds(1, 1, NO_LIMIT_S, patience_s=0.0))
     ensure_keys(tmp_path / "keys", [], [], [])
     identity = load_identity(tmp_path / "keys" / "master")
     page = PageServer("127.0.0.1", 0, 0, identity, lambda port: site(Hub(deque(), HeldoutTail(None))))
@@ -122,8 +121,8 @@ def test_a_silent_reader_with_tls_is_closed_for_the_next_whatever_it_answers(
 
 
 async def test_connections_that_have_ended_make_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_server, "MAX_NEWCOMERS", 2)
-    monkeypatch.setattr(page_server, "MAX_NEWCOMERS_OF_ADDRESS", 1)
+    monkeypatch.setattr(pages, "MAX_NEWCOMERS", 2)
+    monkeypatch.setattr(pages, "MAX_NEWCOMERS_OF_ADDRESS", 1)
     page = PageServer("127.0.0.1", 0, 0, INSECURE, lambda port: site(Hub(deque(), HeldoutTail(None))))
     port = page.start()
     try:

@@ -307,7 +307,9 @@ def is_locked(folder: Path, name: str) -> bool:
     return False
 
 
-# ---- how many ----
+# ---- how many --------------------------------------------------------------------------------------------------------
+#
+# Raises the limit of files and sockets that this process may have open, as far as the system allows, up to a bound.
 
 
 WANTED_FILES = 65_536

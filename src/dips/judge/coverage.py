@@ -14,9 +14,8 @@ Pure, and it never judges. Names are the tuples of dips.judge.facts.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dips.judge.facts import Pair, PushKey, pair, push_of, say_push, say_round
@@ -52,9 +51,9 @@ class Coverage:
         self.master = _MasterTape(records)
         back = [pair(record.get("round")) for record in records.journal if record["kind"] in ("ROLLBACK", "ADOPT")]
         went_back = tuple(one for one in back if one is not None)
-        lines = _by_name(_lines(records, "slave"))
+        lines = _by_name(records.all_lines("slave"))
         self._slaves = {name: _SlaveTape(mine, self.master, name, went_back) for name, mine in lines.items()}
-        lines = _by_name(_lines(records, "worker"))
+        lines = _by_name(records.all_lines("worker"))
         self._clusters = {name: _ClusterTape(mine, self.master, name) for name, mine in lines.items()}
 
     def of_slave(self, name: str, round_id: Pair, ended: bool = False) -> str:
@@ -77,10 +76,6 @@ class Coverage:
         """Where on the master's tape a line of an epoch about the journal's record of this number belongs (None: it is
         not known). KILLED: this process was killed as it wrote the record, perhaps before the line."""
         return self.master.place(epoch, number)
-
-
-def _lines(records: RunRecords, role: str) -> Iterator[TapeLine]:
-    return itertools.chain(records.lines[role], (line for line in records.later if line.role == role))
 
 
 def _pair(line: TapeLine, name: str) -> Pair | None:
@@ -124,7 +119,7 @@ class _MasterTape:
         self.begun = [int(record["epoch"]) for record in records.journal if record["kind"] == EPOCH]
         self._newest: dict[int, int] = {}  # the last record of each epoch that it names
         self._epoch_of = {row.number: row.epoch for row in records.rows}
-        for line in _lines(records, "master"):
+        for line in records.all_lines("master"):
             self._add(line)
         newest = {row.epoch: row.number for row in records.rows}
         self._whole = {one for one in self.epochs if not self._newest or self._newest.get(one, 0) >= newest.get(one, 0)}

@@ -245,7 +245,7 @@ def _decisions_against_master(records: RunRecords, history: History, found: Evid
     coverage = history.coverage or Coverage(records)
     judged: dict[Pair | None, list[Fields]] = {}
     committed: dict[Pair | None, list[Fields]] = {}
-    for line in _lines(records, "master"):
+    for line in records.all_lines("master"):
         kinds = {"judged": judged, "commit": committed}
         if line.kind in kinds:
             kinds[line.kind].setdefault(pair(line.fields.get("round")), []).append(line.fields)
@@ -282,14 +282,9 @@ def _numbers(records: RunRecords) -> list[int | None]:
 
 def _since_commits_are_recorded(records: RunRecords, record: Fields) -> bool:
     """Whether the record is not older than the tape's first "commit" line: older releases did not write these lines."""
-    first = next(line for line in _lines(records, "master") if line.kind == "commit")
+    first = next(line for line in records.all_lines("master") if line.kind == "commit")
     oldest, asked = pair(first.fields.get("round")), pair(record["round"])
     return oldest is not None and asked is not None and asked >= oldest
-
-
-def _lines(records: RunRecords, role: str) -> list[TapeLine]:
-    """The lines of a role's tapes, with those that live processes wrote while the journal was read."""
-    return [*records.lines[role], *(line for line in records.later if line.role == role)]
 
 
 def _judgement_differs(judgement: Fields, said: Fields) -> str:
@@ -309,9 +304,9 @@ def _judgement_differs(judgement: Fields, said: Fields) -> str:
 def _pushes_against_tapes(records: RunRecords, history: History, found: Evidence) -> None:
     """Compare tokens, steps, base, fence and ranges of each decided push: cluster's tape, master's ticket, record."""
     begun, sent, tickets = (
-        _by_push(_lines(records, "worker"), "push_begun"),
-        _by_push(_lines(records, "worker"), "push_sent"),
-        _by_push(_lines(records, "master"), "ticket"),
+        _by_push(records.all_lines("worker"), "push_begun"),
+        _by_push(records.all_lines("worker"), "push_sent"),
+        _by_push(records.all_lines("master"), "ticket"),
     )
     coverage = history.coverage or Coverage(records)
     for number, record in zip(_numbers(records), records.journal, strict=True):

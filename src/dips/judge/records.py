@@ -78,6 +78,10 @@ class RunRecords:
     later: list[TapeLine] = field(default_factory=list)
     n_lines: dict[Path, int] = field(default_factory=dict)
 
+    def all_lines(self, role: str) -> list[TapeLine]:
+        """The lines of a role's tapes, with those that live processes wrote while the journal was read."""
+        return [*self.lines[role], *(line for line in self.later if line.role == role)]
+
 
 def read_run(run_dir: Path, keep: Callable[[str, str], bool] | None = None, files: bool = True) -> RunRecords:
     """Read a run's directory, finished or live.

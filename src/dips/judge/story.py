@@ -220,7 +220,14 @@ def _short(value: Any) -> str:
     return str(value)
 
 
-# ---- slow rounds ----
+# ---- slow rounds -----------------------------------------------------------------------------------------------------
+#
+# Which rounds of a run took longest, and what each of them waited for, from the tapes. Reads only.
+#
+# A round is what happens from the opening of its window to the publishing of its version. Its master notes every step
+# with its time; a slave notes when it was done with its part of a step, and how long it worked for it. So the one that
+# was done last is known, and whether it worked or stood still. Times are those of each process's own clock: between
+# machines the order holds only as far as their clocks agree.
 
 
 STEPS = {"MEASURE": "measured", "PREPARE": "prepared", "COMMIT": "committed"}
@@ -250,12 +257,6 @@ class _Course:
     moves: list[TapeLine]
     pushes: list[TapeLine]  # that came into its window, the one that opened it first
     troubles: list[TapeLine] = field(default_factory=list)
-
-    def slowest_step(self) -> tuple[str, float, float, str]:
-        """Name, begin and end of the step that took longest, and why the step ended."""
-        pairs = zip(self.moves, self.moves[1:], strict=False)
-        longest = max(pairs, key=lambda pair: pair[1].wall_s - pair[0].wall_s)
-        return str(longest[0].fields["phase"]), longest[0].wall_s, longest[1].wall_s, str(longest[1].fields["why"])
 
 
 def slow_rounds(run_dir: Path, most: int) -> list[SlowRound]:
@@ -292,12 +293,12 @@ def _courses(lines: Iterable[TapeLine]) -> Iterator[_Course]:
 
 
 def _slow_round(course: _Course, done: Mapping[tuple[str, str], Sequence[TapeLine]]) -> SlowRound:
-    step, began_s, ended_s, why = course.slowest_step()
-    name, step_s = str(course.moves[0].fields["round"]), ended_s - began_s
+    begin, end = max(itertools.pairwise(course.moves), key=lambda pair: pair[1].wall_s - pair[0].wall_s)
+    name, step, step_s = str(course.moves[0].fields["round"]), str(begin.fields["phase"]), end.wall_s - begin.wall_s
     if step == OPENS:
-        cause = _of_pushes(course.pushes, ended_s, why, done)
+        cause = _of_pushes(course.pushes, end.wall_s, str(end.fields["why"]), done)
     elif step in STEPS:
-        cause = _of_slaves(done.get((STEPS[step], name), ()), began_s, step_s)
+        cause = _of_slaves(done.get((STEPS[step], name), ()), begin.wall_s, step_s)
     else:
         cause = "the master's own work, or its journal's disk"
     for line in course.troubles:

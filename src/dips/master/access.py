@@ -26,11 +26,11 @@ from dips.core.net.keys import (
     CA_FILE,
     REVOKED_FILE,
     Certificate,
+    UsedKeys,
     is_signed_by,
     parse_authorities,
     parse_certificate,
     read_revoked,
-    stamp_of,
     stamp_of_file,
 )
 from dips.core.net.security import Identity, Role, Security
@@ -87,7 +87,7 @@ class Access:
             return
         directory = self._identity.directory
         self._authorities = parse_authorities(self._identity.ca_pem, str(directory / CA_FILE))
-        self._keys_stamp = stamp_of(directory)
+        self._keys = UsedKeys(self._identity)
         self._named = revoked_file is not None
         self._revoked_file = revoked_file or directory / REVOKED_FILE
         self._revoked: Mapping[int, str] = {}
@@ -182,10 +182,9 @@ class Access:
         """Does nothing while the files are as they were."""
         assert self._identity is not None, "there are certificates only with keys"
         directory = self._identity.directory
-        stamp = stamp_of(directory)
-        if stamp == self._keys_stamp:
+        if not self._keys.renewed:
             return
-        self._keys_stamp = stamp
+        self._keys = UsedKeys(self._identity)
         try:
             self._trusted.clear()
             self._authorities = parse_authorities((directory / CA_FILE).read_bytes(), str(directory / CA_FILE))

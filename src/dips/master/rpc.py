@@ -25,7 +25,7 @@ from dips.core import messages
 from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.net.addresses import format_address, parse_address
 from dips.core.net.grpc_calls import abort, channel_options, decode, encode
-from dips.core.net.keys import reloaded, stamp_of
+from dips.core.net.keys import UsedKeys
 from dips.core.net.newcomers import LOOK_S, Bounds, Connection, PortWatch, files_of_process, plain_host
 from dips.core.net.security import Identity, Security, check_reach
 from dips.core.observe.failpoints import copies, failpoint
@@ -472,28 +472,17 @@ class _Current(grpc.GenericRpcHandler):
         return None
 
 
-class _Certificates:
+def server_credentials(identity: Identity) -> grpc.ServerCredentials:
     """The server's side of mutual TLS; a renewed key or list of authorities is used from the next connection on."""
+    keys, lock = UsedKeys(identity), threading.Lock()
 
-    def __init__(self, identity: Identity) -> None:
-        self._identity = identity
-        self._stamp = stamp_of(identity.directory)
-        self._lock = threading.Lock()
-
-    def credentials(self) -> grpc.ServerCredentials:
-        return grpc.dynamic_ssl_server_credentials(
-            _configuration(self._identity), self._changed, require_client_authentication=True
-        )
-
-    def _changed(self) -> Any:
+    def changed() -> Any:
         """Called by gRPC on its own thread before each handshake: a new configuration, or None for no change."""
-        with self._lock:
-            stamp = stamp_of(self._identity.directory)
-            if stamp == self._stamp:
-                return None
-            self._stamp = stamp
-            self._identity = reloaded(self._identity)
-            return _configuration(self._identity)
+        with lock:
+            renewed = keys.news()
+            return None if renewed is None else _configuration(renewed)
+
+    return grpc.dynamic_ssl_server_credentials(_configuration(identity), changed, require_client_authentication=True)
 
 
 def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
@@ -542,7 +531,7 @@ class MasterServer:
 
     def _add_port(self, address: str) -> int:
         if isinstance(self._security, Identity):
-            return self._server.add_secure_port(address, _Certificates(self._security).credentials())
+            return self._server.add_secure_port(address, server_credentials(self._security))
         return self._server.add_insecure_port(address)
 
     async def start(self, shell: MasterShell, *further: grpc.GenericRpcHandler) -> None:

@@ -115,7 +115,15 @@ class Control:
         why = "the master ended it"
         try:
             failpoint("slave.link.before_attach")
-            await self._read(call)
+            async with asyncio.timeout(FIRST_COMMAND_S):
+                message = await self._next(call)
+            while isinstance(message, slaves_pb2.SlaveCommand):
+                self._welcomed = True
+                for _ in range(copies(failpoint("slave.link.after_receive"))):
+                    self._shell.handle(effects.Commanded(from_message(message, SlaveCommand)))
+                if self._shell.state.link.attached:
+                    self._changes.report("link", f"attached to the master at {self._addresses.now}")
+                message = await self._next(call)
         except grpc.RpcError as error:
             why = self._judge(error)
         except (Refused, RetryLater) as refused:
@@ -146,17 +154,6 @@ class Control:
         if meaning.code is RefusalCode.FENCED:
             self._shell.handle(effects.Fenced())
         return meaning.sentence
-
-    async def _read(self, call: Attachment) -> None:
-        async with asyncio.timeout(FIRST_COMMAND_S):
-            message = await self._next(call)
-        while isinstance(message, slaves_pb2.SlaveCommand):
-            self._welcomed = True
-            for _ in range(copies(failpoint("slave.link.after_receive"))):
-                self._shell.handle(effects.Commanded(from_message(message, SlaveCommand)))
-            if self._shell.state.link.attached:
-                self._changes.report("link", f"attached to the master at {self._addresses.now}")
-            message = await self._next(call)
 
     async def _next(self, call: Attachment) -> object:
         """The next command, or the end. Raises RetryLater when the state machine closes this stream."""

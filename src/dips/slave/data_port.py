@@ -257,6 +257,7 @@ class LandingJob:
 
     def run(self) -> Refused | None:
         """Land the chunk and count its non-finite elements. Returns the refusal (CHUNK) of damaged bytes, for end().
+        Everything that takes time here releases the interpreter lock.
 
         The bytes are copied and hashed in one pass, so they are in the slot before their checksum is known. What a
         refused chunk leaves there has no meaning, nor have the sums: it counts as not landed, and the right bytes

@@ -1,6 +1,6 @@
 """Assembles a slave's shard of another placement, for a RESHARD: own blocks from memory, the others from the slaves
 that have them, directly into a snapshot file (docs/decisions/0019-reshard.md). What rounding lost of a published
-version (the residual) is dropped.
+version (the residual) is dropped. core/net/transfer.py decides what is requested.
 
 Runs on the thread "dips-move", which owns the sockets; the file is written on "dips-disk", block by block, so that a
 promise never waits for a peer. Needs one block of memory. Never seals a file whose checksums differ from

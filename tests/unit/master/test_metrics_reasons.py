@@ -12,7 +12,7 @@ from dips.core.messages import Commit, Measure, OperatorRequest, Prepare, Refusa
 from dips.master.metrics import REASONS
 from dips.master.state.effects import Pause
 from dips.master.state.reasons import WaitingCode
-from dips.master.state.waits import waiting_for
+from dips.master.state.status import waiting_for
 
 
 def lost(bench: Bench) -> None:

@@ -18,7 +18,7 @@ from dips.local.authority import ensure_keys
 from dips.master.access import Access
 from dips.master.page import access
 from dips.master.page import access as gates
-from dips.master.page.web import static_files
+from dips.master.page.server import static_files
 
 TOKEN = "t" * 43
 STATIC = ROOT / "src" / "dips" / "master" / "page" / "static"

@@ -19,6 +19,7 @@ from dips.master.page.history import (
     MAX_TEXT,
     BufferedTape,
     EventTimeline,
+    Heldout,
     HeldoutTail,
     ProgressHistory,
     TapeEvent,
@@ -359,8 +360,8 @@ def test_more_clusters_than_can_be_drawn_are_left_out(monkeypatch: pytest.Monkey
 def test_a_version_evaluated_again_counts_once_and_the_newest_stays() -> None:
     history = ProgressHistory(max_heldout=4)
     for n in range(9):
-        history.add_heldout(float(n), f"1:{n}", n, 1.0)
-    history.add_heldout(9.0, "1:8", 8, 0.5)
+        history.add_heldout(Heldout(0, float(n), f"1:{n}", n, 1.0))
+    history.add_heldout(Heldout(0, 9.0, "1:8", 8, 0.5))
     assert len(history.heldout) <= 5
     assert [(p.version, p.loss) for p in history.heldout][-1] == ("1:8", 0.5)
 

@@ -1,4 +1,8 @@
-"""gRPC calls between processes of a run: channels to the master, and refusals on both ends of a call."""
+"""gRPC calls between processes of a run: messages as bytes, channels to the master, refusals on both ends of a call.
+
+The values of core/messages.py become protobuf's messages and come back; `make protos` writes the conversion of each
+class (messages_pb2.py). Decoding allocates nothing that the received bytes do not already bound.
+"""
 
 from __future__ import annotations
 

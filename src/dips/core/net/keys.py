@@ -178,10 +178,10 @@ def certificate_left_s(security: Security, now: datetime | None = None) -> float
 
 
 class UsedKeys:
-    """The keys that a connection was made with, remembered to see whether they were renewed since."""
+    """The keys that are in use, remembered to see whether those in their directory were replaced since."""
 
     def __init__(self, security: Security) -> None:
-        self._directory = security.directory if isinstance(security, Identity) else None
+        self._identity = security if isinstance(security, Identity) else None
         self._stamp = self._now()
 
     @property
@@ -189,8 +189,17 @@ class UsedKeys:
         """Whether a new connection would use other keys; a refusal of the old ones then means nothing."""
         return self._stamp != self._now()
 
+    def news(self) -> Identity | None:
+        """The identity as it is in its directory now, if that was changed since the last call; from then on it is the
+        one in use. Keys that cannot be used leave the old ones."""
+        before, self._stamp = self._stamp, self._now()
+        if self._identity is None or before == self._stamp:
+            return None
+        self._identity = reloaded(self._identity)
+        return self._identity
+
     def _now(self) -> tuple[int, ...]:
-        return stamp_of(self._directory) if self._directory is not None else ()
+        return stamp_of(self._identity.directory) if self._identity is not None else ()
 
 
 def stamp_of(directory: Path) -> tuple[int, ...]:

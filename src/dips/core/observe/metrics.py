@@ -2,7 +2,7 @@
 
 A role's `metrics.py` lists what it exports, and nothing else can leave it: docs/metrics.md and a test are made from the
 same list. What happens is counted where it happens, in prometheus_client's own counters and histograms; what is the
-case is read at a scrape (core/observe/metrics.py), from snapshots that the thread which owns the state has made.
+case is read at a scrape (MetricsServer), from snapshots that the thread which owns the state has made.
 Must never read a role's state itself, and never take a label whose values are without a bound.
 """
 
@@ -42,11 +42,10 @@ from dips.core.net.keys import (
     CERT_FILE,
     KEY_FILE,
     REVOKED_FILE,
+    UsedKeys,
     certificate_left_s,
     parse_certificate,
     read_revoked,
-    reloaded,
-    stamp_of,
 )
 from dips.core.net.newcomers import Bounds, Newcomers, origin_of
 from dips.core.net.security import Identity, ProcessKnobs, Security, check_reach
@@ -243,16 +242,19 @@ class MetricsTls:
                 f"{file} is for clients only, and metrics beyond loopback need one that serves: renew it (`dips keys "
                 f"renew KEYS {certificate.name}`), or give metrics_listen a loopback address"
             )
-        self._identity = identity
+        self._keys = UsedKeys(identity)
         self._revoked = revoked or identity.directory / REVOKED_FILE
         self._lock = threading.Lock()
-        self._stamp = stamp_of(identity.directory)
         self._context = _context(identity)
 
     def wrapped(self, connection: socket.socket) -> ssl.SSLSocket:
         """The connection, before its handshake."""
         with self._lock:
-            self._renew()
+            renewed = self._keys.news()
+            try:
+                self._context = self._context if renewed is None else _context(renewed)
+            except (OSError, ConfigError) as error:
+                _logger.warning("the renewed keys cannot serve metrics, the old ones stay: %s", error)
             return self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
     def shake_hands(self, connection: ssl.SSLSocket) -> None:
@@ -262,16 +264,6 @@ class MetricsTls:
         peer = parse_certificate(der or b"", "the scraper's certificate")
         if self._revoked.exists() and peer.serial in read_revoked(self._revoked):
             raise ConfigError(f"the certificate of {peer} was revoked")
-
-    def _renew(self) -> None:
-        stamp = stamp_of(self._identity.directory)
-        if stamp == self._stamp:
-            return
-        self._stamp, found = stamp, reloaded(self._identity)
-        try:
-            self._identity, self._context = found, _context(found)
-        except (OSError, ConfigError) as error:
-            _logger.warning("the renewed keys cannot serve metrics, the old ones stay: %s", error)
 
 
 def _context(identity: Identity) -> ssl.SSLContext:
@@ -284,6 +276,13 @@ def _context(identity: Identity) -> ssl.SSLContext:
 
 
 # ---- metrics server --------------------------------------------------------------------------------------------------
+#
+# Serves one process's metrics to Prometheus, on threads of its own: prometheus_client's server, with limits and TLS.
+#
+# A scrape must never touch a role's state from these threads: its collector takes a snapshot that the owner of the
+# state has made (LoopSnapshots, or one that was left for it). Plain HTTP is for loopback; beyond it the peer must show
+# a certificate of this run. A client that is slow, or many of them, cost a bounded number of threads for a bounded
+# time.
 
 
 PATH = "/metrics"

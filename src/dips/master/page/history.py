@@ -219,10 +219,7 @@ def sentence_of(kind: str, fields: Mapping[str, Any]) -> EventText | None:
     """An event's level, its process, and a sentence; None for an event that is not shown."""
     if kind in _OPERATOR and "sentence" in fields:
         return "info", "operator", f"{kind.replace('_', ' ')}: {fields['sentence']}"
-    return next((text for part in (_of_run, _of_clusters, _of_slaves) if (text := part(kind, fields))), None)
-
-
-def _of_run(kind: str, f: Mapping[str, Any]) -> EventText | None:
+    f, cluster, slave = fields, f"cluster {fields.get('cluster')}", f"slave {fields.get('slave')}"
     match kind:
         case "epoch" if f.get("version") in (None, "None"):
             return "info", "master", f"the master began epoch {f.get('epoch')}, with no version yet"
@@ -248,40 +245,28 @@ def _of_run(kind: str, f: Mapping[str, Any]) -> EventText | None:
             return "good", "run", f"{f.get('blocks')} blocks have moved to other slaves"
         case "refused" if f.get("code") in _TOLD_CODES:
             return "warn", str(f.get("peer") or f.get("method") or "-"), f"refused: {f.get('sentence')}"
-    return None
-
-
-def _of_clusters(kind: str, f: Mapping[str, Any]) -> EventText | None:
-    who = f"cluster {f.get('cluster')}"
-    match kind:
         case "join":
-            return "good", who, f"joined as incarnation {f.get('incarnation')}"
+            return "good", cluster, f"joined as incarnation {f.get('incarnation')}"
         case "evict":
-            return "bad", who, f"evicted: {f.get('reason')}"
+            return "bad", cluster, f"evicted: {f.get('reason')}"
         case "leave":
-            return "info", who, f"left: {f.get('reason')}"
+            return "info", cluster, f"left: {f.get('reason')}"
         case "verdict" if f.get("verdict") != "APPLIED":
             push, verdict = str(f.get("push")), str(f.get("verdict")).lower().replace("_", " ")
             level: Level = "bad" if verdict == "rolled back" else "warn"
             return level, f"cluster {push.partition('/')[0]}", f"push {verdict}: {f.get('reason') or 'no reason given'}"
-    return None
-
-
-def _of_slaves(kind: str, f: Mapping[str, Any]) -> EventText | None:
-    who = f"slave {f.get('slave')}"
-    match kind:
         case "slave_attached":
-            return "info", who, f"attached as incarnation {f.get('incarnation')}"
+            return "info", slave, f"attached as incarnation {f.get('incarnation')}"
         case "slave_ready":
             version = f.get("version")
-            return "good", who, "ready, with no version yet" if version == "None" else f"ready at version {version}"
+            return "good", slave, "ready, with no version yet" if version == "None" else f"ready at version {version}"
         case "slave_lost":
-            return "bad", who, f"lost: {f.get('reason')}"
+            return "bad", slave, f"lost: {f.get('reason')}"
         case "slave_dismissed":
-            return "info", who, f"dismissed: {f.get('reason')}"
+            return "info", slave, f"dismissed: {f.get('reason')}"
         case "refused_connections":
             what = "a connection" if f.get("count") == 1 else f"{f.get('count')} connections"
-            return "warn", who, f"refused {what}: {f.get('last_reason')}"
+            return "warn", slave, f"refused {what}: {f.get('last_reason')}"
     return None
 
 
@@ -323,7 +308,10 @@ MAX_READ_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
-class HeldoutLoss:
+class Heldout:
+    """The held-out loss of one version, in nats per token of the evaluator (per byte, in the demo)."""
+
+    seq: int  # of the sample that it came with; 0: of none yet
     wall_s: float
     version: str
     tokens: int
@@ -337,7 +325,7 @@ class HeldoutTail:
         self._path = path
         self._offset = 0
 
-    def news(self) -> list[HeldoutLoss]:
+    def news(self) -> list[Heldout]:
         """Losses that were appended since the last call."""
         if self._path is None:
             return []
@@ -347,7 +335,7 @@ class HeldoutTail:
         except OSError:
             return []
 
-    def _losses(self, file: BinaryIO) -> Iterator[HeldoutLoss]:
+    def _losses(self, file: BinaryIO) -> Iterator[Heldout]:
         if file.seek(0, os.SEEK_END) < self._offset:
             self._offset = 0  # a new file, of another run
         file.seek(self._offset)
@@ -363,11 +351,11 @@ class HeldoutTail:
                 yield found
 
 
-def _loss(wall_s: float, fields: Mapping[str, Any]) -> HeldoutLoss | None:
+def _loss(wall_s: float, fields: Mapping[str, Any]) -> Heldout | None:
     tokens, loss = fields.get("tokens"), fields.get("loss")
     if not isinstance(tokens, int) or not isinstance(loss, int | float) or not math.isfinite(loss) or tokens < 0:
         return None
-    return HeldoutLoss(wall_s, cut(fields.get("version"), 40), tokens, float(loss))
+    return Heldout(0, wall_s, cut(fields.get("version"), 40), tokens, float(loss))
 
 
 # ---- history ---------------------------------------------------------------------------------------------------------
@@ -388,17 +376,6 @@ class ProgressRow:
     tokens: int
     rate_tokens_per_s: float
     losses: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Heldout:
-    """The held-out loss of one version, in nats per token of the evaluator (per byte, in the demo)."""
-
-    seq: int
-    wall_s: float
-    version: str
-    tokens: int
-    loss: float
 
 
 class TokenRate:
@@ -470,10 +447,10 @@ class ProgressHistory:
             self.every *= 2
             self.generation += 1
 
-    def add_heldout(self, wall_s: float, version: str, tokens: int, loss: float) -> None:
+    def add_heldout(self, loss: Heldout) -> None:
         """Adds a held-out loss; a version that was evaluated again replaces its old loss."""
-        self.heldout = [point for point in self.heldout if point.version != version]
-        self.heldout.append(Heldout(self._samples, wall_s, version, tokens, loss))
+        self.heldout = [point for point in self.heldout if point.version != loss.version]
+        self.heldout.append(replace(loss, seq=self._samples))
         if len(self.heldout) > self._max_heldout:
             self.heldout = [*self.heldout[:-1:2], self.heldout[-1]]
             self.generation += 1

@@ -31,7 +31,7 @@ from dips.master.state.status import OpenPushView, RunView
 #
 # Describes the run in one sentence: what happens now, or what the run waits for; and what else a person should know.
 #
-# The words are the state machine's (master/state/waits.py): answers, logs and the page give the same reason.
+# The words are the state machine's (master/state/status.py): answers, logs and the page give the same reason.
 
 
 Departures = Mapping[str, tuple[str, str]]
@@ -412,7 +412,7 @@ class Hub:
         status = view.status
         self.history.add(wall_s, status.tokens, view.publish_interval_s, status.clusters)
         for loss in self._heldout.news():
-            self.history.add_heldout(loss.wall_s, loss.version, loss.tokens, loss.loss)
+            self.history.add_heldout(loss)
         rate = self.history.rate_tokens_per_s
         away_s = {name: max(0.0, wall_s - at_s) for name, at_s in self.timeline.departed_wall_s.items()}
         self._state = snapshot(view, lag_s, rate, self.timeline.departures, self.history.charted, away_s)

@@ -13,7 +13,7 @@ from dips.master.state import pacing, tape
 from dips.master.state.records import Kept, Member, Pin
 from dips.master.state.schedule import Way
 from dips.master.state.shared import SharedState
-from dips.master.state.waits import recovery_words, slaves_away, waiting_for
+from dips.master.state.status import recovery_words, slaves_away, waiting_for
 
 MAX_READERS = 2
 """The most readers (evaluator, export) with a pin at a time; each cluster has one in addition."""

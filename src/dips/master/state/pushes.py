@@ -19,7 +19,7 @@ from dips.master.state.reasons import Reason, VerdictCode
 from dips.master.state.records import PUSH_TABLE, Member, Push, PushPhase, RoundPhase, Slave
 from dips.master.state.schedule import Way
 from dips.master.state.shared import SharedState
-from dips.master.state.waits import moving_words, recovery_words, slaves_away, waiting_for
+from dips.master.state.status import moving_words, recovery_words, slaves_away, waiting_for
 
 # ---- bases -----------------------------------------------------------------------------------------------------------
 #

@@ -202,7 +202,7 @@ def outer_step_of(config: PenaltyConfig, outer_lr: float, scale: float, rho: flo
     """The step of the round that starts from version `before`; scale: rho kappa, of its judgement.
 
     `nesterov`: docs/algorithm.md, PREPARE. `heavy-ball` (Polyak 1964): θ' = θ - lr buf'. `averaging`: no momentum;
-    with lr 1 the new model is the clipped and scaled mean of the pushed ones. `delayed-nesterov`: delayed_step.
+    with lr 1 the new model is the clipped and scaled mean of the pushed ones.
     """
     mu = config.outer_momentum
     if config.outer_optimizer == "heavy-ball":
@@ -210,22 +210,15 @@ def outer_step_of(config: PenaltyConfig, outer_lr: float, scale: float, rho: flo
     if config.outer_optimizer == "averaging":
         return OuterStep(scale, outer_lr, momentum_decay=0.0, momentum_lookahead=0.0, gradient_weight=1.0)
     if config.outer_optimizer == "delayed-nesterov":
-        return delayed_step(scale, outer_lr, mu, config.delay_rounds, before)
+        # Of Async Local-SGD (arXiv 2401.09135, with c = 0): momentum moves the model every n-th round. Each round makes
+        # θ - lr g/n; the last of a cycle of n also m ← β m + (sum of the cycle's g)/n, θ ← θ - lr β m. The buffer
+        # collects that sum itself: it decays by β in the first round of a cycle, and by nothing in the others. `before`
+        # counts the rounds since the run began, so that neither a restart nor a ROLLBACK loses the place.
+        n, place = config.delay_rounds, before.v % config.delay_rounds
+        decay, lookahead = mu if place == 0 else 1.0, mu if place == n - 1 else 0.0
+        return OuterStep(scale / n, outer_lr, decay, lookahead, gradient_weight=1.0)
     decay, lookahead = momentum_coefficients(config, rho)
     return OuterStep(scale, outer_lr, decay, lookahead, gradient_weight=1.0)
-
-
-def delayed_step(scale: float, outer_lr: float, beta: float, n: int, before: Version) -> OuterStep:
-    """Delayed Nesterov of Async Local-SGD (arXiv 2401.09135, with c = 0): momentum moves the model every n-th round.
-
-    Each round makes θ - lr g/n; the last of a cycle of n also m ← β m + (sum of the cycle's g)/n, θ ← θ - lr β m. The
-    buffer collects that sum itself: it decays by β in the first round of a cycle, and by nothing in the others.
-    `before` counts the rounds since the run began, so that neither a restart nor a ROLLBACK loses the place.
-    """
-    place = before.v % n
-    decay = beta if place == 0 else 1.0
-    lookahead = beta if place == n - 1 else 0.0
-    return OuterStep(scale / n, outer_lr, decay, lookahead, gradient_weight=1.0)
 
 
 def momentum_coefficients(config: PenaltyConfig, rho: float) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from dips.master.state.reasons import Reason, VerdictCode
 from dips.master.state.records import ReshardPhase, RoundPhase, Slave
 from dips.master.state.shared import SharedState
 from dips.master.state.slave_links import SlaveLinks
-from dips.master.state.waits import reshard_waits_for
+from dips.master.state.status import reshard_waits_for
 
 _P = ReshardPhase
 

@@ -28,7 +28,7 @@ from dips.master.state.pushes import Pushes, recheck
 from dips.master.state.reasons import Reason, VerdictCode
 from dips.master.state.rollback import next_version, roll_back
 from dips.master.state.shared import SharedState
-from dips.master.state.waits import few_pushes, lagging, named, too_few_clusters
+from dips.master.state.status import few_pushes, lagging, named, too_few_clusters
 
 MAX_TIMEOUT_FACTOR = 8.0
 RETRY_PAUSE_S = 1.0

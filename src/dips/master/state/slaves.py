@@ -27,7 +27,7 @@ from dips.master.state.rollback import LEASE_NUMBERS_OF_AN_EPOCH
 from dips.master.state.rounds import Rounds
 from dips.master.state.shared import SharedState
 from dips.master.state.slave_links import NameClaims, SlaveLinks
-from dips.master.state.waits import recovery_words
+from dips.master.state.status import recovery_words
 
 NEWER_EPOCH_EXIT = 6
 

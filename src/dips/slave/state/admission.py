@@ -1,4 +1,4 @@
-"""Decides which keys this slave's data port admits and what the owner of each key may ask. Pure.
+"""Decides which keys this slave's data port admits, what the owner of each may ask, and how much at a time. Pure.
 
 The list is the master's (Allow). A cluster has one key for each of its ranks, and each of them may do the same. A
 connection belongs to one key for as long as it lasts. Every message is checked against the list as it is now: a key
@@ -97,7 +97,20 @@ def what_is_wrong(allow: Allow) -> str:
     return ""
 
 
-# ---- credits ----
+# ---- credits ---------------------------------------------------------------------------------------------------------
+#
+# Sets how many unanswered requests each sender may have: the slave's side of the transfer schedule.
+#
+# A slave whose link or processor is the bottleneck serves a few streams at full rate and the rest slowly, since streams
+# that share it equally would all end late. The stream with the shortest remaining time goes first, so that pushes that
+# are nearly complete reach the window. How many run at full rate is found by trying: one more for an interval, kept if
+# more bytes arrived in all; else one fewer, kept if not less arrived. So where the senders' own links are the
+# bottleneck, all streams end up at full rate.
+#
+# A stream that is slow by itself takes no place from others, and every sender gets at least HELD requests, so none
+# starves and the link is never idle for want of a request. All ranks of a cluster are one stream, which takes one
+# place, whatever their number. Pure: time is an argument. It decides the rate only: a sender that ignores it breaks
+# nothing, since the data port bounds what may be in flight.
 
 
 Key = TypeVar("Key", bound=Hashable)
