@@ -39,7 +39,8 @@ from storm.servers import Servers
 from dips.core.files import raise_file_limit
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import Caller, DataMode, DataPlan, HeartbeatRequest, Hello, JoinReply, JoinRequest
-from dips.core.net.grpc_calls import decode, encode, open_channel_aio
+from dips.core.net.codec_protobuf import decode, encode
+from dips.core.net.grpc_calls import open_channel_aio
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.worker.config import ClientConfig
 from dips.worker.shell import ClusterShell

@@ -29,7 +29,8 @@ from dips.core.config import Knobs, Name, environment_name, groups_of
 from dips.core.errors import ConfigError
 from dips.core.machine import TransitionTable
 from dips.core.net.security import VARIABLES, Address, AddressOrEmpty
-from dips.core.observe.metrics import CONNECTION_S, MOST_CONNECTIONS, SECONDS, SNAPSHOT_S, Spec
+from dips.core.observe.metrics import SECONDS, Spec
+from dips.core.observe.metrics_server import CONNECTION_S, MOST_CONNECTIONS, SNAPSHOT_S
 from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.core.units import BitsPerSecond, Bytes, Count, Seconds, format_bytes, format_seconds, parse_bytes
 from dips.deploy.deploy_file import DeployedClusterKnobs, DeployKnobs, ModelKnobs, SiteKnobs

@@ -14,7 +14,8 @@ from types import TracebackType
 
 from dips.core.clock import SystemClock
 from dips.core.net.security import INSECURE
-from dips.core.observe.metrics import PATH, Families, LoopSnapshots, MetricsServer, disk_free_bytes
+from dips.core.observe.metrics import Families, disk_free_bytes
+from dips.core.observe.metrics_server import PATH, LoopSnapshots, MetricsServer
 from dips.slave.connections import ConnectionGuard
 from dips.slave.data_server import DataServer
 from dips.slave.memory import ShardMemory

@@ -23,7 +23,8 @@ from support.whole_run import LAYOUT, NumpyCluster, WholeRun
 from dips.core.errors import Refused, RetryLater
 from dips.core.ids import Incarnation
 from dips.core.messages import Caller, HeartbeatRequest, Hello, JoinRequest
-from dips.core.net.grpc_calls import encode, refused_from
+from dips.core.net.codec_protobuf import encode
+from dips.core.net.grpc_calls import refused_from
 from dips.core.net.security import INSECURE
 from dips.core.observe.tape import read_tape
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION

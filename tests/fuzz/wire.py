@@ -31,8 +31,9 @@ from dips.core.messages import (
     StatusRequest,
     WatchRequest,
 )
+from dips.core.net.codec_protobuf import decode, encode
 from dips.core.net.data_header import DataHeader, DataOp
-from dips.core.net.grpc_calls import decode, encode, to_refusal
+from dips.core.net.grpc_calls import to_refusal
 from dips.core.wire import Codec
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_port import DataPort

@@ -19,7 +19,8 @@ from support.waiting import NO_LIMIT_S, until
 from dips.core import messages
 from dips.core.errors import TERMINATED
 from dips.core.layout import Layout, Parameter
-from dips.core.net.grpc_calls import channel_options, decode, encode, from_message, to_message
+from dips.core.net.codec_protobuf import decode, encode, from_message, to_message
+from dips.core.net.grpc_calls import channel_options
 from dips.core.observe.tape import read_tape
 from dips.master.directory import TAPE_NAME
 from dips.protos import clusters_pb2_grpc, operator_pb2_grpc

@@ -27,7 +27,8 @@ from support.waiting import NO_LIMIT_S
 from dips.core import messages
 from dips.core.clock import SystemClock
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
-from dips.core.net.grpc_calls import channel_options, decode, encode, from_message, refused_from, to_message
+from dips.core.net.codec_protobuf import decode, encode, from_message, to_message
+from dips.core.net.grpc_calls import channel_options, refused_from
 from dips.core.net.security import INSECURE
 from dips.core.observe.failpoints import armed, hits
 from dips.core.observe.tape import Tape

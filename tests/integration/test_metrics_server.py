@@ -25,7 +25,7 @@ from dips.core.net.keys import CA_FILE, CERT_FILE, KEY_FILE, REVOKED_FILE, load_
 from dips.core.net.newcomers import Bounds
 from dips.core.net.security import INSECURE
 from dips.core.observe import metrics
-from dips.core.observe.metrics import MOST_CONNECTIONS, LoopSnapshots, MetricsServer, NotNow
+from dips.core.observe.metrics_server import MOST_CONNECTIONS, LoopSnapshots, MetricsServer, NotNow
 from dips.local.authority import Authority, ensure_keys
 
 LOOPBACK = "127.0.0.1:0"

@@ -20,7 +20,8 @@ from support.ports import own_port
 
 from dips.core.errors import ConfigError, FatalError, RefusalCode, Refused
 from dips.core.messages import OperatorReply, OperatorRequest, ReplicaMessage, StatusReply, StatusRequest
-from dips.core.net.grpc_calls import open_channel_aio, refused_from, to_message
+from dips.core.net.codec_protobuf import to_message
+from dips.core.net.grpc_calls import open_channel_aio, refused_from
 from dips.core.net.security import INSECURE, Role
 from dips.core.observe.failpoints import armed
 from dips.core.protocol import OWN_HELLO

@@ -35,8 +35,8 @@ from dips.core.messages import (
 )
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec, encoded_bytes
-from dips.slave.mover import cancelled
 from dips.slave.state import effects
+from dips.slave.state.moves import cancelled
 from dips.slave.state.slave import SlaveMachine
 from dips.slave.state.staging import ShardMap, Slot, Staging, StagingTable
 from search.bounds import BLOCK_BYTES, LAYOUT, RUN, T0_S

@@ -16,7 +16,7 @@ from support.strangers import Strangers
 from support.waiting import until
 from support.whole_run import NumpyCluster, WholeRun
 
-from dips.core.observe.metrics import MOST_CONNECTIONS
+from dips.core.observe.metrics_server import MOST_CONNECTIONS
 from dips.local.authority import ensure_keys
 from dips.master.page.access import read_page_url
 from dips.master.page.history import MAX_NEWCOMERS

@@ -5,7 +5,8 @@ from __future__ import annotations
 import grpc
 
 from dips.core.messages import Refusal
-from dips.core.net.grpc_calls import REFUSAL_KEY, encode
+from dips.core.net.codec_protobuf import encode
+from dips.core.net.grpc_calls import REFUSAL_KEY
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 

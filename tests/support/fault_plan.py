@@ -15,7 +15,7 @@ from support.fault_run import BRIEFLY_S, CLUSTERS, SLAVES, STOPPED_S, FaultRun
 from dips.core.errors import Refused, RetryLater
 from dips.core.ids import Incarnation
 from dips.core.messages import WatchRequest
-from dips.core.net.grpc_calls import to_message
+from dips.core.net.codec_protobuf import to_message
 from dips.core.observe.failpoints import all_names, role_of
 from dips.local.operator_client import OperatorClient
 from dips.protos import operator_pb2_grpc

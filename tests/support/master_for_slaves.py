@@ -16,7 +16,8 @@ from support.waiting import NO_LIMIT_S
 from dips.core import messages as m
 from dips.core.errors import Refused
 from dips.core.ids import Incarnation
-from dips.core.net.grpc_calls import abort, channel_options, from_message, to_message
+from dips.core.net.codec_protobuf import from_message, to_message
+from dips.core.net.grpc_calls import abort, channel_options
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.protos import slaves_pb2_grpc
 

@@ -23,8 +23,9 @@ from dips.core.errors import RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.layout import Block, Layout, Parameter, checksum, chunks_of, digest_of_array, shard_digest
 from dips.core.math.wire_numpy import decode
+from dips.core.net.codec_protobuf import encode, from_message, to_message
 from dips.core.net.data_header import DataHeader, DataOp, MissingChunk
-from dips.core.net.grpc_calls import REFUSAL_KEY, encode, from_message, to_message
+from dips.core.net.grpc_calls import REFUSAL_KEY
 from dips.core.protocol import RANKS
 from dips.core.wire import Codec, encoded_bytes
 from dips.protos import clusters_pb2_grpc

@@ -27,7 +27,7 @@ from dips.core.ids import PushId
 from dips.core.layout import Chunk, checksum
 from dips.core.messages import HeartbeatReply, HeartbeatRequest, PullGrant, Settings, Ticket
 from dips.core.net.carriers import Common
-from dips.core.net.grpc_calls import from_message, to_message
+from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.payloads import Difference, Differences, Parameters, ParameterSource, Payloads, Places, SnapshotReady
 from dips.core.net.transfer import SlaveProgress
 from dips.worker.checkpoint import PushRecorder

@@ -37,7 +37,8 @@ from dips.core.protocol import CURVE_KEY_BYTES
 from dips.core.wire import Codec, encoded_bytes
 from dips.slave import serve_numba
 from dips.slave.calculation import chunk_checksums
-from dips.slave.data_port import DataPort, Sums
+from dips.slave.data_port import DataPort
+from dips.slave.landing import Sums
 from dips.slave.memory import F32, U8, EncodedShard, ThetaBuffer
 from dips.slave.serve_numba import COMPLETE, IDLE, UNUSUAL, ServeLoop
 from dips.slave.state.admission import Admission

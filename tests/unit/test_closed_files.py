@@ -27,7 +27,7 @@ from dips.core.errors import ConfigError
 from dips.core.files import closed, make_folder, open_to_others, replace_file, share_with
 from dips.core.ids import RoundId, Version
 from dips.core.net.security import INSECURE, ProcessKnobs
-from dips.core.observe.metrics import serve_metrics
+from dips.core.observe.metrics_server import serve_metrics
 from dips.core.observe.tape import Tape
 from dips.doctor.findings import Grade
 from dips.doctor.host import check_closed

@@ -25,7 +25,7 @@ from dips.core.messages import (
     StatusReply,
     StatusRequest,
 )
-from dips.core.net import grpc_calls
+from dips.core.net import codec_protobuf
 from dips.core.net.addresses import MasterAddresses, parse_address, split_addresses
 from dips.core.net.grpc_calls import is_unreachable, open_channel, refused_from
 from dips.core.net.security import Security
@@ -111,9 +111,9 @@ class OperatorClient:
                 if self._is_new and self._masters.several:  # not the time of a call for a host that is gone
                     socket.create_connection(parse_address(self.address), CONNECT_S).close()
                 stub = operator_pb2_grpc.OperatorStub(self._channel)
-                reply = getattr(stub, method)(grpc_calls.to_message(request), timeout=self._call_s)
+                reply = getattr(stub, method)(codec_protobuf.to_message(request), timeout=self._call_s)
                 self._is_new = False
-                return grpc_calls.from_message(reply, kind)
+                return codec_protobuf.from_message(reply, kind)
             except (OSError, UnicodeError) as error:
                 cause: Exception = error
                 failed = RetryLater(_why_not(self.address, str(error)))

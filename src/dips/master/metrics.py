@@ -17,19 +17,8 @@ from pathlib import Path
 from dips.core.clock import Clock
 from dips.core.messages import ClusterStatus, StatusReply
 from dips.core.net.security import INSECURE, METRICS_FILE, Security
-from dips.core.observe.metrics import (
-    CERTIFICATE,
-    Families,
-    Instruments,
-    LoopSnapshots,
-    NotNow,
-    Recent,
-    Spec,
-    disk_free_bytes,
-    flag,
-    serve_metrics,
-    served,
-)
+from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, Recent, Spec, disk_free_bytes, flag
+from dips.core.observe.metrics_server import LoopSnapshots, NotNow, serve_metrics, served
 from dips.core.release import VERSION
 from dips.master.archive import FILE_NAME, FOLDER
 from dips.master.config import MasterConfig

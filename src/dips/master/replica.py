@@ -24,7 +24,7 @@ import grpc
 from dips.core.clock import Clock
 from dips.core.errors import FatalError, RefusalCode, Refused, RetryLater
 from dips.core.messages import ReplicaMessage
-from dips.core.net.grpc_calls import encode
+from dips.core.net.codec_protobuf import encode
 from dips.core.observe.failpoints import failpoint
 from dips.core.observe.logs import ChangeLogger
 from dips.core.protocol import OWN_HELLO, agree

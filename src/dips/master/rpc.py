@@ -24,7 +24,8 @@ import grpc.aio
 from dips.core import messages
 from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.net.addresses import format_address, parse_address
-from dips.core.net.grpc_calls import abort, channel_options, decode, encode
+from dips.core.net.codec_protobuf import decode, encode
+from dips.core.net.grpc_calls import abort, channel_options
 from dips.core.net.keys import UsedKeys
 from dips.core.net.newcomers import LOOK_S, Bounds, Connection, PortWatch, files_of_process, plain_host
 from dips.core.net.security import Identity, Security, check_reach

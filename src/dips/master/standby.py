@@ -23,7 +23,8 @@ from dips.core.clock import SystemClock
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, RefusalCode, Refused
 from dips.core.files import is_locked
 from dips.core.messages import JournalBatch, ReplicaMessage
-from dips.core.net.grpc_calls import from_message, open_channel_aio, refused_from, to_message
+from dips.core.net.codec_protobuf import from_message, to_message
+from dips.core.net.grpc_calls import open_channel_aio, refused_from
 from dips.core.net.keys import UsedKeys, parse_certificate, security_of
 from dips.core.net.security import Identity, Security
 from dips.core.observe.failpoints import failpoint

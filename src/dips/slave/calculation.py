@@ -23,7 +23,7 @@ from dips.core.math import wire_numba
 from dips.core.math.outer_numpy import F64, I64, PIECE_ELEMS
 from dips.core.messages import BlockGram, Prepare
 from dips.core.threads import Threads, split
-from dips.slave.data_port import KnownReceipts
+from dips.slave.landing import KnownReceipts
 from dips.slave.memory import F32, EncodedShard, ShardMemory, bytes_of
 
 ONE_THREAD = Threads(1)

@@ -36,7 +36,8 @@ from dips.core.net.zmq_numba import ReceivedFrame, poll_items, why_not
 from dips.core.net.zmq_sockets import NOW, NOW_MORE, ZAP_ENDPOINT, CurvePair, Failure, Handshakes, Outgoing, as_server
 from dips.core.observe.failpoints import FailpointKind, failpoint, hits
 from dips.core.protocol import MAX_WINDOW_CHUNKS
-from dips.slave.data_port import Answer, DataPort, Figures, LandingJob
+from dips.slave.data_port import Answer, DataPort, Figures
+from dips.slave.landing import LandingJob
 from dips.slave.serve_numba import COMPLETE, NEWS, UNUSUAL, ServeLoop
 from dips.slave.state.admission import Admission
 from dips.slave.state.effects import PushStaged

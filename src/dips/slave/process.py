@@ -20,7 +20,8 @@ from dips.core.net.security import METRICS_FILE, Security
 from dips.core.net.zmq_sockets import pair_for
 from dips.core.observe import failpoints
 from dips.core.observe.logs import configure_logging, say_last
-from dips.core.observe.metrics import Families, LoopSnapshots, MetricsServer, disk_free_bytes, serve_metrics
+from dips.core.observe.metrics import Families, disk_free_bytes
+from dips.core.observe.metrics_server import LoopSnapshots, MetricsServer, serve_metrics
 from dips.core.observe.tape import Tape
 from dips.slave.config import SlaveConfig
 from dips.slave.connections import ConnectionGuard

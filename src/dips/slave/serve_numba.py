@@ -5,7 +5,7 @@ request for a chunk of a version's parameters; every other message comes back wi
 serves it as if there were no such loop. So nothing is refused here, and no sentence of a refusal is written twice.
 
 What it knows stands in tables (Tables) that Python makes again whenever something changed; what landed it notes in the
-columns of slave/state/staging.py and slave/data_port.py themselves, by their own functions. The rest of what it did it
+columns of slave/state/staging.py and slave/landing.py themselves, by their own functions. The rest of what it did it
 counts, and Python takes these counts after each call (Loop.settle).
 
 Memory that libzmq still reads after a call, since an answer's payload is the version's own memory, is Lent.
@@ -89,19 +89,9 @@ from dips.core.net.zmq_numba import (
     zmq_send,
 )
 from dips.core.wire import Codec, encoded_bytes, n_scales
-from dips.slave import data_port
-from dips.slave.data_port import (
-    MOST_COMPANIONS,
-    NEVER,
-    DataPort,
-    Reader,
-    Receipts,
-    Sums,
-    claim_companions,
-    note_products,
-    note_sums,
-    rows_of_arrays,
-)
+from dips.slave import landing
+from dips.slave.data_port import DataPort, Reader, rows_of_arrays
+from dips.slave.landing import MOST_COMPANIONS, NEVER, Receipts, Sums, claim_companions, note_products, note_sums
 from dips.slave.state.admission import owner_of
 from dips.slave.state.staging import (
     N_LANDED,
@@ -119,7 +109,7 @@ from dips.slave.state.staging import (
 
 for _rule in (
     *(find_chunk, has_landed, note_landed, n_scales, encoded_bytes, n_pieces),
-    *(data_port.pair_code, data_port.give_back, data_port.claim, note_sums, claim_companions, note_products),
+    *(landing.pair_code, landing.give_back, landing.claim, note_sums, claim_companions, note_products),
 ):
     register_jitable(_rule)
 

@@ -30,11 +30,12 @@ from dips.slave import calculation, serve_numba
 from dips.slave.data_server import DataServer
 from dips.slave.memory import F32, U8, MemoryFiles, ShardMemory, residual_bytes_of
 from dips.slave.metrics import Counts, MetricsMoment, kind_of, snapshot
-from dips.slave.mover import Mover, cancelled
+from dips.slave.mover import Mover
 from dips.slave.push_evidence import PushEvidence
 from dips.slave.ring import SnapshotStore, disk_refusal
 from dips.slave.state import effects
 from dips.slave.state.checks import own_blocks
+from dips.slave.state.moves import cancelled
 from dips.slave.state.shard import to_refusal
 from dips.slave.state.slave import SlaveMachine
 

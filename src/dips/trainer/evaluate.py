@@ -23,7 +23,7 @@ from dips.core.layout import Layout, PublishedModel
 from dips.core.net.keys import security_of
 from dips.core.net.security import Security
 from dips.core.observe.logs import configure_logging
-from dips.core.observe.metrics import serve_metrics, served
+from dips.core.observe.metrics_server import serve_metrics, served
 from dips.core.observe.tape import Tape, new_cause
 from dips.trainer.config import TrainConfig, corpus_of
 from dips.trainer.model import ByteModel

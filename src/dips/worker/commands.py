@@ -19,7 +19,7 @@ from typing import Any, get_origin, get_type_hints
 from dips.core.errors import ConfigError, DipsError, FatalError, RefusalCode, Refused, RemoteProtocolError, RetryLater
 from dips.core.ids import PushId
 from dips.core.messages import Caller, DataRange, PullGrant, Settings, Ticket
-from dips.core.net.grpc_calls import decode, encode
+from dips.core.net.codec_protobuf import decode, encode
 from dips.core.net.messages_pb2 import CODECS
 from dips.worker.state.effects import Cancel, ClearResidual, CopyBase, Install, KeepResidual
 from dips.worker.state.waiting import Times

@@ -31,7 +31,8 @@ from dips.core.messages import (
     Settings,
 )
 from dips.core.net.addresses import MasterAddresses
-from dips.core.net.grpc_calls import from_message, is_unreachable, open_channel, refused_from, to_message
+from dips.core.net.codec_protobuf import from_message, to_message
+from dips.core.net.grpc_calls import is_unreachable, open_channel, refused_from
 from dips.core.net.keys import UsedKeys
 from dips.core.net.security import Identity, Security
 from dips.core.net.tls_probe import why_not_let_in

@@ -39,7 +39,8 @@ from dips.core.messages import (
 )
 from dips.core.net.addresses import MasterAddresses, check_slaves_reachable
 from dips.core.net.carriers import Common, carry_pull
-from dips.core.net.grpc_calls import from_message, is_unreachable, refused_from, to_message
+from dips.core.net.codec_protobuf import from_message, to_message
+from dips.core.net.grpc_calls import is_unreachable, refused_from
 from dips.core.net.security import Identity, Role, Security
 from dips.core.net.tls_probe import check_let_in
 from dips.core.net.transfer import LEAST_BYTES_PER_S, SlaveProgress, TransferSettings

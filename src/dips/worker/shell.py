@@ -41,8 +41,9 @@ from dips.worker.checkpoint_files import CheckpointStore
 from dips.worker.commands import Command, Fetch, KeepPush, Send, ShareOut, Snapshot
 from dips.worker.config import ClientConfig, check, given_times, wire_of
 from dips.worker.control import Heartbeat, MasterClient
-from dips.worker.metrics import DATA, EXCHANGE, Metrics, StepTimer
+from dips.worker.metrics import DATA, EXCHANGE, Metrics
 from dips.worker.model_part import ModelPart
+from dips.worker.pace import StepTimer
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import (

@@ -12,7 +12,7 @@ from dips.lab.compare.engine import Course, plan_of, timing_data, timing_layout
 from dips.lab.compare.methods import METHODS
 from dips.lab.compare.setup import load_setup
 from dips.lab.sim.kernel import SimulatedProcess
-from dips.worker.metrics import WINDOW_STEPS
+from dips.worker.pace import WINDOW_STEPS
 
 
 def course_of(name: str) -> Course:

@@ -15,7 +15,7 @@ from support.wire_values import values_of
 from dips.core import messages
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import PushId, Version
-from dips.core.net.grpc_calls import decode, encode
+from dips.core.net.codec_protobuf import decode, encode
 from dips.core.net.messages_pb2 import CODECS
 from dips.protos import common_pb2
 

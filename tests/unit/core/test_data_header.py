@@ -12,8 +12,8 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import checksum
 from dips.core.messages import Refusal
+from dips.core.net.codec_protobuf import to_message
 from dips.core.net.data_header import MAX_HEADER_BYTES, MAX_MISSING, DataHeader, DataOp, MissingChunk
-from dips.core.net.grpc_calls import to_message
 from dips.core.protocol import PROTOCOL_VERSION
 from dips.core.wire import Codec
 from dips.protos import data_pb2

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from support.failed_call import FailedCall
 
 from dips.core.errors import RefusalCode, Refused, RetryLater
-from dips.core.net.grpc_calls import MAX_SENTENCE_BYTES, REFUSAL_KEY, STATUS_OF_CODE, encode, refused_from, to_refusal
+from dips.core.net.codec_protobuf import encode
+from dips.core.net.grpc_calls import MAX_SENTENCE_BYTES, REFUSAL_KEY, STATUS_OF_CODE, refused_from, to_refusal
 
 
 @pytest.mark.parametrize("code", list(RefusalCode))

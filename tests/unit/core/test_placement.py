@@ -11,7 +11,7 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import RoundId, SlaveId
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import BlockGram, Measured
-from dips.core.net.grpc_calls import encode
+from dips.core.net.codec_protobuf import encode
 from dips.core.placement import Placement, check_measured, memory_bytes_needed, place, shard_bytes_needed
 
 PLENTY = 1 << 40

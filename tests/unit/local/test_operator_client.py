@@ -13,7 +13,7 @@ from support.run_status import run_status
 
 from dips.core import messages as m
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
-from dips.core.net import grpc_calls
+from dips.core.net import codec_protobuf
 from dips.core.net.security import INSECURE
 from dips.local import operator_client
 from dips.local.operator_client import NamedRun, OperatorClient
@@ -34,7 +34,7 @@ class Channel:
             self.calls.append((method, message, timeout))
             if self.fails is not None:
                 raise FailedCall(self.fails)
-            return grpc_calls.to_message(run_status() if method == "Status" else m.OperatorReply(f"{method}: yes"))
+            return codec_protobuf.to_message(run_status() if method == "Status" else m.OperatorReply(f"{method}: yes"))
 
         return call
 
@@ -81,7 +81,7 @@ def test_each_request_is_sent_as_it_was_meant(channel: Channel) -> None:
         m.ExtendRequest("mine", 5, True, "x"),
     ]
     assert channel.calls == [
-        (name, grpc_calls.to_message(one), 7.0) for name, one in zip(["Status", *names], wanted, strict=True)
+        (name, codec_protobuf.to_message(one), 7.0) for name, one in zip(["Status", *names], wanted, strict=True)
     ]
 
 

@@ -17,7 +17,7 @@ from dips.cli import main
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import SlaveId
 from dips.core.layout import DEFAULT_BLOCK_ELEMS, Layout, Parameter
-from dips.core.observe.metrics import MOST_CONNECTIONS
+from dips.core.observe.metrics_server import MOST_CONNECTIONS
 from dips.core.placement import (
     MEMORY_FILES,
     difference_bytes_needed,

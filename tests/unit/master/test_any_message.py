@@ -16,7 +16,7 @@ from support.wire_values import values_of
 
 from dips.core import messages as m
 from dips.core.ids import RoundId, Version
-from dips.core.net.grpc_calls import encode
+from dips.core.net.codec_protobuf import encode
 from dips.master.state.effects import ClusterCall, SlaveSaid, Tick
 
 PHASES = {

@@ -15,7 +15,7 @@ from support.scripted_master_state import MemoryJournal, ScriptedMachine, comman
 
 from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.messages import LeaveReply, StatusRequest
-from dips.core.net.grpc_calls import encode
+from dips.core.net.codec_protobuf import encode
 from dips.core.observe import tape
 from dips.core.observe.tape import Tape, read_tape
 from dips.master.rpc import slaves_service

@@ -14,7 +14,7 @@ from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation, Version
 from dips.core.layout import Layout, Parameter
-from dips.core.net.grpc_calls import encode
+from dips.core.net.codec_protobuf import encode
 from dips.master.state.effects import Pause, Stop
 
 

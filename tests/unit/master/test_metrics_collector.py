@@ -12,7 +12,7 @@ from support.reshard_bench import ReshardBench
 from dips.core.errors import RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.messages import ClusterStatus, Hello, Measure
-from dips.core.observe.metrics import NotNow
+from dips.core.observe.metrics_server import NotNow
 from dips.core.protocol import RANKS
 from dips.master.metrics import METRICS, PREFIX, Counts, Metrics, Rising, clusters_shown
 from dips.master.state import tape

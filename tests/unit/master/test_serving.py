@@ -28,7 +28,8 @@ from dips.core import messages as m
 from dips.core.config import load
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, LocalProtocolError, RefusalCode, Refused
 from dips.core.net.addresses import parse_address
-from dips.core.net.grpc_calls import decode, encode, refused_from
+from dips.core.net.codec_protobuf import decode, encode
+from dips.core.net.grpc_calls import refused_from
 from dips.core.net.keys import MASTER_DNS_NAME
 from dips.core.observe.tape import read_tape
 from dips.local.authority import Authority, ensure_keys

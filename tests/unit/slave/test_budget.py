@@ -11,7 +11,7 @@ from dips.core.layout import Layout, Parameter, chunks_of
 from dips.core.math.outer_numpy import PIECE_ELEMS
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.placement import KEPT_PRODUCTS, table_bytes_needed
-from dips.slave.data_port import MOST_COMPANIONS, NEVER, KnownReceipts, Receipts, note_products, note_sums
+from dips.slave.landing import MOST_COMPANIONS, NEVER, KnownReceipts, Receipts, note_products, note_sums
 from dips.slave.state.staging import Landing, ShardMap
 
 CHUNK_BYTES = 2 * PIECE_ELEMS * 4

@@ -17,7 +17,7 @@ from dips.core.math.outer_numpy import PIECE_ELEMS, average_step, outer_step
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.threads import Threads
 from dips.slave import calculation
-from dips.slave.data_port import KnownReceipts, Receipts, note_products, note_sums
+from dips.slave.landing import KnownReceipts, Receipts, note_products, note_sums
 from dips.slave.memory import F32, ShardMemory
 
 RNG = np.random.default_rng(3)

@@ -18,7 +18,8 @@ from support.slave_bench import SlaveBench
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation
 from dips.core.messages import Hello, Promised, Settings, SlaveBeat, SlaveCommand, SlaveHello, SlaveMessage, Welcome
-from dips.core.net.grpc_calls import STATUS_OF_CODE, from_message, to_message, to_refusal
+from dips.core.net.codec_protobuf import from_message, to_message
+from dips.core.net.grpc_calls import STATUS_OF_CODE, to_refusal
 from dips.core.net.security import INSECURE
 from dips.protos import slaves_pb2, slaves_pb2_grpc
 from dips.slave import control as module

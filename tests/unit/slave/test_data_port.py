@@ -18,7 +18,8 @@ from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import Codec, encoded_bytes
 from dips.slave.calculation import chunk_checksums
-from dips.slave.data_port import MAX_REASON_CHARACTERS, Answer, DataPort, LandingJob
+from dips.slave.data_port import MAX_REASON_CHARACTERS, Answer, DataPort
+from dips.slave.landing import LandingJob
 from dips.slave.memory import ThetaBuffer
 from dips.slave.state.admission import Admission
 from dips.slave.state.effects import PushStaged

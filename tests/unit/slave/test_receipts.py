@@ -15,7 +15,8 @@ from dips.core.messages import SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec
 from dips.slave.calculation import chunk_checksums
-from dips.slave.data_port import DataPort, KnownReceipts
+from dips.slave.data_port import DataPort
+from dips.slave.landing import KnownReceipts
 from dips.slave.memory import ThetaBuffer
 from dips.slave.state.staging import ShardMap, Slot
 

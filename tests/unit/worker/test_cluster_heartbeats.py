@@ -18,7 +18,7 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation, Version
 from dips.core.messages import Caller, HeartbeatReply, HeartbeatRequest, Settings
 from dips.core.net.addresses import MasterAddresses
-from dips.core.net.grpc_calls import from_message, to_message
+from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.security import INSECURE
 from dips.worker.control import Heartbeat
 from dips.worker.state.effects import Beat

@@ -29,7 +29,7 @@ from dips.core.messages import (
     StatusRequest,
 )
 from dips.core.net.addresses import MasterAddresses
-from dips.core.net.grpc_calls import from_message, to_message
+from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.security import INSECURE
 from dips.worker import reader
 from dips.worker.config import ClientConfig, check

@@ -11,7 +11,7 @@ from dips.core.config import load
 from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.messages import Caller, LeaveRequest, Settings
 from dips.worker.config import ClientConfig, check
-from dips.worker.metrics import StepTimer
+from dips.worker.pace import StepTimer
 from dips.worker.state.shared import Remedy, remedy_for
 from dips.worker.state.waiting import RepeatedCall, times_of
 

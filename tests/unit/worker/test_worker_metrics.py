@@ -18,7 +18,7 @@ from dips.core.wire import Codec
 from dips.worker import metrics
 from dips.worker.config import ClientConfig
 from dips.worker.data import LinkCounts, TransferDirection
-from dips.worker.metrics import StepTimer
+from dips.worker.pace import StepTimer
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Cancel, Done, Failed, Run, SendPush
 from dips.worker.state.shared import SessionConfig

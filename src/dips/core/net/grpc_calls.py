@@ -1,56 +1,19 @@
-"""gRPC calls between processes of a run: messages as bytes, channels to the master, refusals on both ends of a call.
-
-The values of core/messages.py become protobuf's messages and come back; `make protos` writes the conversion of each
-class (messages_pb2.py). Decoding allocates nothing that the received bytes do not already bound.
-"""
+"""gRPC calls between processes of a run: channels to the master, and refusals on both ends of a call."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError, Message
 
 from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.messages import Refusal
 from dips.core.net.addresses import format_address, parse_address
+from dips.core.net.codec_protobuf import decode, encode
 from dips.core.net.keys import MASTER_DNS_NAME, reloaded
-from dips.core.net.messages_pb2 import CODECS
 from dips.core.net.security import Identity, Security, check_reach
-
-T = TypeVar("T")
-
-
-def to_message(value: Any) -> Message:
-    """The protobuf message of a value of core/messages.py."""
-    message_class, write, _ = CODECS[type(value)]
-    message = message_class()
-    write(value, message)
-    return message
-
-
-def from_message(message: Message, kind: type[T]) -> T:
-    """The value that a protobuf message carries.
-
-    Raises Refused(MALFORMED), or Refused(LAYOUT) for an impossible layout.
-    """
-    return cast(T, CODECS[kind][2](message))
-
-
-def encode(value: Any) -> bytes:
-    return to_message(value).SerializeToString()
-
-
-def decode(data: bytes, kind: type[T]) -> T:
-    """Parse bytes into a value. Raises Refused(MALFORMED)."""
-    try:
-        message = CODECS[kind][0].FromString(data)
-    except DecodeError as error:
-        raise Refused(RefusalCode.MALFORMED, f"a {kind.__name__} cannot be parsed: {error}") from error
-    return from_message(message, kind)
-
 
 # ---- grpc refusal ----------------------------------------------------------------------------------------------------
 #

@@ -25,7 +25,7 @@ from dips.lab.sim.hosts.ranks import ModelCommand, Ranks, same_vectors
 from dips.lab.sim.hosts.transfer import Carrier, PullCarrier, PushCarrier
 from dips.lab.sim.world import Call, Host, World
 from dips.worker.commands import Snapshot
-from dips.worker.metrics import StepTimer
+from dips.worker.pace import StepTimer
 from dips.worker.state import effects
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import PushRecord, SendPush

@@ -49,11 +49,11 @@ from dips.lab.sim.network import End, Stream
 from dips.lab.sim.world import Away, SlaveProcess, World
 from dips.slave.disk import Promise
 from dips.slave.memory import bytes_of
-from dips.slave.mover import cancelled, given_up, settings_of_moves
 from dips.slave.ring import Ring
 from dips.slave.state import effects
 from dips.slave.state.admission import Admission
 from dips.slave.state.checks import own_blocks
+from dips.slave.state.moves import cancelled, given_up, settings_of_moves
 from dips.slave.state.shard import to_refusal
 from dips.slave.state.slave import SlaveMachine
 
