@@ -273,9 +273,9 @@ them good for this.
 ## What a scrape costs
 
 Values are read when they are scraped. A master and a slave make a snapshot on the event loop that owns their state,
-of what it holds already; a loop that does not answer within {SNAPSHOT_S:g} s gives 503, and Prometheus
+of what it holds already. A loop that does not answer within {SNAPSHOT_S:g} s gives 503, and Prometheus
 sees the target down, which it is. A cluster's training thread leaves its numbers behind at each step, one small object,
-because a scrape must not wait for a step, and the thread that moves chunks leaves its own four times a second while
+because a scrape must not wait for a step. The thread that moves chunks leaves its own four times a second while
 something moves. Counting costs an addition for each event of the control flow and each chunk. A server
 has at most {MOST_CONNECTIONS} connections at a time, each for at most {CONNECTION_S:g} s.
 

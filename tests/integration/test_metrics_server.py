@@ -24,7 +24,7 @@ from dips.core.net.addresses import parse_address
 from dips.core.net.keys import CA_FILE, CERT_FILE, KEY_FILE, REVOKED_FILE, load_identity
 from dips.core.net.newcomers import Bounds
 from dips.core.net.security import INSECURE
-from dips.core.observe import metrics
+from dips.core.observe import metrics_server
 from dips.core.observe.metrics_server import MOST_CONNECTIONS, LoopSnapshots, MetricsServer, NotNow
 from dips.local.authority import Authority, ensure_keys
 
@@ -207,8 +207,8 @@ def test_connections_that_come_together_wait_to_be_accepted() -> None:
 
 
 def test_who_has_not_shaken_hands_for_long_makes_room_for_a_scrape(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "Bounds", lambda *_: Bounds(1, 1, NO_LIMIT_S, patience_s=0.0))
-    monkeypatch.setattr(metrics, "CONNECTION_S", NO_LIMIT_S)
+    monkeypatch.setattr(metrics_server, "Bounds", lambda *_: Bounds(1, 1, NO_LIMIT_S, patience_s=0.0))
+    monkeypatch.setattr(metrics_server, "CONNECTION_S", NO_LIMIT_S)
     server = MetricsServer(EVERYWHERE, one, load_identity(keys / "s0"))
     server.start()
     try:
