@@ -61,7 +61,8 @@ def in_this_process() -> None:
 
 def record(folder: Path) -> dict[str, list[str]]:
     """The modules of each process."""
-    os.environ |= {LOG: str(folder), "PYTHONPATH": str(ROOT / "tests")}
+    path = os.pathsep.join(str(ROOT / part) for part in ("src", "tests"))
+    os.environ |= {LOG: str(folder), "PYTHONPATH": path}
     notes = Notes()
     with WholeRun(folder / "run", n_slaves=1, min_clusters=1) as run:
         cluster: NumpyCluster = run.cluster("a", 1, step_s=0.02)
