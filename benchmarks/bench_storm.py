@@ -36,7 +36,7 @@ import numpy as np
 from storm.link import SharedLink
 from storm.servers import Servers
 
-from dips.core.files import raise_file_limit
+from dips.core.file_limit import raise_file_limit
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import Caller, DataMode, DataPlan, HeartbeatRequest, Hello, JoinReply, JoinRequest
 from dips.core.net.codec_protobuf import decode, encode

@@ -33,7 +33,7 @@ from support.hostile import n_files
 from support.strangers import Strangers
 
 from dips.core.allocator import keep_one_heap
-from dips.core.files import raise_file_limit
+from dips.core.file_limit import raise_file_limit
 from dips.core.net.grpc_calls import channel_options, open_channel
 from dips.core.net.keys import load_identity
 from dips.core.net.newcomers import AcceptFilter, Newcomers, files_of_process, origin_of

@@ -17,10 +17,10 @@ from support.scripted_master_state import HELLO
 from support.waiting import NO_LIMIT_S, until
 
 from dips.core import messages
-from dips.core.errors import TERMINATED
+from dips.core.errors import TERMINATED, RefusalCode, Refused
 from dips.core.layout import Layout, Parameter
 from dips.core.net.codec_protobuf import decode, encode, from_message, to_message
-from dips.core.net.grpc_calls import channel_options
+from dips.core.net.grpc_calls import channel_options, refused_from
 from dips.core.observe.tape import read_tape
 from dips.master.directory import TAPE_NAME
 from dips.protos import clusters_pb2_grpc, operator_pb2_grpc
@@ -41,14 +41,25 @@ class Client:
         self.clusters: Any = clusters_pb2_grpc.ClustersStub(channel)
         self.operator: Any = operator_pb2_grpc.OperatorStub(channel)
 
-    def join(self, name: str, run_id: str = "demo") -> messages.JoinReply:
+    def join(self, name: str) -> messages.JoinReply:
+        """Once the slave's promise, which comes over another connection, is here."""
         plan = messages.DataPlan(messages.DataMode.OWN)
-        request = messages.JoinRequest(messages.Caller(run_id, 0, name), HELLO, LAYOUT, LAYOUT.layout_hash, plan)
-        return from_message(self.clusters.Join(to_message(request), timeout=NO_LIMIT_S), messages.JoinReply)
+        request = messages.JoinRequest(messages.Caller("demo", 0, name), HELLO, LAYOUT, LAYOUT.layout_hash, plan)
+        answers: list[messages.JoinReply] = []
 
-    def wait_for_slave(self) -> None:
-        """Until its promise, which comes over another connection, is here."""
-        until(lambda: "have attached" not in self.status().waiting_for, "the slave")
+        def is_let_in() -> bool:
+            try:
+                reply = self.clusters.Join(to_message(request), timeout=NO_LIMIT_S)
+            except grpc.RpcError as error:
+                refused = refused_from(error)
+                assert isinstance(refused, Refused)
+                assert refused.code is RefusalCode.BUSY, refused
+                return False
+            answers.append(from_message(reply, messages.JoinReply))
+            return True
+
+        until(is_let_in, "the master lets the cluster in")
+        return answers[0]
 
     def status(self) -> messages.StatusReply:
         return from_message(
@@ -79,9 +90,7 @@ def attached(address: str) -> Iterator[None]:
 def client(master: MasterProcess) -> Iterator[Client]:
     address = master.started().address
     with attached(address), grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
-        client = Client(channel)
-        client.wait_for_slave()
-        yield client
+        yield Client(channel)
 
 
 def test_a_cluster_joins_and_is_seen(master: MasterProcess, client: Client) -> None:
@@ -120,7 +129,6 @@ def test_a_master_that_was_paused_evicts_nobody_for_its_own_silence(tmp_path: Pa
         address = master.started().address
         with attached(address), grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
             client = Client(channel)
-            client.wait_for_slave()
             client.join("a")
             master.popen.send_signal(signal.SIGSTOP)
             time.sleep(pause_s)  # longer than the 10 s after which a silent peer is evicted

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from dips.core.files import WANTED_FILES, open_to_others
+from dips.core.file_limit import WANTED_FILES
+from dips.core.files import open_to_others
 from dips.core.release import DISTRIBUTION, how_to_install, requirement
 from dips.core.threads import usable_processors
 from dips.core.units import format_bits_per_s, format_bytes, format_seconds

@@ -20,7 +20,8 @@ from dips.core.allocator import keep_one_heap
 from dips.core.clock import Clock, SystemClock
 from dips.core.config import Loaded
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError
-from dips.core.files import raise_file_limit, share_with
+from dips.core.file_limit import raise_file_limit
+from dips.core.files import share_with
 from dips.core.net.addresses import dialable, format_address, parse_address, shown_listening
 from dips.core.net.keys import security_of
 from dips.core.net.security import Identity, Role, Security

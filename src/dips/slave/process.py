@@ -13,7 +13,8 @@ from dips.core.allocator import keep_freed_memory
 from dips.core.clock import SystemClock
 from dips.core.config import Loaded
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, DipsError, of_disk
-from dips.core.files import raise_file_limit, share_with
+from dips.core.file_limit import raise_file_limit
+from dips.core.files import share_with
 from dips.core.net.addresses import format_address, is_elsewhere, is_loopback_endpoint, parse_address, split_addresses
 from dips.core.net.keys import security_of
 from dips.core.net.security import METRICS_FILE, Security

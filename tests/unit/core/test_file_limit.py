@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from dips.core.files import raise_file_limit
+from dips.core.file_limit import raise_file_limit
 
 
 @pytest.mark.parametrize(("soft", "hard", "after"), [
