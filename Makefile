@@ -92,7 +92,7 @@ model-check: $(DEV_STAMP)  ## visit every state of small runs, breadth first, in
 mutants: $(DEV_STAMP)  ## make small faults, one at a time, and see whether a unit test fails; ARGS="--sample 240 --seed 1"
 	PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
 
-fuzz: $(DEV_STAMP)  ## feed unexpected bytes to every decoder for MINUTES, and attack real processes
+fuzz: $(DEV_STAMP)  ## feed unexpected bytes to every decoder for MINUTES, and to the compiled loops
 	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(ARGS)
 
 soak: $(DEV_STAMP)  ## train twice, without faults and under many kills, for MINUTES, and compare the losses
