@@ -95,15 +95,6 @@ async def test_a_message_without_an_end_ends_the_connection(filled_port: Guarded
     told(port, "connections", before + 1, "cut 1 connections that delivered nothing")
 
 
-async def test_a_message_of_very_many_frames_ends_all_connections_and_is_counted(port: GuardedPort) -> None:
-    before = port.count()["connections"]
-    with hostile.dealer(port.endpoint) as peer:
-        hostile.many_frames(peer, 70_000)
-        assert hostile.hung_up(peer)
-    told(port, "connections", before + 1, "more than")
-    await pushes_all(port)
-
-
 async def test_a_message_of_many_frames_is_one_refusal(port: GuardedPort) -> None:
     before = port.count()["chunks"]
     with hostile.dealer(port.endpoint) as peer:
