@@ -121,7 +121,7 @@ def test_a_second_connection_under_a_routing_id_gets_no_answer_of_the_first(port
             assert peer is thief or peer.recv()
         for _ in range(5):
             owner.send(ask)
-            assert owner.poll(1000 * NO_LIMIT_S), "the thief took its place"
+            assert owner.poll(int(1000 * NO_LIMIT_S)), "the thief took its place"
             owner.recv()
         assert not thief.poll(100)
 
