@@ -1,7 +1,4 @@
-"""Where a process can lose what it was doing, a failpoint stands; each is registered, used, and in its own role.
-
-The places are found in the sources: every flush and rename of a file, every SQLite COMMIT, every end of a gRPC call.
-"""
+"""Each failpoint is registered, used, and in its own role: the faults that are planned at its name strike."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from support.repository import SOURCE, modules
 import dips.lab.sim.seed_run  # imports every state machine, and so every table  # noqa: F401
 from dips.core import machine
 from dips.core.observe import failpoints
-from dips.core.observe.failpoints import OBEYS, PLACEHOLDERS, TABLES, all_names, expand, transition_name
+from dips.core.observe.failpoints import PLACEHOLDERS, TABLES, all_names, expand, transition_name
 from dips.protos import clusters_pb2, operator_pb2
 
 ROLES = ("core", "master", "slave", "worker")
@@ -29,46 +26,22 @@ FILES = SOURCE / "core" / "files.py"
 ROLE_OF_PACKAGE = {role: role for role in ROLES} | {"trainer": "worker"}
 MODULES = [path for path in modules() if path.relative_to(SOURCE).parts[0] in ROLE_OF_PACKAGE and path != MACHINERY]
 
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
-
-FLUSHES = {"os.fsync", "os.fdatasync", "os.replace", "os.rename", "os.link"}
-HANDLERS = {"grpc.unary_unary_rpc_method_handler", "grpc.unary_stream_rpc_method_handler"}
-
 
 @dataclass(frozen=True)
 class Use:
-    """One call of failpoint(), or one that FILES makes for a place of the caller's. obeyed: its result is used."""
+    """One call of failpoint(), or one that FILES makes for a place of the caller's."""
 
     path: Path
     pattern: str
-    obeyed: bool
 
     @property
     def role(self) -> str:
         return ROLE_OF_PACKAGE[self.path.relative_to(SOURCE).parts[0]]
 
 
-def functions(tree: ast.Module) -> Iterator[FunctionNode]:
-    return (node for node in ast.walk(tree) if isinstance(node, FunctionNode))
-
-
-def own_nodes(function: FunctionNode) -> Iterator[ast.AST]:
-    """Everything in a function except what stands in functions inside it; lambdas belong to it."""
-    waiting: list[ast.AST] = list(function.body)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, FunctionNode)]
-
-
-@functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
 @functools.cache
 def calls_of(path: Path) -> list[ast.Call]:
-    return [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
 
 
 def called(call: ast.Call) -> str:
@@ -81,43 +54,8 @@ def called(call: ast.Call) -> str:
     return ".".join((first, *reversed(names)))
 
 
-def loses(call: ast.Call, uses_grpc: bool) -> bool:
-    """Whether a process that dies around this call has half done something."""
-    name = called(call)
-    receiver, _, method = name.rpartition(".")
-    if name in FLUSHES:
-        return True
-    if method in ("rename", "replace") and receiver not in ("os", "dataclasses"):
-        return len(call.args) == 1 and not call.keywords  # a path's; a text's replace() takes two
-    if method == "execute" and call.args and isinstance(call.args[0], ast.Constant):
-        return str(call.args[0].value).upper().startswith("COMMIT")
-    if not uses_grpc:
-        return False
-    if receiver in ("context", "call") and method in ("read", "write"):
-        return True
-    of_a_stub = "stub" in receiver.lower() and method[:1].isupper()
-    return of_a_stub or (name.startswith("getattr(") and "stub" in name.lower())
-
-
-@functools.cache
-def edges(tree: ast.Module) -> list[FunctionNode]:
-    """The functions in which a failpoint must stand."""
-    imports = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    uses_grpc = "grpc" in imports
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    served = {ast.unparse(call.args[0]) for call in calls if called(call) in HANDLERS}
-    found = []
-    for function in functions(tree):
-        nodes = list(own_nodes(function))
-        hears = uses_grpc and any(isinstance(node, ast.AsyncFor) for node in nodes)
-        lost = any(isinstance(node, ast.Call) and loses(node, uses_grpc) for node in nodes)
-        if lost or hears or function.name in served:
-            found.append(function)
-    return found
-
-
-def is_failpoint(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and called(node) == "failpoint"
+def is_failpoint(call: ast.Call) -> bool:
+    return called(call) == "failpoint"
 
 
 def pattern_of(call: ast.Call) -> str:
@@ -151,7 +89,7 @@ def in_files(path: Path) -> Iterator[Use]:
                 continue
         steps = [pattern_of(step) for step in calls_of(FILES) if is_failpoint(step)]
         names = {step.replace("{place}", place).replace("{role}", role) for step in steps}
-        yield from (Use(path, name, False) for name in sorted(names & {*all_names()}))
+        yield from (Use(path, name) for name in sorted(names & {*all_names()}))
 
 
 def uses() -> list[Use]:
@@ -160,44 +98,17 @@ def uses() -> list[Use]:
         found += in_files(path)
         if path == FILES:
             continue
-        calls = list(filter(is_failpoint, calls_of(path)))
-        bare = {id(node.value) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Expr)} if calls else set()
-        found += [Use(path, pattern_of(call), id(call) not in bare) for call in calls]
+        found += [Use(path, pattern_of(call)) for call in calls_of(path) if is_failpoint(call)]
     return found
 
 
 USES = uses()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_a_failpoint_stands_wherever_something_can_be_half_done(path: Path) -> None:
-    bare = [
-        f"{path.relative_to(SOURCE)}:{function.lineno} {function.name}"
-        for function in edges(tree_of(path))
-        if not any(map(is_failpoint, own_nodes(function)))
-    ]
-    assert not bare
-
-
-def test_places_of_every_kind_were_found() -> None:
-    found = {path.relative_to(SOURCE).as_posix() for path in MODULES if edges(tree_of(path))}
-    assert found >= {"master/journal.py", "core/files.py", "master/rpc.py", "slave/control.py"}
-    assert found >= {"slave/disk.py", "worker/control.py"}
-
-
-def test_each_name_is_registered_once_with_a_sentence() -> None:
-    assert sum(map(len, SECTIONS.values())) == len(PATTERNS)
-    assert all(sentence.strip() for section in SECTIONS.values() for sentence in section.values())
-    assert all(name.startswith(f"{role}.") for role, section in SECTIONS.items() for name in section)
-
-
 @pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.path.relative_to(SOURCE)}-{use.pattern}")
-def test_a_name_that_is_used_is_registered_in_its_role_and_obeyed_as_said(use: Use) -> None:
-    names = expand(use.pattern)
-    assert set(names) <= set(all_names()), f"register {use.pattern} in core/observe/failpoints.py"
+def test_a_name_that_is_used_is_registered_in_its_role(use: Use) -> None:
+    assert set(expand(use.pattern)) <= set(all_names()), f"register {use.pattern} in core/observe/failpoints.py"
     assert use.role == "core" or use.pattern.startswith((f"{use.role}.", "core.")), "core serves every role"
-    obeyed = {name for pattern in OBEYS for name in expand(pattern)}
-    assert {name in obeyed for name in names} == {use.obeyed}, "OBEYS says which call sites use the result"
 
 
 @pytest.mark.parametrize("pattern", sorted(PATTERNS))

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from support.compare_records import record
 from support.manual_clock import ManualClock
-from support.pool_work import fail_for_seed_two, made_up, stumble_for_seed_two
+from support.pool_work import fail_for_seed_two, made_up, stumble
 
 from dips.core.errors import DipsError
 from dips.lab.compare.jobs import ComparisonJob, Results, gather
@@ -32,7 +32,7 @@ def test_results_come_in_the_order_of_the_jobs_and_are_kept(tmp_path: Path) -> N
     records = gather(JOBS, tmp_path, 2, first, ManualClock(), work=made_up)
     assert [record.seed for record in records] == [1, 2, 3]
     assert "3 to do, 2 at a time" in said(first)
-    assert gather(JOBS, tmp_path, 2, second, ManualClock(), work=stumble_for_seed_two) == records
+    assert gather(JOBS, tmp_path, 2, second, ManualClock(), work=stumble) == records
     assert said(second) == "", "nothing was to do"
 
 
@@ -52,7 +52,7 @@ def test_a_run_that_fails_leaves_the_finished_ones(tmp_path: Path) -> None:
 
 def test_a_bug_leaves_its_trace_in_a_file(tmp_path: Path) -> None:
     with pytest.raises(DipsError, match="a bug: ZeroDivisionError") as failed:
-        gather(JOBS[1:2], tmp_path, 1, console(), ManualClock(), work=stumble_for_seed_two)
+        gather(JOBS[1:2], tmp_path, 1, console(), ManualClock(), work=stumble)
     trace = tmp_path / "logs" / "dips-2.txt"
     assert f"place in the program: {trace}; the run had not ended" in str(failed.value)
     assert "pool_work.py" in trace.read_text()

@@ -60,18 +60,6 @@ def flat(of: Trainer) -> np.ndarray[Any, np.dtype[np.float32]]:
     return of.model.flat()
 
 
-def test_without_a_master_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DIPS_MASTER", raising=False)
-    models = []
-    for callbacks in ([], [dips.HuggingFaceCallback()]):
-        ours = trainer(tmp_path, *callbacks)  # seeds all generators
-        ours.train()
-        models.append(flat(ours))
-    plain, called = models
-    assert np.array_equal(plain, called)
-    assert not (tmp_path / "trainer" / "dips").exists()
-
-
 @pytest.mark.parametrize("killed_at", [6, 9])
 def test_a_killed_training_goes_on(tmp_path: Path, new_run: Callable[[], RunForWorkers], killed_at: int) -> None:
     """At 6 inside of a round; at 9 a round further than the checkpoint (of 5): what was not saved is made again."""

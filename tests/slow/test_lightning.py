@@ -105,19 +105,6 @@ def saving(folder: Path, *callbacks: Callback, **changes: Any) -> Trainer:
     return trainer(folder, *callbacks, keeper, enable_checkpointing=True, **changes)
 
 
-def test_without_a_master_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DIPS_MASTER", raising=False)
-    models = []
-    for callbacks in ([], [dips.LightningCallback()]):
-        module = Module(1)
-        seed_everything(3, verbose=False)
-        saving(tmp_path, *callbacks).fit(module, Batches())
-        models.append(module.flat())
-    plain, called = models
-    assert np.array_equal(plain, called)
-    assert not (tmp_path / "dips").exists()
-
-
 class TermAt(Callback):
     """SIGTERM after a batch."""
 

@@ -1,5 +1,5 @@
 """`dips plan run` with real ranks, and own loops: gradients, plans that are swapped, stages that are shared, and no
-process that outlives the command. Times: tests/endurance."""
+process that outlives the command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.dips_command import children, dips, dips_started, ended, is_running
+from support.dips_command import ROOT, children, dips, dips_started, ended, is_running, started
+from support.up_run import TORCHRUN
 from support.waiting import until
 
 LONG = ("zb_v", "--stages", "2", "--microbatches", "4", "--operation-ms", "5000")
@@ -32,6 +33,17 @@ def test_other_schedules_have_them_too(name: str, stages: int) -> None:
     found = json.loads(done.stdout)
     assert (found["ranks"], found["stages"], found["schedule"]) == (2, stages, name)
     assert found["gradients"]["largest_difference"] < 1e-13
+
+
+def test_the_example_trains_in_the_order_of_a_plan(tmp_path: Path) -> None:
+    plan, log = tmp_path / "plan.csv", tmp_path / "log"
+    plan.write_text("0F0,0F1,3F0,3I0,3W0,3F1,3I1,3W1,0I0,0I1,0W0,0W1\n1F0,1F1,2F0,2F1,2B0,1B0,2B1,1B1\n")
+    example = ROOT / "examples" / "04-plan-a-schedule" / "train_planned.py"
+    with started(*TORCHRUN, example, plan, log=log) as ranks:
+        assert ended(ranks, log) == 0, log.read_text()[-3000:]
+    losses = [float(line.split()[-1]) for line in log.read_text().splitlines() if line.startswith("step ")]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] - 0.02
 
 
 def test_a_plan_is_swapped_while_ranks_train(tmp_path: Path) -> None:

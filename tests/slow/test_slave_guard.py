@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import zmq
 from support import hostile
 from support.data_port_process import GuardedPort
-from support.slave_wire import LAYOUT, DataClient, push_id
-from support.waiting import until
+from support.slave_wire import LAYOUT, RUN, DataClient, push_id
+from support.waiting import NO_LIMIT_S, until
 
 from dips.core.layout import digest_of_array
+from dips.core.net.data_header import DataHeader, DataOp
 from dips.slave.data_server import LoopName
 
 A = push_id("a")
@@ -93,21 +95,35 @@ async def test_a_message_without_an_end_ends_the_connection(filled_port: Guarded
     told(port, "connections", before + 1, "cut 1 connections that delivered nothing")
 
 
-async def test_a_message_of_very_many_frames_ends_all_connections_and_is_counted(port: GuardedPort) -> None:
-    before = port.count()["connections"]
-    with hostile.dealer(port.endpoint) as peer:
-        hostile.many_frames(peer, 70_000)
-        assert hostile.hung_up(peer)
-    told(port, "connections", before + 1, "more than")
-    await pushes_all(port)
-
-
 async def test_a_message_of_many_frames_is_one_refusal(port: GuardedPort) -> None:
     before = port.count()["chunks"]
     with hostile.dealer(port.endpoint) as peer:
         peer.sendall(hostile.frame(b"x", hostile.MORE) * 5000 + hostile.frame(b""))
         assert peer.recv(1)[0] & 0b100 == 0, "an answer, not a command"
     told(port, "chunks", before + 1)
+
+
+@pytest.mark.parametrize("flags", [hostile.LONG, hostile.LONG | hostile.MORE])
+def test_a_frame_that_claims_more_than_a_chunk_ends_its_connection(port: GuardedPort, flags: int) -> None:
+    with hostile.dealer(port.endpoint) as peer:
+        peer.sendall(bytes([flags]) + (1 << 62).to_bytes(8, "big"))
+        assert hostile.hung_up(peer)
+
+
+def test_a_second_connection_under_a_routing_id_gets_no_answer_of_the_first(port: GuardedPort) -> None:
+    ask = DataHeader(RUN, 1, DataOp.QUERY_MISSING, 1, push=A, attempt=1).encode()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as owner, context.socket(zmq.DEALER) as thief:
+        for peer in (owner, thief):
+            peer.setsockopt(zmq.LINGER, 0)
+            peer.setsockopt(zmq.ROUTING_ID, b"owner")
+            peer.connect(port.endpoint)
+            peer.send(ask)
+            assert peer is thief or peer.recv()
+        for _ in range(5):
+            owner.send(ask)
+            assert owner.poll(int(1000 * NO_LIMIT_S)), "the thief took its place"
+            owner.recv()
+        assert not thief.poll(100)
 
 
 @pytest.mark.parametrize("loop", LOOPS)

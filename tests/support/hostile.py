@@ -1,4 +1,4 @@
-"""Peers that mean harm, byte by byte: what ZMTP and HTTP/2 let anybody send, without a library that would forbid it."""
+"""Peers that mean harm, byte by byte: what ZMTP lets anybody send, without a library that would forbid it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ FRAME_BYTES = 64
 
 PAUSE_EVERY_BYTES = 16 << 20
 
-HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-
 
 def frame(body: bytes, flags: int = 0) -> bytes:
     if len(body) > 255:
@@ -31,9 +29,9 @@ def frame(body: bytes, flags: int = 0) -> bytes:
     return struct.pack(">BB", flags, len(body)) + body
 
 
-def ready(socket_type: bytes = b"DEALER", identity: bytes = b"") -> bytes:
+def ready() -> bytes:
     """The READY command that ends the handshake without security."""
-    pairs = ((b"Socket-Type", socket_type), (b"Identity", identity))
+    pairs = ((b"Socket-Type", b"DEALER"), (b"Identity", b""))
     body = b"".join(bytes([len(key)]) + key + struct.pack(">I", len(value)) + value for key, value in pairs)
     return frame(b"\x05READY" + body, COMMAND)
 
@@ -43,9 +41,9 @@ def connect(endpoint: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=NO_LIMIT_S)
 
 
-def dealer(endpoint: str, identity: bytes = b"") -> socket.socket:
+def dealer(endpoint: str) -> socket.socket:
     peer = connect(endpoint)
-    peer.sendall(GREETING + ready(identity=identity))
+    peer.sendall(GREETING + ready())
     heard = b""
     # Before it has said READY itself, libzmq takes a message for a breach of the handshake.
     while len(heard) < len(GREETING) + 2 or len(heard) < len(GREETING) + 2 + heard[len(GREETING) + 1]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,12 +15,11 @@ from support.waiting import NO_LIMIT_S
 from dips.core import messages
 from dips.core.clock import SystemClock
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
-from dips.core.layout import Block, Layout, Parameter, shard_digest
+from dips.core.layout import Layout, Parameter, shard_digest
 from dips.core.math import outer_numba
 from dips.core.net.carriers import Common, LoopChoice, carry_pull, carry_push
 from dips.core.net.transfer import PullTransfer, PushTransfer, TransferSettings
 from dips.core.net.zmq_sockets import CurvePair
-from dips.core.wire import Codec
 from dips.slave import serve_numba
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer, LoopName
@@ -64,11 +63,7 @@ def fresh_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 
 class KeyedPort:
-    def __init__(
-        self, curve: CurvePair | None, *, loop: LoopName = "auto", blocks: Sequence[Block] = LAYOUT.blocks, theta: F32 =
-        THETA, chunk_bytes: int = CHUNK_BYTES, host: str = "127.0.0.1",
-    ) -> None:  # fmt: skip
-        """blocks: those that it holds. theta: of these, one after the other; what it serves."""
+    def __init__(self, curve: CurvePair | None, *, loop: LoopName = "auto", host: str = "127.0.0.1") -> None:
         outer_numba.warm_up()
         if loop != "python":
             serve_numba.warm_up()
@@ -76,11 +71,11 @@ class KeyedPort:
         self.staged: dict[PushId, bytes] = {}
         self.crashed: list[BaseException] = []
         self.server = DataServer(
-            host, 0, RUN, chunk_bytes, self._note, self.crashed.append, curve=curve, loop=loop
+            host, 0, RUN, CHUNK_BYTES, self._note, self.crashed.append, curve=curve, loop=loop
         )  # fmt: skip
-        self._memory = ShardMemory(blocks, chunk_bytes, 3, 60 * theta.size + (8 << 20))
-        self._memory.take().theta[:] = theta
-        sums = chunk_checksums(theta, blocks, chunk_bytes)
+        self._memory = ShardMemory(LAYOUT.blocks, CHUNK_BYTES, 3, 60 * THETA.size + (8 << 20))
+        self._memory.take().theta[:] = THETA
+        sums = chunk_checksums(THETA, LAYOUT.blocks, CHUNK_BYTES)
         self.digest = shard_digest(sums)
         info = messages.SnapshotInfo(V0, RoundId(1, 1), b"", b"", self.digest, committed=True)
         self._memory.name_shadow(info, sums)
@@ -102,9 +97,8 @@ class KeyedPort:
         )
         settle(self.server)
 
-    def open(self, cluster: str, wire: Codec = Codec.F32) -> None:
-        base = None if wire is Codec.F32 else V0
-        self._slots.append(Slot(push_id(cluster), 1, len(self._slots), 1, wire, base))
+    def open(self, cluster: str) -> None:
+        self._slots.append(Slot(push_id(cluster), 1, len(self._slots), 1))
         self.server.do(self.server.port.hold, tuple(self._slots))
         settle(self.server)
 

@@ -49,7 +49,6 @@ def check_grid(rows: Iterable[SweepRow]) -> None:
         _check_greedy(found)
         _check_waves(found)
         _check_static(point, found, points)
-        _check_optimal(found)
 
 
 def _check_row(row: SweepRow) -> None:
@@ -89,19 +88,3 @@ def _check_static(point: Point, found: Mapping[str, SweepRow], points: Mapping[P
                 assert rows[name].makespan >= found[name].makespan, (found[name], rows[name])
                 if other[3:5] == (latency, bandwidth):
                     assert rows[name].makespan == found[name].makespan, (memory, rows[name])
-
-
-def _check_optimal(found: Mapping[str, SweepRow]) -> None:
-    """The solver's bound holds for all of its kind that fit, and its own schedule is the best of them."""
-    down = ("zb_h1", "cross_ud/1", "cross_ud/2", "cross_ud/4", "compact_zb")
-    kinds = {"cross_ud/optimal": down, "cross_wave/optimal": ("zb_v",)}
-    for name, others in kinds.items():
-        if name not in found:
-            continue
-        best = found[name]
-        assert best.lower_bound is not None
-        assert best.lower_bound <= best.makespan, best
-        for other in others:
-            row = found[other]
-            if row.peak_activations <= row.memory * row.n_pp:
-                assert best.makespan <= row.makespan, (best, row)

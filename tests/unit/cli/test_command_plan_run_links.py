@@ -1,6 +1,6 @@
 """`dips plan run` with links that change: what ranks measured becomes a profile, a plan, and the jobs that follow.
 
-Real ranks: tests/slow/test_plan_run.py, tests/endurance/test_plan_run.py. Here they are played, on clocks that only
+Real ranks: tests/slow/test_plan_run.py. Here they are played, on clocks that only
 waiting moves.
 """
 

@@ -88,16 +88,16 @@ def test_ones_own_layers_are_measured_with_the_planned_microbatch_and_the_double
     made = (
         "import torch\ndef make():\n    return [torch.nn.Linear(2, 2) for _ in range(4)], lambda n: torch.zeros(n, 2)\n"
     )
-    (tmp_path / "own_layers_of_a_test.py").write_text(made)
+    (tmp_path / "own_layers_of_a_command.py").write_text(made)
     monkeypatch.syspath_prepend(tmp_path)
     out = tmp_path / "new.toml"
-    words = ["profile", "device", problem, "--out", str(out), "--module", "own_layers_of_a_test:make"]
+    words = ["profile", "device", problem, "--out", str(out), "--module", "own_layers_of_a_command:make"]
     assert main.run([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert measured == [(torch.float32, (3, 2), [2, 4], 10, "cpu", 1)]
     assert [(row["device"], row["layer"]) for row in told["layers"]] == [("cpu", n) for n in (0, 1, 2, 3)] * 2
     assert (told["links"], told["calibration"], told["measured"]["layers"]) == ([], None, 4)
-    assert "own_layers_of_a_test:make, medians" in told["measured"]["source"]
+    assert "own_layers_of_a_command:make, medians" in told["measured"]["source"]
     assert read_profile(out).head.sequence_tokens == 128
 
 

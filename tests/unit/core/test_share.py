@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.core.layout import Layout, Parameter, Share, chunks_of
+from dips.core.net.payloads import Places
 
 LAYOUT = Layout((Parameter("a.w", (5, 7), "float32", "a"), Parameter("b.w", (40,), "float32", "b")), block_elems=16)
 CHUNK_BYTES = 24
@@ -50,6 +51,15 @@ def test_runs_must_ascend_and_hold_something(runs: list[tuple[int, int]]) -> Non
 def test_a_share_of_parts_of_chunks_is_refused() -> None:
     with pytest.raises(ValueError, match="whole chunks"):
         Share.of_runs([(0, 7)]).chunks(LAYOUT, CHUNK_BYTES)
+
+
+@given(st.sets(st.integers(0, len(CHUNKS) - 1), min_size=1))
+def test_compiled_loops_find_a_chunk_where_the_python_loop_does(owned: set[int]) -> None:
+    share = Share.of_runs(span(index) for index in sorted(owned))
+    places, chunks = Places(LAYOUT, share), [CHUNKS[index] for index in sorted(owned)]
+    blocks, offsets = (np.array([getattr(c, name) for c in chunks]) for name in ("block_id", "offset_bytes"))
+    assert places.first_bytes(blocks, offsets).tolist() == [places.bytes_at(chunk).start for chunk in chunks]
+    assert sum(places.bytes_at(chunk).stop - places.bytes_at(chunk).start for chunk in chunks) == 4 * share.n_elems
 
 
 @given(st.sets(st.integers(0, len(CHUNKS) - 1), min_size=1))

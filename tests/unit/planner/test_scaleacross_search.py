@@ -1,7 +1,4 @@
-"""ScaleAcross Explorer's search: what it tries, and what it says about its choice.
-
-tests/slow/unit/test_scaleacross_brute_force.py compares it with all there is.
-"""
+"""ScaleAcross Explorer's search: what it tries, and what it says about its choice."""
 
 from __future__ import annotations
 

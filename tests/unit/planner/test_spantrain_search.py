@@ -94,7 +94,6 @@ def test_the_beam_finds_the_least_of_equation_1(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(0, 60, 10))
 def test_the_search_finds_the_best_plan(seed: int) -> None:
-    """A part of the family in tests/slow/unit/test_spantrain_brute_force.py."""
     setup = drawn(seed)
     best = brute_force(setup).iteration_s
     assert best is not None

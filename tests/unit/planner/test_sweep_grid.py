@@ -1,7 +1,4 @@
-"""The grid of four devices and eight microbatches as a whole: what holds in every case, and proved optima.
-
-tests/endurance/test_planner_grid.py takes all sizes, and every case with the solver.
-"""
+"""The grid of four devices and eight microbatches as a whole: what holds in every case, and proved optima."""
 
 from __future__ import annotations
 

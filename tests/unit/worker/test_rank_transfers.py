@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pytest
 from support.manual_clock import ManualClock
 
 from dips.core.ids import ClusterId, Incarnation, PushId
@@ -12,7 +13,7 @@ from dips.core.messages import Caller, PlacementSpec, Settings, SlaveAddress, Ti
 from dips.core.observe.tape import Tape
 from dips.core.wire import Codec
 from dips.worker.commands import AskEnds, KeepPush, Send, ShareOut, from_bytes
-from dips.worker.data import LinkCounts
+from dips.worker.data import LinkCounts, window_of_rank
 from dips.worker.parallel.meetings import PartEnd, RankReport, TransferStage
 from dips.worker.parallel.rank_part import LeadingPart, RankPart
 from dips.worker.state.effects import Cancel, Done, Event, Failed
@@ -122,3 +123,8 @@ def test_all_ranks_keep_the_push_before_training_goes_on_and_none_does_when_they
     assert ranks.done == [KeepPush(needed=True)]
     leading.alone = True
     assert not leading.push_is_live, "nothing can be collected"
+
+
+@pytest.mark.parametrize(("window_chunks", "n_ranks", "of_each"), [(64, 1, 64), (64, 16, 4), (64, 100, 1), (3, 2, 1)])
+def test_ranks_divide_the_window(window_chunks: int, n_ranks: int, of_each: int) -> None:
+    assert window_of_rank(window_chunks, n_ranks) == of_each
