@@ -37,7 +37,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-landing test-long system foreign check sim frozen model-check mutants fuzz soak protos papers bench docs dist images clean manifests manifests-test dashboards-test page-test compose compose-test
+.PHONY: help demo test test-landing test-long system foreign check sim frozen model-check mutants fuzz soak protos papers bench docs dist images clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
 
 help:  ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
@@ -122,6 +122,10 @@ manifests: $(DEV_STAMP)  ## generate deploy/kubernetes/base (from base.toml) and
 
 manifests-test: $(DEV_STAMP)  ## check every object for Kubernetes against the published schemas of three versions
 	$(BIN)/python -m pytest --require-passed -rs -s tests/slow/test_manifests.py $(ARGS)
+
+e2e-kubernetes: $(DEV_STAMP)  ## deploy to the cluster that KUBECONFIG names; skipped without one
+	@if [ -z "$${KUBECONFIG:-}" ]; then echo "make e2e-kubernetes: skipped: KUBECONFIG names no cluster"; \
+	else $(BIN)/python -m pytest --require-passed -rs -s tests/e2e/kubernetes $(ARGS); fi
 
 protos: $(DEV_STAMP)  ## generate the stubs, the messages and their codec from src/dips/protos/*.proto
 	$(BIN)/python tools/generate_messages.py

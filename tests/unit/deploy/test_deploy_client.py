@@ -1,7 +1,7 @@
 """`dips deploy` against a stand-in of the API server: real HTTP, the real client of Kubernetes, and no cluster behind.
 
 The stand-in checks every object against the published schemas and plays no pods; what a real cluster does with the
-objects, no test shows.
+objects is for `make e2e-kubernetes`.
 """
 
 from __future__ import annotations
