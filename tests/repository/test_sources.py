@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import tiers
 from support.repository import ROOT, texts
 
 # What only its author understands: places on one machine, numbers of a tracker, notes to self, documents elsewhere.
@@ -33,10 +32,3 @@ def test_unit_tests_never_sleep() -> None:
     unit = sorted((ROOT / "tests" / "unit").rglob("*.py"))
     assert unit
     assert not [str(path.relative_to(ROOT)) for path in unit if asleep.search(path.read_text())]
-
-
-def test_tiers_name_files_that_are_there() -> None:
-    named = {*tiers.LANDING, *tiers.FIRST, *tiers.NO_TIER, tiers.ON_DISK}
-    assert not [name for name in named if not (ROOT / name).exists()]
-    commands = [name for of_tier in tiers.COMMANDS.values() for name in of_tier]
-    assert all(any(name.startswith(begin) for name in commands) for begin in tiers.PATIENT)
