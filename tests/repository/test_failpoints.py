@@ -1,5 +1,5 @@
-"""Each failpoint that the product calls is registered, so that a fault can be planned there: faults/test_fault_matrix.py
-plans one at each name, and fails where it does not strike."""
+"""Each failpoint that the product calls is registered: faults/test_fault_matrix.py plans a fault at each name, and
+fails where it does not strike."""
 
 from __future__ import annotations
 
