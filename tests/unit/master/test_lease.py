@@ -175,8 +175,7 @@ async def test_master_takes_its_own_lease_at_once_and_serves_without_a_store(
         await Lease(store, "a", LIMIT_S, clock).claim(by_person=False)
     store.down = True
     await Lease(store, "b", LIMIT_S, clock).claim(by_person=False)
-    assert store.held is not None
-    assert store.held.holder == "a"
+    assert getattr(store.held, "holder", "") == "a"
 
 
 async def test_master_says_while_it_cannot_renew_and_goes_on(store: InMemory, clock: ManualClock) -> None:

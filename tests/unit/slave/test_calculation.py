@@ -221,7 +221,8 @@ def test_a_non_finite_mean_is_refused() -> None:
         calculation.prepare(memory, theta, np.empty_like(theta), body, [0])
 
 
-def test_a_push_of_zeros_is_told_from_one_with_a_single_number() -> None:
+def test_a_push_of_zeros_is_told_from_one_with_a_single_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calculation, "PIECE_ELEMS", 16)  # of many pieces one has it
     memory = memory_of("s0", "s0")
     memory.staging[1] = 0.0
     assert calculation.all_zero(memory, [2, 1]) == (False, True)
