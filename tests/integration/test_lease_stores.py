@@ -24,7 +24,7 @@ from dips.master import lease
 from dips.master.lease import Held, Store, store_of
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/runs/leases"
-TOKEN = "a-token"
+TOKEN, LIMIT_S, NEVER = "a-token", 1.0, b"a body that does not come"
 
 
 class Server:
@@ -34,6 +34,7 @@ class Server:
         self.lease: dict[str, Any] | None = None
         self.version = 0
         self.answer: tuple[int, bytes] | None = None
+        self.over = threading.Event()
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*_certificate(folder))
@@ -70,6 +71,8 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
             self.send_response(code)
             self.send_header("Content-Length", str(len(said)))
             self.end_headers()
+            if said == NEVER:
+                server.over.wait()
             self.wfile.write(said)
 
         do_GET = do_POST = do_PUT = _serve
@@ -106,17 +109,18 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     thread = threading.Thread(target=made.http.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     yield made
+    made.over.set()
     made.http.shutdown()
     thread.join()
     made.http.server_close()
 
 
 def in_kubernetes() -> Store:
-    return store_of("kubernetes:runs/demo", "demo", 15.0)
+    return store_of("kubernetes:runs/demo", "demo", LIMIT_S)
 
 
 def in_etcd(server: Server) -> Store:
-    return store_of(f"etcd:https://127.0.0.1:{server.port}", "demo", 15.0)
+    return store_of(f"etcd:https://127.0.0.1:{server.port}", "demo", LIMIT_S)
 
 
 def test_lease_of_kubernetes_is_made_renewed_and_taken_by_one_alone(server: Server) -> None:
@@ -138,6 +142,7 @@ def test_lease_of_kubernetes_is_made_renewed_and_taken_by_one_alone(server: Serv
     [
         (403, b"leases is forbidden"),
         (500, b"\xff"),
+        (500, NEVER),
         (200, b"no JSON"),
         (200, b"[]"),
         (200, b'{"succeeded": true, "header": {"revision": "x"}, "kvs": [{"mod_revision": "x"}], "spec": null}'),
@@ -157,6 +162,6 @@ def test_store_that_is_away_or_shows_another_certificate_is_trouble_that_may_pas
 ) -> None:
     (tmp_path / "other").mkdir()
     monkeypatch.setenv("ETCDCTL_CACERT", str(_certificate(tmp_path / "other")[0]))
-    for there in (in_etcd(server), store_of("etcd:https://127.0.0.1:1,https://127.0.0.1:2", "demo", 15.0)):
+    for there in (in_etcd(server), store_of("etcd:https://127.0.0.1:1,https://127.0.0.1:2", "demo", LIMIT_S)):
         with pytest.raises(RetryLater, match=r"certificate|refused"):
             there.read()

@@ -148,7 +148,6 @@ class KubernetesLease:
 
     def write(self, holder: str, instead_of: Held | None) -> Held | None:
         transitions = 0 if instead_of is None else instead_of.transitions + (holder != instead_of.holder)
-        now = time.strftime("%Y-%m-%dT%H:%M:%S.000000Z", time.gmtime())
         wanted: dict[str, Any] = {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
@@ -156,7 +155,7 @@ class KubernetesLease:
             "spec": {
                 "holderIdentity": holder,
                 "leaseDurationSeconds": math.ceil(self._limit_s),
-                "renewTime": now,
+                "renewTime": time.strftime("%Y-%m-%dT%H:%M:%S.000000Z", time.gmtime()),
                 "leaseTransitions": transitions,
             },
         }
@@ -183,8 +182,8 @@ class KubernetesLease:
             token = (ACCOUNT / "token").read_text()  # another one every hour
         except OSError as error:
             raise RetryLater(f"the service account's token cannot be read: {error}") from error
-        url, limit_s = self._server + self._leases + path, self._limit_s / WRITES
-        return _json(url, method, body, limit_s, str(ACCOUNT / "ca.crt"), token=token, none_for=none_for)
+        url, ca = self._server + self._leases + path, str(ACCOUNT / "ca.crt")
+        return _json(url, method, body, self._limit_s / WRITES, ca, token=token, none_for=none_for)
 
 
 def _base64(text: str) -> str:
@@ -219,13 +218,14 @@ def _json(
             urllib.request.HTTPSHandler(context=context), urllib.request.ProxyHandler({})
         )
         request = urllib.request.Request(url, data, headers, method=method)
-        with opener.open(request, timeout=limit_s) as answer:
-            found = json.loads(answer.read(MOST_BYTES))
-    except urllib.error.HTTPError as error:
-        if error.code in none_for:
-            return None
-        said = error.read(200).decode(errors="replace").strip()
-        raise RetryLater(f"{url} answers {error.code} {error.reason}: {said}") from error
+        try:
+            with opener.open(request, timeout=limit_s) as answer:
+                found = json.loads(answer.read(MOST_BYTES))
+        except urllib.error.HTTPError as error:
+            if error.code in none_for:
+                return None
+            said = error.read(200).decode(errors="replace").strip()
+            raise RetryLater(f"{url} answers {error.code} {error.reason}: {said}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise RetryLater(f"{url} cannot be used: {error}") from error
     if not isinstance(found, dict):
@@ -342,8 +342,7 @@ class Lease:
 
     def _write(self) -> bool:
         """False: it is not what was seen."""
-        written = self.store.write(self._holder, self._seen)
-        if written is not None:
+        if (written := self.store.write(self._holder, self._seen)) is not None:
             self._seen, self._is_ours = written, True
         return written is not None
 

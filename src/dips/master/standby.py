@@ -231,7 +231,8 @@ class _Standby:
         await call.write(to_message(self._holds(number, digest)))
         while (message := await call.read()) is not grpc.aio.EOF:
             batch = from_message(message, JournalBatch)
-            self._lost_s = -math.inf
+            if not batch.is_whole:
+                self._lost_s = -math.inf
             if await _to_its_end(journal.receive, batch, self._master):
                 number, digest = journal.newest()
                 self._lost_s = math.inf

@@ -117,11 +117,10 @@ async def test_standby_takes_a_lease_that_is_not_renewed_and_none_that_is(store:
         clock.advance(LIMIT_S - 1)
         await some_turns(store)
         assert not taking.done()
-        assert store.held is not None
-        assert store.held.holder == "a"
+        assert getattr(store.held, "holder", "") == "a"
         clock.advance(1)
         await taking
-    assert store.held.holder == "b"
+    assert getattr(store.held, "holder", "") == "b"
 
 
 @pytest.mark.parametrize("why", ["followed", "not since its start", "renewed without it", "never written", "down"])
@@ -151,8 +150,7 @@ async def test_master_waits_for_a_lease_until_it_is_let_go(store: InMemory, cloc
         assert not claiming.done()
         clock.advance(LIMIT_S)
         await claiming
-    assert store.held is not None
-    assert store.held.holder == "b"
+    assert getattr(store.held, "holder", "") == "b"
 
 
 async def test_master_is_not_started_while_another_one_renews_the_lease(store: InMemory, clock: ManualClock) -> None:
@@ -164,8 +162,7 @@ async def test_master_is_not_started_while_another_one_renews_the_lease(store: I
         with pytest.raises(ConfigError, match="held by a"):
             await claiming
     await ours.claim(by_person=True)
-    assert store.held is not None
-    assert store.held.holder == "b"
+    assert getattr(store.held, "holder", "") == "b"
 
 
 async def test_master_takes_its_own_lease_at_once_and_serves_without_a_store(
@@ -203,8 +200,7 @@ async def test_master_ends_where_another_process_has_taken_the_lease(store: InMe
         await keeping
     assert told.halt is not None
     assert told.halt.exit_code == NEWER_EPOCH_EXIT
-    assert store.held is not None
-    assert store.held.holder == "b"
+    assert getattr(store.held, "holder", "") == "b"
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
@@ -226,8 +222,7 @@ async def test_master_that_began_without_its_store_ends_only_where_another_one_s
             clock.advance(LIMIT_S)
             await some_turns(store)
     assert (told.halt is not None) == is_alive
-    assert store.held is not None
-    assert store.held.holder == ("a" if is_alive else "b")
+    assert getattr(store.held, "holder", "") == ("a" if is_alive else "b")
 
 
 @pytest.mark.parametrize(
@@ -256,5 +251,4 @@ async def test_standby_does_not_take_over_a_run_that_is_over(store: InMemory, cl
     clock.advance(10 * LIMIT_S)
     assert not await Lease(store, "b", LIMIT_S, clock).take(lambda: 0.0)
     await Lease(store, "a", LIMIT_S, clock).claim(by_person=False)
-    assert store.held is not None
-    assert store.held.holder == "a"
+    assert getattr(store.held, "holder", "") == "a"
