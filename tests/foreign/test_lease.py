@@ -17,8 +17,8 @@ from support.waiting import until
 
 from dips.core.errors import RetryLater
 from dips.core.net.addresses import parse_address
-from dips.master.journal import TAKE_OVER_EPOCHS
 from dips.master.lease import Etcd
+from dips.master.state.replication import TAKE_OVER_EPOCHS
 from dips.master.state.slaves import NEWER_EPOCH_EXIT
 
 LEASE_S = 2.0

@@ -29,13 +29,14 @@ from dips.local.authority import Authority
 from dips.master import replica, standby
 from dips.master.config import MasterConfig
 from dips.master.directory import MasterAddress
-from dips.master.journal import TAKE_OVER_EPOCHS, Journal, JournalReader, Retention, read_content
+from dips.master.journal import Journal, JournalReader, Retention, read_content
 from dips.master.process import serve
 from dips.master.shell import MasterShell
 from dips.master.standby import stand_by
 from dips.master.state.effects import Halt, OperatorAction, OperatorCall, Pause, Resume
 from dips.master.state.master import MasterMachine
 from dips.master.state.reasons import AlarmKind, WaitingCode
+from dips.master.state.replication import TAKE_OVER_EPOCHS
 from dips.master.state.slaves import NEWER_EPOCH_EXIT
 from dips.protos import replicas_pb2_grpc
 

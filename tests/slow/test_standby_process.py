@@ -10,7 +10,7 @@ from support.standby_run import WithStandby
 from support.waiting import until
 
 from dips.core.observe.failpoints import CRASH_EXIT_CODE, SPEC_VARIABLE
-from dips.master.journal import TAKE_OVER_EPOCHS
+from dips.master.state.replication import TAKE_OVER_EPOCHS
 from dips.master.state.slaves import NEWER_EPOCH_EXIT
 
 

@@ -23,13 +23,14 @@ from dips.judge.facts import (
     History,
     Pair,
     PushKey,
+    decision_of,
     pair,
     push_of,
     say_push,
     say_round,
     say_version,
 )
-from dips.judge.invariants import Violation
+from dips.judge.invariants import DECISIONS, Violation
 from dips.judge.records import RunRecords, TapeLine
 from dips.master.archive import EPOCH
 from dips.slave import disk as promise
@@ -79,7 +80,7 @@ def judge_evidence(records: RunRecords, history: History, without: Collection[st
     _missing_manifests(records, history, without, found)
     for compare in (
         _journal_against_tape, _newest_state, _records_of_manifests, _decisions_against_master, _pushes_against_tapes,
-        _directories,
+        _directories, _other_journals,
     ):  # fmt: skip
         try:
             compare(records, history, found)
@@ -439,6 +440,41 @@ def ended_without_a_word(records: RunRecords) -> list[str]:
         for (role, name), kind in sorted(last.items())
         if kind not in ends.get(role, {kind})
     ]
+
+
+# ---- two journals of one run ----
+
+
+def _other_journals(records: RunRecords, history: History, found: Evidence) -> None:
+    """A standby's journal and its master's are one up to the take-over, and whatever the older master published after
+    it is in the newer one's too."""
+    mine = {row.number: row for row in records.rows}
+    for folder, rows in records.others.items():
+        apart = [at for at, row in enumerate(rows) if row.number in mine and mine[row.number].digest != row.digest]
+        newest = records.rows[-1].number if records.rows else 0
+        tail = rows[apart[0] :] if apart else [row for row in rows if row.number > newest]
+        found.judged += len(rows) - len(tail)
+        if not tail:
+            records.notes.append(f"the journal in {folder} is the same up to its end, record {rows[-1].number}")
+            continue
+        where = f"journal in {folder}"
+        if apart and mine[tail[0].number].kind != EPOCH:
+            found.differs(
+                f"record {tail[0].number} is not the same in both journals, and no take-over explains it", where
+            )
+            continue
+        for row in tail:
+            if row.kind not in DECISIONS:
+                continue
+            made = decision_of(json.loads(row.record_json))
+            if made.version is None:
+                continue
+            if made.version in history.published and made.version not in history.commits:
+                found.differs(f"{made} was published, and the master that took over does not have it", where)
+        records.notes.append(
+            f"the journal in {folder} has {len(tail)} records after number {tail[0].number - 1}, from which the run "
+            "does not go on"
+        )
 
 
 # ---- the journal, as the master's tape saw it grow ----

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ import numpy as np
 from dips.core.errors import ConfigError, RetryLater
 from dips.core.observe.tape import CHAIN, HEAD, read_chained
 from dips.master.archive import FILE_NAME, FOLDER, JournalRecord
-from dips.master.journal import read_content
+from dips.master.journal import read_content, read_newest
 from dips.slave import snapshot_files as manifests
 from dips.slave.backup import FOLDER as BACKUP
 from dips.slave.snapshot_files import HEADER_BYTES, SnapshotError, read_head, read_tensors
@@ -63,6 +64,8 @@ class RunRecords:
     run_id: str = ""
     journal: list[dict[str, Any]] = field(default_factory=list)  # the content of the records
     rows: list[JournalRecord] = field(default_factory=list)  # the same records as the journal's file has them
+    # records of other journals of the run, by their folder: of a standby, or of a master that was taken over from
+    others: dict[Path, list[JournalRecord]] = field(default_factory=dict)
     ledger: Mapping[str, Any] | None = None
     whole: bool = True
     lines: dict[str, list[TapeLine]] = field(default_factory=lambda: {role: [] for role in ROLES})
@@ -191,13 +194,15 @@ def _line(event: dict[str, Any], path: Path) -> TapeLine:
 
 
 def master_directory(run_dir: Path) -> Path:
-    """The folder of the journal: the run's `master` folder, or the directory itself. Raises ConfigError."""
-    for folder in (run_dir / "master", run_dir):
-        if (folder / FILE_NAME).is_file():
-            return folder
-    raise ConfigError(
-        f"{run_dir} has no master's journal ({FILE_NAME}): give the directory of a run of `dips demo` or `dips up`"
-    )
+    """The folder of the run's journal: of several the one with the newest epoch, which is a take-over's, and of the
+    same epoch the one in `master`. Raises ConfigError."""
+    found = sorted(path.parent for path in run_dir.rglob(FILE_NAME))
+    if not found:
+        raise ConfigError(
+            f"{run_dir} has no master's journal ({FILE_NAME}): give the directory of a run of `dips demo` or `dips up`"
+        )
+    usual = (run_dir / "master", run_dir)
+    return found[0] if not found[1:] else max(found, key=lambda folder: (read_newest(folder)[0], folder in usual))
 
 
 def _parsed(master: Path, text: str) -> dict[str, Any]:
@@ -215,6 +220,11 @@ def _read_journal(records: RunRecords, master: Path) -> None:
     records.rows = content.records
     records.journal = [_parsed(master, row.record_json) for row in content.records]
     records.run_id = content.run_id
+    for folder in sorted(path.parent for path in records.run_dir.rglob(FILE_NAME)):
+        if folder != master:
+            other = _again(partial(read_content, folder))
+            if other.run_id == content.run_id:
+                records.others[folder] = other.records
     if content.pruned is not None:
         records.whole = False
         records.notes.append(str(content.pruned))

@@ -47,6 +47,7 @@ from dips.master.archive import (
 )
 from dips.master.directory import lock_directory
 from dips.master.state.effects import WriteJournal
+from dips.master.state.replication import TAKE_OVER_EPOCHS
 
 _PRUNED_AT_ONCE = 4
 """More than the one segment that each step adds, so that the archive shrinks to a limit that was lowered."""
@@ -356,10 +357,6 @@ class Journal:
                 if self._connection.in_transaction:
                     cursor.execute("ROLLBACK")
                 raise
-
-
-TAKE_OVER_EPOCHS = 1000
-"""A take-over begins an epoch so many above: the other master may be started again and again, and has none of these."""
 
 
 class TookOver(NamedTuple):

@@ -33,6 +33,7 @@ from dips.master.journal import JournalReader
 from dips.master.rpc import Context, refuse, service, understood
 from dips.master.shell import MasterShell
 from dips.master.state.effects import Halt, ReplicaNews
+from dips.master.state.replication import Replication
 from dips.master.state.slaves import NEWER_EPOCH_EXIT
 
 PROCESS_ID = secrets.token_bytes(8)
@@ -64,30 +65,20 @@ class Replica:
         """The standby that has taken over, for people; empty: none."""
         # What follows is also read on the journal's thread.
         self._changed = threading.Condition()
-        self._in_step = False
-        self._written = self._acknowledged = self._whole = 0
-        self._time_outs = 0  # in a row
+        self._standby = Replication(0, wanted=wanted, limit_s=limit_s)
 
     # ---- the journal's thread ----
 
     def wrote(self, number: int) -> None:
         """Records up to this one are durable here. Returns once they are on the replica's disk, if decisions wait for
-        it and it keeps up, at the latest as its stream ends. Each time-out in a row halves the wait: a slow replica is
-        not to slow each decision.
-        """
+        it and it keeps up, at the latest as its stream ends."""
         with self._changed:
-            until_s = self._clock.monotonic_s() + self._limit_s / 2 ** min(self._time_outs, 10)
-            self._written = max(self._written, number)
+            standby = self._standby
+            until_s = standby.wrote(number, self._clock.monotonic_s())
             self._loop.call_soon_threadsafe(self._more.set)
-            while self._wanted and self._in_step and self._acknowledged < number:
-                left_s = until_s - self._clock.monotonic_s()
-                if left_s <= 0:
-                    self._in_step, self._time_outs = False, self._time_outs + 1
-                    self._loop.call_soon_threadsafe(self._tell)
-                    return
+            while left_s := standby.left_s(number, until_s, self._clock.monotonic_s()):
                 self._changed.wait(left_s)
-            if self._acknowledged >= number:
-                self._time_outs = 0
+        self._loop.call_soon_threadsafe(self._tell)
 
     # ---- the event loop ----
 
@@ -95,7 +86,7 @@ class Replica:
         """The handler of dips.v1.Replicas for this epoch, at whose begin the newest record is `number`."""
         self._shell, self._epoch, self._told = shell, epoch, None
         with self._changed:
-            self._written = number
+            self._standby = Replication(number, wanted=self._wanted, limit_s=self._limit_s)
         self._tell()
 
         async def follow(messages: AsyncIterator[bytes], context: Context) -> None:
@@ -130,9 +121,8 @@ class Replica:
                 # Without the port, which is another one at each connection.
                 self._changes.report("standby", f"a standby at {context.peer().rpartition(':')[0]} follows the journal")
                 with self._changed:
-                    # The reader may see a record before wrote() is called.
-                    self._whole = self._written = max(self._written, first.number)
-                self._heard(first.number)
+                    self._standby.follows(first.number)
+                self._tell()
                 work = [
                     asyncio.ensure_future(self._hear(shell, messages)),
                     asyncio.ensure_future(self._send(reader, thread, first, context)),
@@ -217,13 +207,7 @@ class Replica:
 
     def _heard(self, number: int) -> None:
         with self._changed:
-            if number > self._written:
-                raise Refused(
-                    RefusalCode.MALFORMED,
-                    f"the standby acknowledges record {number}, and the newest is {self._written}",
-                )
-            self._acknowledged = number
-            self._in_step = self._in_step or number >= self._whole
+            self._standby.heard(number)
             self._changed.notify_all()
         self._tell()
 
@@ -242,8 +226,7 @@ class Replica:
                 if batch.records:
                     digest = record_of(self._directory / FILE_NAME, batch.records[-1]).digest
                 with self._changed:
-                    self._written = max(self._written, number)
-                    self._whole = number if batch.is_whole else self._whole
+                    self._standby.sent(number, is_whole=batch.is_whole)
                 await context.write(encode(batch))
             if batch.is_whole:
                 await self._more.wait()
@@ -251,7 +234,7 @@ class Replica:
     def _lost(self, shell: MasterShell, why: str) -> None:
         self._follower, self._superseded = b"", None
         with self._changed:
-            self._in_step = False
+            self._standby.lost()
             self._changed.notify_all()
         if not shell.outcome.done():
             self._changes.report("standby", f"no standby follows the journal: {why}", logging.WARNING)
@@ -259,12 +242,7 @@ class Replica:
 
     def _tell(self) -> None:
         """Reports to the state what is wrong with a replica that decisions are to wait for."""
-        if not self._wanted or self._in_step:
-            trouble = ""
-        elif self._follower:
-            trouble = "the standby has not all decisions yet: the newest are in this master's journal alone"
-        else:
-            trouble = "no standby follows: decisions are in this master's journal alone"
+        trouble = self._standby.trouble
         if self._shell is not None and trouble != self._told:
             self._told = trouble
             self._shell.dispatch(ReplicaNews(trouble))

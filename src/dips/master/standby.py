@@ -37,6 +37,7 @@ from dips.master.lease import Lease
 from dips.master.replica import PROCESS_ID
 from dips.master.shell import MasterShell
 from dips.master.state.effects import Halt
+from dips.master.state.replication import REPLACED_PAUSE_S
 from dips.master.state.slaves import NEWER_EPOCH_EXIT
 from dips.protos import replicas_pb2_grpc
 
@@ -44,9 +45,6 @@ TAKE_OVER = signal.SIGUSR1
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 1.0
 """Pause between two tries to reach the master."""
-
-REPLACED_PAUSE_S = 5.0
-"""Likewise, to reach one that was taken over from: it may come back after days."""
 
 ASKED_S = 60.0
 """A standby that has not taken over so long after it was asked to will hardly do so."""

@@ -24,7 +24,9 @@ SMALL_ONES = [seed for seed in range(7000, 7040) if run_plan.of_seed(seed) is ru
 
 @pytest.mark.parametrize("first", range(8000, 8000 + N_SEEDS, IN_ONE_TEST))
 def test_every_invariant_holds_where_clusters_have_several_ranks(first: int) -> None:
-    outcomes = [run_seeds.run_one(seed, (2, 3, 1), (3, 2))[0] for seed in range(first, first + IN_ONE_TEST)]
+    outcomes = [
+        run_seeds.run_one(seed, run_seeds.Wish((2, 3, 1), (3, 2)))[0] for seed in range(first, first + IN_ONE_TEST)
+    ]
     assert {outcome.seed: outcome.violations for outcome in outcomes if outcome.violations} == {}
     assert sum(outcome.published for outcome in outcomes) >= len(outcomes)
 

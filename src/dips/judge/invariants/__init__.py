@@ -6,6 +6,6 @@ when nothing is, or None when it does not judge this fact. docs/evidence.md list
 
 from __future__ import annotations
 
-from dips.judge.invariants.checker import INVARIANTS, Checker, Invariant, Violation
+from dips.judge.invariants.checker import DECISIONS, INVARIANTS, Checker, Invariant, Violation
 
-__all__ = ["INVARIANTS", "Checker", "Invariant", "Violation"]
+__all__ = ["DECISIONS", "INVARIANTS", "Checker", "Invariant", "Violation"]

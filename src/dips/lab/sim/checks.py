@@ -370,7 +370,8 @@ class NameChecks:
         """Whether the owner is alive, and can reach the master."""
         world = self._world
         process, generation = self._processes[owner.drawn]
-        if not process.running or process.generation != generation or world.net.is_cut(process.name, "master"):
+        cut_off = world.net.is_cut(process.name, world.masters[0].at)
+        if not process.running or process.generation != generation or cut_off:
             return False
         dials_s = DIALS_AGAIN_BEATS * world.plan.config.settings.heartbeat_s
         return owner.here or world.kernel.now_s - owner.last_seen_s < dials_s

@@ -38,12 +38,23 @@ class StoredEntry:
 
 @dataclass
 class JournalDisk:
-    """The master's directory: its durable entries."""
+    """The directory of a master, or of a standby: its durable entries."""
 
     epoch: int = 0
     entries: list[StoredEntry] = field(default_factory=list)
     full: bool = False
     flush_factor: float = 1.0
+    replica: bool = False
+    """Whether it is a standby's: the next start of a master takes over."""
+
+    took_over: frozenset[int] = frozenset()
+    """The epochs that began with a take-over."""
+
+    replaced: bool = False
+    """Whether its master has heard that another one took over."""
+
+    agreed: int = 0
+    """So many entries count, and are in the standby's directory too."""
 
     @property
     def snapshot_json(self) -> str | None:
@@ -53,11 +64,20 @@ class JournalDisk:
         """All records of the journal, as `dips verify` reads them."""
         return [json.loads(entry.record_json) for entry in self.entries]
 
+    def tail(self, other: JournalDisk) -> list[StoredEntry]:
+        """Its entries that the other one does not have."""
+        same = 0
+        for mine, others in zip(self.entries, other.entries, strict=False):
+            if mine != others:
+                break
+            same += 1
+        return self.entries[same:]
+
     def copy(self) -> JournalDisk:
-        return JournalDisk(self.epoch, list(self.entries))
+        return JournalDisk(self.epoch, list(self.entries), took_over=self.took_over)
 
     def put_back(self, copy: JournalDisk) -> None:
-        self.epoch, self.entries = copy.epoch, list(copy.entries)
+        self.epoch, self.entries, self.took_over, self.agreed = copy.epoch, list(copy.entries), copy.took_over, 0
 
     def lose(self) -> None:
         self.put_back(JournalDisk())

@@ -155,6 +155,9 @@ class SimulatedRunPlan:
     fault_every_s: float = 0.0
     """Mean interval at which new faults are planned; 0: all are planned at the beginning."""
 
+    standby: str = ""
+    """Whether decisions wait for a standby ("waits"), or one only follows ("follows"); empty: there is none."""
+
     sabotaged: str = ""
     """The only cluster with faults, if set."""
 
@@ -328,7 +331,7 @@ def _lean(rng: Random, plan: SimulatedRunPlan, shape: Shape) -> SimulatedRunPlan
 
 
 MINIMUM_FROM_SEED = 500
-"""Earlier seeds, whose records are frozen (tests/frozen/seeds.txt), have no minimum for each round."""
+"""Earlier seeds, whose records are frozen (tests/frozen/seeds.txt), have no minimum for each round, and no standby."""
 
 MINIMUM_SHARE = 0.3
 """The share of all later ones that have it."""
@@ -343,6 +346,18 @@ def with_minimum(seed: int, plan: SimulatedRunPlan) -> SimulatedRunPlan:
     minimum, deadline_s = own.choice((2, n, n, n + 1)), own.choice((1.0, 2.0, 6.0))
     config = replace(plan.config, min_clusters_per_round=minimum, round_deadline_s=deadline_s)
     return replace(plan, config=config)
+
+
+STANDBY_SHARE = 0.3
+
+
+def with_standby(seed: int, plan: SimulatedRunPlan, always: bool = False) -> SimulatedRunPlan:
+    """Some of the same seeds, or all, have a standby for the master, drawn apart as well; none where all faults are of
+    one cluster."""
+    chosen = always or (seed >= MINIMUM_FROM_SEED and Random(f"standby of {seed}").random() < STANDBY_SHARE)
+    if plan.sabotaged or not chosen:
+        return plan
+    return replace(plan, standby=Random(f"kind of standby of {seed}").choice(("waits", "waits", "waits", "follows")))
 
 
 def _wires(rng: Random, n_clusters: int) -> tuple[Codec, ...]:

@@ -10,6 +10,7 @@ import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from dips.core.ids import PushId, Version, parse_version
@@ -17,13 +18,14 @@ from dips.core.layout import Chunk
 from dips.core.messages import ClusterRequest, OperatorRequest, SnapshotInfo
 from dips.core.wire import Codec
 from dips.judge.facts import decision_of
-from dips.judge.invariants import Checker, Violation
+from dips.judge.invariants import DECISIONS, Checker, Violation
 from dips.lab.sim.arithmetic import Key, ModelVector, Value
 from dips.lab.sim.checks import Budgets, Checks, ContentChecks, NameChecks, VerdictWaits, residual_fault
 from dips.lab.sim.content import CLEAN
 from dips.lab.sim.counts import HEALED_ROUNDS, HEALED_S, Arrow, RunCounts, Seen
 from dips.lab.sim.faults import register
 from dips.lab.sim.faults.world import LOOKS_EVERY_S, RESTART_S, FaultWorld
+from dips.lab.sim.hosts.master import MasterHost
 from dips.lab.sim.kernel import SimulatedProcess
 from dips.lab.sim.run_plan import SimulatedRunPlan
 from dips.lab.sim.world import MasterProcess, SlaveProcess
@@ -71,7 +73,8 @@ class SeedRun(FaultWorld):
     """One run from its start through faults to its end.
 
     plan: what the seed would choose, unless given. planned: names of faults to use in place of the seed's choice.
-    pushers, later_pushers: the ranks of each cluster, in place of the plan's; none: as the plan says."""
+    pushers, later_pushers: the ranks of each cluster, in place of the plan's; none: as the plan says. takes_over: there
+    is a standby, which takes over once at least."""
 
     def __init__(
         self,
@@ -81,8 +84,9 @@ class SeedRun(FaultWorld):
         planned: tuple[str, ...] | None = None,
         pushers: tuple[int, ...] = (),
         later_pushers: tuple[int, ...] = (),
+        takes_over: bool = False,
     ) -> None:
-        super().__init__(seed, tell, plan, pushers, later_pushers)
+        super().__init__(seed, tell, plan, pushers, later_pushers, takes_over)
         self._planned = planned
         self.seen = Seen()
         self.checks = ContentChecks(self) if self.plan.arithmetic.remembers else Checks(self)
@@ -96,6 +100,8 @@ class SeedRun(FaultWorld):
         self.names = NameChecks(self)
         self._handled = 0
         self._published_since_heal = False
+        self._of_the_heir: list[Callable[[], None]] = []
+        """What the master of a take-over and its journal said before it was in office."""
 
     # ---- the course of a run ----
 
@@ -123,6 +129,8 @@ class SeedRun(FaultWorld):
         boots = [host.boot for host in self.slaves.values()] + [self.clusters[name].boot for name in self.plan.clusters]
         for boot in (*boots, self.reader.boot):
             self.kernel.after(rng.random() * 0.5, None, boot)
+        if self.standby is not None:
+            self.kernel.after(0.2, None, self.standby.boot)
         if self.plan.fault_every_s:
             self.kernel.after(RESTORES_EVERY_S, None, self._operator_restores, -1, False)
 
@@ -227,7 +235,8 @@ class SeedRun(FaultWorld):
             cluster.next_push_kind = CLEAN
             if cluster.ranks is not None:
                 cluster.ranks.heal()
-        for host in (*self.masters[:1], *self.slaves.values(), *self.clusters.values()):
+        standby = [] if self.standby is None else [self.standby]
+        for host in (*self.masters[:1], *standby, *self.slaves.values(), *self.clusters.values()):
             host.resume()
             if not host.alive:
                 self.kernel.after(self.kernel.jitter(0.2), None, self._boot_if_dead, host)
@@ -330,16 +339,27 @@ class SeedRun(FaultWorld):
 
     def tape(self, role: str, process: SimulatedProcess, kind: str, cause: str, fields: Mapping[str, Any]) -> None:
         super().tape(role, process, kind, cause, fields)
-        if role == "master":
+        judge = partial(self._judge_tape, role, process.name, kind, fields, self.kernel.now_s)
+        if isinstance(process, MasterHost):
             self.names.said(kind, fields)
+            if (kind, fields.get("phase")) == ("recovery", RecoveryPhase.NONE.value) and process.disk is self.disk:
+                self._takes_office()
+            self._judge_of(process, judge)
+            if kind == "publish" and process.disk is not self.in_office:
+                self._published_by_another(parse_version(fields["version"]))
+        else:
+            judge()
+
+    def _judge_tape(self, role: str, name: str, kind: str, fields: Mapping[str, Any], at_s: float) -> None:
+        if role == "master":
             if kind == "publish":
                 self.checks.publish(parse_version(fields["version"]))
                 self.budgets.check()
         elif role == "worker":
-            self.waits.said(process.name, kind)
+            self.waits.said(name, kind)
             if kind == "verdict":
-                self.checks.told(process.name, fields)
-        self._report(self.checker.feed_tape(role, process.name, kind, fields, self.kernel.now_s))
+                self.checks.told(name, fields)
+        self._report(self.checker.feed_tape(role, name, kind, fields, at_s))
 
     def journalled(self, master: MasterProcess, record: Mapping[str, Any]) -> None:
         super().journalled(master, record)
@@ -349,8 +369,48 @@ class SeedRun(FaultWorld):
             if placement is not None
             else {}
         )
+        if record["kind"] in DECISIONS and isinstance(master, MasterHost) and master.disk is self.disk:
+            self._takes_office()
+        self._judge_of(master, partial(self._judge_record, record, slave_of_block))
+
+    def _judge_record(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
         self.checks.journalled(record, slave_of_block)
         self._report(self.checker.feed_journal(record))
+
+    # ---- two journals ----
+
+    def _judge_of(self, master: MasterProcess, judge: Callable[[], None]) -> None:
+        """Judge what a master says, or its journal: now, or once it holds the run; never what an older one says after
+        that."""
+        assert isinstance(master, MasterHost)
+        if master.disk is self.in_office:
+            judge()
+        elif master.disk is self.disk:
+            self._of_the_heir.append(judge)
+
+    def taken_over(self, master: MasterHost) -> None:
+        lost = self.in_office.agreed - len(master.disk.entries)
+        if lost > 0:
+            self.violated(f"{lost} decisions that counted are not in the standby's directory")
+
+    def _takes_office(self) -> None:
+        """All slaves have promised the epoch of the take-over: what the older master decides from now on is nothing."""
+        if self.in_office is self.disk:
+            return
+        tail = self.in_office.tail(self.disk)
+        self.kernel.note("world", f"{self.masters[0].name} holds the run; {len(tail)} decisions are left behind")
+        if tail:
+            self.fired("decisions_left_behind")
+            self.lost_now.add("master")
+            self.journal_lost()
+        self.in_office = self.disk
+        waiting, self._of_the_heir = self._of_the_heir, []
+        for judge in waiting:
+            judge()
+
+    def _published_by_another(self, version: Version) -> None:
+        if (version.timeline, version.v) not in self.checker.history.commits:
+            self.violated(f"a master that was taken over from publishes version {version}, which the run does not have")
 
     def journal_lost(self) -> None:
         left = (decision_of(record).version for record in self.disk.records())

@@ -190,14 +190,38 @@ def _bounds(totals: Totals) -> list[str]:
 # ---- failures ----
 
 
-def complaints(totals: Totals, pushers: tuple[int, ...] = (), later: tuple[int, ...] = ()) -> list[str]:
+def _option(name: str, values: tuple[int, ...]) -> str:
+    return f" {name} {' '.join(map(str, values))}" if values else ""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the command line asks of all runs. pushers, later: as SimulatedRunPlan's pushers and later_pushers."""
+
+    pushers: tuple[int, ...] = ()
+    later: tuple[int, ...] = ()
+    takes_over: bool = False
+
+    def run_of(self, seed: int, tell: bool = False) -> SeedRun:
+        return SeedRun(seed, tell, pushers=self.pushers, later_pushers=self.later, takes_over=self.takes_over)
+
+    def options(self) -> str:
+        """As typed."""
+        ranks = _option("--pushers", self.pushers) + _option("--later-pushers", self.later)
+        return ranks + " --take-over" * self.takes_over
+
+
+NOTHING_MORE = Wish()
+
+
+def complaints(totals: Totals, wish: Wish = NOTHING_MORE) -> list[str]:
     """Sentences about what makes the runs a failure."""
-    ranks = _option("--pushers", pushers) + _option("--later-pushers", later)
     said = [
-        f"seed {seed}: {sentence}\n    its event history: python -m dips.lab.sim.seeds --seed {seed} --trace{ranks}"
+        f"seed {seed}: {sentence}\n    its event history: python -m dips.lab.sim.seeds --seed {seed} --trace"
+        f"{wish.options()}"
         for seed, sentence in totals.failures
     ]
-    said += _faults_that_never_fired(totals, ranks=max((*pushers, *later), default=1) > 1)
+    said += _faults_that_never_fired(totals, wish)
     if totals.seeds >= SEEDS_FOR_PHASES:
         killed_in = {phase for (_, phase), n in totals.counts.kills.items() if n}
         said += [f"no process was killed in phase {phase} of the round" for phase in PHASES if phase not in killed_in]
@@ -207,16 +231,13 @@ def complaints(totals: Totals, pushers: tuple[int, ...] = (), later: tuple[int, 
     return said
 
 
-def _option(name: str, values: tuple[int, ...]) -> str:
-    return f" {name} {' '.join(map(str, values))}" if values else ""
-
-
-def _faults_that_never_fired(totals: Totals, *, ranks: bool) -> list[str]:
+def _faults_that_never_fired(totals: Totals, wish: Wish) -> list[str]:
     counts, many = totals.counts, totals.seeds >= SEEDS_FOR_FAULTS
     said = []
-    for name in register.names(ranks=ranks):
+    for name in register.names(ranks=max((*wish.pushers, *wish.later), default=1) > 1):
         planned = counts.planned[name]
-        if not counts.fired[name] and (many or planned >= PLANNED_ENOUGH):
+        usual = many and (wish.takes_over or name not in register.OF_STANDBY)  # few of the first seeds have a standby
+        if not counts.fired[name] and (usual or planned >= PLANNED_ENOUGH):
             said.append(f"fault {name} never fired ({planned} were planned)")
     return said
 
@@ -231,14 +252,12 @@ PROGRESS_EVERY = 500
 """Seeds between two lines on standard error."""
 
 
-def run_one(seed: int, pushers: tuple[int, ...] = (), later: tuple[int, ...] = ()) -> tuple[SeedOutcome, float]:
-    """Run one seed; returns its result and the processor time, in seconds. pushers, later: as SimulatedRunPlan's
-    pushers and later_pushers.
-    """
+def run_one(seed: int, wish: Wish = NOTHING_MORE) -> tuple[SeedOutcome, float]:
+    """Run one seed; returns its result and the processor time, in seconds."""
     began_s = time.process_time()
     gc.disable()  # a run is short, with few megabytes of garbage: collecting it would cost a tenth of the time
     try:
-        outcome = SeedRun(seed, pushers=pushers, later_pushers=later).run()
+        outcome = wish.run_of(seed).run()
     except Exception as error:
         raise RuntimeError(f"the simulator itself failed in seed {seed}") from error
     finally:
@@ -246,15 +265,15 @@ def run_one(seed: int, pushers: tuple[int, ...] = (), later: tuple[int, ...] = (
     return outcome, time.process_time() - began_s
 
 
-def run_some(pushers: tuple[int, ...], later: tuple[int, ...], seeds: Sequence[int]) -> list[tuple[SeedOutcome, float]]:
-    return [run_one(seed, pushers, later) for seed in seeds]
+def run_some(wish: Wish, seeds: Sequence[int]) -> list[tuple[SeedOutcome, float]]:
+    return [run_one(seed, wish) for seed in seeds]
 
 
-def run_all(seeds: Sequence[int], jobs: int, pushers: tuple[int, ...] = (), later: tuple[int, ...] = ()) -> Totals:
+def run_all(seeds: Sequence[int], jobs: int, wish: Wish = NOTHING_MORE) -> Totals:
     """Run all seeds on `jobs` processes; the order of the results does not depend on them."""
     totals = Totals()
     chunks = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
-    work = partial(run_some, pushers, later)
+    work = partial(run_some, wish)
     with ExitStack() as stack:
         batches = stack.enter_context(ProcessPoolExecutor(jobs)).map(work, chunks) if jobs > 1 else map(work, chunks)
         for outcome, took_s in chain.from_iterable(batches):
@@ -266,9 +285,9 @@ def run_all(seeds: Sequence[int], jobs: int, pushers: tuple[int, ...] = (), late
     return totals
 
 
-def tell(seed: int, trace: bool, pushers: tuple[int, ...] = (), later: tuple[int, ...] = ()) -> int:
+def tell(seed: int, trace: bool, wish: Wish = NOTHING_MORE) -> int:
     """Run and print one seed; with `trace`, all its events."""
-    outcome = SeedRun(seed, tell=trace, pushers=pushers, later_pushers=later).run()
+    outcome = wish.run_of(seed, trace).run()
     for line in outcome.story:
         print(line)
     print(
@@ -283,13 +302,13 @@ def tell(seed: int, trace: bool, pushers: tuple[int, ...] = (), later: tuple[int
     return 1 if outcome.violations else 0
 
 
-def run(seeds: int, first: int = 0, jobs: int = 2, pushers: tuple[int, ...] = (), later: tuple[int, ...] = ()) -> int:
+def run(seeds: int, first: int = 0, jobs: int = 2, wish: Wish = NOTHING_MORE) -> int:
     """Simulate `seeds` seeds and print what they showed; returns the exit code."""
     began_s = time.monotonic()
-    totals = run_all(range(first, first + seeds), jobs, pushers, later)
+    totals = run_all(range(first, first + seeds), jobs, wish)
     print("\n".join(report(totals)))
     print(f"took {time.monotonic() - began_s:.0f} s on {jobs} processes", flush=True)
-    wrong = complaints(totals, pushers, later)
+    wrong = complaints(totals, wish)
     if wrong:
         print("\n".join(wrong), flush=True)
     return 1 if wrong else 0
@@ -318,13 +337,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="ranks of a cluster that begins again, life by life and again from the first (as in its first life)",
     )
+    parser.add_argument("--take-over", action="store_true", help="every run has a standby that takes over")
     parser.add_argument("--seed", type=int, help="only this one")
     parser.add_argument("--trace", action="store_true", help="with --seed: print its event history")
     options = parser.parse_args(arguments)
-    ranks = tuple(options.pushers), tuple(options.later_pushers)
+    wish = Wish(tuple(options.pushers), tuple(options.later_pushers), options.take_over)
     if options.seed is not None:
-        return tell(options.seed, options.trace, *ranks)
-    return run(options.seeds, options.first, options.jobs, *ranks)
+        return tell(options.seed, options.trace, wish)
+    return run(options.seeds, options.first, options.jobs, wish)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,8 @@ class MasterProcess(Host):
 
     state: MasterMachine | None
     epoch: int
+    at = "master"
+    """Where it is, for the network."""
 
     @abstractmethod
     def called(self, call: Call) -> None:
@@ -298,30 +300,32 @@ class Call:
         self._generation = caller.generation
         self._done = done
         self._over = False
+        self._at = ""
         self._master = world.some_master()
         if self._master is None:
             world.kernel.after(world.kernel.jitter(NOT_LISTENING_S), caller, self._end, "connection refused")
             return
         world.requested(request)
-        world.net.request(caller.name, "master", self._master, self._master.called, self)
+        self._at = self._master.at
+        world.net.request(caller.name, self._at, self._master, self._master.called, self)
         world.kernel.after(deadline_s, caller, self._ran_out)
 
     def answered(self, body: Any) -> None:
         """The master answers; the network may lose the answer."""
         result = Refused(body.code, body.sentence, body.retry_after_s) if isinstance(body, Refusal) else body
-        self._world.net.reply("master", self._caller.name, self._caller, self._end, result)
+        self._world.net.reply(self._at, self._caller.name, self._caller, self._end, result)
 
     def server_died(self) -> None:
         """The master's system resets the connection."""
-        if not self._world.net.is_cut("master", self._caller.name):
+        if not self._world.net.is_cut(self._at, self._caller.name):
             self._world.kernel.after(0.001, self._caller, self._end, "connection reset")
 
     def _ran_out(self) -> None:
         if self._over:
             return
         master, net, name = self._master, self._world.net, self._caller.name
-        if master is not None and master.alive and not net.is_cut(name, "master"):
-            self._world.kernel.after(net.delay_s(name, "master"), master, master.hung_up, self.token)
+        if master is not None and master.alive and not net.is_cut(name, self._at):
+            self._world.kernel.after(net.delay_s(name, self._at), master, master.hung_up, self.token)
         self._end("deadline exceeded")
 
     def _end(self, result: Any) -> None:

@@ -43,12 +43,12 @@ def _mend(world: FaultWorld, pairs: list[Pair]) -> None:
 
 def cut_cluster_from_master(world: FaultWorld) -> bool:
     cluster = a_cluster(world)
-    return cluster is not None and _cut(world, _both(cluster.name, "master"))
+    return cluster is not None and _cut(world, _both(cluster.name, world.masters[0].at))
 
 
 def cut_slave_from_master(world: FaultWorld) -> bool:
     slave = a_slave(world)
-    return slave is not None and _cut(world, _both(slave.name, "master"))
+    return slave is not None and _cut(world, _both(slave.name, world.masters[0].at))
 
 
 def cut_cluster_from_slave(world: FaultWorld) -> bool:
@@ -61,20 +61,21 @@ def cut_one_way(world: FaultWorld) -> bool:
     cluster, slave = a_cluster(world), a_slave(world)
     if cluster is None or slave is None:
         return False
-    a, b = world.kernel.rng.choice(((cluster.name, "master"), (slave.name, "master"), (cluster.name, slave.name)))
+    master = world.masters[0].at
+    a, b = world.kernel.rng.choice(((cluster.name, master), (slave.name, master), (cluster.name, slave.name)))
     return _cut(world, [world.kernel.rng.choice(((a, b), (b, a)))])
 
 
 def isolate_master(world: FaultWorld) -> bool:
     names = [*world.slaves, *world.clusters]
-    return _cut(world, [pair for name in names for pair in _both(name, "master")])
+    return _cut(world, [pair for name in names for pair in _both(name, world.masters[0].at)])
 
 
 def isolate_slave(world: FaultWorld) -> bool:
     slave = a_slave(world)
     if slave is None:
         return False
-    return _cut(world, [pair for name in ("master", *world.clusters) for pair in _both(name, slave.name)])
+    return _cut(world, [pair for name in (world.masters[0].at, *world.clusters) for pair in _both(name, slave.name)])
 
 
 def swizzle(world: FaultWorld) -> bool:
@@ -82,7 +83,8 @@ def swizzle(world: FaultWorld) -> bool:
     rng, names = world.kernel.rng, [*world.slaves, *world.clusters]
     for name in rng.sample(names, k=rng.randint(1, len(names))):
         for_s = rng.uniform(2.0, 10.0)
-        world.kernel.after(rng.uniform(0.0, 4.0), None, _cut_as, world, "swizzle", _both(name, "master"), for_s)
+        pairs = _both(name, world.masters[0].at)
+        world.kernel.after(rng.uniform(0.0, 4.0), None, _cut_as, world, "swizzle", pairs, for_s)
     return True
 
 
@@ -113,7 +115,7 @@ def flapping_link(world: FaultWorld) -> bool:
 def _all_pairs(world: FaultWorld) -> list[Pair]:
     """All pairs of processes that communicate, each direction by itself."""
     alive = [name for name, cluster in world.clusters.items() if cluster.alive] or list(world.clusters)
-    to_master = [pair for name in (*world.slaves, *alive) for pair in _both(name, "master")]
+    to_master = [pair for name in (*world.slaves, *alive) for pair in _both(name, world.masters[0].at)]
     return to_master + [pair for slave in world.slaves for name in alive for pair in _both(name, slave)]
 
 
@@ -122,7 +124,7 @@ def slow_links(world: FaultWorld) -> bool:
     cluster = a_cluster(world)
     if cluster is None:
         return False
-    pairs = [pair for name in ("master", *world.slaves) for pair in _both(name, cluster.name)]
+    pairs = [pair for name in (world.masters[0].at, *world.slaves) for pair in _both(name, cluster.name)]
     for pair in pairs:
         world.net.slow[pair] = 50.0
     world.kernel.after(10.0, None, _as_fast_as_before, world, pairs)

@@ -157,7 +157,7 @@ def _take_over(world: FaultWorld, sleeper: MasterHost, generation: int) -> None:
         or (sleeper.generation, sleeper.paused) != (generation, True)
     ):
         return
-    other = MasterHost(world, "master2", world.disk)
+    other = MasterHost(world, "master2", world.disk, world.masters[0].at)
     world.masters.append(other)
     world.fired("failover_from_a_sleeper")
     other.boot()

@@ -231,7 +231,7 @@ def two_masters(world: FaultWorld) -> bool:
     """Start a second master on the same journal; peers reach either one."""
     if len(world.masters) > 1 or the_master(world) is None:
         return False
-    other = MasterHost(world, "master2", world.disk)
+    other = MasterHost(world, "master2", world.disk, world.masters[0].at)
     world.masters.append(other)
     other.boot()
     world.kernel.after(12.0, None, end_second, world, other)

@@ -9,6 +9,7 @@ large set of seeds is an error: dips.lab.sim.seeds checks that.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from random import Random
 from typing import Any
 
 from dips.lab.sim.counts import NOTHING, OVER
@@ -18,6 +19,7 @@ from dips.lab.sim.faults import disks as fault_disks
 from dips.lab.sim.faults import links as fault_links
 from dips.lab.sim.faults import operations as fault_operations
 from dips.lab.sim.faults import processes as fault_processes
+from dips.lab.sim.faults import standby as fault_standby
 from dips.lab.sim.faults.world import OLD_ATTEMPT, OLD_LIFE, FaultWorld
 from dips.lab.sim.hosts.cluster import OTHER_RANKS
 from dips.lab.sim.kernel import SimulatedProcess
@@ -34,6 +36,7 @@ GROUPS: Mapping[str, Mapping[str, Begin]] = {
     "lies": {name: begin for name, begin in bad_requests.FAULTS.items() if name not in bad_requests.OPERATORS},
     "ranks": fault_processes.OF_RANKS,
     "operations": {**bad_requests.OPERATORS, **fault_operations.FAULTS},
+    "standby": fault_standby.FAULTS,
 }
 """Groups of faults by what they strike, for reports."""
 
@@ -61,6 +64,7 @@ SIDE_EFFECTS: Mapping[str, str] = {
     "second_slave_took_over": "lost state",
     **dict.fromkeys(fault_operations.CHURNED, "operations"),
     **dict.fromkeys((OLD_ATTEMPT, OLD_LIFE), "ranks"),
+    **dict.fromkeys(fault_standby.BROUGHT, "standby"),
 }
 """Not planned by themselves, but what crashes, lost disks and rounds that go on without a slow cluster bring with them;
 with their groups. Counted like the others."""
@@ -84,6 +88,9 @@ OF_ONE_CLUSTER = (
 
 OF_RANKS = frozenset({*fault_processes.OF_RANKS, OLD_ATTEMPT, OLD_LIFE})
 """Kinds that only clusters of several ranks know; their faults, too, are of one cluster."""
+
+OF_STANDBY = frozenset({*fault_standby.FAULTS, *fault_standby.BROUGHT})
+"""Kinds that only runs with a standby know."""
 
 NOT_FOR_LONG = frozenset({"operator_stops_early", "operator_takes_an_end_back"})
 """Would end a run of thousands of rounds after a few, the second one where the master is away for too long."""
@@ -136,13 +143,18 @@ def known_to(world: FaultWorld) -> list[str]:
     of_ranks = set(fault_processes.OF_RANKS) if ranks > 1 else set()
     if world.plan.sabotaged:
         return sorted({*OF_ONE_CLUSTER, *of_ranks})
-    return sorted(set(FAULTS) - OF_RANKS - (NOT_FOR_LONG if world.plan.fault_every_s else frozenset()) | of_ranks)
+    known = set(FAULTS) - OF_RANKS - OF_STANDBY | of_ranks
+    if world.plan.standby:
+        known |= set(fault_standby.FAULTS)
+    return sorted(known - (NOT_FOR_LONG if world.plan.fault_every_s else frozenset()))
 
 
 def plan_faults(world: FaultWorld, planned: tuple[str, ...] | None) -> None:
     """Choose what will strike and when, or take the given faults."""
     rng, known = world.kernel.rng, known_to(world)
     chosen = planned if planned is not None else [rng.choice(known) for _ in range(world.plan.n_faults)]
+    if world.takes_over:
+        chosen = [*chosen, Random(f"take-over of {world.seed}").choice(fault_standby.TAKE_OVERS)]
     for name in chosen:
         _plan(world, name, rng.uniform(world.FIRST_FAULT_S, world.plan.faults_for_s * 0.9))
     if planned is None and world.plan.fault_every_s:

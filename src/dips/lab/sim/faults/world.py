@@ -22,6 +22,7 @@ from dips.lab.sim.disks import JournalDisk
 from dips.lab.sim.hosts.cluster import ClusterHost
 from dips.lab.sim.hosts.master import MasterHost
 from dips.lab.sim.hosts.slave import SlaveHost
+from dips.lab.sim.hosts.standby import StandbyHost
 from dips.lab.sim.hosts.transfer import ReaderHost
 from dips.lab.sim.kernel import Kernel, SimulatedProcess
 from dips.lab.sim.network import LinkOccupancy, Network, Weather
@@ -40,7 +41,7 @@ OLD_ATTEMPT, OLD_LIFE = "chunks_of_an_old_attempt", "chunks_of_an_old_incarnatio
 
 class FaultWorld(World):
     """The processes of one run. plan: what the seed would choose, unless given. pushers, later_pushers: as the plan's,
-    if any."""
+    if any. takes_over: there is a standby, which takes over once at least."""
 
     FIRST_FAULT_S = 0.6
 
@@ -54,11 +55,14 @@ class FaultWorld(World):
         plan: SimulatedRunPlan | None = None,
         pushers: tuple[int, ...] = (),
         later_pushers: tuple[int, ...] = (),
+        takes_over: bool = False,
     ) -> None:
         self.seed = seed
         kernel = Kernel(seed, tell)
         self.shape = run_plan.of_seed(seed) if plan is None else run_plan.GIVEN
-        plan = plan or run_plan.with_minimum(seed, make_plan(kernel.rng, shape=self.shape))
+        if plan is None:
+            plan = run_plan.with_minimum(seed, make_plan(kernel.rng, shape=self.shape))
+            plan = run_plan.with_standby(seed, plan, takes_over)
         plan = replace(plan, pushers=pushers) if pushers else plan
         plan = replace(plan, later_pushers=later_pushers) if later_pushers else plan
         links = LinkOccupancy(kernel, plan.links) if plan.links is not None else None
@@ -95,7 +99,11 @@ class FaultWorld(World):
         self.healed = self._ends = False
         self.ended = ""
         self.disk = JournalDisk()
+        self.in_office = self.disk
+        """The journal that is judged: the older one, until the slaves have promised the epoch of a take-over."""
         self.masters = [MasterHost(self, "master", self.disk)]
+        self.takes_over = takes_over and bool(plan.standby)
+        self.standby = StandbyHost(self, "standby", JournalDisk()) if plan.standby else None
         self.slaves = {name: SlaveHost(self, name) for name in self.plan.slaves}
         names = (*self.plan.clusters, *self.plan.spares)
         self.clusters = {name: ClusterHost(self, name, self.plan.step_s_of(name)) for name in names}
@@ -124,7 +132,7 @@ class FaultWorld(World):
     # ---- restarts ----
 
     def _boot_if_dead(self, host: Host) -> None:
-        if not host.alive and not self.ended:
+        if not host.alive and not self.ended and (host is self.standby or not isinstance(host, StandbyHost)):
             host.boot()
 
     def restart(self, host: Host, after_s: float) -> None:
@@ -138,6 +146,15 @@ class FaultWorld(World):
             self.ended = sentence
         elif master is self.masters[0]:
             self.restart(master, RESTART_S)
+
+    def begin_standby(self, at: str) -> None:
+        """Start a standby with an empty directory, in the place of a master that was taken over from."""
+        if not self.ended and self.standby is None:
+            self.standby = StandbyHost(self, at, JournalDisk())
+            self.standby.boot()
+
+    def taken_over(self, master: MasterHost) -> None:
+        """A standby has become the run's master, and is started next; the one before it may live on."""
 
     def master_died(self, master: MasterProcess) -> None:
         """The master was killed by a fault that waited for its moment."""

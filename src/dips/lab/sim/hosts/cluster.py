@@ -238,9 +238,11 @@ class ClusterHost(Host):
 
     def end(self) -> None:
         """The process has ended, for any reason; its system resets the connection of its beats."""
-        if self.session is not None and not self.world.net.is_cut(self.name, "master"):
+        if self.session is not None:
             incarnation = self.session.shared.terms.incarnation
             for master in self.world.masters:
+                if self.world.net.is_cut(self.name, master.at):
+                    continue
                 self.kernel.after(0.001, master, master.beats_ended, self.name, incarnation)
         self.end_process()
         self.session = None

@@ -30,6 +30,7 @@ from dips.master.state.effects import (
     OperatorCall,
     Record,
     Refuse,
+    ReplicaNews,
     Reply,
     SlaveLinkDown,
     SlaveSaid,
@@ -38,10 +39,17 @@ from dips.master.state.effects import (
     WriteJournal,
 )
 from dips.master.state.master import MasterMachine
+from dips.master.state.replication import REPLACED_PAUSE_S, TAKE_OVER_EPOCHS, Replication
+from dips.master.state.slaves import NEWER_EPOCH_EXIT
 
 TICKS_PER_HEARTBEAT = 4
 MIN_TIMER_S = 0.001
 FATAL_EXIT = 6
+
+WAITS = "waits"
+"""As SimulatedRunPlan.standby has it."""
+
+OTHER_HISTORY = Refusal(RefusalCode.CONFIG, "the standby has records that this master does not have")
 
 ENDING = Refusal(RefusalCode.BUSY, "the master is ending: connect again", 1.0)
 
@@ -49,9 +57,9 @@ ENDING = Refusal(RefusalCode.BUSY, "the master is ending: connect again", 1.0)
 class MasterHost(MasterProcess):
     """One master process; its directory outlives it."""
 
-    def __init__(self, world: World, name: str, disk: JournalDisk) -> None:
+    def __init__(self, world: World, name: str, disk: JournalDisk, at: str = MasterProcess.at) -> None:
         super().__init__(world, name)
-        self.disk = disk
+        self.disk, self.at = disk, at
         self.state: MasterMachine | None = None
         self.epoch = 0
         self.exit: tuple[int, str] | None = None
@@ -59,7 +67,15 @@ class MasterHost(MasterProcess):
         """Entries that were given to the disk and are not yet confirmed."""
 
         self._flushing = False
+        self._uncounted: tuple[list[StoredEntry], float] | None = None
+        """A batch that is durable here, and until when it waits for the standby."""
+        self._replication: Replication | None = None
+        self._follower: tuple[Stream, End] | None = None
+        self._sent = 0
+        self._trouble = ""
         self.dies_in_flush = False
+        self.comes_back = False
+        """Whether a dead process that was taken over from will be started again on its directory."""
         self._last_tick_s = 0.0
         self._timer_due_s = -1.0
         self._links: dict[int, tuple[Stream, End]] = {}
@@ -85,7 +101,10 @@ class MasterHost(MasterProcess):
         self._flushing = False
         self._links.clear()
         self._calls.clear()
-        self.epoch = self.disk.epoch = max(self.disk.epoch + 1, at_least)
+        step = TAKE_OVER_EPOCHS if self.disk.replica else 1
+        self.epoch = self.disk.epoch = max(self.disk.epoch + step, at_least)
+        if self.disk.replica:
+            self.disk.replica, self.disk.took_over = False, self.disk.took_over | {self.epoch}
         self.world.journalled(self, {"kind": "EPOCH", "epoch": self.epoch})
         config = self.world.run_config()
         try:
@@ -96,12 +115,14 @@ class MasterHost(MasterProcess):
             self.world.bug(self.name, error)
             return
         self._arm_timer()
+        if self.world.plan.standby:
+            self._replicates()
 
     def kill(self) -> None:
         """kill -9: the disk keeps the confirmed entries, and perhaps the batch that it was writing."""
         if self.alive:
             self.world.killed("master")
-        if self._flushing and self._on_its_way:
+        if self._flushing and self._on_its_way and self._uncounted is None:
             # The batch is one transaction of the journal: all of it or none.
             if self.kernel.rng.random() < 0.5:
                 self._durable(self._on_its_way)
@@ -113,6 +134,9 @@ class MasterHost(MasterProcess):
     def _end(self) -> None:
         self.end_process()
         self.state = None
+        if self._follower is not None:
+            (stream, end), self._follower = self._follower, None
+            stream.died(end)
         links, self._links = self._links, {}
         for stream, end in links.values():
             stream.died(end)
@@ -311,6 +335,14 @@ class MasterHost(MasterProcess):
             return
         del self._on_its_way[: len(batch)]
         self._durable(batch)
+        if self._replication is not None:
+            self._count(batch, self._replication.wrote(len(self.disk.entries), self.kernel.now_s))
+            self._offer()
+            return
+        self._counts(batch)
+
+    def _counts(self, batch: list[StoredEntry]) -> None:
+        """What was decided in the batch holds from now on."""
         for entry in batch:
             if self.alive:
                 self.dispatch(JournalWritten(entry.entry_id))
@@ -323,3 +355,90 @@ class MasterHost(MasterProcess):
         for entry in batch:
             self.disk.entries.append(entry)
             self.world.journalled(self, json.loads(entry.record_json))
+
+    # ---- the standby ----
+
+    def _replicates(self) -> None:
+        """Begin to wait for a standby, and tell a master that this one took over from."""
+        plan = self.world.plan
+        n = len(self.disk.entries)
+        self._replication = Replication(n, wanted=plan.standby == WAITS, limit_s=plan.config.evict_after_s)
+        self._uncounted, self._trouble = None, ""
+        if self._follower is not None:
+            (stream, end), self._follower = self._follower, None
+            stream.close(end)
+        self._say_trouble()
+        if self.disk.took_over:
+            self._tell_replaced()
+
+    def _count(self, batch: list[StoredEntry], until_s: float) -> None:
+        """Let the batch count once the standby has it, or is not waited for. The journal's thread waits as well."""
+        assert self._replication is not None
+        number = len(self.disk.entries)
+        left_s = self._replication.left_s(number, until_s, self.kernel.now_s)
+        if left_s:
+            self._flushing, self._uncounted = True, (batch, until_s)
+            self.kernel.after(left_s, self, self._count_again)
+            return
+        self._flushing, self._uncounted = False, None
+        if self._replication.in_step and self.world.plan.standby == WAITS:
+            self.disk.agreed = number
+        self._say_trouble()
+        self._counts(batch)
+
+    def _count_again(self) -> None:
+        if self._uncounted is not None:
+            self._count(*self._uncounted)
+
+    def _offer(self) -> None:
+        """Send the standby what it does not have."""
+        if self._follower is not None and self._replication is not None:
+            stream, end = self._follower
+            batch = self.disk.entries[self._sent :]
+            self._sent = len(self.disk.entries)
+            self._replication.sent(self._sent, is_whole=True)
+            stream.send(end, (self.epoch, self.disk.took_over, batch))
+
+    def followed(self, stream: Stream, end: End, entries: list[StoredEntry]) -> None:
+        """A standby's stream is open; it has these entries."""
+        if self._replication is None or entries != self.disk.entries[: len(entries)]:
+            stream.close(end, OTHER_HISTORY)
+            return
+        self._follower, self._sent = (stream, end), len(entries)
+        self._replication.follows(len(entries))
+        self._say_trouble()
+        self._offer()
+
+    def acknowledged(self, stream: Stream, number: int) -> None:
+        """The standby has the entries up to this one on its disk."""
+        if self._follower is not None and self._follower[0] is stream and self._replication is not None:
+            self._replication.heard(number)
+            self._say_trouble()
+            self._count_again()
+
+    def unfollowed(self, stream: Stream) -> None:
+        if self._follower is not None and self._follower[0] is stream and self._replication is not None:
+            self._follower = None
+            self._replication.lost()
+            self._say_trouble()
+            self._count_again()
+
+    def _say_trouble(self) -> None:
+        if self._replication is not None and self._replication.trouble != self._trouble:
+            self._trouble = self._replication.trouble
+            self.dispatch(ReplicaNews(self._trouble))
+
+    def _tell_replaced(self) -> None:
+        """Tell every other master that it was taken over from, for as long as this one lives."""
+        for other in self.world.masters:
+            if other is not self and isinstance(other, MasterHost) and not self.world.net.is_cut(self.at, other.at):
+                self.kernel.after(self.world.net.delay_s(self.at, other.at), other, other.overtaken, self)
+        self.kernel.after(REPLACED_PAUSE_S, self, self._tell_replaced)
+
+    def overtaken(self, by: MasterHost) -> None:
+        """A master says that it took over from this one."""
+        if max(by.disk.took_over) in self.disk.took_over or by.epoch < self.epoch:
+            by.stop(NEWER_EPOCH_EXIT, "the master that it took over from has taken over since")
+            return
+        self.disk.replaced = True
+        self.stop(NEWER_EPOCH_EXIT, f"a standby has taken over in epoch {by.epoch}")

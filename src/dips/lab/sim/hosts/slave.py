@@ -291,14 +291,14 @@ class SlaveHost(SlaveProcess):
 
     def _dial(self) -> None:
         master = self.world.some_master()
-        if master is None or self._stream is not None or self.world.net.is_cut(self.name, "master"):
+        if master is None or self._stream is not None or self.world.net.is_cut(self.name, master.at):
             if self._stream is None:
                 self.kernel.after(self.kernel.jitter(2 * DIAL_S), self, self._dial)
             return
         number = self._link = self.world.next_token()
         mine = End(self.name, self, self._hear, self._hung_up)
         theirs = End(
-            "master",
+            master.at,
             master,
             lambda message: master.slave_said(number, message),
             lambda _: master.link_down(number),
