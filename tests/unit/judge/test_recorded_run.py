@@ -10,17 +10,20 @@ import hashlib
 import json
 import shutil
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from support.corruptions import CORRUPTIONS, Corruption, judged, tape_of
+from support.journals import append
 from support.recorded_run import NUMBERS, numbers_of, unpacked
 
 from dips.cli import main
 from dips.core.errors import ConfigError
 from dips.judge import pack
 from dips.judge.verify import EXIT_UNREADABLE, verify_run
-from dips.master.journal import connect_to_read
+from dips.master.archive import EPOCH
+from dips.master.journal import Journal, connect_to_read, read_content
 
 PINNED = json.loads(NUMBERS.read_text())
 
@@ -61,6 +64,55 @@ def test_what_a_backup_is_sending_is_no_problem(recorded: Path, tmp_path: Path) 
     (run / "s1" / "backup").mkdir()
     shutil.copy(max((run / "s1").glob("manifest-*.json")), run / "s1" / "backup")
     assert verify_run(run).problems == []
+
+
+def standby_of(run: Path, n_records: int | None = None) -> Journal:
+    """A standby's journal next to the master's, with all or the first records of it."""
+    content = read_content(run / "master")
+    journal = Journal.open(run / "standby", content.run_id)
+    for row in content.records[:n_records]:
+        if row.kind == EPOCH:
+            journal.begin_epoch()
+        else:
+            append(journal, row.epoch, row.entry_id, row.kind, row.record_json, content.snapshot_json or "")
+    return journal
+
+
+def test_the_journal_of_a_standby_that_took_over_is_judged_with_the_masters(recorded: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(recorded, tmp_path / "run"))
+    standby = standby_of(run)
+    assert standby.newest()[1] == read_content(run / "master").records[-1].digest
+    assert ["standby is the same up to its end" in note for note in verify_run(run).notes] == [True]
+    standby.begin_epoch(1001)
+    standby.close()
+    report = verify_run(run)
+    assert (report.ok, ["master is the same up to its end" in note for note in report.notes][-1]) == (True, True)
+    with closing(Journal.open(run / "master", "recorded")) as master:
+        append(master, master.begin_epoch(), 1, "LEAVE", '{"kind": "LEAVE", "cluster": "a"}', "{}")
+    report = verify_run(run)
+    assert (report.ok, ["master has 2 records after number" in note for note in report.notes][-1]) == (True, True)
+
+
+def test_what_the_older_of_two_masters_published_may_not_be_missing_at_the_newer_one(
+    recorded: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(recorded, tmp_path / "run"))
+    last = max(at for at, row in enumerate(read_content(run / "master").records) if row.kind == "COMMIT")
+    with closing(standby_of(run, last)) as standby:
+        standby.begin_epoch(1001)
+    said = [violation.sentence for violation in verify_run(run).violations]
+    assert sum("was published, and the master that took over does not have it" in sentence for sentence in said) == 1
+
+
+def test_two_journals_that_differ_without_a_take_over_contradict_each_other(recorded: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(recorded, tmp_path / "run"))
+    with closing(standby_of(run)) as standby, closing(Journal.open(run / "master", "recorded")) as master:
+        epoch = standby.begin_epoch()
+        assert master.begin_epoch() == epoch
+        for journal, cluster in ((standby, "a"), (master, "b")):
+            append(journal, epoch, 1, "LEAVE", f'{{"kind": "LEAVE", "cluster": "{cluster}"}}', "{}")
+    said = [violation.sentence for violation in verify_run(run).violations]
+    assert sum("is not the same in both journals" in sentence for sentence in said) == 1
 
 
 SECRET = b"a key that no one else may have"

@@ -325,6 +325,32 @@ def test_a_round_answers_without_the_disk_and_the_save_begins_with_the_commit(la
     assert durable(late) == 0
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_hello_waits_for_the_commit_under_way_and_offers_its_version(bench: SlaveBench, again: bool) -> None:
+    """The next master may have another journal, in which that commit is not."""
+    bench.prepare()
+    bench.prepared(SHADOW)
+    bench.command(commit())
+    for _ in range(1 + again):
+        bench.give(effects.Unlinked("the master ended"))
+        assert said(bench.link()) == []
+    (hello,) = said(bench.committed(NEXT))
+    assert isinstance(hello, messages.SlaveHello)
+    assert hello.snapshots[0] == NEXT
+    assert said(bench.welcome(2, 1)) == [messages.Promised(2)]
+
+
+def test_no_hello_is_said_where_the_stream_ended_before_the_commit(bench: SlaveBench) -> None:
+    bench.prepare()
+    bench.prepared(SHADOW)
+    bench.command(commit())
+    bench.give(effects.Unlinked("the master ended"))
+    bench.link()
+    bench.give(effects.Unlinked("the next one too"))
+    assert said(bench.committed(NEXT)) == []
+    assert answer(bench.link(), messages.SlaveHello).snapshots[0] == NEXT
+
+
 def test_hello_offers_what_only_memory_holds_beside_what_is_on_disk(late: SlaveBench) -> None:
     one_round(late, 1)
     late.command(prepare(RoundId(1, 3), Version(1, 2), Version(1, 1)))

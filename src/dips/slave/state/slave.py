@@ -42,7 +42,7 @@ from dips.core.protocol import OWN_HELLO, agree
 from dips.slave.state import effects, tape
 from dips.slave.state.admission import owner_of, what_is_wrong
 from dips.slave.state.effects import Effect
-from dips.slave.state.shard import ShardState
+from dips.slave.state.shard import ShardPhase, ShardState
 from dips.slave.state.staging import Slots
 
 # ---- link ------------------------------------------------------------------------------------------------------------
@@ -174,6 +174,7 @@ class SlaveMachine:
         self._directory_id = directory_id
         self._waiting: deque[SlaveCommand] = deque()
         self._mute_job = 0
+        self._hello_waits = False
 
     @property
     def n_waiting(self) -> int:
@@ -202,19 +203,13 @@ class SlaveMachine:
         match event:
             case effects.Linked():
                 self.link.phase.move("linked", LinkPhase.GREETING, now_s)
-                hello = SlaveHello(
-                    OWN_HELLO,
-                    self._data_endpoint,
-                    self._memory_bytes,
-                    self.link.promised_epoch,
-                    self.shard.offers(),
-                    self._curve_key,
-                    self._directory_id,
-                )
-                return [effects.SendUp(hello)]
+                # A master of another journal must not miss the version that an older one has just had committed.
+                self._hello_waits = self.shard.phase.now is ShardPhase.COMMITTING
+                return [] if self._hello_waits else [self._hello()]
             case effects.Unlinked(why):
                 self.link.phase.move("unlinked", LinkPhase.DETACHED, now_s, why=why)
                 self._waiting.clear()
+                self._hello_waits = False
                 return []
             case effects.Fenced():
                 self.link.incarnation = None
@@ -246,6 +241,19 @@ class SlaveMachine:
                 return self._ended(event, now_s)
 
     # ---- the link ----
+
+    def _hello(self) -> Effect:
+        return effects.SendUp(
+            SlaveHello(
+                OWN_HELLO,
+                self._data_endpoint,
+                self._memory_bytes,
+                self.link.promised_epoch,
+                self.shard.offers(),
+                self._curve_key,
+                self._directory_id,
+            )
+        )
 
     def _commanded(self, command: SlaveCommand, now_s: float) -> list[Effect]:
         why_not = self.link.why_not(command)
@@ -356,6 +364,9 @@ class SlaveMachine:
     def _ended(self, event: effects.Done | effects.Failed, now_s: float) -> list[Effect]:
         muted = event.number == self._mute_job
         out = self.shard.ended(event, now_s)
+        if self._hello_waits:
+            self._hello_waits = False
+            return [*(effect for effect in out if not isinstance(effect, effects.SendUp)), self._hello()]
         if muted and self.shard.job is not None:
             self._mute_job = self.shard.job.number  # the same work once more, under another number
         if self.link.attached and not muted:

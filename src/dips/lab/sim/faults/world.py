@@ -199,8 +199,11 @@ class FaultWorld(World):
     def may_lose(self, names: Sequence[str]) -> bool:
         """Whether a copy of the run's state remains somewhere when these disks are lost too.
 
-        While two masters are alive no slave's disk may be lost: its promise not to obey the older one is on it.
+        While two masters are alive no slave's disk may be lost: its promise not to obey the older one is on it. Nothing may
+        before the master of a take-over holds the run.
         """
+        if self.in_office is not self.disk:
+            return False
         if len(self.masters) > 1 and set(self.slaves) & set(names):
             return False
         lost = self.lost_now | set(names)
