@@ -115,6 +115,7 @@ def _compiled() -> None:
 @pytest.fixture(params=[(1, "python"), (3, "python"), (1, "compiled")], ids=lambda param: f"{param[1]}-{param[0]}")
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     served = Served(*request.param)
+    assert served.server.is_compiled is (request.param[1] == "compiled")
     yield served
     served.close()
 
@@ -387,6 +388,7 @@ def test_the_ports_threads_stay_on_the_processor_that_was_asked_for() -> None:
     usual = os.sched_getaffinity(0)
     cpu = max(usual)
     server = DataServer("127.0.0.1", 0, "run", CHUNK_BYTES, lambda event: None, lambda error: None, cpu=cpu)
+    assert server.is_compiled  # what "auto" is here
     server.start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
