@@ -171,7 +171,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a round number out of thin air",
-        "master.state.rounds:Rounds._open",
+        "master.state.rounds:Rounds.settle",
         "shared.ledger.round_n += 1",
         "shared.ledger.round_n += 1 + id(shared) // 16 % 1009",
         ("I14",),
