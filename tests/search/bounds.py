@@ -32,6 +32,7 @@ FAULTS = (
     "lose_journal",
     "old_backup",
     "second_master",
+    "take_over",
     "misroute",
     "late_verdict",
     "late_chunk",

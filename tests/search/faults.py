@@ -12,6 +12,7 @@ from dips.core.messages import Refusal, ReshardRequest
 from dips.core.net.data_header import DataHeader
 from search.bounds import FAULTS, RUN
 from search.copying import Out
+from search.master_part import MasterPart
 from search.ranks_part import OpenTransfer
 from search.slave_part import PieceNames, SlavePart, blocks_of, put_chunk
 from search.state import (
@@ -177,20 +178,38 @@ class Faults(Wiring):
         if state.old != NO_MASTER:
             return
         for written in range(len(self.masters[state.master].pending) + 1):
-            for stay in product((True, False), repeat=len(self.names)):
-                draft = Draft(state)
+            for draft, left in self._with_older(state):
                 draft.old, _ = self.masters.step(
                     draft.master, ("overtaken", written), methodcaller("be_overtaken", written)
                 )
-                draft.calls = [call if call.stage == REQUEST else call._replace(at=OLD) for call in draft.calls]
-                draft.links = {number: link._replace(at=OLD) for number, link in draft.links.items()}
-                self._master(draft, ("restart", written, 0), methodcaller("restart", written, 0))
-                gone = [name for name, stays in zip(self.names, stay, strict=True) if not stays]
-                for slave, stays in enumerate(stay):
-                    if not stays:
-                        self._break(draft, slave)
-                lost = f", the old one is left by {', '.join(gone)}" if gone else ""
-                yield f"{written} entries of the journal were written before{lost}", draft
+                self._begins(draft, left, ("restart", written, 0), methodcaller("restart", written, 0))
+                yield f"{written} entries of the journal were written before{self._left_by(left)}", draft
+
+    def _do_take_over(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
+        """A standby becomes the master; as with a second one, but the old one goes on with a journal of its own."""
+        if state.old != NO_MASTER:
+            return
+        for draft, left in self._with_older(state):
+            draft.old = draft.master
+            draft.reference = self.references.number(self.references[draft.reference].forked())
+            self._begins(draft, left, "take over", methodcaller("take_over"))
+            yield f"a standby takes over{self._left_by(left)}", draft
+
+    def _with_older(self, state: SearchState) -> Iterator[tuple[Draft, list[int]]]:
+        """What is connected stays with the older master, but some slaves."""
+        for stay in product((True, False), repeat=len(self.names)):
+            draft = Draft(state)
+            draft.calls = [call if call.stage == REQUEST else call._replace(at=OLD) for call in draft.calls]
+            draft.links = {number: link._replace(at=OLD) for number, link in draft.links.items()}
+            yield draft, [slave for slave, stays in enumerate(stay) if not stays]
+
+    def _begins(self, draft: Draft, left: list[int], key: Any, act: Callable[[MasterPart], list[Out]]) -> None:
+        self._master(draft, key, act)
+        for slave in left:
+            self._break(draft, slave)
+
+    def _left_by(self, left: list[int]) -> str:
+        return f", the old one is left by {', '.join(self.names[slave] for slave in left)}" if left else ""
 
     def _break(self, draft: Draft, slave: int) -> None:
         link = draft.link_of(slave)

@@ -36,6 +36,7 @@ from dips.master.state.effects import (
 )
 from dips.master.state.master import MasterMachine
 from dips.master.state.records import Member, ReshardPhase, RoundPhase
+from dips.master.state.replication import TAKE_OVER_EPOCHS
 from search.bounds import LAYOUT, RUN, T0_S, Bounds
 from search.copying import Out
 
@@ -122,6 +123,12 @@ class MasterPart:
         self.pending = []
         self.state = self._restart(at_least)
         return [*outs, *self.start()]
+
+    def take_over(self) -> list[Out]:
+        """A standby that has each durable entry becomes the master, with a journal of its own."""
+        self.pending = []
+        self.state = self._restart(self.epoch + TAKE_OVER_EPOCHS)
+        return self.start()
 
     def be_overtaken(self, written: int) -> list[Out]:
         """Another master begins a newer epoch in the same journal; this one learns of it when it writes."""

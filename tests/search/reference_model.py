@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.messages import JoinReply, JoinRequest, Verdict, VerdictKind
+from dips.master.state.records import RecoveryPhase
 from search.bounds import Bounds
 from search.copying import Out
 from search.slave_part import PieceNames, SlavePart, is_bad
@@ -23,6 +24,11 @@ Table = frozenset[tuple[K, V]]
 """A dictionary that can be hashed."""
 
 COUNTED = ("APPLIED", "EXCLUDED")
+
+OLDER = "the older master"
+"""The name of a master that was taken over from, or overtaken."""
+
+DECISIONS = ("COMMIT", "VOID", "ROLLBACK", "ADOPT", "RESHARD")
 
 
 @dataclass(frozen=True)
@@ -58,14 +64,43 @@ class ReferenceModel:
     trained: frozenset[tuple[int, int]] = frozenset()
     lost: bool = False  # a disk was
     halted: bool = False
+    # what the journal of a take-over begins with, until all slaves have promised its epoch; from then on what the older
+    # master decides is nothing
+    fork: ReferenceModel | None = None
+    left: bool = False
 
     # ---- facts ----
 
     def disk_lost(self) -> ReferenceModel:
         return replace(self, lost=True)
 
+    def forked(self) -> ReferenceModel:
+        """A standby takes over with all that the journal has now."""
+        return replace(self, fork=self)
+
+    def _in_office(self) -> ReferenceModel:
+        """The newer journal is the run's."""
+        assert self.fork is not None
+        fork = self.fork
+        return replace(
+            self, commit=fork.commit, tokens=fork.tokens, fences=fork.fences, decided=fork.decided,
+            trained=fork.trained, fork=None, left=True,
+        )  # fmt: skip
+
+    def _is_adopted(self, out: Out) -> bool:
+        """Whether this is a record that takes the newest version from the slaves."""
+        if out[0] != "journal" or out[1]["kind"] != "ADOPT" or self.commit is None:
+            return False
+        return (Version(*out[1]["version"]), RoundId(*out[1]["round"])) == (self.commit.version, self.commit.round)
+
     def received(self, role: str, name: str, out: Out, look: Any) -> ReferenceModel:
         """The model after one more fact. Raises Violation."""
+        if self.fork is not None and name == "master" and _holds_the_run(out):
+            if self._is_adopted(out):
+                return replace(self, fork=None, left=True)  # all that the older master had decided holds
+            return self._in_office().received(role, name, out, look)
+        if self.left and name == OLDER and out[0] == "journal":
+            return self
         match out[0], out[1]:
             case "journal", {"kind": "COMMIT"}:
                 return self._committed(out[1], out[2], look)
@@ -333,6 +368,12 @@ class ReferenceModel:
                 raise SearchViolation(
                     "I5", f"COMMIT of {self.commit.version} is durable, slave {slave.name} can no longer complete it"
                 )
+
+
+def _holds_the_run(out: Out) -> bool:
+    """Whether a master that took over says so: all slaves have promised its epoch."""
+    decides = out[0] == "journal" and out[1]["kind"] in DECISIONS
+    return decides or (out[0] == "fact" and out[1] == "recovery" and out[3]["phase"] == RecoveryPhase.NONE.value)
 
 
 class ReferenceModels:

@@ -15,7 +15,7 @@ from search.bounds import Bounds
 from search.cluster_part import ClusterPart
 from search.copying import Arena, Out
 from search.master_part import MasterPart
-from search.reference_model import ReferenceModels
+from search.reference_model import OLDER, ReferenceModels
 from search.slave_part import SlavePart
 from search.state import (
     ANSWER,
@@ -83,7 +83,7 @@ class Wiring:
                 case "fenced off" | "halt" if at == OLD:
                     ends = True
                 case _:
-                    self._facts(draft, "master", "master", (out,))
+                    self._facts(draft, "master", "master" if at == NEWEST else OLDER, (out,))
         if ends:
             self._end_old(draft)
         if again is not None:

@@ -91,6 +91,7 @@ def test_a_file_is_read_and_explained(tmp_path: Path) -> None:
         ('"south"', "7", r"names = .*: Input should be a valid string \(entry 2\)"),
         ('"north", ', "", "names has 2 sites, bandwidth_gbps has 3 rows"),
         ("[10, 20.0, 15.0]", "[10, 20.0]", "2 numbers for 3 clusters"),
+        ("[100.0, 1.0, 2.0]", "[100.0, 1.0]", "row 0 has 2 numbers"),
         ("[100.0, 1.0, 2.0]", '"fast"', r"bandwidth_gbps = .*: Input should be a list \(entry 1\)"),
         ("= [10", "= = [10", "is not TOML"),
     ],
