@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,16 +55,11 @@ async def test_an_address_that_only_this_machine_reaches_is_refused_where_the_ma
                 pass
 
 
-@pytest.fixture
-def _as_it_was() -> Iterator[None]:
-    interval_s = sys.getswitchinterval()
-    yield
-    sys.setswitchinterval(interval_s)
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.usefixtures("_as_it_was")
-def test_a_signal_ends_it_with_its_own_code(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_a_signal_ends_it_with_its_own_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
+) -> None:
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
     tape, said = tmp_path / "tape", list[str]()
 
     def end_it() -> None:

@@ -274,20 +274,13 @@ async def test_disk_error_of_the_standby_loses_nothing_there(tmp_path: Path) -> 
             await until(lambda: records(tmp_path / "b") == records(tmp_path / "a"))
 
 
-@pytest.fixture
-def of_two_masters(tmp_path: Path) -> tuple[Path, Path]:
-    """Directories of a master's own journal and of a replica of another one's."""
-    own, copy = tmp_path / "own", tmp_path / "copy"
+async def test_directory_that_is_no_replica_neither_follows_nor_takes_over(tmp_path: Path) -> None:
+    own = tmp_path / "own"
     with contextlib.closing(Journal.open(own, "demo")) as journal:
         append(journal, journal.begin_epoch(), 1, "PAUSE", "{}", "{}")
-    return own, copy
-
-
-async def test_directory_that_is_no_replica_neither_follows_nor_takes_over(of_two_masters: tuple[Path, Path]) -> None:
-    own, empty = of_two_masters
     with pytest.raises(ConfigError, match="a master's own journal"):
         await stand_by(config_in(own, standby="127.0.0.1:1"), "127.0.0.1:1")
-    for directory in (own, empty):
+    for directory in (own, tmp_path / "empty"):
         with pytest.raises(ConfigError, match="holds no replica"):
             await serve(config_in(directory, take_over=True), MasterMachine)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.dips_command import children, dips, dips_started, ended, is_running
@@ -41,34 +40,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def compared(folder: Path, methods: str, *more: str) -> dict[str, Any]:
+def test_asynchronous_training_costs_little_with_the_penalty_and_much_without(folder: Path) -> None:
     wish = ["--setup", folder / "short.toml", "--run-dir", folder / "run", "--jobs", 2, "--json"]
-    told = dips("compare", "--methods", methods, *wish, *more)
+    told = dips("compare", "--methods", "dp,diloco-clip,async,dips", *wish)
     assert told.returncode == 0, told.stderr[-4000:]
-    loaded: dict[str, Any] = json.loads(told.stdout)
+    loaded = json.loads(told.stdout)
     assert loaded == json.loads((folder / "run" / "compare.json").read_text())
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def clean(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = compared(folder, "dp,diloco-clip,async,dips")["methods"]
-    return found
-
-
-def test_asynchronous_training_costs_little_with_the_penalty_and_much_without(clean: dict[str, Any]) -> None:
+    clean = loaded["methods"]
     assert abs(clean["dips"]["minus"]["diloco-clip"]) < 0.5
     naive = clean["async"]["loss_mean"]
     assert naive is None or naive > clean["dips"]["loss_mean"] + 0.5
-
-
-def test_what_is_kept_is_shown_again_at_once(clean: dict[str, Any], folder: Path) -> None:
-    wish = ["--setup", folder / "short.toml", "--run-dir", folder / "run", "--methods", "dips,dp"]
-    told = dips("compare", *wish)
-    assert told.returncode == 0, told.stderr[-4000:]
-    assert "to do" not in told.stderr
-    assert f"{clean['dips']['loss_mean']:.3f}" in told.stdout
-    assert "held-out loss after 26.62k tokens" in told.stdout
 
 
 def test_ctrl_c_ends_everything(folder: Path, tmp_path: Path) -> None:

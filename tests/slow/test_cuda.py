@@ -40,11 +40,6 @@ def address(processes: Processes) -> str:
     return processes.start_master("slaves=2", "min_clusters=2", "sync_every=8")
 
 
-@pytest.fixture
-def without_rounds(processes: Processes) -> str:
-    return processes.start_master(*NO_MERGE)
-
-
 def test_every_bit_is_collected_and_spread_between_ranks(tmp_path: Path) -> None:
     kinds = ["hsdp", "dpxtp", "ppxtp", "ppxtp:16", "irregular", "fsdp", "idle"]
     for code, lines in run_ranks("exchange_process", 4, tmp_path, *kinds, device="cuda"):
@@ -90,8 +85,8 @@ def test_a_device_has_the_losses_of_the_processor(processes: Processes, tmp_path
     assert losses(processes, start_alone(processes, device="cuda")) == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_killed_trainer_makes_the_same_steps_again(processes: Processes, without_rounds: str, tmp_path: Path) -> None:
-    check_resumption(processes, without_rounds, tmp_path, "", "", device="cuda")
+def test_a_killed_trainer_makes_the_same_steps_again(processes: Processes, tmp_path: Path) -> None:
+    check_resumption(processes, processes.start_master(*NO_MERGE), tmp_path, "", "", device="cuda")
 
 
 def test_loops_of_ranks_under_nccl_train_in_a_run(processes: Processes, address: str, tmp_path: Path) -> None:

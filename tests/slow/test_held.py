@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from support.rank_script import run_ranks
 
-from dips.core.errors import ConfigError
-
 
 def said_by_ranks(n_ranks: int, kinds: Sequence[str], folder: Path) -> list[list[dict[str, Any]]]:
     """What each rank says of each kind."""
@@ -20,23 +18,6 @@ def said_by_ranks(n_ranks: int, kinds: Sequence[str], folder: Path) -> list[list
     return [
         [json.loads(line) for line in (folder / f"rank-{r}.jsonl").read_text().splitlines()] for r in range(n_ranks)
     ]
-
-
-def test_what_is_no_part_of_one_model_is_refused_on_every_rank(tmp_path: Path) -> None:
-    sentences = {
-        "partial2": "parameter 'w' is a sum over ranks (Partial) of which each holds one term: ",
-        "meshes2": "parameter 'w' is cut over ranks [0, 1] on rank 0, and rank 1 has it cut over ranks [1]: ",
-        "half2": "parameter 'w' is float32 of shape [3, 4] on rank 1, and float32 of shape [4, 4] on rank 0: ",
-        "alone2": "rank 1 of this cluster has no master, and rank 0 has one: set DIPS_MASTER on every rank ",
-    }
-    said = said_by_ranks(2, [*sentences, "gone2"], tmp_path)
-    waited, gone = (lines.pop() for lines in said)
-    assert waited["refused"].startswith("rank 1 of this cluster did not enter the loop within 1 s: make the same ")
-    assert gone == {}
-    for ours, theirs, sentence in zip(*said, sentences.values(), strict=True):
-        assert ours == theirs
-        assert ours["exit_code"] == ConfigError.exit_code
-        assert ours["refused"].startswith(sentence)
 
 
 def test_hybrid_shards_from_two_seeds_and_uneven_shards_of_uneven_shards(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.run_for_workers import RunForWorkers
-from support.trainer_models import LENGTH, Killed, Model, Rows, kill
+from support.trainer_models import ACCUMULATED, BATCH, Killed, Model, Rows, check_resumed, kill
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import dips
@@ -19,9 +19,6 @@ pytestmark = [
     # torch's own: a loader that would pin memory on a machine without an accelerator.
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
 ]
-
-BATCH, ACCUMULATED = 2, 2
-STEP_TOKENS = BATCH * ACCUMULATED * LENGTH
 
 
 class KillAt(TrainerCallback):
@@ -33,11 +30,6 @@ class KillAt(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if state.global_step == self._step:
             kill(self._ours)
-
-
-@pytest.fixture
-def run(new_run: Callable[[], RunForWorkers]) -> RunForWorkers:
-    return new_run()
 
 
 def trainer(folder: Path, *callbacks: TrainerCallback, seed: int = 1, **changes: Any) -> Trainer:
@@ -81,16 +73,13 @@ def test_a_killed_training_goes_on(tmp_path: Path, new_run: Callable[[], RunForW
         assert ours.state.global_step == 18
         models.append(flat(ours))
         tokens.append(run.tokens)
-    if killed_at == 6:  # nothing was pushed between the checkpoint and the end: the very same training
-        assert np.array_equal(models[0], models[1])
-        assert tokens[0] == tokens[1]
-    else:  # steps 1 to 8 were applied and stay; 6 to 18 were made from there on
-        assert tokens == [18 * STEP_TOKENS, (8 + 13) * STEP_TOKENS]
+    check_resumed(killed_at, models, tokens)
 
 
 def test_an_older_checkpoint_takes_its_own(
-    run: RunForWorkers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    new_run: Callable[[], RunForWorkers], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    run = new_run()
     ours = trainer(tmp_path, dips.HuggingFaceCallback(checkpoints_kept=1), save_strategy="steps", save_steps=2)
     ours.train()
     last = np.full(30_000, 3.0, np.float32)

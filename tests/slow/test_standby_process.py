@@ -19,7 +19,7 @@ def test_run_goes_on_at_the_standby_after_the_loss_of_the_masters_host(tmp_path:
         clusters = [run.cluster(name, seed, step_s=0.02) for seed, name in enumerate("ab", 1)]
         run.wait_for_version(2)
         run.start_standby()
-        until(run.is_followed, "a standby that has all decisions", lambda: run.log("standby"))
+        run.until_followed()
         run.wait_for_version(run.version() + 3)
         known = run.version()
         run.kill("master")
@@ -33,7 +33,7 @@ def test_master_that_was_only_out_of_reach_ends_once_it_hears_of_the_take_over(t
     with WithStandby(tmp_path) as run:
         cluster = run.cluster("a", seed=1, step_s=0.02)
         run.start_standby()
-        until(run.is_followed, "a standby that has all decisions", lambda: run.log("standby"))
+        run.until_followed()
         run.wait_for_version(3)
         run.processes["master"].send_signal(signal.SIGSTOP)
         run.take_over()
@@ -54,11 +54,8 @@ def test_standby_that_is_killed_anywhere_takes_up_where_it_was(tmp_path: Path, p
         run.start_standby("master.journal.before_commit=3*off->crash")
         assert run.processes["standby"].wait() == CRASH_EXIT_CODE
         run.start_standby()
-        until(run.is_followed, "a standby that has all decisions", lambda: run.log("standby"))
-        run.kill("master")
-        run.take_over()
-        run.wait_for_version(run.version() + 2)
-        run.finish(cluster)
+        run.until_followed()
+        run.ends_at_the_standby(cluster)
 
 
 @pytest.mark.long
@@ -74,12 +71,9 @@ def test_master_that_is_killed_beside_its_standby_comes_back_and_is_followed(tmp
         run.start_standby()
         assert run.processes["master"].wait() == CRASH_EXIT_CODE
         run.start_master()
-        until(run.is_followed, "a standby that has all decisions", lambda: run.log("standby"))
+        run.until_followed()
         run.wait_for_version(run.version() + 2)
-        run.kill("master")
-        run.take_over()
-        run.wait_for_version(run.version() + 2)
-        run.finish(cluster)
+        run.ends_at_the_standby(cluster)
 
 
 @pytest.mark.long
@@ -87,7 +81,7 @@ def test_standby_outlives_the_master_that_dies_in_the_middle_of_a_batch(tmp_path
     with WithStandby(tmp_path) as run:
         cluster = run.cluster("a", seed=1, step_s=0.02)
         run.start_standby("master.replica.before_receive=sleep(0.5)")
-        until(run.is_followed, "a standby that has all decisions", lambda: run.log("standby"))
+        run.until_followed()
         run.wait_for_version(2)
         run.kill("master")
         until(lambda: "does not follow" in run.log("standby"), "a standby that knows it")
@@ -101,7 +95,7 @@ def test_standby_that_is_killed_while_it_takes_over_is_started_again(tmp_path: P
     with WithStandby(tmp_path) as run:
         cluster = run.cluster("a", seed=1, step_s=0.02)
         run.start_standby("master.replica.before_tell=crash")
-        until(run.is_followed, "a standby that has all decisions", lambda: run.log("standby"))
+        run.until_followed()
         run.wait_for_version(2)
         run.kill("master")
         run.processes["standby"].send_signal(signal.SIGUSR1)

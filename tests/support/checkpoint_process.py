@@ -19,9 +19,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from support.exchange_process import part as share_part
 from support.held_process import Group
 from support.parallel_models import Part, begin_ranks, local, part_of, rule
-from support.shard_process import owned
 
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Share
@@ -114,7 +114,7 @@ class Rank:
     def save(self) -> None:
         self.set(1)
         vectors = self.one.vectors
-        vectors.restore(*(owned(self.one.share, self.flat(what)) for what in (BASE, AT_PUSH, RESIDUAL)))
+        vectors.restore(*(share_part(self.flat(what), self.one.share) for what in (BASE, AT_PUSH, RESIDUAL)))
         if self.ranks.n_ranks == 1 and self.store is not None:  # as worker/checkpoint.py does
             state, inner = self.state.capture_whole()
             tensors = VectorCopies(vectors).take(self.one.parameters, SESSION)
@@ -168,7 +168,7 @@ class Rank:
         self.one.parameters.snapshot(theta)
         held = {THETA: theta, BASE: vectors.base, AT_PUSH: vectors.push, RESIDUAL: vectors.residual}
         for what, vector in held.items():
-            if vector is None or vector.tobytes() != owned(share, self.flat(what)).tobytes():
+            if vector is None or vector.tobytes() != share_part(self.flat(what), share).tobytes():
                 wrong.append(f"vector {what}")
         for (name, parameter), places in zip(self.part.parameters, self.part.places, strict=True):
             state = self.optimizer.state[parameter]

@@ -206,11 +206,6 @@ V0, V1, V2 = (Version(1, v) for v in range(3))
 SCENARIOS: dict[str, Scenario] = {}
 
 
-def scenario(play: Scenario) -> Scenario:
-    SCENARIOS[play.__name__] = play
-    return play
-
-
 def standing(*names: str, **config: object) -> Transcript:
     """The seed is published and pulled; its transcript is that of `seed` and left out."""
     bench = Transcript(**config)
@@ -221,82 +216,79 @@ def standing(*names: str, **config: object) -> Transcript:
     return bench
 
 
+def scenario(*names: str, **config: Any) -> Callable[[Callable[[Transcript], None]], None]:
+    """Of a standing run of these clusters, or where there are none of one that no cluster has joined yet."""
+
+    def keep(play: Callable[[Transcript], None]) -> None:
+        def played() -> Transcript:
+            bench = standing(*names, **config) if names else Transcript(**config)
+            play(bench)
+            return bench
+
+        SCENARIOS[play.__name__] = played
+
+    return keep
+
+
 def refused(call: Callable[[], object]) -> None:
     with contextlib.suppress(Refused):
         call()
 
 
-@scenario
-def seed() -> Transcript:
-    bench = Transcript()
+@scenario()
+def seed(bench: Transcript) -> None:
     bench.say("two slaves attach; the first cluster seeds the run, the second pulls")
     bench.running("a", "b")
-    return bench
 
 
-@scenario
-def round_of_two() -> Transcript:
-    bench = standing("a", "b")
+@scenario("a", "b")
+def round_of_two(bench: Transcript) -> None:
     bench.say("both clusters push; the window closes when both are in")
-    for name in ("a", "b"):
-        bench.push(name)
+    bench.pushes("a", "b")
     for name in ("a", "b"):
         bench.verdict(name)
         bench.pull(name)
-    return bench
 
 
-@scenario
-def late_push_joins_the_next_window() -> Transcript:
-    bench = standing("a", "b", "c")
+@scenario("a", "b", "c")
+def late_push_joins_the_next_window(bench: Transcript) -> None:
     bench.slaves[0].hold.add(m.Prepare)
     bench.say("a and b push, c does not; the grace ends; c's push comes while the round is prepared")
-    bench.push("a")
-    bench.push("b")
+    bench.pushes("a", "b")
     bench.advance(2.0)
     bench.push("c")
     bench.say("the round commits; the window of c's push opens at once")
     bench.slaves[0].release(m.Prepare)
     bench.advance(2.0)
-    return bench
 
 
-@scenario
-def round_with_too_few_pushes() -> Transcript:
-    bench = standing("a", "b", "c", min_clusters_per_round=3, round_deadline_s=20.0)
+@scenario("a", "b", "c", min_clusters_per_round=3, round_deadline_s=20.0)
+def round_with_too_few_pushes(bench: Transcript) -> None:
     bench.say("a and b push, c does not; the grace ends, the round waits; at its deadline it goes on with two pushes")
-    bench.push("a")
-    bench.push("b")
+    bench.pushes("a", "b")
     bench.advance(20.0)
-    return bench
 
 
-@scenario
-def excluded_push() -> Transcript:
-    bench = standing("a", "b")
+@scenario("a", "b")
+def excluded_push(bench: Transcript) -> None:
     bench.nonfinite["b"] = 3
     bench.say("b's push is not finite: it is excluded, a's is merged")
-    bench.push("a")
-    bench.push("b")
+    bench.pushes("a", "b")
     bench.verdict("b")
-    return bench
 
 
-@scenario
-def void_round() -> Transcript:
-    bench = standing("a")
+@scenario("a")
+def void_round(bench: Transcript) -> None:
     bench.nonfinite["a"] = 1
     bench.say("the only push is excluded: no version changes, the fence does")
     bench.push("a")
     bench.verdict("a")
     bench.say("so the same base is stale")
     bench.begin_push("a")
-    return bench
 
 
-@scenario
-def abort_by_slave_loss() -> Transcript:
-    bench = standing("a")
+@scenario("a")
+def abort_by_slave_loss(bench: Transcript) -> None:
     bench.slaves[1].hold.add(m.Prepare)
     bench.push("a")
     bench.say("a slave dies in PREPARE: the round is aborted, and so is the push, which lost its staging")
@@ -307,46 +299,36 @@ def abort_by_slave_loss() -> Transcript:
     bench.say("pushed again under a new number")
     bench.push("a")
     bench.advance(3.0)
-    return bench
 
 
-@scenario
-def commit_driven_forward_after_restart() -> Transcript:
-    bench = standing("a")
-    for slave in bench.slaves:
-        slave.hold.add(m.Commit)
+@scenario("a")
+def commit_driven_forward_after_restart(bench: Transcript) -> None:
+    bench.all_hold(m.Commit)
     bench.push("a")
     bench.say("the COMMIT is journaled, no slave has flipped, the master dies")
-    for slave in bench.slaves:
-        slave.hold.clear()
+    bench.all_hold()
     bench.restart()
     bench.say("a joins again and is told")
     bench.join("a", previous=bench.clusters["a"].join.incarnation)
-    return bench
 
 
-@scenario
-def stale_fence() -> Transcript:
-    bench = standing("a", "b")
+@scenario("a", "b")
+def stale_fence(bench: Transcript) -> None:
     bench.push("a")
     bench.advance(3.0)
     bench.say("a pushes again from the same base, although its push was counted")
     bench.begin_push("a")
-    return bench
 
 
-@scenario
-def undecided() -> Transcript:
-    bench = standing("a", "b")
+@scenario("a", "b")
+def undecided(bench: Transcript) -> None:
     bench.push("a")
     bench.say("a begins another push while one is undecided")
     bench.begin_push("a")
-    return bench
 
 
-@scenario
-def rejoin_keeps_work() -> Transcript:
-    bench = standing("a", plan=LEASED)
+@scenario("a", plan=LEASED)
+def rejoin_keeps_work(bench: Transcript) -> None:
     ranges = bench.lease("a", 100)
     bench.begin_push("a", 100, ranges)
     bench.say("a is evicted in mid-transfer; the push is aborted, the lease is kept")
@@ -356,44 +338,36 @@ def rejoin_keeps_work() -> Transcript:
     bench.join("a", previous=bench.clusters["a"].join.incarnation, held=ranges)
     bench.clusters["a"].base, bench.clusters["a"].fence = base, fence
     bench.push("a", 100, ranges)
-    return bench
 
 
-@scenario
-def rollback() -> Transcript:
-    bench = standing("a")
+@scenario("a")
+def rollback(bench: Transcript) -> None:
     bench.push("a")
     bench.pull("a")
     bench.say("a slave's disk comes back without the newest version: the run goes back by one")
     bench.slaves[0].come_back_without(V1)
     bench.say("what a pushes on the lost version is stale")
     bench.begin_push("a")
-    return bench
 
 
-@scenario
-def donation() -> Transcript:
-    bench = standing("a")
+@scenario("a")
+def donation(bench: Transcript) -> None:
     bench.say("a slave's disk comes back empty: no version is left on all; a is asked for its copy")
     bench.slaves[0].come_back_without()
     bench.beat("a")
     bench.donate("a", V0)
-    return bench
 
 
-@scenario
-def adopt() -> Transcript:
-    bench = standing("a")
+@scenario("a")
+def adopt(bench: Transcript) -> None:
     old = bench.snapshot
     bench.push("a")
     bench.say("the master comes back with an older journal than the slaves' newest commit")
     bench.restart(old)
-    return bench
 
 
-@scenario
-def rebuild() -> Transcript:
-    bench = standing("a")
+@scenario("a")
+def rebuild(bench: Transcript) -> None:
     bench.push("a")
     bench.config = replace(bench.config, rebuild=True)
     bench.say("the master comes back with no journal, told to rebuild; the epoch was used before")
@@ -407,33 +381,27 @@ def rebuild() -> Transcript:
     assert bench.began_again is not None
     bench.epoch = bench.began_again.at_least - 1
     bench.restart()
-    return bench
 
 
-@scenario
-def eviction() -> Transcript:
-    bench = standing("a", "b")
+@scenario("a", "b")
+def eviction(bench: Transcript) -> None:
     bench.push("a")
     bench.say("b falls silent: after five beats it is evicted, and the window waits no longer for it")
     bench.silent.add("b")
     bench.advance(12.0)
-    return bench
 
 
-@scenario
-def lease_and_return() -> Transcript:
-    bench = standing("a", plan=LEASED)
+@scenario("a", plan=LEASED)
+def lease_and_return(bench: Transcript) -> None:
     ranges = bench.lease("a", 200)
     bench.say("a gives back one of two ranges, and may not push it any more")
     bench.ask(m.ReturnDataRequest(bench.caller("a"), ranges[1:]))
     refused(lambda: bench.begin_push("a", 200, ranges))
     bench.push("a", 100, ranges[:1])
-    return bench
 
 
-@scenario
-def drain() -> Transcript:
-    bench = standing("a", "b")
+@scenario("a", "b")
+def drain(bench: Transcript) -> None:
     bench.push("a")
     bench.say("a is drained: its open push is decided, it is told to stop, pushes the steps made since, and leaves")
     bench.operate(m.DrainRequest("", "a", "maintenance"))
@@ -445,12 +413,10 @@ def drain() -> Transcript:
     bench.pull("a")
     bench.beat("a")
     bench.ask(m.LeaveRequest(bench.caller("a"), "drained"))
-    return bench
 
 
-@scenario
-def pause_outlives_the_master() -> Transcript:
-    bench = standing("a")
+@scenario("a")
+def pause_outlives_the_master(bench: Transcript) -> None:
     bench.say("paused: a push is admitted, no round begins, not even after a restart")
     bench.operate(Pause(m.OperatorRequest("", "the operator looks")))
     bench.push("a")
@@ -462,12 +428,10 @@ def pause_outlives_the_master() -> Transcript:
     bench.advance(3.0)
     bench.say("resumed")
     bench.operate(Resume(m.OperatorRequest("")))
-    return bench
 
 
-@scenario
-def stop() -> Transcript:
-    bench = standing("a")
+@scenario("a")
+def stop(bench: Transcript) -> None:
     bench.push("a")
     bench.say("the operator stops the run: the last version is pulled, the cluster leaves, every process ends")
     bench.operate(Stop(m.OperatorRequest("", "enough")))
@@ -476,12 +440,10 @@ def stop() -> Transcript:
     bench.ask(m.LeaveRequest(bench.caller("a"), "the run has ended"))
     while bench.halted is None:
         bench.advance(0.5)
-    return bench
 
 
-@scenario
-def async_lag() -> Transcript:
-    bench = standing("a", settings=m.Settings(durability="async"), async_lag_versions=1)
+@scenario("a", settings=m.Settings(durability="async"), async_lag_versions=1)
+def async_lag(bench: Transcript) -> None:
     bench.say("in async mode slaves write versions later: rounds wait when a disk is too far behind")
     for _ in range(3):
         bench.push("a")
@@ -491,14 +453,11 @@ def async_lag() -> Transcript:
     bench.say("the disks catch up, and the round begins")
     for slave in bench.slaves:
         slave.say(m.SlaveBeat(durable=V2))
-    return bench
 
 
-@scenario
-def newer_epoch_halts() -> Transcript:
-    bench = standing("a")
+@scenario("a")
+def newer_epoch_halts(bench: Transcript) -> None:
     bench.say("a slave has promised a newer epoch: another master serves this run")
     bench.slaves[0].die()
     bench.slaves[0].promised = 7
     bench.slaves[0].attach()
-    return bench

@@ -115,20 +115,9 @@ def differ(world: World) -> Said:
     return world.train(full_model(), world.halves[0] if world.rank == 0 else None, "a")
 
 
-def overlap(world: World) -> Said:
-    """Rank 0 is in a half, ranks 1 and 2 in a group of three with it, and rank 3 in none."""
-    if world.rank == 3:
-        return {}
-    return world.train(full_model(), world.halves[0] if world.rank == 0 else world.trio, "a")
-
-
 def kind_of_group(world: World) -> Said:
     """The second rank of each half gives something else."""
     return world.train(full_model(), [2, 3] if world.rank % 2 else world.halves[world.rank // 2], world.name)
-
-
-def gradients(world: World) -> Said:
-    return world.train(DistributedDataParallel(full_model()), world.halves[world.rank // 2], world.name)
 
 
 def shards(world: World) -> Said:
@@ -136,18 +125,8 @@ def shards(world: World) -> Said:
     return world.train(sharded(mesh), world.mesh["rank"], world.name)
 
 
-def data(world: World) -> Said:
-    return world.train(full_model(), world.mesh["rank"], world.name, data_mesh=world.mesh["cluster"])
-
-
-def alone(world: World) -> Said:
-    """Clusters of one rank, whose shards are those of all."""
-    return world.train(sharded(init_device_mesh("cpu", (4,))), world.singles[world.rank], f"a{world.rank}")
-
-
 KINDS: Mapping[str, Callable[[World], Said]] = {
-    each.__name__: each
-    for each in (halves, half, one, strangers, differ, overlap, kind_of_group, gradients, shards, data, alone)
+    each.__name__: each for each in (halves, half, one, strangers, differ, kind_of_group, shards)
 }
 
 

@@ -1,7 +1,6 @@
 """One rank that agrees with the others on what they hold: `python -m support.held_process RANK N_RANKS FOLDER KIND...`.
 
-For each KIND of SINGLE it writes a line: what this rank gets, or the sentence of the refusal. In `gone2`, which comes
-last, rank 1 does not enter.
+For each KIND of SINGLE it writes a line: what this rank gets, or the sentence of the refusal.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from support.parallel_models import local
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from dips.core.errors import DipsError
-from dips.worker.parallel import held, ranks
 from dips.worker.parallel.agreement import agree
 from dips.worker.parallel.held import held_here
 from dips.worker.parallel.replicas import Replicas
@@ -54,32 +52,6 @@ def _whole() -> torch.Tensor:
     return torch.arange(7 * 4, dtype=torch.float32).view(7, 4)
 
 
-def partial2() -> torch.nn.Module:
-    """A sum over ranks of which each holds a term."""
-    mesh = init_device_mesh("cpu", (2,))
-    return parameter_of(DTensor.from_local(_whole(), mesh, [Partial()]))
-
-
-def meshes2() -> torch.nn.Module:
-    """Cut over both ranks on the first, over itself alone on the second."""
-    both, alone = DeviceMesh("cpu", [0, 1]), [DeviceMesh("cpu", [rank]) for rank in range(2)]
-    if dist.get_rank() == 1:
-        return parameter_of(DTensor.from_local(_whole(), alone[1], [Shard(0)]))
-    shape, stride = torch.Size((7, 4)), (4, 1)
-    return parameter_of(DTensor.from_local(_whole()[:4], both, [Shard(0)], run_check=False, shape=shape, stride=stride))
-
-
-def half2() -> torch.nn.Module:
-    """Each rank's mesh is itself alone, and each has its own part of a tensor."""
-    alone = [DeviceMesh("cpu", [rank]) for rank in range(2)]
-    part = _whole()[:4] if dist.get_rank() == 0 else _whole()[4:]
-    return parameter_of(DTensor.from_local(part.contiguous(), alone[dist.get_rank()], [Shard(0)]))
-
-
-def alone2() -> torch.nn.Module | None:
-    return None if dist.get_rank() == 1 else parameter_of(_whole())
-
-
 def hybrid4() -> torch.nn.Module:
     """FSDP2 on a 2-D mesh, whose second half was initialized from another seed."""
     module = parameter_of(_whole())
@@ -97,27 +69,17 @@ def uneven4() -> torch.nn.Module:
     return module
 
 
-SINGLE: Mapping[str, Callable[[], torch.nn.Module | None]] = {
-    "partial2": partial2,
-    "meshes2": meshes2,
-    "half2": half2,
-    "alone2": alone2,
+SINGLE: Mapping[str, Callable[[], torch.nn.Module]] = {
     "hybrid4": hybrid4,
     "hybrid4-replicas": hybrid4,
     "uneven4": uneven4,
 }
-"""Modules of one parameter, most of which cannot be."""
 
 
 def agreed_single(kind: str) -> dict[str, object]:
     """What this rank gets, and its elements at the end."""
     group, module = Group(), SINGLE[kind]()
-    here: held.Held | Exception | None = None
-    try:
-        if module is not None:
-            here = held_here([module], [torch.optim.SGD(module.parameters(), lr=0.1)])
-    except DipsError as error:
-        here = error
+    here = held_here([module], [torch.optim.SGD(module.parameters(), lr=0.1)])
     replicas = kind.endswith("replicas")
     agreed = agree(group, here, {}, replicas=replicas)
     assert agreed is not None
@@ -133,12 +95,9 @@ def main(rank: int, n_ranks: int, folder: Path, kinds: Sequence[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n_ranks)
     for kind in kinds:
         try:
-            ranks.ROLL_CALL_S = 1.0 if kind == "gone2" else 200.0
-            if kind != "gone2" or rank == 0:
-                ranks.call_the_roll()
-            line = {} if kind == "gone2" else agreed_single(kind)
+            line = agreed_single(kind)
         except DipsError as error:
-            line = {"refused": str(error), "exit_code": error.exit_code}
+            line = {"refused": str(error)}
         with (folder / f"rank-{rank}.jsonl").open("a") as out:
             out.write(json.dumps(line) + "\n")
     dist.destroy_process_group()

@@ -11,7 +11,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
@@ -26,8 +26,8 @@ class Mutant:
     target: str
     old: str
     new: str
-    breaks: tuple[str, ...]
-    bounds: Bounds
+    breaks: tuple[str, ...] = ()
+    bounds: Bounds = field(default_factory=Bounds)
 
 
 def _function(target: str) -> FunctionType:

@@ -7,8 +7,20 @@ from collections.abc import Iterable
 
 import pytest
 from rich.console import Console, RenderableType
+from support.repository import ROOT
 
 from dips.cli import main
+
+EXAMPLE = ROOT / "examples" / "04-plan-a-schedule" / "sites.toml"
+
+
+def example(*changes: tuple[str, object]) -> str:
+    """The text of EXAMPLE, in which each of these is replaced once: in the text that the ones before it left."""
+    text = EXAMPLE.read_text()
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, str(new), 1)
+    return text
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

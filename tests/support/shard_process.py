@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from support.exchange_process import part as share_part
 from support.held_process import Group
 from support.parallel_models import DEVICE, Part, begin_ranks, local, part_of, rule
 from support.vectors_held import vectors_held
@@ -40,10 +41,6 @@ def store_of(agreed: Agreed, group: dist.ProcessGroup) -> tuple[ShardParameters,
     return store, shares[agreed.rank]
 
 
-def owned(share: Share, flat: F32) -> F32:
-    return np.concatenate([np.empty(0, np.float32), *(flat[start:stop] for start, stop in share.runs())])
-
-
 def agreed_of(part: Part) -> Agreed:
     shards = {name: ShardOf(name, shape, starts) for name, (shape, starts) in part.boxes.items()}
     given = {name: value for name, value in part.arguments.items() if name != "shards"}
@@ -63,11 +60,11 @@ def shared_out(kind: str, group: dist.ProcessGroup) -> list[str]:
     part.evaluate()
     flat = store.empty(share.n_elems)
     store.snapshot(flat)
-    if flat.tobytes() != owned(share, before).tobytes():
+    if flat.tobytes() != share_part(before, share).tobytes():
         wrong.append("snapshot")
     after = rule(torch.arange(agreed.layout.n_elems), 1, 1).numpy()
     part.evaluate()
-    store.install(owned(share, after))
+    store.install(share_part(after, share))
     for span in agreed.layout.spans:
         whole = part.full_tensors().get(span.parameter.name)
         expected = torch.from_numpy(after[span.start_elem : span.stop_elem]).view(span.parameter.shape)
@@ -75,7 +72,7 @@ def shared_out(kind: str, group: dist.ProcessGroup) -> list[str]:
             wrong.append(span.parameter.name)
     part.forward_and_backward()
     store.snapshot(flat)
-    if flat.tobytes() != owned(share, after).tobytes():
+    if flat.tobytes() != share_part(after, share).tobytes():
         wrong.append("snapshot after a step")
     vectors = Vectors(share.n_elems, store)
     vectors.landing()
@@ -107,7 +104,7 @@ def narrow(group: dist.ProcessGroup) -> list[str]:
     store, share = store_of(agreed, group)
     vectors = Vectors(share.n_elems, store)
     version = np.random.default_rng(0).standard_normal(agreed.layout.n_elems).astype(np.float32)
-    np.copyto(vectors.landing(), owned(share, version))
+    np.copyto(vectors.landing(), share_part(version, share))
     vectors.install(store, InstallMode.REPLACE)
     n_wrong = []
     for name, parameter in model.named_parameters():
@@ -116,7 +113,7 @@ def narrow(group: dist.ProcessGroup) -> list[str]:
         if not torch.equal(parameter.detach().full_tensor().cpu(), expected.to(parameter.dtype)):  # type: ignore[attr-defined]
             n_wrong.append(name)
     vectors.snapshot(store)
-    if vectors.push.tobytes() != owned(share, version).tobytes():
+    if vectors.push.tobytes() != share_part(version, share).tobytes():
         n_wrong.append("a push without a step")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -128,7 +125,7 @@ def narrow(group: dist.ProcessGroup) -> list[str]:
         dtype = torch.bfloat16 if span.parameter.dtype == "bfloat16" else torch.float32
         once = torch.from_numpy(version[here]).to(dtype).float().numpy()
         rounded[here] = (2 * once - once) + version[here] if dtype is torch.bfloat16 else 2 * version[here]
-    if vectors.push.tobytes() != owned(share, rounded).tobytes():
+    if vectors.push.tobytes() != share_part(rounded, share).tobytes():
         n_wrong.append("a push after a step")
     return n_wrong if store.rounds else ["does not round"]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from support.judged_run import JudgedRun, replayed
 from support.ports import own_port
+from support.waiting import until
 from support.whole_run import NumpyCluster, option_words
 
 from dips.core.errors import RetryLater
@@ -46,6 +47,9 @@ class WithStandby(JudgedRun):
             return not self.status().alarms
         return False
 
+    def until_followed(self) -> None:
+        until(self.is_followed, "a standby that has all decisions", lambda: self.log("standby"))
+
     def take_over(self) -> None:
         words = ["master", "--take-over", *option_words(self.standby_options())]
         done = subprocess.run([sys.executable, "-m", "dips.cli", *words], capture_output=True, text=True, check=False)
@@ -53,6 +57,13 @@ class WithStandby(JudgedRun):
         here = read_address(self.directory / "standby")
         assert here is not None
         assert here.address == self.listens
+
+    def ends_at_the_standby(self, cluster: NumpyCluster) -> None:
+        """The master's host is lost, and the run goes on for two versions."""
+        self.kill("master")
+        self.take_over()
+        self.wait_for_version(self.version() + 2)
+        self.finish(cluster)
 
     def finish(self, *clusters: NumpyCluster, may_skip: bool = False) -> None:
         """Stops the run of the standby, and judges it by both journals. may_skip: the standby's lacks versions that the

@@ -17,6 +17,8 @@ from dips.worker.state.effects import Finished
 from dips.worker.torch_model import TorchParameters
 
 LENGTH = 8
+BATCH, ACCUMULATED = 2, 2
+STEP_TOKENS = BATCH * ACCUMULATED * LENGTH
 
 
 class Layer(torch.nn.Module):
@@ -113,3 +115,12 @@ def kill(ours: Any) -> NoReturn:
     ours.sync.shell._finished = Finished("killed")
     ours.close()
     raise Killed
+
+
+def check_resumed(killed_at: int, models: list[np.ndarray[Any, Any]], tokens: list[int]) -> None:
+    """Of a training of 18 steps, and of one that was killed at this step and went on from a checkpoint of step 5."""
+    if killed_at == 6:  # nothing was pushed between the checkpoint and the end: the very same training
+        assert np.array_equal(models[0], models[1])
+        assert tokens[0] == tokens[1]
+    else:  # steps 1 to 8 were applied and stay; 6 to 18 were made from there on
+        assert tokens == [18 * STEP_TOKENS, (8 + 13) * STEP_TOKENS]

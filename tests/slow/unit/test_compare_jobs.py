@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.compare_records import record
+from support.repository import ROOT
 
 from dips.core.errors import ConfigError
 from dips.lab.compare import jobs as compare_jobs
@@ -18,16 +19,8 @@ SETUP = load_setup("small")
 JOB = ComparisonJob("dips", 1, SETUP, text="t")
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for n in range(60):
-        (folder / f"{n}.txt").write_text(f"file {n}\n" * 100)
-    return folder
-
-
-def test_jobs_of_methods_and_seeds(text: Path) -> None:
+def test_jobs_of_methods_and_seeds() -> None:
+    text = ROOT / "src" / "dips" / "cli"
     jobs = jobs_of(["dp", "dips"], [1, 2], SETUP, [text])
     assert [(job.method, job.seed) for job in jobs] == [("dp", 1), ("dips", 1), ("dp", 2), ("dips", 2)]
     assert len({job.text for job in jobs}) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import pytest
-from search.bounds import Bounds
 from support.mutants import Mutant, planted
 
 from dips.lab.sim.seed_run import SeedRun
@@ -18,8 +17,6 @@ NO_DIGEST = Mutant(
     "core.net.transfer:PullTransfer._verify",
     "if digest == self._promised.get(slave):",
     "if digest:",
-    ("I3",),
-    Bounds(),
 )
 DAMAGE_COUNTS = Mutant(
     "a damaged chunk counts as landed",
@@ -27,27 +24,22 @@ DAMAGE_COUNTS = Mutant(
     "put_last(self.columns, lane, take_answer(self.columns, slot, now_s, 0))",
     """if take_landed(self.columns, slot, 0, now_s, 0):
                 self._verify(lane)""",
-    ("I3",),
-    Bounds(),
 )
 
 
-def _first_violation(pushers: tuple[int, ...] = ()) -> tuple[int, str] | None:
-    for seed in range(SEEDS):
-        violations = SeedRun(seed, pushers=pushers).run().violations
-        if violations:
-            return seed, violations[0]
-    return None
+def is_noticed(words: str, *mutants: Mutant, pushers: tuple[int, ...] = ()) -> None:
+    """In these words, in the first seed in which anything is; the same seed is clean without the bugs."""
+    with ExitStack() as stack:
+        for mutant in mutants:
+            stack.enter_context(planted(mutant))
+        found = ((seed, SeedRun(seed, pushers=pushers).run().violations) for seed in range(SEEDS))
+        seed, (sentence, *_) = next((seed, violations) for seed, violations in found if violations)
+    assert words in sentence, f"seed {seed}: {sentence}"
+    assert SeedRun(seed, pushers=pushers).run().violations == ()
 
 
 def test_a_torn_pull_is_noticed_when_nothing_checks_what_arrives() -> None:
-    with planted(NO_DIGEST), planted(DAMAGE_COUNTS):
-        found = _first_violation()
-    assert found is not None
-    seed, sentence = found
-    print(f"seed {seed}: {sentence}")
-    assert sentence.endswith("(I3)"), sentence
-    assert SeedRun(seed).run().violations == (), "the same seed is clean without the bugs"
+    is_noticed("(I3)", NO_DIGEST, DAMAGE_COUNTS)
 
 
 WHOLE_SHARE = Mutant(
@@ -55,75 +47,50 @@ WHOLE_SHARE = Mutant(
     "master.state.rounds:Rounds._prepare",
     "averaged_share=rho",
     "averaged_share=1.0",
-    ("I18",),
-    Bounds(),
 )
 
 
 def test_a_wrong_share_of_averaged_buffers_is_noticed() -> None:
-    with planted(WHOLE_SHARE):
-        found = _first_violation()
-    assert found is not None
-    seed, sentence = found
-    assert sentence.endswith("than what was merged"), sentence
-    assert SeedRun(seed).run().violations == (), "the same seed is clean without the bug"
+    is_noticed("than what was merged", WHOLE_SHARE)
 
 
-def bug(name: str, target: str, old: str, new: str) -> Mutant:
-    return Mutant(name, target, old, new, (), Bounds())
-
-
-OF_RANKS = {
+OF_RANKS: dict[str, tuple[str, *tuple[Mutant, ...]]] = {
     "two owners": (
-        (
-            bug(
-                "two owners",
-                "worker.parallel.ownership:shares_of_ranks",
-                "Share(edges[firsts[owners == rank]], edges[lasts[owners == rank]])",
-                "Share(edges[firsts[owners >= rank]], edges[lasts[owners >= rank]])",
-            ),
-        ),
         "both own",
+        Mutant(
+            "two owners",
+            "worker.parallel.ownership:shares_of_ranks",
+            "Share(edges[firsts[owners == rank]], edges[lasts[owners == rank]])",
+            "Share(edges[firsts[owners >= rank]], edges[lasts[owners >= rank]])",
+        ),
     ),
     "staged after one rank's bytes": (
-        (
-            bug(
-                "half of the chunks are all",
-                "slave.state.staging:note_landed",
-                "of.counts[N_LANDED] == len(of.landed)",
-                "of.counts[N_LANDED] == (len(of.landed) + 1) // 2",
-            ),
-            bug(
-                "a digest of what has landed",
-                "slave.state.staging:Staging.digest",
-                "if not self.complete:",
-                "if False:",
-            ),
-        ),
         "has not landed",
+        Mutant(
+            "half of the chunks are all",
+            "slave.state.staging:note_landed",
+            "of.counts[N_LANDED] == len(of.landed)",
+            "of.counts[N_LANDED] == (len(of.landed) + 1) // 2",
+        ),
+        Mutant(
+            "a digest of what has landed",
+            "slave.state.staging:Staging.digest",
+            "if not self.complete:",
+            "if False:",
+        ),
     ),
     "one rank's end is the cluster's": (
-        (
-            bug(
-                "one end is enough",
-                "worker.parallel.meetings:combined",
-                "if len({end.rank for end in ends}) < n_ranks:",
-                "if not ends:",
-            ),
-        ),
         "does not publish",
+        Mutant(
+            "one end is enough",
+            "worker.parallel.meetings:combined",
+            "if len({end.rank for end in ends}) < n_ranks:",
+            "if not ends:",
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize("name", OF_RANKS)
 def test_a_bug_of_several_ranks_is_noticed(name: str) -> None:
-    mutants, words = OF_RANKS[name]
-    with ExitStack() as stack:
-        for mutant in mutants:
-            stack.enter_context(planted(mutant))
-        found = _first_violation(pushers=(2,))
-    assert found is not None
-    seed, sentence = found
-    assert words in sentence, sentence
-    assert SeedRun(seed, pushers=(2,)).run().violations == (), "the same seed is clean without the bug"
+    is_noticed(*OF_RANKS[name], pushers=(2,))

@@ -54,16 +54,6 @@ def test_the_shortest_synchronous_iteration_is_used_with_the_reason(problem: Pro
     assert "50 times as many as a pipeline, by the file" in next(reasons(found.ways))
 
 
-def test_asynchronous_clusters_are_used_where_they_make_up_for_their_tokens(problem: Problem) -> None:
-    slow = assuming(problem.with_links(bandwidth=0.02), overlap="full", sync_every=2000, more_tokens=1.5)
-    found = decided(slow)
-    rates = {answer.system: answer.tokens_per_s for answer in found.answers}
-    times = rates[System.DIPS] / max(rates[System.JEEVES], rates[System.CROSSPIPE])
-    assert times > 1.5
-    assert found.use.system is System.DIPS
-    assert decided(assuming(slow, more_tokens=times * 1.01)).use.system is System.CROSSPIPE
-
-
 def test_the_answers_of_all_systems_are_for_the_same_batch(problem: Problem) -> None:
     found = decided(problem)
     training = problem.setup.training

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from search.bounds import Bounds
 from support.mutants import Mutant, planted
 
 from dips.core.wire import Codec
@@ -18,13 +17,9 @@ SEEDS = range(60)
 """Without the planted bugs these are clean (test_sim_seeds.py)."""
 
 
-def bug(name: str, target: str, old: str, new: str) -> Mutant:
-    return Mutant(name, target, old, new, (), Bounds())
-
-
 BUGS = (
     (
-        bug(
+        Mutant(
             "what is dropped leaves a residual",
             "worker.state.pushing:Pushing.drop",
             "self._shared.clear_residual()",
@@ -33,7 +28,7 @@ BUGS = (
         "outlives the steps",
     ),
     (
-        bug(
+        Mutant(
             "what rounding lost is forgotten",
             "worker.state.pushing:Pushing.act",
             "shared.applied_as(self.open.wire)",
@@ -42,7 +37,7 @@ BUGS = (
         "did not advance",
     ),
     (
-        bug(
+        Mutant(
             "an aborted push clears the residual",
             "worker.state.pushing:Pushing._aborted",
             "was_seed = push.base is None",
@@ -51,7 +46,7 @@ BUGS = (
         "which the table does not allow",
     ),
     (
-        bug(
+        Mutant(
             "a residual of the codec that was wished",
             "worker.state.pushing:Pushing.act",
             "shared.applied_as(self.open.wire)",
@@ -60,7 +55,7 @@ BUGS = (
         "is no longer what was sent",
     ),
     (
-        bug(
+        Mutant(
             "read beside the newest version",
             "lab.sim.hosts.shard_memory:SimulatedShardMemory.decoded",
             "base = self.readable.get(slot.base) if slot.base is not None else None",
@@ -69,7 +64,7 @@ BUGS = (
         "with another content",
     ),
     (
-        bug(
+        Mutant(
             "a slave that comes back has lost the residual",
             "slave.ring:Ring.load",
             "head = read_snapshot(file, where, theta, momentum, residual)",

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.plan_command import refused, told
-from support.repository import ROOT
+from support.plan_command import example, refused, told
 
 from dips.planner.api import make
 from dips.planner.calibration import measured_json
@@ -17,10 +16,8 @@ from dips.planner.commands.plan_run import CASE, PlanSource, scaled, source_of
 from dips.planner.plan import plan_json
 from dips.planner.simulate import simulate
 
-WHOLE = (ROOT / "examples" / "04-plan-a-schedule" / "sites.toml").read_text()
-PROBLEM = WHOLE.replace("data = 4", "data = 1").replace("pipeline = 8", "pipeline = 4") + (
-    '\n[options]\nschedules = ["1f1b", "cross_ud/1"]\n'
-)
+OPTIONS = '\n[options]\nschedules = ["1f1b", "cross_ud/1"]\n'
+PROBLEM = example(("data = 4", "data = 1"), ("pipeline = 8", "pipeline = 4")) + OPTIONS
 OVERHEADS_NS = 400_000, 250_000
 
 

@@ -7,10 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.plan_command import refused, told
-from support.repository import ROOT
-
-EXAMPLE = ROOT / "examples" / "04-plan-a-schedule" / "sites.toml"
+from support.plan_command import EXAMPLE, refused, told
 
 
 def test_groups_subgroups_and_why_and_thresholds_decide(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from support.manual_clock import ManualClock
 from support.paced_play import play
-from support.plan_command import printed, refused, told
-from support.repository import ROOT
+from support.plan_command import EXAMPLE, printed, refused, told
 
 from dips.core.errors import ConfigError, FatalError
 from dips.local.supervisor import ChildSpec
@@ -58,7 +57,7 @@ def test_parts_become_stages_that_take_as_long_together() -> None:
 
 @pytest.fixture(scope="module")
 def planned() -> dict[str, Any]:
-    problem = Problem(read_setup(str(ROOT / "examples" / "04-plan-a-schedule" / "sites.toml")))
+    problem = Problem(read_setup(EXAMPLE))
     plan = make_plan(problem.with_training(pipeline=4, microbatches=8, data=1), sensitivity=False)
     plain: dict[str, Any] = json.loads(json.dumps(plan_json(plan)))
     return plain

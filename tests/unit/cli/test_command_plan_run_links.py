@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.paced_play import play
-from support.plan_command import printed, refused
+from support.plan_command import example, printed, refused
 
 from dips.core.errors import ConfigError
 from dips.planner.api import make
@@ -170,39 +170,18 @@ def test_a_name_with_sites_is_the_case_of_the_sweep(name: str, sites: int) -> No
     assert running.iteration_s(running.problem) == simulate(schedule, costs).makespan_ns / NS
 
 
-SITES = """
-[model]
-name = "llama3-8b"
-[[sites]]
-name = "a"
-devices = 2
-memory_gib = 80
-sustained_tflops = 400
-source = "assumed"
-[[sites]]
-name = "b"
-devices = 2
-memory_gib = 80
-sustained_tflops = 400
-source = "assumed"
-[[links]]
-sender = "a"
-receiver = "b"
-bandwidth_gbps = 1000
-latency_ms = 0.1
-source = "assumed"
-[training]
-pipeline = 4
-microbatches = 8
-sequence_tokens = 8192
-source = "assumed"
-"""
+SITES = example(
+    *[("devices = 32", "devices = 2")] * 2,
+    *[("network_gbps = 400\nnetwork_latency_us = 10\n", "")] * 2,
+    *(("bandwidth_gbps = 25", "bandwidth_gbps = 1000"), ("latency_ms = 12", "latency_ms = 0.1")),
+    *(("pipeline = 8", "pipeline = 4"), ("data = 4\ntensor = 2\nmicrobatches = 16", "microbatches = 8")),
+)
 LINKS = """
 [measured]
 source = "assumed"
 [[links]]
-sender = "a"
-receiver = "b"
+sender = "amsterdam"
+receiver = "stockholm"
 bandwidth_gbps = 2
 latency_ms = 400
 """
@@ -239,7 +218,7 @@ def test_a_plan_json_and_its_links(tmp_path: Path, folder: Path) -> None:
         (["PLAN", "--links", "nowhere.toml"], "nowhere.toml cannot be read"),
         (["1f1b", "--links", "LINKS"], "1f1b cannot be read as a plan.json: No such file"),
         (["CSV", "--links", "LINKS"], "--links goes with a plan.json, which has sites and links, and "),
-        (["PLAN", "--links", "OTHER"], "the plan has no link from a to c"),
+        (["PLAN", "--links", "OTHER"], "the plan has no link from amsterdam to milan"),
         (["PLAN", "--links", "STAGES"], "[[stages]] do not go with --links, which changes links alone: remove them"),
         (["PLAN", "--links", "LINKS", "--then-latency", "1"], "give one of both"),
         (["PLAN", "--links", "LINKS", "--latency", "1"], "--latency does not go with a plan.json"),
@@ -266,7 +245,7 @@ def test_a_mistake_is_one_sentence(
         "PLAN": json.dumps(plan),
         "CSV": "0F0,0B0\n1F0,1B0\n",
         "LINKS": LINKS,
-        "OTHER": LINKS.replace('"b"', '"c"'),
+        "OTHER": LINKS.replace("stockholm", "milan"),
         "STAGES": LINKS + stage,
         "REPLICAS": json.dumps(two),
     }

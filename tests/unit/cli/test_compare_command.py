@@ -238,7 +238,6 @@ def test_methods_and_set_ups_are_listed_with_their_settings(capsys: pytest.Captu
         (["--figure", "7", "--methods", "dips"], "figure 7 does not use --methods: leave --methods out"),
         (["--figure", "9", "--tokens", "5k"], "figure 9 does not use --tokens"),
         (["--figure", "9", "--seeds", "1,2"], "figure 9 does not use several --seeds"),
-        (["--figure", "9", "--inner-optimizer", "muon"], "figure 9 does not use --inner-optimizer"),
         (["--figure", "9", "--outer-lr", "0.9"], "figure 9 does not use --outer-lr"),
     ],
 )

@@ -13,14 +13,11 @@ from pathlib import Path
 
 import pytest
 from support.repository import ROOT
-from support.run_status import run_status
 
 from dips.cli import main
-from dips.cli import up as command_up
 from dips.cli.commands import Command
 from dips.cli.demo import own_model
 from dips.core.errors import TERMINATED, FatalError, RefusalCode, Refused, RetryLater
-from dips.core.ids import Version
 from dips.local import operator_client
 from dips.planner.commands import place as command_place
 
@@ -274,44 +271,6 @@ def test_output_into_a_closed_pipe_leaves_no_trace() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1)
     assert done.stderr == ""
-
-
-@pytest.mark.parametrize(
-    ("ended_by", "how", "code", "version"),
-    [
-        (KeyboardInterrupt(), "ctrl-C", 130, Version(1, 12)),
-        (SystemExit(TERMINATED), "SIGTERM", TERMINATED, Version(1, 12)),
-        (KeyboardInterrupt(), "ctrl-C", 130, None),
-    ],
-)
-def test_a_launcher_that_a_signal_ended_says_how_to_go_on(
-    ended_by: BaseException,
-    how: str,
-    code: int,
-    version: Version | None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Run(contextlib.nullcontext["Run"]):
-        status = run_status(published=version)
-
-        def __init__(self, *given: object) -> None:
-            super().__init__(self)
-
-        def start(self, extend: bool) -> None:
-            raise ended_by
-
-    monkeypatch.setattr(command_up, "LocalRun", Run)
-    monkeypatch.setattr(command_up, "refuse_what_cannot_start", lambda run, plan: None)
-    file = tmp_path / "mine.toml"
-    file.write_text(f'[run]\nid = "mine"\ndirectory = "{tmp_path / "run"}"\ninsecure = true\n')
-    with contextlib.nullcontext() if how == "ctrl-C" else pytest.raises(SystemExit):
-        assert main.run(["up", str(file)]) == code
-    said = capsys.readouterr().err.splitlines()[-1]
-    where = "at version 1:12, 400000 tokens" if version is not None else "before its first version"
-    assert f"{how}: the processes of run mine were ended {where}" in said
-    assert f"`dips up {file}` continues it" in said
 
 
 def test_ctrl_c_while_the_command_is_imported_is_no_trace() -> None:

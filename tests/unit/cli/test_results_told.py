@@ -16,7 +16,7 @@ from dips.cli import main
 from dips.cli import verify as command_verify
 from dips.cli.demo import own_model
 from dips.cli.up import how_to_join
-from dips.core.errors import KEYS_REFUSED_EXIT
+from dips.core.errors import KEYS_REFUSED_EXIT, TERMINATED
 from dips.judge.invariants.checker import Violation
 from dips.judge.replay import Replayed
 from dips.judge.verify import NOT_APPLICABLE, OK, VIOLATED, PromiseRow, VerifyReport
@@ -215,8 +215,10 @@ class Watched(Deserted):
     def tick(self) -> object:
         self.looks += 1
         self.finished, self.deserted = self.then == "finished", self.then == "deserted"
-        if self.then == "ctrl-C":
+        if self.then.startswith("ctrl-C"):
             raise KeyboardInterrupt
+        if self.then == "SIGTERM":
+            raise SystemExit(TERMINATED)
         return self.status
 
     def finish(self) -> None:
@@ -233,6 +235,8 @@ class Watched(Deserted):
         (Watched, "finished", 0, "run x ended at version 1:12, 400000 tokens\n"),
         (Watched, "deserted", 0, "run x is at version 1:12, 400000 tokens; `dips up FILE` continues it\n"),
         (Watched, "ctrl-C", 130, "run x were ended at version 1:12, 400000 tokens; its files are in RUN, and `dips up"),
+        (Watched, "SIGTERM", TERMINATED, "SIGTERM: the processes of run x were ended at version 1:12, 400000 tokens;"),
+        (Watched, "ctrl-C at once", 130, "ctrl-C: the processes of run x were ended before its first version"),
     ],
 )
 def test_up_says_how_it_ended_and_whose_keys_are_refused(
@@ -247,15 +251,23 @@ def test_up_says_how_it_ended_and_whose_keys_are_refused(
     file, run = tmp_path / "run.toml", tmp_path / "run"
     file.write_text(f'[run]\nid = "x"\ndirectory = "{run}"\n[slave]\nmemory_bytes = "64 MiB"\n')
     monkeypatch.setattr(Watched, "then", then)
+    monkeypatch.setattr(Watched, "status", run_status(published=None) if "at once" in then else run_status())
     monkeypatch.setattr("dips.cli.up.LocalRun", local)
     monkeypatch.setattr("dips.cli.up.time.sleep", lambda seconds: None)
     monkeypatch.setattr("dips.cli.up.refuse_what_cannot_start", lambda run, plan: None)
-    assert main.run(["up", str(file), "--insecure"]) == code
+
+    def up(*more: str) -> object:
+        try:
+            return main.run(["up", str(file), "--insecure", *more])
+        except SystemExit as ended:
+            return ended.code
+
+    assert up() == code
     out, error = capsys.readouterr()
     assert said.replace("FILE", str(file)).replace("RUN", str(run)) in out + error
     assert "the run's master listens on 127.0.0.1:5" in error
     assert (f"next: dips export {run} --to" in out) == (code == 0)
-    assert main.run(["up", str(file), "--insecure", "--no-page"]) == code
+    assert up("--no-page") == code
     *_, with_one, without = Deserted.pages
     assert (with_one is not None, without) == (True, None)
 

@@ -20,11 +20,6 @@ LARGER = load_setup("larger")
 ON_CPU = LARGER.with_overrides(device="cpu")
 
 
-@pytest.fixture
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
 def test_auto_becomes_the_device_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LARGER.run.device == "auto"
     for available, device in ((False, "cpu"), (True, "cuda")):
@@ -34,8 +29,10 @@ def test_auto_becomes_the_device_that_is_there(monkeypatch: pytest.MonkeyPatch) 
         assert on_device(load_setup("small")).run.device == "cpu"
 
 
-@pytest.mark.usefixtures("no_cuda")
-def test_a_missing_device_is_one_sentence_and_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_device_is_one_sentence_and_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for what in (["--methods", "dips"], ["--figure", "2b"]):
         assert main.run(["compare", *what, "--device", "cuda", "--run-dir", str(tmp_path / "run")]) == 2
         told = capsys.readouterr()

@@ -187,15 +187,9 @@ def test_rates_and_buckets() -> None:
     assert (link.burst_bytes("10mbit"), link.burst_bytes("10gbit")) == (128 << 10, 12_500_000)
 
 
-@pytest.fixture
-def limited(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Interfaces in the order in which they were limited."""
-    done: list[str] = []
-    monkeypatch.setattr(link.Link, "limit", lambda self, interface: done.append(interface))
-    return done
-
-
-def test_an_interface_is_limited_once_for_each_time_that_it_appears(limited: list[str]) -> None:
+def test_an_interface_is_limited_once_for_each_time_that_it_appears(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited: list[str] = []
+    monkeypatch.setattr(link.Link, "limit", lambda self, interface: limited.append(interface))
     watch = link.Link("a", "10mbit")
     for now in (["eth0"], ["eth0"], [], ["eth0", "eth1"], ["eth1"]):
         watch.look(now)
@@ -212,7 +206,9 @@ def test_what_cannot_be_limited_is_said(monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().out == told
 
 
-def fake_docker(folder: Path, *lines: str) -> None:
+def fake_docker(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """The only program that is found."""
+    monkeypatch.setenv("PATH", str(folder))
     script = folder / "docker"
     script.write_text("\n".join([f"#!{sys.executable}", "import sys", *lines, ""]))
     script.chmod(0o755)
@@ -234,7 +230,7 @@ def test_a_machine_that_lacks_docker_or_a_part_of_it_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     if program is not None:
-        fake_docker(tmp_path, program)
+        fake_docker(tmp_path, monkeypatch, program)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert up.main([]) == 2
     said = capsys.readouterr().err
@@ -246,8 +242,7 @@ def test_a_machine_that_lacks_docker_or_a_part_of_it_is_told(
 def test_a_taken_port_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake_docker(tmp_path, "")
-    monkeypatch.setenv("PATH", str(tmp_path))
+    fake_docker(tmp_path, monkeypatch, "")
     monkeypatch.setattr(up, "_is_free", lambda port: port != 9099)
     monkeypatch.setenv("PROMETHEUS_PORT", "9099")
     assert up.main([]) == 2
@@ -271,8 +266,7 @@ if sys.argv[1:3] == ["manifest", "inspect"]:
 
 
 def test_what_is_pulled_and_built_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_docker(tmp_path, MANIFESTS)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    fake_docker(tmp_path, monkeypatch, MANIFESTS)
     monkeypatch.setattr(up.platform, "machine", lambda: "x86_64")
     pull, unknown, build = up.announcement({})
     assert pull == "to pull: python:3.11-slim, 45 MB"
@@ -294,8 +288,7 @@ if "exec" in sys.argv:
 def test_a_run_that_is_started_in_the_background_says_where_it_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake_docker(tmp_path, STARTED)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    fake_docker(tmp_path, monkeypatch, STARTED)
     monkeypatch.setenv("PAGE_PORT", "9080")
     monkeypatch.setattr(up, "ROOT", tmp_path)
     monkeypatch.setattr(up, "_is_free", lambda port: True)
@@ -305,7 +298,7 @@ def test_a_run_that_is_started_in_the_background_says_where_it_is_seen(
     said = capsys.readouterr().out
     assert "the run's page: https://127.0.0.1:9080/?token=t" in said
     assert "its status: docker compose run --rm operator status" in said
-    fake_docker(tmp_path, "sys.exit(1)")
+    fake_docker(tmp_path, monkeypatch, "sys.exit(1)")
     page, *_ = up.what_next("docker compose", {})
     assert "exec master cat /var/lib/dips/page.json prints its link" in page
 
@@ -317,8 +310,7 @@ ENDED = {"stopping": True, "stopped": True, "waiting_for": "the run has ended: a
 def test_a_run_that_has_ended_says_so_when_it_is_started_again_and_how_to_go_on(
     told: dict[str, object], says: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_docker(tmp_path, f"if 'status' in sys.argv: print({json.dumps(json.dumps(told))})")
-    monkeypatch.setenv("PATH", str(tmp_path))
+    fake_docker(tmp_path, monkeypatch, f"if 'status' in sys.argv: print({json.dumps(json.dumps(told))})")
     said = list(up.what_next("docker compose", {}))
     assert ("the run has ended (asked to)" in said[0]) is says
     extends = "docker compose up --detach master && docker compose run --rm operator extend && docker compose up"

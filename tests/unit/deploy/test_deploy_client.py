@@ -131,12 +131,12 @@ def test_an_old_release_is_refused_in_a_sentence(
     here: StandIn, small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here.told_version = "1.27"
-    assert "context 'here' is Kubernetes v1.27.0, and 1.28 or newer is needed" in refused(
-        capsys, "apply", small, *APPLY
-    )
+    for command in (("plan",), ("apply", *APPLY)):
+        told = refused(capsys, command[0], small, *command[1:])
+        assert "context 'here' is Kubernetes v1.27.0, and 1.28 or newer is needed" in told
     assert not here.writes
     monkeypatch.setenv("DIPS_OLD_KUBERNETES", "1")
-    assert deploy("apply", small, *APPLY) == 0
+    assert deploy("plan", small) == deploy("apply", small, *APPLY) == 0
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object, code: int = 2) -> str:
@@ -238,15 +238,6 @@ def test_the_commands_of_an_operator(
 
 
 # ---- what a plan says in addition ----
-
-
-def test_a_plan_notices_an_old_server_as_apply_does(
-    here: StandIn, small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here.told_version = "1.27"
-    assert "is Kubernetes v1.27.0, and 1.28 or newer is needed" in refused(capsys, "plan", small)
-    monkeypatch.setenv("DIPS_OLD_KUBERNETES", "1")
-    assert deploy("plan", small) == 0
 
 
 def test_a_plan_says_what_a_site_must_have(small: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.api_stand_in import StandIn, write_kubeconfig
 from support.deploy_files import SMALL, with_keys, written
+from support.deploy_site import contexts
 
 from dips.cli import main
 from dips.deploy.kubernetes_api import KubernetesApi
@@ -22,9 +23,7 @@ from dips.doctor import network
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """A stand-in that is the context `here`; nothing answers at the servers' addresses yet."""
     monkeypatch.setattr(network, "dialled", lambda address: network.Reached(None, False, "no answer"))
-    with StandIn() as stand_in:
-        write_kubeconfig(tmp_path / "kubeconfig", {"here": stand_in.url})
-        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    with contexts(tmp_path, monkeypatch, "here") as (stand_in,):
         yield stand_in
 
 

@@ -203,15 +203,6 @@ def test_what_cannot_be_meant(
     assert "has no logs: give the directory of a run" in capsys.readouterr().err
 
 
-def test_many_long_files_are_merged_line_by_line(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    for n in range(8):
-        lines = (line(i + n / 10, "slave", f"s{n}", f"{i}.{n}") for i in range(300))
-        (tmp_path / "logs" / f"s{n}.log").write_text("".join(lines))
-    told = merged(find_logs(tmp_path), to_the_end=True)
-    assert [entry.line.sentence for entry in told] == [f"{i}.{n}" for i in range(300) for n in range(8)]
-
-
 @pytest.mark.parametrize(
     ("text", "word"),
     [

@@ -132,24 +132,19 @@ def not_checked(found: PublishedModel) -> str:
     return folder.not_checked
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"format":"huggingface-1"}', '{"format":"other"}'])
-def test_a_damaged_description_is_refused(text: str) -> None:
-    layout = Layout((Parameter("w", (3,), "float32", "w"),), description=text)
-    with pytest.raises(ConfigError, match="description of its model cannot be read"):
-        as_folder(published(layout, np.zeros(3, np.float32)))
-
-
 @pytest.mark.parametrize(
     "adapter",
     [
+        *("{", "[]", '{"format":"huggingface-1"}', '{"format":"other"}'),  # not even a description
         7, {"other": 1}, {"config": {}}, {"config": {"peft_type": 3}}, {"names": {"w": 3}}, {"names": []},
         {"scaling": {"": "2"}}, {"scaling": {"": math.inf}}, {"prefix": 1}, {"name": None}, {"why_not": []},
     ],
 )  # fmt: skip
-def test_a_damaged_description_of_an_adapter_is_refused(adapter: Any) -> None:
+def test_a_damaged_description_is_refused(adapter: Any) -> None:
     whole = {"config": {"peft_type": "LORA"}, **adapter} if isinstance(adapter, dict) else adapter
     raw = {"format": "torch-1", "config": {}, "prefix": "", "absent": ["b"], "n_absent": 1, "adapter": whole}
-    layout = Layout((Parameter("w", (3,), "float32", "w"),), description=json.dumps(raw))
+    text = adapter if isinstance(adapter, str) else json.dumps(raw)
+    layout = Layout((Parameter("w", (3,), "float32", "w"),), description=text)
     with pytest.raises(ConfigError, match="description of its model cannot be read"):
         as_folder(published(layout, np.zeros(3, np.float32)))
 

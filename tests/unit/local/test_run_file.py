@@ -136,7 +136,6 @@ def test_the_examples_are_good(name: str) -> None:
         (HEAD + 'slaves = ["s1", "s1"]\n', "two have the name 's1'"),
         (HEAD + "slaves = []\n", "slaves = []"),
         (HEAD + "[masters]\nsync_every = 1\n", "'masters' is unknown; did you mean 'master'"),
-        (HEAD + "[master]\nsync_evry = 1\n", "did you mean 'sync_every'"),
         (HEAD + '[master]\ngrace_s = "1 min"\n', "lower grace_s"),
         (HEAD + '[slave]\nmemory_bytes = "much"\n', "memory_bytes = 'much'"),
         (HEAD + '[worker]\nwire_dtyp = "int8"\n', "[worker]: 'wire_dtyp' is not a setting; did you mean 'wire_dtype'"),
@@ -152,7 +151,6 @@ def test_the_examples_are_good(name: str) -> None:
         (HEAD + '[[clusters]]\nid = "a b"\n', "is not a name"),
         (HEAD + '[[clusters]]\nid = "a"\n[[clusters]]\nid = "a"\n', "two have the id 'a'"),
         (HEAD + '[[clusters]]\nid = "s0"\n', "'s0' is the name of another process"),
-        (HEAD + '[[clusters]]\nid = "master"\n', "'master' is the name of another process"),
         (HEAD + '[clusters]\nid = "a"\n', "'clusters' is not a list of tables: write each below a line [[clusters]]"),
         (HEAD + '[[clusters]]\nid = "a"\ncommand = ["x"]\nlr = 0.1\n', "'lr' is not a setting"),
         (
@@ -163,7 +161,6 @@ def test_the_examples_are_good(name: str) -> None:
             HEAD + 'slaves = 2\n[slave]\nmetrics_listen = "127.0.0.1:9400"\n',
             "[slave] metrics_listen 127.0.0.1:9400 is the address of 2 processes: give port 0",
         ),
-        ("[run\n", "is not TOML"),
         (HEAD + '[track]\nto = "visdom"\n', "[track]: to = 'visdom'"),
         (HEAD + '[[clusters]]\nid = "track"\n', "'track' is the name of another process"),
         (HEAD + 'keys_for = ["../x"]\n', "[run]: keys_for = "),

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.plan_command import refused
-from support.repository import ROOT
+from support.plan_command import example, refused
 
 from dips.cli import main
 from dips.core.errors import ConfigError
@@ -18,14 +17,12 @@ from dips.planner.cluster import read_setup
 from dips.planner.plan import make_plan, read_plan, write_plan
 from dips.planner.problem import Problem
 
-EXAMPLE = (ROOT / "examples" / "04-plan-a-schedule" / "sites.toml").read_text()
 LINK = '\n[[links]]\nsender = "{}"\nreceiver = "{}"\nbandwidth_gbps = 99\nlatency_ms = 1\nsource = "a test"\n'
 
 
 @pytest.mark.parametrize(
     ("before", "after", "sentence"),
     [
-        ("bandwidth_gbps = 25", 'bandwidth_gbps = "25Gbit"', "[[links]] 1: bandwidth_gbps = '25Gbit': Input should"),
         ("bandwidth_gbps = 25", "bandwidth_gbps = 1e-300", "should be greater than or equal to 0.000001"),
         ("latency_ms = 12", "latency_ms = inf", "latency_ms = inf: Input should be a finite number"),
         ("latency_ms = 12", "latency_ms = 1e9", "latency_ms = 1000000000.0: Input should be less than or"),
@@ -39,12 +36,9 @@ LINK = '\n[[links]]\nsender = "{}"\nreceiver = "{}"\nbandwidth_gbps = 99\nlatenc
 def test_a_number_that_cannot_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], before: str, after: str, sentence: str
 ) -> None:
-    assert before in EXAMPLE
-    text = EXAMPLE.replace(before, after, 1)
-    if "8192" in after:
-        text = text.replace("data = 4", "data = 8").replace("tensor = 2", "tensor = 1")
+    more = (("data = 4", "data = 8"), ("tensor = 2", "tensor = 1")) if "8192" in after else ()
     file = tmp_path / "sites.toml"
-    file.write_text(text)
+    file.write_text(example((before, after), *more))
     told = refused(capsys, str(file), "--system", "crosspipe")
     assert sentence in told
     assert str(file) in told
@@ -55,7 +49,7 @@ def test_two_links_with_the_same_ends_are_refused_since_one_would_be_ignored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ends: tuple[str, str]
 ) -> None:
     file = tmp_path / "sites.toml"
-    file.write_text(EXAMPLE + LINK.format(*ends))
+    file.write_text(example() + LINK.format(*ends))
     assert f"[[links]] 2: from {ends[0]} to {ends[1]} goes [[links]] 1 already: remove one" in refused(
         capsys, str(file)
     )
@@ -63,7 +57,7 @@ def test_two_links_with_the_same_ends_are_refused_since_one_would_be_ignored(
 
 def test_two_links_in_different_directions_are_both_used(tmp_path: Path) -> None:
     file = tmp_path / "sites.toml"
-    one_way = EXAMPLE.replace("latency_ms = 12", "latency_ms = 12\nboth_ways = false")
+    one_way = example(("latency_ms = 12", "latency_ms = 12\nboth_ways = false"))
     file.write_text(one_way + LINK.format("stockholm", "amsterdam") + "both_ways = false\n")
     setup = read_setup(file)
     assert setup.link("amsterdam", "stockholm").bandwidth_gbps == 25
@@ -100,7 +94,6 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_computed(
         (b"0F0\0,0B0\n", r"line 1, column 1: '0F0\x00' is not an operation"),
         (b"", "no device runs stage 0"),
         (b"0F999999,0B999999\n", "1 stages x 1000000 microbatches are 1000000, at most 262144"),
-        (b"0F99999,0B99999\n", "stage 0 has 0 F, 0 I, 0 W and 0 B of microbatch 0"),
         (b"999999F0,999999B0\n", "no device runs stage 0"),
         (b"0F0,0F0.2,0B0,0B0.2\n", "stage 0 has 2 F, 0 I, 0 W and 2 B of microbatch 0: it needs 3 F"),
     ],

@@ -9,9 +9,8 @@ import pytest
 from dips.core.errors import ConfigError
 from dips.planner.costs import NS, Costs, Wire, uniform
 from dips.planner.ir import Schedule
-from dips.planner.schedules.fixed import zb_h1
 from dips.planner.schedules.greedy import compact_zb
-from dips.planner.simulate import peaks, simulate, validate
+from dips.planner.simulate import peaks, validate
 from dips.planner.sweep import ACTIVATION, GridPoint
 
 
@@ -51,17 +50,6 @@ def test_memory_decides_what_is_held() -> None:
         compact_zb(3, 4, chain((0, 0), (0, 0)), [ACTIVATION, ACTIVATION, 5])
     with pytest.raises(ConfigError, match="3 stages and 2 limits for 2 devices"):
         compact_zb(2, 4, chain((0, 0), (0, 0)), [ACTIVATION] * 2)
-
-
-@pytest.mark.parametrize("latency", [0.5, 0.75, 1, 2, 5])
-@pytest.mark.parametrize("bandwidth", [0, 0.5, 1, 2, 5])
-def test_six_microbatches_over_slow_links(latency: float, bandwidth: float) -> None:
-    costs = chain(*[(latency, bandwidth)] * 3)
-    schedule = compact_zb(4, 6, costs, [6 * ACTIVATION] * 4)
-    compact, original = simulate(schedule, costs).makespan_ns, simulate(zb_h1(4, 6), costs).makespan_ns
-    assert compact <= original
-    assert (compact < original) == (latency + bandwidth > 0.5)
-    assert cells(schedule, 0)[:6] == ["F0", "F1", "F2", "F3", "F4", "F5"], "section 3.3.1: all six forward passes first"
 
 
 def test_what_the_text_says_of_the_groups_in_figure_6() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from contextlib import suppress
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.repository import ROOT
+from support.plan_command import EXAMPLE
 from support.two_stages import TWO
 
 from dips.core.config import SettingsFile
@@ -20,7 +19,7 @@ from dips.planner.candidates import jeeves_with, replicas_of
 from dips.planner.cluster import read_setup, setup_of
 from dips.planner.commands.plan_text import plan_text
 from dips.planner.costs import NS
-from dips.planner.division import Divided, divide, solve
+from dips.planner.division import divide
 from dips.planner.ir import Op, Schedule
 from dips.planner.plan import Plan, make_plan, plan_json, read_plan, write_plan
 from dips.planner.problem import Problem
@@ -204,19 +203,13 @@ def test_what_is_said_of_waiting_without_links_is_what_1f1b_waits_on_one_site(tm
 # ---- stage division ----
 
 
-@functools.cache
-def divided(memory: float) -> tuple[Problem, Divided]:
-    problem = small("jeeves-20ms").with_memory(memory)
-    return problem, divide(problem)
-
-
-@pytest.mark.parametrize("memory", [0.5, 1.0])
-def test_memory_aware_stages_are_never_worse_than_even_ones(memory: float) -> None:
-    problem, found = divided(memory)
+def test_scarce_memory_moves_layers_away_from_the_first_stage() -> None:
+    problem = small("jeeves-20ms").with_memory(0.5)
+    found = divide(problem)
     assert sum(found.division) == sum(found.seed) == 96
-    assert min(found.division) >= 1
-    assert found.span_ns <= found.uniform_ns
-    assert found.span_ns == jeeves_with(problem, found.division, coordinated=True).makespan_ns
+    assert found.seed[0] < 12
+    assert found.span_ns == jeeves_with(problem, found.division, coordinated=True).makespan_ns < 0.95 * found.uniform_ns
+    assert sum(found.division[:4]) < sum(found.division[4:])
 
 
 @pytest.mark.parametrize(("latency_ms", "microbatches"), [(0, 3), (30, 3), (30, 1.5)])
@@ -253,15 +246,6 @@ def test_no_division_of_a_small_model_is_faster(latency_ms: float, microbatches:
     assert found.uniform_ns == spans[3, 3, 3] > found.span_ns
 
 
-def test_scarce_memory_moves_layers_away_from_the_first_stage() -> None:
-    _, found = divided(0.5)
-    assert found.span_ns < 0.95 * found.uniform_ns
-    assert sum(found.division[:4]) < sum(found.division[4:])
-    seed = solve(small("jeeves-20ms").with_memory(0.5))
-    assert sum(seed) == 96
-    assert seed[0] < 12
-
-
 def test_jeeves_is_planned_where_even_stages_do_not_fit_the_memory() -> None:
     setup = read_setup("crosspipe-m70-2dc-recompute")
     small_site = setup.sites[1].model_copy(update={"memory_gib": 26.0})
@@ -276,7 +260,7 @@ def test_jeeves_is_planned_where_even_stages_do_not_fit_the_memory() -> None:
 
 
 def test_a_slow_site_and_the_output_layer_get_fewer_layers() -> None:
-    setup = read_setup(ROOT / "examples" / "04-plan-a-schedule" / "sites.toml")
+    setup = read_setup(EXAMPLE)
     slow = setup.sites[1].model_copy(update={"sustained_tflops": 200.0})
     problem = Problem(replace(setup, sites=(setup.sites[0], slow)))
     division = problem.balanced(range(8))

@@ -29,7 +29,6 @@ def test_where_stages_stand_is_read_off_the_lines() -> None:
         ("0F0.1\n", "plan.csv has parts of blocks: write each as a stage of its own, as plan.csv has them"),
         ("0F0,0B0\n0F1,0B1\n", "plan.csv: stage 0 runs on devices 0 and 1: give it one"),
         ("0F0,0B0\n2F0,2B0\n", "plan.csv: no device runs stage 1: every stage needs one line"),
-        ("", "plan.csv: no device runs stage 0: every stage needs one line"),
         ("0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n", "plan.csv: the last stage runs forward passes in the order .1, 0."),
     ],
 )

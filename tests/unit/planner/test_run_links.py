@@ -12,18 +12,6 @@ from dips.planner.run import links
 from dips.planner.run.links import BACK, FORTH, NO_NOTE, LinkBoard, RankLink
 
 
-def test_a_message_occupies_its_link_and_travels(tmp_path: Path) -> None:
-    """A link without width waits for nothing; one that is held takes the next message when the answer is there."""
-    usual, no_width, held = (RankLink(0, 1, 0, *numbers) for numbers in ((20, 5), (0, 5), (20, 5, 10)))
-    file = tmp_path / "links.bin"
-    LinkBoard.make(file, 2, 1, 3, 4)
-    with LinkBoard(file, 2, 1, 3, 4) as board:
-        of_usual = [board.send(0, link, FORTH, 1, 0, ready_ns=100) for link in (usual, no_width, usual)]
-        of_held = [board.send(1, held, FORTH, 1, 0, ready_ns=100) for _ in range(2)]
-    assert of_usual == [(100, 120, 125), (100, 100, 105), (120, 140, 145)]
-    assert of_held == [(100, 120, 125), (130, 150, 155)]
-
-
 def test_two_ranks_share_a_link_and_iterations_do_not(tmp_path: Path) -> None:
     sizes = (2, 1, 3, 4)
     file = tmp_path / "links.bin"

@@ -10,18 +10,14 @@ from dips.core.errors import ConfigError
 from dips.planner.cluster import read_setup
 from dips.planner.plan import make_plan, pipelines_of
 from dips.planner.problem import Problem, regrouped
-from dips.planner.tradeoff import DeviceSplit, Tradeoff, divided_so, splits, tradeoff
+from dips.planner.tradeoff import DeviceSplit, divided_so, splits, tradeoff
 
 QUICK = ["1f1b", "zb_h1", "zb_v", "cross_ud/1"]
 
 
-@pytest.fixture(scope="module")
-def found() -> Tradeoff:
+def test_every_way_is_told_once() -> None:
     """CrossPipe's Figure 12(a) from its first point: 4 stages x 4 replicas of M70."""
-    return tradeoff(Problem(read_setup("crosspipe-tradeoff-pp4")).with_options(schedules=QUICK))
-
-
-def test_every_way_is_told_once(found: Tradeoff) -> None:
+    found = tradeoff(Problem(read_setup("crosspipe-tradeoff-pp4")).with_options(schedules=QUICK))
     ways = [choice.split for choice in found.choices] + [split for split, _ in found.impossible]
     assert sorted((s.pipeline, s.data, s.groups) for s in ways) == [
         (p, 16 // p, g) for p in (1, 2, 4, 8, 16) for g in (1, 2)

@@ -7,7 +7,6 @@ from random import Random
 from typing import Any
 
 import pytest
-from search.bounds import Bounds
 from support.mutants import Mutant, planted
 
 from dips.lab.sim import run_plan
@@ -22,8 +21,6 @@ WAITS_FOR_ALL = Mutant(
     "master.state.rounds:Rounds._may_close",
     "if left_s > 0 and any(",
     "if any(",
-    ("I15",),
-    Bounds(),
 )
 
 
@@ -32,8 +29,6 @@ WAITS_FOR_ITS_MINIMUM = Mutant(
     "master.state.rounds:Rounds._may_close",
     "shared.now_s + (shared.config.round_deadline_s or math.inf)",
     "shared.now_s + 50 * (shared.config.round_deadline_s or math.inf)",
-    ("I15",),
-    Bounds(),
 )
 
 
