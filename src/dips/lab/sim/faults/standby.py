@@ -47,7 +47,7 @@ def _take_over(world: FaultWorld) -> None:
     """Let the standby become the run's master now."""
     standby = _standby(world)
     assert standby is not None
-    world.standby = None
+    world.standby, world.rebuild = None, False
     heir = standby.becomes_master()
     world.kernel.note(heir.name, "takes over")
     world.taken_over(heir)

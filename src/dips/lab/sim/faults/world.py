@@ -199,10 +199,10 @@ class FaultWorld(World):
     def may_lose(self, names: Sequence[str]) -> bool:
         """Whether a copy of the run's state remains somewhere when these disks are lost too.
 
-        While two masters are alive no slave's disk may be lost: its promise not to obey the older one is on it. Nothing may
-        before the master of a take-over holds the run.
+        While two masters are alive no slave's disk may be lost: its promise not to obey the older one is on it. Nothing
+        may be lost from a take-over until its master holds the run and the older one has ended.
         """
-        if self.in_office is not self.disk:
+        if self.in_office is not self.disk or (self.plan.standby and len(self.masters) > 1):
             return False
         if len(self.masters) > 1 and set(self.slaves) & set(names):
             return False
