@@ -12,6 +12,9 @@ from support.repository import ROOT
 
 SHELL = ("sh", "bash", "console")
 START = ROOT / "docs" / "start.md"
+OPERATIONS = ROOT / "docs" / "operations.md"
+MACHINES = "typed on several machines"
+"""The note above what tests/slow/test_operators_month.py types."""
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".toml"))
 
 _FENCE = re.compile(r"^```(\w*)$(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -122,11 +125,13 @@ def mistakes() -> list[list[str]]:
 
 
 def walks() -> list[Path]:
-    return sorted({block.file for file in documents() for block in blocks(file) if _runs(block)})
+    return sorted({block.file for file in documents() for block in walked(file)})
 
 
-def _runs(block: Block) -> bool:
-    return block.language in SHELL and not block.not_run
+def walked(file: Path) -> list[Block]:
+    """What is typed on one machine."""
+    shell = [block for block in blocks(file) if block.language in SHELL]
+    return [block for block in shell if not block.not_run and block.note != MACHINES]
 
 
 def loop_of_the_readme() -> str:
