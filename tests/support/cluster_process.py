@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--elems", type=int, help="about so many parameters; without: support.whole_run's LAYOUT")
     parser.add_argument("--step-s", type=float, default=0.0, help="a pause in each step")
     parser.add_argument("--own-data", action="store_true", help="without: it trains on leased data")
-    parser.add_argument("--astray", type=Path, help="while there is this file, each step goes the opposite way")
+    parser.add_argument("--astray", type=Path, help="it trains as others with this option, and backwards while there is this file")
     told = parser.parse_args(arguments)
     configure_logging("worker", told.name)
     try:
@@ -75,13 +75,14 @@ def _config(told: argparse.Namespace) -> ClientConfig:
 def _train(told: argparse.Namespace) -> str:
     layout = LAYOUT if told.elems is None else layout_of(told.elems)
     model = NumpyModel(sum(told.name.encode()), layout)
-    if told.astray is not None:  # as clusters of one text do, those with this option go nearly the same way
-        model.target = NumpyModel(0, layout).target + model.target / 4
+    common = NumpyModel(1, layout).target if told.astray is not None else np.float32(0.0)
+    model.target = model.target / 5 if told.astray is not None else model.target
     driver = ClusterShell(_config(told), model, layout, DataPlan(DataMode.OWN) if told.own_data else LEASED)
     signal.signal(signal.SIGTERM, lambda *_: driver.request_stop("SIGTERM"))
     with driver:
         while not driver.done:
             driver.checkpoint_if_due()
+            model.target += common / 20  # what all are after, so that each push has nearly the same direction
             model.rate = np.float32(-0.1 if told.astray is not None and told.astray.exists() else 0.1)
             time.sleep(told.step_s)
             if told.own_data:

@@ -21,14 +21,14 @@ from pathlib import Path
 from support.dips_command import children, environment
 from support.waiting import until
 
-OWN = ("/var/lib/dips", "/etc/dips", "/backup")
-"""What each machine has of its own."""
+OWN, SHARED = ("/var/lib/dips", "/etc/dips"), "/backup"
+"""What each machine has of its own, and the network volume that all mount."""
 
 STAND_INS = {
-    "on": 'export HOST="$1" && shift && cd "{folder}/$HOST" && exec unshare --mount sh -ec \'for at in '
+    "on": 'export HOST="$1" && shift && cd -P "{folder}/$HOST" && exec unshare --mount sh -ec \'for at in '
     + " ".join(OWN)
-    + '; do mount --bind "$PWD$at" "$at"; done; exec "$@"\' sh "$@"',
-    "ssh": 'host="$1" && shift && exec on "$host" sh -c "$*"',
+    + """; do mount --bind "$PWD$at" "$at"; done; mount --bind {folder}/backup /backup; exec "$@"' sh "$@\"""",
+    "ssh": 'host="$1" && shift && exec env -u DIPS_MASTER -u DIPS_KEYS on "$host" sh -c "$*"',
     "scp": """exec cp $(printf '%s\\n' "$@" | sed -E 's,^([a-z0-9-]+):,{folder}/\\1,')""",
     "systemctl": 'exec {python} -m support.machines "{folder}/$HOST" "$@"',
 }
@@ -41,9 +41,9 @@ class Machines:
         self.folder = folder
         self._bin = folder / "bin"
         self._bin.mkdir(parents=True)
+        (folder / "backup").mkdir()
         for host in hosts:
-            for at in OWN:
-                (folder / f"{host}{at}").mkdir(parents=True)
+            self.new_machine(host)
         for name, line in STAND_INS.items():
             line = line.format(folder=folder, python=sys.executable)
             (self._bin / name).write_text(f"#!/bin/bash\n{line}\n")
@@ -54,7 +54,7 @@ class Machines:
         self._made: list[Path] = []
 
     def __enter__(self) -> Machines:
-        for at in map(Path, OWN):
+        for at in map(Path, (*OWN, SHARED)):
             self._made += [part for part in (at, *at.parents) if not part.exists()]
             at.mkdir(parents=True, exist_ok=True)
         network = " && ".join(["ip link set lo up", *(f"ip addr add {at}/32 dev lo" for at in self._addresses)])
@@ -82,8 +82,23 @@ class Machines:
         assert done.returncode == code, f"{text}\nended with {done.returncode}:\n{done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
+    def new_machine(self, host: str) -> None:
+        """An empty one gets this name."""
+        number = len([*self.folder.glob("machine-*")])
+        for at in OWN:
+            (self.folder / f"machine-{number}{at}").mkdir(parents=True)
+        self.name(host, f"machine-{number}")
+
+    def name(self, host: str, machine: str) -> None:
+        """From now on this name means that machine."""
+        (self.folder / host).unlink(missing_ok=True)
+        (self.folder / host).symlink_to((self.folder / machine).resolve())
+
     def write_unit(self, host: str, name: str, unit: str) -> None:
         (self.folder / host / f"{name}.service").write_text(unit)
+
+    def units(self, host: str) -> list[str]:
+        return sorted(unit.stem for unit in (self.folder / host).glob("*.service"))
 
     def log(self, host: str, unit: str) -> str:
         log = self.folder / host / f"{unit}.log"
@@ -117,10 +132,10 @@ class Unit:
             os._exit(0)
         until(self._file("pid").exists, "the unit's process")
 
-    def stop(self) -> None:
+    def stop(self, number: int = signal.SIGTERM) -> None:
         self._file("stopped").touch()
         while self._is_kept():
-            self.kill(signal.SIGTERM)
+            self.kill(number)
             time.sleep(0.02)  # between two looks
 
     def kill(self, number: int) -> None:
@@ -155,10 +170,12 @@ class Unit:
 
 
 def main(machine: str, what: str, *words: str) -> None:
-    """systemctl start|stop|restart UNIT, systemctl kill --signal NUMBER UNIT"""
-    unit = Unit(Path(machine), words[-1])
+    """systemctl start|stop|restart UNIT; systemctl kill --signal SIGKILL UNIT; off UNIT: as when the machine is lost"""
+    unit = Unit(Path(machine).resolve(), words[-1])
     if what == "kill":
         unit.kill(signal.Signals[words[1]])
+    if what == "off":
+        unit.stop(signal.SIGKILL)
     if what in ("stop", "restart"):
         unit.stop()
     if what in ("start", "restart"):
