@@ -31,6 +31,7 @@ QUICK = {
     "DIPS_MASTER_OVERLAP": "none",
     "DIPS_MASTER_HEARTBEAT_S": "0.5",
     "DIPS_MASTER_GRACE_S": "0.5",
+    "DIPS_MASTER_LINGER_S": "1 h",
     "DIPS_SLAVE_RECORD_PUSHES": "1",
 }
 """Settings for rounds of less than a second, all of which are recorded."""
@@ -67,11 +68,11 @@ class Month:
         """version: what the page's example of one is here."""
         text = self.block(heading, at).text.replace("1:42", version)
         if text.startswith("export "):
-            self._first = text.splitlines()[0]
+            self._first += text.splitlines()[0] + "\n"
         return self.say(text)
 
     def say(self, text: str) -> str:
-        return self.machines.type("master-host", f"{self._first}\ncd ~\n{text}")
+        return self.machines.type("master-host", f"{self._first}cd ~\n{text}")
 
     def serve(self, host: str, line: str) -> None:
         """Start this command there with the page's unit."""
@@ -159,10 +160,7 @@ def test_run(month: Month) -> None:
     for name in "ab":
         month.serve(f"site-{name}", CLUSTER.format(name))
     month.publishes()
-    [first] = [block for block in blocks(OPERATIONS)[:1]]
-    month.typed.add(first)
-    month._first = first.text.splitlines()[0]
-    assert re.search(r"run big +version 1:\d", month.say(first.text))
+    assert re.search(r"run big +version 1:\d", month.type("Operations"))
     month.until("a and b", lambda status: alive(status, "clusters") == ["a", "b"])
 
 
@@ -273,6 +271,39 @@ def test_move_the_master(month: Month) -> None:
     month.publishes()
 
 
+SERVERS = (("master-host", "dips-master"), ("slave-host-1", "dips-s1"), ("slave-host-2", "dips-s2"))
+CLUSTERS = (("site-a", "dips-a"), ("site-b", "dips-b"))
+
+
+def end(month: Month, folder: str) -> None:
+    """Of the run; what the page does not name is collected too."""
+    for units in (CLUSTERS, SERVERS):
+        month.say("dips stop")
+        for host, unit in units:
+            until(lambda: month.machines.codes(host, unit)[-1:] == [0], f"the end of {unit}", month.everything)
+    month.say(f"mkdir -p {folder}/slaves && scp -rp slave-host-2:/var/lib/dips/s2 {folder}/slaves/")
+    month.say(f"scp -p site-c:/var/lib/dips/c/*.jsonl {folder}/")
+
+
+def test_afterwards(month: Month) -> None:
+    end(month, "/backup/big")
+    print(month.type("When the run has ended"))
+    print(month.slow, month.bad)
+    said = month.type("Afterwards", version=month.bad)
+    print("XXX", said)
+    print(month.say("cd proof && sha256sum -c SHA256SUMS && cd .. && dips verify proof --replay"))
+
+
+def test_take_the_end_back(month: Month) -> None:
+    for host, unit in SERVERS:
+        month.say(f"ssh {host} systemctl start {unit}")
+    until(lambda: month.machines.log("master-host", "dips-master").count("serving run") == 2, "the master", month.everything)
+    print(month.say("dips extend"))
+    for host, unit in CLUSTERS:
+        month.say(f"ssh {host} systemctl start {unit}")
+    month.publishes()
+
+
 def test_replace_a_slaves_disk(month: Month) -> None:
     print(month.type("Restore", 1))
     month.publishes()
@@ -289,15 +320,10 @@ def test_rebuild_the_master(month: Month) -> None:
     print(month.say("dips status"))
 
 
-def test_afterwards(month: Month) -> None:
-    month.say("dips stop")
-    for host, unit in (("site-a", "dips-a"), ("site-b", "dips-b"), ("master-host", "dips-master"), ("slave-host-1", "dips-s1"), ("slave-host-2", "dips-s2")):
-        until(lambda: month.machines.codes(host, unit)[-1:] == [0], f"the end of {unit}", month.everything)
-    month.say("mkdir -p /backup/big/slaves; scp -rp slave-host-2:/var/lib/dips/s2 /backup/big/slaves/")
-    month.say("scp site-c:/var/lib/dips/c/*.jsonl /backup/big/")
-    print(month.type("When the run has ended"))
-    print(month.slow, month.bad)
-    print(month.type("Afterwards", version=month.bad))
+def test_last_end(month: Month) -> None:
+    end(month, "/backup/end")
+    text = month.block("Afterwards").text.replace("/backup/big", "/backup/end").replace("1:42", month.versions()[-1])
+    print("YYY", month.say(text.replace("--replay", "--without-tape master --without-tape s1").replace("proof", "proof2")))
 
 
 def test_each_block_of_the_page_was_typed(month: Month) -> None:

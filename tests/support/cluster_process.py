@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--elems", type=int, help="about so many parameters; without: support.whole_run's LAYOUT")
     parser.add_argument("--step-s", type=float, default=0.0, help="a pause in each step")
     parser.add_argument("--own-data", action="store_true", help="without: it trains on leased data")
-    parser.add_argument("--astray", type=Path, help="it trains as others with this option, and backwards while there is this file")
+    parser.add_argument("--astray", type=Path, help="each step goes where all with this option go, or back while there is this file")
     told = parser.parse_args(arguments)
     configure_logging("worker", told.name)
     try:
@@ -75,15 +75,14 @@ def _config(told: argparse.Namespace) -> ClientConfig:
 def _train(told: argparse.Namespace) -> str:
     layout = LAYOUT if told.elems is None else layout_of(told.elems)
     model = NumpyModel(sum(told.name.encode()), layout)
-    common = NumpyModel(1, layout).target if told.astray is not None else np.float32(0.0)
-    model.target = model.target / 5 if told.astray is not None else model.target
+    ahead = (NumpyModel(1, layout).target + model.target / 4) / 20
     driver = ClusterShell(_config(told), model, layout, DataPlan(DataMode.OWN) if told.own_data else LEASED)
     signal.signal(signal.SIGTERM, lambda *_: driver.request_stop("SIGTERM"))
     with driver:
         while not driver.done:
             driver.checkpoint_if_due()
-            model.target += common / 20  # what all are after, so that each push has nearly the same direction
-            model.rate = np.float32(-0.1 if told.astray is not None and told.astray.exists() else 0.1)
+            if told.astray is not None:
+                model.target = model.theta - ahead if told.astray.exists() else model.theta + ahead
             time.sleep(told.step_s)
             if told.own_data:
                 driver.step(STEP_TOKENS, loss=model.step())

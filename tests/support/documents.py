@@ -55,11 +55,11 @@ def blocks(file: Path) -> list[Block]:
 
 
 def blocks_below(file: Path, heading: str) -> list[Block]:
-    before, found, below = file.read_text().partition(f"\n## {heading}\n")
-    assert found, f"{file.name} has no heading {heading!r}"
-    first = before.count("\n") + 2
-    last = first + below.partition("\n## ")[0].count("\n") + 1
-    return [block for block in blocks(file) if first < block.line <= last]
+    lines = file.read_text().splitlines()
+    first = next((n for n, line in enumerate(lines, 1) if line in (f"# {heading}", f"## {heading}")), 0)
+    assert first, f"{file.name} has no heading {heading!r}"
+    last = next((n for n, line in enumerate(lines, 1) if n > first and line.startswith("## ")), len(lines) + 1)
+    return [block for block in blocks(file) if first < block.line < last]
 
 
 def _block(file: Path, text: str, match: re.Match[str]) -> Block:

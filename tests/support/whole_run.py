@@ -50,7 +50,6 @@ class NumpyModel:
         self._layout = layout
         self.theta: F32 = np.random.default_rng(0).normal(size=layout.n_elems).astype(np.float32)
         self.target: F32 = np.random.default_rng(seed).normal(size=layout.n_elems).astype(np.float32)
-        self.rate = np.float32(0.1)
         self._noise = np.random.default_rng(seed + 1)
         self.pushed: list[F32] = []
         self.installed: list[F32] = []
@@ -71,7 +70,7 @@ class NumpyModel:
         self.resets += 1
 
     def step(self) -> float:
-        self.theta += self.rate * (self.target - self.theta + np.float32(0.01 * self._noise.standard_normal()))
+        self.theta += np.float32(0.1) * (self.target - self.theta + np.float32(0.01 * self._noise.standard_normal()))
         return float(np.mean((self.target - self.theta) ** 2))
 
 
