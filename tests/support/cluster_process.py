@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from support.whole_run import LAYOUT, LEASED, NumpyModel, option_words
 
 from dips.core.errors import DipsError
@@ -52,7 +51,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--elems", type=int, help="about so many parameters; without: support.whole_run's LAYOUT")
     parser.add_argument("--step-s", type=float, default=0.0, help="a pause in each step")
     parser.add_argument("--own-data", action="store_true", help="without: it trains on leased data")
-    parser.add_argument("--astray", type=Path, help="each step goes where all with this option go, or back while there is this file")
+    parser.add_argument(
+        "--astray", type=Path, help="each step goes where all with this option go, or back while there is this file"
+    )
     told = parser.parse_args(arguments)
     configure_logging("worker", told.name)
     try:

@@ -1,7 +1,7 @@
-"""The machines of a run on one: each has folders of its own at the paths that the documents print, all share one network
+"""The machines of a run, on one: each has folders of its own at the paths that the documents print, all share a network
 with the documents' addresses, and `ssh`, `scp` and `systemctl` are stand-ins that do what a run needs of them.
 
-They live in namespaces of one process, which ends with the test's: then the kernel ends all that runs in them.
+They live in namespaces of one process. It ends with the test's, however that ends, and all that runs in them with it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,20 @@ STAND_INS = {
     "systemctl": 'exec {python} -m support.machines "{folder}/$HOST" "$@"',
 }
 
+HOLDER = f"""
+for at in {" ".join((*OWN, SHARED))}; do [ -d $at ] || {{ mkdir $at; made="$made $at"; }}; done
+ip link set lo up; for at; do ip addr add $at/32 dev lo; done
+echo up; cat; [ -z "$made" ] || rmdir $made
+"""
+"""The first process of the namespaces. It holds them until its input ends."""
+
 
 class Machines:
     """Use as a context manager. `log(host, unit)` is what a unit's process has said."""
 
-    def __init__(self, folder: Path, hosts: Iterable[str], addresses: Iterable[str], variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, hosts: Iterable[str], addresses: Iterable[str], variables: Mapping[str, str]
+    ) -> None:
         self.folder = folder
         self._bin = folder / "bin"
         self._bin.mkdir(parents=True)
@@ -51,17 +60,11 @@ class Machines:
         path = os.pathsep.join([str(self._bin), str(Path(sys.executable).parent), os.environ["PATH"]])
         self._environment = environment({"PATH": path, **variables})
         self._addresses = tuple(addresses)
-        self._made: list[Path] = []
 
     def __enter__(self) -> Machines:
-        for at in map(Path, (*OWN, SHARED)):
-            self._made += [part for part in (at, *at.parents) if not part.exists()]
-            at.mkdir(parents=True, exist_ok=True)
-        network = " && ".join(["ip link set lo up", *(f"ip addr add {at}/32 dev lo" for at in self._addresses)])
         namespaces = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
-        self._holder = subprocess.Popen(
-            [*namespaces, "sh", "-ec", f"{network} && echo up && exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        holder = [*namespaces, "sh", "-ec", HOLDER, "sh", *self._addresses]
+        self._holder = subprocess.Popen(holder, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._holder.stdout is not None
         assert self._holder.stdout.readline() == b"up\n"
         [inside] = children(self._holder.pid)
@@ -69,11 +72,7 @@ class Machines:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._holder.kill()
         self._holder.communicate()
-        for path in self._made:
-            with contextlib.suppress(OSError):
-                path.rmdir()
 
     def type(self, host: str, text: str, code: int = 0) -> str:
         """What a person sees who types this at that machine. Raises AssertionError unless it ends with this code."""
@@ -108,6 +107,10 @@ class Machines:
         """Exit codes of the unit's processes so far."""
         said = self.folder / host / f"{unit}.codes"
         return [int(line) for line in said.read_text().split()] if said.exists() else []
+
+    def last_words(self) -> str:
+        logs = sorted(self.folder.glob("machine-*/*.log"))
+        return "".join(f"{log.parent.name} {log.name}:\n{log.read_text()[-700:]}\n" for log in logs)
 
 
 class Unit:
