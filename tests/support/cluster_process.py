@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from support.whole_run import LAYOUT, LEASED, NumpyModel, option_words
 
 from dips.core.errors import DipsError
@@ -76,7 +77,7 @@ def _config(told: argparse.Namespace) -> ClientConfig:
 def _train(told: argparse.Namespace) -> str:
     layout = LAYOUT if told.elems is None else layout_of(told.elems)
     model = NumpyModel(sum(told.name.encode()), layout)
-    ahead = (NumpyModel(1, layout).target + model.target / 4) / 20
+    ahead = np.float32(0.05) * (NumpyModel(1, layout).target + np.float32(0.25) * model.target)
     driver = ClusterShell(_config(told), model, layout, DataPlan(DataMode.OWN) if told.own_data else LEASED)
     signal.signal(signal.SIGTERM, lambda *_: driver.request_stop("SIGTERM"))
     with driver:

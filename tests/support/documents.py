@@ -13,7 +13,7 @@ from support.repository import ROOT
 SHELL = ("sh", "bash", "console")
 START = ROOT / "docs" / "start.md"
 OPERATIONS = ROOT / "docs" / "operations.md"
-MACHINES = "typed on several machines"
+MACHINES = "several machines"
 """The note above what tests/slow/test_operators_month.py types."""
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".toml"))
 
