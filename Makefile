@@ -13,7 +13,7 @@ CHROMIUM ?= chromium
 RESUME ?=
 LONG_PART ?=
 SYSTEM := chromium docker-compose docker.io debootstrap iproute2 iptables munge prometheus slurm-client slurmctld slurmd \
-  docker-registry
+  docker-registry sqlite3
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --constraint constraints.txt

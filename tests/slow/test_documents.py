@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.dips_command import dips_started, ended, master_file, started
 from support.document_walk import Walk
-from support.documents import EXAMPLES, SHELL, START, blocks, loop_of_the_readme, mistakes, walks
+from support.documents import EXAMPLES, START, loop_of_the_readme, mistakes, walked, walks
 from support.repository import ROOT
 from support.waiting import until
 
@@ -20,9 +20,8 @@ from dips.cli import main
 @pytest.mark.parametrize("file", walks(), ids=lambda file: file.name)
 def test_a_documents_shell_blocks_run_in_their_order(file: Path, tmp_path: Path) -> None:
     with Walk(tmp_path) as walk:
-        for block in blocks(file):
-            if block.language in SHELL and not block.not_run:
-                walk.type(block)
+        for block in walked(file):
+            walk.type(block)
         walk.wait_for_background()
     if file == START:
         assert_start_shows_what_it_tells(walk)

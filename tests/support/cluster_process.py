@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from support.whole_run import LAYOUT, LEASED, NumpyModel, option_words
 
 from dips.core.errors import DipsError
@@ -51,6 +52,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--elems", type=int, help="about so many parameters; without: support.whole_run's LAYOUT")
     parser.add_argument("--step-s", type=float, default=0.0, help="a pause in each step")
     parser.add_argument("--own-data", action="store_true", help="without: it trains on leased data")
+    parser.add_argument(
+        "--astray", type=Path, help="each step goes where all with this option go, or back while there is this file"
+    )
     told = parser.parse_args(arguments)
     configure_logging("worker", told.name)
     try:
@@ -73,11 +77,14 @@ def _config(told: argparse.Namespace) -> ClientConfig:
 def _train(told: argparse.Namespace) -> str:
     layout = LAYOUT if told.elems is None else layout_of(told.elems)
     model = NumpyModel(sum(told.name.encode()), layout)
+    ahead = np.float32(0.05) * (NumpyModel(1, layout).target + np.float32(0.25) * model.target)
     driver = ClusterShell(_config(told), model, layout, DataPlan(DataMode.OWN) if told.own_data else LEASED)
     signal.signal(signal.SIGTERM, lambda *_: driver.request_stop("SIGTERM"))
     with driver:
         while not driver.done:
             driver.checkpoint_if_due()
+            if told.astray is not None:
+                model.target = model.theta - ahead if told.astray.exists() else model.theta + ahead
             time.sleep(told.step_s)
             if told.own_data:
                 driver.step(STEP_TOKENS, loss=model.step())

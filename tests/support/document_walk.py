@@ -17,7 +17,7 @@ from typing import Any
 
 from support import live
 from support.dips_command import environment
-from support.documents import Block
+from support.documents import MACHINES, Block
 from support.repository import ROOT
 from support.waiting import until
 
@@ -25,7 +25,7 @@ WRITTEN_ADDRESS = "127.0.0.1:29400"
 """The documents' address. Here every master takes a free port, and what it said replaces this one."""
 
 BACKGROUND, ENDED, UNTIL = "in the background", "once the background has ended", ", until it says: "
-NOTES = re.compile(rf"{BACKGROUND}(?:{UNTIL}\S.*)?|{ENDED}|not run: \S.*|")
+NOTES = re.compile(rf"{BACKGROUND}(?:{UNTIL}\S.*)?|{ENDED}|{MACHINES}|not run: \S.*|")
 
 
 class Walk:

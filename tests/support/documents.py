@@ -12,6 +12,9 @@ from support.repository import ROOT
 
 SHELL = ("sh", "bash", "console")
 START = ROOT / "docs" / "start.md"
+OPERATIONS = ROOT / "docs" / "operations.md"
+MACHINES = "several machines"
+"""The note above what tests/slow/test_operators_month.py types."""
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".toml"))
 
 _FENCE = re.compile(r"^```(\w*)$(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -52,11 +55,11 @@ def blocks(file: Path) -> list[Block]:
 
 
 def blocks_below(file: Path, heading: str) -> list[Block]:
-    before, found, below = file.read_text().partition(f"\n## {heading}\n")
-    assert found, f"{file.name} has no heading {heading!r}"
-    first = before.count("\n") + 2
-    last = first + below.partition("\n## ")[0].count("\n") + 1
-    return [block for block in blocks(file) if first < block.line <= last]
+    lines = file.read_text().splitlines()
+    first = next((n for n, line in enumerate(lines, 1) if line in (f"# {heading}", f"## {heading}")), 0)
+    assert first, f"{file.name} has no heading {heading!r}"
+    last = next((n for n, line in enumerate(lines, 1) if n > first and line.startswith("## ")), len(lines) + 1)
+    return [block for block in blocks(file) if first < block.line < last]
 
 
 def _block(file: Path, text: str, match: re.Match[str]) -> Block:
@@ -122,11 +125,13 @@ def mistakes() -> list[list[str]]:
 
 
 def walks() -> list[Path]:
-    return sorted({block.file for file in documents() for block in blocks(file) if _runs(block)})
+    return sorted({block.file for file in documents() for block in walked(file)})
 
 
-def _runs(block: Block) -> bool:
-    return block.language in SHELL and not block.not_run
+def walked(file: Path) -> list[Block]:
+    """What is typed on one machine."""
+    shell = [block for block in blocks(file) if block.language in SHELL]
+    return [block for block in shell if not block.not_run and block.note != MACHINES]
 
 
 def loop_of_the_readme() -> str:
