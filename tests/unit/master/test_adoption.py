@@ -15,6 +15,7 @@ from dips.core import messages as m
 from dips.core.errors import ConfigError, RefusalCode
 from dips.core.ids import Version
 from dips.master.state.effects import Pause, Resume, Stop
+from dips.master.state.slaves import NEWER_EPOCH_EXIT
 
 V1, V2 = Version(1, 1), Version(1, 2)
 
@@ -273,6 +274,16 @@ def test_master_without_a_journal_takes_the_run_from_the_slaves() -> None:
     assert ranges[0].lease_id >= bench.epoch << 32
     bench.push("a", 100, ranges)
     assert bench.status().tokens == 500
+
+
+def test_rebuild_that_has_published_ends_for_a_master_that_came_later() -> None:
+    bench, _ = old_journal("a")
+    bench.rebuild()
+    assert bench.status().published == V2
+    bench.slaves[0].promised = bench.epoch + 1000
+    bench.slaves[0].attach()
+    assert bench.halted is not None
+    assert (bench.halted.exit_code, bench.began_again) == (NEWER_EPOCH_EXIT, None)
 
 
 @pytest.mark.parametrize("rebuild", [False, True])

@@ -278,9 +278,10 @@ class SlaveRegistry:
         return shared.ledger.placement is not None or len(self._expected()) >= max(most, shared.config.n_slaves)
 
     def _overtaken(self, epoch: int, sentence: str) -> None:
-        """Gives up this epoch, which another master used: rounds and pushes would share names."""
+        """Gives up this epoch, which another master used: rounds and pushes would share names. Once a rebuild has
+        published, that master came later."""
         shared = self._shared
-        if shared.config.rebuild:
+        if shared.config.rebuild and shared.published_s is None:
             shared.out.put(BeginAgain(epoch + 1, f"{sentence}; --rebuild: a newer epoch begins"))
         else:
             shared.halt(
