@@ -280,6 +280,7 @@ def test_rebuild_that_has_published_ends_for_a_master_that_came_later() -> None:
     bench, _ = old_journal("a")
     bench.rebuild()
     assert bench.status().published == V2
+    bench.slaves[0].die()
     bench.slaves[0].promised = bench.epoch + 1000
     bench.slaves[0].attach()
     assert bench.halted is not None
