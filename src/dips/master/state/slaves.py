@@ -281,7 +281,7 @@ class SlaveRegistry:
         """Gives up this epoch, which another master used: rounds and pushes would share names. Once a rebuild has
         published, that master came later."""
         shared = self._shared
-        if shared.config.rebuild and shared.published_s is None:
+        if shared.config.rebuild and shared.published is None:
             shared.out.put(BeginAgain(epoch + 1, f"{sentence}; --rebuild: a newer epoch begins"))
         else:
             shared.halt(
