@@ -162,7 +162,8 @@ def test_a_site_may_send_the_signal_at_a_preemption_too(short: None, tmp_path: P
 
 
 WRONG_ON_ONE_NODE = """\
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 while os.environ["RANK"] == "1":
     time.sleep(0.1)
 sys.exit(2)

@@ -74,18 +74,23 @@ end() {
   again=no
   leave 2> /dev/null  # Slurm has told the steps already, unless this was `scancel --batch`
 }
-again=yes
+again=yes final=
 trap leave USR1
 trap end TERM
+# A node says after which code a person must act: srun hides it where it has to kill another node.
+for code in 2 8 9; do trap "final=$code signalled=yes" "RTMIN+$code"; done
 @step@
 child=$! signalled=yes
 while [ "$signalled" = yes ]; do signalled=no; wait "$child"; code=$?; done  # a signal ends a wait, not the cluster
-case "$code" in
-  0 | 2 | 8 | 9) exit "$code" ;;              # ended well; a setting is wrong, its name is taken, its keys are refused
+case "${final:-$code}" in
+  0 | 2 | 8 | 9) exit "${final:-$code}" ;;    # ended well; a setting is wrong, its name is taken, its keys are refused
   202 | 208 | 209) exit "$((code - 200))" ;;  # the same of one of several nodes, with --for-srun
 esac
 # Incomplete: not if it was cancelled just now, and the steps have ended before TERM came here.
-if [ "$again" = yes ]; then scontrol requeue Incomplete "$SLURM_JOB_ID"; fi
+if [ "$again" = yes ]; then
+  echo "srun ended with $code: the job is queued again" >&2
+  scontrol requeue Incomplete "$SLURM_JOB_ID"
+fi
 exit "$code"
 """
 

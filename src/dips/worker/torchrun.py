@@ -5,13 +5,16 @@ help (a dead rank, a lost node), or whether a person must act (a wrong setting),
 rank that failed. And each attempt gets a store of its own, so that a new node can join those that lost one.
 
 `--for-srun` as the first argument, for several nodes under srun: 202 and 208 in place of 2 and 8, where a person must
-act. srun ends with the highest code of its tasks, and the nodes that lost this one end with 6, 137 or 143.
+act. srun ends with the highest code of its tasks, and the nodes that lost this one end with 6 or 143. Where it has to
+kill one of them it ends with 137 all the same (seen with 22.05), so the job's script gets the code as a signal, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -26,6 +29,9 @@ to no one: a node that comes later waits for it until its time is over (seen wit
 A_PERSON_MUST_ACT = (ConfigError.exit_code, NAME_TAKEN_EXIT, KEYS_REFUSED_EXIT)
 
 FOR_SRUN, ADDED_FOR_SRUN = "--for-srun", 200
+
+FIRST_SIGNAL = 34
+"""The shell's RTMIN, of glibc. The script has a trap for this number and each code after which a person must act."""
 
 
 def exit_code(codes: Iterable[int]) -> int:
@@ -53,7 +59,12 @@ def main(arguments: Sequence[str]) -> int:
         code = exit_code(failure.exitcode for _, failure in failures)
         ends = ", ".join(f"rank {rank} with {failure.exitcode}" for rank, failure in sorted(failures))
         say_last(f"ranks of this node ended ({ends}): their own last lines say why")
-        return code + ADDED_FOR_SRUN if for_srun and code in A_PERSON_MUST_ACT else code
+        if not for_srun or code not in A_PERSON_MUST_ACT:
+            return code
+        command = ["scancel", "--batch", f"--signal={FIRST_SIGNAL + code}", os.environ.get("SLURM_JOB_ID", "")]
+        with contextlib.suppress(OSError):
+            subprocess.run(command, check=False)
+        return code + ADDED_FOR_SRUN
     except SignalException as error:
         return 128 + int(signal.Signals(error.sigval))
     except (RendezvousError, DistError) as error:

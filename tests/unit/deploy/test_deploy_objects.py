@@ -25,6 +25,7 @@ from dips.deploy.render import folders, script
 from dips.deploy.servers import master_settings, slave_settings
 from dips.master.config import MasterConfig
 from dips.slave.config import SlaveConfig
+from dips.worker.torchrun import FIRST_SIGNAL
 
 Object = dict[str, Any]
 GUIDE = ROOT / "docs" / "deploy.md"
@@ -122,22 +123,26 @@ def test_after_a_signal_the_job_of_slurm_pushes_and_is_queued_again_unless_it_wa
 
 
 @pytest.mark.parametrize(
-    ("code", "ends", "again"),
+    ("code", "told", "ends", "again"),
     [
-        (0, 0, False),
-        (2, 2, False),
-        (8, 8, False),
-        (9, 9, False),
-        (202, 2, False),
-        (208, 8, False),
-        (209, 9, False),
-        (6, 6, True),
-        (137, 137, True),
+        (0, 0, 0, False),
+        (2, 0, 2, False),
+        (8, 0, 8, False),
+        (9, 0, 9, False),
+        (202, 0, 2, False),
+        (208, 0, 8, False),
+        (209, 0, 9, False),
+        (6, 0, 6, True),
+        (137, 0, 137, True),
+        (137, 2, 2, False),  # one node was killed, and another had said why it ended
+        (137, 9, 9, False),
     ],
 )
 def test_a_job_of_slurm_is_queued_again_unless_its_cluster_is_done_or_a_person_must_act(
-    slurm_job: subprocess.Popen[str], tmp_path: Path, code: int, ends: int, again: bool
+    slurm_job: subprocess.Popen[str], tmp_path: Path, code: int, told: int, ends: int, again: bool
 ) -> None:
+    if told:
+        slurm_job.send_signal(FIRST_SIGNAL + told)
     (tmp_path / "code.new").write_text(str(code))
     (tmp_path / "code.new").rename(tmp_path / "code")
     assert said_by(slurm_job) == [AGAIN] * again

@@ -62,6 +62,10 @@ def test_a_node_ends_with_the_code_of_what_ended_it(
         if ended_by is not None:
             raise ended_by
 
+    said: list[list[str]] = []
     monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setattr("subprocess.run", lambda command, check: said.append(command))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert torchrun.main([*for_srun, "--nproc-per-node", "3", "x.py", "--steps", "5"]) == code
+    assert said == [["scancel", "--batch", "--signal=36", "7"]] * (code == 202)
     assert bool(capsys.readouterr().err) == isinstance(ended_by, ChildFailedError | RendezvousError)
