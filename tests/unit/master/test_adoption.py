@@ -357,6 +357,15 @@ def test_run_that_had_no_version_yet_begins_without_rebuild_in_the_epoch_that_th
     assert bench.status().published == Version(bench.epoch, 0)
 
 
+def test_run_whose_slaves_are_chosen_and_have_no_version_yet_begins_after_a_restart() -> None:
+    bench = Bench().attach_all()
+    bench.join("a")
+    bench.restart(bench.snapshot)
+    bench.join("b")
+    bench.seed("b")
+    assert bench.status().published == Version(bench.epoch, 0)
+
+
 def test_rebuild_with_other_chunks_than_the_slaves_versions_have_is_refused() -> None:
     bench, _ = old_journal("a")
     settings = replace(bench.config.settings, chunk_bytes=1 << 19)

@@ -325,6 +325,12 @@ def test_a_round_answers_without_the_disk_and_the_save_begins_with_the_commit(la
     assert durable(late) == 0
 
 
+def test_a_round_before_one_that_was_begun_is_over(bench: SlaveBench) -> None:
+    bench.command(measure(R3))
+    bench.measured()
+    assert bench.refused(measure(R2)).code is RefusalCode.STALE_EPOCH
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_a_hello_waits_for_the_commit_under_way_and_offers_its_version(bench: SlaveBench, again: bool) -> None:
     """The next master may have another journal, in which that commit is not."""
