@@ -645,6 +645,7 @@ class StatusReply:
     alarms: tuple[Alarm, ...] = ()  # what a person should look at now
     waiting_code: str = "none"  # of waiting_for: a fixed word of docs/metrics.md, dips_master_waiting; "none"
     waiting_slaves: tuple[str, ...] = ()  # those that the open round waits for, or that are not here
+    decided: Version | None = None  # the newest version of the journal: served, and published, once all slaves have it
 
 
 # ---- replicas.proto ----

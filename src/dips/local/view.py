@@ -208,12 +208,18 @@ def status_view(status: StatusReply, width_is_narrow: bool = False) -> Renderabl
     return Group(*parts)
 
 
+def _version(status: StatusReply) -> str:
+    """The newest version, also where a master that was started again cannot serve it yet; empty: there is none."""
+    not_served = f"{status.decided} (not served yet)" if status.decided is not None else ""
+    return str(status.published) if status.published is not None else not_served
+
+
 def headline(status: StatusReply) -> Text:
     """Run, version, tokens and the round's phase in one line."""
     states = ((status.stopped, "stopped"), (status.stopping, "stopping"), (status.paused, "paused"))
     return Text.assemble(
         (f"run {status.run_id}", "bold"),
-        f"  version {status.published or 'none yet'}{_on_disk(status)}",
+        f"  version {_version(status) or 'none yet'}{_on_disk(status)}",
         f"  tokens {format_count(status.tokens)}{_of_goal(status)}",
         *([f"  round {status.round} ", (status.phase, "cyan")] if status.round else ["  no open round"]),
         f"  {_rounds(status)}",
@@ -396,7 +402,7 @@ def plain_line(status: StatusReply) -> str:
         for one in status.clusters
     )
     run = (
-        f"version {status.published or '-'}{_on_disk(status)} tokens {format_count(status.tokens)}{_of_goal(status)} "
+        f"version {_version(status) or '-'}{_on_disk(status)} tokens {format_count(status.tokens)}{_of_goal(status)} "
         f"{_rounds(status)}, {f'round {status.round} {status.phase}' if status.round else 'no open round'}"
     )
     why = (

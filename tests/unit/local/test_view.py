@@ -60,6 +60,7 @@ STATUSES = {
         recent_rounds=(RoundSummary(RoundId(1, 14), "void", "all were rejected", None, (), ("a", "b")),),
         stopped=True,
     ),
+    "a restarted master": run_status(published=None, decided=Version(1, 12), round=None, clusters=(), slaves=()),
     "late ranks": run_status(
         clusters=(
             cluster_status(phase="PUSHING", ranks=4, late_ranks=(1, 3)),

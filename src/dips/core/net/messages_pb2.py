@@ -1201,6 +1201,8 @@ def write_status_reply(value: m.StatusReply, message: operator_pb2.StatusReply) 
         write_alarm(alarm, message.alarms.add())
     message.waiting_code = value.waiting_code
     message.waiting_slaves.extend(value.waiting_slaves)
+    if value.decided is not None:
+        write_version(value.decided, message.decided)
 
 
 def read_status_reply(message: operator_pb2.StatusReply) -> m.StatusReply:
@@ -1238,6 +1240,7 @@ def read_status_reply(message: operator_pb2.StatusReply) -> m.StatusReply:
         alarms=tuple(map(read_alarm, message.alarms)),
         waiting_code=message.waiting_code,
         waiting_slaves=tuple(message.waiting_slaves),
+        decided=read_version(message.decided) if message.HasField("decided") else None,
     )
 
 

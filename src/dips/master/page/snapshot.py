@@ -182,6 +182,7 @@ def snapshot(
         "say": sentence(view, lag_s, departures),
         "round": _round(view, lag_s),
         "version": _text(status.published),
+        "decided": _text(status.decided),
         "durable": _text(status.durable),
         "since_publish_s": _known(view.since_publish_s, lag_s),
         "tokens": status.tokens,

@@ -293,6 +293,7 @@ def status(shared: SharedState) -> StatusReply:
         alarms=standing(shared),
         waiting_code=waiting.code,
         waiting_slaves=waiting.slaves,
+        decided=shared.ledger.version,
     )
 
 

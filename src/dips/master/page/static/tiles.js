@@ -19,8 +19,9 @@ export function showTiles(state) {
   say(byId("meta"), `epoch ${run.epoch} · preset ${run.preset} · H ${run.sync_every} steps · durability ${run.durability}`);
   showSentence(state);
   showPhase(state.round);
-  say(byId("version"), state.version ?? "none yet");
-  say(byId("version-more"), run.durability === "async" ? `on every disk: ${state.durable ?? "none"}` : numbered(state.version));
+  say(byId("version"), state.version ?? state.decided ?? "none yet");
+  const kept = run.durability === "async" ? `on every disk: ${state.durable ?? "none"}` : numbered(state.version);
+  say(byId("version-more"), state.decided && !state.version ? "not served yet" : kept);
   say(byId("tokens"), count(state.tokens));
   say(byId("tokens-more"), state.goal ? `${(100 * Math.min(1, state.tokens / state.goal)).toFixed(0)} % of ${count(state.goal)}` : "");
   byId("goal").hidden = !state.goal;
