@@ -49,30 +49,19 @@ def imported(tree: ast.Module, known: Mapping[str, Path]) -> Iterator[str]:
 
 
 def cycles(edges: Mapping[str, set[str]]) -> list[list[str]]:
-    """Strongly connected sets of more than one module (Tarjan's algorithm), the largest first."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    path: list[str] = []
-    found: list[list[str]] = []
+    """Sets of more than one module that all lead to each other, the largest first."""
 
-    def visit(node: str) -> None:
-        index[node] = low[node] = len(index)
-        path.append(node)
-        for other in edges.get(node, ()):
-            if other not in index:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in path:
-                low[node] = min(low[node], index[other])
-        if low[node] == index[node]:
-            at = path.index(node)
-            found.append(sorted(path[at:]))
-            del path[at:]
+    def reached(start: str) -> set[str]:
+        found, left = set[str](), [start]
+        while left:
+            new = edges.get(left.pop(), set()) - found
+            found |= new
+            left += new
+        return found
 
-    for node in edges:
-        if node not in index:
-            visit(node)
-    return sorted((group for group in found if len(group) > 1), key=len, reverse=True)
+    leads_to = {node: reached(node) for node in edges}
+    groups = {frozenset(other for other in leads_to[node] if node in leads_to.get(other, ())) for node in edges}
+    return sorted((sorted(group) for group in groups if len(group) > 1), key=lambda group: (-len(group), group))
 
 
 def comments_in(text: str) -> int:

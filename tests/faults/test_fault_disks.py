@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.dips_command import ROOT, dips, pid_of, published
+from support.dips_command import ROOT, assert_verified, dips, pid_of, published
 from support.fault_run import CLUSTERS, SLAVES, FaultRun
 from support.fork_server import ForkServer
 from support.judged_run import replayed
@@ -78,12 +78,6 @@ def fill(disk: Path) -> Path:
     return ballast
 
 
-def whole(run_directory: Path) -> None:
-    """The run has ended and is judged as a person would."""
-    result = dips("verify", "--replay", run_directory)
-    assert result.returncode == 0, f"dips verify: {result.stdout}\n{result.stderr}"
-
-
 def healed(run: FaultRun, *, versions: int = 0, may_skip: bool = False) -> None:
     """versions: so many are waited for, until what was spoilt on a disk is overwritten, before the run is judged."""
     run.recovered()
@@ -129,7 +123,7 @@ def test_a_run_survives_full_disks_of_every_role(fork_server: ForkServer, tmp_pa
                 healed(run)
                 lines.have()
             run.stop()
-        whole(directory)
+        assert_verified(directory)
 
 
 @pytest.mark.long
@@ -218,7 +212,7 @@ def test_a_run_survives_disks_that_fail_or_are_slow_for_a_while(fork_server: For
             run.arm(bad.process, "")
             healed(run)
         run.stop()
-    whole(directory)
+    assert_verified(directory)
     shutil.rmtree(directory)
 
 
@@ -306,7 +300,7 @@ def test_a_run_survives_disks_that_lie_or_are_lost(fork_server: ForkServer, tmp_
             run.release(name)
             healed(run, versions=RING_FILES)
         run.stop()
-    whole(directory)
+    assert_verified(directory)
     shutil.rmtree(directory)
 
 
@@ -350,7 +344,7 @@ def test_an_old_backup_is_put_back(names: tuple[str, ...], fork_server: ForkServ
         put_back(run, names, tmp_path / "backup")
         healed(run, may_skip="master" in names)
         run.stop()
-    whole(directory)
+    assert_verified(directory)
     shutil.rmtree(directory)
 
 
@@ -377,7 +371,7 @@ def test_master_and_slave_put_back_at_once_wait_for_the_slaves_own_disk(
         run.release("s0")
         healed(run, may_skip=True)
         run.stop()
-    whole(directory)
+    assert_verified(directory)
     shutil.rmtree(directory)
 
 

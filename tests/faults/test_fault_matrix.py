@@ -16,20 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.dips_command import dips
-from support.fault_plan import (
-    ARROW_HARMS,
-    ARROWS,
-    AT_BIRTH,
-    ELSEWHERE,
-    ENDS_THE_RUN,
-    HARMS,
-    Fault,
-    births,
-    endured,
-    in_a_run,
-    planned,
-)
+from support import fault_plan as plan
+from support.dips_command import assert_verified
 from support.fault_run import FaultRun
 from support.fork_server import ForkServer
 from support.judged_run import replayed
@@ -46,21 +34,21 @@ class Segment:
     """One run. harm: of its births and of its end, which belong to the first runs of each harm."""
 
     name: str
-    faults: tuple[Fault, ...]
+    faults: tuple[plan.Fault, ...]
     births: str = ""
-    last: Fault | None = None
+    last: plan.Fault | None = None
 
 
 def segments(harm: str) -> Iterator[Segment]:
-    points = in_a_run() + (list(ARROWS) if harm in ARROW_HARMS else [])
-    faults = list(planned(points, harm))
+    points = plan.in_a_run() + (list(plan.ARROWS) if harm in plan.ARROW_HARMS else [])
+    faults = list(plan.planned(points, harm))
     cut = [tuple(faults[at : at + RUN_FAULTS]) for at in range(0, len(faults), RUN_FAULTS)]
-    for n, (part, last) in enumerate(itertools.zip_longest(cut, ENDS_THE_RUN)):
-        end = Fault("master", last, harm) if last else None
+    for n, (part, last) in enumerate(itertools.zip_longest(cut, plan.ENDS_THE_RUN)):
+        end = plan.Fault("master", last, harm) if last else None
         yield Segment(f"{harm}-{n}", part, births=harm if n == 0 else "", last=end)
 
 
-SEGMENTS = {harm: list(segments(harm)) for harm in HARMS}
+SEGMENTS = {harm: list(segments(harm)) for harm in plan.HARMS}
 AT_A_TIME = 3
 """Runs: each waits more than it works."""
 
@@ -71,18 +59,18 @@ JUDGED_EVERY = 3
 
 
 def test_every_name_of_the_registry_is_planned_with_every_harm() -> None:
-    wanted = {(name, harm) for name in all_names() if name not in ELSEWHERE for harm in HARMS}
+    wanted = {(name, harm) for name in all_names() if name not in plan.ELSEWHERE for harm in plan.HARMS}
     every = list(itertools.chain(*SEGMENTS.values()))
     faults = [fault for segment in every for fault in (*segment.faults, segment.last) if fault]
-    of_births = list(itertools.chain(*AT_BIRTH.values()))
+    of_births = list(itertools.chain(*plan.AT_BIRTH.values()))
     begun = {(point, segment.births) for segment in every if segment.births for point in of_births}
     assert wanted == {(fault.point, fault.harm) for fault in faults if fault.point in all_names()} | begun
 
 
-@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+@pytest.mark.parametrize("name", sorted(plan.ELSEWHERE))
 def test_what_is_reached_elsewhere_exists(name: str) -> None:
     assert name in all_names()
-    assert (Path(__file__).parents[2] / ELSEWHERE[name]).is_file()
+    assert (Path(__file__).parents[2] / plan.ELSEWHERE[name]).is_file()
 
 
 @pytest.mark.long
@@ -104,34 +92,33 @@ def test_every_harm_at_every_failpoint(lanes: tuple[Segment, ...], fork_server: 
 
 
 def play(directory: Path, fork_server: ForkServer, segment: Segment) -> None:
-    with FaultRun(directory, fork_server, births=births(segment.births) if segment.births else None) as run:
+    with FaultRun(directory, fork_server, births=plan.births(segment.births) if segment.births else None) as run:
         if segment.births:
             be_born(run, segment.births)
         run.began()
         for number, fault in enumerate(segment.faults, 1):
-            endured(run, fault)
+            plan.endured(run, fault)
             if number % JUDGED_EVERY == 0:
                 replayed(run.directory)
         end(run, segment.last)
-    result = dips("verify", "--replay", directory)
-    assert result.returncode == 0, f"dips verify: {result.stdout}\n{result.stderr}"
+    assert_verified(directory)
     shutil.rmtree(directory)
 
 
 def be_born(run: FaultRun, harm: str) -> None:
     """First lives that fail: journal, address, identity, promise and ring are made all the same."""
-    run.may_die.update(AT_BIRTH)
+    run.may_die.update(plan.AT_BIRTH)
     run.until(lambda: not missing_births(run, harm), f"a harm at birth never happened: {harm}")
     run.began()
     run.may_die.clear()
 
 
 def missing_births(run: FaultRun, harm: str) -> set[str]:
-    fired = {" ".join(line.split()[:2]) for name in AT_BIRTH for line in run.fired(name)}
-    return {f"{point} {harm}" for points in AT_BIRTH.values() for point in points} - fired
+    fired = {" ".join(line.split()[:2]) for name in plan.AT_BIRTH for line in run.fired(name)}
+    return {f"{point} {harm}" for points in plan.AT_BIRTH.values() for point in points} - fired
 
 
-def end(run: FaultRun, last: Fault | None) -> None:
+def end(run: FaultRun, last: plan.Fault | None) -> None:
     """An operator ends the run; with a fault, the master is harmed as it hears of it."""
     if last is not None:
         run.may_die.add(last.process)
@@ -142,5 +129,5 @@ def end(run: FaultRun, last: Fault | None) -> None:
         assert_fired(run.fired(last.process), last)
 
 
-def assert_fired(lines: Sequence[str], fault: Fault) -> None:
+def assert_fired(lines: Sequence[str], fault: plan.Fault) -> None:
     assert any(line.startswith(f"{fault.point} {fault.harm} ") for line in lines), f"{fault} never fired"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.dips_command import dips
+from support.dips_command import assert_verified
 from support.fault_plan import Fault, endured
 from support.fault_proxy import Harm, NetFault, Proxies, Way
 from support.fault_run import CLUSTERS, SLAVES, FaultRun
@@ -121,8 +121,7 @@ def play(directory: Path, fork_server: ForkServer, cases: Sequence[Case], keys: 
         for case in cases:
             touched(run, proxies, case)
         run.stop()
-    result = dips("verify", "--replay", directory)
-    assert result.returncode == 0, f"dips verify: {result.stdout}\n{result.stderr}"
+    assert_verified(directory)
     shutil.rmtree(directory)
 
 

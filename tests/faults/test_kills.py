@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 
 import pytest
-from support.dips_command import dips
+from support.dips_command import assert_verified
 from support.fault_run import CLUSTERS, NAMES, SLAVES, FaultRun
 from support.fork_server import ForkServer
 
@@ -44,5 +44,4 @@ def test_a_run_survives_its_kills(seed: int, fork_server: ForkServer, tmp_path: 
             run.recovered(away)
             run.healed()
         run.stop()
-    done = dips("verify", "--replay", directory)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_verified(directory)

@@ -63,7 +63,7 @@ class Leased(WithStandby):
     """Each process reaches etcd by a relay of its own, and the standby its master by another one."""
 
     def __init__(self, directory: Path, etcd: int, proxies: Proxies) -> None:
-        self.store, self._proxies = store(etcd), proxies
+        self.store, self.proxies = store(etcd), proxies
         endpoints = {name: proxies.add(link, ("127.0.0.1", etcd)).address for name, link in TO_ETCD.items()}
         leases = {name: {"lease": f"etcd:http://{address}"} for name, address in endpoints.items()}
         super().__init__(directory, lease_s=LEASE_S, **leases["master"])
@@ -71,7 +71,7 @@ class Leased(WithStandby):
 
     def start_master(self) -> None:
         super().start_master()
-        self.of_standby["standby"] = self._proxies.add(STREAM, parse_address(self.first)).address
+        self.of_standby["standby"] = self.proxies.add(STREAM, parse_address(self.first)).address
 
     def follow(self) -> None:
         self.start_standby()
@@ -106,91 +106,82 @@ class Leased(WithStandby):
 
 
 @pytest.fixture
-def proxies() -> Iterator[Proxies]:
-    with Proxies() as made:
-        yield made
+def run(tmp_path: Path, etcd: int) -> Iterator[Leased]:
+    with Proxies() as proxies, Leased(tmp_path / "run", etcd, proxies) as run:
+        yield run
 
 
-def test_standby_takes_over_after_the_loss_of_the_master_which_is_not_started_again(
-    tmp_path: Path, etcd: int, proxies: Proxies
-) -> None:
-    with Leased(tmp_path / "run", etcd, proxies) as run:
-        clusters = [run.cluster(name, seed, step_s=0.02) for seed, name in enumerate("ab", 1)]
-        run.follow()
-        run.wait_for_version(run.version() + 3)
-        run.kill("master")
-        run.until_taken_over()
-        run.spawn_master()
-        assert run.processes["master"].wait() == WRONG_SETTINGS, run.log("master")
-        run.finish(*clusters)
+def test_standby_takes_over_after_the_loss_of_the_master_which_is_not_started_again(run: Leased) -> None:
+    clusters = [run.cluster(name, seed, step_s=0.02) for seed, name in enumerate("ab", 1)]
+    run.follow()
+    run.wait_for_version(run.version() + 3)
+    run.kill("master")
+    run.until_taken_over()
+    run.spawn_master()
+    assert run.processes["master"].wait() == WRONG_SETTINGS, run.log("master")
+    run.finish(*clusters)
 
 
-def test_master_that_was_stopped_ends_after_a_take_over(tmp_path: Path, etcd: int, proxies: Proxies) -> None:
-    with Leased(tmp_path / "run", etcd, proxies) as run:
-        cluster = run.cluster("a", seed=1, step_s=0.02)
-        run.follow()
-        run.wait_for_version(run.version() + 2)
-        run.processes["master"].send_signal(SIGSTOP)
-        run.until_taken_over()
-        run.processes["master"].send_signal(SIGCONT)
-        assert run.processes["master"].wait() == NEWER_EPOCH_EXIT, run.log("master")
-        run.wait_for_version(run.version() + 2)
-        run.finish(cluster)
+def test_master_that_was_stopped_ends_after_a_take_over(run: Leased) -> None:
+    cluster = run.cluster("a", seed=1, step_s=0.02)
+    run.follow()
+    run.wait_for_version(run.version() + 2)
+    run.processes["master"].send_signal(SIGSTOP)
+    run.until_taken_over()
+    run.processes["master"].send_signal(SIGCONT)
+    assert run.processes["master"].wait() == NEWER_EPOCH_EXIT, run.log("master")
+    run.wait_for_version(run.version() + 2)
+    run.finish(cluster)
 
 
-def test_master_that_only_slaves_and_clusters_reach_serves_them_until_it_hears_of_the_take_over(
-    tmp_path: Path, etcd: int, proxies: Proxies
-) -> None:
+def test_master_that_only_slaves_and_clusters_reach_serves_them_until_it_hears_of_the_take_over(run: Leased) -> None:
     """Two masters live, and one of them publishes: the slaves are with the first one, and have promised its epoch."""
-    with Leased(tmp_path / "run", etcd, proxies) as run:
-        cluster = run.cluster("a", seed=1, step_s=0.02)
-        run.follow()
-        run.wait_for_version(run.version() + 2)
-        links = (TO_ETCD["master"], STREAM)
-        for link in links:
-            proxies.harm(link, GONE)
-        run.until_taken()
-        run.wait_for_version(run.version() + 3)
-        assert run.status().epoch == 1
-        for link in links:
-            proxies.heal(link)
-        assert run.processes["master"].wait() == NEWER_EPOCH_EXIT, run.log("master")
-        before = run.version()
-        run.wait_for_version(before + 2)
-        assert run.status().epoch == 1 + TAKE_OVER_EPOCHS
-        run.finish(cluster, may_skip=True)  # what the first one decided alone stands in its own journal
+    cluster = run.cluster("a", seed=1, step_s=0.02)
+    run.follow()
+    run.wait_for_version(run.version() + 2)
+    links = (TO_ETCD["master"], STREAM)
+    for link in links:
+        run.proxies.harm(link, GONE)
+    run.until_taken()
+    run.wait_for_version(run.version() + 3)
+    assert run.status().epoch == 1
+    for link in links:
+        run.proxies.heal(link)
+    assert run.processes["master"].wait() == NEWER_EPOCH_EXIT, run.log("master")
+    before = run.version()
+    run.wait_for_version(before + 2)
+    assert run.status().epoch == 1 + TAKE_OVER_EPOCHS
+    run.finish(cluster, may_skip=True)  # what the first one decided alone stands in its own journal
 
 
-def test_one_link_that_is_cut_makes_no_standby_take_over(tmp_path: Path, etcd: int, proxies: Proxies) -> None:
-    with Leased(tmp_path / "run", etcd, proxies) as run:
-        cluster = run.cluster("a", seed=1, step_s=0.02)
-        run.follow()
-        proxies.harm(STREAM, NetFault(Harm.CUT))
-        run.renewals(20)
-        until(lambda: run.says_last("a person must"), "a standby that is behind", lambda: run.log("standby"))
-        proxies.heal(STREAM)
-        run.until_followed()
-        proxies.harm(TO_ETCD["master"], GONE)
-        until(lambda: run.status().alarms, "the alarm", lambda: run.log("master"))
-        run.wait_for_version(run.version() + 8)
-        proxies.heal(TO_ETCD["master"])
-        run.until_followed()
-        proxies.harm(TO_ETCD["standby"], GONE)
-        until(lambda: run.says_last("cannot"), "a standby without its lease", lambda: run.log("standby"))
-        run.kill("master")
-        until(lambda: "does not follow" in run.log("standby").splitlines()[-1], "a standby that has lost its master")
-        assert run.processes["standby"].poll() is None
-        proxies.heal(TO_ETCD["standby"])
-        run.until_taken_over()
-        run.finish(cluster)
+def test_one_link_that_is_cut_makes_no_standby_take_over(run: Leased) -> None:
+    cluster = run.cluster("a", seed=1, step_s=0.02)
+    run.follow()
+    run.proxies.harm(STREAM, NetFault(Harm.CUT))
+    run.renewals(20)
+    until(lambda: run.says_last("a person must"), "a standby that is behind", lambda: run.log("standby"))
+    run.proxies.heal(STREAM)
+    run.until_followed()
+    run.proxies.harm(TO_ETCD["master"], GONE)
+    until(lambda: run.status().alarms, "the alarm", lambda: run.log("master"))
+    run.wait_for_version(run.version() + 8)
+    run.proxies.heal(TO_ETCD["master"])
+    run.until_followed()
+    run.proxies.harm(TO_ETCD["standby"], GONE)
+    until(lambda: run.says_last("cannot"), "a standby without its lease", lambda: run.log("standby"))
+    run.kill("master")
+    until(lambda: "does not follow" in run.log("standby").splitlines()[-1], "a standby that has lost its master")
+    assert run.processes["standby"].poll() is None
+    run.proxies.heal(TO_ETCD["standby"])
+    run.until_taken_over()
+    run.finish(cluster)
 
 
-def test_standby_of_a_run_that_has_ended_ends_too(tmp_path: Path, etcd: int, proxies: Proxies) -> None:
-    with Leased(tmp_path / "run", etcd, proxies) as run:
-        cluster = run.cluster("a", seed=1, step_s=0.02)
-        run.follow()
-        run.wait_for_version(run.version() + 2)
-        run.stop(cluster)
-        assert run.processes["master"].wait() == 0
-        assert run.processes["standby"].wait() == 0, run.log("standby")
-        run.judge()
+def test_standby_of_a_run_that_has_ended_ends_too(run: Leased) -> None:
+    cluster = run.cluster("a", seed=1, step_s=0.02)
+    run.follow()
+    run.wait_for_version(run.version() + 2)
+    run.stop(cluster)
+    assert run.processes["master"].wait() == 0
+    assert run.processes["standby"].wait() == 0, run.log("standby")
+    run.judge()

@@ -17,8 +17,8 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from support.byte_tokenizer import END, PAD, byte_tokenizer
-from support.dips_command import ROOT, dips, end_at_a_limit, operator_of
-from support.three_facts import PATIENT, TRAINED, assert_three_facts, assert_verified
+from support.dips_command import ROOT, assert_verified, dips, end_at_a_limit, operator_of
+from support.three_facts import PATIENT, TRAINED, assert_three_facts
 from support.titan_files import prepare, texts
 from support.up_run import TORCHRUN, UpRun
 from support.waiting import until

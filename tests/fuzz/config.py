@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from hypothesis import strategies as st
 from support.repository import ROOT
@@ -22,7 +23,7 @@ from dips.local.run_file import read_run_file
 from dips.master.config import MasterConfig
 from dips.slave.config import SlaveConfig
 from dips.worker.config import ClientConfig
-from fuzz.disk import changed, fresh, numbered, scratch
+from fuzz.disk import fresh, numbered, one_of_files, scratch
 from fuzz.mutate import TEXTS, mutated
 from fuzz.target import Target
 
@@ -72,45 +73,45 @@ def _given(section: str) -> dict[str, object]:
     return {"cluster_id": "a", "insecure": True}
 
 
-def files() -> Target:
-    """The whole files that commands take, each by its own reader."""
-    readers: tuple[Callable[[Path], object], ...] = (read_run_file, from_toml, load_scenario)
+def one_of_readers(
+    name: str, inputs: st.SearchStrategy[bytes], made: Callable[[bytes], Any], *readers: Callable[[Any], object]
+) -> Target:
+    """The first byte says who reads what is made of the rest."""
 
     def feed(data: bytes) -> str:
-        path = fresh("files") / "file.toml"
-        path.write_bytes(data[1:])
         reader = readers[data[0] % len(readers)] if data else readers[0]
-        reader(path)
+        reader(made(data[1:]))
         return f"taken by {reader.__name__}"
+
+    return Target(name, numbered([inputs] * len(readers)), feed, (ConfigError,))
+
+
+def files() -> Target:
+    """The whole files that commands take, each by its own reader."""
+
+    def file(content: bytes) -> Path:
+        path = fresh("files") / "file.toml"
+        path.write_bytes(content)
+        return path
 
     deeper_than_pythons_stack = [b"a = " + b"[" * 9_000, b"a = " + b"{b=" * 9_000, b"[" + b"a." * 3_000 + b"b]"]
     seeds = st.one_of(mutated(examples), mutated(lambda: [_SITES]), mutated(lambda: deeper_than_pythons_stack))
-    inputs = st.tuples(st.integers(0, len(readers) - 1), seeds).map(lambda pair: bytes([pair[0]]) + pair[1])
-    return Target("settings files", inputs, feed, (ConfigError,))
+    return one_of_readers("settings files", seeds, file, read_run_file, from_toml, load_scenario)
 
 
 def values() -> Target:
     """Numbers with units, addresses and failpoints, as words of a command line."""
-    readers: tuple[Callable[[str], object], ...] = (
-        *(units.parse_bytes, units.parse_seconds, units.parse_count, units.parse_bits_per_s, parse_address, parse),
-    )
     near = ("64 MB", "1 h 30 min", "2e9", "1.5M", "10 Gbit/s", "127.0.0.1:80", "[::1]:80")
     points = ("master.journal.before_commit=6*off->crash", "slave.link.before_send=10%drop; a=sleep(0.5)")
-
-    def feed(data: bytes) -> str:
-        text = data[1:].decode("utf-8", "replace")
-        reader = readers[data[0] % len(readers)] if data else readers[0]
-        reader(text)
-        return f"taken by {reader.__name__}"
-
     words = st.one_of(
         st.text(max_size=40).map(str.encode),
         mutated(lambda: [word.encode() for word in near + points]),
         st.sampled_from([word.encode("utf-8", "surrogatepass") for word in TEXTS]),
         st.from_regex(r"-?[0-9]{0,400}(\.[0-9]{0,40})?(e[0-9]{1,6})? ?[a-zA-Z/%]{0,8}", fullmatch=True).map(str.encode),
     )
-    inputs = st.tuples(st.integers(0, len(readers) - 1), words).map(lambda pair: bytes([pair[0]]) + pair[1])
-    return Target("values", inputs, feed, (ConfigError,))
+    of_units = (units.parse_bytes, units.parse_seconds, units.parse_count, units.parse_bits_per_s)
+    readers = (*of_units, parse_address, parse)
+    return one_of_readers("values", words, lambda data: data.decode("utf-8", "replace"), *readers)
 
 
 @lru_cache(maxsize=1)
@@ -124,23 +125,11 @@ def identity_files() -> dict[str, bytes]:
 
 
 def identity() -> Target:
-    """The first byte says which file of an identity's directory has the rest as its content."""
-
-    def feed(data: bytes) -> str:
-        names = sorted(identity_files())
-        which = names[data[0] % len(names)] if data else names[0]
-        folder = fresh("identity")
-        for name, content in (identity_files() | {which: data[1:]}).items():
-            (folder / name).write_bytes(content)
-            (folder / name).chmod(0o600)
+    def feed(folder: Path) -> str:
         load_identity(folder)
-        return f"taken with another {which}"
+        return "taken"
 
-    def inputs() -> st.SearchStrategy[bytes]:
-        whole = [content for _, content in sorted(identity_files().items())]
-        return numbered(changed(content) for content in whole)
-
-    return Target("identity", st.deferred(inputs), feed, (ConfigError,))
+    return one_of_files("identity", identity_files, feed, ConfigError)
 
 
 TARGETS: tuple[Callable[[], Target], ...] = (settings, files, values, identity)

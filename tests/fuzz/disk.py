@@ -65,19 +65,15 @@ def fresh(name: str) -> Path:
     return folder
 
 
-def snapshot_bytes() -> bytes:
-    theta, momentum = (np.arange(N, dtype=np.float32).tobytes() for _ in range(2))
-    sums = (xxhash.xxh3_128_hexdigest(theta), xxhash.xxh3_128_hexdigest(momentum))
-    header, _ = build_header(INFO, N, sums, "run", "s0")
-    return header + theta + momentum
+THETA = np.arange(N, dtype=np.float32).tobytes()
+"""And the momentum."""
+
+HEADER, HEAD = build_header(INFO, N, (xxhash.xxh3_128_hexdigest(THETA),) * 2, "run", "s0")
 
 
 def manifest_bytes() -> bytes:
-    theta = np.arange(N, dtype=np.float32).tobytes()
-    sums = (xxhash.xxh3_128_hexdigest(theta),) * 2
-    _, head = build_header(INFO, N, sums, "run", "s0")
     return manifests.encode(
-        SnapshotManifest(INFO, "run", "s0", "ring-0.safetensors", head.stamp, INFO.version, INFO.round, '{"a":1}')
+        SnapshotManifest(INFO, "run", "s0", "ring-0.safetensors", HEAD.stamp, INFO.version, INFO.round, '{"a":1}')
     )
 
 
@@ -122,6 +118,23 @@ def numbered(parts: Iterable[st.SearchStrategy[bytes]]) -> st.SearchStrategy[byt
     return st.one_of(*(marked(n, part) for n, part in enumerate(parts)))
 
 
+def one_of_files(
+    name: str, files: Callable[[], dict[str, bytes]], feed: Callable[[Path], str], *refusals: type[Exception]
+) -> Target:
+    """A folder of which the first byte says which file has the rest as its content."""
+
+    def feed_folder(data: bytes) -> str:
+        folder, names = fresh(name), sorted(files())
+        which = names[data[0] % len(names)] if data else names[0]
+        for file, content in (files() | {which: data[1:]}).items():
+            (folder / file).write_bytes(content)
+            (folder / file).chmod(0o600)
+        return feed(folder)
+
+    inputs = st.deferred(lambda: numbered(changed(content) for _, content in sorted(files().items())))
+    return Target(name, inputs, feed_folder, refusals)
+
+
 def taking(read: Callable[[bytes], object]) -> Callable[[bytes], str]:
     """Feeds a reader whose result says nothing more."""
 
@@ -152,22 +165,15 @@ def manifest() -> Target:
 
 
 def slave_directory() -> Target:
-    """The first byte says which file of a slave's directory has the rest as its content."""
-    names = ("ring-0.safetensors", "manifest-0.json", "promise.json", "identity.json")
-
-    def right(folder: Path) -> dict[str, bytes]:
+    def files() -> dict[str, bytes]:
         return {
-            names[0]: snapshot_bytes(),
-            names[1]: manifest_bytes(),
-            names[2]: b'{"promised_epoch": 3}',
-            names[3]: b'{"run_id": "run", "slave_id": "s0"}',
+            "ring-0.safetensors": HEADER + THETA + THETA,
+            "manifest-0.json": manifest_bytes(),
+            "promise.json": b'{"promised_epoch": 3}',
+            "identity.json": b'{"run_id": "run", "slave_id": "s0"}',
         }
 
-    def feed(data: bytes) -> str:
-        folder = fresh("slave")
-        which = names[data[0] % len(names)] if data else names[0]
-        for name, content in (right(folder) | {which: data[1:]}).items():
-            (folder / name).write_bytes(content)
+    def feed(folder: Path) -> str:
         store = SnapshotStore(folder, "run", "s0", 3)
         try:
             problems = store.scan()
@@ -175,13 +181,7 @@ def slave_directory() -> Target:
         finally:
             store.close()
 
-    parts = [
-        mutated(lambda: [snapshot_bytes()]),
-        json_inputs(manifest_bytes),
-        json_inputs(lambda: b'{"promised_epoch": 3}'),
-        json_inputs(lambda: b'{"run_id": "run", "slave_id": "s0"}'),
-    ]
-    return Target("slave directory", numbered(parts), feed, (ConfigError,))
+    return one_of_files("slave directory", files, feed, ConfigError)
 
 
 @lru_cache(maxsize=1)
@@ -306,8 +306,6 @@ def saved_session() -> Target:
 
 
 def checkpoint() -> Target:
-    """The first byte says which file of a cluster's checkpoint directory has the rest as its content."""
-
     @lru_cache(maxsize=1)
     def files() -> dict[str, bytes]:
         folder = fresh("seed-checkpoint")
@@ -317,12 +315,7 @@ def checkpoint() -> Target:
             store.record_push(push_from_json(json.loads(session_json())["push"]))
         return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.stat().st_size}
 
-    def feed(data: bytes) -> str:
-        folder = fresh("checkpoint")
-        names = sorted(files())
-        which = names[data[0] % len(names)] if data else names[0]
-        for name, content in (files() | {which: data[1:]}).items():
-            (folder / name).write_bytes(content)
+    def feed(folder: Path) -> str:
         with CheckpointStore(folder, 2) as store:
             found, sentences = newest_of(store)
             push, why = store.newest_push()
@@ -330,11 +323,7 @@ def checkpoint() -> Target:
             raise Broken("a file that cannot be used has no sentence")
         return f"checkpoint {'taken' if found else 'skipped'}, push {'taken' if push else 'skipped'}"
 
-    def inputs() -> st.SearchStrategy[bytes]:
-        whole = [content for _, content in sorted(files().items())]
-        return numbered(changed(content) for content in whole)
-
-    return Target("checkpoint", st.deferred(inputs), feed, (ConfigError, CheckpointError))
+    return one_of_files("checkpoint", files, feed, ConfigError, CheckpointError)
 
 
 def state_tree() -> Target:

@@ -12,25 +12,10 @@ from hypothesis import strategies as st
 from support.slave_wire import LAYOUT, RUN, push_id
 from support.wire_values import values_of
 
+from dips.core import messages as m
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import RoundId, Version
 from dips.core.layout import Layout, checksum, chunks_of
-from dips.core.messages import (
-    ClusterReply,
-    ClusterRequest,
-    DrainRequest,
-    EvictRequest,
-    ExtendRequest,
-    OperatorReply,
-    OperatorRequest,
-    Refusal,
-    SlaveCommand,
-    SlaveMessage,
-    SnapshotInfo,
-    StatusReply,
-    StatusRequest,
-    WatchRequest,
-)
 from dips.core.net.codec_protobuf import decode, encode
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.grpc_calls import to_refusal
@@ -43,12 +28,12 @@ from fuzz.mutate import mutated
 from fuzz.target import Broken, Target
 
 SERVICES: dict[str, Sequence[type]] = {
-    "clusters": (*ClusterRequest.__args__, *ClusterReply.__args__),
-    "slaves": (SlaveMessage, SlaveCommand),
+    "clusters": (*m.ClusterRequest.__args__, *m.ClusterReply.__args__),
+    "slaves": (m.SlaveMessage, m.SlaveCommand),
     "operator": (
-        *(StatusRequest, WatchRequest, OperatorRequest, EvictRequest, DrainRequest, ExtendRequest),
-        *(OperatorReply, StatusReply),
-        Refusal,
+        *(m.StatusRequest, m.WatchRequest, m.OperatorRequest, m.EvictRequest, m.DrainRequest, m.ExtendRequest),
+        *(m.OperatorReply, m.StatusReply),
+        m.Refusal,
     ),
 }
 """Requests are read by the master, replies and commands by clusters, slaves and commands of a person."""
@@ -148,7 +133,7 @@ class Port:
         self.port.set_epoch(1)
         self.port.set_memory(ShardMap(LAYOUT.blocks, CHUNK_BYTES), self.rows)
         theta = np.arange(LAYOUT.n_elems, dtype=np.float32)
-        info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", b"", committed=True)
+        info = m.SnapshotInfo(V0, RoundId(1, 1), b"", b"", b"", committed=True)
         buffer = ThetaBuffer(theta, info, chunk_checksums(theta, LAYOUT.blocks, CHUNK_BYTES))
         self.port.set_readable({V0: buffer}, V0)
         differences = Slot(push_id("b"), 1, 1, opening=1, wire=Codec.INT8, base=V0)

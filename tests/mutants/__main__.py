@@ -65,14 +65,14 @@ class Outcome:
         return f"{self.fault.path} {self.fault.function} {self.fault.operator}: {self.change}"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"make mutants: {message}", file=sys.stderr)
-        sys.exit(2)
+def _refuse(message: str) -> NoReturn:
+    print(f"make mutants: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="make mutants", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
+    parser.error = _refuse  # type: ignore[method-assign]
     parser.add_argument("--sample", type=int, help="how many faults, the same number in each area")
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
     parser.add_argument("--area", action="append", choices=AREAS + OTHERS, help="a package; the first eight otherwise")
@@ -82,18 +82,12 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="every place of the areas")
     parser.add_argument("--json", metavar="FILE", help="write the outcomes there")
     asked = parser.parse_args(given)
-    ways = [
-        asked.sample is not None,
-        asked.changed is not None,
-        asked.one is not None,
-        asked.list,
-    ]
-    if sum(ways) != 1:
-        parser.error("give one of --sample N, --changed BASE, --one PLACE and --list")
+    if sum(way is not None for way in (asked.sample, asked.changed, asked.one, asked.list or None)) != 1:
+        _refuse("give one of --sample N, --changed BASE, --one PLACE and --list")
     if asked.sample is not None and asked.sample < len(asked.area or AREAS):
-        parser.error("--sample must have one fault for each area at least")
+        _refuse("--sample must have one fault for each area at least")
     if asked.one is not None and not re.fullmatch(r"src/dips/\S+\.py:\d+:\d+:[a-z-]+(:\d+)?", asked.one):
-        parser.error(f"--one {asked.one}: a place is like src/dips/core/ids.py:12:4:comparison")
+        _refuse(f"--one {asked.one}: a place is like src/dips/core/ids.py:12:4:comparison")
     return asked
 
 
@@ -113,8 +107,7 @@ def _changed_lines(base: str) -> dict[str, set[int]]:
     command = ["git", "diff", "-U0", "--find-renames", base, "--", "src/dips"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        print(f"make mutants: --changed {base}: {done.stderr.strip().splitlines()[0]}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(f"--changed {base}: {done.stderr.strip().splitlines()[0]}")
     found: dict[str, set[int]] = defaultdict(set)
     path = ""
     for line in done.stdout.splitlines():
@@ -157,8 +150,7 @@ def _at(place: str) -> Fault:
     path = ROOT / place.partition(":")[0]
     found = [fault for fault in _of_files([path]) if fault.place == place] if path.exists() else []
     if not found:
-        print(f"make mutants: --one {place}: nothing to change there", file=sys.stderr)
-        sys.exit(2)
+        _refuse(f"--one {place}: nothing to change there")
     return found[0]
 
 

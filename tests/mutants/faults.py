@@ -133,15 +133,11 @@ def changed_text(text: str, fault: Fault) -> str:
     return _edit_of(ast.parse(text), fault).text()
 
 
-def faulty(text: str, fault: Fault) -> ast.Module:
-    """The module's tree with the fault; raises LookupError where the text has no such place."""
+def faulty_code(text: str, fault: Fault, file: str) -> CodeType:
+    """The module's code with the fault; raises LookupError where the text has no such place."""
     tree = ast.parse(text)
     _edit_of(tree, fault).make()
-    return tree
-
-
-def faulty_code(text: str, fault: Fault, file: str) -> CodeType:
-    code: CodeType = compile(faulty(text, fault), file, "exec", dont_inherit=True)
+    code: CodeType = compile(tree, file, "exec", dont_inherit=True)
     return code
 
 

@@ -225,12 +225,13 @@ class Record:
 def _in_turns(names: Iterable[str]) -> list[str]:
     """The first case of each test function, then the second of each."""
     seen: Counter[str] = Counter()
-    numbered = []
-    for name in names:
+
+    def turn(name: str) -> int:
         function = name.partition("[")[0]
-        numbered.append((seen[function], name))
         seen[function] += 1
-    return [name for _, name in sorted(numbered, key=lambda pair: pair[0])]
+        return seen[function]
+
+    return sorted(names, key=turn)
 
 
 # ---- in a child ----

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.byte_model_ranks import NO_MERGE, ROUNDING, check_resumption, losses, losses_of_one, start_alone
-from support.dips_command import dips
+from support.dips_command import assert_verified
 from support.rank_script import PATHS, run_ranks
 from support.trainer_run import TRAIN, Processes
 
@@ -74,8 +74,7 @@ def test_a_run_learns_and_is_computed_again(processes: Processes, address: str, 
         found = [record["loss"] for record in processes.records(cluster, "step")]
         assert found[-1] < found[0] - 1.0
         assert processes.records(cluster, "verdict"), processes.log(cluster)[-3000:]
-    told = dips("verify", tmp_path, "--replay")
-    assert told.returncode == 0, told.stdout
+    assert_verified(tmp_path)
 
 
 def test_a_device_has_the_losses_of_the_processor(processes: Processes, tmp_path: Path) -> None:
@@ -104,8 +103,7 @@ def test_loops_of_ranks_under_nccl_train_in_a_run(processes: Processes, address:
         first, last = re.findall(r"steps: ([\d.]+) to ([\d.]+)", processes.log(cluster))[0]
         assert float(last) < float(first), processes.log(cluster)[-3000:]
         assert processes.records(cluster, "verdict"), processes.log(cluster)[-3000:]
-    told = dips("verify", tmp_path, "--replay")
-    assert told.returncode == 0, told.stdout
+    assert_verified(tmp_path)
 
 
 @NEEDS_TWO

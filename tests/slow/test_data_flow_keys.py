@@ -65,14 +65,18 @@ def door_clock(port: KeyedPort, monkeypatch: pytest.MonkeyPatch) -> DoorClock:
     return DoorClock(port)
 
 
-def cluster(port: KeyedPort, name: str) -> Cluster:
-    return Cluster(name, CurvePair.new(), port)
+def cluster(port: KeyedPort, *, allowed: bool = True) -> Cluster:
+    """With a push open."""
+    who = Cluster("a", CurvePair.new(), port)
+    port.open("a")
+    if allowed:
+        port.allow(who)
+    return who
 
 
 def test_a_list_that_comes_late_is_waited_for(port: KeyedPort) -> None:
     """Join may be answered before the slave has heard of the new key."""
-    who = cluster(port, "a")
-    port.open("a")
+    who = cluster(port, allowed=False)
     threading.Timer(0.2, port.allow, (who,)).start()
     transfer = who.push()
     assert transfer.done, transfer.failure
@@ -80,10 +84,8 @@ def test_a_list_that_comes_late_is_waited_for(port: KeyedPort) -> None:
 
 def test_a_slave_that_has_another_key_than_the_master_named_gets_nothing(port: KeyedPort) -> None:
     """Another process on its port, or the slave itself in its next life."""
-    who = cluster(port, "a")
+    who = cluster(port)
     who.server_key = CurvePair.new().public
-    port.allow(who)
-    port.open("a")
     transfer = who.push()
     assert "fails: another process listens there" in transfer.failure
     assert port.staged == {}
@@ -107,9 +109,7 @@ def test_a_peer_without_keys_is_counted_and_gets_nothing(port: KeyedPort, door_c
 
 @pytest.mark.parametrize("way", [Way.UP, Way.DOWN])
 def test_a_bit_that_is_flipped_on_the_way_costs_a_connection_and_nothing_else(port: KeyedPort, way: Way) -> None:
-    who = cluster(port, "a")
-    port.allow(who)
-    port.open("a")
+    who = cluster(port)
     with Proxies() as proxies:
         relay = proxies.add("data", ("127.0.0.1", port.port))
         who.endpoint = f"tcp://{relay.address}"
@@ -122,9 +122,7 @@ def test_a_bit_that_is_flipped_on_the_way_costs_a_connection_and_nothing_else(po
 
 def test_what_was_recorded_and_is_said_again_is_not_understood(port: KeyedPort, door_clock: DoorClock) -> None:
     """Each connection has keys of its own: a replay fails at the handshake, and lands nothing."""
-    who = cluster(port, "a")
-    port.allow(who)
-    port.open("a")
+    who = cluster(port)
     with Proxies() as proxies:
         relay = proxies.add("data", ("127.0.0.1", port.port))
         who.endpoint = f"tcp://{relay.address}"
@@ -139,8 +137,7 @@ def test_what_was_recorded_and_is_said_again_is_not_understood(port: KeyedPort, 
 
 
 def test_who_does_not_shake_hands_is_counted_once_among_those_who_do(port: KeyedPort, door_clock: DoorClock) -> None:
-    who = cluster(port, "a")
-    port.allow(who)
+    who = cluster(port)
     with contextlib.ExitStack() as strangers:
         for _ in range(3):
             strangers.enter_context(_stranger(port))
@@ -157,8 +154,7 @@ def test_who_does_not_shake_hands_is_counted_once_among_those_who_do(port: Keyed
 @pytest.mark.parametrize("by_reset", [False, True])
 def test_probes_that_connect_and_close_are_no_strangers(port: KeyedPort, door_clock: DoorClock, by_reset: bool) -> None:
     """As a kubelet and the health checks of load balancers do, every few seconds."""
-    who = cluster(port, "a")
-    port.allow(who)
+    who = cluster(port)
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", port.port)) as probe:
             if by_reset:
@@ -185,7 +181,7 @@ def test_neither_side_falls_back_to_the_clear(port: KeyedPort) -> None:
     with pytest.raises(ConfigError, match="this process has no keys"):
         bare.push()
     with KeyedPort(None) as open_port, pytest.raises(ConfigError, match="nothing is sent to it unencrypted"):
-        cluster(open_port, "a").push()
+        cluster(open_port, allowed=False).push()
 
 
 def test_without_keys_only_loopback_is_bound() -> None:
@@ -203,10 +199,8 @@ IPV6 = pytest.mark.skipif(not socket.has_ipv6, reason="this system has no IPv6")
 def test_parameters_are_pushed_and_pulled_over_ipv6(host: str, way: str) -> None:
     with KeyedPort(CurvePair.new(), host=host) as port:
         assert port.server.endpoint == f"tcp://[{host}]:{port.port}"
-        who = cluster(port, "a")
+        who = cluster(port)
         who.endpoint = f"tcp://{way}:{port.port}"
-        port.allow(who)
-        port.open("a")
         push = who.push()
         assert push.done, push.failure
         pull, flat = who.pull()

@@ -18,17 +18,10 @@ from typing import Any
 
 import pytest
 import yaml
+from support import published_schemas as schemas
 from support.dashboards import DASHBOARDS
 from support.deploy_files import BASE, EVERY_KNOB, EXAMPLE, ONE_CLUSTER, written
 from support.dips_command import dips
-from support.published_schemas import (
-    JOBSET_GROUP,
-    OPERATOR_GROUP,
-    check,
-    check_of_jobset,
-    check_of_operator,
-    has_operator_models,
-)
 from support.repository import ROOT
 
 from dips.deploy.deploy_file import read_deploy_file
@@ -49,20 +42,21 @@ needs_kustomize = pytest.mark.skipif(
     shutil.which("kubectl") is None, reason="kubectl, which has kustomize, is not here"
 )
 needs_operator_models = pytest.mark.skipif(
-    not has_operator_models(), reason="the definitions of the Prometheus operator are not here: make installs them"
+    not schemas.has_operator_models(),
+    reason="the definitions of the Prometheus operator are not here: make installs them",
 )
 
 
 def fits(document: Object, version: str) -> None:
     """Raises Unfit when the object, or what it holds of Kubernetes' own kinds, does not fit its schema."""
     if document["kind"] == "JobSet":
-        check_of_jobset(document, version)
+        schemas.check_of_jobset(document, version)
     if is_of_kubernetes(document):
-        check(document, version)
+        schemas.check(document, version)
 
 
 def is_of_kubernetes(document: Object) -> bool:
-    return not document["apiVersion"].startswith((OPERATOR_GROUP, JOBSET_GROUP))
+    return not document["apiVersion"].startswith((schemas.OPERATOR_GROUP, schemas.JOBSET_GROUP))
 
 
 def built(folder: Path) -> list[Object]:
@@ -143,7 +137,7 @@ def of_the_operator() -> list[Object]:
     shown = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "deploy.md").read_text(), re.DOTALL)
     found += [one for text in shown for one in yaml.safe_load_all(text)]
     found += [one for file in (EXAMPLE, BASE) for one in planned(file)]
-    return [one for one in found if one.get("apiVersion", "").startswith(OPERATOR_GROUP)]
+    return [one for one in found if one.get("apiVersion", "").startswith(schemas.OPERATOR_GROUP)]
 
 
 @needs_operator_models
@@ -151,8 +145,8 @@ def test_what_the_prometheus_operator_reads_fits_its_definitions() -> None:
     found = of_the_operator()
     assert {one["kind"] for one in found} == {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScrapeConfig"}
     for one in found:
-        check_of_operator(one)
-    print(f"\n{len(found)} objects of {OPERATOR_GROUP.rstrip('/')} fit the operator's definitions")
+        schemas.check_of_operator(one)
+    print(f"\n{len(found)} objects of {schemas.OPERATOR_GROUP.rstrip('/')} fit the operator's definitions")
 
 
 def test_monitoring_is_what_is_generated_now() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.byte_model_ranks import NO_MERGE, ROUNDING, WIDE, check_resumption, losses, losses_of_one, start_alone
-from support.dips_command import dips, dips_started
+from support.dips_command import assert_verified, dips_started
 from support.ports import own_port
 from support.trainer_run import Processes
 from support.waiting import until
@@ -57,8 +57,7 @@ def test_ranks_and_one_process_train_one_model_in_a_run(processes: Processes, ru
     processes.stop_run(*kinds)
     for name in kinds:
         assert processes.records(name, "verdict"), processes.log(name)[-3000:]
-    told = dips("verify", tmp_path, "--replay")
-    assert told.returncode == 0, told.stdout
+    assert_verified(tmp_path)
 
 
 def test_a_signal_to_one_rank_ends_all_in_order(processes: Processes, run: str) -> None:

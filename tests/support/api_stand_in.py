@@ -330,9 +330,6 @@ class StandIn:
             disable_nagle_algorithm = True
 
             def _answer(self) -> None:
-                if self.headers.get("Upgrade", "").lower() == "websocket":
-                    self._execute()
-                    return
                 length = int(self.headers.get("Content-Length") or 0)
                 raw = self.rfile.read(length)
                 parts = urlsplit(self.path)
@@ -340,6 +337,8 @@ class StandIn:
                 try:
                     if self.headers.get("Authorization") != f"Bearer {TOKEN}":
                         raise Refusal(401, "Unauthorized")
+                    if self.headers.get("Upgrade", "").lower() == "websocket":
+                        return self._execute(*stand_in.command_in_pod(parts.path, parts.query))
                     if self.command == "PATCH" and "merge-patch+json" not in self.headers["Content-Type"]:
                         raise Refusal(415, "only merge patches are known here")
                     body = json.loads(raw) if raw else None
@@ -348,16 +347,8 @@ class StandIn:
                     status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": refusal.message}
                     self._send(refusal.code, {**status, "code": refusal.code})
 
-            def _execute(self) -> None:
+            def _execute(self, name: str, command: list[str], folder: Path | None) -> None:
                 """A command in a pod: WebSocket (RFC 6455), and the channels of Kubernetes' v4 protocol."""
-                parts = urlsplit(self.path)
-                try:
-                    if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-                        raise Refusal(401, "Unauthorized")
-                    name, command, folder = stand_in.command_in_pod(parts.path, parts.query)
-                except Refusal as refusal:
-                    self._send(refusal.code, {"kind": "Status", "status": "Failure", "message": refusal.message})
-                    return
                 key = self.headers["Sec-WebSocket-Key"].encode() + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
                 self.send_response(101)
                 self.send_header("Upgrade", "websocket")

@@ -21,15 +21,15 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from support.exchange_process import part as share_part
 from support.held_process import Group
-from support.parallel_models import Part, begin_ranks, local, part_of, rule
+from support.parallel_models import Part, group_of_ranks, local, part_of, rule
+from support.shard_process import agreed_of
 
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Share
 from dips.worker.checkpoint_files import INNER, CheckpointStore
 from dips.worker.model_part import ModelPart
-from dips.worker.parallel.agreement import Agreed, Gathering, agree
+from dips.worker.parallel.agreement import Agreed, Gathering
 from dips.worker.parallel.exchange import ShardParameters
-from dips.worker.parallel.held import ShardOf, held_here
 from dips.worker.parallel.ownership import shares_of_ranks
 from dips.worker.parallel.rank_checkpoints import RankCheckpoints
 from dips.worker.parallel.rank_state import RankState, merged
@@ -93,19 +93,14 @@ class Rank:
             {"params": each, "weight_decay": decay} for each, decay in zip((decayed, others), decays, strict=True)
         ]
         self.optimizer = torch.optim.AdamW([each for each in groups if each["params"]], lr=0.125 * place)
-        shards = {name: ShardOf(name, shape, starts) for name, (shape, starts) in self.part.boxes.items()}
-        given = {name: value for name, value in self.part.arguments.items() if name != "shards"}
-        held = held_here(self.part.wrapped, [self.optimizer], shards=shards or None, **given)
         self.ranks: Gathering = Group()
-        agreed = agree(self.ranks, held, {})
-        assert agreed is not None
-        self.agreed = agreed
+        self.agreed = agreed_of(self.part, [self.optimizer])
         self.group = group
-        self.one = OneShare(agreed, group, UNIT_BYTES)
+        self.one = OneShare(self.agreed, group, UNIT_BYTES)
         kept = folder.parent / "kept" / of
         self.store = CheckpointStore(kept, 2) if self.ranks.rank == 0 else None
         dist.barrier()
-        self.state = RankState(self.ranks, agreed, [self.optimizer], {"loader": self.loader})
+        self.state = RankState(self.ranks, self.agreed, [self.optimizer], {"loader": self.loader})
         self.checkpoints = RankCheckpoints(kept, self.ranks, self.state)
 
     def flat(self, what: int) -> F32:
@@ -146,13 +141,9 @@ class Rank:
                 self.optimizer.state[parameter] = {
                     "step": torch.tensor(7.0 * factor), "exp_avg": moments[0], "exp_avg_sq": moments[1]
                 }  # fmt: skip
-        self.part.after_step() if not self.part.working else self._round()
+            self.part.after_step()
         random.seed(100 * factor + dist.get_rank())
         torch.manual_seed(100 * factor + dist.get_rank())
-
-    def _round(self) -> None:
-        with torch.no_grad():
-            self.part.after_step()
 
     def load(self, *, shares_again: bool) -> list[str]:
         said = self.checkpoints.find(1)
@@ -205,17 +196,14 @@ class Rank:
 
 
 def main(rank: int, n_ranks: int, folder: str, *tasks: str) -> None:
-    torch.set_num_threads(1)
-    begin_ranks(rank, n_ranks, folder)
-    group = dist.new_group(backend="gloo")
-    for task in tasks:
-        what, kind, *of = task.split(":")
-        if what == "save":
-            Rank(kind, kind, Path(folder), group, place=4).save()
-        else:
-            wrong = Rank(kind, of[0], Path(folder), group, place=1).load(shares_again=what == "share")
-            print(json.dumps({task: wrong}), flush=True)
-    dist.destroy_process_group()
+    with group_of_ranks(rank, n_ranks, folder) as group:
+        for task in tasks:
+            what, kind, *of = task.split(":")
+            if what == "save":
+                Rank(kind, kind, Path(folder), group, place=4).save()
+            else:
+                wrong = Rank(kind, of[0], Path(folder), group, place=1).load(shares_again=what == "share")
+                print(json.dumps({task: wrong}), flush=True)
 
 
 if __name__ == "__main__":

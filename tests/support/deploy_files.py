@@ -65,13 +65,17 @@ EVERY_KNOB = {
 """Changes of SMALL, by which pods and Services have all that a file can give them."""
 
 
-def written(folder: Path, text: str = SMALL, changes: Mapping[str, str] | None = None) -> Path:
-    """A file in the folder, its keys beside it. Each change must hit, or the test tests nothing."""
+def written(
+    folder: Path, text: str = SMALL, changes: Mapping[str, str] | None = None, *, keys: bool = False
+) -> Path:  # fmt: skip
+    """A file in the folder, and its keys if asked for. Each change must hit, or the test tests nothing."""
     for old, new in {"KEYS": str(folder / "keys"), **(changes or {})}.items():
         assert old in text, old
         text = text.replace(old, new)
     file = folder / "run.toml"
     file.write_text(text)
+    if keys:
+        with_keys(file)
     return file
 
 

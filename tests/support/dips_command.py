@@ -83,6 +83,12 @@ def ended(process: subprocess.Popen[bytes], log: Path) -> int:
     return int(process.returncode)
 
 
+def assert_verified(run: Path) -> None:
+    """Assert that the records prove every promise, and that every version comes out again from recorded pushes."""
+    told = dips("verify", run, "--replay")
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
 def master_file(run_dir: Path) -> dict[str, Any]:
     try:
         told: dict[str, Any] = json.loads((run_dir / "master" / "master.json").read_text())

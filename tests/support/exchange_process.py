@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from support.parallel_models import DEVICE, begin_ranks
+from support.parallel_models import DEVICE, group_of_ranks
 from support.pieces import Held, cut, ddp, fsdp, pipeline, tensor_parallel, transformer, twice, whole
 
 from dips.core.layout import Layout, Parameter, Share
@@ -96,17 +96,13 @@ def check(kind: str, n: int, group: dist.ProcessGroup, *, bits: int) -> dict[str
 
 
 def main(rank: int, n_ranks: int, folder: str, *kinds: str) -> None:
-    torch.set_num_threads(1)
-    begin_ranks(rank, n_ranks, folder)
-    group = dist.new_group(backend="gloo")
-    for kind in kinds:
-        if kind == "destroy":
-            dist.destroy_process_group()
-            continue
-        name, _, bits = kind.partition(":")
-        print(json.dumps(check(name, n_ranks, group, bits=int(bits or 32))), flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with group_of_ranks(rank, n_ranks, folder) as group:
+        for kind in kinds:
+            if kind == "destroy":
+                dist.destroy_process_group()
+                continue
+            name, _, bits = kind.partition(":")
+            print(json.dumps(check(name, n_ranks, group, bits=int(bits or 32))), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,18 +21,6 @@ from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.layout import Layout
 from dips.master.state import effects as out
 from dips.master.state import tape
-from dips.master.state.effects import (
-    ClusterCall,
-    Effect,
-    Event,
-    JournalWritten,
-    OperatorCall,
-    Pause,
-    Resume,
-    SlaveLinkDown,
-    SlaveSaid,
-    Stop,
-)
 
 LEFT_OUT = {
     "layout", "layout_hash", "placement", "placement_hash", "hello", "settings", "commit_hash", "commit_record",
@@ -63,14 +51,14 @@ class Transcript(Bench):
         super().start_master()
         handle = self.state.handle
 
-        def written(event: Event, now_s: float) -> list[Effect]:
+        def written(event: out.Event, now_s: float) -> list[out.Effect]:
             effects = handle(event, now_s)
             self._write(event, effects)
             return effects
 
         self.state.handle = written  # type: ignore[method-assign]
 
-    def _write(self, event: Event, effects: Sequence[Effect]) -> None:
+    def _write(self, event: out.Event, effects: Sequence[out.Effect]) -> None:
         head = self._event(event)
         lines = _together([line for effect in effects if (line := self._effect(effect))])
         if head or lines:
@@ -80,26 +68,26 @@ class Transcript(Bench):
         """Calls are numbered as they are shown: those that are left out take no number."""
         return self._numbers.setdefault(token, len(self._numbers) + 1)
 
-    def _event(self, event: Event) -> str:
+    def _event(self, event: out.Event) -> str:
         match event:
-            case ClusterCall(token, request):
+            case out.ClusterCall(token, request):
                 name = type(request).__name__.removesuffix("Request")
                 if name == "Heartbeat":
                     return ""
                 return f"{request.caller.name} > {name}({_fields(request)}) [{self._call(token)}]"
-            case OperatorCall(_, action):
+            case out.OperatorCall(_, action):
                 return f"operator > {type(action).__name__}" if "Status" not in type(action).__name__ else ""
-            case SlaveSaid(_, message):
+            case out.SlaveSaid(_, message):
                 quiet = isinstance(message.body, QUIET)
                 return "" if quiet else f"{message.caller.name} > {_brief(message.body)}"
-            case JournalWritten(entry_id):
+            case out.JournalWritten(entry_id):
                 return f"durable: {self._entries[entry_id]}"
-            case SlaveLinkDown(link):
+            case out.SlaveLinkDown(link):
                 return f"the stream of {self.by_link[link].name} breaks"
             case _:
                 return ""
 
-    def _effect(self, effect: Effect) -> str:
+    def _effect(self, effect: out.Effect) -> str:
         match effect:
             case out.Reply(token, body):
                 quiet = isinstance(body, QUIET) or (type(body).__name__ == "HeartbeatReply" and not _stops(body))
@@ -418,7 +406,7 @@ def drain(bench: Transcript) -> None:
 @scenario("a")
 def pause_outlives_the_master(bench: Transcript) -> None:
     bench.say("paused: a push is admitted, no round begins, not even after a restart")
-    bench.operate(Pause(m.OperatorRequest("", "the operator looks")))
+    bench.operate(out.Pause(m.OperatorRequest("", "the operator looks")))
     bench.push("a")
     bench.advance(3.0)
     bench.restart()
@@ -427,14 +415,14 @@ def pause_outlives_the_master(bench: Transcript) -> None:
     bench.push("a")
     bench.advance(3.0)
     bench.say("resumed")
-    bench.operate(Resume(m.OperatorRequest("")))
+    bench.operate(out.Resume(m.OperatorRequest("")))
 
 
 @scenario("a")
 def stop(bench: Transcript) -> None:
     bench.push("a")
     bench.say("the operator stops the run: the last version is pulled, the cluster leaves, every process ends")
-    bench.operate(Stop(m.OperatorRequest("", "enough")))
+    bench.operate(out.Stop(m.OperatorRequest("", "enough")))
     bench.pull("a")
     bench.beat("a")
     bench.ask(m.LeaveRequest(bench.caller("a"), "the run has ended"))

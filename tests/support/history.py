@@ -288,12 +288,17 @@ def _gram(participants: Sequence[dict[str, Any]]) -> list[list[float]]:
     return [[a * b * (1.0 if i == j else 0.5) for j, b in enumerate(norms) if j >= i] for i, a in enumerate(norms)]
 
 
-def usual_run() -> Script:
+def begun_run() -> Script:
     script = Script()
     script.start_master()
     script.join("a")
     script.join("b")
     script.commit(script.push("a"))
+    return script
+
+
+def usual_run() -> Script:
+    script = begun_run()
     for _ in range(2):
         script.commit(script.push("a"), script.push("b"))
     script.restart_slave("s0")
@@ -307,11 +312,7 @@ def usual_run() -> Script:
 
 
 def rolled_back_run() -> Script:
-    script = Script()
-    script.start_master()
-    script.join("a")
-    script.join("b")
-    script.commit(script.push("a"))
+    script = begun_run()
     script.commit(script.push("a"))
     lost = script.push("b")
     script.commit(lost)

@@ -76,22 +76,25 @@ class Traffic:
 
     def hostile(self, rng: random.Random) -> list[bytes]:
         frames = self.right(rng)
-        match rng.randrange(8):
-            case 0:
-                pass
-            case 1 | 2:
-                frames[0] = with_odd_fields(rng, frames[0])
-            case 3:
-                frames[0] = sealed(shaken(rng, [frames[0][:-TRAILER_BYTES]])[:2000])
-            case 4:
-                frames[0] = shaken(rng, frames[:1])[:2000]
-            case 5:
-                frames[-1] = shaken(rng, frames[-1:])[: 4 * self.chunk_bytes]
-            case 6:
-                frames = frames[: rng.randrange(1, 3)] + [rng.randbytes(rng.choice((0, 4, 1024)))] * rng.randrange(4)
-            case _:
-                rng.shuffle(frames)
-        return frames
+        return spoilt(rng, frames, self.chunk_bytes) if rng.randrange(8) else frames
+
+
+def spoilt(rng: random.Random, frames: list[bytes], chunk_bytes: int) -> list[bytes]:
+    """With other fields, other bits, or other frames."""
+    match rng.randrange(7):
+        case 0 | 1:
+            frames[0] = with_odd_fields(rng, frames[0])
+        case 2:
+            frames[0] = sealed(shaken(rng, [frames[0][:-TRAILER_BYTES]])[:2000])
+        case 3:
+            frames[0] = shaken(rng, frames[:1])[:2000]
+        case 4:
+            frames[-1] = shaken(rng, frames[-1:])[: 4 * chunk_bytes]
+        case 5:
+            frames = frames[: rng.randrange(1, 3)] + [rng.randbytes(rng.choice((0, 4, 1024)))] * rng.randrange(4)
+        case _:
+            frames = [b"", *frames] if rng.random() < 0.5 else frames[::-1]
+    return frames
 
 
 def with_odd_fields(rng: random.Random, frame: bytes) -> bytes:

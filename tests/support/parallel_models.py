@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,16 @@ def begin_ranks(rank: int, n_ranks: int, folder: str) -> None:
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=n_ranks)
+
+
+@contextmanager
+def group_of_ranks(rank: int, n_ranks: int, folder: str) -> Iterator[dist.ProcessGroup]:
+    """All of them, under gloo; torch computes with one thread."""
+    torch.set_num_threads(1)
+    begin_ranks(rank, n_ranks, folder)
+    yield dist.new_group(backend="gloo")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 VOCABULARY, WIDTH, HIDDEN, EXPERTS, EXPERT_HIDDEN, BLOCKS = 252, 6, 96, 4, 3, 4
@@ -338,6 +349,19 @@ def _fsdp_tp() -> Part:
     return Part([model], [model], _plain_step(model, mesh["dp"].get_local_rank()), {"data_mesh": mesh["dp"]})
 
 
+def _scheduled_step(schedule: Any, at: int, data_rank: int) -> Callable[[], None]:
+    """at: the rank's place in the pipeline."""
+
+    def step() -> None:
+        tokens, wanted = _batch(data_rank)
+        if at == 0:
+            schedule.step(tokens)
+        else:
+            schedule.step(target=wanted)
+
+    return step
+
+
 def _pipeline(tied: bool = False, n_data: int = 1) -> Part:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -348,15 +372,7 @@ def _pipeline(tied: bool = False, n_data: int = 1) -> Part:
     if n_data > 1:
         wrapped = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
     stage = PipelineStage(wrapped, at, 2, torch.device(DEVICE), group=mesh["pp"].get_group())
-    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=_loss)
-
-    def step() -> None:
-        tokens, wanted = _batch(data_rank)
-        if at == 0:
-            schedule.step(tokens)
-        else:
-            schedule.step(target=wanted)
-
+    step = _scheduled_step(ScheduleGPipe(stage, n_microbatches=2, loss_fn=_loss), at, data_rank)
     return Part([model], [wrapped], step, {"data_mesh": mesh["dp"]})
 
 
@@ -368,15 +384,7 @@ def _interleaved() -> Part:
     models = [stage_of(full, (i,)) for i in (rank, rank + 2)]
     group = mesh["pp"].get_group()
     stages = [PipelineStage(m, rank + 2 * i, 4, torch.device(DEVICE), group=group) for i, m in enumerate(models)]
-    schedule = ScheduleInterleaved1F1B(list(stages), n_microbatches=2, loss_fn=_loss)
-
-    def step() -> None:
-        tokens, wanted = _batch(0)
-        if rank == 0:
-            schedule.step(tokens)
-        else:
-            schedule.step(target=wanted)
-
+    step = _scheduled_step(ScheduleInterleaved1F1B(list(stages), n_microbatches=2, loss_fn=_loss), rank, 0)
     return Part(models, list(models), step, {"data_mesh": mesh["dp"]})
 
 
@@ -508,7 +516,7 @@ def merged(of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Te
     that both know, or none knows one.
     """
     full: dict[str, torch.Tensor] = {}
-    for name, tensor in _rows(of_ranks):
+    for name, tensor in (row for said in of_ranks for row in said.items()):
         if name not in full:
             full[name] = tensor.clone()
             continue
@@ -518,8 +526,3 @@ def merged(of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Te
         full[name][known] = tensor[known]
     assert not any(tensor.isnan().any() for tensor in full.values())
     return full
-
-
-def _rows(of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for said in of_ranks:
-        yield from said.items()

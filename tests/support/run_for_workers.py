@@ -187,12 +187,7 @@ class DataSlave:
 
     def _chunk(self, header: DataHeader) -> list[bytes]:
         assert header.version is not None
-        start = 0
-        for block in self.blocks:
-            if block.block_id == header.block:
-                break
-            start += block.n_bytes
-        begin = start + header.offset_bytes
+        begin = sum(block.n_bytes for block in self.blocks if block.block_id < header.block) + header.offset_bytes
         payload = self.versions[header.version].tobytes()[begin : begin + header.length_bytes]
         answer = DataHeader(
             RUN, header.epoch, DataOp.CHUNK, header.request, version=header.version, block=header.block,
@@ -425,22 +420,13 @@ class _Servicer(clusters_pb2_grpc.ClustersServicer):
             context.abort(grpc.StatusCode.ABORTED, stop.refusal.sentence)
 
 
-def _add(method: str, kind: type[Any]) -> None:
-    def serve(self: _Servicer, message: Any, context: grpc.ServicerContext) -> Any:
-        return self._answer(method, kind, message, context)
-
-    setattr(_Servicer, method, serve)
+def _serving(method: str) -> Callable[[_Servicer, Any, grpc.ServicerContext], Any]:
+    kind = getattr(messages, f"{method}Request")
+    return lambda self, message, context: self._answer(method, kind, message, context)
 
 
-for _method, _kind in {
-    "Join": messages.JoinRequest,
-    "BeginPush": messages.BeginPushRequest,
-    "FinishPush": messages.FinishPushRequest,
-    "AwaitVerdict": messages.AwaitVerdictRequest,
-    "BeginPull": messages.BeginPullRequest,
-    "FinishPull": messages.FinishPullRequest,
-    "LeaseData": messages.LeaseDataRequest,
-    "ReturnData": messages.ReturnDataRequest,
-    "Leave": messages.LeaveRequest,
-}.items():
-    _add(_method, _kind)
+for _method in (
+    *("Join", "BeginPush", "FinishPush", "AwaitVerdict", "BeginPull", "FinishPull"),
+    *("LeaseData", "ReturnData", "Leave"),
+):
+    setattr(_Servicer, _method, _serving(_method))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from support.exchange_process import part as share_part
 from support.held_process import Group
-from support.parallel_models import DEVICE, Part, begin_ranks, local, part_of, rule
+from support.parallel_models import DEVICE, Part, group_of_ranks, local, part_of, rule
 from support.vectors_held import vectors_held
 from torch.distributed.fsdp import fully_shard
 
@@ -41,10 +42,10 @@ def store_of(agreed: Agreed, group: dist.ProcessGroup) -> tuple[ShardParameters,
     return store, shares[agreed.rank]
 
 
-def agreed_of(part: Part) -> Agreed:
+def agreed_of(part: Part, optimizers: Sequence[torch.optim.Optimizer]) -> Agreed:
     shards = {name: ShardOf(name, shape, starts) for name, (shape, starts) in part.boxes.items()}
     given = {name: value for name, value in part.arguments.items() if name != "shards"}
-    here = held_here(part.wrapped, part.optimizers(0), shards=shards or None, **given)
+    here = held_here(part.wrapped, optimizers, shards=shards or None, **given)
     agreed = agree(Group(), here, {})
     assert agreed is not None
     return agreed
@@ -53,7 +54,7 @@ def agreed_of(part: Part) -> Agreed:
 def shared_out(kind: str, group: dist.ProcessGroup) -> list[str]:
     """Copies and installs as a round does, with parameters that an evaluation has left gathered, if the kind has."""
     part = part_of(kind)
-    agreed = agreed_of(part)
+    agreed = agreed_of(part, part.optimizers(0))
     store, share = store_of(agreed, group)
     wrong = []
     before = np.arange(agreed.layout.n_elems, dtype=np.float32)
@@ -131,13 +132,10 @@ def narrow(group: dist.ProcessGroup) -> list[str]:
 
 
 def main(rank: int, n_ranks: int, folder: str, *kinds: str) -> None:
-    torch.set_num_threads(1)
-    begin_ranks(rank, n_ranks, folder)
-    group = dist.new_group(backend="gloo")
-    for kind in kinds:
-        wrong = narrow(group) if kind == "narrow" else shared_out(kind, group)
-        print(json.dumps({kind: wrong}), flush=True)
-    dist.destroy_process_group()
+    with group_of_ranks(rank, n_ranks, folder) as group:
+        for kind in kinds:
+            wrong = narrow(group) if kind == "narrow" else shared_out(kind, group)
+            print(json.dumps({kind: wrong}), flush=True)
 
 
 if __name__ == "__main__":

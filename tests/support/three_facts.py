@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from support.dips_command import dips
+from support.dips_command import assert_verified, dips
 from support.judged_run import commits_of
 from support.up_run import UpRun
 
@@ -80,9 +80,3 @@ def exported_is_trained(run: Path, folders: Mapping[str, Path]) -> int:
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     same = one.dtype == other.dtype and one.shape == other.shape
     return same and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-
-
-def assert_verified(run: Path) -> None:
-    """Assert that the records prove every promise, and that every version comes out again from recorded pushes."""
-    told = dips("verify", run, "--replay")
-    assert told.returncode == 0, told.stdout + told.stderr

@@ -12,17 +12,6 @@ from dips.planner.cluster import read_setup
 from dips.planner.plan import make_plan, plan_json
 from dips.planner.problem import Problem
 
-PROFILE = """
-[measured]
-source = "a test"
-
-[[links]]
-sender = "dc1"
-receiver = "dc2"
-bandwidth_gbps = {gbps}
-latency_ms = {ms}
-"""
-
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
@@ -35,8 +24,9 @@ def plan(tmp_path: Path) -> Path:
 
 
 def measured(folder: Path, gbps: float, ms: float) -> str:
-    file = folder / "profile.toml"
-    file.write_text(PROFILE.format(gbps=gbps, ms=ms))
+    link = {"sender": "dc1", "receiver": "dc2", "bandwidth_gbps": gbps, "latency_ms": ms}
+    file = folder / "profile.json"
+    file.write_text(json.dumps({"measured": {"source": "a test"}, "links": [link]}))
     return str(file)
 
 

@@ -31,9 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    file = written(tmp_path)
-    with_keys(file)
-    return file
+    return written(tmp_path, keys=True)
 
 
 # ---- plan and apply ----
@@ -72,8 +70,7 @@ def test_three_sites_are_made_in_order_and_once(
 
 
 def test_a_file_is_made_once_and_nothing_changes_afterwards(here: StandIn, tmp_path: Path) -> None:
-    file = written(tmp_path, SMALL, EVERY_KNOB)
-    with_keys(file)
+    file = written(tmp_path, SMALL, EVERY_KNOB, keys=True)
     assert deploy("apply", file, *APPLY) == 0
     before = len(here.writes)
     assert before >= 25

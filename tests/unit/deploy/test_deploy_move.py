@@ -63,8 +63,7 @@ class Sites:
 
 @pytest.fixture
 def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sites]:
-    file = written(tmp_path, changes={"\n[[clusters]]": THERE})
-    with_keys(file)
+    file = written(tmp_path, changes={"\n[[clusters]]": THERE}, keys=True)
     with contexts(tmp_path, monkeypatch, "here", "there") as (here, there):
         here.volumes, there.volumes = tmp_path / "volumes" / "here", tmp_path / "volumes" / "there"
         found = Sites(here, there, file)

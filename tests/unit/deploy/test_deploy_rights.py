@@ -29,9 +29,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    file = written(tmp_path, changes={'site = "here"\n': 'site = "here"\ncheckpoint_volume = "1 GiB"\n'})
-    with_keys(file)
-    return file
+    return written(tmp_path, changes={'site = "here"\n': 'site = "here"\ncheckpoint_volume = "1 GiB"\n'}, keys=True)
 
 
 def granted(file: Path) -> list[Right]:

@@ -171,9 +171,7 @@ class Run:
 @pytest.fixture
 def unmade(tmp_path: Path) -> Run:
     """Nothing of it is there yet."""
-    file = written(tmp_path)
-    with_keys(file)
-    return Run(file)
+    return Run(written(tmp_path, keys=True))
 
 
 @pytest.fixture
@@ -313,8 +311,7 @@ def test_a_bandwidth_moves_no_server_and_a_cluster_that_left_a_site_alone_leaves
     sites = f'[[sites]]\nname = "there"\ncontext = "there"\n{there}\n\n[[clusters]]\ntokens_per_s = 1000'
     more = '\n[[clusters]]\nid = "b"\nsite = "there"\ntokens_per_s = 10\n'
     changes = {'placement = "here"': 'placement = "auto"', 'address = "192.0.2.7"': here, "[[clusters]]": sites}
-    run = Run(written(tmp_path, SMALL + more.replace("[[clusters]]", "[[ clusters ]]"), changes))
-    with_keys(run.file)
+    run = Run(written(tmp_path, SMALL + more.replace("[[clusters]]", "[[ clusters ]]"), changes, keys=True))
     assert run.apply() > 0
     keys = [name for kind, name in run.apis["there"].objects if kind == "Secret"]
     assert keys == ["small-keys-b"]

@@ -29,9 +29,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    file = written(tmp_path)
-    with_keys(file)
-    return file
+    return written(tmp_path, keys=True)
 
 
 def findings(file: Path, capsys: pytest.CaptureFixture[str], code: int) -> dict[str, list[tuple[str, str]]]:

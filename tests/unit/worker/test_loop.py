@@ -21,8 +21,8 @@ from dips.worker.step_checks import Losses
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DIPS_MASTER", "DIPS_CLUSTER", "DIPS_RUN"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("MASTER", "CLUSTER", "RUN", "KEYS", "INSECURE"):
+        monkeypatch.delenv(f"DIPS_{name}", raising=False)
 
 
 def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -311,11 +311,7 @@ def test_arguments_that_cannot_work_are_refused_at_once(arguments: dict[str, obj
         ({"master": "10.0.0.1:1"}, "give keys= instead of insecure="),
     ],
 )
-def test_a_wrong_setting_names_the_keyword_argument_and_no_option(
-    arguments: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("DIPS_MASTER", "DIPS_CLUSTER", "DIPS_KEYS", "DIPS_INSECURE"):
-        monkeypatch.delenv(name, raising=False)
+def test_a_wrong_setting_names_the_keyword_argument_and_no_option(arguments: dict[str, Any], sentence: str) -> None:
     good = {"tokens_per_step": 8, "master": "127.0.0.1:1", "cluster_id": "a", "insecure": True}
     model = torch.nn.Linear(2, 1)
     with (

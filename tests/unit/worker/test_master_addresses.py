@@ -16,18 +16,9 @@ from support.manual_clock import ManualClock
 from support.run_for_workers import FlatModel, RefuseCall
 from support.run_in_memory import RunInMemory
 
+from dips.core import messages as m
 from dips.core.errors import DipsError, RefusalCode, RetryLater
 from dips.core.ids import Incarnation, Version
-from dips.core.messages import (
-    Caller,
-    DataMode,
-    DataPlan,
-    HeartbeatReply,
-    HeartbeatRequest,
-    Settings,
-    StatusReply,
-    StatusRequest,
-)
 from dips.core.net.addresses import MasterAddresses
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.security import INSECURE
@@ -95,7 +86,7 @@ def places(run: RunInMemory, monkeypatch: pytest.MonkeyPatch) -> Places:
 
 def shell_of(model: FlatModel, master: str = BOTH) -> ClusterShell:
     config = ClientConfig.model_validate({"master": master, "cluster_id": "a", "insecure": True})
-    return ClusterShell(config, model, model.layout(), DataPlan(DataMode.OWN))
+    return ClusterShell(config, model, model.layout(), m.DataPlan(m.DataMode.OWN))
 
 
 def train(run: RunInMemory, shell: ClusterShell, model: FlatModel, steps: int) -> None:
@@ -210,8 +201,8 @@ class BeatsAt:
                     for message in requests:
                         if place.address != self.at:
                             raise FailedCall(grpc.StatusCode.UNAVAILABLE, "Connection refused")
-                        from_message(message, HeartbeatRequest)
-                        yield to_message(HeartbeatReply(1, Version(1, 0), len(self.streams), 4, False, "IDLE"))
+                        from_message(message, m.HeartbeatRequest)
+                        yield to_message(m.HeartbeatReply(1, Version(1, 0), len(self.streams), 4, False, "IDLE"))
 
             return Stream()
 
@@ -226,8 +217,8 @@ def test_heartbeats_go_where_the_calls_go(
     for name in ("FIRST_PAUSE_S", "MAX_PAUSE_S"):
         monkeypatch.setattr(f"dips.worker.control.{name}", 0.001)
     heart = Heartbeat(masters, INSECURE, told.put, ManualClock(50.0))  # type: ignore[arg-type]
-    request = HeartbeatRequest(Caller("run", 1, "a", Incarnation(1, 1), "a/1"), phase="TRAINING", steps=1, loss=2.0)
-    heart.tell(request, Settings(heartbeat_s=2**-10, evict_after_beats=5))
+    request = m.HeartbeatRequest(m.Caller("run", 1, "a", Incarnation(1, 1), "a/1"), phase="TRAINING", steps=1, loss=2.0)
+    heart.tell(request, m.Settings(heartbeat_s=2**-10, evict_after_beats=5))
     try:
         told.get(timeout=60)
         assert beats.streams == [FIRST, SECOND]
@@ -251,18 +242,18 @@ def test_a_reader_fetches_at_the_address_that_answers(
     assert {at for at, _ in places.called[1:]} == {SECOND}
 
 
-STATUS = StatusReply("run", 2, None, 0, 0, "idle", None, 0.0, 0.0, "")
+STATUS = m.StatusReply("run", 2, None, 0, 0, "idle", None, 0.0, 0.0, "")
 
 
 def test_a_follower_takes_no_status_of_an_older_master(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: dict[str, StatusReply | None] = {FIRST: None, SECOND: STATUS}
+    answers: dict[str, m.StatusReply | None] = {FIRST: None, SECOND: STATUS}
 
     class Stub:
         def __init__(self, place: Place) -> None:
             self.place = place
 
         def Status(self, message: Any, timeout: float) -> Any:
-            from_message(message, StatusRequest)
+            from_message(message, m.StatusRequest)
             if (answer := answers[self.place.address]) is None:
                 raise FailedCall(grpc.StatusCode.UNAVAILABLE, "Connection refused")
             return to_message(answer)

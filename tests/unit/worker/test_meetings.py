@@ -11,24 +11,7 @@ from dips.core.errors import ConfigError, DipsError, FatalError, RefusalCode, Re
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.messages import Caller, DataRange, PlacementSpec, PullGrant, Settings, SlaveAddress, Ticket
 from dips.core.wire import Codec
-from dips.worker.commands import (
-    Ask,
-    AskEnds,
-    BeginCheckpoint,
-    CommitCheckpoint,
-    Fetch,
-    FindCheckpoint,
-    GiveUp,
-    GoOn,
-    Order,
-    PutBack,
-    Ranges,
-    Send,
-    ShareOut,
-    Snapshot,
-    from_bytes,
-    to_bytes,
-)
+from dips.worker import commands
 from dips.worker.parallel.meetings import (
     MOST_STEPS,
     RankReport,
@@ -46,21 +29,21 @@ PLACEMENT = PlacementSpec((SlaveAddress("s0", "tcp://127.0.0.1:1"),), (0, 0), b"
 PUSH = PushId(ClusterId("a"), Incarnation(1, 2), 3)
 CALLER = Caller("run", 1, ClusterId("a"), Incarnation(1, 2), "a/1.2#3")
 GRANT = PullGrant(Version(1, 4), 2, 5, PLACEMENT, (0, 1), (("s0", b"digest"),), 100, 30, None, 4096, 1, "run")
-ORDERS: list[Order] = [
-    ShareOut(4096), Snapshot(may_stay_live=False, whole=True), CopyBase(),
-    Send(7, PUSH, Ticket(1, PLACEMENT, (1, 0)), CALLER, Settings(), TIMES),
-    Fetch(8, GRANT, "cause", TIMES, True, False), Cancel(7), Install(InstallMode.REBASE_FROM_PUSH, reset_inner=True),
-    KeepResidual(Codec.BF16), ClearResidual(), Ask(), AskEnds(7),
-    GoOn(True, False, True, 1, 4, 10**12, 30, True, 8, 10**12, 2, True, True),
-    Ranges((DataRange(1, 0, 7, 0, 1024), DataRange(2, 1, 8, 512, 1024)), are_all=True), Ranges((), are_all=False),
-    GiveUp("ConfigError", "a sentence", 0), BeginCheckpoint(3, "{}"), CommitCheckpoint(), FindCheckpoint(3),
-    PutBack(True),
+ORDERS: list[commands.Order] = [
+    commands.ShareOut(4096), commands.Snapshot(may_stay_live=False, whole=True), CopyBase(),
+    commands.Send(7, PUSH, Ticket(1, PLACEMENT, (1, 0)), CALLER, Settings(), TIMES),
+    commands.Fetch(8, GRANT, "cause", TIMES, True, False), Cancel(7), KeepResidual(Codec.BF16), ClearResidual(),
+    Install(InstallMode.REBASE_FROM_PUSH, reset_inner=True), commands.Ask(), commands.AskEnds(7),
+    commands.GoOn(True, False, True, 1, 4, 10**12, 30, True, 8, 10**12, 2, True, True),
+    commands.Ranges((DataRange(1, 0, 7, 0, 1024), DataRange(2, 1, 8, 512, 1024)), are_all=True),
+    commands.Ranges((), are_all=False), commands.GiveUp("ConfigError", "a sentence", 0),
+    commands.BeginCheckpoint(3, "{}"), commands.CommitCheckpoint(), commands.FindCheckpoint(3), commands.PutBack(True),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: type(order).__name__)
-def test_an_order_arrives_as_it_was_given(order: Order) -> None:
-    assert from_bytes(to_bytes(order)) == order
+def test_an_order_arrives_as_it_was_given(order: commands.Order) -> None:
+    assert commands.from_bytes(commands.to_bytes(order)) == order
 
 
 @pytest.mark.parametrize("data", [
@@ -68,12 +51,13 @@ def test_an_order_arrives_as_it_was_given(order: Order) -> None:
     b'{"order": "Cancel", "job": 7, "also": 1}', b'{"order": "KeepResidual", "wire": "F17"}',
     b'{"order": "GoOn", "done": true}', b'{"order": "Ranges", "ranges": [[1, 0, 7, 0, "1024"]], "are_all": true}',
     b'{"order": "Ranges", "ranges": [[1, 0, 7]], "are_all": true}',
-    b'{"order": "Ranges", "ranges": 3, "are_all": true}', to_bytes(GoOn())[:-1], to_bytes(GoOn()) + b"\0",
-    to_bytes(ORDERS[3]).replace(b'"push":"', b'"push":"!'), to_bytes(ORDERS[4]).replace(b'"retry_max_s"', b'"retry"'),
+    b'{"order": "Ranges", "ranges": 3, "are_all": true}', commands.to_bytes(commands.GoOn())[:-1],
+    commands.to_bytes(commands.GoOn()) + b"\0", commands.to_bytes(ORDERS[3]).replace(b'"push":"', b'"push":"!'),
+    commands.to_bytes(ORDERS[4]).replace(b'"retry_max_s"', b'"retry"'),
 ])  # fmt: skip
 def test_what_is_no_order_is_refused(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="sent an order that cannot be read"):
-        from_bytes(data)
+        commands.from_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +72,8 @@ def test_what_is_no_order_is_refused(data: bytes) -> None:
 def test_the_leaders_error_ends_the_others_with_the_same_sentence_and_exit_code(
     error: Exception, expected: DipsError
 ) -> None:
-    order = from_bytes(to_bytes(GiveUp.of(error)))
-    assert isinstance(order, GiveUp)
+    order = commands.from_bytes(commands.to_bytes(commands.GiveUp.of(error)))
+    assert isinstance(order, commands.GiveUp)
     raised = order.error()
     assert (type(raised), str(raised), raised.exit_code) == (type(expected), str(expected), expected.exit_code)
 

@@ -7,7 +7,8 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -345,6 +346,13 @@ class Cluster:
         self.checkpoints.close()
 
 
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """After one step."""
+    with closing(Cluster(tmp_path, 1)) as cluster:
+        yield cluster
+
+
 def test_the_newest_of_a_label_is_gone_on_from(tmp_path: Path) -> None:
     first = Cluster(tmp_path, 2)
     assert first.take("step 2")
@@ -488,8 +496,7 @@ def test_without_one_that_can_be_used_it_begins_anew_unless_one_is_required(tmp_
     required.close()
 
 
-def test_at_intervals_one_is_begun_at_a_boundary_and_completed_at_a_later_one(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 1)
+def test_at_intervals_one_is_begun_at_a_boundary_and_completed_at_a_later_one(cluster: Cluster, tmp_path: Path) -> None:
     session, kept = cluster.bench.session, cluster.checkpoints
     kept.take_if_due(session, "cause")
     first_step_s = cluster.clock.monotonic_s()
@@ -508,22 +515,18 @@ def test_at_intervals_one_is_begun_at_a_boundary_and_completed_at_a_later_one(tm
     assert kept.written_s == first_step_s + 11.0
     assert list(tmp_path.glob("*.json"))
     assert not kept.wants_boundary
-    cluster.close()
 
 
-def test_what_is_on_its_way_at_the_end_is_completed(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 1)
+def test_what_is_on_its_way_at_the_end_is_completed(cluster: Cluster) -> None:
     cluster.clock.advance(11.0)
     cluster.checkpoints.take_if_due(cluster.bench.session, "cause")
     assert cluster.checkpoints.finish()
     assert not cluster.checkpoints.finish(), "there is no other"
-    cluster.close()
 
 
-def test_what_a_rank_cannot_keep_is_said_on_every_rank(tmp_path: Path) -> None:
+def test_what_a_rank_cannot_keep_is_said_on_every_rank(cluster: Cluster, tmp_path: Path) -> None:
     """The first rank has state that no checkpoint holds."""
     first = {b"[": b'[".", ""]', b"": b"no such state"}  # of the folder, and of the checkpoint
-    cluster = Cluster(tmp_path, 1)
     own = RankCheckpoints(tmp_path, OfTwo(lambda mine: first.get(mine[:1], mine), rank=1), cluster.loop.state())
     (tmp_path / "checkpoint-00000001.ranks").mkdir()
     saved = cluster.bench.session.saved()
@@ -532,11 +535,9 @@ def test_what_a_rank_cannot_keep_is_said_on_every_rank(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rank 0 of this cluster can keep no checkpoint: no such state"):
         own.commit()
     own.close()
-    cluster.close()
 
 
-def test_the_time_in_which_all_ranks_wait_for_the_manifest_is_part_of_the_pause(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 1)
+def test_the_time_in_which_all_ranks_wait_for_the_manifest_is_part_of_the_pause(cluster: Cluster) -> None:
     rows: list[dict[str, Any]] = []
     tape: Any = SimpleNamespace(write=lambda event, cause, **values: rows.append(values))
     cluster.checkpoints.begin(lambda event: None, tape)
@@ -549,14 +550,11 @@ def test_the_time_in_which_all_ranks_wait_for_the_manifest_is_part_of_the_pause(
     cluster.ranks.do = slowly  # type: ignore[method-assign]
     assert cluster.take()
     assert (rows[0]["pause_s"], rows[0]["write_s"]) == (3.0, 3.0)
-    cluster.close()
 
 
 def test_a_disk_that_is_full_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cluster = Cluster(tmp_path, 1)
-
     def full(*given: Any) -> Any:
         raise OSError(28, "No space left on device")
 
@@ -566,7 +564,6 @@ def test_a_disk_that_is_full_ends_nothing(
     assert "rank 0: No space left on device; training goes on" in caplog.text
     assert not list(tmp_path.glob("*.ranks"))
     assert cluster.take()
-    cluster.close()
 
 
 def test_a_rank_that_does_not_see_the_leaders_folder_is_named(tmp_path: Path) -> None:
@@ -583,14 +580,12 @@ def test_a_rank_that_may_not_look_into_the_folder_does_not_see_it(tmp_path: Path
         RankCheckpoints(tmp_path, first, cast(Any, None))
 
 
-def test_ranks_that_read_other_manifests_agree_on_none(tmp_path: Path) -> None:
+def test_ranks_that_read_other_manifests_agree_on_none(cluster: Cluster, tmp_path: Path) -> None:
     other = OfTwo(lambda mine: json.dumps(["", "another"]).encode() if mine.startswith(b"[") else mine)
-    cluster = Cluster(tmp_path, 1)
     assert cluster.take()
     own = RankCheckpoints(tmp_path, other, cast(Any, None))
     assert own.find(1) == ["", "rank 1 has another one of this number"]
     own.close()
-    cluster.close()
 
 
 def test_the_age_of_a_checkpoint_that_could_never_be_written_counts_from_the_first_step(
