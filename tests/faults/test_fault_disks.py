@@ -31,6 +31,7 @@ from support.up_run import UpRun, endless
 from support.waiting import NO_LIMIT_S, until
 
 from dips.core.errors import RetryLater
+from dips.core.ids import Incarnation
 from dips.master.directory import ADDRESS_NAME, LOCK_NAME, TAPE_NAME
 from dips.slave.push_evidence import DIRECTORY
 
@@ -78,9 +79,13 @@ def fill(disk: Path) -> Path:
     return ballast
 
 
-def healed(run: FaultRun, *, versions: int = 0, may_skip: bool = False) -> None:
-    """versions: so many are waited for, until what was spoilt on a disk is overwritten, before the run is judged."""
-    run.recovered()
+Away = Mapping[str, Incarnation | None]
+
+
+def healed(run: FaultRun, *, versions: int = 0, may_skip: bool = False, away: Away | None = None) -> None:
+    """versions: so many are waited for, until what was spoilt on a disk is overwritten, before the run is judged. away:
+    clusters that are to come back, with the incarnations before."""
+    run.recovered(away)
     run.healed()
     run.until_versions(versions)
     replayed(run.directory, may_skip)
@@ -322,7 +327,9 @@ def apart(run: FaultRun, name: str, where: Path) -> None:
     clear(run.place(name))
 
 
-def put_back(run: FaultRun, names: Sequence[str], where: Path) -> None:
+def put_back(run: FaultRun, names: Sequence[str], where: Path) -> Away:
+    """The clusters among them, with their incarnations."""
+    before = run.incarnations()
     for name in names:
         run.hold(name)
     for name in names:
@@ -330,6 +337,7 @@ def put_back(run: FaultRun, names: Sequence[str], where: Path) -> None:
         shutil.copytree(where / name, run.place(name), dirs_exist_ok=True)
     for name in names:
         run.release(name)
+    return {name: before[name] for name in names if name in CLUSTERS}
 
 
 @pytest.mark.long
@@ -341,8 +349,8 @@ def test_an_old_backup_is_put_back(names: tuple[str, ...], fork_server: ForkServ
         run.until_versions(2)
         backup(run, names, tmp_path / "backup")
         run.until_versions(OLD_VERSIONS)
-        put_back(run, names, tmp_path / "backup")
-        healed(run, may_skip="master" in names)
+        away = put_back(run, names, tmp_path / "backup")
+        healed(run, may_skip="master" in names, away=away)
         run.stop()
     assert_verified(directory)
     shutil.rmtree(directory)
