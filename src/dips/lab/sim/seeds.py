@@ -49,6 +49,7 @@ _JOB = "no job of this release fails so: what can fail there names a time to try
 
 UNREACHED: Mapping[Arrow, str] = {
     ("push", "SEALED", "aborted", "DECIDED"): "a master that commits takes over another history: two disks",
+    ("recovery", "DONATING", "no donor is left", "GATHERING"): "the last donor goes meanwhile; one seed in a thousand",
     ("session", "BEGINNING_PUSH", "undecided", "AWAITING"): "a lost transfer whose push was admitted behind its back",
     ("session", "BEGINNING_PUSH", "verdict", "BEGINNING_PUSH"): "a seed that is aborted between two of its attempts",
     ("session", "FINISHING_PUSH", "push refused", "PULLING"): _FINISH,
