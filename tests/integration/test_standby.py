@@ -37,6 +37,7 @@ from dips.master.state.effects import Halt, OperatorAction, OperatorCall, Pause,
 from dips.master.state.master import MasterMachine
 from dips.master.state.reasons import AlarmKind, WaitingCode
 from dips.master.state.replication import TAKE_OVER_EPOCHS
+from dips.master.state.shared import RunConfig
 from dips.master.state.slaves import NEWER_EPOCH_EXIT
 from dips.protos import replicas_pb2_grpc
 
@@ -62,7 +63,12 @@ class Served:
     def __init__(self, config: MasterConfig) -> None:
         self.config = config
         self._started: asyncio.Future[tuple[MasterAddress, MasterShell]] = asyncio.get_running_loop().create_future()
-        self.ended = asyncio.create_task(serve(config, MasterMachine, started=self._tell))
+        self.takes_over: list[bool] = []
+        self.ended = asyncio.create_task(serve(config, self._make, started=self._tell))
+
+    def _make(self, config: RunConfig, *rest: Any) -> MasterMachine:
+        self.takes_over.append(config.takes_over)
+        return MasterMachine(config, *rest)
 
     def _tell(self, here: MasterAddress, shell: MasterShell) -> None:
         if not self._started.done():
@@ -144,7 +150,7 @@ async def test_replica_has_each_decision_before_its_answer_and_takes_over_with_a
             os.kill(os.getpid(), standby.TAKE_OVER)
             assert await task is None
         async with master(tmp_path / "b", take_over=True) as second:
-            assert second.here.epoch == 1 + TAKE_OVER_EPOCHS
+            assert (second.here.epoch, second.takes_over) == (1 + TAKE_OVER_EPOCHS, [True])
             assert (await second.status()).paused
             ended = await first.ended
             assert ended.exit_code == NEWER_EPOCH_EXIT

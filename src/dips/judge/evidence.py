@@ -446,14 +446,20 @@ def ended_without_a_word(records: RunRecords) -> list[str]:
 
 
 def _other_journals(records: RunRecords, history: History, found: Evidence) -> None:
-    """A standby's journal and its master's are one up to the take-over, and whatever the older master published after
-    it is in the newer one's too."""
+    """A standby's journal and its master's are one up to the take-over, and the newest version that the older master
+    published after it is in the newer one's too, or a later one. One from before a rebuild is not judged."""
     mine = {row.number: row for row in records.rows}
+    kept: dict[int, Pair] = {}  # the newest version of each timeline
+    for version in history.commits:
+        kept[version[0]] = max(version, kept.get(version[0], version))
     for folder, rows in records.others.items():
         apart = [at for at, row in enumerate(rows) if row.number in mine and mine[row.number].digest != row.digest]
         newest = records.rows[-1].number if records.rows else 0
         tail = rows[apart[0] :] if apart else [row for row in rows if row.number > newest]
         found.judged += len(rows) - len(tail)
+        if len(tail) == len(rows):
+            records.notes.append(f"the journal in {folder} has no record in common with the run's, and is not judged")
+            continue
         if not tail:
             records.notes.append(f"the journal in {folder} is the same up to its end, record {rows[-1].number}")
             continue
@@ -464,12 +470,10 @@ def _other_journals(records: RunRecords, history: History, found: Evidence) -> N
             )
             continue
         for row in tail:
-            if row.kind not in DECISIONS:
+            made = decision_of(json.loads(row.record_json)) if row.kind in DECISIONS else None
+            if made is None or made.version is None or made.version not in history.published:
                 continue
-            made = decision_of(json.loads(row.record_json))
-            if made.version is None:
-                continue
-            if made.version in history.published and made.version not in history.commits:
+            if made.version > kept.get(made.version[0], (0, 0)):
                 found.differs(f"{made} was published, and the master that took over does not have it", where)
         records.notes.append(
             f"the journal in {folder} has {len(tail)} records after number {tail[0].number - 1}, from which the run "

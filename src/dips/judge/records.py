@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dips.core.errors import ConfigError, RetryLater
+from dips.core.errors import ConfigError, FatalError, RetryLater
 from dips.core.observe.tape import CHAIN, HEAD, read_chained
 from dips.master.archive import FILE_NAME, FOLDER, JournalRecord
 from dips.master.journal import read_content, read_newest
@@ -202,7 +202,15 @@ def master_directory(run_dir: Path) -> Path:
             f"{run_dir} has no master's journal ({FILE_NAME}): give the directory of a run of `dips demo` or `dips up`"
         )
     usual = (run_dir / "master", run_dir)
-    return found[0] if not found[1:] else max(found, key=lambda folder: (read_newest(folder)[0], folder in usual))
+    return found[0] if not found[1:] else max(found, key=lambda folder: (_epoch(folder), folder in usual))
+
+
+def _epoch(master: Path) -> int:
+    """The newest epoch of a journal; -1: it cannot be read."""
+    try:
+        return read_newest(master)[0]
+    except FatalError:
+        return -1
 
 
 def _parsed(master: Path, text: str) -> dict[str, Any]:
@@ -222,7 +230,11 @@ def _read_journal(records: RunRecords, master: Path) -> None:
     records.run_id = content.run_id
     for folder in sorted(path.parent for path in records.run_dir.rglob(FILE_NAME)):
         if folder != master:
-            other = _again(partial(read_content, folder))
+            try:
+                other = _again(partial(read_content, folder))
+            except FatalError as error:
+                records.problems.append(str(error))
+                continue
             if other.run_id == content.run_id:
                 records.others[folder] = other.records
     if content.pruned is not None:

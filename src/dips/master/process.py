@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dips.core.allocator import keep_one_heap
@@ -136,11 +136,12 @@ class _Master:
 
     def _begin(self, make_machine: MakeMachine, address: str, at_least: int) -> tuple[MasterShell, MasterAddress]:
         """Makes an epoch durable, and its state machine from the journal's newest snapshot."""
+        config = replace(self.config.to_run_config(), takes_over=bool(self.journal.replica_of))
         epoch = self.journal.begin_epoch(at_least)
         self._note_journal()
         wall_offset_s = self.clock.wall_s() - self.clock.monotonic_s()
         snapshot_json = self.journal.latest_snapshot()
-        machine = make_machine(self.config.to_run_config(), epoch, snapshot_json, wall_offset_s)
+        machine = make_machine(config, epoch, snapshot_json, wall_offset_s)
         self.metrics.watch(machine)
 
         def append(entries: Sequence[WriteJournal]) -> None:

@@ -74,11 +74,13 @@ class Replica:
         it and it keeps up, at the latest as its stream ends."""
         with self._changed:
             standby = self._standby
+            was_in_step = standby.in_step
             until_s = standby.wrote(number, self._clock.monotonic_s())
             self._loop.call_soon_threadsafe(self._more.set)
             while left_s := standby.left_s(number, until_s, self._clock.monotonic_s()):
                 self._changed.wait(left_s)
-        self._loop.call_soon_threadsafe(self._tell)
+            if was_in_step and not standby.in_step:
+                self._loop.call_soon_threadsafe(self._tell)
 
     # ---- the event loop ----
 

@@ -33,21 +33,24 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpacked(tmp_path_factory.mktemp("recorded"))
 
 
+@pytest.fixture
+def run(recorded: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(recorded, tmp_path / "run"))
+
+
 def test_every_promise_is_proven_and_every_version_computed_again_as_on_the_day_it_was_recorded(recorded: Path) -> None:
     assert numbers_of(recorded) == PINNED
 
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS, ids=lambda item: f"{item.kind}: {item.name}")
-def test_each_corruption_is_said_by_name(recorded: Path, tmp_path: Path, corruption: Corruption) -> None:
-    run = Path(shutil.copytree(recorded, tmp_path / "run"))
+def test_each_corruption_is_said_by_name(run: Path, corruption: Corruption) -> None:
     corruption.apply(run)
     code, said = judged(run)
     assert code != 0
     assert corruption.finds in said
 
 
-def test_what_breaks_off_is_noted_and_what_cannot_be_opened_is_a_problem(recorded: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(recorded, tmp_path / "run"))
+def test_what_breaks_off_is_noted_and_what_cannot_be_opened_is_a_problem(run: Path) -> None:
     assert verify_run(run).notes == []
     tape = tape_of(run, "s0")
     tape.write_bytes(b"".join(tape.read_bytes().splitlines(keepends=True)[:-1]))
@@ -58,9 +61,8 @@ def test_what_breaks_off_is_noted_and_what_cannot_be_opened_is_a_problem(recorde
     assert report.exit_code == EXIT_UNREADABLE
 
 
-def test_what_a_backup_is_sending_is_no_problem(recorded: Path, tmp_path: Path) -> None:
+def test_what_a_backup_is_sending_is_no_problem(run: Path) -> None:
     """A copier that ends in between leaves the manifest of a snapshot, whose file has another name there."""
-    run = Path(shutil.copytree(recorded, tmp_path / "run"))
     (run / "s1" / "backup").mkdir()
     shutil.copy(max((run / "s1").glob("manifest-*.json")), run / "s1" / "backup")
     assert verify_run(run).problems == []
@@ -78,8 +80,7 @@ def standby_of(run: Path, n_records: int | None = None) -> Journal:
     return journal
 
 
-def test_the_journal_of_a_standby_that_took_over_is_judged_with_the_masters(recorded: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(recorded, tmp_path / "run"))
+def test_the_journal_of_a_standby_that_took_over_is_judged_with_the_masters(run: Path) -> None:
     standby = standby_of(run)
     assert standby.newest()[1] == read_content(run / "master").records[-1].digest
     assert ["standby is the same up to its end" in note for note in verify_run(run).notes] == [True]
@@ -93,10 +94,7 @@ def test_the_journal_of_a_standby_that_took_over_is_judged_with_the_masters(reco
     assert (report.ok, ["master has 2 records after number" in note for note in report.notes][-1]) == (True, True)
 
 
-def test_what_the_older_of_two_masters_published_may_not_be_missing_at_the_newer_one(
-    recorded: Path, tmp_path: Path
-) -> None:
-    run = Path(shutil.copytree(recorded, tmp_path / "run"))
+def test_what_the_older_of_two_masters_published_may_not_be_missing_at_the_newer_one(run: Path) -> None:
     last = max(at for at, row in enumerate(read_content(run / "master").records) if row.kind == "COMMIT")
     with closing(standby_of(run, last)) as standby:
         standby.begin_epoch(1001)
@@ -104,8 +102,34 @@ def test_what_the_older_of_two_masters_published_may_not_be_missing_at_the_newer
     assert sum("was published, and the master that took over does not have it" in sentence for sentence in said) == 1
 
 
-def test_two_journals_that_differ_without_a_take_over_contradict_each_other(recorded: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(recorded, tmp_path / "run"))
+def test_the_newer_of_two_masters_need_not_have_what_came_before_the_version_that_it_took(run: Path) -> None:
+    rows = read_content(run / "master").records
+    *_, lacking, last = (at for at, row in enumerate(rows) if row.kind == "COMMIT")
+    adopted = json.dumps({**json.loads(rows[last].record_json), "kind": "ADOPT", "epoch": 1001})
+    with closing(standby_of(run, lacking)) as standby:
+        append(standby, standby.begin_epoch(1001), 1, "ADOPT", adopted, "{}")
+    report = verify_run(run)
+    assert not [violation for violation in report.violations if "was published" in violation.sentence]
+    assert any("from which the run does not go on" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_journal_from_before_a_rebuild_is_named_and_accuses_no_one(run: Path, damaged: bool) -> None:
+    with (
+        closing(Journal.open(run / "lost", "recorded")) as lost,
+        closing(Journal.open(run / "master", "recorded")) as mine,
+    ):
+        lost.begin_epoch(3)
+        mine.begin_epoch(5)
+    if damaged:
+        (run / "lost" / "journal.sqlite3").write_bytes(b"not a journal" * 99)
+    report = verify_run(run)
+    assert report.violations == []
+    said, words = (report.problems, "/lost/journal") if damaged else (report.notes, "/lost has no record in common")
+    assert sum(words in sentence for sentence in said) == 1
+
+
+def test_two_journals_that_differ_without_a_take_over_contradict_each_other(run: Path) -> None:
     with closing(standby_of(run)) as standby, closing(Journal.open(run / "master", "recorded")) as master:
         epoch = standby.begin_epoch()
         assert master.begin_epoch() == epoch
@@ -185,8 +209,7 @@ def test_a_slaves_directory_cannot_bring_other_files_into_a_pack(
         ("pack", "1:6", "'1:6' is not a round"),
     ],
 )
-def test_a_pack_that_cannot_be_is_refused(recorded: Path, tmp_path: Path, to: str, until: str, sentence: str) -> None:
-    run = Path(shutil.copytree(recorded, tmp_path / "run"))
+def test_a_pack_that_cannot_be_is_refused(run: Path, tmp_path: Path, to: str, until: str, sentence: str) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a file").touch()
     with pytest.raises(ConfigError, match=sentence):

@@ -59,6 +59,33 @@ def test_what_asynchronous_disks_hold_is_adopted_on_a_new_timeline(in_memory: bo
         assert bench.status().published == Version(2, 2)
 
 
+@pytest.mark.parametrize(
+    ("takes_over", "in_memory", "published"),
+    [(False, False, V2), (True, False, Version(2, 2)), (True, True, V2)],
+)
+def test_standby_goes_on_on_a_new_timeline_where_asynchronous_disks_may_have_lost_versions(
+    takes_over: bool, in_memory: bool, published: Version
+) -> None:
+    """It may lack the newest decisions, whose versions were only in the slaves' memory."""
+    bench, _ = old_journal("a", settings=m.Settings(durability="async"))
+    if in_memory:
+        bench.slaves[0].snapshots[V2] = replace(bench.slaves[0].snapshots[V2], committed=False)
+    bench.config = replace(bench.config, takes_over=takes_over)
+    bench.restart(bench.snapshot)
+    assert bench.status().published == published
+    slave, other = bench.slaves
+    for one in bench.slaves:
+        one.die()
+    slave.hold.add(m.Configure)
+    slave.attach()
+    slave.hold.clear()
+    slave.say_refused(RefusalCode.DISK, 0.0)
+    slave.die()
+    slave.attach()
+    other.attach()
+    assert bench.status().published == published, "what it has decided since is in its journal"
+
+
 @pytest.mark.parametrize("n_restored", [1, 2])
 @pytest.mark.parametrize("old", [False, True])
 def test_slaves_that_all_come_from_an_object_store_go_on_on_a_timeline_that_was_never_used(

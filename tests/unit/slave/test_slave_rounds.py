@@ -245,6 +245,18 @@ def test_work_of_an_earlier_incarnation_stays_mute_when_it_is_tried_again() -> N
     assert said(bench.command(configure(BASE))) == [messages.Ready(V0, BASE.digest)]
 
 
+def test_a_commit_that_is_tried_again_behind_a_waiting_hello_stays_mute(bench: SlaveBench) -> None:
+    bench.prepare()
+    bench.prepared(SHADOW)
+    bench.command(commit())
+    bench.welcome(2, 1)
+    bench.give(effects.Unlinked("the master ended"))
+    bench.link()
+    assert [type(body) for body in said(bench.failed(FULL_NOW))] == [messages.SlaveHello]
+    bench.welcome(2, 1)
+    assert said(bench.committed(NEXT)) == []
+
+
 def test_a_refused_round_still_drops_the_shadow_of_the_one_before(prepared_bench: SlaveBench) -> None:
     """Found by reading: the refusal was sent and the effect was lost, so that the next round met a second shadow."""
     for body in (measure(R3, V2), prepare(RoundId(1, 9), from_version=V2, to=Version(1, 3))):

@@ -50,9 +50,6 @@ class JournalDisk:
     took_over: frozenset[int] = frozenset()
     """The epochs that began with a take-over."""
 
-    replaced: bool = False
-    """Whether its master has heard that another one took over."""
-
     agreed: int = 0
     """So many entries count, and are in the standby's directory too."""
 

@@ -24,6 +24,7 @@ from dips.lab.sim.checks import Budgets, Checks, ContentChecks, NameChecks, Verd
 from dips.lab.sim.content import CLEAN
 from dips.lab.sim.counts import HEALED_ROUNDS, HEALED_S, Arrow, RunCounts, Seen
 from dips.lab.sim.faults import register
+from dips.lab.sim.faults.standby import LEFT_BEHIND
 from dips.lab.sim.faults.world import LOOKS_EVERY_S, RESTART_S, FaultWorld
 from dips.lab.sim.hosts.master import MasterHost
 from dips.lab.sim.kernel import SimulatedProcess
@@ -400,7 +401,7 @@ class SeedRun(FaultWorld):
         tail = self.in_office.tail(self.disk)
         self.kernel.note("world", f"{self.masters[0].name} holds the run; {len(tail)} decisions are left behind")
         if tail:
-            self.fired("decisions_left_behind")
+            self.fired(LEFT_BEHIND)
             self.lost_now.add("master")
             self.journal_lost()
         self.in_office = self.disk

@@ -428,10 +428,9 @@ class Recovery:
             return snapshot[0] == newest
         members = [slave for slave in slaves if slave.id in ledger.placement.slaves]
         if snapshot[0] == newest and all(holds(slave, ledger, broken) for slave in members):
-            # If no slave has its own disk, newer versions may have been published: their names must not come again.
-            ledger.behind = ledger.behind or all(restored(slave, snapshot) for slave in members)
+            ledger.behind = ledger.behind or self._may_lack_versions(members, snapshot, ledger)
             if snapshot != self._own():
-                self._adopt(slaves, members, ledger)
+                self._adopt(slaves, ledger)
             elif ledger.behind and ledger.commit is not None:
                 self._roll_back(slaves, ledger.commit)
             else:
@@ -442,6 +441,21 @@ class Recovery:
             self._roll_back(slaves, ledger.commit)
             return True
         return False
+
+    def _may_lack_versions(self, members: Sequence[Slave], snapshot: HeldVersion, ledger: Ledger) -> bool:
+        """Whether newer versions than the slaves' newest may have been published and lost, and this journal does not
+        know them: their names must not come again, so the run goes on on a new timeline.
+
+        So it is where all slaves were restored from an object store; and with durability async, where another journal
+        decided before and all that the slaves have is on their disks: newer versions may have been in their memory. A
+        version that is only in memory was flipped by that same process, and no version followed it.
+        """
+        shared, broken = self._shared, self._shared.recovery.broken
+        after_another = snapshot != self._own() or (shared.config.takes_over and shared.published is None)
+        if after_another and shared.config.settings.durability == "async":
+            if all(holds_committed(slave, ledger, broken) for slave in members):
+                return True
+        return all(restored(slave, snapshot) for slave in members)
 
     def _ledger_of(self, snapshot: HeldVersion) -> Ledger | None:
         """The ledger of a snapshot; None when its record must be asked for."""
@@ -518,14 +532,8 @@ class Recovery:
         if self._shared.ledger.placement is not None:
             self._configure(slaves)
 
-    def _adopt(self, slaves: Sequence[Slave], members: Sequence[Slave], ledger: Ledger) -> None:
-        """Takes over the slaves' history. members: the slaves that its placement names.
-
-        With durability async, newer versions may have been published, pulled, and lost with the slaves' memory. If all
-        that the slaves have is on their disks, the run continues on a new timeline, so that no version name has two
-        contents. A version that is only in memory was flipped by that same process, and no version followed it. The
-        same holds where all slaves were restored from an object store (ledger.behind).
-        """
+    def _adopt(self, slaves: Sequence[Slave], ledger: Ledger) -> None:
+        """Takes over the slaves' history."""
         shared, commit = self._shared, ledger.commit
         assert commit is not None, "adopted is a commit"
         before = shared.ledger.version
@@ -544,10 +552,7 @@ class Recovery:
             shared.commits.clear()  # their digests are of other shards
         shared.commits.append(commit)
         shared.published, shared.kept = None, {}
-        is_async, broken = shared.config.settings.durability == "async", shared.recovery.broken
-        shared.ledger.behind = ledger.behind or (
-            is_async and all(holds_committed(slave, shared.ledger, broken) for slave in members)
-        )
+        shared.ledger.behind = ledger.behind
         record: dict[str, object] = {
             "round": pair(commit.round),
             "version": pair(commit.version),

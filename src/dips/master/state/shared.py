@@ -51,6 +51,8 @@ class RunConfig:
     # A version that the slaves hold may be adopted although the journal knows none, and a newer epoch that they
     # promised is replaced by a still newer one.
     rebuild: bool = False
+    # A standby begins this epoch: the newest decisions of the master before may be missing.
+    takes_over: bool = False
     # How many published versions a slave's disk may be behind (settings.durability "async" only).
     async_lag_versions: int = 2
     # Slaves accept only peers whose data key they received from the master, so every process brings one.

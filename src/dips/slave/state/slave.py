@@ -364,13 +364,12 @@ class SlaveMachine:
     def _ended(self, event: effects.Done | effects.Failed, now_s: float) -> list[Effect]:
         muted = event.number == self._mute_job
         out = self.shard.ended(event, now_s)
-        if self._hello_waits:
-            self._hello_waits = False
-            return [*(effect for effect in out if not isinstance(effect, effects.SendUp)), self._hello()]
         if muted and self.shard.job is not None:
             self._mute_job = self.shard.job.number  # the same work once more, under another number
         if self.link.attached and not muted:
             return out
         # There is no stream for the answer, or an earlier incarnation was asked: a command that comes again is
         # answered again.
-        return [effect for effect in out if not isinstance(effect, effects.SendUp)]
+        out = [effect for effect in out if not isinstance(effect, effects.SendUp)]
+        waited, self._hello_waits = self._hello_waits, False
+        return [*out, self._hello()] if waited else out

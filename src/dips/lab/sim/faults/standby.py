@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from dips.lab.sim.faults.processes import DOWN_S, the_master
+from dips.lab.sim.faults.processes import DOWN_S, pause, the_master
 from dips.lab.sim.faults.world import FaultWorld
 from dips.lab.sim.hosts.master import MasterHost
 from dips.lab.sim.hosts.standby import StandbyHost
@@ -93,16 +93,9 @@ def take_over_from_sleeper(world: FaultWorld) -> bool:
     master = the_master(world)
     if master is None or master.paused or not _may_take_over(world):
         return False
-    master.pause()
+    pause(world, master, world.kernel.rng.uniform(0.2, 2.0 * world.plan.config.evict_after_s))
     _take_over(world)
-    wakes_s = world.kernel.rng.uniform(0.2, 2.0 * world.plan.config.evict_after_s)
-    world.kernel.after(wakes_s, None, _wake, master, master.generation)
     return True
-
-
-def _wake(sleeper: MasterHost, generation: int) -> None:
-    if sleeper.generation == generation:
-        sleeper.resume()
 
 
 def take_over_from_live(world: FaultWorld) -> bool:
@@ -142,17 +135,7 @@ def standby_crashes(world: FaultWorld) -> bool:
 
 
 def standby_sleeps(world: FaultWorld) -> bool:
-    standby = _standby(world)
-    if standby is None:
-        return False
-    standby.pause()
-    world.kernel.after(world.kernel.rng.choice(CUT_S), None, _wake_standby, standby, standby.generation)
-    return True
-
-
-def _wake_standby(standby: StandbyHost, generation: int) -> None:
-    if standby.generation == generation:
-        standby.resume()
+    return pause(world, _standby(world), world.kernel.rng.choice(CUT_S))
 
 
 def slow_standby_disk(world: FaultWorld) -> bool:

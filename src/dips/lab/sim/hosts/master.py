@@ -7,6 +7,7 @@ state machine raises is reported as a bug.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from dips.core.errors import LocalProtocolError, RefusalCode
@@ -101,12 +102,12 @@ class MasterHost(MasterProcess):
         self._flushing = False
         self._links.clear()
         self._calls.clear()
+        config = replace(self.world.run_config(), takes_over=self.disk.replica)
         step = TAKE_OVER_EPOCHS if self.disk.replica else 1
         self.epoch = self.disk.epoch = max(self.disk.epoch + step, at_least)
         if self.disk.replica:
             self.disk.replica, self.disk.took_over = False, self.disk.took_over | {self.epoch}
         self.world.journalled(self, {"kind": "EPOCH", "epoch": self.epoch})
-        config = self.world.run_config()
         try:
             self.state = MasterMachine(config, self.epoch, self.disk.snapshot_json, self.world.wall_offset_s)
             self._last_tick_s = self.kernel.now_s
@@ -440,5 +441,4 @@ class MasterHost(MasterProcess):
         if max(by.disk.took_over) in self.disk.took_over or by.epoch < self.epoch:
             by.stop(NEWER_EPOCH_EXIT, "the master that it took over from has taken over since")
             return
-        self.disk.replaced = True
         self.stop(NEWER_EPOCH_EXIT, f"a standby has taken over in epoch {by.epoch}")
