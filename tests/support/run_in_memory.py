@@ -304,7 +304,7 @@ def in_memory(monkeypatch: pytest.MonkeyPatch, run: RunInMemory) -> RunInMemory:
     for module in ("data", "reader"):
         monkeypatch.setattr(f"dips.worker.{module}.carry_pull", run.carry_pull)
 
-    def heartbeat(master: str, security: object, deliver: Callable[[Event], None], clock: object) -> Beats:
+    def heartbeat(master: str, security: object, deliver: Callable[[Event], None], *more: object) -> Beats:
         run.heartbeats.append(Beats(run, deliver))
         return run.heartbeats[-1]
 
