@@ -68,7 +68,7 @@ class Run:
         self.net.__enter__()
         places = {name: f"{self.net.address(name)}:{PORT}" for name in MASTERS}
         knobs = ["--run-id", "bench", "--insecure", "--journal-replicas", 1, "--slaves", len(SLAVES)]
-        knobs += ["--preset", "safe", "--overlap", "none", "--sync-every", SYNC_EVERY, "--linger-s", 1]
+        knobs += ["--preset", "safe", "--overlap", "none", "--sync-every", SYNC_EVERY, "--linger-s", 2]
         if self._way == "lease":
             store = f"http://{self.net.address('store')}:{PORT}"
             urls = ("--listen-client-urls", store, "--advertise-client-urls", store)
@@ -113,7 +113,10 @@ class Run:
         return {int(r["version"].partition(":")[2]): r["monotonic_s"] for r in self.tapes[master].of("publish")}
 
     def ready(self) -> bool:
-        """Whether the run is well, and a standby follows that could take over as asked."""
+        """Whether the run is well, and a standby follows that could take over as asked. Raises Lost where it ends."""
+        for name, process in self._processes.items():
+            if process.poll() is not None:
+                raise Lost(f"{name} has ended: {(self.folder / f'{name}.log').read_text()[-500:]}")
         said = (self.folder / "standby.log").read_text()
         watches = self._way != "lease" or "watches" in said
         return "follows the master" in said and watches and len(self.published("master")) > VERSIONS_BEFORE

@@ -29,6 +29,7 @@ from dips.core.messages import (
     JoinReply,
     JoinRequest,
     Settings,
+    StatusRequest,
 )
 from dips.core.net.addresses import MasterAddresses
 from dips.core.net.codec_protobuf import from_message, to_message
@@ -56,14 +57,22 @@ def channel_to(master: str, security: Security) -> grpc.Channel:
 class MasterStubs:
     """Typed blocking calls to the master, from any thread: at the address in use, with the present keys."""
 
-    def __init__(self, masters: MasterAddresses, security: Security, *, explains: bool = False) -> None:
-        """explains: of a master that cannot be reached, find out whether it refuses this process's keys.
+    def __init__(
+        self,
+        masters: MasterAddresses,
+        security: Security,
+        *,
+        service: Callable[[grpc.Channel], Any] | None = None,
+        explains: bool = False,
+    ) -> None:
+        """service: the stub of another service than Clusters. explains: of a master that cannot be reached, find out
+        whether it refuses this process's keys.
 
         Raises ConfigError for an address that cannot be dialled.
         """
         self._masters = masters
         self._security = security
-        self._explains = explains
+        self._service, self._explains = service or clusters_pb2_grpc.ClustersStub, explains
         self._lock = threading.Lock()
         self._channels: list[tuple[str, grpc.Channel]] = []
         self._stubs: dict[str, tuple[UsedKeys, Any]] = {}
@@ -95,12 +104,12 @@ class MasterStubs:
                 used = UsedKeys(self._security)
                 channel = channel_to(master, self._security)
                 self._channels.append((master, channel))
-                found = self._stubs[master] = used, clusters_pb2_grpc.ClustersStub(channel)
+                found = self._stubs[master] = used, self._service(channel)
             return found
 
-    def call(self, request: ClusterRequest, deadline_s: float) -> ClusterReply:
-        """Call and wait. Raises Refused, or RetryLater when no answer came in time; then the next call goes to the next
-        address, if none came about for want of a connection."""
+    def call(self, request: ClusterRequest | StatusRequest, deadline_s: float) -> Any:
+        """Call and wait for the reply that goes with the request. Raises Refused, or RetryLater when no answer came in
+        time; then the next call goes to the next address, if none came about for want of a connection."""
         master = self._masters.now
         used, stub = self._at(master)
         # The request of every method is named after it, and so is the answer.
@@ -125,7 +134,7 @@ class MasterStubs:
             raise cause from error
         except OSError as error:
             raise RetryLater(f"{method} failed: {error.strerror or error}") from error
-        reply: ClusterReply = from_message(answer, getattr(messages, f"{method}Reply"))
+        reply = from_message(answer, getattr(messages, f"{method}Reply"))
         if isinstance(request, JoinRequest) and isinstance(reply, JoinReply):
             # A master that another one at another address has replaced: its rounds end at slaves that have promised the
             # newer epoch. It may not know of that yet, and let clusters join.

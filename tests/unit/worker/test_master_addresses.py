@@ -81,8 +81,7 @@ class Places:
 @pytest.fixture
 def places(run: RunInMemory, monkeypatch: pytest.MonkeyPatch) -> Places:
     made = Places(run, FIRST)
-    for module in ("control", "reader"):
-        monkeypatch.setattr(f"dips.worker.{module}.channel_to", lambda address, security: Place(address))
+    monkeypatch.setattr("dips.worker.control.channel_to", lambda address, security: Place(address))
     monkeypatch.setattr("dips.worker.control.why_not_let_in", lambda address, security: "")
     monkeypatch.setattr("dips.worker.control.clusters_pb2_grpc", SimpleNamespace(ClustersStub=made.stub))
     return made
