@@ -119,6 +119,10 @@ class ShapedNet:
         self._cables[site] = cable
         self._shape(site, "change")
 
+    def cut(self, site: str) -> None:
+        """Unplug a cable: nothing gets through, and no connection is closed."""
+        _run(f"ip -n {self.namespace(HUB)} link set {self._port(site)} down")
+
     def carried(self) -> dict[str, tuple[int, int]]:
         """Bytes that each site has sent and received so far, with the frames' heads."""
         told = _run(f"ip -n {self.namespace(HUB)} -s -j link show")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import shutil
 import subprocess
 import sys
 import time
@@ -28,9 +29,12 @@ NOTHING_RAN = 5
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, help="else all files of process tests")
+    options = parser.parse_args()
     files = sorted(file for folder in FOLDERS for file in (ROOT / "tests" / folder).glob("test_*.py"))
     texts = {str(file.relative_to(ROOT)): hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files}
-    chosen = [str(file.resolve().relative_to(ROOT)) for file in parser.parse_args().files] or list(texts)
+    if shutil.which("stress-ng") is None:
+        parser.error("stress-ng is not installed: apt-get install stress-ng")
+    chosen = [str(file.resolve().relative_to(ROOT)) for file in options.files] or list(texts)
     stress = subprocess.Popen(["stress-ng", "--cpu", "2", "--quiet"])
     try:
         failed = [name for name in chosen if not passes(name, texts)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -19,9 +21,10 @@ from support.journals import append
 from support.ports import own_port
 
 from dips.core.errors import ConfigError, FatalError, RefusalCode, Refused
-from dips.core.messages import OperatorReply, OperatorRequest, ReplicaMessage, StatusReply, StatusRequest
-from dips.core.net.codec_protobuf import to_message
-from dips.core.net.grpc_calls import open_channel_aio, refused_from
+from dips.core.messages import Caller, OperatorReply, OperatorRequest, ReplicaMessage, StatusReply, StatusRequest
+from dips.core.net.addresses import MasterAddresses
+from dips.core.net.codec_protobuf import from_message, to_message
+from dips.core.net.grpc_calls import newer_master, open_channel_aio, refused_from
 from dips.core.net.security import INSECURE, Role
 from dips.core.observe.failpoints import armed
 from dips.core.protocol import OWN_HELLO
@@ -256,7 +259,8 @@ async def test_replica_of_a_long_history_goes_on_after_it_lost_its_end(
         config = config_in(tmp_path / "b", standby=served.here.address, **few)
         async with following(config):
             await until(lambda: records(tmp_path / "b") == records(tmp_path / "a"))
-            shutil.copytree(tmp_path / "b", tmp_path / "older")
+        shutil.copytree(tmp_path / "b", tmp_path / "older")  # not while it is tidied
+        async with following(config):
             await served.decide(20)
             await until(lambda: records(tmp_path / "b") == records(tmp_path / "a"))
         shutil.rmtree(tmp_path / "b")
@@ -370,6 +374,57 @@ async def test_a_take_over_ends_the_other_master_whatever_its_release_unless_tha
                 told = await refusal_of(where.here.address, ReplicaMessage(upgraded, "demo", 1, b"another", 0, ""))
             assert where.shell.outcome.done() == ends
             assert told.code is (RefusalCode.STOPPING if ends else RefusalCode.FENCED)
+
+
+async def test_a_newer_master_at_another_address_is_seen_and_used(tmp_path: Path) -> None:
+    async with master(tmp_path / "older") as again, master(tmp_path / "a") as first:
+        await again.stop()
+        async with master(tmp_path / "older") as newer:  # epoch 2
+            here, there = first.here.address, newer.here.address
+
+            async def seen(used: str, other: str, run_id: str = "demo", epoch: int = 1) -> str:
+                """The address in use after a look."""
+                masters = MasterAddresses(f"{used},{other}")
+                found = await asyncio.to_thread(newer_master, masters, INSECURE, Caller(run_id, epoch, "a"))
+                assert found == (masters.now == other)
+                return masters.now
+
+            assert await seen(here, there) == there
+            assert await seen(there, here, epoch=2) == there, "an older one, which does not know it yet"
+            assert await seen(here, there, epoch=2) == here
+            assert await seen(here, there, epoch=0) == here, "before it has met a master, a process takes its first one"
+            assert await seen(here, there, run_id="other") == here
+            assert await seen(here, "127.0.0.1:1") == here
+
+
+@pytest.mark.parametrize("signs", [True, False])
+async def test_standby_knows_of_silence_by_the_want_of_signs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signs: bool
+) -> None:
+    """The connection stands all the time."""
+    n_heard = 0
+
+    def heard(*message: Any) -> Any:
+        nonlocal n_heard
+        n_heard += 1
+        return from_message(*message)
+
+    class Watching:
+        async def take(self, lost_s: Callable[[], float]) -> bool:
+            await until(lambda: lost_s() == math.inf)
+            so_far = n_heard
+            await until(lambda: n_heard > so_far + 3 and lost_s() == math.inf if signs else lost_s() < math.inf)
+            return True
+
+    monkeypatch.setattr(standby, "from_message", heard)
+    monkeypatch.setattr(standby, "Lease", SimpleNamespace(of=lambda *config: Watching()))
+    monkeypatch.setattr(replica, "SIGN_S", 0.01 if signs else 3600.0)
+    monkeypatch.setattr(standby, "SIGN_S", 3600.0 if signs else 0.01)
+    async with master(tmp_path / "a") as served:
+        await served.decide()
+        async with following(config_in(tmp_path / "b", standby=served.here.address)) as task:
+            assert await task is None, "it takes over"
+        assert records(tmp_path / "b") == records(tmp_path / "a")
 
 
 async def test_replica_of_a_journal_whose_oldest_records_are_gone(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ SMALL: dict[str, tuple[tuple[str, ...], str]] = {
     "snapshot": (("--quick",), "prepare_s"),
     "storm": (("--quick",), "calls"),
     "sync": (("--quick", "--peers", "tcp,plain", "--only-async"), "best_s"),
+    "take_over": (("--quick",), "published_s"),
     "transfer": (("--quick", "--mib", "4", "--repeats", "1", "--tensors", "3"), "gbytes_per_s"),
     "update": (("--quick",), "median_s"),
 }

@@ -35,8 +35,8 @@ ELSEWHERE: Mapping[str, str] = {
         for what in ("send", "hear", "receive", "acknowledge", "connect", "tell")
     },
     "worker.export.before_rename": "tests/unit/trainer/test_trainer_export.py",
-    "worker.status.before_call": "tests/unit/worker/test_follower.py",
-    "worker.status.after_call": "tests/unit/worker/test_follower.py",
+    "worker.rpc.before_Status": "tests/unit/worker/test_follower.py",
+    "worker.rpc.after_Status": "tests/unit/worker/test_follower.py",
     "master.rpc.before_ReturnData": "tests/integration/test_master_server.py",
     "master.rpc.after_ReturnData": "tests/integration/test_master_server.py",
     "worker.rpc.before_ReturnData": "tests/slow/test_overlap.py",

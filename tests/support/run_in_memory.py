@@ -293,8 +293,7 @@ class RunInMemory(RunForWorkers):
 
 
 def in_memory(monkeypatch: pytest.MonkeyPatch, run: RunInMemory) -> RunInMemory:
-    for module in ("control", "reader"):
-        monkeypatch.setattr(f"dips.worker.{module}.channel_to", run.channel)
+    monkeypatch.setattr("dips.worker.control.channel_to", run.channel)
     monkeypatch.setattr("dips.worker.control.clusters_pb2_grpc", SimpleNamespace(ClustersStub=run.stub))
     for module in ("control", "checkpoint", "parallel.rank_checkpoints", "reader", "data"):
         at_once = lambda *given, transfers=module == "data": AtOnce(run, transfers=transfers)  # noqa: E731
@@ -304,7 +303,7 @@ def in_memory(monkeypatch: pytest.MonkeyPatch, run: RunInMemory) -> RunInMemory:
     for module in ("data", "reader"):
         monkeypatch.setattr(f"dips.worker.{module}.carry_pull", run.carry_pull)
 
-    def heartbeat(master: str, security: object, deliver: Callable[[Event], None], clock: object) -> Beats:
+    def heartbeat(master: str, security: object, deliver: Callable[[Event], None], *more: object) -> Beats:
         run.heartbeats.append(Beats(run, deliver))
         return run.heartbeats[-1]
 

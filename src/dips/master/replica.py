@@ -23,7 +23,7 @@ import grpc
 
 from dips.core.clock import Clock
 from dips.core.errors import FatalError, RefusalCode, Refused, RetryLater
-from dips.core.messages import ReplicaMessage
+from dips.core.messages import JournalBatch, ReplicaMessage
 from dips.core.net.codec_protobuf import encode
 from dips.core.observe.failpoints import failpoint
 from dips.core.observe.logs import ChangeLogger
@@ -39,6 +39,9 @@ from dips.master.state.slaves import NEWER_EPOCH_EXIT
 PROCESS_ID = secrets.token_bytes(8)
 
 MAX_BATCH_BYTES = 1 << 20
+
+SIGN_S = 0.5
+"""A standby to which nothing was sent for so long gets a sign that this master lives: a batch without records."""
 
 _logger = logging.getLogger(__name__)
 
@@ -230,8 +233,11 @@ class Replica:
                 with self._changed:
                     self._standby.sent(number, is_whole=batch.is_whole)
                 await context.write(encode(batch))
-            if batch.is_whole:
-                await self._more.wait()
+            while batch.is_whole and not self._more.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._more.wait(), SIGN_S)
+                    continue
+                await context.write(encode(JournalBatch(number, digest, (), False, "", "")))
 
     def _lost(self, shell: MasterShell, why: str) -> None:
         self._follower, self._superseded = b"", None

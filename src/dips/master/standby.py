@@ -34,7 +34,7 @@ from dips.master.config import MasterConfig
 from dips.master.directory import LOCK_NAME, read_address
 from dips.master.journal import Journal, Retention, TookOver, replica_of
 from dips.master.lease import Lease
-from dips.master.replica import PROCESS_ID
+from dips.master.replica import PROCESS_ID, SIGN_S
 from dips.master.shell import MasterShell
 from dips.master.state.effects import Halt
 from dips.master.state.replication import REPLACED_PAUSE_S
@@ -159,12 +159,12 @@ class _Standby:
         self._config, self._master, self._security, self._journal = config, master, security, journal
         self._has_some, self._whole_at = bool(journal.replica_of), ""
         self._lost_s = -math.inf
-        """As Lease.take() has it."""
+        self._heard_s = 0.0
 
     async def run(self, asked: asyncio.Queue[signal.Signals]) -> int | None:
         lease = Lease.of(self._config, SystemClock())
         following = asyncio.create_task(self._follow(), name="standby")
-        taking = None if lease is None else asyncio.create_task(lease.take(lambda: self._lost_s), name="lease")
+        taking = None if lease is None else asyncio.create_task(lease.take(self._lost), name="lease")
         work = [following, *([] if taking is None else [taking])]
         try:
             while True:
@@ -188,6 +188,11 @@ class _Standby:
             for each in work:
                 each.cancel()
             await asyncio.gather(*work, return_exceptions=True)
+
+    def _lost(self) -> float:
+        """As Lease.take() has it. A connection to a host that was cut off lasts for 20 s, so silence counts as well."""
+        is_silent = self._lost_s == math.inf and time.monotonic() - self._heard_s > 2 * SIGN_S
+        return self._heard_s if is_silent else self._lost_s
 
     async def _follow(self) -> None:
         """Follows, and follows again. Raises Refused for a refusal that another try cannot cure."""
@@ -228,7 +233,9 @@ class _Standby:
         number, digest = journal.newest()
         await call.write(to_message(self._holds(number, digest)))
         while (message := await call.read()) is not grpc.aio.EOF:
-            batch = from_message(message, JournalBatch)
+            batch, self._heard_s = from_message(message, JournalBatch), time.monotonic()
+            if not (batch.is_whole or batch.records):
+                continue  # the master lives
             if not batch.is_whole:
                 self._lost_s = -math.inf
             if await _to_its_end(journal.receive, batch, self._master):

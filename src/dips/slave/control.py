@@ -19,7 +19,7 @@ from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.messages import SlaveCommand, SlaveMessage
 from dips.core.net.addresses import MasterAddresses
 from dips.core.net.codec_protobuf import from_message, to_message
-from dips.core.net.grpc_calls import open_channel_aio, refused_from
+from dips.core.net.grpc_calls import LOOK_S, newer_master, open_channel_aio, refused_from
 from dips.core.net.keys import UsedKeys
 from dips.core.net.security import Security
 from dips.core.net.tls_probe import check_let_in, why_not_let_in
@@ -110,7 +110,8 @@ class Control:
         self._used = UsedKeys(self._security)
         self._call = call = stub.Attach()
         self._shell.handle(effects.Linked())
-        helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._beat())]
+        work = [self._write(call), self._beat(), *([self._look()] if self._addresses.several else [])]
+        helpers = [asyncio.create_task(each) for each in work]
         for helper in helpers:
             helper.add_done_callback(self._shell.reap)  # without them the slave would seem well, or dead
         why = "the master ended it"
@@ -206,6 +207,13 @@ class Control:
                 beat = replace(beat, durable=self._shell.state.shard.saving.durable, note=self._shell.starts)
                 self._reported_refused = beat.refused_connections
                 self._send(SlaveMessage(self._shell.state.caller(), beat))
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            caller = self._shell.state.caller()
+            if await asyncio.to_thread(newer_master, self._addresses, self._security, caller):
+                self._close_link("a standby has taken over")
 
     def _send(self, message: SlaveMessage) -> None:
         if self._call is not None:

@@ -29,10 +29,11 @@ from dips.core.messages import (
     JoinReply,
     JoinRequest,
     Settings,
+    StatusRequest,
 )
 from dips.core.net.addresses import MasterAddresses
 from dips.core.net.codec_protobuf import from_message, to_message
-from dips.core.net.grpc_calls import is_unreachable, open_channel, refused_from
+from dips.core.net.grpc_calls import LOOK_S, is_unreachable, newer_master, open_channel, refused_from
 from dips.core.net.keys import UsedKeys
 from dips.core.net.security import Identity, Security
 from dips.core.net.tls_probe import why_not_let_in
@@ -56,16 +57,24 @@ def channel_to(master: str, security: Security) -> grpc.Channel:
 class MasterStubs:
     """Typed blocking calls to the master, from any thread: at the address in use, with the present keys."""
 
-    def __init__(self, masters: MasterAddresses, security: Security, *, explains: bool = False) -> None:
-        """explains: of a master that cannot be reached, find out whether it refuses this process's keys.
+    def __init__(
+        self,
+        masters: MasterAddresses,
+        security: Security,
+        *,
+        service: Callable[[grpc.Channel], Any] | None = None,
+        explains: bool = False,
+    ) -> None:
+        """service: the stub of another service than Clusters. explains: of a master that cannot be reached, find out
+        whether it refuses this process's keys.
 
         Raises ConfigError for an address that cannot be dialled.
         """
         self._masters = masters
         self._security = security
-        self._explains = explains
+        self._service, self._explains = service or clusters_pb2_grpc.ClustersStub, explains
         self._lock = threading.Lock()
-        self._channels: list[grpc.Channel] = []
+        self._channels: list[tuple[str, grpc.Channel]] = []
         self._stubs: dict[str, tuple[UsedKeys, Any]] = {}
         self._closed = False
         self._at(masters.now)
@@ -74,7 +83,14 @@ class MasterStubs:
         """Cancel the calls."""
         with self._lock:
             self._closed = True
-        for channel in self._channels:
+        for _, channel in self._channels:
+            channel.close()
+
+    def hang_up(self) -> None:
+        """Cancel the calls at addresses that are not in use any longer: the host there may have been cut off."""
+        with self._lock:
+            left = [channel for address, channel in self._channels if address != self._masters.now]
+        for channel in left:
             channel.close()
 
     def _at(self, master: str) -> tuple[UsedKeys, Any]:
@@ -86,13 +102,14 @@ class MasterStubs:
             found = self._stubs.get(master)
             if found is None or found[0].renewed:
                 used = UsedKeys(self._security)
-                self._channels.append(channel_to(master, self._security))
-                found = self._stubs[master] = used, clusters_pb2_grpc.ClustersStub(self._channels[-1])
+                channel = channel_to(master, self._security)
+                self._channels.append((master, channel))
+                found = self._stubs[master] = used, self._service(channel)
             return found
 
-    def call(self, request: ClusterRequest, deadline_s: float) -> ClusterReply:
-        """Call and wait. Raises Refused, or RetryLater when no answer came in time; then the next call goes to the next
-        address, if none came about for want of a connection."""
+    def call(self, request: ClusterRequest | StatusRequest, deadline_s: float) -> Any:
+        """Call and wait for the reply that goes with the request. Raises Refused, or RetryLater when no answer came in
+        time; then the next call goes to the next address, if none came about for want of a connection."""
         master = self._masters.now
         used, stub = self._at(master)
         # The request of every method is named after it, and so is the answer.
@@ -117,7 +134,7 @@ class MasterStubs:
             raise cause from error
         except OSError as error:
             raise RetryLater(f"{method} failed: {error.strerror or error}") from error
-        reply: ClusterReply = from_message(answer, getattr(messages, f"{method}Reply"))
+        reply = from_message(answer, getattr(messages, f"{method}Reply"))
         if isinstance(request, JoinRequest) and isinstance(reply, JoinReply):
             # A master that another one at another address has replaced: its rounds end at slaves that have promised the
             # newer epoch. It may not know of that yet, and let clusters join.
@@ -142,6 +159,7 @@ class MasterClient:
         self._deliver = deliver
         self._pool = ThreadPoolExecutor(N_THREADS, "dips-control")
         self._closed = False
+        self.hang_up = self._stubs.hang_up
 
     def start(self, job: int, request: ClusterRequest, deadline_s: float) -> None:
         future = self._pool.submit(self._stubs.call, request, deadline_s)
@@ -185,8 +203,15 @@ class Heartbeat:
     """Sends the heartbeats. `deliver` is called on its thread with Beat events."""
 
     def __init__(
-        self, masters: MasterAddresses, security: Security, deliver: Callable[[Event], None], clock: Clock
+        self,
+        masters: MasterAddresses,
+        security: Security,
+        deliver: Callable[[Event], None],
+        clock: Clock,
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
+        """moved: called on a thread of its own when a standby has taken over, which is in use from then on."""
+        self._moved = moved
         self._masters = masters
         self._security = security
         self._used = UsedKeys(security)
@@ -203,7 +228,8 @@ class Heartbeat:
         """Ranks that others wait for between two steps, when the training thread can tell nothing; from any thread."""
         self.answered_s: float | None = None
         """When the master last answered a beat; for metrics, from any thread."""
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._hang_up: Callable[[], object] = lambda: None
 
     def tell(self, request: HeartbeatRequest, settings: Settings) -> None:
         """Set the content of beats from now on, and the run's settings; the first call starts the thread.
@@ -211,16 +237,18 @@ class Heartbeat:
         The request's caller has an incarnation.
         """
         self._facts = request, settings
-        if self._thread is None and not self._stop.is_set():
-            self._thread = threading.Thread(target=self._run, name="dips-heartbeat", daemon=True)
-            self._thread.start()
+        if not self._threads and not self._stop.is_set():
+            work = {"dips-heartbeat": self._run, **({"dips-standby": self._look} if self._masters.several else {})}
+            self._threads = [threading.Thread(target=each, name=name, daemon=True) for name, each in work.items()]
+            for thread in self._threads:
+                thread.start()
 
     def close(self) -> None:
         """End the thread. May be called twice."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
 
     def _run(self) -> None:
         pause_s = FIRST_PAUSE_S
@@ -235,6 +263,12 @@ class Heartbeat:
             pause_s = FIRST_PAUSE_S if answered else min(MAX_PAUSE_S, 2 * pause_s)
             self._stop.wait(pause_s)
 
+    def _look(self) -> None:
+        while not self._stop.wait(LOOK_S):
+            if self._facts is not None and newer_master(self._masters, self._security, self._facts[0].caller):
+                self._moved()
+                self._hang_up()
+
     def _stream(self, master: str, channel: grpc.Channel) -> bool:
         """Beat until the stream ends; whether at least one beat was answered."""
         stub = clusters_pb2_grpc.ClustersStub(channel)
@@ -243,6 +277,7 @@ class Heartbeat:
         ended = threading.Event()
         answered = False
         stream = stub.Heartbeat(self._requests(ended, lambda: stream.cancel()), timeout=STREAM_S)
+        self._hang_up = stream.cancel
         try:
             for answer in stream:
                 answered = True
@@ -283,7 +318,7 @@ class Heartbeat:
 
     def _failed(self, master: str, error: grpc.RpcError, answered: bool) -> None:
         """Requests are answered in order, so a refusal is of the oldest one that is not answered."""
-        if self._stop.is_set():
+        if self._stop.is_set() or master != self._masters.now:
             return
         cause = refused_from(error)
         hung_up = isinstance(cause, RetryLater) or cause.code is RefusalCode.IDENTITY

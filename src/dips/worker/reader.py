@@ -16,9 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
-import grpc
 import numpy as np
 import zmq
 
@@ -39,19 +37,16 @@ from dips.core.messages import (
 )
 from dips.core.net.addresses import MasterAddresses, check_slaves_reachable
 from dips.core.net.carriers import Common, carry_pull
-from dips.core.net.codec_protobuf import from_message, to_message
-from dips.core.net.grpc_calls import is_unreachable, refused_from
 from dips.core.net.security import Identity, Role, Security
 from dips.core.net.tls_probe import check_let_in
 from dips.core.net.transfer import LEAST_BYTES_PER_S, SlaveProgress, TransferSettings
 from dips.core.net.zmq_sockets import CurvePair, pair_for
-from dips.core.observe.failpoints import failpoint
 from dips.core.observe.logs import ChangeLogger
 from dips.core.observe.tape import new_cause
 from dips.core.units import format_bytes
 from dips.core.wire import encoded_block_bytes
 from dips.protos import operator_pb2_grpc
-from dips.worker.control import MasterStubs, channel_to
+from dips.worker.control import MasterStubs
 from dips.worker.state.pulling import check_placement
 
 CALL_DEADLINE_S = 10.0
@@ -269,52 +264,31 @@ FETCH_DEADLINE_S = 60.0
 
 
 class RunWatch:
-    """A channel to the master of one run ("": any run that it serves)."""
+    """The status of one run ("": any that its master serves), from the address where that answers."""
 
     def __init__(self, masters: MasterAddresses, run_id: str, deadline_s: float, security: Security) -> None:
         """Raises ConfigError for an address that cannot be used."""
-        self._masters, self._master = masters, masters.now
-        self._channel = channel_to(self._master, security)
-        self._run_id = run_id
-        self._deadline_s = deadline_s
-        self._security = security
+        self._masters, self._run_id, self._deadline_s = masters, run_id, deadline_s
+        self._stubs = MasterStubs(masters, security, service=operator_pb2_grpc.OperatorStub)
         self._epoch = 0
 
     def status(self) -> StatusReply:
         """The run's status. Raises Refused, or RetryLater when no answer comes in time, or that of a master which
         another one has replaced."""
-        if self._master != self._masters.now:
-            self._channel.close()
-            self._master = self._masters.now
-            self._channel = channel_to(self._master, self._security)
-        stub: Any = operator_pb2_grpc.OperatorStub(self._channel)
-        try:
-            failpoint("worker.status.before_call")
-            answer = stub.Status(to_message(StatusRequest(self._run_id)), timeout=self._deadline_s)
-            if failpoint("worker.status.after_call"):
-                raise RetryLater("a failpoint loses the answer to Status")
-        except grpc.RpcError as error:
-            cause = refused_from(error)
-            if is_unreachable(error):
-                self._masters.leave(self._master, str(cause))
-                cause = RetryLater(self._masters.why_none(str(cause)), cause.retry_after_s)
-            raise cause from error
-        except OSError as error:
-            raise RetryLater(f"the request for the status failed: {error}") from error
-        status = from_message(answer, StatusReply)
+        master = self._masters.now
+        status: StatusReply = self._stubs.call(StatusRequest(self._run_id), self._deadline_s)
         if status.epoch < self._epoch and self._masters.several:
             why = f"the one there is in epoch {status.epoch}, and the run was in epoch {self._epoch}"
-            self._masters.leave(self._master, why)
+            self._masters.leave(master, why)
             raise RetryLater(self._masters.why_none(why))
         self._epoch = status.epoch
-        self._masters.answered()
         return status
 
     def __enter__(self) -> RunWatch:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._channel.close()
+        self._stubs.close()
 
 
 class _Superseded(Exception):

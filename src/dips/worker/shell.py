@@ -196,7 +196,7 @@ class ClusterShell:
                 self._checkpoints.begin(self._arrived, self.tape)
         self._masters = MasterAddresses(config.master)
         self._client = MasterClient(self._masters, self.security, self._arrived)
-        self._heartbeat = Heartbeat(self._masters, self.security, self._events.put, self._clock)
+        self._heartbeat = Heartbeat(self._masters, self.security, self._events.put, self._clock, self._client.hang_up)
         self._resume_label = resume_label
         self._chunk_bytes = 0
         self._finished: Finished | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,7 +18,18 @@ from support.slave_bench import SlaveBench
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation
-from dips.core.messages import Hello, Promised, Settings, SlaveBeat, SlaveCommand, SlaveHello, SlaveMessage, Welcome
+from dips.core.messages import (
+    Caller,
+    Hello,
+    Promised,
+    Settings,
+    SlaveBeat,
+    SlaveCommand,
+    SlaveHello,
+    SlaveMessage,
+    Welcome,
+)
+from dips.core.net.addresses import MasterAddresses
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.grpc_calls import STATUS_OF_CODE, to_refusal
 from dips.core.net.security import INSECURE
@@ -194,6 +206,31 @@ async def test_a_stream_that_the_machine_closes_ends_with_its_reason(played: Mas
     stream.say(WELCOME)  # without an incarnation
     await played.stream()
     assert "incarnation" in played.shell.ends()[0]
+
+
+async def test_a_silent_master_is_left_as_soon_as_a_standby_has_taken_over(
+    played: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_taken_over = threading.Event()
+
+    def look(masters: MasterAddresses, security: object, caller: Caller) -> bool:
+        if caller.epoch != 1 or masters.now != "m:1" or not has_taken_over.is_set():
+            return False
+        masters.take("m:2", "it has taken over")
+        return True
+
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    monkeypatch.setattr(module, "newer_master", look)
+    played.address = "m:1,m:2"
+    first = await played.stream()
+    first.say(welcome(1))
+    await first.hear(SlaveBeat)
+    assert played.dialled == ["m:1"]
+    has_taken_over.set()
+    second = await played.stream()
+    second.say(welcome(2))
+    assert await second.hear(Promised) == Promised(2)
+    assert played.dialled == ["m:1", "m:2"]
 
 
 async def test_a_master_that_sends_nothing_is_left_after_a_while(

@@ -4,7 +4,11 @@ stay where one does. A master that another one has replaced lets no cluster take
 from __future__ import annotations
 
 import queue
+import socket
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +28,7 @@ from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.security import INSECURE
 from dips.worker import reader
 from dips.worker.config import ClientConfig, check
-from dips.worker.control import Heartbeat
+from dips.worker.control import Heartbeat, MasterStubs
 from dips.worker.shell import ClusterShell
 from dips.worker.state.effects import Beat
 
@@ -77,8 +81,7 @@ class Places:
 @pytest.fixture
 def places(run: RunInMemory, monkeypatch: pytest.MonkeyPatch) -> Places:
     made = Places(run, FIRST)
-    for module in ("control", "reader"):
-        monkeypatch.setattr(f"dips.worker.{module}.channel_to", lambda address, security: Place(address))
+    monkeypatch.setattr("dips.worker.control.channel_to", lambda address, security: Place(address))
     monkeypatch.setattr("dips.worker.control.why_not_let_in", lambda address, security: "")
     monkeypatch.setattr("dips.worker.control.clusters_pb2_grpc", SimpleNamespace(ClustersStub=made.stub))
     return made
@@ -183,11 +186,12 @@ def test_one_address_takes_whatever_master_is_there(run: RunInMemory, places: Pl
 
 
 class BeatsAt:
-    """Answers heartbeats at one address."""
+    """Answers heartbeats at one address. A silent one answers nothing until the stream is cancelled."""
 
-    def __init__(self, at: str) -> None:
-        self.at = at
+    def __init__(self, at: str, silent: str = "") -> None:
+        self.at, self.silent = at, silent
         self.streams: list[str] = []
+        self.cancelled = threading.Event()
 
     def stub(self, place: Place) -> Any:
         def stream(requests: Iterator[Any], timeout: float) -> Any:
@@ -195,9 +199,12 @@ class BeatsAt:
 
             class Stream:
                 def cancel(stream) -> None:
-                    """It ends by itself."""
+                    self.cancelled.set()
 
                 def __iter__(stream) -> Iterator[Any]:
+                    if place.address == self.silent:
+                        self.cancelled.wait()
+                        raise FailedCall(grpc.StatusCode.CANCELLED, "cancelled")
                     for message in requests:
                         if place.address != self.at:
                             raise FailedCall(grpc.StatusCode.UNAVAILABLE, "Connection refused")
@@ -209,16 +216,63 @@ class BeatsAt:
         return SimpleNamespace(Heartbeat=stream)
 
 
-def test_heartbeats_go_where_the_calls_go(
-    places: Places, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    told, beats, masters = queue.SimpleQueue[Beat](), BeatsAt(SECOND), MasterAddresses(BOTH)
-    monkeypatch.setattr("dips.worker.control.clusters_pb2_grpc", SimpleNamespace(ClustersStub=beats.stub))
-    for name in ("FIRST_PAUSE_S", "MAX_PAUSE_S"):
+REQUEST = m.HeartbeatRequest(m.Caller("run", 1, "a", Incarnation(1, 1), "a/1"), phase="TRAINING", steps=1, loss=2.0)
+
+
+@pytest.fixture
+def beating(places: Places, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Heartbeat]:
+    for name in ("FIRST_PAUSE_S", "MAX_PAUSE_S", "LOOK_S"):
         monkeypatch.setattr(f"dips.worker.control.{name}", 0.001)
-    heart = Heartbeat(masters, INSECURE, told.put, ManualClock(50.0))  # type: ignore[arg-type]
-    request = m.HeartbeatRequest(m.Caller("run", 1, "a", Incarnation(1, 1), "a/1"), phase="TRAINING", steps=1, loss=2.0)
-    heart.tell(request, m.Settings(heartbeat_s=2**-10, evict_after_beats=5))
+
+    def begun(beats: BeatsAt, *how: Any) -> Heartbeat:
+        monkeypatch.setattr("dips.worker.control.clusters_pb2_grpc", SimpleNamespace(ClustersStub=beats.stub))
+        heart = Heartbeat(*how)
+        heart.tell(REQUEST, m.Settings(heartbeat_s=2**-10, evict_after_beats=5))
+        return heart
+
+    return begun
+
+
+def test_a_silent_master_is_left_as_soon_as_a_standby_has_taken_over(
+    beating: Callable[..., Heartbeat], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told, masters, moved = queue.SimpleQueue[Beat](), MasterAddresses(BOTH), queue.SimpleQueue[str]()
+    beats, here = BeatsAt(SECOND, silent=FIRST), threading.get_ident()
+
+    def look(masters: MasterAddresses, security: object, caller: m.Caller) -> bool:
+        assert (caller, threading.get_ident() != here) == (REQUEST.caller, True)
+        if masters.now == SECOND or not beats.streams:
+            return False
+        masters.take(SECOND, "it has taken over")
+        return True
+
+    monkeypatch.setattr("dips.worker.control.newer_master", look)
+    clock = ManualClock(50.0)
+    with closing(beating(beats, masters, INSECURE, told.put, clock, lambda: moved.put(masters.now))):
+        told.get(timeout=60)
+        assert (beats.streams[:2], moved.get(timeout=60)) == ([FIRST, SECOND], SECOND)
+    assert "do not reach" not in caplog.text
+
+
+def test_calls_to_a_silent_master_are_cancelled_once_another_one_is_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as thread:
+        masters = MasterAddresses(f"127.0.0.1:{silent.getsockname()[1]},{SECOND}")
+        with closing(MasterStubs(masters, INSECURE)) as stubs:
+            call = thread.submit(stubs.call, m.LeaveRequest(REQUEST.caller, "done"), 3600.0)
+            connection, _ = silent.accept()
+            stubs.hang_up()  # the address is in use
+            assert not call.done()
+            masters.take(SECOND, "it has taken over")
+            stubs.hang_up()
+            with pytest.raises(RetryLater):
+                call.result(60)
+            connection.close()
+            assert masters.now == SECOND
+
+
+def test_heartbeats_go_where_the_calls_go(beating: Callable[..., Heartbeat], caplog: pytest.LogCaptureFixture) -> None:
+    told, beats, masters = queue.SimpleQueue[Beat](), BeatsAt(SECOND), MasterAddresses(BOTH)
+    heart = beating(beats, masters, INSECURE, told.put, ManualClock(50.0))
     try:
         told.get(timeout=60)
         assert beats.streams == [FIRST, SECOND]

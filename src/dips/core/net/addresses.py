@@ -134,6 +134,17 @@ class MasterAddresses:
         """The address in use."""
         return self.all[self._used]
 
+    @property
+    def others(self) -> list[str]:
+        """The addresses that are not in use."""
+        return [address for address in self.all if address != self.now]
+
+    def take(self, address: str, why: str) -> None:
+        """Use this address: there is the run's master."""
+        with self._lock:
+            self._used = self.all.index(address)
+        _logger.warning("goes to the master at %s: %s", address, why)
+
     def leave(self, address: str, why: str = "") -> bool:
         """Take the next address, for whoever found no master of this run at `address`. Returns whether it did: not if
         there is one address only, or another thread has left this one.

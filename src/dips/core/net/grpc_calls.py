@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -9,11 +10,12 @@ import grpc
 import grpc.aio
 
 from dips.core.errors import RefusalCode, Refused, RetryLater
-from dips.core.messages import Refusal
-from dips.core.net.addresses import format_address, parse_address
-from dips.core.net.codec_protobuf import decode, encode
+from dips.core.messages import Caller, Refusal, StatusReply, StatusRequest
+from dips.core.net.addresses import MasterAddresses, format_address, parse_address
+from dips.core.net.codec_protobuf import decode, encode, from_message, to_message
 from dips.core.net.keys import MASTER_DNS_NAME, reloaded
 from dips.core.net.security import Identity, Security, check_reach
+from dips.protos import operator_pb2_grpc
 
 # ---- grpc refusal ----------------------------------------------------------------------------------------------------
 #
@@ -211,3 +213,32 @@ def _target(address: str, security: Security) -> tuple[str, list[tuple[str, int 
 def _credentials(identity: Identity) -> grpc.ChannelCredentials:
     identity = reloaded(identity)  # keys are renewed while a run goes on
     return grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
+
+
+# ---- a master at another address -------------------------------------------------------------------------------------
+
+LOOK_S = 0.5
+"""How often a process looks for a standby that has taken over. One that has not listens nowhere, so that a look is a
+connection that is refused."""
+
+
+def newer_master(masters: MasterAddresses, security: Security, caller: Caller) -> bool:
+    """Whether a master of the caller's run, in a later epoch than the caller knows, answers at another address than the
+    one in use: then that one is in use from now on.
+
+    So a take-over is seen at once, where the other master is silent, as that of a host that was cut off: connections to
+    it would last for 20 s. May block for some times LOOK_S.
+    """
+    for address in masters.others:
+        try:
+            socket.create_connection(parse_address(address), LOOK_S).close()
+            with open_channel(address, security) as channel:
+                stub: Any = operator_pb2_grpc.OperatorStub(channel)
+                answer = stub.Status(to_message(StatusRequest(caller.run_id)), timeout=2 * LOOK_S)
+                epoch = from_message(answer, StatusReply).epoch
+        except (OSError, UnicodeError, grpc.RpcError, Refused):
+            continue
+        if 0 < caller.epoch < epoch:
+            masters.take(address, f"it has taken over, in epoch {epoch}")
+            return True
+    return False

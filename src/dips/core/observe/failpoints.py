@@ -447,8 +447,6 @@ WORKER: dict[str, str] = {
     "worker.pull.after_last_chunk": "a version lies in the pull buffer, the live parameters are the old ones",
     "worker.install.before_swap": "the live parameters are about to be replaced",
     "worker.install.after_swap": "the live parameters are the new ones, the pin at the master is held still",
-    "worker.status.before_call": "the evaluator or a trainer is about to ask the master for the run's status",
-    "worker.status.after_call": "the status is there and no code has seen it; drop loses it",
     "worker.export.before_rename": "an exported model is flushed and has its temporary name still",
     "worker.push_record.before_write": "the record of a new push is about to be written; its number was not used",
     "worker.push_record.after_write": "the record of a new push is durable, and the master does not know of it",
@@ -467,7 +465,6 @@ WORKER: dict[str, str] = {
 OBEYS: dict[str, tuple[str, ...]] = {
     "master.rpc.after_{method}": ("drop",),
     "worker.rpc.after_{method}": ("drop",),
-    "worker.status.after_call": ("drop",),
     "worker.push.before_chunk": ("drop", "dup", "corrupt"),
     "worker.pull.before_chunk": ("drop", "corrupt"),
     "master.slave_stream.before_hear": ("drop", "dup"),
