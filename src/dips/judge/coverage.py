@@ -56,7 +56,7 @@ class Coverage:
         lines = _by_name(records.all_lines("worker"))
         self._clusters = {name: _ClusterTape(mine, self.master, name) for name, mine in lines.items()}
 
-    def of_slave(self, name: str, round_id: Pair, ended: bool = False) -> str:
+    def of_slave(self, name: str, round_id: Pair, ended: bool) -> str:
         """Where on the slave's tape its lines about a round belong. ended: those after the round's record."""
         if ("slave", name) not in self._tapes:
             return ABSENT

@@ -15,6 +15,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
 from typing import Any
 
 Fields = Mapping[str, Any]
@@ -148,11 +149,9 @@ def round_of(participants: Sequence[Fields], inputs: Fields) -> Round:
     """Parse a judgement's inputs. Raises KeyError, TypeError or ValueError for a missing or wrong field."""
     names = tuple(str(item["push"][0]) for item in participants)
     k = len(names)
-    upper = iter([float(text) for text in inputs["gram"]])
     gram = [[0.0] * k for _ in range(k)]
-    for row in range(k):
-        for column in range(row, k):
-            gram[row][column] = gram[column][row] = next(upper)
+    for (row, column), text in zip(upper_triangle(k), inputs["gram"], strict=True):
+        gram[row][column] = gram[column][row] = float(text)
     return Round(
         names,
         tuple(float(item["tokens"]) for item in participants),
@@ -168,6 +167,11 @@ def round_of(participants: Sequence[Fields], inputs: Fields) -> Round:
         inputs["settings"],
         inputs["detector"],
     )
+
+
+def upper_triangle(k: int) -> list[tuple[int, int]]:
+    """The places in a Gram matrix of k pushes that records hold, in their order."""
+    return [*combinations_with_replacement(range(k), 2)]
 
 
 def _ints(raw: Sequence[Any], k: int) -> tuple[int, ...]:
@@ -513,13 +517,13 @@ class Judging:
             return []
         parts = [part for name in slaves if (part := said[name]) is not None]
         k = len(given.names)
-        upper = [given.gram[row][column] for row in range(k) for column in range(row, k)]
+        upper = upper_triangle(k)
         if any(len(gram) != len(upper) or not len(bad) == len(zero) == k for gram, bad, zero in parts):
             return ["slaves measured another number of pushes than its record names"]
-        for index, value in enumerate(upper):
-            terms = [gram[index] for gram, *_ in parts]
+        for index, (row, column) in enumerate(upper):
+            terms, value = [gram[index] for gram, *_ in parts], given.gram[row][column]
             total = sum(terms)
-            if not (near(max(total, 0.0) if _is_diagonal(index, k) else total, value, 1e-12 * sum(map(abs, terms)))):
+            if not near(max(total, 0.0) if row == column else total, value, 1e-12 * sum(map(abs, terms))):
                 return [f"entry {index} of its Gram matrix is {value!r}, but the slaves measured {total!r}"]
         counts = tuple(sum(bad[j] for _, bad, _ in parts) for j in range(k))
         if counts != given.nonfinite:
@@ -532,8 +536,8 @@ class Judging:
     def _wrong_threshold(self, given: Round, judgement: Fields) -> list[str]:
         if self.memory is None:
             return []
-        said, tau = float(judgement["threshold"]), threshold(given, self.memory)
-        return [] if near(said, tau, 1e-6) else [f"its threshold is {said!r}, but the last scores make it {tau!r}"]
+        said, tau = judgement["threshold"], threshold(given, self.memory)
+        return [] if near(float(said), tau, 1e-6) else [f"its threshold is {said}, but the last scores make it {tau!r}"]
 
     def _wrong_numbers(self, judged: RoundJudged, judgement: Fields) -> list[str]:
         """Check weights, merged norm, kappa, T_round and rho, each from the ones before it as the record has them."""
@@ -575,13 +579,6 @@ class Judging:
             return after_void(judged.given, self.memory, judged.pushes, names)
         merged = float(record["judgement"]["merged_norm"])
         return after_commit(judged.given, self.memory, judged.pushes, names, merged)
-
-
-def _is_diagonal(index: int, k: int) -> bool:
-    row = 0
-    while index >= k - row:
-        index, row = index - (k - row), row + 1
-    return index == 0
 
 
 def _wrong_accepted(judged: RoundJudged, record: Fields) -> list[str]:

@@ -15,7 +15,10 @@ from support.forge import Record, edit_tape
 from support.history import Script, write_run
 from support.recorded_run import unpacked
 
+from dips.judge.coverage import ABSENT, COVERED, KILLED, LOST, Coverage, drop_lost
+from dips.judge.records import RunRecords, TapeLine
 from dips.judge.verify import NOT_APPLICABLE, UNPROVEN, VIOLATED, VerifyReport, verify_run
+from dips.master.archive import JournalRecord
 from dips.master.directory import TAPE_NAME
 
 Cut = Callable[[list[Record]], list[Record]]
@@ -308,3 +311,177 @@ def test_a_master_that_was_killed_as_it_wrote_its_last_record_is_not_accused(run
 
     keep(tape_in(run, "test"), cut)
     assert verify_run(run).violations == []
+
+
+# ---- what each tape covers ----
+
+FIELDS = {
+    **dict.fromkeys(("incarnation", "joined"), ("incarnation",)),
+    **dict.fromkeys(("push_begun", "ticket"), ("push",)),
+    **{"slave_attached": ("slave", "incarnation"), "join": ("cluster", "incarnation", "process")},
+    **{"epoch": ("epoch",), "journaled": ("number",), "verdict": ("version",), "installed": ("version",)},
+    **dict.fromkeys(("committed", "configured"), ("round", "version")),
+}  # fmt: skip
+ROLES = {"m": "master", "s0": "slave", "a": "worker"}
+
+
+def told(*tapes: str) -> RunRecords:
+    """A tape is like `s0: started, incarnation 1.1, measured r1.2`; the journal like `journal: 1 EPOCH, 1 COMMIT r1.1`:
+    the epoch of each record, its kind and round."""
+    records = RunRecords(Path("nowhere"))
+    for name, _, lines in (tape.partition(": ") for tape in tapes):
+        for kind, *values in (line.split() for line in lines.split(", ")):
+            if name == "journal":
+                number, (of, *round_id) = len(records.rows) + 1, values
+                records.rows.append(JournalRecord(int(kind), 0, of, "", number, ""))
+                records.journal.append({"epoch": int(kind), "kind": of, "round": (*round_id, None)[0]})
+                continue
+            fields = dict(zip(FIELDS.get(kind, ("round",)), values, strict=False))
+            numbers = {key: int(value) for key, value in fields.items() if key in ("epoch", "number")}
+            records.lines[ROLES[name]].append(TapeLine(ROLES[name], name, kind, 0.0, "-", fields | numbers))
+            records.tapes.add((ROLES[name], name))
+    return records
+
+
+LATE = "s0: started, incarnation 1.2, configured r1.3, measured r1.5, measured r1.7, committed r1.6, configured r1.9"
+TWO = "s0: started, incarnation 1.1, measured r1.2, started, incarnation {}, configured {}, measured {}"
+JOURNAL = "journal: 1 EPOCH, 1 COMMIT r1.1, 2 EPOCH, 2 COMMIT r2.2, 3 EPOCH, 3 COMMIT r3.3"
+MASTER = "m: epoch 1, journaled 2, epoch 2, journaled {}, epoch 3, journaled 6"
+BETWEEN = "has no line between incarnations"
+
+
+@pytest.mark.parametrize(
+    ("tapes", "round_id", "ended", "place"),
+    [
+        # The version that it loaded first was made in r1.3, and of those after it has lines until r1.7.
+        ([LATE], (1, 3), False, "begins with incarnation 1.2"),
+        ([LATE], (1, 4), False, COVERED),
+        ([LATE], (1, 6), True, COVERED),
+        ([LATE], (1, 7), False, COVERED),
+        ([LATE], (1, 7), True, "ends with round r1.7"),
+        ([LATE], (1, 8), False, "ends with round r1.7"),
+        (["s0: snapshot_skipped, starting, started, incarnation 1.2, configured r1.3, measured r1.5"], (1, 3), False,
+         "begins with incarnation 1.2"),
+        # It loaded none: then its first round says where it begins; the first attachment of all rounds comes before.
+        (["s0: started, incarnation 1.2, measured r1.5, measured r1.6"], (1, 4), False, "begins with incarnation 1.2"),
+        (["s0: started, incarnation 1.2, measured r1.5, measured r1.6"], (1, 5), False, COVERED),
+        (["s0: started, incarnation 1.1, configured r1.3, measured r1.5"], (1, 1), False, COVERED),
+        (["s0: started, incarnation 2.1, configured r1.3, measured r2.5"], (1, 9), False, "begins with incarnation 2.1"),
+        # It begins in the middle of a process: its first lines were taken out.
+        (["s0: measured r1.5, incarnation 1.4, measured r1.6"], (1, 1), False, COVERED),
+        (["s0: started, incarnation 1.1"], (1, 1), False, "ends before the first round"),
+        (["s0: started"], (1, 1), False, "says of no attachment to the master"),
+        (["a: joined 1.1"], (1, 1), False, ABSENT),
+        # Between two processes: whether the master saw another one there, or may have.
+        ([TWO.format("1.3", "r1.4", "r1.6"), "m: epoch 1, slave_attached s0 1.2"], (1, 3), False, f"{BETWEEN} 1.1 and 1.3"),
+        ([TWO.format("1.3", "r1.4", "r1.6"), "m: epoch 1, slave_attached s0 1.3"], (1, 3), False, COVERED),
+        ([TWO.format("1.3", "r1.4", "r1.6"), "m: epoch 1, slave_attached s0 1.1"], (1, 4), False, COVERED),
+        ([TWO.format("1.3", "r1.4", "r1.6"), "m: epoch 2, journaled 3", JOURNAL], (1, 3), False, f"{BETWEEN} 1.1 and 1.3"),
+        ([TWO.format("1.2", "r1.4", "r1.6"), "m: epoch 2, journaled 3", JOURNAL], (1, 3), False, COVERED),
+        ([TWO.format("1.3", "r1.4", "r1.6"), "m: epoch 1, journaled 2", JOURNAL], (1, 3), False, COVERED),
+        ([TWO.format("3.1", "r1.4", "r3.6"), MASTER.format(4), JOURNAL], (1, 3), False, COVERED),
+        ([TWO.format("3.1", "r1.4", "r3.6"), MASTER.format(3), JOURNAL], (1, 3), False, f"{BETWEEN} 1.1 and 3.1"),
+        ([TWO.format("2.1", "r1.4", "r3.6"), "m: epoch 1, journaled 2", JOURNAL], (1, 3), False, f"{BETWEEN} 1.1 and 2.1"),
+        ([TWO.format("1.3", "r1.4", "r1.6"), "m: epoch 1", "journal: 1 ROLLBACK r1.9"], (1, 3), False, f"{BETWEEN} 1.1 and 1.3"),
+        ([TWO.format("1.3", "r1.4", "r1.6"), "m: epoch 1", "journal: 1 ROLLBACK r1.3"], (1, 3), False, COVERED),
+        # Files of one process whose names give another order.
+        (["s0: started, incarnation 1.2, configured r1.4, measured r1.6, started, incarnation 1.1, measured r1.2",
+          "m: epoch 1, slave_attached s0 1.2"], (1, 2), False, COVERED),
+        # An end in order, and whether it attached again.
+        (["s0: started, incarnation 1.1, measured r1.2, stopped", "m: epoch 1, slave_attached s0 1.1"], (1, 3), False, COVERED),
+        (["s0: started, incarnation 1.1, measured r1.2, stopped, measured r1.3", "m: epoch 1"], (1, 4), False, "ends with round r1.3"),
+        (["s0: started, incarnation 1.1, measured r1.2, stopped, starting", "m: epoch 1"], (1, 3), False, COVERED),
+        (["s0: started, incarnation 1.1, measured r1.2, stopped", "m: epoch 1, slave_attached s0 2.1"], (1, 3), False, "ends with round r1.2"),
+        (["s0: started, incarnation 1.1, measured r1.2, stopped", MASTER.format(4), JOURNAL], (1, 3), False, COVERED),
+        (["s0: started, incarnation 1.1, measured r1.2, stopped", "m: epoch 1, journaled 2", JOURNAL], (1, 3), False, "ends with round r1.2"),
+    ],
+)  # fmt: skip
+def test_where_a_slaves_tape_has_what_it_says_of_a_round(
+    tapes: list[str], round_id: tuple[int, int], ended: bool, place: str
+) -> None:
+    assert Coverage(told(*tapes)).of_slave("s0", round_id, ended) == place
+    full = told(*tapes)
+    full.gaps.add(("slave", "s0"))
+    assert Coverage(full).of_slave("s0", round_id, ended) == (place or LOST)
+
+
+JOINED = "a: joined 1.1, push_begun a/1.1#1, push_begun a/1.1#4, push_begun a/1.1#3, verdict 1:3, installed 1:2"
+
+
+@pytest.mark.parametrize(
+    ("tapes", "push", "version", "place"),
+    [
+        ([JOINED], ("a", 1, 1, 3), None, COVERED),
+        ([JOINED], ("a", 1, 1, 4), None, "ends with push a/1.1#4"),
+        ([JOINED], ("a", 1, 1, 4), (1, 3), COVERED),
+        ([JOINED], ("a", 1, 1, 4), (1, 4), "ends with push a/1.1#4"),
+        ([f"{JOINED}, left"], ("a", 1, 1, 9), (1, 4), COVERED),
+        ([f"{JOINED}, left, installed 1:3"], ("a", 1, 1, 9), (1, 4), "ends with push a/1.1#4"),
+        ([JOINED], ("a", 0, 9, 1), None, "begins with incarnation 1.1"),
+        ([JOINED], ("a", 1, 2, 1), None, "ends with incarnation 1.1"),
+        ([f"{JOINED}, push_begun a/3.1#1"], ("a", 1, 2, 1), None, "has no line of incarnation 1.2"),
+        (["a: joined 1.1"], ("a", 1, 1, 1), None, "names no push"),
+        (["a: verdict 1:3"], ("a", 1, 1, 1), (1, 0), COVERED),
+        (["a: verdict 1:3", "m: epoch 1"], ("b", 1, 1, 1), (1, 0), ABSENT),
+        # One process that joined twice writes one tape.
+        ([JOINED, "m: join a 1.1 p, join a 1.2 p"], ("a", 1, 2, 1), (1, 3), COVERED),
+        ([JOINED, "m: join a 1.1 p, join a 1.2 q"], ("a", 1, 2, 1), (1, 3), "ends with incarnation 1.1"),
+        (["a: joined 1.2", "m: join a 1.1 p, join a 1.2 p"], ("a", 1, 1, 1), None, "begins with incarnation 1.2"),
+    ],
+)  # fmt: skip
+def test_where_a_clusters_tape_has_the_begin_of_a_push(
+    tapes: list[str], push: tuple[str, int, int, int], version: tuple[int, int] | None, place: str
+) -> None:
+    assert Coverage(told(*tapes)).of_push(push, version) == place
+    full = told(*tapes)
+    full.gaps.add(("worker", push[0]))
+    assert Coverage(full).of_push(push, version) == (place or LOST)
+
+
+@pytest.mark.parametrize(
+    ("tapes", "epoch", "number", "place"),
+    [
+        ([], 1, 1, COVERED),
+        (["m: epoch 1, ticket a/3.1#1"], 2, None, "has no line of epoch 2"),
+        (["m: epoch 1, ticket a/3.1#1"], 3, None, COVERED),
+        (["m: epoch 1, ticket a/3.1#1"], 0, None, "begins with epoch 1"),
+        (["m: epoch 1, ticket a/3.1#1"], 4, None, "ends with epoch 3"),
+        (["m: epoch 1"], 1, 99, COVERED),
+        ([MASTER.format(4), JOURNAL], 2, 4, COVERED),
+        ([MASTER.format(3), JOURNAL], 2, 4, KILLED),
+        ([MASTER.format(3), JOURNAL], 2, None, COVERED),
+        (["m: epoch 1, epoch 2, journaled 3", JOURNAL], 2, 4, "ends with record 3 of the journal"),
+        (["m: epoch 1, epoch 2, journaled 3", JOURNAL], 1, 1, KILLED),
+    ],
+)  # fmt: skip
+def test_where_the_masters_tape_has_what_it_says_of_a_record(
+    tapes: list[str], epoch: int, number: int | None, place: str
+) -> None:
+    assert Coverage(told(*tapes)).of_master(epoch, number) == place
+
+
+@pytest.mark.parametrize(
+    ("tape", "made", "lost"),
+    [
+        # What a process knew and the journal has not, or made again later, before it went on from an older version.
+        ("s0: committed r1.1 1:1, committed r1.2 1:2, measured r1.3, incarnation 2.1, configured r1.1 1:1", {(1, 1): 1}, 2),
+        ("s0: committed r1.1 1:1, committed r1.2 1:2, incarnation 2.1, configured r1.1 1:1", {(1, 1): 1, (1, 2): 1}, 0),
+        ("s0: committed r1.1 1:1, committed r1.2 1:2, incarnation 2.1, configured r1.1 1:1", {(1, 1): 1, (1, 2): 2}, 1),
+        ("s0: committed r1.1 1:1, committed r1.2 1:2, incarnation 2.1, configured r1.2 1:2", {(1, 1): 1}, 0),
+        ("s0: committed r1.1 1:1, committed r2.2 2:2, incarnation 2.1, configured r1.1 1:1", {(1, 1): 1}, 0),
+        ("s0: committed r1.1 1:1, incarnation 2.1, committed r1.2 1:2, configured r1.1 1:1", {(1, 1): 1}, 0),
+        ("s0: committed r1.2 1:2, measured r1.3, started, incarnation 2.1, configured r1.1 1:1, committed r2.2 1:2, "
+         "incarnation 3.1, configured r1.1 1:1, measured r3.1", {(1, 1): 1, (1, 2): 3}, 3),
+        ("a: verdict 1:1, installed 1:2, push_begun a/1.1#4, joined 2.1, installed 1:1", {(1, 1): 1}, 2),
+    ],
+)  # fmt: skip
+def test_what_was_lost_when_a_copy_was_put_back_is_taken_out(
+    tape: str, made: dict[tuple[int, int], int], lost: int
+) -> None:
+    records = told(tape, "journal: 1 LEASE")
+    records.journal += [{"kind": "COMMIT", "version": [*version], "epoch": epoch} for version, epoch in made.items()]
+    before = [line for lines in records.lines.values() for line in lines]
+    said = drop_lost(records)
+    left = [line for lines in records.lines.values() for line in lines]
+    assert (len(before) - len(left), bool(said)) == (lost, lost > 0)
+    assert {"incarnation", "started", "joined"} & {line.kind for line in before} <= {line.kind for line in left}

@@ -236,7 +236,7 @@ def _decision(history: History, made: Decision) -> list[str]:
 
 
 def _slave(history: History, fact: Fact) -> Sentences:
-    promised = history.promised.get(fact.who, 0)
+    promised = history.promised[fact.who]
     if fact.kind == "promised":
         epoch = int(fact.fields["epoch"])
         return [f"slave {fact.who} promised epoch {epoch} after epoch {promised}"] if epoch < promised else []
@@ -251,7 +251,7 @@ def _slave(history: History, fact: Fact) -> Sentences:
 def _begun_before(history: History, fact: Fact) -> bool:
     """Whether the job was running when the slave promised a newer epoch: it ends later, and its result is dropped."""
     took_s = fact.fields.get("took_s")
-    return took_s is not None and fact.at_s - float(took_s) <= history.promised_at_s.get(fact.who, 0.0)
+    return took_s is not None and fact.at_s - float(took_s) <= history.promised_at_s[fact.who]
 
 
 def _ticket(history: History, fact: Fact) -> Sentences:
@@ -366,13 +366,12 @@ def _counts(table: Fields) -> dict[str, int]:
     return {state: int(tokens) for state, tokens in table.get("settled", {}).items()}
 
 
-def all_finite(history: History, fact: Fact) -> Sentences:
+def all_finite(_: History, fact: Fact) -> Sentences:
     """Every published element is finite.
 
     Evidence: each slave checked all elements when it prepared the version; the clip factor, the coefficients of the
     outer step and the norms of what was merged are finite; and, on disk, every element of every snapshot is.
     """
-    del history
     match fact.source:
         case "journal":
             return _judgement(fact.made)
@@ -391,7 +390,7 @@ def _judgement(made: Decision) -> Sentences:
         return None
     accepted = {item.push[0] for item in made.accepted}
     numbers: dict[str, Any] = {name: judged[name] for name in ("kappa", "rho", "merged_norm")}
-    numbers |= judged["outer_step"]
+    numbers |= judged["outer_step"] or {}  # none: I18 says so
     numbers |= {f"weight {index}": weight for index, weight in enumerate(judged["weights"])}
     numbers |= {f"norm of {cluster}": norm for cluster, norm, *_ in judged["norms"] if cluster in accepted}
     return [f"{made} has {name} = {text}" for name, text in numbers.items() if not math.isfinite(float(text))]
