@@ -112,7 +112,7 @@ def _incomplete_tapes(records: RunRecords, history: History, without: Collection
             files = [
                 str(path)
                 for path, (role, name) in records.tape_names.items()
-                if role == who[0] == "master" or (role, name) == who
+                if (role, name) == who or (role == "master" and who == MASTER)
             ]
             things = sorted(gap.things, key=lambda thing: (_DIGITS.sub("", thing), [*map(int, _DIGITS.findall(thing))]))
             lines = f"lines about {things[0]}" + (
@@ -387,7 +387,7 @@ def _push_differs(recorded: Fields, said: Fields) -> list[tuple[str, object, obj
 
 def _directories(records: RunRecords, history: History, found: Evidence) -> None:
     """Check that a slave's directory holds only its own files, and that its promise is the one on its tape."""
-    epochs = [int(record["epoch"]) for record in records.journal if record["kind"] == EPOCH]
+    epochs = [int(record["epoch"]) for record in records.journal if "epoch" in record]
     epochs += [int(line.fields["epoch"]) for line in records.later if (line.role, line.kind) == ("master", "epoch")]
     for folder in sorted({path.parent for path in records.run_dir.rglob(IDENTITY)}):
         disk = LocalDisk(folder)

@@ -209,15 +209,12 @@ def pushes_of(given: Round, memory: PenaltyMemory) -> list[JudgedPush]:
     tau = threshold(given, memory)
     judged = []
     for push in found:
-        if push.bad:
-            judged.append(push)
-        elif push.Gn > gate:
-            judged.append(replace(push, bad="gate", close=near(push.Gn, gate)))
-        elif push.z > tau:
-            judged.append(replace(push, bad="score", close=_near_score(push, push.z, tau) or near(push.Gn, gate)))
-        else:
-            close = near(push.Gn, gate) or _near_score(push, push.z, tau)
-            judged.append(replace(push, close=close and math.isfinite(tau)))
+        if not push.bad:
+            over, above = push.Gn > gate, push.z > tau
+            at_gate, at_tau = near(push.Gn, gate), _near_score(push, push.z, tau)
+            is_sure = (over and not at_gate) or (above and not at_tau) or not (at_gate or at_tau)
+            push = replace(push, bad="gate" if over else "score" if above else "", close=not is_sure)
+        judged.append(push)
     return judged
 
 

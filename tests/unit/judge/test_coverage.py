@@ -344,10 +344,13 @@ def told(*tapes: str) -> RunRecords:
 
 
 LATE = "s0: started, incarnation 1.2, configured r1.3, measured r1.5, measured r1.7, committed r1.6, configured r1.9"
-TWO = "s0: started, incarnation 1.1, measured r1.2, started, incarnation {}, configured {}, measured {}"
+ENDED = "s0: started, incarnation 1.1, measured r1.2, stopped"
+TWO = "s0: started, incarnation 1.1, measured r1.2, started, incarnation {}, configured r1.4, measured {}"
+SECOND, THIRD, LATER = TWO.format("1.2", "r1.6"), TWO.format("1.3", "r1.6"), TWO.format("3.1", "r3.6")
 JOURNAL = "journal: 1 EPOCH, 1 COMMIT r1.1, 2 EPOCH, 2 COMMIT r2.2, 3 EPOCH, 3 COMMIT r3.3"
 MASTER = "m: epoch 1, journaled 2, epoch 2, journaled {}, epoch 3, journaled 6"
 BETWEEN = "has no line between incarnations"
+MISSED, ENDS = f"{BETWEEN} 1.1 and 1.3", "ends with round r1.2"
 
 
 @pytest.mark.parametrize(
@@ -366,34 +369,34 @@ BETWEEN = "has no line between incarnations"
         (["s0: started, incarnation 1.2, measured r1.5, measured r1.6"], (1, 4), False, "begins with incarnation 1.2"),
         (["s0: started, incarnation 1.2, measured r1.5, measured r1.6"], (1, 5), False, COVERED),
         (["s0: started, incarnation 1.1, configured r1.3, measured r1.5"], (1, 1), False, COVERED),
-        (["s0: started, incarnation 2.1, configured r1.3, measured r2.5"], (1, 9), False, "begins with incarnation 2.1"),
+        (["s0: started, incarnation 2.1, measured r2.5"], (1, 9), False, "begins with incarnation 2.1"),
         # It begins in the middle of a process: its first lines were taken out.
         (["s0: measured r1.5, incarnation 1.4, measured r1.6"], (1, 1), False, COVERED),
         (["s0: started, incarnation 1.1"], (1, 1), False, "ends before the first round"),
         (["s0: started"], (1, 1), False, "says of no attachment to the master"),
         (["a: joined 1.1"], (1, 1), False, ABSENT),
         # Between two processes: whether the master saw another one there, or may have.
-        ([TWO.format("1.3", "r1.4", "r1.6"), "m: epoch 1, slave_attached s0 1.2"], (1, 3), False, f"{BETWEEN} 1.1 and 1.3"),
-        ([TWO.format("1.3", "r1.4", "r1.6"), "m: epoch 1, slave_attached s0 1.3"], (1, 3), False, COVERED),
-        ([TWO.format("1.3", "r1.4", "r1.6"), "m: epoch 1, slave_attached s0 1.1"], (1, 4), False, COVERED),
-        ([TWO.format("1.3", "r1.4", "r1.6"), "m: epoch 2, journaled 3", JOURNAL], (1, 3), False, f"{BETWEEN} 1.1 and 1.3"),
-        ([TWO.format("1.2", "r1.4", "r1.6"), "m: epoch 2, journaled 3", JOURNAL], (1, 3), False, COVERED),
-        ([TWO.format("1.3", "r1.4", "r1.6"), "m: epoch 1, journaled 2", JOURNAL], (1, 3), False, COVERED),
-        ([TWO.format("3.1", "r1.4", "r3.6"), MASTER.format(4), JOURNAL], (1, 3), False, COVERED),
-        ([TWO.format("3.1", "r1.4", "r3.6"), MASTER.format(3), JOURNAL], (1, 3), False, f"{BETWEEN} 1.1 and 3.1"),
-        ([TWO.format("2.1", "r1.4", "r3.6"), "m: epoch 1, journaled 2", JOURNAL], (1, 3), False, f"{BETWEEN} 1.1 and 2.1"),
-        ([TWO.format("1.3", "r1.4", "r1.6"), "m: epoch 1", "journal: 1 ROLLBACK r1.9"], (1, 3), False, f"{BETWEEN} 1.1 and 1.3"),
-        ([TWO.format("1.3", "r1.4", "r1.6"), "m: epoch 1", "journal: 1 ROLLBACK r1.3"], (1, 3), False, COVERED),
+        ([THIRD, "m: epoch 1, slave_attached s0 1.2"], (1, 3), False, MISSED),
+        ([THIRD, "m: epoch 1, slave_attached s0 1.3"], (1, 3), False, COVERED),
+        ([THIRD, "m: epoch 1, slave_attached s0 1.1"], (1, 4), False, COVERED),
+        ([THIRD, "m: epoch 2, journaled 3", JOURNAL], (1, 3), False, MISSED),
+        ([SECOND, "m: epoch 2, journaled 3", JOURNAL], (1, 3), False, COVERED),
+        ([THIRD, "m: epoch 1, journaled 2", JOURNAL], (1, 3), False, COVERED),
+        ([LATER, MASTER.format(4), JOURNAL], (1, 3), False, COVERED),
+        ([LATER, MASTER.format(3), JOURNAL], (1, 3), False, f"{BETWEEN} 1.1 and 3.1"),
+        ([TWO.format("2.1", "r3.6"), "m: epoch 1, journaled 2", JOURNAL], (1, 3), False, f"{BETWEEN} 1.1 and 2.1"),
+        ([THIRD, "m: epoch 1", "journal: 1 ROLLBACK r1.9"], (1, 3), False, MISSED),
+        ([THIRD, "m: epoch 1", "journal: 1 ROLLBACK r1.3"], (1, 3), False, COVERED),
         # Files of one process whose names give another order.
         (["s0: started, incarnation 1.2, configured r1.4, measured r1.6, started, incarnation 1.1, measured r1.2",
           "m: epoch 1, slave_attached s0 1.2"], (1, 2), False, COVERED),
         # An end in order, and whether it attached again.
-        (["s0: started, incarnation 1.1, measured r1.2, stopped", "m: epoch 1, slave_attached s0 1.1"], (1, 3), False, COVERED),
-        (["s0: started, incarnation 1.1, measured r1.2, stopped, measured r1.3", "m: epoch 1"], (1, 4), False, "ends with round r1.3"),
-        (["s0: started, incarnation 1.1, measured r1.2, stopped, starting", "m: epoch 1"], (1, 3), False, COVERED),
-        (["s0: started, incarnation 1.1, measured r1.2, stopped", "m: epoch 1, slave_attached s0 2.1"], (1, 3), False, "ends with round r1.2"),
-        (["s0: started, incarnation 1.1, measured r1.2, stopped", MASTER.format(4), JOURNAL], (1, 3), False, COVERED),
-        (["s0: started, incarnation 1.1, measured r1.2, stopped", "m: epoch 1, journaled 2", JOURNAL], (1, 3), False, "ends with round r1.2"),
+        ([ENDED, "m: epoch 1, slave_attached s0 1.1"], (1, 3), False, COVERED),
+        ([f"{ENDED}, measured r1.3", "m: epoch 1"], (1, 4), False, "ends with round r1.3"),
+        ([f"{ENDED}, starting", "m: epoch 1"], (1, 3), False, COVERED),
+        ([ENDED, "m: epoch 1, slave_attached s0 2.1"], (1, 3), False, ENDS),
+        ([ENDED, MASTER.format(4), JOURNAL], (1, 3), False, COVERED),
+        ([ENDED, "m: epoch 1, journaled 2", JOURNAL], (1, 3), False, ENDS),
     ],
 )  # fmt: skip
 def test_where_a_slaves_tape_has_what_it_says_of_a_round(
@@ -405,6 +408,7 @@ def test_where_a_slaves_tape_has_what_it_says_of_a_round(
     assert Coverage(full).of_slave("s0", round_id, ended) == (place or LOST)
 
 
+WENT_BACK = "s0: committed r1.1 1:1, committed r1.2 1:2, incarnation 2.1, configured r1.1 1:1"
 JOINED = "a: joined 1.1, push_begun a/1.1#1, push_begun a/1.1#4, push_begun a/1.1#3, verdict 1:3, installed 1:2"
 
 
@@ -464,9 +468,9 @@ def test_where_the_masters_tape_has_what_it_says_of_a_record(
     ("tape", "made", "lost"),
     [
         # What a process knew and the journal has not, or made again later, before it went on from an older version.
-        ("s0: committed r1.1 1:1, committed r1.2 1:2, measured r1.3, incarnation 2.1, configured r1.1 1:1", {(1, 1): 1}, 2),
-        ("s0: committed r1.1 1:1, committed r1.2 1:2, incarnation 2.1, configured r1.1 1:1", {(1, 1): 1, (1, 2): 1}, 0),
-        ("s0: committed r1.1 1:1, committed r1.2 1:2, incarnation 2.1, configured r1.1 1:1", {(1, 1): 1, (1, 2): 2}, 1),
+        (WENT_BACK.replace("incar", "measured r1.3, incar"), {(1, 1): 1}, 2),
+        (WENT_BACK, {(1, 1): 1, (1, 2): 1}, 0),
+        (WENT_BACK, {(1, 1): 1, (1, 2): 2}, 1),
         ("s0: committed r1.1 1:1, committed r1.2 1:2, incarnation 2.1, configured r1.2 1:2", {(1, 1): 1}, 0),
         ("s0: committed r1.1 1:1, committed r2.2 2:2, incarnation 2.1, configured r1.1 1:1", {(1, 1): 1}, 0),
         ("s0: committed r1.1 1:1, incarnation 2.1, committed r1.2 1:2, configured r1.1 1:1", {(1, 1): 1}, 0),

@@ -282,6 +282,38 @@ def test_twenty_sentences_of_one_kind_are_enough(tmp_path: Path) -> None:
 # ---- directories ----
 
 
+@pytest.mark.parametrize(
+    ("run_id", "slave", "promised", "words"),
+    [
+        ("test", "s0", 2, ""),
+        ("test", "s0", 1, "slave s0 promised epoch 2, as its tape says, but"),
+        ("test", "s0", None, "slave s0 promised epoch 2, as its tape says, but"),
+        ("test", "s7", None, ""),
+        ("tess", "s0", 2, "belongs to run 'tess', the journal to 'test'"),
+    ],
+)
+def test_a_slaves_directory_is_its_own_with_the_promise_that_its_tape_says(
+    tmp_path: Path, run_id: str, slave: str, promised: int | None, words: str
+) -> None:
+    records, disk = recorded(tmp_path), LocalDisk(tmp_path)
+    write_small(disk, IDENTITY, {"run_id": run_id, "slave_id": slave})
+    if promised is not None:
+        write_small(disk, PROMISE, {"promised_epoch": promised})
+    assert [words in said for said in said_of(compared(records))] == [True] * bool(words)
+
+
+def test_files_of_another_slave_in_a_directory_are_named(tmp_path: Path) -> None:
+    (tmp_path / "s1").mkdir()
+    records, disk = recorded(tmp_path), LocalDisk(tmp_path / "s1")
+    write_small(disk, IDENTITY, {"run_id": "test", "slave_id": "s1"})
+    write_small(disk, PROMISE, {"promised_epoch": 2})
+    records.tape_names |= {tmp_path / "s1" / "tape": ("slave", "s1"), tmp_path / "s0" / "tape": ("slave", "s0")}
+    assert said_of(compared(records)) == []
+    records.tape_names[tmp_path / "s1" / "old"] = ("slave", "s7")
+    records.manifests[0] = replace(records.manifests[0], path=tmp_path / "s1" / "manifest-1.json")
+    assert [Path(said.split()[-1]).name for said in said_of(compared(records))] == ["s0", "s7", "s1"]
+
+
 def test_a_promise_that_a_live_master_began_meanwhile_is_known(tmp_path: Path) -> None:
     records = recorded(tmp_path)
     disk = LocalDisk(tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +82,30 @@ def test_a_job_that_ends_after_a_newer_promise_is_well_if_it_began_before() -> N
     assert [v.invariant for v in checker.feed_tape("slave", "s0", "prepared", {**made, "took_s": 0.5}, 11.0)] == ["I8"]
 
 
-@pytest.mark.parametrize(("directories", "wrong"), [("aa", ["I8"]), ("ab", []), (("", ""), ["I8"])])
-def test_promise_holds_in_the_directory_that_it_was_made_in(directories: Sequence[str], wrong: list[str]) -> None:
+@pytest.mark.parametrize(("promises", "wrong"), [
+    ("a19 a1", ["I8"]), ("a19 b1", []), ("-19 -1", ["I8"]), ("a19 b5 b1", ["I8"]), ("a19 b5 -1", ["I8"]),
+])  # fmt: skip
+def test_promise_holds_in_the_directory_that_it_was_made_in(promises: str, wrong: list[str]) -> None:
     """A slave with a new disk promises a small epoch to a master that lost its own disk too. A tape of an old release
     does not say the directory."""
     checker, found = Checker(), []
-    for at_s, epoch, directory in ((1.0, 19, directories[0]), (2.0, 1, directories[1])):
-        checker.feed_tape("master", "test", "slave_attached", {"slave": "s1", "directory": directory}, at_s)
-        found += checker.feed_tape("slave", "s1", "promised", {"epoch": epoch}, at_s)
+    for at_s, (directory, *epoch) in enumerate(promises.split()):
+        attached = {"slave": "s1", "directory": directory.strip("-")}
+        checker.feed_tape("master", "test", "slave_attached", attached, at_s)
+        found += checker.feed_tape("slave", "s1", "promised", {"epoch": int("".join(epoch))}, at_s)
     assert [violation.invariant for violation in found] == wrong
+
+
+@pytest.mark.parametrize(("change", "breaks"), [
+    ({}, []), ({"round": "r1.3"}, ["I1"]), ({"commit_hash": "ab"}, ["I1"]), ({"digest": "cd", "who": "s0"}, ["I2"]),
+    ({"digest": "cd"}, []), ({"round": "r1.3", "version": "1:2"}, []),
+])  # fmt: skip
+def test_without_the_journals_record_the_slaves_sayings_are_compared(change: dict[str, Any], breaks: list[str]) -> None:
+    checker = Checker(whole=False)
+    held = {"version": "1:1", "round": "r1.2", "digest": "ab", "commit_hash": "cd", "durable": True, "who": "s1"}
+    assert feed(checker, Step("slave", "s0", "committed", held)) == []
+    found = feed(checker, Step("slave", {**held, **change}["who"], "committed", {**held, **change}))
+    assert [violation.invariant for violation in found] == breaks
 
 
 def test_what_a_killed_master_only_noted_may_be_decided_otherwise() -> None:
@@ -105,17 +120,19 @@ def test_what_a_killed_master_only_noted_may_be_decided_otherwise() -> None:
     assert [v.invariant for v in check(script.steps).violations] == ["I6"]
 
 
-def once_more(heard: Step | None, lost: Callable[[Checker], object], *, published: bool = False) -> set[str]:
+def once_more(
+    heard: Step | None, lost: Callable[[Checker], object], after: tuple[str, str, int] = ("journal", "COMMIT", 1)
+) -> set[str]:
     """A COMMIT is lost with the journal, and its two pushes merged again: what that breaks.
 
-    heard: what is known outside of the journal when it is lost. Not published: no slave had flipped.
+    heard: what is known outside of the journal when it is lost. after: the last fact before that.
     """
     before, again = seeded_run(), seeded_run()
     for script in (before, again):
         script.join("b")
     pushes, seeded = [before.push(name) for name in "ab"], len(again.steps)
     before.commit(*pushes)
-    end = before.steps.index(nth(before.steps, *((_PUBLISH) if published else ("journal", "COMMIT")), 1)) + 1
+    end = before.steps.index(nth(before.steps, *after)) + 1
     checker = Checker()
     for step in [*before.steps[:end], *([heard] if heard else [])]:
         assert feed(checker, step) == []
@@ -168,7 +185,11 @@ def test_a_lost_decision_may_be_made_again(
 
 @pytest.mark.parametrize("lost", [lose((1, 0)), adopt], ids=["lost", "another history"])
 def test_what_was_published_is_never_decided_again(lost: Callable[[Checker], object]) -> None:
-    assert once_more(None, lost, published=True) >= {"I1", "I6"}
+    assert once_more(None, lost, (*_PUBLISH, 1)) >= {"I1", "I6"}
+
+
+def test_a_slave_that_had_flipped_holds_what_another_history_may_not_make_again() -> None:
+    assert once_more(None, adopt, (*_COMMITTED, 2)) == {"I1"}
 
 
 def test_a_version_that_was_adopted_from_another_round_replaces_the_one_of_its_name() -> None:
@@ -347,7 +368,11 @@ BROKEN = [
     ("I10", in_participant("base", None), "which has no base version"),
     ("I10", in_participant("base", [1, 4]), "newer than 1:3"),
     ("I9", drop("slave", "staged", 5), "merged push b/1.1#1, but slave s1 never recorded"),
-    ("I9", set_field("worker", "push_sent", "digest_of_slave", {"s1": ANOTHER}, 2), "on slave s1, but its cluster sent"),
+    (
+        "I9",
+        set_field("worker", "push_sent", "digest_of_slave", {"s1": ANOTHER}, 2),
+        "on slave s1, but its cluster sent",
+    ),
     ("I9", told_at_the_end({"s1": ANOTHER}), "on slave s1, but its cluster sent ffffffffffff"),
     ("I11", set_field("journal", "COMMIT", "tokens", 7), "says 7 tokens, but there were"),
     ("I12", leases(lambda rows: rows.pop(0)), "in no state"),
@@ -419,7 +444,9 @@ def test_what_breaks_a_promise_is_seen_and_said(name: str, change: Change, sente
         in_participant("base", [1, -5]),
         judged(lambda r: r.update(s_max=None)),
         lambda steps: [nth(steps, "slave", "staged", at).fields.update(attempt=2) for at in (4, 5)],
-        lambda steps: steps.insert(8, Step("slave", "s0", "staged", {"push": "b/1.1#1", "attempt": 0, "digest": ANOTHER})),
+        lambda steps: steps.insert(
+            8, Step("slave", "s0", "staged", {"push": "b/1.1#1", "attempt": 0, "digest": ANOTHER})
+        ),
         leases(lambda rows: rows[-1].__setitem__(slice(3, 6), ["leased", "a", 7])),
         lease_table(lambda table: table.update(leases=None)),
     ],

@@ -74,15 +74,21 @@ def test_what_the_version_that_a_run_goes_back_to_applied_stays_applied() -> Non
     assert any(push_name(kept) in one for one in said), said
 
 
-def test_facts_that_name_no_round_or_version_are_not_judged() -> None:
+@pytest.mark.parametrize("digest", ["", "ab"])
+def test_facts_that_name_no_round_or_version_are_not_judged(digest: str) -> None:
     checker = Checker()
     assert feed(checker, Step("slave", "s0", "promised", {"epoch": 3})) == []
     before = checker.counts()
-    loaded = {"version": "None", "round": "None", "digest": ""}
-    for kind in ("configured", "prepared", "committed"):
-        assert feed(checker, Step("slave", "s0", kind, {**loaded, "finite": True, "durable": True})) == []
-    after = checker.counts()
-    assert [name for name in after if name in ("I4", "I5", "I8") and after[name] != before[name]] == []
+    loaded = {"version": "None", "round": "None", "digest": digest, "finite": True, "durable": True}
+    for kind in ("configured", "prepared", "committed", "measured", "persisted", "rolled_back"):
+        assert feed(checker, Step("slave", "s0", kind, loaded)) == []
+    for role, kind in (("master", "publish"), ("worker", "installed"), ("worker", "pulled")):
+        assert feed(checker, Step(role, "b", kind, {**loaded, "digest_of_slave": {"s0": digest}})) == []
+    assert feed(checker, Step("slave", "s0", "measured", {"round": "r3.1"})) == []
+    assert checker.counts() == {**before, "I8": before["I8"] + 1, "I13": 1}
+    named = Step("slave", "s0", "configured", {"version": "1:1", "round": "r3.1"})
+    assert feed(checker, named) == []
+    assert checker.counts()["I2"] == checker.counts()["I14"] == 0
 
 
 def test_intervals_that_are_not_known_yet_do_not_count_in_the_tokens_of_a_round() -> None:
@@ -110,19 +116,24 @@ def test_after_the_journal_was_lost_a_cluster_joins_and_gets_tickets_as_if_it_we
     assert feed(checker, ticket) == []
 
 
-@pytest.mark.parametrize(("first", "then", "lossy", "breaks"), [
-    ("APPLIED", "EXCLUDED", False, True),
-    ("EXCLUDED", "ABORTED", False, True),
-    ("APPLIED", "ROLLED_BACK", False, False),
-    ("EXCLUDED", "ABORTED", True, False),
-    ("APPLIED", "EXCLUDED", True, True),
+@pytest.mark.parametrize(("first", "then", "lossy", "taken_back", "breaks"), [
+    ("APPLIED", "EXCLUDED", False, False, True),
+    ("APPLIED", "EXCLUDED", False, True, True),
+    ("EXCLUDED", "ABORTED", False, False, True),
+    ("APPLIED", "ROLLED_BACK", False, False, False),
+    ("EXCLUDED", "ABORTED", True, False, False),
+    ("APPLIED", "EXCLUDED", True, False, True),
+    ("APPLIED", "EXCLUDED", True, True, False),
 ])  # fmt: skip
-def test_a_cluster_that_heard_two_verdicts(first: str, then: str, lossy: bool, breaks: bool) -> None:
+def test_a_cluster_that_heard_two_verdicts(first: str, then: str, lossy: bool, taken_back: bool, breaks: bool) -> None:
     checker = Checker()
     if lossy:
         checker.lost_journal()
     said = {"push": "a/1.1#2", "version": "1:1", "reason": "x"}
     feed(checker, Step("worker", "a", "verdict", {**said, "verdict": first}))
+    if taken_back:
+        back = {"epoch": 2, "version": [2, 0], "origin": [1, 0], "rolled_back": [["a", 1, 1, 2]]}
+        feed(checker, Step("journal", "", "ROLLBACK", back))
     found = feed(checker, Step("worker", "a", "verdict", {**said, "verdict": then}))
     assert any(f"{first} before" in str(one) for one in found) is breaks, found
 

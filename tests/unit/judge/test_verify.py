@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,7 +141,8 @@ def test_what_a_live_run_writes_while_it_is_read_is_not_missing(run: Path, monke
         return read_content(directory)
 
     monkeypatch.setattr("dips.judge.records.read_content", goes_on)
-    assert (verify_run(run).violations, verify_run(run).unproven) == ([], [])
+    report = verify_run(run)
+    assert (report.violations, report.unproven) == ([], [])
 
 
 def slave_tape(run: Path) -> Path:
@@ -179,16 +181,34 @@ def test_a_record_that_says_too_little_is_a_problem(run: Path) -> None:
     assert "the journal's VOID cannot be read" in report.problems[0]
 
 
-def test_a_journal_that_was_cut_short_is_read_from_there_on(run: Path) -> None:
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_journal_that_was_cut_short_is_read_from_there_on(run: Path, says_so: bool) -> None:
     with journal_sql(run / "master") as cursor:
         (digest,) = cursor.execute("SELECT digest FROM records WHERE number = 5").fetchone()
         cursor.execute("DELETE FROM records WHERE number <= 5")
         set_base(cursor, 5, digest)
-        set_meta(cursor, "pruned", "5")
-        set_meta(cursor, "pruned_digest", digest)
+        if says_so:
+            set_meta(cursor, "pruned", "5")
+            set_meta(cursor, "pruned_digest", digest)
     report = verify_run(run)
-    assert report.violations == []
-    assert any("the history begins after record 5" in note for note in report.notes)
+    assert (report.violations, report.ok) == ([], says_so)
+    said = report.notes if says_so else report.unproven
+    assert ("the history begins after record 5" if says_so else "records 1 to 5 of the journal") in said[0]
+
+
+@pytest.mark.parametrize("field", ["tokens", "leases", "data_plan"])
+def test_a_ledger_that_lacks_fields_is_a_problem(run: Path, field: str) -> None:
+    records = read_run(run)
+    assert records.ledger is not None
+    del records.ledger[field]  # type: ignore[attr-defined]
+    for stored in records.manifests:
+        record = json.loads(stored.body["commit_record"])
+        del record["ledger"][field]
+        stored.body.update(commit_record=json.dumps(record))  # type: ignore[attr-defined]
+    check_records(records)
+    read = [problem.partition(" cannot be read")[0] for problem in records.problems]
+    named = [f"the record in {stored.path}" for stored in records.manifests]
+    assert read == ([*named, "the journal's newest state"] if field != "leases" else [])
 
 
 def test_a_journal_that_was_lost_once_is_said_and_what_it_knew_is_not_judged(tmp_path: Path) -> None:

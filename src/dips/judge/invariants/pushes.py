@@ -14,6 +14,7 @@ from dips.judge.facts import (
     PushKey,
     RecordedParticipant,
     Sentences,
+    hex_of,
     ledger_of_record,
     pair,
     say_push,
@@ -116,7 +117,7 @@ def complete_or_absent(history: History, fact: Fact) -> Sentences:
     if fact.source == "worker":
         return _sent(history, fact)
     made = fact.made
-    wrong, judged = [], 0
+    wrong, judged = [], False
     for item in made.accepted:
         sent = history.sent.get(item.push)
         for slave in made.digests:
@@ -128,7 +129,7 @@ def complete_or_absent(history: History, fact: Fact) -> Sentences:
                         "of it"
                     )
                 continue
-            judged += 1
+            judged = True
             if sent is not None and slave in sent and sent[slave] not in staged.values():
                 wrong.append(_differs(item.push, slave, staged, sent[slave]))
     return wrong if wrong or judged else None
@@ -141,14 +142,10 @@ def _sent(history: History, fact: Fact) -> Sentences:
     decided = history.decided.get(push)
     if decided is None or decided[0] != "APPLIED":
         return None
-    wrong, judged = [], 0
-    for slave, raw in digests.items():
-        digest = raw.hex() if isinstance(raw, bytes) else str(raw)
-        staged = history.staged.get((push, slave))
-        judged += staged is not None
-        if staged is not None and digest not in staged.values():
-            wrong.append(_differs(push, slave, staged, digest))
-    return wrong if judged else None
+    known = [(slave, staged) for slave in digests if (staged := history.staged.get((push, slave))) is not None]
+    sent = {slave: hex_of(digest) for slave, digest in digests.items()}
+    wrong = [_differs(push, slave, held, sent[slave]) for slave, held in known if sent[slave] not in held.values()]
+    return wrong if known else None
 
 
 def _differs(push: PushKey, slave: str, staged: dict[int, str], sent: str) -> str:
@@ -335,8 +332,7 @@ def _covers(ledger: Fields, table: Fields, where: str) -> list[str]:
 
     A pass without a row is over: all its tokens are settled. Every settled token must be counted, so none are missed.
     """
-    plan = ledger.get("data_plan")
-    total = int(plan[2]) if plan else 0
+    total = int(ledger["data_plan"][2])
     n_passes = int(table["begun"] if "begun" in table else table["passes"])
     reached: dict[int, int] = {}
     settled = 0
