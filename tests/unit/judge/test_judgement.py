@@ -13,7 +13,7 @@ from support.recording import Recording
 from support.rounds import gram_of
 
 from dips.core.ids import Version
-from dips.judge.judgement import Judging
+from dips.judge.judgement import ClusterMemory, Judging, PenaltyMemory, pushes_of, round_of
 from dips.judge.verify import check_records
 from dips.lab.sim import seed_run as simulated
 from dips.master.state.penalty import judge, round_tokens
@@ -186,6 +186,46 @@ def test_slaves_that_measured_another_number_of_pushes_are_named() -> None:
         (wrong,) = judging.judge(record, ["s0"]) or [""]
         judging.moved("VOID", None, None)
         assert ("another number of pushes" if more_bad != [1] else "elements that are not finite") in wrong
+
+
+PUSHED = {"push": ["a", 1, 1, 1], "tokens": 1000, "steps": 16}
+KNOWN = PenaltyMemory({"a": ClusterMemory(99, 1.0, 0.01, 1000.0, 16)}, (1.0, 1.0, 1.0), (0.5,))
+GATE = PenaltyMemory({}, (1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize(("memory", "norm", "bad", "close"), [
+    (KNOWN, 1.3 - 1e-6, "", False), (KNOWN, 1.3 - 1e-11, "", True),
+    (KNOWN, 1.3 + 1e-11, "score", True), (KNOWN, 1.3 + 1e-6, "score", False),
+    (KNOWN, 10.0, "score", False), (KNOWN, 10.0 + 1e-6, "gate", False),
+    (GATE, 10.0 - 1e-6, "", False), (GATE, 10.0, "", True),
+    (GATE, 10.0 + 1e-11, "gate", True), (GATE, 10.0 + 1e-6, "gate", False),
+])  # fmt: skip
+def test_only_where_rounding_decides_are_both_answers_right(
+    memory: PenaltyMemory, norm: float, bad: str, close: bool
+) -> None:
+    for detector in ("score", "literal") if memory is GATE else ("score",):
+        config = PenaltyConfig(detector=detector, beta=3.0, hard_gate=10.0)
+        pushes = (Participant("a", 1000.0, 0, 16, 16, False),)
+        inputs = JudgeInputs(config, 0.7, pushes, ((norm * norm,),), ("a",), (), (), 0.0, None)
+        judged = judge(DetectorState.empty(), config, pushes, ((norm * norm,),), frozenset("a"), 0.0)
+        told = (judgement_to_json(judged, None, inputs) or {})["inputs"]
+        (push,) = pushes_of(round_of([PUSHED], told), memory)
+        assert (push.bad, push.close) == (bad, close)
+
+
+@pytest.mark.parametrize(("merged", "is_wrong"), [("1e-07", False), ("0.0001", True)])
+def test_opposite_pushes_cancel_but_for_rounding(merged: str, is_wrong: bool) -> None:
+    config = PenaltyConfig(detector="off", warm_up_pushes=2)
+    pushes = tuple(Participant(name, 100.0, 0, 16, 16, False) for name in "ab")
+    gram, live = ((1.0, -1.0), (-1.0, 1.0)), frozenset("ab")
+    judged = judge(DetectorState.empty(), config, pushes, gram, live, 0.0)
+    step = outer_step_of(config, 0.7, judged.scale, judged.rho, Version(1, 0))
+    inputs = JudgeInputs(config, 0.7, pushes, gram, ("a", "b"), (), (), 0.0, None)
+    participants = [{"push": [name, 1, 1, 1], "tokens": 100, "steps": 16, "verdict": "APPLIED"} for name in "ab"]
+    said = {**(judgement_to_json(judged, step, inputs) or {}), "merged_norm": merged}
+    record = {"kind": "COMMIT", "round": [1, 1], "from_version": [1, 0], "participants": participants}
+    wrong = Judging().judge({**record, "judgement": said}) or []
+    assert ["merged norm" in sentence for sentence in wrong] == [True] * is_wrong
 
 
 CHANGED_STATE: dict[str, Any] = {

@@ -58,6 +58,28 @@ def test_every_range_of_a_push_is_compared_with_what_was_applied() -> None:
     assert "I6" in broken(script)
 
 
+@pytest.mark.parametrize("halves", [((0, 50), (50, 100)), ((50, 100), (0, 50))])
+def test_halves_of_a_chunk_are_two_ranges(halves: tuple[tuple[int, int], ...]) -> None:
+    script = begun("a")
+    for half in halves:
+        script.commit({**script.push("a"), "ranges": [[1, 0, 0, *half]]})
+    assert "I6" not in broken(script)
+    script.commit({**script.push("a"), "ranges": [[1, 0, 0, 99, 101]]})
+    assert "I6" in broken(script)
+
+
+@pytest.mark.parametrize(("heard", "breaks"), [(["a/1.1#2", "b/1.1#1"], set()), (["a/1.1#1"], {"I6"})])
+def test_every_push_of_the_versions_that_a_run_goes_back_over_is_taken_back(heard: list[str], breaks: set[str]) -> None:
+    script = begun("a", "b")
+    script.commit(script.push("a"))
+    script.commit(script.push("b"))
+    script.start_master()
+    script.roll_back((1, 0), [])
+    for push in heard:
+        script.add("worker", push[0], "verdict", push=push, verdict="ROLLED_BACK", version="2:0", reason="lost")
+    assert broken(script) == breaks
+
+
 def test_what_the_version_that_a_run_goes_back_to_applied_stays_applied() -> None:
     script = begun("a", "b")
     script.commit(script.push("a"))

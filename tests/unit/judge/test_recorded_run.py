@@ -161,6 +161,11 @@ def test_a_pack_proves_the_same_elsewhere_and_holds_no_secret(
     assert sums == {str(path): hashlib.sha256(data).hexdigest() for path, data in held.items()}
     again = verify_run(to, replay=True, allow_skipped=bool(until))
     assert again.to_json() == report.to_json()
+    assert {path.relative_to(to) for path in to.rglob("*") if path.is_file()} == {*held, Path(pack.SUMS)}
+    of_slaves = {
+        path.relative_to(recorded) for name in ("identity.json", "promise.json") for path in recorded.rglob(name)
+    }
+    assert of_slaves <= held.keys()
 
 
 def test_a_round_that_is_committed_meanwhile_is_packed_as_well(
@@ -180,24 +185,27 @@ def test_a_round_that_is_committed_meanwhile_is_packed_as_well(
     assert pack.pack_run(run, tmp_path / "pack").ok
 
 
-@pytest.mark.parametrize(("link", "sentence"), [(True, "leads out of"), (False, "it was changed")])
+@pytest.mark.parametrize(("link", "sentence"), [
+    ("", "leads out of"), ("../../../../key.safetensors", "it was changed"), ("key.pem", "it was changed"),
+])  # fmt: skip
 def test_a_slaves_directory_cannot_bring_other_files_into_a_pack(
-    recorded: Path, tmp_path: Path, link: bool, sentence: str
+    recorded: Path, tmp_path: Path, link: str, sentence: str
 ) -> None:
     run, key = Path(shutil.copytree(recorded, tmp_path / "run")), tmp_path / "key.safetensors"
     key.write_bytes(SECRET)
     record = next(run.rglob("pushes/round-r1.2.json"))
     raw = json.loads(record.read_bytes())
-    if link:
+    record.with_name("key.pem").write_bytes(SECRET)
+    if not link:
         pushed = record.with_name(raw["accepted"][0]["file"])
         pushed.unlink()
         pushed.symlink_to(key)
     else:
-        raw["accepted"][0]["file"] = "../../../../key.safetensors"
+        raw["accepted"][0]["file"] = link
         record.write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match=sentence):
         pack.pack_run(run, tmp_path / "pack")
-    assert not [path for path in (tmp_path / "pack").rglob("*.safetensors") if path.read_bytes() == SECRET]
+    assert not [path for path in (tmp_path / "pack").rglob("*.*") if path.is_file() and path.read_bytes() == SECRET]
 
 
 @pytest.mark.parametrize(

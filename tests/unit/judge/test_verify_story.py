@@ -61,8 +61,16 @@ def test_a_slave_and_a_cluster_have_their_own(run: Path) -> None:
     assert {who for who, _ in kinds(slave.lines)} == {"slave s0", "journal", "master"}
     cluster = tell_story(run, "a")
     assert cluster.what == "cluster"
-    assert {("journal", "JOIN"), ("worker a", "push_sent"), ("master", "verdict")} <= kinds(cluster.lines)
+    of_cluster = {("journal", "JOIN"), ("worker a", "push_sent"), ("master", "verdict"), ("journal", "COMMIT")}
+    assert of_cluster <= kinds(cluster.lines)
     assert not any(told.who == "worker b" for told in cluster.lines)
+
+
+def test_who_left_no_tape_is_known_by_the_journal(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", usual_run())
+    for tape in run.rglob("*.tape.jsonl"):
+        tape.unlink()
+    assert (tell_story(run, "s0").what, tell_story(run, "a").what) == ("slave", "cluster")
 
 
 def test_a_rollback_is_part_of_the_story_of_what_it_made(tmp_path: Path) -> None:
@@ -208,8 +216,31 @@ def test_a_round_in_which_the_master_stood_still_or_lost_a_slave_says_so(timed: 
     tapes.note(0.0, "m", "slave_lost", slave="s1", reason="its stream ended")
     tapes.note(0.0, "m", "round", round="r1.1", phase="IDLE", why="")
     [one] = slow_rounds(run, 9)
+    assert (one.step, one.step_s, one.took_s) == ("WINDOW", 60.0, 60.0)
     assert "the master itself stood still for 1 min" in one.cause
     assert "slave s1 was lost: its stream ended" in one.cause
+
+
+@pytest.mark.parametrize(("pushes", "closed_s", "phase", "cause"), [
+    ([], 30.0, "IDLE", "no cluster is left"),
+    ([0.0, 9.0], 11.0, "IDLE", "for 11 s no further push came: no cluster is left"),
+    ([0.0, 11.0], 10.0, "IDLE", "the push of cluster b came 11 s after the first"),
+    ([0.0], 1.0, "MEASURE", "a slave; the tapes of the slaves are not here"),
+    ([0.0], 1.0, "MERGE", "the master's own work, or its journal's disk"),
+])  # fmt: skip
+def test_what_a_round_waited_for(
+    timed: tuple[Path, Timed], pushes: list[float], closed_s: float, phase: str, cause: str
+) -> None:
+    run, tapes = timed
+    tapes.note(0.0, "m", "round", round="r1.1", phase="WINDOW", why="")
+    for name, after_s in zip("ab", pushes, strict=False):
+        tapes.note(after_s, "m", "admitted", push=f"{name}/1.1#1")
+    tapes.note(closed_s, "m", "round", round="r1.1", phase=phase, why="no cluster is left")
+    if phase != "IDLE":
+        tapes.note(99.0, "m", "stood_still", gap_s=49.5)
+        tapes.note(0.0, "m", "round", round="r1.1", phase="IDLE", why="")
+    [one] = slow_rounds(run, 9)
+    assert one.cause == cause
 
 
 def test_the_slowest_rounds_are_printed_where_nothing_is_named(
