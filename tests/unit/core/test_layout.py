@@ -104,26 +104,23 @@ def test_other_differences_are_named() -> None:
     assert len({SMALL.layout_hash, longer.layout_hash, turned.layout_hash, recut.layout_hash}) == 4
 
 
+ONE = parameter("a", 1)
+MEAN = Parameter("norm.mean", (9,), "float32", AVERAGED_LAYER, averaged=True)
+
+
 @pytest.mark.parametrize(
-    ("parameters", "block_elems", "sentence"),
+    ("parameters", "block_elems"),
     [
-        ((), 8, "no parameters to train"),
-        ((parameter("a", 1),), 0, "block_elems is 0"),
-        ((parameter("a", 1),), 2**32 + 1, "block_elems is 4294967297"),
-        ((parameter("a", 1), parameter("a", 2)), 8, "two parameters of the model have the same name"),
-        ((parameter("a", 0),), 8, r"parameter 'a': shape \[0\] is empty"),
-        ((parameter("a", -3),), 8, r"shape \[-3\] is empty, negative"),
-        ((parameter("a", *[1] * 17),), 8, "more than 16 dimensions"),
-        ((parameter("a", 2, dtype="float64"),), 8, "dtype 'float64' is not one of bfloat16, float16, float32"),
-        ((parameter("a", 2, dtype=""),), 8, "dtype '' is not one of"),
-        ((parameter("", 2, layer="x"),), 8, "its name or layer is empty"),
-        ((parameter("n" * (MAX_NAME_CHARS + 1), 2),), 8, "longer than 512 characters"),
-        ((parameter("a", 2**40), parameter("b", 2**44)), 8, "elements, at most 17592186044416 are served"),
-        ((parameter("a", 2**40),), 1, "blocks of 1 elements would be more than 2097152"),
+        ((), 8), ((ONE,), 0), ((ONE,), 2**32 + 1), ((ONE, parameter("a", 2)), 8), ((parameter("a", 0),), 8),
+        ((parameter("a", -3),), 8), ((parameter("a", *[1] * 17),), 8), ((parameter("a", 2, dtype="float64"),), 8),
+        ((parameter("a", 2, dtype=""),), 8), ((parameter("", 2, layer="x"),), 8),
+        ((parameter("n" * (MAX_NAME_CHARS + 1), 2),), 8), ((parameter("a", 2**40), parameter("b", 2**44)), 2**32),
+        ((parameter("a", 2**40),), 1), ((MEAN,), 8), ((MEAN, ONE), 8), ((ONE, MEAN, parameter("late", 3)), 8),
+        ((ONE, dataclasses.replace(MEAN, layer="a")), 8),
     ],
-)
-def test_an_impossible_layout_is_refused(parameters: tuple[Parameter, ...], block_elems: int, sentence: str) -> None:
-    with pytest.raises(Refused, match=sentence) as caught:
+)  # fmt: skip
+def test_an_impossible_layout_is_refused(parameters: tuple[Parameter, ...], block_elems: int) -> None:
+    with pytest.raises(Refused) as caught:
         Layout(parameters, block_elems)
     assert caught.value.code is RefusalCode.LAYOUT
 
@@ -155,7 +152,6 @@ def test_the_layer_is_named_up_to_the_first_number(name: str, layer: str) -> Non
     assert layer_of(name) == layer
 
 
-MEAN = Parameter("norm.mean", (9,), "float32", AVERAGED_LAYER, averaged=True)
 BUFFERED = Layout((*SMALL.parameters, MEAN), SMALL.block_elems)
 
 
@@ -179,21 +175,6 @@ def test_averaged_buffers_count_for_the_hash_and_what_differs_is_named() -> None
     assert first_difference(SMALL, BUFFERED) == (
         "it averages buffer 'norm.mean', which this run does not: enter the loop without buffers="
     )
-
-
-@pytest.mark.parametrize(
-    ("parameters", "sentence"),
-    [
-        ((MEAN,), "begins with an averaged buffer"),
-        ((MEAN, SMALL.parameters[0]), "begins with an averaged buffer"),
-        ((*SMALL.parameters, MEAN, parameter("late", 3)), "'late' comes after averaged buffers"),
-        ((*SMALL.parameters, dataclasses.replace(MEAN, layer="scale")), "layer 'scale' has trained parameters and"),
-    ],
-)
-def test_another_order_of_averaged_buffers_is_refused(parameters: tuple[Parameter, ...], sentence: str) -> None:
-    with pytest.raises(Refused, match=sentence) as refused:
-        Layout(parameters)
-    assert refused.value.code is RefusalCode.LAYOUT
 
 
 @pytest.mark.parametrize("kind", ["trained", 1, None, ["averaged"]])

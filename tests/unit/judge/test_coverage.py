@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.corruptions import tape_of
 from support.forge import Record, edit_tape
-from support.history import Script, write_run
+from support.history import Script, usual_run, write_run
 from support.recorded_run import unpacked
 
 from dips.judge.coverage import ABSENT, COVERED, KILLED, LOST, Coverage, drop_lost
@@ -142,73 +142,6 @@ def test_whoever_lost_lines_to_a_full_disk_is_unproven_there(recorded: Path, kin
     settled(recorded, name, "b/1.1#7" if kind == "push" else "lost lines to a full disk")
 
 
-# ---- a run with several epochs ----
-
-
-def three_epochs() -> Script:
-    script = Script()
-    for _ in range(3):
-        script.start_master()
-        for slave in ("s0", "s1") if script.version else ():
-            script.restart_slave(slave)
-        script.join("a")
-        script.commit(script.push("a"))
-        script.commit(script.push("a"))
-    return script
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "run", three_epochs())
-
-
-def tape_in(run: Path, name: str) -> Path:
-    (path,) = run.rglob(f"{name}.tape.jsonl")
-    return path
-
-
-def but_the_second(kind: str) -> Cut:
-    """A tape without what its process wrote between the second and the third of these lines."""
-    return lambda lines: [*up_to_nth(kind, 1)(lines), *from_nth(kind, 2)(lines)]
-
-
-@pytest.mark.parametrize(
-    ("tape", "cut", "name", "gap"),
-    [
-        # As docs/operations.md says: the journal comes from the backup, and the master's next tape begins then.
-        ("test", from_nth("epoch", 2), "master", "begins with epoch 3"),
-        ("test", but_the_second("epoch"), "master", "has no line of epoch 2"),
-        ("s1", but_the_second("started"), "s1", "has no line between incarnations"),
-        ("a", but_the_second("joined"), "a", "has no line of incarnation 2.2"),
-    ],
-)
-def test_a_process_that_ran_once_without_its_tape_leaves_a_gap(
-    run: Path, tape: str, cut: Cut, name: str, gap: str
-) -> None:
-    keep(tape_in(run, tape), cut)
-    report = verify_run(run)
-    assert (report.violations, report.exit_code, len(report.unproven)) == ([], 7, 1)
-    assert gap in report.unproven[0]
-    settled(run, name, gap)
-
-
-def test_the_same_process_that_joined_twice_had_its_tape_all_the_time(run: Path) -> None:
-    edit_tape(
-        tape_in(run, "test"), lambda lines: [line.update(process="one") for line in lines if line["kind"] == "join"]
-    )
-    keep(tape_in(run, "a"), but_the_second("joined"))
-    assert results(verify_run(run))["records"] == VIOLATED
-
-
-def test_a_slaves_end_in_order_without_a_later_attachment_is_the_end_of_its_tape(run: Path) -> None:
-    keep(tape_in(run, "s1"), up_to_nth("started", 2))
-    end = [{"kind": "stopped", "reason": "a signal"}]
-    keep(tape_in(run, "s1"), lambda lines: [*lines, {**lines[-1], **end[0]}])
-    assert verify_run(run).violations == [], "it attached again later"
-    keep(tape_in(run, "test"), lambda lines: [line for line in lines if line.get("incarnation") not in ("3.1", "3.2")])
-    assert results(verify_run(run))["I5"] == VIOLATED
-
-
 # ---- a run that was restored from a copy ----
 
 
@@ -287,19 +220,7 @@ def test_a_hole_in_the_middle_of_a_process_is_no_excuse(recorded: Path, name: st
     assert results(verify_run(recorded, without={name}))[breaks] == VIOLATED
 
 
-def test_a_tape_that_knows_of_an_attachment_lacks_no_push_of_it(run: Path) -> None:
-    keep(tape_in(run, "a"), without(between=("joined", 1, 2)))
-    assert results(verify_run(run))["records"] == VIOLATED
-
-
-@pytest.mark.parametrize(("end", "result"), [([], UNPROVEN), ([{"kind": "left"}], VIOLATED)])
-def test_a_cluster_that_left_wrote_no_more_afterwards(run: Path, end: list[Record], result: str) -> None:
-    keep(tape_in(run, "a"), up_to_nth("push_sent", 5))
-    keep(tape_in(run, "a"), lambda lines: [*lines, *({**lines[-1], **line} for line in end)])
-    assert results(verify_run(run))["records"] == result
-
-
-def test_a_master_that_was_killed_as_it_wrote_its_last_record_is_not_accused(run: Path) -> None:
+def test_a_master_that_was_killed_as_it_wrote_its_last_record_is_not_accused(tmp_path: Path) -> None:
     """The COMMIT was durable; the lines about it were not written before the kill."""
 
     def cut(lines: list[Record]) -> list[Record]:
@@ -309,7 +230,8 @@ def test_a_master_that_was_killed_as_it_wrote_its_last_record_is_not_accused(run
         commit = max(at for at, line in enumerate(lines[:last]) if line["kind"] == "journaled")
         return [*lines[:commit], *lines[second - 1 :]]
 
-    keep(tape_in(run, "test"), cut)
+    run = write_run(tmp_path / "run", usual_run())
+    keep(run / "master" / "test.tape.jsonl", cut)
     assert verify_run(run).violations == []
 
 

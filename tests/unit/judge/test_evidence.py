@@ -266,12 +266,7 @@ def test_without_durability_a_slave_must_have_what_it_says_is_on_its_disk(tmp_pa
     assert "version 1:3 was on the disk of slave s0" in said
 
 
-def test_twenty_sentences_of_one_kind_are_enough(tmp_path: Path) -> None:
-    records = recorded(tmp_path)
-    for line in records.lines["worker"]:
-        if line.kind == "push_begun":
-            line.fields.update(tokens=7)  # type: ignore[attr-defined]
-    assert len(compared(records).violations) == 7
+def test_twenty_sentences_of_one_kind_are_enough() -> None:
     found = Evidence()
     for n in range(25):
         found.differs(f"difference {n}", "here")

@@ -81,14 +81,6 @@ def test_a_rollback_is_part_of_the_story_of_what_it_made(tmp_path: Path) -> None
     assert rollback.fields["origin"] == "1:1"
 
 
-def test_lines_are_short_and_begin_with_the_time(run: Path) -> None:
-    lines = list(render(tell_story(run, "1:1")))
-    assert lines[0].startswith("+    0.000 s  ")
-    prepared = next(line for line in lines if "prepared" in line)
-    assert "version=1:1 round=r1.2 digest=" in prepared
-    assert max(len(word) for word in prepared.split()) < 40  # digests are cut
-
-
 def test_values_are_shown_in_short() -> None:
     fields = {
         "digest": "ab" * 16, "tokens": 5, "share": 0.123456789, "words": "two words", "word": "one", "none": None,
