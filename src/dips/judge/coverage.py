@@ -209,10 +209,7 @@ class _SlaveTape:
         lives: list[_Life] = []
         for line in lines:
             if line.kind == "started" or not lives:
-                # What comes before the line "started" of a tape's first process belongs to that start.
-                follows = lives and line.kind == "started" and lives[-1].starts and lives[-1].first is None
-                if not follows:
-                    lives.append(_Life(line.kind in STARTS))
+                lives.append(_Life(line.kind in STARTS))
             lives[-1].add(line)
         self._lives = sorted(
             (life for life in lives if life.first is not None or life.newest is not None),

@@ -269,7 +269,7 @@ def _decisions_against_master(records: RunRecords, history: History, found: Evid
                     f"{about} says s_max = {record.get('s_max')}, but the master's tape says {bound}", "master commit"
                 )
         elif record["kind"] == "COMMIT":
-            place = coverage.of_master(int(record.get("epoch", 0)), number)
+            place = coverage.of_master(int(record["epoch"]), number)
             if place not in (COVERED, KILLED):
                 history.lacks(*MASTER, place, f"version {say_version(pair(record['version']))}", "I4")
             elif place == COVERED and committed and not history.lossy and _since_commits_are_recorded(records, record):

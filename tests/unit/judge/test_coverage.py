@@ -241,7 +241,8 @@ FIELDS = {
     **dict.fromkeys(("incarnation", "joined"), ("incarnation",)),
     **dict.fromkeys(("push_begun", "ticket"), ("push",)),
     **{"slave_attached": ("slave", "incarnation"), "join": ("cluster", "incarnation", "process")},
-    **{"epoch": ("epoch",), "journaled": ("number",), "verdict": ("version",), "installed": ("version",)},
+    **dict.fromkeys(("verdict", "installed", "publish"), ("version",)),
+    **{"epoch": ("epoch", "version"), "journaled": ("number",)},
     **dict.fromkeys(("committed", "configured"), ("round", "version")),
 }  # fmt: skip
 ROLES = {"m": "master", "s0": "slave", "a": "worker"}
@@ -294,6 +295,7 @@ MISSED, ENDS = f"{BETWEEN} 1.1 and 1.3", "ends with round r1.2"
         (["s0: started, incarnation 2.1, measured r2.5"], (1, 9), False, "begins with incarnation 2.1"),
         # It begins in the middle of a process: its first lines were taken out.
         (["s0: measured r1.5, incarnation 1.4, measured r1.6"], (1, 1), False, COVERED),
+        (["s0: measured r1.5, started, incarnation 1.3, configured r1.6, measured r1.7"], (1, 6), False, COVERED),
         (["s0: started, incarnation 1.1"], (1, 1), False, "ends before the first round"),
         (["s0: started"], (1, 1), False, "says of no attachment to the master"),
         (["a: joined 1.1"], (1, 1), False, ABSENT),
@@ -398,6 +400,8 @@ def test_where_the_masters_tape_has_what_it_says_of_a_record(
         ("s0: committed r1.1 1:1, incarnation 2.1, committed r1.2 1:2, configured r1.1 1:1", {(1, 1): 1}, 0),
         ("s0: committed r1.2 1:2, measured r1.3, started, incarnation 2.1, configured r1.1 1:1, committed r2.2 1:2, "
          "incarnation 3.1, configured r1.1 1:1, measured r3.1", {(1, 1): 1, (1, 2): 3}, 3),
+        ("m: epoch 1, publish 1:1, publish 1:2, epoch 2 1:1", {(1, 1): 1}, 1),
+        ("m: epoch 1, publish 1:1, publish 1:2, epoch 2 1:1", {(1, 1): 1, (1, 2): 1}, 0),
         ("a: verdict 1:1, installed 1:2, push_begun a/1.1#4, joined 2.1, installed 1:1", {(1, 1): 1}, 2),
     ],
 )  # fmt: skip

@@ -262,8 +262,12 @@ def test_without_durability_a_slave_must_have_what_it_says_is_on_its_disk(tmp_pa
     manifests_of("s1")(records)
     assert said_of(compared(records)) == [], "s1 said nothing, s0 has 1:3"
     manifests_of("s0")(records)
-    (said,) = said_of(compared(records))
-    assert "version 1:3 was on the disk of slave s0" in said
+    history = check_records(records).history
+    for without in ((), ("s0",)):
+        (said,) = said_of(judge_evidence(records, history, without))
+        assert "version 1:3 was on the disk of slave s0" in said
+    records.tapes.remove(("slave", "s0"))
+    assert said_of(judge_evidence(records, history, ("s0",))) == [], "its tape could say more"
 
 
 def test_twenty_sentences_of_one_kind_are_enough() -> None:

@@ -89,10 +89,10 @@ def test_promise_holds_in_the_directory_that_it_was_made_in(promises: str, wrong
     """A slave with a new disk promises a small epoch to a master that lost its own disk too. A tape of an old release
     does not say the directory."""
     checker, found = Checker(), []
-    for at_s, (directory, *epoch) in enumerate(promises.split()):
-        attached = {"slave": "s1", "directory": directory.strip("-")}
+    for at_s, said in enumerate(promises.split()):
+        attached = {"slave": "s1", "directory": said[0].strip("-")}
         checker.feed_tape("master", "test", "slave_attached", attached, at_s)
-        found += checker.feed_tape("slave", "s1", "promised", {"epoch": int("".join(epoch))}, at_s)
+        found += checker.feed_tape("slave", "s1", "promised", {"epoch": int(said[1:])}, at_s)
     assert [violation.invariant for violation in found] == wrong
 
 
@@ -342,6 +342,7 @@ BROKEN = [
     ("I4", without_manifests(set_field("slave", "committed", "durable", False)), "only in the memory of slave s1"),
     ("I4", set_field("master", "publish", "version", "1:77"), "no record in the journal made it"),
     ("I5", set_field("slave", "prepared", "durable", False), "only in memory"),
+    ("I5", drop("slave", "prepared"), "before slaves s1 had prepared it"),
     ("I6", set_field("worker", "verdict", "verdict", "ROLLED_BACK"), "no ROLLBACK in the journal"),
     ("I6", set_field("worker", "verdict", "push", "b/1.1#9"), "the journal has no decision on it"),
     ("I6", in_participant("ranges", [[1, 0, 0, 0, CHUNK_TOKENS]]), "which version 1:1 applied"),

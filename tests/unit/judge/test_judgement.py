@@ -113,6 +113,7 @@ def feed(judging: Judging, record: Mapping[str, Any]) -> list[str] | None:
 def test_every_rule_of_judge_is_recomputed_round_after_round(config: PenaltyConfig) -> None:
     run, judging = Run(config, 1), Judging()
     outcomes = set()
+    assert feed(judging, {"kind": "COMMIT", "from_version": None}) is None, "the seed"
     for _ in range(ROUNDS):
         record = run.record()
         assert feed(judging, record) == [], record
@@ -208,7 +209,7 @@ def test_only_where_rounding_decides_are_both_answers_right(
         pushes = (Participant("a", 1000.0, 0, 16, 16, False),)
         inputs = JudgeInputs(config, 0.7, pushes, ((norm * norm,),), ("a",), (), (), 0.0, None)
         judged = judge(DetectorState.empty(), config, pushes, ((norm * norm,),), frozenset("a"), 0.0)
-        told = (judgement_to_json(judged, None, inputs) or {})["inputs"]
+        told: Any = (judgement_to_json(judged, None, inputs) or {})["inputs"]
         (push,) = pushes_of(round_of([PUSHED], told), memory)
         assert (push.bad, push.close) == (bad, close)
 

@@ -303,7 +303,15 @@ def test_lines_that_name_a_round_alone_or_were_caused_by_it_are_of_its_story(tmp
     script = usual_run()
     script.add("master", "test", "window", round="r1.2")
     script.add("master", "test", "window", round="r1.3")
+    script.add("master", "test", "window", round="r1.9", version="1:9")
     run = write_run(tmp_path / "run", script, changed(script, lambda steps: None))
-    for name, rounds in (("r1.2", {"r1.2"}), ("1:1", {"r1.2"}), ("a/1.1#2", set()), ("b", set())):
+    for name, rounds in (
+        ("r1.2", {"r1.2"}),
+        ("1:1", {"r1.2"}),
+        ("r1.9", {"r1.9"}),
+        ("1:9", {"r1.9"}),
+        ("a/1.1#2", set()),
+        ("b", set()),
+    ):
         told = [line.fields["round"] for line in tell_story(run, name).lines if line.kind == "window"]
         assert set(told) == rounds

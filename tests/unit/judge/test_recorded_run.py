@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support.corruptions import CORRUPTIONS, Corruption, judged, tape_of
+from support.corruptions import CORRUPTIONS, Corruption, judged, newest_manifest, tape_of
 from support.journals import append
 from support.recorded_run import NUMBERS, numbers_of, unpacked
 
@@ -55,9 +55,12 @@ def test_what_breaks_off_is_noted_and_what_cannot_be_opened_is_a_problem(run: Pa
     tape = tape_of(run, "s0")
     tape.write_bytes(b"".join(tape.read_bytes().splitlines(keepends=True)[:-1]))
     (run / "s1" / "manifest-9.json").mkdir()
+    snapshot = newest_manifest(run).with_name(json.loads(newest_manifest(run).read_bytes())["body"]["file"])
+    snapshot.write_bytes(snapshot.read_bytes()[:-1] + b"?")
     report = verify_run(run)
     assert ["tape of slave s0 does not end with the line of an orderly end" in note for note in report.notes] == [True]
-    assert ["manifest-9.json cannot be read" in problem for problem in report.problems] == [True]
+    assert ["manifest-9.json cannot be read" in problem for problem in report.problems] == [False, True]
+    assert str(snapshot) in report.problems[0]
     assert report.exit_code == EXIT_UNREADABLE
 
 
@@ -115,18 +118,16 @@ def test_the_newer_of_two_masters_need_not_have_what_came_before_the_version_tha
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_journal_from_before_a_rebuild_is_named_and_accuses_no_one(run: Path, damaged: bool) -> None:
-    with (
-        closing(Journal.open(run / "lost", "recorded")) as lost,
-        closing(Journal.open(run / "master", "recorded")) as mine,
-    ):
-        lost.begin_epoch(3)
-        mine.begin_epoch(5)
+    for place, epoch in (("lost", 3), ("older", 2), ("master", 5)):
+        with closing(Journal.open(run / place, "recorded")) as journal:
+            journal.begin_epoch(epoch)
     if damaged:
         (run / "lost" / "journal.sqlite3").write_bytes(b"not a journal" * 99)
     report = verify_run(run)
     assert report.violations == []
-    said, words = (report.problems, "/lost/journal") if damaged else (report.notes, "/lost has no record in common")
-    assert sum(words in sentence for sentence in said) == 1
+    assert ["/lost/journal" in problem for problem in report.problems] == [True] * damaged
+    unknown = {note.split()[3].rpartition("/")[2] for note in report.notes if "has no record in common" in note}
+    assert unknown == {"older", *["lost"] * (not damaged)}
 
 
 def test_two_journals_that_differ_without_a_take_over_contradict_each_other(run: Path) -> None:

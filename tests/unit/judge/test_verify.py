@@ -128,12 +128,13 @@ def test_a_tape_that_never_was_here_is_named_by_who_asks(run: Path, capsys: pyte
 
 def test_what_a_live_run_writes_while_it_is_read_is_not_missing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A push is begun and decided between the reading of its cluster's tape and that of the journal."""
-    tapes = [run / "tapes" / "a.tape.jsonl", run / "master" / "test.tape.jsonl"]
+    tapes = [run / "tapes" / "a.tape.jsonl", run / "master" / "test.tape.jsonl", run / "tapes" / "b.tape.jsonl"]
     whole = {tape: tape.read_bytes() for tape in tapes}
-    for tape, count in zip(tapes, (3, 12), strict=True):
+    of_b = len(whole[tapes[2]].splitlines())
+    for tape, count in zip(tapes, (3, 12, of_b), strict=True):
         tape.write_bytes(b"".join(whole[tape].splitlines(keepends=True)[:-count]))
     report = verify_run(run)
-    assert (report.violations, len(report.unproven)) == ([], 2)
+    assert (report.violations, len(report.unproven)) == ([], 3)
 
     def goes_on(directory: Path) -> JournalContent:
         for tape, data in whole.items():
@@ -141,6 +142,10 @@ def test_what_a_live_run_writes_while_it_is_read_is_not_missing(run: Path, monke
         return read_content(directory)
 
     monkeypatch.setattr("dips.judge.records.read_content", goes_on)
+    later = read_run(run).later
+    assert [sum(line.name == name for line in later) for name in ("a", "test", "b")] == [3, 12, of_b]
+    for tape, count in zip(tapes, (3, 12, of_b), strict=True):
+        tape.write_bytes(b"".join(whole[tape].splitlines(keepends=True)[:-count]))
     report = verify_run(run)
     assert (report.violations, report.unproven) == ([], [])
 
@@ -153,6 +158,7 @@ def slave_tape(run: Path) -> Path:
     ("damage", "says"),
     [
         (lambda run: slave_tape(run).write_text(slave_tape(run).read_text() + "rubbish\n{}\n"), "is not an event"),
+        (lambda run: slave_tape(run).write_text("x" + slave_tape(run).read_text()), "is not an event"),
         (lambda run: (run / "master" / FILE_NAME).unlink(), "has no master's journal"),
         (lambda run: run.rename(run.with_name("gone")), "is not a directory"),
         (lambda run: edit_journal(run / "master", lambda records: records[3].pop("kind")), "has no kind"),
