@@ -60,16 +60,6 @@ def test_the_stronger_source_wins_and_each_value_says_where_it_came_from(file: P
     assert loaded.provenance.keys() == Oven.model_fields.keys()
 
 
-def test_the_description_has_one_line_a_field_with_value_and_place() -> None:
-    lines = read(racks=(1, 2), room_bytes="2 MiB").describe().splitlines()
-    assert len(lines) == len(Oven.model_fields)
-    assert "name       = x  (command line)" in lines
-    assert "heat_s     = 60.0  (default)" in lines
-    assert "room_bytes = 2097152 = 2 MiB  (command line)" in lines
-    assert "racks      = [1, 2]  (command line)" in lines
-    assert "record     = (none)  (default)" in lines
-
-
 def test_variables_that_give_no_setting() -> None:
     assert load(Oven, "oven", environment={"DIPS_OVEN_NAME": "a", "DIPS_OVEN_RECORD": ""}).value.record is None
     environment = {"DIPS_MASTER": "127.0.0.1:4711", "DIPS_MASTER_NAME": "m"}
@@ -144,22 +134,13 @@ def test_a_weaker_source_is_checked_even_when_a_stronger_one_wins(file: Path) ->
     assert "did you mean 'shelves'?" in sentence(file, shelves=3)
 
 
-@pytest.mark.parametrize(
-    ("content", "wanted"),
-    [
-        (b"[oven\n", "is not TOML: "),
-        (b"\xff\xfe", "is not TOML: "),
-        (b"oven = 3\n", "'oven' is not a table: write its settings below a line [oven]"),
-        (b"[[oven]]\n", "'oven' is not a table"),
-        (b"[oven]\na = " + b"a." * 3000, "line 2 has 6004 characters, at most 4096 can be read"),
-        (b"# a comment\n" * 100_000, "has more than 1048576 bytes"),
-    ],
-)
-def test_a_file_that_cannot_be_understood_is_named(tmp_path: Path, content: bytes, wanted: str) -> None:
+@pytest.mark.parametrize("content", [
+    b"[oven\n", b"\xff\xfe", b"oven = 3\n", b"[[oven]]\n", b"[oven]\na = " + b"a." * 3000, b"# a comment\n" * 100_000,
+])  # fmt: skip
+def test_a_file_that_cannot_be_understood_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.toml"
     path.write_bytes(content)
     assert str(path) in sentence(path)
-    assert wanted in sentence(path)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -89,13 +89,6 @@ def test_the_part_that_was_kept_elsewhere_makes_it_whole_whatever_its_name(recor
             "begins with incarnation 1.2",
             "version 1:0 and 2 more, up to version 1:2 are missing",
         ),
-        (
-            "a",
-            from_nth("joined"),
-            {"records"},
-            "begins with incarnation 1.2",
-            "push a/1.1#1 and 4 more, up to push a/1.1#5 are missing",
-        ),
         ("b", up_to_nth("push_begun", 6), {"records"}, "ends with push b/1.1#6", "push b/1.1#7"),
         ("master", up_to_nth("ticket", 8), {"I4", "records"}, "ends with record 8 of the journal", ""),
     ],

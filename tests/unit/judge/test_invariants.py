@@ -15,6 +15,7 @@ from support.history import (
     Change,
     Script,
     Step,
+    begun,
     changed,
     check,
     feed,
@@ -42,14 +43,6 @@ def broken_by(script: Script, change: Change, **options: Any) -> dict[str, list[
 # ---- what is well ----
 
 
-def seeded_run() -> Script:
-    script = Script()
-    script.start_master()
-    script.join("a")
-    script.commit(script.push("a"))
-    return script
-
-
 def test_every_invariant_judges_some_facts_and_has_a_broken_history() -> None:
     counts = check(usual_run().steps).counts()
     assert list(counts) == NAMES
@@ -66,7 +59,7 @@ def test_the_round_that_waits_for_its_flips_is_no_violation() -> None:
 
 
 def test_a_round_that_was_aborted_leaves_shadows_that_mean_nothing() -> None:
-    script = seeded_run()
+    script = begun("a")
     shadow = {"version": "1:1", "round": script.next_round(), "digest": "0" * 32, "durable": True, "finite": True}
     script.add("slave", "s0", "prepared", **shadow)
     script.commit(script.push("a"))
@@ -110,7 +103,7 @@ def test_without_the_journals_record_the_slaves_sayings_are_compared(change: dic
 
 def test_what_a_killed_master_only_noted_may_be_decided_otherwise() -> None:
     """It died before its VOID was durable, or before anybody heard of its ABORTED: its next life merges the push."""
-    script = seeded_run()
+    script = begun("a")
     again = script.push("a")
     script.add("master", "test", "verdict", push=push_name(again), verdict="EXCLUDED", version="1:0", round="r1.2")
     script.start_master()
@@ -127,7 +120,7 @@ def once_more(
 
     heard: what is known outside of the journal when it is lost. after: the last fact before that.
     """
-    before, again = seeded_run(), seeded_run()
+    before, again = begun("a"), begun("a")
     for script in (before, again):
         script.join("b")
     pushes, seeded = [before.push(name) for name in "ab"], len(again.steps)
@@ -193,7 +186,7 @@ def test_a_slave_that_had_flipped_holds_what_another_history_may_not_make_again(
 
 
 def test_a_version_that_was_adopted_from_another_round_replaces_the_one_of_its_name() -> None:
-    script = seeded_run()
+    script = begun("a")
     script.commit(script.push("a"))
     checker = Checker()
     for step in script.steps[: script.steps.index(nth(script.steps, "journal", "COMMIT", 1)) + 1]:
@@ -521,19 +514,6 @@ def test_a_missing_line_of_a_slave_is_proven_by_what_stood_there_later() -> None
     last = changed(usual_run(), drop("slave", "prepared"))
     (found,) = check(last, live=False).violations
     assert "no record says that slave s1 prepared it" in str(found)
-
-
-@pytest.mark.parametrize("copied", [True, False])
-def test_what_a_copy_of_the_journal_holds_is_not_forgotten_with_the_rest(copied: bool) -> None:
-    """A COMMIT that no slave had heard of when the master's disk was put back: only if the copy has it, it is valid."""
-    checker = Checker()
-    script = usual_run()
-    at = max(i for i, step in enumerate(script.steps) if (step.source, step.kind) == ("journal", "COMMIT"))
-    for step in script.steps[: at + 1]:
-        feed(checker, step)
-    version = max(checker.history.commits)
-    checker.lost_journal({version} if copied else ())
-    assert (version in checker.history.commits) is copied
 
 
 def test_violations_are_told_once_and_kept_few() -> None:

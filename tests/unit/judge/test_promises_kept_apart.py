@@ -8,7 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.history import CHUNK_TOKENS, Script, Step, changed, check, feed, nth, push_name, usual_run, write_run
+from support.history import (
+    CHUNK_TOKENS,
+    Script,
+    Step,
+    begun,
+    changed,
+    check,
+    feed,
+    nth,
+    push_name,
+    usual_run,
+    write_run,
+)
 
 from dips.core.errors import ConfigError, RetryLater
 from dips.core.observe.tape import read_chained
@@ -22,16 +34,6 @@ from dips.judge.verify import OK, VIOLATED, verify_run
 from dips.master.journal import read_content
 from dips.slave import snapshot_files
 from dips.slave.snapshot_files import SnapshotError
-
-
-def begun(*clusters: str) -> Script:
-    """A run with its first version."""
-    script = Script()
-    script.start_master()
-    for cluster in clusters:
-        script.join(cluster)
-    script.commit(script.push(clusters[0]))
-    return script
 
 
 def broken(script: Script) -> set[str]:

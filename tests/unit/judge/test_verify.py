@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.forge import Record, as_of_schema_2, edit_journal, edit_tape, journal_sql
-from support.history import Change, Script, changed, nth, usual_run, write_run
+from support.history import Change, Script, Step, changed, nth, usual_run, write_run
 
 from dips.cli import main
 from dips.core.errors import ConfigError
@@ -217,28 +217,26 @@ def test_a_ledger_that_lacks_fields_is_a_problem(run: Path, field: str) -> None:
     assert read == ([*named, "the journal's newest state"] if field != "leases" else [])
 
 
+def told_by(directory: Path, steps: Sequence[Step], journal: list[Record]) -> RunRecords:
+    """The tapes' lines of these facts, with another journal."""
+    records = RunRecords(directory, journal=journal)
+    for step in (step for step in steps if step.source in records.lines):
+        records.lines[step.source].append(TapeLine(step.source, step.who, step.kind, 0.0, "-", step.fields))
+        records.tapes.add((step.source, step.who))
+    return records
+
+
 def test_a_journal_that_was_lost_once_is_said_and_what_it_knew_is_not_judged(tmp_path: Path) -> None:
-    script = usual_run()
-    first = next(i for i, step in enumerate(script.steps) if step.source == "journal" and step.fields["epoch"] == 2)
-    kept = [step for i, step in enumerate(script.steps) if step.source != "journal" or i >= first]
-    records = RunRecords(tmp_path, journal=[{"kind": s.kind, **s.fields} for s in kept if s.source == "journal"])
-    for step in kept:
-        if step.source in records.lines:
-            records.lines[step.source].append(TapeLine(step.source, step.who, step.kind, 0.0, "-", step.fields))
-            records.tapes.add((step.source, step.who))
-    checker = check_records(records)
-    assert checker.violations == []
+    steps = usual_run().steps
+    journal = [{"kind": step.kind, **step.fields} for step in steps if step.source == "journal"]
+    records = told_by(tmp_path, steps, [record for record in journal if record["epoch"] == 2])
+    assert check_records(records).violations == []
     assert records.notes[0].startswith("the journal has no record of epoch 1: it was lost or restored once")
 
 
 def test_a_journal_that_was_lost_in_the_epoch_in_which_the_new_one_began_is_told_by_the_tape(tmp_path: Path) -> None:
     """The master began again without slaves that could tell of their promise, and was stopped before it took over."""
-    script = usual_run()
-    records = RunRecords(tmp_path, journal=[{"kind": "EPOCH", "epoch": 1}])
-    for step in script.steps:
-        if step.source in records.lines:
-            records.lines[step.source].append(TapeLine(step.source, step.who, step.kind, 0.0, "-", step.fields))
-            records.tapes.add((step.source, step.who))
+    records = told_by(tmp_path, usual_run().steps, [{"kind": "EPOCH", "epoch": 1}])
     assert check_records(records).violations != [], "a journal that says nothing of what was published"
     records.lines["master"].append(TapeLine("master", "master", "epoch", 0.0, "-", {"epoch": 1}))
     assert check_records(records).violations == []
