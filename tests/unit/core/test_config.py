@@ -161,8 +161,6 @@ def test_a_table_that_only_a_file_can_hold_is_read_with_its_place() -> None:
         load_table(Oven, {"nam": "a"}, "run.toml [[ovens]] 2")
     with pytest.raises(ConfigError, match=r"^run\.toml \[\[ovens\]\] 2: name is not given .*: add it to the table"):
         load_table(Oven, {}, "run.toml [[ovens]] 2")
-    with pytest.raises(ConfigError, match=r"^t: shelves = 0: Input should be"):
-        load_table(Oven, {"name": "a", "shelves": 0}, "t")
 
 
 def test_a_section_of_any_name_has_a_variable_that_a_shell_can_set() -> None:

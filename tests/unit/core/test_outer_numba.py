@@ -145,17 +145,14 @@ def test_chunks_are_stepped_as_in_the_reference_and_have_the_checksums_of_what_i
     both_steps_of_chunks(shard, k, edges, offset)
 
 
-def test_edges_of_chunks_that_do_not_fit_are_refused() -> None:
+@pytest.mark.parametrize("edges", [[0, 101], [-1, 5], [5, 3], []])
+@pytest.mark.parametrize("module", [outer_numpy, outer_numba])
+def test_edges_of_chunks_that_do_not_fit_are_refused(module: Any, edges: list[int]) -> None:
     shard = Shard.random(1, 100, slots=1)
-    one, weights = np.zeros(1, np.int64), np.ones(1, np.float32)
-    for edges in ([0, 101], [-1, 5], [5, 3], []):
-        for module in (outer_numpy, outer_numba):
-            theta, momentum = shard.outputs()
-            with pytest.raises(ValueError, match=r"edges are|the range"):
-                module.step_chunks(
-                    *(shard.theta, shard.momentum, shard.staging, one, weights, 1.0, 1.0, 0.0, 0.0, 1.0),
-                    *(theta, momentum, np.array(edges, np.int64)),
-                )
+    one, weights, outputs = np.zeros(1, np.int64), np.ones(1, np.float32), shard.outputs()
+    step = (shard.theta, shard.momentum, shard.staging, one, weights, 1.0, 1.0, 0.0, 0.0, 1.0)
+    with pytest.raises(ValueError, match=r"edges are|the range"):
+        module.step_chunks(*step, *outputs, np.array(edges, np.int64))
 
 
 @pytest.mark.parametrize("special", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
-from dips.judge.facts import decision_of, hex_of, pair, push_of, say_push, say_round, say_version
+from dips.judge.facts import hex_of, pair, push_of, say_push, say_round, say_version
 from dips.master.state.ledger import pair as listed
 from dips.master.state.ledger import push_to_json
 
@@ -25,9 +25,3 @@ def test_names_pushes_and_digests_are_read_from_both_forms() -> None:
     assert say_round((2, 17)) == str(RoundId(2, 17))
     assert say_version(None) == say_round(None) == "none"
     assert hex_of(b"\x01\xff") == hex_of("01ff") == "01ff"
-
-
-@pytest.mark.parametrize("record", [{}, {"kind": "COMMIT", "version": [1]}, {"kind": "VOID", "participants": [{}]}])
-def test_what_is_no_record_is_refused(record: dict[str, object]) -> None:
-    with pytest.raises((KeyError, ValueError, TypeError)):
-        decision_of(record)
