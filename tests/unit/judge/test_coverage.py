@@ -302,7 +302,6 @@ MISSED, ENDS = f"{BETWEEN} 1.1 and 1.3", "ends with round r1.2"
         ([f"{ENDED}, measured r1.3", "m: epoch 1"], (1, 4), False, "ends with round r1.3"),
         ([f"{ENDED}, starting", "m: epoch 1"], (1, 3), False, COVERED),
         ([ENDED, "m: epoch 1, slave_attached s0 2.1"], (1, 3), False, ENDS),
-        ([ENDED, MASTER.format(4), JOURNAL], (1, 3), False, COVERED),
         ([ENDED, "m: epoch 1, journaled 2", JOURNAL], (1, 3), False, ENDS),
     ],
 )  # fmt: skip
