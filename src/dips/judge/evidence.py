@@ -118,8 +118,8 @@ def _incomplete_tapes(records: RunRecords, history: History, without: Collection
             lines = f"lines about {things[0]}" + (
                 f" and {len(things) - 1} more, up to {things[-1]}" if things[1:] else ""
             )
-            where = f" ({', '.join(files)})" if files else ""
-            said = f"the tape of {_whose(who)}{where} {' and '.join(gap.places)}, so that {lines} are missing"
+            places = " and ".join(gap.places)
+            said = f"the tape of {_whose(who)} ({', '.join(files)}) {places}, so that {lines} are missing"
             how = "put the file that has them into the directory"
         if name in without:
             found.accepted.append(f"{said}; what only it could contradict is not judged (--without-tape {name})")
@@ -338,9 +338,7 @@ def _unrecorded(
     history: History, who: tuple[str, str], place: str, sentence: str, push: PushKey, found: Evidence
 ) -> None:
     if place == COVERED:
-        role, name = who
-        fact = "master ticket" if role == "master" else f"{role} {name}"
-        found.differs(f"{sentence}, although it has earlier and later ones: lines were taken out", fact)
+        found.differs(f"{sentence}, although it has earlier and later ones: lines were taken out", " ".join(who))
     else:
         history.lacks(*who, place, f"push {say_push(push)}", NAME)
 

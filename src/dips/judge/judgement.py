@@ -117,7 +117,7 @@ def difference(ours: PenaltyMemory, theirs: PenaltyMemory) -> str:
 
 
 def _short(values: Sequence[float]) -> str:
-    return f"{len(values)} that end with {', '.join(f'{value:.6g}' for value in values[-3:])}" if values else "none"
+    return f"[..., {', '.join(f'{value:.6g}' for value in values[-3:])}] ({len(values)} of them)"
 
 
 # ---- one round, computed again ----
@@ -539,32 +539,31 @@ class Judging:
     def _wrong_numbers(self, judged: RoundJudged, judgement: Fields) -> list[str]:
         """Check weights, merged norm, kappa, T_round and rho, each from the ones before it as the record has them."""
         given, accepted, wrong = judged.given, judged.accepted, list[str]()
-        said = [float(text) for text in judgement["weights"]]
-        weights = weights_of(given, accepted)
+        said, weights = judgement["weights"], weights_of(given, accepted)
         if len(said) != len(weights):
             return [f"it has {len(said)} weights for {len(weights)} accepted pushes"]
         for j, a, b in zip(accepted, said, weights, strict=True):
-            if not near(a, b):
+            if not near(float(a), b):
                 name, by = given.names[j], given.settings["weighting"]
-                return [f"the weight of cluster {name} is {a!r}, but {by} of what was accepted makes it {b!r}"]
-        norm, slack = merged_norm_of(given, accepted, weights)
-        merged, kappa, rho = (float(judgement[name]) for name in ("merged_norm", "kappa", "rho"))
-        if not near(merged, norm, slack):
-            wrong.append(f"its merged norm is {merged!r}, but weights and Gram matrix make it {norm!r}")
+                return [f"the weight of cluster {name} is {a}, but {by} of what was accepted makes it {b!r}"]
+        norm = merged_norm_of(given, accepted, weights)
+        merged, kappa, rho = float(judgement["merged_norm"]), judgement["kappa"], judgement["rho"]
+        if not near(merged, *norm):
+            wrong.append(f"its merged norm is {merged!r}, but weights and Gram matrix make it {norm[0]!r}")
         if self.memory is not None or given.settings["clip_scope"] != "auto":
             clip = clip_of(given, self.memory or PenaltyMemory({}))
             if not near(float(judgement["clip_norm"]), clip):
                 wrong.append(f"its clip is {judgement['clip_norm']}, but the settings make it {clip!r}")
             expected = min(1.0, clip / max(merged, 1e-12))
-            if not near(kappa, expected):
-                wrong.append(f"its kappa is {kappa!r}, but clip {clip:g} and its merged norm make it {expected!r}")
+            if not near(float(kappa), expected):
+                wrong.append(f"its kappa is {kappa}, but clip {clip:g} and its merged norm make it {expected!r}")
         t_round = t_round_of(given)
         if not near(given.round_tokens, t_round):
             wrong.append(f"its T_round is {given.round_tokens!r}, but rates and push intervals make it {t_round!r}")
         if self.memory is not None:
             expected = rho_of(given, accepted, self.memory.quarantined)
-            if not near(rho, expected):
-                wrong.append(f"its rho is {rho!r}, but live clusters and accepted tokens make it {expected!r}")
+            if not near(float(rho), expected):
+                wrong.append(f"its rho is {rho}, but live clusters and accepted tokens make it {expected!r}")
         return wrong
 
     def _remember(self, judged: RoundJudged, record: Fields) -> PenaltyMemory | None:

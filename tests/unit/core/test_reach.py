@@ -26,7 +26,7 @@ def test_addresses_that_are_elsewhere_and_those_that_lead_every_machine_to_itsel
 
 
 def test_a_master_elsewhere_must_not_send_clusters_to_themselves() -> None:
-    with pytest.raises(ConfigError, match="slave s0 advertises tcp://127.0.0.1:29500"):
+    with pytest.raises(ConfigError, match=r"slave s0 advertises tcp://127\.0\.0\.1:29500"):
         check_slaves_reachable("192.0.2.1:29400", [OUTWARD, INWARD])
     check_slaves_reachable("192.0.2.1:29400", [OUTWARD])
 

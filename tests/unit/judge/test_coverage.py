@@ -268,7 +268,6 @@ MISSED, ENDS = f"{BETWEEN} 1.1 and 1.3", "ends with round r1.2"
         # The version that it loaded first was made in r1.3, and of those after it has lines until r1.7.
         ([LATE], (1, 3), False, "begins with incarnation 1.2"),
         ([LATE], (1, 4), False, COVERED),
-        ([LATE], (1, 6), True, COVERED),
         ([LATE], (1, 7), False, COVERED),
         ([LATE], (1, 7), True, "ends with round r1.7"),
         (["s0: snapshot_skipped, starting, started, incarnation 1.2, configured r1.3, measured r1.5"], (1, 3), False,
@@ -327,7 +326,6 @@ JOINED = "a: joined 1.1, push_begun a/1.1#1, push_begun a/1.1#4, push_begun a/1.
         ([JOINED], ("a", 1, 1, 4), (1, 4), "ends with push a/1.1#4"),
         ([f"{JOINED}, left"], ("a", 1, 1, 9), (1, 4), COVERED),
         ([f"{JOINED}, left, installed 1:3"], ("a", 1, 1, 9), (1, 4), "ends with push a/1.1#4"),
-        ([JOINED], ("a", 0, 9, 1), None, "begins with incarnation 1.1"),
         ([JOINED], ("a", 1, 2, 1), None, "ends with incarnation 1.1"),
         ([f"{JOINED}, push_begun a/3.1#1"], ("a", 1, 2, 1), None, "has no line of incarnation 1.2"),
         (["a: joined 1.1"], ("a", 1, 1, 1), None, "names no push"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.history import rolled_back_run, usual_run, write_run
+from support.history import nth, rolled_back_run, usual_run, write_run
 from support.manual_clock import ManualClock
 
 from dips.cli import main
@@ -74,9 +74,11 @@ def test_who_left_no_tape_is_known_by_the_journal(tmp_path: Path) -> None:
 
 
 def test_a_rollback_is_part_of_the_story_of_what_it_made(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", rolled_back_run())
-    story = tell_story(run, "2:1")
+    script = rolled_back_run()
+    nth(script.steps, "journal", "COMMIT", 2).fields["wall_s"] = 4e9
+    story = tell_story(write_run(tmp_path / "run", script), "2:1")
     rollback = next(told for told in story.lines if told.kind == "ROLLBACK")
+    assert rollback.at_s == 4e9, "it says no time, and comes after that record"
     assert rollback.fields["rolled_back"] == ["b/1.1#1"]
     assert rollback.fields["origin"] == "1:1"
 
