@@ -274,7 +274,6 @@ MISSED, ENDS = f"{BETWEEN} 1.1 and 1.3", "ends with round r1.2"
          "begins with incarnation 1.2"),
         # It loaded none: then its first round says where it begins; the first attachment of all rounds comes before.
         (["s0: started, incarnation 1.2, measured r1.5, measured r1.6"], (1, 4), False, "begins with incarnation 1.2"),
-        (["s0: started, incarnation 1.1, configured r1.3, measured r1.5"], (1, 1), False, COVERED),
         (["s0: started, incarnation 2.1, measured r2.5"], (1, 9), False, "begins with incarnation 2.1"),
         # It begins in the middle of a process: its first lines were taken out.
         (["s0: measured r1.5, incarnation 1.4, measured r1.6"], (1, 1), False, COVERED),
@@ -354,7 +353,6 @@ def test_where_a_clusters_tape_has_the_begin_of_a_push(
         (["m: epoch 1, ticket a/3.1#1"], 3, None, COVERED),
         (["m: epoch 1, ticket a/3.1#1"], 0, None, "begins with epoch 1"),
         (["m: epoch 1, ticket a/3.1#1"], 4, None, "ends with epoch 3"),
-        (["m: epoch 1"], 1, 99, COVERED),
         ([MASTER.format(4), JOURNAL], 2, 4, COVERED),
         ([MASTER.format(3), JOURNAL], 2, 4, KILLED),
         ([MASTER.format(3), JOURNAL], 2, None, COVERED),
