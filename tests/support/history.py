@@ -288,17 +288,18 @@ def _gram(participants: Sequence[dict[str, Any]]) -> list[list[float]]:
     return [[a * b * (1.0 if i == j else 0.5) for j, b in enumerate(norms) if j >= i] for i, a in enumerate(norms)]
 
 
-def begun_run() -> Script:
+def begun(*clusters: str) -> Script:
+    """A run with its first version."""
     script = Script()
     script.start_master()
-    script.join("a")
-    script.join("b")
-    script.commit(script.push("a"))
+    for cluster in clusters:
+        script.join(cluster)
+    script.commit(script.push(clusters[0]))
     return script
 
 
 def usual_run() -> Script:
-    script = begun_run()
+    script = begun("a", "b")
     for _ in range(2):
         script.commit(script.push("a"), script.push("b"))
     script.restart_slave("s0")
@@ -312,7 +313,7 @@ def usual_run() -> Script:
 
 
 def rolled_back_run() -> Script:
-    script = begun_run()
+    script = begun("a", "b")
     script.commit(script.push("a"))
     lost = script.push("b")
     script.commit(lost)

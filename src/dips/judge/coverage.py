@@ -56,7 +56,7 @@ class Coverage:
         lines = _by_name(records.all_lines("worker"))
         self._clusters = {name: _ClusterTape(mine, self.master, name) for name, mine in lines.items()}
 
-    def of_slave(self, name: str, round_id: Pair, ended: bool = False) -> str:
+    def of_slave(self, name: str, round_id: Pair, ended: bool) -> str:
         """Where on the slave's tape its lines about a round belong. ended: those after the round's record."""
         if ("slave", name) not in self._tapes:
             return ABSENT
@@ -209,10 +209,7 @@ class _SlaveTape:
         lives: list[_Life] = []
         for line in lines:
             if line.kind == "started" or not lives:
-                # What comes before the line "started" of a tape's first process belongs to that start.
-                follows = lives and line.kind == "started" and lives[-1].starts and lives[-1].first is None
-                if not follows:
-                    lives.append(_Life(line.kind in STARTS))
+                lives.append(_Life(line.kind in STARTS))
             lives[-1].add(line)
         self._lives = sorted(
             (life for life in lives if life.first is not None or life.newest is not None),

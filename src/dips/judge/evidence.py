@@ -112,14 +112,14 @@ def _incomplete_tapes(records: RunRecords, history: History, without: Collection
             files = [
                 str(path)
                 for path, (role, name) in records.tape_names.items()
-                if role == who[0] == "master" or (role, name) == who
+                if (role, name) == who or (role == "master" and who == MASTER)
             ]
             things = sorted(gap.things, key=lambda thing: (_DIGITS.sub("", thing), [*map(int, _DIGITS.findall(thing))]))
             lines = f"lines about {things[0]}" + (
                 f" and {len(things) - 1} more, up to {things[-1]}" if things[1:] else ""
             )
-            where = f" ({', '.join(files)})" if files else ""
-            said = f"the tape of {_whose(who)}{where} {' and '.join(gap.places)}, so that {lines} are missing"
+            places = " and ".join(gap.places)
+            said = f"the tape of {_whose(who)} ({', '.join(files)}) {places}, so that {lines} are missing"
             how = "put the file that has them into the directory"
         if name in without:
             found.accepted.append(f"{said}; what only it could contradict is not judged (--without-tape {name})")
@@ -269,7 +269,7 @@ def _decisions_against_master(records: RunRecords, history: History, found: Evid
                     f"{about} says s_max = {record.get('s_max')}, but the master's tape says {bound}", "master commit"
                 )
         elif record["kind"] == "COMMIT":
-            place = coverage.of_master(int(record.get("epoch", 0)), number)
+            place = coverage.of_master(int(record["epoch"]), number)
             if place not in (COVERED, KILLED):
                 history.lacks(*MASTER, place, f"version {say_version(pair(record['version']))}", "I4")
             elif place == COVERED and committed and not history.lossy and _since_commits_are_recorded(records, record):
@@ -338,9 +338,7 @@ def _unrecorded(
     history: History, who: tuple[str, str], place: str, sentence: str, push: PushKey, found: Evidence
 ) -> None:
     if place == COVERED:
-        role, name = who
-        fact = "master ticket" if role == "master" else f"{role} {name}"
-        found.differs(f"{sentence}, although it has earlier and later ones: lines were taken out", fact)
+        found.differs(f"{sentence}, although it has earlier and later ones: lines were taken out", " ".join(who))
     else:
         history.lacks(*who, place, f"push {say_push(push)}", NAME)
 
@@ -387,7 +385,7 @@ def _push_differs(recorded: Fields, said: Fields) -> list[tuple[str, object, obj
 
 def _directories(records: RunRecords, history: History, found: Evidence) -> None:
     """Check that a slave's directory holds only its own files, and that its promise is the one on its tape."""
-    epochs = [int(record["epoch"]) for record in records.journal if record["kind"] == EPOCH]
+    epochs = [int(record["epoch"]) for record in records.journal if "epoch" in record]
     epochs += [int(line.fields["epoch"]) for line in records.later if (line.role, line.kind) == ("master", "epoch")]
     for folder in sorted({path.parent for path in records.run_dir.rglob(IDENTITY)}):
         disk = LocalDisk(folder)

@@ -11,6 +11,7 @@ a round (epoch, n), an incarnation (epoch, n), a push (cluster, epoch, n, seq).
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -204,7 +205,7 @@ class Fact:
 class TapeCoverage(Protocol):
     """Where on a process's tape a line belongs (dips.judge.coverage); empty where the tape covers that place."""
 
-    def of_slave(self, name: str, round_id: Pair, ended: bool = False) -> str: ...
+    def of_slave(self, name: str, round_id: Pair, ended: bool) -> str: ...
 
     def of_push(self, push: PushKey, version: Pair | None) -> str: ...
 
@@ -266,7 +267,7 @@ class History:
     prepared: dict[tuple[str, Pair], RecordedPrepare] = field(default_factory=dict)
     staged: dict[tuple[PushKey, str], dict[int, str]] = field(default_factory=dict)
     sent: dict[PushKey, Mapping[str, str]] = field(default_factory=dict)
-    promised: dict[str, int] = field(default_factory=dict)
+    promised: Counter[str] = field(default_factory=Counter)  # 0: nothing
     promised_at_s: dict[str, float] = field(default_factory=dict)
     directories: dict[str, str] = field(default_factory=dict)  # the identity of each slave's, where the tape says it
     ticketed: dict[str, tuple[int, int, int]] = field(default_factory=dict)
@@ -414,7 +415,7 @@ class History:
 
     def add_promised(self, fact: Fact) -> None:
         epoch = int(fact.fields["epoch"])
-        if epoch > self.promised.get(fact.who, 0):
+        if epoch > self.promised[fact.who]:
             self.promised[fact.who], self.promised_at_s[fact.who] = epoch, fact.at_s
 
     def add_staged(self, fact: Fact) -> None:

@@ -15,6 +15,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
 from typing import Any
 
 Fields = Mapping[str, Any]
@@ -116,7 +117,7 @@ def difference(ours: PenaltyMemory, theirs: PenaltyMemory) -> str:
 
 
 def _short(values: Sequence[float]) -> str:
-    return f"{len(values)} that end with {', '.join(f'{value:.6g}' for value in values[-3:])}" if values else "none"
+    return f"[..., {', '.join(f'{value:.6g}' for value in values[-3:])}] ({len(values)} of them)"
 
 
 # ---- one round, computed again ----
@@ -148,11 +149,9 @@ def round_of(participants: Sequence[Fields], inputs: Fields) -> Round:
     """Parse a judgement's inputs. Raises KeyError, TypeError or ValueError for a missing or wrong field."""
     names = tuple(str(item["push"][0]) for item in participants)
     k = len(names)
-    upper = iter([float(text) for text in inputs["gram"]])
     gram = [[0.0] * k for _ in range(k)]
-    for row in range(k):
-        for column in range(row, k):
-            gram[row][column] = gram[column][row] = next(upper)
+    for (row, column), text in zip(upper_triangle(k), inputs["gram"], strict=True):
+        gram[row][column] = gram[column][row] = float(text)
     return Round(
         names,
         tuple(float(item["tokens"]) for item in participants),
@@ -168,6 +167,11 @@ def round_of(participants: Sequence[Fields], inputs: Fields) -> Round:
         inputs["settings"],
         inputs["detector"],
     )
+
+
+def upper_triangle(k: int) -> list[tuple[int, int]]:
+    """The places in a Gram matrix of k pushes that records hold, in their order."""
+    return [*combinations_with_replacement(range(k), 2)]
 
 
 def _ints(raw: Sequence[Any], k: int) -> tuple[int, ...]:
@@ -205,15 +209,12 @@ def pushes_of(given: Round, memory: PenaltyMemory) -> list[JudgedPush]:
     tau = threshold(given, memory)
     judged = []
     for push in found:
-        if push.bad:
-            judged.append(push)
-        elif push.Gn > gate:
-            judged.append(replace(push, bad="gate", close=near(push.Gn, gate)))
-        elif push.z > tau:
-            judged.append(replace(push, bad="score", close=_near_score(push, push.z, tau) or near(push.Gn, gate)))
-        else:
-            close = near(push.Gn, gate) or _near_score(push, push.z, tau)
-            judged.append(replace(push, close=close and math.isfinite(tau)))
+        if not push.bad:
+            over, above = push.Gn > gate, push.z > tau
+            at_gate, at_tau = near(push.Gn, gate), _near_score(push, push.z, tau)
+            is_sure = (over and not at_gate) or (above and not at_tau) or not (at_gate or at_tau)
+            push = replace(push, bad="gate" if over else "score" if above else "", close=not is_sure)
+        judged.append(push)
     return judged
 
 
@@ -513,13 +514,13 @@ class Judging:
             return []
         parts = [part for name in slaves if (part := said[name]) is not None]
         k = len(given.names)
-        upper = [given.gram[row][column] for row in range(k) for column in range(row, k)]
+        upper = upper_triangle(k)
         if any(len(gram) != len(upper) or not len(bad) == len(zero) == k for gram, bad, zero in parts):
             return ["slaves measured another number of pushes than its record names"]
-        for index, value in enumerate(upper):
-            terms = [gram[index] for gram, *_ in parts]
+        for index, (row, column) in enumerate(upper):
+            terms, value = [gram[index] for gram, *_ in parts], given.gram[row][column]
             total = sum(terms)
-            if not (near(max(total, 0.0) if _is_diagonal(index, k) else total, value, 1e-12 * sum(map(abs, terms)))):
+            if not near(max(total, 0.0) if row == column else total, value, 1e-12 * sum(map(abs, terms))):
                 return [f"entry {index} of its Gram matrix is {value!r}, but the slaves measured {total!r}"]
         counts = tuple(sum(bad[j] for _, bad, _ in parts) for j in range(k))
         if counts != given.nonfinite:
@@ -532,38 +533,37 @@ class Judging:
     def _wrong_threshold(self, given: Round, judgement: Fields) -> list[str]:
         if self.memory is None:
             return []
-        said, tau = float(judgement["threshold"]), threshold(given, self.memory)
-        return [] if near(said, tau, 1e-6) else [f"its threshold is {said!r}, but the last scores make it {tau!r}"]
+        said, tau = judgement["threshold"], threshold(given, self.memory)
+        return [] if near(float(said), tau, 1e-6) else [f"its threshold is {said}, but the last scores make it {tau!r}"]
 
     def _wrong_numbers(self, judged: RoundJudged, judgement: Fields) -> list[str]:
         """Check weights, merged norm, kappa, T_round and rho, each from the ones before it as the record has them."""
         given, accepted, wrong = judged.given, judged.accepted, list[str]()
-        said = [float(text) for text in judgement["weights"]]
-        weights = weights_of(given, accepted)
+        said, weights = judgement["weights"], weights_of(given, accepted)
         if len(said) != len(weights):
             return [f"it has {len(said)} weights for {len(weights)} accepted pushes"]
         for j, a, b in zip(accepted, said, weights, strict=True):
-            if not near(a, b):
+            if not near(float(a), b):
                 name, by = given.names[j], given.settings["weighting"]
-                return [f"the weight of cluster {name} is {a!r}, but {by} of what was accepted makes it {b!r}"]
-        norm, slack = merged_norm_of(given, accepted, weights)
-        merged, kappa, rho = (float(judgement[name]) for name in ("merged_norm", "kappa", "rho"))
-        if not near(merged, norm, slack):
-            wrong.append(f"its merged norm is {merged!r}, but weights and Gram matrix make it {norm!r}")
+                return [f"the weight of cluster {name} is {a}, but {by} of what was accepted makes it {b!r}"]
+        norm = merged_norm_of(given, accepted, weights)
+        merged, kappa, rho = float(judgement["merged_norm"]), judgement["kappa"], judgement["rho"]
+        if not near(merged, *norm):
+            wrong.append(f"its merged norm is {merged!r}, but weights and Gram matrix make it {norm[0]!r}")
         if self.memory is not None or given.settings["clip_scope"] != "auto":
             clip = clip_of(given, self.memory or PenaltyMemory({}))
             if not near(float(judgement["clip_norm"]), clip):
                 wrong.append(f"its clip is {judgement['clip_norm']}, but the settings make it {clip!r}")
             expected = min(1.0, clip / max(merged, 1e-12))
-            if not near(kappa, expected):
-                wrong.append(f"its kappa is {kappa!r}, but clip {clip:g} and its merged norm make it {expected!r}")
+            if not near(float(kappa), expected):
+                wrong.append(f"its kappa is {kappa}, but clip {clip:g} and its merged norm make it {expected!r}")
         t_round = t_round_of(given)
         if not near(given.round_tokens, t_round):
             wrong.append(f"its T_round is {given.round_tokens!r}, but rates and push intervals make it {t_round!r}")
         if self.memory is not None:
             expected = rho_of(given, accepted, self.memory.quarantined)
-            if not near(rho, expected):
-                wrong.append(f"its rho is {rho!r}, but live clusters and accepted tokens make it {expected!r}")
+            if not near(float(rho), expected):
+                wrong.append(f"its rho is {rho}, but live clusters and accepted tokens make it {expected!r}")
         return wrong
 
     def _remember(self, judged: RoundJudged, record: Fields) -> PenaltyMemory | None:
@@ -575,13 +575,6 @@ class Judging:
             return after_void(judged.given, self.memory, judged.pushes, names)
         merged = float(record["judgement"]["merged_norm"])
         return after_commit(judged.given, self.memory, judged.pushes, names, merged)
-
-
-def _is_diagonal(index: int, k: int) -> bool:
-    row = 0
-    while index >= k - row:
-        index, row = index - (k - row), row + 1
-    return index == 0
 
 
 def _wrong_accepted(judged: RoundJudged, record: Fields) -> list[str]:

@@ -105,7 +105,7 @@ def _hint(name: str, records: RunRecords, decisions: Iterable[Decision]) -> str:
         known |= {say_push(item.push) for item in made.participants}
         known |= {say_round(made.round)} if made.round else set()
         known |= {say_version(made.version)} if made.version else set()
-    close = difflib.get_close_matches(name, sorted(known), n=4, cutoff=0.4)
+    close = difflib.get_close_matches(name, sorted(known), cutoff=0.4)
     if close:
         return f"Did you mean {', '.join(close)}?"
     names = sorted(_clusters(records) | _slaves(records))

@@ -9,10 +9,10 @@ cannot see.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, ParamSpec, TypedDict
 
 from dips.core.errors import DipsError
 from dips.judge.coverage import SPANS, Coverage, drop_lost
@@ -22,6 +22,8 @@ from dips.judge.invariants import INVARIANTS, Checker, Violation
 from dips.judge.judgement import Judging
 from dips.judge.records import RunRecords, TapeLine, read_run
 from dips.judge.replay import Replayed, replay_run
+
+P = ParamSpec("P")
 
 OK, VIOLATED, UNPROVEN, NOT_APPLICABLE = "ok", "violated", "unproven", "not applicable"
 
@@ -164,17 +166,14 @@ def check_records(records: RunRecords) -> Checker:
     slaves = records.lines["slave"]
     _feed(checker, (line for line in slaves if line.kind in BEFORE_THE_JOURNAL), records)
     for record in records.journal:
-        try:
-            checker.feed_journal(record)
-        except (KeyError, TypeError, ValueError) as error:
-            records.problems.append(f"the journal's {record['kind']} cannot be read ({error!r})")
+        _try(records, f"the journal's {record['kind']}", checker.feed_journal, record)
     _feed(checker, (line for line in slaves if line.kind not in BEFORE_THE_JOURNAL), records)
     for stored in records.manifests:
-        checker.feed_manifest(stored.slave, stored.body)
+        _try(records, f"the record in {stored.path}", checker.feed_manifest, stored.slave, stored.body)
         for what, count in stored.non_finite.items():
             checker.feed_file(stored.slave, str(stored.body["file"]), what, count)
     if records.ledger is not None:
-        checker.feed_ledger(records.ledger)
+        _try(records, "the journal's newest state", checker.feed_ledger, records.ledger)
     _feed(checker, records.lines["master"], records)
     _feed(checker, records.lines["worker"], records)
     checker.finish()
@@ -190,10 +189,16 @@ def _wanted(role: str, kind: str) -> bool:
 
 def _feed(checker: Checker, lines: Iterable[TapeLine], records: RunRecords) -> None:
     for line in lines:
-        try:
-            checker.feed_tape(line.role, line.name, line.kind, line.fields, line.wall_s)
-        except (KeyError, TypeError, ValueError) as error:
-            records.problems.append(f"a line {line.kind!r} of {line.role} {line.name} cannot be read ({error!r})")
+        about = f"a line {line.kind!r} of {line.role} {line.name}"
+        _try(records, about, checker.feed_tape, line.role, line.name, line.kind, line.fields, line.wall_s)
+
+
+def _try(records: RunRecords, about: str, feed: Callable[P, object], *fact: P.args, **named: P.kwargs) -> None:
+    """Feed a fact; one that lacks fields, or has others than its kind, is a problem."""
+    try:
+        feed(*fact, **named)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        records.problems.append(f"{about} cannot be read ({error!r})")
 
 
 def _lost_journal(records: RunRecords) -> str:

@@ -68,15 +68,10 @@ def test_all_that_is_wrong_is_named_at_once() -> None:
     require("slave", configured("slave", {}).model_dump())
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("a_s > 2 * b_s + 1", "a_s is 5 s, but must be more than 2 * b_s + 1 = 5 s"),
-        ("a_s - b_s < 3", "a_s - b_s is 3 s, but must be less than 3 s"),
-        ("a_s <= b_s", "a_s is 5 s, but must be at most b_s = 2 s"),
-        ("b_s >= a_s", "b_s is 2 s, but must be at least a_s = 5 s"),
-    ],
-)
-def test_the_sentence_shows_both_sides(text: str, sentence: str) -> None:
+@pytest.mark.parametrize(("text", "a_s"), [
+    ("a_s > 2 * b_s + 1", 5.1), ("a_s - b_s < 3", 4.9), ("a_s <= b_s", 2.0), ("b_s >= a_s", 2.0),
+])  # fmt: skip
+def test_only_what_does_not_hold_is_said(text: str, a_s: float) -> None:
     row = Assumption("x", text, "why", "it breaks", "raise it")
-    assert row.broken({"a_s": 5.0, "b_s": 2.0}) == f"{sentence}: it breaks; raise it"
+    assert str(row.broken({"a_s": 5.0, "b_s": 2.0})).endswith(": it breaks; raise it")
+    assert row.broken({"a_s": a_s, "b_s": 2.0}) is None

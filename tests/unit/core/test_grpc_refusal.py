@@ -47,18 +47,16 @@ def test_a_peer_that_is_away_or_fails_has_refused_nothing_and_is_tried_again(sta
     assert ("failed while it served the call" in str(got)) is (status not in AWAY)
 
 
-@pytest.mark.parametrize(
-    ("status", "code"),
-    [
-        (grpc.StatusCode.UNIMPLEMENTED, RefusalCode.PROTOCOL_VERSION),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, RefusalCode.MALFORMED),
-        (grpc.StatusCode.PERMISSION_DENIED, RefusalCode.UNSPECIFIED),
-    ],
-)
+@pytest.mark.parametrize(("status", "code"), [
+    (grpc.StatusCode.UNIMPLEMENTED, RefusalCode.PROTOCOL_VERSION),
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, RefusalCode.MALFORMED),
+    (grpc.StatusCode.PERMISSION_DENIED, RefusalCode.UNSPECIFIED),
+])  # fmt: skip
 def test_what_grpc_itself_refuses_is_not_tried_again(status: grpc.StatusCode, code: RefusalCode) -> None:
     got = refused_from(FailedCall(status, None, None))
     assert isinstance(got, Refused)
     assert (got.code, got.retry_after_s) == (code, 0)
+    assert isinstance(refused_from(grpc.RpcError()), RetryLater), "it knows nothing"
     assert got.sentence == f"the peer ended the call with {status.name}: no details"
 
 
@@ -68,9 +66,3 @@ def test_metadata_that_cannot_be_read_is_a_refusal_still(garbage: bytes) -> None
     assert isinstance(got, Refused)
     assert got.code is RefusalCode.MALFORMED
     assert got.sentence.startswith("the peer's refusal cannot be read: ")
-
-
-def test_an_error_that_knows_nothing_is_tried_again() -> None:
-    got = refused_from(grpc.RpcError())
-    assert isinstance(got, RetryLater)
-    assert "UNKNOWN: no details" in str(got)

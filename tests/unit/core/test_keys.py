@@ -55,21 +55,12 @@ def test_an_identity_says_role_and_name_and_shows_no_key(made: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ca.crt", "tls.crt", "tls.key"])
-def test_a_missing_file_is_named(identity: Path, name: str) -> None:
+@pytest.mark.parametrize("content", [b"", b"garbage", b"-----BEGIN CERTIFICATE-----\nA\n-----END CERTIFICATE-----\n"])
+def test_a_garbled_or_missing_file_is_named(identity: Path, name: str, content: bytes) -> None:
+    (identity / name).write_bytes(content)
+    assert name in refused(identity)
     (identity / name).unlink()
     assert f"{name} cannot be read: No such file or directory" in refused(identity)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("ca.crt", "holds no CA certificate"), ("tls.crt", "not a certificate"), ("tls.key", "not a private key")],
-)
-@pytest.mark.parametrize("content", [b"", b"garbage", b"-----BEGIN CERTIFICATE-----\nA\n-----END CERTIFICATE-----\n"])
-def test_a_garbled_file_is_named(identity: Path, name: str, words: str, content: bytes) -> None:
-    (identity / name).write_bytes(content)
-    sentence = refused(identity)
-    assert name in sentence
-    assert words in sentence
 
 
 def test_a_file_that_never_ends_is_not_read(identity: Path) -> None:

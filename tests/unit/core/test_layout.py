@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 
 import pytest
 from hypothesis import given
@@ -77,53 +76,42 @@ def test_the_hash_is_the_same_on_every_machine_and_release() -> None:
     assert SMALL.layout_hash.hex() == "d3fccdf1c486700fe8d5427ee52f4b6d12adc100b0fb7a1dd07090c1a398a2b1"
 
 
-@pytest.mark.parametrize(
-    ("other", "difference"),
-    [
-        (parameter("layers.0.up", 5, dtype="bfloat16"), "is bfloat16, the run's is float32"),
-        (parameter("layers.0.up", 5, layer="x"), "is in layer 'x', the run's is in layer"),
-        (parameter("layers.0.up", 6), r"'layers.0.up' has shape \[6\], the run's has \[5\]"),
-        (parameter("layers.0.gate", 5), r"it lacks parameter 'layers.0.up' of shape \[5\]"),
-    ],
-)
-def test_any_change_of_a_parameter_changes_the_hash_and_is_named(other: Parameter, difference: str) -> None:
-    changed = Layout((SMALL.parameters[0], other, *SMALL.parameters[2:]), SMALL.block_elems)
-    assert changed.layout_hash != SMALL.layout_hash
-    assert re.search(difference, first_difference(SMALL, changed))
+MEAN = Parameter("norm.mean", (9,), "float32", AVERAGED_LAYER, averaged=True)
+BUFFERED = Layout((*SMALL.parameters, MEAN), SMALL.block_elems)
+FIRST, UP, *REST = SMALL.parameters
 
 
-def test_other_differences_are_named() -> None:
-    longer = Layout((*SMALL.parameters, parameter("extra", 2)), SMALL.block_elems)
-    turned = Layout(SMALL.parameters[::-1], SMALL.block_elems)
-    recut = dataclasses.replace(SMALL, block_elems=7)
-    assert first_difference(SMALL, longer) == "it has parameter 'extra', which the run's model lacks"
-    assert first_difference(SMALL, recut) == "its blocks are 7 elements long, the run's are 8"
-    first, last = SMALL.parameters[0].name, SMALL.parameters[-1].name
-    said = first_difference(SMALL, turned)
-    assert said.startswith(f"its parameters are in another order: it has {last!r} where the run's model has {first!r}")
-    assert len({SMALL.layout_hash, longer.layout_hash, turned.layout_hash, recut.layout_hash}) == 4
+@pytest.mark.parametrize(("other", "named"), [
+    (Layout((FIRST, parameter("layers.0.up", 5, dtype="bfloat16"), *REST), 8), "bfloat16"),
+    (Layout((FIRST, parameter("layers.0.up", 5, layer="x"), *REST), 8), "layer 'x'"),
+    (Layout((FIRST, parameter("layers.0.up", 6), *REST), 8), "[6]"),
+    (Layout((FIRST, parameter("layers.0.gate", 5), *REST), 8), "lacks parameter 'layers.0.up' of shape [5]"),
+    (Layout((*SMALL.parameters, parameter("extra", 2)), 8), "'extra'"),
+    (Layout(SMALL.parameters[::-1], 8), "another order"), (Layout(SMALL.parameters, 7), "7 elements"),
+    (BUFFERED, "without buffers="), (Layout((*SMALL.parameters, parameter("norm.mean", 9)), 8), "'norm.mean'"),
+])  # fmt: skip
+def test_any_difference_changes_the_hash_and_is_named(other: Layout, named: str) -> None:
+    assert other.layout_hash not in (SMALL.layout_hash, BUFFERED.layout_hash if other is not BUFFERED else b"")
+    assert named in first_difference(SMALL, other)
+    assert 'with buffers="average"' in first_difference(BUFFERED, SMALL)
+
+
+ONE = parameter("a", 1)
 
 
 @pytest.mark.parametrize(
-    ("parameters", "block_elems", "sentence"),
+    ("parameters", "block_elems"),
     [
-        ((), 8, "no parameters to train"),
-        ((parameter("a", 1),), 0, "block_elems is 0"),
-        ((parameter("a", 1),), 2**32 + 1, "block_elems is 4294967297"),
-        ((parameter("a", 1), parameter("a", 2)), 8, "two parameters of the model have the same name"),
-        ((parameter("a", 0),), 8, r"parameter 'a': shape \[0\] is empty"),
-        ((parameter("a", -3),), 8, r"shape \[-3\] is empty, negative"),
-        ((parameter("a", *[1] * 17),), 8, "more than 16 dimensions"),
-        ((parameter("a", 2, dtype="float64"),), 8, "dtype 'float64' is not one of bfloat16, float16, float32"),
-        ((parameter("a", 2, dtype=""),), 8, "dtype '' is not one of"),
-        ((parameter("", 2, layer="x"),), 8, "its name or layer is empty"),
-        ((parameter("n" * (MAX_NAME_CHARS + 1), 2),), 8, "longer than 512 characters"),
-        ((parameter("a", 2**40), parameter("b", 2**44)), 8, "elements, at most 17592186044416 are served"),
-        ((parameter("a", 2**40),), 1, "blocks of 1 elements would be more than 2097152"),
+        ((), 8), ((ONE,), 0), ((ONE,), 2**32 + 1), ((ONE, parameter("a", 2)), 8), ((parameter("a", 0),), 8),
+        ((parameter("a", -3),), 8), ((parameter("a", *[1] * 17),), 8), ((parameter("a", 2, dtype="float64"),), 8),
+        ((parameter("a", 2, dtype=""),), 8), ((parameter("", 2, layer="x"),), 8),
+        ((parameter("n" * (MAX_NAME_CHARS + 1), 2),), 8), ((parameter("a", 2**40), parameter("b", 2**44)), 2**32),
+        ((parameter("a", 2**40),), 1), ((MEAN,), 8), ((MEAN, ONE), 8), ((ONE, MEAN, parameter("late", 3)), 8),
+        ((ONE, dataclasses.replace(MEAN, layer="a")), 8),
     ],
-)
-def test_an_impossible_layout_is_refused(parameters: tuple[Parameter, ...], block_elems: int, sentence: str) -> None:
-    with pytest.raises(Refused, match=sentence) as caught:
+)  # fmt: skip
+def test_an_impossible_layout_is_refused(parameters: tuple[Parameter, ...], block_elems: int) -> None:
+    with pytest.raises(Refused) as caught:
         Layout(parameters, block_elems)
     assert caught.value.code is RefusalCode.LAYOUT
 
@@ -155,10 +143,6 @@ def test_the_layer_is_named_up_to_the_first_number(name: str, layer: str) -> Non
     assert layer_of(name) == layer
 
 
-MEAN = Parameter("norm.mean", (9,), "float32", AVERAGED_LAYER, averaged=True)
-BUFFERED = Layout((*SMALL.parameters, MEAN), SMALL.block_elems)
-
-
 @given(layout=layouts)
 def test_what_is_averaged_stands_behind_all_that_is_trained_in_blocks_of_its_own(layout: Layout) -> None:
     assert layout.n_trained == sum(p.n_elems for p in layout.parameters if not p.averaged)
@@ -167,33 +151,6 @@ def test_what_is_averaged_stands_behind_all_that_is_trained_in_blocks_of_its_own
     for start, stop, averaged in pieces:
         assert (stop <= layout.n_trained) is not averaged
         assert (start >= layout.n_trained) is averaged
-
-
-def test_averaged_buffers_count_for_the_hash_and_what_differs_is_named() -> None:
-    assert BUFFERED.layout_hash != SMALL.layout_hash
-    trained = Layout((*SMALL.parameters, dataclasses.replace(MEAN, averaged=False)), SMALL.block_elems)
-    assert trained.layout_hash != BUFFERED.layout_hash
-    assert first_difference(BUFFERED, SMALL) == (
-        "it leaves out buffer 'norm.mean', which this run averages: enter the loop with buffers=\"average\""
-    )
-    assert first_difference(SMALL, BUFFERED) == (
-        "it averages buffer 'norm.mean', which this run does not: enter the loop without buffers="
-    )
-
-
-@pytest.mark.parametrize(
-    ("parameters", "sentence"),
-    [
-        ((MEAN,), "begins with an averaged buffer"),
-        ((MEAN, SMALL.parameters[0]), "begins with an averaged buffer"),
-        ((*SMALL.parameters, MEAN, parameter("late", 3)), "'late' comes after averaged buffers"),
-        ((*SMALL.parameters, dataclasses.replace(MEAN, layer="scale")), "layer 'scale' has trained parameters and"),
-    ],
-)
-def test_another_order_of_averaged_buffers_is_refused(parameters: tuple[Parameter, ...], sentence: str) -> None:
-    with pytest.raises(Refused, match=sentence) as refused:
-        Layout(parameters)
-    assert refused.value.code is RefusalCode.LAYOUT
 
 
 @pytest.mark.parametrize("kind", ["trained", 1, None, ["averaged"]])

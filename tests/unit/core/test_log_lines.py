@@ -20,17 +20,6 @@ LINE = logs.LogLine(1772366400.25, "WARNING", "slave", "s0", "no space", "r1.7",
 WORD = st.from_regex(r"[A-Za-z0-9._%-]{1,12}", fullmatch=True)
 
 
-def test_a_line_for_people_and_one_for_machines() -> None:
-    assert logs.human(LINE) == "2026-03-01T12:00:00.250Z W slave s0 [r1.7]: no space"
-    assert json.loads(logs.as_json(LINE)) == {
-        "wall_s": 1772366400.25, "level": "WARNING", "role": "slave", "name": "s0", "cause": "r1.7",
-        "logger": "dips.slave", "sentence": "no space",
-    }  # fmt: skip
-    plain = logs.LogLine(0.0, "INFO", "master", "", "x")
-    assert logs.human(plain) == "1970-01-01T00:00:00.000Z I master: x"
-    assert "cause" not in json.loads(logs.as_json(plain))
-
-
 @given(
     st.integers(0, 253_402_300_000_000),
     st.sampled_from(logs.LEVELS),

@@ -76,13 +76,6 @@ def test_what_is_counted_is_shown_without_the_times_of_creation() -> None:
     assert not any(name.endswith("_created") for name, _ in samples)
 
 
-def test_what_is_counted_cannot_be_set_as_well() -> None:
-    counted = Instruments("x_", SPECS)
-    counted.counter("things_total")
-    with pytest.raises(LocalProtocolError):
-        families_of(counted).set("things_total", 1.0, "new")
-
-
 def test_only_the_keys_that_were_counted_last_stay() -> None:
     recent: Recent[str] = Recent(2)
     for key in ("a", "b", "a", "c"):

@@ -109,18 +109,6 @@ def test_another_machine_is_refused_with_the_reason(address: str) -> None:
         addresses.require_loopback(address, "listen")
 
 
-@pytest.mark.parametrize(
-    ("listen", "dialled", "text"),
-    [
-        ("127.0.0.1:0", "127.0.0.1:4711", "127.0.0.1:4711"),
-        ("0.0.0.0:4711", "127.0.0.1:4711", "0.0.0.0:4711, all addresses of this machine"),
-        ("[::]:0", "[::1]:4711", "[::]:4711, all addresses of this machine"),
-    ],
-)
-def test_a_process_that_listens_on_all_addresses_says_so(listen: str, dialled: str, text: str) -> None:
-    assert addresses.shown_listening(listen, dialled) == text
-
-
 def test_a_name_has_all_its_addresses_those_of_ipv4_first(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {
         "s0.example": ["2001:db8::7", "192.0.2.7", "192.0.2.8", "192.0.2.7"],

@@ -145,17 +145,14 @@ def test_chunks_are_stepped_as_in_the_reference_and_have_the_checksums_of_what_i
     both_steps_of_chunks(shard, k, edges, offset)
 
 
-def test_edges_of_chunks_that_do_not_fit_are_refused() -> None:
+@pytest.mark.parametrize("edges", [[0, 101], [-1, 5], [5, 3], []])
+@pytest.mark.parametrize("module", [outer_numpy, outer_numba])
+def test_edges_of_chunks_that_do_not_fit_are_refused(module: Any, edges: list[int]) -> None:
     shard = Shard.random(1, 100, slots=1)
-    one, weights = np.zeros(1, np.int64), np.ones(1, np.float32)
-    for edges in ([0, 101], [-1, 5], [5, 3], []):
-        for module in (outer_numpy, outer_numba):
-            theta, momentum = shard.outputs()
-            with pytest.raises(ValueError, match=r"edges are|the range"):
-                module.step_chunks(
-                    *(shard.theta, shard.momentum, shard.staging, one, weights, 1.0, 1.0, 0.0, 0.0, 1.0),
-                    *(theta, momentum, np.array(edges, np.int64)),
-                )
+    one, weights, outputs = np.zeros(1, np.int64), np.ones(1, np.float32), shard.outputs()
+    step = (shard.theta, shard.momentum, shard.staging, one, weights, 1.0, 1.0, 0.0, 0.0, 1.0)
+    with pytest.raises(ValueError, match=r"edges are|the range"):
+        module.step_chunks(*step, *outputs, np.array(edges, np.int64))
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -208,42 +205,26 @@ def pieces_are_measured(shard: Shard, twin: Any, at: Sequence[int]) -> None:
         assert_same_bits(found, expected)
 
 
-def test_the_compiled_twin_refuses_what_the_reference_refuses() -> None:
+ROW, ONE, SUMS, NONE = np.array([0]), np.ones(1, np.float32), np.zeros((1, 1)), np.zeros((1, 1), np.int64)
+WRONG_PIECES = [
+    (np.array(edges), np.array([at])) for edges, at in (([0, 9], 0), ([4, 3], 0), ([0, 8], 1), ([0, 8], -1))
+]
+
+
+@pytest.mark.parametrize("call", [
+    lambda k, s, theta, momentum: k.outer_step(*s, ROW, ONE, 1, 1, 0, 0, 1, theta, momentum, 0, 9),
+    lambda k, s, theta, momentum: k.outer_step(*s, ROW + 2, ONE, 1, 1, 0, 0, 1, theta, momentum, 0, 8),
+    lambda k, s, theta, _: k.gram(s[0], s[2], ROW, 0, 9),
+    lambda k, s, theta, momentum: k.seed_step(s[2], 2, theta, momentum, 0, 8),
+    lambda k, s, theta, _: k.products(s[0], np.zeros(9, np.float32), theta, SUMS[0]),
+    lambda k, s, theta, _: k.products(s[0], theta, theta, np.zeros(2)),
+    *(lambda k, s, *_, wrong=wrong: k.measure_pieces(s[0], s[2], ROW, *wrong, SUMS, NONE) for wrong in WRONG_PIECES),
+    *(lambda k, s, *_, wrong=wrong: k.multiply_pieces(s[0], *s[2], *wrong, SUMS[0]) for wrong in WRONG_PIECES),
+    lambda k, s, *_: k.measure_pieces(s[0], s[2], ROW, np.array([0, 8]), ROW, SUMS, np.zeros((2, 1), np.int64)),
+    lambda k, *_: k.block_totals(SUMS, np.array([0, 2])),
+])  # fmt: skip
+def test_the_compiled_twin_refuses_what_the_reference_refuses(call: Callable[..., object]) -> None:
     """It has no bounds checks of its own, so this is what stands between a bug and other memory."""
     shard = Shard.random(1, 8, slots=2)
-    theta, momentum = shard.outputs()
-    weights = np.ones(1, np.float32)
-    common = (shard.theta, shard.momentum, shard.staging)
-    with pytest.raises(ValueError, match="range"):
-        outer_numba.outer_step(*common, np.array([0]), weights, 1, 1, 0, 0, 1, theta, momentum, 0, 9)
-    with pytest.raises(ValueError, match="not rows"):
-        outer_numba.outer_step(*common, np.array([2]), weights, 1, 1, 0, 0, 1, theta, momentum, 0, 8)
-    with pytest.raises(ValueError, match="range"):
-        outer_numba.gram(shard.theta, shard.staging, np.array([0]), 0, 9)
-    with pytest.raises(ValueError, match="not rows"):
-        outer_numba.seed_step(shard.staging, 2, theta, momentum, 0, 8)
-    sums = np.zeros(1)
-    with pytest.raises(ValueError, match="x is"):
-        outer_numba.products(shard.theta, np.zeros(9, np.float32), theta, sums)
-    with pytest.raises(ValueError, match="sums is"):
-        outer_numba.products(shard.theta, theta, theta, np.zeros(2))
-    edges, pieces, nonfinite = np.array([0, 8]), np.array([0]), np.zeros((1, 1), np.int64)
-    piece_sums = np.zeros((1, 1))
-    for complaint, bad_edges, bad_pieces in (
-        ("must rise", np.array([0, 9]), pieces),
-        ("must rise", np.array([4, 3]), pieces),
-        ("pieces must be", edges, np.array([1])),
-        ("pieces must be", edges, np.array([-1])),
-    ):
-        with pytest.raises(ValueError, match=complaint):
-            outer_numba.measure_pieces(
-                shard.theta, shard.staging, np.array([0]), bad_edges, bad_pieces, piece_sums, nonfinite
-            )
-        with pytest.raises(ValueError, match=complaint):
-            outer_numba.multiply_pieces(shard.theta, shard.staging[0], shard.staging[1], bad_edges, bad_pieces, sums)
-    with pytest.raises(ValueError, match="nonfinite is"):
-        outer_numba.measure_pieces(
-            shard.theta, shard.staging, np.array([0]), edges, pieces, piece_sums, np.zeros((2, 1), np.int64)
-        )
-    with pytest.raises(ValueError, match="pieces up to"):
-        outer_numba.block_totals(piece_sums, np.array([0, 2]))
+    with pytest.raises(ValueError, match=r"range|not rows|x is|sums is|must rise|pieces|nonfinite is"):
+        call(outer_numba, (shard.theta, shard.momentum, shard.staging), *shard.outputs())

@@ -9,7 +9,7 @@ eigenvalue 1 (a constant theta); stable means that all others lie within the uni
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -21,17 +21,15 @@ from dips.master.state.penalty_types import PenaltyConfig
 from dips.master.state.records import OuterStep, outer_step_of
 
 CLUSTERS = (2, 3, 4, 6, 9)
-
-TABLE = {  # momentum: {K: (largest stable lr, half of its last printed digit)}
-    0.8: {2: (0.692, 5e-4), 3: (0.612, 5e-4), 4: (0.494, 5e-4), 6: (0.309, 5e-4), 9: (0.171, 5e-4)},
-    0.6: {2: (0.727, 5e-4), 3: (0.661, 5e-4), 4: (0.564, 5e-4), 6: (0.411, 5e-4), 9: (0.290, 5e-4)},
-    0.5: {2: (0.75, 5e-3), 3: (0.69, 5e-3), 4: (0.61, 5e-3), 6: (0.48, 5e-3), 9: (0.38, 5e-3)},
-    0.0: {2: (1.0, 5e-3), 3: (1.0, 5e-3), 4: (1.0, 5e-3), 6: (1.0, 5e-3), 9: (1.0, 5e-3)},
-}
-
-HEAVY_BALL = dict(zip(CLUSTERS, (1.80, 1.00, 0.556, 0.255, 0.129), strict=True))
-DELAYED_BY_FOUR = dict(zip(CLUSTERS, (1.00, 0.874, 1.00, 0.651, 0.447), strict=True))
-"""Momentum 0.8: the largest stable lr of heavy ball, and the largest stable lr / N of delayed Nesterov with N = 4."""
+SLOW = PenaltyConfig.of("safe", outer_optimizer="delayed-nesterov", outer_momentum=0.8, delay_rounds=4)
+TABLE = {  # its coefficients, the gain of a round of lr 1, and for each K the largest stable lr, as printed
+    "0.8": (PenaltyConfig(outer_momentum=0.8), 1, ("0.692", "0.612", "0.494", "0.309", "0.171")),
+    "0.6": (PenaltyConfig(outer_momentum=0.6), 1, ("0.727", "0.661", "0.564", "0.411", "0.290")),
+    "0.5": (PenaltyConfig(outer_momentum=0.5), 1, ("0.75", "0.69", "0.61", "0.48", "0.38")),
+    "0.0": (PenaltyConfig(outer_momentum=0.0), 1, ("1.00", "1.00", "1.00", "1.00", "1.00")),
+    "heavy ball": (PenaltyConfig(outer_optimizer="heavy-ball"), 1, ("1.80", "1.00", "0.556", "0.255", "0.129")),
+    "delayed by four": (SLOW, 4, ("1.000", "0.874", "1.000", "0.651", "0.447")),
+}  # fmt: skip
 
 
 def transition_matrix(clusters: int, step: OuterStep) -> NDArray[np.float64]:
@@ -44,16 +42,6 @@ def transition_matrix(clusters: int, step: OuterStep) -> NDArray[np.float64]:
         *(*astuple(step), out_theta, out_momentum, 0, size),
     )
     return np.vstack([out_theta, basis[: clusters - 1], out_momentum]).astype(np.float64)
-
-
-def nesterov(momentum: float) -> PenaltyConfig:
-    return PenaltyConfig(outer_momentum=momentum)
-
-
-def delayed(momentum: float, delay_rounds: int) -> PenaltyConfig:
-    return PenaltyConfig.of(
-        "safe", outer_optimizer="delayed-nesterov", outer_momentum=momentum, delay_rounds=delay_rounds
-    )
 
 
 def stable(clusters: int, outer_lr: float, config: PenaltyConfig) -> bool:
@@ -76,33 +64,19 @@ def largest_stable_lr(clusters: int, config: PenaltyConfig) -> float:
     return low
 
 
-@pytest.mark.parametrize(
-    ("momentum", "clusters"), [(momentum, clusters) for momentum, row in TABLE.items() for clusters in row]
-)
-def test_largest_stable_lr_is_that_of_the_document(momentum: float, clusters: int) -> None:
-    expected, half_digit = TABLE[momentum][clusters]
-    assert largest_stable_lr(clusters, nesterov(momentum)) == pytest.approx(expected, abs=half_digit + 1e-5)
-
-
 @pytest.mark.parametrize("clusters", CLUSTERS)
-def test_heavy_ball_bears_more_than_nesterov_with_few_clusters_and_less_with_many(clusters: int) -> None:
-    config = PenaltyConfig(outer_optimizer="heavy-ball")
-    found = largest_stable_lr(clusters, config)
-    assert found == pytest.approx(HEAVY_BALL[clusters], abs=5e-3 if clusters < 4 else 5e-4 + 1e-5)
-    assert (found > largest_stable_lr(clusters, nesterov(0.8))) == (clusters < 6)
+@pytest.mark.parametrize(("config", "gain", "printed"), TABLE.values(), ids=TABLE)
+def test_largest_stable_lr_is_that_of_the_document(
+    config: PenaltyConfig, gain: int, printed: tuple[str, ...], clusters: int
+) -> None:
+    expected = printed[CLUSTERS.index(clusters)]
+    half_digit = 0.5 * 10.0 ** -len(expected.partition(".")[2])
+    assert largest_stable_lr(clusters, config) / gain == pytest.approx(float(expected), abs=half_digit + 1e-5)
 
 
 @pytest.mark.parametrize("momentum", [0.5, 0.8])
 @pytest.mark.parametrize("clusters", CLUSTERS)
 def test_momentum_that_waits_for_every_cluster_costs_no_stability(clusters: int, momentum: float) -> None:
     """Delayed Nesterov with N = K: a cycle has each cluster once, and lr / N may be what it is without momentum."""
-    found = largest_stable_lr(clusters, delayed(momentum, clusters))
-    assert found / clusters == pytest.approx(1.0, abs=1e-5)
-
-
-@pytest.mark.parametrize("clusters", CLUSTERS)
-def test_a_delay_that_fits_no_cycle_of_the_clusters_helps_less(clusters: int) -> None:
-    """N = 4 whatever K: still stabler than Nesterov at the same gain of a round."""
-    found = largest_stable_lr(clusters, delayed(0.8, 4)) / 4
-    assert found == pytest.approx(DELAYED_BY_FOUR[clusters], abs=5e-4 + 1e-5)
-    assert found > largest_stable_lr(clusters, nesterov(0.8))
+    config = replace(SLOW, outer_momentum=momentum, delay_rounds=clusters)
+    assert largest_stable_lr(clusters, config) / clusters == pytest.approx(1.0, abs=1e-5)

@@ -84,15 +84,12 @@ def test_a_model_that_is_too_big_is_refused_with_the_sum() -> None:
     with pytest.raises(Refused) as caught:
         place(model(100, 100), slaves(2, needed - 1), 2, 1, CHUNK_BYTES)
     assert caught.value.code is RefusalCode.MEMORY
-    assert f"the model has 200 elements and needs {2 * needed} bytes on the slaves" in caught.value.sentence
-    assert f"the 2 slaves, which state {2 * needed - 2} bytes" in caught.value.sentence
-    assert "start more slaves, raise their memory_bytes" in caught.value.sentence
+    assert all(f"{n_bytes} bytes" in caught.value.sentence for n_bytes in (2 * needed, 2 * needed - 2))
 
 
-@pytest.mark.parametrize("memory_bytes", [0, 1])
-def test_slaves_without_memory_are_refused(memory_bytes: int) -> None:
+def test_slaves_without_memory_are_refused() -> None:
     with pytest.raises(Refused) as caught:
-        place(model(1), slaves(2, memory_bytes), 1, 0, CHUNK_BYTES)
+        place(model(1), slaves(2, 0), 1, 0, CHUNK_BYTES)
     assert caught.value.code is RefusalCode.MEMORY
 
 

@@ -26,12 +26,8 @@ def test_addresses_that_are_elsewhere_and_those_that_lead_every_machine_to_itsel
 
 
 def test_a_master_elsewhere_must_not_send_clusters_to_themselves() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"slave s0 advertises tcp://127\.0\.0\.1:29500"):
         check_slaves_reachable("192.0.2.1:29400", [OUTWARD, INWARD])
-    sentence = str(caught.value)
-    assert "slave s0 advertises tcp://127.0.0.1:29500, which only its own machine reaches" in sentence
-    assert "[master] listen" in sentence
-    assert "--advertise" in sentence
     check_slaves_reachable("192.0.2.1:29400", [OUTWARD])
 
 

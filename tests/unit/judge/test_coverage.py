@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 from support.corruptions import tape_of
 from support.forge import Record, edit_tape
-from support.history import Script, write_run
+from support.history import Script, usual_run, write_run
 from support.recorded_run import unpacked
 
+from dips.judge.coverage import ABSENT, COVERED, KILLED, LOST, Coverage, drop_lost
+from dips.judge.records import RunRecords, TapeLine
 from dips.judge.verify import NOT_APPLICABLE, UNPROVEN, VIOLATED, VerifyReport, verify_run
+from dips.master.archive import JournalRecord
 from dips.master.directory import TAPE_NAME
 
 Cut = Callable[[list[Record]], list[Record]]
@@ -79,20 +82,6 @@ def test_the_part_that_was_kept_elsewhere_makes_it_whole_whatever_its_name(recor
     ("name", "cut", "unproven", "gap", "lost"),
     [
         ("s0", up_to_nth("measured", 6), {"I4", "I5", "I9", "records"}, "ends with round r1.7", "version 1:7"),
-        (
-            "s0",
-            from_nth("started"),
-            {"I4", "I5", "I9", "records"},
-            "begins with incarnation 1.2",
-            "version 1:0 and 2 more, up to version 1:2 are missing",
-        ),
-        (
-            "a",
-            from_nth("joined"),
-            {"records"},
-            "begins with incarnation 1.2",
-            "push a/1.1#1 and 4 more, up to push a/1.1#5 are missing",
-        ),
         ("b", up_to_nth("push_begun", 6), {"records"}, "ends with push b/1.1#6", "push b/1.1#7"),
         ("master", up_to_nth("ticket", 8), {"I4", "records"}, "ends with record 8 of the journal", ""),
     ],
@@ -137,73 +126,6 @@ def test_whoever_lost_lines_to_a_full_disk_is_unproven_there(recorded: Path, kin
     assert kind != "push" or results(report) == {"records": UNPROVEN}
     assert f"lost lines to a full disk, so that lines about {about}" in report.unproven[0]
     settled(recorded, name, "b/1.1#7" if kind == "push" else "lost lines to a full disk")
-
-
-# ---- a run with several epochs ----
-
-
-def three_epochs() -> Script:
-    script = Script()
-    for _ in range(3):
-        script.start_master()
-        for slave in ("s0", "s1") if script.version else ():
-            script.restart_slave(slave)
-        script.join("a")
-        script.commit(script.push("a"))
-        script.commit(script.push("a"))
-    return script
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "run", three_epochs())
-
-
-def tape_in(run: Path, name: str) -> Path:
-    (path,) = run.rglob(f"{name}.tape.jsonl")
-    return path
-
-
-def but_the_second(kind: str) -> Cut:
-    """A tape without what its process wrote between the second and the third of these lines."""
-    return lambda lines: [*up_to_nth(kind, 1)(lines), *from_nth(kind, 2)(lines)]
-
-
-@pytest.mark.parametrize(
-    ("tape", "cut", "name", "gap"),
-    [
-        # As docs/operations.md says: the journal comes from the backup, and the master's next tape begins then.
-        ("test", from_nth("epoch", 2), "master", "begins with epoch 3"),
-        ("test", but_the_second("epoch"), "master", "has no line of epoch 2"),
-        ("s1", but_the_second("started"), "s1", "has no line between incarnations"),
-        ("a", but_the_second("joined"), "a", "has no line of incarnation 2.2"),
-    ],
-)
-def test_a_process_that_ran_once_without_its_tape_leaves_a_gap(
-    run: Path, tape: str, cut: Cut, name: str, gap: str
-) -> None:
-    keep(tape_in(run, tape), cut)
-    report = verify_run(run)
-    assert (report.violations, report.exit_code, len(report.unproven)) == ([], 7, 1)
-    assert gap in report.unproven[0]
-    settled(run, name, gap)
-
-
-def test_the_same_process_that_joined_twice_had_its_tape_all_the_time(run: Path) -> None:
-    edit_tape(
-        tape_in(run, "test"), lambda lines: [line.update(process="one") for line in lines if line["kind"] == "join"]
-    )
-    keep(tape_in(run, "a"), but_the_second("joined"))
-    assert results(verify_run(run))["records"] == VIOLATED
-
-
-def test_a_slaves_end_in_order_without_a_later_attachment_is_the_end_of_its_tape(run: Path) -> None:
-    keep(tape_in(run, "s1"), up_to_nth("started", 2))
-    end = [{"kind": "stopped", "reason": "a signal"}]
-    keep(tape_in(run, "s1"), lambda lines: [*lines, {**lines[-1], **end[0]}])
-    assert verify_run(run).violations == [], "it attached again later"
-    keep(tape_in(run, "test"), lambda lines: [line for line in lines if line.get("incarnation") not in ("3.1", "3.2")])
-    assert results(verify_run(run))["I5"] == VIOLATED
 
 
 # ---- a run that was restored from a copy ----
@@ -284,19 +206,7 @@ def test_a_hole_in_the_middle_of_a_process_is_no_excuse(recorded: Path, name: st
     assert results(verify_run(recorded, without={name}))[breaks] == VIOLATED
 
 
-def test_a_tape_that_knows_of_an_attachment_lacks_no_push_of_it(run: Path) -> None:
-    keep(tape_in(run, "a"), without(between=("joined", 1, 2)))
-    assert results(verify_run(run))["records"] == VIOLATED
-
-
-@pytest.mark.parametrize(("end", "result"), [([], UNPROVEN), ([{"kind": "left"}], VIOLATED)])
-def test_a_cluster_that_left_wrote_no_more_afterwards(run: Path, end: list[Record], result: str) -> None:
-    keep(tape_in(run, "a"), up_to_nth("push_sent", 5))
-    keep(tape_in(run, "a"), lambda lines: [*lines, *({**lines[-1], **line} for line in end)])
-    assert results(verify_run(run))["records"] == result
-
-
-def test_a_master_that_was_killed_as_it_wrote_its_last_record_is_not_accused(run: Path) -> None:
+def test_a_master_that_was_killed_as_it_wrote_its_last_record_is_not_accused(tmp_path: Path) -> None:
     """The COMMIT was durable; the lines about it were not written before the kill."""
 
     def cut(lines: list[Record]) -> list[Record]:
@@ -306,5 +216,180 @@ def test_a_master_that_was_killed_as_it_wrote_its_last_record_is_not_accused(run
         commit = max(at for at, line in enumerate(lines[:last]) if line["kind"] == "journaled")
         return [*lines[:commit], *lines[second - 1 :]]
 
-    keep(tape_in(run, "test"), cut)
+    run = write_run(tmp_path / "run", usual_run())
+    keep(run / "master" / "test.tape.jsonl", cut)
     assert verify_run(run).violations == []
+
+
+# ---- what each tape covers ----
+
+FIELDS = {
+    **dict.fromkeys(("incarnation", "joined"), ("incarnation",)),
+    **dict.fromkeys(("push_begun", "ticket"), ("push",)),
+    **{"slave_attached": ("slave", "incarnation"), "join": ("cluster", "incarnation", "process")},
+    **dict.fromkeys(("verdict", "installed", "publish"), ("version",)),
+    **{"epoch": ("epoch", "version"), "journaled": ("number",)},
+    **dict.fromkeys(("committed", "configured"), ("round", "version")),
+}  # fmt: skip
+ROLES = {"m": "master", "s0": "slave", "a": "worker"}
+
+
+def told(*tapes: str) -> RunRecords:
+    """A tape is like `s0: started, incarnation 1.1, measured r1.2`; the journal like `journal: 1 EPOCH, 1 COMMIT r1.1`:
+    the epoch of each record, its kind and round."""
+    records = RunRecords(Path("nowhere"))
+    for name, _, lines in (tape.partition(": ") for tape in tapes):
+        for kind, *values in (line.split() for line in lines.split(", ")):
+            if name == "journal":
+                number, (of, *round_id) = len(records.rows) + 1, values
+                records.rows.append(JournalRecord(int(kind), 0, of, "", number, ""))
+                records.journal.append({"epoch": int(kind), "kind": of, "round": (*round_id, None)[0]})
+                continue
+            fields = dict(zip(FIELDS.get(kind, ("round",)), values, strict=False))
+            numbers = {key: int(value) for key, value in fields.items() if key in ("epoch", "number")}
+            records.lines[ROLES[name]].append(TapeLine(ROLES[name], name, kind, 0.0, "-", fields | numbers))
+            records.tapes.add((ROLES[name], name))
+    return records
+
+
+LATE = "s0: started, incarnation 1.2, configured r1.3, measured r1.5, measured r1.7, committed r1.6, configured r1.9"
+ENDED = "s0: started, incarnation 1.1, measured r1.2, stopped"
+TWO = "s0: started, incarnation 1.1, measured r1.2, started, incarnation {}, configured r1.4, measured {}"
+SECOND, THIRD, LATER = TWO.format("1.2", "r1.6"), TWO.format("1.3", "r1.6"), TWO.format("3.1", "r3.6")
+JOURNAL = "journal: 1 EPOCH, 1 COMMIT r1.1, 2 EPOCH, 2 COMMIT r2.2, 3 EPOCH, 3 COMMIT r3.3"
+MASTER = "m: epoch 1, journaled 2, epoch 2, journaled {}, epoch 3, journaled 6"
+BETWEEN = "has no line between incarnations"
+MISSED, ENDS = f"{BETWEEN} 1.1 and 1.3", "ends with round r1.2"
+
+
+@pytest.mark.parametrize(
+    ("tapes", "round_id", "ended", "place"),
+    [
+        # The version that it loaded first was made in r1.3, and of those after it has lines until r1.7.
+        ([LATE], (1, 3), False, "begins with incarnation 1.2"),
+        ([LATE], (1, 4), False, COVERED),
+        ([LATE], (1, 7), False, COVERED),
+        ([LATE], (1, 7), True, "ends with round r1.7"),
+        (["s0: snapshot_skipped, starting, started, incarnation 1.2, configured r1.3, measured r1.5"], (1, 3), False,
+         "begins with incarnation 1.2"),
+        # It loaded none: then its first round says where it begins; the first attachment of all rounds comes before.
+        (["s0: started, incarnation 1.2, measured r1.5, measured r1.6"], (1, 4), False, "begins with incarnation 1.2"),
+        (["s0: started, incarnation 2.1, measured r2.5"], (1, 9), False, "begins with incarnation 2.1"),
+        # It begins in the middle of a process: its first lines were taken out.
+        (["s0: measured r1.5, incarnation 1.4, measured r1.6"], (1, 1), False, COVERED),
+        (["s0: measured r1.5, started, incarnation 1.3, configured r1.6, measured r1.7"], (1, 6), False, COVERED),
+        (["s0: started, incarnation 1.1"], (1, 1), False, "ends before the first round"),
+        (["s0: started"], (1, 1), False, "says of no attachment to the master"),
+        (["a: joined 1.1"], (1, 1), False, ABSENT),
+        # Between two processes: whether the master saw another one there, or may have.
+        ([THIRD, "m: epoch 1, slave_attached s0 1.2"], (1, 3), False, MISSED),
+        ([THIRD, "m: epoch 1, slave_attached s0 1.3"], (1, 3), False, COVERED),
+        ([THIRD, "m: epoch 2, journaled 3", JOURNAL], (1, 3), False, MISSED),
+        ([SECOND, "m: epoch 2, journaled 3", JOURNAL], (1, 3), False, COVERED),
+        ([THIRD, "m: epoch 1, journaled 2", JOURNAL], (1, 3), False, COVERED),
+        ([LATER, MASTER.format(4), JOURNAL], (1, 3), False, COVERED),
+        ([LATER, MASTER.format(3), JOURNAL], (1, 3), False, f"{BETWEEN} 1.1 and 3.1"),
+        ([TWO.format("2.1", "r3.6"), "m: epoch 1, journaled 2", JOURNAL], (1, 3), False, f"{BETWEEN} 1.1 and 2.1"),
+        ([THIRD, "m: epoch 1", "journal: 1 ROLLBACK r1.9"], (1, 3), False, MISSED),
+        ([THIRD, "m: epoch 1", "journal: 1 ROLLBACK r1.3"], (1, 3), False, COVERED),
+        # Files of one process whose names give another order.
+        (["s0: started, incarnation 1.2, configured r1.4, measured r1.6, started, incarnation 1.1, measured r1.2",
+          "m: epoch 1, slave_attached s0 1.2"], (1, 2), False, COVERED),
+        # An end in order, and whether it attached again.
+        ([ENDED, "m: epoch 1, slave_attached s0 1.1"], (1, 3), False, COVERED),
+        ([f"{ENDED}, measured r1.3", "m: epoch 1"], (1, 4), False, "ends with round r1.3"),
+        ([f"{ENDED}, starting", "m: epoch 1"], (1, 3), False, COVERED),
+        ([ENDED, "m: epoch 1, slave_attached s0 2.1"], (1, 3), False, ENDS),
+        ([ENDED, "m: epoch 1, journaled 2", JOURNAL], (1, 3), False, ENDS),
+    ],
+)  # fmt: skip
+def test_where_a_slaves_tape_has_what_it_says_of_a_round(
+    tapes: list[str], round_id: tuple[int, int], ended: bool, place: str
+) -> None:
+    assert Coverage(told(*tapes)).of_slave("s0", round_id, ended) == place
+    full = told(*tapes)
+    full.gaps.add(("slave", "s0"))
+    assert Coverage(full).of_slave("s0", round_id, ended) == (place or LOST)
+
+
+WENT_BACK = "s0: committed r1.1 1:1, committed r1.2 1:2, incarnation 2.1, configured r1.1 1:1"
+JOINED = "a: joined 1.1, push_begun a/1.1#1, push_begun a/1.1#4, push_begun a/1.1#3, verdict 1:3, installed 1:2"
+
+
+@pytest.mark.parametrize(
+    ("tapes", "push", "version", "place"),
+    [
+        ([JOINED], ("a", 1, 1, 3), None, COVERED),
+        ([JOINED], ("a", 1, 1, 4), None, "ends with push a/1.1#4"),
+        ([JOINED], ("a", 1, 1, 4), (1, 3), COVERED),
+        ([JOINED], ("a", 1, 1, 4), (1, 4), "ends with push a/1.1#4"),
+        ([f"{JOINED}, left"], ("a", 1, 1, 9), (1, 4), COVERED),
+        ([f"{JOINED}, left, installed 1:3"], ("a", 1, 1, 9), (1, 4), "ends with push a/1.1#4"),
+        ([JOINED], ("a", 1, 2, 1), None, "ends with incarnation 1.1"),
+        ([f"{JOINED}, push_begun a/3.1#1"], ("a", 1, 2, 1), None, "has no line of incarnation 1.2"),
+        (["a: joined 1.1"], ("a", 1, 1, 1), None, "names no push"),
+        (["a: verdict 1:3"], ("a", 1, 1, 1), (1, 0), COVERED),
+        (["a: verdict 1:3", "m: epoch 1"], ("b", 1, 1, 1), (1, 0), ABSENT),
+        # One process that joined twice writes one tape.
+        ([JOINED, "m: join a 1.1 p, join a 1.2 p"], ("a", 1, 2, 1), (1, 3), COVERED),
+        ([JOINED, "m: join a 1.1 p, join a 1.2 q"], ("a", 1, 2, 1), (1, 3), "ends with incarnation 1.1"),
+        (["a: joined 1.2", "m: join a 1.1 p, join a 1.2 p"], ("a", 1, 1, 1), None, "begins with incarnation 1.2"),
+    ],
+)  # fmt: skip
+def test_where_a_clusters_tape_has_the_begin_of_a_push(
+    tapes: list[str], push: tuple[str, int, int, int], version: tuple[int, int] | None, place: str
+) -> None:
+    assert Coverage(told(*tapes)).of_push(push, version) == place
+    full = told(*tapes)
+    full.gaps.add(("worker", push[0]))
+    assert Coverage(full).of_push(push, version) == (place or LOST)
+
+
+@pytest.mark.parametrize(
+    ("tapes", "epoch", "number", "place"),
+    [
+        ([], 1, 1, COVERED),
+        (["m: epoch 1, ticket a/3.1#1"], 2, None, "has no line of epoch 2"),
+        (["m: epoch 1, ticket a/3.1#1"], 3, None, COVERED),
+        (["m: epoch 1, ticket a/3.1#1"], 0, None, "begins with epoch 1"),
+        (["m: epoch 1, ticket a/3.1#1"], 4, None, "ends with epoch 3"),
+        ([MASTER.format(4), JOURNAL], 2, 4, COVERED),
+        ([MASTER.format(3), JOURNAL], 2, 4, KILLED),
+        ([MASTER.format(3), JOURNAL], 2, None, COVERED),
+        (["m: epoch 1, epoch 2, journaled 3", JOURNAL], 2, 4, "ends with record 3 of the journal"),
+        (["m: epoch 1, epoch 2, journaled 3", JOURNAL], 1, 1, KILLED),
+    ],
+)  # fmt: skip
+def test_where_the_masters_tape_has_what_it_says_of_a_record(
+    tapes: list[str], epoch: int, number: int | None, place: str
+) -> None:
+    assert Coverage(told(*tapes)).of_master(epoch, number) == place
+
+
+@pytest.mark.parametrize(
+    ("tape", "made", "lost"),
+    [
+        # What a process knew and the journal has not, or made again later, before it went on from an older version.
+        (WENT_BACK.replace("incar", "measured r1.3, incar"), {(1, 1): 1}, 2),
+        (WENT_BACK, {(1, 1): 1, (1, 2): 1}, 0),
+        (WENT_BACK, {(1, 1): 1, (1, 2): 2}, 1),
+        ("s0: committed r1.1 1:1, committed r1.2 1:2, incarnation 2.1, configured r1.2 1:2", {(1, 1): 1}, 0),
+        ("s0: committed r1.1 1:1, committed r2.2 2:2, incarnation 2.1, configured r1.1 1:1", {(1, 1): 1}, 0),
+        ("s0: committed r1.1 1:1, incarnation 2.1, committed r1.2 1:2, configured r1.1 1:1", {(1, 1): 1}, 0),
+        ("s0: committed r1.2 1:2, measured r1.3, started, incarnation 2.1, configured r1.1 1:1, committed r2.2 1:2, "
+         "incarnation 3.1, configured r1.1 1:1, measured r3.1", {(1, 1): 1, (1, 2): 3}, 3),
+        ("m: epoch 1, publish 1:1, publish 1:2, epoch 2 1:1", {(1, 1): 1}, 1),
+        ("m: epoch 1, publish 1:1, publish 1:2, epoch 2 1:1", {(1, 1): 1, (1, 2): 1}, 0),
+        ("a: verdict 1:1, installed 1:2, push_begun a/1.1#4, joined 2.1, installed 1:1", {(1, 1): 1}, 2),
+    ],
+)  # fmt: skip
+def test_what_was_lost_when_a_copy_was_put_back_is_taken_out(
+    tape: str, made: dict[tuple[int, int], int], lost: int
+) -> None:
+    records = told(tape, "journal: 1 LEASE")
+    records.journal += [{"kind": "COMMIT", "version": [*version], "epoch": epoch} for version, epoch in made.items()]
+    before = [line for lines in records.lines.values() for line in lines]
+    said = drop_lost(records)
+    left = [line for lines in records.lines.values() for line in lines]
+    assert (len(before) - len(left), bool(said)) == (lost, lost > 0)
+    assert {"incarnation", "started", "joined"} & {line.kind for line in before} <= {line.kind for line in left}

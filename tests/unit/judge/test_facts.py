@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support.history import nth, usual_run
 
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
-from dips.judge.facts import decision_of, hex_of, pair, push_of, say_push, say_round, say_version
+from dips.judge.facts import hex_of, pair, push_of, say_push, say_round, say_version
 from dips.master.state.ledger import pair as listed
 from dips.master.state.ledger import push_to_json
 
@@ -26,19 +25,3 @@ def test_names_pushes_and_digests_are_read_from_both_forms() -> None:
     assert say_round((2, 17)) == str(RoundId(2, 17))
     assert say_version(None) == say_round(None) == "none"
     assert hex_of(b"\x01\xff") == hex_of("01ff") == "01ff"
-
-
-def test_a_commit_is_read_with_its_participants() -> None:
-    fields = nth(usual_run().steps, "journal", "COMMIT", 1).fields
-    made = decision_of({"kind": "COMMIT", **fields})
-    assert (made.version, made.round, made.from_version, made.tokens) == ((1, 1), (1, 2), (1, 0), 200)
-    assert [item.push[0] for item in made.accepted] == ["a", "b"]
-    assert made.participants[0].ranges == ((0, 0, 0, 100),)
-    assert not made.is_seed
-    assert str(made) == "the COMMIT of version 1:1 (round r1.2)"
-
-
-@pytest.mark.parametrize("record", [{}, {"kind": "COMMIT", "version": [1]}, {"kind": "VOID", "participants": [{}]}])
-def test_what_is_no_record_is_refused(record: dict[str, object]) -> None:
-    with pytest.raises((KeyError, ValueError, TypeError)):
-        decision_of(record)

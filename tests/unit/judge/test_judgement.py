@@ -13,7 +13,7 @@ from support.recording import Recording
 from support.rounds import gram_of
 
 from dips.core.ids import Version
-from dips.judge.judgement import Judging
+from dips.judge.judgement import ClusterMemory, Judging, PenaltyMemory, pushes_of, round_of
 from dips.judge.verify import check_records
 from dips.lab.sim import seed_run as simulated
 from dips.master.state.penalty import judge, round_tokens
@@ -113,6 +113,7 @@ def feed(judging: Judging, record: Mapping[str, Any]) -> list[str] | None:
 def test_every_rule_of_judge_is_recomputed_round_after_round(config: PenaltyConfig) -> None:
     run, judging = Run(config, 1), Judging()
     outcomes = set()
+    assert feed(judging, {"kind": "COMMIT", "from_version": None}) is None, "the seed"
     for _ in range(ROUNDS):
         record = run.record()
         assert feed(judging, record) == [], record
@@ -150,42 +151,78 @@ def test_records_of_an_older_release_are_counted_and_no_violation() -> None:
     assert judging.holes == 1, "one that says less than those before it proves nothing"
 
 
-def test_sayings_of_a_slave_that_differ_are_no_evidence() -> None:
-    run, judging = Run(PenaltyConfig(), 4), Judging()
-    record = run.record()
-    gram = record["judgement"]["inputs"]["gram"]
-    other = [repr(2.0 * float(text)) for text in gram]
-    bad = record["judgement"]["inputs"]["nonfinite_elems"]
-    judging.measured("s0", (1, 1), [*gram[:-1], other[-1]], bad)
-    assert f"entry {len(gram) - 1} of its Gram matrix" in (judging.judge(record, ["s0"]) or [""])[0]
-    judging.measured("s0", (1, 1), other, bad)
-    judging.measured("s0", (1, 1), gram, bad)
-    assert judging.judge(record, ["s0"]) == []
+def record_of(config: PenaltyConfig, gram: tuple[tuple[float, ...], ...]) -> dict[str, Any]:
+    """Of the first round of clusters a, b and so on, whose pushes are alike but for their ways."""
+    names = "abcd"[: len(gram)]
+    pushes = tuple(Participant(name, 1000.0, 0, 16, 16, False) for name in names)
+    judged = judge(DetectorState.empty(), config, pushes, gram, frozenset(names), 0.0)
+    step = outer_step_of(config, 0.7, judged.scale, judged.rho, Version(1, 0))
+    inputs = JudgeInputs(config, 0.7, pushes, gram, tuple(names), (), (), 0.0, None)
+    of_push = {"tokens": 1000, "steps": 16, "verdict": "APPLIED"}
+    return {
+        "kind": "COMMIT", "round": [1, 1], "from_version": [1, 0], "judgement": judgement_to_json(judged, step, inputs),
+        "participants": [{"push": [name, 1, 1, 1], **of_push} for name in names],
+    }  # fmt: skip
 
 
-def test_a_record_that_hides_a_push_of_zeros_or_says_one_that_no_slave_measured_is_wrong() -> None:
-    run, judging = Run(PenaltyConfig(), 4), Judging()
-    for hidden in (True, False):
-        record = run.record("VOID")
-        inputs = record["judgement"]["inputs"]
-        said = inputs.pop("all_zero", None) or [False] * len(inputs["nonfinite_elems"])
-        measured = [not each for each in said]
-        inputs["all_zero"] = said if hidden else measured
-        judging.measured("s0", (1, run.n), inputs["gram"], inputs["nonfinite_elems"], measured if hidden else said)
-        (sentence, *_) = judging.judge(record, ["s0"]) or [""]
-        assert "of pushes that are all zero, but the slaves measured" in sentence
+KNOWN = PenaltyMemory({"a": ClusterMemory(99, 1.0, 0.01, 1000.0, 16)}, (1.0, 1.0, 1.0), (0.5,))
+GATE = PenaltyMemory({}, (1.0, 1.0, 1.0))
 
 
-def test_slaves_that_measured_another_number_of_pushes_are_named() -> None:
-    run, judging = Run(PenaltyConfig(), 4), Judging()
-    for more_gram, more_bad in (([1.0], []), ([], [0]), ([], [1])):
-        record = run.record("VOID")
-        inputs = record["judgement"]["inputs"]
-        bad = [*inputs["nonfinite_elems"], *more_bad] if more_bad != [1] else [9 for _ in inputs["nonfinite_elems"]]
-        judging.measured("s0", (1, run.n), [*inputs["gram"], *more_gram], bad)
-        (wrong,) = judging.judge(record, ["s0"]) or [""]
-        judging.moved("VOID", None, None)
-        assert ("another number of pushes" if more_bad != [1] else "elements that are not finite") in wrong
+@pytest.mark.parametrize(("memory", "norm", "bad", "close"), [
+    (KNOWN, 1.3 - 1e-6, "", False), (KNOWN, 1.3 - 1e-11, "", True),
+    (KNOWN, 1.3 + 1e-11, "score", True), (KNOWN, 1.3 + 1e-6, "score", False),
+    (KNOWN, 10.0, "score", False), (KNOWN, 10.0 + 1e-6, "gate", False),
+    (GATE, 10.0 - 1e-6, "", False), (GATE, 10.0, "", True),
+    (GATE, 10.0 + 1e-11, "gate", True), (GATE, 10.0 + 1e-6, "gate", False),
+])  # fmt: skip
+def test_only_where_rounding_decides_are_both_answers_right(
+    memory: PenaltyMemory, norm: float, bad: str, close: bool
+) -> None:
+    for detector in ("score", "literal") if memory is GATE else ("score",):
+        config = PenaltyConfig(detector=detector, beta=3.0, hard_gate=10.0)
+        record = record_of(config, ((norm * norm,),))
+        (push,) = pushes_of(round_of(record["participants"], record["judgement"]["inputs"]), memory)
+        assert (push.bad, push.close) == (bad, close)
+
+
+SAID: tuple[list[float], list[int], list[bool]] = ([1.0, 0.5, 1.0], [0, 0], [False, False])
+
+
+@pytest.mark.parametrize(("measured", "wrong"), [
+    ([("s0", SAID)], ""), ([("s0", ([1.0, 0.5, 1.0], [0, 0], []))], ""),
+    ([("s0", ([0.75, 0.25, 0.0], [0, 0], [False, True])), ("s1", ([0.25, 0.25, 1.0], [0, 0], [True, False]))], ""),
+    ([("s0", ([1.0, 0.5, 1.0 + 1e-6], *SAID[1:]))], "entry 2 of its Gram matrix is 1.0"),
+    ([("s0", ([1.0, -0.5, 1.0], *SAID[1:]))], "entry 1 of its Gram matrix"),
+    ([("s0", SAID), ("s1", SAID)], "entry 0 of its Gram matrix"),
+    ([("s0", ([*SAID[0], 1.0], *SAID[1:]))], "another number of pushes"),
+    ([("s0", (SAID[0], [0], [False]))], "another number of pushes"),
+    ([("s0", (SAID[0], [0, 9], SAID[2]))], "elements that are not finite"),
+    ([("s0", (SAID[0], [0, 0], [False, True]))], "of pushes that are all zero"),
+    # One slave that says two things, or nothing, is no evidence.
+    ([("s0", ([9.0, 9.0, 9.0], *SAID[1:])), ("s0", SAID)], ""), ([("s1", ([9.0, 9.0, 9.0], *SAID[1:]))], ""),
+])  # fmt: skip
+def test_a_judgement_is_of_what_the_slaves_measured(measured: list[tuple[str, Any]], wrong: str) -> None:
+    judging, record = Judging(), record_of(PenaltyConfig(), ((1.0, 0.5), (0.5, 1.0)))
+    for slave, said in measured:
+        judging.measured(slave, (1, 1), *said)
+    sentences = judging.judge(record, sorted({"s0", *dict(measured)})) or []
+    assert [wrong in sentence for sentence in sentences] == [True] * bool(wrong)
+
+
+def test_a_push_of_zeros_is_one_that_all_slaves_measured_so() -> None:
+    judging, record = Judging(), record_of(PenaltyConfig(), ((1.0, 0.5), (0.5, 1.0)))
+    record["judgement"]["inputs"]["all_zero"] = [False, True]
+    judging.measured("s0", (1, 1), *SAID)
+    assert "all zero, but the slaves measured" in (judging.judge(record, ["s0"]) or [""])[0]
+
+
+@pytest.mark.parametrize(("merged", "is_wrong"), [("1e-07", False), ("0.0001", True)])
+def test_opposite_pushes_cancel_but_for_rounding(merged: str, is_wrong: bool) -> None:
+    record = record_of(PenaltyConfig(detector="off"), ((1.0, -1.0), (-1.0, 1.0)))
+    record["judgement"]["merged_norm"] = merged
+    wrong = Judging().judge(record) or []
+    assert ["merged norm" in sentence for sentence in wrong] == [True] * is_wrong
 
 
 CHANGED_STATE: dict[str, Any] = {

@@ -8,30 +8,32 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.history import CHUNK_TOKENS, Script, Step, changed, check, feed, nth, push_name, usual_run, write_run
+from support.history import (
+    CHUNK_TOKENS,
+    Script,
+    Step,
+    begun,
+    changed,
+    check,
+    feed,
+    nth,
+    push_name,
+    usual_run,
+    write_run,
+)
 
 from dips.core.errors import ConfigError, RetryLater
 from dips.core.observe.tape import read_chained
 from dips.judge import verify
 from dips.judge.invariants import Checker
 from dips.judge.judgement import t_round_of
-from dips.judge.records import TRIES, RunRecords, read_run
+from dips.judge.records import TRIES, read_run
 from dips.judge.replay import Replayed
 from dips.judge.story import tell_story
 from dips.judge.verify import OK, VIOLATED, verify_run
 from dips.master.journal import read_content
 from dips.slave import snapshot_files
 from dips.slave.snapshot_files import SnapshotError
-
-
-def begun(*clusters: str) -> Script:
-    """A run with its first version."""
-    script = Script()
-    script.start_master()
-    for cluster in clusters:
-        script.join(cluster)
-    script.commit(script.push(clusters[0]))
-    return script
 
 
 def broken(script: Script) -> set[str]:
@@ -58,6 +60,28 @@ def test_every_range_of_a_push_is_compared_with_what_was_applied() -> None:
     assert "I6" in broken(script)
 
 
+@pytest.mark.parametrize("halves", [((0, 50), (50, 100)), ((50, 100), (0, 50))])
+def test_halves_of_a_chunk_are_two_ranges(halves: tuple[tuple[int, int], ...]) -> None:
+    script = begun("a")
+    for half in halves:
+        script.commit({**script.push("a"), "ranges": [[1, 0, 0, *half]]})
+    assert "I6" not in broken(script)
+    script.commit({**script.push("a"), "ranges": [[1, 0, 0, 99, 101]]})
+    assert "I6" in broken(script)
+
+
+@pytest.mark.parametrize(("heard", "breaks"), [(["a/1.1#2", "b/1.1#1"], set()), (["a/1.1#1"], {"I6"})])
+def test_every_push_of_the_versions_that_a_run_goes_back_over_is_taken_back(heard: list[str], breaks: set[str]) -> None:
+    script = begun("a", "b")
+    script.commit(script.push("a"))
+    script.commit(script.push("b"))
+    script.start_master()
+    script.roll_back((1, 0), [])
+    for push in heard:
+        script.add("worker", push[0], "verdict", push=push, verdict="ROLLED_BACK", version="2:0", reason="lost")
+    assert broken(script) == breaks
+
+
 def test_what_the_version_that_a_run_goes_back_to_applied_stays_applied() -> None:
     script = begun("a", "b")
     script.commit(script.push("a"))
@@ -74,15 +98,21 @@ def test_what_the_version_that_a_run_goes_back_to_applied_stays_applied() -> Non
     assert any(push_name(kept) in one for one in said), said
 
 
-def test_facts_that_name_no_round_or_version_are_not_judged() -> None:
+@pytest.mark.parametrize("digest", ["", "ab"])
+def test_facts_that_name_no_round_or_version_are_not_judged(digest: str) -> None:
     checker = Checker()
     assert feed(checker, Step("slave", "s0", "promised", {"epoch": 3})) == []
     before = checker.counts()
-    loaded = {"version": "None", "round": "None", "digest": ""}
-    for kind in ("configured", "prepared", "committed"):
-        assert feed(checker, Step("slave", "s0", kind, {**loaded, "finite": True, "durable": True})) == []
-    after = checker.counts()
-    assert [name for name in after if name in ("I4", "I5", "I8") and after[name] != before[name]] == []
+    loaded = {"version": "None", "round": "None", "digest": digest, "finite": True, "durable": True}
+    for kind in ("configured", "prepared", "committed", "measured", "persisted", "rolled_back"):
+        assert feed(checker, Step("slave", "s0", kind, loaded)) == []
+    for role, kind in (("master", "publish"), ("worker", "installed"), ("worker", "pulled")):
+        assert feed(checker, Step(role, "b", kind, {**loaded, "digest_of_slave": {"s0": digest}})) == []
+    assert feed(checker, Step("slave", "s0", "measured", {"round": "r3.1"})) == []
+    assert checker.counts() == {**before, "I8": before["I8"] + 1, "I13": 1}
+    named = Step("slave", "s0", "configured", {"version": "1:1", "round": "r3.1"})
+    assert feed(checker, named) == []
+    assert checker.counts()["I2"] == checker.counts()["I14"] == 0
 
 
 def test_intervals_that_are_not_known_yet_do_not_count_in_the_tokens_of_a_round() -> None:
@@ -91,7 +121,8 @@ def test_intervals_that_are_not_known_yet_do_not_count_in_the_tokens_of_a_round(
         return t_round_of(given)
 
     assert of({"a": 10.0, "b": 30.0}, {"a": 0.0, "b": 5.0}) == 200.0
-    assert of({"a": 10.0, "b": 30.0}, {"a": 0.0}) == of({"a": 0.0}, {"a": 5.0}) == of({}, {"a": 5.0}) == 0.0
+    assert of({"a": 0.0, "b": 30.0}, {"a": 5.0}) == of({"a": 10.0, "b": 30.0}, {"a": 0.0}) == 0.0
+    assert of({"a": 0.0}, {"a": 5.0}) == of({}, {"a": 5.0}) == 0.0
 
 
 # ---- a journal that was lost ----
@@ -110,19 +141,24 @@ def test_after_the_journal_was_lost_a_cluster_joins_and_gets_tickets_as_if_it_we
     assert feed(checker, ticket) == []
 
 
-@pytest.mark.parametrize(("first", "then", "lossy", "breaks"), [
-    ("APPLIED", "EXCLUDED", False, True),
-    ("EXCLUDED", "ABORTED", False, True),
-    ("APPLIED", "ROLLED_BACK", False, False),
-    ("EXCLUDED", "ABORTED", True, False),
-    ("APPLIED", "EXCLUDED", True, True),
+@pytest.mark.parametrize(("first", "then", "lossy", "taken_back", "breaks"), [
+    ("APPLIED", "EXCLUDED", False, False, True),
+    ("APPLIED", "EXCLUDED", False, True, True),
+    ("EXCLUDED", "ABORTED", False, False, True),
+    ("APPLIED", "ROLLED_BACK", False, False, False),
+    ("EXCLUDED", "ABORTED", True, False, False),
+    ("APPLIED", "EXCLUDED", True, False, True),
+    ("APPLIED", "EXCLUDED", True, True, False),
 ])  # fmt: skip
-def test_a_cluster_that_heard_two_verdicts(first: str, then: str, lossy: bool, breaks: bool) -> None:
+def test_a_cluster_that_heard_two_verdicts(first: str, then: str, lossy: bool, taken_back: bool, breaks: bool) -> None:
     checker = Checker()
     if lossy:
         checker.lost_journal()
     said = {"push": "a/1.1#2", "version": "1:1", "reason": "x"}
     feed(checker, Step("worker", "a", "verdict", {**said, "verdict": first}))
+    if taken_back:
+        back = {"epoch": 2, "version": [2, 0], "origin": [1, 0], "rolled_back": [["a", 1, 1, 2]]}
+        feed(checker, Step("journal", "", "ROLLBACK", back))
     found = feed(checker, Step("worker", "a", "verdict", {**said, "verdict": then}))
     assert any(f"{first} before" in str(one) for one in found) is breaks, found
 
@@ -156,7 +192,10 @@ def test_a_journal_that_a_live_master_moves_is_read_again(run: Path, monkeypatch
     assert tries[0] == TRIES
 
 
-def test_a_manifest_that_changes_while_it_is_read_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("times", "changes", "reads"), [(1, True, 2), (1, False, 1), (99, True, TRIES)])
+def test_a_manifest_that_changes_while_it_is_read_is_read_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch, times: int, changes: bool, reads: int
+) -> None:
     usual = [item.path for item in read_run(run).manifests]
     decode, seen = snapshot_files.decode, list[str]()
 
@@ -169,19 +208,12 @@ def test_a_manifest_that_changes_while_it_is_read_is_read_again(run: Path, monke
         return decode(data, name)
 
     monkeypatch.setattr(snapshot_files, "decode", torn)
-    times, changes = 1, True
     found = read_run(run)
-    assert ([item.path for item in found.manifests], found.problems) == (usual, [])
-    assert all(seen.count(str(path)) == 2 for path in usual)
-    seen.clear()
-    changes = False
-    found = read_run(run)
-    assert len(found.problems) == len(usual)
-    assert all("is torn" in said for said in found.problems)
-    seen.clear()
-    times, changes = 99, True
-    assert len(read_run(run).problems) == len(usual)
-    assert all(seen.count(str(path)) == TRIES for path in usual)
+    is_read = times < reads
+    assert ([item.path for item in found.manifests], len(found.problems)) == (
+        (usual, 0) if is_read else ([], len(usual))
+    )
+    assert all(seen.count(str(path)) == reads for path in usual)
 
 
 def test_manifests_are_listed_again_when_a_live_slave_replaced_one(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,19 +256,15 @@ def test_tapes_that_lost_events_or_have_no_digests_are_told(run: Path, monkeypat
     assert any("s0" in said and "no digests" in said for said in found.unproven)
 
 
-def test_a_record_of_a_state_that_is_no_json_was_changed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = read_content
-    for text, fails in (("{", True), ("[1]", False)):
-
-        def other(directory: Path, text: str = text) -> Any:
-            return replace(read(directory), snapshot_json=text)
-
-        monkeypatch.setattr("dips.judge.records.read_content", other)
-        if fails:
-            with pytest.raises(ConfigError, match="not JSON"):
-                read_run(run)
-        else:
-            assert read_run(run).ledger == {}
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_record_of_a_state_that_is_no_json_was_changed(run: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    content = replace(read_content(run / "master"), snapshot_json=text)
+    monkeypatch.setattr("dips.judge.records.read_content", lambda directory: content)
+    if text == "[1]":
+        assert read_run(run).ledger == {}
+        return
+    with pytest.raises(ConfigError, match="not JSON"):
+        read_run(run)
 
 
 # ---- the report of a replay ----
@@ -245,42 +273,21 @@ def test_a_record_of_a_state_that_is_no_json_was_changed(run: Path, monkeypatch:
 def test_a_replay_counts_for_its_promises_and_what_it_could_not_do_is_unproven(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = verify_run(run)
-    found = Replayed(
-        versions=4, shards=8, judged=3, missing=["1:2 has no push", "1:3 neither"], unproven=["no checksum"]
-    )
-    asked: list[Path] = []
-
-    def played(run_dir: Path, records: RunRecords) -> Replayed:
-        asked.append(run_dir)
-        assert records.journal
-        return found
-
-    monkeypatch.setattr(verify, "replay_run", played)
-    assert verify_run(run).replayed is None
-    assert asked == []
-
-    def rows() -> dict[str, Any]:
-        return {row.invariant: row for row in verify_run(run, True).rows}
-
-    before, after = {row.invariant: row for row in usual.rows}, rows()
-    assert asked == [run]
-    assert {name: after[name].records - before[name].records for name in before if name in after} == {
-        name: {"I14": 8, "I18": 3}.get(name, 0) for name in before
-    }
-    assert after["I14"].result == after["I18"].result == OK
+    found = Replayed(shards=8, judged=3, missing=["1:2 has no push", "1:3 neither"], unproven=["no checksum"])
+    usual = {row.invariant: row for row in verify_run(run).rows}
+    monkeypatch.setattr(verify, "replay_run", lambda run_dir, records: found)
     report = verify_run(run, True)
-    assert len(report.unproven) == len(usual.unproven) + 2
-    assert any("no checksum" in said for said in report.unproven)
-    assert any("2 shards" in said and "1:2 has no push" in said for said in report.unproven)
-    allowed = verify_run(run, True, allow_skipped=True)
-    assert len(allowed.unproven) == len(usual.unproven) + 1
+    rows = {row.invariant: row for row in report.rows}
+    added = {name: row.records - usual[name].records for name, row in rows.items()}
+    assert added == {**dict.fromkeys(usual, 0), "I14": 8, "I18": 3}
+    assert (rows["I14"].result, rows["I18"].result, report.replayed) == (OK, OK, found)
+    assert [said.split(", the")[0] for said in report.unproven] == ["no checksum", "2 shards were not computed again"]
+    assert verify_run(run, True, allow_skipped=True).unproven == ["no checksum"]
     found.wrong, found.misjudged = ["a shard differs"], ["a norm differs", "another too"]
-    broken = rows()
-    assert [(broken[name].result, broken[name].why.split()[0]) for name in ("I14", "I18")] == [
-        (VIOLATED, "1"), (VIOLATED, "2"),
-    ]  # fmt: skip
-    violations = [(one.invariant, one.sentence) for one in verify_run(run, True).violations]
+    report = verify_run(run, True)
+    broken = {row.invariant: row.why.split()[0] for row in report.rows if row.result == VIOLATED}
+    assert broken == {"I14": "1", "I18": "2"}
+    violations = [(one.invariant, one.sentence) for one in report.violations]
     assert violations == [("I14", "a shard differs"), ("I18", "a norm differs"), ("I18", "another too")]
 
 
@@ -291,7 +298,15 @@ def test_lines_that_name_a_round_alone_or_were_caused_by_it_are_of_its_story(tmp
     script = usual_run()
     script.add("master", "test", "window", round="r1.2")
     script.add("master", "test", "window", round="r1.3")
+    script.add("master", "test", "window", round="r1.9", version="1:9")
     run = write_run(tmp_path / "run", script, changed(script, lambda steps: None))
-    for name, rounds in (("r1.2", {"r1.2"}), ("1:1", {"r1.2"}), ("a/1.1#2", set()), ("b", set())):
+    for name, rounds in (
+        ("r1.2", {"r1.2"}),
+        ("1:1", {"r1.2"}),
+        ("r1.9", {"r1.9"}),
+        ("1:9", {"r1.9"}),
+        ("a/1.1#2", set()),
+        ("b", set()),
+    ):
         told = [line.fields["round"] for line in tell_story(run, name).lines if line.kind == "window"]
         assert set(told) == rounds

@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support.corruptions import CORRUPTIONS, Corruption, judged, tape_of
+from support.corruptions import CORRUPTIONS, Corruption, judged, newest_manifest, tape_of
 from support.journals import append
 from support.recorded_run import NUMBERS, numbers_of, unpacked
 
@@ -55,9 +55,12 @@ def test_what_breaks_off_is_noted_and_what_cannot_be_opened_is_a_problem(run: Pa
     tape = tape_of(run, "s0")
     tape.write_bytes(b"".join(tape.read_bytes().splitlines(keepends=True)[:-1]))
     (run / "s1" / "manifest-9.json").mkdir()
+    snapshot = newest_manifest(run).with_name(json.loads(newest_manifest(run).read_bytes())["body"]["file"])
+    snapshot.write_bytes(snapshot.read_bytes()[:-1] + b"?")
     report = verify_run(run)
     assert ["tape of slave s0 does not end with the line of an orderly end" in note for note in report.notes] == [True]
-    assert ["manifest-9.json cannot be read" in problem for problem in report.problems] == [True]
+    assert ["manifest-9.json cannot be read" in problem for problem in report.problems] == [False, True]
+    assert str(snapshot) in report.problems[0]
     assert report.exit_code == EXIT_UNREADABLE
 
 
@@ -115,18 +118,16 @@ def test_the_newer_of_two_masters_need_not_have_what_came_before_the_version_tha
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_journal_from_before_a_rebuild_is_named_and_accuses_no_one(run: Path, damaged: bool) -> None:
-    with (
-        closing(Journal.open(run / "lost", "recorded")) as lost,
-        closing(Journal.open(run / "master", "recorded")) as mine,
-    ):
-        lost.begin_epoch(3)
-        mine.begin_epoch(5)
+    for place, epoch in (("lost", 3), ("older", 2), ("master", 5)):
+        with closing(Journal.open(run / place, "recorded")) as journal:
+            journal.begin_epoch(epoch)
     if damaged:
         (run / "lost" / "journal.sqlite3").write_bytes(b"not a journal" * 99)
     report = verify_run(run)
     assert report.violations == []
-    said, words = (report.problems, "/lost/journal") if damaged else (report.notes, "/lost has no record in common")
-    assert sum(words in sentence for sentence in said) == 1
+    assert ["/lost/journal" in problem for problem in report.problems] == [True] * damaged
+    unknown = {note.split()[3].rpartition("/")[2] for note in report.notes if "has no record in common" in note}
+    assert unknown == {"older", *["lost"] * (not damaged)}
 
 
 def test_two_journals_that_differ_without_a_take_over_contradict_each_other(run: Path) -> None:
@@ -161,6 +162,11 @@ def test_a_pack_proves_the_same_elsewhere_and_holds_no_secret(
     assert sums == {str(path): hashlib.sha256(data).hexdigest() for path, data in held.items()}
     again = verify_run(to, replay=True, allow_skipped=bool(until))
     assert again.to_json() == report.to_json()
+    assert {path.relative_to(to) for path in to.rglob("*") if path.is_file()} == {*held, Path(pack.SUMS)}
+    of_slaves = {
+        path.relative_to(recorded) for name in ("identity.json", "promise.json") for path in recorded.rglob(name)
+    }
+    assert of_slaves <= held.keys()
 
 
 def test_a_round_that_is_committed_meanwhile_is_packed_as_well(
@@ -180,24 +186,27 @@ def test_a_round_that_is_committed_meanwhile_is_packed_as_well(
     assert pack.pack_run(run, tmp_path / "pack").ok
 
 
-@pytest.mark.parametrize(("link", "sentence"), [(True, "leads out of"), (False, "it was changed")])
+@pytest.mark.parametrize(("link", "sentence"), [
+    ("", "leads out of"), ("../../../../key.safetensors", "it was changed"), ("key.pem", "it was changed"),
+])  # fmt: skip
 def test_a_slaves_directory_cannot_bring_other_files_into_a_pack(
-    recorded: Path, tmp_path: Path, link: bool, sentence: str
+    recorded: Path, tmp_path: Path, link: str, sentence: str
 ) -> None:
     run, key = Path(shutil.copytree(recorded, tmp_path / "run")), tmp_path / "key.safetensors"
     key.write_bytes(SECRET)
     record = next(run.rglob("pushes/round-r1.2.json"))
     raw = json.loads(record.read_bytes())
-    if link:
+    record.with_name("key.pem").write_bytes(SECRET)
+    if not link:
         pushed = record.with_name(raw["accepted"][0]["file"])
         pushed.unlink()
         pushed.symlink_to(key)
     else:
-        raw["accepted"][0]["file"] = "../../../../key.safetensors"
+        raw["accepted"][0]["file"] = link
         record.write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match=sentence):
         pack.pack_run(run, tmp_path / "pack")
-    assert not [path for path in (tmp_path / "pack").rglob("*.safetensors") if path.read_bytes() == SECRET]
+    assert not [path for path in (tmp_path / "pack").rglob("*.*") if path.is_file() and path.read_bytes() == SECRET]
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.forge import Record, as_of_schema_2, edit_journal, edit_tape, journal_sql
-from support.history import Change, Script, changed, nth, usual_run, write_run
+from support.history import Change, Script, Step, changed, nth, usual_run, write_run
 
 from dips.cli import main
 from dips.core.errors import ConfigError
@@ -127,12 +128,13 @@ def test_a_tape_that_never_was_here_is_named_by_who_asks(run: Path, capsys: pyte
 
 def test_what_a_live_run_writes_while_it_is_read_is_not_missing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A push is begun and decided between the reading of its cluster's tape and that of the journal."""
-    tapes = [run / "tapes" / "a.tape.jsonl", run / "master" / "test.tape.jsonl"]
+    tapes = [run / "tapes" / "a.tape.jsonl", run / "master" / "test.tape.jsonl", run / "tapes" / "b.tape.jsonl"]
     whole = {tape: tape.read_bytes() for tape in tapes}
-    for tape, count in zip(tapes, (3, 12), strict=True):
+    of_b = len(whole[tapes[2]].splitlines())
+    for tape, count in zip(tapes, (3, 12, of_b), strict=True):
         tape.write_bytes(b"".join(whole[tape].splitlines(keepends=True)[:-count]))
     report = verify_run(run)
-    assert (report.violations, len(report.unproven)) == ([], 2)
+    assert (report.violations, len(report.unproven)) == ([], 3)
 
     def goes_on(directory: Path) -> JournalContent:
         for tape, data in whole.items():
@@ -140,7 +142,12 @@ def test_what_a_live_run_writes_while_it_is_read_is_not_missing(run: Path, monke
         return read_content(directory)
 
     monkeypatch.setattr("dips.judge.records.read_content", goes_on)
-    assert (verify_run(run).violations, verify_run(run).unproven) == ([], [])
+    later = read_run(run).later
+    assert [sum(line.name == name for line in later) for name in ("a", "test", "b")] == [3, 12, of_b]
+    for tape, count in zip(tapes, (3, 12, of_b), strict=True):
+        tape.write_bytes(b"".join(whole[tape].splitlines(keepends=True)[:-count]))
+    report = verify_run(run)
+    assert (report.violations, report.unproven) == ([], [])
 
 
 def slave_tape(run: Path) -> Path:
@@ -151,6 +158,7 @@ def slave_tape(run: Path) -> Path:
     ("damage", "says"),
     [
         (lambda run: slave_tape(run).write_text(slave_tape(run).read_text() + "rubbish\n{}\n"), "is not an event"),
+        (lambda run: slave_tape(run).write_text("x" + slave_tape(run).read_text()), "is not an event"),
         (lambda run: (run / "master" / FILE_NAME).unlink(), "has no master's journal"),
         (lambda run: run.rename(run.with_name("gone")), "is not a directory"),
         (lambda run: edit_journal(run / "master", lambda records: records[3].pop("kind")), "has no kind"),
@@ -179,40 +187,56 @@ def test_a_record_that_says_too_little_is_a_problem(run: Path) -> None:
     assert "the journal's VOID cannot be read" in report.problems[0]
 
 
-def test_a_journal_that_was_cut_short_is_read_from_there_on(run: Path) -> None:
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_journal_that_was_cut_short_is_read_from_there_on(run: Path, says_so: bool) -> None:
     with journal_sql(run / "master") as cursor:
         (digest,) = cursor.execute("SELECT digest FROM records WHERE number = 5").fetchone()
         cursor.execute("DELETE FROM records WHERE number <= 5")
         set_base(cursor, 5, digest)
-        set_meta(cursor, "pruned", "5")
-        set_meta(cursor, "pruned_digest", digest)
+        if says_so:
+            set_meta(cursor, "pruned", "5")
+            set_meta(cursor, "pruned_digest", digest)
     report = verify_run(run)
-    assert report.violations == []
-    assert any("the history begins after record 5" in note for note in report.notes)
+    assert (report.violations, report.ok) == ([], says_so)
+    said = report.notes if says_so else report.unproven
+    assert ("the history begins after record 5" if says_so else "records 1 to 5 of the journal") in said[0]
+
+
+@pytest.mark.parametrize("field", ["tokens", "leases", "data_plan"])
+def test_a_ledger_that_lacks_fields_is_a_problem(run: Path, field: str) -> None:
+    records = read_run(run)
+    assert records.ledger is not None
+    del records.ledger[field]  # type: ignore[attr-defined]
+    for stored in records.manifests:
+        record = json.loads(stored.body["commit_record"])
+        del record["ledger"][field]
+        stored.body.update(commit_record=json.dumps(record))  # type: ignore[attr-defined]
+    check_records(records)
+    read = [problem.partition(" cannot be read")[0] for problem in records.problems]
+    named = [f"the record in {stored.path}" for stored in records.manifests]
+    assert read == ([*named, "the journal's newest state"] if field != "leases" else [])
+
+
+def told_by(directory: Path, steps: Sequence[Step], journal: list[Record]) -> RunRecords:
+    """The tapes' lines of these facts, with another journal."""
+    records = RunRecords(directory, journal=journal)
+    for step in (step for step in steps if step.source in records.lines):
+        records.lines[step.source].append(TapeLine(step.source, step.who, step.kind, 0.0, "-", step.fields))
+        records.tapes.add((step.source, step.who))
+    return records
 
 
 def test_a_journal_that_was_lost_once_is_said_and_what_it_knew_is_not_judged(tmp_path: Path) -> None:
-    script = usual_run()
-    first = next(i for i, step in enumerate(script.steps) if step.source == "journal" and step.fields["epoch"] == 2)
-    kept = [step for i, step in enumerate(script.steps) if step.source != "journal" or i >= first]
-    records = RunRecords(tmp_path, journal=[{"kind": s.kind, **s.fields} for s in kept if s.source == "journal"])
-    for step in kept:
-        if step.source in records.lines:
-            records.lines[step.source].append(TapeLine(step.source, step.who, step.kind, 0.0, "-", step.fields))
-            records.tapes.add((step.source, step.who))
-    checker = check_records(records)
-    assert checker.violations == []
+    steps = usual_run().steps
+    journal = [{"kind": step.kind, **step.fields} for step in steps if step.source == "journal"]
+    records = told_by(tmp_path, steps, [record for record in journal if record["epoch"] == 2])
+    assert check_records(records).violations == []
     assert records.notes[0].startswith("the journal has no record of epoch 1: it was lost or restored once")
 
 
 def test_a_journal_that_was_lost_in_the_epoch_in_which_the_new_one_began_is_told_by_the_tape(tmp_path: Path) -> None:
     """The master began again without slaves that could tell of their promise, and was stopped before it took over."""
-    script = usual_run()
-    records = RunRecords(tmp_path, journal=[{"kind": "EPOCH", "epoch": 1}])
-    for step in script.steps:
-        if step.source in records.lines:
-            records.lines[step.source].append(TapeLine(step.source, step.who, step.kind, 0.0, "-", step.fields))
-            records.tapes.add((step.source, step.who))
+    records = told_by(tmp_path, usual_run().steps, [{"kind": "EPOCH", "epoch": 1}])
     assert check_records(records).violations != [], "a journal that says nothing of what was published"
     records.lines["master"].append(TapeLine("master", "master", "epoch", 0.0, "-", {"epoch": 1}))
     assert check_records(records).violations == []

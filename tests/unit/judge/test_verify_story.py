@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.history import rolled_back_run, usual_run, write_run
+from support.history import nth, rolled_back_run, usual_run, write_run
 from support.manual_clock import ManualClock
 
 from dips.cli import main
@@ -61,24 +61,26 @@ def test_a_slave_and_a_cluster_have_their_own(run: Path) -> None:
     assert {who for who, _ in kinds(slave.lines)} == {"slave s0", "journal", "master"}
     cluster = tell_story(run, "a")
     assert cluster.what == "cluster"
-    assert {("journal", "JOIN"), ("worker a", "push_sent"), ("master", "verdict")} <= kinds(cluster.lines)
+    of_cluster = {("journal", "JOIN"), ("worker a", "push_sent"), ("master", "verdict"), ("journal", "COMMIT")}
+    assert of_cluster <= kinds(cluster.lines)
     assert not any(told.who == "worker b" for told in cluster.lines)
 
 
+def test_who_left_no_tape_is_known_by_the_journal(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", usual_run())
+    for tape in run.rglob("*.tape.jsonl"):
+        tape.unlink()
+    assert (tell_story(run, "s0").what, tell_story(run, "a").what) == ("slave", "cluster")
+
+
 def test_a_rollback_is_part_of_the_story_of_what_it_made(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", rolled_back_run())
-    story = tell_story(run, "2:1")
+    script = rolled_back_run()
+    nth(script.steps, "journal", "COMMIT", 2).fields["wall_s"] = 4e9
+    story = tell_story(write_run(tmp_path / "run", script), "2:1")
     rollback = next(told for told in story.lines if told.kind == "ROLLBACK")
+    assert rollback.at_s == 4e9, "it says no time, and comes after that record"
     assert rollback.fields["rolled_back"] == ["b/1.1#1"]
     assert rollback.fields["origin"] == "1:1"
-
-
-def test_lines_are_short_and_begin_with_the_time(run: Path) -> None:
-    lines = list(render(tell_story(run, "1:1")))
-    assert lines[0].startswith("+    0.000 s  ")
-    prepared = next(line for line in lines if "prepared" in line)
-    assert "version=1:1 round=r1.2 digest=" in prepared
-    assert max(len(word) for word in prepared.split()) < 40  # digests are cut
 
 
 def test_values_are_shown_in_short() -> None:
@@ -208,8 +210,31 @@ def test_a_round_in_which_the_master_stood_still_or_lost_a_slave_says_so(timed: 
     tapes.note(0.0, "m", "slave_lost", slave="s1", reason="its stream ended")
     tapes.note(0.0, "m", "round", round="r1.1", phase="IDLE", why="")
     [one] = slow_rounds(run, 9)
+    assert (one.step, one.step_s, one.took_s) == ("WINDOW", 60.0, 60.0)
     assert "the master itself stood still for 1 min" in one.cause
     assert "slave s1 was lost: its stream ended" in one.cause
+
+
+@pytest.mark.parametrize(("pushes", "closed_s", "phase", "cause"), [
+    ([], 30.0, "IDLE", "no cluster is left"),
+    ([0.0, 9.0], 11.0, "IDLE", "for 11 s no further push came: no cluster is left"),
+    ([0.0, 11.0], 10.0, "IDLE", "the push of cluster b came 11 s after the first"),
+    ([0.0], 1.0, "MEASURE", "a slave; the tapes of the slaves are not here"),
+    ([0.0], 1.0, "MERGE", "the master's own work, or its journal's disk"),
+])  # fmt: skip
+def test_what_a_round_waited_for(
+    timed: tuple[Path, Timed], pushes: list[float], closed_s: float, phase: str, cause: str
+) -> None:
+    run, tapes = timed
+    tapes.note(0.0, "m", "round", round="r1.1", phase="WINDOW", why="")
+    for name, after_s in zip("ab", pushes, strict=False):
+        tapes.note(after_s, "m", "admitted", push=f"{name}/1.1#1")
+    tapes.note(closed_s, "m", "round", round="r1.1", phase=phase, why="no cluster is left")
+    if phase != "IDLE":
+        tapes.note(99.0, "m", "stood_still", gap_s=49.5)
+        tapes.note(0.0, "m", "round", round="r1.1", phase="IDLE", why="")
+    [one] = slow_rounds(run, 9)
+    assert one.cause == cause
 
 
 def test_the_slowest_rounds_are_printed_where_nothing_is_named(
@@ -217,8 +242,10 @@ def test_the_slowest_rounds_are_printed_where_nothing_is_named(
 ) -> None:
     run, tapes = timed
     tapes.round("r9.1", stood_s=12.0)
+    tapes.round("r9.2", push_s=20.0)
     assert main.run(["story", str(run)]) == 0
-    assert "slave s1 was done 12 s after the others" in capsys.readouterr().out
+    first, second = capsys.readouterr().out.splitlines()
+    assert ("r9.2" in first, "slave s1 was done 12 s after the others" in second) == (True, True)
     assert main.run(["story", str(run), "--json"]) == 0
-    [told] = json.loads(capsys.readouterr().out)
-    assert (told["name"], told["step"]) == ("r9.1", "PREPARE")
+    told = json.loads(capsys.readouterr().out)
+    assert [(one["name"], one["step"]) for one in told] == [("r9.2", "WINDOW"), ("r9.1", "PREPARE")]

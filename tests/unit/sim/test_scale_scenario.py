@@ -44,36 +44,24 @@ def test_ideal_tokens_count_the_time_that_a_cluster_may_run(tmp_path: Path) -> N
     assert [scenario.windows_s(cluster) for cluster in scenario.clusters] == [[(0.0, scenario.duration_s)]] * 2
 
 
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ({"hours": "hours = 0"}, ["small.toml [run]", "hours = 0", "greater than 0"]),
-        ({"parameters": "parametres = 1"}, ["[model]", "'parametres'", "did you mean 'parameters'?"]),
-        ({"network": 'network = "25 furlongs"'}, ["[slaves]", "network", "furlongs"]),
-        ({"count": "count = 9"}, ["[model]", "8 layers", "9 slaves"]),
-        ({"sync_every": "sync_evry = 16"}, ["[master]", "did you mean 'sync_every'?"]),
-        ({"sync_every": 'listen = "127.0.0.1:1"'}, ["[master]", "'listen'", "leave it out"]),
-        ({"round_timeout_s": 'round_timeout_s = "1 s"'}, ["[master]", "round_timeout_s", "raise"]),
-        ({"id": 'id = "b"'}, ["[[clusters]]", "two have the id 'b'"]),
-        ({"id": 'id = "A b"'}, ["[[clusters]] 1", "A b"]),
-        ({"npus": "present_days = [[3, 2]]"}, ["[[clusters]] 1", "[3, 2]", "beginning before its end"]),
-        ({"hours": "hours = 6", "npus": "present_days = [[2, 3]]"}, []),
-    ],
-)
-def test_a_mistake_is_told_with_place_and_remedy(tmp_path: Path, lines: dict[str, str], words: list[str]) -> None:
-    path = write_setup(tmp_path, **lines)
-    if not words:
-        assert load_scenario(path).windows_s(load_scenario(path).clusters[0]) == [], "one absent cluster is no mistake"
-        return
+@pytest.mark.parametrize(("lines", "place"), [
+    ({"hours": "hours = 0"}, "[run]"), ({"parameters": "parametres = 1"}, "[model]"),
+    ({"count": "count = 9"}, "[model]"), ({"network": 'network = "25 furlongs"'}, "[slaves]"),
+    ({"sync_every": "sync_evry = 16"}, "[master]"), ({"sync_every": 'listen = "127.0.0.1:1"'}, "[master]"),
+    ({"round_timeout_s": 'round_timeout_s = "1 s"'}, "[master]"), ({"id": 'id = "b"'}, "[[clusters]]"),
+    ({"id": 'id = "A b"'}, "[[clusters]] 1"), ({"npus": "present_days = [[3, 2]]"}, "[[clusters]] 1"),
+])  # fmt: skip
+def test_a_mistake_is_told_with_its_place(tmp_path: Path, lines: dict[str, str], place: str) -> None:
     with pytest.raises(ConfigError) as error:
-        load_scenario(path)
-    assert all(word in str(error.value) for word in words), str(error.value)
+        load_scenario(write_setup(tmp_path, **lines))
+    assert place in str(error.value)
 
 
-def test_a_file_without_clusters_is_refused(tmp_path: Path) -> None:
-    path = write_setup(tmp_path)
+def test_one_absent_cluster_is_no_mistake_and_none_at_all_is(tmp_path: Path) -> None:
+    path = write_setup(tmp_path, hours="hours = 6", npus="present_days = [[2, 3]]")
+    assert load_scenario(path).windows_s(load_scenario(path).clusters[0]) == []
     path.write_text(path.read_text().partition("[[clusters]]")[0])
-    with pytest.raises(ConfigError, match=r"there is no table \[\[clusters\]\]: write one for each"):
+    with pytest.raises(ConfigError, match=r"there is no table \[\[clusters\]\]"):
         load_scenario(path)
 
 

@@ -44,7 +44,7 @@ def recomputed(history: History, fact: Fact) -> Sentences:
             slaves = sorted(before.digests) if before is not None and not history.lossy else None
             try:
                 wrong = judging.judge(fact.fields, slaves)
-            except (LookupError, TypeError, ValueError, ArithmeticError, StopIteration) as error:
+            except (LookupError, TypeError, ValueError, ArithmeticError) as error:
                 wrong = [f"the inputs of its judgement cannot be read ({error!r})"]
             return None if wrong is None else [f"{fact.made}: {sentence}" for sentence in wrong]
     version, round_id = fact.version(), fact.round()

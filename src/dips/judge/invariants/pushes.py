@@ -14,6 +14,7 @@ from dips.judge.facts import (
     PushKey,
     RecordedParticipant,
     Sentences,
+    hex_of,
     ledger_of_record,
     pair,
     say_push,
@@ -116,7 +117,7 @@ def complete_or_absent(history: History, fact: Fact) -> Sentences:
     if fact.source == "worker":
         return _sent(history, fact)
     made = fact.made
-    wrong, judged = [], 0
+    wrong, judged = [], False
     for item in made.accepted:
         sent = history.sent.get(item.push)
         for slave in made.digests:
@@ -128,7 +129,7 @@ def complete_or_absent(history: History, fact: Fact) -> Sentences:
                         "of it"
                     )
                 continue
-            judged += 1
+            judged = True
             if sent is not None and slave in sent and sent[slave] not in staged.values():
                 wrong.append(_differs(item.push, slave, staged, sent[slave]))
     return wrong if wrong or judged else None
@@ -141,14 +142,10 @@ def _sent(history: History, fact: Fact) -> Sentences:
     decided = history.decided.get(push)
     if decided is None or decided[0] != "APPLIED":
         return None
-    wrong, judged = [], 0
-    for slave, raw in digests.items():
-        digest = raw.hex() if isinstance(raw, bytes) else str(raw)
-        staged = history.staged.get((push, slave))
-        judged += staged is not None
-        if staged is not None and digest not in staged.values():
-            wrong.append(_differs(push, slave, staged, digest))
-    return wrong if judged else None
+    known = [(slave, staged) for slave in digests if (staged := history.staged.get((push, slave))) is not None]
+    sent = {slave: hex_of(digest) for slave, digest in digests.items()}
+    wrong = [_differs(push, slave, held, sent[slave]) for slave, held in known if sent[slave] not in held.values()]
+    return wrong if known else None
 
 
 def _differs(push: PushKey, slave: str, staged: dict[int, str], sent: str) -> str:
@@ -236,7 +233,7 @@ def _decision(history: History, made: Decision) -> list[str]:
 
 
 def _slave(history: History, fact: Fact) -> Sentences:
-    promised = history.promised.get(fact.who, 0)
+    promised = history.promised[fact.who]
     if fact.kind == "promised":
         epoch = int(fact.fields["epoch"])
         return [f"slave {fact.who} promised epoch {epoch} after epoch {promised}"] if epoch < promised else []
@@ -251,7 +248,7 @@ def _slave(history: History, fact: Fact) -> Sentences:
 def _begun_before(history: History, fact: Fact) -> bool:
     """Whether the job was running when the slave promised a newer epoch: it ends later, and its result is dropped."""
     took_s = fact.fields.get("took_s")
-    return took_s is not None and fact.at_s - float(took_s) <= history.promised_at_s.get(fact.who, 0.0)
+    return took_s is not None and fact.at_s - float(took_s) <= history.promised_at_s[fact.who]
 
 
 def _ticket(history: History, fact: Fact) -> Sentences:
@@ -335,8 +332,7 @@ def _covers(ledger: Fields, table: Fields, where: str) -> list[str]:
 
     A pass without a row is over: all its tokens are settled. Every settled token must be counted, so none are missed.
     """
-    plan = ledger.get("data_plan")
-    total = int(plan[2]) if plan else 0
+    total = int(ledger["data_plan"][2])
     n_passes = int(table["begun"] if "begun" in table else table["passes"])
     reached: dict[int, int] = {}
     settled = 0
@@ -366,13 +362,12 @@ def _counts(table: Fields) -> dict[str, int]:
     return {state: int(tokens) for state, tokens in table.get("settled", {}).items()}
 
 
-def all_finite(history: History, fact: Fact) -> Sentences:
+def all_finite(_: History, fact: Fact) -> Sentences:
     """Every published element is finite.
 
     Evidence: each slave checked all elements when it prepared the version; the clip factor, the coefficients of the
     outer step and the norms of what was merged are finite; and, on disk, every element of every snapshot is.
     """
-    del history
     match fact.source:
         case "journal":
             return _judgement(fact.made)
@@ -391,7 +386,7 @@ def _judgement(made: Decision) -> Sentences:
         return None
     accepted = {item.push[0] for item in made.accepted}
     numbers: dict[str, Any] = {name: judged[name] for name in ("kappa", "rho", "merged_norm")}
-    numbers |= judged["outer_step"]
+    numbers |= judged["outer_step"] or {}  # none: I18 says so
     numbers |= {f"weight {index}": weight for index, weight in enumerate(judged["weights"])}
     numbers |= {f"norm of {cluster}": norm for cluster, norm, *_ in judged["norms"] if cluster in accepted}
     return [f"{made} has {name} = {text}" for name, text in numbers.items() if not math.isfinite(float(text))]

@@ -219,14 +219,14 @@ def committed_everywhere(history: History, fact: Fact) -> Sentences:
     made, published = history.commits.get(version), f"version {say_version(version)} was published"
     if made is None:
         return [f"{published}, but no record in the journal made it"] if history.whole else None
-    wrong, judged = [], 0
+    wrong, judged = [], False
     for slave in made.digests:
         on_disk = (slave, version) in history.on_disk
         if (slave, version) not in history.held and (history.live or not on_disk):
             if not history.may_lack(slave, made, "I4", ended=True):
                 wrong.append(f"{published}, but no record says that it was committed on slave {slave}")
             continue
-        judged += 1
+        judged = True
         if history.is_sync and not on_disk and not history.held[slave, version]:
             wrong.append(f"{published}, but was only in the memory of slave {slave} (durability is sync)")
     tokens = fact.fields.get("tokens")
@@ -250,13 +250,13 @@ def completable(history: History, fact: Fact) -> Sentences:
         return None
     if made.kind == "ROLLBACK" and made.donor is None:
         return _as_origin(history, made)
-    wrong, missing, judged = [], False, 0
+    wrong, missing, judged = [], False, False
     for slave, digest in made.digests.items():
         prepared = history.prepared.get((slave, made.round))
         if prepared is None:
             missing = True
             continue
-        judged += 1
+        judged = True
         if prepared.version != made.version or prepared.digest != digest:
             wrong.append(
                 f"{made} names {short(digest)} on slave {slave}, which prepared {short(prepared.digest)} as version "
@@ -296,7 +296,6 @@ def _left_over(history: History) -> Sentences:
             for slave in made.digests
             if not _proven(history, slave, version, round_id, excused) and not history.may_lack(slave, made, "I5")
         ]
-    history.unproven.clear()
     return wrong or None
 
 
