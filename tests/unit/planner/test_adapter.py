@@ -18,7 +18,7 @@ from dips.planner.adapter.pieces import LinkMessage, Piece, Pipeline, Played, Si
 from dips.planner.adapter.traces import WHOLE, Channel, channels_of, read_trace
 from dips.planner.cluster import Profile, read_setup
 from dips.planner.costs import NS, Costs, StageCost, Wire
-from dips.planner.ir import Kind, straight
+from dips.planner.ir import Kind, Schedule, straight
 from dips.planner.plan import make_plan, plan_json
 from dips.planner.problem import Problem
 from dips.planner.profile import LayerTime
@@ -167,6 +167,33 @@ def test_sizes_are_for_filling_running_and_draining() -> None:
         *(("B", 1, n, 1, 200 + 30 * n, 230 + 30 * n) for n in range(4)),
     ]
     assert played == Played(1000, 1320, (320,), 8, (0,))
+
+
+def test_smaller_sizes_count_at_once_on_every_device() -> None:
+    """Three stages of 150, 100 and 100 a sequence; stage 2 waits for all four. While stage 1 gets its second half, at
+    630, stage 2 may take halves, and takes the one that is there."""
+    costs = Costs(
+        (StageCost(600, 600, 0, 1, 1), *(StageCost(400, 400, 0, 1, 1),) * 2),
+        {pair: Wire(number, 0, ns) for number, (pair, ns) in enumerate({(0, 1): 30, (1, 2): 10}.items())},
+    )
+    pipeline, done = Pipeline(SCHEDULES["1f1b"].make(3, 1, costs, []), costs, 4), list[Piece]()
+
+    def watch(message: LinkMessage) -> list[Sizes] | None:
+        assert message == (message.sender, message.sender + 1, 2, *(message.arrives_ns - (30, 10)[message.sender],) * 2,
+                           message.arrives_ns)  # fmt: skip
+        return [Sizes(2, 2, 2)] * 3 if message.arrives_ns == 630 else None
+
+    play(pipeline, (Sizes(2, 2, 2), Sizes(2, 2, 2), Sizes(4, 4, 4)), watch=watch, pieces=done)
+    forth = [(p.stage, p.first, p.start_ns, p.end_ns) for p in done if p.kind is Kind.F]
+    first = [(0, 0, 0, 300), (0, 2, 300, 600), (1, 0, 330, 530)]
+    assert forth == [*first, (1, 2, 630, 830), (2, 0, 630, 830), (2, 2, 840, 1040)]
+
+
+def test_devices_that_wait_for_each_other_are_named() -> None:
+    costs, orders = Costs((StageCost(4, 4, 0, 1, 1),) * 2), "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"
+    pipeline = Pipeline(Schedule.from_csv(orders), costs, 4)
+    with pytest.raises(ConfigError, match="cannot end: stage 0 waits for a piece that no stage can send"):
+        play(pipeline, pipeline.whole)
 
 
 def test_times_between_profiled_sizes_are_interpolated() -> None:

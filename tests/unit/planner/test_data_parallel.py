@@ -129,6 +129,14 @@ def test_two_stages_and_two_microbatches_by_hand(shared: bool, best: int) -> Non
     assert found.lower_bound_ns == validate(found.schedule, costs, [2 << 20] * 2).makespan_ns == best * NS
 
 
+def test_gradients_take_turns_on_each_network_by_hand() -> None:
+    """The last stage ends at 8 at the earliest, and shares its network with the one before: 9 each."""
+    exchanges = (Exchange(7, 0, NS), Exchange(8, 0, 9 * NS), Exchange(8, 0, 9 * NS))
+    costs = replace(uniform(3, 1), exchanges=exchanges)
+    found = optimal("best", straight(3), 2, costs, [3 << 20] * 3)
+    assert found.lower_bound_ns == validate(found.schedule, costs).makespan_ns == 26 * NS
+
+
 @pytest.mark.parametrize(
     ("gather", "reduce", "latency", "shared", "apart"),
     [(1, 1, 0, False, False), (0.5, 2, 0.25, True, False), (0, 3, 0, True, False), (2, 2, 0.5, True, True)],

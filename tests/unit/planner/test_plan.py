@@ -19,7 +19,7 @@ from dips.planner.candidates import jeeves_with, replicas_of
 from dips.planner.cluster import read_setup, setup_of
 from dips.planner.commands.plan_text import plan_text
 from dips.planner.costs import NS
-from dips.planner.division import divide
+from dips.planner.division import divide, solve
 from dips.planner.ir import Op, Schedule
 from dips.planner.plan import Plan, make_plan, plan_json, read_plan, write_plan
 from dips.planner.problem import Problem
@@ -212,38 +212,70 @@ def test_scarce_memory_moves_layers_away_from_the_first_stage() -> None:
     assert sum(found.division[:4]) < sum(found.division[4:])
 
 
-@pytest.mark.parametrize(("latency_ms", "microbatches"), [(0, 3), (30, 3), (30, 1.5)])
-def test_no_division_of_a_small_model_is_faster(latency_ms: float, microbatches: float) -> None:
-    """Three stages and nine layers: all 28 divisions, JEEVES' greedy on each."""
+def nine_layers(latency_ms: float, held: float, three: bool = False, mb: float = 0.5) -> Problem:
+    """Three stages at two sites or at three, memory for so many microbatches."""
+    sites = (("here", 2, 3), ("middle", 2, 4), ("there", 2, 2)) if three else (("here", 4, 3), ("there", 2, 2))
+    links = [(a[0], b[0], 1 / n, n * latency_ms) for n, (a, b) in enumerate(itertools.pairwise(sites), 1)]
     tables: dict[str, Any] = {
         "model": {
             "name": "nine", "layers": 9, "hidden": 10, "heads": 2, "mlp_width": 20, "vocabulary": 9, "source": "a test",
         },
         "sites": [
-            {"name": name, "devices": n, "sustained_tflops": rate, "source": "a test"}
-            for name, n, rate in (("here", 4, 3), ("there", 2, 2))
+            {"name": name, "devices": n, "sustained_tflops": rate, "source": "a test"} for name, n, rate in sites
         ],
         "links": [
-            {
-                "sender": "here", "receiver": "there", "bandwidth_gbps": 1, "latency_ms": latency_ms,
-                "source": "a test",
-            }
+            {"sender": a, "receiver": b, "bandwidth_gbps": gbps, "latency_ms": ms, "source": "a test"}
+            for a, b, gbps, ms in links
         ],
         "training": {"pipeline": 3, "data": 2, "microbatches": 4, "sequence_tokens": 100, "source": "a test"},
         "profile": {
-            "forward_ms": 10, "input_gradient_ms": 9, "weight_gradient_ms": 8, "message_mb": 0.5,
-            "memory_microbatches": microbatches, "source": "a test",
+            "forward_ms": 10, "input_gradient_ms": 9, "weight_gradient_ms": 8, "message_mb": mb,
+            "memory_microbatches": held, "source": "a test",
         },
     }  # fmt: skip
-    problem = Problem(setup_of(SettingsFile("nine.toml", tables)))
+    return Problem(setup_of(SettingsFile("nine.toml", tables)))
+
+
+def every_division() -> list[tuple[int, int, int]]:
+    return [(a, b - a, 9 - b) for a, b in itertools.combinations(range(1, 9), 2)]
+
+
+@pytest.mark.parametrize(("latency_ms", "microbatches"), [(0, 3), (30, 3), (30, 1.5)])
+def test_no_division_of_a_small_model_is_faster(latency_ms: float, microbatches: float) -> None:
+    """Three stages and nine layers: all 28 divisions, JEEVES' greedy on each."""
+    problem = nine_layers(latency_ms, microbatches)
     spans: dict[tuple[int, ...], int] = {}
-    for a, b in itertools.combinations(range(1, 9), 2):
-        division = (a, b - a, 9 - b)
+    for division in every_division():
         with suppress(ConfigError):  # too little memory
             spans[division] = jeeves_with(problem, division, coordinated=True).makespan_ns
     found = divide(problem)
     assert found.span_ns == spans[found.division] == min(spans.values())
     assert found.uniform_ns == spans[3, 3, 3] > found.span_ns
+
+
+@pytest.mark.parametrize("mb", [0.5, 12.0, 40.0])
+@pytest.mark.parametrize(("latency_ms", "held"), [(0, 3), (9, 1), (40, 2), (40, 1)])
+def test_the_solver_finds_the_least_of_the_papers_objective(latency_ms: float, held: float, mb: float) -> None:
+    """JEEVES, section 3.2: the longer of the computation-dominant path (the first microbatch to the slowest stage, all
+    of them there) and the communication-dominant one (all messages over one boundary); and, as often as the first
+    stage's memory is full, the wait until the first microbatch is back, beyond what the last stage does meanwhile."""
+    problem = nine_layers(latency_ms, held, True, mb)
+    layer_ms = (27 / 3, 27 / 3 * 3 / 4, 27 / 3 * 3 / 2)
+    busy_ms = [2 * mb * 8 * n for n in (1, 2)]  # of both replicas
+    delay_ms = [2 * (busy + n * latency_ms) for n, busy in enumerate(busy_ms, 1)]
+
+    def objective(division: tuple[int, ...]) -> float:
+        each = [ms * layers for ms, layers in zip(layer_ms, division, strict=True)]
+        computing = max(sum(each[:k]) + sum(delay_ms[:k]) + 4 * each[k] for k in range(3))
+        sending = max(sum(each) + sum(delay_ms) + 3 * busy for busy in busy_ms)
+        fits = min(4, int(3 * held) // division[0])
+        if not fits:
+            return float("inf")
+        wait = max(0.0, sum(each) + sum(delay_ms) - fits * each[2])
+        return max(computing, sending) + wait * (3 // fits)
+
+    found = objective(solve(problem))
+    assert found == pytest.approx(min(map(objective, every_division())), abs=0.1)
 
 
 def test_jeeves_is_planned_where_even_stages_do_not_fit_the_memory() -> None:

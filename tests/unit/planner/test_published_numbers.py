@@ -11,7 +11,9 @@ from support.papers import not_on_the_page
 
 from dips.core.errors import ConfigError
 from dips.planner.commands.plan import all_checks
+from dips.planner.scaleacross.topology import read_topology
 from dips.planner.validation import PaperCheck, holds, ordering, within
+from dips.planner.validation.scaleacross import large
 from dips.planner.validation.spantrain import figure_5, figure_6, figure_7, regions, section_4, section_4_4
 
 
@@ -24,7 +26,9 @@ def first(paper: str, count: int) -> Callable[[], Iterator[PaperCheck]]:
     [
         ("crosspipe", first("crosspipe", 999), 95),
         ("jeeves", first("jeeves", 16), 16),
-        ("scaleacross", first("scaleacross", 38), 38),
+        ("scaleacross", first("scaleacross", 71), 71),
+        ("scaleacross", lambda: large(read_topology("scaleacross-100k-dense"), False), 4),
+        ("scaleacross", lambda: large(read_topology("scaleacross-100k-dense"), True), 4),
         ("spantrain", figure_5, 7),
         ("spantrain", regions, 10),
         ("spantrain", figure_6, 6),

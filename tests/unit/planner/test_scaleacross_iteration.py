@@ -208,11 +208,13 @@ def test_what_groups_send_by_hand(
         assert found.forward_s[layer] == pytest.approx(work.forward / speed + sent_s)
         assert found.input_gradient_s[layer] == pytest.approx(work.input_gradient / speed + sent_s)
         assert found.weight_gradient_s[layer] == pytest.approx(work.weight_gradient / speed)
+        assert found.total_s[layer] == pytest.approx(sum(work) / speed + 2 * sent_s)
     output, last = output_work(MODEL, 1000), layer_work(MODEL, 2, 1000, 1000)
     assert found.weight_gradient_s[2] * speed == pytest.approx(last.weight_gradient + output.weight_gradient)
     alone = plain.accelerators.model_copy(update={"per_server": 64})
     one = layer_costs(replace(plain, accelerators=alone), Split(4, 1, 1, 1, 1, 1))
     assert one.forward_s[0] == pytest.approx(layer_work(MODEL, 0, 1000, 1000).forward / 4e12 + 6e-3)
+    assert Split(2, 4, 1, 1, 1, 3).message_bytes(plain) == 2 * 500 * 250 * 3
     spread = layer_costs(replace(plain, accelerators=alone), Split(1, 1, 4, 1, 1, 1))
     assert spread.forward_s[1] == pytest.approx(layer_work(MODEL, 1, 1000, 1000).forward / 1e12 + 6e-3)
 
@@ -264,6 +266,9 @@ def test_kernels_end_by_hand(links: bool) -> None:
     # F 5-15, at 20 there but weights at 100: F 100-120, B -220; at 225 back: B -305, gradients -312.
     program = program_of(one_f_one_b(2, 1))
     assert ends_of(program, KernelTimes(f, d, w, gather, reduce, messages), links).tolist() == [312]
+    # The last stage's gradients go when its only B has ended.
+    slow = np.array([[7], [500]])
+    assert ends_of(program, KernelTimes(f, d, w, gather, slow, messages), links).tolist() == [720]
     # One device: F 5-15, weights at 105: F -125, D -165, W -225, gradients -425 (200), while D, W -305; then -432.
     reduce = np.array([[7], [200]])
     assert ends_of(program_of(dora_pp(1, 1, 2, 1)), KernelTimes(f, d, w, gather, reduce, {}), links).tolist() == [432]

@@ -20,6 +20,7 @@ from dips.planner.scaleacross.iteration import (
     Sharding,
     Split,
     check_places,
+    collective_s,
     memory_of,
     places_of,
     program_for,
@@ -81,6 +82,9 @@ def test_rings_of_unequal_buildings(tmp_path: Path) -> None:
     assert inside.leaders == topology.way(0, 32)
     assert inside.ring == topology.way(32, 64)  # the building with three replicas has two zones
     assert ways_of(topology, Outermost.DP, Sharding.FSDP, split).ring == topology.way(0, 32)
+    # In the larger building three replicas gather a part each, in two steps.
+    weights = collective_s(topology, case, inside, np.array([6e9]))[0]
+    assert weights[0] == pytest.approx(2 * (2e9 / inside.ring.bytes_per_s + inside.ring.latency_s))
     # Two replicas share the optimizer's state in the smaller building, five with FSDP.
     rows = np.array([[8] * 4], np.int64)
     program = program_for(topology, case)
@@ -114,6 +118,23 @@ def test_a_search_says_what_it_leaves_over(tmp_path: Path) -> None:
         assert 64 % one.data == 0
 
 
+def test_uneven_buildings_are_split_as_far_as_there_is_room(tmp_path: Path) -> None:
+    """Groups of 8: 3 and 5; of 16, in one zone: 1 and 3. Of 8 sequences as many replicas as fit with all stages in a
+    building (DP-out), and as many as fit with the stages shared by the buildings (PP-out)."""
+    topology = uneven(tmp_path, (8, 24, 16, 16))
+    search = topology.search.model_copy(update={"microbatches": (1, 2, 3)})
+    batch = topology.batch.model_copy(update={"sequences": 8, "sequence_tokens": 4096})
+    model = topology.model.model_copy(update={"layers": 3})
+    replicas = {1: {1: (4, 8), 2: (2,), 3: (2,)}, 2: {1: (2,), 2: (1,), 3: (1,)}}
+    assert list(splits(replace(topology, search=search, batch=batch, model=model))) == [
+        Split(8, context, 1, pipeline, data, m)
+        for context, of_stages in replicas.items()
+        for pipeline, some in of_stages.items()
+        for data in some
+        for m in ((1, 2) if data < 8 else (1,))
+    ]
+
+
 def test_the_slowest_zone_counts_and_that_is_said(tmp_path: Path) -> None:
     slow = {'name = "b2"': 'name = "b2"\nsustained_tflops = 300\nmemory_gib = 96'}
     topology = uneven(tmp_path, (16, 16, 16, 16), **slow)
@@ -132,7 +153,7 @@ def two_sites(folder: Path, **changes: str) -> ClusterFile:
         *(("network_gbps = 400\nnetwork_latency_us = 10\n", f"network_gbps = {n}\n") for n in (1600, 3200)),
         ("bandwidth_gbps = 25", "bandwidth_gbps = 100\noversubscription = 2"),
         *(("pipeline = 8", "pipeline = 3"), ("microbatches = 16", "microbatches = 8")),
-        ("sequence_tokens = 8192", "sequence_tokens = 4096"),
+        ("sequence_tokens = 8192", "microbatch_sequences = 2\nsequence_tokens = 4096"),
     )
     file = folder / "sites.toml"
     file.write_text(example(*numbers, *changes.items()))
@@ -145,7 +166,7 @@ def test_sites_are_buildings(tmp_path: Path) -> None:
         ("amsterdam", "region of amsterdam"), ("stockholm", "region of stockholm")
     ]  # fmt: skip
     assert [zone.accelerators for zone in topology.zones] == [8, 16]
-    assert topology.batch.sequences == 32
+    assert topology.batch.sequences == 4 * 8 * 2
     assert topology.search.tensor == (2,)
     assert topology.routes[0].distance_km == 2400
     assert topology.network is None
@@ -157,7 +178,7 @@ def test_a_message_takes_as_long_as_on_the_link_of_a_plan(tmp_path: Path) -> Non
     """Four replicas of two devices share 50 Gbit/s (100, oversubscribed 2): 6.25 each."""
     setup = two_sites(tmp_path)
     topology, problem = of_problem(setup), Problem(setup)
-    split = Split(2, 1, 1, 3, 4, 1)
+    split = Split(2, 1, 1, 3, 4, 2)
     at = places_of(topology, Outermost.PP, split)
     assert [topology.building_of_zone[topology.zone_of(int(row[0]))] for row in at] == [0, 1, 1]
     hop = ways_of(topology, Outermost.PP, Sharding.FSDP, split).hops[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,18 +13,29 @@ from xml.etree import ElementTree
 
 import pytest
 from matplotlib import image
+from matplotlib.colors import to_hex
 from support.planner_grid import STATIC
 from torch.distributed.pipelining.schedules import _ComputationType, _PipelineScheduleRuntime, _simulate_comms_compute
 
 from dips.planner.costs import Costs, StageCost, Wire
-from dips.planner.exchange import Exchange
-from dips.planner.ir import Schedule, straight
+from dips.planner.exchange import Exchange, Exchanged
+from dips.planner.ir import Kind, Schedule, straight
 from dips.planner.schedules.fixed import one_f_one_b
 from dips.planner.schedules.greedy import compact_zb, cross_ud, cross_wave, jeeves
 from dips.planner.schedules.optimal import optimal
-from dips.planner.simulate import Timeline, simulate, simulate_fleet
+from dips.planner.simulate import SimulatedMessage, Timeline, simulate, simulate_fleet
 from dips.planner.sweep import GridPoint
-from dips.planner.trace import MOST_LANES, draw, lanes_of, trace_events
+from dips.planner.trace import (
+    COLOURS,
+    EXCHANGE_COLOUR,
+    LINK_COLOUR,
+    MOST_LANES,
+    OTHER_LINK_COLOUR,
+    draw,
+    drawing,
+    lanes_of,
+    trace_events,
+)
 
 SHARDING = {_ComputationType.UNSHARD, _ComputationType.RESHARD, _ComputationType.REDUCE_GRAD}
 """What torch adds for stages whose weights are sharded; its player does not know it."""
@@ -77,12 +89,16 @@ def test_torch_loads_the_order_and_its_messages_find_each_other(kind: str, tmp_p
     assert sum("SEND" in word for word in words) == sum("RECV" in word for word in words) == 2 * 8 * crossing
 
 
-def test_a_trace_by_hand() -> None:
-    """Two devices and one microbatch: F, a message of 2 us that arrives 3 us later, F and B, back, B; then gradients of
-    stage 0 over a network. Times are in microseconds."""
+def two_stages() -> Costs:
+    """F of 10 us, messages of 2 us that arrive 3 us later, B of 10 us; gradients of stage 0 take 4.5 us."""
     wires = {(0, 1): Wire(1, 2000, 3000), (1, 0): Wire(2, 2000, 3000)}
     exchanges = (Exchange(7, 0, 4000, 0, 500), Exchange(8, 0, 0))
-    timeline = simulate(one_f_one_b(2, 1), Costs((StageCost(10_000, 6000, 4000, 1, 1),) * 2, wires, exchanges))
+    return Costs((StageCost(10_000, 6000, 4000, 1, 1),) * 2, wires, exchanges)
+
+
+def test_a_trace_by_hand() -> None:
+    """Two devices and one microbatch: F, a message, F and B, back, B; then gradients. Times are in microseconds."""
+    timeline = simulate(one_f_one_b(2, 1), two_stages())
 
     def span(name: str, cat: str, pid: int, tid: int, ts: float, dur: float, **args: float) -> dict[str, object]:
         return {"ph": "X", "name": name, "cat": cat, "pid": pid, "tid": tid, "ts": ts, "dur": dur, "args": args}
@@ -128,6 +144,55 @@ def test_drawings_open_whatever_sites_are_called(tmp_path: Path) -> None:
     height, width, _ = image.imread(files[1]).shape
     assert width > 1000
     assert height > 200
+
+
+@pytest.mark.parametrize("begin_ns", [0, 1_000_000])
+def test_a_drawing_by_hand(begin_ns: int) -> None:
+    """Four replicas take turns on both links, 2 us later each; a row of a device has a lane for each of them."""
+    later = [
+        replace(
+            one,
+            starts=tuple(tuple(at + begin_ns for at in row) for row in one.starts),
+            ends=tuple(tuple(at + begin_ns for at in row) for row in one.ends),
+            messages=tuple(SimulatedMessage(*m[:3], *(at + begin_ns for at in m[3:])) for m in one.messages),
+            exchanges=tuple(Exchanged(*each[:3], *(at + begin_ns for at in each[3:])) for each in one.exchanges),
+        )
+        for one in simulate_fleet([one_f_one_b(2, 1)] * 4, two_stages()).timelines
+    ]
+    (axes,) = drawing(later, "title", ["a", "b"], {(0, 1): "there", (5, 6): "unused"}, "note").axes
+    bars = sorted(
+        (round(box.x0 * 1e6, 3), round(box.x1 * 1e6, 3), round((box.y0 + box.y1) / 2, 3), round(box.height, 3),
+         to_hex(each.get_facecolor()[0]).upper(), float(each.get_linewidth()[0]))
+        for each in axes.collections
+        for box in (path.get_extents() for path in each.get_paths())
+    )  # fmt: skip
+    high, lane = 4 * 0.35, 0.84 * 4 * 0.35 / 4
+    wanted = [(56.0, 60.0, 2 * high + 2.5, 0.6, EXCHANGE_COLOUR, 0.4)]
+    for n in range(4):
+        first, second = (high * (device + 0.5) + (n - 1.5) * lane for device in range(2))
+        tall, colour = 0.92 * lane, OTHER_LINK_COLOUR if n else LINK_COLOUR
+        wanted += [
+            (0.0, 10.0, first, tall, COLOURS[Kind.F], 0.4),
+            *(
+                (start + 2.0 * n, end + 2.0 * n, middle, wide, of, 0.4)
+                for start, end, middle, wide, of in (
+                    (40, 50, first, tall, COLOURS[Kind.B]),
+                    (15, 25, second, tall, COLOURS[Kind.F]),
+                    (25, 35, second, tall, COLOURS[Kind.B]),
+                    (10, 12, 2 * high + 0.5, 0.6, colour),
+                    (35, 37, 2 * high + 1.5, 0.6, colour),
+                )
+            ),
+        ]
+    assert [row[4:] for row in bars] == [row[4:] for row in sorted(wanted)]
+    assert [row[:4] for row in bars] == [pytest.approx(row[:4], abs=1e-3) for row in sorted(wanted)]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["a", "b", "there", "link 1 to 0", "replicas of a"]
+    assert axes.get_yticks() == pytest.approx([high / 2, high * 3 / 2, *(2 * high + row + 0.5 for row in range(3))])
+    assert axes.get_xlim() == pytest.approx((0, 60.5e-6))
+    assert axes.get_ylim() == pytest.approx((2 * high + 3.1, -0.1))
+    assert {(round(text.get_position()[0] * 1e6), text.get_text()) for text in axes.texts} == {
+        (middle + 2 * n * moved, "0") for n in range(4) for middle, moved in ((5, 0), (20, 1), (30, 1), (45, 1))
+    }  # fmt: skip
 
 
 def test_of_many_replicas_the_first_and_the_last_to_end_are_drawn() -> None:

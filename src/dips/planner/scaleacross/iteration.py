@@ -444,10 +444,7 @@ def ends_of(program: PlayedSchedule, kernels: KernelTimes, links: bool) -> Ints:
                         arrived[kind is Kind.F, after, m] = now + (busy + latency)
         if last:
             collected[device] = np.maximum(collected[device], now) + kernels.reduce[chunk]
-    found = free[0]
-    for row in (*free[1:], *collected):
-        found = np.maximum(found, row)
-    return found
+    return np.max([*free, *collected], axis=0)
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
