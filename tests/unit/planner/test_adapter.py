@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from dips.core.errors import ConfigError
-from dips.planner.adapter.advise import advice_json, advise, read_before, rules_of
+from dips.planner.adapter.advise import advice_json, advise, draw, read_before, rules_of, traced, traced_json
 from dips.planner.adapter.decide import WINDOW, AdapterState, Border, Rules, compare, with_adapter, without_adapter
 from dips.planner.adapter.pieces import LinkMessage, Piece, Pipeline, Played, Sizes, play
 from dips.planner.adapter.traces import WHOLE, Channel, channels_of, read_trace
@@ -107,7 +108,9 @@ def test_whole_microbatches_take_what_simulate_says(name: str, sites: int) -> No
     for latency, busy, microbatches in itertools.product((0, 0.5, 3), (0, 0.25, 2), (4, 8)):
         case = GridPoint(4, microbatches, sites, latency, busy, 1.5)
         schedule, bare = case.schedule(name)
-        costs = bare.with_overheads(7_000_001, 3_000_000, schedule.device_of_stage)
+        held = {pair: wire._replace(hold_ns=round(latency * NS / 2)) for pair, wire in bare.wires.items()}
+        blocking = replace(bare, wires=held) if microbatches == 4 else bare
+        costs = blocking.with_overheads(7_000_001, 3_000_000, schedule.device_of_stage)
         pipeline = Pipeline(schedule, costs, 32)
         channels = {wire.resource: Channel() for wire in costs.wires.values()}
         wanted = simulate(schedule, costs).makespan_ns
@@ -412,6 +415,48 @@ def test_plans_that_cannot_be_adapted(tmp_path: Path) -> None:
     advice = advise(alone, measured(tmp_path, 0.01))
     assert not advice.advised
     assert advice.why.endswith("a microbatch of one sequence cannot be split")
+
+
+def test_a_plan_under_a_trace_and_what_is_drawn_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 2 s on one link has a third of the plan's bandwidth, the others a half. An iteration is 256 sequences."""
+    trace, half = tmp_path / "trace.toml", "[[links]]\ntime_s = [0, 2, 99]\npart_of_plan = [1, 0.5, 1]\n"
+    one = running()
+    links = {(link.sender, link.receiver): link for link in one.problem.setup.links}
+    planned = links["group-2", "group-3"].bandwidth_gbps
+    rates = f"bandwidth_gbps = [{planned}, {planned / 3}]\n"
+    named = f'[[links]]\nsender = "group-2"\nreceiver = "group-3"\nboth_ways = false\ntime_s = [0, 2]\n{rates}'
+    trace.write_text(HEAD + half + named)
+    rules, found = traced(one, read_trace(trace))
+    slow = next(border.resource for border in rules.borders if border.link == ("group-2", "group-3"))
+    halved = Channel((0, 2 * NS, 99 * NS), (WHOLE, WHOLE // 2, WHOLE))
+    channels = {border.resource: halved for border in rules.borders}
+    channels[slow] = Channel((0, 2 * NS), (WHOLE, round(WHOLE / 3)))
+    assert (found.late, found) == (True, compare(rules, channels, 9 * NS))
+    told = traced_json(found)
+    for row, of in ((told["without"], found.without), (told["with"], found.adapted)):
+        assert [(each["ends_s"] * NS, each["sizes"]) for each in row] == [
+            (pytest.approx(end), [list(size) for size in sizes])
+            for end, sizes in zip(of.ends_ns, of.sizes, strict=True)
+        ]
+    assert told["speedup"] == pytest.approx(told["without_s"] / told["with_s"])
+    assert (told["stated_cost_s"], told["monitored_s"]) == (found.cost_ns / NS, found.monitored_ns / NS)
+    assert (told["iterations"], told["changes"]) == (len(found.without.ends_ns), found.adapted.changes)
+    drawn: list[Figure] = []
+    monkeypatch.setattr("dips.planner.adapter.advise.save", lambda figure, files: drawn.append(figure))
+    draw(one, read_trace(trace), found, [])
+    upper, lower = drawn[0].axes
+    speeds = []
+    for patch, of in zip(upper.patches, (found.adapted, found.without), strict=True):
+        ends_s = [end / NS for end in (0, *of.ends_ns)]
+        speeds.append([256 / (end - begin) for begin, end in itertools.pairwise(ends_s)])
+        assert (list(patch.get_data().edges), list(patch.get_data().values)) == (ends_s, pytest.approx(speeds[-1]))
+    assert upper.get_ylim() == pytest.approx((0, 1.08 * max(max(row) for row in speeds)))
+    steps = [(patch.get_label(), *map(list, patch.get_data()[:2])) for patch in lower.patches]
+    assert sorted(steps) == [
+        ("5 links", pytest.approx([planned, planned / 2]), [0, 2, 9]),
+        ("group-2 to group-3", pytest.approx([planned, planned / 3]), [0, 2, 9]),
+    ]
+    assert lower.get_ylim() == pytest.approx((0, 1.08 * planned))
 
 
 def test_measured_times_of_stages_count(tmp_path: Path) -> None:

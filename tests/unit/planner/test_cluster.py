@@ -113,6 +113,7 @@ def test_a_profile_replaces_the_cost_model(tmp_path: Path) -> None:
     found = Problem(read_setup(file))
     stage = found.costs(found.uniform()).stages[0]
     assert (stage.f_ns, stage.d_ns, stage.w_ns) == (10_000_000, 12_000_000, 8_000_000)
+    assert found.units[0].total_s == pytest.approx(30e-3 * 4 / 32)
     assert found.message_bytes == 5e6
     anew = found.with_training(recompute="full")
     assert anew.costs(anew.uniform()).stages[0].d_ns == 22_000_000

@@ -51,6 +51,9 @@ def test_a_route_of_two_buildings_precedes_that_of_their_regions(tmp_path: Path)
         ('oversubscription = 8\ndistance_km = 200\nsource = "here"', "oversubscription = 8\ndistance_km = 200",
          r"\[\[routes\]\] 1.*source"),
         ("[batch]", "[bath]", "'bath' is unknown"),
+        (FILE[FILE.index("[batch]") : FILE.index("[network]")], "", r"\[batch\]: sequences is not given"),
+        (FILE[FILE.index("[[zones]]") : FILE.index("[[buildings]]")], "", r"there is no table \[\[zones\]\]"),
+        (FILE[FILE.index("[[buildings]]") : FILE.index("[[routes]]")], "", r"there is no table \[\[buildings\]\]"),
         ("loss_rate = 0.0002", "loss_rate = 2", "loss_rate"),
     ],
 )  # fmt: skip

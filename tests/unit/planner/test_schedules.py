@@ -14,7 +14,6 @@ from dips.planner.schedules.greedy import cross_ud
 from dips.planner.simulate import peaks, simulate, validate
 from dips.planner.sweep import GridPoint, cases
 
-MAKERS = pytest.mark.parametrize("name", STATIC)
 UNIT = 1 << 20
 
 
@@ -132,13 +131,6 @@ def test_memory_and_the_greedy() -> None:
         assert spans[1] <= spans[0]
     with pytest.raises(ConfigError, match="stage 0 holds 1048576 for one microbatch, its memory allows 5: make"):
         cross_ud(2, 2, uniform(2, 1), [5, 5])
-
-
-@MAKERS
-def test_what_is_printed_reads_back(name: str) -> None:
-    schedule = STATIC[name][0](4, 8)
-    read = Schedule.from_csv(schedule.to_csv(), name)
-    assert read == schedule
 
 
 def test_parts_are_printed() -> None:

@@ -35,7 +35,8 @@ def test_what_holds_in_every_case_of_four_devices() -> None:
     ],
 )
 def test_the_proved_best_and_the_greedy(case: GridPoint, best: float, greedy: float) -> None:
-    """Never more than five percent longer; the solver's schedule is the shortest of its kind."""
+    """Never more than five percent longer; the solver's schedule is the shortest of its kind: with two sites and 1F1B's
+    memory 27 + 4 (latency + bandwidth), CrossPipe's setting."""
     costs, limits = case.costs(), case.limits()
     schedules = [cross_ud(4, 8, costs, limits, parts) for parts in (1, 2, 4)]
     optimum = optimal("best", straight(4), 8, costs, limits, zb_h1(4, 8))

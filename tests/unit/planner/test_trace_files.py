@@ -195,6 +195,21 @@ def test_a_drawing_by_hand(begin_ns: int) -> None:
     }  # fmt: skip
 
 
+def test_bars_that_are_too_narrow_have_no_edge_and_no_number_and_messages_are_seen() -> None:
+    """Of 8,054.5 us, most for gradients: 10 us are less than a digit, and a message is drawn as a part of 2000."""
+    exchanges = (Exchange(7, 0, 8_004_000, 0, 500), Exchange(8, 0, 0))
+    timeline = simulate(one_f_one_b(2, 1), replace(two_stages(), exchanges=exchanges))
+    (axes,) = drawing([timeline], "title", [], {}, "").axes
+    widths = {
+        (round(path.get_extents().width * 1e9), float(each.get_linewidth()[0]))
+        for each in axes.collections
+        for path in each.get_paths()
+    }
+    assert widths == {(10_000, 0.0), (4_027, 0.0), (8_004_000, 0.4)}
+    assert list(axes.texts) == []
+    assert [text.get_text() for text in axes.get_yticklabels()][::4] == ["device 0", "replicas of device 0"]
+
+
 def test_of_many_replicas_the_first_and_the_last_to_end_are_drawn() -> None:
     schedule, costs = schedules()["1f1b"]
     timelines = simulate_fleet([schedule] * 12, costs).timelines

@@ -287,10 +287,6 @@ class Topology:
 def read_topology(name: str | Path) -> Topology:
     """Read a file, or a shipped one by its name. Raises ConfigError, which names file and key."""
     file = read_own_or_shipped(name, "topologies", "topologies", TABLES)
-    for name in ("model", "accelerators", "zones", "buildings", "batch", "network"):
-        if name not in file.tables:
-            brackets = f"[[{name}]]" if name in ("zones", "buildings") else f"[{name}]"
-            raise ConfigError(f"{file}: the table {brackets} is missing: add it (docs/planner.md says what it holds)")
     found = Topology(
         file=file.name,
         model=model_of(file),
