@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from support.plan_command import example
 
 from dips.core.errors import ConfigError
 from dips.planner.cluster import in_proportion, read_setup, stages_of_sites
@@ -13,39 +15,16 @@ from dips.planner.ir import loop
 from dips.planner.model import shipped
 from dips.planner.problem import Problem
 
-GOOD = """
-[model]
-name = "llama3-8b"
-
-[[sites]]
-name = "here"
-devices = 16
-memory_gib = 80
-sustained_tflops = 400
-source = "a test"
-
-[[sites]]
-name = "there"
-devices = 16
-memory_gib = 80
-sustained_tflops = 200
-source = "a test"
-
-[[links]]
-sender = "here"
-receiver = "there"
-bandwidth_gbps = 80
-latency_ms = 5
-source = "a test"
-
-[training]
-pipeline = 4
-data = 2
-tensor = 4
-microbatches = 8
-sequence_tokens = 4096
-source = "a test"
-"""
+SMALLER = (
+    *(("devices = 32", "devices = 16"), ("network_gbps = 400\nnetwork_latency_us = 10\n", "")) * 2,
+    ('name = "stockholm"\ndevices = 16\nmemory_gib = 80\nsustained_tflops = 400',
+     'name = "stockholm"\ndevices = 16\nmemory_gib = 80\nsustained_tflops = 200'),
+    ("bandwidth_gbps = 25\nlatency_ms = 12", "bandwidth_gbps = 80\nlatency_ms = 5"),
+    ("pipeline = 8\ndata = 4\ntensor = 2\nmicrobatches = 16", "pipeline = 4\ndata = 2\ntensor = 4\nmicrobatches = 8"),
+    ("8192", "4096"),
+)  # fmt: skip
+GOOD = re.sub(r'source = ".*"', 'source = "a test"', example(*SMALLER))
+GOOD = GOOD.replace("amsterdam", "here").replace("stockholm", "there")
 
 
 def problem(tmp_path: Path, *changes: tuple[str, str]) -> Problem:

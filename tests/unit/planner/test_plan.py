@@ -7,16 +7,15 @@ import json
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.plan_command import EXAMPLE
+from support.spantrain import problem as problem_of
 from support.two_stages import TWO
 
-from dips.core.config import SettingsFile
 from dips.core.errors import ConfigError
 from dips.planner.candidates import jeeves_with, replicas_of
-from dips.planner.cluster import read_setup, setup_of
+from dips.planner.cluster import Profile, read_setup
 from dips.planner.commands.plan_text import plan_text
 from dips.planner.costs import NS
 from dips.planner.division import divide, solve
@@ -75,16 +74,6 @@ def test_bytes_of_each_link(plan: Plan) -> None:
         else:
             times = 2 if candidate.name in ("zb_v", "cross_wave") else 1
             assert candidate.link_bytes == {(0, 1): times * once, (1, 0): times * once}
-
-
-def test_what_helps_is_told_in_order_and_never_hurts() -> None:
-    problem = Problem(read_setup("crosspipe-405b")).with_training(microbatches=16)
-    effects = make_plan(problem.with_options(schedules=["1f1b", "cross_ud/1"])).effects
-    assert [effect.saved for effect in effects] == sorted((effect.saved for effect in effects), reverse=True)
-    assert effects[0].change == "bandwidth between sites x 2"
-    assert effects[0].saved > 0.1
-    assert all(effect.saved >= 0 for effect in effects)
-    assert len(effects) == 5
 
 
 def test_no_long_link_no_question_of_sharing() -> None:
@@ -169,6 +158,7 @@ def test_a_whole_plan_by_hand(tmp_path: Path) -> None:
     assert saved["bandwidth between sites x 2"] == pytest.approx(8 / 96)
     assert saved["latency between sites / 2"] == pytest.approx(5 / 96)
     assert saved["memory of activations x 2"] == 0
+    assert list(saved.values()) == sorted(saved.values(), reverse=True)
 
 
 def test_fewer_stages_are_tried_where_each_site_keeps_one(tmp_path: Path) -> None:
@@ -212,28 +202,19 @@ def test_scarce_memory_moves_layers_away_from_the_first_stage() -> None:
     assert sum(found.division[:4]) < sum(found.division[4:])
 
 
+TIMES = Profile(forward_ms=10, input_gradient_ms=9, weight_gradient_ms=8, source="a test")
+
+
 def nine_layers(latency_ms: float, held: float, three: bool = False, mb: float = 0.5) -> Problem:
     """Three stages at two sites or at three, memory for so many microbatches."""
     sites = (("here", 2, 3), ("middle", 2, 4), ("there", 2, 2)) if three else (("here", 4, 3), ("there", 2, 2))
-    links = [(a[0], b[0], 1 / n, n * latency_ms) for n, (a, b) in enumerate(itertools.pairwise(sites), 1)]
-    tables: dict[str, Any] = {
-        "model": {
-            "name": "nine", "layers": 9, "hidden": 10, "heads": 2, "mlp_width": 20, "vocabulary": 9, "source": "a test",
-        },
-        "sites": [
-            {"name": name, "devices": n, "sustained_tflops": rate, "source": "a test"} for name, n, rate in sites
-        ],
-        "links": [
-            {"sender": a, "receiver": b, "bandwidth_gbps": gbps, "latency_ms": ms, "source": "a test"}
-            for a, b, gbps, ms in links
-        ],
-        "training": {"pipeline": 3, "data": 2, "microbatches": 4, "sequence_tokens": 100, "source": "a test"},
-        "profile": {
-            "forward_ms": 10, "input_gradient_ms": 9, "weight_gradient_ms": 8, "message_mb": mb,
-            "memory_microbatches": held, "source": "a test",
-        },
-    }  # fmt: skip
-    return Problem(setup_of(SettingsFile("nine.toml", tables)))
+    rows = [{"name": name, "devices": devices, "sustained_tflops": rate} for name, devices, rate in sites]
+    links = [
+        {"sender": a[0], "receiver": b[0], "bandwidth_gbps": 1 / n, "latency_ms": n * latency_ms}
+        for n, (a, b) in enumerate(itertools.pairwise(sites), 1)
+    ]
+    profile = TIMES.model_copy(update={"message_mb": mb, "memory_microbatches": held})
+    return Problem(replace(problem_of(rows, links, 9, 4, pipeline=3, data=2), profile=profile))
 
 
 def every_division() -> list[tuple[int, int, int]]:

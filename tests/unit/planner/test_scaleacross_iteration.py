@@ -24,14 +24,12 @@ from dips.planner.scaleacross.iteration import (
     ends_of,
     kernels_of,
     layer_costs,
-    places_of,
     program_for,
     program_of,
     rebuild,
     ways_of,
 )
-from dips.planner.scaleacross.search import fastest_of, present_case
-from dips.planner.scaleacross.topology import Topology, read_topology
+from dips.planner.scaleacross.topology import Topology
 from dips.planner.schedules.fixed import one_f_one_b
 from dips.planner.schedules.scaleacross import dora_pp, interleaved_zb_v
 from dips.planner.simulate import peaks, simulate, validate
@@ -301,14 +299,3 @@ def test_collectives_and_messages_by_hand(topology: Topology) -> None:
         assert getattr(slower, name) == pytest.approx(1.5 * getattr(kernels, name), abs=1)
     with pytest.raises(ConfigError, match="more than 131072"):
         program_for(topology, pp._replace(split=SPLIT._replace(data=1, microbatch_sequences=1), chunks=1025))
-
-
-def test_the_large_workload_is_played_quickly_and_fits() -> None:
-    """98,304 accelerators: places and ways of 768 groups."""
-    large = read_topology("scaleacross-100k-dense")
-    case, division = present_case(large)
-    assert case.split.microbatches(large) == 16
-    assert division == [1] * 128
-    assert places_of(large, Outermost.PP, case.split).shape == (16, 48)
-    choice = fastest_of(large, case, division, links=False)
-    assert 0 < choice.printed_s < float("inf")

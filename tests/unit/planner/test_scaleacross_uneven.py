@@ -113,9 +113,6 @@ def test_a_search_says_what_it_leaves_over(tmp_path: Path) -> None:
     used = split.tensor * split.context * split.pipeline * split.data
     assert used <= 88
     assert any(f"it uses {used} of 88 accelerators: " in line for line in found.why) == (used < 88)
-    for one in splits(topology):
-        assert one.tensor * one.context * one.pipeline * one.data <= 88
-        assert 64 % one.data == 0
 
 
 def test_uneven_buildings_are_split_as_far_as_there_is_room(tmp_path: Path) -> None:

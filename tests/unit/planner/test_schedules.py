@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.planner_grid import STATIC
+from support.planner_grid import STATIC, WITHOUT_DELAY
 
 from dips.core.errors import ConfigError
 from dips.planner.costs import NS, Wire, equal_sites, site_wires, uniform
@@ -17,12 +17,6 @@ from dips.planner.sweep import GridPoint, cases
 UNIT = 1 << 20
 
 
-def times(schedule: Schedule, chunks: int) -> tuple[float, float]:
-    """(makespan, device span) in T_F = T_D = T_W = 1, without delays."""
-    timeline = validate(schedule, uniform(schedule.n_stages, chunks))
-    return timeline.makespan_ns / NS, timeline.device_span_ns / NS
-
-
 @pytest.mark.parametrize(("t_f", "t_d", "t_w"), [(1.0, 1.0, 1.0), (2.0, 3.0, 1.0), (1.0, 1.5, 0.5)])
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_the_bubbles_closed_forms(devices: int, t_f: float, t_d: float, t_w: float) -> None:
@@ -32,6 +26,14 @@ def test_the_bubbles_closed_forms(devices: int, t_f: float, t_d: float, t_w: flo
     costs = uniform(devices, 1, (t_f, t_d, t_w))
     assert simulate(one_f_one_b(devices, n), costs).makespan_ns / NS == work + (devices - 1) * (t_f + t_d + t_w)
     assert simulate(zb_h1(devices, n), costs).makespan_ns / NS == work + (devices - 1) * (t_f + t_d - t_w)
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_closed_forms_of_equal_times_without_delay(name: str) -> None:
+    make, chunks = STATIC[name]
+    for devices, n in ((2, 4), (4, 8), (8, 16)):
+        timeline = validate(make(devices, n), uniform(devices * chunks, chunks))
+        assert timeline.makespan_ns == WITHOUT_DELAY[name](devices, n) * NS
 
 
 def test_memory_of_the_static_schedules() -> None:

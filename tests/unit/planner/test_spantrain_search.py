@@ -237,23 +237,6 @@ def test_overheads_of_a_calibration_count() -> None:
 # ---- the out-of-order variant ----
 
 
-def test_iterations_that_flow() -> None:
-    """It is not slower than with a drain, and not faster than computation and links allow."""
-    for seed in (0, 4, 9, 20):
-        setup = drawn(seed)
-        found = search(setup, grouped(setup), [setup.training.microbatches])
-        one = found.simulated[0]
-        out = flow(one)
-        assert out.iteration_s <= one.iteration_s * (1 + 1e-9)
-        busiest = max(s.f_ns + s.d_ns + s.w_ns for s in one.costs.stages) * one.chain.microbatches / NS
-        assert out.iteration_s >= busiest * (1 - 1e-9)
-        assert all(0 <= stale.mixed <= 1 and stale.iterations <= 1 for stale in out.staleness)
-        assert all(
-            held <= min(limit, one.chain.microbatches * stage.activation)
-            for held, limit, stage in zip(out.activation_bytes, one.limits, one.costs.stages, strict=True)
-        )
-
-
 def test_staleness_by_hand() -> None:
     """One device holds as many microbatches as an iteration has: the first F of the second iteration follows the first
     W, so it lacks the gradients of three microbatches, and the weights of a whole iteration."""

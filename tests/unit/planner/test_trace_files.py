@@ -21,7 +21,7 @@ from dips.planner.costs import Costs, StageCost, Wire
 from dips.planner.exchange import Exchange, Exchanged
 from dips.planner.ir import Kind, Schedule, straight
 from dips.planner.schedules.fixed import one_f_one_b
-from dips.planner.schedules.greedy import compact_zb, cross_ud, cross_wave, jeeves
+from dips.planner.schedules.greedy import jeeves
 from dips.planner.schedules.optimal import optimal
 from dips.planner.simulate import SimulatedMessage, Timeline, simulate, simulate_fleet
 from dips.planner.sweep import GridPoint
@@ -48,29 +48,25 @@ EACH = pytest.mark.parametrize("kind", KINDS)
 
 
 @cache
-def schedules() -> dict[str, tuple[Schedule, Costs]]:
-    """One of each kind, with what it was made for."""
-    one, two, limits = CASE.costs(), CASE.costs(2), CASE.limits()
-    found = {
-        name: (make(4, 8), CASE.costs(chunks, name.startswith("inter"))) for name, (make, chunks) in STATIC.items()
-    }
-    found |= {f"cross_ud/{parts}": (cross_ud(4, 8, one, limits, parts), one) for parts in (1, 2, 4)}
-    found["cross_wave"] = cross_wave(4, 8, two, limits), two
-    found["compact_zb"] = compact_zb(4, 8, one, limits), one
-    found["jeeves"] = jeeves(8, one, limits)[0], one
-    hint = found["cross_ud/1"][0]
-    found["optimal"] = optimal("optimal", straight(4), 8, one, limits, hint, time_limit_s=0.5).schedule, one
-    return found
+def made(kind: str) -> tuple[Schedule, Costs]:
+    """A schedule, with what it was made for."""
+    costs, limits = CASE.costs(), CASE.limits()
+    if kind == "jeeves":
+        return jeeves(8, costs, limits)[0], costs
+    if kind == "optimal":
+        hint = CASE.schedule("cross_ud/1")[0]
+        return optimal("optimal", straight(4), 8, costs, limits, hint, time_limit_s=0.5).schedule, costs
+    return CASE.schedule(kind)
 
 
 def timeline_of(kind: str) -> Timeline:
-    return simulate(*schedules()[kind])
+    return simulate(*made(kind))
 
 
 @EACH
 def test_torch_loads_the_order_and_its_messages_find_each_other(kind: str, tmp_path: Path) -> None:
     """torch adds sending and receiving to the order, and plays it: it raises where one would wait for ever."""
-    schedule = schedules()[kind][0].with_parts_as_stages()
+    schedule = made(kind)[0].with_parts_as_stages()
     file = tmp_path / "plan.csv"
     file.write_text(schedule.to_csv())
     stage = SimpleNamespace(num_stages=schedule.n_stages, group_size=4, group_rank=0)
@@ -211,7 +207,7 @@ def test_bars_that_are_too_narrow_have_no_edge_and_no_number_and_messages_are_se
 
 
 def test_of_many_replicas_the_first_and_the_last_to_end_are_drawn() -> None:
-    schedule, costs = schedules()["1f1b"]
+    schedule, costs = made("1f1b")
     timelines = simulate_fleet([schedule] * 12, costs).timelines
     lanes = lanes_of(timelines)
     ends = [max(row[-1] for row in one.ends) for one in timelines]
