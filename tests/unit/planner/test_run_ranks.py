@@ -173,8 +173,8 @@ def optimizer_of(layers: dict[int, nn.Module]) -> torch.optim.Optimizer:
 
 @pytest.mark.usefixtures("threads")
 def test_layers_move_between_ranks_with_buffers_and_what_the_optimizer_keeps() -> None:
-    old, new = (0, 0, 1, 1), (1, 0, 1, 0)
-    everything = {number: layer(number) for number in range(4)}
+    old, new = (0, 0, 1, 1, 0), (1, 0, 1, 0, 1)
+    everything = {number: layer(number) for number in range(5)}
     expected = optimizer_of(everything)
     kept: dict[int, Any] = {}
 

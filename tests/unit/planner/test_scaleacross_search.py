@@ -42,21 +42,6 @@ def test_what_is_tried(tmp_path: Path) -> None:
         assert 16 % (one.data * one.microbatch_sequences) == 0
 
 
-def test_the_best_of_each_kind_the_fastest_first(tmp_path: Path) -> None:
-    found = search.explore(small(tmp_path), links=True)
-    times = [choice.links_s for choice in found.best]
-    assert times == sorted(times)
-    assert len({choice.case.kind for choice in found.best}) == len(found.best)
-    assert {choice.case.outermost for choice in found.best} == set(Outermost)
-    for choice in found.best:
-        assert sum(choice.division) == 9
-        assert max(choice.division) <= 3 * min(choice.division)
-        assert choice.printed_s <= choice.links_s
-        assert choice.used_bytes <= 80 * 2**30
-        split = choice.case.split
-        assert split.tensor * split.context * split.pipeline * split.data == 16
-
-
 def test_one_building_and_too_little_memory(tmp_path: Path) -> None:
     topology = small(tmp_path)
     zone = topology.zones[0].model_copy(update={"accelerators": 16})

@@ -27,7 +27,6 @@ from dips.planner.scaleacross.iteration import (
     shares_of,
     ways_of,
 )
-from dips.planner.scaleacross.report import report_of
 from dips.planner.scaleacross.search import splits
 from dips.planner.scaleacross.topology import FREE_GBPS, Topology, of_problem
 
@@ -82,9 +81,11 @@ def test_rings_of_unequal_buildings(tmp_path: Path) -> None:
     assert inside.leaders == topology.way(0, 32)
     assert inside.ring == topology.way(32, 64)  # the building with three replicas has two zones
     assert ways_of(topology, Outermost.DP, Sharding.FSDP, split).ring == topology.way(0, 32)
-    # In the larger building three replicas gather a part each, in two steps.
-    weights = collective_s(topology, case, inside, np.array([6e9]))[0]
-    assert weights[0] == pytest.approx(2 * (2e9 / inside.ring.bytes_per_s + inside.ring.latency_s))
+    # In the larger building three replicas of two groups gather a part each, in five steps.
+    wide = case._replace(split=Split(8, 2, 1, 1, 5, 1))
+    ways = ways_of(topology, Outermost.DP, Sharding.HSDP, wide.split)
+    weights = collective_s(topology, wide, ways, np.array([6e9]))[0]
+    assert weights[0] == pytest.approx(5 * (1e9 / ways.ring.bytes_per_s + ways.ring.latency_s))
     # Two replicas share the optimizer's state in the smaller building, five with FSDP.
     rows = np.array([[8] * 4], np.int64)
     program = program_for(topology, case)
@@ -101,18 +102,11 @@ def test_experts_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     case = Case(Split(8, 1, 16, 1, 11, 1), Outermost.DP, Sharding.FSDP, Pipelining.DORA, 2, 2)
     with pytest.raises(ConfigError, match="expert = 16 does not divide the accelerators of each zone"):
         check_places(uneven(tmp_path), case)
-
-
-def test_a_search_says_what_it_leaves_over(tmp_path: Path) -> None:
-    """32 and 56 accelerators are 11 groups of 8; 64 sequences divide among 1, 2, 4, 8 replicas."""
-    topology = uneven(tmp_path)
-    few = topology.search.model_copy(update={"samples": 4, "top": 4, "variations": 2, "microbatches": (1,)})
-    topology = replace(topology, search=few, model=topology.model.model_copy(update={"layers": 8}))
-    found = report_of(topology)
-    split = found.explored.best[0].case.split
-    used = split.tensor * split.context * split.pipeline * split.data
-    assert used <= 88
-    assert any(f"it uses {used} of 88 accelerators: " in line for line in found.why) == (used < 88)
+    # Groups of 4: of four replicas the smaller building has one; each of three stages has all four.
+    case = case._replace(split=Split(4, 1, 8, 1, 4, 1))
+    with pytest.raises(ConfigError, match="expert = 8 does not divide"):
+        check_places(uneven(tmp_path), case)
+    check_places(uneven(tmp_path), case._replace(split=Split(4, 1, 8, 3, 4, 1), outermost=Outermost.PP))
 
 
 def test_uneven_buildings_are_split_as_far_as_there_is_room(tmp_path: Path) -> None:
@@ -195,6 +189,9 @@ def test_gradients_and_free_networks(tmp_path: Path) -> None:
     topology = of_problem(two_sites(tmp_path))
     ring = ways_of(topology, Outermost.DP, Sharding.FSDP, Split(2, 1, 1, 3, 3, 1)).ring
     assert ring.bytes_per_s == pytest.approx(50e9 / 8 / 6)
+    shared = ways_of(topology, Outermost.DP, Sharding.FSDP, Split(2, 2, 1, 1, 3, 1)).ring
+    assert shared.bytes_per_s == pytest.approx(50e9 / 8 / 4)
+    assert topology.way(0, 8) == topology.slowest(np.array([0]), np.array([8])) == (50e9 / 8, pytest.approx(0.012))
     wide = topology.with_bandwidth(1e4)
     assert wide.way(0, 8, 6).bytes_per_s == 1600e9 / 8
     setup = two_sites(tmp_path, **{"network_gbps = 1600\n": "", "network_gbps = 3200\n": ""})
@@ -221,6 +218,9 @@ def test_sites_without_a_link_and_devices_without_a_group(tmp_path: Path) -> Non
     setup = two_sites(tmp_path)
     with pytest.raises(ConfigError, match="no link from amsterdam to stockholm, which ScaleAcross Explorer needs"):
         of_problem(replace(setup, links=()))
+    few = replace(setup, sites=(setup.sites[0].model_copy(update={"devices": 1}), setup.sites[1]))
+    with pytest.raises(ConfigError, match="amsterdam has devices = 1, a group of tensor = 2 does not fit there"):
+        of_problem(few)
     setup = two_sites(tmp_path, **{"devices = 8": "devices = 9", "memory_gib = 80": "memory_gib = 40"})
     assert of_problem(setup).notes == (
         "1 devices of amsterdam are not used: no whole group of 2",

@@ -113,17 +113,6 @@ def test_seeds_batches_and_samples() -> None:
     assert {one.chain.batch for one in found.simulated} == {4, 32}
 
 
-def test_memory_changes_the_layers() -> None:
-    """The fast group would take most layers, and cannot."""
-    rows: list[Row] = [{"sustained_tflops": 8}, {}]
-    ample, tight = far(*rows, layers=12), far(rows[0] | {"memory_gib": 0.8}, rows[1], layers=12)
-    found = {}
-    for name, setup in (("ample", ample), ("tight", tight)):
-        chain = search(setup, grouped(setup), [8]).simulated[0].chain
-        found[name] = dict(zip(chain.candidate.order, chain.candidate.layers, strict=True))[0]
-    assert found["tight"] < found["ample"]
-
-
 def test_groups_that_cannot_hold_the_layers() -> None:
     setup = far({}, {"memory_gib": 0.05})
     with pytest.raises(ConfigError, match=r"no device of group 2 \(s1\) holds a layer with its gradients"):

@@ -4,7 +4,6 @@ pipeline runtime, and timeline.svg and .png are drawings of every kind of schedu
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -117,18 +116,6 @@ def test_a_trace_by_hand() -> None:
         ("thread_name", 2, 1, "1 to 0"),
         ("thread_name", 2, 2, "between replicas 0"),
     ]
-
-
-@EACH
-def test_spans_of_a_line_follow_each_other(kind: str) -> None:
-    """Chrome's format lets spans of one thread nest, and not overlap otherwise."""
-    lines: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
-    for event in trace_events(timeline_of(kind))["traceEvents"]:
-        if event["ph"] == "X":
-            lines[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    for spans in lines.values():
-        for (_, end), (start, _) in itertools.pairwise(sorted(spans)):
-            assert start >= end - 1e-3
 
 
 def test_drawings_open_whatever_sites_are_called(tmp_path: Path) -> None:

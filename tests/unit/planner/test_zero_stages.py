@@ -132,6 +132,8 @@ def test_no_schedule_is_below_the_solvers_bound(
         spans_ = [validate(schedule, costs).makespan_ns for schedule in (hint, found.schedule)]
         assert found.lower_bound_ns <= spans_[1] <= spans_[0]
         assert found.lower_bound_ns > simulate(found.schedule, replace(costs, shards=())).makespan_ns
+    slow = costs_of((0,), 2, 5, 1)  # of two layers: weights twice, 5 each, gradients 1 each
+    assert optimal("best", straight(1), 1, slow, [1 << 20]).lower_bound_ns == 22 * NS
 
 
 # ---- of which size ----
