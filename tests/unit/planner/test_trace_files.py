@@ -85,9 +85,9 @@ def test_torch_loads_the_order_and_its_messages_find_each_other(kind: str, tmp_p
 
 
 def two_stages() -> Costs:
-    """F of 10 us, messages of 2 us that arrive 3 us later, B of 10 us; gradients of stage 0 take 4.5 us."""
+    """F of 10 us, messages of 2 us that arrive 3 us later, B of 10 us; gradients take 4.5 us, of stage 1 one."""
     wires = {(0, 1): Wire(1, 2000, 3000), (1, 0): Wire(2, 2000, 3000)}
-    exchanges = (Exchange(7, 0, 4000, 0, 500), Exchange(8, 0, 0))
+    exchanges = (Exchange(7, 0, 4000, 0, 500), Exchange(8, 0, 1000))
     return Costs((StageCost(10_000, 6000, 4000, 1, 1),) * 2, wires, exchanges)
 
 
@@ -106,6 +106,7 @@ def test_a_trace_by_hand() -> None:
         span("B0 s1", "B", 1, 0, 25, 10, stage=1, microbatch=0),
         span("F0 s0", "message", 2, 0, 10, 2, waited_us=0, arrives_us=15),
         span("B0 s1", "message", 2, 1, 35, 2, waited_us=0, arrives_us=40),
+        span("gradients s1", "exchange", 2, 3, 35, 1, arrives_us=36),
         span("gradients s0", "exchange", 2, 2, 50, 4, arrives_us=54.5),
     ]
     assert [(one["name"], one["pid"], one.get("tid"), one["args"]["name"]) for one in events if one["ph"] == "M"] == [
@@ -115,7 +116,10 @@ def test_a_trace_by_hand() -> None:
         ("thread_name", 2, 0, "0 to 1"),
         ("thread_name", 2, 1, "1 to 0"),
         ("thread_name", 2, 2, "between replicas 0"),
+        ("thread_name", 2, 3, "between replicas 1"),
     ]
+    late = trace_events(simulate_fleet([one_f_one_b(2, 1)] * 2, two_stages()).timelines[1])["traceEvents"]
+    assert [one["args"]["waited_us"] for one in late if one.get("cat") == "message"] == [2, 0]
 
 
 def test_drawings_open_whatever_sites_are_called(tmp_path: Path) -> None:
@@ -142,7 +146,8 @@ def test_a_drawing_by_hand(begin_ns: int) -> None:
         )
         for one in simulate_fleet([one_f_one_b(2, 1)] * 4, two_stages()).timelines
     ]
-    (axes,) = drawing(later, "title", ["a", "b"], {(0, 1): "there", (5, 6): "unused"}, "note").axes
+    figure = drawing(later, "title", ["a", "b"], {(0, 1): "there", (5, 6): "unused"}, "note")
+    (axes,) = figure.axes
     bars = sorted(
         (round(box.x0 * 1e6, 3), round(box.x1 * 1e6, 3), round((box.y0 + box.y1) / 2, 3), round(box.height, 3),
          to_hex(each.get_facecolor()[0]).upper(), float(each.get_linewidth()[0]))
@@ -150,7 +155,10 @@ def test_a_drawing_by_hand(begin_ns: int) -> None:
         for box in (path.get_extents() for path in each.get_paths())
     )  # fmt: skip
     high, lane = 4 * 0.35, 0.84 * 4 * 0.35 / 4
-    wanted = [(56.0, 60.0, 2 * high + 2.5, 0.6, EXCHANGE_COLOUR, 0.4)]
+    wanted = [
+        (first, last, 2 * high + row, 0.6, EXCHANGE_COLOUR, 0.4)
+        for first, last, row in ((56.0, 60.0, 2.5), (41.0, 42.0, 3.5))
+    ]
     for n in range(4):
         first, second = (high * (device + 0.5) + (n - 1.5) * lane for device in range(2))
         tall, colour = 0.92 * lane, OTHER_LINK_COLOUR if n else LINK_COLOUR
@@ -169,10 +177,24 @@ def test_a_drawing_by_hand(begin_ns: int) -> None:
         ]
     assert [row[4:] for row in bars] == [row[4:] for row in sorted(wanted)]
     assert [row[:4] for row in bars] == [pytest.approx(row[:4], abs=1e-3) for row in sorted(wanted)]
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["a", "b", "there", "link 1 to 0", "replicas of a"]
-    assert axes.get_yticks() == pytest.approx([high / 2, high * 3 / 2, *(2 * high + row + 0.5 for row in range(3))])
+    assert [text.get_text() for text in axes.get_yticklabels()] == [
+        "a",
+        "b",
+        "there",
+        "link 1 to 0",
+        "replicas of a",
+        "replicas of b",
+    ]
+    assert axes.get_yticks() == pytest.approx([high / 2, high * 3 / 2, *(2 * high + row + 0.5 for row in range(4))])
     assert axes.get_xlim() == pytest.approx((0, 60.5e-6))
-    assert axes.get_ylim() == pytest.approx((2 * high + 3.1, -0.1))
+    assert (axes.get_title(), axes.get_ylabel()) == ("title", "note")
+    assert axes.yaxis.label.get_position()[1] == pytest.approx((high + 4) / (2 * high + 4))
+    assert figure.get_figheight() == pytest.approx(1.4 + 0.34 * (2 * high + 4))
+    said = [to_hex(patch.get_facecolor()).upper() for patch in figure.legends[0].get_patches()]
+    assert said == [COLOURS[Kind.F], COLOURS[Kind.B], LINK_COLOUR, OTHER_LINK_COLOUR, EXCHANGE_COLOUR]
+    alone = simulate_fleet([one_f_one_b(2, 1)] * 4, replace(two_stages(), exchanges=())).timelines
+    assert drawing(alone, "", [], {}, "").axes[0].get_xlim() == pytest.approx((0, 56e-6))
+    assert axes.get_ylim() == pytest.approx((2 * high + 4.1, -0.1))
     assert {(round(text.get_position()[0] * 1e6), text.get_text()) for text in axes.texts} == {
         (middle + 2 * n * moved, "0") for n in range(4) for middle, moved in ((5, 0), (20, 1), (30, 1), (45, 1))
     }  # fmt: skip
