@@ -398,6 +398,10 @@ def test_a_border_of_an_answer_by_hand(tmp_path: Path) -> None:
     assert (found["iteration_s"], found["without_s"]) == (slow.with_ns / NS, slow.without_ns / NS)
     before = read_before(json.dumps(found), "answer.json")
     assert (before.sizes, before.levels, set(before.lasts)) == (slow.state.sizes, slow.state.levels, {True})
+    found["stages"][0] |= {"fill": 1, "run": 2, "drain": 4}
+    found["borders"][1]["level"] = 0
+    before = read_before(json.dumps(found), "answer.json")
+    assert (before.sizes[0], before.lasts[:3]) == (Sizes(1, 2, 4), (True, False, True))
 
 
 def test_plans_that_cannot_be_adapted(tmp_path: Path) -> None:

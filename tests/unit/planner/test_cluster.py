@@ -61,6 +61,12 @@ def test_stages_links_and_memory(tmp_path: Path) -> None:
     assert states[0] > states[1]  # the embedding
 
 
+def test_the_largest_problems_that_are_planned(tmp_path: Path) -> None:
+    """65,536 stages x microbatches, and four replicas of them."""
+    changes = (("data = 2\ntensor = 4", "data = 4\ntensor = 2"), ("microbatches = 8", "microbatches = 16384"))
+    assert problem(tmp_path, *changes).n_microbatches == 16384
+
+
 def test_links_of_sites(tmp_path: Path) -> None:
     wires = problem(tmp_path).costs((4,) * 8, loop(4, 2)).wires
     assert wires[3, 0].resource == wires[2, 1].resource
@@ -129,6 +135,12 @@ def pose(tmp_path: Path, before: str, after: str) -> None:
         ("[training]", "[[training]]", "'training' is not a table: write its settings below a line"),
         ("devices = 16", "devices = 16\nstages = 3", r"have \[3, 3\] stages, .* pipeline = 4: give stages for"),
         ('name = "here"', 'name = "here"\nstages = 4', r"have \[4, 0\] stages"),
+        ("bandwidth_gbps = 80", "bandwidth_gbps = 1e-300", "should be greater than or equal to 0.000001"),
+        ("latency_ms = 5", "latency_ms = inf", "latency_ms = inf: Input should be a finite number"),
+        ("latency_ms = 5", "latency_ms = 1e9", "latency_ms = 1000000000.0: Input should be less than or"),
+        ("microbatches = 8", "microbatches = 16385", "pipeline = 4 x microbatches = 16385 are 65540, at most 65536"),
+        ("data = 2\ntensor = 4\nmicrobatches = 8", "data = 5\nmicrobatches = 16384", "x data = 327680, at most 262144"),
+        ('name = "there"', 'name = "the\\nre"', r"\[\[sites\]\] 2: name = .*: a name is one line of printable"),
     ],
 )  # fmt: skip
 def test_a_mistake_names_file_key_and_remedy(tmp_path: Path, before: str, after: str, sentence: str) -> None:

@@ -11,10 +11,10 @@ from dips.planner.candidates import data_parallel
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS, Costs, Wire, uniform
 from dips.planner.exchange import Exchange, check_exchanges
-from dips.planner.ir import Kind, Schedule, loop, straight, wave
+from dips.planner.ir import Schedule, straight, wave
 from dips.planner.model import read_model
 from dips.planner.problem import Problem, assumptions, regrouped
-from dips.planner.schedules.fixed import interleaved_1f1b, one_f_one_b, zb_v
+from dips.planner.schedules.fixed import one_f_one_b, zb_v
 from dips.planner.schedules.optimal import optimal
 from dips.planner.simulate import Timeline, simulate, simulate_fleet, validate
 
@@ -200,14 +200,3 @@ def test_experts_are_exchanged_among_fewer() -> None:
     spread = whole.with_training(expert=8)
     assert spread.units[3].inside_bytes < whole.units[3].inside_bytes / 8
     assert spread.units[3].weight_bytes == whole.units[3].weight_bytes
-
-
-def test_loops_wait_for_the_weights_of_both_stages() -> None:
-    """Devices of an interleaved pipeline hold two stages, whose weights come one after the other."""
-    costs = costs_of(loop(2, 2), 1, 1)
-    timeline = validate(interleaved_1f1b(2, 2), costs)
-    first = {op.stage: start for order, row in zip(timeline.schedule.orders, timeline.starts, strict=True)
-             for op, start in zip(order, row, strict=True) if op.kind is Kind.F and op.microbatch == 0}  # fmt: skip
-    assert first[0] == NS
-    assert first[2] >= 2 * NS
-    assert [len(row) for row in timeline.starts] == [len(order) for order in timeline.schedule.orders]

@@ -5,17 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from support.papers import not_on_the_page
 
 from dips.core.errors import ConfigError
-from dips.planner.adapter.decide import compare
-from dips.planner.adapter.traces import WHOLE, Channel
 from dips.planner.commands.plan import all_checks
-from dips.planner.costs import NS
 from dips.planner.scaleacross.topology import read_topology
 from dips.planner.validation import PaperCheck, holds, ordering, within
 from dips.planner.validation.scaleacross import large
@@ -27,7 +23,6 @@ from dips.planner.validation.spantrain import (
     regions,
     section_4,
     section_4_4,
-    setting,
     under_traces,
 )
 
@@ -86,17 +81,6 @@ def test_what_is_said_of_the_adapter_under_traces(monkeypatch: pytest.MonkeyPatc
     assert not [row.what for row in rows if row.missed]
     harm = 1
     assert [number for number, row in enumerate(under_traces()) if row.missed] == [2]
-
-
-def test_a_trace_slows_the_links_that_it_names(tmp_path: Path) -> None:
-    (trace := tmp_path / "trace.toml").write_text(
-        '[trace]\nsource = "a test"\nduration_s = 4\n[[links]]\nsender = "group-2"\nreceiver = "group-3"\n'
-        "both_ways = false\ntime_s = [0]\npart_of_plan = [0.25]\n[[links]]\ntime_s = [0]\npart_of_plan = [0.5]\n"
-    )
-    one = setting("1f1b", 0.7)
-    channels = {border.resource: Channel((0,), (WHOLE // 2,)) for border in one.rules().borders}
-    channels[4 * 1 + 2] = Channel((0,), (WHOLE // 4,))
-    assert one.compared(str(trace)) == compare(one.rules(), channels, 4 * NS)
 
 
 def test_a_miss_is_a_miss() -> None:

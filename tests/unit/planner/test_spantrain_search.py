@@ -196,31 +196,23 @@ def test_stages_share_the_link_between_their_sites() -> None:
     assert costs.wires[0, 1].resource != costs.wires[1, 2].resource
 
 
-def test_senders_that_wait_take_longer() -> None:
-    """blocking: a link is free again after a round trip more, which counts where the link is what all wait for."""
+def test_senders_that_wait_and_overheads_of_a_calibration() -> None:
+    """blocking: a link is free again after a round trip more. Overheads are added to operations and messages."""
     setup = far({}, {}, gbps=0.02)
     blocking = replace(setup, options=setup.options.model_copy(update={"blocking": True}))
+    profile = Profile(operation_us=1000, send_us=2000, error=0.05, source="a test")
     found = []
-    for one in (setup, blocking):
+    for one in (setup, blocking, replace(setup, profile=profile)):
         level = level_of(one, 1)
         chain = level.chain(FirstLevelChoice((0, 1), (3, 3)))
         assert chain is not None
-        found.append(simulated(level.work, chain))
-    assert found[1].costs.wires[0, 1].hold_ns == 2 * found[1].costs.wires[0, 1].latency_ns > 0
-    assert found[0].costs.wires[0, 1].hold_ns == 0
-    assert found[1].iteration_s > found[0].iteration_s
-
-
-def test_overheads_of_a_calibration_count() -> None:
-    setup = far({}, {})
-    profile = Profile(operation_us=1000, send_us=2000, error=0.05, source="a test")
-    level, other = level_of(setup, 2), level_of(replace(setup, profile=profile), 2)
-    plain, longer = (
-        simulated(one.work, chain)
-        for one in (level, other)
-        if (chain := one.chain(FirstLevelChoice((0, 1), (3, 3)))) is not None
-    )
-    assert longer.iteration_s > plain.iteration_s + 8 * 1e-3
+        found.append(costs_of(level.work, chain)[0])
+    plain, waits, longer = found
+    wire = plain.wires[0, 1]
+    assert (wire.latency_ns, wire.hold_ns) == (1_000_000, 0)
+    assert waits.wires[0, 1] == wire._replace(hold_ns=2_000_000)
+    assert longer.wires[0, 1] == wire._replace(latency_ns=3_000_000)
+    assert (longer.operation_ns, longer.stages) == (1_000_000, plain.stages)
 
 
 # ---- the out-of-order variant ----
