@@ -6,11 +6,11 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
 
 from dips.core.errors import ConfigError
 from dips.planner.adapter.advise import advice_json, advise, draw, read_before, rules_of, traced, traced_json
@@ -359,14 +359,6 @@ def measured(folder: Path, gbps: float) -> MeasuredFile:
     return read_measured(file)
 
 
-def test_a_plan_without_pieces_takes_what_was_planned() -> None:
-    for schedule in ("compact_zb", "1f1b", "zb_v", "gpipe"):
-        one = running(schedules=[schedule], division="uniform")
-        pipeline = rules_of(one, one.problem).pipeline
-        assert (pipeline.limits is None) == (schedule != "compact_zb")
-        assert play(pipeline, pipeline.whole).span_ns == round(one.iteration_s(one.problem) * NS)
-
-
 def test_advice_follows_the_measured_links(tmp_path: Path) -> None:
     one = running()
     fast = advise(one, measured(tmp_path, 2.0))
@@ -445,7 +437,7 @@ def test_a_plan_under_a_trace_and_what_is_drawn_of_it(tmp_path: Path, monkeypatc
     assert told["speedup"] == pytest.approx(told["without_s"] / told["with_s"])
     assert (told["stated_cost_s"], told["monitored_s"]) == (found.cost_ns / NS, found.monitored_ns / NS)
     assert (told["iterations"], told["changes"]) == (len(found.without.ends_ns), found.adapted.changes)
-    drawn: list[Figure] = []
+    drawn: list[Any] = []
     monkeypatch.setattr("dips.planner.adapter.advise.save", lambda figure, files: drawn.append(figure))
     draw(one, read_trace(trace), found, [])
     upper, lower = drawn[0].axes
@@ -453,7 +445,8 @@ def test_a_plan_under_a_trace_and_what_is_drawn_of_it(tmp_path: Path, monkeypatc
     for patch, of in zip(upper.patches, (found.adapted, found.without), strict=True):
         ends_s = [end / NS for end in (0, *of.ends_ns)]
         speeds.append([256 / (end - begin) for begin, end in itertools.pairwise(ends_s)])
-        assert (list(patch.get_data().edges), list(patch.get_data().values)) == (ends_s, pytest.approx(speeds[-1]))
+        assert list(patch.get_data().edges) == ends_s
+        assert list(patch.get_data().values) == pytest.approx(speeds[-1])
     assert upper.get_ylim() == pytest.approx((0, 1.08 * max(max(row) for row in speeds)))
     steps = [(patch.get_label(), *map(list, patch.get_data()[:2])) for patch in lower.patches]
     assert sorted(steps) == [

@@ -14,7 +14,7 @@ from dips.core.errors import ConfigError
 from dips.planner.commands.plan import all_checks
 from dips.planner.scaleacross.topology import read_topology
 from dips.planner.validation import PaperCheck, holds, ordering, within
-from dips.planner.validation.scaleacross import large
+from dips.planner.validation.scaleacross import large_scale
 from dips.planner.validation.spantrain import (
     Setting,
     figure_5,
@@ -37,8 +37,8 @@ def first(paper: str, count: int) -> Callable[[], Iterator[PaperCheck]]:
         ("crosspipe", first("crosspipe", 999), 95),
         ("jeeves", first("jeeves", 16), 16),
         ("scaleacross", first("scaleacross", 71), 71),
-        ("scaleacross", lambda: large(read_topology("scaleacross-100k-dense"), False), 4),
-        ("scaleacross", lambda: large(read_topology("scaleacross-100k-dense"), True), 4),
+        ("scaleacross", lambda: large_scale(read_topology("scaleacross-100k-dense"), False), 4),
+        ("scaleacross", lambda: large_scale(read_topology("scaleacross-100k-dense"), True), 4),
         ("spantrain", figure_5, 7),
         ("spantrain", regions, 10),
         ("spantrain", figure_6, 6),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -146,7 +147,7 @@ def test_a_drawing_by_hand(begin_ns: int) -> None:
         )
         for one in simulate_fleet([one_f_one_b(2, 1)] * 4, two_stages()).timelines
     ]
-    figure = drawing(later, "title", ["a", "b"], {(0, 1): "there", (5, 6): "unused"}, "note")
+    figure: Any = drawing(later, "title", ["a", "b"], {(0, 1): "there", (5, 6): "unused"}, "note")
     (axes,) = figure.axes
     bars = sorted(
         (round(box.x0 * 1e6, 3), round(box.x1 * 1e6, 3), round((box.y0 + box.y1) / 2, 3), round(box.height, 3),
@@ -204,7 +205,7 @@ def test_bars_that_are_too_narrow_have_no_edge_and_no_number_and_messages_are_se
     """Of 8,054.5 us, most for gradients: 10 us are less than a digit, and a message is drawn as a part of 2000."""
     exchanges = (Exchange(7, 0, 8_004_000, 0, 500), Exchange(8, 0, 0))
     timeline = simulate(one_f_one_b(2, 1), replace(two_stages(), exchanges=exchanges))
-    (axes,) = drawing([timeline], "title", [], {}, "").axes
+    axes: Any = drawing([timeline], "title", [], {}, "").axes[0]
     widths = {
         (round(path.get_extents().width * 1e9), float(each.get_linewidth()[0]))
         for each in axes.collections

@@ -442,7 +442,8 @@ def ends_of(program: PlayedSchedule, kernels: KernelTimes, links: bool) -> Ints:
                         arrived[kind is Kind.F, after, m] = now + (busy + latency)
         if last:
             collected[device] = np.maximum(collected[device], now) + kernels.reduce[chunk]
-    return np.max([*free, *collected], axis=0)
+    found: Ints = np.max([*free, *collected], axis=0)
+    return found
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
