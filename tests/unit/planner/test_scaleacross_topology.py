@@ -60,7 +60,6 @@ def test_a_route_of_two_buildings_precedes_that_of_their_regions(tmp_path: Path)
         ("distance_km = 200", "distance_km = -1", "distance_km"),
         ('oversubscription = 8\ndistance_km = 200\nsource = "here"', "oversubscription = 8\ndistance_km = 200",
          r"\[\[routes\]\] 1.*source"),
-        ("[batch]", "[bath]", "'bath' is unknown"),
         ("[batch]",
          '[[routes]]\nends = ["south", "north"]\noversubscription = 1\ndistance_km = 1\nsource = "x"\n[batch]',
          r"\[\[routes\]\] 2: ends = .* have a route already"),
