@@ -18,7 +18,8 @@ from dips.planner.adapter.decide import WINDOW, AdapterState, Border, Rules, com
 from dips.planner.adapter.pieces import LinkMessage, Piece, Pipeline, Played, Sizes, play
 from dips.planner.adapter.traces import WHOLE, Channel, channels_of, read_trace
 from dips.planner.cluster import Profile, read_setup
-from dips.planner.costs import NS, Costs, StageCost, Wire
+from dips.planner.costs import NS, Costs, StageCost, Wire, uniform
+from dips.planner.exchange import Exchange
 from dips.planner.ir import Kind, Schedule, straight
 from dips.planner.plan import make_plan, plan_json
 from dips.planner.problem import Problem
@@ -137,6 +138,9 @@ def test_exchanges_of_replicas_count() -> None:
         timed = replace(costs, overlapped=overlapped)
         pipeline = Pipeline(schedule, timed, 1)
         assert play(pipeline, pipeline.whole, begin_ns=99).span_ns == simulate(schedule, timed).makespan_ns
+    late = replace(uniform(2, 1), exchanges=(Exchange(0, NS, NS), Exchange(1, 50 * NS, NS)))
+    pipeline = Pipeline(SCHEDULES["1f1b"].make(2, 2, late, []), late, 1)
+    assert play(pipeline, pipeline.whole).span_ns == simulate(pipeline.schedule, late).makespan_ns
 
 
 def test_a_piece_costs_its_overhead_and_its_part_of_the_time() -> None:

@@ -138,6 +138,9 @@ def test_gradients_take_turns_on_each_network_by_hand() -> None:
     costs = replace(uniform(3, 1), exchanges=exchanges)
     found = optimal("best", straight(3), 2, costs, [3 << 20] * 3)
     assert found.lower_bound_ns == validate(found.schedule, costs).makespan_ns == 26 * NS
+    # Weights of the second stage arrive at 5, of the first one at 1: it need not wait for both.
+    costs = replace(uniform(2, 1), exchanges=(Exchange(7, NS, 0), Exchange(8, 5 * NS, 0)))
+    assert optimal("best", straight(2), 2, costs, [2 << 20] * 2).lower_bound_ns == 11 * NS
 
 
 def small(**changes: object) -> Problem:

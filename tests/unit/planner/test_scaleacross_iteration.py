@@ -67,18 +67,6 @@ def test_every_schedule_is_complete_and_ends(n_devices: int, chunks: int, n: int
         assert max(peaks(schedule, costs)) <= n * (1 << 20)
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3, 5])
-def test_crossings_of_a_microbatch(chunks: int) -> None:
-    """What each schedule sends over the boundary of two sites is the formula."""
-    n = 4
-    for schedule, wanted in (
-        (dora_pp(2, n, chunks, 2), 2 * (2 * chunks - 1)),
-        (interleaved_zb_v(2, n, chunks, 2), 2 * chunks),
-    ):
-        costs = uniform(schedule.n_stages, chunks, wires={(0, 1): Wire(0, 1, 0), (1, 0): Wire(1, 1, 0)})
-        assert len(simulate(schedule, costs).messages) == n * wanted
-
-
 def test_orders_with_two_chunks_and_slow_messages() -> None:
     """ZB-V's own length, 25.5, for 4 devices and 8 microbatches; DoraPP without delay is shorter than interleaved 1F1B,
     which has 28.5."""

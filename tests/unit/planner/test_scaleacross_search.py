@@ -18,6 +18,8 @@ from dips.planner.scaleacross.topology import Present
 def test_a_small_problem_has_the_best_of_all(tmp_path: Path) -> None:
     topology = small(tmp_path, layers=4)
     found = search.explore(topology, links=True)
+    none = topology.search.model_copy(update={"variations": 0})
+    assert search.explore(replace(topology, search=none), links=True).n_divisions < found.n_divisions
     assert found.best[0].links_s == pytest.approx(best_of_all(topology, True))
     assert found.n_cases >= found.n_played > 0
     # A bound that is not near would let all cases be played.

@@ -87,9 +87,6 @@ def test_the_shipped_topologies_can_be_read() -> None:
 
 
 def test_what_latency_and_loss_cost() -> None:
-    for size in (1.0, 1e6, 1e9):
-        for latency_s in (50e-6, 1e-3):
-            assert size / Way(1e15, latency_s).message_s(size) <= size / latency_s
     assert ring_s(8e6, 1, 1e9, 1.0) == 0
     assert ring_s(8e6, 4, 1e9, 0.0) == pytest.approx(6e-3)
     assert ring_s(8e6, 1024, 1e12, 1e-3) == pytest.approx(1.023, rel=1e-3)

@@ -81,6 +81,8 @@ def test_rings_of_unequal_buildings(tmp_path: Path) -> None:
     assert inside.leaders == topology.way(0, 32)
     assert inside.ring == topology.way(32, 64)  # the building with three replicas has two zones
     assert ways_of(topology, Outermost.DP, Sharding.FSDP, split).ring == topology.way(0, 32)
+    one_and_two = ways_of(topology, Outermost.DP, Sharding.HSDP, Split(8, 1, 1, 2, 3, 1))
+    assert one_and_two.ring == topology.way(32, 40)
     # In the larger building three replicas of two groups gather a part each, in five steps.
     wide = case._replace(split=Split(8, 2, 1, 1, 5, 1))
     ways = ways_of(topology, Outermost.DP, Sharding.HSDP, wide.split)
