@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.repository import ROOT
@@ -17,7 +18,7 @@ from support.waiting import NO_LIMIT_S
 from dips.cli import main
 from dips.core.errors import ConfigError, FatalError
 from dips.planner.profile import read_profile
-from dips.planner.run.link_probe import ANSWER, PROTOCOL, REQUEST, TAKE, LinkTimes, fit, listening, probe, serve
+from dips.planner.run.link_probe import ANSWER, GIVE, PROTOCOL, REQUEST, TAKE, LinkTimes, fit, listening, probe, serve
 
 AT = datetime(2026, 3, 1, tzinfo=UTC)
 SITES = str(ROOT / "examples/04-plan-a-schedule/sites.toml")
@@ -87,6 +88,54 @@ def test_a_peer_that_asks_on_and_on_is_left_when_the_time_is_over() -> None:
                     if not peer.recv(len(ANSWER)):
                         break
             thread.join()
+
+
+def test_a_payload_takes_until_its_answer_and_only_what_follows_the_warm_up_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a clock that only the serving end moves: by 3 when it has a payload, by 5 before it sends one."""
+    now, asked = [100], list[tuple[int, int]]()
+    monkeypatch.setattr("dips.planner.run.link_probe.time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
+
+    def answer(server: socket.socket) -> None:
+        with server.accept()[0] as link:
+            for _ in range(12):
+                name, what, size = REQUEST.unpack(link.recv(REQUEST.size, socket.MSG_WAITALL))
+                asked.append((what, size))
+                if what == TAKE:
+                    assert (name, len(link.recv(size, socket.MSG_WAITALL))) == (PROTOCOL, size)
+                    now[0] += 3
+                    link.sendall(ANSWER)
+                else:
+                    now[0] += 5
+                    link.sendall(bytes(size))
+
+    with listening("127.0.0.1", 0) as server:
+        thread = threading.Thread(target=answer, args=(server,))
+        thread.start()
+        found = probe("127.0.0.1", server.getsockname()[1], 3_000_000, rounds=2, warm_up=1)
+        thread.join()
+    assert found == (([3, 3], [3, 3]), ([5, 5], [5, 5]))
+    assert asked == [(TAKE, 40), (GIVE, 40), (TAKE, 3_000_000), (GIVE, 3_000_000)] * 3
+
+
+def test_a_silent_peer_is_left_and_only_those_that_end_well_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dips.planner.run.link_probe.IDLE_S", 0.01)
+    ended, served = threading.Event(), list[int]()
+    with listening("127.0.0.1", 0) as server:
+        ends = lambda: NO_LIMIT_S * ended.is_set()  # noqa: E731
+        thread = threading.Thread(target=lambda: served.append(serve(server, NO_LIMIT_S, ends)))
+        thread.start()
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+            with socket.create_connection(server.getsockname()) as peer:
+                peer.sendall(said)
+                with contextlib.suppress(ConnectionError):
+                    assert peer.recv(1) == b""
+        socket.create_connection(server.getsockname()).close()  # has said all that it wanted
+        ended.set()
+        socket.create_connection(server.getsockname()).close()
+        thread.join()
+    assert served == [1]
 
 
 def test_latency_and_bandwidth_are_those_of_the_line_through_both_payloads() -> None:

@@ -20,6 +20,9 @@ from dips.planner.units import Division
 UNIT_NS = 1000
 """The solver's unit of time: its products stay small."""
 
+LONGEST_STAGE, LONGEST, LONGEST_WAITS = 10**9, 10**12, 10**15
+"""Limits of the solver's variables, in this unit."""
+
 FEW_REPLICAS = 4
 """Replicas that the hill climbing simulates, with proportionally larger messages; its result is judged with all
 replicas."""
@@ -191,8 +194,7 @@ class _Program:
         return (self._f[stage] + self._b[stage]) * self.layers[stage]
 
     def _ideal(self) -> Any:
-        horizon = 10**9
-        ideal = self.model.new_int_var(0, horizon * 1000, "ideal")
+        ideal = self.model.new_int_var(0, LONGEST, "ideal")
         for slowest in range(self._n):
             before = sum(self._both(stage) for stage in range(slowest))
             delay = sum(self._delay[boundary][0] for boundary in range(slowest))
@@ -214,15 +216,15 @@ class _Program:
         room = model.new_int_var(0, rooms, "room")
         model.add_division_equality(room, rooms, self.layers[0])
         model.add(fit <= room)
-        wanted = model.new_int_var(0, 10**12, "wanted")
-        last = model.new_int_var(0, 10**9, "last")
+        wanted = model.new_int_var(0, LONGEST, "wanted")
+        last = model.new_int_var(0, LONGEST_STAGE, "last")
         model.add(last == self._both(n - 1))
         model.add_multiplication_equality(wanted, [fit, last])
         there_and_back = sum(self._both(s) for s in range(n)) + sum(delay for delay, _ in self._delay)
-        wait = model.new_int_var(0, 10**12, "wait")
+        wait = model.new_int_var(0, LONGEST, "wait")
         model.add(wait >= there_and_back - wanted)
         times = model.new_int_var(0, self._microbatches, "times")
         model.add_division_equality(times, self._microbatches - 1, fit)
-        waits = model.new_int_var(0, 10**15, "waits")
+        waits = model.new_int_var(0, LONGEST_WAITS, "waits")
         model.add_multiplication_equality(waits, [wait, times])
         return waits

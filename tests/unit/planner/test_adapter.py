@@ -6,19 +6,21 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dips.core.errors import ConfigError
-from dips.planner.adapter.advise import advice_json, advise, read_before, rules_of
+from dips.planner.adapter.advise import advice_json, advise, draw, read_before, rules_of, traced, traced_json
 from dips.planner.adapter.decide import WINDOW, AdapterState, Border, Rules, compare, with_adapter, without_adapter
 from dips.planner.adapter.pieces import LinkMessage, Piece, Pipeline, Played, Sizes, play
 from dips.planner.adapter.traces import WHOLE, Channel, channels_of, read_trace
 from dips.planner.cluster import Profile, read_setup
-from dips.planner.costs import NS, Costs, StageCost, Wire
-from dips.planner.ir import Kind, straight
+from dips.planner.costs import NS, Costs, StageCost, Wire, uniform
+from dips.planner.exchange import Exchange
+from dips.planner.ir import Kind, Schedule, straight
 from dips.planner.plan import make_plan, plan_json
 from dips.planner.problem import Problem
 from dips.planner.profile import LayerTime
@@ -107,7 +109,9 @@ def test_whole_microbatches_take_what_simulate_says(name: str, sites: int) -> No
     for latency, busy, microbatches in itertools.product((0, 0.5, 3), (0, 0.25, 2), (4, 8)):
         case = GridPoint(4, microbatches, sites, latency, busy, 1.5)
         schedule, bare = case.schedule(name)
-        costs = bare.with_overheads(7_000_001, 3_000_000, schedule.device_of_stage)
+        held = {pair: wire._replace(hold_ns=round(latency * NS / 2)) for pair, wire in bare.wires.items()}
+        blocking = replace(bare, wires=held) if microbatches == 4 else bare
+        costs = blocking.with_overheads(7_000_001, 3_000_000, schedule.device_of_stage)
         pipeline = Pipeline(schedule, costs, 32)
         channels = {wire.resource: Channel() for wire in costs.wires.values()}
         wanted = simulate(schedule, costs).makespan_ns
@@ -134,6 +138,9 @@ def test_exchanges_of_replicas_count() -> None:
         timed = replace(costs, overlapped=overlapped)
         pipeline = Pipeline(schedule, timed, 1)
         assert play(pipeline, pipeline.whole, begin_ns=99).span_ns == simulate(schedule, timed).makespan_ns
+    late = replace(uniform(2, 1), exchanges=(Exchange(0, NS, NS), Exchange(1, 50 * NS, NS)))
+    pipeline = Pipeline(SCHEDULES["1f1b"].make(2, 2, late, []), late, 1)
+    assert play(pipeline, pipeline.whole).span_ns == simulate(pipeline.schedule, late).makespan_ns
 
 
 def test_a_piece_costs_its_overhead_and_its_part_of_the_time() -> None:
@@ -167,6 +174,33 @@ def test_sizes_are_for_filling_running_and_draining() -> None:
         *(("B", 1, n, 1, 200 + 30 * n, 230 + 30 * n) for n in range(4)),
     ]
     assert played == Played(1000, 1320, (320,), 8, (0,))
+
+
+def test_smaller_sizes_count_at_once_on_every_device() -> None:
+    """Three stages of 150, 100 and 100 a sequence; stage 2 waits for all four. While stage 1 gets its second half, at
+    630, stage 2 may take halves, and takes the one that is there."""
+    costs = Costs(
+        (StageCost(600, 600, 0, 1, 1), *(StageCost(400, 400, 0, 1, 1),) * 2),
+        {pair: Wire(number, 0, ns) for number, (pair, ns) in enumerate({(0, 1): 30, (1, 2): 10}.items())},
+    )
+    pipeline, done = Pipeline(SCHEDULES["1f1b"].make(3, 1, costs, []), costs, 4), list[Piece]()
+
+    def watch(message: LinkMessage) -> list[Sizes] | None:
+        assert message == (message.sender, message.sender + 1, 2, *(message.arrives_ns - (30, 10)[message.sender],) * 2,
+                           message.arrives_ns)  # fmt: skip
+        return [Sizes(2, 2, 2)] * 3 if message.arrives_ns == 630 else None
+
+    play(pipeline, (Sizes(2, 2, 2), Sizes(2, 2, 2), Sizes(4, 4, 4)), watch=watch, pieces=done)
+    forth = [(p.stage, p.first, p.start_ns, p.end_ns) for p in done if p.kind is Kind.F]
+    first = [(0, 0, 0, 300), (0, 2, 300, 600), (1, 0, 330, 530)]
+    assert forth == [*first, (1, 2, 630, 830), (2, 0, 630, 830), (2, 2, 840, 1040)]
+
+
+def test_devices_that_wait_for_each_other_are_named() -> None:
+    costs, orders = Costs((StageCost(4, 4, 0, 1, 1),) * 2), "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"
+    pipeline = Pipeline(Schedule.from_csv(orders), costs, 4)
+    with pytest.raises(ConfigError, match="cannot end: stage 0 waits for a piece that no stage can send"):
+        play(pipeline, pipeline.whole)
 
 
 def test_times_between_profiled_sizes_are_interpolated() -> None:
@@ -329,14 +363,6 @@ def measured(folder: Path, gbps: float) -> MeasuredFile:
     return read_measured(file)
 
 
-def test_a_plan_without_pieces_takes_what_was_planned() -> None:
-    for schedule in ("compact_zb", "1f1b", "zb_v", "gpipe"):
-        one = running(schedules=[schedule], division="uniform")
-        pipeline = rules_of(one, one.problem).pipeline
-        assert (pipeline.limits is None) == (schedule != "compact_zb")
-        assert play(pipeline, pipeline.whole).span_ns == round(one.iteration_s(one.problem) * NS)
-
-
 def test_advice_follows_the_measured_links(tmp_path: Path) -> None:
     one = running()
     fast = advise(one, measured(tmp_path, 2.0))
@@ -368,6 +394,10 @@ def test_a_border_of_an_answer_by_hand(tmp_path: Path) -> None:
     assert (found["iteration_s"], found["without_s"]) == (slow.with_ns / NS, slow.without_ns / NS)
     before = read_before(json.dumps(found), "answer.json")
     assert (before.sizes, before.levels, set(before.lasts)) == (slow.state.sizes, slow.state.levels, {True})
+    found["stages"][0] |= {"fill": 1, "run": 2, "drain": 4}
+    found["borders"][1]["level"] = 0
+    before = read_before(json.dumps(found), "answer.json")
+    assert (before.sizes[0], before.lasts[:3]) == (Sizes(1, 2, 4), (True, False, True))
 
 
 def test_plans_that_cannot_be_adapted(tmp_path: Path) -> None:
@@ -385,6 +415,49 @@ def test_plans_that_cannot_be_adapted(tmp_path: Path) -> None:
     advice = advise(alone, measured(tmp_path, 0.01))
     assert not advice.advised
     assert advice.why.endswith("a microbatch of one sequence cannot be split")
+
+
+def test_a_plan_under_a_trace_and_what_is_drawn_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 2 s on one link has a third of the plan's bandwidth, the others a half. An iteration is 256 sequences."""
+    trace, half = tmp_path / "trace.toml", "[[links]]\ntime_s = [0, 2, 99]\npart_of_plan = [1, 0.5, 1]\n"
+    one = running()
+    links = {(link.sender, link.receiver): link for link in one.problem.setup.links}
+    planned = links["group-2", "group-3"].bandwidth_gbps
+    rates = f"bandwidth_gbps = [{planned}, {planned / 3}]\n"
+    named = f'[[links]]\nsender = "group-2"\nreceiver = "group-3"\nboth_ways = false\ntime_s = [0, 2]\n{rates}'
+    trace.write_text(HEAD + half + named)
+    rules, found = traced(one, read_trace(trace))
+    slow = next(border.resource for border in rules.borders if border.link == ("group-2", "group-3"))
+    halved = Channel((0, 2 * NS, 99 * NS), (WHOLE, WHOLE // 2, WHOLE))
+    channels = {border.resource: halved for border in rules.borders}
+    channels[slow] = Channel((0, 2 * NS), (WHOLE, round(WHOLE / 3)))
+    assert (found.late, found) == (True, compare(rules, channels, 9 * NS))
+    told = traced_json(found)
+    for row, of in ((told["without"], found.without), (told["with"], found.adapted)):
+        assert [(each["ends_s"] * NS, each["sizes"]) for each in row] == [
+            (pytest.approx(end), [list(size) for size in sizes])
+            for end, sizes in zip(of.ends_ns, of.sizes, strict=True)
+        ]
+    assert told["speedup"] == pytest.approx(told["without_s"] / told["with_s"])
+    assert (told["stated_cost_s"], told["monitored_s"]) == (found.cost_ns / NS, found.monitored_ns / NS)
+    assert (told["iterations"], told["changes"]) == (len(found.without.ends_ns), found.adapted.changes)
+    drawn: list[Any] = []
+    monkeypatch.setattr("dips.planner.adapter.advise.save", lambda figure, files: drawn.append(figure))
+    draw(one, read_trace(trace), found, [])
+    upper, lower = drawn[0].axes
+    speeds = []
+    for patch, of in zip(upper.patches, (found.adapted, found.without), strict=True):
+        ends_s = [end / NS for end in (0, *of.ends_ns)]
+        speeds.append([256 / (end - begin) for begin, end in itertools.pairwise(ends_s)])
+        assert list(patch.get_data().edges) == ends_s
+        assert list(patch.get_data().values) == pytest.approx(speeds[-1])
+    assert upper.get_ylim() == pytest.approx((0, 1.08 * max(max(row) for row in speeds)))
+    steps = [(patch.get_label(), *map(list, patch.get_data()[:2])) for patch in lower.patches]
+    assert sorted(steps) == [
+        ("5 links", pytest.approx([planned, planned / 2]), [0, 2, 9]),
+        ("group-2 to group-3", pytest.approx([planned, planned / 3]), [0, 2, 9]),
+    ]
+    assert lower.get_ylim() == pytest.approx((0, 1.08 * planned))
 
 
 def test_measured_times_of_stages_count(tmp_path: Path) -> None:

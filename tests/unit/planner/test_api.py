@@ -42,12 +42,6 @@ def test_make_is_what_the_command_plans(plan: Plan, folder: Path, capsys: pytest
     assert len(plan.effects) == len(found["sensitivity"])
 
 
-def test_show_reads_what_make_wrote(plan: Plan, folder: Path) -> None:
-    assert planner.show(folder / "plan.json").ends == plan.chosen.timeline.ends
-    schedule = planner.show(folder / "plan.csv").schedule
-    assert schedule.n_microbatches == plan.problem.n_microbatches
-
-
 def test_compare_and_sweep_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     files = [FEW, "crosspipe-m8"]
     expected = {"files": files, "iteration_s": planner.compare(files), "calibration_error": [None, None]}

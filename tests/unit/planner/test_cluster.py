@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from support.plan_command import example
 
 from dips.core.errors import ConfigError
 from dips.planner.cluster import in_proportion, read_setup, stages_of_sites
@@ -13,39 +15,16 @@ from dips.planner.ir import loop
 from dips.planner.model import shipped
 from dips.planner.problem import Problem
 
-GOOD = """
-[model]
-name = "llama3-8b"
-
-[[sites]]
-name = "here"
-devices = 16
-memory_gib = 80
-sustained_tflops = 400
-source = "a test"
-
-[[sites]]
-name = "there"
-devices = 16
-memory_gib = 80
-sustained_tflops = 200
-source = "a test"
-
-[[links]]
-sender = "here"
-receiver = "there"
-bandwidth_gbps = 80
-latency_ms = 5
-source = "a test"
-
-[training]
-pipeline = 4
-data = 2
-tensor = 4
-microbatches = 8
-sequence_tokens = 4096
-source = "a test"
-"""
+SMALLER = (
+    *(("devices = 32", "devices = 16"), ("network_gbps = 400\nnetwork_latency_us = 10\n", "")) * 2,
+    ('name = "stockholm"\ndevices = 16\nmemory_gib = 80\nsustained_tflops = 400',
+     'name = "stockholm"\ndevices = 16\nmemory_gib = 80\nsustained_tflops = 200'),
+    ("bandwidth_gbps = 25\nlatency_ms = 12", "bandwidth_gbps = 80\nlatency_ms = 5"),
+    ("pipeline = 8\ndata = 4\ntensor = 2\nmicrobatches = 16", "pipeline = 4\ndata = 2\ntensor = 4\nmicrobatches = 8"),
+    ("8192", "4096"),
+)  # fmt: skip
+GOOD = re.sub(r'source = ".*"', 'source = "a test"', example(*SMALLER))
+GOOD = GOOD.replace("amsterdam", "here").replace("stockholm", "there")
 
 
 def problem(tmp_path: Path, *changes: tuple[str, str]) -> Problem:
@@ -82,6 +61,12 @@ def test_stages_links_and_memory(tmp_path: Path) -> None:
     assert states[0] > states[1]  # the embedding
 
 
+def test_the_largest_problems_that_are_planned(tmp_path: Path) -> None:
+    """65,536 stages x microbatches, and four replicas of them."""
+    changes = (("data = 2\ntensor = 4", "data = 4\ntensor = 2"), ("microbatches = 8", "microbatches = 16384"))
+    assert problem(tmp_path, *changes).n_microbatches == 16384
+
+
 def test_links_of_sites(tmp_path: Path) -> None:
     wires = problem(tmp_path).costs((4,) * 8, loop(4, 2)).wires
     assert wires[3, 0].resource == wires[2, 1].resource
@@ -113,6 +98,7 @@ def test_a_profile_replaces_the_cost_model(tmp_path: Path) -> None:
     found = Problem(read_setup(file))
     stage = found.costs(found.uniform()).stages[0]
     assert (stage.f_ns, stage.d_ns, stage.w_ns) == (10_000_000, 12_000_000, 8_000_000)
+    assert found.units[0].total_s == pytest.approx(30e-3 * 4 / 32)
     assert found.message_bytes == 5e6
     anew = found.with_training(recompute="full")
     assert anew.costs(anew.uniform()).stages[0].d_ns == 22_000_000
@@ -129,7 +115,6 @@ def pose(tmp_path: Path, before: str, after: str) -> None:
     [
         ("bandwidth_gbps = 80", "bandwidth = 80", r"\[\[links\]\] 1: 'bandwidth' is not a setting; did you mean 'band"),
         ("memory_gib = 80", 'memory_gib = "80"', r"\[\[sites\]\] 1: memory_gib = '80': Input should be a valid number"),
-        ("bandwidth_gbps = 80", "bandwidth_gbps = -80", r"\[\[links\]\] 1: bandwidth_gbps = -80: .* greater than or"),
         ("latency_ms = 5\n", "", r"\[\[links\]\] 1: latency_ms is not given .*: add it to the table"),
         ('latency_ms = 5\nsource = "a test"', "latency_ms = 5", r"source is not given .*: add it to the table"),
         ('latency_ms = 5\nsource = "a test"', 'latency_ms = 5\nsource = { latency_ms = "x" }', "does not name band"),
@@ -149,6 +134,12 @@ def pose(tmp_path: Path, before: str, after: str) -> None:
         ("[training]", "[[training]]", "'training' is not a table: write its settings below a line"),
         ("devices = 16", "devices = 16\nstages = 3", r"have \[3, 3\] stages, .* pipeline = 4: give stages for"),
         ('name = "here"', 'name = "here"\nstages = 4', r"have \[4, 0\] stages"),
+        ("bandwidth_gbps = 80", "bandwidth_gbps = 1e-300", "should be greater than or equal to 0.000001"),
+        ("latency_ms = 5", "latency_ms = inf", "latency_ms = inf: Input should be a finite number"),
+        ("latency_ms = 5", "latency_ms = 1e9", "latency_ms = 1000000000.0: Input should be less than or"),
+        ("microbatches = 8", "microbatches = 16385", "pipeline = 4 x microbatches = 16385 are 65540, at most 65536"),
+        ("data = 2\ntensor = 4\nmicrobatches = 8", "data = 5\nmicrobatches = 16384", "x data = 327680, at most 262144"),
+        ('name = "there"', 'name = "the\\nre"', r"\[\[sites\]\] 2: name = .*: a name is one line of printable"),
     ],
 )  # fmt: skip
 def test_a_mistake_names_file_key_and_remedy(tmp_path: Path, before: str, after: str, sentence: str) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from dips.core.errors import ConfigError
 from dips.planner.costs import NS, Costs, Wire, uniform
 from dips.planner.ir import Schedule
 from dips.planner.schedules.greedy import compact_zb
-from dips.planner.simulate import peaks, validate
-from dips.planner.sweep import ACTIVATION, GridPoint
+from dips.planner.simulate import peaks
+from dips.planner.sweep import ACTIVATION
 
 
 def chain(*links: tuple[float, float], times: tuple[float, float, float] = (1, 1, 1)) -> Costs:
@@ -27,17 +25,6 @@ def chain(*links: tuple[float, float], times: tuple[float, float, float] = (1, 1
 
 def cells(schedule: Schedule, device: int) -> list[str]:
     return [f"{op.kind.value}{op.microbatch}" for op in schedule.orders[device]]
-
-
-@pytest.mark.parametrize("sites", [1, 2, 4])
-@pytest.mark.parametrize("memory", [0.25, 1, 4])
-@pytest.mark.parametrize("microbatches", [1, 3, 6, 16])
-def test_it_is_valid_and_within_any_memory(sites: int, memory: float, microbatches: int) -> None:
-    for devices in (4, 8):
-        for latency, bandwidth in itertools.product((0, 0.5, 3), (0, 0.5, 3)):
-            case = GridPoint(devices, microbatches, sites, latency, bandwidth, memory)
-            schedule, costs = case.schedule("compact_zb")
-            validate(schedule, costs, case.limits())
 
 
 def test_memory_decides_what_is_held() -> None:

@@ -8,19 +8,10 @@ from hypothesis import strategies as st
 
 from dips.core.errors import ConfigError
 from dips.planner.costs import Costs, StageCost, Wire, uniform
-from dips.planner.schedules.fixed import zb_v
 from dips.planner.schedules.greedy import cross_wave
-from dips.planner.simulate import simulate, validate
-from dips.planner.sweep import GridPoint
+from dips.planner.simulate import validate
 
 UNIT = 1 << 20
-
-
-@pytest.mark.parametrize("delay", [(0.5, 0.25), (1, 0), (2, 0.25), (2, 1)])
-def test_it_bears_delay_better_than_zb_v_in_the_same_memory(delay: tuple[float, float]) -> None:
-    case = GridPoint(4, 8, 2, *delay, 1)
-    greedy = validate(cross_wave(4, 8, case.costs(2), case.limits()), case.costs(2), case.limits())
-    assert greedy.makespan_ns < simulate(zb_v(4, 8), case.costs(2)).makespan_ns
 
 
 def test_memory_for_less_is_refused() -> None:

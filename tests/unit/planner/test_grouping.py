@@ -7,14 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from support.profiled import files
 
 from dips.core.errors import ConfigError
 from dips.planner.cluster import read_setup
 from dips.planner.grouping import Grouping, GroupPart, Measured, group, grouping_json, measured_of
-from dips.planner.validation.spantrain import shaken
 
 MESSAGE_BYTES = 125e6
 """A gigabit: takes as many seconds as the rate in Gbit/s is small."""
@@ -115,26 +112,6 @@ def test_subgroups_by_speed() -> None:
         ((GroupPart(2, 1), GroupPart(3, 1)), 104),
     ]
     assert [step.merged for step in one.steps] == [True, False, False, False]
-
-
-@settings(max_examples=60)
-@given(st.data())
-def test_no_error_within_the_margin_changes_anything(data: st.DataObject) -> None:
-    """Whatever the network and the speeds are: while every measurement is off by 5 % at most, and the margin is more,
-    groups and subgroups stay."""
-    n = data.draw(st.integers(2, 6))
-    rates = st.sampled_from([0.02, 0.1, 0.2, 0.24, 0.27, 0.5, 1.0, 10.0])
-    times_s = [[0.0] * n for _ in range(n)]
-    for a in range(n):
-        for b in range(a, n):
-            times_s[a][b] = times_s[b][a] = 1 / data.draw(rates)
-    devices = data.draw(st.lists(st.integers(1, 3), min_size=n, max_size=n))
-    powers = data.draw(st.lists(st.sampled_from([1.0, 1.03, 1.2, 2.0, 9.0]), min_size=n, max_size=n))
-    clean = group(measured(times_s, devices, powers))
-    assert sum(one.devices for one in clean.groups) == sum(devices)
-    assume(all(margin.error > 0.05 for margin in clean.margins))
-    noisy = group(shaken(clean.measured, 0.05, data.draw(st.integers(0, 1000))))
-    assert plain(noisy) == plain(clean)
 
 
 def test_times_and_speeds_of_a_profile(tmp_path: Path) -> None:

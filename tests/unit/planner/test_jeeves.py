@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dips.core.errors import ConfigError
-from dips.planner.costs import NS, Costs, StageCost, Wire, uniform
+from dips.planner.costs import NS, Costs, Wire, uniform
 from dips.planner.ir import Kind, Schedule
 from dips.planner.schedules.fixed import gpipe, one_f_one_b
 from dips.planner.schedules.greedy import jeeves
-from dips.planner.simulate import peaks, simulate, simulate_fleet, validate
+from dips.planner.simulate import simulate, simulate_fleet, validate
 
 UNIT = 1 << 20
 
@@ -55,29 +53,6 @@ def test_memory_and_backward_passes() -> None:
     (found,) = jeeves(6, costs(0, 0.1), [9 * UNIT] * 4)
     kinds = [op.kind for op in found.orders[3]]
     assert kinds == [Kind.F, Kind.B] * 6
-
-
-@settings(max_examples=50)
-@given(
-    st.integers(1, 5),
-    st.integers(1, 7),
-    st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=5, max_size=5),
-    st.integers(0, 5),
-    st.integers(0, 9),
-    st.integers(1, 4),
-    st.integers(1, 3),
-)
-def test_it_makes_schedules_within_memory_whatever_things_cost(
-    n: int, microbatches: int, times: list[tuple[int, int, int]], busy: int, latency: int, memory: int, replicas: int
-) -> None:
-    stages = tuple(StageCost(f, d, w, UNIT, UNIT // 2) for f, d, w in times[:n])
-    wires = {(a, b): Wire(min(a, b) * 2 + (a > b), busy, latency) for a in range(n) for b in (a - 1, a + 1)}
-    wired, limits = Costs(stages, wires), [memory * UNIT] * n
-    found = jeeves(microbatches, wired, limits, replicas)
-    assert len(found) == replicas
-    for schedule in found:
-        validate(schedule, wired, limits)
-        assert max(peaks(schedule, wired)) <= memory * UNIT
 
 
 def test_what_cannot_run_is_named() -> None:

@@ -14,17 +14,6 @@ from dips.planner.simulate import validate
 from dips.planner.sweep import GridPoint
 
 
-@pytest.mark.parametrize(("latency", "bandwidth"), [(0, 0), (0.5, 0), (0, 1), (1, 1)])
-def test_two_sites_and_1f1bs_memory_cost_four_delays(latency: float, bandwidth: float) -> None:
-    """CrossPipe's setting: 27 + 4 (latency + bandwidth) is the best of one stage on each device."""
-    case = GridPoint(4, 8, 2, latency, bandwidth, 1)
-    hint = cross_ud(case.n_pp, case.n_mb, case.costs(), case.limits())
-    found = optimal("best", straight(case.n_pp), case.n_mb, case.costs(), case.limits(), hint)
-    assert found.proved
-    timeline = validate(found.schedule, case.costs(), case.limits())
-    assert timeline.makespan_ns == found.lower_bound_ns == (27 + 4 * (latency + bandwidth)) * NS
-
-
 def test_stages_and_weight_gradients() -> None:
     """With frozen weights W ends when it begins: it precedes the F that begins then and needs its memory."""
     case = GridPoint(2, 4, 2, 0.5, 0, 2)

@@ -7,19 +7,7 @@ from pathlib import Path
 import pytest
 
 from dips.core.errors import ConfigError
-from dips.planner.ir import Kind, Op
 from dips.planner.run.links import parse_cells, read_cells
-
-V = "0F0,3F0,3I0,0I0,3W0,0W0\n1F0,2F0,2B0,1B0\n"
-
-
-def test_where_stages_stand_is_read_off_the_lines() -> None:
-    cells = parse_cells(V, "v")
-    assert (cells.n_devices, cells.n_stages, cells.n_microbatches) == (2, 4, 1)
-    assert cells.device_of_stage == (0, 1, 1, 0)
-    assert cells.stages_of(0) == (0, 3)
-    assert cells.orders[1][2] == Op(Kind.B, 2, 0)
-    assert [",".join(map(str, row)) for row in cells.orders] == V.splitlines()
 
 
 @pytest.mark.parametrize(

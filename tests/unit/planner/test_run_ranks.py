@@ -173,8 +173,8 @@ def optimizer_of(layers: dict[int, nn.Module]) -> torch.optim.Optimizer:
 
 @pytest.mark.usefixtures("threads")
 def test_layers_move_between_ranks_with_buffers_and_what_the_optimizer_keeps() -> None:
-    old, new = (0, 0, 1, 1), (1, 0, 1, 0)
-    everything = {number: layer(number) for number in range(4)}
+    old, new = (0, 0, 1, 1, 0), (1, 0, 1, 0, 1)
+    everything = {number: layer(number) for number in range(5)}
     expected = optimizer_of(everything)
     kept: dict[int, Any] = {}
 
@@ -234,7 +234,9 @@ def test_a_rank_trains_through_its_jobs_as_one_process_would(tmp_path: Path, mon
         return looks[-1] if len(looks) > 4 else folder / "not yet"
 
     monkeypatch.setattr(model, "job_file", seen_late)
+    torch.set_num_threads(2)
     assert model.main([str(tmp_path), "0"]) == 0
+    assert torch.get_num_threads() == 1, "ranks share the processors"
     assert not dist.is_initialized()
     reports = [read_report(tmp_path, 0, number) for number in range(2)]
     assert [len(report.iterations) for report in reports] == [2, 3]
@@ -247,3 +249,11 @@ def test_a_rank_trains_through_its_jobs_as_one_process_would(tmp_path: Path, mon
         assert [len(one.times) for one in report.iterations] == [len(job.csv.split(","))] * job.repeats
         for one in report.iterations:
             assert all(before[1] <= after[0] for before, after in pairwise(one.times))
+
+
+def test_a_rank_that_cannot_run_says_why_and_ends_with_its_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_job(tmp_path, PlanJob("0F0,0B0\n", ((1, 1, 1),), (), 1, "nccl", 60.0), 0)
+    assert model.main([str(tmp_path), "1000"]) == ConfigError.exit_code
+    assert "--backend nccl gives each rank a GPU" in capsys.readouterr().err

@@ -31,6 +31,15 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def test_the_weights_of_a_layer_follow_from_its_number_alone() -> None:
+    found = []
+    for seed, number in ((1, 4), (2, 4), (2, 5)):
+        torch.manual_seed(seed)
+        found.append(nn.utils.parameters_to_vector(model.block(number, CPU).parameters()))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
+
+
 def stages() -> dict[int, nn.Module]:
     return {stage: model.block(stage, CPU) for stage in range(2)}
 

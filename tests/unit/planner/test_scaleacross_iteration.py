@@ -24,14 +24,12 @@ from dips.planner.scaleacross.iteration import (
     ends_of,
     kernels_of,
     layer_costs,
-    places_of,
     program_for,
     program_of,
     rebuild,
     ways_of,
 )
-from dips.planner.scaleacross.search import fastest_of, present_case
-from dips.planner.scaleacross.topology import Topology, read_topology
+from dips.planner.scaleacross.topology import Topology
 from dips.planner.schedules.fixed import one_f_one_b
 from dips.planner.schedules.scaleacross import dora_pp, interleaved_zb_v
 from dips.planner.simulate import peaks, simulate, validate
@@ -69,18 +67,6 @@ def test_every_schedule_is_complete_and_ends(n_devices: int, chunks: int, n: int
         assert max(peaks(schedule, costs)) <= n * (1 << 20)
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3, 5])
-def test_crossings_of_a_microbatch(chunks: int) -> None:
-    """What each schedule sends over the boundary of two sites is the formula."""
-    n = 4
-    for schedule, wanted in (
-        (dora_pp(2, n, chunks, 2), 2 * (2 * chunks - 1)),
-        (interleaved_zb_v(2, n, chunks, 2), 2 * chunks),
-    ):
-        costs = uniform(schedule.n_stages, chunks, wires={(0, 1): Wire(0, 1, 0), (1, 0): Wire(1, 1, 0)})
-        assert len(simulate(schedule, costs).messages) == n * wanted
-
-
 def test_orders_with_two_chunks_and_slow_messages() -> None:
     """ZB-V's own length, 25.5, for 4 devices and 8 microbatches; DoraPP without delay is shorter than interleaved 1F1B,
     which has 28.5."""
@@ -90,6 +76,19 @@ def test_orders_with_two_chunks_and_slow_messages() -> None:
     costs = uniform(8, 4, wires=wires)
     quick, slow = (simulate(interleaved_zb_v(2, 16, 4, 8, delay), costs).makespan_ns for delay in (0, 32))
     assert slow < quick
+
+
+def test_a_case_has_the_schedule_of_its_name(topology: Topology) -> None:
+    """SPLIT has eight microbatches. Interleaved ZBV's order is made for its longest message: of 0.1, 0.8, 1.1, 5.9 and
+    195 quarters of a pass."""
+    case = case_of(Outermost.PP, Pipelining.ZBV, 4, 3)
+    assert program_for(topology, case._replace(pipelining=Pipelining.PLAIN, chunks=1)).schedule == one_f_one_b(2, 8)
+    assert program_for(topology, case._replace(pipelining=Pipelining.DORA)).schedule == dora_pp(2, 8, 4, 3)
+    for ratio, km, delay in ((1, 0, 0), (8, 0, 1), (8, 200, 2), (1, 4000, 8), (2000, 0, 64)):
+        found = program_for(topology.with_routes(ratio, km), case).schedule
+        assert found == interleaved_zb_v(2, 8, 4, 3, delay)
+    four = case._replace(split=Split(8, 1, 1, 4, 2, 2), chunks=2)
+    assert program_for(topology, four).schedule == interleaved_zb_v(4, 16, 2, 3, 2)
 
 
 # ---- Algorithm 1 ----
@@ -208,11 +207,14 @@ def test_what_groups_send_by_hand(
         assert found.forward_s[layer] == pytest.approx(work.forward / speed + sent_s)
         assert found.input_gradient_s[layer] == pytest.approx(work.input_gradient / speed + sent_s)
         assert found.weight_gradient_s[layer] == pytest.approx(work.weight_gradient / speed)
+        assert found.total_s[layer] == pytest.approx(sum(work) / speed + 2 * sent_s)
     output, last = output_work(MODEL, 1000), layer_work(MODEL, 2, 1000, 1000)
     assert found.weight_gradient_s[2] * speed == pytest.approx(last.weight_gradient + output.weight_gradient)
     alone = plain.accelerators.model_copy(update={"per_server": 64})
     one = layer_costs(replace(plain, accelerators=alone), Split(4, 1, 1, 1, 1, 1))
     assert one.forward_s[0] == pytest.approx(layer_work(MODEL, 0, 1000, 1000).forward / 4e12 + 6e-3)
+    assert Split(2, 4, 1, 1, 1, 3).message_bytes(plain) == 2 * 500 * 250 * 3
+    assert Split(2, 4, 1, 1, 2, 1).microbatches(plain) == 2
     spread = layer_costs(replace(plain, accelerators=alone), Split(1, 1, 4, 1, 1, 1))
     assert spread.forward_s[1] == pytest.approx(layer_work(MODEL, 1, 1000, 1000).forward / 1e12 + 6e-3)
 
@@ -244,6 +246,11 @@ def test_memory_by_hand(plain: Topology) -> None:
     assert rebuild(plain, fsdp, rows, True).used_bytes[0] == pytest.approx(held + dense * 7 + experts * 10)
     hsdp = fsdp._replace(sharding=Sharding.HSDP)
     assert rebuild(plain, hsdp, rows, True).used_bytes[0] == pytest.approx(held + dense * 12 + experts * 18)
+    # The parts of a sequence share the optimizer's state as replicas do.
+    wide = fsdp._replace(split=Split(2, 2, 1, 1, 2, 1))
+    each = layer_costs(plain, wide.split)
+    whole = (each.dense_parameters + each.expert_parameters).sum() * (4 + 12 / 4) + each.activation_bytes.sum()
+    assert rebuild(plain, wide, rows, True).used_bytes[0] == pytest.approx(whole)
     # Two stages: the first one holds two microbatches of its two layers.
     two = fsdp._replace(split=split._replace(pipeline=2, data=2))
     whole = layers.dense_parameters[:2].sum() * (4 + 12 / 2) + layers.expert_parameters[1] * (4 + 12)
@@ -264,6 +271,9 @@ def test_kernels_end_by_hand(links: bool) -> None:
     # F 5-15, at 20 there but weights at 100: F 100-120, B -220; at 225 back: B -305, gradients -312.
     program = program_of(one_f_one_b(2, 1))
     assert ends_of(program, KernelTimes(f, d, w, gather, reduce, messages), links).tolist() == [312]
+    # The last stage's gradients go when its only B has ended.
+    slow = np.array([[7], [500]])
+    assert ends_of(program, KernelTimes(f, d, w, gather, slow, messages), links).tolist() == [720]
     # One device: F 5-15, weights at 105: F -125, D -165, W -225, gradients -425 (200), while D, W -305; then -432.
     reduce = np.array([[7], [200]])
     assert ends_of(program_of(dora_pp(1, 1, 2, 1)), KernelTimes(f, d, w, gather, reduce, {}), links).tolist() == [432]
@@ -292,18 +302,20 @@ def test_collectives_and_messages_by_hand(topology: Topology) -> None:
     assert kernels.messages == {(0, 1): cost, (1, 0): cost}
     given = topology.accelerators.model_copy(update={"zbv_overhead": 0.5})
     slower = kernels_of(replace(topology, accelerators=given), pp, rows)
+    layers = layer_costs(topology, SPLIT)
     for name in ("forward", "input_gradient", "weight_gradient"):
-        assert getattr(slower, name) == pytest.approx(1.5 * getattr(kernels, name), abs=1)
+        chunks_ns = 1e9 * getattr(layers, f"{name}_s").reshape(8, 4).sum(axis=1)
+        assert getattr(kernels, name)[:, 0] == pytest.approx(chunks_ns, abs=1)
+        assert getattr(slower, name)[:, 0] == pytest.approx(1.5 * chunks_ns, abs=1)
+    size = layers.exchanged_bytes.reshape(8, 4).sum(axis=1)
+    hsdp = kernels_of(topology, case._replace(sharding=Sharding.HSDP), rows)
+    inside_s, leaders_s = size / 2 / 50e9 + 5e-6, size / 2 / 6.25e9 + 1005e-6
+    assert hsdp.gather[:, 0] == pytest.approx(1e9 * inside_s, abs=1)
+    assert hsdp.reduce[:, 0] == pytest.approx(1e9 * (3 * inside_s + 2 * leaders_s), abs=1)
+    # Four stages, two in each building: each way has its own cost, also the one round.
+    four = kernels_of(topology, pp._replace(split=Split(8, 1, 1, 4, 2, 2)), np.array([[2] * 16]))
+    short = round(2 * 512 * 8192 * 2 / 25), 10_000
+    ways = {(0, 1): short, (1, 2): cost, (2, 3): short, (3, 0): cost}
+    assert four.messages == ways | {(b, a): each for (a, b), each in ways.items()}
     with pytest.raises(ConfigError, match="more than 131072"):
         program_for(topology, pp._replace(split=SPLIT._replace(data=1, microbatch_sequences=1), chunks=1025))
-
-
-def test_the_large_workload_is_played_quickly_and_fits() -> None:
-    """98,304 accelerators: places and ways of 768 groups."""
-    large = read_topology("scaleacross-100k-dense")
-    case, division = present_case(large)
-    assert case.split.microbatches(large) == 16
-    assert division == [1] * 128
-    assert places_of(large, Outermost.PP, case.split).shape == (16, 48)
-    choice = fastest_of(large, case, division, links=False)
-    assert 0 < choice.printed_s < float("inf")

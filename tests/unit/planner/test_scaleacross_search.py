@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.scaleacross import best_of_all, read, small
 
 from dips.core.errors import ConfigError
 from dips.planner.scaleacross import search
 from dips.planner.scaleacross.iteration import Outermost, Sharding, Split
+from dips.planner.scaleacross.topology import Present
 
 
 def test_a_small_problem_has_the_best_of_all(tmp_path: Path) -> None:
     topology = small(tmp_path, layers=4)
     found = search.explore(topology, links=True)
+    none = topology.search.model_copy(update={"variations": 0})
+    assert search.explore(replace(topology, search=none), links=True).n_divisions < found.n_divisions
     assert found.best[0].links_s == pytest.approx(best_of_all(topology, True))
     assert found.n_cases >= found.n_played > 0
     # A bound that is not near would let all cases be played.
@@ -34,6 +38,8 @@ def test_what_is_tried(tmp_path: Path) -> None:
     }  # fmt: skip
     assert sorted({(case.chunks, case.together) for case in cases}) == [(1, 2), (1, 4), (2, 2), (2, 4)]
     assert len(cases) == 3 * 2 * 4
+    assert search.counts_of_chunks(17, 2) == list(range(1, 9))
+    assert search.counts_of_chunks(36, 2) == [1, 2, 3, 4, 5, 6, 9, 18], "18 layers in chunks of 1, 2, 3, ... layers"
     found = list(search.splits(topology))
     assert len(found) == len(set(found)) == 23
     assert {one.context for one in found} == {1, 2, 4}
@@ -42,19 +48,38 @@ def test_what_is_tried(tmp_path: Path) -> None:
         assert 16 % (one.data * one.microbatch_sequences) == 0
 
 
-def test_the_best_of_each_kind_the_fastest_first(tmp_path: Path) -> None:
-    found = search.explore(small(tmp_path), links=True)
-    times = [choice.links_s for choice in found.best]
-    assert times == sorted(times)
-    assert len({choice.case.kind for choice in found.best}) == len(found.best)
-    assert {choice.case.outermost for choice in found.best} == set(Outermost)
-    for choice in found.best:
-        assert sum(choice.division) == 9
-        assert max(choice.division) <= 3 * min(choice.division)
-        assert choice.printed_s <= choice.links_s
-        assert choice.used_bytes <= 80 * 2**30
-        split = choice.case.split
-        assert split.tensor * split.context * split.pipeline * split.data == 16
+def test_divisions_that_are_tried() -> None:
+    """The even one, a lighter end, and random ones; then up to three layers move."""
+    assert search.valid(np.array([[1, 3], [0, 4], [1, 4], [1, 3], [2, 2]]), 3.0).tolist() == [[1, 3], [2, 2]]
+    dice = np.random.default_rng(1)
+    found = search.sampled(40, 4, 3.0, 20, dice)
+    assert {(10, 10, 10, 10), (10, 11, 10, 9), (9, 10, 11, 10)} < set(map(tuple, found.tolist()))
+    assert (found.sum(axis=1) == 40).all()
+    assert 10 < len(found) <= 23
+    base = np.array([[5, 5, 5, 5]])
+    other = search.varied(base, 3.0, 200, dice)
+    moved = np.abs(other - base).sum(axis=1) // 2
+    assert (set(other.sum(axis=1)), set(moved)) == ({20}, {0, 1, 2, 3})
+    assert (other < 5).any(axis=0).all()
+    assert (other > 5).any(axis=0).all()
+    assert len(search.varied(np.array([[7]]), 3.0, 9, dice)) == len(search.varied(base, 3.0, 0, dice)) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"data": 4}, "tensor x context x pipeline x data = 32, there are 16 accelerators: correct it"),
+        ({"microbatch_sequences": 16}, "16 sequences are no whole microbatches of 16 for each of 2 replicas"),
+        ({"chunk_layers": 1}, "10 chunks for 9 layers: give larger chunks or fewer stages"),
+    ],
+)
+def test_the_configuration_in_use(tmp_path: Path, changes: dict[str, int], sentence: str) -> None:
+    given = {"tensor": 4, "pipeline": 2, "data": 2, "microbatch_sequences": 1, "chunk_layers": 2}
+    topology = small(tmp_path)
+    case, division = search.present_case(replace(topology, present=Present(**given, source="a test")))
+    assert (case.split, case.n_chunks, division) == (Split(4, 1, 1, 2, 2, 1), 6, [1, 2, 2, 2, 1, 1])
+    with pytest.raises(ConfigError, match=sentence):
+        search.present_case(replace(topology, present=Present(**(given | changes), source="a test")))
 
 
 def test_one_building_and_too_little_memory(tmp_path: Path) -> None:
@@ -66,14 +91,8 @@ def test_one_building_and_too_little_memory(tmp_path: Path) -> None:
         search.explore(small(tmp_path, memory_gib=1))
 
 
-def test_parts_add_up_and_degrees_are_the_default_ones(tmp_path: Path) -> None:
+def test_degrees_are_the_default_ones(tmp_path: Path) -> None:
     """TP is the accelerators of a server; a part of a sequence has 2,048 tokens at least."""
-    topology = small(tmp_path)
-    for choice in search.explore(topology, links=True).best:
-        parts = search.parts_of(topology, choice, links=True)
-        assert sum(parts) == pytest.approx(choice.links_s)
-        assert parts.computing_s > 0
-        assert min(parts) >= 0
     found = list(search.splits(read(tmp_path)))
     assert {split.tensor for split in found} == {8}
     assert {split.context for split in found} == {1, 2, 4}

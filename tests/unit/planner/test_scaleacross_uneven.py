@@ -20,13 +20,13 @@ from dips.planner.scaleacross.iteration import (
     Sharding,
     Split,
     check_places,
+    collective_s,
     memory_of,
     places_of,
     program_for,
     shares_of,
     ways_of,
 )
-from dips.planner.scaleacross.report import report_of
 from dips.planner.scaleacross.search import splits
 from dips.planner.scaleacross.topology import FREE_GBPS, Topology, of_problem
 
@@ -81,6 +81,13 @@ def test_rings_of_unequal_buildings(tmp_path: Path) -> None:
     assert inside.leaders == topology.way(0, 32)
     assert inside.ring == topology.way(32, 64)  # the building with three replicas has two zones
     assert ways_of(topology, Outermost.DP, Sharding.FSDP, split).ring == topology.way(0, 32)
+    one_and_two = ways_of(topology, Outermost.DP, Sharding.HSDP, Split(8, 1, 1, 2, 3, 1))
+    assert one_and_two.ring == topology.way(32, 40)
+    # In the larger building three replicas of two groups gather a part each, in five steps.
+    wide = case._replace(split=Split(8, 2, 1, 1, 5, 1))
+    ways = ways_of(topology, Outermost.DP, Sharding.HSDP, wide.split)
+    weights = collective_s(topology, wide, ways, np.array([6e9]))[0]
+    assert weights[0] == pytest.approx(5 * (1e9 / ways.ring.bytes_per_s + ways.ring.latency_s))
     # Two replicas share the optimizer's state in the smaller building, five with FSDP.
     rows = np.array([[8] * 4], np.int64)
     program = program_for(topology, case)
@@ -97,21 +104,28 @@ def test_experts_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     case = Case(Split(8, 1, 16, 1, 11, 1), Outermost.DP, Sharding.FSDP, Pipelining.DORA, 2, 2)
     with pytest.raises(ConfigError, match="expert = 16 does not divide the accelerators of each zone"):
         check_places(uneven(tmp_path), case)
+    # Groups of 4: of four replicas the smaller building has one; each of three stages has all four.
+    case = case._replace(split=Split(4, 1, 8, 1, 4, 1))
+    with pytest.raises(ConfigError, match="expert = 8 does not divide"):
+        check_places(uneven(tmp_path), case)
+    check_places(uneven(tmp_path), case._replace(split=Split(4, 1, 8, 3, 4, 1), outermost=Outermost.PP))
 
 
-def test_a_search_says_what_it_leaves_over(tmp_path: Path) -> None:
-    """32 and 56 accelerators are 11 groups of 8; 64 sequences divide among 1, 2, 4, 8 replicas."""
-    topology = uneven(tmp_path)
-    few = topology.search.model_copy(update={"samples": 4, "top": 4, "variations": 2, "microbatches": (1,)})
-    topology = replace(topology, search=few, model=topology.model.model_copy(update={"layers": 8}))
-    found = report_of(topology)
-    split = found.explored.best[0].case.split
-    used = split.tensor * split.context * split.pipeline * split.data
-    assert used <= 88
-    assert any(f"it uses {used} of 88 accelerators: " in line for line in found.why) == (used < 88)
-    for one in splits(topology):
-        assert one.tensor * one.context * one.pipeline * one.data <= 88
-        assert 64 % one.data == 0
+def test_uneven_buildings_are_split_as_far_as_there_is_room(tmp_path: Path) -> None:
+    """Groups of 8: 3 and 5; of 16, in one zone: 1 and 3. Of 8 sequences as many replicas as fit with all stages in a
+    building (DP-out), and as many as fit with the stages shared by the buildings (PP-out)."""
+    topology = uneven(tmp_path, (8, 24, 16, 16))
+    search = topology.search.model_copy(update={"microbatches": (1, 2, 3)})
+    batch = topology.batch.model_copy(update={"sequences": 8, "sequence_tokens": 4096})
+    model = topology.model.model_copy(update={"layers": 3})
+    replicas: dict[int, dict[int, list[int]]] = {1: {1: [4, 8], 2: [2], 3: [2]}, 2: {1: [2], 2: [1], 3: [1]}}
+    assert list(splits(replace(topology, search=search, batch=batch, model=model))) == [
+        Split(8, context, 1, pipeline, data, m)
+        for context, of_stages in replicas.items()
+        for pipeline, some in of_stages.items()
+        for data in some
+        for m in ((1, 2) if data < 8 else (1,))
+    ]
 
 
 def test_the_slowest_zone_counts_and_that_is_said(tmp_path: Path) -> None:
@@ -132,7 +146,7 @@ def two_sites(folder: Path, **changes: str) -> ClusterFile:
         *(("network_gbps = 400\nnetwork_latency_us = 10\n", f"network_gbps = {n}\n") for n in (1600, 3200)),
         ("bandwidth_gbps = 25", "bandwidth_gbps = 100\noversubscription = 2"),
         *(("pipeline = 8", "pipeline = 3"), ("microbatches = 16", "microbatches = 8")),
-        ("sequence_tokens = 8192", "sequence_tokens = 4096"),
+        ("sequence_tokens = 8192", "microbatch_sequences = 2\nsequence_tokens = 4096"),
     )
     file = folder / "sites.toml"
     file.write_text(example(*numbers, *changes.items()))
@@ -145,7 +159,7 @@ def test_sites_are_buildings(tmp_path: Path) -> None:
         ("amsterdam", "region of amsterdam"), ("stockholm", "region of stockholm")
     ]  # fmt: skip
     assert [zone.accelerators for zone in topology.zones] == [8, 16]
-    assert topology.batch.sequences == 32
+    assert topology.batch.sequences == 4 * 8 * 2
     assert topology.search.tensor == (2,)
     assert topology.routes[0].distance_km == 2400
     assert topology.network is None
@@ -157,7 +171,7 @@ def test_a_message_takes_as_long_as_on_the_link_of_a_plan(tmp_path: Path) -> Non
     """Four replicas of two devices share 50 Gbit/s (100, oversubscribed 2): 6.25 each."""
     setup = two_sites(tmp_path)
     topology, problem = of_problem(setup), Problem(setup)
-    split = Split(2, 1, 1, 3, 4, 1)
+    split = Split(2, 1, 1, 3, 4, 2)
     at = places_of(topology, Outermost.PP, split)
     assert [topology.building_of_zone[topology.zone_of(int(row[0]))] for row in at] == [0, 1, 1]
     hop = ways_of(topology, Outermost.PP, Sharding.FSDP, split).hops[0]
@@ -177,6 +191,10 @@ def test_gradients_and_free_networks(tmp_path: Path) -> None:
     topology = of_problem(two_sites(tmp_path))
     ring = ways_of(topology, Outermost.DP, Sharding.FSDP, Split(2, 1, 1, 3, 3, 1)).ring
     assert ring.bytes_per_s == pytest.approx(50e9 / 8 / 6)
+    shared = ways_of(topology, Outermost.DP, Sharding.FSDP, Split(2, 2, 1, 1, 3, 1)).ring
+    assert shared.bytes_per_s == pytest.approx(50e9 / 8 / 4)
+    assert topology.way(0, 8) == topology.slowest(np.array([0]), np.array([8]))
+    assert tuple(topology.way(0, 8)) == pytest.approx((50e9 / 8, 0.012))
     wide = topology.with_bandwidth(1e4)
     assert wide.way(0, 8, 6).bytes_per_s == 1600e9 / 8
     setup = two_sites(tmp_path, **{"network_gbps = 1600\n": "", "network_gbps = 3200\n": ""})
@@ -203,6 +221,9 @@ def test_sites_without_a_link_and_devices_without_a_group(tmp_path: Path) -> Non
     setup = two_sites(tmp_path)
     with pytest.raises(ConfigError, match="no link from amsterdam to stockholm, which ScaleAcross Explorer needs"):
         of_problem(replace(setup, links=()))
+    few = replace(setup, sites=(setup.sites[0].model_copy(update={"devices": 1}), setup.sites[1]))
+    with pytest.raises(ConfigError, match="amsterdam has devices = 1, a group of tensor = 2 does not fit there"):
+        of_problem(few)
     setup = two_sites(tmp_path, **{"devices = 8": "devices = 9", "memory_gib = 80": "memory_gib = 40"})
     assert of_problem(setup).notes == (
         "1 devices of amsterdam are not used: no whole group of 2",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.planner_grid import STATIC
+from support.planner_grid import STATIC, WITHOUT_DELAY
 
 from dips.core.errors import ConfigError
 from dips.planner.costs import NS, Wire, equal_sites, site_wires, uniform
@@ -12,16 +12,9 @@ from dips.planner.schedules import SCHEDULES
 from dips.planner.schedules.fixed import gpipe, one_f_one_b, zb_h1, zb_v
 from dips.planner.schedules.greedy import cross_ud
 from dips.planner.simulate import peaks, simulate, validate
-from dips.planner.sweep import GridPoint, cases
+from dips.planner.sweep import GridPoint
 
-MAKERS = pytest.mark.parametrize("name", STATIC)
 UNIT = 1 << 20
-
-
-def times(schedule: Schedule, chunks: int) -> tuple[float, float]:
-    """(makespan, device span) in T_F = T_D = T_W = 1, without delays."""
-    timeline = validate(schedule, uniform(schedule.n_stages, chunks))
-    return timeline.makespan_ns / NS, timeline.device_span_ns / NS
 
 
 @pytest.mark.parametrize(("t_f", "t_d", "t_w"), [(1.0, 1.0, 1.0), (2.0, 3.0, 1.0), (1.0, 1.5, 0.5)])
@@ -33,6 +26,14 @@ def test_the_bubbles_closed_forms(devices: int, t_f: float, t_d: float, t_w: flo
     costs = uniform(devices, 1, (t_f, t_d, t_w))
     assert simulate(one_f_one_b(devices, n), costs).makespan_ns / NS == work + (devices - 1) * (t_f + t_d + t_w)
     assert simulate(zb_h1(devices, n), costs).makespan_ns / NS == work + (devices - 1) * (t_f + t_d - t_w)
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_closed_forms_of_equal_times_without_delay(name: str) -> None:
+    make, chunks = STATIC[name]
+    for devices, n in ((2, 4), (4, 8), (8, 16)):
+        timeline = validate(make(devices, n), uniform(devices * chunks, chunks))
+        assert timeline.makespan_ns == WITHOUT_DELAY[name](devices, n) * NS
 
 
 def test_memory_of_the_static_schedules() -> None:
@@ -60,19 +61,6 @@ def test_zb_v_of_few_microbatches(devices: int, microbatches: int, makespan: flo
     assert timeline.makespan_ns == makespan * NS
     between = validate(zb_v(devices, microbatches, w_between=True), costs, case.limits())
     assert between.makespan_ns == makespan * NS < validate(zb_v(devices, microbatches), costs).makespan_ns
-
-
-@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (2.0, 3.0, 1.0), (1.0, 1.0, 2.0), (38.0, 46.5, 20.5)])
-@pytest.mark.parametrize("devices", [1, 2, 3, 5, 8])
-def test_zb_v_of_as_many_microbatches_as_devices_or_fewer(devices: int, times: tuple[float, float, float]) -> None:
-    """Without delay, never longer than the greedy, 1F1B, or its own pattern; in 1F1B's memory."""
-    one, two = uniform(devices, 1, times, activation=UNIT), uniform(2 * devices, 2, times, activation=UNIT)
-    limits = [devices * UNIT] * devices
-    for microbatches in range(1, devices + 1):
-        found = validate(SCHEDULES["zb_v"].make(devices, microbatches, two, limits), two, limits).makespan_ns
-        assert found <= validate(SCHEDULES["cross_wave"].make(devices, microbatches, two, limits), two).makespan_ns
-        assert found <= validate(one_f_one_b(devices, microbatches), one).makespan_ns
-        assert found <= validate(zb_v(devices, microbatches), two).makespan_ns
 
 
 def test_zb_v_of_few_microbatches_is_the_shortest_order_that_fits() -> None:
@@ -125,20 +113,9 @@ def test_without_delay_the_greedy_is_as_good_as_zb_h1(parts: int) -> None:
     assert validate(schedule, case.costs(), case.limits()).makespan_ns == 27 * NS
 
 
-def test_memory_and_the_greedy() -> None:
-    for case in cases([4], [8], [2, 4], [0, 0.5, 2], [0, 1], [1]):
-        wide = GridPoint(case.n_pp, case.n_mb, case.n_sites, case.latency, case.bandwidth, 2)
-        spans = [simulate(cross_ud(4, 8, c.costs(), c.limits()), c.costs()).makespan_ns for c in (case, wide)]
-        assert spans[1] <= spans[0]
+def test_memory_for_less_than_a_microbatch() -> None:
     with pytest.raises(ConfigError, match="stage 0 holds 1048576 for one microbatch, its memory allows 5: make"):
         cross_ud(2, 2, uniform(2, 1), [5, 5])
-
-
-@MAKERS
-def test_what_is_printed_reads_back(name: str) -> None:
-    schedule = STATIC[name][0](4, 8)
-    read = Schedule.from_csv(schedule.to_csv(), name)
-    assert read == schedule
 
 
 def test_parts_are_printed() -> None:

@@ -11,7 +11,6 @@ from support.spantrain import Row, all_links, grouped, problem
 
 from dips.core.errors import ConfigError
 from dips.planner.cluster import ClusterFile
-from dips.planner.grouping import Group
 from dips.planner.spantrain.inside import (
     DATA,
     DEFAULT_RULES,
@@ -235,9 +234,6 @@ def test_groups_and_shares_without_a_second_level() -> None:
     assert [share.tile.data for share in stage.team.shares] == [Fraction(1, 2)] * 2
     with_it = planned(setup, 4)
     assert whole(with_it).stage_s(4) < whole(planned(setup, 4, rules=SecondLevelRules(second_level=False))).stage_s(4)
-    (group,) = grouped(lan({"sustained_tflops": 1}, {"sustained_tflops": 3}))
-    assert isinstance(group, Group)
-    assert [inner.parts for inner in group.subgroups] == [((0, 1),), ((1, 1),)]
 
 
 def test_a_group_is_one_stage_of_equation_1() -> None:

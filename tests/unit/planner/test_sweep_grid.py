@@ -1,11 +1,10 @@
-"""The grid of four devices and eight microbatches as a whole: what holds in every case, and proved optima."""
+"""Cases of four devices and eight microbatches: proved optima, and how near the greedy comes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from support.planner_grid import check_grid
 
 from dips.planner.costs import NS
 from dips.planner.ir import straight
@@ -13,16 +12,7 @@ from dips.planner.schedules.fixed import zb_h1
 from dips.planner.schedules.greedy import cross_ud
 from dips.planner.schedules.optimal import Optimum, optimal
 from dips.planner.simulate import simulate
-from dips.planner.sweep import GridPoint, cases, rows_of
-
-RATIOS = [0, 0.25, 0.5, 1, 2]
-
-
-def test_what_holds_in_every_case_of_four_devices() -> None:
-    grid = cases([4], [8], [2, 4], RATIOS, RATIOS, [1, 2])
-    rows = [row for case in grid for row in rows_of(case)]
-    assert len(rows) == 100 * 10
-    check_grid(rows)
+from dips.planner.sweep import GridPoint, rows_of
 
 
 @pytest.mark.parametrize(
@@ -35,7 +25,8 @@ def test_what_holds_in_every_case_of_four_devices() -> None:
     ],
 )
 def test_the_proved_best_and_the_greedy(case: GridPoint, best: float, greedy: float) -> None:
-    """Never more than five percent longer; the solver's schedule is the shortest of its kind."""
+    """Never more than five percent longer; the solver's schedule is the shortest of its kind: with two sites and 1F1B's
+    memory 27 + 4 (latency + bandwidth), CrossPipe's setting."""
     costs, limits = case.costs(), case.limits()
     schedules = [cross_ud(4, 8, costs, limits, parts) for parts in (1, 2, 4)]
     optimum = optimal("best", straight(4), 8, costs, limits, zb_h1(4, 8))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
@@ -108,16 +107,6 @@ def test_the_map_in_the_terminal_has_the_longest_latency_on_top(capsys: pytest.C
     assert "activations" in whole
 
 
-def test_out_writes_rows_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "deep" / "map"
-    code, out, _ = told(capsys, "sweep", *GRID, "--map", "--out", str(folder))
-    assert code == 0
-    assert {file.name for file in folder.iterdir()} == {"rows.json", "map.svg", "map.png"}
-    assert f"wrote {folder / 'map.svg'}" in out
-    code, out, _ = told(capsys, "sweep", *GRID, "--json", "--out", str(folder))
-    assert json.loads(out) == json.loads((folder / "rows.json").read_text())
-
-
 def test_the_documents_picture_is_what_its_command_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs" / "planner.md").read_text()
     (line,) = [
@@ -125,6 +114,7 @@ def test_the_documents_picture_is_what_its_command_draws(tmp_path: Path, capsys:
     ]
     words = line.removeprefix("dips plan sweep ").replace("runs/map", str(tmp_path)).split()
     assert told(capsys, "sweep", *words)[0] == 0
+    assert {file.name for file in tmp_path.iterdir()} == {"rows.json", "map.svg", "map.png"}
     drawn, shown = image.imread(tmp_path / "map.png"), image.imread(ROOT / "docs" / "pictures" / "planner-map.png")
     assert drawn.shape == shown.shape
     assert np.abs(drawn - shown).mean() < 0.02  # another matplotlib may draw letters a little otherwise

@@ -10,8 +10,8 @@ from dips.core.errors import ConfigError
 from dips.planner.candidates import data_parallel, plain
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS, Costs, Wire, uniform
-from dips.planner.exchange import ShardExchange, check_shards
-from dips.planner.ir import Schedule, straight, wave
+from dips.planner.exchange import ShardExchange, check_shards, layered
+from dips.planner.ir import Kind, Schedule, straight, wave
 from dips.planner.problem import Problem, assumptions
 from dips.planner.schedules.fixed import one_f_one_b, zb_h1, zb_v
 from dips.planner.schedules.optimal import optimal
@@ -76,6 +76,7 @@ def test_latency_delays_and_apart_the_device_waits() -> None:
 
 def test_parts_have_whole_layers() -> None:
     """Three layers in two parts: two and one, and the gradients of parts likewise; one layer goes with one part."""
+    assert [layered(0, kind, 0, 2, ShardExchange(0, 3, 1, 1)).layers for kind in (Kind.F, Kind.B, Kind.W)] == [2, 2, 1]
     cells = ["0F0", "0F0.1", "0I0", "0I0.1", "0W0", "0W0.1"]
     for layers in (1, 3):
         timeline = validate(alone(*cells), costs_of((0,), layers, 0.1, 0.1))
@@ -132,6 +133,8 @@ def test_no_schedule_is_below_the_solvers_bound(
         spans_ = [validate(schedule, costs).makespan_ns for schedule in (hint, found.schedule)]
         assert found.lower_bound_ns <= spans_[1] <= spans_[0]
         assert found.lower_bound_ns > simulate(found.schedule, replace(costs, shards=())).makespan_ns
+    slow = costs_of((0,), 2, 5, 1)  # of two layers: weights twice, 5 each, gradients 1 each
+    assert optimal("best", straight(1), 1, slow, [1 << 20]).lower_bound_ns == 22 * NS
 
 
 # ---- of which size ----

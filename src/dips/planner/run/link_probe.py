@@ -97,11 +97,8 @@ def _ask(link: socket.socket, what: int, size: int) -> None:
 
 
 def _send(link: socket.socket, size: int) -> None:
-    zeros = memoryview(bytes(min(size, PIECE_BYTES)))
-    while size:
-        piece = min(size, PIECE_BYTES)
-        link.sendall(zeros[:piece])
-        size -= piece
+    for done in range(0, size, PIECE_BYTES):
+        link.sendall(bytes(min(size - done, PIECE_BYTES)))
 
 
 def _take(link: socket.socket, size: int) -> None:
@@ -120,7 +117,7 @@ def _take(link: socket.socket, size: int) -> None:
 def listening(host: str, port: int) -> socket.socket:
     """The socket of the serving end. Raises ConfigError where the address cannot be used."""
     try:
-        return socket.create_server((host, port), backlog=4)
+        return socket.create_server((host, port))
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--listen {host}:{port} cannot be used: {error}: give an address of this machine") from error
 

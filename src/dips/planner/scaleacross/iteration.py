@@ -177,17 +177,16 @@ def layer_costs(topology: Topology, split: Split) -> LayerCosts:
         sent_s = sent / server.bytes_per_s
     else:  # a ring over several servers, with the network's latency in each of its steps
         sent_s = sent / network.bytes_per_s + 4 * (tensor - 1) * network.latency_s
-    if context > 1:  # keys and values go round the group
-        way = server if tensor * context <= given.per_server else network or server
-        keys_values = model.n_kv_heads * (model.qk_width + model.v_width) / tensor
-        sent_s += (context - 1) * way.message_s(own * keys_values * BYTES)
-    to_experts_s = 0.0
-    if expert > 1:  # tokens to their experts, and back
-        each = own / tensor * (model.experts_per_token * model.hidden) * BYTES / expert
-        inside = min(expert, given.per_server)
-        to_experts_s = 2 * (inside - 1) * each / server.bytes_per_s
-        if network is not None and expert > inside:
-            to_experts_s += 2 * network.message_s((expert - inside) * each)
+    # Keys and values go round the context group.
+    way = server if tensor * context <= given.per_server else network or server
+    keys_values = model.n_kv_heads * (model.qk_width + model.v_width) / tensor
+    sent_s += (context - 1) * way.message_s(own * keys_values * BYTES)
+    # Tokens go to their experts, and back.
+    each = own / tensor * (model.experts_per_token * model.hidden) * BYTES / expert
+    inside = min(expert, given.per_server)
+    to_experts_s = 2 * (inside - 1) * each / server.bytes_per_s
+    if network is not None and expert > inside:
+        to_experts_s += 2 * network.message_s((expert - inside) * each)
     columns: list[tuple[float, ...]] = []
     for layer in range(model.layers):
         work = layer_work(model, layer, tokens, batch.sequence_tokens)
@@ -360,7 +359,6 @@ def program_of(schedule: Schedule) -> PlayedSchedule:
         else:
             index = len(order)
         at[device] = index
-        waiting.discard(device)
     if len(steps) < schedule.n_ops:
         raise ConfigError(f"{schedule.name}: its devices wait for each other")
     return PlayedSchedule(schedule, tuple(steps), tuple(_held(schedule, d) for d in range(schedule.n_devices)))
@@ -444,9 +442,7 @@ def ends_of(program: PlayedSchedule, kernels: KernelTimes, links: bool) -> Ints:
                         arrived[kind is Kind.F, after, m] = now + (busy + latency)
         if last:
             collected[device] = np.maximum(collected[device], now) + kernels.reduce[chunk]
-    found = free[0]
-    for row in (*free[1:], *collected):
-        found = np.maximum(found, row)
+    found: Ints = np.max([*free, *collected], axis=0)
     return found
 
 
@@ -495,15 +491,12 @@ def kernels_of(topology: Topology, case: Case, divisions: Ints) -> KernelTimes:
 def collective_s(topology: Topology, case: Case, ways: KernelWays, sizes: Floats) -> tuple[Floats, Floats]:
     """Times of an all-gather and of a reduce-scatter of so many bytes."""
     split = case.split
-    members = split.data * split.context
-    if members == 1:
-        return np.zeros_like(sizes), np.zeros_like(sizes)
 
     def ring(among: int, way: Way) -> Floats:
         return np.asarray(ring_s(sizes, among, way.bytes_per_s, way.latency_s))
 
     if ways.leaders is None:
-        each = ring(members, ways.ring)
+        each = ring(split.data * split.context, ways.ring)
         return each, each
     shares = [share for share in shares_of(topology, case.outermost, split) if share]
     inside = ring(max(shares) * split.context, ways.ring)

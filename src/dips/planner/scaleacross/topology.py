@@ -287,10 +287,6 @@ class Topology:
 def read_topology(name: str | Path) -> Topology:
     """Read a file, or a shipped one by its name. Raises ConfigError, which names file and key."""
     file = read_own_or_shipped(name, "topologies", "topologies", TABLES)
-    for name in ("model", "accelerators", "zones", "buildings", "batch", "network"):
-        if name not in file.tables:
-            brackets = f"[[{name}]]" if name in ("zones", "buildings") else f"[{name}]"
-            raise ConfigError(f"{file}: the table {brackets} is missing: add it (docs/planner.md says what it holds)")
     found = Topology(
         file=file.name,
         model=model_of(file),
@@ -341,9 +337,9 @@ def _check(found: Topology) -> None:
                 f"{where}: accelerators = {zone.accelerators} are no whole servers of {found.accelerators.per_server}: "
                 "give a multiple of [accelerators] per_server"
             )
-    for name in buildings:
-        if all(zone.building != name for zone in found.zones):
-            raise ConfigError(f"{file} [[buildings]]: {name} has no zones: add one, or remove the building")
+    empty = [name for name in buildings if name not in {zone.building for zone in found.zones}]
+    if empty:
+        raise ConfigError(f"{file} [[buildings]]: {empty[0]} has no zones: add one, or remove the building")
     given: set[frozenset[str]] = set()
     for number, route in enumerate(found.routes, 1):
         where, ends = f"{file} [[routes]] {number}", route.ends

@@ -86,7 +86,6 @@ class _Device:
     free_ns: int = 0  # the end of its last sub-block
     held: int = 0
     held_last: int = 0  # of it, what belongs to the last stage
-    begun_f: int = 0
     begun_d: int = 0
     d_was_last: bool = True
 
@@ -97,7 +96,6 @@ class _CrossPipe:
     ) -> None:
         self._places, self._costs, self._parts = places, costs, parts
         self._chunks = chunks = len(places) // len(memory)
-        self._all_f = chunks * n_microbatches
         self._devices = []
         for number, limit in enumerate(memory):
             stages = tuple(stage for stage, place in enumerate(places) if place == number)
@@ -152,7 +150,7 @@ class _CrossPipe:
                 if ready[slot] and device.part[slot]:
                     return slot
         warm = device.begun_d or any(ready[_D * chunks : _W * chunks])
-        d_first = warm and (device.begun_f == self._all_f or not device.d_was_last)
+        d_first = warm and not device.d_was_last  # at the end no F is left, so D goes first anyway
         for kind in (_D, _F, _W) if d_first else (_F, _D, _W):
             for slot in range((kind + 1) * chunks - 1, kind * chunks - 1, -1):  # the way back first: it frees memory
                 if ready[slot]:
@@ -168,7 +166,6 @@ class _CrossPipe:
         if not part and kind != _W:
             device.d_was_last = kind == _D
             if kind == _F:
-                device.begun_f += 1
                 self._hold(device, chunk, cost.activation)
             else:
                 device.begun_d += 1

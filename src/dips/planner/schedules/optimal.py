@@ -72,7 +72,6 @@ def optimal(
         problem.hint(simulate(hint, costs))
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_s
-    solver.parameters.num_workers = 0  # one thread for each processor
     solver.parameters.random_seed = 1
     status = solver.solve(problem.model)
     solved = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)

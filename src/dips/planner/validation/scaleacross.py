@@ -38,7 +38,7 @@ def scaleacross_checks() -> Iterator[PaperCheck]:
     yield from _explored(dense, moe)
     large = read_topology("scaleacross-100k-dense")
     for links in (False, True):
-        yield from _large(large, links)
+        yield from large_scale(large, links)
     yield from _large_explored(large)
 
 
@@ -203,7 +203,7 @@ LARGE = (
 DEFAULT_RATIO = 3.0
 
 
-def _large(large: Topology, links: bool) -> Iterator[PaperCheck]:
+def large_scale(large: Topology, links: bool) -> Iterator[PaperCheck]:
     """Section 3.1, figure 6: PP-out is comparable or worse."""
     model = "with one message at a time on each way" if links else "Algorithm 1 as printed, without contention"
     about = f"ScaleAcross Explorer, 100K dense, {model}; {LARGE}"
