@@ -245,11 +245,17 @@ def test_a_mapping_that_cannot_be_is_refused(tensors: dict[str, torch.Tensor], s
 
 
 def test_several_modules_of_a_rank_and_their_mappings() -> None:
-    stages = [module({"0.w": torch.full((2,), float(i))}) for i in range(2)]
+    stages = [module({"0.w": torch.full((2,), float(i)), "base": torch.ones(i + 1)}) for i in range(2)]
+    for stage in stages:
+        stage.get_parameter("base").requires_grad = False
     optimizers = [torch.optim.SGD(stage.parameters(), lr=0.1) for stage in stages]
     with pytest.raises(ConfigError, match=r"two tensors of this rank are called '0\.w'"):
         held_here(stages, optimizers)
-    here = held_here(stages, optimizers, shards=[{"0.w": ShardOf(f"layers.{i}.w")} for i in range(2)])
+    shards = [{"0.w": ShardOf(f"layers.{i}.w"), "base": ShardOf(f"layers.{i}.base")} for i in range(2)]
+    here = held_here(stages, optimizers, shards=shards)
+    assert [(each.number, each.name, each.shape) for each in here.untrained] == [
+        (0, "layers.0.base", (1,)), (1, "layers.1.base", (2,)),
+    ]  # fmt: skip
     (alone,) = whole(here)
     assert [p.name for p in alone.layout.parameters] == ["layers.0.w", "layers.1.w"]
     with pytest.raises(ConfigError, match="shards has 1 mappings for 2 modules"):
@@ -392,6 +398,10 @@ def test_one_element_that_differs_is_found_at_once_and_later_within_the_turns_of
     turns = [table.together(compare) != [None, None] for _ in range(SAMPLE_STRIDE)]
     assert turns.index(True) + 1 == 70 % SAMPLE_STRIDE
     assert sum(turns) == 1
+    table, replicas, models = replicas_of(LARGE, LARGE, LARGE)
+    with torch.no_grad():
+        models[2].get_parameter("norm.w")[7] += 1
+    assert str(table.together(compare)[1]).startswith("parameter 'norm.w' of rank 2 is no longer equal to rank 0's")
 
 
 def test_a_rank_that_cannot_read_its_parameters_ends_all() -> None:

@@ -102,6 +102,7 @@ def test_rounds_of_pushes_that_are_applied(run: RunInMemory, model: FlatModel, t
         (1, 4, 400, Version(1, 0), 0), (2, 4, 400, Version(1, 1), 1),
     ]  # fmt: skip
     assert [request.pin_id for request in run.released] == [1, 2, 3]
+    assert not shell.checkpoint_now("mine"), "it keeps none"
     assert (shell.done, shell.exit_reason) == (True, "the training loop has ended")
     assert [leave.reason for leave in run.leaves] == [shell.exit_reason]
     assert run.closed == [run.address]
@@ -327,6 +328,25 @@ def test_leased_data_is_lent_counted_and_pushed_by_name(run: RunInMemory, model:
         assert (run.pushes[0].ranges, run.pushes[0].tokens, shell.held_ranges) == ((lent,), 400, ())
         assert shell.steps_per_s == pytest.approx(1 / STEP_S), "waits for data are left out"
         assert shell.times_forgotten == 0
+
+
+def test_an_error_of_the_exchange_in_a_step_ends_the_loop_at_its_end(
+    run: RunInMemory, model: FlatModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("no thread can be started")
+
+    run.settings = replace(run.settings, overlap="full")
+    with pytest.raises(OSError, match="no thread can be started"), shell_of(run, model) as shell:
+        run.holds_transfers = True
+        train(run, shell, model, 4)
+        with monkeypatch.context() as patch:
+            patch.setattr(shell._client, "start", fails)
+            run.go_on()
+            assert shell._between is not None
+            shell._between.join()
+        shell.step(TOKENS)
+    assert (len(run.leaves), shell.steps) == (1, 5)
 
 
 def die(shell: ClusterShell) -> None:

@@ -65,6 +65,19 @@ class Counter:
         self.n = state["n"]
 
 
+class Order:
+    """Of a loader: tensors, one of them without elements."""
+
+    def __init__(self, value: float) -> None:
+        self.seen, self.none = torch.full((2,), value), torch.zeros(0, 3, dtype=torch.int32)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"seen": self.seen, "none": self.none}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.seen, self.none = state["seen"], state["none"]
+
+
 class Loop:
     def __init__(self, steps: int, optimizer: str = "AdamW", **options: Any) -> None:
         torch.manual_seed(steps)
@@ -202,6 +215,16 @@ def test_an_optimizer_whose_state_cannot_be_shared_out_is_named(
     assert sentence in str(raised.value)
 
 
+def test_moments_of_a_tensor_that_is_none_of_the_models_cannot_be_shared_out() -> None:
+    loop, other = Loop(1), torch.nn.Parameter(torch.ones(7))
+    loop.optimizer.add_param_group({"params": [other]})
+    loop.state().capture()
+    other.grad = torch.ones(7)
+    loop.optimizer.step()
+    with pytest.raises(StateTreeError, match=r"AdamW steps a tensor of shape \[7\] that is no parameter"):
+        loop.state().capture()
+
+
 def test_another_optimizer_or_loop_is_refused(tmp_path: Path) -> None:
     state, saved = saved_in_one_file(Loop(1).state(), tmp_path)
     with pytest.raises(ConfigError, match="holds the state of AdamW, this loop has SGD"):
@@ -222,17 +245,20 @@ def test_groups_that_were_others_are_refused(tmp_path: Path) -> None:
 def test_ranks_that_had_different_states_are_named_where_their_number_changes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    states = []
-    for n in (1, 2):
-        told, shards = Loop(n).state().capture()
-        states.append(told)
-    saved = SavedShards(tmp_path, [write_shards(tmp_path, 0, shards)])
-    loop = Loop(0)
-    loop.state()._restore_parts(merged(states)["parts"], saved)
-    assert loop.counter.n == 1
-    assert [record.getMessage() for record in caplog.records] == [
-        "the 2 ranks of the checkpoint had different states of 'counter', and there are 1 now: all go on from rank 0's"
-    ]
+    """Whether in numbers or in tensors; what else the ranks hold is each one's own."""
+    for said, (one, other) in {
+        "": (Order(1.0), Order(1.0)),
+        "different states of 'order', and there are 1 now": (Order(1.0), Order(2.0)),
+    }.items():
+        told, shards = zip(
+            *(Loop(n, "SGD").state(order=part).capture() for n, part in ((1, one), (1, other))), strict=True
+        )
+        saved, now = SavedShards(tmp_path, [write_shards(tmp_path, 0, shards[0])]), Order(0.0)
+        Loop(0, "SGD").state(order=now).restore(merged(told), saved)
+        assert now.seen.tolist() == [1.0, 1.0]
+        assert (now.none.shape, now.none.dtype) == ((0, 3), torch.int32), "also what has no elements"
+        assert said in caplog.text
+        assert len(caplog.records) == bool(said)
 
 
 class OfTwo(Alone):
