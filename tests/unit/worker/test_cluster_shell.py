@@ -337,16 +337,19 @@ def test_an_error_of_the_exchange_in_a_step_ends_the_loop_at_its_end(
         raise OSError("no thread can be started")
 
     run.settings = replace(run.settings, overlap="full")
-    with pytest.raises(OSError, match="no thread can be started"), shell_of(run, model) as shell:
-        run.holds_transfers = True
-        train(run, shell, model, 4)
-        with monkeypatch.context() as patch:
-            patch.setattr(shell._client, "start", fails)
-            run.go_on()
-            assert shell._between is not None
-            shell._between.join()
+    shell = shell_of(run, model)
+    shell.start()
+    run.holds_transfers = True
+    train(run, shell, model, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(shell._client, "start", fails)
+        run.go_on()
+        assert shell._between is not None
+        shell._between.join()
+    with pytest.raises(OSError, match="no thread can be started"):
         shell.step(TOKENS)
-    assert (len(run.leaves), shell.steps) == (1, 5)
+    shell.close("it failed", push_pending=False)
+    assert [leave.reason for leave in run.leaves] == ["it failed"]
 
 
 def die(shell: ClusterShell) -> None:

@@ -65,7 +65,7 @@ class Counter:
         self.n = state["n"]
 
 
-class Order:
+class Seen:
     """Of a loader: tensors, one of them without elements."""
 
     def __init__(self, value: float) -> None:
@@ -122,35 +122,10 @@ def gone_on(before: Loop, after: Loop, folder: Path) -> None:
     after.state().restore(*saved_in_one_file(before.state(), folder))
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "NAdam", "Adagrad", "RMSprop"])
-def test_a_loop_goes_on_to_the_bit(tmp_path: Path, optimizer: str) -> None:
-    options = {"momentum": 0.9} if optimizer in ("SGD", "RMSprop") else {}
-    before, after = Loop(3, optimizer, **options), Loop(0, optimizer, **options)
-    after.net.load_state_dict({**before.net.state_dict(), **dict(after.net.named_buffers())})  # as theta does
-    gone_on(before, after, tmp_path)
-    assert after.counter.n == 3
-    for loop in (before, after):
-        torch.manual_seed(9)
-        loop.step()
-    for name, tensor in before.net.state_dict().items():
-        assert torch.equal(after.net.state_dict()[name], tensor), name
-
-
-def test_random_numbers_and_options_go_on(tmp_path: Path) -> None:
+def test_options_go_on(tmp_path: Path) -> None:
     before, after = Loop(2, lr=0.25, betas=(0.5, 0.75)), Loop(0)
-    state, saved = saved_in_one_file(before.state(), tmp_path)
-    expected = torch.rand(3)
-    after.state().restore(state, saved)
-    assert torch.equal(torch.rand(3), expected)
+    gone_on(before, after, tmp_path)
     assert (after.optimizer.param_groups[0]["lr"], after.optimizer.param_groups[0]["betas"]) == (0.25, (0.5, 0.75))
-
-
-def test_what_was_captured_does_not_change_while_training_goes_on(tmp_path: Path) -> None:
-    loop = Loop(2)
-    _, shards = loop.state().capture()
-    before = [shard.tensor.clone() for shard in shards]
-    loop.step()
-    assert all(torch.equal(shard.tensor, old) for shard, old in zip(shards, before, strict=True))
 
 
 class Counts(torch.optim.SGD):
@@ -246,14 +221,11 @@ def test_ranks_that_had_different_states_are_named_where_their_number_changes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whether in numbers or in tensors; what else the ranks hold is each one's own."""
-    for said, (one, other) in {
-        "": (Order(1.0), Order(1.0)),
-        "different states of 'order', and there are 1 now": (Order(1.0), Order(2.0)),
-    }.items():
+    for said, other in {"": 1.0, "different states of 'order', and there are 1 now": 2.0}.items():
         told, shards = zip(
-            *(Loop(n, "SGD").state(order=part).capture() for n, part in ((1, one), (1, other))), strict=True
-        )
-        saved, now = SavedShards(tmp_path, [write_shards(tmp_path, 0, shards[0])]), Order(0.0)
+            *(Loop(1, "SGD").state(order=Seen(value)).capture() for value in (1.0, other)), strict=True
+        )  # fmt: skip
+        saved, now = SavedShards(tmp_path, [write_shards(tmp_path, 0, shards[0])]), Seen(0.0)
         Loop(0, "SGD").state(order=now).restore(merged(told), saved)
         assert now.seen.tolist() == [1.0, 1.0]
         assert (now.none.shape, now.none.dtype) == ((0, 3), torch.int32), "also what has no elements"

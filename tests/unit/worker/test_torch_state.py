@@ -69,6 +69,9 @@ OPTIMIZERS: dict[str, Maker] = {
     "groups": lambda net: [torch.optim.Adam(
         [{"params": [p], "weight_decay": 0.1 * i} for i, p in enumerate(net.parameters())], lr=1e-2
     )],
+    "nadam": lambda net: [torch.optim.NAdam(net.parameters())],
+    "adagrad": lambda net: [torch.optim.Adagrad(net.parameters())],
+    "rmsprop": lambda net: [torch.optim.RMSprop(net.parameters(), momentum=0.9)],
     "muon and adamw": muon_and_adamw,
     "of other shapes than its parameters": lambda net: [torch.optim.Adafactor(net.parameters(), lr=1e-2)],
     "with a state_dict() of its own": lambda net: [OwnAdamW(net.parameters(), lr=1e-2)],
