@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,8 @@ from dips.core.release import VERSION
 from dips.core.wire import Codec
 from dips.worker.config import ClientConfig
 from dips.worker.shell import ClusterShell
-from dips.worker.state.effects import Finished
+from dips.worker.state.effects import Delayed, Finished
+from dips.worker.state.effects import Done as EndOfJob
 from dips.worker.state.work import Work
 
 OWN = DataPlan(DataMode.OWN)
@@ -44,6 +45,11 @@ BASE = FlatModel(7).theta
 @pytest.fixture
 def model() -> FlatModel:
     return FlatModel(1)
+
+
+@pytest.fixture
+def kept(run: RunInMemory, tmp_path: Path) -> dict[str, Any]:
+    return {"checkpoint_dir": tmp_path / "kept", "checkpoint_every_s": 10.0, "resume": True, "tape": tmp_path / "tape"}
 
 
 def shell_of(run: RunInMemory, model: FlatModel, plan: DataPlan = OWN, **knobs: object) -> ClusterShell:
@@ -330,6 +336,43 @@ def test_leased_data_is_lent_counted_and_pushed_by_name(run: RunInMemory, model:
         assert shell.times_forgotten == 0
 
 
+def test_heartbeats_say_for_how_long_a_push_could_not_be_recorded(
+    run: RunInMemory, model: FlatModel, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[int] = []
+    monkeypatch.setattr("support.run_in_memory.Recorder.record", lambda self, job, record: jobs.append(job))
+    run.settings = replace(run.settings, verdict_wait_s=0.0)
+    with shell_of(run, model, **kept) as shell:
+        train(run, shell, model, 4)
+        shell._arrived(Delayed(jobs[0], "no space left"))
+        train(run, shell, model, 3)
+        facts = run.heartbeats[0].facts
+        assert facts is not None
+        assert (facts.unrecorded_s, run.pushes) == (2 * STEP_S, [])
+        shell._arrived(EndOfJob(jobs[0]))
+        train(run, shell, model, 2)
+        assert run.heartbeats[0].facts is not None
+        assert (run.heartbeats[0].facts.unrecorded_s, [push.steps for push in run.pushes]) == (0.0, [4])
+
+
+def test_the_time_of_checkpoints_is_not_computing(
+    run: RunInMemory, model: FlatModel, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = model.snapshot
+
+    def slowly(into: Any) -> None:
+        run.clock.advance(3.0)
+        copied(into)
+
+    with shell_of(run, model, **kept | {"checkpoint_every_s": 0.0}) as shell:
+        monkeypatch.setattr(model, "snapshot", slowly)
+        train(run, shell, model, 1)
+        for take in (shell.checkpoint_if_due, lambda: shell.checkpoint_now("mine")):
+            take()
+            train(run, shell, model, 1)
+        assert shell.steps_per_s == pytest.approx(1 / STEP_S)
+
+
 def test_an_error_of_the_exchange_in_a_step_ends_the_loop_at_its_end(
     run: RunInMemory, model: FlatModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,11 +399,6 @@ def die(shell: ClusterShell) -> None:
     """As after SIGKILL: no message says that it ends, threads and locks are gone."""
     shell._finished = Finished("killed")
     shell.close()
-
-
-@pytest.fixture
-def kept(run: RunInMemory, tmp_path: Path) -> dict[str, Any]:
-    return {"checkpoint_dir": tmp_path / "kept", "checkpoint_every_s": 10.0, "resume": True, "tape": tmp_path / "tape"}
 
 
 def test_the_next_life_has_the_parameters_to_the_bit_and_its_work(
@@ -433,9 +471,9 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(
         assert shell.version == Version(1, 1)
 
 
-def test_a_scrape_finds_what_the_loop_did(
-    run: RunInMemory, model: FlatModel, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def scrapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], Iterable[Metric]]]]:
+    """What a server of metrics that is asked for would call."""
     scrapes: list[Callable[[], Iterable[Metric]]] = []
     stopped: list[bool] = []
 
@@ -445,6 +483,40 @@ def test_a_scrape_finds_what_the_loop_did(
         return SimpleNamespace(stop=lambda: stopped.append(True))
 
     monkeypatch.setattr("dips.worker.metrics.serve_metrics", serve)
+    yield scrapes
+    assert stopped == [True]
+
+
+def test_waits_for_data_and_for_an_exchange_are_told_apart(
+    run: RunInMemory, model: FlatModel, scrapes: list[Callable[[], Iterable[Metric]]]
+) -> None:
+    def waited_s() -> list[float]:
+        (found,) = (family for family in scrapes[0]() if "waited_seconds" in family.name)
+        return [sample.value for sample in found.samples if sample.name.endswith("_total")][::-1]
+
+    def busy(method: str, request: Any) -> None:
+        if method == "LeaseData" and run.clock.monotonic_s() < until_s:
+            raise RefuseCall(RefusalCode.BUSY, "not now", 0.5)
+
+    run.hook, until_s = busy, run.clock.monotonic_s() + 2.0
+    run.settings, run.decide = replace(run.settings, verdict_wait_s=3.0), lambda push: None
+    with shell_of(run, model, LEASED, metrics_listen="127.0.0.1:0") as shell:
+        (lent,) = shell.lease(400)
+        data_s, _ = waited_s()
+        assert 1.5 <= data_s <= 2.5
+        run.clock.advance(9.0)
+        for begin in range(0, 400, 100):
+            shell.step(100, [replace(lent, begin_tokens=begin, end_tokens=begin + 100)])
+        run.clock.advance(9.0)
+        again_s, exchange_s = waited_s()
+        assert again_s == data_s
+        assert 2.5 <= exchange_s <= 3.0
+        run.decide = lambda push: VerdictKind.APPLIED
+
+
+def test_a_scrape_finds_what_the_loop_did(
+    run: RunInMemory, model: FlatModel, kept: dict[str, Any], scrapes: list[Callable[[], Iterable[Metric]]]
+) -> None:
     with shell_of(run, model, metrics_listen="127.0.0.1:0", **kept) as shell:
         train(run, shell, model, 4)
         run.clock.advance(10.0)
@@ -452,7 +524,6 @@ def test_a_scrape_finds_what_the_loop_did(
         train(run, shell, model, 2)
         run.clock.advance(1.5)
         samples = [sample for family in scrapes[0]() for sample in family.samples]
-    assert stopped == [True]
     found = {
         " ".join((each.name.removeprefix("dips_worker_"), *dict(sorted(each.labels.items())).values())): each.value
         for each in samples

@@ -550,17 +550,30 @@ def test_the_time_in_which_all_ranks_wait_for_the_manifest_is_part_of_the_pause(
     assert (rows[0]["pause_s"], rows[0]["write_s"]) == (3.0, 3.0)
 
 
-def test_a_disk_that_is_full_ends_nothing(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("fails", "error"),
+    [
+        ("parallel.rank_checkpoints.write_shards", ValueError("No space")),
+        *((name, OSError(errno.ENOSPC, "No space")) for name in (
+            "parallel.rank_checkpoints.write_shards", "parallel.rank_checkpoints.write_metadata",
+            "checkpoint_files.make_folder", "checkpoint_files.write_record",
+        )),
+    ],
+)  # fmt: skip
+def test_what_fails_while_a_checkpoint_is_written_ends_nothing_and_leaves_nothing(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str,
+    error: Exception,
+) -> None:  # fmt: skip
     def full(*given: Any) -> Any:
-        raise OSError(28, "No space left on device")
+        raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("dips.worker.parallel.rank_checkpoints.write_shards", full)
+        patch.setattr(f"dips.worker.{fails}", full)
         assert not cluster.take()
-    assert "rank 0: No space left on device; training goes on" in caplog.text
-    assert not list(tmp_path.glob("*.ranks"))
+    assert "No space" in caplog.text
+    assert "; training goes on" in caplog.text
+    assert not list(tmp_path.glob("checkpoint-*"))
+    assert not cluster.checkpoints.take_now(ClusterBench().session, "cause", "a"), "before the first version"
     assert cluster.take()
 
 
