@@ -154,7 +154,7 @@ def part(start: int, values: torch.Tensor) -> Held:
         ((held(FULL), ValueError("no")), None),
         ((held(FULL), None),
          "rank 1 of this cluster has no master, and rank 0 has one: set DIPS_MASTER on every rank (torchrun"),
-        ((held({"w": torch.ones(3)}), held({"w": torch.ones(4)})),
+        ((held({"v": torch.ones(2), "w": torch.ones(3)}), held({"v": torch.ones(2), "w": torch.ones(4)})),
          "parameter 'w' is float32 of shape [4] on rank 1, and float32 of shape [3] on rank 0: one name is one"),
         ((held({"w": torch.ones(3)}), held({"w": torch.ones(3, dtype=torch.bfloat16)})),
          "parameter 'w' is bfloat16 of shape [3] on rank 1, and float32 of shape [3] on rank 0: "),

@@ -254,6 +254,9 @@ def test_failpoints_that_are_not_enabled_let_no_rank_enter(
     monkeypatch.setenv("DIPS_FAILPOINTS", "worker.nothing=off")
     told = together(lambda rank: Loop(run, rank).is_not_entered())
     assert all("failpoints are not enabled" in str(said) for said in told)
+    monkeypatch.setattr("dips.worker.loop.ranks_here", lambda group, cut: None)
+    with pytest.raises(ConfigError, match="failpoints are not enabled"):
+        Loop(run, 0, replicas=False).is_not_entered()
 
 
 def test_ranks_that_shared_the_model_out_by_other_chunks_must_be_started_again(
@@ -308,6 +311,8 @@ def ends_by(raised: type[BaseException] | None, trains: Callable[[], None]) -> N
         ("fails", ValueError, [], "ValueError: no"),
         ("ctrl-C between steps", KeyboardInterrupt, [2], "KeyboardInterrupt"),
         ("ctrl-C in a step", KeyboardInterrupt, [], "KeyboardInterrupt"),
+        ("ctrl-C after torch has made an optimizer's state", KeyboardInterrupt, [2], "KeyboardInterrupt"),
+        ("ctrl-C after a step that GradScaler skips", KeyboardInterrupt, [2], "KeyboardInterrupt"),
         ("SIGTERM, asks done", SystemExit, [2], "SIGTERM"),
         ("SIGTERM, never asks", SystemExit, [3], "SIGTERM"),
         ("SIGTERM, which ends its loader, too", SystemExit, [2], "SIGTERM"),
@@ -318,6 +323,7 @@ def test_how_a_loop_ends_decides_what_becomes_of_its_last_steps(
     run: RunInMemory, how: str, raised: type[BaseException] | None, pushed: list[int], reason: str
 ) -> None:
     loop = Loop(run, 0, replicas=False, steps=2 if how == "ends" else None)
+    loop.steps_by(torch.optim.SGD(loop.model.parameters(), lr=1.0, fused=True))
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -338,6 +344,14 @@ def test_how_a_loop_ends_decides_what_becomes_of_its_last_steps(
                 case "ctrl-C in a step":
                     loop.optimizer.register_step_pre_hook(interrupt)
                     loop.steps(1)
+                case "ctrl-C after torch has made an optimizer's state":
+                    loop.gradients(None)
+                    get_optimizer_state_dict(loop.model, loop.optimizer)
+                    interrupt()
+                case "ctrl-C after a step that GradScaler skips":
+                    loop.optimizer.found_inf = torch.ones(1)  # type: ignore[attr-defined]
+                    loop.steps(1)
+                    interrupt()
                 case _:
                     for _ in range(2):  # as launchers do, to a group and to each process
                         os.kill(os.getpid(), signal.SIGTERM)

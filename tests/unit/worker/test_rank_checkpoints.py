@@ -279,6 +279,16 @@ def test_the_optimizers_state_of_a_tied_parameter_is_written_by_the_rank_that_st
     assert written == {f"optimizer.{name}.{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")}
 
 
+def test_what_several_ranks_hold_is_written_once_and_each_writes_a_part() -> None:
+    loop = Loop(1)
+    both = replace(loop.agreed, held=(*loop.agreed.held, *loop.agreed.held))
+    states = [RankState(OfTwo(lambda mine: mine, n), replace(both, rank=n), [loop.optimizer]) for n in range(2)]
+    written = [[shard.name for shard in state.capture()[1] if not shard.name.startswith("ranks.")] for state in states]
+    alone = [shard.name for shard in loop.state().capture()[1] if not shard.name.startswith("ranks.")]
+    assert sorted(written[0] + written[1]) == sorted(alone)
+    assert all(any("exp_avg" in name for name in each) for each in written)
+
+
 def test_the_installed_version_of_ranks_that_own_parameters_in_fewer_bits_is_enough(tmp_path: Path) -> None:
     """The others need none; so ranks of another cut, and one process, must not ask for all of it."""
     shares = [Share.of_runs([(0, 12)]), Share.of_runs([(12, 20)])]
@@ -522,16 +532,22 @@ def test_what_is_on_its_way_at_the_end_is_completed(cluster: Cluster) -> None:
     assert not cluster.checkpoints.finish(), "there is no other"
 
 
-def test_what_a_rank_cannot_keep_is_said_on_every_rank(cluster: Cluster, tmp_path: Path) -> None:
-    """The first rank has state that no checkpoint holds."""
-    first = {b"[": b'[".", ""]', b"": b"no such state"}  # of the folder, and of the checkpoint
-    own = RankCheckpoints(tmp_path, OfTwo(lambda mine: first.get(mine[:1], mine), rank=1), cluster.loop.state())
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_rank_cannot_keep_is_said_on_every_rank(cluster: Cluster, tmp_path: Path, rank: int) -> None:
+    """The other rank has state that no checkpoint holds, or this one has an optimizer of such a kind."""
+    first = {b"[": b'[".", ""]', b"1": b"1", b"": b"no such state"}  # of the folder, and of the checkpoint
+    own = RankCheckpoints(tmp_path, OfTwo(lambda mine: first.get(mine[:1], b""), rank), cluster.loop.state())
     (tmp_path / "checkpoint-00000001.ranks").mkdir()
     saved = cluster.bench.session.saved()
     assert saved is not None
-    own.begin(*cluster.part.owned, 1, json.dumps(saved.to_json()))
-    with pytest.raises(ConfigError, match="rank 0 of this cluster can keep no checkpoint: no such state"):
-        own.commit()
+    for says in (
+        f"rank {1 - rank} of this cluster can keep no checkpoint: no such",
+        f"rank {rank} of .* has tensors in containers",
+    ):
+        own.begin(*cluster.part.owned, 1, json.dumps(saved.to_json()))
+        with pytest.raises(ConfigError, match=says):
+            own.commit()
+        cluster.loop.optimizer.state[cluster.loop.net.last.bias]["kept"] = [torch.ones(1)]
     own.close()
 
 

@@ -26,6 +26,7 @@ def test_the_variable_says_how_many_checkpoints_are_kept_unless_the_callback_doe
     loop = TrainerLoop(model, optimizer, CallbackOptions(8, None, {**RUN, **given}), tmp_path, None)
     assert loop._config is not None
     assert loop._config.checkpoints_kept == kept
+    assert not loop._config.resume, "it has no checkpoint to go on from"
 
 
 def test_paths_of_a_callback_stay_where_they_were_when_it_was_made(
