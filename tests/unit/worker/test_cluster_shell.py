@@ -219,6 +219,25 @@ def test_a_push_whose_base_is_gone_is_sent_again_as_parameters(run: RunInMemory,
         assert {slave.codecs[push] for slave in run.slaves} == {Codec.F32}
 
 
+@pytest.mark.parametrize("error", [OSError("no route"), ValueError("no number"), RetryLater("not now")])
+def test_a_transfer_that_raises_is_begun_again(
+    run: RunInMemory, model: FlatModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
+) -> None:
+    errors = [error]
+
+    def carries(*given: Any, **named: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return run.carry_push(*given, **named)
+
+    monkeypatch.setattr("dips.worker.data.carry_push", carries)
+    with shell_of(run, model, tape=tmp_path / "tape") as shell:
+        train(run, shell, model, 6)
+        assert (shell.version, run.attempts[first(run)]) == (Version(1, 1), 2)
+    (failed,) = (record for record in read_tape(tmp_path / "tape") if record["kind"] == "push_failed")
+    assert str(error) in failed["reason"]
+
+
 def test_wrong_bytes_again_and_again_end_the_cluster(run: RunInMemory) -> None:
     run.failures = [Failure("bad digest", corrupt=True)] * 3
     with pytest.raises(RemoteProtocolError, match="bad digest"), shell_of(run, FlatModel(1)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,3 +118,10 @@ def test_a_module_that_is_another_model_is_refused_and_left_as_it_is(
     with pytest.raises(ConfigError, match="the run's model has 'b'"), followed(Run(), model, monkeypatch):
         pass
     assert not model.a.any()
+
+
+def test_what_it_cannot_read_with_is_refused_when_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DIPS_MASTER", raising=False)
+    for given in ({}, {"master": "127.0.0.1:1"}, {"master": "127.0.0.1:1", "insecure": True, "keys": tmp_path}):
+        with pytest.raises(ConfigError):
+            dips.Follow(Model(), **given)  # type: ignore[arg-type]

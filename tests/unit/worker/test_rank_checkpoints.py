@@ -426,6 +426,25 @@ def test_ranks_go_on_from_what_one_process_wrote_and_one_process_too(tmp_path: P
     assert (everything(again, other), again.counter.n) == (expected, 2)
 
 
+def test_what_fails_while_one_process_writes_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("no such file")
+
+    loop, bench = Loop(1), ClusterBench()
+    with closing(of_one_process(tmp_path, loop, Part(loop), checkpoint_every_s=0.0)) as kept:
+        assert not kept.take_now(bench.session, "cause", "x"), "there is nothing to go on from"
+        bench.begin()
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointStore, "write", fails)
+            assert not kept.take_now(bench.session, "cause", "x")
+        assert "no such file" in caplog.text
+        kept.take_if_due(bench.session, "cause")
+        assert kept.take_now(bench.session, "cause", "x"), "after the one under way"
+    assert len(list(tmp_path.glob("checkpoint-*.json"))) == 2
+
+
 @pytest.mark.parametrize("damage", ["first bytes", "header", "data", "cut", "no length"])
 def test_a_damaged_checkpoint_of_one_process_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str

@@ -173,6 +173,15 @@ def test_a_sigterm_of_any_rank_that_is_heard_while_the_leader_waits_stops_the_se
     assert said == [to_bytes(Ask())] * 4
 
 
+def test_a_stop_that_a_ranks_program_asks_for_is_the_leaders_to_make() -> None:
+    asked: list[str] = []
+    shell: Any = Shell()
+    shell.request_stop = asked.append
+    follower(Others()).request_stop("of another rank")
+    leader(shell, Others()).request_stop("enough")
+    assert asked == ["enough"]
+
+
 class Keeper(Shell):
     """It takes checkpoints, of all steps that it knows."""
 

@@ -68,6 +68,9 @@ def test_inputs_that_cannot_be_counted_say_nothing(model: Anything, args: Any) -
     check = checked(model)
     model(*args)
     check.stepped(10**9)
+    for several in ((IDS,), args or (object(),)):
+        model(*several)
+    check.stepped(10**9)
 
 
 def test_a_step_without_a_call_of_the_model_is_told_once(model: Anything, caplog: pytest.LogCaptureFixture) -> None:
