@@ -62,6 +62,7 @@ def followed(run: Run, model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterato
     with dips.Follow(model, master="127.0.0.1:1", insecure=True) as follow:
         until(lambda: run.use is not None, "the thread")
         yield follow
+    assert not follow._thread.is_alive(), "it ends with the block"
 
 
 def test_an_update_takes_the_newest_and_after_an_interrupt_the_next_one_makes_it_whole(

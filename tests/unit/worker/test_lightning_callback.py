@@ -103,7 +103,9 @@ def test_without_a_master_the_module_trains_alone(
     assert (run.pushes, list(tmp_path.iterdir())) == ([], [])
 
 
-def test_batches_and_steps_that_lightning_skips_are_not_counted(run: RunInMemory, tmp_path: Path) -> None:
+def test_batches_and_steps_that_lightning_skips_are_not_counted(
+    run: RunInMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = Trainer(run, tmp_path)
     trainer.tell("train_start")
     sync = trainer.callback.sync
@@ -113,6 +115,7 @@ def test_batches_and_steps_that_lightning_skips_are_not_counted(run: RunInMemory
     assert sync.steps == 4
     (push,) = run.pushes
     assert (push.steps, push.tokens) == (4, 4 * 6)
+    assert "has a gradient" not in caplog.text, "it is no mistake"
     trainer.callback.close()
 
 

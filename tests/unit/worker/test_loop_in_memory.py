@@ -1017,7 +1017,9 @@ def test_a_loop_that_fails_after_it_has_joined_leaves_the_run_and_no_hook(
     assert [leave.reason for leave in run.leaves] == ["RuntimeError: no hook"]
 
 
-def test_optimizers_of_other_models_are_left_alone(loop: Loop, run: RunInMemory) -> None:
+def test_optimizers_of_other_models_are_left_alone(
+    loop: Loop, run: RunInMemory, caplog: pytest.LogCaptureFixture
+) -> None:
     other = Model(1)
     theirs = torch.optim.AdamW(other.parameters(), lr=1.0)
     with loop.sync as sync:
@@ -1029,6 +1031,7 @@ def test_optimizers_of_other_models_are_left_alone(loop: Loop, run: RunInMemory)
         assert sync.steps == 8
     assert [push.steps for push in run.pushes] == [4, 4]
     assert len(theirs.state) == 5
+    assert "other optimizers" not in caplog.text, "of so few steps"
 
 
 def test_a_model_and_an_optimizer_are_in_one_open_block_only(loop: Loop) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from support.cluster_bench import ClusterBench
 from support.manual_clock import ManualClock
+from support.rank_table import RankTable, Seat
 from support.repository import ROOT
 
 from dips.core.errors import ConfigError
@@ -30,7 +31,7 @@ from dips.worker.commands import BeginCheckpoint, CommitCheckpoint, FindCheckpoi
 from dips.worker.config import ClientConfig
 from dips.worker.model_part import ModelPart
 from dips.worker.parallel.agreement import Agreed, Alone, agree
-from dips.worker.parallel.held import held_here
+from dips.worker.parallel.held import ShardOf, held_here
 from dips.worker.parallel.rank_checkpoints import LeadingCheckpoints, RankCheckpoints
 from dips.worker.parallel.rank_state import RankState, TorchState, merged
 from dips.worker.parallel.shard_files import SavedShards, boxes_of, restore_vectors, write_shards
@@ -287,6 +288,33 @@ def test_what_several_ranks_hold_is_written_once_and_each_writes_a_part() -> Non
     alone = [shard.name for shard in loop.state().capture()[1] if not shard.name.startswith("ranks.")]
     assert sorted(written[0] + written[1]) == sorted(alone)
     assert all(any("exp_avg" in name for name in each) for each in written)
+
+
+def test_what_ranks_hold_in_part_and_in_fewer_bits_goes_on_to_the_last_element(tmp_path: Path) -> None:
+    """Rank 0 holds all, and rank 1 three elements in the middle."""
+
+    def made(seat: Seat, value: float) -> tuple[torch.nn.Module, torch.Tensor, torch.optim.Optimizer, RankState]:
+        start, size = ((0, 10), (3, 3))[seat.rank]
+        net, master = torch.nn.Module(), torch.arange(float(start), float(start + size))
+        net.register_parameter("w", torch.nn.Parameter((master + value).bfloat16()))
+        optimizer = torch.optim.SGD([master], lr=0.0, momentum=0.5)
+        master.grad = master * value
+        optimizer.step()
+        shards, masters = {"w": ShardOf("w", (10,), (start,))}, {"w": master}
+        agreed = agree(seat, held_here([net], [optimizer], shards=shards, master_parameters=masters), {})
+        assert agreed is not None
+        return net, master, optimizer, RankState(seat, agreed, [optimizer])
+
+    before, after = (RankTable(2).together(lambda seat, v=value: made(seat, v)) for value in (2.0, 3.0))
+    states, files = [], []
+    for rank, each in enumerate(before):
+        told, shards = each[3].capture()  # type: ignore[union-attr]
+        states.append(told)
+        files.append(write_shards(tmp_path, rank, shards))
+    for net, master, optimizer, state in cast(Any, after):
+        state.restore(merged(states), SavedShards(tmp_path, files))
+        assert torch.equal(net.w.float(), master + 2.0)
+        assert torch.equal(optimizer.state[master]["momentum_buffer"], master * 2.0)
 
 
 def test_the_installed_version_of_ranks_that_own_parameters_in_fewer_bits_is_enough(tmp_path: Path) -> None:

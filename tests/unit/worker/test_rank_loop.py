@@ -128,6 +128,17 @@ def test_the_session_knows_of_all_steps_before_it_leases_more() -> None:
     assert shell.reported == [(16, (FIRST, SECOND), 2)], "the tokens of both ranks, and the ranges once"
 
 
+def test_tokens_of_a_step_without_gradients_do_not_count() -> None:
+    shell = Shell()
+    shell.steps_to_push, shell.steps_per_s = 9, 9.0
+    loop = leader(shell, Others())
+    assert lease(loop)
+    for tokens in (4, 3):
+        loop.step(tokens, is_empty=tokens == 3)
+    assert lease(loop)
+    assert shell.reported == [(8, (), 1)]
+
+
 def test_all_ranks_learn_that_the_master_took_ranges_back() -> None:
     shell, others = Shell(), Others()
     loop = leader(shell, others)

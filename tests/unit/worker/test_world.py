@@ -95,6 +95,8 @@ def test_the_place_among_ranks_with_other_data() -> None:
         held(Stage(), data_mesh=3)
     with pytest.raises(ConfigError, match="data_mesh has ranks"):
         held(Stage(), data_mesh=mesh(), of_world=(1, 2))
+    second = SimpleNamespace(get_coordinate=lambda: [1, 2], size=lambda: 8, shape=(2, 4), mesh=torch.arange(8))
+    assert held(Stage(), data_mesh=second).data == DataPlace(6, 8)
     elsewhere = SimpleNamespace(get_coordinate=lambda: None, size=lambda: 2, shape=(2,))
     with pytest.raises(ConfigError, match="no place for this rank"):
         held(Stage(), data_mesh=elsewhere)
