@@ -260,6 +260,9 @@ def test_several_modules_of_a_rank_and_their_mappings() -> None:
     assert [p.name for p in alone.layout.parameters] == ["layers.0.w", "layers.1.w"]
     with pytest.raises(ConfigError, match="shards has 1 mappings for 2 modules"):
         held_here(stages, optimizers, shards=[{}])
+    optimizers[1].__class__ = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})
+    with pytest.raises(ConfigError, match="ZeroRedundancyOptimizer cuts"):
+        held_here(stages, optimizers, shards=shards)
 
 
 def test_muon_steps_no_part_of_a_matrix_in_a_plain_tensor() -> None:

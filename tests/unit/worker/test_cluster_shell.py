@@ -82,6 +82,7 @@ def test_rounds_of_pushes_that_are_applied(run: RunInMemory, model: FlatModel, t
         assert (shell.version, shell.incarnation, shell.phase, shell.done) == (
             Version(1, 0), Incarnation(1, 1), "TRAINING", False,
         )  # fmt: skip
+        assert (shell.push_is_near, shell.steps_to_push) == (False, 4)
         train(run, shell, model, 3)
         assert (shell.push_is_near, shell.steps_to_push, shell.local_steps) == (True, 1, 4)
         assert (shell.tokens_global, shell.progress, shell.unshared) == (0, 300, Work((), 300, 3))
@@ -186,6 +187,7 @@ def test_an_exchange_goes_on_during_a_step_and_installs_after_it(run: RunInMemor
         run.go_on()  # in the middle of a step
         run.settled(shell._wakes)  # type: ignore[arg-type]
         assert (shell.phase, len(run.verdicts)) == ("PULLING", 1)
+        assert getattr(run.heartbeats[0].facts, "phase", "") == "PULLING"
         run.go_on()
         run.settled(shell._wakes)  # type: ignore[arg-type]
         assert (shell.phase, model.installs) == ("PULLING", installs)

@@ -598,7 +598,9 @@ def test_what_a_rank_cannot_keep_is_said_on_every_rank(cluster: Cluster, tmp_pat
     own.close()
 
 
-def test_the_time_in_which_all_ranks_wait_for_the_manifest_is_part_of_the_pause(cluster: Cluster) -> None:
+def test_the_time_in_which_all_ranks_wait_for_the_manifest_is_part_of_the_pause(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     rows: list[dict[str, Any]] = []
     tape: Any = SimpleNamespace(write=lambda event, cause, **values: rows.append(values))
     cluster.checkpoints.begin(lambda event: None, tape)
@@ -611,6 +613,7 @@ def test_the_time_in_which_all_ranks_wait_for_the_manifest_is_part_of_the_pause(
     cluster.ranks.do = slowly  # type: ignore[method-assign]
     assert cluster.take()
     assert (rows[0]["pause_s"], rows[0]["write_s"]) == (3.0, 3.0)
+    assert rows[0]["bytes"] == sum(file.stat().st_size for file in tmp_path.glob("*.ranks/__*"))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from support.manual_clock import ManualClock
 
 from dips.core.messages import DataRange, Settings
@@ -191,6 +192,22 @@ def test_a_stop_that_a_ranks_program_asks_for_is_the_leaders_to_make() -> None:
     follower(Others()).request_stop("of another rank")
     leader(shell, Others()).request_stop("enough")
     assert asked == ["enough"]
+
+
+@pytest.mark.parametrize(("done", "pushes"), [(False, False), (True, False), (True, True)])
+def test_a_rank_that_leaves_without_the_others_or_after_the_end_tells_them_nothing(done: bool, pushes: bool) -> None:
+    closed: list[object] = []
+    shell: Any = Shell()
+    shell.close = lambda reason, *, push_pending: closed.append((reason, push_pending))
+    others: Any = Others()
+    others.close = lambda: closed.append("connections")
+    loop = leader(shell, others)
+    loop.news = GoOn(done=done)
+    loop.step(8)
+    del others.said[:]
+    loop.close("no", push_pending=pushes)
+    assert (others.said, others.alone) == ([], True)
+    assert closed == [("no", False), "connections", "connections"], "of the part, and of the ranks"
 
 
 class Keeper(Shell):

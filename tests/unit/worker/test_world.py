@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dips.core.errors import ConfigError
-from dips.worker.parallel.held import DataPlace, Held, held_here, refuse_ranks_outside, reshard
+from dips.worker.parallel.held import DataPlace, Held, ShardOf, held_here, refuse_ranks_outside, reshard
 from dips.worker.parallel.ranks import call_the_roll
 
 
@@ -75,6 +75,8 @@ def test_a_cut_tensor_is_the_box_that_is_here() -> None:
         assert row.mesh == (() if placement is None else (0,))
     with pytest.raises(ConfigError, match="is a sum over ranks"):
         held(Stage(Partial()))
+    with pytest.raises(ConfigError, match="is a DTensor, which knows its own"):
+        held(Stage(Shard(0)), shards={"weight": ShardOf("weight", (4, 3), (2, 0))})
 
 
 @pytest.mark.usefixtures("store")
