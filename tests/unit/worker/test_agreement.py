@@ -407,6 +407,12 @@ def test_one_element_that_differs_is_found_at_once_and_later_within_the_turns_of
     assert str(table.together(compare)[1]).startswith("parameter 'norm.w' of rank 2 is no longer equal to rank 0's")
 
 
+def agreed_and_given(table: RankTable, replicas: list[Replicas]) -> list[bool | str]:
+    differ = table.together(lambda seat: replicas[seat.rank].agree(replicas=True))
+    table.together(lambda seat: replicas[seat.rank].give(seat.copy))
+    return differ
+
+
 def test_values_are_compared_and_given_in_logical_order_whatever_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dips.worker.parallel.replicas.GROUP_ELEMS", 5)
     rows = torch.arange(48.0).view(4, 4, 3)
@@ -418,8 +424,7 @@ def test_values_are_compared_and_given_in_logical_order_whatever_their_memory(mo
             turned[3, 2, 1] = -1.0
         table, replicas, models = replicas_of(rows, turned, are_replicas=True)
         assert not models[1].get_parameter("w").is_contiguous()
-        assert table.together(lambda seat, each=replicas: each[seat.rank].agree(replicas=True)) == [differ] * 2
-        table.together(lambda seat, each=replicas: each[seat.rank].give(seat.copy))
+        assert agreed_and_given(table, replicas) == [differ] * 2
         assert torch.equal(models[1].get_parameter("w"), rows)
 
 

@@ -749,17 +749,13 @@ def test_data_that_is_leased_again_ends_the_time_in_which_a_cluster_was_cut_off(
         assert life.waits is not answers
 
 
-def test_leaving_at_once_ends_the_transfer_that_is_under_way(life: ClusterBench) -> None:
-    for pulls in (False, True):
-        life = ClusterBench()
-        life.begin()
-        life.push_begun()
-        job, _ = life.ticket()
-        if pulls:
-            life.sent((job, _))
-            life.admitted()
-            life.decide(messages.VerdictKind.APPLIED)
-            life.grant()
-            job, _ = life.job(messages.PullGrant)  # type: ignore[assignment]
-        life.leaves_at_once()
-        assert life.take(effects.Cancel).job == job
+@pytest.mark.parametrize("pulls", [False, True])
+def test_leaving_at_once_ends_the_transfer_that_is_under_way(life: ClusterBench, pulls: bool) -> None:
+    life.push_begun()
+    life.goes_on("await" if pulls else "begin")
+    if pulls:
+        life.decide(messages.VerdictKind.APPLIED)
+        life.grant()
+    job = life.job(messages.PullGrant)[0] if pulls else life.ticket()[0]
+    life.leaves_at_once()
+    assert life.take(effects.Cancel).job == job

@@ -123,6 +123,9 @@ def test_a_module_that_is_another_model_is_refused_and_left_as_it_is(
 
 def test_what_it_cannot_read_with_is_refused_when_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DIPS_MASTER", raising=False)
-    for given in ({}, {"master": "127.0.0.1:1"}, {"master": "127.0.0.1:1", "insecure": True, "keys": tmp_path}):
-        with pytest.raises(ConfigError):
-            dips.Follow(Model(), **given)  # type: ignore[arg-type]
+    where: dict[str, Any] = {"master": "127.0.0.1:1"}
+    for given, says in (
+        ({"insecure": True}, "DIPS_MASTER"), (where, "keys"), ({**where, "insecure": True, "keys": tmp_path}, "keys"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=says):
+            dips.Follow(Model(), **given)

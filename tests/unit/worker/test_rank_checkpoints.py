@@ -305,13 +305,15 @@ def test_what_ranks_hold_in_part_and_in_fewer_bits_goes_on_to_the_last_element(t
         assert agreed is not None
         return net, master, optimizer, RankState(seat, agreed, [optimizer])
 
-    before, after = (RankTable(2).together(lambda seat, v=value: made(seat, v)) for value in (2.0, 3.0))
+    def ranks(value: float) -> Any:
+        return RankTable(2).together(lambda seat: made(seat, value))
+
     states, files = [], []
-    for rank, each in enumerate(before):
-        told, shards = each[3].capture()  # type: ignore[union-attr]
+    for rank, each in enumerate(ranks(2.0)):
+        told, shards = each[3].capture()
         states.append(told)
         files.append(write_shards(tmp_path, rank, shards))
-    for net, master, optimizer, state in cast(Any, after):
+    for net, master, optimizer, state in ranks(3.0):
         state.restore(merged(states), SavedShards(tmp_path, files))
         assert torch.equal(net.w.float(), master + 2.0)
         assert torch.equal(optimizer.state[master]["momentum_buffer"], master * 2.0)

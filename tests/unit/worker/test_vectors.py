@@ -224,7 +224,7 @@ def test_a_checkpoint_has_every_vector_that_is_needed_as_it_is_now() -> None:
     copies = VectorCopies(vectors)
 
     def taken(**changes: object) -> dict[str, list[float]]:
-        raws = copies.take(store, replace(saved, **changes))  # type: ignore[type-var, arg-type]
+        raws = copies.take(store, replace(saved, **changes))  # type: ignore[arg-type]
         assert {(raw.dtype, raw.shape) for raw in raws.values()} == {("F32", (N,))}
         return {name: np.unique(raw.data.view(np.float32)).tolist() for name, raw in raws.items()}
 
