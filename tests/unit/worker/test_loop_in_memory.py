@@ -29,7 +29,7 @@ from dips.core.errors import TERMINATED, ConfigError, DipsError, RefusalCode
 from dips.core.ids import Version
 from dips.core.messages import VerdictKind
 from dips.core.observe.tape import read_tape
-from dips.worker.integrations.trainer_loop import CallbackOptions, Joined, TrainerLoop
+from dips.worker.integrations.trainer_loop import KEPT, CallbackOptions, Joined, TrainerLoop
 from dips.worker.loop import Sigterm
 from dips.worker.parallel.ranks import Ranks
 
@@ -1076,3 +1076,51 @@ def test_a_model_of_which_a_step_leaves_only_zeros_is_not_pushed(run: RunInMemor
     kinds = [record["kind"] for record in read_tape(tmp_path / "tape")]
     assert "push_begun" in kinds
     assert "push_sent" not in kinds
+
+
+# torch's own, of its first compilation.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_step_pushes_what_was_trained(loop: Loop, run: RunInMemory, whole: bool) -> None:
+    """Its hooks are not traced, where they would copy tensors that hold nothing."""
+    of_optimizer = torch.compile(loop.optimizer.step, backend="eager")
+
+    def step() -> None:
+        loop.gradients(-1.0)
+        if whole:
+            loop.optimizer.step()
+        else:
+            of_optimizer()
+
+    trains = torch.compile(step, backend="eager") if whole else step
+    with loop.sync as sync:
+        for _ in range(8):
+            run.clock.advance(1.0)
+            trains()
+        assert (sync.steps, sync.progress) == (8, 80)
+    assert [push.steps for push in run.pushes] == [4, 4]
+    assert run.theta_of(max(run.verdicts)).tobytes() == after(8)
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "kept"),
+    [("", {}, KEPT), ("5", {}, 5), ("5", {"checkpoints_kept": 1}, 1), ("", {"checkpoints_kept": 1}, 1)],
+)
+def test_the_variable_says_how_many_checkpoints_are_kept_unless_the_callback_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loop: Loop, variable: str, given: dict[str, Any], kept: int
+) -> None:
+    monkeypatch.setenv("DIPS_WORKER_CHECKPOINTS_KEPT", variable)
+    where = {"master": loop.run.address, "cluster_id": "a", "insecure": True, **given}
+    config = TrainerLoop(loop.model, loop.optimizer, CallbackOptions(8, None, where), tmp_path, None)._config
+    assert config is not None
+    assert (config.checkpoints_kept, config.resume) == (kept, False), "it has no checkpoint to go on from"
+
+
+def test_paths_of_a_callback_stay_where_they_were_when_it_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = CallbackOptions(8, Path("kept"), {"tape": "tape", "master": "h:1"})
+    monkeypatch.chdir("else")
+    assert (options.checkpoint_dir, options.loop["tape"]) == (tmp_path / "kept", tmp_path / "tape")
