@@ -444,9 +444,12 @@ def test_the_lowest_holders_values_reach_the_others_and_their_working_copies() -
     for rank, shards in enumerate((None, None, {"w": ShardOf("w", (7,), (3,))})):
         values = full[rank][3:] if shards else full[rank]
         masters[rank] = masters[rank][3:] if shards else masters[rank]
-        made = module({"w": values.bfloat16()})
+        other = torch.full((2,), float(rank))
+        made = module({"w": values.bfloat16(), "v": other.bfloat16()})
         optimizer = torch.optim.SGD([masters[rank]], lr=0.1)
-        ranks.append(held_here([made], [optimizer], shards=shards, master_parameters={"w": masters[rank]}))
+        ranks.append(
+            held_here([made], [optimizer], shards=shards, master_parameters={"w": masters[rank], "v": other})
+        )  # fmt: skip
     table = RankTable(3)
 
     def give(seat: Seat) -> bool:
@@ -460,4 +463,4 @@ def test_the_lowest_holders_values_reach_the_others_and_their_working_copies() -
     assert table.together(give) == [True] * 3
     for rank, each in enumerate(ranks):
         assert not masters[rank].any()
-        assert not each.models[0].get_parameter("w").any()
+        assert not any(each.models[0].get_parameter(name).any() for name in "wv")

@@ -240,6 +240,15 @@ def test_a_transfer_that_raises_is_begun_again(
     assert str(error) in failed["reason"]
 
 
+def test_differences_to_its_base_are_asked_for_where_the_run_publishes_them(run: RunInMemory, model: FlatModel) -> None:
+    bases: list[Version | None] = []
+    run.settings = replace(run.settings, pull_wire="int8")
+    run.hook = lambda method, request: bases.append(request.base) if method == "BeginPull" else None
+    with shell_of(run, model) as shell:
+        train(run, shell, model, 8)
+    assert bases == [None, Version(1, 0), Version(1, 1)]
+
+
 def test_wrong_bytes_again_and_again_end_the_cluster(run: RunInMemory) -> None:
     run.failures = [Failure("bad digest", corrupt=True)] * 3
     with pytest.raises(RemoteProtocolError, match="bad digest"), shell_of(run, FlatModel(1)):

@@ -248,6 +248,13 @@ def test_a_leader_that_cannot_join_ends_all_ranks_with_its_error(run: RunInMemor
     assert together(lambda rank: Loop(run, rank).is_not_entered()) == ["Refused: another shape"] * 2
 
 
+def test_a_leader_that_cannot_write_its_record_ends_all_ranks_with_its_error(
+    run: RunInMemory, together: Together, tmp_path: Path
+) -> None:
+    told = together(lambda rank: Loop(run, rank, tape=None if rank else tmp_path).is_not_entered())
+    assert (told[0] == told[1], str(tmp_path) in str(told[0]), run.joins) == (True, True, [])
+
+
 def test_failpoints_that_are_not_enabled_let_no_rank_enter(
     run: RunInMemory, monkeypatch: pytest.MonkeyPatch, together: Together
 ) -> None:

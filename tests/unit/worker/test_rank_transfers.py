@@ -88,6 +88,10 @@ def test_the_leader_names_the_late_rank_until_all_have_moved_theirs() -> None:
     assert [type(event) for event in events] == [Done]
     assert ranks.done.count(AskEnds(7)) == 1
     leading.do(SEND)
+    leading.do(Cancel(SEND.job))
+    assert after(3.0) == ()
+    assert len(events) == 1, "no one waits for it"
+    leading.do(SEND)
     assert after(3.0) == (), "the ranks have ended an earlier transfer, which says nothing of this one"
     assert [type(event) for event in events] == [Done, Done]
 
