@@ -192,6 +192,9 @@ def test_a_stop_that_a_ranks_program_asks_for_is_the_leaders_to_make() -> None:
     follower(Others()).request_stop("of another rank")
     leader(shell, Others()).request_stop("enough")
     assert asked == ["enough"]
+    shell.tape, shell.cause = "its tape", "a/1.1#2"
+    told = [(each.tape, each.cause) for each in (leader(shell, Others()), follower(Others()))]
+    assert told == [("its tape", "a/1.1#2"), (None, "")], "which writes the records alone"
 
 
 @pytest.mark.parametrize(("done", "pushes"), [(False, False), (True, False), (True, True)])
