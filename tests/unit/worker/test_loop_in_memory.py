@@ -419,6 +419,7 @@ def handles_sigterm(then: Callable[[], None]) -> Iterator[None]:
     """A program's own handler, which is there again after all loops."""
 
     def handler(number: int, frame: object) -> None:
+        assert number == signal.SIGTERM
         then()
 
     before = signal.signal(signal.SIGTERM, handler)
