@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -118,28 +119,18 @@ def shell(run: RunForWorkers, model: FlatModel, **knobs: Any) -> ClusterShell:
     return ClusterShell(ClientConfig(**given | knobs), model, model.layout(), DataPlan(DataMode.OWN))
 
 
+def steps(client: ClusterShell, model: FlatModel, number: int) -> None:
+    for _ in range(number):
+        model.theta += 1
+        client.step(100)
+
+
 @pytest.fixture
 def run() -> Iterator[RunForWorkers]:
     run = RunForWorkers(theta=FlatModel(7).theta)
     run.settings = replace(run.settings, verdict_wait_s=60.0)
     yield run
     run.close()
-
-
-@pytest.mark.usefixtures("common")
-def test_no_copy_is_made_for_a_push_while_training_waits(run: RunForWorkers) -> None:
-    model = LiveModel(1)
-    with shell(run, model) as client:
-        for number in (1, 2, 3):
-            for _ in range(4):
-                model.theta += 1
-                before = model.theta.copy()
-                client.step(100)
-            assert client.version == Version(1, number)
-            assert run.theta_of(list(run.verdicts)[-1]).tobytes() == before.tobytes()
-            assert model.theta.tobytes() == before.tobytes()
-        assert vectors_held(part_of(client).vectors) == 2
-    assert model.copies == 0
 
 
 class HashedModel(LiveModel):
@@ -174,63 +165,42 @@ def test_a_copy_that_was_hashed_is_sent_with_its_checksums(run: RunForWorkers, m
 
 
 @pytest.mark.usefixtures("common")
-def test_a_push_that_training_does_not_wait_for_any_more_goes_on_from_a_copy(run: RunForWorkers) -> None:
-    run.settings = replace(run.settings, verdict_wait_s=0.5)
-    released = threading.Event()
-    busy = Refusal(RefusalCode.BUSY, "not now", 0.05)
-    model = LiveModel(1)
+@pytest.mark.parametrize("wait_ends", ["by ctrl-C, which the loop catches", "with its time"])
+def test_a_push_is_sent_from_the_parameters_while_training_waits_and_then_goes_on_from_a_copy(
+    run: RunForWorkers, monkeypatch: pytest.MonkeyPatch, wait_ends: str
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def hook(header: DataHeader) -> Refusal | None:
+        late = header.op is DataOp.PUT_CHUNK and header.block % 3 == 1
+        return Refusal(RefusalCode.BUSY, "not now", 0.05) if late and not released.is_set() else None
+
+    model, released, by_time = LiveModel(1), threading.Event(), wait_ends == "with its time"
+    run.settings = replace(run.settings, verdict_wait_s=0.5 if by_time else 60.0)
     with shell(run, model) as client:
-
-        def hook(header: DataHeader) -> Refusal | None:
-            late = header.op is DataOp.PUT_CHUNK and header.block % 3 == 1
-            return busy if late and not released.is_set() else None
-
+        if not by_time:
+            for number in (1, 2):
+                steps(client, model, 4)
+                assert client.version == Version(1, number)
+                assert run.theta_of(list(run.verdicts)[-1]).tobytes() == model.theta.tobytes()
+            assert (model.copies, vectors_held(part_of(client).vectors)) == (0, 2)
         for slave in run.slaves:
             slave.hook = hook
-        for _ in range(4):
-            model.theta += 1
-            pushed = model.theta.copy()
-            client.step(100)
+        steps(client, model, 3)
+        with monkeypatch.context() as patch, nullcontext() if by_time else pytest.raises(KeyboardInterrupt):
+            if not by_time:
+                patch.setattr(client, "_wait", interrupted)
+            steps(client, model, 1)
+        pushed = model.theta.copy()
         assert model.copies == 1, "training goes on, and the push is not there yet"
         model.theta += 3
-        client.step(100)
         moved = model.theta.copy()
+        if by_time:
+            client.step(100)
         released.set()
         until_version_changes(client)
-        assert run.theta_of(next(iter(run.verdicts))).tobytes() == pushed.tobytes()
-        assert model.theta.tobytes() == (pushed + (moved - pushed)).tobytes()
-
-
-@pytest.mark.usefixtures("common")
-def test_a_loop_that_interrupts_its_wait_and_goes_on_changes_nothing_of_its_push(
-    run: RunForWorkers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C in the middle of the wait, caught by the user's loop."""
-    busy = Refusal(RefusalCode.BUSY, "not now", 0.05)
-    released = threading.Event()
-    model = LiveModel(1)
-    with shell(run, model) as client:
-        for slave in run.slaves:
-            slave.hook = lambda header: busy if header.op is DataOp.PUT_CHUNK and not released.is_set() else None
-        for _ in range(3):
-            model.theta += 1
-            client.step(100)
-
-        def interrupted(*_: object, **__: object) -> None:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(client, "_wait", interrupted)
-        model.theta += 1
-        pushed = model.theta.copy()
-        with pytest.raises(KeyboardInterrupt):
-            client.step(100)
-        monkeypatch.undo()
-        model.theta += 3
-        moved = model.theta.copy()
-        released.set()
-        client.step(100)
-        assert client.version == Version(1, 1)
-        assert run.theta_of(next(iter(run.verdicts))).tobytes() == pushed.tobytes()
+        assert run.theta_of(list(run.verdicts)[0 if by_time else 2]).tobytes() == pushed.tobytes()
         assert model.theta.tobytes() == (pushed + (moved - pushed)).tobytes()
 
 
@@ -287,12 +257,6 @@ def test_rounds_in_fewer_bits_with_error_feedback(run: RunForWorkers, wire_dtype
 def quick(run: RunForWorkers, model: FlatModel, leave_wait_s: float = 5.0) -> ClusterShell:
     waits = {"data_silence_s": 0.3, "call_deadline_s": 2.0, "retry_max_s": 0.3, "connect_wait_s": 10.0}
     return shell(run, model, **waits, leave_wait_s=leave_wait_s)
-
-
-def steps(client: ClusterShell, model: FlatModel, number: int) -> None:
-    for _ in range(number):
-        model.theta += 1
-        client.step(100)
 
 
 def test_no_step_is_counted_while_the_exchanges_thread_looks_at_the_last_ones(

@@ -18,6 +18,7 @@ from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.observe.failpoints import armed, fired
 from dips.worker.config import ClientConfig
 from dips.worker.shell import ClusterShell
+from dips.worker.state.effects import Tick
 
 OWN = DataPlan(DataMode.OWN)
 TOKENS = 100
@@ -50,7 +51,7 @@ def settle(client: ClusterShell, done: Callable[[], bool]) -> None:
     """Step boundaries without steps, until it is so."""
 
     def look() -> bool:
-        client._settle()
+        client._settle(Tick())
         return done()
 
     until(look, "the exchange does not end")

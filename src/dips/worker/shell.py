@@ -465,16 +465,13 @@ class ClusterShell:
 
     # ---- parts ----
 
-    def _settle(self, first: Event | None = None) -> None:
+    def _settle(self, first: Event) -> None:
         """Handle `first` and the arrived events; wait while the session must wait; raise the error that ended it."""
         with self._lock, self._training_goes_on():
             self._part.look()
-            if first is not None:
-                self._handle(first)
+            self._handle(first)  # and whatever is due
             while (event := self._next()) is not None:
                 self._handle(event)
-            if self._session.next_deadline_s() <= self._clock.monotonic_s():
-                self._handle(Tick())
             began_s = self._clock.monotonic_s()
             while self._session.must_wait(now_s := self._clock.monotonic_s()):
                 self._wait("wait", quiet=now_s - began_s < WORTH_A_LINE_S)

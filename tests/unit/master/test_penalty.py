@@ -1,4 +1,4 @@
-"""JUDGE and COMMIT, rule by rule (docs/algorithm.md)."""
+"""JUDGE and COMMIT, rule by rule (docs/algorithm.md), presets by name, and when momentum is warned of."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 import pytest
 from support.rounds import Master, Push, along, gram_of
 
-from dips.core.errors import LocalProtocolError
-from dips.master.state.penalty import judge
-from dips.master.state.penalty_types import DetectorState, Judgement, Participant, PenaltyConfig
+from dips.core.errors import ConfigError, LocalProtocolError
+from dips.master.state.penalty import judge, momentum_warning, round_tokens
+from dips.master.state.penalty_types import DetectorState, Judgement, Participant, PenaltyConfig, dynamic_local_steps_of
 from dips.master.state.reasons import VerdictCode
 
 
@@ -111,3 +111,79 @@ def test_the_gram_matrix_must_fit(gram: list[list[float]]) -> None:
     participants = [Participant(name, 1.0, 0, 64) for name in "ab"]
     with pytest.raises(LocalProtocolError, match="Gram matrix of 2"):
         judge(DetectorState.empty(), PenaltyConfig(), participants, gram, frozenset(), 1.0)
+
+
+def test_who_names_a_bound_means_it_for_the_whole_run() -> None:
+    assert PenaltyConfig.of("dynamic", beta=4.0).clip_scope == "auto"
+    assert PenaltyConfig.of("dynamic", clip_norm=0.3).clip_scope == "global"
+    assert PenaltyConfig.of("dynamic", clip_norm=0.3, clip_scope="auto").clip_scope == "auto"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "complaint"),
+    [
+        ({"clip_nrom": 1.0}, "did you mean 'clip_norm'"),
+        ({"clip_scope": "slave"}, "not available in this release: use 'global'"),
+        ({"clip_scope": "layer"}, "not available in this release: use 'global'"),
+        ({"clip_scope": "globl"}, "did you mean 'global'"),
+        ({"detector": "none"}, "one of score, literal, edit, off"),
+        ({"weighting": "equal"}, "one of tokens, softmax"),
+        ({"momentum_scaling": "token"}, "did you mean 'tokens'"),
+        ({"outer_optimizer": "heavyball"}, "did you mean 'heavy-ball'"),
+        ({"delay_rounds": 2, "outer_optimizer": "nesterov"}, "delay_rounds belongs to .* 'delayed-nesterov'"),
+        ({"delay_rounds": 0, "outer_optimizer": "delayed-nesterov"}, "delay_rounds is 0"),
+        ({"outer_momentum": 0.1, "outer_optimizer": "averaging"}, "'averaging' has no momentum"),
+        ({"momentum_scaling": "tokens", "outer_optimizer": "delayed-nesterov"}, "made for outer_optimizer 'nesterov'"),
+        ({"alpha": 1.5}, "between .* and 1"),
+        *(({name: value}, f"{name} is {value}") for name, value in (
+            ("outer_momentum", 1.0), ("outer_momentum", -0.1), ("clip_norm", 0.0), ("clip_norm", math.nan),
+            ("alpha", 0.0), ("beta", 0.5), ("hard_gate", 0.5), ("warm_up_pushes", 0), ("window_pushes", 0),
+            ("clear_after_voids", -1), ("cosine_alarm", -2.0),
+        )),
+    ],
+)  # fmt: skip
+def test_impossible_values_are_a_config_error(knobs: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        PenaltyConfig.of("safe", **knobs)
+
+
+@pytest.mark.parametrize("make", [PenaltyConfig.of, lambda name: PenaltyConfig(preset=name), dynamic_local_steps_of])
+def test_an_unknown_preset_is_a_config_error(make) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=r"preset 'save' is not known; .*did you mean 'safe'"):
+        make("save")
+
+
+SAFE = PenaltyConfig()
+TOKENS = PenaltyConfig(momentum_scaling="tokens")
+
+
+@pytest.mark.parametrize(
+    ("rates", "intervals_s"),
+    [({}, {}), ({"a": 1.0}, {}), ({"a": 1.0, "b": 0.0}, {"a": 1.0}), ({"a": 1.0}, {"a": 0.0}), ({}, {"a": 1.0})],
+)
+def test_one_unknown_rate_makes_the_tokens_of_a_round_unknown(
+    rates: dict[str, float], intervals_s: dict[str, float]
+) -> None:
+    assert round_tokens(rates, intervals_s) == 0.0
+
+
+def test_the_master_warns_of_one_big_slow_cluster() -> None:
+    rates, intervals_s = {"a": 1.0, "b": 1.0, "slow": 20.0}, {"a": 1.0, "b": 1.2, "slow": 10.0}
+    warning = momentum_warning(SAFE, rates, intervals_s)
+    assert warning is not None
+    assert "cluster slow makes 91% of the tokens and pushes every 10.0 s, the others every 1.2 s" in warning
+    assert "momentum_scaling to 'tokens'" in warning
+    other = momentum_warning(PenaltyConfig(outer_optimizer="heavy-ball"), rates, intervals_s)
+    assert other is not None
+    assert ("smaller outer_momentum" in other, "momentum_scaling" in other) == (True, False)
+
+
+@pytest.mark.parametrize(("config", "rates", "intervals_s"), [
+    (PenaltyConfig(outer_momentum=0.0), {"a": 1.0, "slow": 20.0}, {"a": 1.0, "slow": 10.0}),
+    (TOKENS, {"a": 1.0, "slow": 20.0}, {"a": 1.0, "slow": 10.0}),
+    (SAFE, {"a": 10.0, "slow": 20.0}, {"a": 1.0, "slow": 10.0}),
+    (SAFE, {"a": 1.0, "slow": 20.0}, {"a": 1.0, "slow": 7.0}), (SAFE, {"slow": 20.0}, {"slow": 7.0}),
+    (SAFE, {"a": 1.0, "slow": 20.0}, {}), (SAFE, {}, {}),
+])  # fmt: skip
+def test_no_warning_otherwise(config: PenaltyConfig, rates: dict[str, float], intervals_s: dict[str, float]) -> None:
+    assert momentum_warning(config, rates, intervals_s) is None

@@ -154,7 +154,7 @@ def part(start: int, values: torch.Tensor) -> Held:
         ((held(FULL), ValueError("no")), None),
         ((held(FULL), None),
          "rank 1 of this cluster has no master, and rank 0 has one: set DIPS_MASTER on every rank (torchrun"),
-        ((held({"w": torch.ones(3)}), held({"w": torch.ones(4)})),
+        ((held({"v": torch.ones(2), "w": torch.ones(3)}), held({"v": torch.ones(2), "w": torch.ones(4)})),
          "parameter 'w' is float32 of shape [4] on rank 1, and float32 of shape [3] on rank 0: one name is one"),
         ((held({"w": torch.ones(3)}), held({"w": torch.ones(3, dtype=torch.bfloat16)})),
          "parameter 'w' is bfloat16 of shape [3] on rank 1, and float32 of shape [3] on rank 0: "),
@@ -245,15 +245,24 @@ def test_a_mapping_that_cannot_be_is_refused(tensors: dict[str, torch.Tensor], s
 
 
 def test_several_modules_of_a_rank_and_their_mappings() -> None:
-    stages = [module({"0.w": torch.full((2,), float(i))}) for i in range(2)]
+    stages = [module({"0.w": torch.full((2,), float(i)), "base": torch.ones(i + 1)}) for i in range(2)]
+    for stage in stages:
+        stage.get_parameter("base").requires_grad = False
     optimizers = [torch.optim.SGD(stage.parameters(), lr=0.1) for stage in stages]
     with pytest.raises(ConfigError, match=r"two tensors of this rank are called '0\.w'"):
         held_here(stages, optimizers)
-    here = held_here(stages, optimizers, shards=[{"0.w": ShardOf(f"layers.{i}.w")} for i in range(2)])
+    shards = [{"0.w": ShardOf(f"layers.{i}.w"), "base": ShardOf(f"layers.{i}.base")} for i in range(2)]
+    here = held_here(stages, optimizers, shards=shards)
+    assert [(each.number, each.name, each.shape) for each in here.untrained] == [
+        (0, "layers.0.base", (1,)), (1, "layers.1.base", (2,)),
+    ]  # fmt: skip
     (alone,) = whole(here)
     assert [p.name for p in alone.layout.parameters] == ["layers.0.w", "layers.1.w"]
     with pytest.raises(ConfigError, match="shards has 1 mappings for 2 modules"):
         held_here(stages, optimizers, shards=[{}])
+    optimizers[1].__class__ = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})
+    with pytest.raises(ConfigError, match="ZeroRedundancyOptimizer cuts"):
+        held_here(stages, optimizers, shards=shards)
 
 
 def test_muon_steps_no_part_of_a_matrix_in_a_plain_tensor() -> None:
@@ -392,6 +401,31 @@ def test_one_element_that_differs_is_found_at_once_and_later_within_the_turns_of
     turns = [table.together(compare) != [None, None] for _ in range(SAMPLE_STRIDE)]
     assert turns.index(True) + 1 == 70 % SAMPLE_STRIDE
     assert sum(turns) == 1
+    table, replicas, models = replicas_of(LARGE, LARGE, LARGE)
+    with torch.no_grad():
+        models[2].get_parameter("norm.w")[7] += 1
+    assert str(table.together(compare)[1]).startswith("parameter 'norm.w' of rank 2 is no longer equal to rank 0's")
+
+
+def agreed_and_given(table: RankTable, replicas: list[Replicas]) -> list[bool | str]:
+    differ = table.together(lambda seat: replicas[seat.rank].agree(replicas=True))
+    table.together(lambda seat: replicas[seat.rank].give(seat.copy))
+    return differ
+
+
+def test_values_are_compared_and_given_in_logical_order_whatever_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dips.worker.parallel.replicas.GROUP_ELEMS", 5)
+    rows = torch.arange(48.0).view(4, 4, 3)
+    for turned, differ in (
+        (rows.permute(2, 1, 0).contiguous().permute(2, 1, 0), False),
+        (rows.mT.contiguous().mT, True),
+    ):
+        if differ:
+            turned[3, 2, 1] = -1.0
+        table, replicas, models = replicas_of(rows, turned, are_replicas=True)
+        assert not models[1].get_parameter("w").is_contiguous()
+        assert agreed_and_given(table, replicas) == [differ] * 2
+        assert torch.equal(models[1].get_parameter("w"), rows)
 
 
 def test_a_rank_that_cannot_read_its_parameters_ends_all() -> None:
@@ -410,9 +444,12 @@ def test_the_lowest_holders_values_reach_the_others_and_their_working_copies() -
     for rank, shards in enumerate((None, None, {"w": ShardOf("w", (7,), (3,))})):
         values = full[rank][3:] if shards else full[rank]
         masters[rank] = masters[rank][3:] if shards else masters[rank]
-        made = module({"w": values.bfloat16()})
+        other = torch.full((2,), float(rank))
+        made = module({"w": values.bfloat16(), "v": other.bfloat16()})
         optimizer = torch.optim.SGD([masters[rank]], lr=0.1)
-        ranks.append(held_here([made], [optimizer], shards=shards, master_parameters={"w": masters[rank]}))
+        ranks.append(
+            held_here([made], [optimizer], shards=shards, master_parameters={"w": masters[rank], "v": other})
+        )  # fmt: skip
     table = RankTable(3)
 
     def give(seat: Seat) -> bool:
@@ -426,4 +463,4 @@ def test_the_lowest_holders_values_reach_the_others_and_their_working_copies() -
     assert table.together(give) == [True] * 3
     for rank, each in enumerate(ranks):
         assert not masters[rank].any()
-        assert not each.models[0].get_parameter("w").any()
+        assert not any(each.models[0].get_parameter(name).any() for name in "wv")

@@ -29,7 +29,7 @@ SETTINGS = Settings(heartbeat_s=2**-10, evict_after_beats=5)
 class Master:
     """Answers beats by a script: with a reply, a refusal, silence of so many seconds; None ends the stream."""
 
-    def __init__(self, *script: HeartbeatReply | RefuseCall | float | None) -> None:
+    def __init__(self, *script: HeartbeatReply | RefuseCall | Exception | float | None) -> None:
         self.clock, self.script = ManualClock(50.0), list(script)
         self.streams: list[int] = []
         """How many beats were heard before each began."""
@@ -53,6 +53,8 @@ class Master:
                             raise FailedCall(grpc.StatusCode.UNAVAILABLE)
                         case RefuseCall() as refused:
                             raise FailedCall.refused(grpc.StatusCode.ABORTED, refused.refusal)
+                        case Exception() as error:
+                            raise error
                         case float() as silent_s:
                             self.clock.advance(silent_s)
                         case reply:
@@ -122,6 +124,16 @@ def test_news_are_delivered_once_and_a_fenced_incarnation_beats_no_more(
         assert {each.caller.incarnation for each in master.heard[:n_heard]} == {Incarnation(1, 1)}
         beats.close()
     assert told.empty()
+
+
+@pytest.mark.parametrize("error", [OSError("no route"), Refused(RefusalCode.BUSY, "no message of ours")])
+def test_what_fails_in_a_stream_is_told_and_another_one_is_begun(
+    beating: Beating, told: queue.SimpleQueue[Beat], caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    master = Master(reply(1), error, reply(2))
+    with beating(master):
+        assert [told.get(timeout=60).answer for _ in range(2)] == [reply(1), reply(2)]
+    assert str(error) in caplog.text
 
 
 def test_late_ranks_are_named_while_the_training_thread_tells_nothing(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.cluster_bench import LEASED, SETTINGS, TK_MAX, ClusterBench, phase_of, session_config
+from support.cluster_bench import LEASED, SETTINGS, TK_MAX, ClusterBench, leased, phase_of, session_config
 
 from dips.core import messages
 from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, LocalProtocolError, RefusalCode, Refused
@@ -733,3 +733,29 @@ def test_a_master_that_restarts_before_the_first_merge_is_waited_for_too() -> No
     life.merged()
     life.left()
     assert "lost" not in said(life)
+
+
+def test_data_that_is_leased_again_ends_the_time_in_which_a_cluster_was_cut_off() -> None:
+    for answers in (False, True):
+        life = leased()
+        life.say_lease(1000)
+        life.fail(messages.LeaseDataRequest)
+        life.pass_s(life.session.config.cut_off_limit_s)
+        if answers:
+            life.answer(messages.LeaseDataRequest, messages.LeaseDataReply((messages.DataRange(2, 0, 1, 0, 1000),)))
+        life.push_begun()
+        life.goes_on("send")
+        life.pass_s(SETTINGS.verdict_wait_s)
+        assert life.waits is not answers
+
+
+@pytest.mark.parametrize("pulls", [False, True])
+def test_leaving_at_once_ends_the_transfer_that_is_under_way(life: ClusterBench, pulls: bool) -> None:
+    life.push_begun()
+    life.goes_on("await" if pulls else "begin")
+    if pulls:
+        life.decide(messages.VerdictKind.APPLIED)
+        life.grant()
+    job = life.job(messages.PullGrant)[0] if pulls else life.ticket()[0]
+    life.leaves_at_once()
+    assert life.take(effects.Cancel).job == job

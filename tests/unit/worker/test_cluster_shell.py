@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,8 @@ from dips.core.release import VERSION
 from dips.core.wire import Codec
 from dips.worker.config import ClientConfig
 from dips.worker.shell import ClusterShell
-from dips.worker.state.effects import Finished
+from dips.worker.state.effects import Delayed, Finished
+from dips.worker.state.effects import Done as EndOfJob
 from dips.worker.state.work import Work
 
 OWN = DataPlan(DataMode.OWN)
@@ -44,6 +45,11 @@ BASE = FlatModel(7).theta
 @pytest.fixture
 def model() -> FlatModel:
     return FlatModel(1)
+
+
+@pytest.fixture
+def kept(run: RunInMemory, tmp_path: Path) -> dict[str, Any]:
+    return {"checkpoint_dir": tmp_path / "kept", "checkpoint_every_s": 10.0, "resume": True, "tape": tmp_path / "tape"}
 
 
 def shell_of(run: RunInMemory, model: FlatModel, plan: DataPlan = OWN, **knobs: object) -> ClusterShell:
@@ -76,6 +82,7 @@ def test_rounds_of_pushes_that_are_applied(run: RunInMemory, model: FlatModel, t
         assert (shell.version, shell.incarnation, shell.phase, shell.done) == (
             Version(1, 0), Incarnation(1, 1), "TRAINING", False,
         )  # fmt: skip
+        assert (shell.push_is_near, shell.steps_to_push) == (False, 4)
         train(run, shell, model, 3)
         assert (shell.push_is_near, shell.steps_to_push, shell.local_steps) == (True, 1, 4)
         assert (shell.tokens_global, shell.progress, shell.unshared) == (0, 300, Work((), 300, 3))
@@ -102,6 +109,7 @@ def test_rounds_of_pushes_that_are_applied(run: RunInMemory, model: FlatModel, t
         (1, 4, 400, Version(1, 0), 0), (2, 4, 400, Version(1, 1), 1),
     ]  # fmt: skip
     assert [request.pin_id for request in run.released] == [1, 2, 3]
+    assert not shell.checkpoint_now("mine"), "it keeps none"
     assert (shell.done, shell.exit_reason) == (True, "the training loop has ended")
     assert [leave.reason for leave in run.leaves] == [shell.exit_reason]
     assert run.closed == [run.address]
@@ -179,6 +187,7 @@ def test_an_exchange_goes_on_during_a_step_and_installs_after_it(run: RunInMemor
         run.go_on()  # in the middle of a step
         run.settled(shell._wakes)  # type: ignore[arg-type]
         assert (shell.phase, len(run.verdicts)) == ("PULLING", 1)
+        assert getattr(run.heartbeats[0].facts, "phase", "") == "PULLING"
         run.go_on()
         run.settled(shell._wakes)  # type: ignore[arg-type]
         assert (shell.phase, model.installs) == ("PULLING", installs)
@@ -210,6 +219,34 @@ def test_a_push_whose_base_is_gone_is_sent_again_as_parameters(run: RunInMemory,
         push = first(run)
         assert (run.pushes[0].wire, run.attempts[push]) == (Codec.INT8, 2)
         assert {slave.codecs[push] for slave in run.slaves} == {Codec.F32}
+
+
+@pytest.mark.parametrize("error", [OSError("no route"), ValueError("no number"), RetryLater("not now")])
+def test_a_transfer_that_raises_is_begun_again(
+    run: RunInMemory, model: FlatModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
+) -> None:
+    errors = [error]
+
+    def carries(*given: Any, **named: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return run.carry_push(*given, **named)
+
+    monkeypatch.setattr("dips.worker.data.carry_push", carries)
+    with shell_of(run, model, tape=tmp_path / "tape") as shell:
+        train(run, shell, model, 6)
+        assert (shell.version, run.attempts[first(run)]) == (Version(1, 1), 2)
+    (failed,) = (record for record in read_tape(tmp_path / "tape") if record["kind"] == "push_failed")
+    assert str(error) in failed["reason"]
+
+
+def test_differences_to_its_base_are_asked_for_where_the_run_publishes_them(run: RunInMemory, model: FlatModel) -> None:
+    bases: list[Version | None] = []
+    run.settings = replace(run.settings, pull_wire="int8")
+    run.hook = lambda method, request: bases.append(request.base) if method == "BeginPull" else None
+    with shell_of(run, model) as shell:
+        train(run, shell, model, 8)
+    assert bases == [None, Version(1, 0), Version(1, 1)]
 
 
 def test_wrong_bytes_again_and_again_end_the_cluster(run: RunInMemory) -> None:
@@ -329,15 +366,69 @@ def test_leased_data_is_lent_counted_and_pushed_by_name(run: RunInMemory, model:
         assert shell.times_forgotten == 0
 
 
+def test_heartbeats_say_for_how_long_a_push_could_not_be_recorded(
+    run: RunInMemory, model: FlatModel, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[int] = []
+    monkeypatch.setattr("support.run_in_memory.Recorder.record", lambda self, job, record: jobs.append(job))
+    run.settings = replace(run.settings, verdict_wait_s=0.0)
+    with shell_of(run, model, **kept) as shell:
+        train(run, shell, model, 4)
+        shell._arrived(Delayed(jobs[0], "no space left"))
+        train(run, shell, model, 3)
+        facts = run.heartbeats[0].facts
+        assert facts is not None
+        assert (facts.unrecorded_s, run.pushes) == (2 * STEP_S, [])
+        shell._arrived(EndOfJob(jobs[0]))
+        train(run, shell, model, 2)
+        assert run.heartbeats[0].facts is not None
+        assert (run.heartbeats[0].facts.unrecorded_s, [push.steps for push in run.pushes]) == (0.0, [4])
+
+
+def test_the_time_of_checkpoints_is_not_computing(
+    run: RunInMemory, model: FlatModel, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = model.snapshot
+
+    def slowly(into: Any) -> None:
+        run.clock.advance(3.0)
+        copied(into)
+
+    with shell_of(run, model, **kept | {"checkpoint_every_s": 0.0}) as shell:
+        monkeypatch.setattr(model, "snapshot", slowly)
+        train(run, shell, model, 1)
+        for take in (shell.checkpoint_if_due, lambda: shell.checkpoint_now("mine")):
+            take()
+            train(run, shell, model, 1)
+        assert shell.steps_per_s == pytest.approx(1 / STEP_S)
+
+
+def test_an_error_of_the_exchange_in_a_step_ends_the_loop_at_its_end(
+    run: RunInMemory, model: FlatModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("no thread can be started")
+
+    run.settings = replace(run.settings, overlap="full")
+    shell = shell_of(run, model)
+    shell.start()
+    run.holds_transfers = True
+    train(run, shell, model, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(shell._client, "start", fails)
+        run.go_on()
+        assert shell._between is not None
+        shell._between.join()
+    with pytest.raises(OSError, match="no thread can be started"):
+        shell.step(TOKENS)
+    shell.close("it failed", push_pending=False)
+    assert [leave.reason for leave in run.leaves] == ["it failed"]
+
+
 def die(shell: ClusterShell) -> None:
     """As after SIGKILL: no message says that it ends, threads and locks are gone."""
     shell._finished = Finished("killed")
     shell.close()
-
-
-@pytest.fixture
-def kept(run: RunInMemory, tmp_path: Path) -> dict[str, Any]:
-    return {"checkpoint_dir": tmp_path / "kept", "checkpoint_every_s": 10.0, "resume": True, "tape": tmp_path / "tape"}
 
 
 def test_the_next_life_has_the_parameters_to_the_bit_and_its_work(
@@ -410,9 +501,9 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(
         assert shell.version == Version(1, 1)
 
 
-def test_a_scrape_finds_what_the_loop_did(
-    run: RunInMemory, model: FlatModel, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def scrapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], Iterable[Metric]]]]:
+    """What a server of metrics that is asked for would call."""
     scrapes: list[Callable[[], Iterable[Metric]]] = []
     stopped: list[bool] = []
 
@@ -422,6 +513,40 @@ def test_a_scrape_finds_what_the_loop_did(
         return SimpleNamespace(stop=lambda: stopped.append(True))
 
     monkeypatch.setattr("dips.worker.metrics.serve_metrics", serve)
+    yield scrapes
+    assert stopped == [True]
+
+
+def test_waits_for_data_and_for_an_exchange_are_told_apart(
+    run: RunInMemory, model: FlatModel, scrapes: list[Callable[[], Iterable[Metric]]]
+) -> None:
+    def waited_s() -> list[float]:
+        (found,) = (family for family in scrapes[0]() if "waited_seconds" in family.name)
+        return [sample.value for sample in found.samples if sample.name.endswith("_total")][::-1]
+
+    def busy(method: str, request: Any) -> None:
+        if method == "LeaseData" and run.clock.monotonic_s() < until_s:
+            raise RefuseCall(RefusalCode.BUSY, "not now", 0.5)
+
+    run.hook, until_s = busy, run.clock.monotonic_s() + 2.0
+    run.settings, run.decide = replace(run.settings, verdict_wait_s=3.0), lambda push: None
+    with shell_of(run, model, LEASED, metrics_listen="127.0.0.1:0") as shell:
+        (lent,) = shell.lease(400)
+        data_s, _ = waited_s()
+        assert 1.5 <= data_s <= 2.5
+        run.clock.advance(9.0)
+        for begin in range(0, 400, 100):
+            shell.step(100, [replace(lent, begin_tokens=begin, end_tokens=begin + 100)])
+        run.clock.advance(9.0)
+        again_s, exchange_s = waited_s()
+        assert again_s == data_s
+        assert 2.5 <= exchange_s <= 3.0
+        run.decide = lambda push: VerdictKind.APPLIED
+
+
+def test_a_scrape_finds_what_the_loop_did(
+    run: RunInMemory, model: FlatModel, kept: dict[str, Any], scrapes: list[Callable[[], Iterable[Metric]]]
+) -> None:
     with shell_of(run, model, metrics_listen="127.0.0.1:0", **kept) as shell:
         train(run, shell, model, 4)
         run.clock.advance(10.0)
@@ -429,7 +554,6 @@ def test_a_scrape_finds_what_the_loop_did(
         train(run, shell, model, 2)
         run.clock.advance(1.5)
         samples = [sample for family in scrapes[0]() for sample in family.samples]
-    assert stopped == [True]
     found = {
         " ".join((each.name.removeprefix("dips_worker_"), *dict(sorted(each.labels.items())).values())): each.value
         for each in samples

@@ -149,6 +149,7 @@ def test_a_sealed_push_is_awaited_again_when_the_donation_fails(
     fails(life, life.donate(), at)
     assert life.phase is SessionPhase.AWAITING
     assert life.push_id == sealed
+    assert life.asked(messages.AwaitVerdictRequest).push == sealed
     life.judged("await", life.verdict(kind, sealed))
     # Without theta_at_push nothing of the later steps can be kept; the push's own ranges follow its verdict.
     returned = [life.span(400, 500)] if kind is messages.VerdictKind.APPLIED else [life.span(0, 500)]

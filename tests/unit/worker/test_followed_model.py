@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,7 @@ def followed(run: Run, model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterato
     with dips.Follow(model, master="127.0.0.1:1", insecure=True) as follow:
         until(lambda: run.use is not None, "the thread")
         yield follow
+    assert not follow._thread.is_alive(), "it ends with the block"
 
 
 def test_an_update_takes_the_newest_and_after_an_interrupt_the_next_one_makes_it_whole(
@@ -117,3 +119,13 @@ def test_a_module_that_is_another_model_is_refused_and_left_as_it_is(
     with pytest.raises(ConfigError, match="the run's model has 'b'"), followed(Run(), model, monkeypatch):
         pass
     assert not model.a.any()
+
+
+def test_what_it_cannot_read_with_is_refused_when_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DIPS_MASTER", raising=False)
+    where: dict[str, Any] = {"master": "127.0.0.1:1"}
+    for given, says in (
+        ({"insecure": True}, "DIPS_MASTER"), (where, "keys"), ({**where, "insecure": True, "keys": tmp_path}, "keys"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=says):
+            dips.Follow(Model(), **given)

@@ -96,6 +96,25 @@ def test_tokens_and_losses_of_accumulated_batches_are_one_steps_and_saves_are_la
     assert not trainer.model._forward_pre_hooks
 
 
+@pytest.mark.parametrize(
+    ("averages", "tensor_parallel", "scale"), [(True, None, 4.0), (True, 2, 2.0), (False, None, 1.0)]
+)
+def test_a_loss_that_the_trainer_divides_by_the_items_of_all_ranks_is_this_ranks_again(
+    run: RunInMemory, tmp_path: Path, averages: bool, tensor_parallel: int | None, scale: float
+) -> None:
+    trainer = Trainer(run, tmp_path, world_size=4, average_tokens_across_devices=averages)
+    trainer.model.tp_size = tensor_parallel  # type: ignore[assignment]
+    trainer.tell("train_begin")
+    for n in range(4):
+        trainer.step(batch(0.25), batch(0.5), items=4)
+        trainer.tell("log")
+        trainer.control.should_save = n == 3
+        trainer.tell("epoch_end")
+    assert run.pushes[0].mean_loss == 0.75 * scale
+    assert labels(tmp_path) == ["step 4"], "also of what is saved after each epoch"
+    trainer.callback.close()
+
+
 def test_without_a_master_the_model_trains_alone(
     run: RunInMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

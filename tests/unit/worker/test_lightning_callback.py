@@ -103,7 +103,9 @@ def test_without_a_master_the_module_trains_alone(
     assert (run.pushes, list(tmp_path.iterdir())) == ([], [])
 
 
-def test_batches_and_steps_that_lightning_skips_are_not_counted(run: RunInMemory, tmp_path: Path) -> None:
+def test_batches_and_steps_that_lightning_skips_are_not_counted(
+    run: RunInMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = Trainer(run, tmp_path)
     trainer.tell("train_start")
     sync = trainer.callback.sync
@@ -113,7 +115,24 @@ def test_batches_and_steps_that_lightning_skips_are_not_counted(run: RunInMemory
     assert sync.steps == 4
     (push,) = run.pushes
     assert (push.steps, push.tokens) == (4, 4 * 6)
+    assert "has a gradient" not in caplog.text, "it is no mistake"
     trainer.callback.close()
+
+
+def test_batches_of_a_loop_of_the_modules_own_are_counted(run: RunInMemory, tmp_path: Path) -> None:
+    """It may call backward() itself."""
+    trainer = Trainer(run, tmp_path)
+    trainer.model.automatic_optimization = False  # type: ignore[assignment]
+    trainer.tell("train_start")
+    for number in range(4):
+        batch = {"input_ids": torch.zeros(2, 3)}
+        trainer.tell("train_batch_start", batch, number)
+        sum(w.sum() for w in trainer.model.parameters()).backward()  # type: ignore[union-attr]
+        trainer.tell("before_optimizer_step", trainer.optimizer)
+        trainer.optimizer.step()
+        trainer.tell("train_batch_end", None, batch, number)
+    trainer.callback.close()
+    assert [(push.steps, push.tokens) for push in run.pushes] == [(4, 4 * 6)]
 
 
 def test_the_batches_that_lightning_gives_are_compared_with_other_clusters(run: RunInMemory, tmp_path: Path) -> None:

@@ -187,6 +187,28 @@ def test_a_list_of_optimizers_has_each_once() -> None:
     for optimizers in ([], [muon, muon]):
         with pytest.raises(ConfigError, match="give each optimizer that steps the model once"):
             dips.DiLoCo(model, optimizers, tokens_per_step=10)
+    model, *both = make_two()
+    dips.DiLoCo(model, both, tokens_per_step=10)
+    for optimizer in both:
+        with pytest.raises(ConfigError, match="not entered"):
+            optimizer.step()
+
+
+class Prepared(torch.optim.Optimizer):
+    """As Accelerate makes of an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+
+
+Prepared.__module__ = "accelerate.optimizer"
+
+
+def test_a_step_of_an_optimizer_that_a_trainer_prepared_is_one_of_that_inside() -> None:
+    model, optimizer = make()
+    with dips.DiLoCo(model, Prepared(optimizer), tokens_per_step=10) as sync:
+        step(model, optimizer)
+    assert sync.steps == 1
 
 
 def test_count_overrides_the_next_step_only() -> None:

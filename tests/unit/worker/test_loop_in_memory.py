@@ -29,7 +29,7 @@ from dips.core.errors import TERMINATED, ConfigError, DipsError, RefusalCode
 from dips.core.ids import Version
 from dips.core.messages import VerdictKind
 from dips.core.observe.tape import read_tape
-from dips.worker.integrations.trainer_loop import CallbackOptions, Joined, TrainerLoop
+from dips.worker.integrations.trainer_loop import KEPT, CallbackOptions, Joined, TrainerLoop
 from dips.worker.loop import Sigterm
 from dips.worker.parallel.ranks import Ranks
 
@@ -248,12 +248,22 @@ def test_a_leader_that_cannot_join_ends_all_ranks_with_its_error(run: RunInMemor
     assert together(lambda rank: Loop(run, rank).is_not_entered()) == ["Refused: another shape"] * 2
 
 
+def test_a_leader_that_cannot_write_its_record_ends_all_ranks_with_its_error(
+    run: RunInMemory, together: Together, tmp_path: Path
+) -> None:
+    told = together(lambda rank: Loop(run, rank, tape=None if rank else tmp_path).is_not_entered())
+    assert (told[0] == told[1], str(tmp_path) in str(told[0]), run.joins) == (True, True, [])
+
+
 def test_failpoints_that_are_not_enabled_let_no_rank_enter(
     run: RunInMemory, monkeypatch: pytest.MonkeyPatch, together: Together
 ) -> None:
     monkeypatch.setenv("DIPS_FAILPOINTS", "worker.nothing=off")
     told = together(lambda rank: Loop(run, rank).is_not_entered())
     assert all("failpoints are not enabled" in str(said) for said in told)
+    monkeypatch.setattr("dips.worker.loop.ranks_here", lambda group, cut: None)
+    with pytest.raises(ConfigError, match="failpoints are not enabled"):
+        Loop(run, 0, replicas=False).is_not_entered()
 
 
 def test_ranks_that_shared_the_model_out_by_other_chunks_must_be_started_again(
@@ -308,6 +318,8 @@ def ends_by(raised: type[BaseException] | None, trains: Callable[[], None]) -> N
         ("fails", ValueError, [], "ValueError: no"),
         ("ctrl-C between steps", KeyboardInterrupt, [2], "KeyboardInterrupt"),
         ("ctrl-C in a step", KeyboardInterrupt, [], "KeyboardInterrupt"),
+        ("ctrl-C after torch has made an optimizer's state", KeyboardInterrupt, [2], "KeyboardInterrupt"),
+        ("ctrl-C after a step that GradScaler skips", KeyboardInterrupt, [2], "KeyboardInterrupt"),
         ("SIGTERM, asks done", SystemExit, [2], "SIGTERM"),
         ("SIGTERM, never asks", SystemExit, [3], "SIGTERM"),
         ("SIGTERM, which ends its loader, too", SystemExit, [2], "SIGTERM"),
@@ -318,6 +330,7 @@ def test_how_a_loop_ends_decides_what_becomes_of_its_last_steps(
     run: RunInMemory, how: str, raised: type[BaseException] | None, pushed: list[int], reason: str
 ) -> None:
     loop = Loop(run, 0, replicas=False, steps=2 if how == "ends" else None)
+    loop.steps_by(torch.optim.SGD(loop.model.parameters(), lr=1.0, fused=True))
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -338,6 +351,14 @@ def test_how_a_loop_ends_decides_what_becomes_of_its_last_steps(
                 case "ctrl-C in a step":
                     loop.optimizer.register_step_pre_hook(interrupt)
                     loop.steps(1)
+                case "ctrl-C after torch has made an optimizer's state":
+                    loop.gradients(None)
+                    get_optimizer_state_dict(loop.model, loop.optimizer)
+                    interrupt()
+                case "ctrl-C after a step that GradScaler skips":
+                    loop.optimizer.found_inf = torch.ones(1)  # type: ignore[attr-defined]
+                    loop.steps(1)
+                    interrupt()
                 case _:
                     for _ in range(2):  # as launchers do, to a group and to each process
                         os.kill(os.getpid(), signal.SIGTERM)
@@ -398,6 +419,7 @@ def handles_sigterm(then: Callable[[], None]) -> Iterator[None]:
     """A program's own handler, which is there again after all loops."""
 
     def handler(number: int, frame: object) -> None:
+        assert number == signal.SIGTERM
         then()
 
     before = signal.signal(signal.SIGTERM, handler)
@@ -1003,7 +1025,9 @@ def test_a_loop_that_fails_after_it_has_joined_leaves_the_run_and_no_hook(
     assert [leave.reason for leave in run.leaves] == ["RuntimeError: no hook"]
 
 
-def test_optimizers_of_other_models_are_left_alone(loop: Loop, run: RunInMemory) -> None:
+def test_optimizers_of_other_models_are_left_alone(
+    loop: Loop, run: RunInMemory, caplog: pytest.LogCaptureFixture
+) -> None:
     other = Model(1)
     theirs = torch.optim.AdamW(other.parameters(), lr=1.0)
     with loop.sync as sync:
@@ -1015,6 +1039,7 @@ def test_optimizers_of_other_models_are_left_alone(loop: Loop, run: RunInMemory)
         assert sync.steps == 8
     assert [push.steps for push in run.pushes] == [4, 4]
     assert len(theirs.state) == 5
+    assert "other optimizers" not in caplog.text, "of so few steps"
 
 
 def test_a_model_and_an_optimizer_are_in_one_open_block_only(loop: Loop) -> None:
@@ -1059,3 +1084,51 @@ def test_a_model_of_which_a_step_leaves_only_zeros_is_not_pushed(run: RunInMemor
     kinds = [record["kind"] for record in read_tape(tmp_path / "tape")]
     assert "push_begun" in kinds
     assert "push_sent" not in kinds
+
+
+# torch's own, of its first compilation.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_step_pushes_what_was_trained(loop: Loop, run: RunInMemory, whole: bool) -> None:
+    """Its hooks are not traced, where they would copy tensors that hold nothing."""
+    of_optimizer = torch.compile(loop.optimizer.step, backend="eager")
+
+    def step() -> None:
+        loop.gradients(-1.0)
+        if whole:
+            loop.optimizer.step()
+        else:
+            of_optimizer()
+
+    trains = torch.compile(step, backend="eager") if whole else step
+    with loop.sync as sync:
+        for _ in range(8):
+            run.clock.advance(1.0)
+            trains()
+        assert (sync.steps, sync.progress) == (8, 80)
+    assert [push.steps for push in run.pushes] == [4, 4]
+    assert run.theta_of(max(run.verdicts)).tobytes() == after(8)
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "kept"),
+    [("", {}, KEPT), ("5", {}, 5), ("5", {"checkpoints_kept": 1}, 1), ("", {"checkpoints_kept": 1}, 1)],
+)
+def test_the_variable_says_how_many_checkpoints_are_kept_unless_the_callback_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loop: Loop, variable: str, given: dict[str, Any], kept: int
+) -> None:
+    monkeypatch.setenv("DIPS_WORKER_CHECKPOINTS_KEPT", variable)
+    where = {"master": loop.run.address, "cluster_id": "a", "insecure": True, **given}
+    config = TrainerLoop(loop.model, loop.optimizer, CallbackOptions(8, None, where), tmp_path, None)._config
+    assert config is not None
+    assert (config.checkpoints_kept, config.resume) == (kept, False), "it has no checkpoint to go on from"
+
+
+def test_paths_of_a_callback_stay_where_they_were_when_it_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = CallbackOptions(8, Path("kept"), {"tape": "tape", "master": "h:1"})
+    monkeypatch.chdir("else")
+    assert (options.checkpoint_dir, options.loop["tape"]) == (tmp_path / "kept", tmp_path / "tape")

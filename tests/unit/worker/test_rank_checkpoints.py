@@ -19,6 +19,7 @@ import pytest
 import torch
 from support.cluster_bench import ClusterBench
 from support.manual_clock import ManualClock
+from support.rank_table import RankTable, Seat
 from support.repository import ROOT
 
 from dips.core.errors import ConfigError
@@ -30,7 +31,7 @@ from dips.worker.commands import BeginCheckpoint, CommitCheckpoint, FindCheckpoi
 from dips.worker.config import ClientConfig
 from dips.worker.model_part import ModelPart
 from dips.worker.parallel.agreement import Agreed, Alone, agree
-from dips.worker.parallel.held import held_here
+from dips.worker.parallel.held import ShardOf, held_here
 from dips.worker.parallel.rank_checkpoints import LeadingCheckpoints, RankCheckpoints
 from dips.worker.parallel.rank_state import RankState, TorchState, merged
 from dips.worker.parallel.shard_files import SavedShards, boxes_of, restore_vectors, write_shards
@@ -63,6 +64,19 @@ class Counter:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.n = state["n"]
+
+
+class Seen:
+    """Of a loader: tensors, one of them without elements."""
+
+    def __init__(self, value: float) -> None:
+        self.seen, self.none = torch.full((2,), value), torch.zeros(0, 3, dtype=torch.int32)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"seen": self.seen, "none": self.none}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.seen, self.none = state["seen"], state["none"]
 
 
 class Loop:
@@ -109,35 +123,10 @@ def gone_on(before: Loop, after: Loop, folder: Path) -> None:
     after.state().restore(*saved_in_one_file(before.state(), folder))
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "NAdam", "Adagrad", "RMSprop"])
-def test_a_loop_goes_on_to_the_bit(tmp_path: Path, optimizer: str) -> None:
-    options = {"momentum": 0.9} if optimizer in ("SGD", "RMSprop") else {}
-    before, after = Loop(3, optimizer, **options), Loop(0, optimizer, **options)
-    after.net.load_state_dict({**before.net.state_dict(), **dict(after.net.named_buffers())})  # as theta does
-    gone_on(before, after, tmp_path)
-    assert after.counter.n == 3
-    for loop in (before, after):
-        torch.manual_seed(9)
-        loop.step()
-    for name, tensor in before.net.state_dict().items():
-        assert torch.equal(after.net.state_dict()[name], tensor), name
-
-
-def test_random_numbers_and_options_go_on(tmp_path: Path) -> None:
+def test_options_go_on(tmp_path: Path) -> None:
     before, after = Loop(2, lr=0.25, betas=(0.5, 0.75)), Loop(0)
-    state, saved = saved_in_one_file(before.state(), tmp_path)
-    expected = torch.rand(3)
-    after.state().restore(state, saved)
-    assert torch.equal(torch.rand(3), expected)
+    gone_on(before, after, tmp_path)
     assert (after.optimizer.param_groups[0]["lr"], after.optimizer.param_groups[0]["betas"]) == (0.25, (0.5, 0.75))
-
-
-def test_what_was_captured_does_not_change_while_training_goes_on(tmp_path: Path) -> None:
-    loop = Loop(2)
-    _, shards = loop.state().capture()
-    before = [shard.tensor.clone() for shard in shards]
-    loop.step()
-    assert all(torch.equal(shard.tensor, old) for shard, old in zip(shards, before, strict=True))
 
 
 class Counts(torch.optim.SGD):
@@ -202,6 +191,16 @@ def test_an_optimizer_whose_state_cannot_be_shared_out_is_named(
     assert sentence in str(raised.value)
 
 
+def test_moments_of_a_tensor_that_is_none_of_the_models_cannot_be_shared_out() -> None:
+    loop, other = Loop(1), torch.nn.Parameter(torch.ones(7))
+    loop.optimizer.add_param_group({"params": [other]})
+    loop.state().capture()
+    other.grad = torch.ones(7)
+    loop.optimizer.step()
+    with pytest.raises(StateTreeError, match=r"AdamW steps a tensor of shape \[7\] that is no parameter"):
+        loop.state().capture()
+
+
 def test_another_optimizer_or_loop_is_refused(tmp_path: Path) -> None:
     state, saved = saved_in_one_file(Loop(1).state(), tmp_path)
     with pytest.raises(ConfigError, match="holds the state of AdamW, this loop has SGD"):
@@ -222,17 +221,17 @@ def test_groups_that_were_others_are_refused(tmp_path: Path) -> None:
 def test_ranks_that_had_different_states_are_named_where_their_number_changes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    states = []
-    for n in (1, 2):
-        told, shards = Loop(n).state().capture()
-        states.append(told)
-    saved = SavedShards(tmp_path, [write_shards(tmp_path, 0, shards)])
-    loop = Loop(0)
-    loop.state()._restore_parts(merged(states)["parts"], saved)
-    assert loop.counter.n == 1
-    assert [record.getMessage() for record in caplog.records] == [
-        "the 2 ranks of the checkpoint had different states of 'counter', and there are 1 now: all go on from rank 0's"
-    ]
+    """Whether in numbers or in tensors; what else the ranks hold is each one's own."""
+    for said, other in {"": 1.0, "different states of 'order', and there are 1 now": 2.0}.items():
+        told, shards = zip(
+            *(Loop(int(value), "SGD").state(order=Seen(value)).capture() for value in (1.0, other)), strict=True
+        )  # fmt: skip
+        saved, now, loop = SavedShards(tmp_path, [write_shards(tmp_path, 0, shards[0])]), Seen(0.0), Loop(0, "SGD")
+        loop.state(order=now).restore(merged(told), saved)
+        assert (now.seen.tolist(), loop.counter.n) == ([1.0, 1.0], 1)
+        assert (now.none.shape, now.none.dtype) == ((0, 3), torch.int32), "also what has no elements"
+        assert said in caplog.text
+        assert len(caplog.records) == 2 * bool(said)
 
 
 class OfTwo(Alone):
@@ -279,6 +278,45 @@ def test_the_optimizers_state_of_a_tied_parameter_is_written_by_the_rank_that_st
     written = {shard.name for shard in shards if shard.name.startswith("optimizer.")}
     names = [name for name, _ in loop.net.named_parameters()]
     assert written == {f"optimizer.{name}.{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")}
+
+
+def test_what_several_ranks_hold_is_written_once_and_each_writes_a_part() -> None:
+    loop = Loop(1)
+    both = replace(loop.agreed, held=(*loop.agreed.held, *loop.agreed.held))
+    states = [RankState(OfTwo(lambda mine: mine, n), replace(both, rank=n), [loop.optimizer]) for n in range(2)]
+    written = [[shard.name for shard in state.capture()[1] if not shard.name.startswith("ranks.")] for state in states]
+    alone = [shard.name for shard in loop.state().capture()[1] if not shard.name.startswith("ranks.")]
+    assert sorted(written[0] + written[1]) == sorted(alone)
+    assert all(any("exp_avg" in name for name in each) for each in written)
+
+
+def test_what_ranks_hold_in_part_and_in_fewer_bits_goes_on_to_the_last_element(tmp_path: Path) -> None:
+    """Rank 0 holds all, and rank 1 three elements in the middle."""
+
+    def made(seat: Seat, value: float) -> tuple[torch.nn.Module, torch.Tensor, torch.optim.Optimizer, RankState]:
+        start, size = ((0, 10), (3, 3))[seat.rank]
+        net, master = torch.nn.Module(), torch.arange(float(start), float(start + size))
+        net.register_parameter("w", torch.nn.Parameter((master + value).bfloat16()))
+        optimizer = torch.optim.SGD([master], lr=0.0, momentum=0.5)
+        master.grad = master * value
+        optimizer.step()
+        shards, masters = {"w": ShardOf("w", (10,), (start,))}, {"w": master}
+        agreed = agree(seat, held_here([net], [optimizer], shards=shards, master_parameters=masters), {})
+        assert agreed is not None
+        return net, master, optimizer, RankState(seat, agreed, [optimizer])
+
+    def ranks(value: float) -> Any:
+        return RankTable(2).together(lambda seat: made(seat, value))
+
+    states, files = [], []
+    for rank, each in enumerate(ranks(2.0)):
+        told, shards = each[3].capture()
+        states.append(told)
+        files.append(write_shards(tmp_path, rank, shards))
+    for net, master, optimizer, state in ranks(3.0):
+        state.restore(merged(states), SavedShards(tmp_path, files))
+        assert torch.equal(net.w.float(), master + 2.0)
+        assert torch.equal(optimizer.state[master]["momentum_buffer"], master * 2.0)
 
 
 def test_the_installed_version_of_ranks_that_own_parameters_in_fewer_bits_is_enough(tmp_path: Path) -> None:
@@ -418,6 +456,25 @@ def test_ranks_go_on_from_what_one_process_wrote_and_one_process_too(tmp_path: P
     assert (everything(again, other), again.counter.n) == (expected, 2)
 
 
+def test_what_fails_while_one_process_writes_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("no such file")
+
+    loop, bench = Loop(1), ClusterBench()
+    with closing(of_one_process(tmp_path, loop, Part(loop), checkpoint_every_s=0.0)) as kept:
+        assert not kept.take_now(bench.session, "cause", "x"), "there is nothing to go on from"
+        bench.begin()
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointStore, "write", fails)
+            assert not kept.take_now(bench.session, "cause", "x")
+        assert "no such file" in caplog.text
+        kept.take_if_due(bench.session, "cause")
+        assert kept.take_now(bench.session, "cause", "x"), "after the one under way"
+    assert len(list(tmp_path.glob("checkpoint-*.json"))) == 2
+
+
 @pytest.mark.parametrize("damage", ["first bytes", "header", "data", "cut", "no length"])
 def test_a_damaged_checkpoint_of_one_process_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
@@ -522,22 +579,34 @@ def test_what_is_on_its_way_at_the_end_is_completed(cluster: Cluster) -> None:
     cluster.checkpoints.take_if_due(cluster.bench.session, "cause")
     assert cluster.checkpoints.finish()
     assert not cluster.checkpoints.finish(), "there is no other"
+    cluster.clock.advance(11.0)
+    cluster.checkpoints.take_if_due(cluster.bench.session, "cause")
+    assert cluster.take(), "after the one under way"
+    assert cluster.checkpoints._store.numbers() == [2, 3]
 
 
-def test_what_a_rank_cannot_keep_is_said_on_every_rank(cluster: Cluster, tmp_path: Path) -> None:
-    """The first rank has state that no checkpoint holds."""
-    first = {b"[": b'[".", ""]', b"": b"no such state"}  # of the folder, and of the checkpoint
-    own = RankCheckpoints(tmp_path, OfTwo(lambda mine: first.get(mine[:1], mine), rank=1), cluster.loop.state())
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_rank_cannot_keep_is_said_on_every_rank(cluster: Cluster, tmp_path: Path, rank: int) -> None:
+    """The other rank has state that no checkpoint holds, or this one has an optimizer of such a kind."""
+    first = {b"[": b'[".", ""]', b"1": b"1", b"": b"no such state"}  # of the folder, and of the checkpoint
+    own = RankCheckpoints(tmp_path, OfTwo(lambda mine: first.get(mine[:1], b""), rank), cluster.loop.state())
     (tmp_path / "checkpoint-00000001.ranks").mkdir()
     saved = cluster.bench.session.saved()
     assert saved is not None
-    own.begin(*cluster.part.owned, 1, json.dumps(saved.to_json()))
-    with pytest.raises(ConfigError, match="rank 0 of this cluster can keep no checkpoint: no such state"):
-        own.commit()
+    for says in (
+        f"rank {1 - rank} of this cluster can keep no checkpoint: no such",
+        f"rank {rank} of .* has tensors in containers",
+    ):
+        own.begin(*cluster.part.owned, 1, json.dumps(saved.to_json()))
+        with pytest.raises(ConfigError, match=says):
+            own.commit()
+        cluster.loop.optimizer.state[cluster.loop.net.last.bias]["kept"] = [torch.ones(1)]
     own.close()
 
 
-def test_the_time_in_which_all_ranks_wait_for_the_manifest_is_part_of_the_pause(cluster: Cluster) -> None:
+def test_the_time_in_which_all_ranks_wait_for_the_manifest_is_part_of_the_pause(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     rows: list[dict[str, Any]] = []
     tape: Any = SimpleNamespace(write=lambda event, cause, **values: rows.append(values))
     cluster.checkpoints.begin(lambda event: None, tape)
@@ -550,19 +619,33 @@ def test_the_time_in_which_all_ranks_wait_for_the_manifest_is_part_of_the_pause(
     cluster.ranks.do = slowly  # type: ignore[method-assign]
     assert cluster.take()
     assert (rows[0]["pause_s"], rows[0]["write_s"]) == (3.0, 3.0)
+    assert rows[0]["bytes"] == sum(file.stat().st_size for file in tmp_path.glob("*.ranks/__*"))
 
 
-def test_a_disk_that_is_full_ends_nothing(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("fails", "error"),
+    [
+        ("parallel.rank_checkpoints.write_shards", ValueError("No space")),
+        *((name, OSError(errno.ENOSPC, "No space")) for name in (
+            "parallel.rank_checkpoints.write_shards", "parallel.rank_checkpoints.write_metadata",
+            "checkpoint_files.make_folder", "checkpoint_files.write_record",
+        )),
+    ],
+)  # fmt: skip
+def test_what_fails_while_a_checkpoint_is_written_ends_nothing_and_leaves_nothing(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str,
+    error: Exception,
+) -> None:  # fmt: skip
     def full(*given: Any) -> Any:
-        raise OSError(28, "No space left on device")
+        raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("dips.worker.parallel.rank_checkpoints.write_shards", full)
+        patch.setattr(f"dips.worker.{fails}", full)
         assert not cluster.take()
-    assert "rank 0: No space left on device; training goes on" in caplog.text
-    assert not list(tmp_path.glob("*.ranks"))
+    assert "No space" in caplog.text
+    assert "; training goes on" in caplog.text
+    assert not list(tmp_path.glob("checkpoint-*"))
+    assert not cluster.checkpoints.take_now(ClusterBench().session, "cause", "a"), "before the first version"
     assert cluster.take()
 
 
@@ -580,12 +663,15 @@ def test_a_rank_that_may_not_look_into_the_folder_does_not_see_it(tmp_path: Path
         RankCheckpoints(tmp_path, first, cast(Any, None))
 
 
-def test_ranks_that_read_other_manifests_agree_on_none(cluster: Cluster, tmp_path: Path) -> None:
-    other = OfTwo(lambda mine: json.dumps(["", "another"]).encode() if mine.startswith(b"[") else mine)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_read_other_manifests_agree_on_none(cluster: Cluster, tmp_path: Path, rank: int) -> None:
     assert cluster.take()
-    own = RankCheckpoints(tmp_path, other, cast(Any, None))
-    assert own.find(1) == ["", "rank 1 has another one of this number"]
-    own.close()
+    said = {b'[".': b'[".", ""]', b'[""': b'["", "another"]'}
+    for answers, found in ((said, ["", "rank 1 has another one of this number"]), ({b'[".': b'[".", ""]'}, ["", ""])):
+        other = OfTwo(lambda mine, answers=answers: answers.get(mine[:3], mine), rank)  # type: ignore[misc]
+        own = RankCheckpoints(tmp_path, other, cast(Any, None))
+        assert own.find(1) == found
+        own.close()
 
 
 def test_the_age_of_a_checkpoint_that_could_never_be_written_counts_from_the_first_step(

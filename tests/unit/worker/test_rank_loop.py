@@ -8,6 +8,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from support.manual_clock import ManualClock
 
 from dips.core.messages import DataRange, Settings
@@ -128,6 +129,17 @@ def test_the_session_knows_of_all_steps_before_it_leases_more() -> None:
     assert shell.reported == [(16, (FIRST, SECOND), 2)], "the tokens of both ranks, and the ranges once"
 
 
+def test_tokens_of_a_step_without_gradients_do_not_count() -> None:
+    shell = Shell()
+    shell.steps_to_push, shell.steps_per_s = 9, 9.0
+    loop = leader(shell, Others())
+    assert lease(loop)
+    for tokens in (4, 3):
+        loop.step(tokens, is_empty=tokens == 3)
+    assert lease(loop)
+    assert shell.reported == [(8, (), 1)]
+
+
 def test_all_ranks_learn_that_the_master_took_ranges_back() -> None:
     shell, others = Shell(), Others()
     loop = leader(shell, others)
@@ -171,6 +183,34 @@ def test_a_sigterm_of_any_rank_that_is_heard_while_the_leader_waits_stops_the_se
         leading.look()
     assert stopped == [StopWanted("SIGTERM")]
     assert said == [to_bytes(Ask())] * 4
+
+
+def test_a_stop_that_a_ranks_program_asks_for_is_the_leaders_to_make() -> None:
+    asked: list[str] = []
+    shell: Any = Shell()
+    shell.request_stop = asked.append
+    follower(Others()).request_stop("of another rank")
+    leader(shell, Others()).request_stop("enough")
+    assert asked == ["enough"]
+    shell.tape, shell.cause = "its tape", "a/1.1#2"
+    told = [(each.tape, each.cause) for each in (leader(shell, Others()), follower(Others()))]
+    assert told == [("its tape", "a/1.1#2"), (None, "")], "which writes the records alone"
+
+
+@pytest.mark.parametrize(("done", "pushes"), [(False, False), (True, False), (True, True)])
+def test_a_rank_that_leaves_without_the_others_or_after_the_end_tells_them_nothing(done: bool, pushes: bool) -> None:
+    closed: list[object] = []
+    shell: Any = Shell()
+    shell.close = lambda reason, *, push_pending: closed.append((reason, push_pending))
+    others: Any = Others()
+    others.close = lambda: closed.append("connections")
+    loop = leader(shell, others)
+    loop.news = GoOn(done=done)
+    loop.step(8)
+    del others.said[:]
+    loop.close("no", push_pending=pushes)
+    assert (others.said, others.alone) == ([], True)
+    assert closed == [("no", False), "connections", "connections"], "of the part, and of the ranks"
 
 
 class Keeper(Shell):

@@ -81,10 +81,16 @@ def test_the_leader_names_the_late_rank_until_all_have_moved_theirs() -> None:
     ranks.ended[1] = 4.0
     assert after(1.0) == ()
     assert after(5.0) == (0,)
-    assert not events
+    assert (events, AskEnds(7) in ranks.done) == ([], False)
     ranks.ended[0] = 12.0
     assert after(3.0) == ()
+    assert after(3.0) == ()
     assert [type(event) for event in events] == [Done]
+    assert ranks.done.count(AskEnds(7)) == 1
+    leading.do(SEND)
+    leading.do(Cancel(SEND.job))
+    assert after(3.0) == ()
+    assert len(events) == 1, "no one waits for it"
     leading.do(SEND)
     assert after(3.0) == (), "the ranks have ended an earlier transfer, which says nothing of this one"
     assert [type(event) for event in events] == [Done, Done]
@@ -96,8 +102,15 @@ def test_a_rank_reports_its_transfer_until_that_one_is_cancelled() -> None:
     part.do(SEND)
     part.do(Cancel(SEND.job - 1))
     assert part.report() == RankReport(job=SEND.job, stage=TransferStage.UNDER_WAY)
+    for end, stage in (
+        (PartEnd(SEND.job - 1, 0), TransferStage.UNDER_WAY),
+        (PartEnd(SEND.job, 0), TransferStage.MOVED),
+        (PartEnd(SEND.job, 0, "slave s0 is gone"), TransferStage.FAILED),
+    ):
+        part._ended.put(end)
+        assert part.report() == RankReport(job=SEND.job, stage=stage)
     part.do(Cancel(SEND.job))
-    assert part.report().job == -1
+    assert part.report() == RankReport()
 
 
 def test_a_part_that_failed_ends_the_parts_of_all_ranks_at_once() -> None:

@@ -219,6 +219,8 @@ def test_a_push_begins_once_its_record_is_durable(durable: LeasedClusterBench) -
     durable.say(Done(job))
     calls = [e.command for e in durable.effects if isinstance(e, Run)]
     assert sum(isinstance(call, messages.BeginPushRequest) for call in calls) == 1
+    durable.say(Failed(durable.ticket()[0], "the slave is away"))
+    assert durable.phase is SessionPhase.BEGINNING_PUSH, "it is sent again"
 
 
 def test_a_disk_that_fails_is_said_and_training_goes_on(durable: LeasedClusterBench) -> None:

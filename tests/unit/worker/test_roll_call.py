@@ -91,6 +91,10 @@ def test_a_rank_that_is_lost_before_all_have_entered_is_one_sentence(monkeypatch
     monkeypatch.setattr(ranks, "call_the_roll", lost)
     with pytest.raises(FatalError, match=r"rank 1 .* has lost another rank .* \(connection closed\)"):
         ranks.ranks_here()
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    assert ranks.ranks_here() is None, "the only one has no others"
+    with pytest.raises(FatalError):
+        ranks.ranks_here(cut=True)
 
 
 class Leaving(Time):
@@ -199,6 +203,10 @@ def test_a_meeting_that_lasts_names_the_ranks_that_are_missing_once(caplog: pyte
     assert [r.getMessage() for r in caplog.records] == ["rank 0 waits for rank 2 of this cluster to make a step"]
     here.attendance.over()
     assert here.attendance.look(0, begun_s + WORD_S + 9) == 0
+    here.attendance.begin()
+    here.store.set("meets/2/2", "")
+    assert here.attendance.look(1, monotonic() + WORD_S + 1) == 2
+    assert len(caplog.records) == 1, "all are here or have left"
 
 
 def test_a_rank_that_waits_in_a_meeting_says_so_and_for_whom_until_they_come(monkeypatch: pytest.MonkeyPatch) -> None:

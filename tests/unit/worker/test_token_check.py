@@ -68,6 +68,9 @@ def test_inputs_that_cannot_be_counted_say_nothing(model: Anything, args: Any) -
     check = checked(model)
     model(*args)
     check.stepped(10**9)
+    for several in ((IDS,), args or (object(),)):
+        model(*several)
+    check.stepped(10**9)
 
 
 def test_a_step_without_a_call_of_the_model_is_told_once(model: Anything, caplog: pytest.LogCaptureFixture) -> None:
@@ -138,8 +141,9 @@ def test_first_batches_have_one_digest_if_all_of_them_is_equal(model: Anything) 
     assert digest
     assert digest == digest_of(Anything(), [*batches_of(1), *batches_of(3)]), "the first ones decide"
     turned = [{"x": batch["x"].view(5, 2)} for batch in batches_of(1)]
-    others = (batches_of(2), batches_of(1, torch.bfloat16), batches_of(1)[::-1], turned)
-    assert len({digest, *(digest_of(Anything(), other) for other in others)}) == 5
+    more = ([{"x": batch["x"], "y": torch.full((2,), value)} for batch in batches_of(1)] for value in (1.0, 2.0))
+    others = (batches_of(2), batches_of(1, torch.bfloat16), batches_of(1)[::-1], turned, *more)
+    assert len({digest, *(digest_of(Anything(), other) for other in others)}) == 7
     assert digest_of(Anything(), batches_of(1)[1:]) == b"", "too few to tell"
     margin = torch.zeros(8, 5000)
     images = [torch.cat([margin, torch.full((8, 5000), float(i))], dim=1) for i in range(2)]

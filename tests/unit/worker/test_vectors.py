@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.cluster_bench import ClusterBench
 from support.vectors_held import vectors_held
 
 from dips.core.errors import LocalProtocolError
+from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.core.net.payloads import SnapshotReady
 from dips.worker.parameters import ChunkSums
 from dips.worker.state.effects import InstallMode
-from dips.worker.vectors import Live, Vectors
+from dips.worker.vectors import Live, VectorCopies, Vectors
 
 F32 = NDArray[np.float32]
 N = 6
@@ -51,6 +54,7 @@ class Streaming(Flat):
         return np.full(n_elems, np.nan, np.float32)
 
     def begin_snapshot(self, into: F32, sums: ChunkSums | None = None) -> SnapshotReady | None:
+        into.fill(np.nan)
         return Late(self.theta.copy(), into)
 
     def live(self) -> Sequence[F32] | None:
@@ -180,6 +184,59 @@ def test_a_snapshot_under_way_is_waited_for_by_whoever_reads_all_of_it_or_lands_
     vectors.landing(push_is_live=True)[:] = 7.0
     vectors.install(store, InstallMode.REPLACE)
     assert store.theta.tolist() == [7.0] * N
+
+
+class Rounding(Streaming):
+    """What rounding made of each installed value is a half more."""
+
+    rounds = True
+
+    def add_rounded_off(self, flat: F32, installed: F32, start_elem: int, stop_elem: int) -> None:
+        flat[start_elem:stop_elem] -= 0.5
+
+
+def test_a_snapshots_rounding_is_removed_once_from_each_piece_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dips.worker.vectors.PIECE_ELEMS", 2)
+    store = Rounding(np.arange(N, dtype=np.float32))
+    vectors = Vectors(N, store)
+    vectors.restore(np.ones(N, np.float32), None)
+    vectors.snapshot(store, chunk_bytes=8)
+    assert vectors.checksums() == {}, "its bytes are not yet those that are sent"
+    flat, ready = vectors.sending()
+    assert isinstance(flat, np.ndarray)
+    assert ready is not None
+    for _ in range(2):
+        ready.wait(1, 3)
+        assert flat[:4].tolist() == [-0.5, 0.5, 1.5, 2.5]
+        assert np.isnan(flat[4:]).all()
+    assert vectors.push.tolist() == [-0.5, 0.5, 1.5, 2.5, 3.5, 4.5]
+
+
+def test_a_checkpoint_has_every_vector_that_is_needed_as_it_is_now() -> None:
+    store, life = Rounding(np.full(N, 5.0, np.float32)), ClusterBench()
+    vectors = Vectors(N, store)
+    vectors.restore(*(np.full(N, value, np.float32) for value in (1.0, 2.0, 4.0, 3.0)))
+    life.begin()
+    life.train(4)
+    saved = life.session.saved()
+    assert saved is not None
+    assert saved.push is not None
+    copies = VectorCopies(vectors)
+
+    def taken(**changes: object) -> dict[str, list[float]]:
+        raws = copies.take(store, replace(saved, **changes))  # type: ignore[arg-type]
+        assert {(raw.dtype, raw.shape) for raw in raws.values()} == {("F32", (N,))}
+        return {name: np.unique(raw.data.view(np.float32)).tolist() for name, raw in raws.items()}
+
+    kept = {"theta": [5.0], "theta_base": [1.0], "theta_installed": [3.0]}
+    assert taken(push=None) == kept
+    assert taken(residual=True) == kept | {"theta_at_push": [2.0], "residual": [4.0]}
+    vectors.clear_residual()
+    store.theta[:] = 6.0
+    assert taken(residual=True) == kept | {"theta": [6.0], "theta_at_push": [2.0]}
+    vectors.landing()[:] = 7.0
+    vectors.install(store, InstallMode.REPLACE)
+    assert taken(push=None, base=Version(1, 1)) == {"theta": [7.0], "theta_base": [7.0]}
 
 
 def plain() -> tuple[Plain, Vectors]:

@@ -6,18 +6,19 @@ import math
 from dataclasses import replace
 
 import pytest
+from support.cluster_bench import ClusterBench
 from support.metric_samples import Samples, samples
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
-from dips.core.messages import Caller, DataMode, DataPlan, LeaveReply, LeaveRequest, PlacementSpec, Ticket
+from dips.core.messages import Caller, DataMode, DataPlan, LeaveReply, LeaveRequest, PlacementSpec, PullGrant, Ticket
 from dips.core.net.security import INSECURE
 from dips.core.net.transfer import SlaveProgress
 from dips.core.wire import Codec
 from dips.worker import metrics
 from dips.worker.config import ClientConfig
-from dips.worker.data import LinkCounts, TransferDirection
+from dips.worker.data import LinkCounts, TransferDirection, wire_of_pull
 from dips.worker.pace import StepTimer
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Cancel, Done, Failed, Run, SendPush
@@ -141,6 +142,15 @@ def test_links_add_up_over_transfers_and_forget_slaves_of_an_earlier_placement(c
     assert found["link_refusals_total", "s1", "CHUNK"] == 0, "there before the first one, else its rise is not seen"
     links.begin(TransferDirection.PULL, Codec.F32, ["s1"], 20.0).tell({"s1": SlaveProgress(50, 0, 0, {}, None)}, 21.0)
     assert set(links.view) == {"s1"}
+
+
+def test_a_pull_of_differences_moves_one_payload_for_each_version_between() -> None:
+    life = ClusterBench()
+    grant = life.granted(wire=Codec.INT8, base=Version(3, 1), version=Version(3, 4)).answer
+    assert isinstance(grant, PullGrant)
+    assert wire_of_pull(grant) == (Codec.INT8, 3)
+    for whole in (replace(grant, base=None), replace(grant, wire=Codec.NONE), replace(grant, wire=Codec.F32)):
+        assert wire_of_pull(whole) == (Codec.F32, 1)
 
 
 def test_an_evaluator_says_what_it_found() -> None:

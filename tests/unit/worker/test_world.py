@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dips.core.errors import ConfigError
-from dips.worker.parallel.held import DataPlace, Held, held_here, refuse_ranks_outside, reshard
+from dips.worker.parallel.held import DataPlace, Held, ShardOf, held_here, refuse_ranks_outside, reshard
 from dips.worker.parallel.ranks import call_the_roll
 
 
@@ -75,6 +75,8 @@ def test_a_cut_tensor_is_the_box_that_is_here() -> None:
         assert row.mesh == (() if placement is None else (0,))
     with pytest.raises(ConfigError, match="is a sum over ranks"):
         held(Stage(Partial()))
+    with pytest.raises(ConfigError, match="is a DTensor, which knows its own"):
+        held(Stage(Shard(0)), shards={"weight": ShardOf("weight", (4, 3), (2, 0))})
 
 
 @pytest.mark.usefixtures("store")
@@ -95,6 +97,8 @@ def test_the_place_among_ranks_with_other_data() -> None:
         held(Stage(), data_mesh=3)
     with pytest.raises(ConfigError, match="data_mesh has ranks"):
         held(Stage(), data_mesh=mesh(), of_world=(1, 2))
+    second = SimpleNamespace(get_coordinate=lambda: [1, 2], size=lambda: 8, shape=(2, 4), mesh=torch.arange(8))
+    assert held(Stage(), data_mesh=second).data == DataPlace(6, 8)
     elsewhere = SimpleNamespace(get_coordinate=lambda: None, size=lambda: 2, shape=(2,))
     with pytest.raises(ConfigError, match="no place for this rank"):
         held(Stage(), data_mesh=elsewhere)

@@ -394,8 +394,9 @@ def loop_of_ranks(
         of_client = {name: getattr(config, name) for name in names}
         equal = {**of_client, "checkpoints": config.checkpoint_dir is not None, **equal}
     agreed = agree(ranks, mine, equal, order=order, replicas=replicas)
-    if agreed is None or config is None:
+    if agreed is None:
         return None
+    assert config is not None, "a rank without a master has been refused"
     install("worker", enabled=config.failpoints)
     compared = Replicas(ranks, agreed)
     if compared.agree(replicas=replicas or agreed.mine.is_replica):

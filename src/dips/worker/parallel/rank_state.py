@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -389,7 +390,7 @@ def dealt(held: Sequence[Held], *, evenly: bool = True) -> list[list[tuple[str, 
         for name, box in each:
             holders.setdefault(name, {}).setdefault(box, []).append(rank)
     written: list[list[tuple[str, Box]]] = [[] for _ in held]
-    loads = [0] * len(held)
+    loads = Counter[int]()
     for name, boxes in holders.items():
         for cell, ranks in cells_of(boxes).items():
             rank = min(ranks, key=loads.__getitem__) if evenly else ranks[0]

@@ -154,12 +154,10 @@ def _digest(tensor: torch.Tensor, start: int, stride: int) -> bytes:
 
 
 def _groups(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Parts of at most GROUP_ELEMS elements, in logical order."""
-    if tensor.is_contiguous():
-        yield from tensor.reshape(-1).split(GROUP_ELEMS)
-    elif tensor.numel() <= GROUP_ELEMS:
+    """Parts of at most GROUP_ELEMS elements, in logical order; of equal shapes the same, whatever their memory."""
+    if tensor.numel() <= GROUP_ELEMS:
         yield tensor
-    else:
-        rows = max(1, GROUP_ELEMS * tensor.shape[0] // tensor.numel())
-        for part in tensor.split(rows):
-            yield from _groups(part if rows > 1 or part.shape[0] > 1 else part[0])
+        return
+    rows = GROUP_ELEMS * tensor.shape[0] // tensor.numel()
+    for part in tensor.split(max(1, rows)):
+        yield from _groups(part if rows else part[0])
