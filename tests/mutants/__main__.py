@@ -167,7 +167,10 @@ class Run:
     def __init__(
         self, wanted: dict[str, int], queues: dict[str, list[Fault]], until_s: float, kept: record.Record
     ) -> None:  # fmt: skip
-        self._wanted, self._queues, self._until_s = wanted, queues, until_s
+        self._wanted, self._until_s = wanted, until_s
+        # The order in which they are tried depends on what is recorded; which ones are tried does not.
+        self._queues = {area: queue[: wanted[area]] for area, queue in queues.items()}
+        self._spare = {area: queue[wanted[area] :] for area, queue in queues.items()}
         self._kept = kept
         self._sound: set[str] = set()
         self._unsound: set[str] = set()
@@ -270,7 +273,10 @@ class Run:
         self.outcomes.append(outcome)
         _say(_line(outcome))
         if outcome.outcome == "not reachable":
-            self._next(warm, outcome.fault.area if outcome.fault.area in self._queues else "")
+            area = outcome.fault.area if outcome.fault.area in self._queues else ""
+            self._queues[area] += self._spare[area][:1]
+            del self._spare[area][:1]
+            self._next(warm, area)
 
 
 def _within(tests: Sequence[Test]) -> tuple[list[Test], int]:
