@@ -88,8 +88,11 @@ class MasterStubs:
 
     def hang_up(self) -> None:
         """Cancel the calls at addresses that are not in use any longer: the host there may have been cut off."""
+        used = self._masters.now
         with self._lock:
-            left = [channel for address, channel in self._channels if address != self._masters.now]
+            left = [channel for address, channel in self._channels if address != used]
+            self._channels = [pair for pair in self._channels if pair[0] == used]
+            self._stubs = {address: stub for address, stub in self._stubs.items() if address == used}
         for channel in left:
             channel.close()
 

@@ -268,6 +268,9 @@ def test_calls_to_a_silent_master_are_cancelled_once_another_one_is_in_use() -> 
                 call.result(60)
             connection.close()
             assert masters.now == SECOND
+            masters.leave(SECOND)  # and back, on a new connection
+            with pytest.raises(RetryLater):
+                stubs.call(m.LeaveRequest(REQUEST.caller, "done"), 0.05)
 
 
 def test_heartbeats_go_where_the_calls_go(beating: Callable[..., Heartbeat], caplog: pytest.LogCaptureFixture) -> None:
