@@ -17,7 +17,7 @@ from dips.core.messages import StatusReply
 from dips.deploy import identities
 from dips.deploy import rollout as plan
 from dips.deploy.compare import ObjectAction, Step
-from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment, quantity
+from dips.deploy.deploy_file import CONFIG, DeployedClusterKnobs, Deployment, MasterPlace, quantity
 from dips.deploy.health import Dial, Health, ObjectState, endpoints, state_of, state_of_endpoint
 from dips.deploy.objects import CLUSTER_LABEL, Object
 from dips.deploy.rollout import Api, Rollout, everything
@@ -150,6 +150,18 @@ class LiveDeployment:
     def run_status(self) -> StatusReply:
         with self._operator() as operator:
             return operator.status()
+
+    # ---- take over ----
+
+    def take_over(self) -> MasterPlace:
+        """Let the standby serve the run from now on; which one that is. Raises DipsError, also when it does not."""
+        place = self.deployment.standby
+        if place is None:
+            raise ConfigError(f"{self.deployment.file} [deploy] names no standby that could take over")
+        command = ["dips", "master", "--take-over", "--config", f"{CONFIG}/master.toml"]
+        for _ in self._apis[place.site.context].printed(f"{self.deployment.name}-{place.component}-0", command):
+            pass  # it says on standard error what it does, which is told when it fails
+        return place
 
     # ---- scale ----
 

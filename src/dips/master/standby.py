@@ -34,6 +34,7 @@ from dips.master.config import MasterConfig
 from dips.master.directory import LOCK_NAME, read_address
 from dips.master.journal import Journal, Retention, TookOver, replica_of
 from dips.master.lease import Lease
+from dips.master.metrics import Metrics
 from dips.master.replica import PROCESS_ID
 from dips.master.shell import MasterShell
 from dips.master.state.effects import Halt
@@ -145,7 +146,8 @@ async def stand_by(config: MasterConfig, master: str) -> int | None:
                 f"{config.directory} holds a master's own journal, which no other one may replace: move it away and "
                 "keep it for `dips verify`, and give the standby an empty directory"
             )
-        return await _Standby(config, master, security, journal).run(asked)
+        with Metrics(config.max_clusters).served(config, security, SystemClock(), follows=True):
+            return await _Standby(config, master, security, journal).run(asked)
     finally:
         for number in (TAKE_OVER, signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)

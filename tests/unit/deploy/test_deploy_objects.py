@@ -192,7 +192,7 @@ def test_every_pod_has_a_policy_that_closes_both_directions(deployment: Deployme
 
 def test_what_master_and_slaves_are_told_is_what_they_take() -> None:
     deployment = DEPLOYMENTS["three-sites"]
-    told = tomllib.loads(master_settings(deployment)["master.toml"])["master"]
+    told = tomllib.loads(master_settings(deployment, deployment.masters[0])["master.toml"])["master"]
     master = MasterConfig.model_validate(told)
     assert (master.run_id, master.slaves, master.sync_every) == ("three-sites", 3, 64)
     files = slave_settings(deployment)

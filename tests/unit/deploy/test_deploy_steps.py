@@ -317,7 +317,7 @@ def test_a_bandwidth_moves_no_server_and_a_cluster_that_left_a_site_alone_leaves
     assert keys == ["small-keys-b"]
     before = dict(run.apis["there"].objects)
     edited(run, "[2, 2]", "[8, 8]")
-    with pytest.raises(ConfigError, match=r"are in context 'here'.*set \[deploy\] placement to 'here'"):
+    with pytest.raises(ConfigError, match=r"is in context 'here'.*set \[deploy\] placement to 'here'"):
         run.live().difference()
     assert run.apis["there"].objects == before
     edited(run, 'placement = "auto"', 'placement = "here"')
