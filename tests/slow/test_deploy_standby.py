@@ -20,7 +20,11 @@ from support.ports import own_port
 from support.standby_run import WithStandby
 from support.waiting import until
 
-from dips.deploy.deploy_file import NODE_PORTS, read_deploy_file
+from dips.core.errors import Refused
+from dips.core.net.keys import REVOKED_FILE
+from dips.deploy.deploy_file import KEYS, NODE_PORTS, read_deploy_file
+from dips.local.authority import Authority
+from dips.local.operator_client import OperatorClient
 from dips.master.journal import replica_of
 
 THERE = '[[sites]]\nname = "there"\ncontext = "there"\naddress = "127.0.0.1"\n\n[[clusters]]'
@@ -55,6 +59,14 @@ class Deployed(WithStandby):
 
     def log(self, name: str) -> str:
         return self.players[name].logs() if name in self.players else super().log(name)
+
+    def revoke(self, name: str) -> None:
+        """In the master's secret alone; the standby has it by the stream of the journal."""
+        deploy_keys = Authority(self.file.parent / "keys")
+        deploy_keys.revoke(name, "lost")
+        places = [Path(self.players[one].pods[0].places[KEYS]) for one in ("master", "standby")]
+        shutil.copy(deploy_keys.identity("master") / REVOKED_FILE, places[0])
+        until(lambda: (places[1] / REVOKED_FILE).exists(), "the list at the standby", lambda: self.log("standby"))
 
     def take_over(self) -> None:
         standby = self.players["standby"]
@@ -92,8 +104,11 @@ def test_the_deployed_standby_takes_over_and_the_first_masters_pod_is_its_standb
     cluster = run.cluster("a", seed=1, step_s=0.02)
     run.until_followed()
     run.wait_for_version(run.version() + 2)
+    run.revoke("prometheus")
     run.kill("master")
     run.take_over()
+    with OperatorClient(run.address, security=run.security("prometheus")) as client, pytest.raises(Refused):
+        client.status()
     known = run.version()
     run.wait_for_version(known + 2)
     # The pod comes back with its volume, and is not served again.
