@@ -151,6 +151,11 @@ def status(file: File, as_json: AsJson = False, master: Master = "") -> int:
         table.add_row(context, f"{one['kind']} {one['metadata']['name']}", state.health.value, state.sentence)
     Console().print(table)
     Console().print(status_view(run) if run else f"the run's status is not known: {trouble}")
+    if run and deployment.standby and deployment.tables["master"].get("journal_replicas", 1):
+        behind = [alarm.sentence for alarm in run.alarms if alarm.kind == "no_replica"]
+        print(
+            f"{deployment.name}-{deployment.standby.component}: {'; '.join(behind) or 'follows, and has all decisions'}"
+        )
     return 4 if waits else 0
 
 

@@ -631,7 +631,8 @@ def read_deploy_file(file: Path) -> Deployment:
             )
     _check_names(file, run, sites, clusters)
     server_site, why = _server_site(file, run, sites, clusters)
-    for site in _server_sites(file, run, sites, server_site):
+    server_sites = _server_sites(file, run, sites, server_site)
+    for site in server_sites:
         _check_reach(file, run, sites, clusters, site)
     _check_lists(tables.where("deploy"), run)
     _check_clusters(file, sites, clusters)
@@ -641,7 +642,7 @@ def read_deploy_file(file: Path) -> Deployment:
         raise ConfigError(
             f"{file} lists {len(clusters)} clusters, but [master] max_clusters is {master.max_clusters}: raise it"
         )
-    _check_lease(file, run, master)
+    _check_lease(file, run, master, len({site.context for site in server_sites}))
     slave = tables.settings(SlaveConfig, "slave", {**ours, "slave_id": "s0"})
     check_servers(master, slave, str(file))
     client = tables.settings(ClientConfig, "worker")
@@ -654,13 +655,7 @@ def read_deploy_file(file: Path) -> Deployment:
             tables.settings(TrainConfig, "train", {"parallel": way} if way else {})
     sizes = sizes_for(run, model, master, slave, client, clusters, tables.where("deploy"))
     leaves_s = leaving_s(client, master)
-    deployment = Deployment(file, run, model, roles, sites, clusters, server_site, why, sizes, leaves_s)
-    if deployment.lease[0] == "kubernetes" and len({place.site.context for place in deployment.masters}) > 1:
-        raise ConfigError(
-            f"{file} [master]: lease is in one Kubernetes cluster, and standby {run.standby!r} is in another one: give "
-            "etcd:https://HOST:PORT, or leave lease out"
-        )
-    return deployment
+    return Deployment(file, run, model, roles, sites, clusters, server_site, why, sizes, leaves_s)
 
 
 # ---- names ----
@@ -694,14 +689,20 @@ def _server_site(
     file: Path, run: DeployKnobs, sites: tuple[SiteKnobs, ...], clusters: tuple[DeployedClusterKnobs, ...]
 ) -> tuple[SiteKnobs, str]:
     if run.placement != AUTO:
-        named = [site for site in sites if site.name == run.placement]
-        if not named:
-            known = ", ".join((AUTO, *(site.name for site in sites)))
-            raise ConfigError(f"{file} [deploy]: placement = {run.placement!r} is none of {known}")
-        if not named[0].context:
-            raise ConfigError(f"{file} [[sites]] {named[0].name}: the servers need Kubernetes: give its context")
-        return named[0], f"the file says so (placement = {run.placement!r})"
+        site = _named(file, "placement", run.placement, sites, (AUTO,))
+        return site, f"the file says so (placement = {run.placement!r})"
     return _best_site(file, sites, clusters)
+
+
+def _named(file: Path, key: str, name: str, sites: tuple[SiteKnobs, ...], others: tuple[str, ...] = ()) -> SiteKnobs:
+    """The site that a key of [deploy] names, where master or standby are to run."""
+    found = next((site for site in sites if site.name == name), None)
+    if found is None:
+        known = ", ".join((*others, *(site.name for site in sites)))
+        raise ConfigError(f"{file} [deploy]: {key} = {name!r} is none of {known}")
+    if not found.context:
+        raise ConfigError(f"{file} [[sites]] {name}: the servers need Kubernetes: give its context")
+    return found
 
 
 def _best_site(
@@ -744,28 +745,24 @@ def _best_site(
 
 def _server_sites(
     file: Path, run: DeployKnobs, sites: tuple[SiteKnobs, ...], server_site: SiteKnobs
-) -> Iterable[SiteKnobs]:
+) -> list[SiteKnobs]:
     """The servers' site, and that of the standby."""
-    where, n = f"{file} [deploy]", run.take_overs
+    where = f"{file} [deploy]"
     if not run.standby:
-        if n % 2 or run.standby_port or run.lease_secret:
-            key = "take_overs" if n % 2 else "standby_port" if run.standby_port else "lease_secret"
+        given = {"take_overs": run.take_overs % 2, "standby_port": run.standby_port, "lease_secret": run.lease_secret}
+        for key in (key for key, value in given.items() if value):
             raise ConfigError(f"{where}: {key} needs a standby: name its site as standby, or leave {key} out")
         return [server_site]
-    named = [site for site in sites if site.name == run.standby]
-    if not named:
-        raise ConfigError(f"{where}: standby = {run.standby!r} is none of {', '.join(site.name for site in sites)}")
-    if not named[0].context:
-        raise ConfigError(f"{file} [[sites]] {run.standby}: the standby needs Kubernetes: give its context")
-    if run.expose == "inside" and named[0].context != server_site.context:
+    site = _named(file, "standby", run.standby, sites)
+    if run.expose == "inside" and site.context != server_site.context:
         raise ConfigError(
             f"{where}: expose = 'inside' reaches the context {server_site.context!r} alone, and the standby is "
             "elsewhere: choose 'load-balancer' or 'node-port'"
         )
-    return [server_site] if named[0] is server_site else [server_site, named[0]]
+    return [server_site] if site is server_site else [server_site, site]
 
 
-def _check_lease(file: Path, run: DeployKnobs, master: MasterConfig) -> None:
+def _check_lease(file: Path, run: DeployKnobs, master: MasterConfig, contexts: int) -> None:
     """Settings of [master] that are of a standby."""
     kind, _, where = (master.lease or "").partition(":")
     if not run.standby and (kind or master.without_replica == "pause" or master.journal_replicas):
@@ -785,6 +782,11 @@ def _check_lease(file: Path, run: DeployKnobs, master: MasterConfig) -> None:
         raise ConfigError(
             f"{file} [master]: lease = {master.lease!r} is no Lease of the namespace {run.namespace!r}: give "
             f"kubernetes:{run.namespace}/{run.run_id}-master"
+        )
+    if kind == "kubernetes" and contexts > 1:
+        raise ConfigError(
+            f"{file} [master]: lease is in one Kubernetes cluster, and standby {run.standby!r} is in another one: give "
+            "etcd:https://HOST:PORT, or leave lease out"
         )
     if run.lease_secret and kind != "etcd":
         raise ConfigError(f"{file} [deploy]: lease_secret is for a lease in etcd: leave it out")

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from dips.core.errors import ConfigError, DipsError
+from dips.core.errors import ConfigError, DipsError, RetryLater
 from dips.core.messages import StatusReply
 from dips.deploy import identities
 from dips.deploy import rollout as plan
@@ -137,15 +137,21 @@ class LiveDeployment:
     # ---- status ----
 
     def states(self) -> Iterator[tuple[str, Object, ObjectState]]:
-        """Every object that is wanted, with its context and how it is."""
-        seen = set()
+        """Every object that is wanted, with its context and how it is. A context that does not answer is asked once:
+        its machines may be lost, and a standby elsewhere serve the run."""
+        seen, away = set(), dict[str, str]()
         for stage in plan.stages(self.deployment):
             for one in stage.objects:
                 key = plan.key(stage.context, one)
                 if key not in seen:
                     seen.add(key)
-                    live = self._apis[stage.context].get(one["kind"], one["metadata"]["name"])
-                    yield stage.context, one, state_of(live)
+                    try:
+                        if stage.context not in away:
+                            state = state_of(self._apis[stage.context].get(one["kind"], one["metadata"]["name"]))
+                    except RetryLater as error:
+                        away[stage.context] = str(error)
+                    trouble = away.get(stage.context)
+                    yield stage.context, one, state if trouble is None else ObjectState(Health.WAITING, trouble)
 
     def run_status(self) -> StatusReply:
         with self._operator() as operator:

@@ -78,7 +78,7 @@ MISTAKES = {
     "a standby nowhere": ({"slaves = 2": 'slaves = 2\nstandby = "moon"'}, "standby = 'moon' is none of here"),
     "a standby without Kubernetes": (
         {"slaves = 2": 'slaves = 2\nstandby = "slurm"', "[[clusters]]": '[[sites]]\nname = "slurm"\n[[clusters]]'},
-        "slurm: the standby needs Kubernetes",
+        "slurm: the servers need Kubernetes",
     ),
     "a take-over by nothing": ({"slaves = 2": "slaves = 2\ntake_overs = 1"}, "take_overs needs a standby"),
     "a port of no standby": ({"slaves = 2": "slaves = 2\nstandby_port = 30402"}, "standby_port needs a standby"),

@@ -477,6 +477,21 @@ def test_every_object_has_its_state_once(run: Run) -> None:
     assert states["Job", "small-cluster-a"] not in (Health.READY, Health.DONE)
 
 
+def test_a_context_that_does_not_answer_is_asked_once_for_all_of_its_objects(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def away(kind: str, name: str) -> None:
+        asked.append(name)
+        raise RetryLater("it is away")
+
+    monkeypatch.setattr(run.apis["here"], "get", away)
+    states = {state for context, _, state in run.live().states() if context == "here"}
+    assert states == {ObjectState(Health.WAITING, "it is away")}
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("ends", ["its job ends", "its job is gone"])
 def test_a_cluster_is_drained_when_it_has_left_and_its_job_has_ended(run: Run, ends: str) -> None:
     master, job = run.master, run.apis["here"].objects["Job", "small-cluster-a"]
