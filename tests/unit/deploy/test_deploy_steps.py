@@ -629,6 +629,21 @@ def test_a_copy_that_is_not_whole_ends_the_move_and_keeps_the_old_servers(moving
     assert pods == {"here", "there"}
 
 
+def test_a_standby_that_serves_stays_where_it_is_and_servers_move_without_one(moving: Run) -> None:
+    edited(moving, "slaves = 2", 'slaves = 2\nstandby = "there"\ntake_overs = 1')
+    with pytest.raises(ConfigError, match="the servers move without a standby"):
+        move(moving)
+    edited(moving, 'placement = "there"', 'placement = "here"')
+    here = moving.apis["here"].objects
+    standby = copy.deepcopy(here["StatefulSet", "small-master"])
+    standby["metadata"]["name"] = "small-standby"
+    here["StatefulSet", "small-standby"] = standby
+    with pytest.raises(ConfigError, match=r"small-standby.* in context 'here'.*set \[deploy\] standby to 'here'"):
+        moving.live().difference()
+    edited(moving, 'standby = "there"\ntake_overs = 1', "take_overs = 2")
+    assert [volume.folder for volume in volumes(moving.deployment)] == ["master-1", "slave", "slave"]
+
+
 def test_a_run_moves_from_one_other_site(moving: Run) -> None:
     here = moving.apis["here"].objects.copy()
     moving.apis["here"].objects.clear()
