@@ -247,11 +247,6 @@ def test_master_and_standby_alone_may_change_their_lease_and_nothing_else(tmp_pa
     assert {pod["serviceAccountName"] for name, pod in pods(deployment) if name[6:] in ("master", "standby")} == {
         "small-lease"
     }
-    etcd = with_standby(tmp_path, "lease = 'etcd:https://e1:2379,https://e2:2380'", 'lease_secret = "etcd"')
-    ports = str(named(etcd, "NetworkPolicy", "small-standby")["spec"]["egress"])
-    assert all(f"'port': {port}" in ports for port in (2379, 2380))
-    assert "ETCDCTL_CACERT" in str(named(etcd, "StatefulSet", "small-standby"))
-    assert "token" not in str(named(etcd, "StatefulSet", "small-standby")["spec"]["template"]["spec"]["volumes"])
 
 
 def test_doors_are_open_to_the_sites_networks_only(tmp_path: Path) -> None:
