@@ -53,10 +53,11 @@ class Server:
             assert body is not None
             check(body, "1.31")
             given = body["metadata"].get("resourceVersion")
-            if (method == "PUT") != (self.lease is not None) or (method == "PUT" and given != str(self.version)):
+            if (method == "PATCH") != (self.lease is not None) or (method == "PATCH" and given != str(self.version)):
                 return 409, b"conflict"
             self.version += 1
-            self.lease = {**body, "metadata": {**body["metadata"], "resourceVersion": str(self.version)}}
+            labels = (self.lease or {"metadata": {}})["metadata"]
+            self.lease = {**body, "metadata": {**labels, **body["metadata"], "resourceVersion": str(self.version)}}
         return 200, json.dumps(self.lease).encode()
 
 
@@ -64,6 +65,7 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def _serve(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            assert ("merge-patch+json" in self.headers.get("Content-Type", "")) is (self.command == "PATCH")
             if self.path.startswith("/apis") and self.headers["Authorization"] != f"Bearer {TOKEN}":
                 code, said = 401, b"who are you?"
             else:
@@ -75,7 +77,7 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
                 server.over.wait()
             self.wfile.write(said)
 
-        do_GET = do_POST = do_PUT = _serve
+        do_GET = do_POST = do_PATCH = _serve
 
         def log_message(self, *args: object) -> None:
             pass
@@ -133,6 +135,10 @@ def test_lease_of_kubernetes_is_made_renewed_and_taken_by_one_alone(server: Serv
     assert renewed is not None
     assert there.write("b", made) is None, "it was renewed since"
     assert there.write("b", renewed) == here.read() == Held("b", "3", transitions=1)
+    server.lease = {"metadata": {"resourceVersion": "3", "labels": {"made": "by hand"}}}  # without a spec
+    assert here.read() == Held("", "3")
+    assert here.write("a", here.read()) == Held("a", "4", transitions=1)
+    assert server.lease["metadata"]["labels"] == {"made": "by hand"}
     server.lease = None
     assert here.write("a", renewed) is None
 

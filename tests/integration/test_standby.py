@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import os
 import shutil
@@ -25,6 +26,7 @@ from dips.core.messages import Caller, OperatorReply, OperatorRequest, ReplicaMe
 from dips.core.net.addresses import MasterAddresses
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.grpc_calls import newer_master, open_channel_aio, refused_from
+from dips.core.net.keys import read_revoked
 from dips.core.net.security import INSECURE, Role
 from dips.core.observe.failpoints import armed
 from dips.core.protocol import OWN_HELLO
@@ -238,6 +240,37 @@ async def test_standby_with_the_masters_keys_follows_and_one_with_others_is_refu
         others = {**own, "keys": keys.identity("op")}
         with pytest.raises(Refused, match="role master"):
             await stand_by(config_in(tmp_path / "c", standby=served.here.address, **others), served.here.address)
+
+
+async def test_standby_has_the_certificates_that_the_master_revokes_at_once_and_after_it_was_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = Authority.create(tmp_path / "keys")
+    keys.add(Role.MASTER, "master")
+    own = {"insecure": False, "keys": keys.identity("master")}
+    ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
+
+    def revokes(*serials: str) -> None:
+        ours.write_text(json.dumps({"revoked": [{"serial": serial} for serial in serials]}))
+
+    def has(*serials: int) -> bool:
+        return theirs.exists() and set(serials) <= set(read_revoked(theirs))
+
+    revokes("1")
+    async with master(tmp_path / "a", revoked=ours, **own) as served:
+        config = config_in(tmp_path / "b", standby=served.here.address, revoked=theirs, **own)
+        async with following(config):
+            await until(lambda: has(1))
+            revokes("1", "2")
+            await until(lambda: has(1, 2))
+        theirs.write_text("no list")
+        async with following(config):
+            await until(lambda: f"is not in {theirs}" in caplog.text)
+            assert theirs.read_text() == "no list", "a person must see to it"
+        revokes("3")
+        theirs.unlink()
+        async with following(config):
+            await until(lambda: has(3))
 
 
 async def test_no_round_begins_without_a_replica_where_the_settings_say_so(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from support.api_stand_in import StandIn, write_kubeconfig
 from support.deploy_files import SMALL, with_keys, written
 from support.dips_command import ROOT, dips
-from support.pods import JobPlayer
+from support.pods import PodPlayer
 from support.ports import own_port
 from support.up_run import endless
 from support.waiting import until
@@ -52,7 +52,7 @@ def test_a_cluster_of_two_pods_comes_back_after_one_was_killed(here: tuple[Stand
     program = {"/app/fsdp_loop.py": [str(endless(ROOT / "examples" / "fsdp_loop.py", tmp_path, "STEPS = 8, 32, 200"))]}
     with (
         WholeRun(directory, keys=keys, listen=f"127.0.0.1:{port}", sync_every=8) as whole,
-        JobPlayer(stand_in, "test-cluster-a", tmp_path, program, DIPS_WORKER_TAPE=str(directory / "a.jsonl")) as job,
+        PodPlayer(stand_in, "test-cluster-a", tmp_path, program, DIPS_WORKER_TAPE=str(directory / "a.jsonl")) as job,
     ):
 
         def comes_to(version: int) -> bool:
@@ -78,7 +78,7 @@ def test_a_cluster_of_two_pods_comes_back_after_one_was_killed(here: tuple[Stand
 def test_a_wrong_setting_fails_the_job_and_starts_no_pod_again(here: tuple[StandIn, Path, int], tmp_path: Path) -> None:
     stand_in, _, _ = here
     stand_in.one("Secret", "test-keys-a")["data"].popitem()
-    with JobPlayer(
+    with PodPlayer(
         stand_in, "test-cluster-a", tmp_path, {"/app/fsdp_loop.py": [str(ROOT / "examples" / "fsdp_loop.py")]}
     ) as job:
 

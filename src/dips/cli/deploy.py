@@ -151,7 +151,28 @@ def status(file: File, as_json: AsJson = False, master: Master = "") -> int:
         table.add_row(context, f"{one['kind']} {one['metadata']['name']}", state.health.value, state.sentence)
     Console().print(table)
     Console().print(status_view(run) if run else f"the run's status is not known: {trouble}")
+    if run and deployment.standby and deployment.tables["master"].get("journal_replicas", 1):
+        behind = [alarm.sentence for alarm in run.alarms if alarm.kind == "no_replica"]
+        print(
+            f"{deployment.name}-{deployment.standby.component}: {'; '.join(behind) or 'follows, and has all decisions'}"
+        )
     return 4 if waits else 0
+
+
+@app.command("take-over")
+def take_over(file: File, yes: Yes = False) -> int:
+    """Let the standby serve the run, as when the master's machine is lost. The other master ends when it hears of it.
+
+    Only the standby's context is asked. Then raise take_overs in the file and apply it: the other master's pod becomes
+    the standby, with an empty directory; what it held is kept in the old one.
+    """
+    deployment = read_deploy_file(file)
+    if not _agreed(yes, f"let the standby of run {deployment.name} take over"):
+        return 1
+    place = _site(deployment, _known_contexts(), WAIT).take_over()
+    print(f"run {deployment.name}: the {place.component} in context {place.site.context} serves at {place.address}")
+    print(f"once the other one's machine is back: take_overs = {deployment.run.take_overs + 1} in {file}, and apply")
+    return 0
 
 
 @app.command()

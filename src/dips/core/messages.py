@@ -676,6 +676,7 @@ class JournalBatch:
     is_whole: bool  # the journal had no newer record
     snapshot_json: str  # with the whole one: the state after the newest decision; empty: nothing was decided
     snapshot_digest: str  # as in the journal
+    revoked: bytes  # the master's list of revoked certificates, as in its file; empty: as it was sent last
 
 
 # ---- slaves.proto ----

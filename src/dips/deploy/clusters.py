@@ -6,44 +6,9 @@ import json
 import math
 
 from dips.core.config import environment_name
-from dips.deploy.deploy_file import (
-    CONFIG,
-    KEYS,
-    METRICS_PORT,
-    STATE,
-    DeployedClusterKnobs,
-    Deployment,
-    canonical,
-    pairs,
-    processors,
-    quantity,
-)
-from dips.deploy.objects import (
-    CONFIG_HASH,
-    CONFIG_MOUNT,
-    KEYS_MOUNT,
-    METRICS,
-    Object,
-    cluster_policy,
-    config_hash,
-    config_volume,
-    container,
-    labels,
-    listening,
-    made,
-    monitor,
-    namespace,
-    placed,
-    pod_spec,
-    resources,
-    scraped,
-    secret_volume,
-    selector,
-    service_account,
-    service_ports,
-    settings_map,
-    toml,
-)
+from dips.deploy import deploy_file, objects
+from dips.deploy.deploy_file import CONFIG, KEYS, STATE, DeployedClusterKnobs, Deployment
+from dips.deploy.objects import Object, made
 from dips.worker.config import SECTION
 from dips.worker.torchrun import FOR_SRUN
 
@@ -79,13 +44,13 @@ def cluster_objects(deployment: Deployment, cluster: DeployedClusterKnobs) -> li
     files = cluster_settings(deployment, cluster)
     name = object_name(deployment, cluster)
     return [
-        namespace(deployment, deployment.site(cluster.site).context),
-        service_account(deployment, name, "cluster", cluster.id),
-        settings_map(deployment, name, "cluster", files, cluster.id),
+        objects.namespace(deployment, deployment.site(cluster.site).context),
+        objects.service_account(deployment, name, "cluster", cluster.id),
+        objects.settings_map(deployment, name, "cluster", files, cluster.id),
         _service(deployment, cluster),
-        cluster_policy(deployment, cluster),
+        objects.cluster_policy(deployment, cluster),
         *([_claim(deployment, cluster)] if cluster.checkpoint_volume else []),
-        workload(deployment, cluster, config_hash(files)),
+        workload(deployment, cluster, objects.config_hash(files)),
         *([_pod_monitor(deployment, cluster)] if deployment.monitored(deployment.site(cluster.site)) else []),
     ]
 
@@ -104,8 +69,8 @@ def cluster_settings(deployment: Deployment, cluster: DeployedClusterKnobs, stat
     }
     if cluster.checkpoint_volume:
         ours |= {"checkpoint_dir": f"{state}/checkpoints", "resume": True}
-    text = toml("worker", {**tables["worker"], **ours})
-    return {"cluster.toml": text + ("\n" + toml("train", tables["train"]) if tables["train"] else "")}
+    text = objects.toml("worker", {**tables["worker"], **ours})
+    return {"cluster.toml": text + ("\n" + objects.toml("train", tables["train"]) if tables["train"] else "")}
 
 
 def command(deployment: Deployment, cluster: DeployedClusterKnobs, settings: str, first: str, own: str) -> list[str]:
@@ -162,7 +127,7 @@ def workload(deployment: Deployment, cluster: DeployedClusterKnobs, hashed: str)
 def _job_spec(deployment: Deployment, cluster: DeployedClusterKnobs, hashed: str) -> Object:
     # A program with an image of its own does not change with our images, and another label would start it again.
     version = {} if cluster.image else {"app.kubernetes.io/version": deployment.run.tag}
-    found = {**labels(deployment, "cluster", cluster.id), **version}
+    found = {**objects.labels(deployment, "cluster", cluster.id), **version}
     wrong_setting = {"containerName": "cluster", "operator": "In", "values": [CONFIG_ERROR]}
     moved = [{"type": "DisruptionTarget", "status": "True"}]
     return {
@@ -179,7 +144,7 @@ def _job_spec(deployment: Deployment, cluster: DeployedClusterKnobs, hashed: str
             ]
         },
         "template": {
-            "metadata": {"labels": found, "annotations": {CONFIG_HASH: hashed}},
+            "metadata": {"labels": found, "annotations": {objects.CONFIG_HASH: hashed}},
             "spec": _pod(deployment, cluster),
         },
     }
@@ -190,14 +155,14 @@ def _pod(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
     first, own = (node_name(deployment, cluster, index) for index in ("0", "$(JOB_COMPLETION_INDEX)"))
     volumes, mounts = _volumes(deployment, cluster)
     extra = {cluster.gpu_resource: str(cluster.gpus)} if cluster.gpus else {}
-    extra |= {name: canonical(amount) for name, amount in pairs(cluster.resources).items()}
-    one = container(
+    extra |= {name: deploy_file.canonical(amount) for name, amount in deploy_file.pairs(cluster.resources).items()}
+    one = objects.container(
         "cluster",
         cluster.image or deployment.run.image("worker"),
         command(deployment, cluster, f"{CONFIG}/cluster.toml", first, own),
-        resources(processors(cluster.cpus), quantity(cluster.memory), extra),
+        objects.resources(deploy_file.processors(cluster.cpus), deploy_file.quantity(cluster.memory), extra),
         mounts,
-        METRICS,
+        objects.METRICS,
         _environment(deployment, cluster),
     )
     if cluster.image:  # whatever its entry point does
@@ -208,8 +173,8 @@ def _pod(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
     if cluster.host_network:
         # Names are looked up as in other pods: those of the master and of the cluster's other pods are needed.
         more |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    more |= placed(cluster.node_selector, cluster.tolerate, cluster.priority_class)
-    return pod_spec(deployment, name, [one], volumes, **more)
+    more |= objects.placed(cluster.node_selector, cluster.tolerate, cluster.priority_class)
+    return objects.pod_spec(deployment, name, [one], volumes, **more)
 
 
 def end_s(deployment: Deployment) -> int:
@@ -221,7 +186,9 @@ def _environment(deployment: Deployment, cluster: DeployedClusterKnobs) -> list[
     """What a program of one's own reads, and where the metrics are; the index is the Job's."""
     variables = [{"name": key, "value": value} for key, value in environment(deployment, cluster, KEYS).items()]
     # Of several ranks the leader alone listens.
-    variables.append({"name": "DIPS_WORKER_METRICS_LISTEN", "value": listening(deployment, METRICS_PORT)})
+    variables.append(
+        {"name": "DIPS_WORKER_METRICS_LISTEN", "value": objects.listening(deployment, deploy_file.METRICS_PORT)}
+    )
     index = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
     return [*variables, {"name": "JOB_COMPLETION_INDEX", "valueFrom": {"fieldRef": index}}]
 
@@ -241,13 +208,13 @@ def environment(deployment: Deployment, cluster: DeployedClusterKnobs, keys: str
         found |= {environment_name(SECTION, key): text for key, text in texts.items()}
     if cluster.by_torchrun:  # it would kill its processes after 30 s
         found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(end_s(deployment) - TORCHRUN_END_S)
-    return found | pairs(cluster.env)
+    return found | deploy_file.pairs(cluster.env)
 
 
 def _volumes(deployment: Deployment, cluster: DeployedClusterKnobs) -> tuple[list[Object], list[Object]]:
     name = object_name(deployment, cluster)
-    volumes = [secret_volume(f"{deployment.name}-keys-{cluster.id}"), config_volume(name)]
-    mounts = [KEYS_MOUNT, CONFIG_MOUNT]
+    volumes = [objects.secret_volume(f"{deployment.name}-keys-{cluster.id}"), objects.config_volume(name)]
+    mounts = [objects.KEYS_MOUNT, objects.CONFIG_MOUNT]
     if cluster.checkpoint_volume:
         volumes.append({"name": "state", "persistentVolumeClaim": {"claimName": name}})
         mounts.append({"name": "state", "mountPath": STATE})
@@ -262,7 +229,7 @@ def _volumes(deployment: Deployment, cluster: DeployedClusterKnobs) -> tuple[lis
             mounts.append({"name": f"claim-{number}", "mountPath": mount.path, **read_only})
     if cluster.shm_bytes:
         # The runtime's is too small for NCCL and for loaders. Pages that are written count as the pod's memory.
-        in_memory = {"medium": "Memory", "sizeLimit": quantity(cluster.shm_bytes)}
+        in_memory = {"medium": "Memory", "sizeLimit": deploy_file.quantity(cluster.shm_bytes)}
         volumes.append({"name": "shm", "emptyDir": in_memory})
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     return volumes, mounts
@@ -271,7 +238,7 @@ def _volumes(deployment: Deployment, cluster: DeployedClusterKnobs) -> tuple[lis
 def _claim(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
     spec: Object = {
         "accessModes": [cluster.checkpoint_access],
-        "resources": {"requests": {"storage": quantity(cluster.checkpoint_volume)}},
+        "resources": {"requests": {"storage": deploy_file.quantity(cluster.checkpoint_volume)}},
     }
     if deployment.run.storage_class:
         spec["storageClassName"] = deployment.run.storage_class
@@ -283,8 +250,8 @@ def _service(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
-        "selector": selector(deployment, "cluster", cluster.id),
-        "ports": service_ports(METRICS),
+        "selector": objects.selector(deployment, "cluster", cluster.id),
+        "ports": objects.service_ports(objects.METRICS),
     }
     return made(deployment, "Service", object_name(deployment, cluster), "cluster", cluster.id, spec=spec)
 
@@ -294,8 +261,8 @@ def _pod_monitor(deployment: Deployment, cluster: DeployedClusterKnobs) -> Objec
 
     They are read with the cluster's own keys: Prometheus' keys are an operator's, which no training site should have.
     """
-    leader = {**selector(deployment, "cluster", cluster.id), INDEX_LABEL: "0"}
+    leader = {**objects.selector(deployment, "cluster", cluster.id), INDEX_LABEL: "0"}
     secret = f"{deployment.name}-keys-{cluster.id}"
-    endpoint = scraped(deployment, "cluster", {"replacement": cluster.id}, secret)
+    endpoint = objects.scraped(deployment, "cluster", {"replacement": cluster.id}, secret)
     spec = {"selector": {"matchLabels": leader}, "podMetricsEndpoints": [endpoint]}
-    return monitor(deployment, "PodMonitor", object_name(deployment, cluster), "cluster", cluster.id, spec=spec)
+    return objects.monitor(deployment, "PodMonitor", object_name(deployment, cluster), "cluster", cluster.id, spec=spec)

@@ -100,6 +100,18 @@ class DeployKnobs(Knobs):
     pull_secret: str = Field("", description="Secret of the namespace with which images are pulled; empty: none")
     keys: Path = Field(description="Folder that `dips keys` made; of it each process gets its own identity only")
     placement: str = Field("auto", description="Site of the servers; auto: the one whose links serve the training best")
+    standby: str = Field(
+        "", description="Site of a standby for the master: the servers' own or another one; empty: no standby"
+    )
+    take_overs: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="How often a standby took over; after an odd number the first master is the standby",
+    )
+    lease_secret: str = Field(
+        "", description="Secret with ca.crt, tls.crt and tls.key, by which [master] lease opens etcd; empty: none"
+    )
     slaves: int = Field(ge=1, le=64, description="How many slaves; a running run is changed by `dips deploy scale`")
     master_cpus: float = Field(1, gt=0, le=1024, description="Processors that the master asks for")
     slave_cpus: float = Field(4, gt=0, le=1024, description="Processors that a slave asks for")
@@ -109,6 +121,9 @@ class DeployKnobs(Knobs):
     )
     master_port: int | None = Field(
         None, ge=1, le=65535, description="Port of the master there (29400; node-port: 30400)"
+    )
+    standby_port: int | None = Field(
+        None, ge=1, le=65535, description="Port of the standby at its site (the master's; node-port: 30401)"
     )
     data_port: int | None = Field(
         None, ge=1, le=65535, description="Port of the slaves there (29500); node-port: of the first one (30500)"
@@ -147,6 +162,10 @@ class DeployKnobs(Knobs):
     @property
     def outside_master_port(self) -> int:
         return self.master_port or (30400 if self.expose == "node-port" else 29400)
+
+    @property
+    def outside_standby_port(self) -> int:
+        return self.standby_port or (30401 if self.expose == "node-port" else self.outside_master_port)
 
     @property
     def outside_data_port(self) -> int:
@@ -486,7 +505,10 @@ NODE_PORTS = range(30000, 32768)
 """What Kubernetes gives out unless its administrator says otherwise."""
 
 OURS = {
-    "master": ("run_id", "directory", "listen", "slaves", "keys", "insecure", "metrics_listen", "page_listen"),
+    "master": (
+        *("run_id", "directory", "listen", "slaves", "keys", "insecure", "metrics_listen", "page_listen"),
+        *("standby", "take_over"),
+    ),
     "slave": (
         *("run_id", "slave_id", "directory", "master", "keys", "insecure", "memory_bytes", "metrics_listen"),
         *("data_host", "data_port", "advertise"),
@@ -495,6 +517,25 @@ OURS = {
     "train": ("parallel",),
 }
 """Settings that follow from the file's other tables, by role."""
+
+
+@dataclass(frozen=True)
+class MasterPlace:
+    """One of the two processes that can serve the run, whichever of them does."""
+
+    component: str  # "master", which began the run, or "standby"
+    site: SiteKnobs
+    address: str  # HOST:PORT at which all outside its namespace reach it
+    inside: str  # in its namespace
+    began: int  # the take-over after which it was made the standby of the other one; 0: as the run began
+
+    @property
+    def directory(self) -> str:
+        """An empty one for each time that it becomes a standby: what it held as a master is kept."""
+        return f"{STATE}/master" + (f"-{self.began}" if self.began else "")
+
+    def seen_from(self, context: str) -> str:
+        return self.inside if context == self.site.context else self.address
 
 
 @dataclass(frozen=True)
@@ -521,19 +562,44 @@ class Deployment:
         return tuple(f"s{index}" for index in range(self.run.slaves))
 
     @property
+    def masters(self) -> tuple[MasterPlace, ...]:
+        """The first master and, if there is one, the standby, whichever of them serves."""
+        run, n = self.run, self.run.take_overs
+        places = [("master", self.server_site, run.outside_master_port, n - (n % 2 == 0))]
+        if run.standby:
+            places.append(("standby", self.site(run.standby), run.outside_standby_port, n - n % 2))
+        return tuple(
+            MasterPlace(
+                name, site, f"{self._host(name, site)}:{port}", f"{self.name}-{name}:{CONTROL_PORT}", max(0, began)
+            )
+            for name, site, port, began in places
+        )
+
+    @property
+    def standby(self) -> MasterPlace | None:
+        """The one that follows the other now, as the file has it."""
+        return self.masters[self.run.take_overs % 2 == 0] if self.run.standby else None
+
+    @property
     def master_address(self) -> str:
-        """HOST:PORT at which all outside the servers' pods reach the master."""
-        return f"{self._host('master')}:{self.run.outside_master_port}"
+        """HOST:PORT at which all outside the servers' pods reach the master, and with a comma that of its standby."""
+        return ",".join(place.address for place in self.masters)
 
     @property
     def master_inside(self) -> str:
-        """HOST:PORT at which the slaves and the supervisor reach the master, in its own namespace."""
-        return f"{self.name}-master:{CONTROL_PORT}"
+        """The same for the slaves and the supervisor, in their own namespace."""
+        return ",".join(place.seen_from(self.server_site.context) for place in self.masters)
+
+    @property
+    def lease(self) -> tuple[str, str]:
+        """Of [master] lease: the kind, and where it is. Empty: none."""
+        kind, _, where = str(self.tables["master"].get("lease", "")).partition(":")
+        return kind, where
 
     def slave_address(self, index: int) -> str:
         """HOST:PORT at which clusters and other slaves reach the data port of slave `index`."""
         step = index if self.run.expose == "node-port" else 0
-        return f"{self._host(f'slave-{index}')}:{self.run.outside_data_port + step}"
+        return f"{self._host(f'slave-{index}', self.server_site)}:{self.run.outside_data_port + step}"
 
     def monitored(self, site: SiteKnobs) -> bool:
         """Whether the Prometheus operator of this site is told what to scrape."""
@@ -542,11 +608,11 @@ class Deployment:
     def site(self, name: str) -> SiteKnobs:
         return next(site for site in self.sites if site.name == name)
 
-    def _host(self, name: str) -> str:
+    def _host(self, name: str, site: SiteKnobs) -> str:
         if self.run.expose == "inside":
-            middle = "" if name == "master" else f".{self.name}-slave"
+            middle = f".{self.name}-slave" if name.startswith("slave") else ""
             return f"{self.name}-{name}{middle}.{self.run.namespace}.svc"
-        return self.server_site.address.replace("{name}", name)
+        return site.address.replace("{name}", name)
 
 
 def read_deploy_file(file: Path) -> Deployment:
@@ -565,7 +631,9 @@ def read_deploy_file(file: Path) -> Deployment:
             )
     _check_names(file, run, sites, clusters)
     server_site, why = _server_site(file, run, sites, clusters)
-    _check_reach(file, run, sites, clusters, server_site)
+    server_sites = _server_sites(file, run, sites, server_site)
+    for site in server_sites:
+        _check_reach(file, run, sites, clusters, site)
     _check_lists(tables.where("deploy"), run)
     _check_clusters(file, sites, clusters)
     ours = {"run_id": run.run_id, "directory": STATE, "keys": KEYS}
@@ -574,6 +642,7 @@ def read_deploy_file(file: Path) -> Deployment:
         raise ConfigError(
             f"{file} lists {len(clusters)} clusters, but [master] max_clusters is {master.max_clusters}: raise it"
         )
+    _check_lease(file, run, master, len({site.context for site in server_sites}))
     slave = tables.settings(SlaveConfig, "slave", {**ours, "slave_id": "s0"})
     check_servers(master, slave, str(file))
     client = tables.settings(ClientConfig, "worker")
@@ -620,14 +689,20 @@ def _server_site(
     file: Path, run: DeployKnobs, sites: tuple[SiteKnobs, ...], clusters: tuple[DeployedClusterKnobs, ...]
 ) -> tuple[SiteKnobs, str]:
     if run.placement != AUTO:
-        named = [site for site in sites if site.name == run.placement]
-        if not named:
-            known = ", ".join((AUTO, *(site.name for site in sites)))
-            raise ConfigError(f"{file} [deploy]: placement = {run.placement!r} is none of {known}")
-        if not named[0].context:
-            raise ConfigError(f"{file} [[sites]] {named[0].name}: the servers need Kubernetes: give its context")
-        return named[0], f"the file says so (placement = {run.placement!r})"
+        site = _named(file, "placement", run.placement, sites, (AUTO,))
+        return site, f"the file says so (placement = {run.placement!r})"
     return _best_site(file, sites, clusters)
+
+
+def _named(file: Path, key: str, name: str, sites: tuple[SiteKnobs, ...], others: tuple[str, ...] = ()) -> SiteKnobs:
+    """The site that a key of [deploy] names, where master or standby are to run."""
+    found = next((site for site in sites if site.name == name), None)
+    if found is None:
+        known = ", ".join((*others, *(site.name for site in sites)))
+        raise ConfigError(f"{file} [deploy]: {key} = {name!r} is none of {known}")
+    if not found.context:
+        raise ConfigError(f"{file} [[sites]] {name}: the servers need Kubernetes: give its context")
+    return found
 
 
 def _best_site(
@@ -668,6 +743,55 @@ def _best_site(
 # ---- how the servers are reached ----
 
 
+def _server_sites(
+    file: Path, run: DeployKnobs, sites: tuple[SiteKnobs, ...], server_site: SiteKnobs
+) -> list[SiteKnobs]:
+    """The servers' site, and that of the standby."""
+    where = f"{file} [deploy]"
+    if not run.standby:
+        given = {"take_overs": run.take_overs % 2, "standby_port": run.standby_port, "lease_secret": run.lease_secret}
+        for key in (key for key, value in given.items() if value):
+            raise ConfigError(f"{where}: {key} needs a standby: name its site as standby, or leave {key} out")
+        return [server_site]
+    site = _named(file, "standby", run.standby, sites)
+    if run.expose == "inside" and site.context != server_site.context:
+        raise ConfigError(
+            f"{where}: expose = 'inside' reaches the context {server_site.context!r} alone, and the standby is "
+            "elsewhere: choose 'load-balancer' or 'node-port'"
+        )
+    return [server_site] if site is server_site else [server_site, site]
+
+
+def _check_lease(file: Path, run: DeployKnobs, master: MasterConfig, contexts: int) -> None:
+    """Settings of [master] that are of a standby."""
+    kind, _, where = (master.lease or "").partition(":")
+    if not run.standby and (kind or master.without_replica == "pause" or master.journal_replicas):
+        raise ConfigError(
+            f"{file} [master]: lease, journal_replicas and without_replica are for a master with a standby: name its "
+            "site as [deploy] standby, or leave them out"
+        )
+    if (
+        master.without_replica == "pause"
+        and "journal_replicas" in master.model_fields_set
+        and not master.journal_replicas
+    ):
+        raise ConfigError(
+            f"{file} [master]: without_replica = 'pause' needs journal_replicas = 1: leave one of the two out"
+        )
+    if kind == "kubernetes" and not re.fullmatch(f"{re.escape(run.namespace)}/[a-z0-9]([a-z0-9.-]*[a-z0-9])?", where):
+        raise ConfigError(
+            f"{file} [master]: lease = {master.lease!r} is no Lease of the namespace {run.namespace!r}: give "
+            f"kubernetes:{run.namespace}/{run.run_id}-master"
+        )
+    if kind == "kubernetes" and contexts > 1:
+        raise ConfigError(
+            f"{file} [master]: lease is in one Kubernetes cluster, and standby {run.standby!r} is in another one: give "
+            "etcd:https://HOST:PORT, or leave lease out"
+        )
+    if run.lease_secret and kind != "etcd":
+        raise ConfigError(f"{file} [deploy]: lease_secret is for a lease in etcd: leave it out")
+
+
 def _check_reach(
     file: Path,
     run: DeployKnobs,
@@ -694,6 +818,8 @@ def _check_reach(
         )
     if run.expose == "node-port":
         ports = [run.outside_master_port, *(run.outside_data_port + index for index in range(run.slaves))]
+        if run.standby:
+            ports.insert(1, run.outside_standby_port)
         wrong = [port for port in ports if port not in NODE_PORTS]
         if wrong:
             raise ConfigError(
@@ -703,7 +829,7 @@ def _check_reach(
         if len(set(ports)) < len(ports):
             raise ConfigError(
                 f"{file} [deploy]: master_port {run.outside_master_port} is taken by a slave, whose ports are "
-                f"{ports[1]} to {ports[-1]}: choose another"
+                f"{run.outside_data_port} to {ports[-1]}, or by the standby: choose another"
             )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from dips.core.net.addresses import parse_address
+from dips.core.net.addresses import parse_address, split_addresses
 from dips.deploy.deploy_file import Deployment
 from dips.deploy.objects import Object
 
@@ -130,14 +130,19 @@ def endpoints(deployment: Deployment) -> Iterator[tuple[str, str]]:
 
 
 def state_of_endpoint(who: str, address: str, dial: Dial = dial) -> ObjectState:
-    host, port = parse_address(address, f"the address of {who}")
-    try:
-        dial(host, port)
-    except UnicodeError:
-        return ObjectState(Health.FAILED, f"no machine can have the name {host!r}: a part of it is empty or too long")
-    except OSError as error:
-        return ObjectState(Health.WAITING, f"{who} is not reached at {address} from this machine ({_words(error)})")
-    return ObjectState(Health.READY, f"{who} answers at {address}")
+    why = []
+    for one in split_addresses(address, f"the address of {who}"):
+        host, port = parse_address(one)
+        try:
+            dial(host, port)
+        except UnicodeError:
+            what = f"no machine can have the name {host!r}: a part of it is empty or too long"
+            return ObjectState(Health.FAILED, what)
+        except OSError as error:
+            why.append(_words(error))
+            continue
+        return ObjectState(Health.READY, f"{who} answers at {one}")
+    return ObjectState(Health.WAITING, f"{who} is not reached at {address} from this machine ({', '.join(why)})")
 
 
 def _words(error: OSError) -> str:

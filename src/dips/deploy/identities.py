@@ -12,7 +12,7 @@ from pathlib import Path
 from dips.core.errors import ConfigError
 from dips.core.net.keys import REVOKED_FILE, load_identity
 from dips.core.net.security import Role
-from dips.deploy.deploy_file import Deployment
+from dips.deploy.deploy_file import Deployment, MasterPlace
 from dips.deploy.objects import IDENTITY_FILES, Object, made
 from dips.local.authority import WantedIdentity
 
@@ -24,7 +24,7 @@ def wanted(deployment: Deployment) -> list[WantedIdentity]:
     roles = [(Role.MASTER, "master"), *((Role.SLAVE, name) for name in deployment.slave_ids)]
     # Of a role that may ask for the status and nothing else.
     roles.append((Role.SLAVE, SUPERVISOR))
-    if deployment.monitored(deployment.server_site):
+    if any(deployment.monitored(place.site) for place in deployment.masters):
         roles.append((Role.OPERATOR, PROMETHEUS))
     roles += [(Role.CLUSTER, cluster.id) for cluster in deployment.clusters]
     roles.append((Role.OPERATOR, OPERATOR))
@@ -70,16 +70,22 @@ def check(deployment: Deployment) -> None:
 
 def server_secrets(deployment: Deployment) -> list[Object]:
     """For the server site. Without the folders the values are empty: a plan shows what there will be."""
-    keys, name = deployment.run.keys, deployment.name
+    keys, name, (master, *_) = deployment.run.keys, deployment.name, deployment.masters
     slaves = {
         f"{slave}.{file}": _encoded(keys / slave / file) for slave in deployment.slave_ids for file in IDENTITY_FILES
     }
-    found = [
-        _secret(deployment, f"{name}-keys-master", "master", _files(keys / "master")),
+    return [
+        *master_secrets(deployment, master),
         _secret(deployment, f"{name}-keys-slave", "slave", slaves),
         _secret(deployment, f"{name}-keys-supervisor", "supervisor", _files(keys / SUPERVISOR)),
     ]
-    if deployment.monitored(deployment.server_site):
+
+
+def master_secrets(deployment: Deployment, place: MasterPlace) -> list[Object]:
+    """For the site of master or standby, which have the same keys, and of the Prometheus there."""
+    keys, name = deployment.run.keys, deployment.name
+    found = [_secret(deployment, f"{name}-keys-master", "master", _files(keys / "master"))]
+    if deployment.monitored(place.site):
         found.append(_secret(deployment, f"{name}-keys-prometheus", "server", _files(keys / PROMETHEUS)))
     return found
 

@@ -8,9 +8,8 @@ StatefulSets are gone the run can go back: with the old placement, `dips deploy 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from dips.core.errors import ConfigError, FatalError
 from dips.core.units import format_bytes
@@ -40,19 +39,12 @@ SAID_EVERY_BYTES = 1 << 30
 CARRIER_MEMORY = "64Mi"
 
 
-class MovingApi(Api, Protocol):
-    """What a move asks of an API server in addition; kubernetes_api.KubernetesApi implements it."""
-
-    def output_of(self, pod: str, command: Sequence[str], wait_s: float) -> str: ...
-    def printed(self, pod: str, command: Sequence[str]) -> Iterator[bytes]: ...
-    def feed(self, pod: str, command: Sequence[str], chunks: Iterable[bytes]) -> None: ...
-
-
 @dataclass(frozen=True)
 class Volume:
-    """A server's volume: the claim of a pod of a StatefulSet, and the folder of it that holds everything."""
+    """A server's volume: the claim of a pod of a StatefulSet."""
 
     component: str
+    folder: str  # of the volume, which holds everything
     claim: str
     carrier: str  # the pod that carries it
     spec: Object
@@ -66,7 +58,9 @@ def volumes(deployment: Deployment) -> Iterator[Volume]:
                 name, component = one["metadata"]["name"], one["metadata"]["labels"]["app.kubernetes.io/component"]
                 for index in range(one["spec"]["replicas"]):
                     claim = f"{template['metadata']['name']}-{name}-{index}"
-                    yield Volume(component, claim, f"{name}-carrier-{index}", template["spec"])
+                    folder = deployment.masters[0].directory if component == "master" else f"{STATE}/{component}"
+                    folder = folder.removeprefix(f"{STATE}/")
+                    yield Volume(component, folder, claim, f"{name}-carrier-{index}", template["spec"])
 
 
 class Move:
@@ -75,7 +69,7 @@ class Move:
     def __init__(
         self,
         deployment: Deployment,
-        apis: Mapping[str, MovingApi],
+        apis: Mapping[str, Api],
         rollout: Rollout,
         live_at: Callable[[Deployment], LiveDeployment],
     ) -> None:
@@ -83,6 +77,11 @@ class Move:
         self._apis = apis
         self._rollout = rollout
         self._to = apis[deployment.server_site.context]
+        if deployment.standby:
+            raise ConfigError(
+                f"{deployment.file} [deploy]: the servers move without a standby: leave standby out, apply, move, and "
+                "name it again"
+            )
         # The same run at the site where its master is. Raises ConfigError when there is nothing to move.
         master, here = f"{self._wanted.name}-master", self._to.context
         found = [context for context, api in self._apis.items() if api.get("StatefulSet", master) is not None]
@@ -176,7 +175,7 @@ class Move:
                 if api.get("Pod", volume.carrier) is None:
                     api.create(pod)
                 self._rollout.until(f"pod {volume.carrier}", functools.partial(self._runs, api, volume.carrier))
-            part = volume.component
+            part = volume.folder
             clear = ["sh", "-c", f"rm -rf {STATE}/{part} && echo cleared"]
             if self._to.output_of(volume.carrier, clear, SUM_WAIT_S).strip() != "cleared":
                 raise FatalError(f"{self._at(volume)}: what an earlier copy left cannot be removed: delete the claim")

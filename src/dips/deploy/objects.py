@@ -7,6 +7,7 @@ and nothing is written as an empty list or table, which the API drops and a comp
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
@@ -23,6 +24,7 @@ from dips.deploy.deploy_file import (
     STATE,
     DeployedClusterKnobs,
     Deployment,
+    MasterPlace,
     pairs,
 )
 
@@ -85,6 +87,7 @@ API_VERSIONS = {
     "PersistentVolumeClaim": "v1",
     "Role": "rbac.authorization.k8s.io/v1",
     "RoleBinding": "rbac.authorization.k8s.io/v1",
+    "Lease": "coordination.k8s.io/v1",
     "NetworkPolicy": "networking.k8s.io/v1",
     "PodDisruptionBudget": "policy/v1",
     "StatefulSet": "apps/v1",
@@ -103,8 +106,9 @@ EXTENSIONS = {
         "install the Prometheus operator there, or set service_monitor = false, in [deploy] or in its site's table",
     ),
     "JobSet": "install JobSet there, or set starts = 'job'",
+    "Lease": "leave [master] lease out",
 }
-"""Kinds that only an extension knows, and what to do where it is missing."""
+"""Kinds that not every run has, most of which only an extension knows, and what to do where one is missing."""
 
 PLURALS = {kind: f"{kind.lower()}s" for kind in API_VERSIONS}
 PLURALS |= {"NetworkPolicy": "networkpolicies", "Pod": "pods"}
@@ -356,6 +360,11 @@ EVERY_NETWORK = ("0.0.0.0/0", "::/0")
 API_PORTS = (443, 6443, 8443, 16443)
 """Where API servers listen, inside and behind the service `kubernetes`: 8443 in minikube, 16443 in MicroK8s."""
 
+TO_API: Object = {
+    "to": [{"ipBlock": {"cidr": cidr}} for cidr in EVERY_NETWORK],
+    "ports": [{"protocol": "TCP", "port": port} for port in API_PORTS],
+}
+
 NAMES: Object = {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}
 """Names are looked up wherever the cluster's DNS is."""
 
@@ -364,31 +373,48 @@ RENDEZVOUS_PORTS = (1024, 65535)
 
 
 def server_policies(deployment: Deployment) -> list[Object]:
-    clusters = _clusters(deployment)
-    inner = _pods(selector(deployment, "slave"), selector(deployment, "supervisor"))
-    to_master = _to(_pods(selector(deployment, "master")), _tcp(CONTROL_PORT))
-    slaves = _pods(selector(deployment, "slave"))
+    slaves, to_masters = _pods(selector(deployment, "slave")), _to_masters(deployment, deployment.masters[0])
     return [
-        _policy(
-            deployment,
-            "master",
-            [_from([*inner, *clusters], _tcp(CONTROL_PORT)), _metrics(deployment)],
-            [NAMES],
-        ),
+        master_policy(deployment, deployment.masters[0]),
         _policy(
             deployment,
             "slave",
-            [_from([*slaves, *clusters], _tcp(DATA_PORT)), _metrics(deployment)],
+            [_from([*slaves, *_clusters(deployment, deployment.masters[0])], _tcp(DATA_PORT)), _metrics(deployment)],
             # Slaves find each other at the addresses that clusters use, for a RESHARD.
-            [NAMES, to_master, _to(slaves, _tcp(DATA_PORT)), _to(_anywhere(), _data_ports(deployment))],
+            [NAMES, *to_masters, _to(slaves, _tcp(DATA_PORT)), _to(_anywhere(), _data_ports(deployment))],
         ),
-        _policy(
-            deployment,
-            "supervisor",
-            [],
-            [NAMES, to_master, _to(_anywhere(), [port for n in API_PORTS for port in _tcp(n)])],
-        ),
+        _policy(deployment, "supervisor", [], [NAMES, *to_masters, TO_API]),
     ]
+
+
+def master_policy(deployment: Deployment, place: MasterPlace) -> Object:
+    """Master and standby dial each other and their lease, and nothing else."""
+    others = [one for one in deployment.masters if one.component != place.component]
+    inner = [*(one.component for one in others), "slave", "supervisor"]
+    found = _pods(*(selector(deployment, component) for component in inner))
+    kind, where = deployment.lease
+    ends = [int(port) for port in re.findall(r":(\d+)", where)] if kind == "etcd" else []
+    to_lease = [TO_API] if kind == "kubernetes" else [_to(_anywhere(), [_tcp(n)[0] for n in ends])] if ends else []
+    return _policy(
+        deployment,
+        place.component,
+        [_from([*found, *_clusters(deployment, place)], _tcp(CONTROL_PORT)), _metrics(deployment)],
+        [NAMES, *(_to_masters(deployment, place) if others else []), *to_lease],
+    )
+
+
+def _to_masters(deployment: Deployment, place: MasterPlace) -> list[Object]:
+    """What pods at the site of this one need to dial master and standby."""
+    here = [one for one in deployment.masters if one.site.context == place.site.context]
+    away = [one for one in deployment.masters if one not in here]
+    found = [_to(_pods(*(selector(deployment, one.component) for one in here)), _tcp(CONTROL_PORT))]
+    return [*found, *([_to(_anywhere(), _control_ports(away))] if away else [])]
+
+
+def _control_ports(places: Iterable[MasterPlace]) -> list[Object]:
+    """As they are reached from other contexts, and as their pods have it, where policies see what it was changed to."""
+    ports = [int(place.address.rpartition(":")[2]) for place in places]
+    return _once([port for n in (*ports, CONTROL_PORT) for port in _tcp(n)])
 
 
 def cluster_policy(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
@@ -396,8 +422,7 @@ def cluster_policy(deployment: Deployment, cluster: DeployedClusterKnobs) -> Obj
     own = _pods(selector(deployment, "cluster", cluster.id))
     first, last = RENDEZVOUS_PORTS
     among = [{"protocol": "TCP", "port": first, "endPort": last}]
-    _, _, port = deployment.master_address.rpartition(":")
-    endpoints = [*_tcp(int(port)), *_tcp(CONTROL_PORT), *_tcp(DATA_PORT), *_data_ports(deployment)]
+    endpoints = [*_control_ports(deployment.masters), *_tcp(DATA_PORT), *_data_ports(deployment)]
     return _policy(
         deployment,
         "cluster",
@@ -412,20 +437,22 @@ def cluster_policy(deployment: Deployment, cluster: DeployedClusterKnobs) -> Obj
     )
 
 
-def _clusters(deployment: Deployment) -> list[Object]:
-    """From where clusters come: their pods in this namespace, and the networks of the sites.
+def _clusters(deployment: Deployment, place: MasterPlace) -> list[Object]:
+    """From where clusters come, and to a standby the servers of another site: their pods in this namespace, and the
+    networks of the sites.
 
     A site that names no networks may be anywhere; a node port hides where a connection comes from. Pods in the network
     of their node have its address, and no policy knows them by their labels.
     """
     found: list[Object] = _pods({**selector(deployment, "cluster")})
-    sites = [(cluster, deployment.site(cluster.site)) for cluster in deployment.clusters]
-    away = [site for cluster, site in sites if cluster.host_network or site.context != deployment.server_site.context]
+    sites = [(deployment.site(cluster.site), cluster.host_network) for cluster in deployment.clusters]
+    sites += [(one.site, False) for one in deployment.masters if len(deployment.masters) > 1]
+    away = [site for site, in_its_nodes in sites if in_its_nodes or site.context != place.site.context]
     if deployment.run.expose == "inside" and not away:
         return found
     if deployment.run.expose == "node-port" or any(not site.cidrs for site in away):
         return [*found, *_anywhere()]
-    return [*found, *(_block(cidr) for cidr in sorted({cidr for _, site in sites for cidr in site.cidrs}))]
+    return [*found, *(_block(cidr) for cidr in sorted({cidr for site, _ in sites for cidr in site.cidrs}))]
 
 
 def _policy(

@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from dips.core.errors import ConfigError, DipsError
+from dips.core.errors import ConfigError, DipsError, RetryLater
 from dips.core.messages import StatusReply
 from dips.deploy import identities
 from dips.deploy import rollout as plan
 from dips.deploy.compare import ObjectAction, Step
-from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment, quantity
+from dips.deploy.deploy_file import CONFIG, DeployedClusterKnobs, Deployment, MasterPlace, quantity
 from dips.deploy.health import Dial, Health, ObjectState, endpoints, state_of, state_of_endpoint
 from dips.deploy.objects import CLUSTER_LABEL, Object
 from dips.deploy.rollout import Api, Rollout, everything
@@ -137,19 +137,37 @@ class LiveDeployment:
     # ---- status ----
 
     def states(self) -> Iterator[tuple[str, Object, ObjectState]]:
-        """Every object that is wanted, with its context and how it is."""
-        seen = set()
+        """Every object that is wanted, with its context and how it is. A context that does not answer is asked once:
+        its machines may be lost, and a standby elsewhere serve the run."""
+        seen, away = set(), dict[str, str]()
         for stage in plan.stages(self.deployment):
             for one in stage.objects:
                 key = plan.key(stage.context, one)
                 if key not in seen:
                     seen.add(key)
-                    live = self._apis[stage.context].get(one["kind"], one["metadata"]["name"])
-                    yield stage.context, one, state_of(live)
+                    try:
+                        if stage.context not in away:
+                            state = state_of(self._apis[stage.context].get(one["kind"], one["metadata"]["name"]))
+                    except RetryLater as error:
+                        away[stage.context] = str(error)
+                    trouble = away.get(stage.context)
+                    yield stage.context, one, state if trouble is None else ObjectState(Health.WAITING, trouble)
 
     def run_status(self) -> StatusReply:
         with self._operator() as operator:
             return operator.status()
+
+    # ---- take over ----
+
+    def take_over(self) -> MasterPlace:
+        """Let the standby serve the run from now on; which one that is. Raises DipsError, also when it does not."""
+        place = self.deployment.standby
+        if place is None:
+            raise ConfigError(f"{self.deployment.file} [deploy] names no standby that could take over")
+        command = ["dips", "master", "--take-over", "--config", f"{CONFIG}/master.toml"]
+        for _ in self._apis[place.site.context].printed(f"{self.deployment.name}-{place.component}-0", command):
+            pass  # it says on standard error what it does, which is told when it fails
+        return place
 
     # ---- scale ----
 

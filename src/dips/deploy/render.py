@@ -148,8 +148,8 @@ NAMESPACE, OPERATOR = "namespace", "prometheus-operator"
 
 
 def write_folders(deployment: Deployment, output: Path) -> Iterator[Path]:
-    """DIR/namespace, DIR/servers, DIR/cluster-ID, and DIR/scripts; yields each file. Raises ConfigError when one cannot
-    be written.
+    """DIR/namespace, DIR/servers, DIR/standby, DIR/cluster-ID, and DIR/scripts; yields each file. Raises ConfigError
+    when one cannot be written.
     """
     for folder, objects in folders(deployment).items():
         yield from write_kustomization(output / folder, objects, str(deployment.file))
@@ -167,7 +167,8 @@ def folders(deployment: Deployment) -> dict[str, list[Object]]:
     """
     found: dict[str, list[Object]] = {}
     for stage in rollout.stages(deployment):
-        name = f"cluster-{stage.cluster}" if stage.cluster else "servers"
+        standby = "standby" if stage.part is rollout.RolloutPart.STANDBY else "servers"
+        name = f"cluster-{stage.cluster}" if stage.cluster else standby
         for one in stage.objects:
             if one["kind"] == "Namespace":
                 # The folder is for all contexts: of them the one whose pods need the most.

@@ -24,7 +24,7 @@ from dips.deploy.compare import ObjectAction, Step, diff_lines, replicas_of, ste
 from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment, bytes_of, processors_of
 from dips.deploy.health import Health, ObjectState, state_of
 from dips.deploy.objects import API_VERSIONS, EXTENSIONS, MONITORS, PLURALS, Object
-from dips.deploy.servers import server_objects
+from dips.deploy.servers import server_objects, standby_objects
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
 #
@@ -43,6 +43,7 @@ Find = Callable[[str, Object], Object | None]
 class RolloutPart(StrEnum):
     SETTINGS = "keys and settings"
     MASTER = "master"
+    STANDBY = "standby"
     SLAVES = "slaves"
     SUPERVISOR = "supervisor and metrics"
     CLUSTER = "cluster"
@@ -64,7 +65,7 @@ class RolloutStage:
 
 
 def stages(deployment: Deployment) -> list[RolloutStage]:
-    """Secrets and settings, the master, the slaves, what belongs to them, then each cluster on Kubernetes."""
+    """Secrets and settings, master, standby, slaves, what belongs to them, then each cluster on Kubernetes."""
     context = deployment.server_site.context
     servers = server_objects(deployment)
     first = [one for one in servers if one["kind"] not in (*WORKLOADS, *MONITORS)]
@@ -75,6 +76,12 @@ def stages(deployment: Deployment) -> list[RolloutStage]:
     found = [
         RolloutStage(context, RolloutPart.SETTINGS, (at, *identities.server_secrets(deployment), *after)),
         RolloutStage(context, RolloutPart.MASTER, (sets[f"{deployment.name}-master"],)),
+    ]
+    for place in deployment.masters[1:]:
+        at, *after = standby_objects(deployment, place)
+        objects = (at, *identities.master_secrets(deployment, place), *after)
+        found.append(RolloutStage(place.site.context, RolloutPart.STANDBY, objects))
+    found += [
         RolloutStage(context, RolloutPart.SLAVES, (sets[f"{deployment.name}-slave"],)),
         RolloutStage(context, RolloutPart.SUPERVISOR, tuple(rest)),
     ]
@@ -102,15 +109,19 @@ def contexts(deployment: Deployment) -> list[str]:
 
 def check_place(deployment: Deployment, there: Mapping[str, Sequence[Object]]) -> None:
     """Raise ConfigError when the run's master is in another context than the file says: new servers would be empty."""
-    master = ("StatefulSet", f"{deployment.name}-master")
-    for context, objects in there.items():
-        if context != deployment.server_site.context and master in (key(context, one)[1:] for one in objects):
+    for place in deployment.masters[: 1 + deployment.run.take_overs % 2]:
+        name, key_of = (
+            f"{deployment.name}-{place.component}",
+            "standby" if place.component == "standby" else "placement",
+        )
+        for context, objects in there.items():
+            if context == place.site.context or ("StatefulSet", name) not in (key(context, one)[1:] for one in objects):
+                continue
             sites = " or ".join(repr(site.name) for site in deployment.sites if site.context == context)
             raise ConfigError(
-                f"{deployment.file}: master and slaves of run {deployment.name} are in context {context!r}, and the "
-                f"file now has them at {deployment.server_site.name!r}, with empty volumes ({deployment.why_there}): "
-                f"set [deploy] placement to {sites}; or name the new site there, and `dips deploy move` takes the "
-                "servers with their volumes to it"
+                f"{deployment.file}: {name}, with its state, is in context {context!r}, and the file now has it at "
+                f"{place.site.name!r}, with empty volumes ({deployment.why_there}): set [deploy] {key_of} to {sites}; "
+                "or name the new site as placement, and `dips deploy move` takes the servers with their volumes to it"
             )
 
 
@@ -240,7 +251,7 @@ def need_lines(found: Sequence[PodNeed]) -> Iterator[str]:
 POLL_S = 2.0
 KINDS = (
     *("Secret", "ServiceAccount", "ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "Role"),
-    *("RoleBinding", "PersistentVolumeClaim", "StatefulSet", "Deployment", "Job", "JobSet", *MONITORS),
+    *("RoleBinding", "Lease", "PersistentVolumeClaim", "StatefulSet", "Deployment", "Job", "JobSet", *MONITORS),
 )
 """What a run may have in a namespace, in the order in which it is made."""
 
@@ -258,6 +269,9 @@ class Api(Protocol):
     def create(self, document: Object, dry_run: bool = False) -> Object | None: ...
     def patch(self, document: Object, patch: Object, dry_run: bool = False) -> Object | None: ...
     def delete(self, kind: str, name: str, uid: str = "") -> bool: ...
+    def output_of(self, pod: str, command: Sequence[str], wait_s: float) -> str: ...
+    def printed(self, pod: str, command: Sequence[str]) -> Iterator[bytes]: ...
+    def feed(self, pod: str, command: Sequence[str], chunks: Iterable[bytes]) -> None: ...
 
 
 def everything(api: Api, run: str) -> list[Object]:
@@ -403,7 +417,7 @@ OF_PODS = ("get", "delete")
 def role(deployment: Deployment, move: bool = False) -> Object:
     """The rights that whoever runs `dips deploy` needs in each context, as a Role of the namespace: of all kinds that a
     run can have; of kinds of extensions only those that the file needs. move: also what `dips deploy move` needs, which
-    runs commands in pods of its own.
+    makes pods of its own and runs commands in them, as `dips deploy take-over` does in the standby's.
 
     None of them is of the cluster: a namespace that is there need not be seen. Who gives rights must have them:
     therefore the supervisor's, to get and to delete pods.
@@ -417,6 +431,7 @@ def role(deployment: Deployment, move: bool = False) -> Object:
     rights.append(("", ["pods"], OF_PODS))
     if move:
         rights.append(("", ["pods"], ["create"]))
+    if move or deployment.standby:
         # The client opens a WebSocket with a GET, for which RBAC wants get; from Kubernetes 1.35 on also create.
         rights.append(("", ["pods/exec"], ["get", "create"]))
     return {

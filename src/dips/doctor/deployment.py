@@ -110,7 +110,7 @@ def _addresses(deployment: Deployment) -> Findings:
     if deployment.run.expose == "inside":
         yield ok("addresses", f"the servers are reached within {deployment.server_site.context!r} only")
         return
-    places = [("the master", deployment.master_address, "address of its site")]
+    places = [(f"the {one.component}", one.address, "address of its site") for one in deployment.masters]
     places += [
         (f"slave {name}", deployment.slave_address(index), "address of its site")
         for index, name in enumerate(deployment.slave_ids)

@@ -30,7 +30,8 @@ from dips.core.net.keys import (
     is_signed_by,
     parse_authorities,
     parse_certificate,
-    read_revoked,
+    read_key_file,
+    revoked_of,
     stamp_of_file,
 )
 from dips.core.net.security import Identity, Role, Security
@@ -83,6 +84,8 @@ class Access:
         """The number of refused calls by method."""
         self.last_refused = ""
         """Method and sentence of the last refused call."""
+        self.revoked_list = b""
+        """The file that revokes certificates, as it was last understood."""
         if self._identity is None:
             return
         directory = self._identity.directory
@@ -93,7 +96,7 @@ class Access:
         self._revoked: Mapping[int, str] = {}
         self._revoked_stamp = stamp_of_file(self._revoked_file)
         if self._named or self._revoked_file.exists():
-            self._revoked = read_revoked(self._revoked_file)
+            self._revoked = self._listed()
 
     @property
     def checks(self) -> bool:
@@ -192,6 +195,12 @@ class Access:
         except (ConfigError, OSError) as error:
             _logger.error("the changed authorities cannot be used, the old ones stay: %s", error)
 
+    def _listed(self) -> Mapping[int, str]:
+        raw = read_key_file(self._revoked_file)
+        found = revoked_of(raw, str(self._revoked_file))
+        self.revoked_list = raw
+        return found
+
     def _read_revoked(self) -> set[int]:
         """Reads the list of revoked certificates; returns the serials that are new on it."""
         stamp = stamp_of_file(self._revoked_file)
@@ -199,7 +208,7 @@ class Access:
             return set()
         self._revoked_stamp = stamp
         try:
-            found = read_revoked(self._revoked_file)
+            found = self._listed()
         except ConfigError as error:
             _logger.error("the list of revoked certificates cannot be used, the old one stays: %s", error)
             return set()

@@ -450,7 +450,8 @@ class JournalReader:
                 at = record.number
             row = self._connection.execute("SELECT snapshot_json, digest FROM snapshot").fetchone() or ("", "")
             is_whole = at == last
-            return JournalBatch(number, digest, tuple(lines), is_whole, *(row if is_whole else ("", "")))
+            state, of_state = row if is_whole else ("", "")
+            return JournalBatch(number, digest, tuple(lines), is_whole, state, of_state, b"")
 
     def _digest_of(self, cursor: sqlite3.Cursor, number: int) -> str:
         row = cursor.execute("SELECT digest FROM records WHERE number = ?", (number,)).fetchone()

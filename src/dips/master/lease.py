@@ -163,12 +163,12 @@ class KubernetesLease:
             made = self._call("POST", "", (409,), wanted)
         else:
             wanted["metadata"]["resourceVersion"] = instead_of.mark
-            made = self._call("PUT", f"/{self._name}", (404, 409), wanted)
+            made = self._call("PATCH", f"/{self._name}", (404, 409), wanted)
         return None if made is None else self._held(made)
 
     def _held(self, lease: Mapping[str, Any]) -> Held:
         with _understood(self.name):
-            spec = lease["spec"]
+            spec = lease.get("spec") or {}  # empty: made for us, and not written yet
             return Held(
                 str(spec.get("holderIdentity") or ""),
                 str(lease["metadata"]["resourceVersion"]),
@@ -207,7 +207,8 @@ def _json(
 
     ca, pair: files of the authority's certificate, and of this process's certificate and key.
     """
-    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
+    form = "application/merge-patch+json" if method == "PATCH" else "application/json"
+    headers = {"Content-Type": form, **({"Authorization": f"Bearer {token}"} if token else {})}
     data = None if body is None else json.dumps(body).encode()
     try:
         context = ssl.create_default_context(cafile=ca)
@@ -313,8 +314,9 @@ class Lease:
             if self._seen is not None and self._seen.holder == OVER:
                 _logger.info("%s says that the run is over", self.store.name)
                 return False
-            if since_s == math.inf or self._seen is None:
-                said = "takes over by itself once it is not renewed" if self._seen else "no master has written it"
+            if since_s == math.inf or self._seen is None or not self._seen.holder:
+                is_held = self._seen is not None and self._seen.holder
+                said = "takes over by itself once it is not renewed" if is_held else "no master has written it"
                 _changes.report("lease", f"watches {self.store.name}: {said}")
             elif since_s == -math.inf or self._changed_s - since_s > self._limit_s:
                 # Decisions may have been made without this standby.
@@ -351,7 +353,7 @@ class Lease:
         before, looked = self._seen, self._looked
         self._look()
         seen = self._seen
-        if seen is not None and seen.holder not in (self._holder, OVER) and not self._by_person:
+        if seen is not None and seen.holder not in (self._holder, OVER, "") and not self._by_person:
             if looked and seen != before:
                 raise ConfigError(
                     f"{self._of_another()} It serves the run: start a standby of it here, of an empty directory, "

@@ -525,9 +525,21 @@ class Metrics:
             raise NotNow("the master has not begun its epoch yet")
         return MetricsMoment(look(self._shared), self.counts.counted(), max(0.0, now_s - self._shared.now_s))
 
-    def families(self, now: MetricsMoment, directory: Path, security: Security = INSECURE) -> Families:
-        """The families of one moment, with the sizes of the files in the directory at the time of this call."""
+    def families(self, now: MetricsMoment | None, directory: Path, security: Security = INSECURE) -> Families:
+        """The families of one moment, with the sizes of the files in the directory at the time of this call; without a
+        moment, of a standby, those of the process and its files.
+        """
         families = self.counts.families(security)
+        if now is not None:
+            self._of_run(families, now)
+        parts = {"journal": [directory / FILE_NAME], "wal": [directory / f"{FILE_NAME}-wal"]}
+        parts["archive"] = list((directory / FOLDER).glob("*")) if (directory / FOLDER).is_dir() else []
+        families.each("journal_bytes", {part: sum(map(_size, files)) for part, files in parts.items()})
+        # None and no sample where the disk does not answer: an alert on the absence reports it.
+        families.set("disk_free_bytes", disk_free_bytes(directory))
+        return families
+
+    def _of_run(self, families: Families, now: MetricsMoment) -> None:
         shown = clusters_shown(now.view.status.clusters, now.view.max_clusters)
         names = {cluster.cluster_id for cluster in shown}
         _run(families, now)
@@ -543,12 +555,6 @@ class Metrics:
         ):
             _by_cluster(families, name, names, labels, counts)
         self._counters(families, now.view.status, shown)
-        parts = {"journal": [directory / FILE_NAME], "wal": [directory / f"{FILE_NAME}-wal"]}
-        parts["archive"] = list((directory / FOLDER).glob("*")) if (directory / FOLDER).is_dir() else []
-        families.each("journal_bytes", {part: sum(map(_size, files)) for part, files in parts.items()})
-        # None and no sample where the disk does not answer: an alert on the absence reports it.
-        families.set("disk_free_bytes", disk_free_bytes(directory))
-        return families
 
     def _counters(self, families: Families, status: StatusReply, shown: Iterable[ClusterStatus]) -> None:
         """Adds counters of the ledger's numbers that a ROLLBACK lowers."""
@@ -567,15 +573,22 @@ class Metrics:
             families.set(metric, counter, *([label] if label else []))
 
     @contextlib.contextmanager
-    def served(self, config: MasterConfig, security: Security, clock: Clock) -> Iterator[None]:
-        """A context in which scrapes are answered, if the settings ask for it. Raises ConfigError as MetricsServer."""
-        snapshots = LoopSnapshots(asyncio.get_running_loop(), lambda: self.snapshot(clock.monotonic_s()))
+    def served(self, config: MasterConfig, security: Security, clock: Clock, follows: bool = False) -> Iterator[None]:
+        """A context in which scrapes are answered, if the settings ask for it. Raises ConfigError as MetricsServer.
+
+        follows: a standby's, which has no state of the run.
+        """
+
+        def moment() -> MetricsMoment | None:
+            return None if follows else self.snapshot(clock.monotonic_s())
+
+        snapshots = LoopSnapshots(asyncio.get_running_loop(), moment)
         server = serve_metrics(
             config,
             security,
             lambda: self.families(snapshots.take(), config.directory, security),
             role="master",
-            name="master",
+            name="standby" if config.standby else "master",
             run=config.run_id,
             file=config.directory / METRICS_FILE,
             revoked=config.revoked,

@@ -218,6 +218,7 @@ class _Master:
                     await asyncio.wait([shell.outcome], timeout=LOOK_S if self.access.checks else None)
                     for revoked in self.access.look():
                         shell.dispatch(revoked)
+                    self.replica.revoke(self.access.revoked_list)
                 outcome = shell.outcome.result()
             if isinstance(outcome, Halt):
                 remove_address(self.config.directory)

@@ -16,6 +16,7 @@ import secrets
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class Replica:
         self._follower = b""  # the process that follows now, and the end of its stream
         self._superseded: asyncio.Future[None] | None = None
         self._told: str | None = None
+        self._revoked = b""
         self._changes = ChangeLogger(_logger)
         self.replaced_by = ""
         """The standby that has taken over, for people; empty: none."""
@@ -101,6 +103,12 @@ class Replica:
                 await refuse(shell, "Follow", context, refused)
 
         return service("Replicas", {"Follow": grpc.stream_stream_rpc_method_handler(follow)})
+
+    def revoke(self, revoked_list: bytes) -> None:
+        """The standby is to have this list of revoked certificates, too."""
+        if revoked_list != self._revoked:
+            self._revoked = revoked_list
+            self._more.set()
 
     async def _follow(self, shell: MasterShell, messages: AsyncIterator[bytes], context: Context) -> None:
         data = await anext(messages, None)
@@ -221,10 +229,14 @@ class Replica:
     ) -> None:
         number, digest = first.number, first.digest
         is_first = True  # which tells the standby that it has all, also where nothing is new
+        revoked = b""
         while True:
             self._more.clear()
             batch = await self._loop.run_in_executor(thread, reader.after, number, digest, self._batch_bytes)
-            if batch.records or is_first:
+            if self._revoked != revoked:
+                revoked = self._revoked
+                batch = replace(batch, revoked=revoked)
+            if batch.records or is_first or batch.revoked:
                 is_first = False
                 failpoint("master.replica.before_send")
                 number = batch.after + len(batch.records)
@@ -237,7 +249,7 @@ class Replica:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._more.wait(), SIGN_S)
                     continue
-                await context.write(encode(JournalBatch(number, digest, (), False, "", "")))
+                await context.write(encode(JournalBatch(number, digest, (), False, "", "", b"")))
 
     def _lost(self, shell: MasterShell, why: str) -> None:
         self._follower, self._superseded = b"", None

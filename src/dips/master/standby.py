@@ -15,6 +15,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
@@ -25,7 +26,7 @@ from dips.core.files import is_locked
 from dips.core.messages import JournalBatch, ReplicaMessage
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.grpc_calls import open_channel_aio, refused_from
-from dips.core.net.keys import UsedKeys, parse_certificate, security_of
+from dips.core.net.keys import REVOKED_FILE, UsedKeys, add_revoked, parse_certificate, security_of
 from dips.core.net.security import Identity, Security
 from dips.core.observe.failpoints import failpoint
 from dips.core.observe.logs import ChangeLogger
@@ -34,6 +35,7 @@ from dips.master.config import MasterConfig
 from dips.master.directory import LOCK_NAME, read_address
 from dips.master.journal import Journal, Retention, TookOver, replica_of
 from dips.master.lease import Lease
+from dips.master.metrics import Metrics
 from dips.master.replica import PROCESS_ID, SIGN_S
 from dips.master.shell import MasterShell
 from dips.master.state.effects import Halt
@@ -145,7 +147,8 @@ async def stand_by(config: MasterConfig, master: str) -> int | None:
                 f"{config.directory} holds a master's own journal, which no other one may replace: move it away and "
                 "keep it for `dips verify`, and give the standby an empty directory"
             )
-        return await _Standby(config, master, security, journal).run(asked)
+        with Metrics(config.max_clusters).served(config, security, SystemClock(), follows=True):
+            return await _Standby(config, master, security, journal).run(asked)
     finally:
         for number in (TAKE_OVER, signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
@@ -238,6 +241,8 @@ class _Standby:
                 continue  # the master lives
             if not batch.is_whole:
                 self._lost_s = -math.inf
+            if batch.revoked:
+                await asyncio.to_thread(self._revoke, batch.revoked)
             if await _to_its_end(journal.receive, batch, self._master):
                 number, digest = journal.newest()
                 self._lost_s = math.inf
@@ -247,6 +252,17 @@ class _Standby:
                     await call.write(to_message(self._holds(number, digest)))
                 yield number
                 await _to_its_end(journal.tidy)
+
+    def _revoke(self, revoked_list: bytes) -> None:
+        """Adds the certificates of the master's list to that of this process, which reads it once it serves."""
+        assert isinstance(self._security, Identity), "the master lists certificates only with keys"
+        file = self._config.revoked or self._security.directory / REVOKED_FILE
+        try:
+            if add_revoked(file, revoked_list, datetime.now(UTC)):
+                _logger.info("%s has all certificates that the master's list revokes", file)
+        except (ConfigError, OSError) as error:
+            said = f"the master's list of revoked certificates is not in {file}: {error}: copy it there"
+            _changes.report("revoked", said, logging.WARNING)
 
     def _holds(self, number: int, digest: str) -> ReplicaMessage:
         return ReplicaMessage(OWN_HELLO, self._config.run_id, 0, PROCESS_ID, number, digest)

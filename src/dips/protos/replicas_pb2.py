@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from dips.protos import common_pb2 as dips_dot_protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64ips/protos/replicas.proto\x12\x07\x64ips.v1\x1a\x18\x64ips/protos/common.proto\"\x82\x01\n\x0eReplicaMessage\x12\x1d\n\x05hello\x18\x01 \x01(\x0b\x32\x0e.dips.v1.Hello\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x12\n\nprocess_id\x18\x04 \x01(\x0c\x12\x0e\n\x06number\x18\x05 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\"\x86\x01\n\x0cJournalBatch\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\x12\x14\n\x0c\x61\x66ter_digest\x18\x02 \x01(\t\x12\x0f\n\x07records\x18\x03 \x03(\x0c\x12\x10\n\x08is_whole\x18\x04 \x01(\x08\x12\x15\n\rsnapshot_json\x18\x05 \x01(\t\x12\x17\n\x0fsnapshot_digest\x18\x06 \x01(\t2H\n\x08Replicas\x12<\n\x06\x46ollow\x12\x17.dips.v1.ReplicaMessage\x1a\x15.dips.v1.JournalBatch(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64ips/protos/replicas.proto\x12\x07\x64ips.v1\x1a\x18\x64ips/protos/common.proto\"\x82\x01\n\x0eReplicaMessage\x12\x1d\n\x05hello\x18\x01 \x01(\x0b\x32\x0e.dips.v1.Hello\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x12\n\nprocess_id\x18\x04 \x01(\x0c\x12\x0e\n\x06number\x18\x05 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\"\x97\x01\n\x0cJournalBatch\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\x12\x14\n\x0c\x61\x66ter_digest\x18\x02 \x01(\t\x12\x0f\n\x07records\x18\x03 \x03(\x0c\x12\x10\n\x08is_whole\x18\x04 \x01(\x08\x12\x15\n\rsnapshot_json\x18\x05 \x01(\t\x12\x17\n\x0fsnapshot_digest\x18\x06 \x01(\t\x12\x0f\n\x07revoked\x18\x07 \x01(\x0c\x32H\n\x08Replicas\x12<\n\x06\x46ollow\x12\x17.dips.v1.ReplicaMessage\x1a\x15.dips.v1.JournalBatch(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,7 +35,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPLICAMESSAGE']._serialized_start=66
   _globals['_REPLICAMESSAGE']._serialized_end=196
   _globals['_JOURNALBATCH']._serialized_start=199
-  _globals['_JOURNALBATCH']._serialized_end=333
-  _globals['_REPLICAS']._serialized_start=335
-  _globals['_REPLICAS']._serialized_end=407
+  _globals['_JOURNALBATCH']._serialized_end=350
+  _globals['_REPLICAS']._serialized_start=352
+  _globals['_REPLICAS']._serialized_end=424
 # @@protoc_insertion_point(module_scope)

@@ -24,17 +24,19 @@ class ReplicaMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., process_id: _Optional[bytes] = ..., number: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class JournalBatch(_message.Message):
-    __slots__ = ("after", "after_digest", "records", "is_whole", "snapshot_json", "snapshot_digest")
+    __slots__ = ("after", "after_digest", "records", "is_whole", "snapshot_json", "snapshot_digest", "revoked")
     AFTER_FIELD_NUMBER: _ClassVar[int]
     AFTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     IS_WHOLE_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_JSON_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
     after: int
     after_digest: str
     records: _containers.RepeatedScalarFieldContainer[bytes]
     is_whole: bool
     snapshot_json: str
     snapshot_digest: str
-    def __init__(self, after: _Optional[int] = ..., after_digest: _Optional[str] = ..., records: _Optional[_Iterable[bytes]] = ..., is_whole: _Optional[bool] = ..., snapshot_json: _Optional[str] = ..., snapshot_digest: _Optional[str] = ...) -> None: ...
+    revoked: bytes
+    def __init__(self, after: _Optional[int] = ..., after_digest: _Optional[str] = ..., records: _Optional[_Iterable[bytes]] = ..., is_whole: _Optional[bool] = ..., snapshot_json: _Optional[str] = ..., snapshot_digest: _Optional[str] = ..., revoked: _Optional[bytes] = ...) -> None: ...

@@ -244,8 +244,14 @@ def test_status_shows_of_the_run_what_it_waits_for_and_every_member(
 ) -> None:
     waits = run_status(waiting_for="slave s1 is away", recovery="slave s1 lost version 3:7; going back to 3:5")
     monkeypatch.setattr(Live, "run", waits)
+    file.write_text(file.read_text().replace("slaves = 2", 'slaves = 2\nstandby = "here"'))
     shown = "\n".join(told(capsys, "status", file))
-    for words in ("recovering: slave s1 lost version 3:7", "waiting: slave s1 is away", "APPLIED"):
+    for words in (
+        "recovering: slave s1 lost version 3:7",
+        "waiting: slave s1 is away",
+        "APPLIED",
+        "small-standby: follows",
+    ):
         assert words in shown
     (whole,) = told(capsys, "status", file, "--json")
     assert '"waiting_for": "slave s1 is away"' in whole

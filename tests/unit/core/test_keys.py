@@ -138,6 +138,24 @@ def test_the_list_of_revoked_certificates(tmp_path: Path) -> None:
     assert keys.read_revoked(file) == {255: "x" * 200, 16: ""}
 
 
+def test_what_another_list_revokes_is_added_and_nothing_is_taken_back(tmp_path: Path) -> None:
+    file, late = tmp_path / "revoked.json", NOW + timedelta(days=1)
+    rows = [
+        {"serial": "1", "not_after": NOW.isoformat()},
+        {"serial": "2", "not_after": late.isoformat()},
+        {"serial": "3"},
+    ]
+    lists = [json.dumps({"revoked": some}).encode() for some in (rows, rows[1:2], [{"serial": "4", "reason": "lost"}])]
+    added = [keys.add_revoked(file, one, NOW) for one in lists]
+    assert added == [True, False, True]
+    assert keys.read_revoked(file) == {2: "", 3: "", 4: "lost"}, "the first one has lapsed"
+    before = file.read_bytes()
+    for wrong in (b"", b"[]", json.dumps({"revoked": [{"serial": "5", "reason": "x" * keys.MAX_FILE_BYTES}]}).encode()):
+        with pytest.raises(ConfigError):
+            keys.add_revoked(file, wrong, NOW)
+    assert file.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{}", '{"revoked": 3}', '{"revoked": ["ff"]}', '{"revoked": [{"serial": "no"}]}', "[" * 100_000, "\x00"],

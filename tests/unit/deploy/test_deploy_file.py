@@ -75,6 +75,44 @@ MISTAKES = {
     "one address for all balancers": ({'"node-port"': '"load-balancer"'}, "write '{name}'"),
     "no node port": ({"slaves = 2": "slaves = 2\nmaster_port = 29400"}, "port 29400 cannot be a node port"),
     "ports that meet": ({"slaves = 2": "slaves = 2\nmaster_port = 30501"}, "master_port 30501 is taken by a slave"),
+    "a standby nowhere": ({"slaves = 2": 'slaves = 2\nstandby = "moon"'}, "standby = 'moon' is none of here"),
+    "a standby without Kubernetes": (
+        {"slaves = 2": 'slaves = 2\nstandby = "slurm"', "[[clusters]]": '[[sites]]\nname = "slurm"\n[[clusters]]'},
+        "slurm: the servers need Kubernetes",
+    ),
+    "a take-over by nothing": ({"slaves = 2": "slaves = 2\ntake_overs = 1"}, "take_overs needs a standby"),
+    "a port of no standby": ({"slaves = 2": "slaves = 2\nstandby_port = 30402"}, "standby_port needs a standby"),
+    "a standby at a slave's port": (
+        {"slaves = 2": 'slaves = 2\nstandby = "here"\nstandby_port = 30501'},
+        "is taken by a slave, whose ports are 30500 to",
+    ),
+    "a pause for no standby": (
+        {"[model]": "[master]\nwithout_replica = 'pause'\n[model]"},
+        "name its site as [deploy] standby",
+    ),
+    "a pause that never comes": (
+        {
+            "slaves = 2": 'slaves = 2\nstandby = "here"',
+            "[model]": "[master]\nwithout_replica = 'pause'\njournal_replicas = 0\n[model]",
+        },
+        "needs journal_replicas = 1",
+    ),
+    "a lease of another namespace": (
+        {"slaves = 2": 'slaves = 2\nstandby = "here"', "[model]": "[master]\nlease = 'kubernetes:x/y'\n[model]"},
+        "give kubernetes:dips/small-master",
+    ),
+    "a lease in one of two": (
+        {
+            "slaves = 2": 'slaves = 2\nstandby = "there"',
+            "[[clusters]]": '[[sites]]\nname = "there"\ncontext = "there"\naddress = "x"\n[[clusters]]',
+            "[model]": "[master]\nlease = 'kubernetes:dips/y'\n[model]",
+        },
+        "standby 'there' is in another one: give etcd:",
+    ),
+    "a secret for no etcd": (
+        {"slaves = 2": 'slaves = 2\nstandby = "here"\nlease_secret = "etcd"'},
+        "lease_secret is for a lease in etcd",
+    ),
     "chunks that a slave refuses": ({"[model]": '[master]\nchunk_bytes = "8 MiB"\n[model]'}, "max_chunk_bytes"),
     "too small a volume": (
         {"slaves = 2": 'slaves = 2\nslave_volume = "300 MiB"'},

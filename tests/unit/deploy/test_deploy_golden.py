@@ -22,6 +22,9 @@ COMMITTED = ("namespace", "servers", "cluster-job", "cluster-torchrun")
 """Folders of the base that overlays build on; `dips deploy render` writes the others when they are needed."""
 
 SERVERS = f"""slaves = 3
+standby = "amsterdam"
+take_overs = 1
+lease_secret = "etcd"
 digests = ["slave=sha256:{"0123456789abcdef" * 4}"]
 pull_secret = "registry"
 ip_family = "ipv6"
@@ -82,7 +85,12 @@ def test_the_base_is_what_is_rendered_now(tmp_path: Path) -> None:
 
 def test_a_file_that_says_everything_is_rendered_as_the_golden_one(tmp_path: Path) -> None:
     links = {f"{old}]": f"{old}, 1.0, 1.0]" for old in ("10.0, 2.0, 1.0", "2.0, 10.0, 4.0")}
-    changes = {"slaves = 3": SERVERS, "\ndata_claim": CLUSTER, "max_clusters = 4": "max_clusters = 6", **links}
+    changes = {
+        "slaves = 3": SERVERS,
+        "\ndata_claim": CLUSTER,
+        "max_clusters = 4": 'max_clusters = 6\nlease = "etcd:https://etcd.example.org:2379"',
+        **links,
+    }
     file = example(tmp_path, changes)
     file.write_text(file.read_text() + TRAINED)
     text = "".join(f"==== {name}\n{one}" for name, one in sorted(rendered(file, tmp_path / "out").items()))

@@ -20,7 +20,7 @@ from support.repository import ROOT
 
 from dips.core.units import parse_bytes
 from dips.deploy import rollout
-from dips.deploy.deploy_file import OUR_PREFIX, OUR_VARIABLES, Deployment, read_deploy_file
+from dips.deploy.deploy_file import OUR_PREFIX, OUR_VARIABLES, STATE, Deployment, read_deploy_file
 from dips.deploy.render import folders, script
 from dips.deploy.servers import master_settings, slave_settings
 from dips.master.config import MasterConfig
@@ -192,7 +192,7 @@ def test_every_pod_has_a_policy_that_closes_both_directions(deployment: Deployme
 
 def test_what_master_and_slaves_are_told_is_what_they_take() -> None:
     deployment = DEPLOYMENTS["three-sites"]
-    told = tomllib.loads(master_settings(deployment)["master.toml"])["master"]
+    told = tomllib.loads(master_settings(deployment, deployment.masters[0])["master.toml"])["master"]
     master = MasterConfig.model_validate(told)
     assert (master.run_id, master.slaves, master.sync_every) == ("three-sites", 3, 64)
     files = slave_settings(deployment)
@@ -203,6 +203,50 @@ def test_what_master_and_slaves_are_told_is_what_they_take() -> None:
         assert slave.advertise == f"slave-{index}.fra.example.org:29500"
         assert slave.memory_bytes == deployment.sizes.slave_memory_bytes
         assert slave.snapshots_kept == 2
+
+
+def with_standby(folder: Path, lease: str = "", more: str = "") -> Deployment:
+    changes = {"slaves = 2": f'slaves = 2\nstandby = "here"\n{more}'}
+    return read_deploy_file(
+        written(folder, changes=changes | ({"[model]": f"[master]\n{lease}\n[model]"} if lease else {}))
+    )
+
+
+def test_after_each_take_over_one_pod_is_as_it_was_and_the_other_follows_it_in_an_empty_directory(
+    tmp_path: Path,
+) -> None:
+    seen = []
+    for n in range(4):
+        deployment = with_standby(tmp_path, more=f"take_overs = {n}")
+        row = []
+        for place in deployment.masters:
+            told = tomllib.loads(master_settings(deployment, place)["master.toml"])["master"]
+            spec = named(deployment, "StatefulSet", f"small-{place.component}")["spec"]["template"]["spec"]
+            row.append((told["directory"].removeprefix(STATE), spec["containers"][0]["args"][4:]))
+            assert told["journal_replicas"] == 1
+        seen.append(row)
+    first, second = ["--standby", "small-standby:29400"], ["--standby", "small-master:29400"]
+    assert seen == [
+        [("/master", []), ("/master", second)],
+        [("/master-1", first), ("/master", second)],
+        [("/master-1", first), ("/master-2", second)],
+        [("/master-3", first), ("/master-2", second)],
+    ]
+
+
+def test_master_and_standby_alone_may_change_their_lease_and_nothing_else(tmp_path: Path) -> None:
+    deployment = with_standby(tmp_path, "lease = 'kubernetes:dips/small-master'")
+    role = named(deployment, "Role", "small-lease")
+    assert [(rule["resources"], rule["resourceNames"], rule["verbs"]) for rule in role["rules"]] == [
+        (["leases"], ["small-master"], ["get", "patch"])
+    ]
+    assert named(deployment, "RoleBinding", "small-lease")["subjects"][0]["name"] == "small-lease"
+    assert named(deployment, "Lease", "small-master")["metadata"]["labels"]["app.kubernetes.io/instance"] == "small"
+    tokens = {name for name, pod in pods(deployment) if "serviceAccountToken" in str(pod["volumes"])}
+    assert tokens == {"small-master", "small-standby", "small-supervisor"}
+    assert {pod["serviceAccountName"] for name, pod in pods(deployment) if name[6:] in ("master", "standby")} == {
+        "small-lease"
+    }
 
 
 def test_doors_are_open_to_the_sites_networks_only(tmp_path: Path) -> None:

@@ -53,9 +53,23 @@ def life(here: StandIn, file: Path) -> Iterator[int]:
     yield deploy("delete", file, "--yes", "--delete-volumes")
 
 
-def test_exactly_these_rights_are_needed(here: StandIn, small: Path) -> None:
+@pytest.mark.parametrize("lease", [False, True])
+def test_exactly_these_rights_are_needed(here: StandIn, small: Path, lease: bool) -> None:
+    if lease:
+        text = small.read_text().replace("slaves = 2", 'standby = "here"\nslaves = 2')
+        small.write_text(text.replace("[model]", '[master]\nlease = "kubernetes:dips/small-master"\n[model]'))
+    here.in_pod = lambda pod, command: (
+        b"",
+        pod != "small-standby-0" or command[:3] != ["dips", "master", "--take-over"],
+    )
     here.rights = granted(small)
-    assert list(life(here, small)) == [0] * 6
+    codes = life(here, small)
+    assert [next(codes), next(codes)] == [0, 0]
+    if lease:
+        here.objects["dips", "Pod", "small-standby-0"] = {"metadata": {"name": "small-standby-0"}}
+        assert deploy("take-over", small, "--yes") == 0
+        del here.objects["dips", "Pod", "small-standby-0"]
+    assert list(codes) == [0] * 4
     unused = {(right.verb, right.kind) for right in here.rights} - here.used
     assert not unused
     assert set(here.objects) == {("", "Namespace", "dips")}

@@ -317,7 +317,7 @@ def test_a_bandwidth_moves_no_server_and_a_cluster_that_left_a_site_alone_leaves
     assert keys == ["small-keys-b"]
     before = dict(run.apis["there"].objects)
     edited(run, "[2, 2]", "[8, 8]")
-    with pytest.raises(ConfigError, match=r"are in context 'here'.*set \[deploy\] placement to 'here'"):
+    with pytest.raises(ConfigError, match=r"is in context 'here'.*set \[deploy\] placement to 'here'"):
         run.live().difference()
     assert run.apis["there"].objects == before
     edited(run, 'placement = "auto"', 'placement = "here"')
@@ -477,6 +477,21 @@ def test_every_object_has_its_state_once(run: Run) -> None:
     assert states["Job", "small-cluster-a"] not in (Health.READY, Health.DONE)
 
 
+def test_a_context_that_does_not_answer_is_asked_once_for_all_of_its_objects(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def away(kind: str, name: str) -> None:
+        asked.append(name)
+        raise RetryLater("it is away")
+
+    monkeypatch.setattr(run.apis["here"], "get", away)
+    states = {state for context, _, state in run.live().states() if context == "here"}
+    assert states == {ObjectState(Health.WAITING, "it is away")}
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("ends", ["its job ends", "its job is gone"])
 def test_a_cluster_is_drained_when_it_has_left_and_its_job_has_ended(run: Run, ends: str) -> None:
     master, job = run.master, run.apis["here"].objects["Job", "small-cluster-a"]
@@ -612,6 +627,21 @@ def test_a_copy_that_is_not_whole_ends_the_move_and_keeps_the_old_servers(moving
     assert len(here.list("StatefulSet", {})) == 2
     pods = {one[1] for one in moving.log if one[0] == "delete" and one[2] == "Pod"}
     assert pods == {"here", "there"}
+
+
+def test_a_standby_that_serves_stays_where_it_is_and_servers_move_without_one(moving: Run) -> None:
+    edited(moving, "slaves = 2", 'slaves = 2\nstandby = "there"\ntake_overs = 1')
+    with pytest.raises(ConfigError, match="the servers move without a standby"):
+        move(moving)
+    edited(moving, 'placement = "there"', 'placement = "here"')
+    here = moving.apis["here"].objects
+    standby = copy.deepcopy(here["StatefulSet", "small-master"])
+    standby["metadata"]["name"] = "small-standby"
+    here["StatefulSet", "small-standby"] = standby
+    with pytest.raises(ConfigError, match=r"small-standby.* in context 'here'.*set \[deploy\] standby to 'here'"):
+        moving.live().difference()
+    edited(moving, 'standby = "there"\ntake_overs = 1', "take_overs = 2")
+    assert [volume.folder for volume in volumes(moving.deployment)] == ["master-1", "slave", "slave"]
 
 
 def test_a_run_moves_from_one_other_site(moving: Run) -> None:

@@ -123,11 +123,13 @@ async def test_standby_takes_a_lease_that_is_not_renewed_and_none_that_is(store:
     assert getattr(store.held, "holder", "") == "b"
 
 
-@pytest.mark.parametrize("why", ["followed", "not since its start", "renewed without it", "never written", "down"])
+@pytest.mark.parametrize(
+    "why", ["followed", "not since its start", "renewed without it", "never written", "only made", "down"]
+)
 async def test_standby_does_not_take_over_by_itself(store: InMemory, clock: ManualClock, why: str) -> None:
     lost_s = {"followed": math.inf, "not since its start": -math.inf}.get(why, 0.0)
     if why != "never written":
-        store.written_by("a")
+        store.written_by("" if why == "only made" else "a")
     before = store.held
     async with going_on(Lease(store, "b", LIMIT_S, clock).take(lambda: lost_s)) as taking:
         await some_turns(store)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from cryptography import x509
@@ -24,6 +25,7 @@ from cryptography.x509 import ObjectIdentifier
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from dips.core.errors import ConfigError, option
+from dips.core.files import replace_file
 from dips.core.ids import check_name
 from dips.core.net.security import (
     INSECURE,
@@ -135,7 +137,7 @@ def load_identity(directory: Path, now: datetime | None = None) -> Identity:
     Raises ConfigError, naming the file and the remedy, when a file is missing or cannot be read, others may read the
     key, key and certificate do not belong together, no CA of ca.crt signed the certificate, or it does not hold now.
     """
-    ca_pem, cert_pem, key_pem = (_read(directory / name) for name in (CA_FILE, CERT_FILE, KEY_FILE))
+    ca_pem, cert_pem, key_pem = (read_key_file(directory / name) for name in (CA_FILE, CERT_FILE, KEY_FILE))
     key_file, cert_file = directory / KEY_FILE, directory / CERT_FILE
     if stat.S_IMODE(key_file.stat().st_mode) & 0o007:
         raise ConfigError(f"{key_file} can be read or changed by every user of this machine", f"chmod 600 {key_file}")
@@ -271,12 +273,35 @@ def holder_uri(role: Role, name: str) -> str:
 
 def read_revoked(file: Path) -> Mapping[int, str]:
     """Serial number -> why, of every certificate that this file revokes. Raises ConfigError if it cannot be read."""
-    raw = _read(file)
+    return revoked_of(read_key_file(file), str(file))
+
+
+def revoked_of(raw: bytes, where: str) -> Mapping[int, str]:
+    """The same of a file's content. Raises ConfigError, which names `where`."""
+    return {serial: str(row.get("reason", ""))[:200] for serial, row in _rows(raw, where).items()}
+
+
+def add_revoked(file: Path, more: bytes, now: datetime) -> bool:
+    """Adds to this list what the other one has more, and returns whether it has: a revocation is never taken back, but
+    what has lapsed may go. Raises ConfigError for what is no list, OSError when the file cannot be written."""
+    ours = _rows(read_key_file(file), str(file)) if file.exists() else {}
+    theirs = _rows(more, "what was sent")
+    if theirs.keys() <= ours.keys():
+        return False
+    held = {serial: row for serial, row in ours.items() if str(row.get("not_after", "9")) > now.isoformat()}
+    merged = json.dumps({"revoked": [*{**held, **theirs}.values()]}, indent=1).encode()
+    if len(merged) > MAX_FILE_BYTES:
+        raise ConfigError(f"{file} would be longer than {MAX_FILE_BYTES} bytes", "copy it from the authority")
+    replace_file(file, [merged])
+    return True
+
+
+def _rows(raw: bytes, where: str) -> dict[int, dict[str, Any]]:
+    """The rows of a list of revoked certificates, by serial number."""
     try:
-        rows = json.loads(raw)["revoked"]
-        return {int(row["serial"], 16): str(row.get("reason", ""))[:200] for row in rows}
+        return {int(row["serial"], 16): dict(row) for row in json.loads(raw)["revoked"]}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        why = f"{file} is not a list of revoked certificates ({error!r})"
+        why = f"{where} is not a list of revoked certificates ({error!r})"
         raise ConfigError(why, "copy it from the authority again") from error
 
 
@@ -289,7 +314,7 @@ def stamp_of_file(file: Path) -> tuple[int, int]:
     return found.st_mtime_ns, found.st_ino
 
 
-def _read(file: Path) -> bytes:
+def read_key_file(file: Path) -> bytes:
     try:
         with file.open("rb") as opened:
             data = opened.read(MAX_FILE_BYTES + 1)

@@ -1275,6 +1275,7 @@ def write_journal_batch(value: m.JournalBatch, message: replicas_pb2.JournalBatc
     message.is_whole = value.is_whole
     message.snapshot_json = value.snapshot_json
     message.snapshot_digest = value.snapshot_digest
+    message.revoked = value.revoked
 
 
 def read_journal_batch(message: replicas_pb2.JournalBatch) -> m.JournalBatch:
@@ -1285,6 +1286,7 @@ def read_journal_batch(message: replicas_pb2.JournalBatch) -> m.JournalBatch:
         is_whole=message.is_whole,
         snapshot_json=message.snapshot_json,
         snapshot_digest=message.snapshot_digest,
+        revoked=message.revoked,
     )
 
 
