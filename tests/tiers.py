@@ -16,7 +16,6 @@ PARTS = 5
 """Of the long tier; each `.ci/run` adds one."""
 
 LANDING = (
-    "tests/integration/test_master_run.py",
     "tests/integration/test_own_loop.py",
     "tests/faults/test_corruptions.py",
     "tests/faults/test_fault_network.py",

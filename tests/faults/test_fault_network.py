@@ -61,9 +61,7 @@ ON_DATA: tuple[Case, ...] = (
     Case(("s0.data",), NetFault(Harm.FLIP, frozenset({Way.UP}), least_bytes=1024, times=10)),
     Case(("s1.data",), NetFault(Harm.FLIP, frozenset({Way.DOWN}), least_bytes=1024, times=10)),
     Case(DATA, NetFault(Harm.FLIP, least_bytes=1, times=40)),
-    Case(("s0.data",), NetFault(Harm.DUPLICATE)),
     Case(DATA, NetFault(Harm.DUPLICATE)),
-    Case(("s1.data",), NetFault(Harm.REPLAY)),
     Case(DATA, NetFault(Harm.REPLAY)),
 )
 

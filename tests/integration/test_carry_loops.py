@@ -226,19 +226,6 @@ def test_a_chunk_that_is_not_what_was_asked_for_is_asked_for_again(
     assert sum(header.op is DataOp.GET_CHUNK for header in slaves[1].heard) == N_CHUNKS + 3
 
 
-@pytest.mark.parametrize("codec", [Codec.BF16, Codec.INT8, Codec.INT4])
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_differences_are_those_of_the_reference(
-    common: Common, slaves: list[Slave], push: Push, codec: Codec, with_residual: bool
-) -> None:
-    now, base = vector(8), vector(9)
-    residual = vector(10) * np.float32(0.01) if with_residual else None
-    transfer = push(common, now, wire=codec, difference=Difference(base, residual))
-    assert transfer.done
-    assert len(transfer.known()) == len(transfer.chunks)
-    assert_differences(codec, now, base, residual, slaves)
-
-
 class Snapshot:
     """A snapshot of `source` that is written only as far as a reader waits for it."""
 
@@ -249,23 +236,21 @@ class Snapshot:
         self.vector[start_elem:stop_elem] = self._source[start_elem:stop_elem]
 
 
-def test_differences_to_a_snapshot_that_is_still_written_are_taken_once_it_is_there(
-    common: Common, slaves: list[Slave], push: Push
+@pytest.mark.parametrize("codec", [Codec.BF16, Codec.INT8, Codec.INT4])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_differences_to_a_snapshot_that_is_still_written_are_those_of_the_reference(
+    common: Common, slaves: list[Slave], push: Push, codec: Codec, with_residual: bool
 ) -> None:
-    now, base, residual = vector(17), vector(18), vector(19) * np.float32(0.01)
+    now, base = vector(17), vector(18)
+    residual = vector(19) * np.float32(0.01) if with_residual else None
     snapshot, refuses = Snapshot(now), once(5, 30)
     damaged = Refusal(RefusalCode.CHUNK, "the checksum is wrong")
     slaves[0].hook = lambda header: damaged if header.op is DataOp.PUT_CHUNK and refuses() else None
-    transfer = push(common, snapshot.vector, wire=Codec.BF16, difference=Difference(base, residual), ready=snapshot)
+    transfer = push(common, snapshot.vector, wire=codec, difference=Difference(base, residual), ready=snapshot)
     assert transfer.done
+    assert len(transfer.known()) == len(transfer.chunks)
     assert is_compiled(transfer) is (common.loop == "compiled")
     assert transfer.moved()["s0"].refusals["CHUNK"] >= 1
-    assert_differences(Codec.BF16, now, base, residual, slaves)
-
-
-def assert_differences(
-    codec: Codec, now: np.ndarray, base: np.ndarray, residual: np.ndarray | None, slaves: list[Slave]
-) -> None:
     for slave in slaves:
         assert slave.codecs[PUSH] is codec
         for chunk in chunks_of(slave.blocks, CHUNK_BYTES):

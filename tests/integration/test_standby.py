@@ -40,7 +40,7 @@ from dips.master.shell import MasterShell
 from dips.master.standby import stand_by
 from dips.master.state.effects import Halt, OperatorAction, OperatorCall, Pause, Resume
 from dips.master.state.master import MasterMachine
-from dips.master.state.reasons import AlarmKind, WaitingCode
+from dips.master.state.reasons import AlarmKind
 from dips.master.state.replication import TAKE_OVER_EPOCHS
 from dips.master.state.shared import RunConfig
 from dips.master.state.slaves import NEWER_EPOCH_EXIT
@@ -271,14 +271,6 @@ async def test_standby_has_the_certificates_that_the_master_revokes_at_once_and_
         theirs.unlink()
         async with following(config):
             await until(lambda: has(3))
-
-
-async def test_no_round_begins_without_a_replica_where_the_settings_say_so(tmp_path: Path) -> None:
-    async with master(tmp_path / "a", journal_replicas=1, without_replica="pause") as served:
-        await served.decide()
-        assert (await served.status()).waiting_code == WaitingCode.REPLICA
-        (alarm,) = (await served.status()).alarms
-        assert "no round begins" in alarm.sentence
 
 
 async def test_replica_of_a_long_history_goes_on_after_it_lost_its_end(

@@ -25,7 +25,7 @@ from mutants.faults import Fault
 from mutants.warm import End, Test, Warm, run_kernels_as_python, waited_s
 
 FOLDER = ROOT / ".mutants"
-WITH_PROCESSES = {f"test_{name}.py" for name in ("master_run", "own_loop", "warm_up", "whole_run")}
+WITH_PROCESSES = {f"test_{name}.py" for name in ("own_loop", "warm_up", "whole_run")}
 """Live runs, whose processes no fault reaches."""
 SLOW_FILE_S = 20.0
 """A file of tests/slow/unit that takes longer is not used."""

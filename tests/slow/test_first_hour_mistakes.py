@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.dips_command import dips, ended, environment, started
+from support.dips_command import ended, environment, started
 from support.waiting import until
 from support.whole_run import WholeRun
 
@@ -143,23 +143,3 @@ def test_ctrl_c_is_one_sentence(tmp_path: Path, run: WholeRun, joined: bool) -> 
     if joined:
         lost = [line for line in said[1:-1] if " without " in line]
         assert all(line.startswith("dips: leaving (KeyboardInterrupt) without ") for line in lost), "inside a step"
-
-
-def test_the_same_seed_on_two_clusters_is_told_after_their_first_round(tmp_path: Path) -> None:
-    """Their speeds differ, so that under the default settings they are soon out of step."""
-    endless = ("steps=40", "steps=100_000")
-    slower = written(tmp_path, endless, (STEP, STEP + "        time.sleep(0.13)\n")).rename(tmp_path / "slower.py")
-    file = written(tmp_path, endless, (STEP, STEP + "        time.sleep(0.1)\n"))
-    with WholeRun(
-        tmp_path / "run", n_slaves=1, preset="steady", overlap="full", sync_every=8, min_clusters=2, grace_s=20.0
-    ) as whole:
-        with (
-            started(sys.executable, file, log=tmp_path / "a.log", cwd=tmp_path, **there(whole, "a")),
-            started(sys.executable, slower, log=tmp_path / "b.log", cwd=tmp_path, **there(whole, "b")),
-        ):
-            alarm = "clusters a and b push the same: the cosine of their updates is 1.00"
-            log = whole.directory / "master.log"
-            until(lambda: alarm in log.read_text(), "the alarm", log)
-            told = dips("status", whole.address, "--insecure")
-            assert told.returncode == 0
-            assert "give each its own part of the data, or at least another seed" in " ".join(told.stdout.split())

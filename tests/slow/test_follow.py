@@ -36,12 +36,6 @@ LAYOUT = Layout(
 """The byte model of `dips train`, so that a folder for from_pretrained can be written."""
 
 
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
-    with ForkServer() as fork_server:
-        yield fork_server
-
-
 def served_bytes(run: WholeRun) -> int:
     return sum(slave.served_bytes for slave in run.status().slaves)
 
@@ -80,10 +74,10 @@ def flat_of(model: object) -> bytes:
 
 @pytest.mark.parametrize(("pull_wire", "round_bytes"), [("float32", 115_328), ("int8", 30_636), ("int4", 16_220)])
 def test_a_round_costs_a_reader_its_differences(
-    pull_wire: str, round_bytes: int, fork_server: ForkServer, tmp_path: Path
+    pull_wire: str, round_bytes: int, server: ForkServer, tmp_path: Path
 ) -> None:
     """Of a model of 28,832 parameters, as the slaves count what they send; the numbers are in docs/integrations.md."""
-    with WholeRun(tmp_path, server=fork_server, pull_wire=pull_wire) as run:
+    with WholeRun(tmp_path, server=server, pull_wire=pull_wire) as run:
         cluster = run.cluster("a", 1, step_s=0.2, layout=LAYOUT)
         first = paused(run, Version(1, 1))
         base = fetch_version(run.address, None, "test", INSECURE, version=first)
@@ -145,7 +139,7 @@ def watched(newest: Path, seen: dict[Version, bytes]) -> Iterator[None]:
 
 
 def test_a_folder_follows_through_kills_of_every_process_and_is_whole_at_every_moment(
-    fork_server: ForkServer, tmp_path: Path
+    server: ForkServer, tmp_path: Path
 ) -> None:
     to, seen = tmp_path / "to", dict[Version, bytes]()
     command = (sys.executable, "-m", "dips.cli", "follow")
@@ -157,7 +151,7 @@ def test_a_folder_follows_through_kills_of_every_process_and_is_whole_at_every_m
         now = in_place()
         until(lambda: in_place() > now, "a newer version in the folder", tmp_path / "first.log")
 
-    with WholeRun(tmp_path / "run", server=fork_server, pull_wire="int4") as run:
+    with WholeRun(tmp_path / "run", server=server, pull_wire="int4") as run:
         arguments = (*command, run.address, "--insecure", "--to", to, "--keep", 20)
         cluster = run.cluster("a", 1, step_s=0.2, layout=LAYOUT)
         with watched(to / NEWEST, seen):

@@ -56,20 +56,11 @@ def test_wrong_groups_are_one_sentence_on_every_rank(tmp_path: Path) -> None:
     assert not any("Traceback" in line for of in lines for line in of)
     said = {kind: [of[at] for of in lines] for at, kind in enumerate(kinds)}
     assert all(len(of) == len(kinds) for of in lines), "one line each"
-    outside = "ConfigError: rank {} of torch.distributed's world is not in its dips.Parallel(group=...): make"
     assert [told(line)["steps"] for line in said["strangers"][:2]] == [STEPS] * 2
-    assert all(line.startswith(outside.format(rank)) for rank, line in enumerate(said["strangers"]) if rank > 1)
-    no_group = "group is a list: give a process group or a DeviceMesh"
-    of_other = f"rank 1 of this cluster cannot take part: {no_group}"
-    assert said["kind_of_group"] == [f"ConfigError: {why}" for why in (of_other, no_group, of_other, no_group)]
-    other = (
-        "ConfigError: rank 0 of torch.distributed's world enters a cluster of ranks [0, 1], and rank {} one of ranks "
-    )
-    assert said["differ"][0].startswith(
-        other.format(1) + "[0, 1, 2, 3]: give all ranks of a cluster the same dips.Parallel(group="
-    )
-    assert all(line.startswith(other.format(rank)) for rank, line in enumerate(said["differ"]) if rank)
-    for rank, line in enumerate(said["shards"]):
-        own = [[0, 1], [2, 3]][rank // 2]
-        assert "is cut over ranks [0, 1, 2, 3]" in line
-        assert f"and this cluster has ranks {own} (dips.Parallel(group=...))" in line
+    for kind, refused, words in (
+        ("strangers", said["strangers"][2:], "of torch.distributed's world is not in its dips.Parallel(group=...)"),
+        ("kind_of_group", said["kind_of_group"], "group is a list: give a process group or a DeviceMesh"),
+        ("differ", said["differ"], "ConfigError: rank 0 of torch.distributed's world enters a cluster of ranks [0, 1]"),
+        ("shards", said["shards"], "is cut over ranks [0, 1, 2, 3]"),
+    ):
+        assert all(words in line for line in refused), kind

@@ -11,7 +11,6 @@ from support.waiting import until
 
 from dips.core.observe.failpoints import CRASH_EXIT_CODE, SPEC_VARIABLE
 from dips.master.state.replication import TAKE_OVER_EPOCHS
-from dips.master.state.slaves import NEWER_EPOCH_EXIT
 
 
 def test_run_goes_on_at_the_standby_after_the_loss_of_the_masters_host(tmp_path: Path) -> None:
@@ -27,20 +26,6 @@ def test_run_goes_on_at_the_standby_after_the_loss_of_the_masters_host(tmp_path:
         run.wait_for_version(known + 3)
         assert run.status().epoch == 1 + TAKE_OVER_EPOCHS
         run.finish(*clusters)
-
-
-def test_master_that_was_only_out_of_reach_ends_once_it_hears_of_the_take_over(tmp_path: Path) -> None:
-    with WithStandby(tmp_path) as run:
-        cluster = run.cluster("a", seed=1, step_s=0.02)
-        run.start_standby()
-        run.until_followed()
-        run.wait_for_version(3)
-        run.processes["master"].send_signal(signal.SIGSTOP)
-        run.take_over()
-        run.processes["master"].send_signal(signal.SIGCONT)
-        assert run.processes["master"].wait() == NEWER_EPOCH_EXIT, run.log("master")
-        run.wait_for_version(run.version() + 3)
-        run.finish(cluster)
 
 
 @pytest.mark.long

@@ -12,13 +12,14 @@ from typing import Any
 
 from support import live
 from support.dips_command import published
-from support.master_process import MasterProcess
 from support.waiting import until
+from support.whole_run import option_words
 
 from dips.core.net.security import INSECURE
 from dips.core.observe.tape import read_tape
 from dips.local.operator_client import OperatorClient
 from dips.local.options import command_line
+from dips.master.directory import read_address
 from dips.trainer.config import TrainConfig
 
 TRAIN = TrainConfig(max_bytes=1_500_000, heldout_max_bytes=8192, warmup_tokens=4000, log_every_steps=4)
@@ -36,9 +37,14 @@ class Processes(live.Run):
         """Of the master that start_master() started."""
 
     def start_master(self, *knobs: str) -> str:
-        self._master = MasterProcess(self._folder / "master", "grace_s=0.2", "linger_s=600", *knobs)
-        self._running["master"] = self._master.popen
-        self.address = self._master.started().address
+        directory = self._folder / "master"
+        given: dict[str, object] = {"run_id": "demo", "directory": directory, "grace_s": 0.2, "linger_s": 600}
+        given |= dict(knob.split("=", 1) for knob in knobs)
+        self.start("master", ["master", "--insecure", *option_words(given)])
+        self.until("master", lambda: directory.is_dir() and read_address(directory) is not None, "its address")
+        here = read_address(directory)
+        assert here is not None
+        self.address = here.address
         return self.address
 
     def until_version(self, v: int) -> None:

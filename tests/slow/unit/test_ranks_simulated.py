@@ -157,18 +157,6 @@ def test_a_follower_that_misses_a_command_is_noticed(kind: str, monkeypatch: pyt
     assert any(MISSED[kind] in sentence for sentence in found), found
 
 
-def test_a_cluster_goes_on_with_another_number_of_ranks() -> None:
-    fired: Counter[str] = Counter()
-    for seed in (7000, 7003, 7006, 7009):
-        outcome = SeedRun(
-            seed, planned=("crash_cluster", "crash_rank") * 4, pushers=(4,), later_pushers=(2, 3, 1)
-        ).run()
-        assert outcome.violations == ()
-        assert outcome.published
-        fired.update(outcome.fired)
-    assert fired[OTHER_RANKS] > len(fired)
-
-
 def test_a_checkpoint_of_which_a_part_is_of_another_moment_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def take(self: Ranks, write_s: Any, done: Callable[[list[SimulatedModel]], None]) -> None:
         healthy(self, write_s, lambda parts: done([replace(part, residual=part.residual + 1) for part in parts]))
