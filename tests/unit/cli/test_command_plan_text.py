@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from support.plan_command import refused, told
+from support.plan_command import printed, refused, told
 from support.two_stages import TWO
 
 from dips.planner.cluster import read_setup
 from dips.planner.commands import plan as command_plan
+from dips.planner.commands.plan_text import spantrain_text
 from dips.planner.problem import Problem
+from dips.planner.spantrain.report import report_of
 from dips.planner.tradeoff import tradeoff, tradeoff_json
 from dips.planner.validation import PaperCheck
 
@@ -153,3 +155,29 @@ def test_published_numbers_beside_ours(capsys: pytest.CaptureFixture[str], monke
 )
 def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert sentence in refused(capsys, *arguments)
+
+
+def test_spantrains_groups_devices_limits_and_the_out_of_order_variant() -> None:
+    text = printed(spantrain_text(report_of(read_setup("spantrain-setting-1"))))
+    assert text.startswith(
+        "SpanTrain: gpt2, 0.1244B parameters, 22 devices in 2 groups batch 256: 64 microbatches of 4 sequences, "
+        "schedule compact_zb iteration: 17.41 s simulated (uncalibrated), 14.7 samples/s; Equation 1: 18.83 s"
+    )
+    for part in (
+        "group layers filling running waiting collectives Equation 1",
+        "2 (slowest) 11 252.5 ms 123.9 ms 17.42 s 1.037 s 18.83 s",
+        "2 2 end-4 x 1 symmetric DP and TP 7 to 11 1 1/4 1 540.8 MiB 63.87 MiB 10 GiB",
+        "not possible: microbatches of 1: ",
+        "2,1 6,6 256 4 17.41 s ",
+        "what SpanTrain does not see or say: Equation 1 says 18.83 s",
+    ):
+        assert part in text
+    assert "OUT OF ORDER" not in text
+    text = printed(spantrain_text(report_of(read_setup("spantrain-setting-1"), out_of_order=True, alternatives=False)))
+    for part in (
+        "schedule compact_zb, OUT OF ORDER iteration",
+        "without a drain: 16.11 s from one iteration to the next, 7.5% less than with one",
+        "stage 0: weights lack up to 2 iterations (63 microbatches",
+        "not equal to synchronous training",
+    ):
+        assert part in text

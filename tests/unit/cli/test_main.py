@@ -12,11 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.repository import ROOT
 
 from dips.cli import main
 from dips.cli.commands import Command
-from dips.cli.demo import own_model
 from dips.core.errors import TERMINATED, FatalError, RefusalCode, Refused, RetryLater
 from dips.local import operator_client
 from dips.planner.commands import place as command_place
@@ -114,9 +112,7 @@ def test_the_process_ends_with_the_code(capsys: pytest.CaptureFixture[str], monk
         (["status", "--nonsense"], "No such option: --nonsense"),
         (["up"], "Missing argument 'FILE.toml'"),
         (["demo", "--clusters", "none"], "Invalid value for '--clusters'"),
-        (["demo", "--minutes", "0"], "Invalid value for '--minutes'"),
         (["status", "one", "two"], "Got unexpected extra argument"),
-        (["evict", "b"], "Missing argument 'CLUSTER'"),
     ],
 )
 def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,8 +129,6 @@ def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str, capsys
     [
         (["status"], "no run is named: give its directory"),
         (["status", "10.0.0.1:29400", "--insecure"], "not a loopback address"),
-        (["status", "127.0.0.1:29400"], "give --keys DIR (or DIPS_KEYS=DIR)"),
-        (["status", "127.0.0.1:1", "--keys", "k", "--insecure"], "keys and insecure are both given"),
         (["status", "127.0.0.1:1", "--keys", "/nowhere"], "/nowhere/ca.crt cannot be read"),
         (["status", "localhost"], "write HOST:PORT"),
         (["status", "/nowhere"], "/nowhere is neither a directory nor a master's address"),
@@ -253,17 +247,6 @@ def test_place_prints_a_sentence_or_json(capsys: pytest.CaptureFixture[str], tmp
     assert "Place the parameter servers at y" in capsys.readouterr().out
     assert command_place.place(file, as_json=True) == 0
     assert capsys.readouterr().out == '{"site": "y", "index": 1, "demand": {"x": 10.0, "y": 15.0}}\n'
-
-
-def test_the_demo_ends_with_how_to_go_on_with_an_own_model(tmp_path: Path) -> None:
-    title, loop, command, page = own_model(ROOT)
-    assert title == "your own model:"
-    for line, path in ((loop, "examples/own_loop.py"), (command, "examples/server.toml"), (page, "docs/start.md")):
-        assert f" {path}" in line
-        assert (ROOT / path).is_file()
-    assert "## Your own model" in (ROOT / "docs/start.md").read_text()
-    assert f" {ROOT}/examples/own_loop.py" in own_model(tmp_path)[1]
-    assert " ../docs/start.md" in own_model(ROOT / "src")[3]
 
 
 def test_output_into_a_closed_pipe_leaves_no_trace() -> None:

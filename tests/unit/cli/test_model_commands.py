@@ -1,4 +1,4 @@
-"""`dips eval`, `export`, `train`, `plan run` and `warm-up`: what they ask for and tell; the computing is played."""
+"""`dips eval`, `export`, `train` and `warm-up`: what they ask for and tell; the computing is played."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from dips.core.net import zmq_numba
 from dips.local import model_folder
 from dips.local.authority import ensure_keys
 from dips.master.directory import MasterAddress, write_address
-from dips.planner.commands import plan
 from dips.trainer import evaluate
 from dips.trainer import train as trainer
 from dips.trainer.evaluate import Evaluation
@@ -200,44 +199,6 @@ def test_a_cluster_trains_with_its_settings_after_its_keys_are_read(
     assert f"{keys}/ca.crt" in capsys.readouterr().err
     assert main.run(["train", "--data", str(text)]) == ConfigError.exit_code
     assert len(asked) == 2
-
-
-# ---- plan run ----
-
-
-@pytest.mark.parametrize(("good", "code"), [(True, 0), (False, 1)])
-def test_a_plan_is_run_and_told(
-    good: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: Asked = []
-    outcome = SimpleNamespace(good=good)
-
-    def run(source: Any, *given: Any) -> Any:
-        asked.append((source.schedule.n_devices, source.schedule.n_microbatches, *given[:-1]))
-        return outcome
-
-    def write(found: object, out: Path) -> list[Path]:
-        assert found is outcome
-        return [out / "run.json"]
-
-    monkeypatch.setattr(plan, "run_plan", run)
-    monkeypatch.setattr(plan, "write_files", write)
-    monkeypatch.setattr(plan, "tell", lambda found: ["it was run"] if found is outcome else [])
-    monkeypatch.setattr(plan, "outcome_json", lambda found: {"good": found.good})
-    words = ["plan", "run", "1f1b", "--ranks", "2", "--stages", "2", "--microbatches", "4"]
-    assert (
-        main.run([*words, "--repeats", "7", "--tolerance", "20", "--operation-ms", "9", "--out", str(tmp_path)]) == code
-    )
-    assert capsys.readouterr().out == f"it was run\nwrote {tmp_path / 'run.json'}\n"
-    assert main.run([*words, "--check-gradients"]) == code
-    assert capsys.readouterr().out == "it was run\n"
-    assert main.run([*words, "--json"]) == code
-    assert json.loads(capsys.readouterr().out) == {"good": good}
-    assert asked == [
-        (2, 4, 9.0, 7, "gloo", tmp_path, 0.2),
-        (2, 4, 80.0, 0, "gloo", None, 0.05),
-        (2, 4, 80.0, 5, "gloo", None, 0.05),
-    ]
 
 
 # ---- warm-up ----

@@ -237,11 +237,3 @@ def test_nothing_is_asked_unencrypted_unless_it_is_said_nor_what_says_nothing(
     assert main.run(words) == 2
     assert said in capsys.readouterr().err
     assert not master.asked
-
-
-def test_an_address_alone_names_the_command_that_shows_an_ended_run(
-    master: type[Master], capsys: pytest.CaptureFixture[str]
-) -> None:
-    master.answers.append(AWAY)
-    assert main.run(["status", *AT]) == 4
-    assert "`dips status DIRECTORY`" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from support.repository import ROOT
 from support.run_status import run_status
 
 from dips.cli import demo as command_demo
@@ -133,6 +134,8 @@ def test_the_end_of_a_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         "  dips eval model.safetensors --data 'a b'",
         *own_model(Path.cwd())[:2],
     ]
+    assert f" {ROOT}/examples/own_loop.py" in own_model(tmp_path)[1]
+    assert " ../docs/start.md" in own_model(ROOT / "src")[3]
     [row] = [line.split() for line in told if line.startswith("b ") and "%" in line]
     assert row == ["b", "16%", "4400", "480", "400k", "12", "1", "2"]
 

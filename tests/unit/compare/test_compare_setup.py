@@ -57,7 +57,6 @@ def test_amounts_carry_units_and_one_rate_holds_for_all(tmp_path: Path) -> None:
         ("[links]\nup = ['1 Gbps', '2 Gbps']\n", "up has 2 rates for 4 clusters"),
         ("[links]\nup = 'fast'\n", "'fast' is not a rate"),
         ("[model]\nsize = 'huge'\n", "choose one of tiny, small"),
-        ("[run]\ndevice = 'gpu'\n", "device = 'gpu'"),
         ("[figures]\n2c = ['DP']\n", "'2c' is not a setting; choose one of 12, 2b, 7"),
         ("[figures]\n7 = 'DP'\n", "figures"),
         ("[master]\nlisten = '127.0.0.1:1'\n", "'listen' has no meaning in a simulation"),
@@ -67,8 +66,6 @@ def test_amounts_carry_units_and_one_rate_holds_for_all(tmp_path: Path) -> None:
         ("changes = 3\n", "'changes' is not a list of tables"),
         (changed("b", step_factor=2, at="'0 s'"), "[[changes]] 1: at = '0 s'"),
         (changed("b"), "nothing changes: give step_factor, jitter, up, down or presence"),
-        (changed("b", step_factor=0), "step_factor = 0"),
-        (changed("b", jitter=0.5), "jitter = 0.5"),
         (changed("b", presence="'gone'"), "presence = 'gone'"),
         (changed("b", steps=2), "'steps' is not a setting"),
         (changed("e", jitter=0.1), "[[changes]] 1: there is no cluster 'e': choose one of a, b, c, d"),
@@ -84,11 +81,6 @@ def test_what_cannot_be_is_refused_with_its_place(tmp_path: Path, text: str, wor
         load_setup(path)
     assert words in str(caught.value)
     assert str(path) in str(caught.value)
-
-
-def test_an_unknown_set_up_is_refused_with_those_that_are_there() -> None:
-    with pytest.raises(ConfigError, match=r"neither a file nor a set-up.*small"):
-        load_setup("smal")
 
 
 CHANGING = (
@@ -164,16 +156,6 @@ def test_the_digest_is_of_what_decides_and_not_of_words(tmp_path: Path) -> None:
     text = (Path(__file__).parents[3] / "src/dips/lab/compare/setups/small.toml").read_text()
     renamed = load_setup(written(tmp_path, text))
     assert renamed.digest() == setup.digest()
-    assert setup.with_overrides(tokens=1000).digest() != setup.digest()
-    assert setup.with_overrides(inner_optimizer="muon").digest() != setup.digest()
-
-
-def test_methods_are_found_by_name_or_refused_with_the_nearest() -> None:
-    assert find_method("dips").title
-    with pytest.raises(ConfigError, match="did you mean 'dynamic'"):
-        find_method("dynamics")
-    with pytest.raises(ConfigError, match="choose from dp, diloco"):
-        find_method("zzz")
 
 
 @pytest.mark.parametrize("name", shipped())

@@ -142,19 +142,6 @@ def test_every_alarm_rings_when_it_should_and_not_otherwise() -> None:
     promtool("test", "rules", *RULE_TESTS)
 
 
-def test_every_alarm_is_tested_both_ways() -> None:
-    rings: set[str] = set()
-    silent: set[str] = set()
-    for file in RULE_TESTS:
-        told = yaml.safe_load(file.read_text())
-        assert told["rule_files"] == ["../rules/recording.yml", "../rules/alerts.yml"]
-        for group in told["tests"]:
-            for test in group["promql_expr_test"]:
-                assert f'alertname="{group["name"]}"' in test["expr"], group["name"]
-                (rings if test["exp_samples"] else silent).add(group["name"])
-    assert rings == silent == {rule.alert for rule in ALERTS}
-
-
 def test_alarms_on_kubernetes_link_to_the_page_where_its_address_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location("monitoring", ROOT / "deploy" / "kubernetes" / "make_monitoring.py")
     assert spec

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -175,47 +174,36 @@ def test_a_run_is_deserted_when_all_clusters_ended_before_its_end_and_no_other_o
     assert not watched.run.deserted
 
 
-@pytest.mark.parametrize("changes", [{"stopping": True}, {"stopped": True}])
-def test_a_run_that_has_ended_is_not_begun_again(watched: Watched, changes: dict[str, bool]) -> None:
-    ended = replace(run_status(), **changes)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"has ended after 400000 tokens: give `dips up` --extend to continue it, or"):
-        watched.run._refuse_ended_run(ended, extend=False)
-    watched.run._refuse_ended_run(ended, extend=True)
-    watched.run._refuse_ended_run(run_status(), extend=False)
-
-
 @pytest.mark.parametrize("extend", [False, True])
 def test_a_run_that_has_ended_at_its_limit_needs_a_larger_one(watched: Watched, extend: bool) -> None:
     with pytest.raises(ConfigError, match=r"has ended after 1000000 tokens: raise tk_max \(1000000\) above that"):
         watched.run._refuse_ended_run(run_status(stopping=True, tokens=1_000_000), extend)
 
 
-def test_the_end_of_a_process_is_told_unless_it_was_asked_to_end(tmp_path: Path) -> None:
-    said: list[str] = []
-    wish = DemoOptions(run_dir=tmp_path / "run", clusters=1)
-    with claim(wish.run_dir, Mark("demo", DEMO, "dips demo")) as directory:
-        plan = make_plan(wish, train_settings(wish), 1)
-        with LocalRun(plan, directory, ManualClock(), said.append) as run:
-            for kind, code in (("stopped", 0), ("stopped", TERMINATED), ("stopped", 1), ("ended", 0), ("failed", 1)):
-                run._child_event(ChildEvent("a", kind, 2, 7, code, f"{kind} {code}"))
-        kept = [record for record in records(tape_path(directory.path, LAUNCH_TAPE)) if "child" in record]
-    assert said == ["a: stopped 1", "a: ended 0", "a: failed 1"]
+def test_the_end_of_a_process_is_told_unless_it_was_asked_to_end(watched: Watched) -> None:
+    for kind, code in (("stopped", 0), ("stopped", TERMINATED), ("stopped", 1), ("ended", 0), ("failed", 1)):
+        watched.run._child_event(ChildEvent("a", kind, 2, 7, code, f"{kind} {code}"))
+    kept = [record for record in records(tape_path(watched.run.directory.path, LAUNCH_TAPE)) if "child" in record]
+    assert watched.said == ["a: stopped 1", "a: ended 0", "a: failed 1"]
     assert [(one["kind"], one["child"], one["life"], one["pid"], one["code"]) for one in kept][1:3] == [
         ("child_stopped", "a", 2, 7, TERMINATED),
         ("child_stopped", "a", 2, 7, 1),
     ]
 
 
-@pytest.mark.parametrize(("extend", "ended"), [(False, False), (True, True), (False, True)])
+@pytest.mark.parametrize(
+    ("extend", "ended"),
+    [(False, {}), (True, {"stopping": True}), (False, {"stopping": True}), (False, {"stopped": True})],
+)
 def test_the_others_are_started_once_the_master_says_that_the_run_goes_on(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch, extend: bool, ended: bool
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, extend: bool, ended: dict[str, bool]
 ) -> None:
-    started, answers = list[str](), [run_status(), run_status(stopping=ended)]
+    started, answers = list[str](), [run_status(), run_status(**ended)]
     monkeypatch.setattr(ProcessSupervisor, "start", lambda self, spec: started.append(spec.name))
     monkeypatch.setattr(watched.run, "_masters_address", lambda: "127.0.0.1:5")
     monkeypatch.setattr(watched.run, "_ask", lambda: answers.pop(0))
     monkeypatch.setattr(watched.run, "_answer", lambda request: "it goes on")
-    refused = ended and not extend
+    refused = bool(ended) and not extend
     with pytest.raises(ConfigError, match="has ended") if refused else contextlib.nullcontext():
         assert watched.run.start(extend) == watched.run.address == "127.0.0.1:5"
     assert started == [MASTER, *([] if refused else ["s0", "s1", "a", "b", EVALUATOR])]

@@ -14,8 +14,9 @@ from pydantic import Field
 from typer.testing import CliRunner
 
 from dips.core.config import Knobs, groups_of, load
+from dips.core.errors import ConfigError
 from dips.core.units import Bytes, Seconds
-from dips.local.options import command_line, overrides_for, with_knobs
+from dips.local.options import command_line, overrides_for, role_settings, with_knobs
 from dips.master.config import MasterConfig
 from dips.slave.config import SlaveConfig
 from dips.trainer.config import TrainConfig
@@ -71,12 +72,6 @@ def test_values_reach_the_settings_as_written() -> None:
     assert overrides_for(SomeKnobs, seen) == {}
     assert "folder" not in run([], SomeKnobs, without=("folder",))
     assert run(["--word", "hello"], SomeKnobs)["word"] == "hello", "a command's own options stay"
-    seen = run(
-        ["--name", "n", "--size-bytes", "1 MiB", "--wait-s", "250 ms", "--paths", "a", "--paths", "b", "--on"],
-        SomeKnobs,
-    )
-    loaded = load(SomeKnobs, "some", environment={}, overrides=overrides_for(SomeKnobs, seen)).value
-    assert loaded == SomeKnobs(name="n", size_bytes=1 << 20, wait_s=0.25, paths=(Path("a"), Path("b")), on=True)
     assert [run(words, SomeKnobs)["on"] for words in (["--no-on"], [])] == [False, None]
     seen = run(["--name", "n", "--steps", "3"], SomeKnobs, MoreKnobs)
     assert overrides_for(SomeKnobs, seen) == {"name": "n"}
@@ -137,3 +132,18 @@ def test_the_command_line_leaves_out_defaults_and_what_is_hidden() -> None:
     assert command_line(config) == ["--name", "n", "--wait-s", "3.0"]
     assert command_line(config, without={"name"}) == ["--wait-s", "3.0"]
     assert command_line(SomeKnobs(name="n", maybe=False)) == ["--name", "n", "--no-maybe"]
+
+
+def test_the_short_variables_say_where_and_who(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before what a file says, and after the command line."""
+    monkeypatch.delenv("DIPS_INSECURE", raising=False)
+    for name, value in (("MASTER", "127.0.0.1:5"), ("RUN", "mine"), ("CLUSTER", "a"), ("KEYS", "keys/a")):
+        monkeypatch.setenv(f"DIPS_{name}", value)
+    file = tmp_path / "worker.toml"
+    file.write_text('[worker]\nmaster = "127.0.0.1:6"\nleave_wait_s = 6\n')
+    client = role_settings(ClientConfig, "worker", file, {"cluster_id": "b", "run_id": None}).value
+    assert (client.master, client.run_id, client.cluster_id) == ("127.0.0.1:5", "mine", "b")
+    assert (client.keys, client.leave_wait_s) == (Path("keys/a").absolute(), 6.0)
+    monkeypatch.setenv("DIPS_INSECURE", "1")
+    with pytest.raises(ConfigError, match="both given"):
+        role_settings(ClientConfig, "worker", None, {})

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.run_status import cluster_status, run_status, slave_status
+from support.run_status import cluster_status, run_status
 
 from dips.core.ids import Version
 from dips.core.release import software_versions
@@ -103,13 +103,6 @@ HERE = (cluster_status("a", alive=True),)
 def test_what_went_wrong_fails_its_check(changes: dict[str, Any], failed: set[str]) -> None:
     assert {name for name, held in checks(outcome(**changes)).items() if not held} == failed
     assert set(failed_checks(build_report(outcome(**changes)))) == failed
-
-
-def test_a_run_without_any_version_can_be_reported() -> None:
-    status = run_status(published=None, tokens=0, clusters=(), slaves=(slave_status(),))
-    report = build_report(outcome(status=status, heldout=[], faults=[]))
-    assert report["version"] is None
-    assert "final_version_published" in failed_checks(report)
 
 
 def test_the_file_is_whole_and_plain_json_or_stays_as_it_was(tmp_path: Path) -> None:

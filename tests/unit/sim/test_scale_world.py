@@ -83,3 +83,19 @@ def test_a_push_takes_its_connection_slow_start_and_bytes(tmp_path: Path) -> Non
     line_s = 4e9 * 8 / 10e9
     overhead_s = rates.connect_s(0.05, world.plan.config.encrypted) + rates.ramp_s(5e9, 0.05) + 2 * 0.05
     assert taken_s[-1] == pytest.approx(line_s + overhead_s, abs=1e-3)
+
+
+def test_a_round_of_one_cluster_takes_the_paper_s_update_time() -> None:
+    share = 100_000_000_000 // 16
+    update_s = rates.measure_s(share, 1, 1.9e9) + rates.outer_step_s(share, 1, 1.9e9) + rates.snapshot_s(share, 3e9)
+    assert update_s == pytest.approx(110.0, rel=0.02)  # Table 2 of the Di-PS paper
+
+
+def test_connections_and_slow_start() -> None:
+    """100 Mbit/s over 50 ms hold 625 kB: six windows of ten segments, doubled each time, until they are full."""
+    assert rates.connect_s(0.05, encrypted=False) == pytest.approx(0.15)
+    assert rates.connect_s(0.05, encrypted=True) == pytest.approx(0.25)
+    carried_bytes = 14_480 * (1 + 2 + 4 + 8 + 16 + 32)
+    assert rates.ramp_s(100e6, 0.05) == pytest.approx(6 * 0.05 - carried_bytes / 12.5e6)
+    assert rates.ramp_s(1e6, 0.02) == 0.0
+    assert rates.ramp_s(10e9, 0.0) == 0.0

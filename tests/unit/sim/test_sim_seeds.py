@@ -41,11 +41,6 @@ def test_every_invariant_holds_after_every_step(first: int) -> None:
     assert sum(outcome.published for outcome in outcomes) >= len(outcomes)
 
 
-def test_a_seed_is_one_run_bit_for_bit() -> None:
-    assert len({SeedRun(3).run().trace_hash for _ in range(2)}) == 1
-    assert SeedRun(3).run().trace_hash != SeedRun(4).run().trace_hash
-
-
 def test_the_order_of_sets_and_dictionaries_of_objects_does_not_matter() -> None:
     here = [SeedRun(seed).run() for seed in OF_EACH_SHAPE]
     assert {outcome.seed: outcome.violations for outcome in here if outcome.violations} == {}
@@ -53,9 +48,9 @@ def test_the_order_of_sets_and_dictionaries_of_objects_does_not_matter() -> None
     assert hashes_in_another_process(OF_EACH_SHAPE, other) == [outcome.trace_hash for outcome in here]
 
 
-def test_telling_the_story_changes_nothing() -> None:
+def test_a_seed_is_one_run_bit_for_bit_and_telling_its_story_changes_nothing() -> None:
     told, quiet = SeedRun(5, tell=True).run(), SeedRun(5).run()
-    assert told.trace_hash == quiet.trace_hash
+    assert told.trace_hash == quiet.trace_hash != SeedRun(6).run().trace_hash
     assert not quiet.story
     assert any("journal COMMIT" in line for line in told.story)
 

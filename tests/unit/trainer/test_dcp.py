@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from dips.core.errors import ConfigError
 from dips.core.layout import Layout, Parameter
-from dips.local.model_folder import CheckpointFolder, as_folder, write_folder
+from dips.local.model_folder import CheckpointFolder, write_folder
 from dips.trainer.export import read_state
 from dips.trainer.model import ByteModel
 from dips.trainer.sizes import SIZES
@@ -70,22 +70,6 @@ def test_what_was_filled_in_keeps_its_type(tmp_path: Path) -> None:
     state = {name: torch.zeros_like(tensor) for name, tensor in base.items()}
     load(state, checkpoint_id=tmp_path / "m")
     assert all(torch.equal(state[name], base[name]) for name in base)
-
-
-def test_what_stands_there_is_replaced_only_if_somebody_says_so(tmp_path: Path) -> None:
-    """Also a folder for transformers, of which nothing is left then."""
-    first, second = ByteModel(SIZES["tiny"], seed=1), ByteModel(SIZES["tiny"], seed=2)
-    folder = tmp_path / "model"
-    write_folder(as_folder(fetched_of(first)), folder)
-    (folder / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is not empty: give another folder, or --force"):
-        write_folder(CheckpointFolder(fetched_of(second)), folder)
-    write_folder(CheckpointFolder(fetched_of(second)), folder, force=True)
-    assert sorted(path.name for path in folder.iterdir()) == [
-        ".metadata", "__0_0.distcp", "dips_version.json", "notes.txt",
-    ]  # fmt: skip
-    again = loaded(ByteModel(SIZES["tiny"], seed=3), folder)
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), second.parameters(), strict=True))
 
 
 def test_a_disk_that_is_full_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,6 @@ def fetched(config: ModelConfig = SIZES["tiny"], seed: int = 0) -> PublishedMode
 def own_model() -> PublishedModel:
     layout = Layout((Parameter("w", (3, 4), "bfloat16", "w"), Parameter("b", (), "float32", "b")))
     return published(layout, np.arange(13, dtype=np.float32), version=Version(1, 2), tokens=7)
-
-
-@pytest.fixture
-def restored_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_windows_cover_the_text_and_share_their_ends() -> None:

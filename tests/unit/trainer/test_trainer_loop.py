@@ -6,12 +6,11 @@ import math
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from support.kept_state import saved
 
@@ -104,12 +103,10 @@ class ScriptedDriver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ScriptedDriver]]:
+def driver(monkeypatch: pytest.MonkeyPatch, restored_threads: None) -> type[ScriptedDriver]:
     kind = type("OneDriver", (ScriptedDriver,), {})
     monkeypatch.setattr(module, "ClusterShell", kind)
-    threads = torch.get_num_threads()
-    yield kind
-    torch.set_num_threads(threads)
+    return kind
 
 
 @pytest.fixture(autouse=True)
@@ -321,11 +318,6 @@ def test_training_without_a_master_leaves_the_tape_of_a_clusters_folder_to_the_c
     client = ClientConfig(cluster_id="a", checkpoint_dir=tmp_path / "kept")
     assert run(train.model_copy(update={"steps": 1, "warmup_tokens": 0}), client) == 0
     assert not (tmp_path / "kept").exists()
-
-
-def test_without_a_master_and_steps_both_remedies_are_named(train: TrainConfig) -> None:
-    with pytest.raises(ConfigError, match=r"--master HOST:PORT .* or --steps N"):
-        run(train, ClientConfig())
 
 
 def test_a_resumed_loop_makes_the_batches_that_were_to_come(

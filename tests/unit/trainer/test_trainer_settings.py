@@ -166,13 +166,10 @@ def test_a_step_of_muon_has_the_size_of_one_of_adamw() -> None:
         assert (matrix.detach() - old).square().mean().sqrt().item() == pytest.approx(0.2 * 0.01, rel=0.25)
 
 
+@pytest.mark.usefixtures("restored_threads")
 def test_threads_are_set(text: Path) -> None:
-    before = torch.get_num_threads()
-    try:
-        InnerTrainer(config(text, threads=2))
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+    InnerTrainer(config(text, threads=2))
+    assert torch.get_num_threads() == 2
 
 
 def test_the_speed_is_measured_and_printed_as_json(text: Path, capsys: pytest.CaptureFixture[str]) -> None:

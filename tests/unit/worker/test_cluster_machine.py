@@ -147,15 +147,6 @@ def test_a_slave_that_is_away_is_no_less_cut_off_where_the_master_answers() -> N
         assert life.waits is waits
 
 
-def test_a_join_that_is_put_off_is_repeated() -> None:
-    life = ClusterBench().started()
-    life.refuse(messages.JoinRequest, RefusalCode.BUSY, retry_after_s=5.0)
-    life.pass_s(4.9)
-    assert not life.asks(messages.JoinRequest)
-    life.pass_s(0.1)
-    life.join()
-
-
 def test_joining_a_run_that_has_ended_is_no_failure() -> None:
     life = ClusterBench().started()
     life.refuse(messages.JoinRequest, RefusalCode.STOPPING)
@@ -279,7 +270,9 @@ def test_a_second_process_of_a_name_waits_while_it_is_told_to_and_then_ends() ->
     request = life.refuse(messages.JoinRequest, RefusalCode.NAME_TAKEN, retry_after_s=0.5)
     assert (request.process_id, request.host) == (b"mine", "process 7 on here")
     assert life.finished is None
-    life.pass_s(0.6)
+    life.pass_s(0.4)
+    assert not life.asks(messages.JoinRequest)
+    life.pass_s(0.1)
     assert life.refuse(messages.JoinRequest, RefusalCode.NAME_TAKEN).process_id == b"mine"
     assert life.ended_with(Refused).exit_code == NAME_TAKEN_EXIT
 

@@ -26,7 +26,6 @@ from dips.core.errors import (
 )
 from dips.core.ids import Incarnation, PushId, Version
 from dips.core.messages import DataMode, DataPlan, DataRange, VerdictKind
-from dips.core.observe.failpoints import armed
 from dips.core.observe.tape import read_tape
 from dips.core.release import VERSION
 from dips.core.wire import Codec
@@ -115,14 +114,6 @@ def test_rounds_of_pushes_that_are_applied(run: RunInMemory, model: FlatModel, t
     assert run.closed == [run.address]
     shell.step(TOKENS)
     assert shell.steps == 8, "nothing counts after the end"
-
-
-def test_the_first_cluster_seeds_the_run(run: RunInMemory) -> None:
-    run.version = None
-    model = FlatModel(3)
-    with shell_of(run, model) as shell:
-        assert run.theta_of(first(run)).tobytes() == FlatModel(3).theta.tobytes()
-        assert (shell.version, model.installs) == (Version(1, 0), 1)
 
 
 @pytest.mark.parametrize("wait_s", [5.0, 0.0])
@@ -317,8 +308,6 @@ def refuses(method: str, code: RefusalCode) -> Callable[[str, Any], None]:
     [
         ({}, {"hook": refuses("Join", RefusalCode.LAYOUT)}, Refused, "no Join", 0),
         ({"outer_lr": 0.123}, {}, ConfigError, "outer_lr = 0.123, the run's is 0.7", 1),
-        ({"outer_momentum": 0.5}, {}, ConfigError, "outer_momentum", 1),
-        ({"sync_every": 5}, {}, ConfigError, "sync_every", 1),
         ({"connect_wait_s": 3.0}, {"is_up": False}, RetryLater, "3 s", 0),
     ],
 )
@@ -487,18 +476,6 @@ def test_an_undecided_push_is_rebased_from_its_saved_parameters(
     with shell_of(run, again, **kept) as shell:
         shell.step(TOKENS)
         assert again.theta.tobytes() == (other + (later - pushed)).tobytes()
-
-
-def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(
-    run: RunInMemory, model: FlatModel, kept: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    with shell_of(run, model, **kept) as shell:
-        with armed("worker.checkpoint.before_manifest=error(no space left)"):
-            run.clock.advance(10.0)
-            shell.checkpoint_if_due()
-        assert "no space left; training goes on" in caplog.text
-        train(run, shell, model, 4)
-        assert shell.version == Version(1, 1)
 
 
 @pytest.fixture

@@ -430,22 +430,6 @@ def handles_sigterm(then: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_sigterm_that_the_program_handles_itself_ends_the_wait_at_a_loops_end_and_not_the_process(
-    run: RunInMemory,
-) -> None:
-    """As Lightning's, which looks for the signal between two batches."""
-    run.decide = lambda push: None
-    heard: list[int] = []
-
-    def happens() -> None:
-        if not heard:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with handles_sigterm(lambda: heard.append(1)):
-        Loop(run, 0, replicas=False, steps=2).train_to_the_end(happens)
-    assert (heard, [leave.reason for leave in run.leaves]) == ([1], ["SIGTERM"])
-
-
 def test_a_program_that_waits_in_its_own_handler_of_sigterm_has_ended_the_wait_before() -> None:
     heard: list[str] = []
     with handles_sigterm(lambda: heard.append("theirs")):
@@ -583,8 +567,6 @@ def test_what_would_count_a_step_twice_or_one_that_is_none(loop: Loop) -> None:
     with loop.sync as sync:
         assert get_optimizer_state_dict(loop.model, loop.optimizer)["state"]
         assert sync.steps == 0
-        with pytest.raises(ConfigError, match="counted by another"):
-            dips.DiLoCo(loop.model, loop.optimizer, **loop.given).__enter__()
         loop.steps(2)
         assert sync.steps == 2
 
@@ -746,20 +728,18 @@ def test_ranks_that_are_given_the_same_batches_are_told_so_once(
     assert [push.steps for push in run.pushes] == [4, 4, 4]
 
 
-@pytest.mark.parametrize("swaps", [False, True])
 def test_weights_that_an_evaluation_puts_in_place_and_back_have_no_effect(
-    loop: Loop, run: RunInMemory, caplog: pytest.LogCaptureFixture, swaps: bool
+    loop: Loop, run: RunInMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(loop.model)
     with loop.sync as sync:
         for _ in range(10):
             loop.steps(1)
             averaged.update_parameters(loop.model)
-            if swaps:
-                own = copy.deepcopy(loop.model.state_dict())
-                loop.model.load_state_dict(averaged.module.state_dict())
-                assert not sync.done
-                loop.model.load_state_dict(own)
+            own = copy.deepcopy(loop.model.state_dict())
+            loop.model.load_state_dict(averaged.module.state_dict())
+            assert not sync.done
+            loop.model.load_state_dict(own)
     assert flat(loop.model).tobytes() == after(10)
     assert [push.steps for push in run.pushes] == [4, 4, 2]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -169,12 +169,14 @@ def test_a_brief_wait_has_a_most(overlap: str) -> None:
 @that_overlap
 def test_a_master_that_is_busy_is_not_waited_for_longer_than_for_an_answer(overlap: str) -> None:
     life = ripe(overlap)
-    life.push_begun()
+    begun = life.push_begun()
     life.puts_off("the run is paused", 5.0)
     life.pass_s(BRIEF_S)
-    assert not life.waits
-    life.pass_s(5.0)
-    assert life.asked(messages.BeginPushRequest)
+    assert (life.waits, life.session.waiting_for()) == (False, "the run is paused")
+    life.pass_s(4.99 - BRIEF_S)
+    assert not life.asks(messages.BeginPushRequest)
+    life.pass_s(0.01)
+    assert life.asked(messages.BeginPushRequest) == begun, "the very same push"
     assert not life.waits, "asked again later, not waited for"
 
 

@@ -201,14 +201,6 @@ def test_moments_of_a_tensor_that_is_none_of_the_models_cannot_be_shared_out() -
         loop.state().capture()
 
 
-def test_another_optimizer_or_loop_is_refused(tmp_path: Path) -> None:
-    state, saved = saved_in_one_file(Loop(1).state(), tmp_path)
-    with pytest.raises(ConfigError, match="holds the state of AdamW, this loop has SGD"):
-        Loop(0, "SGD").state().restore(state, saved)
-    with pytest.raises(ConfigError, match=r"of \['counter'\], this loop has \['counter', 'scheduler'\]"):
-        Loop(0).state(scheduler=Counter(0)).restore(state, saved)
-
-
 def test_groups_that_were_others_are_refused(tmp_path: Path) -> None:
     before = Loop(1)
     first = before.net.first

@@ -146,14 +146,6 @@ def test_a_rank_that_has_left_notices_one_that_ended_meanwhile() -> None:
         Leaving(left_1=0.0, dead=2).leaves()
 
 
-def test_a_rank_that_closes_its_connections_says_so() -> None:
-    here = Leaving()
-    assert not here.store.check(["gone/0"])
-    here.attendance.end()
-    here.attendance.end()
-    assert here.store.check(["gone/0"])
-
-
 def test_ranks_that_make_no_step_while_one_has_left_end_the_cluster_after_the_limit() -> None:
     with pytest.raises(FatalError, match=r"ranks 1, 2 of this cluster did not leave the loop with rank 0, and made no"):
         Leaving(left_2=301.0).leaves()

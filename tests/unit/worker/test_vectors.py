@@ -159,15 +159,6 @@ def test_rounds_of_any_kind_agree_with_plain_copies(rounds: list[tuple[int, int,
         assert store.theta.tolist() == [version + (before + during if rebase else 0)] * N
 
 
-def test_a_checkpoint_puts_the_residual_back() -> None:
-    vectors = Vectors(N)
-    vectors.restore(np.ones(N, np.float32), None, np.full(N, 0.25, np.float32))
-    assert vectors.residual is not None
-    assert vectors.residual.tolist() == [0.25] * N
-    vectors.clear_residual()
-    assert vectors.residual is None
-
-
 def test_a_snapshot_under_way_is_waited_for_by_whoever_reads_all_of_it_or_lands_in_its_place() -> None:
     store = Streaming(np.arange(N, dtype=np.float32))
     vectors = Vectors(N, store)
@@ -200,8 +191,7 @@ def test_a_snapshots_rounding_is_removed_once_from_each_piece_that_is_needed(mon
     store = Rounding(np.arange(N, dtype=np.float32))
     vectors = Vectors(N, store)
     vectors.restore(np.ones(N, np.float32), None)
-    vectors.snapshot(store, chunk_bytes=8)
-    assert vectors.checksums() == {}, "its bytes are not yet those that are sent"
+    vectors.snapshot(store)
     flat, ready = vectors.sending()
     assert isinstance(flat, np.ndarray)
     assert ready is not None

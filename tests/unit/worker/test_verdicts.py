@@ -266,18 +266,6 @@ def test_rolled_back_after_applied_is_learnt_at_join(life: LeasedClusterBench) -
     assert life.pulled().mode is InstallMode.REPLACE
 
 
-def test_busy_repeats_the_very_same_push(life: LeasedClusterBench) -> None:
-    first = life.push_begun()
-    life.answer(messages.BeginPushRequest, messages.BeginPushReply(messages.Busy(2.0, "slaves are away")))
-    assert life.session.waiting_for() == "slaves are away"
-    life.train(1)
-    assert not life.asks(messages.BeginPushRequest)
-    life.pass_s(2.0)
-    again = life.job(messages.BeginPushRequest)[1]
-    assert again == first
-    assert sum(isinstance(effect, CopyParameters) for effect in life.every) == 1
-
-
 @pytest.mark.parametrize("kind", messages.VerdictKind)
 def test_a_verdict_of_another_process_says_nothing_about_this_ones_parameters(kind: messages.VerdictKind) -> None:
     life = LeasedClusterBench()
