@@ -487,7 +487,7 @@ PLACEHOLDERS: dict[str, tuple[str, ...]] = {
     "master.method": (*_OF_CLUSTERS, *_OF_OPERATORS),
     "slave.kind": ("ring", "manifest", "promise", "identity", "round"),
     "slave.file": ("manifest", "promise", "identity", "round"),
-    "worker.method": _OF_CLUSTERS,
+    "worker.method": (*_OF_CLUSTERS, "Status"),
 }
 """`<role>.<word>`: what {word} stands for in that role's names. The stream of a slave has names of its own."""
 
