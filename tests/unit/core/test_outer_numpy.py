@@ -51,8 +51,7 @@ def test_step_equals_plain_torch_operators_to_the_bit(k: int, n_elems: int, grad
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_full_participation_with_equal_tokens_is_diloco(k: int) -> None:
-    """Several rounds: to the bit against plain operators, within two ulp of torch.optim.SGD, which fuses
-    roundings."""
+    """Several rounds in place: within two ulp of torch.optim.SGD, which fuses roundings."""
     shard = Shard.random(100 + k, 5000, slots=k)
     shard.momentum[:] = 0.0
     parameter = torch.nn.Parameter(torch.from_numpy(shard.theta.copy()))
@@ -61,31 +60,20 @@ def test_full_participation_with_equal_tokens_is_diloco(k: int) -> None:
         rng = np.random.default_rng([k, round_number])
         shard.staging[:] = shard.theta - np.float32(0.1) * rng.standard_normal(shard.staging.shape, np.float32)
         weights = np.full(k, 1 / k, np.float32)
-        plain = torch_step(shard, list(range(k)), [1 / k] * k, 1.0, 0.7, 0.8, 0.8, 1.0)
-        _sgd_round(parameter, sgd, shard, k)
+        _, mean = torch_step(shard, list(range(k)), [1 / k] * k, 1.0, 0.7, 0.0, 0.0, 1.0)
+        parameter.grad = torch.from_numpy(mean)
+        sgd.step()
         before = shard.theta.copy()
         outer_numpy.outer_step(
             shard.theta, shard.momentum, shard.staging, np.arange(k), weights,
             1.0, 0.7, 0.8, 0.8, 1.0, shard.theta, shard.momentum, 0, 5000,
         )  # fmt: skip
-        assert_same_bits(shard.theta, plain[0])
-        assert_same_bits(shard.momentum, plain[1])
-        assert parameter.grad is not None
         # Of the terms that are added, which may cancel: theta, g and buf.
-        ulp = np.spacing(np.abs(before) + np.abs(parameter.grad.numpy()) + np.abs(shard.momentum))
+        ulp = np.spacing(np.abs(before) + np.abs(mean) + np.abs(shard.momentum))
         assert np.all(np.abs(shard.theta - parameter.detach().numpy()) <= 2 * ulp)
         with torch.no_grad():  # each round compares one step from the same state
             parameter.copy_(torch.from_numpy(shard.theta))
             sgd.state[parameter]["momentum_buffer"].copy_(torch.from_numpy(shard.momentum))
-
-
-def _sgd_round(parameter: torch.nn.Parameter, sgd: torch.optim.SGD, shard: Shard, k: int) -> None:
-    theta = torch.from_numpy(shard.theta)
-    d = (1 / k) * (theta - torch.from_numpy(shard.staging[0]))
-    for j in range(1, k):
-        d = d + (1 / k) * (theta - torch.from_numpy(shard.staging[j]))
-    parameter.grad = d
-    sgd.step()
 
 
 @pytest.mark.parametrize("n_elems", [1, LANES - 1, LANES, 3 * LANES + 5])

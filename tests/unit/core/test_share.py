@@ -27,12 +27,16 @@ def test_places_and_chunks_are_those_of_the_owned_elements(owned: set[int]) -> N
     elems = [elem for index in sorted(owned) for elem in range(*span(index))]
     assert share.n_elems == len(elems)
     assert [elem for start, stop in share.runs() for elem in range(start, stop)] == elems
-    assert [share.place_of(elem) for elem in elems] == list(range(len(elems)))
+    places, many = list(range(len(elems))), np.array(elems, np.int64)
+    assert [share.place_of(elem) for elem in elems] == places == share.places_of(many).tolist()
+    assert share.places_of(many[::-1].reshape(1, -1)).tolist() == [places[::-1]]
+    assert share.places_of(many[:0]).size == 0
     assert share.chunks(LAYOUT, CHUNK_BYTES) == [CHUNKS[index] for index in sorted(owned)]
-    for elem in set(range(LAYOUT.n_elems)) - set(elems):
+    for elem in {-1, *range(LAYOUT.n_elems), LAYOUT.n_elems} - set(elems):
         assert not share.owns(elem, elem + 1)
-        with pytest.raises(ValueError, match="not in this share"):
-            share.place_of(elem)
+        for look in (share.place_of, lambda one: share.places_of(np.array([*elems[:1], one]))):
+            with pytest.raises(ValueError, match="not in this share"):
+                look(elem)
 
 
 def test_the_whole_model_is_one_run() -> None:
@@ -60,15 +64,3 @@ def test_compiled_loops_find_a_chunk_where_the_python_loop_does(owned: set[int])
     blocks, offsets = (np.array([getattr(c, name) for c in chunks]) for name in ("block_id", "offset_bytes"))
     assert places.first_bytes(blocks, offsets).tolist() == [places.bytes_at(chunk).start for chunk in chunks]
     assert sum(places.bytes_at(chunk).stop - places.bytes_at(chunk).start for chunk in chunks) == 4 * share.n_elems
-
-
-@given(st.sets(st.integers(0, len(CHUNKS) - 1), min_size=1))
-def test_many_places_are_those_of_each(owned: set[int]) -> None:
-    share = Share.of_runs(span(index) for index in sorted(owned))
-    elems = np.array([elem for start, stop in share.runs() for elem in range(start, stop)])
-    assert share.places_of(elems).tolist() == list(range(share.n_elems))
-    assert share.places_of(elems[::-1].reshape(1, -1)).tolist() == [list(range(share.n_elems))[::-1]]
-    assert share.places_of(elems[:0]).size == 0
-    for elem in {-1, LAYOUT.n_elems, *range(LAYOUT.n_elems)} - set(elems.tolist()):
-        with pytest.raises(ValueError, match="not in this share"):
-            share.places_of(np.array([elems[0], elem]))

@@ -39,26 +39,19 @@ def test_an_event_is_one_line_with_head_and_fields(path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_an_event_is_in_the_file_as_soon_as_it_is_written(path: Path) -> None:
-    tape = Tape(path, "slave", "s-0", ManualClock())
-    tape.write("staged", "c-1", text="ä\n\u2028")
-    assert [event["text"] for event in read_tape(path)] == ["ä\n\u2028"]
-    tape.close()
-
-
 def test_values_of_every_kind_are_written(path: Path) -> None:
     with Tape(path, "r", "n", ManualClock()) as tape:
         tape.write(
             "all", "c", version=Version(1, 2), code=RefusalCode.BUSY, digest=b"\x00\xff", where=Path("/x"),
             loss=math.nan, bound=math.inf, losses=(1.5, None, True), names={"b", "a"}, by_name={"a": Version(1, 3)},
-            elems=np.int64(5), norm=np.float32(0.5),
+            elems=np.int64(5), norm=np.float32(0.5), text="ä\n\u2028",
         )  # fmt: skip
     [event] = read_tape(path)
     assert event["version"] == {"timeline": 1, "v": 2}
     assert (event["code"], event["digest"], event["where"]) == ("BUSY", "00ff", "/x")
     assert (event["loss"], event["bound"], event["losses"]) == (None, None, [1.5, None, True])
     assert (event["names"], event["by_name"]) == (["a", "b"], {"a": {"timeline": 1, "v": 3}})
-    assert (event["elems"], event["norm"]) == (5, 0.5)
+    assert (event["elems"], event["norm"], event["text"]) == (5, 0.5, "ä\n\u2028")
 
 
 @pytest.mark.parametrize("field", ["wall_s", "monotonic_s", "role", "name"])

@@ -376,9 +376,13 @@ def asked(transfer: Transfer, now_s: float) -> tuple[list[str], list[str]]:
     return again, sorted({action.slave for action in actions if isinstance(action, SlaveRequest)})
 
 
-def test_what_was_asked_is_asked_again_over_a_new_connection(transfer: Transfer) -> None:
+def test_what_was_asked_is_asked_again_over_a_new_connection_and_other_slaves_go_on(transfer: Transfer) -> None:
     assert asked(transfer, 0.0) == ([], ["s0", "s1"])
+    n_in_flight = transfer.columns.flow.windows.n_in_flight
+    of_s1 = n_in_flight[1]
     transfer.turned_away("s0", WHY, 0.1)
+    assert (n_in_flight[0], n_in_flight[1]) == (0, of_s1)
+    assert of_s1
     pause_s = transfer.next_deadline_s() - 0.1
     assert 0 < pause_s < 0.1
     again, asks = asked(transfer, 0.1)
@@ -386,15 +390,6 @@ def test_what_was_asked_is_asked_again_over_a_new_connection(transfer: Transfer)
     again, asks = asked(transfer, 0.1 + pause_s)
     assert (again, "s0" in asks) == (["s0"], True)
     assert asked(transfer, 0.1 + pause_s)[0] == [], "once for each time"
-
-
-def test_the_other_slaves_go_on(transfer: Transfer) -> None:
-    asked(transfer, 0.0)
-    windows = transfer.columns.flow.windows
-    in_flight = windows.n_in_flight[1]
-    assert in_flight
-    transfer.turned_away("s0", WHY, 0.1)
-    assert (windows.n_in_flight[0], windows.n_in_flight[1]) == (0, in_flight)
 
 
 def test_pauses_grow_and_after_a_second_the_master_is_asked(transfer: Transfer) -> None:

@@ -1,9 +1,9 @@
-"""Rates of links: measured over whole transfers, in the real state machine."""
+"""Rates of links: measured over whole transfers. Those of a run: test_page_snapshot.py."""
 
 from __future__ import annotations
 
 import pytest
-from support.master_bench import LAYOUT, Bench
+from support.master_bench import LAYOUT
 
 from dips.core.ids import SlaveId
 from dips.core.placement import Placement
@@ -53,14 +53,3 @@ def test_who_is_gone_has_no_links_and_its_next_life_none_yet() -> None:
 @pytest.mark.parametrize(("layout", "placement"), [(None, PLACEMENT), (LAYOUT, None)])
 def test_before_the_model_is_placed_there_are_no_links(layout: object, placement: object) -> None:
     assert LinkRates().links(["a"], layout, placement, 0.0) == ()  # type: ignore[arg-type]
-
-
-def test_the_state_machine_measures_pushes_and_pulls() -> None:
-    bench = Bench().running("a", "b")
-    bench.push("a")
-    view = bench.state.look()
-    pushed = {(link.cluster, link.slave): link.push_bytes_per_s for link in view.links}
-    assert set(pushed) == {("a", "s0"), ("a", "s1"), ("b", "s0"), ("b", "s1")}
-    assert all(rate is not None and rate > 0 for (cluster, _), rate in pushed.items() if cluster == "a")
-    assert {push.cluster for push in view.pushes} == {"a"}
-    assert view.pushes[0].landed == 1.0

@@ -43,14 +43,9 @@ def run(tmp_path: Path) -> Scraped:
     return Scraped(Bench(plan=LEASED).running("a", "b"), tmp_path)
 
 
-def test_a_served_state_machine_has_a_snapshot(run: Scraped) -> None:
-    metrics = Metrics()
+def test_before_its_epoch_a_master_has_no_snapshot() -> None:
     with pytest.raises(NotNow, match="has not begun its epoch"):
-        metrics.snapshot(0.0)
-    metrics.watch(run.bench.state)
-    moment = metrics.snapshot(run.bench.now_s)
-    assert moment.view.status.epoch == 1
-    assert [cluster.cluster_id for cluster in moment.view.status.clusters] == ["a", "b"]
+        Metrics().snapshot(0.0)
 
 
 def test_status_and_metrics_say_how_many_ranks_a_cluster_has(tmp_path: Path) -> None:

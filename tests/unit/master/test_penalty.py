@@ -77,15 +77,6 @@ def test_no_push_is_excluded_after_the_run_got_another_h(before: int, times: flo
         assert not master.round(pushes).rejected, i
 
 
-def test_judging_changes_nothing_by_itself() -> None:
-    """The state moves only with the record: an aborted round leaves no trace."""
-    master = Master().warmed_up()
-    before = master.state
-    first = master.judge({"a": Push(along(30.0)), "b": Push(along(1.0, 1))})
-    assert master.state is before
-    assert master.judge({"a": Push(along(30.0)), "b": Push(along(1.0, 1))}) == first
-
-
 def test_three_flags_quarantine_and_the_first_accepted_push_ends_it() -> None:
     master = Master().warmed_up()
     for i in range(4):

@@ -10,7 +10,6 @@ from support.master_bench import LEASED, Bench, BenchSlave
 from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.core.messages import Alarm, Refusal
 from dips.master.page.snapshot import sentence
 from dips.master.state.alarms import FRUITLESS_ROUNDS
 from dips.master.state.effects import Pause, ReplicaNews
@@ -259,10 +258,6 @@ def test_window_that_waits_for_more_than_time_asks_for_no_tick(why: str) -> None
     assert deadline_s is None or deadline_s > bench.now_s
 
 
-def standing(bench: Bench) -> tuple[Alarm, ...]:
-    return bench.status().alarms
-
-
 def told(bench: Bench) -> list[str]:
     return [str(record["sentence"]) for record in bench.recorded("alarm") if "nothing was merged" in str(record)]
 
@@ -272,9 +267,9 @@ def test_rounds_that_are_all_void_are_an_alarm_with_each_clusters_reason() -> No
     bench.norms = {"a": 0.0}
     bench.nonfinite = {"b": 3}
     bench.rounds(FRUITLESS_ROUNDS - 1, "a", "b")
-    assert (standing(bench), told(bench)) == ((), [])
+    assert (bench.status().alarms, told(bench)) == ((), [])
     bench.rounds(1, "a", "b")
-    (alarm,) = standing(bench)
+    (alarm,) = bench.status().alarms
     assert (alarm.kind, alarm.clusters) == ("nothing_merged", ())
     assert "nothing was merged in the last 5 rounds (5 void)" in alarm.sentence
     assert "a: its parameters equal the current version's" in alarm.sentence
@@ -285,19 +280,19 @@ def test_rounds_that_are_all_void_are_an_alarm_with_each_clusters_reason() -> No
     assert first["level"] == "bad"
     assert first["text"].startswith("Nothing was merged in the last 5 rounds")
     bench.rounds(1, "a", "b")
-    assert "last 6 rounds" in standing(bench)[0].sentence
+    assert "last 6 rounds" in bench.status().alarms[0].sentence
     assert len(told(bench)) == 1, "told once"
     bench.norms, bench.nonfinite = {}, {}
     bench.rounds(1, "a", "b")
-    assert not standing(bench)
+    assert not bench.status().alarms
 
 
 def test_rounds_given_up_are_an_alarm_and_a_void_one_between_good_ones_is_none(bench: Bench) -> None:
-    bench.slaves[0].refuse["prepare"] = Refusal(RefusalCode.DISK, "the disk is full", 0.0)
+    bench.slaves[0].refuse["prepare"] = m.Refusal(RefusalCode.DISK, "the disk is full", 0.0)
     bench.push("a")
     for _ in range(40):
         bench.advance(1.0)
-    (alarm,) = standing(bench)
+    (alarm,) = bench.status().alarms
     assert "given up" in alarm.sentence
     assert "slave s0 cannot prepare: the disk is full" in alarm.sentence
     bench = Bench().running("a", "b")
@@ -307,4 +302,4 @@ def test_rounds_given_up_are_an_alarm_and_a_void_one_between_good_ones_is_none(b
         bench.norms = {}
         bench.rounds(1, "a", "b")
     assert bench.status().rounds_void == FRUITLESS_ROUNDS
-    assert not standing(bench)
+    assert not bench.status().alarms

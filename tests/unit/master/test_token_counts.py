@@ -9,7 +9,7 @@ from support.master_bench import Bench, refused_with
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Version
-from dips.core.messages import Alarm, ExtendRequest, OperatorRequest, Settings, TokenLimit, VerdictKind
+from dips.core.messages import ExtendRequest, OperatorRequest, Settings, TokenLimit, VerdictKind
 from dips.master.state.effects import Stop
 
 V1 = Version(1, 1)
@@ -17,10 +17,6 @@ V1 = Version(1, 1)
 
 def alarms(bench: Bench) -> list[str]:
     return [str(record["sentence"]) for record in bench.recorded("alarm")]
-
-
-def standing(bench: Bench) -> tuple[Alarm, ...]:
-    return bench.status().alarms
 
 
 def rounds(bench: Bench, n: int, **tokens: int) -> None:
@@ -50,7 +46,7 @@ def test_far_more_than_the_cluster_itself_counted_is_refused_and_named() -> None
     assert "token_ratio_max" in alarm.sentence
     assert alarms(bench) == [alarm.sentence]
     bench.push("a", 1600)
-    assert not standing(bench), "a count that can be ends the alarm"
+    assert not bench.status().alarms, "a count that can be ends the alarm"
 
 
 def test_far_more_than_the_others_count_or_than_the_whole_run_is_refused_before_anything_was_accepted() -> None:
@@ -69,7 +65,7 @@ def test_far_more_than_the_others_count_or_than_the_whole_run_is_refused_before_
     bench = Bench(token_ratio_max=float("inf")).running("a", "b")
     rounds(bench, 1, b=16)
     bench.push("a", 16 * 1024)
-    assert standing(bench)[0].clusters == ("a",), "a larger ratio may be meant; a person is told all the same"
+    assert bench.status().alarms[0].clusters == ("a",), "a larger ratio may be meant; a person is told all the same"
 
 
 def test_a_count_that_others_belie_in_the_same_window_is_aborted_before_it_counts() -> None:
@@ -85,7 +81,7 @@ def test_what_others_count_is_the_median_so_one_wrong_cluster_accuses_nobody_els
     bench = Bench().running("a", "b", "c", "d")
     told(bench, b=100.0, c=100.0, d=1.0)
     bench.push("a", 16 * 100)
-    assert not standing(bench)
+    assert not bench.status().alarms
 
 
 def test_a_push_of_many_rounds_steps_after_an_outage_is_no_wrong_count() -> None:
@@ -93,21 +89,21 @@ def test_a_push_of_many_rounds_steps_after_an_outage_is_no_wrong_count() -> None
     bench = Bench(settings=Settings(tk_max_tokens=60_000)).running("a")
     bench.push("a", 120 * 800, steps=120)  # 64 steps are a round here: 51,200 tokens
     assert bench.status().tokens == 120 * 800
-    assert not standing(bench)
+    assert not bench.status().alarms
 
 
 def test_tokens_beside_samples_are_told_and_count() -> None:
     bench = Bench(grace_s=0.0).running("a", "b")
     rounds(bench, 1, a=1600, b=1600 * 32)
-    (alarm,) = standing(bench)
+    (alarm,) = bench.status().alarms
     assert alarm.clusters == ("b",)
     assert "32 times what cluster a counts, 100" in alarm.sentence
     rounds(bench, 2, b=1600 * 32)
     assert len(alarms(bench)) == 1, "told once"
     bench.pull("a")
     bench.push("a", 1600)
-    assert [alarm.clusters for alarm in standing(bench)] == [("a",), ("b",)]
-    assert "1/32 of what cluster b counts" in standing(bench)[0].sentence
+    assert [alarm.clusters for alarm in bench.status().alarms] == [("a",), ("b",)]
+    assert "1/32 of what cluster b counts" in bench.status().alarms[0].sentence
 
 
 def test_batches_within_a_factor_of_ten_and_longer_pushes_are_nothing_unusual() -> None:
@@ -124,7 +120,7 @@ def test_small_counts_are_told_once_a_cluster_has_counted_too_little_on_the_whol
     told(bench, b=100.0)
     for tokens, alarmed in ((320, False), (64, False), (64, True)):  # 20, 12 and 9.3 a step on the whole
         rounds(bench, 1, a=tokens)
-        assert bool(standing(bench)) is alarmed
+        assert bool(bench.status().alarms) is alarmed
 
 
 def test_one_short_batch_of_another_cluster_says_nothing(bench: Bench) -> None:
@@ -136,7 +132,7 @@ def test_one_short_batch_of_another_cluster_says_nothing(bench: Bench) -> None:
     bench.push("b", 1, steps=1)
     bench.push("a", 16 * 320)
     assert bench.status().tokens == 1 + 16 * 320
-    assert not standing(bench)
+    assert not bench.status().alarms
 
 
 def test_an_alarm_of_a_cluster_that_is_gone_ends_after_an_hour() -> None:
@@ -145,15 +141,15 @@ def test_an_alarm_of_a_cluster_that_is_gone_ends_after_an_hour() -> None:
     with refused_with(RefusalCode.TOKENS):
         bench.begin_push("a", 16 * 100 * 1024)
     bench.now_s += 2 * 3600.0
-    assert standing(bench), "not while it is here"
+    assert bench.status().alarms, "not while it is here"
     with refused_with(RefusalCode.TOKENS):
         bench.begin_push("a", 16 * 100 * 1024)
     bench.result(bench.leave("a"))
     del bench.clusters["a"]
     bench.now_s += 3599.0
-    assert standing(bench)
+    assert bench.status().alarms
     bench.now_s += 1.0
-    assert not standing(bench)
+    assert not bench.status().alarms
 
 
 def at_the_end(**config: Any) -> Bench:

@@ -66,24 +66,18 @@ def file_of(folder: Path, n_bytes: int) -> Path:
 @pytest.mark.parametrize("skipped", [0, 12])
 @pytest.mark.parametrize("length", [0, 1, SECTOR_BYTES, PIECE, 3 * PIECE, 3 * PIECE + 700, 3 * PIECE + 513])
 @pytest.mark.parametrize("straight", [False, True])
-def test_the_bytes_stand_in_their_place_and_nothing_else_changed(
+def test_the_bytes_stand_in_their_place_nothing_else_changed_and_all_are_shown_in_order(
     tmp_path: Path, pages: memoryview, at: int, skipped: int, length: int, straight: bool
 ) -> None:
     path = file_of(tmp_path, 1 << 16)
     data = pages[skipped : skipped + length]
-    overwrite(path, at, data, straight=straight)
+    shown = bytearray()
+    overwrite(path, at, data, shown.extend, straight)
+    assert bytes(shown) == bytes(data)
     found = path.read_bytes()
     assert found[at : at + length] == bytes(data)
     assert set(found[:at] + found[at + length :]) == {OLD}
     assert len(found) == 1 << 16
-
-
-@pytest.mark.parametrize("length", [0, 5, PIECE, 3 * PIECE + 700])
-@pytest.mark.parametrize("straight", [False, True])
-def test_all_bytes_are_shown_in_their_order(tmp_path: Path, pages: memoryview, length: int, straight: bool) -> None:
-    shown = bytearray()
-    overwrite(file_of(tmp_path, 1 << 16), 0, pages[:length], shown.extend, straight)
-    assert bytes(shown) == bytes(pages[:length])
 
 
 def test_whole_sectors_of_whole_pages_go_straight_to_the_device(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from support.manual_clock import ManualClock
 from support.metric_samples import Samples, samples
@@ -13,7 +11,6 @@ from support.slave_values import R1, V0, snapshot
 from dips.core.errors import RefusalCode, Refused
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import SlaveBeat
-from dips.core.observe.metrics import disk_free_bytes
 from dips.slave.data_port import Figures
 from dips.slave.memory import ShardMemory
 from dips.slave.metrics import METRICS, PREFIX, Counts, families_of
@@ -95,8 +92,3 @@ def test_lines_of_the_tape_are_counted(bench: SlaveBench, counts: Counts) -> Non
         counts.count_kind(kind)
     found = scraped(bench, counts)
     assert (found["link_losses_total",], found["staged_pushes_total",]) == (1, 2)
-
-
-def test_a_disk_that_does_not_answer_has_no_free_bytes(tmp_path: Path) -> None:
-    assert disk_free_bytes(tmp_path) is not None
-    assert disk_free_bytes(tmp_path / "gone") is None

@@ -70,6 +70,9 @@ def test_a_round_that_is_over_is_refused(bench: SlaveBench) -> None:
     bench.command(messages.AbortRound(R3, "late"))
     for body in (measure(), prepare()):
         assert bench.refused(body).code is RefusalCode.STALE_EPOCH
+    bench.command(measure(RoundId(1, 9)))
+    bench.measured()
+    assert bench.refused(measure(RoundId(1, 8))).code is RefusalCode.STALE_EPOCH, "one before one that was begun"
 
 
 @pytest.mark.parametrize(("body", "code"), [
@@ -335,12 +338,6 @@ def test_a_round_answers_without_the_disk_and_the_save_begins_with_the_commit(la
     assert isinstance(record, effects.Record), "the tape comes before the answer that it proves"
     assert isinstance(answer, effects.SendUp)
     assert durable(late) == 0
-
-
-def test_a_round_before_one_that_was_begun_is_over(bench: SlaveBench) -> None:
-    bench.command(measure(R3))
-    bench.measured()
-    assert bench.refused(measure(R2)).code is RefusalCode.STALE_EPOCH
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -115,21 +114,6 @@ def test_an_early_chunk_is_invited_again_but_a_replaced_attempt_is_not(table: St
     assert late.code is RefusalCode.UNKNOWN_PUSH
     assert late.retry_after_s == 0
     assert "replaced by 2" in late.sentence
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"block": 77}, "this slave does not hold the block"),
-        ({"offset_bytes": 2}, f"a multiple of {CHUNK_BYTES} below the block's {BLOCKS[0].n_bytes} bytes"),
-        ({"length_bytes": 8}, f"8 bytes, this chunk has {CHUNKS[1].length_bytes}"),
-    ],
-)
-def test_what_is_wrong_with_a_chunk_is_named(table: StagingTable, changes: dict[str, int], says: str) -> None:
-    assert CHUNKS[1].length_bytes < CHUNK_BYTES, "the block's last"
-    refused = refusal(table, replace(put(CHUNKS[1]), **changes))  # type: ignore[arg-type]
-    assert refused.code is RefusalCode.CHUNK
-    assert says in refused.sentence
 
 
 @pytest.mark.parametrize(("slot", "opening"), [(0, 1), (1, 0)])
