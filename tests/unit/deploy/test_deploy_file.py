@@ -67,6 +67,7 @@ MISTAKES = {
         "needs tokens_per_s",
     ),
     "no such site": ({'id = "a"\nsite = "here"': 'id = "a"\nsite = "moon"'}, "site 'moon' is none of here"),
+    "the id of a slave": ({'id = "a"': 'id = "s1"'}, "name of another process"),
     "servers without Kubernetes": ({'context = "here"': ""}, "the servers need Kubernetes: give its context"),
     "servers without an address": ({'address = "192.0.2.7"': ""}, "give address, the host at which clusters reach"),
     "one address for all balancers": ({'"node-port"': '"load-balancer"'}, "write '{name}'"),
