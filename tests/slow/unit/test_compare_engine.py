@@ -289,10 +289,6 @@ class TestAtTokens:
     def test_it_is_linear_between_points(self, tokens: int, expected: tuple[float | None, float]) -> None:
         assert at_tokens(self.CURVE, tokens) == expected
 
-    def test_an_empty_curve_has_no_loss(self) -> None:
-        with pytest.raises(ValueError, match="without points"):
-            at_tokens((), 1)
-
 
 Changed = tuple[ComparisonSetup, RunRecord, list[tuple[str, BowlLearner]]]
 """A set-up that changes in the run, its record, and the learners as they were made."""

@@ -81,12 +81,8 @@ def test_a_push_with_an_absurd_norm_is_excluded(tmp_path: Path) -> None:
     assert report.downtime_s[tally.LOST] > 0
 
 
-def test_the_report_is_json_with_all_its_fields(tmp_path: Path) -> None:
+def test_the_paper_s_numbers_are_found_in_the_report_as_json(tmp_path: Path) -> None:
     raw = json.loads(json.dumps(run(tmp_path, hours=1).to_json()))
-    assert raw["schema"] == "dips-simulate/1"
-    expected = {"tokens", "share_of_ideal", "overhead", "downtime_s", "rounds", "merged", "staleness", "clusters"}
-    assert expected <= set(raw)
-    assert set(raw["overhead"]) == {"push", "verdict wait", "pull", "copies"}
     month = list(SOURCES_OF_DI_PS["paper-33-days"].findings(raw))
     assert {finding.place for finding in month} == {"Table 1", "Table 2", "Section 5.4", "Figure 16", "Figure 17"}
     assert [finding.what for finding in month if finding.kind is not Kind.FITTED] == [

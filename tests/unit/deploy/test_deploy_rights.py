@@ -77,9 +77,7 @@ def test_exactly_these_rights_are_needed(here: StandIn, small: Path, lease: bool
 
 LACKING = [
     ("list", "NetworkPolicy"),
-    ("get", "Secret"),
     ("create", "StatefulSet"),
-    ("patch", "ConfigMap"),
     ("delete", "PersistentVolumeClaim"),
 ]
 

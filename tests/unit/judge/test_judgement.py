@@ -210,13 +210,6 @@ def test_a_judgement_is_of_what_the_slaves_measured(measured: list[tuple[str, An
     assert [wrong in sentence for sentence in sentences] == [True] * bool(wrong)
 
 
-def test_a_push_of_zeros_is_one_that_all_slaves_measured_so() -> None:
-    judging, record = Judging(), record_of(PenaltyConfig(), ((1.0, 0.5), (0.5, 1.0)))
-    record["judgement"]["inputs"]["all_zero"] = [False, True]
-    judging.measured("s0", (1, 1), *SAID)
-    assert "all zero, but the slaves measured" in (judging.judge(record, ["s0"]) or [""])[0]
-
-
 @pytest.mark.parametrize(("merged", "is_wrong"), [("1e-07", False), ("0.0001", True)])
 def test_opposite_pushes_cancel_but_for_rounding(merged: str, is_wrong: bool) -> None:
     record = record_of(PenaltyConfig(detector="off"), ((1.0, -1.0), (-1.0, 1.0)))

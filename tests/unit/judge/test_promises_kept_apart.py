@@ -23,8 +23,10 @@ from support.history import (
 )
 
 from dips.core.errors import ConfigError, RetryLater
+from dips.core.ids import ClusterId, Incarnation, PushId
 from dips.core.observe.tape import read_chained
 from dips.judge import verify
+from dips.judge.facts import hex_of, push_of, say_push, say_version
 from dips.judge.invariants import Checker
 from dips.judge.judgement import t_round_of
 from dips.judge.records import TRIES, read_run
@@ -123,6 +125,12 @@ def test_intervals_that_are_not_known_yet_do_not_count_in_the_tokens_of_a_round(
     assert of({"a": 10.0, "b": 30.0}, {"a": 0.0, "b": 5.0}) == 200.0
     assert of({"a": 0.0, "b": 30.0}, {"a": 5.0}) == of({"a": 10.0, "b": 30.0}, {"a": 0.0}) == 0.0
     assert of({"a": 0.0}, {"a": 5.0}) == of({}, {"a": 5.0}) == 0.0
+
+
+def test_names_are_said_as_roles_say_them() -> None:
+    push = PushId(ClusterId("eu/west-1"), Incarnation(3, 12), 7)
+    assert say_push(push_of(str(push))) == str(push)
+    assert (say_version(None), hex_of(b"\x01\xff")) == ("none", "01ff")
 
 
 # ---- a journal that was lost ----

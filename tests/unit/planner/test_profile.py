@@ -115,7 +115,6 @@ def test_a_plan_and_a_problem_keep_the_times(tmp_path: Path) -> None:
         (PROFILE[PROFILE.index("[[links]]") :], OVERHEADS.replace("0.03", "inf"), r"error = inf: .*finite number"),
         (PROFILE[PROFILE.index("[[links]]") :], OVERHEADS.replace("error = 0.03", ""), r"\[calibration\]: error"),
         ('file = "profile.toml"', 'file = "profile.toml"\n' + OF_STAGE, r"has times of its own: remove one of them"),
-        ("forward_ms = 10", "forward_ms = -10", r"profile.toml \[\[layers\]\] 2: forward_ms = -10: .* equal to 0"),
         ("forward_ms = 10", "forward_ms = 0", r"layer 0 takes no time: give forward_ms and input_gradient_ms"),
         ('model = "four"', 'model = "five"', r"\[measured\]: model = 'five', but .*problem.toml has 'four': .*again"),
         ("count = 3", "count = 2", r"\[profile\]: layers has no times of layer 2 of 4: give those of every layer"),

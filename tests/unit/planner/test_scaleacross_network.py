@@ -30,10 +30,6 @@ def topology(tmp_path: Path) -> Topology:
     return read(tmp_path)
 
 
-def test_near_buildings(topology: Topology) -> None:
-    assert used(topology, 3, 8, 1) == ["packet spraying", "as it is: ECN-based or none", "retransmission (Go-Back-N)"]
-
-
 @pytest.mark.parametrize(
     ("km", "oversubscription", "queue_pairs", "use"),
     [(9, 1, 1, "packet spraying"), (40, 1, 4, "ECMP"), (40, 4, 2, "packet spraying"), (200, 16, 4, "ECMP"),

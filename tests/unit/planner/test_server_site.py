@@ -69,14 +69,10 @@ def test_a_file_is_read_and_explained(tmp_path: Path) -> None:
     ("old", "new", "complaint"),
     [
         ("[sites]", "[site]", "names is not given"),
-        ("names =", "name =", "'name' is not a setting; did you mean 'names'"),
         ('"south"', '"north"', "a name twice"),
-        ('"south"', "7", r"names = .*: Input should be a valid string \(entry 2\)"),
         ('"north", ', "", "names has 2 sites, bandwidth_gbps has 3 rows"),
         ("[10, 20.0, 15.0]", "[10, 20.0]", "2 numbers for 3 clusters"),
-        ("[100.0, 1.0, 2.0]", "[100.0, 1.0]", "row 0 has 2 numbers"),
         ("[100.0, 1.0, 2.0]", '"fast"', r"bandwidth_gbps = .*: Input should be a list \(entry 1\)"),
-        ("= [10", "= = [10", "is not TOML"),
     ],
 )
 def test_a_mistake_in_the_file_names_file_and_key(tmp_path: Path, old: str, new: str, complaint: str) -> None:
@@ -85,8 +81,3 @@ def test_a_mistake_in_the_file_names_file_and_key(tmp_path: Path, old: str, new:
     with pytest.raises(ConfigError, match=complaint) as caught:
         from_toml(path)
     assert str(path) in str(caught.value)
-
-
-def test_a_missing_file_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        from_toml(tmp_path / "nowhere.toml")

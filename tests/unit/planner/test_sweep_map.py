@@ -28,13 +28,6 @@ def cell(panel: sweep.Panel, latency: float, bandwidth: float) -> tuple[str, flo
     return found.schedule, found.makespan, round(found.times_faster, 4)
 
 
-def test_a_map_for_each_pipeline_with_a_cell_for_each_delay(rows: list[sweep.SweepRow]) -> None:
-    maps = sweep.panels(rows)
-    assert [panel.memory for panel in maps] == [1, 2]
-    assert all(panel.latencies == panel.bandwidths == tuple(RATIOS) for panel in maps)
-    assert maps[0].title == "4 stages, 8 microbatches, 2 sites, memory 1"
-
-
 def test_the_best_is_the_shortest_that_fits_and_of_equal_ones_the_first(rows: list[sweep.SweepRow]) -> None:
     for panel in sweep.panels(rows, over="zb_h1"):
         for latency in RATIOS:
