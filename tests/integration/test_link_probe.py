@@ -124,7 +124,10 @@ def test_a_silent_peer_is_left_and_only_those_that_end_well_are_served(monkeypat
                 peer.sendall(said)
                 with contextlib.suppress(ConnectionError):
                     assert peer.recv(1) == b""
-        socket.create_connection(server.getsockname()).close()  # has said all that it wanted
+        monkeypatch.setattr("dips.planner.run.link_probe.IDLE_S", NO_LIMIT_S)
+        with socket.create_connection(server.getsockname()) as peer:
+            peer.shutdown(socket.SHUT_WR)  # has said all that it wanted
+            assert peer.recv(1) == b"", "it is served to its end"
         ended.set()
         socket.create_connection(server.getsockname()).close()
         thread.join()

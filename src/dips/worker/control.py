@@ -281,6 +281,8 @@ class Heartbeat:
         answered = False
         stream = stub.Heartbeat(self._requests(ended, lambda: stream.cancel()), timeout=STREAM_S)
         self._hang_up = stream.cancel
+        if master != self._masters.now:  # it was left meanwhile
+            stream.cancel()
         try:
             for answer in stream:
                 answered = True
