@@ -16,6 +16,7 @@ import grpc
 
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
 from dips.core.messages import (
+    Caller,
     DrainRequest,
     EvictRequest,
     ExtendRequest,
@@ -27,7 +28,7 @@ from dips.core.messages import (
 )
 from dips.core.net import codec_protobuf
 from dips.core.net.addresses import MasterAddresses, parse_address, split_addresses
-from dips.core.net.grpc_calls import is_unreachable, open_channel, refused_from
+from dips.core.net.grpc_calls import is_unreachable, newer_master, open_channel, refused_from
 from dips.core.net.security import Security
 from dips.core.net.tls_probe import why_not_let_in
 from dips.local.run_directory import read_mark
@@ -42,8 +43,8 @@ T = TypeVar("T")
 
 
 class OperatorClient:
-    """A connection to one master, at the first of its addresses that answers. Every call raises Refused, or RetryLater
-    when the master cannot be reached."""
+    """A connection to one master, at the first of its addresses that answers, or where a newer one does. Every call
+    raises Refused, or RetryLater when the master cannot be reached."""
 
     def __init__(self, address: str, run_id: str = "", call_s: float = CALL_S, *, security: Security) -> None:
         """Raises ConfigError for an address that cannot be dialled."""
@@ -108,9 +109,14 @@ class OperatorClient:
         away: list[str] = []
         while True:
             try:
-                if self._is_new and self._masters.several:  # not the time of a call for a host that is gone
-                    socket.create_connection(parse_address(self.address), CONNECT_S).close()
                 stub = operator_pb2_grpc.OperatorStub(self._channel)
+                if self._is_new and self._masters.several:
+                    # Not the time of a call for a host that is gone.
+                    socket.create_connection(parse_address(self.address), CONNECT_S).close()
+                    if self._is_taken_over(stub):
+                        self._channel.close()
+                        self._open()
+                        continue
                 reply = getattr(stub, method)(codec_protobuf.to_message(request), timeout=self._call_s)
                 self._is_new = False
                 return codec_protobuf.from_message(reply, kind)
@@ -134,6 +140,12 @@ class OperatorClient:
                 self._open()
             if len(away) == len(self._masters.all):
                 raise RetryLater("; ".join(away), failed.retry_after_s) from cause
+
+    def _is_taken_over(self, stub: operator_pb2_grpc.OperatorStub) -> bool:
+        """Whether another address has the run's master now: one that was taken over from may not know it yet."""
+        answer = stub.Status(codec_protobuf.to_message(StatusRequest(self._run_id)), timeout=self._call_s)
+        epoch = codec_protobuf.from_message(answer, StatusReply).epoch
+        return newer_master(self._masters, self._security, Caller(self._run_id, epoch, ""))
 
 
 def _why_not(address: str, words: str) -> str:

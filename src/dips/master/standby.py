@@ -241,8 +241,8 @@ class _Standby:
                 continue  # the master lives
             if not batch.is_whole:
                 self._lost_s = -math.inf
-            if batch.revoked:
-                await asyncio.to_thread(self._revoke, batch.revoked)
+            if batch.revoked and isinstance(self._security, Identity):
+                await asyncio.to_thread(self._revoke, batch.revoked, self._security)
             if await _to_its_end(journal.receive, batch, self._master):
                 number, digest = journal.newest()
                 self._lost_s = math.inf
@@ -253,10 +253,9 @@ class _Standby:
                 yield number
                 await _to_its_end(journal.tidy)
 
-    def _revoke(self, revoked_list: bytes) -> None:
+    def _revoke(self, revoked_list: bytes, identity: Identity) -> None:
         """Adds the certificates of the master's list to that of this process, which reads it once it serves."""
-        assert isinstance(self._security, Identity), "the master lists certificates only with keys"
-        file = self._config.revoked or self._security.directory / REVOKED_FILE
+        file = self._config.revoked or identity.directory / REVOKED_FILE
         try:
             if add_revoked(file, revoked_list, datetime.now(UTC)):
                 _logger.info("%s has all certificates that the master's list revokes", file)

@@ -14,6 +14,7 @@ from support.run_status import run_status
 from dips.core import messages as m
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
 from dips.core.net import codec_protobuf
+from dips.core.net.addresses import MasterAddresses
 from dips.core.net.security import INSECURE
 from dips.local import operator_client
 from dips.local.operator_client import NamedRun, OperatorClient
@@ -26,6 +27,7 @@ class Channel:
         self.calls: list[tuple[str, object, float]] = []
         self.closed = False
         self.fails: grpc.StatusCode | None = None
+        self.later = False
 
     def unary_unary(self, path: str, **_: object) -> Callable[..., Any]:
         method = path.rpartition("/")[2]
@@ -110,7 +112,7 @@ def test_a_master_that_cannot_be_asked_is_told(channel: Channel, monkeypatch: py
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> dict[str, Channel]:
-    """Channels by address; one that is taken out is of a port where nothing listens."""
+    """Channels by address; one that is taken out is of a port where nothing listens. `later` is the newest master's."""
     channels = {"h:1": Channel(), "h:2": Channel()}
 
     def dial(place: tuple[str, int], timeout: float) -> Channel:
@@ -118,6 +120,14 @@ def two(monkeypatch: pytest.MonkeyPatch) -> dict[str, Channel]:
             raise ConnectionRefusedError(111, "Connection refused")
         return channel
 
+    def look(masters: MasterAddresses, security: object, caller: m.Caller) -> bool:
+        assert (security, caller.run_id, caller.epoch) == (INSECURE, "mine", run_status().epoch)
+        found = next((address for address in masters.others if address in channels and channels[address].later), "")
+        if found:
+            masters.take(found, "it has taken over")
+        return bool(found)
+
+    monkeypatch.setattr(operator_client, "newer_master", look)
     monkeypatch.setattr(operator_client, "open_channel", lambda address, security: channels.get(address) or Channel())
     monkeypatch.setattr(operator_client, "why_not_let_in", lambda address, security: "")
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: [host])
@@ -127,7 +137,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> dict[str, Channel]:
 
 def test_the_first_address_that_answers_is_used(two: dict[str, Channel]) -> None:
     two["h:1"].fails = grpc.StatusCode.UNAVAILABLE  # as a standby answers
-    with OperatorClient("h:1,h:2", security=INSECURE) as operator:
+    with OperatorClient("h:1,h:2", "mine", security=INSECURE) as operator:
         assert operator.pause("p") == "Pause: yes"
         assert operator.address == "h:2"
         assert (len(two["h:1"].calls), two["h:1"].closed) == (1, True)
@@ -140,22 +150,33 @@ def test_the_first_address_that_answers_is_used(two: dict[str, Channel]) -> None
 
 def test_a_port_where_nothing_listens_is_passed_over(two: dict[str, Channel]) -> None:
     del two["h:1"]
-    with OperatorClient("h:1,h:2", security=INSECURE) as operator:
+    with OperatorClient("h:1,h:2", "mine", security=INSECURE) as operator:
         operator.status()
         assert operator.address == "h:2"
     del two["h:2"]
     with (
-        OperatorClient("h:1,h:2", security=INSECURE) as operator,
+        OperatorClient("h:1,h:2", "mine", security=INSECURE) as operator,
         pytest.raises(RetryLater, match=r"at h:1 does not answer.*; the master at h:2 does not answer"),
     ):
         operator.status()
 
 
 def test_a_call_that_may_have_been_carried_out_is_not_sent_to_another_address(two: dict[str, Channel]) -> None:
-    two["h:1"].fails = grpc.StatusCode.DEADLINE_EXCEEDED
-    with OperatorClient("h:1,h:2", security=INSECURE) as operator, pytest.raises(RetryLater, match="h:1"):
-        operator.evict("a", "e")
+    with OperatorClient("h:1,h:2", "mine", security=INSECURE) as operator:
+        operator.status()
+        two["h:1"].fails = grpc.StatusCode.DEADLINE_EXCEEDED
+        with pytest.raises(RetryLater, match="h:1"):
+            operator.evict("a", "e")
     assert two["h:2"].calls == []
+
+
+def test_a_request_goes_to_the_newest_master_also_where_an_older_one_answers_first(two: dict[str, Channel]) -> None:
+    two["h:2"].later = True
+    with OperatorClient("h:1,h:2", "mine", security=INSECURE) as operator:
+        assert operator.pause("p") == "Pause: yes"
+        assert operator.address == "h:2"
+    assert [[method for method, *_ in two[address].calls] for address in two] == [["Status"], ["Status", "Pause"]]
+    assert two["h:1"].closed
 
 
 def test_a_run_may_be_named_by_several_addresses() -> None:
