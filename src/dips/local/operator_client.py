@@ -108,6 +108,7 @@ class OperatorClient:
         """Each address once. A call that was not answered in time goes to no other: it may have been carried out."""
         away: list[str] = []
         while True:
+            sent = False
             try:
                 stub = operator_pb2_grpc.OperatorStub(self._channel)
                 if self._is_new and self._masters.several:
@@ -117,6 +118,7 @@ class OperatorClient:
                         self._channel.close()
                         self._open()
                         continue
+                sent = True
                 reply = getattr(stub, method)(codec_protobuf.to_message(request), timeout=self._call_s)
                 self._is_new = False
                 return codec_protobuf.from_message(reply, kind)
@@ -131,7 +133,7 @@ class OperatorClient:
                 if words := why_not_let_in(self.address, self._security):
                     raise Refused(RefusalCode.IDENTITY, words) from error
                 failed = RetryLater(_why_not(self.address, str(refused)), refused.retry_after_s)
-                if not is_unreachable(error):
+                if sent and not is_unreachable(error):
                     raise failed from error
                 cause = error
             away.append(str(failed))

@@ -168,6 +168,9 @@ def test_a_call_that_may_have_been_carried_out_is_not_sent_to_another_address(tw
         with pytest.raises(RetryLater, match="h:1"):
             operator.evict("a", "e")
     assert two["h:2"].calls == []
+    with OperatorClient("h:1,h:2", "mine", security=INSECURE) as operator:
+        assert operator.pause("p") == "Pause: yes", "a master that stands still was asked for its status only"
+    assert [method for method, *_ in two["h:1"].calls] == ["Status", "Status", "Evict", "Status"]
 
 
 def test_a_request_goes_to_the_newest_master_also_where_an_older_one_answers_first(two: dict[str, Channel]) -> None:
