@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NOTES, LOGS = ROOT / "tests" / "under_load.txt", ROOT / ".under_load"
-FOLDERS = ("integration", "slow", "faults", "endurance")
+FOLDERS = ("integration", "slow", "faults", "endurance", "foreign")
 TIMES = 3
 LIMIT_S = 3 * 600
 """The ten minutes of a test, times three."""

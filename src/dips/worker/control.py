@@ -77,7 +77,7 @@ class MasterStubs:
         self._channels: list[tuple[str, grpc.Channel]] = []
         self._stubs: dict[str, tuple[UsedKeys, Any]] = {}
         self._closed = False
-        self._at(masters.now)
+        self._at_master()
 
     def close(self) -> None:
         """Cancel the calls."""
@@ -88,18 +88,19 @@ class MasterStubs:
 
     def hang_up(self) -> None:
         """Cancel the calls at addresses that are not in use any longer: the host there may have been cut off."""
-        used = self._masters.now
         with self._lock:
+            used = self._masters.now
             left = [channel for address, channel in self._channels if address != used]
             self._channels = [pair for pair in self._channels if pair[0] == used]
             self._stubs = {address: stub for address, stub in self._stubs.items() if address == used}
         for channel in left:
             channel.close()
 
-    def _at(self, master: str) -> tuple[UsedKeys, Any]:
-        """The stub for an address, and the keys that it uses. Keys that were renewed get a new connection; calls on
-        earlier connections go on to their end."""
-        with self._lock:
+    def _at_master(self) -> tuple[str, UsedKeys, Any]:
+        """The address in use, the keys that it is called with, and the stub. Renewed keys get a new connection; calls
+        on earlier connections go on to their end."""
+        with self._lock:  # with hang_up, so that no call begins at an address that was left
+            master = self._masters.now
             if self._closed:
                 raise RetryLater("this process makes no more calls")
             found = self._stubs.get(master)
@@ -108,18 +109,20 @@ class MasterStubs:
                 channel = channel_to(master, self._security)
                 self._channels.append((master, channel))
                 found = self._stubs[master] = used, self._service(channel)
-            return found
+            return master, *found
 
     def call(self, request: ClusterRequest | StatusRequest, deadline_s: float) -> Any:
         """Call and wait for the reply that goes with the request. Raises Refused, or RetryLater when no answer came in
         time; then the next call goes to the next address, if none came about for want of a connection."""
-        master = self._masters.now
-        used, stub = self._at(master)
+        master, used, stub = self._at_master()
         # The request of every method is named after it, and so is the answer.
-        method = type(request).__name__.removesuffix("Request")
+        method, message = type(request).__name__.removesuffix("Request"), to_message(request)
         try:
             failpoint(f"worker.rpc.before_{method}")
-            answer = getattr(stub, method)(to_message(request), timeout=deadline_s)
+            try:
+                answer = getattr(stub, method)(message, timeout=deadline_s)
+            except ValueError as error:  # of gRPC, for a channel that hang_up has closed
+                raise RetryLater(f"the master at {master} was left before {method} was sent") from error
             if failpoint(f"worker.rpc.after_{method}"):
                 raise RetryLater(f"a failpoint loses the answer to {method}")
         except grpc.RpcError as error:

@@ -26,6 +26,7 @@ from dips.core.ids import Incarnation, Version
 from dips.core.net.addresses import MasterAddresses
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.security import INSECURE
+from dips.protos import clusters_pb2_grpc
 from dips.worker import reader
 from dips.worker.config import ClientConfig, check
 from dips.worker.control import Heartbeat, MasterStubs
@@ -271,6 +272,24 @@ def test_calls_to_a_silent_master_are_cancelled_once_another_one_is_in_use() -> 
             masters.leave(SECOND)  # and back, on a new connection
             with pytest.raises(RetryLater):
                 stubs.call(m.LeaveRequest(REQUEST.caller, "done"), 0.05)
+
+
+def test_a_call_is_tried_again_where_its_master_is_left_before_it_is_sent() -> None:
+    masters = MasterAddresses(BOTH)
+
+    def overtaken(channel: grpc.Channel) -> SimpleNamespace:
+        stub = clusters_pb2_grpc.ClustersStub(channel)
+
+        def leave(message: Any, timeout: float) -> Any:
+            masters.take(SECOND, "it has taken over")
+            stubs.hang_up()
+            return stub.Leave(message, timeout=timeout)
+
+        return SimpleNamespace(Leave=leave)
+
+    with closing(MasterStubs(masters, INSECURE, service=overtaken)) as stubs:
+        with pytest.raises(RetryLater, match=f"the master at {FIRST} was left"):
+            stubs.call(m.LeaveRequest(REQUEST.caller, "done"), 3600.0)
 
 
 def test_heartbeats_go_where_the_calls_go(beating: Callable[..., Heartbeat], caplog: pytest.LogCaptureFixture) -> None:
