@@ -8,7 +8,7 @@ from itertools import product
 from operator import methodcaller
 from typing import Any
 
-from dips.core.messages import Refusal, ReshardRequest
+from dips.core.messages import JoinRequest, Refusal, ReshardRequest
 from dips.core.net.data_header import DataHeader
 from search.bounds import FAULTS, RUN
 from search.copying import Out
@@ -353,6 +353,16 @@ class Faults(Wiring):
         caller = self.messages.all[call.message].caller
         epoch = max(caller.epoch, caller.incarnation.epoch if caller.incarnation is not None else 0)
         return bool(epoch > self.masters[state.old].epoch)
+
+    def _may_reach_older(self, state: SearchState, call: SearchCall) -> bool:
+        """Whether a call may go to the older of two masters. A cluster joins that one again once: it could go to and
+        fro between them for ever, each time as a new incarnation."""
+        if state.old == NO_MASTER or self._is_newer(state, call):
+            return False
+        name = self.bounds.cluster_names[call.cluster]
+        member = self.masters[state.old].state.shared.members.get(name)
+        again = isinstance(self.messages.all[call.message], JoinRequest) and member is not None
+        return not again or member.incarnation.n == 1
 
     def _do_misroute(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         if state.old == NO_MASTER:

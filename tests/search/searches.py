@@ -133,7 +133,7 @@ def _masters() -> list[Named]:
             _with(_SMALL, "second_master", "misroute"),
             29_000,
         ),
-        _long("take-over", "a standby takes over, the older master writes on", _with(_SMALL, "take_over")),
+        _middle("take-over", "a standby takes over, the older master writes on", _with(_SMALL, "take_over"), 86_000),
         _long("take-over-two-slaves", "the same, two slaves", _with(_ALONE, "take_over")),
         _long("two-masters-two-slaves", "a second master begins, two slaves", _with(_ALONE, "second_master")),
     ]

@@ -166,7 +166,7 @@ class System(Faults):
         for call in state.calls:
             if call.stage == REQUEST:
                 yield self._carry(state, call)
-                if state.old != NO_MASTER and not self._is_newer(state, call):
+                if self._may_reach_older(state, call):
                     yield self._carry(state, call, OLD)
             elif call.stage == ANSWER:
                 yield self._carry(state, call)
