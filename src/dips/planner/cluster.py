@@ -100,6 +100,11 @@ class Training(Sourced):
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=1, description="what replicas shard: 1 optimizer, 2 gradients, 3 all"
     )
+    bucket_mb: Annotated[float, Field(ge=0, le=1e6)] = Field(
+        default=25.0,
+        description="10^6 bytes of weights or gradients that a device exchanges at a time while it computes (DDP: 25); "
+        "0: all of its stage at once",
+    )
     recompute: Literal["none", "full"] = Field(
         default="none", description="whether backward passes compute layers again"
     )

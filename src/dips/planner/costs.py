@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from dips.core.errors import ConfigError
-from dips.planner.exchange import Exchange, ShardExchange, layered, least_ns
+from dips.planner.exchange import Exchange, ShardExchange, gates, layered, least_ns
 from dips.planner.ir import Kind
 
 NS = 1_000_000_000
@@ -113,6 +113,11 @@ class Costs:
         if not self.shards:
             return lasts
         return least_ns(layered(stage, kind, part, parts, self.shards[stage]), lasts, self.overlapped)
+
+    def gates_ns(self, parts: int = 1) -> list[int]:
+        """When the first F of each stage may start, for its weights; empty where replicas exchange nothing before."""
+        first_ns = [self.compute_ns(stage, Kind.F, 0, parts) for stage in range(len(self.exchanges))]
+        return gates(self.exchanges, first_ns if self.overlapped else None)
 
     def with_overheads(self, operation_ns: int, send_ns: int, places: Sequence[int]) -> Costs:
         """The same costs with other overheads, also of messages that else take no time. places[s]: device of stage

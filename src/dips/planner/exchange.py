@@ -9,6 +9,11 @@ resource go one after the other, all-gathers in the order of the stages (which i
 the order in which they are ready. Messages of the pipeline use other resources: inside a site each pair of stages has
 its own, and a link between sites carries one or the other.
 
+An exchange may be cut into equal buckets, as DDP, Megatron-LM and FSDP cut it (arXiv:2006.15704, section 3.2.3): a
+bucket of gradients leaves when the layers that fill it have their gradients, while the stage's last operation computes
+those of the others; and the first F begins with the layers whose weights are there. Buckets follow each other without
+a pause, so k buckets of a stage overlap (k - 1) / k of that operation, or of the exchange where this is shorter.
+
 ZeRO stages 2 and 3 (arXiv:1910.02054) keep shards only, so layers exchange for every microbatch, as FSDP does
 (arXiv:2304.11277): stage 2 reduce-scatters the gradients of each layer after its W (or B), stage 3 also all-gathers the
 weights of each layer before it computes F and D (or B). W needs no weights: a gradient of weights is a product of an
@@ -45,6 +50,11 @@ class Exchange(NamedTuple):
     reduce_ns: int  # and after it
     gather_latency_ns: int = 0  # weights arrive so much later
     reduce_latency_ns: int = 0  # and gradients
+    buckets: int = 1
+
+    def overlap_ns(self, before: bool, computes_ns: int) -> int:
+        """How long buckets are on their way while the operation next to the exchange, of that length, computes."""
+        return min(self.gather_ns if before else self.reduce_ns, computes_ns) * (self.buckets - 1) // self.buckets
 
     @property
     def gathers(self) -> bool:
@@ -193,17 +203,24 @@ def gathered(exchanges: Sequence[Exchange]) -> list[Exchanged]:
     return found
 
 
-def gates(exchanges: Sequence[Exchange], overlapped: bool) -> list[int]:
-    """When the first F of each stage may start. Not overlapped: when all weights have arrived."""
+def gates(exchanges: Sequence[Exchange], first_ns: Sequence[int] | None) -> list[int]:
+    """When the first F of each stage may start. first_ns[s]: how long it takes; None: all wait until all weights have
+    arrived."""
     found = [0] * len(exchanges)
     for one in gathered(exchanges):
         found[one.stage] = one.ends_ns
-    return found if overlapped else [max(found, default=0)] * len(exchanges)
+    if first_ns is None:
+        return [max(found, default=0)] * len(exchanges)
+    return [at - one.overlap_ns(True, ns) for at, one, ns in zip(found, exchanges, first_ns, strict=True)]
 
 
-def reduced(exchanges: Sequence[Exchange], ready: Sequence[int], overlapped: bool) -> list[Exchanged]:
-    """The exchanges of gradients. ready[s]: when stage s has ended. Not overlapped: they wait for the last stage."""
-    at = list(ready) if overlapped else [max(ready)] * len(ready)
+def reduced(exchanges: Sequence[Exchange], ready: Sequence[int], last_ns: Sequence[int] | None) -> list[Exchanged]:
+    """The exchanges of gradients. ready[s]: when stage s has ended. last_ns[s]: how long its last operation took; None:
+    all wait for the last stage."""
+    if last_ns is None:
+        at = [max(ready)] * len(ready)
+    else:
+        at = [end - one.overlap_ns(False, ns) for end, one, ns in zip(ready, exchanges, last_ns, strict=True)]
     found, free = [], dict[int, int]()
     for stage in sorted(range(len(exchanges)), key=lambda stage: (at[stage], stage)):
         one = exchanges[stage]
@@ -217,7 +234,8 @@ def reduced(exchanges: Sequence[Exchange], ready: Sequence[int], overlapped: boo
 def check_exchanges(
     done: Iterable[Exchanged], exchanges: Sequence[Exchange], first: Sequence[int], last: Sequence[int]
 ) -> None:
-    """Check the exchanges. first[s], last[s]: start of the first operation and end of the last one of stage s.
+    """Check the exchanges. first[s], last[s]: when stage s needs all of its weights, and from when on its gradients may
+    leave: start of the first operation and end of the last one, but for what buckets overlap.
 
     Raises ConfigError, which names the stage, for an exchange that is missing, doubled or of another length, for one
     that does not precede or follow its stage, and for two at a time on one resource.
@@ -238,11 +256,11 @@ def check_exchanges(
             raise ConfigError(f"stage {row.stage}: its exchange {row} does not have its cost ({one})")
         if row.before and row.ends_ns > first[row.stage]:
             raise ConfigError(
-                f"stage {row.stage} starts at {first[row.stage]} ns, its weights arrive at {row.ends_ns} ns"
+                f"stage {row.stage} needs its weights at {first[row.stage]} ns, they arrive at {row.ends_ns} ns"
             )
         if not row.before and row.start_ns < last[row.stage]:
             raise ConfigError(
-                f"stage {row.stage} ends at {last[row.stage]} ns, its gradients leave at {row.start_ns} ns"
+                f"stage {row.stage} has gradients to send at {last[row.stage]} ns, they leave at {row.start_ns} ns"
             )
     _check_turns(rows)
 

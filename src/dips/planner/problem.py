@@ -5,6 +5,7 @@ A model is a row of units (dips.planner.units), which are divided into stages. R
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -216,13 +217,16 @@ class Problem:
         found = []
         for units, device in self._stages(division, placed):
             resource, busy_ns, latency_ns = self._ring(units, device)
+            each_bytes = sum(unit.weight_bytes for unit in units) / self.setup.training.devices_of_stage
+            bucket_bytes = self.setup.training.bucket_mb * 1e6
+            buckets = max(1, math.ceil(each_bytes / bucket_bytes)) if bucket_bytes else 1
             if stage == 0:
-                found.append(Exchange(resource, 0, 2 * busy_ns, 0, 2 * latency_ns))
+                found.append(Exchange(resource, 0, 2 * busy_ns, 0, 2 * latency_ns, buckets))
             elif stage == 1:
-                found.append(Exchange(resource, busy_ns, busy_ns, latency_ns, latency_ns))
+                found.append(Exchange(resource, busy_ns, busy_ns, latency_ns, latency_ns, buckets))
             else:
                 gathers = stage == 2
-                found.append(Exchange(resource, busy_ns * gathers, 0, latency_ns * gathers, 0))
+                found.append(Exchange(resource, busy_ns * gathers, 0, latency_ns * gathers, 0, buckets))
         return tuple(found) if any(one.gathers or one.reduces for one in found) else ()
 
     def shards(self, division: Division, placed: Sequence[int]) -> tuple[ShardExchange, ...]:

@@ -30,7 +30,6 @@ from dips.planner.exchange import (
     ShardLog,
     check_exchanges,
     check_shards,
-    gates,
     gathered,
     layered,
     reduced,
@@ -203,12 +202,14 @@ def exchanged(costs: Costs, played: Iterable[tuple[Schedule, Sequence[Sequence[i
     stage's gradients leave when all replicas have ended it."""
     if not costs.exchanges:
         return ()
-    ready = [0] * len(costs.stages)
+    last = [(0, 0)] * len(costs.stages)  # end and length of the last operation
     for schedule, ends in played:
         for order, row in zip(schedule.orders, ends, strict=True):
             for op, end in zip(order, row, strict=True):
-                ready[op.stage] = max(ready[op.stage], end)
-    return (*gathered(costs.exchanges), *reduced(costs.exchanges, ready, costs.overlapped))
+                if end >= last[op.stage][0]:
+                    last[op.stage] = end, costs.compute_ns(op.stage, op.kind, op.part, schedule.parts)
+    ready, last_ns = zip(*last, strict=True)
+    return (*gathered(costs.exchanges), *reduced(costs.exchanges, ready, last_ns if costs.overlapped else None))
 
 
 def shares_links(costs: Costs) -> bool:
@@ -301,7 +302,7 @@ def compile_program(schedules: Sequence[Schedule], costs: Costs) -> Program:
         n = schedules[0].n_devices
         free_ns = [taken.get(resource_of.get(device % n, NOTHING), 0) for device in range(len(devices))]
     program = Program(devices, base, orders, {}, [[] for _ in devices], exchanging, free_ns, costs.overlapped)
-    waits = gates(costs.exchanges, costs.overlapped)
+    waits = costs.gates_ns(schedules[0].parts)
     return _with_pauses(program, waits) if any(waits) else program
 
 
@@ -524,22 +525,24 @@ def validate(schedule: Schedule, costs: Costs, memory: Sequence[int] | None = No
                 )
     timeline = simulate(schedule, costs)
     if costs.exchanges:
-        check_exchanges(timeline.exchanges, costs.exchanges, *_stage_spans(timeline))
+        check_exchanges(timeline.exchanges, costs.exchanges, *_exchange_limits(timeline, costs))
     if costs.shards:
         check_shards(timeline.shards, costs.shards, schedule.n_microbatches)
     return timeline
 
 
-def _stage_spans(timeline: Timeline) -> tuple[list[int], list[int]]:
-    """Start of the first operation and end of the last one of each stage."""
-    starts: dict[int, list[int]] = defaultdict(list)
-    ends: dict[int, list[int]] = defaultdict(list)
+def _exchange_limits(timeline: Timeline, costs: Costs) -> tuple[list[int], list[int]]:
+    """When each stage needs all of its weights, and from when on it sends gradients."""
+    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for order, begun, ended in zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True):
-        for op, start, end in zip(order, begun, ended, strict=True):
-            starts[op.stage].append(start)
-            ends[op.stage].append(end)
-    stages = range(timeline.schedule.n_stages)
-    return [min(starts[stage]) for stage in stages], [max(ends[stage]) for stage in stages]
+        for op, span in zip(order, zip(begun, ended, strict=True), strict=True):
+            spans[op.stage].append(span)
+    needed, ready = [], []
+    for stage, one in enumerate(costs.exchanges):
+        (start, until), (since, end) = min(spans[stage]), max(spans[stage], key=lambda span: span[::-1])
+        needed.append(start + one.overlap_ns(True, until - start) * costs.overlapped)
+        ready.append(end - one.overlap_ns(False, end - since) * costs.overlapped)
+    return needed, ready
 
 
 def peaks(schedule: Schedule, costs: Costs) -> tuple[int, ...]:

@@ -99,9 +99,9 @@ def test_a_wrong_exchange_is_named() -> None:
     check_exchanges(done, costs.exchanges, first, last)
     with pytest.raises(ConfigError, match="3 exchanges between replicas instead of 4"):
         check_exchanges(done[1:], costs.exchanges, first, last)
-    with pytest.raises(ConfigError, match="stage 1 starts at 3000000000 ns, its weights arrive at 4000000000 ns"):
+    with pytest.raises(ConfigError, match="stage 1 needs its weights at 3000000000 ns, they arrive at 4000000000 ns"):
         check_exchanges(done, costs.exchanges, [2 * NS, 3 * NS], last)
-    with pytest.raises(ConfigError, match="stage 0 ends at 13000000000 ns, its gradients leave at 12000000000 ns"):
+    with pytest.raises(ConfigError, match="stage 0 has gradients to send at 13000000000 ns, they leave at 12000000000"):
         check_exchanges(done, costs.exchanges, first, [13 * NS, 10 * NS])
     with pytest.raises(ConfigError, match=r"stage 0: its exchange .* does not have its cost"):
         check_exchanges([done[0]._replace(freed_ns=NS), *done[1:]], costs.exchanges, first, last)
@@ -110,6 +110,36 @@ def test_a_wrong_exchange_is_named() -> None:
         check_exchanges([done[0], early, *done[2:]], costs.exchanges, first, last)
     with pytest.raises(ConfigError, match="exchanges of 1 stages for 2 stages"):
         replace(uniform(2, 1), exchanges=(Exchange(0, 1, 1),))
+
+
+@pytest.mark.parametrize(("gather", "reduce"), [(0.0, 1.0), (0.5, 4.0), (1.0, 2.0), (3.0, 0.5)])
+@pytest.mark.parametrize("buckets", [1, 2, 5])
+def test_buckets_travel_while_their_neighbours_are_computed(gather: float, reduce: float, buckets: int) -> None:
+    """Against each bucket by itself: F computes a layer when its weights are there, a layer's gradients leave after its
+    part of B. A stage waits longer at most."""
+    one = costs_of((0,), gather, reduce, latency=0.25)
+    one = replace(one, exchanges=(one.exchanges[0]._replace(buckets=buckets),))
+    latency, now = 0.25 * (gather > 0), 0.0
+    for bucket in range(buckets):
+        now = max(now, (bucket + 1) * gather / buckets + latency) + 1 / buckets
+    begun = network = now
+    for bucket in range(buckets):
+        network = max(network, begun + (bucket + 1) * 2 / buckets) + reduce / buckets
+    timeline = validate(Schedule.from_csv("0F0,0B0\n"), one)
+    assert timeline.ends[0][0] == pytest.approx(now * NS)
+    assert timeline.end_ns == pytest.approx((network + 0.25) * NS)
+    apart = validate(timeline.schedule, replace(one, overlapped=False))
+    assert apart.end_ns == pytest.approx((gather + latency + 3 + reduce + 0.25) * NS)
+
+
+def test_no_order_is_better_than_the_solver_says_with_buckets() -> None:
+    whole = costs_of((0, 1), 1, 4)
+    costs = replace(whole, exchanges=tuple(one._replace(buckets=4) for one in whole.exchanges))
+    found = optimal("best", straight(2), 2, costs, [2 << 20] * 2)
+    played_ns = [validate(schedule, costs).makespan_ns for schedule in (found.schedule, one_f_one_b(2, 2))]
+    assert (
+        found.lower_bound_ns <= min(played_ns) < optimal("whole", straight(2), 2, whole, [2 << 20] * 2).lower_bound_ns
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from dips.core.errors import ConfigError
 from dips.planner.adapter.traces import WHOLE, Channel
 from dips.planner.costs import Costs, StageCost
-from dips.planner.exchange import gates, reduced
+from dips.planner.exchange import reduced
 from dips.planner.ir import Kind, Schedule, straight
 
 
@@ -182,8 +182,8 @@ class _Run:
         self._operations = 0
         self._split = schedule.split
         self._heap: list[_Event] = []
-        exchanges, overlapped = pipeline.costs.exchanges, pipeline.costs.overlapped
-        self._gates = [begin_ns + gate for gate in gates(exchanges, overlapped)] or [begin_ns] * stages
+        self._last_ns = [0] * stages  # the length of each stage's last operation
+        self._gates = [begin_ns + gate for gate in pipeline.costs.gates_ns()] or [begin_ns] * stages
         for stage, gate in enumerate(self._gates):
             heappush(self._heap, (gate, _WAKES, schedule.device_of_stage[stage], stage, 0, 0, 0, 0, 0))
 
@@ -216,7 +216,8 @@ class _Run:
         end_ns, costs = max(self._stage_end), self._pipe.costs
         if costs.exchanges:
             ready = [end - self._begin_ns for end in self._stage_end]
-            last = [one.ends_ns for one in reduced(costs.exchanges, ready, costs.overlapped)]
+            last_ns = self._last_ns if costs.overlapped else None
+            last = [one.ends_ns for one in reduced(costs.exchanges, ready, last_ns)]
             end_ns = max(end_ns, self._begin_ns + max(last, default=0))
         return Played(self._begin_ns, end_ns, tuple(self._busy), self._operations, tuple(self._messages))
 
@@ -239,6 +240,7 @@ class _Run:
             self._begun_d[stage] = True
         self._running[device] = True
         self._busy[device] += lasts
+        self._last_ns[stage] = lasts
         self._operations += 1
         if self._pieces is not None:
             first = self._done[row][stage][microbatch]

@@ -24,7 +24,7 @@ from ortools.sat.python import cp_model
 
 from dips.core.errors import ConfigError
 from dips.planner.costs import Costs
-from dips.planner.exchange import gates, reduced
+from dips.planner.exchange import reduced
 from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.simulate import Timeline, peaks, simulate
 
@@ -163,7 +163,8 @@ class _Problem:
         stages = range(self._n_stages)
         times = [self._costs.least_ns(stage, kind, part, self._parts) for stage in stages for kind, part in pieces]
         times += [ns for wire in self._costs.wires.values() for ns in (wire.busy_ns, wire.latency_ns, wire.hold_ns)]
-        times += [ns for one in self._costs.exchanges for ns in one[1:]]
+        times += [ns for one in self._costs.exchanges for ns in one[1:5]]
+        times += [self._overlap_ns(stage) for stage in range(len(self._costs.exchanges))]
         times += [ns for one in self._costs.shards for ns in one[2:]]
         return math.gcd(*times) or 1
 
@@ -173,7 +174,7 @@ class _Problem:
         stages = range(self._n_stages)
         work = sum(self._costs.least_ns(stage, kind, part, self._parts) for stage in stages for kind, part in pieces)
         slowest = max((wire.busy_ns + wire.latency_ns + wire.hold_ns for wire in self._costs.wires.values()), default=0)
-        between_replicas = sum(sum(one[1:]) for one in self._costs.exchanges)
+        between_replicas = sum(sum(one[1:5]) for one in self._costs.exchanges)
         between_replicas += sum(3 * self._n * one.layers * sum(one[2:]) for one in self._costs.shards)
         return (self._n * (work + 2 * self._n_stages * slowest) + between_replicas) // self.unit_ns
 
@@ -269,7 +270,7 @@ class _Problem:
             self._apart()
             return
         on_network: dict[int, list[Any]] = defaultdict(list)
-        there = gates(costs.exchanges, True)
+        there = costs.gates_ns(self._parts)
         for stage, one in enumerate(costs.exchanges):
             self.model.add(self._starts[Op(Kind.F, stage, 0)] >= there[stage] // self.unit_ns)
             if one.reduces:
@@ -277,12 +278,18 @@ class _Problem:
                 busy, latency = one.reduce_ns // self.unit_ns, one.reduce_latency_ns // self.unit_ns
                 start = self.model.new_int_var(0, self._horizon, f"gradients of {stage} leave")
                 self._exchanges[stage, False] = start
-                self.model.add(start >= last)
+                self.model.add(start >= last - self._overlap_ns(stage) // self.unit_ns)
                 self.model.add(self._makespan >= start + busy + latency)
                 travels = self.model.new_fixed_size_interval_var(start, busy, f"gradients of {stage} travel")
                 on_network[one.resource].append(travels)
         for intervals in on_network.values():
             self.model.add_no_overlap(intervals)
+
+    def _overlap_ns(self, stage: int) -> int:
+        """How long gradients travel before a stage's last operation ends: at most so long as with a B, which overlaps
+        more than its W alone does."""
+        lasts_ns = self._costs.compute_ns(stage, Kind.B, self._parts - 1, self._parts)
+        return self._costs.exchanges[stage].overlap_ns(False, lasts_ns)
 
     def _exchange_shards(self) -> None:
         """Add what holds whatever the networks carry meanwhile: the first layer's weights come before each stage's
@@ -300,9 +307,9 @@ class _Problem:
     def _apart(self) -> None:
         """Add the exchanges as constants: weights before all operations, gradients after all of them."""
         exchanges = self._costs.exchanges
-        head = max(gates(exchanges, False), default=0) // self.unit_ns
+        head = max(self._costs.gates_ns(), default=0) // self.unit_ns
         none_before = [0] * len(exchanges)
-        tail = max((one.ends_ns for one in reduced(exchanges, none_before, False)), default=0) // self.unit_ns
+        tail = max((one.ends_ns for one in reduced(exchanges, none_before, None)), default=0) // self.unit_ns
         for op in self._blocks:
             if op.kind is Kind.F and op.microbatch == 0:
                 self.model.add(self._starts[op] >= head)
