@@ -361,8 +361,8 @@ class Faults(Wiring):
             return False
         name = self.bounds.cluster_names[call.cluster]
         member = self.masters[state.old].state.shared.members.get(name)
-        again = isinstance(self.messages.all[call.message], JoinRequest) and member is not None
-        return not again or member.incarnation.n == 1
+        joins = isinstance(self.messages.all[call.message], JoinRequest)
+        return not joins or member is None or member.incarnation.n == 1
 
     def _do_misroute(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         if state.old == NO_MASTER:
