@@ -91,6 +91,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeRun]:
     with whole:
         clusters = [whole.cluster(name, seed, step_s=0.05) for seed, name in enumerate("ab", 1)]
         whole.wait_for_version(1)
+        with Strangers(whole.address, "bare", N) as first:
+            first.burst()  # what the first ones cost once is no connection's
         yield whole
         whole.stop(*clusters)
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from support.hostile import GREETING
+from support.repository import TESTS
 from support.waiting import NO_LIMIT_S
 
 from dips.core.net.addresses import parse_address
@@ -140,6 +141,7 @@ class Strangers:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                cwd=TESTS,  # where the module is
             )
             for number in range(processes)
         ]
