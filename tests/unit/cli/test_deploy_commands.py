@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.deploy_files import with_keys, written
 from support.run_status import run_status
 
-from dips.cli import logs, main
+from dips.cli import main
 from dips.core.errors import ConfigError, RetryLater
 from dips.core.messages import StatusReply
 from dips.deploy import kubernetes_api, operate
@@ -255,22 +254,3 @@ def test_status_shows_of_the_run_what_it_waits_for_and_every_member(
         assert words in shown
     (whole,) = told(capsys, "status", file, "--json")
     assert '"waiting_for": "slave s1 is away"' in whole
-
-
-# ---- a pager ----
-
-
-def test_a_pager_that_has_seen_enough_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[int] = []
-
-    def full(*_: object, **__: object) -> None:
-        raise BrokenPipeError
-
-    entry = SimpleNamespace()
-    monkeypatch.setattr(logs, "find_logs", lambda run_dir, events: [])
-    monkeypatch.setattr(logs, "merged", lambda files, *, to_the_end: iter([entry] * 3))
-    monkeypatch.setattr(logs.LogFilter, "takes", lambda wanted, one: True)
-    monkeypatch.setattr(logs, "shown", full)
-    monkeypatch.setattr("dips.cli.logs.os.dup2", lambda fd, to: moved.append(to))
-    assert main.run(["logs", str(tmp_path)]) == 0
-    assert moved == [1]
