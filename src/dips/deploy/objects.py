@@ -42,6 +42,8 @@ MANAGER = "dips-deploy"
 CLUSTER_LABEL = "dips-cluster"
 CONFIG_HASH = "dips/config"
 """Annotation of a pod's template: other settings make other pods."""
+CONTEXTS = "dips/contexts"
+"""Annotation of a Secret: all contexts where the run may have objects, also those that the file names no longer."""
 
 POD_SECURITY = "pod-security.kubernetes.io"
 RESTRICTED = {f"{POD_SECURITY}/{mode}": "restricted" for mode in ("enforce", "audit", "warn")}

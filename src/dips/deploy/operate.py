@@ -7,6 +7,7 @@ asked by the operator's own service. It must never delete a volume unless that w
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,10 +17,10 @@ from dips.core.errors import ConfigError, DipsError, RetryLater
 from dips.core.messages import StatusReply
 from dips.deploy import identities
 from dips.deploy import rollout as plan
-from dips.deploy.compare import ObjectAction, Step
+from dips.deploy.compare import ObjectAction, Step, remembered
 from dips.deploy.deploy_file import CONFIG, DeployedClusterKnobs, Deployment, MasterPlace, quantity
 from dips.deploy.health import Dial, Health, ObjectState, endpoints, state_of, state_of_endpoint
-from dips.deploy.objects import CLUSTER_LABEL, Object
+from dips.deploy.objects import CLUSTER_LABEL, CONTEXTS, Object
 from dips.deploy.rollout import Api, Rollout, everything
 
 Planned = list[tuple[plan.RolloutStage, list[Step]]]
@@ -121,7 +122,19 @@ class LiveDeployment:
                     for who, address in endpoints(self.deployment):
                         self._rollout.until(who, functools.partial(state_of_endpoint, who, address, self._dial))
                     self._rollout.until("the run", self._attached)
-        return changed + self._rollout.carry_out(difference.leaving)
+        changed += self._rollout.carry_out(difference.leaving)
+        self._forget_what_is_gone()
+        return changed
+
+    def _forget_what_is_gone(self) -> None:
+        """Contexts that the file names no longer and where nothing of the run is. One that was not asked is kept."""
+        run, named = self.deployment.name, {*plan.contexts(self.deployment)}
+        there = {context for context, api in self._apis.items() if everything(api, run)}
+        gone = {*self._apis} - named - there - {one.context for one in self.volumes()}
+        for api in (self._apis[context] for context in named if gone):
+            for one in api.list("Secret", plan.of_run(run)):
+                if (known := remembered(one)) & gone:
+                    api.patch(one, {"metadata": {"annotations": {CONTEXTS: json.dumps(sorted(known - gone))}}})
 
     def _attached(self) -> ObjectState:
         """Whether the master has all of its slaves."""
@@ -295,7 +308,7 @@ class LiveDeployment:
 
     def volumes(self, cluster: str = "") -> list[Step]:
         """The volumes of the run, those of StatefulSets too, which carry fewer labels."""
-        labels = {"app.kubernetes.io/instance": self.deployment.name}
+        labels = {plan.INSTANCE: self.deployment.name}
         return [
             Step(context, ObjectAction.DELETE, one, one)
             for context, api in self._apis.items()

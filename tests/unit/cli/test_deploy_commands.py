@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,7 +109,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(operate, "LiveDeployment", Live)
     monkeypatch.setattr(of_move, "Move", Moved)
     monkeypatch.setattr(kubernetes_api, "known_contexts", lambda: ["here", "there"])
-    monkeypatch.setattr(kubernetes_api, "open_context", lambda name, namespace: (name, namespace))
+    monkeypatch.setattr(kubernetes_api, "open_context", lambda *_: SimpleNamespace(list=lambda *_: []))
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     return found
 
