@@ -24,6 +24,7 @@ from dips.deploy import identities
 from dips.deploy import rollout as plan
 from dips.deploy.compare import shown
 from dips.deploy.deploy_file import AUTO, Deployment, read_deploy_file
+from dips.deploy.operate import PendingChanges
 from dips.deploy.render import script, write_folders
 from dips.local.operator_client import OperatorClient
 from dips.local.view import status_json, status_view
@@ -62,12 +63,12 @@ def show_plan(
     deployment = read_deploy_file(file)
     known, not_asked = None if offline else _known_contexts(), list[str]()
     if known is None:
-        planned, leaving = plan.steps(plan.stages(deployment), lambda context, document: None), []
+        difference = PendingChanges(plan.steps(plan.stages(deployment), lambda context, document: None), [])
     else:
         site, not_asked = _site_of_all(deployment, known, WAIT)
         site.check_releases()
         difference = site.difference()
-        planned, leaving = difference.planned, difference.leaving
+    planned, leaving = difference.planned, difference.leaving
     if as_json:
         every = [*(step for _, steps in planned for step in steps), *leaving]
         rows = [{"context": s.context, "action": s.action.name.lower(), "object": shown(s.wanted)} for s in every]
@@ -80,7 +81,11 @@ def show_plan(
     for step in leaving:
         print(f"- {step.name} (context {step.context})")
     print(plan.counts(planned, leaving))
-    for line in [*not_asked, *plan.need_lines(plan.needs(plan.stages(deployment)))]:
+    for line in [
+        *filter(None, [difference.serving]),
+        *not_asked,
+        *plan.need_lines(plan.needs(plan.stages(deployment))),
+    ]:
         print(line)
     _say_what_is_left(deployment)
     return 0
@@ -113,7 +118,7 @@ def apply(
     _introduce(deployment)
     for line in plan.lines(difference.planned, summary=True):
         print(line)
-    for line in [plan.counts(difference.planned, difference.leaving), *not_asked]:
+    for line in [plan.counts(difference.planned, difference.leaving), *filter(None, [difference.serving]), *not_asked]:
         print(line)
     if difference.changes and not _agreed(yes, "apply it"):
         return 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ _AROUND = ("Secret", "Service", "NetworkPolicy", "Role", "RoleBinding")
 class Operator(Protocol):
     """The requests to the master; operator_client.OperatorClient implements it."""
 
+    @property
+    def address(self) -> str: ...
     def status(self) -> StatusReply: ...
     def drain(self, cluster_id: str, reason: str) -> str: ...
     def reshard(self, add: Sequence[str], remove: Sequence[str], reason: str) -> str: ...
@@ -43,17 +46,18 @@ Dialled = Callable[[], AbstractContextManager[Operator]]
 
 @dataclass(frozen=True)
 class PendingChanges:
-    """What apply would do: steps by stage, and objects of the run that are no longer wanted."""
+    """What apply would do: steps by stage, and objects of the run that are no longer wanted. serving: what the file has
+    to say of master and standby, in a sentence."""
 
     planned: Planned
     leaving: list[Step]
+    serving: str = ""
 
     def of_servers(self) -> PendingChanges:
         """Without what belongs to clusters: they train on as they are."""
         planned = [pair for pair in self.planned if pair[0].part is not plan.RolloutPart.CLUSTER]
-        return PendingChanges(
-            planned, [step for step in self.leaving if CLUSTER_LABEL not in step.wanted["metadata"].get("labels", {})]
-        )
+        leaving = [step for step in self.leaving if CLUSTER_LABEL not in step.wanted["metadata"].get("labels", {})]
+        return PendingChanges(planned, leaving, self.serving)
 
     @property
     def changes(self) -> int:
@@ -80,7 +84,49 @@ class LiveDeployment:
         """Raises ConfigError for a difference that only a person can settle."""
         there = {context: everything(api, self.deployment.name) for context, api in self._apis.items()}
         plan.check_place(self.deployment, there)
-        return PendingChanges(self.planned(), plan.left_over(self.deployment, there))
+        serving = self._check_serving([one for objects in there.values() for one in objects])
+        return PendingChanges(self.planned(), plan.left_over(self.deployment, there), serving)
+
+    def _check_serving(self, there: Sequence[Object]) -> str:
+        """What the file should say of who serves the run, in a sentence; empty where it does. Raises ConfigError where
+        the one that serves would end, or be the standby of the other, in an empty directory."""
+        run, names = self.deployment, {f"{self.deployment.name}-{one}": one for one in ("master", "standby")}
+        have = {
+            names[one["metadata"]["name"]]: tomllib.loads(one["data"]["master.toml"])["master"]["directory"]
+            for one in there
+            if one["kind"] == "ConfigMap" and one["metadata"]["name"] in names
+        }
+        wanted = {place.component: place.directory for place in run.masters}
+        if "master" not in have:
+            return ""
+        try:
+            serves = self._serves(there) if "standby" in have else "master"
+        except DipsError as error:
+            if all(wanted.get(one) == directory for one, directory in have.items()):
+                return ""
+            right = f"see that standby and take_overs = {run.run.take_overs} are right"
+            return f"{right}: which pod serves the run is not known ({error})"
+        began = int(have[serves].partition("/master-")[2] or 0)
+        n = began + (serves == "standby" or began > 0)
+        words, remedy = f"{run.name}-{serves} serves the run", f"set [deploy] take_overs = {n}"
+        if wanted.get(serves) != have[serves]:
+            remedy += "" if serves in wanted else ", and name the standby's site as standby"
+            raise ConfigError(f"{words}, and {run.file} would end it, or make it an empty standby: {remedy}")
+        remedy += f" in {run.file}, and apply: the other pod follows it then"
+        return "" if n == run.run.take_overs else f"{words} since a take-over: {remedy}"
+
+    def _serves(self, there: Sequence[Object]) -> str:
+        """Whether master or standby serves the run, by their Lease, else by who answers. Raises DipsError."""
+        for holder in (one.get("spec", {}).get("holderIdentity") or "" for one in there if one["kind"] == "Lease"):
+            for component in ("master", "standby"):
+                if holder.partition(" ")[0] == f"{self.deployment.name}-{component}-0":
+                    return component
+        with self._operator() as operator:
+            operator.status()
+            for place in self.deployment.masters:
+                if operator.address == place.address:
+                    return place.component
+        raise RetryLater(f"{operator.address} may be either's")
 
     def planned(self) -> Planned:
         """Each stage with what has to be done about its objects. Raises ConfigError as difference() does."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -642,6 +643,46 @@ def test_a_standby_that_serves_stays_where_it_is_and_servers_move_without_one(mo
         moving.live().difference()
     edited(moving, 'standby = "there"\ntake_overs = 1', "take_overs = 2")
     assert [volume.folder for volume in volumes(moving.deployment)] == ["master-1", "slave", "slave"]
+
+
+LEASE = "[master]\nlease = 'kubernetes:dips/small-master'\n\n[model]"
+
+
+@pytest.mark.parametrize(
+    ("lease", "serves", "take_overs", "words"),
+    [
+        (True, "master", "", ""),
+        (True, "standby", "", "set [deploy] take_overs = 1 in "),
+        (True, "standby", "take_overs = 1", ""),
+        (True, "standby", "take_overs = 2", "set [deploy] take_overs = 1$"),
+        (False, "master", "take_overs = 1", "set [deploy] take_overs = 0$"),
+        (False, "standby", "take_overs = 1", ""),
+        (False, "", "take_overs = 1", "see that standby and take_overs = 1 are right: which pod serves the run is not"),
+        (False, "", "", ""),
+    ],
+)
+def test_who_serves_the_run_is_not_made_the_others_standby(
+    unmade: Run, lease: bool, serves: str, take_overs: str, words: str
+) -> None:
+    run, before = unmade, "slaves = 2\nstandby = 'here'\n"
+    edited(run, "slaves = 2\n", before)
+    edited(run, "[model]", LEASE if lease else "[model]")
+    run.apply()
+    if lease:
+        run.apis["here"].objects["Lease", "small-master"]["spec"] = {"holderIdentity": f"small-{serves}-0 [::]:29400 x"}
+    run.master.address = {"master": "192.0.2.7:30400", "standby": "192.0.2.7:30401"}.get(serves, "127.0.0.1:1")
+    edited(run, before, f"{before}{take_overs}\n")
+    if not words.endswith("$"):
+        said = run.live().difference().serving
+        assert words in said if words else not said
+        return
+    with pytest.raises(ConfigError, match=re.escape(words[:-1]) + "$"):
+        run.live().difference()
+    if lease:
+        edited(run, LEASE, "[model]")
+        edited(run, f"standby = 'here'\n{take_overs}", "")
+        with pytest.raises(ConfigError, match=r"serves the run, and .* would end it"):
+            run.live().difference()
 
 
 def test_a_run_moves_from_one_other_site(moving: Run) -> None:
