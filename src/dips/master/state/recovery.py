@@ -215,6 +215,7 @@ class Recovery:
             if shared.ledger.commit is None and shared.config.rebuild:
                 shared.recovery.reason = "the run's state is taken from the slaves (--rebuild)"
                 shared.recovery.look_until_s = shared.now_s + shared.config.evict_after_s
+            shared.recovery.since_s = shared.now_s
             self._move("master started", _P.GATHERING)
 
     def promised(self, slave: Slave) -> None:
@@ -259,6 +260,7 @@ class Recovery:
         """Starts a recovery: every configured slave attaches again, so that the knowledge of its disk is current."""
         shared, state = self._shared, self._shared.recovery
         slave.trouble = trouble
+        state.since_s = state.since_s if state.active else shared.now_s
         state.reason = f"slave {slave.id}: {trouble}"
         shared.log("recovery", f"recovery: {state.reason}", logging.WARNING)
         self._move("slave cannot load", _P.GATHERING, state.reason)

@@ -181,7 +181,7 @@ def waiting_for(shared: SharedState) -> Waiting:
     if shared.stopped_s is not None:
         return Waiting(WaitingCode.ENDED, "the run has ended: no cluster is left")
     if recovery := recovery_words(shared):
-        return Waiting(WaitingCode.RECOVERY, recovery)
+        return Waiting(WaitingCode.RECOVERY, recovery, since_s=shared.recovery.since_s)
     ready = {slave.id for slave in shared.ready_slaves()}
     not_ready = tuple(name for name in shared.slaves_expected() if name not in ready)
     away = Waiting(WaitingCode.SLAVES, slaves_away(shared), not_ready)
@@ -288,7 +288,7 @@ def status(shared: SharedState) -> StatusReply:
         totals.get(TokenState.EXCLUDED, 0),
         shared.settings(),
         shared.durable,
-        recovery_words(shared) or restart_words(shared),
+        f"{waiting.sentence}{lasts}" if waiting.code is WaitingCode.RECOVERY else restart_words(shared),
         reshard=reshard_words(shared),
         alarms=standing(shared),
         waiting_code=waiting.code,
