@@ -26,6 +26,8 @@ from dips.deploy.deploy_file import (
     Deployment,
     MasterPlace,
     pairs,
+    processors,
+    quantity,
 )
 
 Object = dict[str, Any]
@@ -229,6 +231,10 @@ def resources(cpus: str, memory: str, extra: Mapping[str, str] | None = None) ->
     """
     fixed = {"memory": memory, **(extra or {})}
     return {"requests": {"cpu": cpus, **fixed}, "limits": fixed}
+
+
+def small_resources(deployment: Deployment) -> Object:
+    return resources(processors(deployment.run.small_pod_cpus), quantity(deployment.run.small_pod_memory))
 
 
 def tcp_probe(port: str, period_s: int, failures: int) -> Object:
