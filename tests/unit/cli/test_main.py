@@ -18,7 +18,6 @@ from dips.cli import main
 from dips.cli.commands import Command
 from dips.core.errors import TERMINATED, FatalError, RefusalCode, Refused, RetryLater
 from dips.local import operator_client
-from dips.planner.commands import place as command_place
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -247,17 +246,6 @@ for line, code in [("demo --help", 0), *((line, 2) for line in {_MISTAKES!r})]:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_place_prints_a_sentence_or_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "sites.toml"
-    file.write_text(
-        "[sites]\nnames = ['x', 'y']\nbandwidth_gbps = [[1.0, 1.0], [2.0, 1.0]]\ntokens_per_s = [5.0, 5.0]\n"
-    )
-    assert command_place.place(file) == 0
-    assert "Place the parameter servers at y" in capsys.readouterr().out
-    assert command_place.place(file, as_json=True) == 0
-    assert capsys.readouterr().out == '{"site": "y", "index": 1, "demand": {"x": 10.0, "y": 15.0}}\n'
 
 
 def test_ctrl_c_while_the_command_is_imported_is_no_trace() -> None:

@@ -607,13 +607,6 @@ def test_servers_are_stopped_before_the_first_byte_is_copied_and_deleted_after_t
     }  # fmt: skip
 
 
-def test_how_far_a_copy_is_is_said_now_and_then(moving: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dips.deploy.move.SAID_EVERY_BYTES", 3)
-    move(moving).carry_out()
-    copied = [said for said in moving.said if "copied" in said]
-    assert copied == [f"volume {volume.claim}: 3 B are copied" for volume in volumes(moving.deployment)]
-
-
 @pytest.mark.parametrize("what", ["differs", "is empty", "is not cleared"])
 def test_a_copy_that_is_not_whole_ends_the_move_and_keeps_the_old_servers(moving: Run, what: str) -> None:
     there, here = moving.apis["there"], moving.apis["here"]
@@ -651,7 +644,6 @@ LEASE = "[master]\nlease = 'kubernetes:dips/small-master'\n\n[model]"
 @pytest.mark.parametrize(
     ("lease", "serves", "take_overs", "words"),
     [
-        (True, "master", "", ""),
         (True, "standby", "", "set [deploy] take_overs = 1 in "),
         (True, "standby", "take_overs = 1", ""),
         (True, "standby", "take_overs = 2", "set [deploy] take_overs = 1$"),

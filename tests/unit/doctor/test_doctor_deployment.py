@@ -92,14 +92,6 @@ def test_a_context_that_is_missing_or_does_not_answer_is_told(
     assert "set KUBECONFIG" in said
 
 
-def test_a_volume_that_is_too_small_is_the_one_finding(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small.write_text(small.read_text().replace("[model]", 'slave_volume = "1 MiB"\n[model]'))
-    found = findings(small, capsys, 1)
-    ((grade, said),) = found["settings"]
-    assert grade == "FAIL"
-    assert "slave_volume" in said
-
-
 def test_a_clock_that_differs_is_told(
     here: StandIn, small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
