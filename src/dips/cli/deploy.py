@@ -369,28 +369,27 @@ def _site_of_all(
     not asked, and about volumes there."""
     from dips.deploy.kubernetes_api import check_contexts, open_context
 
-    apis = _apis(deployment, known)
-    look = f"--namespace {deployment.run.namespace} get all,secrets,pvc --selector {plan.INSTANCE}={deployment.name}"
-    remembered, said = plan.former_contexts(deployment, apis), list[str]()
+    apis, said, away = _apis(deployment, known), list[str](), dict[str, list[str]]()
+    remembered = plan.former_contexts(deployment, apis)
     for context in remembered or ():
         try:
             check_contexts([context], known)
             api = open_context(context, deployment.run.namespace)
             api.check_release()
             volumes = api.list("PersistentVolumeClaim", {plan.INSTANCE: deployment.name})
-            if names := ", ".join(one["metadata"]["name"] for one in volumes):
-                said.append(f"volumes stay in context {context}, which the file names no longer: {names}")
+            if volumes:
+                claims = ", ".join(one["metadata"]["name"] for one in volumes)
+                said.append(f"volumes stay in context {context}, which the file names no longer: {claims}")
             apis[context] = api
         except DipsError as error:
-            said.append(
-                f"context {context}, which an earlier file named, is not asked ({error}): what the run has there is "
-                f"neither counted nor deleted: `kubectl --context {context} {look}` lists it"
-            )
-    others = [context for context in known or [] if context not in apis]
-    if remembered is None and others:
+            away.setdefault(f"an earlier file named them: {error}", []).append(context)
+    if remembered is None and (others := [context for context in known or [] if context not in apis]):
+        away["no site of the file names them"] = others
+    look = f"--namespace {deployment.run.namespace} get all,secrets,pvc --selector {plan.INSTANCE}={deployment.name}"
+    for why, names in away.items():
         said.append(
-            f"not asked, as no site of the file names them: contexts {', '.join(others)}; what the run may have there "
-            f"is neither counted nor deleted: `kubectl --context {others[0]} {look}` lists it"
+            f"not asked ({why}): contexts {', '.join(names)}; what the run may have there is neither counted nor "
+            f"deleted: `kubectl --context {names[0]} {look}` lists it"
         )
     return _live(deployment, apis, _rollout(apis, wait, waits), master), said
 

@@ -253,7 +253,7 @@ def test_what_a_site_leaves_that_is_taken_out_of_the_file_is_said_and_deleted(
     kept = small.read_text()
     with contexts(tmp_path, monkeypatch, "here", "gone") as (here, gone):
         assert deploy("plan", small, "--summary") == 0
-        assert "no site of the file names them: contexts gone; what the run may have there" in capsys.readouterr().out
+        assert "no site of the file names them): contexts gone; what the run may have there" in capsys.readouterr().out
         there = '[[sites]]\nname = "gone"\ncontext = "gone"\n[[clusters]]\nid = "b"\nsite = "gone"\n'
         small.write_text(f"{kept}{there}checkpoint_volume = '1 GiB'\n")
         with_keys(small)
@@ -266,7 +266,7 @@ def test_what_a_site_leaves_that_is_taken_out_of_the_file_is_said_and_deleted(
         for command in (("plan",), ("apply", *APPLY)):
             assert deploy(command[0], small, *command[1:]) == 0
             told = capsys.readouterr().out
-            assert "context gone, which an earlier file named, is not asked (the kubeconfig has no context" in told
+            assert "not asked (an earlier file named them: the kubeconfig has no context 'gone'" in told
             assert "`kubectl --context gone --namespace dips get all,secrets,pvc --selector" in told
         write_kubeconfig(tmp_path / "kubeconfig", {"here": here.url, "gone": gone.url})
         for left in (["small-cluster-b"], []):

@@ -215,7 +215,6 @@ class Recovery:
             if shared.ledger.commit is None and shared.config.rebuild:
                 shared.recovery.reason = "the run's state is taken from the slaves (--rebuild)"
                 shared.recovery.look_until_s = shared.now_s + shared.config.evict_after_s
-            shared.recovery.since_s = shared.now_s
             self._move("master started", _P.GATHERING)
 
     def promised(self, slave: Slave) -> None:
@@ -260,7 +259,6 @@ class Recovery:
         """Starts a recovery: every configured slave attaches again, so that the knowledge of its disk is current."""
         shared, state = self._shared, self._shared.recovery
         slave.trouble = trouble
-        state.since_s = state.since_s if state.active else shared.now_s
         state.reason = f"slave {slave.id}: {trouble}"
         shared.log("recovery", f"recovery: {state.reason}", logging.WARNING)
         self._move("slave cannot load", _P.GATHERING, state.reason)
@@ -648,5 +646,6 @@ class Recovery:
 
     def _move(self, input_name: str, to: RecoveryPhase, why: str = "") -> None:
         shared, state = self._shared, self._shared.recovery
+        state.since_s = state.since_s if state.active else shared.now_s
         state.phase.move(input_name, to, shared.now_s, "recovery", why)
         shared.record(tape.RecoveryMoved("recovery", phase=to.value, input=input_name, why=why))

@@ -115,8 +115,7 @@ def restart_words(shared: SharedState) -> str:
     away = _not_attached(shared)
     if state.phase.now is not RecoveryPhase.GATHERING or state.reason or version is None or not away:
         return ""
-    since_s = shared.now_s - state.phase.since_s
-    with_whom = _slaves(away, " is here", " are here")
+    with_whom, since_s = _slaves(away, " is here", " are here"), shared.now_s - state.phase.since_s
     return f"the master was started again {since_s:.0f} s ago, and goes on from version {version} once {with_whom}"
 
 
