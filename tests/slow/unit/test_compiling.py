@@ -49,7 +49,6 @@ def test_the_second_process_loads_what_the_first_compiled(tmp_path: Path) -> Non
 
 
 def test_an_import_compiles_nothing_and_so_waits_for_no_other_process(tmp_path: Path) -> None:
-    """A slave that waited there attached late: until then only its own log said why."""
     assert said(started(tmp_path, "import dips.slave.process, dips.core.net.carry_numba")) == []
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]
 
