@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import signal
 import subprocess
 import tokenize
 from collections import Counter, defaultdict
@@ -162,4 +163,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as `head` ends others
     raise SystemExit(main())

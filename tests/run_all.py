@@ -495,6 +495,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         parser.error("name files or folders of tests, or a tier")
     if options.list:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as `head` ends others
         for job in sorted(jobs, key=lambda job: -job.seconds):
             print(f"{job.seconds:7.1f}  {job.name}")
         return 0

@@ -104,7 +104,7 @@ def test_a_payload_is_sent_from_its_own_memory_and_counted_when_it_is_free(ends:
     )
     counter = np.zeros(1, np.int64)
     for _ in range(10):
-        assert send(dealer.underlying, header, payload, zmq_numba.FREED, counter, zmq_numba.new_messages(1)) == len(
+        assert send(dealer.underlying, header, payload, zmq_numba.freed(), counter, zmq_numba.new_messages(1)) == len(
             payload
         )
     for _ in range(10):
@@ -120,7 +120,9 @@ def test_what_a_closed_socket_had_not_sent_is_given_back(context: zmq.Context[So
     with context.socket(zmq.DEALER) as dealer:
         dealer.connect("tcp://127.0.0.1:1")
         for _ in range(5):
-            send(dealer.underlying, np.zeros(8, np.uint8), payload, zmq_numba.FREED, counter, zmq_numba.new_messages(1))
+            send(
+                dealer.underlying, np.zeros(8, np.uint8), payload, zmq_numba.freed(), counter, zmq_numba.new_messages(1)
+            )
         dealer.close(linger=0)
     until(lambda: given_back(counter) == 5, "all memory is given back")
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import typer.main
+from generate_docs import main as stale_pages
 from papers.papers import ONLY_HERE
 from support.document_walk import NOTES, WRITTEN_ADDRESS
 from support.documents import (
@@ -164,7 +165,8 @@ def test_exit_codes_are_those_of_the_errors() -> None:
     rows = [(int(code), name.strip("`")) for code, name, _ in table(START, "Exit codes")]
     named = {(code, name) for code, name in rows if name}
     assert named == {(kind.exit_code, kind.__name__) for kind in kinds() if kind.__module__ == "dips.core.errors"}
-    others = {0, EXIT_BROKEN, errors.NAME_TAKEN_EXIT, errors.KEYS_REFUSED_EXIT, errors.INTERRUPTED, errors.TERMINATED}
+    others = {0, EXIT_BROKEN, errors.NAME_TAKEN_EXIT, errors.KEYS_REFUSED_EXIT, errors.INTERRUPTED}
+    others |= {errors.NOT_READ, errors.TERMINATED}
     assert {code for code, name in rows if not name} == others
 
 
@@ -270,3 +272,7 @@ def test_the_demo_that_the_readme_tells() -> None:
     assert "about three minutes: one master, two slaves, and four clusters" in readme
     assert f"`{wish.run_dir}/loss.png` and `{wish.run_dir}/report.json`" in readme
     assert {fault.kind for fault in planned_faults(wish)} == {CLUSTER, SLAVE}
+
+
+def test_the_pages_that_a_program_writes_are_current() -> None:
+    assert stale_pages([str(ROOT / "docs")]) == 0

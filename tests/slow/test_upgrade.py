@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from support import live
+from support.documents import OPERATIONS, blocks_below
 from support.fault_run import CLUSTERS, SLAVES, FaultRun
 from support.fork_server import ForkedProcess, ForkServer
 from support.judged_run import replayed
@@ -29,6 +30,7 @@ from dips.local.log_files import tape_path
 
 COMMIT = (ROOT / "tests" / "frozen" / "upgrade_from.txt").read_text().strip()
 SERVERS = (*SLAVES, "master")
+OLD, NEW = "/opt/dips/", "/opt/dips-new/"  # the page's; here a unit's path says which tree its process runs
 
 
 class Process(ForkedProcess):
@@ -48,17 +50,21 @@ class Process(ForkedProcess):
 
 
 class Releases(ForkServer):
-    """Starts each process with the release that `of` names for it, as `dips` of an environment of its own."""
+    """Starts each process with the release that its unit names, as `dips` of an environment of its own."""
 
-    def __init__(self, old: Path) -> None:
+    def __init__(self, old: Path, units: Path) -> None:
         super().__init__()
-        self.trees = {"old": old, "new": ROOT}
-        self.of: dict[str, str] = {}
+        self.units, self.trees = units, {OLD: old, NEW: ROOT}
+        for name in (*SERVERS, *CLUSTERS):
+            self.unit(name).write_text(OLD)
+
+    def unit(self, name: str) -> Path:
+        return self.units / f"dips-{name}.service"
 
     def start(self, name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> ForkedProcess:
         with log.open("ab") as out:
             command = [sys.executable, "-m", "dips.cli", *arguments]
-            env = {**environment_of(self.trees[self.of.get(name, "old")]), **environment}
+            env = {**environment_of(self.trees[self.unit(name).read_text()]), **environment}
             return Process(subprocess.Popen(command, stdout=out, stderr=out, env=env))
 
 
@@ -99,12 +105,15 @@ class UpgradedRun(FaultRun):
         return ["train", *TRAIN, *option_words(own)]
 
     def change(self, name: str, release: str) -> None:
-        """SIGTERM, and the other release with the same directory; then everyone is back and a version is published."""
-        before = self.incarnations()
+        """As the page prints it for slave s1; then everyone is back and a version is published."""
+        before, child = self.incarnations(), self.children[name]
         self.will_end(name)
-        self.releases.of[name] = release
-        child = self.children[name]
-        child.terminate()
+        [block] = [block.text for block in blocks_below(OPERATIONS, "Upgrade")]
+        typed = block.replace("dips-s1", f"dips-{name}").replace("/etc/systemd/system", str(self.releases.units))
+        if release == OLD:
+            typed = typed.replace(f"{OLD},{NEW}", f"{NEW},{OLD}")
+        systemctl = f"systemctl() {{ [ $1 != stop ] || kill {child.pid}; }}\n"  # whoever watches here starts it again
+        subprocess.run(["bash", "-euc", systemctl + typed], check=True)
         self.until(lambda: child.poll() is not None, f"{name} does not end")
         assert child.poll() in (0, TERMINATED), self.log(name)
         self.recovered({name: before.get(name)} if name in CLUSTERS else {})
@@ -113,15 +122,15 @@ class UpgradedRun(FaultRun):
 
 def test_a_run_is_upgraded_one_process_after_the_other_and_back(old_release: Path, tmp_path: Path) -> None:
     ensure_keys(tmp_path / "keys", CLUSTERS, SLAVES)
-    with UpgradedRun(tmp_path / "run", Releases(old_release), tmp_path / "keys") as run:
+    with UpgradedRun(tmp_path / "run", Releases(old_release, tmp_path), tmp_path / "keys") as run:
         run.began()
         for name in (*SERVERS, "a"):
-            run.change(name, "new")
+            run.change(name, NEW)
         for name in SERVERS:  # the page's way back, with cluster a ahead
-            run.change(name, "old")
+            run.change(name, OLD)
         assert_a_checkpoint_of_the_new_form_is_refused(run, "a")
         for name in (*SERVERS, *CLUSTERS[1:]):
-            run.change(name, "new")
+            run.change(name, NEW)
         run.until_versions(2)
         run.stop()
         assert replayed(run.directory) > 0
@@ -132,7 +141,7 @@ def assert_a_checkpoint_of_the_new_form_is_refused(run: UpgradedRun, name: str) 
     before, log = run.incarnations(), run.log_path("old-release")
     run.hold(name)
     files = checkpoints(run.place(name))
-    run.releases.of[name] = "old"
+    run.releases.unit(name).write_text(OLD)
     process = run.releases.start(name, run._arguments(name), log, run._security_of(name))
     try:
         run.until(lambda: process.poll() is not None, "the old release refuses the checkpoint", log.read_text)
@@ -143,7 +152,7 @@ def assert_a_checkpoint_of_the_new_form_is_refused(run: UpgradedRun, name: str) 
     assert "it is not one of this release" in said
     assert "Traceback" not in said
     assert checkpoints(run.place(name)) == files
-    run.releases.of[name] = "new"
+    run.releases.unit(name).write_text(NEW)
     run.release(name)
     run.recovered({name: before.get(name)})
     run.healed()

@@ -111,9 +111,9 @@ class CheckedZmq:
         return self._new(place, np.zeros(n_bytes, np.uint8), writable=True)
 
     def zmq_msg_init_data(self, place: int, data: int, n_bytes: int, free: int, hint: int) -> int:
-        """The free function is FREED: it counts at `hint`, when the message was sent or closed."""
-        if free != zmq_numba.FREED:
-            raise Misused("zmq_msg_init_data without FREED: nothing says when the bytes are free")
+        """The free function is freed(): it counts at `hint`, when the message was sent or closed."""
+        if free != zmq_numba.freed():
+            raise Misused("zmq_msg_init_data without freed(): nothing says when the bytes are free")
         self.memory.check(hint, 8, write=True)
         return self._new(place, np.frombuffer(self.memory.read(data, n_bytes), np.uint8), writable=False, hint=hint)
 

@@ -42,6 +42,7 @@ class Master:
     asked: list[str] = field(default_factory=list)
     moving: int = 0
     watch: Callable[[], object] = lambda: None
+    address: str = ""
 
     def __enter__(self) -> Master:
         return self

@@ -32,7 +32,7 @@ from dips.core.math.simd_numba import address
 from dips.core.messages import AllowedKey, KeyRole, SnapshotInfo
 from dips.core.net import zmq_numba
 from dips.core.net.data_header import DataHeader, DataOp
-from dips.core.net.zmq_numba import FREED, POLL_ITEM, new_messages, poll_items
+from dips.core.net.zmq_numba import POLL_ITEM, freed, new_messages, poll_items
 from dips.core.protocol import CURVE_KEY_BYTES
 from dips.core.wire import Codec, encoded_bytes
 from dips.slave import serve_numba
@@ -267,7 +267,7 @@ class GuardedLoop(BehindLoop):
             room = self._rooms[2 * index + self.served % 2].bytes
             place = room[len(room) - len(frame) :] if self.served % 2 == 0 else room[: len(frame)]
             place[:] = np.frombuffer(frame, np.uint8)
-            zmq_numba._call("zmq_msg_init_data", message, address(place), len(frame), FREED, address(self._counts))
+            zmq_numba._call("zmq_msg_init_data", message, address(place), len(frame), freed(), address(self._counts))
             more = zmq.SNDMORE if index + 1 < len(frames) else 0
             zmq_numba._call("zmq_msg_send", message, socket, int(zmq.DONTWAIT) | int(more))
             self._sent += 1

@@ -24,6 +24,7 @@ from dips.deploy import identities
 from dips.deploy import rollout as plan
 from dips.deploy.compare import shown
 from dips.deploy.deploy_file import AUTO, Deployment, read_deploy_file
+from dips.deploy.operate import PendingChanges
 from dips.deploy.render import script, write_folders
 from dips.local.operator_client import OperatorClient
 from dips.local.view import status_json, status_view
@@ -60,14 +61,14 @@ def show_plan(
     Without a kubeconfig the objects are compared with nothing. Of keys only fingerprints are shown.
     """
     deployment = read_deploy_file(file)
-    known = None if offline else _known_contexts()
+    known, not_asked = None if offline else _known_contexts(), list[str]()
     if known is None:
-        planned, leaving = plan.steps(plan.stages(deployment), lambda context, document: None), []
+        difference = PendingChanges(plan.steps(plan.stages(deployment), lambda context, document: None), [])
     else:
-        site = _site(deployment, known, WAIT)
+        site, not_asked = _site_of_all(deployment, known, WAIT)
         site.check_releases()
         difference = site.difference()
-        planned, leaving = difference.planned, difference.leaving
+    planned, leaving = difference.planned, difference.leaving
     if as_json:
         every = [*(step for _, steps in planned for step in steps), *leaving]
         rows = [{"context": s.context, "action": s.action.name.lower(), "object": shown(s.wanted)} for s in every]
@@ -80,8 +81,11 @@ def show_plan(
     for step in leaving:
         print(f"- {step.name} (context {step.context})")
     print(plan.counts(planned, leaving))
-    _say_what_is_not_asked(deployment, known)
-    for line in plan.need_lines(plan.needs(plan.stages(deployment))):
+    for line in [
+        *filter(None, [difference.serving]),
+        *not_asked,
+        *plan.need_lines(plan.needs(plan.stages(deployment))),
+    ]:
         print(line)
     _say_what_is_left(deployment)
     return 0
@@ -106,7 +110,7 @@ def apply(
     """
     deployment, known = read_deploy_file(file), _known_contexts()
     identities.check(deployment)
-    site = _site(deployment, known, wait, master, waits)
+    site, not_asked = _site_of_all(deployment, known, wait, master, waits)
     site.prepare()
     difference = site.difference()
     if only:
@@ -114,8 +118,8 @@ def apply(
     _introduce(deployment)
     for line in plan.lines(difference.planned, summary=True):
         print(line)
-    print(plan.counts(difference.planned, difference.leaving))
-    _say_what_is_not_asked(deployment, known)
+    for line in [plan.counts(difference.planned, difference.leaving), *filter(None, [difference.serving]), *not_asked]:
+        print(line)
     if difference.changes and not _agreed(yes, "apply it"):
         return 1
     changed = site.apply(difference, reach and waits)
@@ -219,10 +223,12 @@ def delete(
 ) -> int:
     """Delete the run's objects in all contexts, clusters first. Namespaces stay; volumes too, unless asked."""
     deployment = read_deploy_file(file)
-    site = _site(deployment, _known_contexts(), wait)
+    site, not_asked = _site_of_all(deployment, _known_contexts(), wait)
     going, volumes = site.going(cluster), site.volumes(cluster)
     for step in [*going, *(volumes if delete_volumes else [])]:
         print(f"- {step.name} (context {step.context})")
+    for line in not_asked:
+        print(line)
     if not (going or (delete_volumes and volumes)):
         print("nothing of it is there")
     elif not _agreed(yes, f"delete {len(going) + (len(volumes) if delete_volumes else 0)} objects"):
@@ -356,6 +362,38 @@ def _site(
     return _live(deployment, apis, _rollout(apis, wait, waits), master)
 
 
+def _site_of_all(
+    deployment: Deployment, known: list[str] | None, wait: str, master: str = "", waits: bool = True
+) -> tuple[LiveDeployment, list[str]]:
+    """Also with contexts that only an earlier file named, as the run's Secrets know; and sentences about those that are
+    not asked, and about volumes there."""
+    from dips.deploy.kubernetes_api import check_contexts, open_context
+
+    apis, said, away = _apis(deployment, known), list[str](), dict[str, list[str]]()
+    remembered = plan.former_contexts(deployment, apis)
+    for context in remembered or ():
+        try:
+            check_contexts([context], known)
+            api = open_context(context, deployment.run.namespace)
+            api.check_release()
+            volumes = api.list("PersistentVolumeClaim", {plan.INSTANCE: deployment.name})
+            if volumes:
+                claims = ", ".join(one["metadata"]["name"] for one in volumes)
+                said.append(f"volumes stay in context {context}, which the file names no longer: {claims}")
+            apis[context] = api
+        except DipsError as error:
+            away.setdefault(f"an earlier file named them: {error}", []).append(context)
+    if remembered is None and (others := [context for context in known or [] if context not in apis]):
+        away["no site of the file names them"] = others
+    look = f"--namespace {deployment.run.namespace} get all,secrets,pvc --selector {plan.INSTANCE}={deployment.name}"
+    for why, names in away.items():
+        said.append(
+            f"not asked ({why}): contexts {', '.join(names)}; what the run may have there is neither counted nor "
+            f"deleted: `kubectl --context {names[0]} {look}` lists it"
+        )
+    return _live(deployment, apis, _rollout(apis, wait, waits), master), said
+
+
 def _apis(deployment: Deployment, known: list[str] | None) -> dict[str, KubernetesApi]:
     from dips.deploy.kubernetes_api import check_contexts, open_context
 
@@ -390,15 +428,6 @@ def _introduce(deployment: Deployment) -> None:
     for line in deployment.sizes.explain():
         print(line)
     print(f"clusters dial the master at {deployment.master_address}, slaves at {deployment.slave_address(0)}, ...")
-
-
-def _say_what_is_not_asked(deployment: Deployment, known: list[str] | None) -> None:
-    """A site that was taken out of the file may still hold objects of the run, of which nothing is known here."""
-    if others := [context for context in known or [] if context not in plan.contexts(deployment)]:
-        print(
-            f"not asked, as no site of the file names them: contexts {', '.join(others)}; what the run may have there "
-            "is neither counted nor deleted: keep a site in the file until it holds nothing"
-        )
 
 
 def _say_what_is_left(deployment: Deployment) -> None:

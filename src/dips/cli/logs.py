@@ -5,7 +5,6 @@ what its master records to an experiment tracker, while the run goes on or after
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -81,19 +80,15 @@ def logs(
     wanted = LogFilter(frozenset(role or ()), cause, since_of(since, time.time()), level.upper())
     files = find_logs(run_dir, events or bool(cause))
     entries = following(run_dir, files, events or bool(cause)) if follow else merged(files, to_the_end=True)
-    try:
-        for entry in entries:
-            if wanted.takes(entry):
-                # One entry as a JSON object with stable keys; JSON escapes what a terminal would act upon.
-                print(
-                    json.dumps({**entry.line.to_json(), "source": escaped(entry.source)}, separators=(",", ":"))
-                    if as_json
-                    else shown(entry),
-                    flush=follow,
-                )
-    except BrokenPipeError:
-        # A pager or `head` has seen enough; nothing may be flushed into it at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    for entry in entries:
+        if wanted.takes(entry):
+            # One entry as a JSON object with stable keys; JSON escapes what a terminal would act upon.
+            print(
+                json.dumps({**entry.line.to_json(), "source": escaped(entry.source)}, separators=(",", ":"))
+                if as_json
+                else shown(entry),
+                flush=follow,
+            )
     return 0
 
 

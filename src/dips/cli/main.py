@@ -25,7 +25,7 @@ from rich.markup import escape
 from typer.completion import shell_complete
 
 from dips.cli.commands import COMMANDS, Command
-from dips.core.errors import DISK_ERRORS, INTERRUPTED, TERMINATED, ConfigError, DipsError, FatalError
+from dips.core.errors import DISK_ERRORS, INTERRUPTED, NOT_READ, TERMINATED, ConfigError, DipsError, FatalError
 from dips.core.observe.logs import say_last
 from dips.core.release import VERSION, how_to_install
 
@@ -52,7 +52,15 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # where it is ASCII, as in some containers
-    sys.exit(run(sys.argv[1:]))
+    try:
+        code = run(sys.argv[1:])
+    except (BrokenPipeError, SystemExit) as error:
+        # A pager or `head` has seen enough. Typer and rich make exit code 1 of it, which of `dips verify` means more.
+        if not isinstance(error.__context__ if isinstance(error, SystemExit) else error, BrokenPipeError):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing may be flushed into it at the end
+        code = NOT_READ
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -67,6 +75,7 @@ def run(arguments: Sequence[str]) -> int:
         if len(arguments) == 2 and arguments[0] == "--show-completion":
             return shell_complete(command, {}, "dips", COMPLETE, f"source_{arguments[1]}")  # of the shell that is named
         result = command.main(args=list(arguments) or ["--help"], prog_name="dips", standalone_mode=False)
+        print(end="", flush=True)  # here a reader that has gone, or a full disk, is still an error of the command
         return result if isinstance(result, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED

@@ -81,7 +81,7 @@ def warmed(tell: Callable[[str], None], modules: Sequence[str] = MODULES) -> Ite
 
     if compiling.folder() is None:
         raise ConfigError("no folder for compiled code can be written, so nothing can be prepared: set NUMBA_CACHE_DIR")
-    from dips.core.net import zmq_numba  # which compiles something at its import
+    from dips.core.net import zmq_numba
 
     for name in modules:
         if name in OVER_ZMQ and not zmq_numba.available():

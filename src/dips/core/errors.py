@@ -18,6 +18,7 @@ from dips.protos.enums import RefusalCode as RefusalCode
 
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
+NOT_READ = 128 + 13  # SIGPIPE, which Windows lacks
 """Exit codes, as shells have them, of a process that a signal ended before its work was done. 0 would say that the work
 is done, and no supervisor starts such a process again."""
 

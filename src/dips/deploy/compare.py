@@ -18,7 +18,7 @@ from hashlib import sha256
 from typing import Any
 
 from dips.core.errors import ConfigError
-from dips.deploy.objects import Object, as_yaml
+from dips.deploy.objects import CONTEXTS, Object, as_yaml
 
 FIELDS = "dips/fields"
 """Annotation: which fields we set, without their values."""
@@ -142,6 +142,9 @@ def _left_alone(wanted: Object, live: Object, least: str) -> Object:
     kind, spec = wanted["kind"], found.get("spec", {})
     if kind in ("Job", "JobSet"):
         spec["suspend"] = live["spec"].get("suspend", False)
+    if kind == "Secret":
+        both = remembered(wanted) | remembered(live)
+        found["metadata"].setdefault("annotations", {})[CONTEXTS] = json.dumps(sorted(both))
     if kind == "StatefulSet":
         spec["replicas"] = replicas_of(live)
         # Volumes that are large enough stay as they are; smaller ones are an error.
@@ -157,6 +160,11 @@ def _left_alone(wanted: Object, live: Object, least: str) -> Object:
     if kind == "PersistentVolumeClaim":
         _keep_size(found, live, found["metadata"]["name"])
     return found
+
+
+def remembered(one: Object) -> set[str]:
+    """The contexts that a Secret names."""
+    return set(json.loads(one["metadata"].get("annotations", {}).get(CONTEXTS, "[]")))
 
 
 def replicas_of(live: Object) -> int:

@@ -115,6 +115,12 @@ class DeployKnobs(Knobs):
     slaves: int = Field(ge=1, le=64, description="How many slaves; a running run is changed by `dips deploy scale`")
     master_cpus: float = Field(1, gt=0, le=1024, description="Processors that the master asks for")
     slave_cpus: float = Field(4, gt=0, le=1024, description="Processors that a slave asks for")
+    small_pod_cpus: float = Field(
+        0.05, gt=0, le=1024, description="Processors for the supervisor, and for each pod that `dips deploy move` needs"
+    )
+    small_pod_memory: Bytes = Field(
+        192 << 20, ge=64 << 20, description="Memory of each of these pods; the supervisor takes about 110 MiB"
+    )
     expose: Literal["load-balancer", "node-port", "inside"] = Field(
         "load-balancer",
         description="How clusters reach the servers from other places; inside: they are in the same one",
@@ -362,9 +368,6 @@ ANY_NETWORK = "anywhere"
 
 
 MIB = 1 << 20
-SUPERVISOR_BYTES = 192 * MIB
-"""Of the supervisor's process: interpreter, gRPC and the client of Kubernetes take 110 MiB here."""
-
 TAPE_ROOM_BYTES = 2 << 30
 """In addition to the journal or the snapshots, for the process's tape: some KB for each round and push
 (docs/capacity.md). More than DipsDiskLow asks for: a new volume of a size that was computed raises no alarm.

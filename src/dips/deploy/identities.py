@@ -6,6 +6,7 @@ A process gets its own identity and no other; the authority's key never leaves i
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from dips.core.errors import ConfigError
 from dips.core.net.keys import REVOKED_FILE, load_identity
 from dips.core.net.security import Role
 from dips.deploy.deploy_file import Deployment, MasterPlace
-from dips.deploy.objects import IDENTITY_FILES, Object, made
+from dips.deploy.objects import CONTEXTS, IDENTITY_FILES, Object, made
 from dips.local.authority import WantedIdentity
 
 SUPERVISOR, PROMETHEUS, OPERATOR = "supervisor", "prometheus", "operator"
@@ -96,7 +97,9 @@ def cluster_secret(deployment: Deployment, cluster: str) -> Object:
 
 
 def _secret(deployment: Deployment, name: str, component: str, data: dict[str, str], cluster: str = "") -> Object:
-    return made(deployment, "Secret", name, component, cluster, type="Opaque", data=data)
+    found = made(deployment, "Secret", name, component, cluster, type="Opaque", data=data)
+    found["metadata"]["annotations"] = {CONTEXTS: json.dumps(sorted({one.context for one in deployment.sites} - {""}))}
+    return found
 
 
 def _files(place: Path) -> dict[str, str]:

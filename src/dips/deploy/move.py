@@ -18,7 +18,7 @@ from dips.deploy import rollout as plan
 from dips.deploy.compare import STOPPED_WITH
 from dips.deploy.deploy_file import STATE, DeployKnobs, Deployment
 from dips.deploy.health import Health, ObjectState
-from dips.deploy.objects import STATE_MOUNT, Object, container, labels, pod_spec, resources, selector
+from dips.deploy.objects import STATE_MOUNT, Object, container, labels, pod_spec, selector, small_resources
 from dips.deploy.operate import LiveDeployment
 from dips.deploy.rollout import Api, Rollout
 
@@ -36,7 +36,6 @@ SUM_WAIT_S = 3600.0
 """To read a whole volume."""
 
 SAID_EVERY_BYTES = 1 << 30
-CARRIER_MEMORY = "64Mi"
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ class Move:
         """Replace what the new volume holds by what the old one holds."""
         if self._to.get("PersistentVolumeClaim", volume.claim) is None:
             self._to.create(_claim(self._wanted, volume))
-        carriers = [(self._from, _carrier(self.old, volume)), (self._to, _carrier(self._wanted, volume))]
+        carriers = [(self._from, carrier(self.old, volume)), (self._to, carrier(self._wanted, volume))]
         try:
             for api, pod in carriers:
                 if api.get("Pod", volume.carrier) is None:
@@ -229,13 +228,13 @@ def _claim(deployment: Deployment, volume: Volume) -> Object:
     }
 
 
-def _carrier(deployment: Deployment, volume: Volume) -> Object:
+def carrier(deployment: Deployment, volume: Volume) -> Object:
     """A pod that does nothing but hold a volume."""
     one = container(
         "carrier",
         deployment.run.image(volume.component),
         ["sleep", "infinity"],
-        resources("100m", CARRIER_MEMORY),
+        small_resources(deployment),
         [STATE_MOUNT],
     )
     claim = {"name": "state", "persistentVolumeClaim": {"claimName": volume.claim}}

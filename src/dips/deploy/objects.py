@@ -26,6 +26,8 @@ from dips.deploy.deploy_file import (
     Deployment,
     MasterPlace,
     pairs,
+    processors,
+    quantity,
 )
 
 Object = dict[str, Any]
@@ -42,6 +44,8 @@ MANAGER = "dips-deploy"
 CLUSTER_LABEL = "dips-cluster"
 CONFIG_HASH = "dips/config"
 """Annotation of a pod's template: other settings make other pods."""
+CONTEXTS = "dips/contexts"
+"""Annotation of a Secret: all contexts where the run may have objects, also those that the file names no longer."""
 
 POD_SECURITY = "pod-security.kubernetes.io"
 RESTRICTED = {f"{POD_SECURITY}/{mode}": "restricted" for mode in ("enforce", "audit", "warn")}
@@ -227,6 +231,10 @@ def resources(cpus: str, memory: str, extra: Mapping[str, str] | None = None) ->
     """
     fixed = {"memory": memory, **(extra or {})}
     return {"requests": {"cpu": cpus, **fixed}, "limits": fixed}
+
+
+def small_resources(deployment: Deployment) -> Object:
+    return resources(processors(deployment.run.small_pod_cpus), quantity(deployment.run.small_pod_memory))
 
 
 def tcp_probe(port: str, period_s: int, failures: int) -> Object:

@@ -7,6 +7,8 @@ asked by the operator's own service. It must never delete a volume unless that w
 from __future__ import annotations
 
 import functools
+import json
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,10 +18,10 @@ from dips.core.errors import ConfigError, DipsError, RetryLater
 from dips.core.messages import StatusReply
 from dips.deploy import identities
 from dips.deploy import rollout as plan
-from dips.deploy.compare import ObjectAction, Step
+from dips.deploy.compare import ObjectAction, Step, remembered
 from dips.deploy.deploy_file import CONFIG, DeployedClusterKnobs, Deployment, MasterPlace, quantity
 from dips.deploy.health import Dial, Health, ObjectState, endpoints, state_of, state_of_endpoint
-from dips.deploy.objects import CLUSTER_LABEL, Object
+from dips.deploy.objects import CLUSTER_LABEL, CONTEXTS, Object
 from dips.deploy.rollout import Api, Rollout, everything
 
 Planned = list[tuple[plan.RolloutStage, list[Step]]]
@@ -31,6 +33,8 @@ _AROUND = ("Secret", "Service", "NetworkPolicy", "Role", "RoleBinding")
 class Operator(Protocol):
     """The requests to the master; operator_client.OperatorClient implements it."""
 
+    @property
+    def address(self) -> str: ...
     def status(self) -> StatusReply: ...
     def drain(self, cluster_id: str, reason: str) -> str: ...
     def reshard(self, add: Sequence[str], remove: Sequence[str], reason: str) -> str: ...
@@ -42,17 +46,18 @@ Dialled = Callable[[], AbstractContextManager[Operator]]
 
 @dataclass(frozen=True)
 class PendingChanges:
-    """What apply would do: steps by stage, and objects of the run that are no longer wanted."""
+    """What apply would do: steps by stage, and objects of the run that are no longer wanted. serving: what the file has
+    to say of master and standby, in a sentence."""
 
     planned: Planned
     leaving: list[Step]
+    serving: str = ""
 
     def of_servers(self) -> PendingChanges:
         """Without what belongs to clusters: they train on as they are."""
         planned = [pair for pair in self.planned if pair[0].part is not plan.RolloutPart.CLUSTER]
-        return PendingChanges(
-            planned, [step for step in self.leaving if CLUSTER_LABEL not in step.wanted["metadata"].get("labels", {})]
-        )
+        leaving = [step for step in self.leaving if CLUSTER_LABEL not in step.wanted["metadata"].get("labels", {})]
+        return PendingChanges(planned, leaving, self.serving)
 
     @property
     def changes(self) -> int:
@@ -79,7 +84,49 @@ class LiveDeployment:
         """Raises ConfigError for a difference that only a person can settle."""
         there = {context: everything(api, self.deployment.name) for context, api in self._apis.items()}
         plan.check_place(self.deployment, there)
-        return PendingChanges(self.planned(), plan.left_over(self.deployment, there))
+        serving = self._check_serving([one for objects in there.values() for one in objects])
+        return PendingChanges(self.planned(), plan.left_over(self.deployment, there), serving)
+
+    def _check_serving(self, there: Sequence[Object]) -> str:
+        """What the file should say of who serves the run, in a sentence; empty where it does. Raises ConfigError where
+        the one that serves would end, or be the standby of the other, in an empty directory."""
+        run, names = self.deployment, {f"{self.deployment.name}-{one}": one for one in ("master", "standby")}
+        have = {
+            names[one["metadata"]["name"]]: tomllib.loads(one["data"]["master.toml"])["master"]["directory"]
+            for one in there
+            if one["kind"] == "ConfigMap" and one["metadata"]["name"] in names
+        }
+        wanted = {place.component: place.directory for place in run.masters}
+        if "master" not in have:
+            return ""
+        try:
+            serves = self._serves(there) if "standby" in have else "master"
+        except DipsError as error:
+            if all(wanted.get(one) == directory for one, directory in have.items()):
+                return ""
+            right = f"see that standby and take_overs = {run.run.take_overs} are right"
+            return f"{right}: which pod serves the run is not known ({error})"
+        began = int(have[serves].partition("/master-")[2] or 0)
+        n = began + (serves == "standby" or began > 0)
+        words, remedy = f"{run.name}-{serves} serves the run", f"set [deploy] take_overs = {n}"
+        if wanted.get(serves) != have[serves]:
+            remedy += "" if serves in wanted else ", and name the standby's site as standby"
+            raise ConfigError(f"{words}, and {run.file} would end it, or make it an empty standby: {remedy}")
+        remedy += f" in {run.file}, and apply: the other pod follows it then"
+        return "" if n == run.run.take_overs else f"{words} since a take-over: {remedy}"
+
+    def _serves(self, there: Sequence[Object]) -> str:
+        """Whether master or standby serves the run, by their Lease, else by who answers. Raises DipsError."""
+        for holder in (one.get("spec", {}).get("holderIdentity") or "" for one in there if one["kind"] == "Lease"):
+            for component in ("master", "standby"):
+                if holder.partition(" ")[0] == f"{self.deployment.name}-{component}-0":
+                    return component
+        with self._operator() as operator:
+            operator.status()
+            for place in self.deployment.masters:
+                if operator.address == place.address:
+                    return place.component
+        raise RetryLater(f"{operator.address} may be either's")
 
     def planned(self) -> Planned:
         """Each stage with what has to be done about its objects. Raises ConfigError as difference() does."""
@@ -121,7 +168,19 @@ class LiveDeployment:
                     for who, address in endpoints(self.deployment):
                         self._rollout.until(who, functools.partial(state_of_endpoint, who, address, self._dial))
                     self._rollout.until("the run", self._attached)
-        return changed + self._rollout.carry_out(difference.leaving)
+        changed += self._rollout.carry_out(difference.leaving)
+        self._forget_what_is_gone()
+        return changed
+
+    def _forget_what_is_gone(self) -> None:
+        """Contexts that the file names no longer and where nothing of the run is. One that was not asked is kept."""
+        run, named = self.deployment.name, {*plan.contexts(self.deployment)}
+        there = {context for context, api in self._apis.items() if everything(api, run)}
+        gone = {*self._apis} - named - there - {one.context for one in self.volumes()}
+        for api in (self._apis[context] for context in named if gone):
+            for one in api.list("Secret", plan.of_run(run)):
+                if (known := remembered(one)) & gone:
+                    api.patch(one, {"metadata": {"annotations": {CONTEXTS: json.dumps(sorted(known - gone))}}})
 
     def _attached(self) -> ObjectState:
         """Whether the master has all of its slaves."""
@@ -295,7 +354,7 @@ class LiveDeployment:
 
     def volumes(self, cluster: str = "") -> list[Step]:
         """The volumes of the run, those of StatefulSets too, which carry fewer labels."""
-        labels = {"app.kubernetes.io/instance": self.deployment.name}
+        labels = {plan.INSTANCE: self.deployment.name}
         return [
             Step(context, ObjectAction.DELETE, one, one)
             for context, api in self._apis.items()

@@ -20,7 +20,7 @@ from dips.core.errors import ConfigError, DipsError, RetryLater
 from dips.core.units import format_bytes
 from dips.deploy import identities
 from dips.deploy.clusters import cluster_objects
-from dips.deploy.compare import ObjectAction, Step, diff_lines, replicas_of, step_for
+from dips.deploy.compare import ObjectAction, Step, diff_lines, remembered, replicas_of, step_for
 from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment, bytes_of, processors_of
 from dips.deploy.health import Health, ObjectState, state_of
 from dips.deploy.objects import API_VERSIONS, EXTENSIONS, MONITORS, PLURALS, Object
@@ -107,6 +107,12 @@ def contexts(deployment: Deployment) -> list[str]:
     return list(dict.fromkeys([deployment.server_site.context, *sites]))
 
 
+def former_contexts(deployment: Deployment, apis: Mapping[str, Api]) -> list[str] | None:
+    """Those that the file names no longer and the run's Secrets still do; None where there is no Secret to ask."""
+    found = [remembered(one) for api in apis.values() for one in api.list("Secret", of_run(deployment.name))]
+    return sorted(set().union(*found) - {*contexts(deployment)}) if any(found) else None
+
+
 def check_place(deployment: Deployment, there: Mapping[str, Sequence[Object]]) -> None:
     """Raise ConfigError when the run's master is in another context than the file says: new servers would be empty."""
     for place in deployment.masters[: 1 + deployment.run.take_overs % 2]:
@@ -118,6 +124,7 @@ def check_place(deployment: Deployment, there: Mapping[str, Sequence[Object]]) -
             if context == place.site.context or ("StatefulSet", name) not in (key(context, one)[1:] for one in objects):
                 continue
             sites = " or ".join(repr(site.name) for site in deployment.sites if site.context == context)
+            sites = sites or "a site in that context, which the file names no longer"
             raise ConfigError(
                 f"{deployment.file}: {name}, with its state, is in context {context!r}, and the file now has it at "
                 f"{place.site.name!r}, with empty volumes ({deployment.why_there}): set [deploy] {key_of} to {sites}; "
@@ -274,10 +281,17 @@ class Api(Protocol):
     def feed(self, pod: str, command: Sequence[str], chunks: Iterable[bytes]) -> None: ...
 
 
+INSTANCE = "app.kubernetes.io/instance"
+
+
+def of_run(run: str) -> dict[str, str]:
+    """The labels of all that this program makes for a run."""
+    return {INSTANCE: run, "app.kubernetes.io/managed-by": "dips-deploy"}
+
+
 def everything(api: Api, run: str) -> list[Object]:
     """All objects of a run in one context, in the order in which they are made."""
-    labels = {"app.kubernetes.io/instance": run, "app.kubernetes.io/managed-by": "dips-deploy"}
-    return [one for kind in KINDS for one in api.list(kind, labels)]
+    return [one for kind in KINDS for one in api.list(kind, of_run(run))]
 
 
 class Rollout:

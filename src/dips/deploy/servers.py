@@ -306,7 +306,7 @@ def _supervisor(deployment: Deployment) -> list[Object]:
         "supervisor",
         deployment.run.image("master"),
         command,
-        objects.resources("50m", deploy_file.quantity(deploy_file.SUPERVISOR_BYTES)),
+        objects.small_resources(deployment),
         [objects.KEYS_MOUNT, TOKEN_MOUNT],
     )
     volumes = [objects.secret_volume(f"{deployment.name}-keys-supervisor"), TOKEN_VOLUME]

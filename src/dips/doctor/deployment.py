@@ -115,15 +115,19 @@ def _addresses(deployment: Deployment) -> Findings:
         (f"slave {name}", deployment.slave_address(index), "address of its site")
         for index, name in enumerate(deployment.slave_ids)
     ]
+    masters = {one.address: network.dialled(one.address) for one in deployment.masters}
+    one_serves = any(reached.listens for reached in masters.values())
     for who, address, setting in places:
         found = network.check_name_found(who, address, setting)
         if found.remedy:
             yield warn("addresses", found.sentence, f"once the servers are rolled out: {found.remedy}")
             continue
         yield found
-        reached = network.dialled(address)
+        reached = masters[address] if address in masters else network.dialled(address)
         if reached.listens:
             yield network.judge_reached(who, address, reached, must_listen=True)
+        elif address in masters and one_serves and reached.round_trip_s is not None:
+            yield ok("reach", f"{who} at {address}: its host answers; the port is closed while the other one serves")
         else:
             sentence = f"{who} at {address} does not answer yet ({reached.why})"
             yield warn("reach", sentence, "roll it out, and open the way from each cluster's site")

@@ -62,13 +62,13 @@ from dips.core.net.zmq_numba import (
     EAGAIN,
     EHOSTUNREACH,
     EINTR,
-    FREED,
     MESSAGE_BYTES,
     POLL_ITEM,
     SNDMORE,
     Messages,
     PollItems,
     ReceivedFrame,
+    freed,
     is_ready,
     new_messages,
     now_s,
@@ -247,7 +247,7 @@ def serve(
 
     router: the socket's address; items: of the socket, then of whatever else ends the wait. until_s: monotonic time at
     which it returns if it has nothing to do; once it served a message, that is after refresh_s at the latest. lent
-    (2,): SENT and FREED_AGAIN; free: FREED.
+    (2,): SENT and FREED_AGAIN; free: freed().
     """
     messages = address_of(scratch.messages)
     peer, head, body = messages, messages + MESSAGE_BYTES, messages + 2 * MESSAGE_BYTES
@@ -654,7 +654,7 @@ class ServeLoop:
         assert self._router is not None
         why = serve(
             self._router.underlying, self._items, until_s, refresh_s, self._tables, self._scratch, self._lent.counts,
-            FREED, self._told,
+            freed(), self._told,
         )  # fmt: skip
         self._check(why != FAILED)
         return why

@@ -41,9 +41,9 @@ RATE_INTERVAL = "10s"
 DRIVEN_ALARMS = (
     *("DipsMasterDown", "DipsTargetDown", "DipsRunPaused", "DipsRolledBack", "DipsMasterAlarm", "DipsSlaveAway"),
     *("DipsClusterAway", "DipsCallsRefused", "DipsPushesExcluded", "DipsClusterQuarantined", "DipsDirection"),
-    *("DipsLinkSlow",),
 )
-"""Alarms whose condition the story brings about. How long it must last before one rings is promtool's to test."""
+"""Alarms whose condition the story brings about. How long it must last before one rings is promtool's to test, and
+DipsLinkSlow, whose condition is of ten minutes."""
 
 DRIVEN_CHANGES = (
     "dips_master_epoch",

@@ -48,6 +48,11 @@ def test_the_second_process_loads_what_the_first_compiled(tmp_path: Path) -> Non
     assert said(started(tmp_path)) == first[1:]
 
 
+def test_an_import_compiles_nothing_and_so_waits_for_no_other_process(tmp_path: Path) -> None:
+    assert said(started(tmp_path, "import dips.slave.process, dips.core.net.carry_numba")) == []
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
 def test_another_processor_compiles_for_itself_and_spoils_nothing(tmp_path: Path) -> None:
     mine = said(started(tmp_path))
     assert said(started(tmp_path, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="")) == mine

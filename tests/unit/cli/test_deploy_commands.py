@@ -12,7 +12,7 @@ import pytest
 from support.deploy_files import with_keys, written
 from support.run_status import run_status
 
-from dips.cli import logs, main
+from dips.cli import main
 from dips.core.errors import ConfigError, RetryLater
 from dips.core.messages import StatusReply
 from dips.deploy import kubernetes_api, operate
@@ -109,7 +109,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(operate, "LiveDeployment", Live)
     monkeypatch.setattr(of_move, "Move", Moved)
     monkeypatch.setattr(kubernetes_api, "known_contexts", lambda: ["here", "there"])
-    monkeypatch.setattr(kubernetes_api, "open_context", lambda name, namespace: (name, namespace))
+    monkeypatch.setattr(kubernetes_api, "open_context", lambda *_: SimpleNamespace(list=lambda *_: []))
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     return found
 
@@ -255,22 +255,3 @@ def test_status_shows_of_the_run_what_it_waits_for_and_every_member(
         assert words in shown
     (whole,) = told(capsys, "status", file, "--json")
     assert '"waiting_for": "slave s1 is away"' in whole
-
-
-# ---- a pager ----
-
-
-def test_a_pager_that_has_seen_enough_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[int] = []
-
-    def full(*_: object, **__: object) -> None:
-        raise BrokenPipeError
-
-    entry = SimpleNamespace()
-    monkeypatch.setattr(logs, "find_logs", lambda run_dir, events: [])
-    monkeypatch.setattr(logs, "merged", lambda files, *, to_the_end: iter([entry] * 3))
-    monkeypatch.setattr(logs.LogFilter, "takes", lambda wanted, one: True)
-    monkeypatch.setattr(logs, "shown", full)
-    monkeypatch.setattr("dips.cli.logs.os.dup2", lambda fd, to: moved.append(to))
-    assert main.run(["logs", str(tmp_path)]) == 0
-    assert moved == [1]

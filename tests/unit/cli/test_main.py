@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.deploy_files import EXAMPLE
 
 from dips.cli import main
 from dips.cli.commands import Command
 from dips.core.errors import TERMINATED, FatalError, RefusalCode, Refused, RetryLater
 from dips.local import operator_client
-from dips.planner.commands import place as command_place
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -103,6 +103,16 @@ def test_the_process_ends_with_the_code(capsys: pytest.CaptureFixture[str], monk
     with pytest.raises(SystemExit) as ended:
         handlers[signal.SIGTERM](signal.SIGTERM, None)
     assert ended.value.code == TERMINATED
+
+
+@pytest.mark.parametrize("arguments", ["--version", "help plan", f"deploy plan {EXAMPLE} --offline"])
+def test_a_pager_that_has_seen_enough_gets_no_stack_trace(arguments: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = (sys.executable, "-m", "dips.cli", *arguments.split())
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize(
@@ -236,24 +246,6 @@ for line, code in [("demo --help", 0), *((line, 2) for line in {_MISTAKES!r})]:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_place_prints_a_sentence_or_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "sites.toml"
-    file.write_text(
-        "[sites]\nnames = ['x', 'y']\nbandwidth_gbps = [[1.0, 1.0], [2.0, 1.0]]\ntokens_per_s = [5.0, 5.0]\n"
-    )
-    assert command_place.place(file) == 0
-    assert "Place the parameter servers at y" in capsys.readouterr().out
-    assert command_place.place(file, as_json=True) == 0
-    assert capsys.readouterr().out == '{"site": "y", "index": 1, "demand": {"x": 10.0, "y": 15.0}}\n'
-
-
-def test_output_into_a_closed_pipe_leaves_no_trace() -> None:
-    command = f"set -o pipefail; {sys.executable} -m dips.cli --help | head -n 1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 1)
-    assert done.stderr == ""
 
 
 def test_ctrl_c_while_the_command_is_imported_is_no_trace() -> None:

@@ -18,9 +18,8 @@ from dips.cli import verify as command_verify
 from dips.cli.demo import own_model
 from dips.cli.up import how_to_join
 from dips.core.errors import KEYS_REFUSED_EXIT, TERMINATED
-from dips.judge.invariants.checker import Violation
 from dips.judge.replay import Replayed
-from dips.judge.verify import NOT_APPLICABLE, OK, VIOLATED, PromiseRow, VerifyReport
+from dips.judge.verify import NOT_APPLICABLE, OK, PromiseRow, VerifyReport
 from dips.local.authority import Authority, ensure_keys
 from dips.local.demo import DemoOptions, DemoResult
 from dips.local.processes import RunPlan
@@ -66,18 +65,6 @@ def test_a_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert main.run(["verify", str(tmp_path), "--json"]) == 1
     assert asked[1] == (tmp_path, False, {"allow_skipped": False, "without": ()})
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(found.to_json()))
-
-
-def test_violations_are_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    violations = [Violation("I1", f"violation {n}", "") for n in range(32)]
-    found = report(violations=violations, rows=[PromiseRow("I1", "x", 3, VIOLATED)])
-    monkeypatch.setattr(command_verify, "verify_run", lambda *_, **__: found)
-    assert main.run(["verify", str(tmp_path)]) == 7
-    *_, last, more, verdict = capsys.readouterr().out.splitlines()
-    assert (last, more) == (str(violations[29]), "... and 2 more: --json shows all")
-    assert verdict == f"run mine: I1 {VIOLATED}"
 
 
 # ---- demo and up ----

@@ -59,9 +59,6 @@ def test_the_environment_says_insecure(monkeypatch: pytest.MonkeyPatch, text: st
     monkeypatch.setenv("DIPS_INSECURE", text)
     assert insecure_asked(False) is insecure
     assert insecure_asked(True)
-
-
-def test_a_word_that_is_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIPS_INSECURE", "maybe")
     with pytest.raises(ConfigError, match="DIPS_INSECURE is 'maybe': set it to 1, or leave it out"):
         insecure_asked(False)

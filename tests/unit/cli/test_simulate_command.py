@@ -14,12 +14,6 @@ from dips.lab.sim.scale.run import simulate
 from dips.lab.sim.scale.scenario import load_scenario
 
 
-def test_the_list_names_every_set_up(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["simulate", "--list"]) == 0
-    shown = capsys.readouterr().out
-    assert [line.partition(":")[0] for line in shown.splitlines()] == ["defaults-33-days", "paper-33-days", "two-sites"]
-
-
 def test_json_goes_to_standard_output_and_people_get_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["simulate", str(write_setup(tmp_path)), "--hours", "1", "--json"]) == 0
     out, error = capsys.readouterr()

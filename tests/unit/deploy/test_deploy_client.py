@@ -247,11 +247,34 @@ def test_a_plan_says_what_a_site_must_have(small: Path, capsys: pytest.CaptureFi
     assert total.startswith(f"context here must have {1 + 2 * 4 + 0.05 + 3 * 2.5:g} processors and ")
 
 
-def test_contexts_that_no_site_names_are_said_not_to_be_asked(
+def test_what_a_site_leaves_that_is_taken_out_of_the_file_is_said_and_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with contexts(tmp_path, monkeypatch, "here", "gone"):
+    kept = small.read_text()
+    with contexts(tmp_path, monkeypatch, "here", "gone") as (here, gone):
         assert deploy("plan", small, "--summary") == 0
-        assert "no site of the file names them: contexts gone; what the run may have there" in capsys.readouterr().out
+        assert "no site of the file names them): contexts gone; what the run may have there" in capsys.readouterr().out
+        there = '[[sites]]\nname = "gone"\ncontext = "gone"\n[[clusters]]\nid = "b"\nsite = "gone"\n'
+        small.write_text(f"{kept}{there}checkpoint_volume = '1 GiB'\n")
+        with_keys(small)
         assert deploy("apply", small, *APPLY) == 0
-        assert "no site of the file names them: contexts gone;" in capsys.readouterr().out
+        small.write_text(kept.replace('context = "here"', 'context = "gone"'))
+        assert "small-master, with its state, is in context 'here'" in refused(capsys, "plan", small)
+        small.write_text(kept)
+        write_kubeconfig(tmp_path / "kubeconfig", {"here": here.url})
+        capsys.readouterr()
+        for command in (("plan",), ("apply", *APPLY)):
+            assert deploy(command[0], small, *command[1:]) == 0
+            told = capsys.readouterr().out
+            assert "not asked (an earlier file named them: the kubeconfig has no context 'gone'" in told
+            assert "`kubectl --context gone --namespace dips get all,secrets,pvc --selector" in told
+        write_kubeconfig(tmp_path / "kubeconfig", {"here": here.url, "gone": gone.url})
+        for left in (["small-cluster-b"], []):
+            assert gone.of_kind("Job") == left
+            assert deploy("plan", small) == 0
+            assert ("- Job small-cluster-b (context gone)" in (told := capsys.readouterr().out)) is bool(left)
+            assert "volumes stay in context gone, which the file names no longer: small-cluster-b" in told
+            assert deploy("apply", small, *APPLY) == 0
+        gone.objects.clear()
+        assert deploy("apply", small, *APPLY) == 0
+        assert "gone" not in str(here.objects)

@@ -21,6 +21,7 @@ from support.repository import ROOT
 from dips.core.units import parse_bytes
 from dips.deploy import rollout
 from dips.deploy.deploy_file import OUR_PREFIX, OUR_VARIABLES, STATE, Deployment, read_deploy_file
+from dips.deploy.move import carrier, volumes
 from dips.deploy.render import folders, script
 from dips.deploy.servers import master_settings, slave_settings
 from dips.master.config import MasterConfig
@@ -320,6 +321,13 @@ def variables(deployment: Deployment, name: str) -> dict[str, str]:
 def with_knobs(folder: Path, *lines: str) -> Deployment:
     """The small deployment, its cluster with these lines."""
     return read_deploy_file(written(folder, changes={'id = "a"': "\n".join(['id = "a"', *lines])}))
+
+
+def test_small_pods_ask_for_what_the_file_says(tmp_path: Path) -> None:
+    small = 'slaves = 2\nsmall_pod_cpus = 0.2\nsmall_pod_memory = "256 MiB"'
+    deployment = read_deploy_file(written(tmp_path, changes={"slaves = 2": small}))
+    for pod in (dict(pods(deployment))["small-supervisor"], carrier(deployment, next(volumes(deployment)))["spec"]):
+        assert pod["containers"][0]["resources"]["requests"] == {"cpu": "200m", "memory": "256Mi"}
 
 
 @pytest.mark.parametrize(

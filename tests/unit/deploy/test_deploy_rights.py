@@ -75,14 +75,9 @@ def test_exactly_these_rights_are_needed(here: StandIn, small: Path, lease: bool
     assert set(here.objects) == {("", "Namespace", "dips")}
 
 
-LACKING = [
-    ("list", "NetworkPolicy"),
-    ("create", "StatefulSet"),
-    ("delete", "PersistentVolumeClaim"),
-]
-
-
-@pytest.mark.parametrize(("verb", "kind"), LACKING)
+@pytest.mark.parametrize(
+    ("verb", "kind"), [("list", "NetworkPolicy"), ("create", "StatefulSet"), ("delete", "PersistentVolumeClaim")]
+)
 def test_a_right_that_is_missing_is_named(
     verb: str, kind: str, here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,18 +104,6 @@ def test_what_is_left_of_kinds_that_are_not_used_needs_no_right(here: StandIn, s
     here.rights = granted(small)
     assert not {"JobSet", *MONITORS} & {right.kind for right in here.rights}
     assert deploy("apply", small, *APPLY) == 0
-
-
-def test_a_role_made_for_a_check_goes_after_a_refusal(
-    here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    here.rights = granted(small)
-    here.forbidden.add(("POST", "Deployment"))
-    before = set(here.objects)
-    assert deploy("apply", small, *APPLY) == 2
-    assert "deployments is forbidden" in capsys.readouterr().err
-    assert set(here.objects) == before
-    assert ("WRITE", "Role", "small-supervisor") in here.writes
 
 
 def test_the_role_that_ships_is_that_of_the_base(capsys: pytest.CaptureFixture[str]) -> None:

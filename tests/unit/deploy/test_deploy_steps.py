@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -194,6 +195,8 @@ def edited(run: Run, old: str, new: str) -> None:
 def test_everything_is_tried_before_the_first_object_is_made(unmade: Run) -> None:
     run = unmade
     run.apis["here"].refuses.add(("create", "Job"))
+    with pytest.raises(ConfigError, match="no slaves yet"):
+        run.live().scale()
     with pytest.raises(ConfigError, match="Job small-cluster-a is refused"):
         run.apply()
     first = [one for one in run.log if one[0] == "create"]
@@ -458,12 +461,6 @@ def test_blocks_that_do_not_move_keep_the_pods(run: Run) -> None:
     assert pods(run) == 2
 
 
-def test_a_run_without_slaves_is_not_scaled(run: Run) -> None:
-    del run.apis["here"].objects["StatefulSet", "small-slave"]
-    with pytest.raises(ConfigError, match="no slaves yet"):
-        run.live().scale()
-
-
 # ---- status, drain and delete ----
 
 
@@ -606,13 +603,6 @@ def test_servers_are_stopped_before_the_first_byte_is_copied_and_deleted_after_t
     }  # fmt: skip
 
 
-def test_how_far_a_copy_is_is_said_now_and_then(moving: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dips.deploy.move.SAID_EVERY_BYTES", 3)
-    move(moving).carry_out()
-    copied = [said for said in moving.said if "copied" in said]
-    assert copied == [f"volume {volume.claim}: 3 B are copied" for volume in volumes(moving.deployment)]
-
-
 @pytest.mark.parametrize("what", ["differs", "is empty", "is not cleared"])
 def test_a_copy_that_is_not_whole_ends_the_move_and_keeps_the_old_servers(moving: Run, what: str) -> None:
     there, here = moving.apis["there"], moving.apis["here"]
@@ -642,6 +632,44 @@ def test_a_standby_that_serves_stays_where_it_is_and_servers_move_without_one(mo
         moving.live().difference()
     edited(moving, 'standby = "there"\ntake_overs = 1', "take_overs = 2")
     assert [volume.folder for volume in volumes(moving.deployment)] == ["master-1", "slave", "slave"]
+
+
+LEASE = "[master]\nlease = 'kubernetes:dips/small-master'\n\n[model]"
+
+
+@pytest.mark.parametrize(
+    ("lease", "serves", "take_overs", "words"),
+    [
+        (True, "standby", "", "set [deploy] take_overs = 1 in "),
+        (True, "standby", "take_overs = 1", ""),
+        (True, "standby", "take_overs = 2", "set [deploy] take_overs = 1$"),
+        (False, "master", "take_overs = 1", "set [deploy] take_overs = 0$"),
+        (False, "", "take_overs = 1", "see that standby and take_overs = 1 are right: which pod serves the run is not"),
+        (False, "", "", ""),
+    ],
+)
+def test_who_serves_the_run_is_not_made_the_others_standby(
+    unmade: Run, lease: bool, serves: str, take_overs: str, words: str
+) -> None:
+    run, before = unmade, "slaves = 2\nstandby = 'here'\n"
+    edited(run, "slaves = 2\n", before)
+    edited(run, "[model]", LEASE if lease else "[model]")
+    run.apply()
+    if lease:
+        run.apis["here"].objects["Lease", "small-master"]["spec"] = {"holderIdentity": f"small-{serves}-0 [::]:29400 x"}
+    run.master.address = {"master": "192.0.2.7:30400", "standby": "192.0.2.7:30401"}.get(serves, "127.0.0.1:1")
+    edited(run, before, f"{before}{take_overs}\n")
+    if not words.endswith("$"):
+        said = run.live().difference().serving
+        assert words in said if words else not said
+        return
+    with pytest.raises(ConfigError, match=re.escape(words[:-1]) + "$"):
+        run.live().difference()
+    if lease:
+        edited(run, LEASE, "[model]")
+        edited(run, f"standby = 'here'\n{take_overs}", "")
+        with pytest.raises(ConfigError, match=r"serves the run, and .* would end it"):
+            run.live().difference()
 
 
 def test_a_run_moves_from_one_other_site(moving: Run) -> None:

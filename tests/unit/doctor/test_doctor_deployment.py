@@ -53,6 +53,19 @@ def test_a_good_deployment_would_not_fail(here: StandIn, small: Path, capsys: py
     assert not here.writes
 
 
+@pytest.mark.parametrize("serves", ["192.0.2.7:30400", "192.0.2.7:30401", ""])
+def test_a_standby_that_waits_is_well_where_a_master_answers(
+    here: StandIn, small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], serves: str
+) -> None:
+    small.write_text(small.read_text().replace("slaves = 2", 'slaves = 2\nstandby = "here"'))
+    with_keys(small)
+    closed = network.Reached(0.01, False, "nothing listens there")
+    monkeypatch.setattr(network, "dialled", lambda at: network.Reached(0.01, True) if at == serves else closed)
+    reach = [(grade, said) for grade, said in findings(small, capsys, 0)["reach"] if "slave" not in said]
+    assert [grade for grade, _ in reach] == ["OK" if serves else "WARN"] * 2
+    assert ("the port is closed while the other one serves" in str(reach)) is bool(serves)
+
+
 def test_missing_keys_are_told(here: StandIn, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(tmp_path / "keys" / "s1")
     (tmp_path / "keys" / "a" / "tls.key").chmod(0o644)
@@ -77,14 +90,6 @@ def test_a_context_that_is_missing_or_does_not_answer_is_told(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nowhere"))
     ((grade, said),) = findings(small, capsys, 1)["contexts"]
     assert "set KUBECONFIG" in said
-
-
-def test_a_volume_that_is_too_small_is_the_one_finding(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small.write_text(small.read_text().replace("[model]", 'slave_volume = "1 MiB"\n[model]'))
-    found = findings(small, capsys, 1)
-    ((grade, said),) = found["settings"]
-    assert grade == "FAIL"
-    assert "slave_volume" in said
 
 
 def test_a_clock_that_differs_is_told(

@@ -57,14 +57,22 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     return result
 
 
-def callback(signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    """numba.cfunc: a C function, compiled or loaded at once."""
+def callback(signature: Any) -> Callable[[Callable[..., Any]], Callable[[], int]]:
+    """numba.cfunc: gives the address of a C function, which is compiled or loaded when that is first asked for: at an
+    import a process would wait for all that another one compiles, and say nothing to anyone."""
 
-    def wrapped(function: Callable[..., Any]) -> Any:
+    def wrapped(function: Callable[..., Any]) -> Callable[[], int]:
         kernel: Any = CFunc(function, sigutils.normalize_signature(signature), {}, {})  # type: ignore[no-untyped-call]
         _keep_on_disk(kernel, function)
-        kernel.compile()
-        return kernel
+
+        def address() -> int:
+            if kernel.address is None:
+                with global_compiler_lock:
+                    if kernel.address is None:  # made twice, the first one would be freed
+                        kernel.compile()
+            return int(kernel.address)
+
+        return address
 
     return wrapped
 

@@ -78,12 +78,12 @@ from dips.core.net.transfer import PullTransfer, PushTransfer, Transfer, Transfe
 from dips.core.net.zmq_numba import (
     DONTWAIT,
     EINTR,
-    FREED,
     MESSAGE_BYTES,
     SNDMORE,
     Messages,
     PollItems,
     ReceivedFrame,
+    freed,
     is_ready,
     new_messages,
     now_s,
@@ -661,7 +661,7 @@ class PushLoop(TransferLoop):
 
     def _run(self, until_s: float) -> int:
         return push(
-            self._columns, self._links, self._held, self._source, self._texts, self._scratch, self._numbers, FREED,
+            self._columns, self._links, self._held, self._source, self._texts, self._scratch, self._numbers, freed(),
             until_s,
         )  # fmt: skip
 

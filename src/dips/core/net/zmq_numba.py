@@ -137,7 +137,7 @@ def _external(name: str) -> Any:
 zmq_msg_init = _external("zmq_msg_init")
 zmq_msg_init_size = _external("zmq_msg_init_size")
 zmq_msg_init_data = _external("zmq_msg_init_data")
-"""(message, data, size, free function, hint): sends `data` from where it lies. free function: FREED."""
+"""(message, data, size, free function, hint): sends `data` from where it lies. free function: freed()."""
 zmq_msg_recv = _external("zmq_msg_recv")
 zmq_msg_send = _external("zmq_msg_send")
 zmq_msg_move = _external("zmq_msg_move")
@@ -224,17 +224,12 @@ def _order(place: int, user: NDArray[np.uint8]) -> int:
 def freed(data: int, hint: int) -> None:
     """libzmq calls it, on any of its threads, when it has read a payload that zmq_msg_init_data() took: count it.
 
-    hint: the address of an int64.
+    hint: the address of an int64. The counter there, and the payload, must live until the counter shows that it came
+    back: long after its socket was closed, perhaps. Its address, freed(), is passed to a compiled loop as an argument:
+    in its code it could not be kept on disk.
     """
     atomic_add(hint, 1)
 
-
-FREED: int = freed.address
-"""The free function, to be passed to a compiled loop as an argument: an address in its code could not be kept on disk.
-
-The counter that `hint` points to, and the payload, must live until the counter shows that it came back: long after its
-socket was closed, perhaps.
-"""
 
 # ---- for Python ----
 

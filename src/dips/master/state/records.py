@@ -407,6 +407,7 @@ class RecoveryState:
     """The state of a recovery."""
 
     phase: Phase[RecoveryPhase]
+    since_s: float | None = None  # its begin, whatever phases follow
     reason: str = ""  # in a sentence; empty while a restarted master waits for its slaves
     asked: SlaveId | None = None  # the slave whose record of `wanted` is awaited
     wanted: HeldVersion | None = None

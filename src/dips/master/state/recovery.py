@@ -646,5 +646,6 @@ class Recovery:
 
     def _move(self, input_name: str, to: RecoveryPhase, why: str = "") -> None:
         shared, state = self._shared, self._shared.recovery
+        state.since_s = state.since_s if state.active else shared.now_s
         state.phase.move(input_name, to, shared.now_s, "recovery", why)
         shared.record(tape.RecoveryMoved("recovery", phase=to.value, input=input_name, why=why))

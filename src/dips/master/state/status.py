@@ -115,8 +115,7 @@ def restart_words(shared: SharedState) -> str:
     away = _not_attached(shared)
     if state.phase.now is not RecoveryPhase.GATHERING or state.reason or version is None or not away:
         return ""
-    since_s = shared.now_s - state.phase.since_s
-    with_whom = _slaves(away, " is here", " are here")
+    with_whom, since_s = _slaves(away, " is here", " are here"), shared.now_s - state.phase.since_s
     return f"the master was started again {since_s:.0f} s ago, and goes on from version {version} once {with_whom}"
 
 
@@ -181,7 +180,7 @@ def waiting_for(shared: SharedState) -> Waiting:
     if shared.stopped_s is not None:
         return Waiting(WaitingCode.ENDED, "the run has ended: no cluster is left")
     if recovery := recovery_words(shared):
-        return Waiting(WaitingCode.RECOVERY, recovery)
+        return Waiting(WaitingCode.RECOVERY, recovery, since_s=shared.recovery.since_s)
     ready = {slave.id for slave in shared.ready_slaves()}
     not_ready = tuple(name for name in shared.slaves_expected() if name not in ready)
     away = Waiting(WaitingCode.SLAVES, slaves_away(shared), not_ready)
@@ -288,7 +287,7 @@ def status(shared: SharedState) -> StatusReply:
         totals.get(TokenState.EXCLUDED, 0),
         shared.settings(),
         shared.durable,
-        recovery_words(shared) or restart_words(shared),
+        f"{waiting.sentence}{lasts}" if waiting.code is WaitingCode.RECOVERY else restart_words(shared),
         reshard=reshard_words(shared),
         alarms=standing(shared),
         waiting_code=waiting.code,
