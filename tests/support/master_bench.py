@@ -22,6 +22,7 @@ from dips.master.state import effects
 from dips.master.state.effects import Halt, Log, Record
 from dips.master.state.master import MasterMachine
 from dips.master.state.shared import RunConfig
+from dips.master.state.status import RunView, look
 
 WALL_OFFSET_S = 1e6
 TAPE_HEAD = {"wall_s", "monotonic_s", "role", "name", "kind", "cause"}
@@ -368,6 +369,10 @@ class Bench:
         reply = self.operate(m.StatusRequest(""))
         assert isinstance(reply, m.StatusReply)
         return reply
+
+    def look(self, late_s: float = 0.0) -> RunView:
+        """late_s: after the last event."""
+        return look(self.state.shared, self.state.shared.now_s + late_s)
 
     def caller(self, name: str) -> m.Caller:
         return m.Caller(self.run_id, self.epoch, name, self.clusters[name].join.incarnation, f"c-{name}")

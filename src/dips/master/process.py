@@ -142,7 +142,7 @@ class _Master:
         wall_offset_s = self.clock.wall_s() - self.clock.monotonic_s()
         snapshot_json = self.journal.latest_snapshot()
         machine = make_machine(config, epoch, snapshot_json, wall_offset_s)
-        self.metrics.watch(machine)
+        self.metrics.shared = machine.shared
 
         def append(entries: Sequence[WriteJournal]) -> None:
             self.journal.append_all(epoch, entries)
@@ -189,7 +189,7 @@ class _Master:
             # Publishes the master's address for people and other processes.
             write_address(self.config.directory, here)
             # Not the configuration's: a run keeps the preset that it was begun with.
-            about = {"run_id": here.run_id, "settings": shell.machine.settings()}
+            about = {"run_id": here.run_id, "settings": shell.machine.shared.settings()}
             self.tape.write("master-started", "-", address=here.address, epoch=here.epoch, pid=here.pid, **about)
             if isinstance(self.security, Identity):
                 callers = f"for those with keys only, as {self.security}"
@@ -280,7 +280,7 @@ class _Signals:
     def _stop(self) -> None:
         if self._shell is None or self._signal is None:
             return
-        over = self._shell.machine.run_is_over()
+        over = self._shell.machine.shared.stopped_s is not None
         code = INTERRUPTED if self._signal is signal.SIGINT else TERMINATED
         self._shell.stop(Halt(0 if over else code, f"stopped by {self._signal.name}"))
 

@@ -128,11 +128,11 @@ def test_a_file_without_lines_is_passed_over_and_what_follows_is_read(
 
 
 def test_what_an_operator_did_stands_beside_the_sentence_unless_it_is_the_sentence() -> None:
-    view = Bench().running("a").state.look()
+    view = Bench().running("a").look()
 
     def more(**fields: Any) -> str:
         changed = dataclasses.replace(view, status=dataclasses.replace(view.status, **fields))
-        return " ".join(sentence(changed, 0.0, {})["more"])
+        return " ".join(sentence(changed, {})["more"])
 
     for fields, words in (({"paused": True}, "paused"), ({"stopping": True}, "ending")):
         assert words in more(**fields)

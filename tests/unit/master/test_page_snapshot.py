@@ -18,6 +18,8 @@ from dips.master.page.history import (
     MAX_EVENTS,
     MAX_TEXT,
     BufferedTape,
+    Departure,
+    Departures,
     EventTimeline,
     Heldout,
     HeldoutTail,
@@ -34,8 +36,8 @@ from dips.master.state.status import RunView
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x1b[31m" + "y" * 1000
 
 
-def state_of(bench: Bench, lag_s: float = 0.0, departures: dict[str, tuple[str, str]] | None = None) -> dict[str, Any]:
-    state = snapshot(bench.state.look(), lag_s, 10.0, departures or {})
+def state_of(bench: Bench, late_s: float = 0.0, departures: Departures | None = None) -> dict[str, Any]:
+    state = snapshot(bench.look(late_s), 30.04, 10.0, departures or {})
     assert json.loads(json.dumps(state, allow_nan=False)) == state
     return state
 
@@ -69,7 +71,7 @@ def test_every_field_of_a_run_that_trains() -> None:
     slave = bench.slaves[0]
     slave.say(SlaveBeat(10, served_bytes=7, refused_chunks=2, resident_bytes=1000, refused_connections=1))
     bench.now_s += 1.0
-    state = state_of(bench, lag_s=0.5)
+    state = state_of(bench, 0.5)
     common = {"level": "good", "why": "", "alive": True, "incarnation": "1.1", "lives": 1, "beat_age_s": 0.5}
     unmeasured = dict.fromkeys(("away_s", "z", "cosine", "push"))
     of_both = common | unmeasured | {"ranks": 1, "local_steps": 64, "stale": False, "aborted": 0}
@@ -111,16 +113,15 @@ def test_a_cluster_that_is_evicted_is_bad_and_one_that_left_no_trouble() -> None
     bench.silent.add("b")
     bench.advance(30.0)
     assert not bench.alive("b")
-    state = state_of(bench, departures={"b": ("evict", "no heartbeat for 10.0 s")})
+    state = state_of(bench, departures={"b": Departure("evict", "no heartbeat for 10.0 s", 10.0)})
     b = cluster_of(state, "b")
     assert (b["level"], b["sign"], b["why"], b["tokens_per_s"]) == ("bad", "away", "no heartbeat for 10.0 s", None)
     assert state["say"]["level"] == "warn"
     assert state["say"]["text"].endswith("cluster b is away (no heartbeat for 10.0 s).")
-    state = snapshot(bench.state.look(), 0.0, 10.0, {}, away_s={"a": 9.0, "b": 20.04})
     assert (cluster_of(state, "a")["away_s"], cluster_of(state, "b")["away_s"]) == (None, 20.0)
     bench = Bench().running("a", "b")
     bench.leave("b")
-    state = state_of(bench, departures={"b": ("leave", "done")})
+    state = state_of(bench, departures={"b": Departure("leave", "done", 1.0)})
     assert (cluster_of(state, "b")["level"], cluster_of(state, "b")["why"]) == ("off", "done")
     assert state["say"]["level"] == "good"
 
@@ -128,7 +129,7 @@ def test_a_cluster_that_is_evicted_is_bad_and_one_that_left_no_trouble() -> None
 def test_silence_counts_the_time_since_the_last_event(bench: Bench) -> None:
     heartbeat_s = bench.config.settings.heartbeat_s
     assert cluster_of(state_of(bench), "a")["level"] == "good"
-    silent = cluster_of(state_of(bench, lag_s=3 * heartbeat_s), "a")
+    silent = cluster_of(state_of(bench, 3 * heartbeat_s), "a")
     assert (silent["level"], silent["sign"], silent["why"]) == (
         "warn",
         "silent",
@@ -156,14 +157,14 @@ def test_a_push_that_is_under_way_and_its_verdict_are_shown_with_its_cluster() -
     state = state_of(bench)
     assert cluster_of(state, "a")["push"] == {"phase": "ADMITTED", "landed": 1.0}
     assert (state["round"]["phase"], state["round"]["pushed"], state["round"]["of"]) == ("WINDOW", 1, 2)
-    assert 0 < state_of(bench, lag_s=0.25)["round"]["closes_in_s"] < state["round"]["closes_in_s"]
+    assert 0 < state_of(bench, 0.25)["round"]["closes_in_s"] < state["round"]["closes_in_s"]
     bench.push("b")
     state = state_of(bench)
     assert (state["version"], state["rounds"]["merged"]) == ("1:1", 1)
 
 
 def test_text_of_others_is_cut_and_stays_text() -> None:
-    view = Bench().running("a").state.look()
+    view = Bench().running("a").look()
     one = dataclasses.replace(view.status.clusters[0], note=HOSTILE, phase=HOSTILE, last_reason=HOSTILE)
     one = dataclasses.replace(one, last_verdict="EXCLUDED")
     a = snapshot(changed(view, clusters=(one,)), 0.0, 0.0, {})["clusters"][0]
@@ -175,7 +176,7 @@ def test_text_of_others_is_cut_and_stays_text() -> None:
 
 @pytest.mark.parametrize(("goal", "rate", "left"), [(0, 10.0, None), (1000, 10.0, 100.0), (1000, 0.0, None)])
 def test_how_long_it_takes_still(goal: int, rate: float, left: float | None) -> None:
-    view = changed(Bench().running("a").state.look(), tk_max_tokens=goal, tokens=0)
+    view = changed(Bench().running("a").look(), tk_max_tokens=goal, tokens=0)
     assert snapshot(view, 0.0, rate, {})["left_s"] == left
 
 
@@ -195,45 +196,45 @@ def test_how_long_it_takes_still(goal: int, rate: float, left: float | None) -> 
     ],
 )
 def test_the_most_pressing_reason_is_the_sentence(fields: dict[str, Any], level: str, words: str) -> None:
-    told = sentence(changed(Bench().running("a").state.look(), **fields), 0.0, {})
+    told = sentence(changed(Bench().running("a").look(), **fields), {})
     assert told["level"] == level
     assert words in told["text"]
 
 
 def test_a_run_that_publishes_nothing_for_long_is_said_to_stand_still() -> None:
-    view = dataclasses.replace(Bench().running("a").state.look(), since_publish_s=100.0, publish_interval_s=20.0)
-    assert sentence(view, 0.0, {})["level"] == "wait"
-    assert sentence(view, 0.0, {})["text"].startswith("No version was published for 1 min 40 s, usually one")
-    assert sentence(dataclasses.replace(view, since_publish_s=60.0), 0.0, {})["level"] == "good"
+    view = dataclasses.replace(Bench().running("a").look(), since_publish_s=100.0, publish_interval_s=20.0)
+    assert sentence(view, {})["level"] == "wait"
+    assert sentence(view, {})["text"].startswith("No version was published for 1 min 40 s, usually one")
+    assert sentence(dataclasses.replace(view, since_publish_s=60.0), {})["level"] == "good"
 
 
 def test_what_stands_beside_the_sentence() -> None:
-    view = Bench().running("a").state.look()
+    view = Bench().running("a").look()
     silent = ClusterStatus("a", alive=True, pushes_applied=1, steps_per_s=2.0)
-    more = sentence(changed(view, clusters=(silent,)), 0.0, {})["more"]
+    more = sentence(changed(view, clusters=(silent,)), {})["more"]
     assert more[-1].startswith("No cluster reports a loss: write sync.report(loss)")
     told = dataclasses.replace(silent, loss=2.0)
-    assert not any("loss" in line for line in sentence(changed(view, clusters=(silent, told)), 0.0, {})["more"])
-    view = Bench().running("a", "b").state.look()
+    assert not any("loss" in line for line in sentence(changed(view, clusters=(silent, told)), {})["more"])
+    view = Bench().running("a", "b").look()
     clusters = tuple(
         dataclasses.replace(c, direction_alarm=c.cluster_id == "a", quarantined=True) for c in view.status.clusters
     )
-    more = sentence(changed(view, clusters=clusters), 0.0, {})["more"]
+    more = sentence(changed(view, clusters=clusters), {})["more"]
     assert more[0].startswith("Direction alarm: a pushes")
     assert more[1].endswith("excluded in a row: a, b.")
 
 
 @pytest.mark.parametrize("field", ["direction_alarm", "quarantined", "alarms"])
 def test_all_is_not_well_while_an_alarm_stands(field: str) -> None:
-    view = Bench().running("a", "b").state.look()
+    view = Bench().running("a", "b").look()
     first, second = view.status.clusters
     cases: dict[str, dict[str, Any]] = {
         "direction_alarm": {"clusters": (dataclasses.replace(first, direction_alarm=True), second)},
         "quarantined": {"clusters": (dataclasses.replace(first, quarantined=True), second)},
         "alarms": {"alarms": (Alarm(AlarmKind.SAME_DATA, ("a", "b"), "clusters a and b push the same"),)},
     }
-    assert sentence(view, 0.0, {})["level"] == "good"
-    assert sentence(changed(view, **cases[field]), 0.0, {})["level"] == "warn"
+    assert sentence(view, {})["level"] == "good"
+    assert sentence(changed(view, **cases[field]), {})["level"] == "warn"
 
 
 # ---- the timeline ----
@@ -296,11 +297,9 @@ def test_the_timeline_is_bounded_and_counts_what_repeats() -> None:
 def test_the_timeline_knows_how_a_cluster_went_until_it_is_back() -> None:
     timeline = EventTimeline()
     timeline.note(1.0, "evict", {"cluster": "a", "reason": "silent"})
-    assert timeline.departures == {"a": ("evict", "silent")}
-    assert timeline.departed_wall_s == {"a": 1.0}
+    assert timeline.departures == {"a": ("evict", "silent", 1.0)}
     timeline.note(2.0, "join", {"cluster": "a", "incarnation": "1.2"})
     assert not timeline.departures
-    assert not timeline.departed_wall_s
 
 
 def test_the_real_masters_records_are_told() -> None:
@@ -315,7 +314,7 @@ def test_the_real_masters_records_are_told() -> None:
     assert ("good", "cluster a") in told
     assert ("good", "slave s0") in told
     assert ("bad", "cluster b") in told
-    assert timeline.departures["b"][0] == "evict"
+    assert timeline.departures["b"].kind == "evict"
 
 
 # ---- the curves ----
@@ -429,13 +428,13 @@ async def test_a_page_that_keeps_up_gets_what_is_new_and_another_gets_all(tmp_pa
     events.append((2.0, "join", {"cluster": "a", "incarnation": "1.1"}))
     waiting = asyncio.ensure_future(hub.after(0))
     await asyncio.sleep(0)
-    hub.take(bench.state.look(), 2.0, 0.0)
+    hub.take(bench.look(), 2.0)
     await waiting
     first = json.loads(hub.message_after(0))
     assert first["full"]
     assert [event["text"] for event in first["events"]] == ["of an earlier life", "joined as incarnation 1.1"]
     bench.pushes("a", "b")
-    hub.take(bench.state.look(), 3.0, 0.0)
+    hub.take(bench.look(), 3.0)
     second = json.loads(hub.message_after(1))
     assert (second["full"], second["events"], second["history"]["at"]) == (False, [], [3.0])
     assert [entry["version"] for entry in second["rounds"]] == ["1:1"]

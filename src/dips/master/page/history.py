@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from dips.core.clock import Clock
 from dips.core.messages import ClusterStatus
@@ -169,16 +169,28 @@ class TimelineEvent:
     times: int = 1
 
 
+class Departure(NamedTuple):
+    """How a cluster went, and why."""
+
+    kind: str  # evict or leave
+    why: str
+    wall_s: float  # Unix time
+
+
+Departures = Mapping[str, Departure]
+"""Those of the clusters that are away, by name."""
+
+STAYED = Departure("", "", 0.0)
+"""Of a cluster of which no event says that it went."""
+
+
 class EventTimeline:
     """The newest events, and how clusters departed."""
 
     def __init__(self) -> None:
         self._events: deque[TimelineEvent] = deque(maxlen=MAX_EVENTS)
         self._seq = 0
-        self.departures: dict[str, tuple[str, str]] = {}
-        """Cluster -> ("evict" or "leave", why), while it is away."""
-        self.departed_wall_s: dict[str, float] = {}
-        """Cluster -> when it departed, Unix time, while it is away."""
+        self.departures: dict[str, Departure] = {}
 
     @property
     def seq(self) -> int:
@@ -186,7 +198,11 @@ class EventTimeline:
 
     def note(self, wall_s: float, kind: str, fields: Mapping[str, Any]) -> None:
         """Takes one line of the tape; most are not shown."""
-        self._note_departure(wall_s, kind, fields)
+        if isinstance(cluster := fields.get("cluster"), str):
+            if kind == "join":
+                self.departures.pop(cluster, None)
+            elif kind in ("evict", "leave"):
+                self.departures[cluster] = Departure(kind, cut(fields.get("reason")), wall_s)
         text = sentence_of(kind, fields)
         if text is None:
             return
@@ -202,17 +218,6 @@ class EventTimeline:
     def since(self, seq: int) -> list[TimelineEvent]:
         """Events after this one, oldest first; 0: all that are kept."""
         return [event for event in self._events if event.seq > seq]
-
-    def _note_departure(self, wall_s: float, kind: str, fields: Mapping[str, Any]) -> None:
-        cluster = fields.get("cluster")
-        if not isinstance(cluster, str):
-            return
-        if kind == "join":
-            self.departures.pop(cluster, None)
-            self.departed_wall_s.pop(cluster, None)
-        elif kind in ("evict", "leave"):
-            self.departures[cluster] = (kind, cut(fields.get("reason")))
-            self.departed_wall_s[cluster] = wall_s
 
 
 def sentence_of(kind: str, fields: Mapping[str, Any]) -> EventText | None:

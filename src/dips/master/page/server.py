@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -70,7 +70,7 @@ from dips.master.page.history import (
 from dips.master.page.snapshot import Hub
 from dips.master.shell import MasterShell
 from dips.master.state.effects import OperatorAction, OperatorCall, Pause, Resume
-from dips.master.state.status import RunView
+from dips.master.state.status import RunView, look
 
 if TYPE_CHECKING:
     from aiohttp.typedefs import Middleware
@@ -455,14 +455,14 @@ class PageServer:
         self._thread.start()
         return self._started.result(START_S)
 
-    def give(self, take: Callable[[PageApplication], None]) -> None:
-        """Passes a task on the site to the page's thread; dropped while the last task still waits."""
+    def give(self, view: RunView, wall_s: float) -> None:
+        """Passes a sample of the run to the page's thread; dropped while the last one still waits."""
         serving = self._serving
         if serving is None or self._behind.is_set():
             return
         self._behind.set()
         with contextlib.suppress(RuntimeError):  # the thread has just ended
-            serving.loop.call_soon_threadsafe(self._take, serving.site, take)
+            serving.loop.call_soon_threadsafe(self._take, serving.site, view, wall_s)
 
     def stop(self) -> None:
         """Tells open pages that the master has ended, and ends the thread. May be called twice."""
@@ -475,12 +475,12 @@ class PageServer:
 
     # ---- on the page's thread ----
 
-    def _take(self, site: PageApplication, take: Callable[[PageApplication], None]) -> None:
+    def _take(self, site: PageApplication, view: RunView, wall_s: float) -> None:
         try:
             site.gate.look()
             if self._tls is not None:
                 self._tls.look()
-            take(site)
+            site.hub.take(view, wall_s)
         except Exception:
             _logger.exception("the status page could not be updated; the run continues without it")
         finally:
@@ -622,13 +622,6 @@ class _Acceptor:
 # The status page of one master: opened before the first epoch, updated in each, closed at the end.
 
 
-@runtime_checkable
-class Looked(Protocol):
-    """A state machine that gives a view of the run between two events."""
-
-    def look(self) -> RunView: ...
-
-
 class Page:
     """The status page. Use it on the control loop's thread."""
 
@@ -653,17 +646,11 @@ class Page:
 
     async def follow(self, shell: MasterShell) -> None:
         """Takes samples of this shell's state until cancelled."""
-        machine = shell.machine
-        assert isinstance(machine, Looked), "the state machine of a run has look()"
         self._steering.follow(shell)
         while True:
-            self._look(machine)
+            view = look(shell.machine.shared, self._clock.monotonic_s())
+            self._server.give(view, self._clock.wall_s())
             await asyncio.sleep(SAMPLE_S)
-
-    def _look(self, machine: Looked) -> None:
-        view, wall_s = machine.look(), self._clock.wall_s()
-        lag_s = max(0.0, self._clock.monotonic_s() - view.as_of_s)
-        self._server.give(lambda site: site.hub.take(view, wall_s, lag_s))
 
     def _site(self, port: int) -> PageApplication:
         """Makes the application, on the page's thread."""

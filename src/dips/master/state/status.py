@@ -5,6 +5,7 @@ Answers, logs, the page and metrics say the same.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -379,8 +380,8 @@ def _slave(shared: SharedState, slave: Slave) -> SlaveStatus:
 #
 # One value for all who look at a run: `dips status` gets its StatusReply, the page and the metrics render all of it.
 #
-# Made between two events, about a millisecond with 64 clusters. It must never change the state, nor hold a reference
-# that could.
+# Made between two events, about a millisecond with 64 clusters. Its ages are those of the moment at which one looks,
+# and not of the last event. It must never change the state, nor hold a reference that could.
 
 
 @dataclass(frozen=True)
@@ -390,7 +391,6 @@ class OpenPushView:
     cluster: str
     phase: str
     landed: float  # the share of its bytes that slaves have received, 0 to 1
-    age_s: float
     landed_bytes: Mapping[str, int] = field(default_factory=dict)  # by slave
 
 
@@ -399,7 +399,6 @@ class RunView:
     """A run at one moment. Times are None where there is no such moment."""
 
     status: StatusReply
-    as_of_s: float  # the monotonic time of the state's last event, from which all ages are counted
     planned_window_in_s: float | None = None
     since_publish_s: float | None = None  # since the newest version was published in this epoch; None when none was
     publish_interval_s: float = 0.0
@@ -419,15 +418,16 @@ class RunView:
     data_tokens: Mapping[str, int] = field(default_factory=dict)  # by state, empty where the run leases no data
 
 
-def look(shared: SharedState) -> RunView:
-    """Makes the view of the run as it is now."""
+def look(shared: SharedState, now_s: float) -> RunView:
+    """Makes the view of the run as it is now, which may be after the last event."""
+    shared = copy.copy(shared)
+    shared.now_s = max(shared.now_s, now_s)
     config, ledger = shared.config, shared.ledger
     planned_s, published_s = shared.planned_window_s, shared.published_s
     placed = ledger.placement.slaves if ledger.placement is not None else ()
     totals = {TokenState.FREE: 0, **ledger.leases.totals()} if ledger.leases is not None else {}
     return RunView(
         status(shared),
-        shared.now_s,
         planned_window_in_s=planned_s - shared.now_s if planned_s is not None else None,
         since_publish_s=shared.now_s - published_s if published_s is not None else None,
         publish_interval_s=shared.publish_interval_s,
@@ -481,5 +481,4 @@ def _open(shared: SharedState, push: Push) -> OpenPushView:
     whole_bytes = encoded_bytes(push.wire, layout.n_elems) if layout is not None else 0
     staged = len(push.digest_of_slave) / max(1, len(shared.slaves_expected()))
     landed = sum(landed_bytes.values()) / whole_bytes if whole_bytes else 0.0
-    age_s = shared.now_s - push.began_s
-    return OpenPushView(push.cluster, push.phase.now.value, min(1.0, max(staged, landed)), age_s, landed_bytes)
+    return OpenPushView(push.cluster, push.phase.now.value, min(1.0, max(staged, landed)), landed_bytes)
