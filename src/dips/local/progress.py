@@ -17,10 +17,9 @@ from dips.core.clock import Clock
 from dips.core.errors import DISK_ERRORS
 from dips.core.messages import StatusReply
 from dips.core.units import format_seconds
-from dips.local.log_files import HeldoutPoint
 from dips.local.report import Fault
 from dips.local.view import alarm_sentence, plain_line, status_view
-from dips.master.page.history import TokenRate
+from dips.master.page.history import HeldoutPoint, TokenRate
 
 PLAIN_EVERY_S = 5.0
 SEEN_ENOUGH_S = 15.0

@@ -13,6 +13,7 @@ import pytest
 from support.manual_clock import ManualClock
 from support.master_bench import LEASED, Bench
 
+from dips.core.ids import Version
 from dips.core.messages import Alarm, ClusterStatus, Settings, SlaveBeat, StagingProgress
 from dips.master.page.history import (
     MAX_EVENTS,
@@ -21,12 +22,12 @@ from dips.master.page.history import (
     Departure,
     Departures,
     EventTimeline,
-    Heldout,
-    HeldoutTail,
+    HeldoutPoint,
     ProgressHistory,
     TapeEvent,
+    TapeTail,
     TokenRate,
-    earlier_events,
+    heldout_point,
     sentence_of,
 )
 from dips.master.page.snapshot import Hub, sentence, snapshot
@@ -359,10 +360,10 @@ def test_more_clusters_than_can_be_drawn_are_left_out(monkeypatch: pytest.Monkey
 def test_a_version_evaluated_again_counts_once_and_the_newest_stays() -> None:
     history = ProgressHistory(max_heldout=4)
     for n in range(9):
-        history.add_heldout(Heldout(0, float(n), f"1:{n}", n, 1.0))
-    history.add_heldout(Heldout(0, 9.0, "1:8", 8, 0.5))
+        history.add_heldout(HeldoutPoint(Version(1, n), n, 1.0))
+    history.add_heldout(HeldoutPoint(Version(1, 8), 8, 0.5))
     assert len(history.heldout) <= 5
-    assert [(p.version, p.loss) for p in history.heldout][-1] == ("1:8", 0.5)
+    assert [(str(p.version), p.loss) for _, p in history.heldout][-1] == ("1:8", 0.5)
 
 
 def test_the_rate_is_that_of_the_last_rounds_and_survives_a_rollback() -> None:
@@ -386,36 +387,41 @@ def test_the_ear_hears_what_the_tape_writes_and_a_restart_reads_it_again(tmp_pat
     assert (kind, fields["cluster"]) == ("join", "a")
     with path.open("ab") as file:
         file.write(b'not json\n{"kind": "no time"}\n{"wall_s": 1, "kind": "torn')
-    assert [(kind, fields["cluster"]) for _, kind, fields in earlier_events(path)] == [("join", "a")]
-    assert list(earlier_events(tmp_path / "none")) == []
+    assert [(kind, fields["cluster"]) for _, kind, fields in TapeTail(path).events()] == [("join", "a")]
+    assert list(TapeTail(tmp_path / "none", 9).events()) == []
     lines = [json.dumps({"wall_s": n, "kind": "join", "cluster": f"c{n}"}) for n in range(100)]
     path.write_text("\n".join(lines) + "\n")
-    found = [fields["cluster"] for _, _, fields in earlier_events(path, most_bytes=200)]
+    found = [fields["cluster"] for _, _, fields in TapeTail(path, last_bytes=200).events()]
     assert found == ["c96", "c97", "c98", "c99"], "only the end of a long one"
 
 
 def test_the_evaluators_tape_is_read_along(tmp_path: Path) -> None:
     path = tmp_path / "heldout.tape.jsonl"
-    tail = HeldoutTail(path)
-    assert tail.news() == []
+    tail = TapeTail(path)
+
+    def news() -> list[tuple[str, float]]:
+        points = (heldout_point(*event) for event in tail.events())
+        return [(str(point.version), point.loss) for point in points if point is not None]
+
+    assert news() == []
 
     def write(*events: dict[str, Any]) -> None:
         with path.open("a") as file:
             file.write("".join(json.dumps({"wall_s": 1.0, **event}) + "\n" for event in events))
 
     write({"kind": "heldout", "version": "1:1", "tokens": 10, "loss": 4.0}, {"kind": "other"})
-    assert [(p.version, p.loss) for p in tail.news()] == [("1:1", 4.0)]
+    assert news() == [("1:1", 4.0)]
     with path.open("a") as file:
         file.write('{"wall_s": 1.0, "kind": "heldout", "version": "1:2", "tok')
-    assert tail.news() == []
+    assert news() == []
     with path.open("a") as file:
         file.write('ens": 20, "loss": 3.0}\n')
     write({"kind": "heldout", "version": "1:3", "tokens": -1, "loss": 3.0}, {"kind": "heldout", "loss": None})
-    assert [p.version for p in tail.news()] == ["1:2"]
+    assert news() == [("1:2", 3.0)]
     path.write_text("")
-    assert tail.news() == []
+    assert news() == []
     write({"kind": "heldout", "version": "2:1", "tokens": 5, "loss": 9.0})
-    assert [p.version for p in tail.news()] == ["2:1"]
+    assert news() == [("2:1", 9.0)]
 
 
 # ---- messages ----
@@ -423,7 +429,7 @@ def test_the_evaluators_tape_is_read_along(tmp_path: Path) -> None:
 
 async def test_a_page_that_keeps_up_gets_what_is_new_and_another_gets_all(tmp_path: Path) -> None:
     bench, events = Bench().running("a", "b"), deque[TapeEvent]()
-    hub = Hub(events, HeldoutTail(None), [(1.0, "alarm", {"sentence": "of an earlier life"})])
+    hub = Hub(events, None, [(1.0, "alarm", {"sentence": "of an earlier life"})])
     assert hub.number == 0
     events.append((2.0, "join", {"cluster": "a", "incarnation": "1.1"}))
     waiting = asyncio.ensure_future(hub.after(0))

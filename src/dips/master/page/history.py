@@ -6,6 +6,7 @@ loss that was not reported is null.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -13,9 +14,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from dips.core.clock import Clock
+from dips.core.errors import ConfigError
+from dips.core.ids import Version, parse_version
 from dips.core.messages import ClusterStatus
 from dips.core.observe.tape import Tape
 
@@ -78,6 +81,9 @@ TAPE_TAIL_BYTES = 512 * 1024
 MAX_WAITING = 2000
 """The most events between two samples."""
 
+AT_ONCE_BYTES = 1 << 20
+"""The most bytes of a tape that are read at once; a longer one is read in several calls."""
+
 TapeEvent = tuple[float, str, Mapping[str, Any]]
 """(Unix time, kind, fields)."""
 
@@ -97,28 +103,36 @@ class BufferedTape(Tape):
         self.waiting.append((self._wall_s(), kind, fields))
 
 
-def earlier_events(path: Path, most_bytes: int = TAPE_TAIL_BYTES) -> Iterator[TapeEvent]:
-    """The last events of an existing tape; none when it cannot be read. Incomplete lines are left out."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - most_bytes))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return
-    for line in lines[1 if size > most_bytes else 0 : -1]:
-        event = read_event(line)
-        if event is not None:
-            yield event
+class TapeTail:
+    """The lines of a tape as they come; half a one waits for its end. A tape that is not there yet is looked for again,
+    and one that became shorter was restored from a copy: it is read from its beginning."""
 
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
+        """last_bytes: of what is there already, only so much at its end; None: all."""
+        self.path = path
+        size = path.stat().st_size if last_bytes is not None and path.is_file() else 0
+        self.at_bytes = max(0, size - (last_bytes or 0))
 
-def read_event(line: bytes) -> TapeEvent | None:
-    """Reads one line of a tape; None when it is none."""
-    try:
-        event = json.loads(line)
-        return float(event["wall_s"]), str(event["kind"]), event
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+    def lines(self) -> list[bytes]:
+        """Those that are new, up to a bound: call again until there is none."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self.at_bytes:
+                    self.at_bytes = 0
+                file.seek(self.at_bytes)
+                found = file.read(AT_ONCE_BYTES)
+        except OSError:
+            return []
+        end = found.rfind(b"\n") + 1
+        self.at_bytes += end or (len(found) if len(found) == AT_ONCE_BYTES else 0)
+        return found[:end].splitlines()
+
+    def events(self) -> Iterator[TapeEvent]:
+        """The events of lines(); a line that is none is left out."""
+        for line in self.lines():
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                event = json.loads(line)
+                yield float(event["wall_s"]), str(event["kind"]), event
 
 
 # ---- timeline --------------------------------------------------------------------------------------------------------
@@ -302,65 +316,27 @@ def _number(value: object) -> float:
 
 
 # ---- heldout ---------------------------------------------------------------------------------------------------------
-#
-# Follows the evaluator's tape (`dips eval --follow --tape FILE`): the held-out loss of each version.
-#
-# It reads what was appended since the last call and never waits for more.
-
-
-MAX_READ_BYTES = 256 * 1024
-"""The most bytes of one call; a longer tape is read in several calls."""
 
 
 @dataclass(frozen=True)
-class Heldout:
-    """The held-out loss of one version, in nats per token of the evaluator (per byte, in the demo)."""
+class HeldoutPoint:
+    """The held-out loss of a published version, in nats per token of the evaluator (per byte, in the demo)."""
 
-    seq: int  # of the sample that it came with; 0: of none yet
-    wall_s: float
-    version: str
+    version: Version
     tokens: int
     loss: float
+    wall_s: float = 0.0
 
 
-class HeldoutTail:
-    """The end of one tape. A file that does not exist (yet) has no losses."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._offset = 0
-
-    def news(self) -> list[Heldout]:
-        """Losses that were appended since the last call."""
-        if self._path is None:
-            return []
-        try:
-            with self._path.open("rb") as file:
-                return list(self._losses(file))
-        except OSError:
-            return []
-
-    def _losses(self, file: BinaryIO) -> Iterator[Heldout]:
-        if file.seek(0, os.SEEK_END) < self._offset:
-            self._offset = 0  # a new file, of another run
-        file.seek(self._offset)
-        data = file.read(MAX_READ_BYTES)
-        whole, newline, _ = data.rpartition(b"\n")
-        if not newline and len(data) == MAX_READ_BYTES:
-            self._offset += len(data)  # no line is this long: it is not a tape
-        self._offset += len(whole) + len(newline)
-        for line in whole.split(b"\n"):
-            event = read_event(line)
-            found = _loss(event[0], event[2]) if event is not None and event[1] == "heldout" else None
-            if found is not None:
-                yield found
-
-
-def _loss(wall_s: float, fields: Mapping[str, Any]) -> Heldout | None:
+def heldout_point(wall_s: float, kind: str, fields: Mapping[str, Any]) -> HeldoutPoint | None:
+    """What an event of the evaluator's tape (`dips eval --follow --tape FILE`) says; None when it has no loss."""
     tokens, loss = fields.get("tokens"), fields.get("loss")
-    if not isinstance(tokens, int) or not isinstance(loss, int | float) or not math.isfinite(loss) or tokens < 0:
+    if kind != "heldout" or not isinstance(tokens, int) or not isinstance(loss, int | float):
         return None
-    return Heldout(0, wall_s, cut(fields.get("version"), 40), tokens, float(loss))
+    with contextlib.suppress(ConfigError):
+        if tokens >= 0 and math.isfinite(loss):
+            return HeldoutPoint(parse_version(str(fields.get("version"))), tokens, float(loss), wall_s)
+    return None
 
 
 # ---- history ---------------------------------------------------------------------------------------------------------
@@ -420,7 +396,8 @@ class ProgressHistory:
 
     def __init__(self, max_rows: int = MAX_ROWS, max_heldout: int = MAX_HELDOUT) -> None:
         self.rows: list[ProgressRow] = []
-        self.heldout: list[Heldout] = []
+        self.heldout: list[tuple[int, HeldoutPoint]] = []
+        """With the number of the sample that each came with."""
         self.every = 1
         """One of this many samples becomes a row."""
         self.generation = 0
@@ -452,10 +429,10 @@ class ProgressHistory:
             self.every *= 2
             self.generation += 1
 
-    def add_heldout(self, loss: Heldout) -> None:
+    def add_heldout(self, point: HeldoutPoint) -> None:
         """Adds a held-out loss; a version that was evaluated again replaces its old loss."""
-        self.heldout = [point for point in self.heldout if point.version != loss.version]
-        self.heldout.append(replace(loss, seq=self._samples))
+        self.heldout = [(seq, old) for seq, old in self.heldout if old.version != point.version]
+        self.heldout.append((self._samples, point))
         if len(self.heldout) > self._max_heldout:
             self.heldout = [*self.heldout[:-1:2], self.heldout[-1]]
             self.generation += 1
@@ -467,7 +444,7 @@ class ProgressHistory:
     def since(self, seq: int) -> dict[str, Any]:
         """The rows and losses after the sample with this number."""
         rows = [row for row in self.rows[-16:] if row.seq > seq]
-        return self._columns(rows, [point for point in self.heldout[-16:] if point.seq > seq])
+        return self._columns(rows, [point for point in self.heldout[-16:] if point[0] > seq])
 
     @property
     def seq(self) -> int:
@@ -478,7 +455,7 @@ class ProgressHistory:
         """Clusters whose losses are kept, in the order in which they were first seen."""
         return list(self._names)
 
-    def _columns(self, rows: Sequence[ProgressRow], heldout: Sequence[Heldout]) -> dict[str, Any]:
+    def _columns(self, rows: Sequence[ProgressRow], heldout: Sequence[tuple[int, HeldoutPoint]]) -> dict[str, Any]:
         return {
             "generation": self.generation,
             "at": [round(row.wall_s, 1) for row in rows],
@@ -486,7 +463,7 @@ class ProgressHistory:
             "rate": [round(row.rate_tokens_per_s, 1) for row in rows],
             "loss": {name: [row.losses.get(name) for row in rows] for name in self._names},
             "heldout": [
-                {"at": round(p.wall_s, 1), "version": p.version, "tokens": p.tokens, "loss": round(p.loss, 5)}
-                for p in heldout
+                {"at": round(p.wall_s, 1), "version": str(p.version), "tokens": p.tokens, "loss": round(p.loss, 5)}
+                for _, p in heldout
             ],
         }

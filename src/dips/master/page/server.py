@@ -60,12 +60,12 @@ from dips.master.page.history import (
     MAX_STREAMS,
     SAMPLE_S,
     SILENT_S,
+    TAPE_TAIL_BYTES,
     WAIT_S,
     WRITE_S,
-    HeldoutTail,
     TapeEvent,
+    TapeTail,
     cut,
-    earlier_events,
 )
 from dips.master.page.snapshot import Hub
 from dips.master.shell import MasterShell
@@ -655,7 +655,8 @@ class Page:
     def _site(self, port: int) -> PageApplication:
         """Makes the application, on the page's thread."""
         config = self._config
-        hub = Hub(self._events, HeldoutTail(config.page_heldout), earlier_events(config.directory / TAPE_NAME))
+        heldout = TapeTail(config.page_heldout) if config.page_heldout is not None else None
+        hub = Hub(self._events, heldout, TapeTail(config.directory / TAPE_NAME, TAPE_TAIL_BYTES).events())
         names = {self._host, socket.gethostname(), *config.page_hosts}
         hosts = names if isinstance(self._security, Identity) else {*config.page_hosts}
         gate = PageAccess(Access(self._security, config.revoked), self._secret.token, port, hosts)

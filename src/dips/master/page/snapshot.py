@@ -20,11 +20,12 @@ from dips.master.page.history import (
     Departure,
     Departures,
     EventTimeline,
-    HeldoutTail,
     ProgressHistory,
     TapeEvent,
+    TapeTail,
     cut,
     events_json,
+    heldout_point,
 )
 from dips.master.state.reasons import AlarmKind, WaitingCode
 from dips.master.state.schedule import LinkRate
@@ -378,8 +379,11 @@ def _seconds(value: float | None) -> float | None:
 class Hub:
     """The newest message and the data for the next one. Make it where the page's event loop runs."""
 
-    def __init__(self, events: deque[TapeEvent], heldout: HeldoutTail, earlier: Iterable[TapeEvent] = ()) -> None:
-        """events: those that wait, and are taken from it. earlier: that were on the tape before this process began."""
+    def __init__(
+        self, events: deque[TapeEvent], heldout: TapeTail | None = None, earlier: Iterable[TapeEvent] = ()
+    ) -> None:
+        """events: those that wait, and are taken from it. heldout: the evaluator's tape. earlier: events that were on
+        the tape before this process began."""
         self._events, self._heldout = events, heldout
         self.history, self.timeline = ProgressHistory(), EventTimeline()
         self._rounds: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -403,13 +407,14 @@ class Hub:
             self.timeline.note(*self._events.popleft())
         status = view.status
         self.history.add(wall_s, status.tokens, view.publish_interval_s, status.clusters)
-        for loss in self._heldout.news():
-            self.history.add_heldout(loss)
+        for event in self._heldout.events() if self._heldout is not None else ():
+            if (point := heldout_point(*event)) is not None:
+                self.history.add_heldout(point)
         rate = self.history.rate_tokens_per_s
         self._state = snapshot(view, wall_s, rate, self.timeline.departures, self.history.charted)
-        last = self.history.heldout[-1] if self.history.heldout else None
+        last = self.history.heldout[-1][1] if self.history.heldout else None
         self._state["heldout"] = (
-            {"loss": round(last.loss, 5), "version": last.version, "tokens": last.tokens} if last is not None else None
+            {"loss": round(last.loss, 5), "version": str(last.version), "tokens": last.tokens} if last else None
         )
         self._state["steers"] = self.steers
         self._wall_s = wall_s
