@@ -238,7 +238,9 @@ class Bench:
     ) -> None:
         self.run_id = "test"
         self.plan = plan
-        self.config = RunConfig(self.run_id, n_slaves, settings or m.Settings(), **config)
+        told = {name: config.pop(name) for name in [*config] if name in m.Settings.__dataclass_fields__}
+        settings = replace(settings or m.Settings(), **{"async_lag_versions": 2, **told})
+        self.config = RunConfig(self.run_id, n_slaves, settings, **config)
         self.now_s = 1000.0
         self.epoch = 0
         self.snapshot: str | None = None

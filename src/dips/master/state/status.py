@@ -127,7 +127,7 @@ def lagging(shared: SharedState) -> str:
     if published is None or shared.config.settings.durability != "async":
         return ""
     lag = published.version.v - durable.v if durable is not None else published.version.v
-    if lag <= shared.config.async_lag_versions:
+    if lag <= shared.config.settings.async_lag_versions:
         return ""
     behind = f"only {durable}" if durable is not None else "none"
     return f"version {published.version} is published, but {behind} is on every slave's disk: rounds wait"
