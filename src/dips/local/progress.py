@@ -18,7 +18,7 @@ from dips.core.errors import DISK_ERRORS
 from dips.core.messages import StatusReply
 from dips.core.units import format_seconds
 from dips.local.report import Fault
-from dips.local.view import alarm_sentence, plain_line, status_view
+from dips.local.view import plain_line, status_view
 from dips.master.page.history import HeldoutPoint, TokenRate
 
 PLAIN_EVERY_S = 5.0
@@ -116,7 +116,7 @@ class PlainProgress(Progress):
         self._remember(status)
         for alarm in status.alarms:
             if (alarm.kind, alarm.clusters) not in self._alarms:
-                self.say(alarm_sentence(alarm))
+                self.say(f"alarm: {alarm.sentence}")
         self._alarms = {(alarm.kind, alarm.clusters) for alarm in status.alarms}
         if now_s < self._next_s:
             return
