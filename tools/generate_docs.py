@@ -34,7 +34,8 @@ from dips.core.observe.metrics_server import CONNECTION_S, MOST_CONNECTIONS, SNA
 from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.core.units import BitsPerSecond, Bytes, Count, Seconds, format_bytes, format_seconds, parse_bytes
 from dips.deploy.deploy_file import DeployedClusterKnobs, DeployKnobs, ModelKnobs, SiteKnobs
-from dips.local.run_file import ClusterKnobs, RunKnobs
+from dips.local.processes import RunKnobs
+from dips.local.run_file import ClusterKnobs
 from dips.local.tracking import TrackKnobs
 from dips.master import metrics as master
 from dips.master.config import MasterConfig

@@ -36,10 +36,12 @@ from dips.local.local_run import LocalRun
 from dips.local.log_files import HELDOUT_TAPE, heldout_losses, tape_path, training_losses
 from dips.local.options import command_line, log_format_asked
 from dips.local.processes import (
+    RunKnobs,
     RunPlan,
     TrainedCluster,
     checkpoints_path,
     evaluation_options,
+    numbered,
     what_is_served,
     with_page,
 )
@@ -56,7 +58,7 @@ from dips.local.report import (
     write_report,
 )
 from dips.local.run_directory import DEMO, Mark, RunDirectory, claim
-from dips.local.run_file import NOT_YET_KNOWN, make_slaves, numbered
+from dips.local.run_file import NOT_YET_KNOWN, make_slaves
 from dips.local.supervisor import POLL_S, TELL_EVERY_S, how_it_ended
 from dips.master.config import MasterConfig
 from dips.trainer.config import TrainConfig
@@ -264,15 +266,20 @@ def make_plan(wanted: DemoOptions, train: TrainConfig, tk_max: int, link: CutLin
         slaves = tuple(one.model_copy(update={"data_port": port}) for one, port in zip(slaves, rest, strict=True))
         cut = names.index(behind_the_link(wanted))
         clusters[cut] = dataclasses.replace(clusters[cut], prefix=link.prefix)
+    run = RunKnobs(
+        id=RUN_ID,
+        directory=wanted.run_dir,
+        slaves=wanted.slaves,
+        insecure=wanted.insecure,
+        log_format=log_format_asked(None) or "human",
+        metrics=wanted.metrics,
+    )
     return RunPlan(
-        RUN_ID,
+        run,
         load(MasterConfig, "master", overrides=master).value,
         slaves,
         tuple(clusters),
         train,
-        wanted.insecure,
-        log_format=log_format_asked(None) or "human",
-        metrics=wanted.metrics,
     )
 
 

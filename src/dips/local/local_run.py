@@ -82,7 +82,7 @@ class LocalRun:
         self._clock = clock
         self._tell = tell
         self._tape = Tape(tape_path(directory.path, LAUNCH_TAPE), "launch", "launch", clock, may_lose=True)
-        self.supervisor = ProcessSupervisor(clock, self._child_event, log_format=plan.log_format)
+        self.supervisor = ProcessSupervisor(clock, self._child_event, log_format=plan.run.log_format)
         self._operator: OperatorClient | None = None
         self._next_status_s = 0.0
         self._master_ended = False
@@ -118,17 +118,17 @@ class LocalRun:
 
         extend: take back the end of a run that was stopped; otherwise ConfigError for a run that has ended.
         """
-        if self.plan.insecure:
+        if self.plan.run.insecure:
             self._tell("INSECURE, as asked: nothing is encrypted and no one is authenticated, on loopback only")
         else:  # keys for everyone of the plan; those that an earlier start made stay
             operators = [OPERATOR, *([EVALUATOR] if self.plan.evaluate is not None else [])]
-            clusters = [*self.plan.cluster_ids, *self.plan.keys_for]
-            ensure_keys(self.directory.keys, clusters, self.plan.slave_ids, operators)
+            clusters = [*self.plan.cluster_ids, *self.plan.run.keys_for]
+            ensure_keys(self.directory.keys, clusters, self.plan.run.slave_ids, operators)
         self.supervisor.start(master_spec(self.plan, self.directory))
         self.address = self._once_there("the start of the master", self._masters_address)
         self.page_url = read_page_url(self.directory.master)
-        security = INSECURE if self.plan.insecure else load_identity(self.directory.keys / OPERATOR)
-        self._operator = OperatorClient(self.address, self.plan.run_id, _STATUS_CALL_S, security=security)
+        security = INSECURE if self.plan.run.insecure else load_identity(self.directory.keys / OPERATOR)
+        self._operator = OperatorClient(self.address, self.plan.run.id, _STATUS_CALL_S, security=security)
         # A master that is started again acts on a stop from its journal only after its first event, which is this call.
         self._once_there("the master's first answer", self._ask)
         self._refuse_ended_run(self._once_there("the master's answer", self._ask), extend)
@@ -201,15 +201,15 @@ class LocalRun:
 
     def exit_codes(self) -> dict[str, int | None]:
         """Process name -> the last exit code; None while it runs."""
-        names = [MASTER, *self.plan.slave_ids, *self.plan.cluster_ids]
+        names = [MASTER, *self.plan.run.slave_ids, *self.plan.cluster_ids]
         names += [EVALUATOR] if self.plan.evaluate is not None else []
         return {name: self.supervisor.exit_code(name) for name in names}
 
     def finish(self) -> None:
         """Once `finished`: let the master and the slaves end by themselves, for a bounded time."""
-        names = [MASTER, *self.plan.slave_ids]
+        names = [MASTER, *self.plan.run.slave_ids]
         here = [slave.slave_id for slave in self.status.slaves if slave.alive] if self.status is not None else []
-        attached = [name for name in self.plan.slave_ids if name in here]  # a reshard may have brought others
+        attached = [name for name in self.plan.run.slave_ids if name in here]  # a reshard may have brought others
         ask_s = self._clock.monotonic_s()
         deadline_s = ask_s + _END_S
         while not self.supervisor.ended(names) and (now_s := self._clock.monotonic_s()) < deadline_s:

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import Field, field_validator
 
-from dips.core.config import environment_name
+from dips.core.config import Knobs, Name, environment_name
 from dips.core.errors import ConfigError, Refused
-from dips.core.files import GROUP_VARIABLE
+from dips.core.files import GROUP_VARIABLE, FilesGroup
 from dips.core.messages import Settings
 from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE, SETTINGS
 from dips.core.observe.logs import LOG_FORMAT_VARIABLE, LogFormat
@@ -107,21 +108,61 @@ class OwnCluster:
         return list(self.own_command)
 
 
+class RunKnobs(Knobs):
+    """The table [run]."""
+
+    id: Name = Field(description="Name of the run.")
+    directory: Path = Field(description="Where the run keeps everything; relative to where `dips up` is started.")
+    slaves: Annotated[int, Field(ge=1, le=64)] | Annotated[tuple[Name, ...], Field(min_length=1, max_length=64)] = (
+        Field(
+            1, description="How many slaves (s0, s1, ...); or a list of their names, such as those that a reshard left."
+        )
+    )
+    advertise: str = Field(
+        "",
+        description="Host name or address, without a port, under which other machines reach this one; empty: that of "
+        "[master] listen.",
+    )
+    insecure: bool = Field(
+        False, description="Make and use no keys: nothing is encrypted, no one is authenticated, loopback only."
+    )
+    keys_for: tuple[Name, ...] = Field(
+        (), description="Clusters that are started elsewhere, for which keys are made in the run's directory."
+    )
+    page: bool = Field(True, description="Serve the status page: where [master] page_listen says, else at a free port.")
+    evaluate: bool = Field(
+        False, description="Measure the held-out loss of each published version, with [train]'s text."
+    )
+    metrics: bool = Field(
+        False,
+        description="Every process serves Prometheus metrics: where its table says, else at a free loopback port; "
+        "metrics/*.json in the run's directory say where.",
+    )
+    log_format: LogFormat = Field("human", description="Form of all processes' log lines: human, or json for machines.")
+    files_group: FilesGroup = ""
+
+    @field_validator("slaves", mode="before")
+    @classmethod
+    def _number(cls, value: object) -> object:
+        """A number from the environment comes as a list of one text."""
+        return int(value[0]) if isinstance(value, list) and len(value) == 1 and str(value[0]).isdecimal() else value
+
+    @property
+    def slave_ids(self) -> tuple[str, ...]:
+        """The slaves' names."""
+        return self.slaves if isinstance(self.slaves, tuple) else numbered(self.slaves)
+
+
 @dataclass(frozen=True)
 class RunPlan:
     """All processes of a run. The evaluator uses `evaluate`'s data, or there is none."""
 
-    run_id: str
+    run: RunKnobs
     master: MasterConfig
     slaves: tuple[SlaveConfig, ...]
     clusters: tuple[TrainedCluster | OwnCluster, ...] = ()
     evaluate: TrainConfig | None = None
-    insecure: bool = False  # no keys are made and used
-    keys_for: tuple[str, ...] = ()  # clusters that are not started here, and get keys all the same
-    log_format: LogFormat = "human"  # of all processes
-    metrics: bool = False  # every process serves them, at a free loopback port where none is set
     public_host: str = ""  # under what other machines find this one; empty: the run is for this machine alone
-    files_group: str = ""  # may read what all processes keep
     track: TrackKnobs | None = None  # where the run's curves go
     backup: BackupConfig | None = None  # copies of snapshots go to an object store
 
@@ -129,9 +170,10 @@ class RunPlan:
     def cluster_ids(self) -> list[str]:
         return [cluster.cluster_id for cluster in self.clusters]
 
-    @property
-    def slave_ids(self) -> list[str]:
-        return [slave.slave_id for slave in self.slaves]
+
+def numbered(how_many: int) -> tuple[str, ...]:
+    """Names of slaves: s0, s1, ..."""
+    return tuple(f"s{index}" for index in range(how_many))
 
 
 def check_servers(master: MasterConfig, slave: SlaveConfig, where: str) -> None:
@@ -170,7 +212,7 @@ def cluster_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[
     found = []
     for cluster in plan.clusters:
         name, stop_s = cluster.cluster_id, leaving_s(cluster.client, plan.master) + STOP_MARGIN_S
-        added = {"DIPS_MASTER": address, "DIPS_RUN": plan.run_id, "DIPS_CLUSTER": name}
+        added = {"DIPS_MASTER": address, "DIPS_RUN": plan.run.id, "DIPS_CLUSTER": name}
         command = cluster.command(address, security_options(plan, directory, name))
         if isinstance(cluster, TrainedCluster):
             command += metrics_options(plan, directory, name, cluster.client)
@@ -179,7 +221,7 @@ def cluster_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[
         else:
             added |= {environment_name(SECTION, field): text for field, text in as_text(cluster.client, _OF_THE_PLAN)}
             keys = str((directory.keys / name).resolve())
-            added |= {INSECURE_VARIABLE: "1"} if plan.insecure else {KEYS_VARIABLE: keys}
+            added |= {INSECURE_VARIABLE: "1"} if plan.run.insecure else {KEYS_VARIABLE: keys}
             added[environment_name(SECTION, "tape")] = str(tape_path(directory.path, name).resolve())
             for field, value in _metrics(plan, directory, name, cluster.client).items():
                 added[environment_name(SECTION, field)] = value
@@ -197,7 +239,7 @@ def evaluator_spec(plan: RunPlan, directory: RunDirectory, address: str) -> Chil
     knobs = [*evaluation_options(plan.evaluate), *metrics_options(plan, directory, EVALUATOR)]
     security = security_options(plan, directory, EVALUATOR)
     command = _dips("eval", address, "--follow", "--tape", str(tape), *knobs, *security)
-    log, environment = directory.log(EVALUATOR), _environment(plan, {"DIPS_RUN": plan.run_id})
+    log, environment = directory.log(EVALUATOR), _environment(plan, {"DIPS_RUN": plan.run.id})
     return ChildSpec(EVALUATOR, tuple(command), log, environment, niceness=EVALUATOR_NICENESS)
 
 
@@ -229,7 +271,7 @@ def evaluation_options(train: TrainConfig) -> list[str]:
 
 def security_options(plan: RunPlan, directory: RunDirectory, name: str) -> list[str]:
     """The options about keys of the process of this name."""
-    return ["--insecure"] if plan.insecure else ["--keys", str(directory.keys / name)]
+    return ["--insecure"] if plan.run.insecure else ["--keys", str(directory.keys / name)]
 
 
 def metrics_options(plan: RunPlan, directory: RunDirectory, name: str, own: ProcessKnobs | None = None) -> list[str]:
@@ -241,7 +283,7 @@ def metrics_options(plan: RunPlan, directory: RunDirectory, name: str, own: Proc
 
 def _metrics(plan: RunPlan, directory: RunDirectory, name: str, own: ProcessKnobs | None) -> dict[str, str]:
     """Settings that it has not."""
-    if not plan.metrics:
+    if not plan.run.metrics:
         return {}
     ours = {"metrics_listen": "127.0.0.1:0", "metrics_file": str((directory.metrics / f"{name}.json").resolve())}
     return {field: value for field, value in ours.items() if own is None or getattr(own, field) is None}
@@ -273,9 +315,9 @@ def _environment(plan: RunPlan, added: Mapping[str, str] | None = None) -> dict[
     prefixes = tuple(f"DIPS_{section}_" for section in _SECTIONS)
     ours = {"DIPS_MASTER", KEYS_VARIABLE, INSECURE_VARIABLE}
     kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith(prefixes)}
-    shared = {GROUP_VARIABLE: plan.files_group} if plan.files_group else {}
+    shared = {GROUP_VARIABLE: plan.run.files_group} if plan.run.files_group else {}
     # A log that is read while the process runs must not wait in a buffer.
-    return {**kept, **shared, "PYTHONUNBUFFERED": "1", LOG_FORMAT_VARIABLE: plan.log_format, **(added or {})}
+    return {**kept, **shared, "PYTHONUNBUFFERED": "1", LOG_FORMAT_VARIABLE: plan.run.log_format, **(added or {})}
 
 
 # ---- metrics option --------------------------------------------------------------------------------------------------
@@ -323,6 +365,6 @@ def what_is_served(plan: RunPlan, directory: RunDirectory, page_url: str | None,
     if page_url is not None:
         asks = " (the browser asks once whether to trust the run's certificate)" if page_url.startswith("https") else ""
         said.append(f"the status page is at {page_url}{asks}")
-    if plan.metrics:
+    if plan.run.metrics:
         said.append(f"metrics: let Prometheus read the addresses from {directory.metrics}/*.json (file_sd_configs)")
     return said

@@ -135,7 +135,7 @@ def test_the_end_does_not_wait_for_slaves_that_a_reshard_brought(
     monkeypatch.setattr("dips.local.local_run.time.sleep", lambda seconds: None)
     watched.run.status = run_status(slaves=(slave_status("s0"), slave_status("s9")))
     watched.run.finish()
-    assert set(asked) == {MASTER, *watched.run.plan.slave_ids}
+    assert set(asked) == {MASTER, *watched.run.plan.run.slave_ids}
 
 
 def test_once_the_master_has_ended_nothing_is_started_again_and_the_evaluator_is_ended(

@@ -16,7 +16,7 @@ from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.messages import SlaveStatus
 from dips.local.local_run import LocalRun, _take_back_end
 from dips.local.operator_client import OperatorClient
-from dips.local.processes import MASTER, RunPlan
+from dips.local.processes import MASTER, RunKnobs, RunPlan
 from dips.local.run_directory import UP, Mark, claim
 from dips.master.config import MasterConfig
 from dips.master.directory import ADDRESS_NAME, MasterAddress
@@ -46,7 +46,8 @@ class Master:
 
 
 def run_of(tmp_path: Path, error: Exception) -> LocalRun:
-    plan = RunPlan("r", MasterConfig(run_id="r", directory=tmp_path / "master", insecure=True), (), insecure=True)
+    run = RunKnobs(id="r", directory=tmp_path / "run", insecure=True)
+    plan = RunPlan(run, MasterConfig(run_id="r", directory=tmp_path / "master", insecure=True), ())
     with claim(tmp_path / "run", Mark("r", UP, "test")) as directory:
         local = LocalRun(plan, directory, ManualClock(), lambda sentence: None)
     local._operator = cast(OperatorClient, Master(error))

@@ -42,7 +42,7 @@ def test_without_it_a_base_installation_says_so(plan: RunPlan, tmp_path: Path, m
         said = partial(what_is_served, plan, directory)
         assert (said(None, True), said(None, False)) == ([WITHOUT], [])
         assert ["https://x/?link=y" in line for line in said("https://x/?link=y", True)] == [True]
-        with_metrics = dataclasses.replace(plan, metrics=True)
+        with_metrics = dataclasses.replace(plan, run=plan.run.model_copy(update={"metrics": True}))
         assert "/metrics/*.json" in what_is_served(with_metrics, directory, None, False)[0]
 
 
@@ -50,4 +50,4 @@ def test_a_run_file_says_whether_there_is_one(tmp_path: Path) -> None:
     for said, wanted in (("", True), ("page = false\n", False)):
         file = tmp_path / "run.toml"
         file.write_text(f'[run]\nid = "x"\ndirectory = "{tmp_path}"\n{said}[slave]\nmemory_bytes = "64 MiB"\n')
-        assert read_run_file(file)[0].page is wanted
+        assert read_run_file(file).run.page is wanted
