@@ -63,7 +63,7 @@ class PageRun:
         file.write_text(RUN_FILE.format(directory=folder / "run"))
         plan = read_run_file(file)
         self.directory = plan.run.directory
-        self._plan = with_page(plan, self.directory)
+        self._plan = with_page(plan)
         self._started = threading.Event()
         self._asked: queue.Queue[Callable[[LocalRun], None]] = queue.Queue()
         self._end = threading.Event()

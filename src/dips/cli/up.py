@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dips.cli.run_options import insecure_asked
+from dips.cli.run_options import MetricsOption, insecure_asked
 from dips.core.clock import SystemClock
 from dips.core.errors import KEYS_REFUSED_EXIT, RefusalCode, Refused
 from dips.core.files import share_with
@@ -21,7 +21,7 @@ from dips.doctor.local import check_backup, refuse_failed, refuse_what_cannot_st
 from dips.local.local_run import LocalRun
 from dips.local.log_files import HELDOUT_TAPE, heldout_losses, tape_path
 from dips.local.options import LogFormatOption, log_format_asked
-from dips.local.processes import MetricsOption, RunPlan, what_is_served, with_page, without_page
+from dips.local.processes import RunPlan, what_is_served, with_page
 from dips.local.progress import Progress, progress_for
 from dips.local.run_directory import UP, Mark, RunDirectory, claim
 from dips.local.run_file import read_run_file
@@ -58,7 +58,7 @@ def up(
         refuse_failed(check_backup(plan))
         print(f"{file}: {len(plan.slaves)} slaves, {len(plan.clusters)} clusters, all settings are good")
         return 0
-    plan = with_page(plan, run.directory) if run.page else without_page(plan)
+    plan = with_page(plan)
     refuse_what_cannot_start(plan)
     share_with(run.files_group)
     clock = SystemClock()
@@ -87,7 +87,7 @@ def _serve(local: LocalRun, progress: Progress, directory: RunDirectory, extend:
     """Watch the run to its end, or until no cluster is left; returns whether it has ended."""
     address = local.start(extend)
     progress.say(f"the run's master listens on {address}")
-    served = what_is_served(local.plan, directory, local.page_url, local.plan.run.page)
+    served = what_is_served(local.plan, directory, local.page_url)
     for line in (*served, *how_to_join(local.plan, address, directory)):
         progress.say(line)
     while not local.finished:

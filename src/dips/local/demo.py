@@ -273,6 +273,7 @@ def make_plan(wanted: DemoOptions, train: TrainConfig, tk_max: int, link: CutLin
         insecure=wanted.insecure,
         log_format=log_format_asked(None) or "human",
         metrics=wanted.metrics,
+        page=wanted.page,
     )
     return RunPlan(
         run,
@@ -439,13 +440,12 @@ def run_demo(wanted: DemoOptions, console: Console, clock: Clock) -> DemoResult:
         link = spaces.enter_context(CutLink(1 + wanted.slaves)) if wanted.cut_link else None
         _compile(progress)
         tk_max = _choose_length(wanted, command_line(train), progress)
-        plan = make_plan(wanted, train, tk_max, link)
-        plan = with_page(plan, directory.path) if wanted.page else plan
+        plan = with_page(make_plan(wanted, train, tk_max, link))
         faults = FaultPlan(planned_faults(wanted))
         begin_s = clock.monotonic_s()
         with LocalRun(plan, directory, clock, progress.say, STALL_S) as local:
             local.start()
-            for sentence in what_is_served(plan, directory, local.page_url, wanted.page):
+            for sentence in what_is_served(plan, directory, local.page_url):
                 progress.say(sentence)
             _watch(local, faults, progress, clock, begin_s, link)
         progress.say("all processes have ended: checking their records, and drawing the losses")

@@ -17,13 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from pydantic import Field, field_validator
 
 from dips.core.config import Knobs, Name, environment_name
 from dips.core.errors import ConfigError, Refused
 from dips.core.files import GROUP_VARIABLE, FilesGroup
-from dips.core.messages import Settings
 from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE, SETTINGS
 from dips.core.observe.logs import LOG_FORMAT_VARIABLE, LogFormat
 from dips.core.release import how_to_install
@@ -291,13 +289,8 @@ def _metrics(plan: RunPlan, directory: RunDirectory, name: str, own: ProcessKnob
 
 def leaving_s(client: ClientConfig, master: MasterConfig) -> float:
     """How long a cluster may take to leave after SIGTERM, with the push of its last steps."""
-    settings = Settings(
-        heartbeat_s=master.heartbeat_s,
-        evict_after_beats=master.evict_after_beats,
-        round_timeout_s=master.round_timeout_s,
-    )
-    grace_s = 0.0 if isinstance(master.grace_s, str) else master.grace_s
-    return leaving_takes_s(client, settings) + max(grace_s, master.round_deadline_s or 0.0)
+    config = master.to_run_config()
+    return leaving_takes_s(client, config.settings) + max(config.grace_s or 0.0, config.round_deadline_s or 0.0)
 
 
 def _dips(*arguments: str) -> list[str]:
@@ -320,16 +313,6 @@ def _environment(plan: RunPlan, added: Mapping[str, str] | None = None) -> dict[
     return {**kept, **shared, "PYTHONUNBUFFERED": "1", LOG_FORMAT_VARIABLE: plan.run.log_format, **(added or {})}
 
 
-# ---- metrics option --------------------------------------------------------------------------------------------------
-#
-# The option --metrics of commands that start whole runs: all processes serve metrics.
-
-
-MetricsOption = Annotated[
-    bool, typer.Option("--metrics", help="Every process serves Prometheus metrics; metrics/*.json say where.")
-]
-
-
 # ---- page option -----------------------------------------------------------------------------------------------------
 #
 # The status page of a run on this machine: on unless it is switched off, at a free port of loopback.
@@ -339,19 +322,15 @@ LISTEN = "127.0.0.1:0"
 WITHOUT = f"no status page: aiohttp is not installed ({how_to_install('master')})"
 
 
-def with_page(plan: RunPlan, run_dir: Path) -> RunPlan:
-    """The plan with a page that draws the evaluator's losses too; an address that the settings give is kept."""
-    if not page_can_be():
+def with_page(plan: RunPlan) -> RunPlan:
+    """The plan with a page that draws the evaluator's losses too, at the address that the settings give, if there is
+    one; without a page where the run is to have none."""
+    if plan.run.page and not page_can_be():
         return plan  # what_is_served() says so
-    page: dict[str, object] = {"page_listen": plan.master.page_listen or LISTEN}
-    if plan.evaluate is not None and plan.master.page_heldout is None:
-        page["page_heldout"] = tape_path(run_dir, HELDOUT_TAPE)
+    page: dict[str, object] = {"page_listen": (plan.master.page_listen or LISTEN) if plan.run.page else None}
+    if plan.run.page and plan.evaluate is not None and plan.master.page_heldout is None:
+        page["page_heldout"] = tape_path(plan.run.directory, HELDOUT_TAPE)
     return dataclasses.replace(plan, master=plan.master.model_copy(update=page))
-
-
-def without_page(plan: RunPlan) -> RunPlan:
-    """The plan without one, whatever the settings say."""
-    return dataclasses.replace(plan, master=plan.master.model_copy(update={"page_listen": None}))
 
 
 def page_can_be() -> bool:
@@ -359,9 +338,9 @@ def page_can_be() -> bool:
     return importlib.util.find_spec("aiohttp") is not None
 
 
-def what_is_served(plan: RunPlan, directory: RunDirectory, page_url: str | None, page: bool) -> list[str]:
+def what_is_served(plan: RunPlan, directory: RunDirectory, page_url: str | None) -> list[str]:
     """The launcher's sentences about the page, if one was wanted, and how to configure Prometheus."""
-    said = [WITHOUT] if page and page_url is None else []
+    said = [WITHOUT] if plan.run.page and page_url is None else []
     if page_url is not None:
         asks = " (the browser asks once whether to trust the run's certificate)" if page_url.startswith("https") else ""
         said.append(f"the status page is at {page_url}{asks}")
