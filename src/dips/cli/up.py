@@ -22,11 +22,10 @@ from dips.local.local_run import LocalRun
 from dips.local.log_files import HELDOUT_TAPE, heldout_losses, tape_path
 from dips.local.options import LogFormatOption, log_format_asked
 from dips.local.processes import RunPlan, what_is_served, with_page
-from dips.local.progress import Progress, progress_for
 from dips.local.run_directory import UP, Mark, RunDirectory, claim
 from dips.local.run_file import read_run_file
 from dips.local.supervisor import POLL_S
-from dips.local.view import where
+from dips.local.view import Progress, progress_for, where
 
 
 def up(

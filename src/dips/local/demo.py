@@ -45,7 +45,6 @@ from dips.local.processes import (
     what_is_served,
     with_page,
 )
-from dips.local.progress import Progress, progress_for
 from dips.local.report import (
     CLUSTER,
     LINK,
@@ -60,6 +59,7 @@ from dips.local.report import (
 from dips.local.run_directory import DEMO, Mark, RunDirectory, claim
 from dips.local.run_file import NOT_YET_KNOWN, make_slaves
 from dips.local.supervisor import POLL_S, TELL_EVERY_S, how_it_ended
+from dips.local.view import Progress, progress_for
 from dips.master.config import MasterConfig
 from dips.trainer.config import TrainConfig
 from dips.trainer.parallelism import Parallelism

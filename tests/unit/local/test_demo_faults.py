@@ -10,8 +10,8 @@ from support.run_status import cluster_status, run_status, slave_status
 from dips.core.ids import Incarnation, Version
 from dips.local.demo import HOLD_S, Hold, must_wait
 from dips.local.local_run import LocalRun
-from dips.local.progress import Progress
 from dips.local.report import CLUSTER, SLAVE, Fault, FaultPlan, Moment, PlannedFault
+from dips.local.view import Progress
 
 KILL_B = PlannedFault(CLUSTER, "b", 0.35)
 KILL_S1 = PlannedFault(SLAVE, "s1", 0.60)

@@ -13,8 +13,8 @@ from support.manual_clock import ManualClock
 from dips.core.errors import ConfigError
 from dips.local import demo
 from dips.local.processes import TrainedCluster
-from dips.local.progress import PlainProgress
 from dips.local.report import CLUSTER, SLAVE
+from dips.local.view import PlainProgress
 
 
 def test_gaps_lengths_and_durations() -> None:
