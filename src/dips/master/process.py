@@ -30,7 +30,7 @@ from dips.core.observe.logs import configure_logging
 from dips.core.observe.tape import Tape
 from dips.master.access import LOOK_S, Access
 from dips.master.config import MasterConfig
-from dips.master.directory import TAPE_NAME, MasterAddress, remove_address, write_address
+from dips.master.directory import ADDRESS_NAME, TAPE_NAME, MasterAddress, remove_file, write_address
 from dips.master.journal import Journal, Retention
 from dips.master.lease import Lease
 from dips.master.metrics import Metrics
@@ -130,7 +130,7 @@ class _Master:
                     await asyncio.sleep(0)  # lets signals and hang-ups be handled, however short an epoch was
         finally:
             await server.stop()
-            remove_address(self.config.directory)
+            remove_file(self.config.directory / ADDRESS_NAME)
         self.tape.write("master-ended", "-", exit_code=outcome.exit_code, sentence=outcome.sentence)
         return outcome
 
@@ -221,7 +221,7 @@ class _Master:
                     self.replica.revoke(self.access.revoked_list)
                 outcome = shell.outcome.result()
             if isinstance(outcome, Halt):
-                remove_address(self.config.directory)
+                remove_file(self.config.directory / ADDRESS_NAME)
                 if self.lease is not None and outcome.exit_code == 0:
                     await self.lease.end()
             return outcome

@@ -292,7 +292,7 @@ def test_the_timeline_is_bounded_and_counts_what_repeats() -> None:
     for at_s in (2000.0, 2001.0, 2002.0):
         timeline.note(at_s, "alarm", {"sentence": "again"})
     [event] = timeline.since(before)
-    assert (event.times, event.wall_s) == (3, 2002.0)
+    assert (event.times, event.at) == (3, 2002.0)
 
 
 def test_the_timeline_knows_how_a_cluster_went_until_it_is_back() -> None:

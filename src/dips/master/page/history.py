@@ -171,13 +171,13 @@ _OPERATOR = {"pause", "resume", "stop", "evict", "drain", "reshard_asked"}
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """One event. seq grows by one with each event and each repetition."""
+    """One event, as pages get it. seq grows by one with each event and each repetition."""
 
     seq: int
-    wall_s: float  # Unix time of the last repetition
+    at: float  # Unix time of the last repetition
     level: Level
     who: str
-    sentence: str
+    text: str
     # whether `who` is here from now on ("here"), was lost ("gone"), or left in order ("left"); "": no change
     presence: str = ""
     times: int = 1
@@ -203,12 +203,9 @@ class EventTimeline:
 
     def __init__(self) -> None:
         self._events: deque[TimelineEvent] = deque(maxlen=MAX_EVENTS)
-        self._seq = 0
+        self.seq = 0
+        """Of the newest event."""
         self.departures: dict[str, Departure] = {}
-
-    @property
-    def seq(self) -> int:
-        return self._seq
 
     def note(self, wall_s: float, kind: str, fields: Mapping[str, Any]) -> None:
         """Takes one line of the tape; most are not shown."""
@@ -221,13 +218,14 @@ class EventTimeline:
         if text is None:
             return
         level, who, sentence = text[0], cut(text[1]), cut(text[2])
-        self._seq += 1
-        same = next((e for e in self._events if (e.who, e.sentence) == (who, sentence)), None)
-        if same is not None and 0 <= wall_s - same.wall_s < SAME_S:
+        self.seq += 1
+        same = next((e for e in self._events if (e.who, e.text) == (who, sentence)), None)
+        if same is not None and abs(wall_s - same.at) < SAME_S:
             self._events.remove(same)
-            self._events.append(replace(same, seq=self._seq, wall_s=wall_s, times=same.times + 1))
+            self._events.append(replace(same, seq=self.seq, at=round(wall_s, 2), times=same.times + 1))
         else:
-            self._events.append(TimelineEvent(self._seq, wall_s, level, who, sentence, _PRESENCE.get(kind, "")))
+            presence = _PRESENCE.get(kind, "")
+            self._events.append(TimelineEvent(self.seq, round(wall_s, 2), level, who, sentence, presence))
 
     def since(self, seq: int) -> list[TimelineEvent]:
         """Events after this one, oldest first; 0: all that are kept."""
@@ -294,21 +292,6 @@ def cut(value: object, most: int = MAX_TEXT) -> str:
     text = "" if value is None else str(value)
     text = "".join(character if character.isprintable() else " " for character in text[: most + 1])
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def events_json(events: list[TimelineEvent]) -> list[dict[str, Any]]:
-    return [
-        {
-            "seq": event.seq,
-            "at": round(event.wall_s, 2),
-            "level": event.level,
-            "who": event.who,
-            "text": event.sentence,
-            "presence": event.presence,
-            "times": event.times,
-        }
-        for event in events
-    ]
 
 
 def _number(value: object) -> float:
@@ -403,27 +386,29 @@ class ProgressHistory:
         self.generation = 0
         """Changes when rows were dropped: a page with the old ones then needs all rows again."""
         self._max_rows, self._max_heldout = max_rows, max_heldout
-        self._samples = 0
-        self._names: list[str] = []
+        self.seq = 0
+        """The number of the newest sample."""
+        self.charted: list[str] = []
+        """Clusters whose losses are kept, in the order in which they were first seen."""
         self._rate = TokenRate()
         self.rate_tokens_per_s = 0.0
 
     def add(self, wall_s: float, tokens: int, publish_interval_s: float, clusters: Sequence[ClusterStatus]) -> None:
         """Adds one sample."""
-        self._samples += 1
+        self.seq += 1
         self._rate.add(wall_s, tokens, publish_interval_s)
         self.rate_tokens_per_s = self._rate.per_s()
-        if (self._samples - 1) % self.every:
+        if (self.seq - 1) % self.every:
             return
         for cluster in clusters:
-            if cluster.cluster_id not in self._names and len(self._names) < CHARTED_CLUSTERS:
-                self._names.append(cluster.cluster_id)
+            if cluster.cluster_id not in self.charted and len(self.charted) < CHARTED_CLUSTERS:
+                self.charted.append(cluster.cluster_id)
         losses = {
             cluster.cluster_id: round(cluster.loss, 5)
             for cluster in clusters
-            if cluster.alive and math.isfinite(cluster.loss) and cluster.cluster_id in self._names
+            if cluster.alive and math.isfinite(cluster.loss) and cluster.cluster_id in self.charted
         }
-        self.rows.append(ProgressRow(self._samples, wall_s, tokens, self.rate_tokens_per_s, losses))
+        self.rows.append(ProgressRow(self.seq, wall_s, tokens, self.rate_tokens_per_s, losses))
         if len(self.rows) > self._max_rows:
             self.rows = self.rows[::2]
             self.every *= 2
@@ -432,7 +417,7 @@ class ProgressHistory:
     def add_heldout(self, point: HeldoutPoint) -> None:
         """Adds a held-out loss; a version that was evaluated again replaces its old loss."""
         self.heldout = [(seq, old) for seq, old in self.heldout if old.version != point.version]
-        self.heldout.append((self._samples, point))
+        self.heldout.append((self.seq, point))
         if len(self.heldout) > self._max_heldout:
             self.heldout = [*self.heldout[:-1:2], self.heldout[-1]]
             self.generation += 1
@@ -446,22 +431,13 @@ class ProgressHistory:
         rows = [row for row in self.rows[-16:] if row.seq > seq]
         return self._columns(rows, [point for point in self.heldout[-16:] if point[0] > seq])
 
-    @property
-    def seq(self) -> int:
-        return self._samples
-
-    @property
-    def charted(self) -> list[str]:
-        """Clusters whose losses are kept, in the order in which they were first seen."""
-        return list(self._names)
-
     def _columns(self, rows: Sequence[ProgressRow], heldout: Sequence[tuple[int, HeldoutPoint]]) -> dict[str, Any]:
         return {
             "generation": self.generation,
             "at": [round(row.wall_s, 1) for row in rows],
             "tokens": [row.tokens for row in rows],
             "rate": [round(row.rate_tokens_per_s, 1) for row in rows],
-            "loss": {name: [row.losses.get(name) for row in rows] for name in self._names},
+            "loss": {name: [row.losses.get(name) for row in rows] for name in self.charted},
             "heldout": [
                 {"at": round(p.wall_s, 1), "version": str(p.version), "tokens": p.tokens, "loss": round(p.loss, 5)}
                 for _, p in heldout

@@ -42,14 +42,14 @@ from dips.core.net.security import Identity, Security, check_reach
 from dips.core.observe.logs import ChangeLogger
 from dips.master.access import Access
 from dips.master.config import MasterConfig
-from dips.master.directory import TAPE_NAME
+from dips.master.directory import TAPE_NAME, remove_file
 from dips.master.page.access import (
+    ADDRESS_NAME,
     LINK_PARAMETER,
     PageAccess,
     Secret,
     Visitor,
     load_secret,
-    remove_page_address,
     save_secret,
     write_page_address,
 )
@@ -642,7 +642,7 @@ class Page:
     def close(self) -> None:
         """Tells open pages that the master has ended. May be called twice."""
         self._server.stop()
-        remove_page_address(self._config.directory)
+        remove_file(self._config.directory / ADDRESS_NAME)
 
     async def follow(self, shell: MasterShell) -> None:
         """Takes samples of this shell's state until cancelled."""

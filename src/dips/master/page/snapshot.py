@@ -23,8 +23,8 @@ from dips.master.page.history import (
     ProgressHistory,
     TapeEvent,
     TapeTail,
+    TimelineEvent,
     cut,
-    events_json,
     heldout_point,
 )
 from dips.master.state.reasons import AlarmKind, WaitingCode
@@ -428,8 +428,7 @@ class Hub:
         new_rounds = [self._rounds[str(entry.round)] for entry in fresh]
         whole = generation != self.history.generation
         curves = self.history.full() if whole else self.history.since(sample)
-        new_events = events_json(self.timeline.since(events))
-        self._delta = self._message({**curves, "replace": whole}, new_events, new_rounds, full=False)
+        self._delta = self._message({**curves, "replace": whole}, self.timeline.since(events), new_rounds, full=False)
         self._wake()
 
     def end(self, why: str) -> None:
@@ -440,7 +439,7 @@ class Hub:
     def full(self) -> str:
         """The message with everything, for a new page."""
         curves = {**self.history.full(), "replace": True}
-        return self._message(curves, events_json(self.timeline.since(0)), list(self._rounds.values()), full=True)
+        return self._message(curves, self.timeline.since(0), list(self._rounds.values()), full=True)
 
     def message_after(self, number: int) -> str:
         """The next message for a page that has the message with this number."""
@@ -456,7 +455,7 @@ class Hub:
         news.set()
 
     def _message(
-        self, curves: dict[str, Any], events: list[dict[str, Any]], rounds: list[dict[str, Any]], full: bool
+        self, curves: dict[str, Any], events: list[TimelineEvent], rounds: list[dict[str, Any]], full: bool
     ) -> str:
         message = {
             "number": self.number,
@@ -464,7 +463,7 @@ class Hub:
             "now": round(self._wall_s, 3),
             "state": self._state,
             "history": curves,
-            "events": events,
+            "events": [vars(event) for event in events],
             "rounds": rounds,
         }
         return json.dumps(message, separators=(",", ":"), allow_nan=False)
