@@ -24,12 +24,8 @@ from dips.local.processes import (
     MASTER,
     RunPlan,
     TrainedCluster,
-    backup_spec,
-    cluster_specs,
-    evaluator_spec,
     master_spec,
-    slave_specs,
-    tracker_spec,
+    other_specs,
 )
 from dips.local.run_directory import RunDirectory
 from dips.local.supervisor import POLL_S, TELL_EVERY_S, ChildEvent, ProcessSupervisor
@@ -134,18 +130,8 @@ class LocalRun:
         self._refuse_ended_run(self._once_there("the master's answer", self._ask), extend)
         if extend:
             self._tell(self._once_there("the master's answer", lambda: self._answer(_take_back_end)))
-        for spec in slave_specs(self.plan, self.directory, self.address):
+        for spec in other_specs(self.plan, self.directory, self.address):
             self.supervisor.start(spec)
-        for spec in cluster_specs(self.plan, self.directory, self.address):
-            self.supervisor.start(spec)
-        extras = (
-            evaluator_spec(self.plan, self.directory, self.address),
-            tracker_spec(self.plan, self.directory),
-            backup_spec(self.plan, self.directory),
-        )
-        for more in extras:
-            if more is not None:
-                self.supervisor.start(more)
         return self.address
 
     def tick(self) -> StatusReply | None:

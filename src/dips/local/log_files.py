@@ -55,9 +55,9 @@ def training_losses(path: Path) -> list[LossPoint]:
     """The losses that a cluster recorded, in the order of its steps, over all its incarnations."""
     points = []
     for record in records(path):
-        tokens, loss = _number(record.get("tokens")), _number(record.get("loss"))
-        if record.get("kind") == "step" and tokens is not None and loss is not None:
-            points.append(LossPoint(int(tokens), loss))
+        tokens, loss = record.get("tokens"), record.get("loss")
+        if record.get("kind") == "step" and isinstance(tokens, int) and isinstance(loss, float) and math.isfinite(loss):
+            points.append(LossPoint(tokens, loss))
     return points
 
 
@@ -84,13 +84,6 @@ class StartFollower:
             for _, kind, fields in tail.events():
                 if kind == STARTING and isinstance(fields.get("sentence"), str):
                     yield name, fields["sentence"]
-
-
-def _number(value: object) -> float | None:
-    """None for what is no number, or not a finite one."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
 
 
 # ---- log files -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, field_validator
 
@@ -188,21 +188,46 @@ def checkpoints_path(run_dir: Path, cluster_id: str) -> Path:
     return run_dir / "checkpoints" / cluster_id
 
 
+def _spec(
+    plan: RunPlan, directory: RunDirectory, name: str, *words: str, added: Mapping[str, str] | None = None, **more: Any
+) -> ChildSpec:
+    """The process of this name that runs a command of dips. added: to its environment. more: fields of ChildSpec."""
+    return ChildSpec(name, tuple(_dips(*words)), directory.log(name), _environment(plan, added), **more)
+
+
 def master_spec(plan: RunPlan, directory: RunDirectory) -> ChildSpec:
     """The master; with port 0 it takes the same port again when it is restarted."""
     knobs = [*command_line(plan.master, without=_SECURITY), *metrics_options(plan, directory, MASTER, plan.master)]
-    command = _dips("master", *knobs, *security_options(plan, directory, MASTER))
-    return ChildSpec(MASTER, tuple(command), directory.log(MASTER), _environment(plan), StopStage.LAST)
+    security = security_options(plan, directory, MASTER)
+    return _spec(plan, directory, MASTER, "master", *knobs, *security, stage=StopStage.LAST)
 
 
-def slave_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[ChildSpec]:
-    found = []
+def other_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[ChildSpec]:
+    """All other processes, in the order of their start: slaves, clusters, and what only looks at the run."""
+    found: list[ChildSpec] = []
+    more: dict[str, Any]
     for slave in plan.slaves:
         name = slave.slave_id
         knobs = [*command_line(slave, without={"master", *_SECURITY}), *metrics_options(plan, directory, name, slave)]
-        command = _dips("slave", *knobs, option_name("master"), address, *security_options(plan, directory, name))
-        spec = ChildSpec(name, tuple(command), directory.log(name), _environment(plan), StopStage.SECOND)
-        found.append(spec)
+        knobs += [option_name("master"), address, *security_options(plan, directory, name)]
+        found.append(_spec(plan, directory, name, "slave", *knobs, stage=StopStage.SECOND))
+    found += cluster_specs(plan, directory, address)
+    where = str(directory.path)
+    if plan.evaluate is not None:
+        # Measures the held-out loss of each published version.
+        knobs = ["--follow", "--tape", str(tape_path(directory.path, HELDOUT_TAPE)), *evaluation_options(plan.evaluate)]
+        knobs += [*metrics_options(plan, directory, EVALUATOR), *security_options(plan, directory, EVALUATOR)]
+        more = {"added": {"DIPS_RUN": plan.run.id}, "niceness": EVALUATOR_NICENESS}
+        found.append(_spec(plan, directory, EVALUATOR, "eval", address, *knobs, **more))
+    # No run ends because of the two that follow.
+    if plan.track is not None:
+        # Writes the run's curves to a tracker. It ends last: the others' last lines are still written.
+        more = {"stage": StopStage.LAST, "niceness": EVALUATOR_NICENESS, "needed": False}
+        found.append(_spec(plan, directory, TRACKER, "track", where, *command_line(plan.track), **more))
+    if plan.backup is not None:
+        # Copies snapshots to an object store.
+        words = ("backup", where, *command_line(plan.backup))
+        found.append(_spec(plan, directory, BACKUP, *words, niceness=BACKUP_NICENESS, needed=False))
     return found
 
 
@@ -226,40 +251,6 @@ def cluster_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[
         spec = ChildSpec(name, tuple(command), directory.log(name), _environment(plan, added), stop_s=stop_s)
         found.append(spec)
     return found
-
-
-def evaluator_spec(plan: RunPlan, directory: RunDirectory, address: str) -> ChildSpec | None:
-    """The process that measures the held-out loss of each published version; None when there is no text
-    for it."""
-    if plan.evaluate is None:
-        return None
-    tape = tape_path(directory.path, HELDOUT_TAPE)
-    knobs = [*evaluation_options(plan.evaluate), *metrics_options(plan, directory, EVALUATOR)]
-    security = security_options(plan, directory, EVALUATOR)
-    command = _dips("eval", address, "--follow", "--tape", str(tape), *knobs, *security)
-    log, environment = directory.log(EVALUATOR), _environment(plan, {"DIPS_RUN": plan.run.id})
-    return ChildSpec(EVALUATOR, tuple(command), log, environment, niceness=EVALUATOR_NICENESS)
-
-
-def tracker_spec(plan: RunPlan, directory: RunDirectory) -> ChildSpec | None:
-    """The process that writes the run's curves to a tracker; None when none is asked for. It ends last: the others'
-    last lines are still written. No run ends because of it."""
-    if plan.track is None:
-        return None
-    command = _dips("track", str(directory.path), *command_line(plan.track))
-    log, environment = directory.log(TRACKER), _environment(plan)
-    return ChildSpec(
-        TRACKER, tuple(command), log, environment, StopStage.LAST, niceness=EVALUATOR_NICENESS, needed=False
-    )
-
-
-def backup_spec(plan: RunPlan, directory: RunDirectory) -> ChildSpec | None:
-    """The process that copies snapshots to an object store; None when none is asked for. No run ends because of it."""
-    if plan.backup is None:
-        return None
-    command = _dips("backup", str(directory.path), *command_line(plan.backup))
-    log, environment = directory.log(BACKUP), _environment(plan)
-    return ChildSpec(BACKUP, tuple(command), log, environment, niceness=BACKUP_NICENESS, needed=False)
 
 
 def evaluation_options(train: TrainConfig) -> list[str]:

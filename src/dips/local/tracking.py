@@ -221,7 +221,8 @@ class Tracking:
         self._heldout = TapeTail(tape_path(directory, HELDOUT_TAPE))
         self._reader = RoundReader()
         self._waiting: deque[Point] = deque()
-        self._open = open_one or open_tracker
+        kinds: dict[str, Opener] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MlFlow, "trackio": Trackio}
+        self._open = open_one or kinds[knobs.to]
         self._trackers: dict[str, Tracker] = {}
         self._newest: dict[str, Version] = {}  # of rounds and of held-out losses, the one that was handed over last
         self._retry_s = self._due_s = 0.0
@@ -335,12 +336,7 @@ class Tracker(ABC):
 
 
 Opener = Callable[[Target], Tracker]
-
-
-def open_tracker(target: Target) -> Tracker:
-    """Open, or go on with, the run of this name. May raise anything."""
-    kinds: dict[str, Opener] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MlFlow, "trackio": Trackio}
-    return kinds[target.knobs.to](target)
+"""Opens, or goes on with, the run of this name. May raise anything."""
 
 
 class TensorBoard(Tracker):

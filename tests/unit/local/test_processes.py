@@ -22,9 +22,8 @@ from dips.local.processes import (
     RunKnobs,
     RunPlan,
     cluster_specs,
-    evaluator_spec,
     master_spec,
-    slave_specs,
+    other_specs,
 )
 from dips.local.run_directory import DEMO, Mark, RunDirectory, claim
 from dips.local.supervisor import ChildSpec
@@ -50,9 +49,7 @@ GOLDEN = ROOT / "tests" / "golden" / "local" / "commands.txt"
 
 
 def specs_of(plan: RunPlan, directory: RunDirectory) -> list[ChildSpec]:
-    evaluator = evaluator_spec(plan, directory, ADDRESS)
-    first = [master_spec(plan, directory), *slave_specs(plan, directory, ADDRESS)]
-    return [*first, *cluster_specs(plan, directory, ADDRESS), *([evaluator] if evaluator is not None else [])]
+    return [master_spec(plan, directory), *other_specs(plan, directory, ADDRESS)]
 
 
 def test_command_lines_are_golden(plan: RunPlan, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
