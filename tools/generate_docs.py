@@ -23,8 +23,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 import dips
 from dips import planner
-from dips.core.assumptions import ROLES as ASSUMED
-from dips.core.assumptions import Assumption
+from dips.core import assumptions as assumed
 from dips.core.config import Knobs, Name, environment_name, groups_of
 from dips.core.errors import ConfigError
 from dips.core.machine import TransitionTable
@@ -188,12 +187,12 @@ _TITLES = {"master": "Master", "slave": "Slave", "worker": "Cluster"}
 def assumptions() -> str:
     """The text of docs/assumptions.md."""
     parts = [_ASSUMPTIONS]
-    for role, rows in ASSUMED.items():
+    for role, rows in assumed.ROLES.items():
         parts += [f"## {_TITLES[role]}", "\n".join(_item(role, row) for row in rows)]
     return "\n\n".join(parts) + "\n"
 
 
-def _item(role: str, row: Assumption) -> str:
+def _item(role: str, row: assumed.Assumption) -> str:
     text = f"`{row.text}` ({row.name}): {row.why}. Otherwise {row.harm}; {row.remedy}. Checked in `{role}/config.py`."
     return textwrap.fill(
         text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False

@@ -12,11 +12,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dips.cli.run_options import MetricsOption, insecure_asked
+from dips.cli.run_options import insecure_asked
 from dips.core.clock import SystemClock
 from dips.core.ids import Version
 from dips.core.units import format_count, format_seconds
 from dips.local.demo import FULL_MINUTES, DemoOptions, DemoResult, run_demo
+from dips.local.options import MetricsOption
 from dips.local.report import failed_checks
 from dips.local.view import FittingTable
 

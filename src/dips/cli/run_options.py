@@ -26,10 +26,6 @@ Insecure = Annotated[
     bool, typer.Option("--insecure", help=f"The run has no keys; else {INSECURE_VARIABLE}=1. Loopback only.")
 ]
 
-MetricsOption = Annotated[
-    bool, typer.Option("--metrics", help="Every process serves Prometheus metrics; metrics/*.json say where.")
-]
-
 _YES, _NO = frozenset({"1", "true", "yes", "on"}), frozenset({"", "0", "false", "no", "off"})
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dips.cli.run_options import MetricsOption, insecure_asked
+from dips.cli.run_options import insecure_asked
 from dips.core.clock import SystemClock
 from dips.core.errors import KEYS_REFUSED_EXIT, RefusalCode, Refused
 from dips.core.files import share_with
@@ -20,7 +20,7 @@ from dips.core.observe.logs import say_last
 from dips.doctor.local import check_backup, refuse_failed, refuse_what_cannot_start
 from dips.local.local_run import LocalRun
 from dips.local.log_files import HELDOUT_TAPE, heldout_losses, tape_path
-from dips.local.options import LogFormatOption, log_format_asked
+from dips.local.options import LogFormatOption, MetricsOption, log_format_asked
 from dips.local.processes import RunPlan, what_is_served, with_page
 from dips.local.run_directory import UP, Mark, RunDirectory, claim
 from dips.local.run_file import read_run_file

@@ -297,7 +297,8 @@ class MasterConfig(ProcessKnobs):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        wrong = [*violations("master", self._values()), *_long_window(self), *_minimum(self)]
+        values = self._values()
+        wrong = [*violations("master", values), *_long_window(self, values["verdict_wait_s"]), *_minimum(self)]
         if self.chunk_bytes % 4:
             wrong.append(
                 f"chunk_bytes is {self.chunk_bytes}: use a multiple of 4, the size of a parameter, such as 1 MiB"
@@ -315,16 +316,15 @@ class MasterConfig(ProcessKnobs):
             raise ValueError("; ".join(wrong))
         return self
 
-    def times(self) -> dict[str, float]:
-        """The times that may be "auto", in seconds, without grace_s, which follows the clusters' speed."""
+    def _values(self) -> dict[str, Any]:
+        """All settings, with seconds for times that are "auto", without grace_s, which follows the clusters' speed."""
         evict_after_s = self.evict_after_beats * self.heartbeat_s
         derived = {
             "verdict_wait_s": self.round_timeout_s,
             "ticket_ttl_s": max(2 * self.round_timeout_s, evict_after_s),
             "linger_s": 3 * evict_after_s,
         }
-        given = {name: getattr(self, name) for name in derived}
-        return {name: derived[name] if value == "auto" else value for name, value in given.items()}
+        return {name: derived[name] if name in derived and value == "auto" else value for name, value in self}
 
     def to_run_config(self) -> RunConfig:
         """The settings for the state machines."""
@@ -341,10 +341,6 @@ class MasterConfig(ProcessKnobs):
             "presets": self._presets() if self.preset is None else {},
         }
         return RunConfig(**_of(RunConfig, ours))
-
-    def _values(self) -> dict[str, Any]:
-        """All settings, with seconds for times that are "auto"."""
-        return {**dict(iter(self)), **self.times()}
 
     def _presets(self) -> dict[str, tuple[dict[str, Any], PenaltyConfig]]:
         """What each preset makes of the settings that presets decide, and of the penalty."""
@@ -379,11 +375,11 @@ def _of(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return {field.name: values[field.name] for field in fields(kind) if field.name in values}
 
 
-def _long_window(config: MasterConfig) -> Iterator[str]:
+def _long_window(config: MasterConfig, verdict_wait_s: float) -> Iterator[str]:
     """Checks for the longest window what core/assumptions.py demands of grace_s."""
     if config.grace != "sliding" or config.grace_s == "auto" or config.grace_s >= config.round_timeout_s:
         return
-    longest_s, verdict_wait_s = SLIDES * config.grace_s, config.times()["verdict_wait_s"]
+    longest_s = SLIDES * config.grace_s
     for name, limit_s in (("round_timeout_s", config.round_timeout_s), ("verdict_wait_s", verdict_wait_s)):
         if longest_s >= limit_s:
             yield (

@@ -504,6 +504,7 @@ class Metrics:
 
     def __init__(self, most_clusters: int = 8) -> None:
         self.counts = Counts(most_clusters)
+        self._most_clusters = most_clusters
         self.shared: SharedState | None = None
         """The state of the epoch that is served; None before the first."""
         self._rising = Rising()
@@ -529,7 +530,7 @@ class Metrics:
         return families
 
     def _of_run(self, families: Families, now: MetricsMoment) -> None:
-        shown = clusters_shown(now.view.status.clusters, now.view.max_clusters)
+        shown = clusters_shown(now.view.status.clusters, self._most_clusters)
         names = {cluster.cluster_id for cluster in shown}
         _run(families, now)
         _alarms(families, now.view.status, names)
@@ -543,10 +544,8 @@ class Metrics:
             ("push_attempts_total", (), now.attempts),
         ):
             _by_cluster(families, name, names, labels, counts)
-        self._counters(families, now.view.status, shown)
-
-    def _counters(self, families: Families, status: StatusReply, shown: Iterable[ClusterStatus]) -> None:
-        """Adds counters of the ledger's numbers that a ROLLBACK lowers."""
+        # Counters of the ledger's numbers that a ROLLBACK lowers.
+        status = now.view.status
         values = {
             ("tokens_applied_total", ""): status.tokens,
             ("rounds_total", "commit"): status.rounds_committed,

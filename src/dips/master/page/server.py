@@ -36,10 +36,11 @@ from dips.core.clock import Clock
 from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.messages import OperatorReply, OperatorRequest
 from dips.core.net.addresses import dialable, format_address, parse_address
-from dips.core.net.keys import CERT_FILE, KEY_FILE, UsedKeys
+from dips.core.net.keys import UsedKeys
 from dips.core.net.newcomers import Bounds, Newcomers, origin_of
 from dips.core.net.security import Identity, Security, check_reach
 from dips.core.observe.logs import ChangeLogger
+from dips.core.observe.metrics_server import server_context
 from dips.master.access import Access
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME, remove_file
@@ -69,7 +70,7 @@ from dips.master.page.history import (
 )
 from dips.master.page.snapshot import Hub
 from dips.master.shell import MasterShell
-from dips.master.state.effects import OperatorAction, OperatorCall, Pause, Resume
+from dips.master.state.effects import OperatorCall, Pause, Resume
 from dips.master.state.status import RunView, look
 
 if TYPE_CHECKING:
@@ -99,22 +100,18 @@ class StaticFile:
     tag: str  # changes with the content, so that a browser can check its copy with a short request
 
 
-def static_files() -> Mapping[str, StaticFile]:
-    """Path below /static/ -> file, for all files in the package's folder static."""
-    return dict(_walk(files("dips.master.page") / "static", ""))
-
-
-def _walk(folder: Traversable, prefix: str) -> list[tuple[str, StaticFile]]:
-    found: list[tuple[str, StaticFile]] = []
-    for entry in folder.iterdir():
+def static_files(folder: Traversable | None = None, prefix: str = "") -> Mapping[str, StaticFile]:
+    """Path below /static/ -> file, for all files in a folder; without one in the package's folder static."""
+    found: dict[str, StaticFile] = {}
+    for entry in (folder or files("dips.master.page") / "static").iterdir():
         if entry.is_dir():
-            found += _walk(entry, f"{prefix}{entry.name}/")
+            found.update(static_files(entry, f"{prefix}{entry.name}/"))
             continue
         kind = next((kind for end, kind in _TYPES.items() if entry.name.endswith(end)), None)
         if kind is not None:
             body = entry.read_bytes()
             tag = hashlib.sha256(body).hexdigest()[:32]
-            found.append((f"{prefix}{entry.name}", StaticFile(body, kind, tag)))
+            found[f"{prefix}{entry.name}"] = StaticFile(body, kind, tag)
     return found
 
 
@@ -145,7 +142,10 @@ class Steering:
 
     async def ask(self, action: object, reason: object) -> str:
         """Makes a request, on the page's thread; returns the master's answer. Raises Refused or TimeoutError."""
-        request = self._request(action, reason)
+        if action not in ("pause", "resume"):
+            raise Refused(RefusalCode.MALFORMED, "the status page can only ask to pause and to resume")
+        asked_for = OperatorRequest(self._run_id, cut(reason, MAX_REASON) if isinstance(reason, str) else "")
+        request = Pause(asked_for) if action == "pause" else Resume(asked_for)
         following = self._following
         if following is None:
             raise Refused(RefusalCode.BUSY, "the master begins: ask again", retry_after_s=1.0)
@@ -158,15 +158,6 @@ class Steering:
 
         asked = asyncio.run_coroutine_threadsafe(carried_out(), loop)
         return await asyncio.wait_for(asyncio.wrap_future(asked), CALL_S)
-
-    def _request(self, action: object, reason: object) -> OperatorAction:
-        request = OperatorRequest(self._run_id, cut(reason, MAX_REASON) if isinstance(reason, str) else "")
-        match action:
-            case "pause":
-                return Pause(request)
-            case "resume":
-                return Resume(request)
-        raise Refused(RefusalCode.MALFORMED, "the status page can only ask to pause and to resume")
 
 
 # ---- web -------------------------------------------------------------------------------------------------------------
@@ -413,19 +404,12 @@ class PageTls:
 
     def __init__(self, identity: Identity) -> None:
         self._keys = UsedKeys(identity)
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.context.verify_mode = ssl.CERT_OPTIONAL
-        self._load(identity)
+        self.context = server_context(identity, ssl.CERT_OPTIONAL)
 
     def look(self) -> None:
         """Loads renewed keys, if there are any."""
         if (renewed := self._keys.news()) is not None:
-            self._load(renewed)
-
-    def _load(self, identity: Identity) -> None:
-        self.context.load_cert_chain(identity.directory / CERT_FILE, identity.directory / KEY_FILE)
-        self.context.load_verify_locations(cadata=identity.ca_pem.decode("ascii", "replace"))
+            self.context = server_context(renewed, ssl.CERT_OPTIONAL)
 
 
 @dataclass

@@ -405,7 +405,6 @@ class RunView:
     evict_after_s: float = 0.0
     staleness_limit: int = 0  # versions
     threshold: float = NAN  # score above which a push is excluded
-    max_clusters: int = 0
     slaves_expected: int = 0
     without_blocks: frozenset[str] = frozenset()  # slaves on which no blocks are placed (yet)
     pinned_versions: int = 0
@@ -434,7 +433,6 @@ def look(shared: SharedState, now_s: float) -> RunView:
         evict_after_s=config.evict_after_s,
         staleness_limit=shared.s_max(),
         threshold=threshold(ledger.detector, config.penalty),
-        max_clusters=config.max_clusters,
         slaves_expected=len(shared.slaves_expected()) if ledger.placement else config.n_slaves,
         without_blocks=frozenset(name for name in shared.slaves if name not in placed),
         pinned_versions=len({pin.version for pin in shared.pins.values()}),
