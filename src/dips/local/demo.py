@@ -526,12 +526,14 @@ class Hold:
 
     def look(self, status: StatusReply, now_s: float) -> None:
         if self._since_s is None:
-            if must_wait(status, self._faults) and not self._given_up and self._local.pause_run(_HOLD):
+            wait = must_wait(status, self._faults) and not self._given_up
+            if wait and self._local.answer(lambda master: master.pause(_HOLD)) is not None:
                 self._since_s = now_s
                 self._progress.say(f"the run is almost at its end: paused {_HOLD}")
             return
         self._given_up = now_s >= self._since_s + HOLD_S
-        if (self._given_up or not self._faults.unfinished(status)) and self._local.resume_run(_HOLD):
+        go_on = self._given_up or not self._faults.unfinished(status)
+        if go_on and self._local.answer(lambda master: master.resume(_HOLD)) is not None:
             self._since_s = None
             why = f"waited {format_seconds(HOLD_S)} in vain" if self._given_up else "everything is back"
             self._progress.say(f"{why}: the run goes on")

@@ -14,10 +14,10 @@ from dips.core.errors import TERMINATED, ConfigError, FatalError, RefusalCode, R
 from dips.core.messages import StatusReply
 from dips.core.net.keys import load_identity
 from dips.core.net.security import INSECURE
-from dips.core.observe.tape import Tape
+from dips.core.observe.tape import STARTING, Tape
 from dips.core.units import format_seconds
 from dips.local.authority import OPERATOR, ensure_keys
-from dips.local.log_files import StartFollower, tape_path
+from dips.local.log_files import tape_path
 from dips.local.operator_client import OperatorClient
 from dips.local.processes import (
     EVALUATOR,
@@ -31,6 +31,7 @@ from dips.local.run_directory import RunDirectory
 from dips.local.supervisor import POLL_S, TELL_EVERY_S, ChildEvent, ProcessSupervisor
 from dips.master.directory import read_address
 from dips.master.page.access import read_page_url
+from dips.master.page.history import TapeTail
 
 STATUS_EVERY_S = 0.5
 _STATUS_CALL_S = 5.0
@@ -88,7 +89,7 @@ class LocalRun:
         for cluster in plan.clusters:
             own = cluster.client.tape_used if isinstance(cluster, TrainedCluster) else None
             tapes[cluster.cluster_id] = own or tape_path(directory.path, cluster.cluster_id)
-        self._starts = StartFollower(tapes)
+        self._starts = {name: TapeTail(path, last_bytes=0) for name, path in tapes.items()}
         self._progress: tuple[int, float] = (-1, 0.0)
         self._answered_s: float | None = None  # when the master answered last
         self._said_silent_s = 0.0  # how long it was silent when that was said last; 0: it was not
@@ -129,7 +130,7 @@ class LocalRun:
         self._once_there("the master's first answer", self._ask)
         self._refuse_ended_run(self._once_there("the master's answer", self._ask), extend)
         if extend:
-            self._tell(self._once_there("the master's answer", lambda: self._answer(_take_back_end)))
+            self._tell(self._once_there("the master's answer", lambda: self.answer(_take_back_end)))
         for spec in other_specs(self.plan, self.directory, self.address):
             self.supervisor.start(spec)
         return self.address
@@ -146,9 +147,11 @@ class LocalRun:
         if now_s < self._next_status_s:
             return None
         self._next_status_s = now_s + STATUS_EVERY_S
-        for name, sentence in self._starts.news():
-            self._tell(f"{name}: {sentence}")
-            self._progress = (self._progress[0], now_s)  # a long start is no standstill
+        for name, tail in self._starts.items():
+            for _, kind, fields in tail.events():
+                if kind == STARTING:
+                    self._tell(f"{name}: {fields.get('sentence')}")
+                    self._progress = (self._progress[0], now_s)  # a long start is no standstill
         status = self._ask()
         if status is not None:
             self.status = status
@@ -202,22 +205,11 @@ class LocalRun:
             if self.supervisor.ended([MASTER, *attached]):
                 deadline_s = min(deadline_s, now_s + _ALONE_S)
             elif now_s >= ask_s and not self.supervisor.ended([MASTER]):
-                self.stop_run("the run has ended")  # without it the master would serve for linger_s
+                # Without it the master would serve for linger_s.
+                self.answer(lambda operator: operator.stop("the run has ended"))
                 ask_s = now_s + _STOP_AGAIN_S
             self.supervisor.poll()
             time.sleep(POLL_S)
-
-    def stop_run(self, reason: str) -> str | None:
-        """Ask the master to end the run in good order; its answer, or None while it cannot be reached."""
-        return self._answer(lambda operator: operator.stop(reason))
-
-    def pause_run(self, reason: str) -> bool:
-        """Ask the master to begin no new round; whether it has said yes."""
-        return self._answer(lambda operator: operator.pause(reason)) is not None
-
-    def resume_run(self, reason: str) -> bool:
-        """End a pause; whether the master has said yes."""
-        return self._answer(lambda operator: operator.resume(reason)) is not None
 
     def record(self, kind: str, **fields: object) -> None:
         """Write to the launcher's own tape."""
@@ -250,7 +242,7 @@ class LocalRun:
         written = read_address(self.directory.master)
         return written.address if written is not None and written.pid == self.supervisor.pid(MASTER) else None
 
-    def _answer(self, request: Callable[[OperatorClient], T]) -> T | None:
+    def answer(self, request: Callable[[OperatorClient], T]) -> T | None:
         """What the master answers; None while it is away, or is just ending (BUSY): it may be starting again. Any other
         refusal is raised.
         """
@@ -266,7 +258,7 @@ class LocalRun:
             return None
 
     def _ask(self) -> StatusReply | None:
-        return self._answer(lambda operator: operator.status())
+        return self.answer(lambda operator: operator.status())
 
     def _refuse_ended_run(self, status: StatusReply, extend: bool) -> None:
         reached = 0 < status.tk_max_tokens <= status.tokens

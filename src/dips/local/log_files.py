@@ -18,12 +18,12 @@ from typing import Any, BinaryIO
 
 from dips.core.errors import ConfigError
 from dips.core.observe.logs import LogLine, parse
-from dips.core.observe.tape import STARTING, read_tape
-from dips.master.page.history import HeldoutPoint, TapeTail, heldout_point
+from dips.core.observe.tape import read_tape
+from dips.master.page.history import HeldoutPoint, heldout_point
 
 # ---- tapes -----------------------------------------------------------------------------------------------------------
 #
-# Reads losses over tokens, and the progress of starts, from the tapes of a run's processes.
+# Reads losses over tokens from the tapes of a run's processes.
 #
 # It must never write to a tape, and never fill a gap: what a process did not record, it does not show.
 
@@ -66,24 +66,6 @@ def heldout_losses(path: Path) -> list[HeldoutPoint]:
     found = (heldout_point(record["wall_s"], record["kind"], record) for record in records(path))
     points = {point.version: point for point in found if point is not None}
     return [points[version] for version in sorted(points)]
-
-
-class StartFollower:
-    """Reads what processes report of a start that takes long (core/observe/tape.py), as it comes on their tapes.
-
-    What was there before is left out.
-    """
-
-    def __init__(self, tapes: Mapping[str, Path]) -> None:
-        """tapes: of each process, by its name."""
-        self._tails = {name: TapeTail(path, last_bytes=0) for name, path in tapes.items()}
-
-    def news(self) -> Iterator[tuple[str, str]]:
-        """(process, its sentence) since the last call."""
-        for name, tail in self._tails.items():
-            for _, kind, fields in tail.events():
-                if kind == STARTING and isinstance(fields.get("sentence"), str):
-                    yield name, fields["sentence"]
 
 
 # ---- log files -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 from support.run_status import cluster_status, run_status, slave_status
@@ -94,13 +95,16 @@ class Master:
         self.asked: list[str] = []
         self.answers = True
 
-    def pause_run(self, reason: str) -> bool:
-        self.asked.append("pause")
-        return self.answers
+    def answer(self, request: Callable[[Any], object]) -> object:
+        return request(self)
 
-    def resume_run(self, reason: str) -> bool:
+    def pause(self, reason: str) -> str | None:
+        self.asked.append("pause")
+        return "yes" if self.answers else None
+
+    def resume(self, reason: str) -> str | None:
         self.asked.append("resume")
-        return self.answers
+        return "yes" if self.answers else None
 
 
 class Said:
