@@ -24,9 +24,10 @@ from dips.core.errors import DipsError
 from dips.judge.verify import verify_or_say
 from dips.local import demo
 from dips.local.local_run import LocalRun
-from dips.local.log_files import HELDOUT_TAPE, HeldoutPoint, heldout_losses, tape_path
+from dips.local.log_files import HELDOUT_TAPE, heldout_losses, tape_path
 from dips.local.options import command_line
 from dips.local.run_directory import DEMO, Mark, claim
+from dips.master.page.history import HeldoutPoint
 from dips.master.state.records import RoundPhase
 
 CALIBRATION_S = 3.0

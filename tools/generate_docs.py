@@ -23,8 +23,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 import dips
 from dips import planner
-from dips.core.assumptions import ROLES as ASSUMED
-from dips.core.assumptions import Assumption
+from dips.core import assumptions as assumed
 from dips.core.config import Knobs, Name, environment_name, groups_of
 from dips.core.errors import ConfigError
 from dips.core.machine import TransitionTable
@@ -34,7 +33,8 @@ from dips.core.observe.metrics_server import CONNECTION_S, MOST_CONNECTIONS, SNA
 from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.core.units import BitsPerSecond, Bytes, Count, Seconds, format_bytes, format_seconds, parse_bytes
 from dips.deploy.deploy_file import DeployedClusterKnobs, DeployKnobs, ModelKnobs, SiteKnobs
-from dips.local.run_file import ClusterKnobs, RunKnobs
+from dips.local.processes import RunKnobs
+from dips.local.run_file import ClusterKnobs
 from dips.local.tracking import TrackKnobs
 from dips.master import metrics as master
 from dips.master.config import MasterConfig
@@ -187,12 +187,12 @@ _TITLES = {"master": "Master", "slave": "Slave", "worker": "Cluster"}
 def assumptions() -> str:
     """The text of docs/assumptions.md."""
     parts = [_ASSUMPTIONS]
-    for role, rows in ASSUMED.items():
+    for role, rows in assumed.ROLES.items():
         parts += [f"## {_TITLES[role]}", "\n".join(_item(role, row) for row in rows)]
     return "\n\n".join(parts) + "\n"
 
 
-def _item(role: str, row: Assumption) -> str:
+def _item(role: str, row: assumed.Assumption) -> str:
     text = f"`{row.text}` ({row.name}): {row.why}. Otherwise {row.harm}; {row.remedy}. Checked in `{role}/config.py`."
     return textwrap.fill(
         text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False

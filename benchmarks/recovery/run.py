@@ -22,9 +22,9 @@ from dips.core.clock import SystemClock
 from dips.core.config import load
 from dips.local.local_run import LocalRun
 from dips.local.log_files import tape_path
-from dips.local.processes import OwnCluster, RunPlan
+from dips.local.processes import OwnCluster, RunKnobs, RunPlan, numbered
 from dips.local.run_directory import UP, Mark, claim
-from dips.local.run_file import make_slaves, numbered
+from dips.local.run_file import make_slaves
 from dips.local.supervisor import POLL_S
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME
@@ -98,7 +98,7 @@ class Watched:
             "overlap": "none", **shape.master,
         }  # fmt: skip
         plan = RunPlan(
-            RUN_ID,
+            RunKnobs(id=RUN_ID, directory=self.directory, slaves=shape.slaves),
             load(MasterConfig, "master", overrides=knobs).value,
             make_slaves(self.directory, RUN_ID, numbered(shape.slaves)),
             tuple(OwnCluster(name, tuple(self._command(name))) for name in shape.clusters),

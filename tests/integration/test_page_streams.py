@@ -22,7 +22,6 @@ from dips.local.authority import ensure_keys
 from dips.master.access import Access
 from dips.master.page import server as pages
 from dips.master.page.access import PageAccess
-from dips.master.page.history import HeldoutTail
 from dips.master.page.server import PageServer
 from dips.master.page.snapshot import Hub
 
@@ -51,7 +50,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 async def test_a_stream_without_samples_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "WAIT_S", 0.01)
-    async with served(Hub(deque(), HeldoutTail(None))) as server:
+    async with served(Hub(deque())) as server:
         reader, writer = await asyncio.open_connection(server.host, server.port)
         writer.write(ASK)
         for _ in range(2):
@@ -61,7 +60,7 @@ async def test_a_stream_without_samples_says_that_it_is_alive(monkeypatch: pytes
 
 async def test_the_connection_of_a_reader_that_takes_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "WRITE_S", 0.01)
-    hub = LongMessages(deque(), HeldoutTail(None))
+    hub = LongMessages(deque())
     hub.number = 1
     async with served(hub) as server:
         _, writer = await asyncio.open_connection(server.host, server.port, limit=1)  # it stops to read at once
@@ -75,7 +74,7 @@ async def test_the_connection_of_a_reader_that_takes_nothing_is_closed(monkeypat
 
 async def test_a_stream_beyond_the_most_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "MAX_STREAMS", 1)
-    async with served(Hub(deque(), HeldoutTail(None))) as server:
+    async with served(Hub(deque())) as server:
         ends = [await asyncio.open_connection(server.host, server.port) for _ in range(2)]
         for (reader, writer), status in zip(ends, (b"200", b"503"), strict=True):
             writer.write(ASK)
@@ -86,7 +85,7 @@ async def test_a_stream_beyond_the_most_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_a_silent_connection_beyond_the_most_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "MAX_CONNECTIONS", 1)
-    page = PageServer("127.0.0.1", 0, 0, INSECURE, lambda port: site(Hub(deque(), HeldoutTail(None))))
+    page = PageServer("127.0.0.1", 0, 0, INSECURE, lambda port: site(Hub(deque())))
     here = ("127.0.0.1", page.start())
     try:
         with socket.create_connection(here) as silent, socket.create_connection(here, timeout=NO_LIMIT_S) as beyond:
@@ -108,7 +107,7 @@ def test_a_silent_reader_with_tls_is_closed_for_the_next_whatever_it_answers(
     monkeypatch.setattr(pages, "Bounds", lambda *_: Bounds(1, 1, NO_LIMIT_S, patience_s=0.0))
     ensure_keys(tmp_path / "keys", [], [], [])
     identity = load_identity(tmp_path / "keys" / "master")
-    page = PageServer("127.0.0.1", 0, 0, identity, lambda port: site(Hub(deque(), HeldoutTail(None))))
+    page = PageServer("127.0.0.1", 0, 0, identity, lambda port: site(Hub(deque())))
     here = ("127.0.0.1", page.start())
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -123,7 +122,7 @@ def test_a_silent_reader_with_tls_is_closed_for_the_next_whatever_it_answers(
 async def test_connections_that_have_ended_make_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "MAX_NEWCOMERS", 2)
     monkeypatch.setattr(pages, "MAX_NEWCOMERS_OF_ADDRESS", 1)
-    page = PageServer("127.0.0.1", 0, 0, INSECURE, lambda port: site(Hub(deque(), HeldoutTail(None))))
+    page = PageServer("127.0.0.1", 0, 0, INSECURE, lambda port: site(Hub(deque())))
     port = page.start()
     try:
         for _ in range(3):

@@ -86,7 +86,7 @@ def test_reasons_links_and_python_names_are_right(file: Path) -> None:
 
 
 def test_the_examples_address_is_that_of_the_documents() -> None:
-    _, plan = read_run_file(ROOT / "examples" / "server.toml")
+    plan = read_run_file(ROOT / "examples" / "server.toml")
     assert plan.master.listen == WRITTEN_ADDRESS
     assert (plan.master.min_clusters, len(plan.clusters)) == (2, 0)
 

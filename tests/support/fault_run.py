@@ -28,6 +28,7 @@ from dips.core.net.security import INSECURE, INSECURE_VARIABLE, KEYS_VARIABLE, S
 from dips.local.log_files import tape_path
 from dips.local.operator_client import OperatorClient
 from dips.master.directory import TAPE_NAME
+from dips.master.page.history import TapeTail
 from dips.master.state.records import RoundPhase
 
 SLAVES = ("s0", "s1")
@@ -96,7 +97,7 @@ class FaultRun(live.Run):
         self._stopped: dict[int, float] = {}
         self.woken: dict[str, int] = dict.fromkeys(NAMES, 0)
         self._seen_bytes: dict[str, int] = {}
-        self._tape = TapeTail(directory / "master" / TAPE_NAME)
+        self._tape = Published(TapeTail(directory / "master" / TAPE_NAME))
 
     # ---- its processes ----
 
@@ -353,12 +354,11 @@ def _state_of(pid: int) -> str:
 BEGINS = frozenset({RoundPhase.WINDOW.value, RoundPhase.SEALED.value})
 
 
-class TapeTail:
+class Published:
     """Reads what was added since the last look. Times are the master's wall clock."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read_bytes = 0
+    def __init__(self, tail: TapeTail) -> None:
+        self._tail = tail
         self._phase = RoundPhase.IDLE.value
         self._published: list[float] = []
         self._versions: set[str] = set()
@@ -381,15 +381,9 @@ class TapeTail:
         return len({name for at_s, name in self._rounds if since_s <= at_s <= end_s})
 
     def _look(self) -> None:
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._read_bytes)
-            added = file.read()
-        whole = added[: added.rfind(b"\n") + 1]
-        self._read_bytes += len(whole)
-        for line in whole.splitlines():
-            self._take(json.loads(line))
+        while lines := self._tail.lines():
+            for line in lines:
+                self._take(json.loads(line))
 
     def _take(self, event: dict[str, object]) -> None:
         at_s = event["wall_s"]

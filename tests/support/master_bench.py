@@ -22,6 +22,7 @@ from dips.master.state import effects
 from dips.master.state.effects import Halt, Log, Record
 from dips.master.state.master import MasterMachine
 from dips.master.state.shared import RunConfig
+from dips.master.state.status import RunView, look
 
 WALL_OFFSET_S = 1e6
 TAPE_HEAD = {"wall_s", "monotonic_s", "role", "name", "kind", "cause"}
@@ -237,7 +238,9 @@ class Bench:
     ) -> None:
         self.run_id = "test"
         self.plan = plan
-        self.config = RunConfig(self.run_id, n_slaves, settings or m.Settings(), **config)
+        told = {name: config.pop(name) for name in [*config] if name in m.Settings.__dataclass_fields__}
+        settings = replace(settings or m.Settings(), **{"async_lag_versions": 2, **told})
+        self.config = RunConfig(self.run_id, n_slaves, settings, **config)
         self.now_s = 1000.0
         self.epoch = 0
         self.snapshot: str | None = None
@@ -368,6 +371,10 @@ class Bench:
         reply = self.operate(m.StatusRequest(""))
         assert isinstance(reply, m.StatusReply)
         return reply
+
+    def look(self, late_s: float = 0.0) -> RunView:
+        """late_s: after the last event."""
+        return look(self.state.shared, self.state.shared.now_s + late_s)
 
     def caller(self, name: str) -> m.Caller:
         return m.Caller(self.run_id, self.epoch, name, self.clusters[name].join.incarnation, f"c-{name}")

@@ -61,9 +61,9 @@ class PageRun:
     def __init__(self, folder: Path) -> None:
         file = folder / "run.toml"
         file.write_text(RUN_FILE.format(directory=folder / "run"))
-        run, plan = read_run_file(file)
-        self.directory = run.directory
-        self._plan = with_page(plan, run.directory)
+        plan = read_run_file(file)
+        self.directory = plan.run.directory
+        self._plan = with_page(plan)
         self._started = threading.Event()
         self._asked: queue.Queue[Callable[[LocalRun], None]] = queue.Queue()
         self._end = threading.Event()
@@ -108,7 +108,7 @@ class PageRun:
     def _keep(self) -> None:
         try:
             with (
-                claim(self.directory, Mark(self._plan.run_id, UP, "a test")) as directory,
+                claim(self.directory, Mark(self._plan.run.id, UP, "a test")) as directory,
                 LocalRun(self._plan, directory, SystemClock(), lambda sentence: None) as local,
             ):
                 self.address = local.start()

@@ -10,6 +10,8 @@ from dips.core import messages as m
 from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation
 from dips.master.state.effects import Effect, Event, WriteJournal
+from dips.master.state.ledger import Ledger
+from dips.master.state.shared import RunConfig, SharedState
 
 E = TypeVar("E")
 
@@ -43,6 +45,7 @@ def refusal(sentence: str = "because of a test") -> m.Refusal:
 class ScriptedMachine:
     def __init__(self, react: Callable[[Event], Sequence[Effect]] = lambda event: ()) -> None:
         self.react = react
+        self.shared = SharedState(RunConfig("demo", 1), 1, Ledger("demo"), 0.0)
         self.first: Sequence[Effect] = ()
         self.deadline_s: float | None = None
         self.seen: list[tuple[Event, float]] = []
@@ -61,15 +64,6 @@ class ScriptedMachine:
 
     def next_deadline_s(self) -> float | None:
         return self.deadline_s
-
-    def settings(self) -> m.Settings:
-        return m.Settings()
-
-    def run_is_over(self) -> bool:
-        return False
-
-    def progress(self) -> dict[str, object]:
-        return {}
 
     def of(self, kind: type[E]) -> list[E]:
         return [event for event, _ in self.seen if isinstance(event, kind)]

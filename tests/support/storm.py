@@ -21,9 +21,9 @@ from support.dips_command import operator_of
 from dips.core.errors import Refused, RetryLater
 from dips.core.observe.tape import read_tape
 from dips.local.local_run import LocalRun
-from dips.local.log_files import HeldoutPoint
 from dips.local.supervisor import POLL_S
 from dips.master.directory import TAPE_NAME
+from dips.master.page.history import HeldoutPoint
 
 TABLE_1 = (1, 2, 4, 31)
 """Failures of clusters B, D, C and E in 33 days."""

@@ -17,9 +17,9 @@ from dips.core.clock import SystemClock
 from dips.core.ids import Version
 from dips.core.units import format_count, format_seconds
 from dips.local.demo import FULL_MINUTES, DemoOptions, DemoResult, run_demo
-from dips.local.processes import MetricsOption
+from dips.local.options import MetricsOption
 from dips.local.report import failed_checks
-from dips.local.view import Column, FittingTable
+from dips.local.view import FittingTable
 
 
 def demo(
@@ -98,7 +98,7 @@ def _tell(result: DemoResult) -> None:
     of_ranks = any(cluster["parallel"] for cluster in report["clusters"].values())
     words = ("cluster", "parallelism") if of_ranks else ("cluster",)
     columns = (*words, "gap", "tokens/s", "steps", "tokens", "applied", "excluded", "starts")
-    table = FittingTable("clusters", [Column(name, right=name not in words) for name in columns])
+    table = FittingTable("clusters", columns, right=set(columns) - set(words))
     for name, cluster in report["clusters"].items():
         table.add_row(
             name,

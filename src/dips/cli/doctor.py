@@ -119,10 +119,10 @@ def _checks(file: Path, wanted: DoctorOptions, of_up: Mapping[str, object], inse
                 f"{file} is neither a file of `dips up` (it has no [run]) nor of `dips deploy` (no [deploy]): give one "
                 "of these, such as examples/local.toml"
             )
-        run, plan = read_run_file(file, insecure_asked(insecure))
+        plan = read_run_file(file, insecure=insecure_asked(insecure) or None)
     except ConfigError as error:
         return _mistake(error)
-    return LocalDoctor(run, plan, wanted, host.read_facts()).checks()
+    return LocalDoctor(plan, wanted, host.read_facts()).checks()
 
 
 def _mistake(error: ConfigError) -> Iterable[Check]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,13 +20,12 @@ from dips.core.observe.logs import say_last
 from dips.doctor.local import check_backup, refuse_failed, refuse_what_cannot_start
 from dips.local.local_run import LocalRun
 from dips.local.log_files import HELDOUT_TAPE, heldout_losses, tape_path
-from dips.local.options import LogFormatOption, log_format_asked
-from dips.local.processes import MetricsOption, RunPlan, what_is_served, with_page, without_page
-from dips.local.progress import Progress, progress_for
+from dips.local.options import LogFormatOption, MetricsOption, log_format_asked
+from dips.local.processes import RunPlan, what_is_served, with_page
 from dips.local.run_directory import UP, Mark, RunDirectory, claim
 from dips.local.run_file import read_run_file
 from dips.local.supervisor import POLL_S
-from dips.local.view import where
+from dips.local.view import Progress, progress_for, where
 
 
 def up(
@@ -51,43 +49,44 @@ def up(
     ended and no other one trains, and upon ctrl-C. Started again with the same file it goes on from what was published
     last: after `dips stop` only with --extend, and at its token limit only with a larger tk_max.
     """
-    run, plan = read_run_file(file, insecure_asked(insecure), log_format_asked(log_format))
+    form = log_format_asked(log_format)
+    asked = {"insecure": insecure_asked(insecure) or None, "log_format": form, "metrics": metrics or None, "page": page}
+    plan = read_run_file(file, **asked)
+    run = plan.run
     if check:
         refuse_failed(check_backup(plan))
         print(f"{file}: {len(plan.slaves)} slaves, {len(plan.clusters)} clusters, all settings are good")
         return 0
-    plan = replace(plan, metrics=plan.metrics or metrics)
-    page = run.page if page is None else page
-    plan = with_page(plan, run.directory) if page else without_page(plan)
-    refuse_what_cannot_start(run, plan)
+    plan = with_page(plan)
+    refuse_what_cannot_start(plan)
     share_with(run.files_group)
     clock = SystemClock()
     console = Console(stderr=True)
-    with claim(run.directory, Mark(plan.run_id, UP, " ".join(sys.argv))) as directory:
+    with claim(run.directory, Mark(plan.run.id, UP, " ".join(sys.argv))) as directory:
         local: LocalRun | None = None
         try:
             with progress_for(console, clock) as progress, LocalRun(plan, directory, clock, progress.say) as local:
-                ended = _serve(local, progress, directory, page, extend)
+                ended = _serve(local, progress, directory, extend)
         except (KeyboardInterrupt, SystemExit) as signal:
             how = "ctrl-C" if isinstance(signal, KeyboardInterrupt) else "SIGTERM"
             last = local.status if local is not None else None
             at = f" {where(last)}" if last is not None else ""
             more = f"its files are in {directory.path}, and `dips up {file}` continues it"
-            say_last(f"{how}: the processes of run {plan.run_id} were ended{at}; {more}")
+            say_last(f"{how}: the processes of run {plan.run.id} were ended{at}; {more}")
             raise
         if (last := local.status) is not None:
             more = "" if ended else f"; `dips up {file}` continues it"
             how = "ended" if ended else "is"
-            print(f"run {local.plan.run_id} {how} {where(last)}{more}")
+            print(f"run {local.plan.run.id} {how} {where(last)}{more}")
         print(f"its files are in {directory.path}; next: dips export {directory.path} --to model.safetensors")
     return 0
 
 
-def _serve(local: LocalRun, progress: Progress, directory: RunDirectory, page: bool, extend: bool) -> bool:
+def _serve(local: LocalRun, progress: Progress, directory: RunDirectory, extend: bool) -> bool:
     """Watch the run to its end, or until no cluster is left; returns whether it has ended."""
     address = local.start(extend)
     progress.say(f"the run's master listens on {address}")
-    served = what_is_served(local.plan, directory, local.page_url, page)
+    served = what_is_served(local.plan, directory, local.page_url)
     for line in (*served, *how_to_join(local.plan, address, directory)):
         progress.say(line)
     while not local.finished:
@@ -118,9 +117,9 @@ def how_to_join(plan: RunPlan, address: str, directory: RunDirectory) -> list[st
     lines = [
         f"  DIPS_MASTER={address} DIPS_CLUSTER={name} {_security_words(plan, directory, name)} "
         "python examples/own_loop.py"
-        for name in plan.keys_for or ("a", "b")
+        for name in plan.run.keys_for or ("a", "b")
     ]
-    more = [] if plan.insecure else [f"keys for another one:  dips keys add {directory.keys} --cluster NAME"]
+    more = [] if plan.run.insecure else [f"keys for another one:  dips keys add {directory.keys} --cluster NAME"]
     return [
         sentence,
         *lines,
@@ -132,9 +131,9 @@ def how_to_join(plan: RunPlan, address: str, directory: RunDirectory) -> list[st
 
 def _from_elsewhere(plan: RunPlan, address: str, directory: RunDirectory) -> list[str]:
     """What a person types on another machine, for the first of the clusters that have keys and are not started here."""
-    if not (plan.public_host and plan.keys_for):
+    if not (plan.public_host and plan.run.keys_for):
         return []
-    name, (_, port) = plan.keys_for[-1], parse_address(address)
+    name, (_, port) = plan.run.keys_for[-1], parse_address(address)
     there = f"{plan.public_host}:{(directory.keys / name).resolve()}"
     return [
         "from another machine (docs/start.md):",
@@ -144,4 +143,4 @@ def _from_elsewhere(plan: RunPlan, address: str, directory: RunDirectory) -> lis
 
 
 def _security_words(plan: RunPlan, directory: RunDirectory, name: str) -> str:
-    return f"{INSECURE_VARIABLE}=1" if plan.insecure else f"{KEYS_VARIABLE}={directory.keys / name}"
+    return f"{INSECURE_VARIABLE}=1" if plan.run.insecure else f"{KEYS_VARIABLE}={directory.keys / name}"

@@ -8,33 +8,30 @@ know a role's settings as a type: it sees names and numbers.
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dips.core.errors import ConfigError
 from dips.core.units import format_bytes, format_seconds
 
 Values = Mapping[str, object]
 """Knobs by name. One that is None or a word (such as grace_s = "auto") leaves out the rows that name it."""
 
-CONSTANTS: Mapping[str, float] = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-
-_KNOB = re.compile(r"\b[a-z]\w*")
-"""In a row's text; constants begin with a capital."""
-
-_RELATIONS: Mapping[type[ast.cmpop], tuple[Callable[[float, float], bool], str]] = {
-    ast.Lt: (operator.lt, "less than"),
-    ast.LtE: (operator.le, "at most"),
-    ast.Gt: (operator.gt, "more than"),
-    ast.GtE: (operator.ge, "at least"),
-}
-
+_CONSTANTS: Mapping[str, float] = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_FUNCTIONS: Mapping[str, Callable[..., float]] = {"min": min, "max": max, "ceil": math.ceil, "floor": math.floor}
 _OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_RELATIONS: Mapping[str, tuple[Callable[[float, float], bool], str]] = {
+    "<": (operator.lt, "less than"),
+    "<=": (operator.le, "at most"),
+    ">": (operator.gt, "more than"),
+    ">=": (operator.ge, "at least"),
 }
 
 
@@ -43,39 +40,33 @@ class Assumption:
     """One inequality."""
 
     name: str
-    text: str  # sums and products of settings, numbers and KiB, MiB, GiB on both sides of a relation
+    text: str  # a formula on both sides of a relation
     why: str  # what it is for
     harm: str  # what would happen without it, as an error says it
     remedy: str
-
-    def knobs(self) -> list[str]:
-        """The names in it that are settings, in the order of the text."""
-        return list(dict.fromkeys(_KNOB.findall(self.text)))
 
     def broken(self, values: Values) -> str | None:
         """The sentence that refuses these values; None when they are right or the row does not apply to them.
 
         Raises KeyError when a knob of the row is not among the values.
         """
-        known = {name: values[name] for name in self.knobs()}
+        known = {name: values[name] for name in names_of(self.text)}
         numbers = {name: float(value) for name, value in known.items() if isinstance(value, int | float)}
         if len(numbers) < len(known):
             return None
-        inequality = ast.parse(self.text, mode="eval").body
-        assert isinstance(inequality, ast.Compare), "a test reads every row"
-        bound = inequality.comparators[0]
-        left, right = (_value(side, {**CONSTANTS, **numbers}) for side in (inequality.left, bound))
-        holds, words = _RELATIONS[type(inequality.ops[0])]
+        what, relation, bound = re.split(r" ([<>]=?) ", self.text)
+        left, right = value_of(what, numbers), value_of(bound, numbers)
+        holds, words = _RELATIONS[relation]
         if holds(left, right):
             return None
-        shown, floor, text = self._shown(left), self._shown(right), ast.unparse(bound)
-        named = f"{text} = {floor}" if _KNOB.search(text) else floor
-        return f"{ast.unparse(inequality.left)} is {shown}, but must be {words} {named}: {self.harm}; {self.remedy}"
+        shown, floor = self._shown(left), self._shown(right)
+        named = f"{bound} = {floor}" if names_of(bound) else floor
+        return f"{what} is {shown}, but must be {words} {named}: {self.harm}; {self.remedy}"
 
     def _shown(self, value: float) -> str:
-        if "_s" in {name[-2:] for name in self.knobs()}:
+        if "_s" in {name[-2:] for name in names_of(self.text)}:
             return format_seconds(value)
-        if any(name.endswith("_bytes") for name in self.knobs()):
+        if any(name.endswith("_bytes") for name in names_of(self.text)):
             return format_bytes(int(value))
         return f"{value:g}"
 
@@ -270,23 +261,33 @@ ROLES: Mapping[str, tuple[Assumption, ...]] = {"master": MASTER, "slave": SLAVE,
 
 def violations(role: str, values: Values) -> list[str]:
     """A sentence for each row of `role` that these values break; settings classes collect them with others."""
-    found = (row.broken(values) for row in ROLES[role])
-    return [sentence for sentence in found if sentence is not None]
+    return [sentence for row in ROLES[role] if (sentence := row.broken(values)) is not None]
 
 
-def require(role: str, values: Values) -> None:
-    """Raise ConfigError naming every row of `role` that these values break, and the remedies."""
-    wrong = violations(role, values)
-    if wrong:
-        raise ConfigError("; ".join(wrong))
+def names_of(formula: str) -> list[str]:
+    """The names that a formula needs numbers for, in the order of the text."""
+    found = dict.fromkeys(re.findall(r"[A-Za-z_]\w*", formula))
+    return [name for name in found if name not in _FUNCTIONS and name not in _CONSTANTS]
+
+
+def value_of(formula: str, numbers: Mapping[str, float]) -> float:
+    """Compute a sum of products in Python's notation over names and numbers, with min, max, ceil and floor: nothing
+    else is called, looked up or compared. Raises ValueError for any other text, KeyError for a name without a number.
+    """
+    try:
+        return _value(ast.parse(formula, mode="eval").body, {**_CONSTANTS, **numbers})
+    except SyntaxError as error:
+        raise ValueError(f"{formula!r} is not a formula") from error
 
 
 def _value(node: ast.expr, numbers: Mapping[str, float]) -> float:
     match node:
+        case ast.Constant(int() | float() as number) if not isinstance(number, bool):
+            return number
         case ast.Name(name):
             return numbers[name]
-        case ast.Constant(int() | float() as number):
-            return float(number)
-        case ast.BinOp(left, sign, right):
+        case ast.BinOp(left, sign, right) if type(sign) in _OPERATIONS:
             return _OPERATIONS[type(sign)](_value(left, numbers), _value(right, numbers))
-    raise ValueError(f"not a sum or product: {ast.unparse(node)}")  # a table's bug: a test reads every row
+        case ast.Call(ast.Name(name), arguments, []) if name in _FUNCTIONS:
+            return _FUNCTIONS[name](*(_value(argument, numbers) for argument in arguments))
+    raise ValueError(f"{ast.unparse(node)!r} is not part of a formula")

@@ -29,9 +29,6 @@ from dips.core.errors import ConfigError
 from dips.core.ids import check_name
 from dips.core.units import format_bytes, validating
 
-DEFAULT = "default"
-COMMAND_LINE = "command line"
-
 _KUBERNETES = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP)(_.+)?)?)\Z")
 """What Kubernetes puts into every container for a service, here one that is called dips-<section>."""
 
@@ -113,7 +110,7 @@ def load(
     environment: Mapping[str, str] | None = None,
     variables: Mapping[str, str] | None = None,
     overrides: Mapping[str, object] | None = None,
-    given_to: str = COMMAND_LINE,
+    given_to: str = "command line",
 ) -> Loaded[M]:
     """Read the settings `kind` from all sources.
 
@@ -282,7 +279,7 @@ def _build(kind: type[M], section: str | None, given: Mapping[str, _Given], plac
             by_key.setdefault(details["loc"][:1], []).append(details)
         lines = [_sentence(kind, section, same_key, given, place) for same_key in by_key.values()]
         raise ConfigError("\n".join(lines)) from None
-    default = _Given(None, DEFAULT)
+    default = _Given(None, "default")
     return Loaded(value, {name: given.get(name, default).where for name in kind.model_fields})
 
 

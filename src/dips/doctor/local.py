@@ -27,7 +27,6 @@ from dips.doctor.network import check_identities
 from dips.local.authority import OPERATOR, WantedIdentity
 from dips.local.processes import EVALUATOR, MASTER, OwnCluster, RunPlan, TrainedCluster
 from dips.local.run_directory import KEYS, UP, is_held, read_mark
-from dips.local.run_file import RunKnobs
 from dips.local.sizing import SizeTable, size_of_run
 from dips.trainer.config import corpus_of
 from dips.trainer.sizes import SIZES
@@ -51,13 +50,11 @@ class DoctorOptions:
 class LocalDoctor:
     """The checks of one file, which was read without a mistake."""
 
-    def __init__(
-        self, run: RunKnobs, plan: RunPlan, wanted: DoctorOptions, facts: host.HostFacts | None = None
-    ) -> None:
+    def __init__(self, plan: RunPlan, wanted: DoctorOptions, facts: host.HostFacts | None = None) -> None:
         """facts: of this machine, as they are now, unless given."""
-        self._run, self._plan, self._wanted = run, plan, wanted
+        self._run, self._plan, self._wanted = plan.run, plan, wanted
         self._facts = facts or host.read_facts()
-        self.runs_now = is_held(run.directory)
+        self.runs_now = is_held(plan.run.directory)
         self._own = [cluster for cluster in plan.clusters if isinstance(cluster, OwnCluster)]
         self._trainings = [cluster.train for cluster in plan.clusters if isinstance(cluster, TrainedCluster)]
         # The model that the file's clusters train; None when they bring their own.
@@ -98,8 +95,8 @@ class LocalDoctor:
     def _directory(self) -> Findings:
         directory, plan = self._run.directory, self._plan
         mark = read_mark(directory) if directory.is_dir() else None
-        if mark is not None and (mark.made_by, mark.run_id) != (UP, plan.run_id):
-            sentence = f"{directory} belongs to run {mark.run_id!r} of `{mark.made_by}`, not to run {plan.run_id!r}"
+        if mark is not None and (mark.made_by, mark.run_id) != (UP, plan.run.id):
+            sentence = f"{directory} belongs to run {mark.run_id!r} of `{mark.made_by}`, not to run {plan.run.id!r}"
             yield fail("directory", sentence, "choose another directory, or remove that one")
             return
         if mark is None and directory.is_dir() and any(directory.iterdir()):
@@ -145,7 +142,7 @@ class LocalDoctor:
 
     def _keys(self) -> Findings:
         plan, keys = self._plan, self._run.directory / KEYS
-        if plan.insecure:
+        if plan.run.insecure:
             sentence = "the run uses no keys: nothing is encrypted and no one is authenticated, on this machine only"
             yield warn("keys", sentence, "leave out insecure for anything but trying out")
         elif not keys.is_dir():
@@ -242,21 +239,21 @@ def check_backup(plan: RunPlan) -> Findings:
     if plan.backup is None:
         return
     try:
-        n_objects = len(open_store(plan.backup.to).sizes(plan.run_id))
+        n_objects = len(open_store(plan.backup.to).sizes(plan.run.id))
     except ConfigError as error:
         yield fail("backup", str(error), "see [backup] to")
     except RetryLater as error:
         yield warn("backup", str(error), "the run begins without it, and asks again and again")
     else:
-        yield ok("backup", f"{plan.backup.to} answers, and holds {n_objects} objects of run {plan.run_id}")
+        yield ok("backup", f"{plan.backup.to} answers, and holds {n_objects} objects of run {plan.run.id}")
 
 
-def refuse_what_cannot_start(run: RunKnobs, plan: RunPlan) -> None:
+def refuse_what_cannot_start(plan: RunPlan) -> None:
     """For `dips up`: raise ConfigError for the first thing that must fail, before anything is made or started.
 
     Only what is quick to look at. A directory in which a launcher runs is left to the one who claims it.
     """
-    doctor = LocalDoctor(run, plan, DoctorOptions())
+    doctor = LocalDoctor(plan, DoctorOptions())
     if doctor.runs_now:
         return
     refuse_failed(examined(doctor.quick_checks()))
@@ -271,7 +268,7 @@ def refuse_failed(findings: Iterable[Finding]) -> None:
 
 def _sizes(plan: RunPlan, params: int) -> SizeTable:
     master, slave = plan.master, plan.slaves[0]
-    clusters = max(1, len(plan.clusters) + len(plan.keys_for))
+    clusters = max(1, len(plan.clusters) + len(plan.run.keys_for))
     return size_of_run(
         master,
         slave,
@@ -280,7 +277,7 @@ def _sizes(plan: RunPlan, params: int) -> SizeTable:
         slaves=len(plan.slaves),
         link=10e9,
         max_clusters=max(master.max_clusters, clusters),
-        keys=not plan.insecure,
+        keys=not plan.run.insecure,
     )
 
 
@@ -298,8 +295,8 @@ def _judge_shard(slave: str, stated: int, least: int, enough: int, params: int) 
 
 def _holders(plan: RunPlan) -> Iterable[tuple[Role, str]]:
     yield Role.MASTER, MASTER
-    yield from ((Role.SLAVE, name) for name in plan.slave_ids)
-    yield from ((Role.CLUSTER, name) for name in (*plan.cluster_ids, *plan.keys_for))
+    yield from ((Role.SLAVE, name) for name in plan.run.slave_ids)
+    yield from ((Role.CLUSTER, name) for name in (*plan.cluster_ids, *plan.run.keys_for))
     yield Role.OPERATOR, OPERATOR
     if plan.evaluate is not None:
         yield Role.OPERATOR, EVALUATOR

@@ -36,14 +36,15 @@ from dips.local.local_run import LocalRun
 from dips.local.log_files import HELDOUT_TAPE, heldout_losses, tape_path, training_losses
 from dips.local.options import command_line, log_format_asked
 from dips.local.processes import (
+    RunKnobs,
     RunPlan,
     TrainedCluster,
     checkpoints_path,
     evaluation_options,
+    numbered,
     what_is_served,
     with_page,
 )
-from dips.local.progress import Progress, progress_for
 from dips.local.report import (
     CLUSTER,
     LINK,
@@ -56,8 +57,9 @@ from dips.local.report import (
     write_report,
 )
 from dips.local.run_directory import DEMO, Mark, RunDirectory, claim
-from dips.local.run_file import NOT_YET_KNOWN, make_slaves, numbered
+from dips.local.run_file import NOT_YET_KNOWN, make_slaves
 from dips.local.supervisor import POLL_S, TELL_EVERY_S, how_it_ended
+from dips.local.view import Progress, progress_for
 from dips.master.config import MasterConfig
 from dips.trainer.config import TrainConfig
 from dips.trainer.parallelism import Parallelism
@@ -264,15 +266,21 @@ def make_plan(wanted: DemoOptions, train: TrainConfig, tk_max: int, link: CutLin
         slaves = tuple(one.model_copy(update={"data_port": port}) for one, port in zip(slaves, rest, strict=True))
         cut = names.index(behind_the_link(wanted))
         clusters[cut] = dataclasses.replace(clusters[cut], prefix=link.prefix)
+    run = RunKnobs(
+        id=RUN_ID,
+        directory=wanted.run_dir,
+        slaves=wanted.slaves,
+        insecure=wanted.insecure,
+        log_format=log_format_asked(None) or "human",
+        metrics=wanted.metrics,
+        page=wanted.page,
+    )
     return RunPlan(
-        RUN_ID,
+        run,
         load(MasterConfig, "master", overrides=master).value,
         slaves,
         tuple(clusters),
         train,
-        wanted.insecure,
-        log_format=log_format_asked(None) or "human",
-        metrics=wanted.metrics,
     )
 
 
@@ -432,13 +440,12 @@ def run_demo(wanted: DemoOptions, console: Console, clock: Clock) -> DemoResult:
         link = spaces.enter_context(CutLink(1 + wanted.slaves)) if wanted.cut_link else None
         _compile(progress)
         tk_max = _choose_length(wanted, command_line(train), progress)
-        plan = make_plan(wanted, train, tk_max, link)
-        plan = with_page(plan, directory.path) if wanted.page else plan
+        plan = with_page(make_plan(wanted, train, tk_max, link))
         faults = FaultPlan(planned_faults(wanted))
         begin_s = clock.monotonic_s()
         with LocalRun(plan, directory, clock, progress.say, STALL_S) as local:
             local.start()
-            for sentence in what_is_served(plan, directory, local.page_url, wanted.page):
+            for sentence in what_is_served(plan, directory, local.page_url):
                 progress.say(sentence)
             _watch(local, faults, progress, clock, begin_s, link)
         progress.say("all processes have ended: checking their records, and drawing the losses")
@@ -519,12 +526,14 @@ class Hold:
 
     def look(self, status: StatusReply, now_s: float) -> None:
         if self._since_s is None:
-            if must_wait(status, self._faults) and not self._given_up and self._local.pause_run(_HOLD):
+            wait = must_wait(status, self._faults) and not self._given_up
+            if wait and self._local.answer(lambda master: master.pause(_HOLD)) is not None:
                 self._since_s = now_s
                 self._progress.say(f"the run is almost at its end: paused {_HOLD}")
             return
         self._given_up = now_s >= self._since_s + HOLD_S
-        if (self._given_up or not self._faults.unfinished(status)) and self._local.resume_run(_HOLD):
+        go_on = self._given_up or not self._faults.unfinished(status)
+        if go_on and self._local.answer(lambda master: master.resume(_HOLD)) is not None:
             self._since_s = None
             why = f"waited {format_seconds(HOLD_S)} in vain" if self._given_up else "everything is back"
             self._progress.say(f"{why}: the run goes on")

@@ -14,27 +14,24 @@ from dips.core.errors import TERMINATED, ConfigError, FatalError, RefusalCode, R
 from dips.core.messages import StatusReply
 from dips.core.net.keys import load_identity
 from dips.core.net.security import INSECURE
-from dips.core.observe.tape import Tape
+from dips.core.observe.tape import STARTING, Tape
 from dips.core.units import format_seconds
 from dips.local.authority import OPERATOR, ensure_keys
-from dips.local.log_files import StartFollower, tape_path
+from dips.local.log_files import tape_path
 from dips.local.operator_client import OperatorClient
 from dips.local.processes import (
     EVALUATOR,
     MASTER,
     RunPlan,
     TrainedCluster,
-    backup_spec,
-    cluster_specs,
-    evaluator_spec,
     master_spec,
-    slave_specs,
-    tracker_spec,
+    other_specs,
 )
 from dips.local.run_directory import RunDirectory
 from dips.local.supervisor import POLL_S, TELL_EVERY_S, ChildEvent, ProcessSupervisor
 from dips.master.directory import read_address
 from dips.master.page.access import read_page_url
+from dips.master.page.history import TapeTail
 
 STATUS_EVERY_S = 0.5
 _STATUS_CALL_S = 5.0
@@ -82,7 +79,7 @@ class LocalRun:
         self._clock = clock
         self._tell = tell
         self._tape = Tape(tape_path(directory.path, LAUNCH_TAPE), "launch", "launch", clock, may_lose=True)
-        self.supervisor = ProcessSupervisor(clock, self._child_event, log_format=plan.log_format)
+        self.supervisor = ProcessSupervisor(clock, self._child_event, log_format=plan.run.log_format)
         self._operator: OperatorClient | None = None
         self._next_status_s = 0.0
         self._master_ended = False
@@ -92,7 +89,7 @@ class LocalRun:
         for cluster in plan.clusters:
             own = cluster.client.tape_used if isinstance(cluster, TrainedCluster) else None
             tapes[cluster.cluster_id] = own or tape_path(directory.path, cluster.cluster_id)
-        self._starts = StartFollower(tapes)
+        self._starts = {name: TapeTail(path, last_bytes=0) for name, path in tapes.items()}
         self._progress: tuple[int, float] = (-1, 0.0)
         self._answered_s: float | None = None  # when the master answered last
         self._said_silent_s = 0.0  # how long it was silent when that was said last; 0: it was not
@@ -118,34 +115,24 @@ class LocalRun:
 
         extend: take back the end of a run that was stopped; otherwise ConfigError for a run that has ended.
         """
-        if self.plan.insecure:
+        if self.plan.run.insecure:
             self._tell("INSECURE, as asked: nothing is encrypted and no one is authenticated, on loopback only")
         else:  # keys for everyone of the plan; those that an earlier start made stay
             operators = [OPERATOR, *([EVALUATOR] if self.plan.evaluate is not None else [])]
-            clusters = [*self.plan.cluster_ids, *self.plan.keys_for]
-            ensure_keys(self.directory.keys, clusters, self.plan.slave_ids, operators)
+            clusters = [*self.plan.cluster_ids, *self.plan.run.keys_for]
+            ensure_keys(self.directory.keys, clusters, self.plan.run.slave_ids, operators)
         self.supervisor.start(master_spec(self.plan, self.directory))
         self.address = self._once_there("the start of the master", self._masters_address)
         self.page_url = read_page_url(self.directory.master)
-        security = INSECURE if self.plan.insecure else load_identity(self.directory.keys / OPERATOR)
-        self._operator = OperatorClient(self.address, self.plan.run_id, _STATUS_CALL_S, security=security)
+        security = INSECURE if self.plan.run.insecure else load_identity(self.directory.keys / OPERATOR)
+        self._operator = OperatorClient(self.address, self.plan.run.id, _STATUS_CALL_S, security=security)
         # A master that is started again acts on a stop from its journal only after its first event, which is this call.
         self._once_there("the master's first answer", self._ask)
         self._refuse_ended_run(self._once_there("the master's answer", self._ask), extend)
         if extend:
-            self._tell(self._once_there("the master's answer", lambda: self._answer(_take_back_end)))
-        for spec in slave_specs(self.plan, self.directory, self.address):
+            self._tell(self._once_there("the master's answer", lambda: self.answer(_take_back_end)))
+        for spec in other_specs(self.plan, self.directory, self.address):
             self.supervisor.start(spec)
-        for spec in cluster_specs(self.plan, self.directory, self.address):
-            self.supervisor.start(spec)
-        extras = (
-            evaluator_spec(self.plan, self.directory, self.address),
-            tracker_spec(self.plan, self.directory),
-            backup_spec(self.plan, self.directory),
-        )
-        for more in extras:
-            if more is not None:
-                self.supervisor.start(more)
         return self.address
 
     def tick(self) -> StatusReply | None:
@@ -160,9 +147,11 @@ class LocalRun:
         if now_s < self._next_status_s:
             return None
         self._next_status_s = now_s + STATUS_EVERY_S
-        for name, sentence in self._starts.news():
-            self._tell(f"{name}: {sentence}")
-            self._progress = (self._progress[0], now_s)  # a long start is no standstill
+        for name, tail in self._starts.items():
+            for _, kind, fields in tail.events():
+                if kind == STARTING:
+                    self._tell(f"{name}: {fields.get('sentence')}")
+                    self._progress = (self._progress[0], now_s)  # a long start is no standstill
         status = self._ask()
         if status is not None:
             self.status = status
@@ -201,37 +190,26 @@ class LocalRun:
 
     def exit_codes(self) -> dict[str, int | None]:
         """Process name -> the last exit code; None while it runs."""
-        names = [MASTER, *self.plan.slave_ids, *self.plan.cluster_ids]
+        names = [MASTER, *self.plan.run.slave_ids, *self.plan.cluster_ids]
         names += [EVALUATOR] if self.plan.evaluate is not None else []
         return {name: self.supervisor.exit_code(name) for name in names}
 
     def finish(self) -> None:
         """Once `finished`: let the master and the slaves end by themselves, for a bounded time."""
-        names = [MASTER, *self.plan.slave_ids]
+        names = [MASTER, *self.plan.run.slave_ids]
         here = [slave.slave_id for slave in self.status.slaves if slave.alive] if self.status is not None else []
-        attached = [name for name in self.plan.slave_ids if name in here]  # a reshard may have brought others
+        attached = [name for name in self.plan.run.slave_ids if name in here]  # a reshard may have brought others
         ask_s = self._clock.monotonic_s()
         deadline_s = ask_s + _END_S
         while not self.supervisor.ended(names) and (now_s := self._clock.monotonic_s()) < deadline_s:
             if self.supervisor.ended([MASTER, *attached]):
                 deadline_s = min(deadline_s, now_s + _ALONE_S)
             elif now_s >= ask_s and not self.supervisor.ended([MASTER]):
-                self.stop_run("the run has ended")  # without it the master would serve for linger_s
+                # Without it the master would serve for linger_s.
+                self.answer(lambda operator: operator.stop("the run has ended"))
                 ask_s = now_s + _STOP_AGAIN_S
             self.supervisor.poll()
             time.sleep(POLL_S)
-
-    def stop_run(self, reason: str) -> str | None:
-        """Ask the master to end the run in good order; its answer, or None while it cannot be reached."""
-        return self._answer(lambda operator: operator.stop(reason))
-
-    def pause_run(self, reason: str) -> bool:
-        """Ask the master to begin no new round; whether it has said yes."""
-        return self._answer(lambda operator: operator.pause(reason)) is not None
-
-    def resume_run(self, reason: str) -> bool:
-        """End a pause; whether the master has said yes."""
-        return self._answer(lambda operator: operator.resume(reason)) is not None
 
     def record(self, kind: str, **fields: object) -> None:
         """Write to the launcher's own tape."""
@@ -264,7 +242,7 @@ class LocalRun:
         written = read_address(self.directory.master)
         return written.address if written is not None and written.pid == self.supervisor.pid(MASTER) else None
 
-    def _answer(self, request: Callable[[OperatorClient], T]) -> T | None:
+    def answer(self, request: Callable[[OperatorClient], T]) -> T | None:
         """What the master answers; None while it is away, or is just ending (BUSY): it may be starting again. Any other
         refusal is raised.
         """
@@ -280,7 +258,7 @@ class LocalRun:
             return None
 
     def _ask(self) -> StatusReply | None:
-        return self._answer(lambda operator: operator.status())
+        return self.answer(lambda operator: operator.status())
 
     def _refuse_ended_run(self, status: StatusReply, extend: bool) -> None:
         reached = 0 < status.tk_max_tokens <= status.tokens

@@ -11,43 +11,31 @@ import heapq
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from dips.core.errors import ConfigError
-from dips.core.ids import Version, parse_version
 from dips.core.observe.logs import LogLine, parse
-from dips.core.observe.tape import STARTING, read_tape
+from dips.core.observe.tape import read_tape
+from dips.master.page.history import HeldoutPoint, heldout_point
 
 # ---- tapes -----------------------------------------------------------------------------------------------------------
 #
-# Reads losses over tokens, and the progress of starts, from the tapes of a run's processes.
+# Reads losses over tokens from the tapes of a run's processes.
 #
 # It must never write to a tape, and never fill a gap: what a process did not record, it does not show.
 
 
 HELDOUT_TAPE = "heldout"
 _SUFFIX = ".tape.jsonl"
-_MARK = f'"{STARTING}"'.encode()
-_AT_ONCE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class LossPoint:
     """A training loss in nats per byte, at a count of tokens that the whole run had then."""
 
-    tokens: int
-    loss: float
-
-
-@dataclass(frozen=True)
-class HeldoutPoint:
-    """The held-out loss of a published version, in nats per byte."""
-
-    version: Version
     tokens: int
     loss: float
 
@@ -67,82 +55,17 @@ def training_losses(path: Path) -> list[LossPoint]:
     """The losses that a cluster recorded, in the order of its steps, over all its incarnations."""
     points = []
     for record in records(path):
-        tokens, loss = _number(record.get("tokens")), _number(record.get("loss"))
-        if record.get("kind") == "step" and tokens is not None and loss is not None:
-            points.append(LossPoint(int(tokens), loss))
+        tokens, loss = record.get("tokens"), record.get("loss")
+        if record.get("kind") == "step" and isinstance(tokens, int) and isinstance(loss, float) and math.isfinite(loss):
+            points.append(LossPoint(tokens, loss))
     return points
 
 
 def heldout_losses(path: Path) -> list[HeldoutPoint]:
     """The held-out losses of the published versions, by version; a version evaluated twice counts once."""
-    points: dict[Version, HeldoutPoint] = {}
-    for record in records(path):
-        tokens, loss = _number(record.get("tokens")), _number(record.get("loss"))
-        if record.get("kind") == "heldout" and tokens is not None and loss is not None:
-            point = HeldoutPoint(parse_version(str(record.get("version"))), int(tokens), loss)
-            points[point.version] = point
+    found = (heldout_point(record["wall_s"], record["kind"], record) for record in records(path))
+    points = {point.version: point for point in found if point is not None}
     return [points[version] for version in sorted(points)]
-
-
-class TapeTail:
-    """The whole lines of a tape as they come; half a one waits for its end. A tape that is not there yet is looked for
-    again, and one that became shorter was restored from a copy: it is read from its beginning."""
-
-    def __init__(self, path: Path, at_bytes: int = 0) -> None:
-        """at_bytes: where to begin."""
-        self.path = path
-        self.at_bytes = at_bytes
-
-    def lines(self) -> list[bytes]:
-        """Those that are new, up to a bound: call again until there is none."""
-        try:
-            with self.path.open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self.at_bytes:
-                    self.at_bytes = 0
-                file.seek(self.at_bytes)
-                found = file.read(_AT_ONCE_BYTES)
-        except OSError:
-            return []
-        end = found.rfind(b"\n") + 1
-        self.at_bytes += end or (len(found) if len(found) == _AT_ONCE_BYTES else 0)
-        return found[:end].splitlines()
-
-
-class StartFollower:
-    """Reads what processes report of a start that takes long (core/observe/tape.py), as it comes on their tapes.
-
-    What was there before is left out.
-    """
-
-    def __init__(self, tapes: Mapping[str, Path]) -> None:
-        """tapes: of each process, by its name."""
-        self._tails = {
-            name: TapeTail(path, path.stat().st_size if path.is_file() else 0) for name, path in tapes.items()
-        }
-
-    def news(self) -> Iterator[tuple[str, str]]:
-        """(process, its sentence) since the last call."""
-        for name, tail in self._tails.items():
-            for line in tail.lines():
-                if _MARK not in line:
-                    continue
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    continue
-                if (
-                    isinstance(record, dict)
-                    and record.get("kind") == STARTING
-                    and isinstance(record.get("sentence"), str)
-                ):
-                    yield name, record["sentence"]
-
-
-def _number(value: object) -> float | None:
-    """None for what is no number, or not a finite one."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
 
 
 # ---- log files -------------------------------------------------------------------------------------------------------

@@ -167,6 +167,10 @@ LogFormatOption = Annotated[
     typer.Option("--log-format", help=f"Form of all processes' log lines; else {LOG_FORMAT_VARIABLE}, or human."),
 ]
 
+MetricsOption = Annotated[
+    bool, typer.Option("--metrics", help="Every process serves Prometheus metrics; metrics/*.json say where.")
+]
+
 K = TypeVar("K", bound=Knobs)
 
 

@@ -15,14 +15,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from pydantic import Field, field_validator
 
-from dips.core.config import environment_name
+from dips.core.config import Knobs, Name, environment_name
 from dips.core.errors import ConfigError, Refused
-from dips.core.files import GROUP_VARIABLE
-from dips.core.messages import Settings
+from dips.core.files import GROUP_VARIABLE, FilesGroup
 from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE, SETTINGS
 from dips.core.observe.logs import LOG_FORMAT_VARIABLE, LogFormat
 from dips.core.release import how_to_install
@@ -107,21 +106,61 @@ class OwnCluster:
         return list(self.own_command)
 
 
+class RunKnobs(Knobs):
+    """The table [run]."""
+
+    id: Name = Field(description="Name of the run.")
+    directory: Path = Field(description="Where the run keeps everything; relative to where `dips up` is started.")
+    slaves: Annotated[int, Field(ge=1, le=64)] | Annotated[tuple[Name, ...], Field(min_length=1, max_length=64)] = (
+        Field(
+            1, description="How many slaves (s0, s1, ...); or a list of their names, such as those that a reshard left."
+        )
+    )
+    advertise: str = Field(
+        "",
+        description="Host name or address, without a port, under which other machines reach this one; empty: that of "
+        "[master] listen.",
+    )
+    insecure: bool = Field(
+        False, description="Make and use no keys: nothing is encrypted, no one is authenticated, loopback only."
+    )
+    keys_for: tuple[Name, ...] = Field(
+        (), description="Clusters that are started elsewhere, for which keys are made in the run's directory."
+    )
+    page: bool = Field(True, description="Serve the status page: where [master] page_listen says, else at a free port.")
+    evaluate: bool = Field(
+        False, description="Measure the held-out loss of each published version, with [train]'s text."
+    )
+    metrics: bool = Field(
+        False,
+        description="Every process serves Prometheus metrics: where its table says, else at a free loopback port; "
+        "metrics/*.json in the run's directory say where.",
+    )
+    log_format: LogFormat = Field("human", description="Form of all processes' log lines: human, or json for machines.")
+    files_group: FilesGroup = ""
+
+    @field_validator("slaves", mode="before")
+    @classmethod
+    def _number(cls, value: object) -> object:
+        """A number from the environment comes as a list of one text."""
+        return int(value[0]) if isinstance(value, list) and len(value) == 1 and str(value[0]).isdecimal() else value
+
+    @property
+    def slave_ids(self) -> tuple[str, ...]:
+        """The slaves' names."""
+        return self.slaves if isinstance(self.slaves, tuple) else numbered(self.slaves)
+
+
 @dataclass(frozen=True)
 class RunPlan:
     """All processes of a run. The evaluator uses `evaluate`'s data, or there is none."""
 
-    run_id: str
+    run: RunKnobs
     master: MasterConfig
     slaves: tuple[SlaveConfig, ...]
     clusters: tuple[TrainedCluster | OwnCluster, ...] = ()
     evaluate: TrainConfig | None = None
-    insecure: bool = False  # no keys are made and used
-    keys_for: tuple[str, ...] = ()  # clusters that are not started here, and get keys all the same
-    log_format: LogFormat = "human"  # of all processes
-    metrics: bool = False  # every process serves them, at a free loopback port where none is set
     public_host: str = ""  # under what other machines find this one; empty: the run is for this machine alone
-    files_group: str = ""  # may read what all processes keep
     track: TrackKnobs | None = None  # where the run's curves go
     backup: BackupConfig | None = None  # copies of snapshots go to an object store
 
@@ -129,9 +168,10 @@ class RunPlan:
     def cluster_ids(self) -> list[str]:
         return [cluster.cluster_id for cluster in self.clusters]
 
-    @property
-    def slave_ids(self) -> list[str]:
-        return [slave.slave_id for slave in self.slaves]
+
+def numbered(how_many: int) -> tuple[str, ...]:
+    """Names of slaves: s0, s1, ..."""
+    return tuple(f"s{index}" for index in range(how_many))
 
 
 def check_servers(master: MasterConfig, slave: SlaveConfig, where: str) -> None:
@@ -148,21 +188,46 @@ def checkpoints_path(run_dir: Path, cluster_id: str) -> Path:
     return run_dir / "checkpoints" / cluster_id
 
 
+def _spec(
+    plan: RunPlan, directory: RunDirectory, name: str, *words: str, added: Mapping[str, str] | None = None, **more: Any
+) -> ChildSpec:
+    """The process of this name that runs a command of dips. added: to its environment. more: fields of ChildSpec."""
+    return ChildSpec(name, tuple(_dips(*words)), directory.log(name), _environment(plan, added), **more)
+
+
 def master_spec(plan: RunPlan, directory: RunDirectory) -> ChildSpec:
     """The master; with port 0 it takes the same port again when it is restarted."""
     knobs = [*command_line(plan.master, without=_SECURITY), *metrics_options(plan, directory, MASTER, plan.master)]
-    command = _dips("master", *knobs, *security_options(plan, directory, MASTER))
-    return ChildSpec(MASTER, tuple(command), directory.log(MASTER), _environment(plan), StopStage.LAST)
+    security = security_options(plan, directory, MASTER)
+    return _spec(plan, directory, MASTER, "master", *knobs, *security, stage=StopStage.LAST)
 
 
-def slave_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[ChildSpec]:
-    found = []
+def other_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[ChildSpec]:
+    """All other processes, in the order of their start: slaves, clusters, and what only looks at the run."""
+    found: list[ChildSpec] = []
+    more: dict[str, Any]
     for slave in plan.slaves:
         name = slave.slave_id
         knobs = [*command_line(slave, without={"master", *_SECURITY}), *metrics_options(plan, directory, name, slave)]
-        command = _dips("slave", *knobs, option_name("master"), address, *security_options(plan, directory, name))
-        spec = ChildSpec(name, tuple(command), directory.log(name), _environment(plan), StopStage.SECOND)
-        found.append(spec)
+        knobs += [option_name("master"), address, *security_options(plan, directory, name)]
+        found.append(_spec(plan, directory, name, "slave", *knobs, stage=StopStage.SECOND))
+    found += cluster_specs(plan, directory, address)
+    where = str(directory.path)
+    if plan.evaluate is not None:
+        # Measures the held-out loss of each published version.
+        knobs = ["--follow", "--tape", str(tape_path(directory.path, HELDOUT_TAPE)), *evaluation_options(plan.evaluate)]
+        knobs += [*metrics_options(plan, directory, EVALUATOR), *security_options(plan, directory, EVALUATOR)]
+        more = {"added": {"DIPS_RUN": plan.run.id}, "niceness": EVALUATOR_NICENESS}
+        found.append(_spec(plan, directory, EVALUATOR, "eval", address, *knobs, **more))
+    # No run ends because of the two that follow.
+    if plan.track is not None:
+        # Writes the run's curves to a tracker. It ends last: the others' last lines are still written.
+        more = {"stage": StopStage.LAST, "niceness": EVALUATOR_NICENESS, "needed": False}
+        found.append(_spec(plan, directory, TRACKER, "track", where, *command_line(plan.track), **more))
+    if plan.backup is not None:
+        # Copies snapshots to an object store.
+        words = ("backup", where, *command_line(plan.backup))
+        found.append(_spec(plan, directory, BACKUP, *words, niceness=BACKUP_NICENESS, needed=False))
     return found
 
 
@@ -170,7 +235,7 @@ def cluster_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[
     found = []
     for cluster in plan.clusters:
         name, stop_s = cluster.cluster_id, leaving_s(cluster.client, plan.master) + STOP_MARGIN_S
-        added = {"DIPS_MASTER": address, "DIPS_RUN": plan.run_id, "DIPS_CLUSTER": name}
+        added = {"DIPS_MASTER": address, "DIPS_RUN": plan.run.id, "DIPS_CLUSTER": name}
         command = cluster.command(address, security_options(plan, directory, name))
         if isinstance(cluster, TrainedCluster):
             command += metrics_options(plan, directory, name, cluster.client)
@@ -179,47 +244,13 @@ def cluster_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[
         else:
             added |= {environment_name(SECTION, field): text for field, text in as_text(cluster.client, _OF_THE_PLAN)}
             keys = str((directory.keys / name).resolve())
-            added |= {INSECURE_VARIABLE: "1"} if plan.insecure else {KEYS_VARIABLE: keys}
+            added |= {INSECURE_VARIABLE: "1"} if plan.run.insecure else {KEYS_VARIABLE: keys}
             added[environment_name(SECTION, "tape")] = str(tape_path(directory.path, name).resolve())
             for field, value in _metrics(plan, directory, name, cluster.client).items():
                 added[environment_name(SECTION, field)] = value
         spec = ChildSpec(name, tuple(command), directory.log(name), _environment(plan, added), stop_s=stop_s)
         found.append(spec)
     return found
-
-
-def evaluator_spec(plan: RunPlan, directory: RunDirectory, address: str) -> ChildSpec | None:
-    """The process that measures the held-out loss of each published version; None when there is no text
-    for it."""
-    if plan.evaluate is None:
-        return None
-    tape = tape_path(directory.path, HELDOUT_TAPE)
-    knobs = [*evaluation_options(plan.evaluate), *metrics_options(plan, directory, EVALUATOR)]
-    security = security_options(plan, directory, EVALUATOR)
-    command = _dips("eval", address, "--follow", "--tape", str(tape), *knobs, *security)
-    log, environment = directory.log(EVALUATOR), _environment(plan, {"DIPS_RUN": plan.run_id})
-    return ChildSpec(EVALUATOR, tuple(command), log, environment, niceness=EVALUATOR_NICENESS)
-
-
-def tracker_spec(plan: RunPlan, directory: RunDirectory) -> ChildSpec | None:
-    """The process that writes the run's curves to a tracker; None when none is asked for. It ends last: the others'
-    last lines are still written. No run ends because of it."""
-    if plan.track is None:
-        return None
-    command = _dips("track", str(directory.path), *command_line(plan.track))
-    log, environment = directory.log(TRACKER), _environment(plan)
-    return ChildSpec(
-        TRACKER, tuple(command), log, environment, StopStage.LAST, niceness=EVALUATOR_NICENESS, needed=False
-    )
-
-
-def backup_spec(plan: RunPlan, directory: RunDirectory) -> ChildSpec | None:
-    """The process that copies snapshots to an object store; None when none is asked for. No run ends because of it."""
-    if plan.backup is None:
-        return None
-    command = _dips("backup", str(directory.path), *command_line(plan.backup))
-    log, environment = directory.log(BACKUP), _environment(plan)
-    return ChildSpec(BACKUP, tuple(command), log, environment, niceness=BACKUP_NICENESS, needed=False)
 
 
 def evaluation_options(train: TrainConfig) -> list[str]:
@@ -229,7 +260,7 @@ def evaluation_options(train: TrainConfig) -> list[str]:
 
 def security_options(plan: RunPlan, directory: RunDirectory, name: str) -> list[str]:
     """The options about keys of the process of this name."""
-    return ["--insecure"] if plan.insecure else ["--keys", str(directory.keys / name)]
+    return ["--insecure"] if plan.run.insecure else ["--keys", str(directory.keys / name)]
 
 
 def metrics_options(plan: RunPlan, directory: RunDirectory, name: str, own: ProcessKnobs | None = None) -> list[str]:
@@ -241,7 +272,7 @@ def metrics_options(plan: RunPlan, directory: RunDirectory, name: str, own: Proc
 
 def _metrics(plan: RunPlan, directory: RunDirectory, name: str, own: ProcessKnobs | None) -> dict[str, str]:
     """Settings that it has not."""
-    if not plan.metrics:
+    if not plan.run.metrics:
         return {}
     ours = {"metrics_listen": "127.0.0.1:0", "metrics_file": str((directory.metrics / f"{name}.json").resolve())}
     return {field: value for field, value in ours.items() if own is None or getattr(own, field) is None}
@@ -249,13 +280,8 @@ def _metrics(plan: RunPlan, directory: RunDirectory, name: str, own: ProcessKnob
 
 def leaving_s(client: ClientConfig, master: MasterConfig) -> float:
     """How long a cluster may take to leave after SIGTERM, with the push of its last steps."""
-    settings = Settings(
-        heartbeat_s=master.heartbeat_s,
-        evict_after_beats=master.evict_after_beats,
-        round_timeout_s=master.round_timeout_s,
-    )
-    grace_s = 0.0 if isinstance(master.grace_s, str) else master.grace_s
-    return leaving_takes_s(client, settings) + max(grace_s, master.round_deadline_s or 0.0)
+    config = master.to_run_config()
+    return leaving_takes_s(client, config.settings) + max(config.grace_s or 0.0, config.round_deadline_s or 0.0)
 
 
 def _dips(*arguments: str) -> list[str]:
@@ -273,19 +299,9 @@ def _environment(plan: RunPlan, added: Mapping[str, str] | None = None) -> dict[
     prefixes = tuple(f"DIPS_{section}_" for section in _SECTIONS)
     ours = {"DIPS_MASTER", KEYS_VARIABLE, INSECURE_VARIABLE}
     kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith(prefixes)}
-    shared = {GROUP_VARIABLE: plan.files_group} if plan.files_group else {}
+    shared = {GROUP_VARIABLE: plan.run.files_group} if plan.run.files_group else {}
     # A log that is read while the process runs must not wait in a buffer.
-    return {**kept, **shared, "PYTHONUNBUFFERED": "1", LOG_FORMAT_VARIABLE: plan.log_format, **(added or {})}
-
-
-# ---- metrics option --------------------------------------------------------------------------------------------------
-#
-# The option --metrics of commands that start whole runs: all processes serve metrics.
-
-
-MetricsOption = Annotated[
-    bool, typer.Option("--metrics", help="Every process serves Prometheus metrics; metrics/*.json say where.")
-]
+    return {**kept, **shared, "PYTHONUNBUFFERED": "1", LOG_FORMAT_VARIABLE: plan.run.log_format, **(added or {})}
 
 
 # ---- page option -----------------------------------------------------------------------------------------------------
@@ -297,19 +313,15 @@ LISTEN = "127.0.0.1:0"
 WITHOUT = f"no status page: aiohttp is not installed ({how_to_install('master')})"
 
 
-def with_page(plan: RunPlan, run_dir: Path) -> RunPlan:
-    """The plan with a page that draws the evaluator's losses too; an address that the settings give is kept."""
-    if not page_can_be():
+def with_page(plan: RunPlan) -> RunPlan:
+    """The plan with a page that draws the evaluator's losses too, at the address that the settings give, if there is
+    one; without a page where the run is to have none."""
+    if plan.run.page and not page_can_be():
         return plan  # what_is_served() says so
-    page: dict[str, object] = {"page_listen": plan.master.page_listen or LISTEN}
-    if plan.evaluate is not None and plan.master.page_heldout is None:
-        page["page_heldout"] = tape_path(run_dir, HELDOUT_TAPE)
+    page: dict[str, object] = {"page_listen": (plan.master.page_listen or LISTEN) if plan.run.page else None}
+    if plan.run.page and plan.evaluate is not None and plan.master.page_heldout is None:
+        page["page_heldout"] = tape_path(plan.run.directory, HELDOUT_TAPE)
     return dataclasses.replace(plan, master=plan.master.model_copy(update=page))
-
-
-def without_page(plan: RunPlan) -> RunPlan:
-    """The plan without one, whatever the settings say."""
-    return dataclasses.replace(plan, master=plan.master.model_copy(update={"page_listen": None}))
 
 
 def page_can_be() -> bool:
@@ -317,12 +329,12 @@ def page_can_be() -> bool:
     return importlib.util.find_spec("aiohttp") is not None
 
 
-def what_is_served(plan: RunPlan, directory: RunDirectory, page_url: str | None, page: bool) -> list[str]:
+def what_is_served(plan: RunPlan, directory: RunDirectory, page_url: str | None) -> list[str]:
     """The launcher's sentences about the page, if one was wanted, and how to configure Prometheus."""
-    said = [WITHOUT] if page and page_url is None else []
+    said = [WITHOUT] if plan.run.page and page_url is None else []
     if page_url is not None:
         asks = " (the browser asks once whether to trust the run's certificate)" if page_url.startswith("https") else ""
         said.append(f"the status page is at {page_url}{asks}")
-    if plan.metrics:
+    if plan.run.metrics:
         said.append(f"metrics: let Prometheus read the addresses from {directory.metrics}/*.json (file_sd_configs)")
     return said

@@ -23,7 +23,8 @@ from dips.core.errors import TERMINATED
 from dips.core.files import closed, replace_file
 from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
 from dips.core.release import software_versions
-from dips.local.log_files import HeldoutPoint, LossPoint
+from dips.local.log_files import LossPoint
+from dips.master.page.history import HeldoutPoint
 
 # ---- demo faults -----------------------------------------------------------------------------------------------------
 #

@@ -58,9 +58,6 @@ class RunDirectory:
         """Made at the run's start as `dips keys init` makes it, unless the run is insecure."""
         return self.path / KEYS
 
-    def slave(self, slave_id: str) -> Path:
-        return self.path / "slaves" / slave_id
-
     def log(self, name: str) -> Path:
         return self.path / "logs" / f"{name}.log"
 

@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from dips.core.config import (
     Knobs,
@@ -30,10 +30,9 @@ from dips.core.config import (
     load_table,
 )
 from dips.core.errors import ConfigError
-from dips.core.files import GROUP_VARIABLE, FilesGroup
+from dips.core.files import GROUP_VARIABLE
 from dips.core.net.addresses import MAX_PORT, format_address, is_loopback, parse_address
 from dips.core.net.security import SETTINGS
-from dips.core.observe.logs import LogFormat
 from dips.local.log_files import tape_path
 from dips.local.processes import (
     BACKUP,
@@ -41,6 +40,7 @@ from dips.local.processes import (
     MASTER,
     TRACKER,
     OwnCluster,
+    RunKnobs,
     RunPlan,
     TrainedCluster,
     check_servers,
@@ -61,51 +61,6 @@ NOT_YET_KNOWN = "127.0.0.1:0"
 K = TypeVar("K", bound=Knobs)
 
 
-class RunKnobs(Knobs):
-    """The table [run]."""
-
-    id: Name = Field(description="Name of the run.")
-    directory: Path = Field(description="Where the run keeps everything; relative to where `dips up` is started.")
-    slaves: Annotated[int, Field(ge=1, le=64)] | Annotated[tuple[Name, ...], Field(min_length=1, max_length=64)] = (
-        Field(
-            1, description="How many slaves (s0, s1, ...); or a list of their names, such as those that a reshard left."
-        )
-    )
-    advertise: str = Field(
-        "",
-        description="Host name or address, without a port, under which other machines reach this one; empty: that of "
-        "[master] listen.",
-    )
-    insecure: bool = Field(
-        False, description="Make and use no keys: nothing is encrypted, no one is authenticated, loopback only."
-    )
-    keys_for: tuple[Name, ...] = Field(
-        (), description="Clusters that are started elsewhere, for which keys are made in the run's directory."
-    )
-    page: bool = Field(True, description="Serve the status page: where [master] page_listen says, else at a free port.")
-    evaluate: bool = Field(
-        False, description="Measure the held-out loss of each published version, with [train]'s text."
-    )
-    metrics: bool = Field(
-        False,
-        description="Every process serves Prometheus metrics: where its table says, else at a free loopback port; "
-        "metrics/*.json in the run's directory say where.",
-    )
-    log_format: LogFormat = Field("human", description="Form of all processes' log lines: human, or json for machines.")
-    files_group: FilesGroup = ""
-
-    @field_validator("slaves", mode="before")
-    @classmethod
-    def _number(cls, value: object) -> object:
-        """A number from the environment comes as a list of one text."""
-        return int(value[0]) if isinstance(value, list) and len(value) == 1 and str(value[0]).isdecimal() else value
-
-    @property
-    def slave_ids(self) -> tuple[str, ...]:
-        """The slaves' names."""
-        return self.slaves if isinstance(self.slaves, tuple) else numbered(self.slaves)
-
-
 class ClusterKnobs(Knobs):
     """The settings that only a table [[clusters]] has."""
 
@@ -114,46 +69,39 @@ class ClusterKnobs(Knobs):
     command: tuple[str, ...] = Field((), description="A command of your own instead of `dips train`.")
 
 
-def read_run_file(file: Path, insecure: bool = False, log_format: LogFormat | None = None) -> tuple[RunKnobs, RunPlan]:
+def read_run_file(file: Path, **asked: object) -> RunPlan:
     """The plan that a file describes. Raises ConfigError naming file, table, key and remedy.
 
-    insecure, log_format: whatever the file says of it.
+    asked: settings of [run] that go before those of the file; None: as the file says.
     """
     tables = SettingsFile.read(file, TABLES)
     _refuse_security(tables)
-    overrides = {"insecure": True if insecure else None, "log_format": log_format}
-    variables = {"files_group": GROUP_VARIABLE}
-    run = load(RunKnobs, "run", file=tables, variables=variables, overrides=overrides).value
+    run = load(RunKnobs, "run", file=tables, variables={"files_group": GROUP_VARIABLE}, overrides=asked).value
     check_unique(run.slave_ids, "name", f"{file} [run] slaves")
     train = load(TrainConfig, TRAIN_SECTION, file=tables)
     client = load(ClientConfig, WORKER_SECTION, file=tables)
     master = _master(tables, run, len(tables.rows("clusters")))
     plan = RunPlan(
-        run.id,
+        run,
         master,
         _reachable_slaves(tables, run, master),
         _clusters(tables, run, train, client),
         train.value if run.evaluate else None,
-        run.insecure,
-        run.keys_for,
-        run.log_format,
-        run.metrics,
         public_host(run, master),
-        run.files_group,
         _track(tables),
         load(BackupConfig, "backup", file=tables).value if tables.table("backup") else None,
     )
     check_servers(master, plan.slaves[0], str(file))
     # Settings of a table are those of several processes, which cannot share a port
     for table, those in (("slave", plan.slaves), ("worker", [cluster.client for cluster in plan.clusters])):
-        asked = [knobs.metrics_listen for knobs in those if knobs.metrics_listen is not None]
-        fixed = [address for address in asked if parse_address(address)[1] and asked.count(address) > 1]
+        given = [knobs.metrics_listen for knobs in those if knobs.metrics_listen is not None]
+        fixed = [address for address in given if parse_address(address)[1] and given.count(address) > 1]
         if fixed:
             raise ConfigError(
-                f"{file} [{table}] metrics_listen {fixed[0]} is the address of {asked.count(fixed[0])} processes: give "
+                f"{file} [{table}] metrics_listen {fixed[0]} is the address of {given.count(fixed[0])} processes: give "
                 "port 0, or leave it out and set metrics = true in [run]"
             )
-    return run, plan if log_format is None else _all_logging(plan, log_format)
+    return plan if asked.get("log_format") is None else _all_logging(plan)
 
 
 def _track(file: SettingsFile) -> TrackKnobs | None:
@@ -165,9 +113,9 @@ def _track(file: SettingsFile) -> TrackKnobs | None:
     return track
 
 
-def _all_logging(plan: RunPlan, log_format: LogFormat) -> RunPlan:
-    """The plan with this form of log lines, whatever the roles' tables say of it."""
-    update = {"log_format": log_format}
+def _all_logging(plan: RunPlan) -> RunPlan:
+    """The plan with the run's form of log lines, whatever the roles' tables say of it."""
+    update = {"log_format": plan.run.log_format}
     clusters = [
         replace(cluster, client=cluster.client.model_copy(update=update))
         if isinstance(cluster, TrainedCluster)
@@ -180,11 +128,6 @@ def _all_logging(plan: RunPlan, log_format: LogFormat) -> RunPlan:
         slaves=tuple(slave.model_copy(update=update) for slave in plan.slaves),
         clusters=tuple(clusters),
     )
-
-
-def numbered(how_many: int) -> tuple[str, ...]:
-    """Names of slaves: s0, s1, ..."""
-    return tuple(f"s{index}" for index in range(how_many))
 
 
 def make_slaves(

@@ -7,15 +7,14 @@ hold a rate without one.
 
 from __future__ import annotations
 
-import ast
 import math
-import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from dips.core.assumptions import names_of, value_of
 from dips.core.config import Knobs
 from dips.core.errors import ConfigError
 from dips.core.layout import DEFAULT_BLOCK_ELEMS, MAX_ELEMS
@@ -26,24 +25,6 @@ from dips.core.units import BitsPerSecond, Bytes, BytesPerSecond, Count
 from dips.core.wire import RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, WIRE_DTYPES, Codec, encoded_bytes
 from dips.master.config import MasterConfig
 from dips.slave.config import SlaveConfig
-
-# ---- formula ---------------------------------------------------------------------------------------------------------
-#
-# Computes a quantity from the text of the formula that is shown, so that the two cannot disagree.
-#
-# A formula is a sum of products in Python's notation over names and numbers, with min, max, ceil and floor. It must
-# never be more than that: nothing is called, looked up or compared but what is listed here.
-
-
-_OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-_FUNCTIONS: Mapping[str, Callable[..., float]] = {"min": min, "max": max, "ceil": math.ceil, "floor": math.floor}
-
-CONSTANTS: Mapping[str, float] = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -62,44 +43,6 @@ class Quantity:
     def whole(self) -> int:
         """Rounded up, for who needs a whole number of bytes or parameters."""
         return math.ceil(self.value)
-
-
-def names_of(formula: str) -> list[str]:
-    """The names that a formula needs numbers for, in the order of the text."""
-    nodes = (node for node in ast.walk(_parsed(formula)) if isinstance(node, ast.Name))
-    ordered = sorted(nodes, key=lambda node: node.col_offset)
-    return [
-        name for name in dict.fromkeys(node.id for node in ordered) if name not in _FUNCTIONS and name not in CONSTANTS
-    ]
-
-
-def value_of(formula: str, numbers: Mapping[str, float]) -> float:
-    """Compute a formula. Raises ValueError for a text that is no formula, KeyError for a name without a number."""
-    return _value(_parsed(formula), {**CONSTANTS, **numbers})
-
-
-def _parsed(formula: str) -> ast.expr:
-    try:
-        return ast.parse(formula, mode="eval").body
-    except SyntaxError as error:
-        raise ValueError(f"{formula!r} is not a formula") from error
-
-
-def _value(node: ast.expr, numbers: Mapping[str, float]) -> float:
-    match node:
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return number
-        case ast.Name(id=name):
-            return numbers[name]
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
-            return _OPERATIONS[type(op)](_value(left, numbers), _value(right, numbers))
-        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
-            return _FUNCTIONS[name](*(_value(argument, numbers) for argument in arguments))
-        case _:
-            raise ValueError(f"{ast.unparse(node)!r} is not part of a formula")
-
-
-# ---- sizing ----------------------------------------------------------------------------------------------------------
 
 
 _ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16"}

@@ -36,7 +36,8 @@ from dips.core.release import how_to_install
 from dips.core.units import format_seconds
 from dips.core.wire import Codec, encoded_bytes
 from dips.judge.records import find_tapes
-from dips.local.log_files import HELDOUT_TAPE, TapeTail, tape_path
+from dips.local.log_files import HELDOUT_TAPE, tape_path
+from dips.master.page.history import TapeTail, heldout_point
 
 _logger = logging.getLogger("dips.track")
 
@@ -171,11 +172,11 @@ def _is_number(value: object) -> bool:
 
 
 def _heldout(line: Mapping[str, Any]) -> Point | None:
-    if line["kind"] != "heldout" or not _is_number(line["loss"]):
+    found = heldout_point(float(line["wall_s"]), line["kind"], line)
+    if found is None:
         return None
-    version = parse_version(line["version"])
-    values = {"version": version.v, "tokens": line["tokens"], "heldout_loss": line["loss"]}
-    return _point("-heldout", version, float(line["wall_s"]), values)
+    values = {"version": found.version.v, "tokens": found.tokens, "heldout_loss": found.loss}
+    return _point("-heldout", found.version, found.wall_s, values)
 
 
 _KINDS = re.compile(rb'"kind":"(?:master-started|master-ended|ticket|judged|commit|progress|publish|heldout)"')
@@ -220,7 +221,8 @@ class Tracking:
         self._heldout = TapeTail(tape_path(directory, HELDOUT_TAPE))
         self._reader = RoundReader()
         self._waiting: deque[Point] = deque()
-        self._open = open_one or open_tracker
+        kinds: dict[str, Opener] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MlFlow, "trackio": Trackio}
+        self._open = open_one or kinds[knobs.to]
         self._trackers: dict[str, Tracker] = {}
         self._newest: dict[str, Version] = {}  # of rounds and of held-out losses, the one that was handed over last
         self._retry_s = self._due_s = 0.0
@@ -334,12 +336,7 @@ class Tracker(ABC):
 
 
 Opener = Callable[[Target], Tracker]
-
-
-def open_tracker(target: Target) -> Tracker:
-    """Open, or go on with, the run of this name. May raise anything."""
-    kinds: dict[str, Opener] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MlFlow, "trackio": Trackio}
-    return kinds[target.knobs.to](target)
+"""Opens, or goes on with, the run of this name. May raise anything."""
 
 
 class TensorBoard(Tracker):

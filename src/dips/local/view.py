@@ -1,26 +1,31 @@
-"""Formats a run's status: tables, one plain line, and the same as JSON with stable keys.
+"""Formats a run's status: tables, one plain line, and the same as JSON with stable keys; and shows a run's progress.
 
-It asks nothing: everything here is a function of a StatusReply. The sentence `waiting_for`
-is on top, because "why does nothing move" is the first question.
+It asks nothing: everything here is made of StatusReplies. The sentence `waiting_for` is on top, because "why does
+nothing move" is the first question.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
 from rich.padding import Padding
 from rich.text import Text
 
+from dips.core.clock import Clock
+from dips.core.errors import DISK_ERRORS
 from dips.core.ids import Incarnation, PushId, RoundId, Version
-from dips.core.messages import Alarm, ClusterStatus, RoundSummary, SlaveStatus, StatusReply
-from dips.core.units import format_bytes, format_count
+from dips.core.messages import ClusterStatus, RoundSummary, SlaveStatus, StatusReply
+from dips.core.units import format_bytes, format_count, format_seconds
+from dips.local.report import Fault
+from dips.master.page.history import HeldoutPoint, TokenRate
 from dips.master.page.snapshot import no_loss_sentence
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -39,23 +44,23 @@ _SENTENCE = 16
 """A column of sentences that is narrower is hard to read."""
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column."""
+_WRAPPED = frozenset({"pushes", "accepted", "excluded"})
+"""Columns of several words. These and those of sentences may take several lines, the others keep to one."""
 
-    header: str
-    right: bool = False  # numbers
-    wraps: bool = False  # cells of several words, which may take several lines
-    sentence: bool = False  # those wrap, take what is left of a line, and may go below it
-    least: int = 0  # characters to keep free, so that the table stays while values change
+_SENTENCES = frozenset({"last verdict", "why"})
+"""They wrap, take what is left of a line, and may go below it."""
 
 
 class FittingTable:
     """A table with a title; the first column says what a row is about."""
 
-    def __init__(self, title: str, columns: Sequence[Column]) -> None:
+    def __init__(
+        self, title: str, columns: Sequence[str], right: Collection[str], least: Mapping[str, int] | None = None
+    ) -> None:
+        """right: columns of numbers. least: characters to keep free, so that the table stays while values change."""
         self._title = title
         self._columns = list(columns)
+        self._right, self._free = right, least or {}
         self._rows: list[list[Text]] = []
 
     def add_row(self, *cells: str | Text) -> None:
@@ -65,7 +70,7 @@ class FittingTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         room = options.max_width
         every = list(range(len(self._columns)))
-        short = [index for index in every if not self._columns[index].sentence]
+        short = [index for index in every if self._columns[index] not in _SENTENCES]
         yield Text(self._title, style="italic")
         for inline in (every, short):
             if (widths := self._widths(inline, room)) is not None:
@@ -90,16 +95,16 @@ class FittingTable:
         return widths
 
     def _natural(self, index: int) -> int:
-        return max(cell_len(text) for text in (self._columns[index].header, *self._texts(index)))
+        return max(cell_len(text) for text in (self._columns[index], *self._texts(index)))
 
     def _least(self, index: int) -> int:
         """Headers wrap at spaces, and so do cells where they may."""
         column = self._columns[index]
         texts = self._texts(index)
-        words = [word for text in texts for word in text.split()] if column.wraps or column.sentence else texts
-        longest = max(map(cell_len, [*column.header.split(), *words]), default=0)
-        enough = min(_SENTENCE, self._natural(index)) if column.sentence else 0
-        return max(longest, enough, column.least)
+        words = [word for text in texts for word in text.split()] if column in _WRAPPED | _SENTENCES else texts
+        longest = max(map(cell_len, [*column.split(), *words]), default=0)
+        enough = min(_SENTENCE, self._natural(index)) if column in _SENTENCES else 0
+        return max(longest, enough, self._free.get(column, 0))
 
     def _texts(self, index: int) -> list[str]:
         return [row[index].plain for row in self._rows]
@@ -107,7 +112,7 @@ class FittingTable:
     def _as_table(
         self, console: Console, inline: Sequence[int], widths: Sequence[int], room: int
     ) -> Iterator[Text | Padding]:
-        headers = [Text(self._columns[index].header, style="bold") for index in inline]
+        headers = [Text(self._columns[index], style="bold") for index in inline]
         rule = Text("─" * (sum(widths) + _BETWEEN * (len(widths) - 1)), style="dim")
         yield from (*self._lines(console, headers, inline, widths), rule)
         for row in self._rows:
@@ -125,7 +130,9 @@ class FittingTable:
                 part.rstrip()
                 free = " " * (width - part.cell_len)
                 ends = " " * _BETWEEN if index != inline[-1] else ""
-                line.append_text(Text.assemble(free, part, ends) if self._columns[index].right else part + free + ends)
+                line.append_text(
+                    Text.assemble(free, part, ends) if self._columns[index] in self._right else part + free + ends
+                )
             line.rstrip()
             yield line
 
@@ -135,7 +142,7 @@ class FittingTable:
         for index in indices:
             if not row[index].plain or row[index].plain == "-":
                 continue
-            pair = Text.assemble((f"{self._columns[index].header} ", "dim"), row[index])
+            pair = Text.assemble((f"{self._columns[index]} ", "dim"), row[index])
             if line and _BETWEEN * (len(line) + 1) + sum(one.cell_len for one in [*line, pair]) > room:
                 yield _joined(line)
                 line = []
@@ -156,10 +163,6 @@ RANKS_NAMED = 8
 
 _VERDICT_STYLES = {"applied": "green", "excluded": "red", "aborted": "yellow", "rolled_back": "magenta"}
 _RECENT_ROUNDS = 5
-_WRAPPED = frozenset({"pushes", "accepted", "excluded"})
-"""Columns of several words. These and those of sentences may take several lines, the others keep to one."""
-
-_SENTENCES = frozenset({"last verdict", "why"})
 
 
 def where(status: StatusReply) -> str:
@@ -194,7 +197,7 @@ def status_view(status: StatusReply, width_is_narrow: bool = False) -> Renderabl
     parts: list[RenderableType] = [headline(status), *(Text(words, style=style) for words, style in _waits(status))]
     if alarm := _direction_alarm(status):
         parts.append(Text(alarm, style="bold red"))
-    parts += [Text(alarm_sentence(alarm), style="bold red") for alarm in status.alarms]
+    parts += [Text(f"alarm: {alarm.sentence}", style="bold red") for alarm in status.alarms]
     if refused := _refused_calls(status):
         parts.append(Text(refused, style="red"))
     parts.append(cluster_table(status.clusters))
@@ -202,7 +205,7 @@ def status_view(status: StatusReply, width_is_narrow: bool = False) -> Renderabl
         parts.append(Text(hint, style="dim"))
     if any(math.isfinite(cluster.last_norm) for cluster in status.clusters):
         parts.append(push_table(status.clusters))
-    parts.append(slave_table(status.slaves, writes_later=_writes_later(status)))
+    parts.append(slave_table(status.slaves, writes_later=status.settings.durability == "async"))
     if status.recent_rounds and not width_is_narrow:
         parts.append(round_table(status.recent_rounds[-_RECENT_ROUNDS:]))
     return Group(*parts)
@@ -257,11 +260,6 @@ def _direction_alarm(status: StatusReply) -> str:
     return f"direction alarm: {names} (its pushes are merged all the same: look at its usual cosine)" if names else ""
 
 
-def alarm_sentence(alarm: Alarm) -> str:
-    """A current alarm, in the master's words."""
-    return f"alarm: {alarm.sentence}"
-
-
 def _refused_calls(status: StatusReply) -> str:
     """How many calls the master refused because of whose they were; empty when none."""
     if not status.refused_calls:
@@ -270,13 +268,9 @@ def _refused_calls(status: StatusReply) -> str:
     return f"{calls} refused because of whose they were, the last: {status.refused_call}"
 
 
-def _writes_later(status: StatusReply) -> bool:
-    """Whether a version may be published before it is on every disk."""
-    return status.settings.durability == "async"
-
-
 def _on_disk(status: StatusReply) -> str:
-    return f" (on every disk: {status.durable or 'none yet'})" if _writes_later(status) else ""
+    """What is on every disk, where a version may be published before."""
+    return f" (on every disk: {status.durable or 'none yet'})" if status.settings.durability == "async" else ""
 
 
 def _rounds(status: StatusReply) -> str:
@@ -302,7 +296,9 @@ def _phase(phase: str, alive: bool) -> str | Text:
 
 def cluster_table(clusters: Sequence[ClusterStatus]) -> FittingTable:
     columns = ("cluster", "phase", "incarnation", "steps", "steps per s", "tokens", "loss", "pushes", "last verdict")
-    table = _table("clusters", columns, {"steps", "steps per s", "tokens", "loss"}, {"phase": len("BEGINNING_PUSH")})
+    table = FittingTable(
+        "clusters", columns, {"steps", "steps per s", "tokens", "loss"}, {"phase": len("BEGINNING_PUSH")}
+    )
     for cluster in clusters:
         lost = [(cluster.pushes_excluded, "excluded"), (cluster.pushes_aborted, "aborted")]
         verdict = Text(cluster.last_verdict, style=_VERDICT_STYLES.get(cluster.last_verdict.lower(), ""))
@@ -330,7 +326,7 @@ def cluster_table(clusters: Sequence[ClusterStatus]) -> FittingTable:
 def push_table(clusters: Sequence[ClusterStatus]) -> FittingTable:
     """What the last judged push of each cluster measured, and the median of its last cosines with the others' way."""
     columns = ("cluster", "norm", "z-score", "cosine", "usual cosine", "of", "direction")
-    table = _table("last judged pushes", columns, right=set(columns[1:6]))
+    table = FittingTable("last judged pushes", columns, right=set(columns[1:6]))
     for cluster in clusters:
         table.add_row(
             _name(cluster.cluster_id, cluster.alive),
@@ -348,7 +344,7 @@ def slave_table(slaves: Sequence[SlaveStatus], writes_later: bool = False) -> Fi
     """The slaves; with `writes_later` also the newest version on each one's disk."""
     counts = ("memory", "staging", "served", "refused", "turned away")
     columns = ("slave", "phase", "incarnation", "version", *(("on disk",) if writes_later else ()), *counts)
-    table = _table("slaves", columns, right=set(counts))
+    table = FittingTable("slaves", columns, right=set(counts))
     for slave in slaves:
         table.add_row(
             _name(slave.slave_id, slave.alive),
@@ -367,7 +363,7 @@ def slave_table(slaves: Sequence[SlaveStatus], writes_later: bool = False) -> Fi
 
 def round_table(rounds: Sequence[RoundSummary]) -> FittingTable:
     columns = ("round", "outcome", "version", "accepted", "excluded", "clip", "share", "tokens", "why")
-    table = _table("last rounds", columns, right={"clip", "share", "tokens"})
+    table = FittingTable("last rounds", columns, right={"clip", "share", "tokens"})
     for entry in rounds:
         table.add_row(
             str(entry.round),
@@ -381,16 +377,6 @@ def round_table(rounds: Sequence[RoundSummary]) -> FittingTable:
             entry.reason,
         )
     return table
-
-
-def _table(title: str, columns: Sequence[str], right: set[str], least: Mapping[str, int] | None = None) -> FittingTable:
-    return FittingTable(
-        title,
-        [
-            Column(name, name in right, name in _WRAPPED, name in _SENTENCES, (least or {}).get(name, 0))
-            for name in columns
-        ],
-    )
 
 
 def plain_line(status: StatusReply) -> str:
@@ -417,3 +403,150 @@ def plain_line(status: StatusReply) -> str:
 def number(value: float, digits: int) -> str:
     """A number with so many decimals; '-' when it is not known."""
     return f"{value:.{digits}f}" if math.isfinite(value) else "-"
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+#
+# Shows a run while it goes: a table that renews itself on a terminal, a line every few seconds elsewhere.
+#
+# It must never delay the run, and never write to standard output, which belongs to the result.
+
+
+PLAIN_EVERY_S = 5.0
+SEEN_ENOUGH_S = 15.0
+"""The first rounds of a run say little about the next ones: for so long an expectation says more."""
+
+_NARROW_LINES = 45
+
+
+class Progress(ABC):
+    """Shows a run's progress. Use as a context manager."""
+
+    def __init__(self, console: Console, clock: Clock) -> None:
+        self._console = console
+        self._clock = clock
+        self._begin_s = clock.monotonic_s()
+        self._rate = TokenRate()
+        self._expected_per_s = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        return None
+
+    @abstractmethod
+    def say(self, sentence: str) -> None:
+        """Something happened; it stays on the screen."""
+
+    @abstractmethod
+    def show(self, status: StatusReply, heldout: Sequence[HeldoutPoint] | None, faults: Sequence[Fault]) -> None:
+        """The present state; it replaces the one before. heldout: None when no process measures it."""
+
+    def expect(self, tokens_per_s: float) -> None:
+        """What was measured before the run; it counts until the run itself has been seen for long enough."""
+        self._expected_per_s = tokens_per_s
+
+    def _remember(self, status: StatusReply) -> None:
+        """Before the first version the processes only start, which says nothing about their speed."""
+        if status.published is not None:
+            self._rate.add(self._clock.monotonic_s(), status.tokens)
+
+    def _words(self, status: StatusReply, heldout: Sequence[HeldoutPoint] | None, rate: str = "") -> list[str]:
+        """What a status alone does not say, as far as it is known."""
+        parts = [loss_sentence(heldout), rate, left_sentence(status, self._rate, self._expected_per_s)]
+        return [part for part in parts if part]
+
+    def _stamped(self, sentence: str) -> str:
+        return f"{self._clock.monotonic_s() - self._begin_s:6.1f} s  {sentence}"
+
+
+def loss_sentence(heldout: Sequence[HeldoutPoint] | None) -> str:
+    """Empty when no process measures it."""
+    if heldout is None:
+        return ""
+    if not heldout:
+        return "held-out loss: not yet"
+    last = heldout[-1]
+    return f"held-out loss {last.loss:.3f} at version {last.version}"
+
+
+def left_sentence(status: StatusReply, rate: TokenRate, expected_per_s: float = 0.0) -> str:
+    """How long it will still take, in words; empty when the run has no end or nothing is known."""
+    left = status.tk_max_tokens - status.tokens
+    if left <= 0 or status.published is None or status.paused:
+        return ""
+    left_s = rate.left_s(left)
+    if expected_per_s > 0 and rate.seen_s() < SEEN_ENOUGH_S:
+        left_s = left / expected_per_s
+    return f"about {format_seconds(round(left_s))} left" if left_s is not None else ""
+
+
+def fault_sentence(fault: Fault) -> str:
+    back = f"back at {fault.back.seconds:.0f} s as {fault.back_as}" if fault.back else "not back yet"
+    return f"{fault.what} at {fault.when.seconds:.0f} s, {back}"
+
+
+class PlainProgress(Progress):
+    """Shows progress as lines, for a log."""
+
+    def __init__(self, console: Console, clock: Clock, every_s: float = PLAIN_EVERY_S) -> None:
+        super().__init__(console, clock)
+        self._every_s = every_s
+        self._next_s = self._begin_s
+        self._alarms: set[tuple[str, tuple[str, ...]]] = set()
+        """Kind and clusters of those whose sentences were printed; the numbers in a sentence change all the time."""
+
+    def say(self, sentence: str) -> None:
+        try:
+            self._console.print(self._stamped(sentence), markup=False, highlight=False, soft_wrap=True)
+        except OSError as error:  # it may go to a file
+            if error.errno not in DISK_ERRORS:
+                raise
+
+    def show(self, status: StatusReply, heldout: Sequence[HeldoutPoint] | None, faults: Sequence[Fault]) -> None:
+        now_s = self._clock.monotonic_s()
+        self._remember(status)
+        for alarm in status.alarms:
+            if (alarm.kind, alarm.clusters) not in self._alarms:
+                self.say(f"alarm: {alarm.sentence}")
+        self._alarms = {(alarm.kind, alarm.clusters) for alarm in status.alarms}
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + self._every_s
+        self.say(" | ".join([plain_line(status), *self._words(status, heldout)]))
+
+
+class LiveProgress(Progress):
+    """Shows progress as a table that renews itself, with what happened above it."""
+
+    def __init__(self, console: Console, clock: Clock) -> None:
+        super().__init__(console, clock)
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._live.stop()
+
+    def say(self, sentence: str) -> None:
+        self._live.console.print(Text(self._stamped(sentence), style="dim"))
+
+    def show(self, status: StatusReply, heldout: Sequence[HeldoutPoint] | None, faults: Sequence[Fault]) -> None:
+        self._remember(status)
+        words = self._words(status, heldout, f"{self._rate.per_s():.0f} tokens/s")
+        view: list[RenderableType] = [
+            status_view(status, width_is_narrow=self._console.height < _NARROW_LINES),
+            Text("  ".join(words), style="bold"),
+            *(Text(fault_sentence(fault), style="red" if fault.back is None else "green") for fault in faults),
+        ]
+        self._live.update(Group(*view), refresh=True)
+
+
+def progress_for(console: Console, clock: Clock) -> Progress:
+    """A live table when the console is a terminal, lines otherwise."""
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveProgress(console, clock)
+    return PlainProgress(console, clock)

@@ -7,7 +7,7 @@ and from measurements during the run. The conditions between them are in core/as
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -31,24 +31,6 @@ from dips.master.state.penalty_types import (
     outer_lr_of,
 )
 from dips.master.state.shared import RunConfig
-
-PENALTY_KNOBS = (
-    "outer_optimizer",
-    "delay_rounds",
-    "outer_momentum",
-    "clip_norm",
-    "clip_scope",
-    "participation_scaling",
-    "momentum_scaling",
-    "detector",
-    "beta",
-    "alpha",
-    "warm_up_pushes",
-    "window_pushes",
-    "hard_gate",
-    "quarantine_after_flags",
-)
-"""Fields that replace the preset's value of the same name in PenaltyConfig when they are given."""
 
 
 class MasterConfig(ProcessKnobs):
@@ -315,8 +297,8 @@ class MasterConfig(ProcessKnobs):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        given = {**dict(iter(self)), **self.times()}
-        wrong = [*violations("master", given), *_long_window(self), *_minimum(self)]
+        values = self._values()
+        wrong = [*violations("master", values), *_long_window(self, values["verdict_wait_s"]), *_minimum(self)]
         if self.chunk_bytes % 4:
             wrong.append(
                 f"chunk_bytes is {self.chunk_bytes}: use a multiple of 4, the size of a parameter, such as 1 MiB"
@@ -334,43 +316,31 @@ class MasterConfig(ProcessKnobs):
             raise ValueError("; ".join(wrong))
         return self
 
-    def times(self) -> dict[str, float]:
-        """The times that may be "auto", in seconds, without grace_s, which follows the clusters' speed."""
+    def _values(self) -> dict[str, Any]:
+        """All settings, with seconds for times that are "auto", without grace_s, which follows the clusters' speed."""
         evict_after_s = self.evict_after_beats * self.heartbeat_s
         derived = {
             "verdict_wait_s": self.round_timeout_s,
             "ticket_ttl_s": max(2 * self.round_timeout_s, evict_after_s),
             "linger_s": 3 * evict_after_s,
         }
-        given = {name: getattr(self, name) for name in derived}
-        return {name: derived[name] if value == "auto" else value for name, value in given.items()}
+        return {name: derived[name] if name in derived and value == "auto" else value for name, value in self}
 
     def to_run_config(self) -> RunConfig:
         """The settings for the state machines."""
-        times, preset = self.times(), self.preset or DEFAULT_PRESET
-        return RunConfig(
-            run_id=self.run_id,
-            n_slaves=self.slaves,
-            settings=self._settings(preset),
-            penalty=self._penalty(preset),
-            max_clusters=self.max_clusters,
-            min_clusters=self.min_clusters,
-            min_clusters_per_round=self.min_clusters_per_round,
-            round_deadline_s=self.round_deadline_s,
-            grace_s=None if self.grace_s == "auto" else self.grace_s,
-            round_timeout_s=self.round_timeout_s,
-            lease_ttl_s=self.lease_ttl_s,
-            ticket_ttl_s=times["ticket_ttl_s"],
-            pinned_versions=self.pinned_versions,
-            linger_s=times["linger_s"],
-            rebuild=self.rebuild,
-            pause_without_replica=self.journal_replicas > 0 and self.without_replica == "pause",
-            async_lag_versions=self.async_lag_versions,
-            encrypted=self.keys is not None,
-            token_ratio_max=self.token_ratio_max,
-            grace_sliding=self.grace == "sliding",
-            presets=self._presets() if self.preset is None else {},
-        )
+        preset = self.preset or DEFAULT_PRESET
+        ours = {
+            **self._values(),
+            "grace_s": None if self.grace_s == "auto" else self.grace_s,
+            "n_slaves": self.slaves,
+            "settings": self._settings(preset),
+            "penalty": self._penalty(preset),
+            "pause_without_replica": self.journal_replicas > 0 and self.without_replica == "pause",
+            "encrypted": self.keys is not None,
+            "grace_sliding": self.grace == "sliding",
+            "presets": self._presets() if self.preset is None else {},
+        }
+        return RunConfig(**_of(RunConfig, ours))
 
     def _presets(self) -> dict[str, tuple[dict[str, Any], PenaltyConfig]]:
         """What each preset makes of the settings that presets decide, and of the penalty."""
@@ -382,43 +352,34 @@ class MasterConfig(ProcessKnobs):
         }
 
     def _settings(self, preset: str) -> Settings:
-        penalty = self._penalty(preset)
-        dynamic = dynamic_local_steps_of(preset) if self.dynamic is None else self.dynamic
-        return Settings(
-            sync_every_steps=self.sync_every,
-            dynamic_local_steps=dynamic,
-            heartbeat_s=self.heartbeat_s,
-            evict_after_beats=self.evict_after_beats,
-            verdict_wait_s=self.times()["verdict_wait_s"],
-            verdict_wait_measured=self.verdict_wait_s == "auto",
-            chunk_bytes=self.chunk_bytes,
-            window_chunks=self.window_chunks,
-            max_staleness_versions=self.s_max,
-            tk_max_tokens=self.tk_max,
-            outer_lr=outer_lr_of(preset, self.outer_optimizer) if self.outer_lr is None else self.outer_lr,
-            outer_momentum=penalty.outer_momentum,
-            preset=preset,
-            durability=self.durability,
-            memory_files=self.memory_files,
-            pull_wire=self.pull_wire,
-            max_message_bytes=self.max_message_bytes,
-            ticket_ttl_s=self.times()["ticket_ttl_s"],
-            round_timeout_s=self.round_timeout_s,
-            overlap=self.overlap,
-            overlap_share=self.overlap_share,
-            frozen=self.frozen,
-        )
+        ours = {
+            **self._values(),
+            "preset": preset,
+            "outer_lr": outer_lr_of(preset, self.outer_optimizer) if self.outer_lr is None else self.outer_lr,
+            "outer_momentum": self._penalty(preset).outer_momentum,
+            "sync_every_steps": self.sync_every,
+            "dynamic_local_steps": dynamic_local_steps_of(preset) if self.dynamic is None else self.dynamic,
+            "verdict_wait_measured": self.verdict_wait_s == "auto",
+            "max_staleness_versions": self.s_max,
+            "tk_max_tokens": self.tk_max,
+        }
+        return Settings(**_of(Settings, ours))
 
     def _penalty(self, preset: str) -> PenaltyConfig:
-        given = {name: getattr(self, name) for name in PENALTY_KNOBS if getattr(self, name) is not None}
-        return PenaltyConfig.of(preset, **given)
+        given = {name: value for name, value in _of(PenaltyConfig, dict(iter(self))).items() if value is not None}
+        return PenaltyConfig.of(**{**given, "preset": preset})
 
 
-def _long_window(config: MasterConfig) -> Iterator[str]:
+def _of(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are fields of this kind."""
+    return {field.name: values[field.name] for field in fields(kind) if field.name in values}
+
+
+def _long_window(config: MasterConfig, verdict_wait_s: float) -> Iterator[str]:
     """Checks for the longest window what core/assumptions.py demands of grace_s."""
     if config.grace != "sliding" or config.grace_s == "auto" or config.grace_s >= config.round_timeout_s:
         return
-    longest_s, verdict_wait_s = SLIDES * config.grace_s, config.times()["verdict_wait_s"]
+    longest_s = SLIDES * config.grace_s
     for name, limit_s in (("round_timeout_s", config.round_timeout_s), ("verdict_wait_s", verdict_wait_s)):
         if longest_s >= limit_s:
             yield (

@@ -51,11 +51,6 @@ def write_address(directory: Path, address: MasterAddress) -> None:
         ) from error
 
 
-def remove_address(directory: Path) -> None:
-    """Removes the address, because no master runs here any longer; the lock must be held."""
-    remove_file(directory / ADDRESS_NAME)
-
-
 def remove_file(path: Path) -> None:
     """Removes an address file, if it is there. An error is only logged: the master ends at this moment, perhaps because
     of the same disk, and that reason must not be hidden."""

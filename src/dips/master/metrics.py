@@ -210,9 +210,10 @@ _OF_KIND = {
 
 
 @dataclass(frozen=True)
-class Counted:
-    """What is counted of clusters and slaves, at one moment; by (cluster, further labels), slave_losses by slave."""
+class MetricsMoment:
+    """A master at one moment. What is counted of clusters is by (cluster, further labels), slave_losses by slave."""
 
+    view: RunView
     verdicts: Mapping[tuple[str, ...], int]
     departures: Mapping[tuple[str, ...], int]
     attempts: Mapping[tuple[str, ...], int]
@@ -294,8 +295,10 @@ class Counts(Instruments):
 
         return append_and_count
 
-    def counted(self) -> Counted:
-        return Counted(
+    def moment(self, view: RunView) -> MetricsMoment:
+        """What is counted now, with this view of the run."""
+        return MetricsMoment(
+            view,
             self._verdicts.counted(),
             self._departures.counted(),
             self._attempts.counted(),
@@ -350,15 +353,6 @@ class Rising:
             seen[key] = (value, counter + max(0, value - last))
         self._seen = seen
         return {key: counter for key, (_, counter) in seen.items()}
-
-
-@dataclass(frozen=True)
-class MetricsMoment:
-    """A master at one moment."""
-
-    view: RunView
-    counted: Counted
-    late_s: float  # since the state's last event, from which the view's ages are counted
 
 
 def clusters_shown(clusters: Iterable[ClusterStatus], most: int) -> list[ClusterStatus]:
@@ -426,7 +420,7 @@ def _cluster(families: Families, now: MetricsMoment, cluster: ClusterStatus) -> 
         ("cluster_late_ranks", len(cluster.late_ranks) if alive else None),
         ("cluster_draining", flag(cluster.draining)),
         ("cluster_quarantined", flag(cluster.quarantined)),
-        ("cluster_beat_age_seconds", cluster.beat_age_s + now.late_s if alive else None),
+        ("cluster_beat_age_seconds", cluster.beat_age_s if alive else None),
         ("cluster_norm", cluster.last_norm),
         ("cluster_score", cluster.last_z),
         ("cluster_cosine", cluster.last_cosine),
@@ -466,8 +460,8 @@ def _slaves(families: Families, now: MetricsMoment) -> None:
         if slave.alive or not idle:
             # In a recovery a slave that is here waits for the others: the alarm is for those that are away.
             families.set("slave_up", flag(ready or idle or (slave.alive and now.view.recovers)), name)
-        families.set("slave_beat_age_seconds", slave.beat_age_s + now.late_s if slave.alive else None, name)
-        families.set("slave_losses_total", now.counted.slave_losses.get(name, 0), name)
+        families.set("slave_beat_age_seconds", slave.beat_age_s if slave.alive else None, name)
+        families.set("slave_losses_total", now.slave_losses.get(name, 0), name)
         families.set("slave_durable_version", slave.durable.v if slave.durable else None, name)
     families.each("slaves", states)
     families.set("slaves_expected", now.view.slaves_expected)
@@ -478,12 +472,11 @@ def _rounds(families: Families, now: MetricsMoment) -> None:
     families.set("version", status.published.v if status.published else None)
     families.set("timeline", status.published.timeline if status.published else None)
     families.set("durable_version", status.durable.v if status.durable else None)
-    if view.since_publish_s is not None:
-        families.set("published_age_seconds", view.since_publish_s + now.late_s)
+    families.set("published_age_seconds", view.since_publish_s)
     families.set("publish_interval_seconds", view.publish_interval_s or None)
     families.one_of("round_phase", status.phase.lower(), PHASES)
     families.set("threshold", view.threshold if math.isfinite(view.threshold) else None)
-    kappa, rho, merged_norm = now.counted.judged
+    kappa, rho, merged_norm = now.judged
     families.set("clip_factor", kappa)
     families.set("participation", rho)
     families.set("merged_norm", merged_norm)
@@ -511,19 +504,16 @@ class Metrics:
 
     def __init__(self, most_clusters: int = 8) -> None:
         self.counts = Counts(most_clusters)
-        self._shared: SharedState | None = None
+        self._most_clusters = most_clusters
+        self.shared: SharedState | None = None
+        """The state of the epoch that is served; None before the first."""
         self._rising = Rising()
-
-    def watch(self, machine: object) -> None:
-        """Serves this state machine from now on. One without shared state, as in tests, has no metrics."""
-        shared = getattr(machine, "shared", None)
-        self._shared = shared if isinstance(shared, SharedState) else None
 
     def snapshot(self, now_s: float) -> MetricsMoment:
         """Takes a snapshot, on the event loop. Raises NotNow before there is a state."""
-        if self._shared is None:
+        if self.shared is None:
             raise NotNow("the master has not begun its epoch yet")
-        return MetricsMoment(look(self._shared), self.counts.counted(), max(0.0, now_s - self._shared.now_s))
+        return self.counts.moment(look(self.shared, now_s))
 
     def families(self, now: MetricsMoment | None, directory: Path, security: Security = INSECURE) -> Families:
         """The families of one moment, with the sizes of the files in the directory at the time of this call; without a
@@ -540,7 +530,7 @@ class Metrics:
         return families
 
     def _of_run(self, families: Families, now: MetricsMoment) -> None:
-        shown = clusters_shown(now.view.status.clusters, now.view.max_clusters)
+        shown = clusters_shown(now.view.status.clusters, self._most_clusters)
         names = {cluster.cluster_id for cluster in shown}
         _run(families, now)
         _alarms(families, now.view.status, names)
@@ -549,15 +539,13 @@ class Metrics:
         for cluster in shown:
             _cluster(families, now, cluster)
         for name, labels, counts in (
-            ("departures_total", itertools.product(("evict", "leave")), now.counted.departures),
-            ("verdicts_total", VERDICTS_FROM_0, now.counted.verdicts),
-            ("push_attempts_total", (), now.counted.attempts),
+            ("departures_total", itertools.product(("evict", "leave")), now.departures),
+            ("verdicts_total", VERDICTS_FROM_0, now.verdicts),
+            ("push_attempts_total", (), now.attempts),
         ):
             _by_cluster(families, name, names, labels, counts)
-        self._counters(families, now.view.status, shown)
-
-    def _counters(self, families: Families, status: StatusReply, shown: Iterable[ClusterStatus]) -> None:
-        """Adds counters of the ledger's numbers that a ROLLBACK lowers."""
+        # Counters of the ledger's numbers that a ROLLBACK lowers.
+        status = now.view.status
         values = {
             ("tokens_applied_total", ""): status.tokens,
             ("rounds_total", "commit"): status.rounds_committed,

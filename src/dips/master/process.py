@@ -30,7 +30,7 @@ from dips.core.observe.logs import configure_logging
 from dips.core.observe.tape import Tape
 from dips.master.access import LOOK_S, Access
 from dips.master.config import MasterConfig
-from dips.master.directory import TAPE_NAME, MasterAddress, remove_address, write_address
+from dips.master.directory import ADDRESS_NAME, TAPE_NAME, MasterAddress, remove_file, write_address
 from dips.master.journal import Journal, Retention
 from dips.master.lease import Lease
 from dips.master.metrics import Metrics
@@ -130,7 +130,7 @@ class _Master:
                     await asyncio.sleep(0)  # lets signals and hang-ups be handled, however short an epoch was
         finally:
             await server.stop()
-            remove_address(self.config.directory)
+            remove_file(self.config.directory / ADDRESS_NAME)
         self.tape.write("master-ended", "-", exit_code=outcome.exit_code, sentence=outcome.sentence)
         return outcome
 
@@ -142,7 +142,7 @@ class _Master:
         wall_offset_s = self.clock.wall_s() - self.clock.monotonic_s()
         snapshot_json = self.journal.latest_snapshot()
         machine = make_machine(config, epoch, snapshot_json, wall_offset_s)
-        self.metrics.watch(machine)
+        self.metrics.shared = machine.shared
 
         def append(entries: Sequence[WriteJournal]) -> None:
             self.journal.append_all(epoch, entries)
@@ -189,7 +189,7 @@ class _Master:
             # Publishes the master's address for people and other processes.
             write_address(self.config.directory, here)
             # Not the configuration's: a run keeps the preset that it was begun with.
-            about = {"run_id": here.run_id, "settings": shell.machine.settings()}
+            about = {"run_id": here.run_id, "settings": shell.machine.shared.settings()}
             self.tape.write("master-started", "-", address=here.address, epoch=here.epoch, pid=here.pid, **about)
             if isinstance(self.security, Identity):
                 callers = f"for those with keys only, as {self.security}"
@@ -221,7 +221,7 @@ class _Master:
                     self.replica.revoke(self.access.revoked_list)
                 outcome = shell.outcome.result()
             if isinstance(outcome, Halt):
-                remove_address(self.config.directory)
+                remove_file(self.config.directory / ADDRESS_NAME)
                 if self.lease is not None and outcome.exit_code == 0:
                     await self.lease.end()
             return outcome
@@ -280,7 +280,7 @@ class _Signals:
     def _stop(self) -> None:
         if self._shell is None or self._signal is None:
             return
-        over = self._shell.machine.run_is_over()
+        over = self._shell.machine.shared.stopped_s is not None
         code = INTERRUPTED if self._signal is signal.SIGINT else TERMINATED
         self._shell.stop(Halt(0 if over else code, f"stopped by {self._signal.name}"))
 

@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.machine import MachineHistory
-from dips.core.messages import ClusterReply, OperatorReply, Settings, SlaveCommand, SlaveMessage, StatusReply
+from dips.core.messages import ClusterReply, OperatorReply, SlaveCommand, SlaveMessage, StatusReply
 from dips.core.net.grpc_calls import to_refused
 from dips.core.observe.logs import ChangeLogger
 from dips.core.observe.tape import Tape
@@ -49,6 +49,8 @@ from dips.master.state.effects import (
     ToSlave,
     WriteJournal,
 )
+from dips.master.state.shared import SharedState
+from dips.master.state.status import progress
 from dips.master.state.tape import CallRefused, RequestRefused, VersionPublished
 
 T = TypeVar("T")
@@ -277,19 +279,15 @@ _logger = logging.getLogger(__name__)
 
 
 class StateMachine(Protocol):
-    """The interface that the shell uses of dips.master.state.master.MasterMachine."""
+    """The interface that the process uses of dips.master.state.master.MasterMachine."""
+
+    shared: SharedState
 
     def start(self, now_s: float) -> Sequence[Effect]: ...
 
     def handle(self, event: Event, now_s: float) -> Sequence[Effect]: ...
 
     def next_deadline_s(self) -> float | None: ...
-
-    def run_is_over(self) -> bool: ...
-
-    def settings(self) -> Settings: ...
-
-    def progress(self) -> dict[str, object]: ...
 
 
 class MasterShell:
@@ -539,7 +537,8 @@ class MasterShell:
         if isinstance(record, Refusal):
             line = self._refusals.note(record, self._clock.monotonic_s())
         if isinstance(record, VersionPublished):
-            self._tape.write("progress", record.cause, version=record.fields["version"], **self._machine.progress())
+            seen = progress(self._machine.shared)
+            self._tape.write("progress", record.cause, version=record.fields["version"], **seen)
         if line is not None:
             self._tape.write(line.kind, line.cause, **line.fields)
 

@@ -6,9 +6,9 @@ import itertools
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from dips.core.assumptions import require
+from dips.core.assumptions import violations
 from dips.core.config import Knobs, Name
 from dips.core.errors import ConfigError
 from dips.core.net.addresses import require_loopback
@@ -133,7 +133,8 @@ class SlaveConfig(ProcessKnobs):
                 f"data_host {self.data_host} means every address of this machine, and clusters need one: give "
                 "advertise HOST:PORT, with port 0 or that of data_port"
             )
-        validating(require)("slave", dict(iter(self)))
+        if wrong := violations("slave", dict(iter(self))):
+            raise ValueError("; ".join(wrong))
         return self
 
     @field_validator("data_cpu")
@@ -160,7 +161,7 @@ class SlaveConfig(ProcessKnobs):
 class BackupConfig(Knobs):
     """Settings of `dips backup`; the table [backup] of a file, DIPS_BACKUP_<FIELD>, or the command line."""
 
-    to: str = Field(
+    to: Annotated[str, AfterValidator(validating(check_url))] = Field(
         description="the object store: s3://BUCKET/PREFIX, gs://..., az://..., or file:///DIRECTORY; credentials come "
         "from the environment or the machine"
     )
@@ -173,9 +174,3 @@ class BackupConfig(Knobs):
     rate: Annotated[BitsPerSecond, Field(ge=8000)] = Field(
         default=200e6, description="most bits a second that are sent, all slaves of the process together"
     )
-
-    @field_validator("to")
-    @classmethod
-    @validating
-    def _check_to(cls, value: str, info: ValidationInfo) -> str:
-        return check_url(value)

@@ -11,15 +11,15 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dips.core.assumptions import require
+from dips.core.assumptions import violations
 from dips.core.errors import ConfigError, option
 from dips.core.ids import check_name
 from dips.core.messages import Settings
 from dips.core.net.addresses import require_loopback, split_addresses
 from dips.core.net.security import ProcessKnobs
 from dips.core.observe.logs import LogFormat, LogLevel
-from dips.core.units import Seconds, validating
-from dips.core.wire import WIRE_DTYPES, Codec
+from dips.core.units import Seconds
+from dips.core.wire import WIRE_DTYPES
 from dips.worker.state.waiting import GivenTimes, times_of
 
 SECTION = "worker"
@@ -150,7 +150,8 @@ class ClientConfig(ProcessKnobs):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        validating(require)("worker", dict(iter(self)))
+        if wrong := violations("worker", dict(iter(self))):
+            raise ValueError("; ".join(wrong))
         return self
 
 
@@ -170,11 +171,6 @@ def leaving_takes_s(config: ClientConfig, settings: Settings) -> float:
 def given_times(config: ClientConfig) -> GivenTimes:
     """The times of a ClientConfig; None for "auto"."""
     return GivenTimes(**{name: given(getattr(config, name)) for name in GivenTimes.__dataclass_fields__})
-
-
-def wire_of(config: ClientConfig) -> Codec:
-    """The codec that wire_dtype names."""
-    return WIRE_DTYPES[config.wire_dtype]
 
 
 def check(config: ClientConfig) -> ClientConfig:

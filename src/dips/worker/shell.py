@@ -36,10 +36,11 @@ from dips.core.net.tls_probe import check_let_in
 from dips.core.net.zmq_sockets import CurvePair, pair_for
 from dips.core.observe.logs import ChangeLogger
 from dips.core.observe.tape import Starting, Tape
+from dips.core.wire import WIRE_DTYPES
 from dips.worker.checkpoint import Checkpointing, Checkpoints, InnerState
 from dips.worker.checkpoint_files import CheckpointStore
 from dips.worker.commands import Command, Fetch, KeepPush, Send, ShareOut, Snapshot
-from dips.worker.config import ClientConfig, check, given_times, wire_of
+from dips.worker.config import ClientConfig, check, given_times
 from dips.worker.control import Heartbeat, MasterClient
 from dips.worker.metrics import DATA, EXCHANGE, Metrics
 from dips.worker.model_part import ModelPart
@@ -137,7 +138,7 @@ class ClusterShell:
             cut_off_limit_s=3600 * config.cut_off_limit_h,
             **asdict(given_times(config)),
             durable_pushes=config.checkpoint_dir is not None,
-            wire=wire_of(config),
+            wire=WIRE_DTYPES[config.wire_dtype],
             takes_differences=find_spec("numba") is not None,
             curve_key=b"" if curve is None else curve.public,
             process_id=secrets.token_bytes(16),
@@ -161,7 +162,7 @@ class ClusterShell:
         self._in_step = False
         self._failed_in_step: BaseException | None = None
         self._log = ChangeLogger(logging.getLogger("dips.worker"))
-        if wire_of(config).is_difference and layout.n_trained < layout.n_elems:
+        if WIRE_DTYPES[config.wire_dtype].is_difference and layout.n_trained < layout.n_elems:
             raise ConfigError(
                 f"wire_dtype is {config.wire_dtype!r}, whose rounding could make a running variance negative: "
                 'leave it out where buffers="average"'
@@ -171,7 +172,7 @@ class ClusterShell:
             store = CheckpointStore(config.checkpoint_dir, config.checkpoints_kept)
         # After the lock of its folder: another process of this name may write there.
         self.tape = Tape(config.tape_used, "worker", config.cluster_id, self._clock, may_lose=True)
-        if wire_of(config).is_difference:
+        if WIRE_DTYPES[config.wire_dtype].is_difference:
             # Now, and not while the first push is on its way.
             starting = Starting("kernels", _starts, self.tape, self._clock, quiet_s=0.0)
             warm_up(starting.compiles)
@@ -569,7 +570,7 @@ class ClusterShell:
             case CopyParameters():
                 try:
                     # No copy is made where training is likely to wait until its push is sent, in float32.
-                    settings, whole = self.settings, not wire_of(self.config).is_difference
+                    settings, whole = self.settings, not WIRE_DTYPES[self.config.wire_dtype].is_difference
                     waits = settings.overlap == "none" and settings.verdict_wait_s > 0 and whole
                     self._do(Snapshot(may_stay_live=waits, whole=whole))
                 except ConfigError:

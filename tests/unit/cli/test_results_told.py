@@ -155,7 +155,7 @@ def test_up_says_how_loops_of_ones_own_join(tmp_path: Path, capsys: pytest.Captu
         texts = {"local": head, "public": public, "insecure": head + "insecure = true\n", "own": own}
         for name, text in texts.items():
             (tmp_path / "run.toml").write_text(text)
-            join[name] = how_to_join(read_run_file(tmp_path / "run.toml")[1], "10.0.0.1:29400", directory)
+            join[name] = how_to_join(read_run_file(tmp_path / "run.toml"), "10.0.0.1:29400", directory)
     loop = "  DIPS_MASTER=10.0.0.1:29400 DIPS_CLUSTER={} {} python examples/own_loop.py"
     add, stop = (
         f"keys for another one:  dips keys add {keys} --cluster NAME",
@@ -244,7 +244,7 @@ def test_up_says_how_it_ended_and_whose_keys_are_refused(
     monkeypatch.setattr(Watched, "status", run_status(published=None) if "at once" in then else run_status())
     monkeypatch.setattr("dips.cli.up.LocalRun", local)
     monkeypatch.setattr("dips.cli.up.time.sleep", lambda seconds: None)
-    monkeypatch.setattr("dips.cli.up.refuse_what_cannot_start", lambda run, plan: None)
+    monkeypatch.setattr("dips.cli.up.refuse_what_cannot_start", lambda plan: None)
 
     def up(*more: str) -> object:
         try:

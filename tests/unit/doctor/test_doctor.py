@@ -258,8 +258,8 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def doctored(file: Path, wish: local.DoctorOptions | None = None, **changes: Any) -> dict[str, Grade]:
-    run, plan = read_run_file(file)
-    return by_check(examined(local.LocalDoctor(run, plan, wish or local.DoctorOptions(), facts(**changes)).checks()))
+    wish = wish or local.DoctorOptions()
+    return by_check(examined(local.LocalDoctor(read_run_file(file), wish, facts(**changes)).checks()))
 
 
 def test_a_run_that_other_users_can_open_is_named(run_file: Path, tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_memory_is_judged_for_the_model_that_is_said(run_file: Path) -> None:
 def test_the_memory_that_the_doctor_asks_for_is_enough(run_file: Path, files: str) -> None:
     text, options = f'{run_file.read_text()}[master]\nmemory_files = "{files}"\n', local.DoctorOptions(params=10**8)
     run_file.write_text(f'{text}[slave]\nmemory_bytes = "1 MiB"\n')
-    findings = examined(local.LocalDoctor(*read_run_file(run_file), options, facts()).checks())
+    findings = examined(local.LocalDoctor(read_run_file(run_file), options, facts()).checks())
     [remedy] = {found.remedy for found in findings if found.check == "model" and found.grade is FAIL}
     [needed] = re.findall(r"set memory_bytes = (\d+)", remedy)
     run_file.write_text(f"{text}[slave]\nmemory_bytes = {needed}\n")

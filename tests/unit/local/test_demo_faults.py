@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 from support.run_status import cluster_status, run_status, slave_status
@@ -10,8 +11,8 @@ from support.run_status import cluster_status, run_status, slave_status
 from dips.core.ids import Incarnation, Version
 from dips.local.demo import HOLD_S, Hold, must_wait
 from dips.local.local_run import LocalRun
-from dips.local.progress import Progress
 from dips.local.report import CLUSTER, SLAVE, Fault, FaultPlan, Moment, PlannedFault
+from dips.local.view import Progress
 
 KILL_B = PlannedFault(CLUSTER, "b", 0.35)
 KILL_S1 = PlannedFault(SLAVE, "s1", 0.60)
@@ -94,13 +95,16 @@ class Master:
         self.asked: list[str] = []
         self.answers = True
 
-    def pause_run(self, reason: str) -> bool:
-        self.asked.append("pause")
-        return self.answers
+    def answer(self, request: Callable[[Any], object]) -> object:
+        return request(self)
 
-    def resume_run(self, reason: str) -> bool:
+    def pause(self, reason: str) -> str | None:
+        self.asked.append("pause")
+        return "yes" if self.answers else None
+
+    def resume(self, reason: str) -> str | None:
         self.asked.append("resume")
-        return self.answers
+        return "yes" if self.answers else None
 
 
 class Said:

@@ -13,8 +13,8 @@ from support.manual_clock import ManualClock
 from dips.core.errors import ConfigError
 from dips.local import demo
 from dips.local.processes import TrainedCluster
-from dips.local.progress import PlainProgress
 from dips.local.report import CLUSTER, SLAVE
+from dips.local.view import PlainProgress
 
 
 def test_gaps_lengths_and_durations() -> None:
@@ -78,7 +78,7 @@ def test_one_cluster_in_the_middle_and_the_last_slave_are_killed() -> None:
 def test_the_plan_has_what_was_asked_for(tmp_path: Path) -> None:
     wish = demo.DemoOptions((Path("text"),), clusters=3, slaves=1, run_dir=tmp_path, model_size="small", seed=7)
     plan = demo.make_plan(wish, demo.train_settings(wish), 123_456)
-    assert (plan.cluster_ids, plan.slave_ids, plan.master.tk_max) == (["a", "b", "c"], ["s0"], 123_456)
+    assert (plan.cluster_ids, plan.run.slave_ids, plan.master.tk_max) == (["a", "b", "c"], ("s0",), 123_456)
     assert plan.master.to_run_config().settings.dynamic_local_steps
     assert plan.master.min_clusters == 3
     trained = [cluster for cluster in plan.clusters if isinstance(cluster, TrainedCluster)]

@@ -12,6 +12,7 @@ from support.run_status import cluster_status, run_status, slave_status
 
 from dips.core.errors import TERMINATED, ConfigError, FatalError
 from dips.core.messages import StatusReply
+from dips.core.observe.tape import Tape
 from dips.local.demo import DemoOptions, make_plan, train_settings
 from dips.local.local_run import LAUNCH_TAPE, STATUS_EVERY_S, LocalRun
 from dips.local.log_files import records, tape_path
@@ -92,10 +93,14 @@ def test_a_master_that_hangs_is_told_after_seconds_and_when_it_is_over(watched: 
     assert watched.said[4:] == ["the master answers again, after 53 s"]
 
 
-def test_a_start_that_takes_long_is_no_standstill(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched.run._starts, "news", lambda: iter([("s0", "kernels: compiling 1 of 60")]))
-    for _ in range(10):
+def test_a_start_that_takes_long_is_told_and_no_standstill(watched: Watched) -> None:
+    tape = watched.run.plan.slaves[0].tape_used
+    assert tape is not None
+    for n in range(10):
+        with Tape(tape, "slave", "s0") as slave:
+            slave.write("starting", "", sentence=f"kernels: compiling {n} of 60")
         watched.later(50.0)
+    assert watched.said[-2:] == [f"s0: kernels: compiling {n} of 60" for n in (8, 9)]
 
 
 @pytest.mark.parametrize("changes", [{"paused": True}, {"stopped": True}, {}])
@@ -135,7 +140,7 @@ def test_the_end_does_not_wait_for_slaves_that_a_reshard_brought(
     monkeypatch.setattr("dips.local.local_run.time.sleep", lambda seconds: None)
     watched.run.status = run_status(slaves=(slave_status("s0"), slave_status("s9")))
     watched.run.finish()
-    assert set(asked) == {MASTER, *watched.run.plan.slave_ids}
+    assert set(asked) == {MASTER, *watched.run.plan.run.slave_ids}
 
 
 def test_once_the_master_has_ended_nothing_is_started_again_and_the_evaluator_is_ended(
@@ -202,7 +207,7 @@ def test_the_others_are_started_once_the_master_says_that_the_run_goes_on(
     monkeypatch.setattr(ProcessSupervisor, "start", lambda self, spec: started.append(spec.name))
     monkeypatch.setattr(watched.run, "_masters_address", lambda: "127.0.0.1:5")
     monkeypatch.setattr(watched.run, "_ask", lambda: answers.pop(0))
-    monkeypatch.setattr(watched.run, "_answer", lambda request: "it goes on")
+    monkeypatch.setattr(watched.run, "answer", lambda request: "it goes on")
     refused = bool(ended) and not extend
     with pytest.raises(ConfigError, match="has ended") if refused else contextlib.nullcontext():
         assert watched.run.start(extend) == watched.run.address == "127.0.0.1:5"

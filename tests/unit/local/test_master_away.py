@@ -16,7 +16,7 @@ from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.messages import SlaveStatus
 from dips.local.local_run import LocalRun, _take_back_end
 from dips.local.operator_client import OperatorClient
-from dips.local.processes import MASTER, RunPlan
+from dips.local.processes import MASTER, RunKnobs, RunPlan
 from dips.local.run_directory import UP, Mark, claim
 from dips.master.config import MasterConfig
 from dips.master.directory import ADDRESS_NAME, MasterAddress
@@ -46,7 +46,8 @@ class Master:
 
 
 def run_of(tmp_path: Path, error: Exception) -> LocalRun:
-    plan = RunPlan("r", MasterConfig(run_id="r", directory=tmp_path / "master", insecure=True), (), insecure=True)
+    run = RunKnobs(id="r", directory=tmp_path / "run", insecure=True)
+    plan = RunPlan(run, MasterConfig(run_id="r", directory=tmp_path / "master", insecure=True), ())
     with claim(tmp_path / "run", Mark("r", UP, "test")) as directory:
         local = LocalRun(plan, directory, ManualClock(), lambda sentence: None)
     local._operator = cast(OperatorClient, Master(error))
@@ -59,17 +60,16 @@ def run_of(tmp_path: Path, error: Exception) -> LocalRun:
 def test_a_master_that_is_away_or_just_ending_is_asked_again_later(tmp_path: Path, error: Exception) -> None:
     with run_of(tmp_path, error) as local:
         assert local.tick() is None
-        assert local.stop_run("enough") is None
-        assert not local.pause_run("wait") | local.resume_run("on")
+        assert local.answer(lambda master: master.pause("wait")) is None
 
 
 def test_the_end_of_a_run_is_taken_back_once_the_master_answers(tmp_path: Path) -> None:
     with run_of(tmp_path, RetryLater("no answer")) as local:
-        assert local._answer(_take_back_end) is None
+        assert local.answer(_take_back_end) is None
     with run_of(tmp_path, Refused(RefusalCode.CONFIG, "the run has not ended")) as local:
-        assert local._answer(_take_back_end) == "the run has not ended, so there is nothing to take back"
+        assert local.answer(_take_back_end) == "the run has not ended, so there is nothing to take back"
     with run_of(tmp_path, Refused(RefusalCode.RUN_ID, "another run")) as local:
-        for ask in (partial(local._answer, _take_back_end), local.tick):
+        for ask in (partial(local.answer, _take_back_end), local.tick):
             with pytest.raises(Refused, match="another run"):
                 ask()
 
@@ -104,7 +104,7 @@ def test_a_master_is_told_to_end_until_it_has_heard_it(tmp_path: Path, monkeypat
         clock, asked = ManualClock(), list[float]()
         monkeypatch.setattr(local, "_clock", clock)
         monkeypatch.setattr("dips.local.local_run.time.sleep", clock.advance)
-        monkeypatch.setattr(local, "stop_run", lambda reason: asked.append(clock.monotonic_s()))
+        monkeypatch.setattr(local, "answer", lambda request: asked.append(clock.monotonic_s()))
         monkeypatch.setattr(local.supervisor, "ended", lambda names: clock.monotonic_s() > 3.0)
         local.finish()
         assert len(asked) == 3

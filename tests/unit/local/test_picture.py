@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from dips.core.ids import Version
-from dips.local.log_files import HeldoutPoint, LossPoint
+from dips.local.log_files import LossPoint
 from dips.local.report import CLUSTER, SLAVE, Fault, Moment, PlannedFault, draw_losses
+from dips.master.page.history import HeldoutPoint
 
 TRAINING = {
     name: [LossPoint(1000 * step, 5.5 - 0.03 * step + 0.1 * k) for step in range(100)] for k, name in enumerate("abcd")

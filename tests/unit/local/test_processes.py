@@ -19,11 +19,11 @@ from dips.local.demo import DemoOptions, make_plan, train_settings
 from dips.local.processes import (
     STOP_MARGIN_S,
     OwnCluster,
+    RunKnobs,
     RunPlan,
     cluster_specs,
-    evaluator_spec,
     master_spec,
-    slave_specs,
+    other_specs,
 )
 from dips.local.run_directory import DEMO, Mark, RunDirectory, claim
 from dips.local.supervisor import ChildSpec
@@ -49,9 +49,7 @@ GOLDEN = ROOT / "tests" / "golden" / "local" / "commands.txt"
 
 
 def specs_of(plan: RunPlan, directory: RunDirectory) -> list[ChildSpec]:
-    evaluator = evaluator_spec(plan, directory, ADDRESS)
-    first = [master_spec(plan, directory), *slave_specs(plan, directory, ADDRESS)]
-    return [*first, *cluster_specs(plan, directory, ADDRESS), *([evaluator] if evaluator is not None else [])]
+    return [master_spec(plan, directory), *other_specs(plan, directory, ADDRESS)]
 
 
 def test_command_lines_are_golden(plan: RunPlan, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,12 +60,16 @@ def test_command_lines_are_golden(plan: RunPlan, directory: RunDirectory, monkey
     own = OwnCluster("x", ("python", "loop.py"), ClientConfig(wire_dtype="int8", leave_wait_s=200.0))
     wanted = DemoOptions(run_dir=directory.path, minutes=1, parallel=True)
     slave = plan.slaves[0].model_copy(update={"metrics_listen": "127.0.0.1:9400"})
+
+    def of_run(**settings: bool) -> RunKnobs:
+        return plan.run.model_copy(update=settings)
+
     plans = {
         "demo": plan,
         "parallel": make_plan(wanted, train_settings(wanted), 500_000),
-        "insecure, own program": replace(plan, insecure=True, clusters=(own,), evaluate=None),
+        "insecure, own program": replace(plan, run=of_run(insecure=True), clusters=(own,), evaluate=None),
         "metrics, own program": replace(
-            plan, metrics=True, slaves=(slave, *plan.slaves[1:]), clusters=(*plan.clusters[:1], own)
+            plan, run=of_run(metrics=True), slaves=(slave, *plan.slaves[1:]), clusters=(*plan.clusters[:1], own)
         ),
     }
     for name in ("DIPS_MASTER", "DIPS_MASTER_TK_MAX", "DIPS_SLAVE_MEMORY_BYTES", "DIPS_TRAIN_LR", "DIPS_KEYS"):
@@ -118,7 +120,7 @@ def test_each_process_gives_its_files_to_the_runs_group(
     plan: RunPlan, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("DIPS_FILES_GROUP", raising=False)
-    specs = specs_of(replace(plan, files_group="team"), directory)
+    specs = specs_of(replace(plan, run=plan.run.model_copy(update={"files_group": "team"})), directory)
     assert len(specs) > 3
     for spec in specs:
         assert load(ProcessKnobs, "x", environment=spec.environment, variables=VARIABLES).value.files_group == "team"

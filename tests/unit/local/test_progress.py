@@ -13,8 +13,8 @@ from support.run_status import run_status
 
 from dips.core.ids import Version
 from dips.core.messages import Alarm
-from dips.local.log_files import HeldoutPoint
-from dips.local.progress import (
+from dips.local.report import CLUSTER, Fault, Moment, PlannedFault
+from dips.local.view import (
     SEEN_ENOUGH_S,
     LiveProgress,
     PlainProgress,
@@ -23,8 +23,7 @@ from dips.local.progress import (
     loss_sentence,
     progress_for,
 )
-from dips.local.report import CLUSTER, Fault, Moment, PlannedFault
-from dips.master.page.history import TokenRate
+from dips.master.page.history import HeldoutPoint, TokenRate
 
 HELDOUT = [HeldoutPoint(Version(1, 11), 380_000, 2.75)]
 FAULT = Fault(PlannedFault(CLUSTER, "b", 0.35), 71, "1.4", Moment(40.0, 350_000, 5))

@@ -12,7 +12,6 @@ from support.run_status import cluster_status, run_status
 
 from dips.core.ids import Version
 from dips.core.release import software_versions
-from dips.local.log_files import HeldoutPoint
 from dips.local.report import (
     CLUSTER,
     Fault,
@@ -24,6 +23,7 @@ from dips.local.report import (
     failed_checks,
     write_report,
 )
+from dips.master.page.history import HeldoutPoint
 
 HELDOUT = [HeldoutPoint(Version(1, 0), 0, 5.6), HeldoutPoint(Version(1, 12), 1_000_000, 2.21)]
 FAULT = Fault(PlannedFault(CLUSTER, "b", 0.35), 71, "1.4", Moment(40.0, 350_000, 5), Moment(46.5, 370_000, 6), "1.5")

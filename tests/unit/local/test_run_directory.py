@@ -24,12 +24,12 @@ def test_a_new_or_an_empty_directory_is_made_and_marked(tmp_path: Path) -> None:
 
 def test_a_demo_replaces_an_earlier_demo_but_no_files_of_a_person(tmp_path: Path) -> None:
     with claim(tmp_path, DEMO_MARK) as directory:
-        directory.slave("s0").mkdir(parents=True)
+        (directory.path / "slaves" / "s0").mkdir(parents=True)
         directory.report.write_text("{}")
         (tmp_path / "my-model.safetensors").write_text("mine")
     with claim(tmp_path, DEMO_MARK) as directory:
         assert directory.replaced
-        assert not directory.slave("s0").exists()
+        assert not (directory.path / "slaves" / "s0").exists()
         assert not directory.report.exists()
         assert (tmp_path / "my-model.safetensors").read_text() == "mine"
 

@@ -37,8 +37,8 @@ def test_a_whole_run(tmp_path: Path) -> None:
         '[[clusters]]\nid = "a"\n'
         '[[clusters]]\nid = "b"\ngap = 0.5\nlr = 0.001\ncall_deadline_s = "9 s"\n',
     )
-    run, plan = read_run_file(file)
-    assert (run.id, plan.run_id, plan.slave_ids, plan.cluster_ids) == ("mine", "mine", ["s0", "s1"], ["a", "b"])
+    plan = read_run_file(file)
+    assert (plan.run.id, plan.run.slave_ids, plan.cluster_ids) == ("mine", ("s0", "s1"), ["a", "b"])
     assert (plan.master.sync_every, plan.master.tk_max, plan.master.slaves) == (8, 1_500_000, 2)
     assert plan.master.directory == Path("runs/mine/master").absolute()
     assert plan.slaves[1].directory == Path("runs/mine/slaves/s1").absolute()
@@ -60,38 +60,38 @@ def test_a_group_for_the_files_of_all_is_in_the_file_or_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("DIPS_FILES_GROUP", raising=False)
-    assert read_run_file(write(tmp_path, HEAD))[1].files_group == ""
-    run, plan = read_run_file(write(tmp_path, f'{HEAD}files_group = "team"\n'))
-    assert (run.files_group, plan.files_group) == ("team", "team")
+    assert read_run_file(write(tmp_path, HEAD)).run.files_group == ""
+    plan = read_run_file(write(tmp_path, f'{HEAD}files_group = "team"\n'))
+    assert plan.run.files_group == "team"
     monkeypatch.setenv("DIPS_FILES_GROUP", "others")
-    assert read_run_file(write(tmp_path, f'{HEAD}files_group = "team"\n'))[1].files_group == "others"
+    assert read_run_file(write(tmp_path, f'{HEAD}files_group = "team"\n')).run.files_group == "others"
 
 
 def test_metrics_and_log_lines_are_those_of_all(tmp_path: Path) -> None:
-    assert not read_run_file(write(tmp_path, HEAD))[1].metrics
+    assert not read_run_file(write(tmp_path, HEAD)).run.metrics
     text = HEAD + 'metrics = true\n[slave]\nmetrics_listen = "127.0.0.1:9400"\n'
-    _, plan = read_run_file(write(tmp_path, text))
-    assert plan.metrics
+    plan = read_run_file(write(tmp_path, text))
+    assert plan.run.metrics
     assert plan.slaves[0].metrics_listen == "127.0.0.1:9400"
     clusters = '[[clusters]]\nid = "a"\n[[clusters]]\nid = "b"\ncommand = ["x"]\n'
     file = write(tmp_path, HEAD + '[master]\nlog_format = "human"\n' + clusters)
-    _, plan = read_run_file(file, log_format="json")
+    plan = read_run_file(file, log_format="json")
     assert {plan.master.log_format, plan.slaves[0].log_format, plan.clusters[0].client.log_format} == {"json"}
-    assert plan.log_format == "json"
+    assert plan.run.log_format == "json"
     assert plan.clusters[1] == OwnCluster("b", ("x",))
 
 
 def test_what_clusters_a_file_may_name(tmp_path: Path) -> None:
-    _, plan = read_run_file(write(tmp_path, HEAD))
-    assert (plan.clusters, plan.evaluate, plan.slave_ids) == ((), None, ["s0"])
+    plan = read_run_file(write(tmp_path, HEAD))
+    assert (plan.clusters, plan.evaluate, plan.run.slave_ids) == ((), None, ("s0",))
     text = HEAD + '[[clusters]]\nid = "a"\ncommand = ["python", "my_loop.py"]\n'
-    _, plan = read_run_file(write(tmp_path, text))
+    plan = read_run_file(write(tmp_path, text))
     assert plan.clusters == (OwnCluster("a", ("python", "my_loop.py")),)
     text = (
         HEAD + '[worker]\nwire_dtype = "int8"\nleave_wait_s = 40\n[[clusters]]\nid = "a"\ncommand = ["x"]\n'
         '[[clusters]]\nid = "b"\ncommand = ["y"]\nwire_dtype = "int4"\n'
     )
-    first, second = read_run_file(write(tmp_path, text))[1].clusters
+    first, second = read_run_file(write(tmp_path, text)).clusters
     assert (first.client.wire_dtype, first.client.leave_wait_s) == ("int8", 40.0)
     assert (second.client.wire_dtype, second.client.leave_wait_s) == ("int4", 40.0)
 
@@ -100,7 +100,7 @@ def test_the_environment_wins_over_the_file(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("DIPS_MASTER_SYNC_EVERY", "5")
     monkeypatch.setenv("DIPS_TRAIN_LR", "0.5")
     text = HEAD + '[master]\nsync_every = 8\n[train]\nlr = 0.1\n[[clusters]]\nid = "a"\n'
-    _, plan = read_run_file(write(tmp_path, text))
+    plan = read_run_file(write(tmp_path, text))
     assert plan.master.sync_every == 5
     assert isinstance(plan.clusters[0], TrainedCluster)
     assert plan.clusters[0].train.lr == 0.5
@@ -115,15 +115,15 @@ def test_slaves_are_a_number_or_the_names_that_a_reshard_left(
     tmp_path: Path, line: str, variable: str, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIPS_RUN_SLAVES", variable)
-    run, plan = read_run_file(write(tmp_path, HEAD + line))
-    assert (plan.slave_ids, plan.master.slaves) == (names, len(names))
-    assert plan.slaves[-1].directory == (run.directory / "slaves" / names[-1]).absolute()
+    plan = read_run_file(write(tmp_path, HEAD + line))
+    assert (plan.run.slave_ids, plan.master.slaves) == (tuple(names), len(names))
+    assert plan.slaves[-1].directory == (plan.run.directory / "slaves" / names[-1]).absolute()
 
 
 @pytest.mark.parametrize("name", ["local.toml", "server.toml"])
 def test_the_examples_are_good(name: str) -> None:
-    run, plan = read_run_file(EXAMPLES / name)
-    assert plan.run_id == run.id
+    plan = read_run_file(EXAMPLES / name)
+    assert plan.run.id == plan.master.run_id
     assert plan.master.tk_max > 0
 
 
@@ -178,34 +178,34 @@ def test_a_mistake_is_told_with_its_place_and_remedy(tmp_path: Path, text: str, 
 
 
 def test_keys_and_insecure_runs(tmp_path: Path) -> None:
-    _, plan = read_run_file(write(tmp_path, HEAD + 'keys_for = ["x"]\n'))
-    assert (plan.insecure, plan.keys_for) == (False, ("x",))
+    plan = read_run_file(write(tmp_path, HEAD + 'keys_for = ["x"]\n'))
+    assert (plan.run.insecure, plan.run.keys_for) == (False, ("x",))
     for text, flag in ((HEAD + "insecure = true\n", False), (HEAD, True)):
-        _, plan = read_run_file(write(tmp_path, text), insecure=flag)
-        assert plan.insecure
+        plan = read_run_file(write(tmp_path, text), insecure=flag or None)
+        assert plan.run.insecure
         assert plan.master.insecure
         assert all(slave.insecure for slave in plan.slaves)
     listen = '[master]\nlisten = "0.0.0.0:29400"\n'
     with pytest.raises(ConfigError, match="not a loopback address"):
         read_run_file(write(tmp_path, HEAD + "insecure = true\n" + listen))
-    _, plan = read_run_file(write(tmp_path, HEAD + 'advertise = "10.0.0.1"\n' + listen))
+    plan = read_run_file(write(tmp_path, HEAD + 'advertise = "10.0.0.1"\n' + listen))
     assert plan.master.listen == "0.0.0.0:29400"
 
 
 def test_slaves_listen_and_are_told_where_the_master_does(tmp_path: Path) -> None:
     """A router's, or a name: then every address is bound."""
-    _, plan = read_run_file(write(tmp_path, HEAD + "slaves = 2\n" + PUBLIC + "[slave]\ndata_port = 29500\n"))
+    plan = read_run_file(write(tmp_path, HEAD + "slaves = 2\n" + PUBLIC + "[slave]\ndata_port = 29500\n"))
     assert plan.public_host == "10.0.0.1"
     assert [(s.data_host, s.data_port, s.advertise) for s in plan.slaves] == [
         ("10.0.0.1", 29500, "10.0.0.1:0"),
         ("10.0.0.1", 29501, "10.0.0.1:0"),
     ]
-    _, alone = read_run_file(write(tmp_path, HEAD))
+    alone = read_run_file(write(tmp_path, HEAD))
     assert (alone.public_host, alone.slaves[0].data_host, alone.slaves[0].advertise) == ("", "127.0.0.1", "")
     text = HEAD + 'slaves = 2\nadvertise = "train.example"\n[master]\nlisten = "0.0.0.0:29400"\n'
     own = text + '[slave]\nadvertise = "10.0.0.9:30000"\ndata_port = 29500\n'
     name = HEAD + 'slaves = 2\n[master]\nlisten = "train.example:29400"\n'
-    found = [read_run_file(write(tmp_path, one))[1] for one in (text, name, own)]
+    found = [read_run_file(write(tmp_path, one)) for one in (text, name, own)]
     assert {plan.public_host for plan in found} == {"train.example"}
     told = [[(slave.data_host, slave.data_port, slave.advertise) for slave in plan.slaves] for plan in found]
     assert told[:2] == [[("0.0.0.0", 0, "train.example:0")] * 2] * 2

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from support.vectors_held import vectors_held
 
 from dips.cli import main
+from dips.core.assumptions import names_of, value_of
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import SlaveId
 from dips.core.layout import DEFAULT_BLOCK_ELEMS, Layout, Parameter
@@ -30,7 +31,7 @@ from dips.core.placement import (
 from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, WIRE_DTYPES, encoded_bytes
 from dips.lab.sim.scale import rates
-from dips.local.sizing import SizeKnobs, SizeTable, names_of, value_of
+from dips.local.sizing import SizeKnobs, SizeTable
 from dips.master.page.history import MAX_CONNECTIONS
 from dips.master.rpc import most_connections
 from dips.slave.connections import ROOM_BYTES

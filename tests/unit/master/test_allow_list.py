@@ -193,7 +193,7 @@ def test_a_reader_is_on_the_list_while_it_holds_a_pin(ends: str) -> None:
     if ends == "finish":
         master.ask(m.FinishPullRequest(m.Caller("", 0, "export"), grant.pin_id, True))
     else:
-        master.advance(master.config.ticket_ttl_s + 1)
+        master.advance(master.config.settings.ticket_ttl_s + 1)
     assert "reader export" not in told(master.slaves[0])
 
 

@@ -18,7 +18,7 @@ from dips.master import access, process
 from dips.master.config import MasterConfig
 from dips.master.directory import remove_file
 from dips.master.page import history
-from dips.master.page.history import HeldoutTail
+from dips.master.page.history import TapeTail
 from dips.master.page.snapshot import sentence
 from dips.master.state.slave_links import MAX_CLAIMS, NameClaims
 
@@ -113,26 +113,26 @@ def test_certificates_that_were_verified_are_remembered_up_to_a_bound(
 def test_a_file_without_lines_is_passed_over_and_what_follows_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "MAX_READ_BYTES", 100)
+    monkeypatch.setattr(history, "AT_ONCE_BYTES", 100)
     path = tmp_path / "tape"
     line = json.dumps({"wall_s": 1.0, "kind": "heldout", "version": "1:1", "tokens": 5, "loss": 2.0})
     path.write_text("x" * 250 + "\n" + line + "\n")
-    tail = HeldoutTail(path)
-    assert [tail.news() for _ in range(3)] == [[], [], []]
-    assert [one.version for one in tail.news()] == ["1:1"]
+    tail = TapeTail(path)
+    assert [list(tail.events()) for _ in range(3)] == [[], [], []]
+    assert [fields["version"] for _, _, fields in tail.events()] == ["1:1"]
     path.unlink()
-    assert tail.news() == []
+    assert list(tail.events()) == []
 
 
 # ---- the page ----
 
 
 def test_what_an_operator_did_stands_beside_the_sentence_unless_it_is_the_sentence() -> None:
-    view = Bench().running("a").state.look()
+    view = Bench().running("a").look()
 
     def more(**fields: Any) -> str:
         changed = dataclasses.replace(view, status=dataclasses.replace(view.status, **fields))
-        return " ".join(sentence(changed, 0.0, {})["more"])
+        return " ".join(sentence(changed, {})["more"])
 
     for fields, words in (({"paused": True}, "paused"), ({"stopping": True}, "ending")):
         assert words in more(**fields)

@@ -17,7 +17,7 @@ from support.journals import append, records_of
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError
 from dips.core.net.newcomers import Bounds, PortWatch, files_of_process
 from dips.master.archive import FILE_NAME
-from dips.master.directory import MasterAddress, lock_directory, read_address, remove_address, write_address
+from dips.master.directory import ADDRESS_NAME, MasterAddress, lock_directory, read_address, remove_file, write_address
 from dips.master.journal import Journal
 from dips.master.state.effects import WriteJournal
 
@@ -156,8 +156,8 @@ def test_the_address_file_comes_whole_and_goes(tmp_path: Path) -> None:
     write_address(tmp_path, second)
     assert read_address(tmp_path) == second
     assert [path.name for path in tmp_path.iterdir()] == ["master.json"], "no temporary file stays"
-    remove_address(tmp_path)
-    remove_address(tmp_path)
+    remove_file(tmp_path / ADDRESS_NAME)
+    remove_file(tmp_path / ADDRESS_NAME)
     assert read_address(tmp_path) is None
 
 

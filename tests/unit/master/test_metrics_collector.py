@@ -25,7 +25,7 @@ class Scraped:
     def __init__(self, bench: Bench, folder: Path) -> None:
         self.bench = bench
         self.metrics = Metrics(bench.config.max_clusters)
-        self.metrics.watch(bench.state)
+        self.metrics.shared = bench.state.shared
         self.counts = self.metrics.counts
         self._folder = folder
         self._told = 0
@@ -198,7 +198,7 @@ def test_counts_of_clusters_that_come_and_go_are_bounded(tmp_path: Path) -> None
         ticket = tape.TicketIssued("-", push=push, base=None, fence=0, tokens=1, attempt=1, donates=None, wire="F32")
         for line in (decided, ticket, tape.ClusterLeft("-", cluster=push.cluster, reason="done")):
             counts.note(line, 0.0)
-    counted = counts.counted()
+    counted = counts.moment(Bench().look())
     assert len(counted.verdicts) == 64
     assert len(counted.attempts) == len(counted.departures) == 4
 

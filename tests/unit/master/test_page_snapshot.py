@@ -13,18 +13,21 @@ import pytest
 from support.manual_clock import ManualClock
 from support.master_bench import LEASED, Bench
 
+from dips.core.ids import Version
 from dips.core.messages import Alarm, ClusterStatus, Settings, SlaveBeat, StagingProgress
 from dips.master.page.history import (
     MAX_EVENTS,
     MAX_TEXT,
     BufferedTape,
+    Departure,
+    Departures,
     EventTimeline,
-    Heldout,
-    HeldoutTail,
+    HeldoutPoint,
     ProgressHistory,
     TapeEvent,
+    TapeTail,
     TokenRate,
-    earlier_events,
+    heldout_point,
     sentence_of,
 )
 from dips.master.page.snapshot import Hub, sentence, snapshot
@@ -34,8 +37,8 @@ from dips.master.state.status import RunView
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x1b[31m" + "y" * 1000
 
 
-def state_of(bench: Bench, lag_s: float = 0.0, departures: dict[str, tuple[str, str]] | None = None) -> dict[str, Any]:
-    state = snapshot(bench.state.look(), lag_s, 10.0, departures or {})
+def state_of(bench: Bench, late_s: float = 0.0, departures: Departures | None = None) -> dict[str, Any]:
+    state = snapshot(bench.look(late_s), 30.04, 10.0, departures or {})
     assert json.loads(json.dumps(state, allow_nan=False)) == state
     return state
 
@@ -69,7 +72,7 @@ def test_every_field_of_a_run_that_trains() -> None:
     slave = bench.slaves[0]
     slave.say(SlaveBeat(10, served_bytes=7, refused_chunks=2, resident_bytes=1000, refused_connections=1))
     bench.now_s += 1.0
-    state = state_of(bench, lag_s=0.5)
+    state = state_of(bench, 0.5)
     common = {"level": "good", "why": "", "alive": True, "incarnation": "1.1", "lives": 1, "beat_age_s": 0.5}
     unmeasured = dict.fromkeys(("away_s", "z", "cosine", "push"))
     of_both = common | unmeasured | {"ranks": 1, "local_steps": 64, "stale": False, "aborted": 0}
@@ -111,16 +114,15 @@ def test_a_cluster_that_is_evicted_is_bad_and_one_that_left_no_trouble() -> None
     bench.silent.add("b")
     bench.advance(30.0)
     assert not bench.alive("b")
-    state = state_of(bench, departures={"b": ("evict", "no heartbeat for 10.0 s")})
+    state = state_of(bench, departures={"b": Departure("evict", "no heartbeat for 10.0 s", 10.0)})
     b = cluster_of(state, "b")
     assert (b["level"], b["sign"], b["why"], b["tokens_per_s"]) == ("bad", "away", "no heartbeat for 10.0 s", None)
     assert state["say"]["level"] == "warn"
     assert state["say"]["text"].endswith("cluster b is away (no heartbeat for 10.0 s).")
-    state = snapshot(bench.state.look(), 0.0, 10.0, {}, away_s={"a": 9.0, "b": 20.04})
     assert (cluster_of(state, "a")["away_s"], cluster_of(state, "b")["away_s"]) == (None, 20.0)
     bench = Bench().running("a", "b")
     bench.leave("b")
-    state = state_of(bench, departures={"b": ("leave", "done")})
+    state = state_of(bench, departures={"b": Departure("leave", "done", 1.0)})
     assert (cluster_of(state, "b")["level"], cluster_of(state, "b")["why"]) == ("off", "done")
     assert state["say"]["level"] == "good"
 
@@ -128,7 +130,7 @@ def test_a_cluster_that_is_evicted_is_bad_and_one_that_left_no_trouble() -> None
 def test_silence_counts_the_time_since_the_last_event(bench: Bench) -> None:
     heartbeat_s = bench.config.settings.heartbeat_s
     assert cluster_of(state_of(bench), "a")["level"] == "good"
-    silent = cluster_of(state_of(bench, lag_s=3 * heartbeat_s), "a")
+    silent = cluster_of(state_of(bench, 3 * heartbeat_s), "a")
     assert (silent["level"], silent["sign"], silent["why"]) == (
         "warn",
         "silent",
@@ -156,14 +158,14 @@ def test_a_push_that_is_under_way_and_its_verdict_are_shown_with_its_cluster() -
     state = state_of(bench)
     assert cluster_of(state, "a")["push"] == {"phase": "ADMITTED", "landed": 1.0}
     assert (state["round"]["phase"], state["round"]["pushed"], state["round"]["of"]) == ("WINDOW", 1, 2)
-    assert 0 < state_of(bench, lag_s=0.25)["round"]["closes_in_s"] < state["round"]["closes_in_s"]
+    assert 0 < state_of(bench, 0.25)["round"]["closes_in_s"] < state["round"]["closes_in_s"]
     bench.push("b")
     state = state_of(bench)
     assert (state["version"], state["rounds"]["merged"]) == ("1:1", 1)
 
 
 def test_text_of_others_is_cut_and_stays_text() -> None:
-    view = Bench().running("a").state.look()
+    view = Bench().running("a").look()
     one = dataclasses.replace(view.status.clusters[0], note=HOSTILE, phase=HOSTILE, last_reason=HOSTILE)
     one = dataclasses.replace(one, last_verdict="EXCLUDED")
     a = snapshot(changed(view, clusters=(one,)), 0.0, 0.0, {})["clusters"][0]
@@ -175,7 +177,7 @@ def test_text_of_others_is_cut_and_stays_text() -> None:
 
 @pytest.mark.parametrize(("goal", "rate", "left"), [(0, 10.0, None), (1000, 10.0, 100.0), (1000, 0.0, None)])
 def test_how_long_it_takes_still(goal: int, rate: float, left: float | None) -> None:
-    view = changed(Bench().running("a").state.look(), tk_max_tokens=goal, tokens=0)
+    view = changed(Bench().running("a").look(), tk_max_tokens=goal, tokens=0)
     assert snapshot(view, 0.0, rate, {})["left_s"] == left
 
 
@@ -195,45 +197,45 @@ def test_how_long_it_takes_still(goal: int, rate: float, left: float | None) -> 
     ],
 )
 def test_the_most_pressing_reason_is_the_sentence(fields: dict[str, Any], level: str, words: str) -> None:
-    told = sentence(changed(Bench().running("a").state.look(), **fields), 0.0, {})
+    told = sentence(changed(Bench().running("a").look(), **fields), {})
     assert told["level"] == level
     assert words in told["text"]
 
 
 def test_a_run_that_publishes_nothing_for_long_is_said_to_stand_still() -> None:
-    view = dataclasses.replace(Bench().running("a").state.look(), since_publish_s=100.0, publish_interval_s=20.0)
-    assert sentence(view, 0.0, {})["level"] == "wait"
-    assert sentence(view, 0.0, {})["text"].startswith("No version was published for 1 min 40 s, usually one")
-    assert sentence(dataclasses.replace(view, since_publish_s=60.0), 0.0, {})["level"] == "good"
+    view = dataclasses.replace(Bench().running("a").look(), since_publish_s=100.0, publish_interval_s=20.0)
+    assert sentence(view, {})["level"] == "wait"
+    assert sentence(view, {})["text"].startswith("No version was published for 1 min 40 s, usually one")
+    assert sentence(dataclasses.replace(view, since_publish_s=60.0), {})["level"] == "good"
 
 
 def test_what_stands_beside_the_sentence() -> None:
-    view = Bench().running("a").state.look()
+    view = Bench().running("a").look()
     silent = ClusterStatus("a", alive=True, pushes_applied=1, steps_per_s=2.0)
-    more = sentence(changed(view, clusters=(silent,)), 0.0, {})["more"]
+    more = sentence(changed(view, clusters=(silent,)), {})["more"]
     assert more[-1].startswith("No cluster reports a loss: write sync.report(loss)")
     told = dataclasses.replace(silent, loss=2.0)
-    assert not any("loss" in line for line in sentence(changed(view, clusters=(silent, told)), 0.0, {})["more"])
-    view = Bench().running("a", "b").state.look()
+    assert not any("loss" in line for line in sentence(changed(view, clusters=(silent, told)), {})["more"])
+    view = Bench().running("a", "b").look()
     clusters = tuple(
         dataclasses.replace(c, direction_alarm=c.cluster_id == "a", quarantined=True) for c in view.status.clusters
     )
-    more = sentence(changed(view, clusters=clusters), 0.0, {})["more"]
+    more = sentence(changed(view, clusters=clusters), {})["more"]
     assert more[0].startswith("Direction alarm: a pushes")
     assert more[1].endswith("excluded in a row: a, b.")
 
 
 @pytest.mark.parametrize("field", ["direction_alarm", "quarantined", "alarms"])
 def test_all_is_not_well_while_an_alarm_stands(field: str) -> None:
-    view = Bench().running("a", "b").state.look()
+    view = Bench().running("a", "b").look()
     first, second = view.status.clusters
     cases: dict[str, dict[str, Any]] = {
         "direction_alarm": {"clusters": (dataclasses.replace(first, direction_alarm=True), second)},
         "quarantined": {"clusters": (dataclasses.replace(first, quarantined=True), second)},
         "alarms": {"alarms": (Alarm(AlarmKind.SAME_DATA, ("a", "b"), "clusters a and b push the same"),)},
     }
-    assert sentence(view, 0.0, {})["level"] == "good"
-    assert sentence(changed(view, **cases[field]), 0.0, {})["level"] == "warn"
+    assert sentence(view, {})["level"] == "good"
+    assert sentence(changed(view, **cases[field]), {})["level"] == "warn"
 
 
 # ---- the timeline ----
@@ -290,17 +292,15 @@ def test_the_timeline_is_bounded_and_counts_what_repeats() -> None:
     for at_s in (2000.0, 2001.0, 2002.0):
         timeline.note(at_s, "alarm", {"sentence": "again"})
     [event] = timeline.since(before)
-    assert (event.times, event.wall_s) == (3, 2002.0)
+    assert (event.times, event.at) == (3, 2002.0)
 
 
 def test_the_timeline_knows_how_a_cluster_went_until_it_is_back() -> None:
     timeline = EventTimeline()
     timeline.note(1.0, "evict", {"cluster": "a", "reason": "silent"})
-    assert timeline.departures == {"a": ("evict", "silent")}
-    assert timeline.departed_wall_s == {"a": 1.0}
+    assert timeline.departures == {"a": ("evict", "silent", 1.0)}
     timeline.note(2.0, "join", {"cluster": "a", "incarnation": "1.2"})
     assert not timeline.departures
-    assert not timeline.departed_wall_s
 
 
 def test_the_real_masters_records_are_told() -> None:
@@ -315,7 +315,7 @@ def test_the_real_masters_records_are_told() -> None:
     assert ("good", "cluster a") in told
     assert ("good", "slave s0") in told
     assert ("bad", "cluster b") in told
-    assert timeline.departures["b"][0] == "evict"
+    assert timeline.departures["b"].kind == "evict"
 
 
 # ---- the curves ----
@@ -360,10 +360,10 @@ def test_more_clusters_than_can_be_drawn_are_left_out(monkeypatch: pytest.Monkey
 def test_a_version_evaluated_again_counts_once_and_the_newest_stays() -> None:
     history = ProgressHistory(max_heldout=4)
     for n in range(9):
-        history.add_heldout(Heldout(0, float(n), f"1:{n}", n, 1.0))
-    history.add_heldout(Heldout(0, 9.0, "1:8", 8, 0.5))
+        history.add_heldout(HeldoutPoint(Version(1, n), n, 1.0))
+    history.add_heldout(HeldoutPoint(Version(1, 8), 8, 0.5))
     assert len(history.heldout) <= 5
-    assert [(p.version, p.loss) for p in history.heldout][-1] == ("1:8", 0.5)
+    assert [(str(p.version), p.loss) for _, p in history.heldout][-1] == ("1:8", 0.5)
 
 
 def test_the_rate_is_that_of_the_last_rounds_and_survives_a_rollback() -> None:
@@ -387,36 +387,41 @@ def test_the_ear_hears_what_the_tape_writes_and_a_restart_reads_it_again(tmp_pat
     assert (kind, fields["cluster"]) == ("join", "a")
     with path.open("ab") as file:
         file.write(b'not json\n{"kind": "no time"}\n{"wall_s": 1, "kind": "torn')
-    assert [(kind, fields["cluster"]) for _, kind, fields in earlier_events(path)] == [("join", "a")]
-    assert list(earlier_events(tmp_path / "none")) == []
+    assert [(kind, fields["cluster"]) for _, kind, fields in TapeTail(path).events()] == [("join", "a")]
+    assert list(TapeTail(tmp_path / "none", 9).events()) == []
     lines = [json.dumps({"wall_s": n, "kind": "join", "cluster": f"c{n}"}) for n in range(100)]
     path.write_text("\n".join(lines) + "\n")
-    found = [fields["cluster"] for _, _, fields in earlier_events(path, most_bytes=200)]
+    found = [fields["cluster"] for _, _, fields in TapeTail(path, last_bytes=200).events()]
     assert found == ["c96", "c97", "c98", "c99"], "only the end of a long one"
 
 
 def test_the_evaluators_tape_is_read_along(tmp_path: Path) -> None:
     path = tmp_path / "heldout.tape.jsonl"
-    tail = HeldoutTail(path)
-    assert tail.news() == []
+    tail = TapeTail(path)
+
+    def news() -> list[tuple[str, float]]:
+        points = (heldout_point(*event) for event in tail.events())
+        return [(str(point.version), point.loss) for point in points if point is not None]
+
+    assert news() == []
 
     def write(*events: dict[str, Any]) -> None:
         with path.open("a") as file:
             file.write("".join(json.dumps({"wall_s": 1.0, **event}) + "\n" for event in events))
 
     write({"kind": "heldout", "version": "1:1", "tokens": 10, "loss": 4.0}, {"kind": "other"})
-    assert [(p.version, p.loss) for p in tail.news()] == [("1:1", 4.0)]
+    assert news() == [("1:1", 4.0)]
     with path.open("a") as file:
         file.write('{"wall_s": 1.0, "kind": "heldout", "version": "1:2", "tok')
-    assert tail.news() == []
+    assert news() == []
     with path.open("a") as file:
         file.write('ens": 20, "loss": 3.0}\n')
     write({"kind": "heldout", "version": "1:3", "tokens": -1, "loss": 3.0}, {"kind": "heldout", "loss": None})
-    assert [p.version for p in tail.news()] == ["1:2"]
+    assert news() == [("1:2", 3.0)]
     path.write_text("")
-    assert tail.news() == []
+    assert news() == []
     write({"kind": "heldout", "version": "2:1", "tokens": 5, "loss": 9.0})
-    assert [p.version for p in tail.news()] == ["2:1"]
+    assert news() == [("2:1", 9.0)]
 
 
 # ---- messages ----
@@ -424,18 +429,18 @@ def test_the_evaluators_tape_is_read_along(tmp_path: Path) -> None:
 
 async def test_a_page_that_keeps_up_gets_what_is_new_and_another_gets_all(tmp_path: Path) -> None:
     bench, events = Bench().running("a", "b"), deque[TapeEvent]()
-    hub = Hub(events, HeldoutTail(None), [(1.0, "alarm", {"sentence": "of an earlier life"})])
+    hub = Hub(events, None, [(1.0, "alarm", {"sentence": "of an earlier life"})])
     assert hub.number == 0
     events.append((2.0, "join", {"cluster": "a", "incarnation": "1.1"}))
     waiting = asyncio.ensure_future(hub.after(0))
     await asyncio.sleep(0)
-    hub.take(bench.state.look(), 2.0, 0.0)
+    hub.take(bench.look(), 2.0)
     await waiting
     first = json.loads(hub.message_after(0))
     assert first["full"]
     assert [event["text"] for event in first["events"]] == ["of an earlier life", "joined as incarnation 1.1"]
     bench.pushes("a", "b")
-    hub.take(bench.state.look(), 3.0, 0.0)
+    hub.take(bench.look(), 3.0)
     second = json.loads(hub.message_after(1))
     assert (second["full"], second["events"], second["history"]["at"]) == (False, [], [3.0])
     assert [entry["version"] for entry in second["rounds"]] == ["1:1"]

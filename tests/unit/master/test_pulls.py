@@ -227,7 +227,7 @@ def test_the_rate_of_a_link_counts_the_differences_that_were_granted(behind: int
         grant = granted(bench, "b", base)
         bench.advance(2.0)
         bench.ask(m.FinishPullRequest(bench.caller("b"), grant.pin_id))
-        links = [link for link in bench.state.look().links if link.cluster == "b"]
+        links = [link for link in bench.look().links if link.cluster == "b"]
         rates.append(sum(link.pull_bytes_per_s or 0.0 for link in links))
     held = LAYOUT.n_elems // 2  # of each slave
     share = behind * encoded_bytes(Codec.INT4, held) / encoded_bytes(Codec.F32, held)

@@ -276,7 +276,7 @@ def test_rounds_that_are_all_void_are_an_alarm_with_each_clusters_reason() -> No
     assert "b: 3 elements are not finite" in alarm.sentence
     assert told(bench) == [alarm.sentence]
     assert [log.sentence for log in bench.logs if "nothing was merged" in log.sentence] == [alarm.sentence]
-    first = sentence(bench.state.look(), 0.0, {})
+    first = sentence(bench.look(), {})
     assert first["level"] == "bad"
     assert first["text"].startswith("Nothing was merged in the last 5 rounds")
     bench.rounds(1, "a", "b")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from support.master_bench import Bench
 
-from dips.master.page.snapshot import cluster_sign
+from dips.master.page.snapshot import snapshot
 from dips.master.state.alarms import ALIKE_ROUNDS, EQUAL_ROUNDS
 
 A = [1.0, 0.5, 0.0]
@@ -54,8 +54,7 @@ def test_two_clusters_that_push_the_same_are_named_both() -> None:
     assert told(bench) == [alarm.sentence]
     bench.rounds(3, *bench.ways)
     assert len(told(bench)) == 1, "told once"
-    view = bench.state.look()
-    signs = {c.cluster_id: cluster_sign(view, c, 0.0, {})[1] for c in view.status.clusters}
+    signs = {cluster["id"]: cluster["sign"] for cluster in snapshot(bench.look(), 0.0, 0.0, {})["clusters"]}
     assert (signs["a"], signs["c"]) == ("alarm: same data", "alarm: same data")
     assert signs["b"] == "joined"
     assert bench.entries("COMMIT")[-1]["judgement"]["accepted"] == ["a", "b", "c"], "it tells, and decides nothing"

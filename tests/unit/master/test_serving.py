@@ -57,7 +57,6 @@ from dips.master.state.effects import (
 )
 from dips.master.state.master import MasterMachine
 from dips.master.state.shared import RunConfig
-from dips.master.state.status import RunView
 from dips.master.state.tape import EpochBegun
 
 BEAT = m.HeartbeatReply(1, None, 0, 16, False, "idle")
@@ -69,14 +68,8 @@ class Shown(ScriptedMachine):
     def __init__(self) -> None:
         super().__init__(self.answer)
         self.bench = Bench().running("a")
-        self.over = False
+        self.shared = self.bench.state.shared
         self.first = [EpochBegun("-", epoch=1, version=None, tokens=0, durability="sync")]
-
-    def look(self) -> RunView:
-        return self.bench.state.look()
-
-    def run_is_over(self) -> bool:
-        return self.over
 
     @staticmethod
     def answer(event: Event) -> list[Effect]:
@@ -226,7 +219,7 @@ async def test_a_master_on_the_journal_of_an_older_release_keeps_the_outer_step_
         await asyncio.wait([waiting, task], return_when=asyncio.FIRST_COMPLETED)
         assert waiting.done(), task
         shell = waiting.result()
-        told = shell.machine.settings()
+        told = shell.machine.shared.settings()
         shell.stop(Halt(0, "the test is over"))
         assert await task == Halt(0, "the test is over")
     finally:
@@ -260,7 +253,7 @@ async def test_a_taken_port_is_an_error_unless_of_the_last_start(made: Make, cap
 )
 async def test_a_signal_ends_the_master(made: Make, number: signal.Signals, over: bool, code: int) -> None:
     master = await made(page_listen=None)
-    master.machine.over = over
+    master.machine.shared.stopped_s = 1.0 if over else None
     os.kill(os.getpid(), number)
     assert await master.task == Halt(code, f"stopped by {number.name}")
 

@@ -62,14 +62,14 @@ class MetricsTls:
         self._keys = UsedKeys(identity)
         self._revoked = revoked or identity.directory / REVOKED_FILE
         self._lock = threading.Lock()
-        self._context = _context(identity)
+        self._context = server_context(identity, ssl.CERT_REQUIRED)
 
     def wrapped(self, connection: socket.socket) -> ssl.SSLSocket:
         """The connection, before its handshake."""
         with self._lock:
             renewed = self._keys.news()
             try:
-                self._context = self._context if renewed is None else _context(renewed)
+                self._context = self._context if renewed is None else server_context(renewed, ssl.CERT_REQUIRED)
             except (OSError, ConfigError) as error:
                 _logger.warning("the renewed keys cannot serve metrics, the old ones stay: %s", error)
             return self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
@@ -83,11 +83,12 @@ class MetricsTls:
             raise ConfigError(f"the certificate of {peer} was revoked")
 
 
-def _context(identity: Identity) -> ssl.SSLContext:
+def server_context(identity: Identity, verify: ssl.VerifyMode) -> ssl.SSLContext:
+    """TLS of a server with these keys. verify: what it asks of its clients."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.load_verify_locations(cadata=identity.ca_pem.decode("ascii"))
+    context.verify_mode = verify
+    context.load_verify_locations(cadata=identity.ca_pem.decode("ascii", "replace"))
     context.load_cert_chain(identity.directory / CERT_FILE, identity.directory / KEY_FILE)
     return context
 

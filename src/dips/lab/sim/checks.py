@@ -521,7 +521,7 @@ class VerdictWaits:
         if master is None or master.state is None or master.state.shared.published is None:
             return None
         round_s = SLOWEST * (3 * plan.work_s + 4 * plan.flush_s + 12 * plan.delay_s)
-        return ROUNDS * round_s + pacing.longest_window_s(master.state.shared) + plan.config.round_timeout_s
+        return ROUNDS * round_s + pacing.longest_window_s(master.state.shared) + plan.config.settings.round_timeout_s
 
 
 # ---- residuals -------------------------------------------------------------------------------------------------------

@@ -293,7 +293,8 @@ def make_plan(rng: Random, durability: str | None = None, shape: Shape = SMALL) 
         wires=_wires(rng, n_clusters),
     )
     # As many as the slaves' disks can keep: with more they would refuse to be configured.
-    plan = replace(plan, config=replace(plan.config, async_lag_versions=plan.snapshots_kept - 1))
+    settings = replace(plan.config.settings, async_lag_versions=plan.snapshots_kept - 1)
+    plan = replace(plan, config=replace(plan.config, settings=settings))
     plan = _with_pull_wire(rng, plan)
     return _shaped(rng, replace(plan, config=_judged(rng, plan.config)), shape)
 
@@ -431,9 +432,7 @@ def _config(rng: Random, settings: Settings, n_slaves: int, n_clusters: int) -> 
         max_clusters=MAX_CLUSTERS,
         min_clusters=rng.choice((1, 1, n_clusters)),
         grace_s=rng.choice((None, 0.0, 0.3, 1.5)),
-        round_timeout_s=settings.round_timeout_s,
         lease_ttl_s=rng.choice((10.0, 60.0, 3600.0)),
-        ticket_ttl_s=settings.ticket_ttl_s,
         pinned_versions=rng.choice((0, 1, 2)),
         linger_s=2.0,
     )

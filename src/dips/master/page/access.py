@@ -21,7 +21,6 @@ from dips.core.errors import ConfigError
 from dips.core.files import secret
 from dips.core.net.keys import MASTER_DNS_NAME
 from dips.master.access import Access
-from dips.master.directory import remove_file
 
 PAGE_METHOD = "/dips.v1.Operator/Page"
 """The method for which a viewer is authorised: not one that every role may call, so only operators may."""
@@ -147,10 +146,6 @@ def save_secret(directory: Path, secret: Secret) -> None:
 def write_page_address(directory: Path, url: str, pid: int) -> None:
     """Writes the page's address with the token, for this user and this user's commands."""
     _write_private(directory / ADDRESS_NAME, {"url": url, "pid": pid})
-
-
-def remove_page_address(directory: Path) -> None:
-    remove_file(directory / ADDRESS_NAME)
 
 
 def read_page_url(directory: Path) -> str | None:

@@ -6,6 +6,7 @@ loss that was not reported is null.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -13,9 +14,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal, NamedTuple
 
 from dips.core.clock import Clock
+from dips.core.errors import ConfigError
+from dips.core.ids import Version, parse_version
 from dips.core.messages import ClusterStatus
 from dips.core.observe.tape import Tape
 
@@ -78,6 +81,9 @@ TAPE_TAIL_BYTES = 512 * 1024
 MAX_WAITING = 2000
 """The most events between two samples."""
 
+AT_ONCE_BYTES = 1 << 20
+"""The most bytes of a tape that are read at once; a longer one is read in several calls."""
+
 TapeEvent = tuple[float, str, Mapping[str, Any]]
 """(Unix time, kind, fields)."""
 
@@ -97,28 +103,36 @@ class BufferedTape(Tape):
         self.waiting.append((self._wall_s(), kind, fields))
 
 
-def earlier_events(path: Path, most_bytes: int = TAPE_TAIL_BYTES) -> Iterator[TapeEvent]:
-    """The last events of an existing tape; none when it cannot be read. Incomplete lines are left out."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - most_bytes))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return
-    for line in lines[1 if size > most_bytes else 0 : -1]:
-        event = read_event(line)
-        if event is not None:
-            yield event
+class TapeTail:
+    """The lines of a tape as they come; half a one waits for its end. A tape that is not there yet is looked for again,
+    and one that became shorter was restored from a copy: it is read from its beginning."""
 
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
+        """last_bytes: of what is there already, only so much at its end; None: all."""
+        self.path = path
+        size = path.stat().st_size if last_bytes is not None and path.is_file() else 0
+        self.at_bytes = max(0, size - (last_bytes or 0))
 
-def read_event(line: bytes) -> TapeEvent | None:
-    """Reads one line of a tape; None when it is none."""
-    try:
-        event = json.loads(line)
-        return float(event["wall_s"]), str(event["kind"]), event
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+    def lines(self) -> list[bytes]:
+        """Those that are new, up to a bound: call again until there is none."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self.at_bytes:
+                    self.at_bytes = 0
+                file.seek(self.at_bytes)
+                found = file.read(AT_ONCE_BYTES)
+        except OSError:
+            return []
+        end = found.rfind(b"\n") + 1
+        self.at_bytes += end or (len(found) if len(found) == AT_ONCE_BYTES else 0)
+        return found[:end].splitlines()
+
+    def events(self) -> Iterator[TapeEvent]:
+        """The events of lines(); a line that is none is left out."""
+        for line in self.lines():
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                event = json.loads(line)
+                yield float(event["wall_s"]), str(event["kind"]), event
 
 
 # ---- timeline --------------------------------------------------------------------------------------------------------
@@ -157,16 +171,31 @@ _OPERATOR = {"pause", "resume", "stop", "evict", "drain", "reshard_asked"}
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """One event. seq grows by one with each event and each repetition."""
+    """One event, as pages get it. seq grows by one with each event and each repetition."""
 
     seq: int
-    wall_s: float  # Unix time of the last repetition
+    at: float  # Unix time of the last repetition
     level: Level
     who: str
-    sentence: str
+    text: str
     # whether `who` is here from now on ("here"), was lost ("gone"), or left in order ("left"); "": no change
     presence: str = ""
     times: int = 1
+
+
+class Departure(NamedTuple):
+    """How a cluster went, and why."""
+
+    kind: str  # evict or leave
+    why: str
+    wall_s: float  # Unix time
+
+
+Departures = Mapping[str, Departure]
+"""Those of the clusters that are away, by name."""
+
+STAYED = Departure("", "", 0.0)
+"""Of a cluster of which no event says that it went."""
 
 
 class EventTimeline:
@@ -174,45 +203,33 @@ class EventTimeline:
 
     def __init__(self) -> None:
         self._events: deque[TimelineEvent] = deque(maxlen=MAX_EVENTS)
-        self._seq = 0
-        self.departures: dict[str, tuple[str, str]] = {}
-        """Cluster -> ("evict" or "leave", why), while it is away."""
-        self.departed_wall_s: dict[str, float] = {}
-        """Cluster -> when it departed, Unix time, while it is away."""
-
-    @property
-    def seq(self) -> int:
-        return self._seq
+        self.seq = 0
+        """Of the newest event."""
+        self.departures: dict[str, Departure] = {}
 
     def note(self, wall_s: float, kind: str, fields: Mapping[str, Any]) -> None:
         """Takes one line of the tape; most are not shown."""
-        self._note_departure(wall_s, kind, fields)
+        if isinstance(cluster := fields.get("cluster"), str):
+            if kind == "join":
+                self.departures.pop(cluster, None)
+            elif kind in ("evict", "leave"):
+                self.departures[cluster] = Departure(kind, cut(fields.get("reason")), wall_s)
         text = sentence_of(kind, fields)
         if text is None:
             return
         level, who, sentence = text[0], cut(text[1]), cut(text[2])
-        self._seq += 1
-        same = next((e for e in self._events if (e.who, e.sentence) == (who, sentence)), None)
-        if same is not None and 0 <= wall_s - same.wall_s < SAME_S:
+        self.seq += 1
+        same = next((e for e in self._events if (e.who, e.text) == (who, sentence)), None)
+        if same is not None and abs(wall_s - same.at) < SAME_S:
             self._events.remove(same)
-            self._events.append(replace(same, seq=self._seq, wall_s=wall_s, times=same.times + 1))
+            self._events.append(replace(same, seq=self.seq, at=round(wall_s, 2), times=same.times + 1))
         else:
-            self._events.append(TimelineEvent(self._seq, wall_s, level, who, sentence, _PRESENCE.get(kind, "")))
+            presence = _PRESENCE.get(kind, "")
+            self._events.append(TimelineEvent(self.seq, round(wall_s, 2), level, who, sentence, presence))
 
     def since(self, seq: int) -> list[TimelineEvent]:
         """Events after this one, oldest first; 0: all that are kept."""
         return [event for event in self._events if event.seq > seq]
-
-    def _note_departure(self, wall_s: float, kind: str, fields: Mapping[str, Any]) -> None:
-        cluster = fields.get("cluster")
-        if not isinstance(cluster, str):
-            return
-        if kind == "join":
-            self.departures.pop(cluster, None)
-            self.departed_wall_s.pop(cluster, None)
-        elif kind in ("evict", "leave"):
-            self.departures[cluster] = (kind, cut(fields.get("reason")))
-            self.departed_wall_s[cluster] = wall_s
 
 
 def sentence_of(kind: str, fields: Mapping[str, Any]) -> EventText | None:
@@ -277,85 +294,32 @@ def cut(value: object, most: int = MAX_TEXT) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def events_json(events: list[TimelineEvent]) -> list[dict[str, Any]]:
-    return [
-        {
-            "seq": event.seq,
-            "at": round(event.wall_s, 2),
-            "level": event.level,
-            "who": event.who,
-            "text": event.sentence,
-            "presence": event.presence,
-            "times": event.times,
-        }
-        for event in events
-    ]
-
-
 def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
 # ---- heldout ---------------------------------------------------------------------------------------------------------
-#
-# Follows the evaluator's tape (`dips eval --follow --tape FILE`): the held-out loss of each version.
-#
-# It reads what was appended since the last call and never waits for more.
-
-
-MAX_READ_BYTES = 256 * 1024
-"""The most bytes of one call; a longer tape is read in several calls."""
 
 
 @dataclass(frozen=True)
-class Heldout:
-    """The held-out loss of one version, in nats per token of the evaluator (per byte, in the demo)."""
+class HeldoutPoint:
+    """The held-out loss of a published version, in nats per token of the evaluator (per byte, in the demo)."""
 
-    seq: int  # of the sample that it came with; 0: of none yet
-    wall_s: float
-    version: str
+    version: Version
     tokens: int
     loss: float
+    wall_s: float = 0.0
 
 
-class HeldoutTail:
-    """The end of one tape. A file that does not exist (yet) has no losses."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._offset = 0
-
-    def news(self) -> list[Heldout]:
-        """Losses that were appended since the last call."""
-        if self._path is None:
-            return []
-        try:
-            with self._path.open("rb") as file:
-                return list(self._losses(file))
-        except OSError:
-            return []
-
-    def _losses(self, file: BinaryIO) -> Iterator[Heldout]:
-        if file.seek(0, os.SEEK_END) < self._offset:
-            self._offset = 0  # a new file, of another run
-        file.seek(self._offset)
-        data = file.read(MAX_READ_BYTES)
-        whole, newline, _ = data.rpartition(b"\n")
-        if not newline and len(data) == MAX_READ_BYTES:
-            self._offset += len(data)  # no line is this long: it is not a tape
-        self._offset += len(whole) + len(newline)
-        for line in whole.split(b"\n"):
-            event = read_event(line)
-            found = _loss(event[0], event[2]) if event is not None and event[1] == "heldout" else None
-            if found is not None:
-                yield found
-
-
-def _loss(wall_s: float, fields: Mapping[str, Any]) -> Heldout | None:
+def heldout_point(wall_s: float, kind: str, fields: Mapping[str, Any]) -> HeldoutPoint | None:
+    """What an event of the evaluator's tape (`dips eval --follow --tape FILE`) says; None when it has no loss."""
     tokens, loss = fields.get("tokens"), fields.get("loss")
-    if not isinstance(tokens, int) or not isinstance(loss, int | float) or not math.isfinite(loss) or tokens < 0:
+    if kind != "heldout" or not isinstance(tokens, int) or not isinstance(loss, int | float):
         return None
-    return Heldout(0, wall_s, cut(fields.get("version"), 40), tokens, float(loss))
+    with contextlib.suppress(ConfigError):
+        if tokens >= 0 and math.isfinite(loss):
+            return HeldoutPoint(parse_version(str(fields.get("version"))), tokens, float(loss), wall_s)
+    return None
 
 
 # ---- history ---------------------------------------------------------------------------------------------------------
@@ -415,42 +379,45 @@ class ProgressHistory:
 
     def __init__(self, max_rows: int = MAX_ROWS, max_heldout: int = MAX_HELDOUT) -> None:
         self.rows: list[ProgressRow] = []
-        self.heldout: list[Heldout] = []
+        self.heldout: list[tuple[int, HeldoutPoint]] = []
+        """With the number of the sample that each came with."""
         self.every = 1
         """One of this many samples becomes a row."""
         self.generation = 0
         """Changes when rows were dropped: a page with the old ones then needs all rows again."""
         self._max_rows, self._max_heldout = max_rows, max_heldout
-        self._samples = 0
-        self._names: list[str] = []
+        self.seq = 0
+        """The number of the newest sample."""
+        self.charted: list[str] = []
+        """Clusters whose losses are kept, in the order in which they were first seen."""
         self._rate = TokenRate()
         self.rate_tokens_per_s = 0.0
 
     def add(self, wall_s: float, tokens: int, publish_interval_s: float, clusters: Sequence[ClusterStatus]) -> None:
         """Adds one sample."""
-        self._samples += 1
+        self.seq += 1
         self._rate.add(wall_s, tokens, publish_interval_s)
         self.rate_tokens_per_s = self._rate.per_s()
-        if (self._samples - 1) % self.every:
+        if (self.seq - 1) % self.every:
             return
         for cluster in clusters:
-            if cluster.cluster_id not in self._names and len(self._names) < CHARTED_CLUSTERS:
-                self._names.append(cluster.cluster_id)
+            if cluster.cluster_id not in self.charted and len(self.charted) < CHARTED_CLUSTERS:
+                self.charted.append(cluster.cluster_id)
         losses = {
             cluster.cluster_id: round(cluster.loss, 5)
             for cluster in clusters
-            if cluster.alive and math.isfinite(cluster.loss) and cluster.cluster_id in self._names
+            if cluster.alive and math.isfinite(cluster.loss) and cluster.cluster_id in self.charted
         }
-        self.rows.append(ProgressRow(self._samples, wall_s, tokens, self.rate_tokens_per_s, losses))
+        self.rows.append(ProgressRow(self.seq, wall_s, tokens, self.rate_tokens_per_s, losses))
         if len(self.rows) > self._max_rows:
             self.rows = self.rows[::2]
             self.every *= 2
             self.generation += 1
 
-    def add_heldout(self, loss: Heldout) -> None:
+    def add_heldout(self, point: HeldoutPoint) -> None:
         """Adds a held-out loss; a version that was evaluated again replaces its old loss."""
-        self.heldout = [point for point in self.heldout if point.version != loss.version]
-        self.heldout.append(replace(loss, seq=self._samples))
+        self.heldout = [(seq, old) for seq, old in self.heldout if old.version != point.version]
+        self.heldout.append((self.seq, point))
         if len(self.heldout) > self._max_heldout:
             self.heldout = [*self.heldout[:-1:2], self.heldout[-1]]
             self.generation += 1
@@ -462,26 +429,17 @@ class ProgressHistory:
     def since(self, seq: int) -> dict[str, Any]:
         """The rows and losses after the sample with this number."""
         rows = [row for row in self.rows[-16:] if row.seq > seq]
-        return self._columns(rows, [point for point in self.heldout[-16:] if point.seq > seq])
+        return self._columns(rows, [point for point in self.heldout[-16:] if point[0] > seq])
 
-    @property
-    def seq(self) -> int:
-        return self._samples
-
-    @property
-    def charted(self) -> list[str]:
-        """Clusters whose losses are kept, in the order in which they were first seen."""
-        return list(self._names)
-
-    def _columns(self, rows: Sequence[ProgressRow], heldout: Sequence[Heldout]) -> dict[str, Any]:
+    def _columns(self, rows: Sequence[ProgressRow], heldout: Sequence[tuple[int, HeldoutPoint]]) -> dict[str, Any]:
         return {
             "generation": self.generation,
             "at": [round(row.wall_s, 1) for row in rows],
             "tokens": [row.tokens for row in rows],
             "rate": [round(row.rate_tokens_per_s, 1) for row in rows],
-            "loss": {name: [row.losses.get(name) for row in rows] for name in self._names},
+            "loss": {name: [row.losses.get(name) for row in rows] for name in self.charted},
             "heldout": [
-                {"at": round(p.wall_s, 1), "version": p.version, "tokens": p.tokens, "loss": round(p.loss, 5)}
-                for p in heldout
+                {"at": round(p.wall_s, 1), "version": str(p.version), "tokens": p.tokens, "loss": round(p.loss, 5)}
+                for _, p in heldout
             ],
         }

@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -36,20 +36,21 @@ from dips.core.clock import Clock
 from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.messages import OperatorReply, OperatorRequest
 from dips.core.net.addresses import dialable, format_address, parse_address
-from dips.core.net.keys import CERT_FILE, KEY_FILE, UsedKeys
+from dips.core.net.keys import UsedKeys
 from dips.core.net.newcomers import Bounds, Newcomers, origin_of
 from dips.core.net.security import Identity, Security, check_reach
 from dips.core.observe.logs import ChangeLogger
+from dips.core.observe.metrics_server import server_context
 from dips.master.access import Access
 from dips.master.config import MasterConfig
-from dips.master.directory import TAPE_NAME
+from dips.master.directory import TAPE_NAME, remove_file
 from dips.master.page.access import (
+    ADDRESS_NAME,
     LINK_PARAMETER,
     PageAccess,
     Secret,
     Visitor,
     load_secret,
-    remove_page_address,
     save_secret,
     write_page_address,
 )
@@ -60,17 +61,17 @@ from dips.master.page.history import (
     MAX_STREAMS,
     SAMPLE_S,
     SILENT_S,
+    TAPE_TAIL_BYTES,
     WAIT_S,
     WRITE_S,
-    HeldoutTail,
     TapeEvent,
+    TapeTail,
     cut,
-    earlier_events,
 )
 from dips.master.page.snapshot import Hub
 from dips.master.shell import MasterShell
-from dips.master.state.effects import OperatorAction, OperatorCall, Pause, Resume
-from dips.master.state.status import RunView
+from dips.master.state.effects import OperatorCall, Pause, Resume
+from dips.master.state.status import RunView, look
 
 if TYPE_CHECKING:
     from aiohttp.typedefs import Middleware
@@ -99,22 +100,18 @@ class StaticFile:
     tag: str  # changes with the content, so that a browser can check its copy with a short request
 
 
-def static_files() -> Mapping[str, StaticFile]:
-    """Path below /static/ -> file, for all files in the package's folder static."""
-    return dict(_walk(files("dips.master.page") / "static", ""))
-
-
-def _walk(folder: Traversable, prefix: str) -> list[tuple[str, StaticFile]]:
-    found: list[tuple[str, StaticFile]] = []
-    for entry in folder.iterdir():
+def static_files(folder: Traversable | None = None, prefix: str = "") -> Mapping[str, StaticFile]:
+    """Path below /static/ -> file, for all files in a folder; without one in the package's folder static."""
+    found: dict[str, StaticFile] = {}
+    for entry in (folder or files("dips.master.page") / "static").iterdir():
         if entry.is_dir():
-            found += _walk(entry, f"{prefix}{entry.name}/")
+            found.update(static_files(entry, f"{prefix}{entry.name}/"))
             continue
         kind = next((kind for end, kind in _TYPES.items() if entry.name.endswith(end)), None)
         if kind is not None:
             body = entry.read_bytes()
             tag = hashlib.sha256(body).hexdigest()[:32]
-            found.append((f"{prefix}{entry.name}", StaticFile(body, kind, tag)))
+            found[f"{prefix}{entry.name}"] = StaticFile(body, kind, tag)
     return found
 
 
@@ -145,7 +142,10 @@ class Steering:
 
     async def ask(self, action: object, reason: object) -> str:
         """Makes a request, on the page's thread; returns the master's answer. Raises Refused or TimeoutError."""
-        request = self._request(action, reason)
+        if action not in ("pause", "resume"):
+            raise Refused(RefusalCode.MALFORMED, "the status page can only ask to pause and to resume")
+        asked_for = OperatorRequest(self._run_id, cut(reason, MAX_REASON) if isinstance(reason, str) else "")
+        request = Pause(asked_for) if action == "pause" else Resume(asked_for)
         following = self._following
         if following is None:
             raise Refused(RefusalCode.BUSY, "the master begins: ask again", retry_after_s=1.0)
@@ -158,15 +158,6 @@ class Steering:
 
         asked = asyncio.run_coroutine_threadsafe(carried_out(), loop)
         return await asyncio.wait_for(asyncio.wrap_future(asked), CALL_S)
-
-    def _request(self, action: object, reason: object) -> OperatorAction:
-        request = OperatorRequest(self._run_id, cut(reason, MAX_REASON) if isinstance(reason, str) else "")
-        match action:
-            case "pause":
-                return Pause(request)
-            case "resume":
-                return Resume(request)
-        raise Refused(RefusalCode.MALFORMED, "the status page can only ask to pause and to resume")
 
 
 # ---- web -------------------------------------------------------------------------------------------------------------
@@ -413,19 +404,12 @@ class PageTls:
 
     def __init__(self, identity: Identity) -> None:
         self._keys = UsedKeys(identity)
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.context.verify_mode = ssl.CERT_OPTIONAL
-        self._load(identity)
+        self.context = server_context(identity, ssl.CERT_OPTIONAL)
 
     def look(self) -> None:
         """Loads renewed keys, if there are any."""
         if (renewed := self._keys.news()) is not None:
-            self._load(renewed)
-
-    def _load(self, identity: Identity) -> None:
-        self.context.load_cert_chain(identity.directory / CERT_FILE, identity.directory / KEY_FILE)
-        self.context.load_verify_locations(cadata=identity.ca_pem.decode("ascii", "replace"))
+            self.context = server_context(renewed, ssl.CERT_OPTIONAL)
 
 
 @dataclass
@@ -455,14 +439,14 @@ class PageServer:
         self._thread.start()
         return self._started.result(START_S)
 
-    def give(self, take: Callable[[PageApplication], None]) -> None:
-        """Passes a task on the site to the page's thread; dropped while the last task still waits."""
+    def give(self, view: RunView, wall_s: float) -> None:
+        """Passes a sample of the run to the page's thread; dropped while the last one still waits."""
         serving = self._serving
         if serving is None or self._behind.is_set():
             return
         self._behind.set()
         with contextlib.suppress(RuntimeError):  # the thread has just ended
-            serving.loop.call_soon_threadsafe(self._take, serving.site, take)
+            serving.loop.call_soon_threadsafe(self._take, serving.site, view, wall_s)
 
     def stop(self) -> None:
         """Tells open pages that the master has ended, and ends the thread. May be called twice."""
@@ -475,12 +459,12 @@ class PageServer:
 
     # ---- on the page's thread ----
 
-    def _take(self, site: PageApplication, take: Callable[[PageApplication], None]) -> None:
+    def _take(self, site: PageApplication, view: RunView, wall_s: float) -> None:
         try:
             site.gate.look()
             if self._tls is not None:
                 self._tls.look()
-            take(site)
+            site.hub.take(view, wall_s)
         except Exception:
             _logger.exception("the status page could not be updated; the run continues without it")
         finally:
@@ -622,13 +606,6 @@ class _Acceptor:
 # The status page of one master: opened before the first epoch, updated in each, closed at the end.
 
 
-@runtime_checkable
-class Looked(Protocol):
-    """A state machine that gives a view of the run between two events."""
-
-    def look(self) -> RunView: ...
-
-
 class Page:
     """The status page. Use it on the control loop's thread."""
 
@@ -649,26 +626,21 @@ class Page:
     def close(self) -> None:
         """Tells open pages that the master has ended. May be called twice."""
         self._server.stop()
-        remove_page_address(self._config.directory)
+        remove_file(self._config.directory / ADDRESS_NAME)
 
     async def follow(self, shell: MasterShell) -> None:
         """Takes samples of this shell's state until cancelled."""
-        machine = shell.machine
-        assert isinstance(machine, Looked), "the state machine of a run has look()"
         self._steering.follow(shell)
         while True:
-            self._look(machine)
+            view = look(shell.machine.shared, self._clock.monotonic_s())
+            self._server.give(view, self._clock.wall_s())
             await asyncio.sleep(SAMPLE_S)
-
-    def _look(self, machine: Looked) -> None:
-        view, wall_s = machine.look(), self._clock.wall_s()
-        lag_s = max(0.0, self._clock.monotonic_s() - view.as_of_s)
-        self._server.give(lambda site: site.hub.take(view, wall_s, lag_s))
 
     def _site(self, port: int) -> PageApplication:
         """Makes the application, on the page's thread."""
         config = self._config
-        hub = Hub(self._events, HeldoutTail(config.page_heldout), earlier_events(config.directory / TAPE_NAME))
+        heldout = TapeTail(config.page_heldout) if config.page_heldout is not None else None
+        hub = Hub(self._events, heldout, TapeTail(config.directory / TAPE_NAME, TAPE_TAIL_BYTES).events())
         names = {self._host, socket.gethostname(), *config.page_hosts}
         hosts = names if isinstance(self._security, Identity) else {*config.page_hosts}
         gate = PageAccess(Access(self._security, config.revoked), self._secret.token, port, hosts)

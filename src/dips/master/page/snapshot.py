@@ -9,19 +9,23 @@ import asyncio
 import json
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from dips.core.messages import ClusterStatus, RoundSummary, SlaveStatus, StatusReply, VerdictKind
 from dips.core.units import format_seconds
 from dips.master.page.history import (
     MAX_ROUNDS,
+    STAYED,
+    Departure,
+    Departures,
     EventTimeline,
-    HeldoutTail,
     ProgressHistory,
     TapeEvent,
+    TapeTail,
+    TimelineEvent,
     cut,
-    events_json,
+    heldout_point,
 )
 from dips.master.state.reasons import AlarmKind, WaitingCode
 from dips.master.state.schedule import LinkRate
@@ -34,8 +38,6 @@ from dips.master.state.status import OpenPushView, RunView
 # The words are the state machine's (master/state/status.py): answers, logs and the page give the same reason.
 
 
-Departures = Mapping[str, tuple[str, str]]
-
 ROUND_STEPS = frozenset({"SEALED", "MEASURE", "JUDGE", "PREPARE", "COMMIT", "PUBLISH"})
 STEP_S = 3.0
 """The run waits for a step of a round that takes longer than this."""
@@ -45,13 +47,13 @@ LATE_AT_LEAST_S = 30.0
 """A run that publishes nothing for LATE_FACTOR of its usual intervals, and for this long, is reported as late."""
 
 
-def sentence(view: RunView, lag_s: float, departures: Departures) -> dict[str, Any]:
-    """{"level": good | wait | warn | bad | off, "text": ..., "more": [...]}. lag_s, departures: as in snapshot.py."""
-    level, text = _first(view, lag_s, departures)
+def sentence(view: RunView, departures: Departures) -> dict[str, Any]:
+    """{"level": good | wait | warn | bad | off, "text": ..., "more": [...]}."""
+    level, text = _first(view, departures)
     return {"level": level, "text": cut(text), "more": [cut(line) for line in _more(view)]}
 
 
-def _first(view: RunView, lag_s: float, departures: Departures) -> tuple[str, str]:
+def _first(view: RunView, departures: Departures) -> tuple[str, str]:
     status = view.status
     if status.stopped:
         return "off", f"The run has ended with {status.tokens:,} tokens; no cluster is left."
@@ -65,7 +67,7 @@ def _first(view: RunView, lag_s: float, departures: Departures) -> tuple[str, st
         return "wait", f"Blocks are about to move: {status.reshard}."
     if nothing := [alarm for alarm in status.alarms if alarm.kind == AlarmKind.NOTHING_MERGED]:
         return "bad", _capital(f"{nothing[0].sentence}.")
-    if late := _late(view, lag_s):
+    if late := _late(view):
         return "wait", late
     if away := _away(status, departures):
         return "warn", f"{_busy(view)}; {away}."
@@ -76,10 +78,11 @@ def _first(view: RunView, lag_s: float, departures: Departures) -> tuple[str, st
 
 def _away(status: StatusReply, departures: Departures) -> str:
     """The clusters that are away and did not leave by themselves, in words."""
-    gone = [c.cluster_id for c in status.clusters if not c.alive and departures.get(c.cluster_id, ("",))[0] != "leave"]
+    of = {c.cluster_id: departures.get(c.cluster_id, STAYED) for c in status.clusters if not c.alive}
+    gone = [name for name, departure in of.items() if departure.kind != "leave"]
     if not gone:
         return ""
-    why = departures.get(gone[0], ("", ""))[1]
+    why = of[gone[0]].why
     names = f"cluster {gone[0]} is" if len(gone) == 1 else f"clusters {', '.join(gone[:6])} are"
     return f"{names} away{f' ({why})' if why and len(gone) == 1 else ''}"
 
@@ -103,12 +106,12 @@ def _busy(view: RunView) -> str:
     return f"{train}, and no version was merged yet"
 
 
-def _late(view: RunView, lag_s: float) -> str:
+def _late(view: RunView) -> str:
     since_s, usual_s = view.since_publish_s, view.publish_interval_s
-    if since_s is None or usual_s <= 0 or since_s + lag_s < max(LATE_AT_LEAST_S, LATE_FACTOR * usual_s):
+    if since_s is None or usual_s <= 0 or since_s < max(LATE_AT_LEAST_S, LATE_FACTOR * usual_s):
         return ""
     return (
-        f"No version was published for {format_seconds(round(since_s + lag_s))}, usually one comes every "
+        f"No version was published for {format_seconds(round(since_s))}, usually one comes every "
         f"{format_seconds(max(1, round(usual_s)))}: clusters train, and none has finished a push."
     )
 
@@ -165,26 +168,24 @@ STALE_SHARE = 0.5
 
 def snapshot(
     view: RunView,
-    lag_s: float,
+    wall_s: float,
     rate_tokens_per_s: float,
     departures: Departures,
     charted: Iterable[str] = (),
-    away_s: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The sample as JSON. lag_s: the time since the state's last event; departures: as in the timeline; away_s: for how
-    long clusters have been away."""
+    """The sample as JSON. departures: as in the timeline."""
     status = view.status
     pushes = {push.cluster: push for push in view.pushes}
     left = status.tk_max_tokens - status.tokens
     goes_on = status.tk_max_tokens and left > 0 and rate_tokens_per_s > 0
     return {
         "run": _run(view),
-        "say": sentence(view, lag_s, departures),
-        "round": _round(view, lag_s),
+        "say": sentence(view, departures),
+        "round": _round(view),
         "version": _text(status.published),
         "decided": _text(status.decided),
         "durable": _text(status.durable),
-        "since_publish_s": _known(view.since_publish_s, lag_s),
+        "since_publish_s": _seconds(view.since_publish_s),
         "tokens": status.tokens,
         "goal": status.tk_max_tokens or None,
         "rate": round(rate_tokens_per_s, 1),
@@ -196,11 +197,11 @@ def snapshot(
             "aborted": status.rounds_aborted,
         },
         "clusters": [
-            _cluster(view, one, pushes.get(one.cluster_id), lag_s, departures, (away_s or {}).get(one.cluster_id))
+            _cluster(view, one, pushes.get(one.cluster_id), departures.get(one.cluster_id, STAYED), wall_s)
             for one in status.clusters
         ],
-        "slaves": [_slave(view, one, lag_s) for one in status.slaves],
-        "links": [_link(link, lag_s) for link in view.links],
+        "slaves": [_slave(view, one) for one in status.slaves],
+        "links": [_link(link) for link in view.links],
         "recent_rounds": [round_json(entry) for entry in status.recent_rounds],
         "charted": list(charted),
     }
@@ -222,7 +223,7 @@ def _run(view: RunView) -> dict[str, Any]:
     }
 
 
-def _round(view: RunView, lag_s: float) -> dict[str, Any]:
+def _round(view: RunView) -> dict[str, Any]:
     status = view.status
     live = [cluster for cluster in status.clusters if cluster.alive]
     in_window = status.phase == "WINDOW"
@@ -230,23 +231,18 @@ def _round(view: RunView, lag_s: float) -> dict[str, Any]:
     return {
         "id": _text(status.round),
         "phase": status.phase,
-        "age_s": round(status.phase_age_s + lag_s, 2),
-        "closes_in_s": round(max(0.0, status.window_closes_in_s - lag_s), 2) if in_window else None,
-        "planned_in_s": round(planned_s - lag_s, 2) if planned_s is not None and planned_s > lag_s else None,
+        "age_s": round(status.phase_age_s, 2),
+        "closes_in_s": round(status.window_closes_in_s, 2) if in_window else None,
+        "planned_in_s": round(planned_s, 2) if planned_s is not None and planned_s > 0 else None,
         "pushed": sum(push.phase in ("ADMITTED", "SEALED") for push in view.pushes),
         "of": len(live),
     }
 
 
 def _cluster(
-    view: RunView,
-    cluster: ClusterStatus,
-    push: OpenPushView | None,
-    lag_s: float,
-    departures: Departures,
-    away_s: float | None,
+    view: RunView, cluster: ClusterStatus, push: OpenPushView | None, departure: Departure, wall_s: float
 ) -> dict[str, Any]:
-    level, sign, why = cluster_sign(view, cluster, lag_s, departures)
+    level, sign, why = _cluster_sign(view, cluster, departure)
     behind = cluster.base.behind(view.status.published) if cluster.base is not None else None
     return {
         "id": cut(cluster.cluster_id),
@@ -254,13 +250,13 @@ def _cluster(
         "sign": sign,
         "why": why,
         "alive": cluster.alive,
-        "away_s": None if cluster.alive or away_s is None else round(away_s, 1),
+        "away_s": None if cluster.alive or departure is STAYED else round(max(0.0, wall_s - departure.wall_s), 1),
         "phase": cut(cluster.phase).lower(),
         "ranks": cluster.ranks,
         "late_ranks": list(cluster.late_ranks[:RANKS_NAMED]),
         "incarnation": _text(cluster.incarnation),
         "lives": cluster.incarnations,
-        "beat_age_s": round(cluster.beat_age_s + lag_s, 2) if cluster.alive else None,
+        "beat_age_s": round(cluster.beat_age_s, 2) if cluster.alive else None,
         "steps_per_s": _number(cluster.steps_per_s) if cluster.alive else None,
         "tokens_per_s": _number(cluster.tokens_per_s) if cluster.alive else None,
         "steps": cluster.steps_total,
@@ -284,16 +280,13 @@ def _cluster(
     }
 
 
-def cluster_sign(
-    view: RunView, cluster: ClusterStatus, lag_s: float, departures: Mapping[str, tuple[str, str]]
-) -> tuple[str, str, str]:
+def _cluster_sign(view: RunView, cluster: ClusterStatus, departure: Departure) -> tuple[str, str, str]:
     """(level, word, why): the most important state of this cluster."""
     if not cluster.alive:
-        kind, reason = departures.get(cluster.cluster_id, ("", ""))
-        return ("off", "left", reason) if kind == "leave" or view.status.stopped else ("bad", "away", reason)
-    silent_s = cluster.beat_age_s + lag_s
-    if silent_s > SILENT_BEATS * view.status.settings.heartbeat_s:
-        return "warn", "silent", f"no heartbeat for {silent_s:.0f} s"
+        left = departure.kind == "leave" or view.status.stopped
+        return ("off", "left", departure.why) if left else ("bad", "away", departure.why)
+    if cluster.beat_age_s > SILENT_BEATS * view.status.settings.heartbeat_s:
+        return "warn", "silent", f"no heartbeat for {cluster.beat_age_s:.0f} s"
     if cluster.quarantined:
         return "warn", "in quarantine", "its last pushes were excluded"
     if cluster.direction_alarm:
@@ -306,8 +299,8 @@ def cluster_sign(
     return "good", cut(cluster.phase).lower() or "here", ""
 
 
-def _slave(view: RunView, slave: SlaveStatus, lag_s: float) -> dict[str, Any]:
-    level, sign = _slave_sign(view, slave, lag_s)
+def _slave(view: RunView, slave: SlaveStatus) -> dict[str, Any]:
+    level, sign = _slave_sign(view, slave)
     return {
         "id": cut(slave.slave_id),
         "level": level,
@@ -316,7 +309,7 @@ def _slave(view: RunView, slave: SlaveStatus, lag_s: float) -> dict[str, Any]:
         "phase": cut(slave.phase).lower(),
         "incarnation": _text(slave.incarnation),
         "lives": slave.incarnations,
-        "beat_age_s": round(slave.beat_age_s + lag_s, 2) if slave.alive else None,
+        "beat_age_s": round(slave.beat_age_s, 2) if slave.alive else None,
         "version": _text(slave.version),
         "durable": _text(slave.durable),
         "memory_bytes": slave.resident_bytes,
@@ -328,25 +321,24 @@ def _slave(view: RunView, slave: SlaveStatus, lag_s: float) -> dict[str, Any]:
     }
 
 
-def _slave_sign(view: RunView, slave: SlaveStatus, lag_s: float) -> tuple[str, str]:
+def _slave_sign(view: RunView, slave: SlaveStatus) -> tuple[str, str]:
     if not slave.alive:
         return ("off", "ended") if view.status.stopped else ("bad", "away")
     if slave.trouble:
         return "bad", cut(slave.trouble)
-    silent_s = slave.beat_age_s + lag_s
-    if silent_s > SILENT_BEATS * view.status.settings.heartbeat_s:
-        return "warn", f"silent for {silent_s:.0f} s"
+    if slave.beat_age_s > SILENT_BEATS * view.status.settings.heartbeat_s:
+        return "warn", f"silent for {slave.beat_age_s:.0f} s"
     return ("good", "ready") if slave.phase == "READY" else ("warn", cut(slave.phase).lower())
 
 
-def _link(link: LinkRate, lag_s: float) -> dict[str, Any]:
+def _link(link: LinkRate) -> dict[str, Any]:
     return {
         "cluster": cut(link.cluster),
         "slave": cut(link.slave),
         "push": _number(link.push_bytes_per_s),
-        "push_age_s": _known(link.push_age_s, lag_s),
+        "push_age_s": _seconds(link.push_age_s),
         "pull": _number(link.pull_bytes_per_s),
-        "pull_age_s": _known(link.pull_age_s, lag_s),
+        "pull_age_s": _seconds(link.pull_age_s),
     }
 
 
@@ -374,8 +366,8 @@ def _number(value: float | None) -> float | None:
     return round(value, 5) if value is not None and math.isfinite(value) else None
 
 
-def _known(value: float | None, lag_s: float) -> float | None:
-    return round(value + lag_s, 2) if value is not None else None
+def _seconds(value: float | None) -> float | None:
+    return round(value, 2) if value is not None else None
 
 
 # ---- hub -------------------------------------------------------------------------------------------------------------
@@ -387,8 +379,11 @@ def _known(value: float | None, lag_s: float) -> float | None:
 class Hub:
     """The newest message and the data for the next one. Make it where the page's event loop runs."""
 
-    def __init__(self, events: deque[TapeEvent], heldout: HeldoutTail, earlier: Iterable[TapeEvent] = ()) -> None:
-        """events: those that wait, and are taken from it. earlier: that were on the tape before this process began."""
+    def __init__(
+        self, events: deque[TapeEvent], heldout: TapeTail | None = None, earlier: Iterable[TapeEvent] = ()
+    ) -> None:
+        """events: those that wait, and are taken from it. heldout: the evaluator's tape. earlier: events that were on
+        the tape before this process began."""
         self._events, self._heldout = events, heldout
         self.history, self.timeline = ProgressHistory(), EventTimeline()
         self._rounds: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -405,21 +400,21 @@ class Hub:
         for event in earlier:
             self.timeline.note(*event)
 
-    def take(self, view: RunView, wall_s: float, lag_s: float) -> None:
-        """Takes one sample of the run; lag_s: the time since the state's last event."""
+    def take(self, view: RunView, wall_s: float) -> None:
+        """Takes one sample of the run."""
         events, sample, generation = self.timeline.seq, self.history.seq, self.history.generation
         while self._events:
             self.timeline.note(*self._events.popleft())
         status = view.status
         self.history.add(wall_s, status.tokens, view.publish_interval_s, status.clusters)
-        for loss in self._heldout.news():
-            self.history.add_heldout(loss)
+        for event in self._heldout.events() if self._heldout is not None else ():
+            if (point := heldout_point(*event)) is not None:
+                self.history.add_heldout(point)
         rate = self.history.rate_tokens_per_s
-        away_s = {name: max(0.0, wall_s - at_s) for name, at_s in self.timeline.departed_wall_s.items()}
-        self._state = snapshot(view, lag_s, rate, self.timeline.departures, self.history.charted, away_s)
-        last = self.history.heldout[-1] if self.history.heldout else None
+        self._state = snapshot(view, wall_s, rate, self.timeline.departures, self.history.charted)
+        last = self.history.heldout[-1][1] if self.history.heldout else None
         self._state["heldout"] = (
-            {"loss": round(last.loss, 5), "version": last.version, "tokens": last.tokens} if last is not None else None
+            {"loss": round(last.loss, 5), "version": str(last.version), "tokens": last.tokens} if last else None
         )
         self._state["steers"] = self.steers
         self._wall_s = wall_s
@@ -433,8 +428,7 @@ class Hub:
         new_rounds = [self._rounds[str(entry.round)] for entry in fresh]
         whole = generation != self.history.generation
         curves = self.history.full() if whole else self.history.since(sample)
-        new_events = events_json(self.timeline.since(events))
-        self._delta = self._message({**curves, "replace": whole}, new_events, new_rounds, full=False)
+        self._delta = self._message({**curves, "replace": whole}, self.timeline.since(events), new_rounds, full=False)
         self._wake()
 
     def end(self, why: str) -> None:
@@ -445,7 +439,7 @@ class Hub:
     def full(self) -> str:
         """The message with everything, for a new page."""
         curves = {**self.history.full(), "replace": True}
-        return self._message(curves, events_json(self.timeline.since(0)), list(self._rounds.values()), full=True)
+        return self._message(curves, self.timeline.since(0), list(self._rounds.values()), full=True)
 
     def message_after(self, number: int) -> str:
         """The next message for a page that has the message with this number."""
@@ -461,7 +455,7 @@ class Hub:
         news.set()
 
     def _message(
-        self, curves: dict[str, Any], events: list[dict[str, Any]], rounds: list[dict[str, Any]], full: bool
+        self, curves: dict[str, Any], events: list[TimelineEvent], rounds: list[dict[str, Any]], full: bool
     ) -> str:
         message = {
             "number": self.number,
@@ -469,7 +463,7 @@ class Hub:
             "now": round(self._wall_s, 3),
             "state": self._state,
             "history": curves,
-            "events": events,
+            "events": [vars(event) for event in events],
             "rounds": rounds,
         }
         return json.dumps(message, separators=(",", ":"), allow_nan=False)

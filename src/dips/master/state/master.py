@@ -25,7 +25,7 @@ from dips.master.state.rounds import Rounds
 from dips.master.state.shared import RunConfig, SharedState
 from dips.master.state.slave_links import SlaveLinks
 from dips.master.state.slaves import SlaveRegistry
-from dips.master.state.status import RunView, look, progress, status
+from dips.master.state.status import status
 
 
 class MasterMachine:
@@ -87,14 +87,6 @@ class MasterMachine:
         self._recovery.start()
         return self.shared.out.take()
 
-    def run_is_over(self) -> bool:
-        """Whether the run has ended and no cluster waits for its last version, so that this process may end."""
-        return self.shared.stopped_s is not None
-
-    def settings(self) -> messages.Settings:
-        """The settings in force, which are sent to all processes."""
-        return self.shared.settings()
-
     def handle(self, event: effects.Event, now_s: float) -> list[effects.Effect]:
         """Handles one event. Raises LocalProtocolError, with the last events, only for a bug in this code, and
         ConfigError when the settings do not fit what the slaves hold (--rebuild).
@@ -138,14 +130,6 @@ class MasterMachine:
                 self._tick()
         self._settle()
         return self.shared.out.take()
-
-    def look(self) -> RunView:
-        """A view of the run for people, read between two events; changes nothing."""
-        return look(self.shared)
-
-    def progress(self) -> dict[str, object]:
-        """What the tape has of the clusters when a version is published; changes nothing."""
-        return progress(self.shared)
 
     def next_deadline_s(self) -> float | None:
         """When the next Tick is due at the latest."""

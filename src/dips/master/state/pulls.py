@@ -54,7 +54,7 @@ class Pulls:
         if member is not None:
             member.base = None  # the pulled version replaces its base
         if pin is None or pin.version != kept.version:
-            pin = Pin(self._next_pin, owner, kept.version, shared.now_s + shared.config.ticket_ttl_s)
+            pin = Pin(self._next_pin, owner, kept.version, shared.now_s + shared.config.settings.ticket_ttl_s)
             self._next_pin += 1
             shared.pins = {pin_id: old for pin_id, old in shared.pins.items() if old.owner != owner} | {pin.pin_id: pin}
             shared.record(tape.PullGranted(request.caller.cause_id, by=owner, version=kept.version))
@@ -125,7 +125,7 @@ class Pulls:
         pin = self._shared.pins.get(request.pin_id)
         if not request.reader or pin is None or pin.owner != owner:
             return None
-        pin.until_s = self._shared.now_s + self._shared.config.ticket_ttl_s
+        pin.until_s = self._shared.now_s + self._shared.config.settings.ticket_ttl_s
         return pin
 
     def _busy(self, request: messages.BeginPullRequest, member: Member | None) -> messages.Busy | None:
@@ -193,7 +193,7 @@ class Pulls:
             shared.config.settings.chunk_bytes,
             shared.epoch,
             shared.config.run_id,
-            pin_s=0.0 if member else shared.config.ticket_ttl_s,
+            pin_s=0.0 if member else shared.config.settings.ticket_ttl_s,
         )
 
 

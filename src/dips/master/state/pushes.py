@@ -452,7 +452,7 @@ class Pushes:
             shared.reply(token, messages.AwaitVerdictReply(self.verdict_of(request.push)))
             return
         wait_s = request.wait_s if request.wait_s > 0 else 0.0  # also for NaN, which no comparison could end
-        until_s = shared.now_s + min(wait_s, shared.config.round_timeout_s)
+        until_s = shared.now_s + min(wait_s, shared.config.settings.round_timeout_s)
         shared.waiters.setdefault(push.id, []).append((token, until_s))
 
     def decide(self, push: Push, verdict: messages.Verdict) -> messages.Verdict:
@@ -554,9 +554,9 @@ class Pushes:
         for push in list(shared.pushes()):
             if push.finish_token is not None and shared.now_s >= push.finish_until_s:
                 self._not_staged(push)
-            stale_ticket = shared.now_s - push.renewed_s > shared.config.ticket_ttl_s
+            stale_ticket = shared.now_s - push.renewed_s > shared.config.settings.ticket_ttl_s
             if stale_ticket and push.phase.now in (PushPhase.TICKETED, PushPhase.STAGED):
-                sentence = f"nothing arrived for {shared.config.ticket_ttl_s:g} s, the ticket ran out"
+                sentence = f"nothing arrived for {shared.config.settings.ticket_ttl_s:g} s, the ticket ran out"
                 self.abort(push, Reason(VerdictCode.TICKET, sentence))
         for push_id, waiting in list(shared.waiters.items()):
             keep = [item for item in waiting if item[1] > shared.now_s]

@@ -152,7 +152,7 @@ class Donors:
     def tick(self) -> None:
         """Gives up a donor that sends nothing, so that another can be chosen."""
         shared, donor = self._shared, self._shared.recovery.donor
-        if donor is None or shared.now_s - donor.since_s <= shared.config.ticket_ttl_s:
+        if donor is None or shared.now_s - donor.since_s <= shared.config.settings.ticket_ttl_s:
             return
         member = shared.members.get(donor.cluster)
         if member is None or member.push is None:

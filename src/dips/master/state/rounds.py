@@ -620,7 +620,7 @@ class Rounds:
 
     def _arm(self) -> None:
         shared, state = self._shared, self._shared.round
-        state.deadline_s = shared.now_s + shared.config.round_timeout_s * state.timeout_factor
+        state.deadline_s = shared.now_s + shared.config.settings.round_timeout_s * state.timeout_factor
 
     def _move(self, input_name: str, to: records.RoundPhase, why: str = "") -> None:
         shared, state = self._shared, self._shared.round

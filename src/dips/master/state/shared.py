@@ -43,9 +43,7 @@ class RunConfig:
     min_clusters_per_round: int = 1
     round_deadline_s: float | None = None
     grace_s: float | None = None  # None: 10 % of the fastest cluster's round, at least 1 s
-    round_timeout_s: float = 30.0
     lease_ttl_s: float = 6 * 3600.0
-    ticket_ttl_s: float = 60.0
     pinned_versions: int = 2
     linger_s: float = 30.0
     # A version that the slaves hold may be adopted although the journal knows none, and a newer epoch that they
@@ -53,8 +51,6 @@ class RunConfig:
     rebuild: bool = False
     # A standby begins this epoch: the newest decisions of the master before may be missing.
     takes_over: bool = False
-    # How many published versions a slave's disk may be behind (settings.durability "async" only).
-    async_lag_versions: int = 2
     # Slaves accept only peers whose data key they received from the master, so every process brings one.
     encrypted: bool = False
     token_ratio_max: float = 100.0  # a push that counts this many times the usual tokens for a step is refused
@@ -64,16 +60,6 @@ class RunConfig:
     pause_without_replica: bool = False
     # Where the settings name no preset: what each preset makes of the settings that presets decide, and its penalty.
     presets: Mapping[str, tuple[Mapping[str, Any], PenaltyConfig]] = field(default_factory=dict, compare=False)
-
-    def __post_init__(self) -> None:
-        # `settings` has these too, so that what all processes receive agrees with what this one does.
-        settings = replace(
-            self.settings,
-            round_timeout_s=self.round_timeout_s,
-            ticket_ttl_s=self.ticket_ttl_s,
-            async_lag_versions=self.async_lag_versions,
-        )
-        object.__setattr__(self, "settings", settings)
 
     def of_run(self, ledger: Ledger) -> RunConfig:
         """The settings for this run: one that has begun keeps its preset unless the settings name one, whatever the

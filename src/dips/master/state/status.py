@@ -5,6 +5,7 @@ Answers, logs, the page and metrics say the same.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -125,7 +126,7 @@ def lagging(shared: SharedState) -> str:
     if published is None or shared.config.settings.durability != "async":
         return ""
     lag = published.version.v - durable.v if durable is not None else published.version.v
-    if lag <= shared.config.async_lag_versions:
+    if lag <= shared.config.settings.async_lag_versions:
         return ""
     behind = f"only {durable}" if durable is not None else "none"
     return f"version {published.version} is published, but {behind} is on every slave's disk: rounds wait"
@@ -378,8 +379,8 @@ def _slave(shared: SharedState, slave: Slave) -> SlaveStatus:
 #
 # One value for all who look at a run: `dips status` gets its StatusReply, the page and the metrics render all of it.
 #
-# Made between two events, about a millisecond with 64 clusters. It must never change the state, nor hold a reference
-# that could.
+# Made between two events, about a millisecond with 64 clusters. Its ages are those of the moment at which one looks,
+# and not of the last event. It must never change the state, nor hold a reference that could.
 
 
 @dataclass(frozen=True)
@@ -389,7 +390,6 @@ class OpenPushView:
     cluster: str
     phase: str
     landed: float  # the share of its bytes that slaves have received, 0 to 1
-    age_s: float
     landed_bytes: Mapping[str, int] = field(default_factory=dict)  # by slave
 
 
@@ -398,14 +398,12 @@ class RunView:
     """A run at one moment. Times are None where there is no such moment."""
 
     status: StatusReply
-    as_of_s: float  # the monotonic time of the state's last event, from which all ages are counted
     planned_window_in_s: float | None = None
     since_publish_s: float | None = None  # since the newest version was published in this epoch; None when none was
     publish_interval_s: float = 0.0
     evict_after_s: float = 0.0
     staleness_limit: int = 0  # versions
     threshold: float = NAN  # score above which a push is excluded
-    max_clusters: int = 0
     slaves_expected: int = 0
     without_blocks: frozenset[str] = frozenset()  # slaves on which no blocks are placed (yet)
     pinned_versions: int = 0
@@ -418,22 +416,22 @@ class RunView:
     data_tokens: Mapping[str, int] = field(default_factory=dict)  # by state, empty where the run leases no data
 
 
-def look(shared: SharedState) -> RunView:
-    """Makes the view of the run as it is now."""
+def look(shared: SharedState, now_s: float) -> RunView:
+    """Makes the view of the run as it is now, which may be after the last event."""
+    shared = copy.copy(shared)
+    shared.now_s = max(shared.now_s, now_s)
     config, ledger = shared.config, shared.ledger
     planned_s, published_s = shared.planned_window_s, shared.published_s
     placed = ledger.placement.slaves if ledger.placement is not None else ()
     totals = {TokenState.FREE: 0, **ledger.leases.totals()} if ledger.leases is not None else {}
     return RunView(
         status(shared),
-        shared.now_s,
         planned_window_in_s=planned_s - shared.now_s if planned_s is not None else None,
         since_publish_s=shared.now_s - published_s if published_s is not None else None,
         publish_interval_s=shared.publish_interval_s,
         evict_after_s=config.evict_after_s,
         staleness_limit=shared.s_max(),
         threshold=threshold(ledger.detector, config.penalty),
-        max_clusters=config.max_clusters,
         slaves_expected=len(shared.slaves_expected()) if ledger.placement else config.n_slaves,
         without_blocks=frozenset(name for name in shared.slaves if name not in placed),
         pinned_versions=len({pin.version for pin in shared.pins.values()}),
@@ -480,5 +478,4 @@ def _open(shared: SharedState, push: Push) -> OpenPushView:
     whole_bytes = encoded_bytes(push.wire, layout.n_elems) if layout is not None else 0
     staged = len(push.digest_of_slave) / max(1, len(shared.slaves_expected()))
     landed = sum(landed_bytes.values()) / whole_bytes if whole_bytes else 0.0
-    age_s = shared.now_s - push.began_s
-    return OpenPushView(push.cluster, push.phase.now.value, min(1.0, max(staged, landed)), age_s, landed_bytes)
+    return OpenPushView(push.cluster, push.phase.now.value, min(1.0, max(staged, landed)), landed_bytes)
