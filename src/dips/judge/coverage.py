@@ -18,8 +18,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dips.judge.facts import Pair, PushKey, pair, push_of, say_push, say_round
-from dips.judge.records import RunRecords, TapeLine
+from dips.judge.facts import Fact, Pair, PushKey, pair, push_of, say_push, say_round
+from dips.judge.records import RunRecords
 from dips.master.archive import EPOCH
 
 WORK = frozenset({"measured", "prepared", "committed"})
@@ -78,7 +78,7 @@ class Coverage:
         return self.master.place(epoch, number)
 
 
-def _pair(line: TapeLine, name: str) -> Pair | None:
+def _pair(line: Fact, name: str) -> Pair | None:
     """An incarnation, round or version of a line; None also for what is none, which is reported where it is judged."""
     try:
         return pair(line.fields.get(name))
@@ -86,22 +86,22 @@ def _pair(line: TapeLine, name: str) -> Pair | None:
         return None
 
 
-def _number(line: TapeLine, name: str) -> int | None:
+def _number(line: Fact, name: str) -> int | None:
     value = line.fields.get(name)
     return value if isinstance(value, int) else None
 
 
-def _push(line: TapeLine) -> PushKey | None:
+def _push(line: Fact) -> PushKey | None:
     try:
         return push_of(line.fields["push"])
     except (KeyError, TypeError, ValueError):
         return None
 
 
-def _by_name(lines: Iterable[TapeLine]) -> dict[str, list[TapeLine]]:
-    found: dict[str, list[TapeLine]] = {}
+def _by_name(lines: Iterable[Fact]) -> dict[str, list[Fact]]:
+    found: dict[str, list[Fact]] = {}
     for line in lines:
-        found.setdefault(line.name, []).append(line)
+        found.setdefault(line.who, []).append(line)
     return found
 
 
@@ -124,7 +124,7 @@ class _MasterTape:
         newest = {row.epoch: row.number for row in records.rows}
         self._whole = {one for one in self.epochs if not self._newest or self._newest.get(one, 0) >= newest.get(one, 0)}
 
-    def _add(self, line: TapeLine) -> None:
+    def _add(self, line: Fact) -> None:
         incarnation = _pair(line, "incarnation")
         match line.kind:
             case "epoch" if (epoch := _number(line, "epoch")) is not None:
@@ -178,7 +178,7 @@ class _Life:
     configured: bool = False
     ended: bool = False
 
-    def add(self, line: TapeLine) -> None:
+    def add(self, line: Fact) -> None:
         round_id = _pair(line, "round")
         if line.kind not in STARTS:  # of the next process
             self.ended = line.kind == "stopped"
@@ -204,7 +204,7 @@ class _Life:
 
 
 class _SlaveTape:
-    def __init__(self, lines: Sequence[TapeLine], master: _MasterTape, name: str, went_back: Sequence[Pair]) -> None:
+    def __init__(self, lines: Sequence[Fact], master: _MasterTape, name: str, went_back: Sequence[Pair]) -> None:
         self._master, self._name, self._went_back = master, name, went_back
         lives: list[_Life] = []
         for line in lines:
@@ -248,7 +248,7 @@ def _say(incarnation: Pair | None) -> str:
 
 
 class _ClusterTape:
-    def __init__(self, lines: Sequence[TapeLine], master: _MasterTape, name: str) -> None:
+    def __init__(self, lines: Sequence[Fact], master: _MasterTape, name: str) -> None:
         self._master, self._name = master, name
         self._known: set[Pair] = set()  # incarnations that joined, or of pushes
         self._newest_push: PushKey | None = None
@@ -257,7 +257,7 @@ class _ClusterTape:
         for line in lines:
             self._add(line)
 
-    def _add(self, line: TapeLine) -> None:
+    def _add(self, line: Fact) -> None:
         self._left = line.kind == "left"
         incarnation, push, version = _pair(line, "incarnation"), _push(line), _pair(line, "version")
         if line.kind == "joined" and incarnation is not None:
@@ -330,7 +330,7 @@ def drop_lost(records: RunRecords) -> str:
     return found
 
 
-def _lost(role: str, lines: Sequence[TapeLine], made: Mapping[Pair | None, int]) -> list[tuple[int, int]]:
+def _lost(role: str, lines: Sequence[Fact], made: Mapping[Pair | None, int]) -> list[tuple[int, int]]:
     """The parts of a tape that were lost: from the first line about a lost version to the begin of the epoch or
     incarnation that goes on from an older one."""
     parts, named, epoch, begin = list[tuple[int, int]](), list[tuple[int, Pair]](), 0, 0

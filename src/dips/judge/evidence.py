@@ -18,7 +18,9 @@ from pathlib import Path
 from dips.core.errors import ConfigError
 from dips.judge.coverage import COVERED, KILLED, Coverage
 from dips.judge.facts import (
+    DECISIONS,
     MERGES,
+    Fact,
     Fields,
     History,
     Pair,
@@ -30,8 +32,8 @@ from dips.judge.facts import (
     say_round,
     say_version,
 )
-from dips.judge.invariants import DECISIONS, Violation
-from dips.judge.records import RunRecords, TapeLine
+from dips.judge.invariants import Violation
+from dips.judge.records import RunRecords
 from dips.master.archive import EPOCH
 from dips.slave import disk as promise
 from dips.slave.disk import IDENTITY, KEYS, LocalDisk, read_promise, read_small
@@ -152,7 +154,7 @@ def _missing_manifests(records: RunRecords, history: History, without: Collectio
             continue
         wanted: Pair | None = newest
         if not history.is_sync:
-            lines = (line for line in records.lines["slave"] if line.name == slave and line.kind == "persisted")
+            lines = (line for line in records.lines["slave"] if line.who == slave and line.kind == "persisted")
             wanted = max((version for line in lines if (version := pair(line.fields.get("version")))), default=None)
         here = [
             version for item in records.manifests if item.slave == slave and (version := pair(item.body["version"]))
@@ -343,7 +345,7 @@ def _unrecorded(
         history.lacks(*who, place, f"push {say_push(push)}", NAME)
 
 
-def _by_push(lines: Iterable[TapeLine], kind: str) -> dict[PushKey, list[Fields]]:
+def _by_push(lines: Iterable[Fact], kind: str) -> dict[PushKey, list[Fields]]:
     by_push: dict[PushKey, list[Fields]] = {}
     for line in lines:
         if line.kind == kind:
@@ -386,7 +388,7 @@ def _push_differs(recorded: Fields, said: Fields) -> list[tuple[str, object, obj
 def _directories(records: RunRecords, history: History, found: Evidence) -> None:
     """Check that a slave's directory holds only its own files, and that its promise is the one on its tape."""
     epochs = [int(record["epoch"]) for record in records.journal if "epoch" in record]
-    epochs += [int(line.fields["epoch"]) for line in records.later if (line.role, line.kind) == ("master", "epoch")]
+    epochs += [int(line.fields["epoch"]) for line in records.later if (line.source, line.kind) == ("master", "epoch")]
     for folder in sorted({path.parent for path in records.run_dir.rglob(IDENTITY)}):
         disk = LocalDisk(folder)
         try:
@@ -403,7 +405,7 @@ def _directories(records: RunRecords, history: History, found: Evidence) -> None
         others |= {name for path, (_, name) in records.tape_names.items() if path.parent == folder} - {slave}
         for other in sorted(others):
             found.differs(f"{folder} is the directory of slave {slave}, but holds files of slave {other}", fact)
-        said = [line for line in records.lines["slave"] if line.name == slave and line.kind == "promised"]
+        said = [line for line in records.lines["slave"] if line.who == slave and line.kind == "promised"]
         newest = max((int(line.fields["epoch"]) for line in said), default=0)
         if promised < newest:
             found.differs(
@@ -517,7 +519,7 @@ def _journal_against_tape(records: RunRecords, _: History, found: Evidence) -> N
     )
 
 
-def _other_rows(records: RunRecords) -> tuple[list[TapeLine], list[int]]:
+def _other_rows(records: RunRecords) -> tuple[list[Fact], list[int]]:
     """The "journaled" lines of the master's tape, and the indexes of those that the journal contradicts."""
     digests = {row.number: row.digest for row in records.rows}
     oldest = records.rows[0].number if records.rows else 1
@@ -529,7 +531,7 @@ def _other_rows(records: RunRecords) -> tuple[list[TapeLine], list[int]]:
     return lines, wrong
 
 
-def _at_the_end(records: RunRecords, lines: list[TapeLine], wrong: list[int]) -> bool:
+def _at_the_end(records: RunRecords, lines: list[Fact], wrong: list[int]) -> bool:
     """Whether no later master went on from the journal as it is now."""
     after = wrong[-1] + 1
     if after == len(lines):

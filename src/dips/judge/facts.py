@@ -28,6 +28,8 @@ Sentences = list[str] | None
 MERGES = frozenset({"COMMIT", "ROLLBACK", "ADOPT", "RESHARD"})
 """Kinds of journal records that make a version."""
 
+DECISIONS = MERGES | {"VOID"}
+
 
 # ---- names ----
 
@@ -171,11 +173,12 @@ def decision_of(record: Fields) -> Decision:
 class Fact:
     """One thing that was recorded."""
 
-    source: str  # "journal", "master", "slave", "worker", "manifest", "file" or "end"
+    source: str  # "journal", the role whose tape it is a line of, "manifest", "file" or "end"
     who: str
     kind: str
     fields: Fields
-    at_s: float = 0.0
+    at_s: float = 0.0  # seconds since 1970 by its process's clock
+    cause: str = "-"
     decision: Decision | None = None
 
     def version(self, name: str = "version") -> Pair | None:
@@ -197,6 +200,13 @@ class Fact:
 
     def __str__(self) -> str:
         return f"{self.source} {self.who}" if self.who else self.source
+
+
+def journaled(record: Fields) -> Fact:
+    """A durable record of the master's journal. Raises KeyError, ValueError or TypeError if it is none."""
+    kind = str(record["kind"])
+    decision = decision_of(record) if kind in DECISIONS else None
+    return Fact("journal", "", kind, record, float(record.get("wall_s") or 0.0), decision=decision)
 
 
 # ---- the history ----
@@ -491,7 +501,7 @@ SENT = ("push_sent", "sent")
 PULLED = ("installed", "pulled")
 
 _ADD = {
-    **{("journal", kind): History.add_decision for kind in ("COMMIT", "VOID", "ROLLBACK", "ADOPT", "RESHARD")},
+    **{("journal", kind): History.add_decision for kind in DECISIONS},
     ("journal", "JOIN"): History.add_join,
     ("master", "slave_attached"): History.add_attached,
     ("slave", "promised"): History.add_promised,

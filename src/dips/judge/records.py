@@ -21,6 +21,7 @@ import numpy as np
 
 from dips.core.errors import ConfigError, FatalError, RetryLater
 from dips.core.observe.tape import CHAIN, HEAD, read_chained
+from dips.judge.facts import Fact
 from dips.master.archive import FILE_NAME, FOLDER, JournalRecord
 from dips.master.journal import read_content, read_newest
 from dips.slave import snapshot_files as manifests
@@ -32,18 +33,6 @@ T = TypeVar("T")
 ROLES = ("master", "slave", "worker", "launch")
 TRIES = 5
 """How often a record is read again that a live run replaced while it was read."""
-
-
-@dataclass(frozen=True)
-class TapeLine:
-    """One line of a tape."""
-
-    role: str
-    name: str
-    kind: str
-    wall_s: float
-    cause: str
-    fields: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -68,7 +57,7 @@ class RunRecords:
     others: dict[Path, list[JournalRecord]] = field(default_factory=dict)
     ledger: Mapping[str, Any] | None = None
     whole: bool = True
-    lines: dict[str, list[TapeLine]] = field(default_factory=lambda: {role: [] for role in ROLES})
+    lines: dict[str, list[Fact]] = field(default_factory=lambda: {role: [] for role in ROLES})
     manifests: list[StoredManifest] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # what is there and cannot be used
     unproven: list[str] = field(default_factory=list)  # what no digest or other record confirms
@@ -78,12 +67,12 @@ class RunRecords:
     tape_names: dict[Path, tuple[str, str]] = field(default_factory=dict)  # whose tape a file is
     last_kinds: dict[tuple[str, str], str] = field(default_factory=dict)  # the kind of each tape's last line
     # lines of masters and clusters that were written while the rest was read
-    later: list[TapeLine] = field(default_factory=list)
+    later: list[Fact] = field(default_factory=list)
     n_lines: dict[Path, int] = field(default_factory=dict)
 
-    def all_lines(self, role: str) -> list[TapeLine]:
+    def all_lines(self, role: str) -> list[Fact]:
         """The lines of a role's tapes, with those that live processes wrote while the journal was read."""
-        return [*self.lines[role], *(line for line in self.later if line.role == role)]
+        return [*self.lines[role], *(line for line in self.later if line.source == role)]
 
 
 def read_run(run_dir: Path, keep: Callable[[str, str], bool] | None = None, files: bool = True) -> RunRecords:
@@ -111,8 +100,8 @@ def _read_later(records: RunRecords, sizes_bytes: Mapping[Path, int], keep: Call
         seen = records.n_lines.get(path, 0)
         for event, _ in itertools.islice(read_chained(path), seen, None):
             line = _line(event, path)
-            records.tapes.add((line.role, line.name))
-            if keep is None or keep(line.role, line.kind):
+            records.tapes.add((line.source, line.who))
+            if keep is None or keep(line.source, line.kind):
                 records.later.append(line)
 
 
@@ -168,24 +157,24 @@ def _read_tapes(
         for event, vouched in read_chained(path):
             line = _line(event, path)
             bare += not vouched
-            records.tapes.add((line.role, line.name))
-            records.tape_names[path] = (line.role, line.name)
+            records.tapes.add((line.source, line.who))
+            records.tape_names[path] = (line.source, line.who)
             records.n_lines[path] = records.n_lines.get(path, 0) + 1
-            records.last_kinds[line.role, line.name] = line.kind
+            records.last_kinds[line.source, line.who] = line.kind
             if line.kind == "gap":
-                records.gaps.add((line.role, line.name))
+                records.gaps.add((line.source, line.who))
                 lost = line.fields.get("lost")
-                records.notes.append(f"the tape of {line.role} {line.name} lost {lost} events: its disk was full")
-            if keep is None or keep(line.role, line.kind):
-                records.lines.setdefault(line.role, []).append(line)
+                records.notes.append(f"the tape of {line.source} {line.who} lost {lost} events: its disk was full")
+            if keep is None or keep(line.source, line.kind):
+                records.lines.setdefault(line.source, []).append(line)
         if bare:
             records.unproven.append(f"{bare} lines of tape {path} have no digests: an older release wrote them")
 
 
-def _line(event: dict[str, Any], path: Path) -> TapeLine:
+def _line(event: dict[str, Any], path: Path) -> Fact:
     try:
         wall_s, _, role, name, kind, cause = (event.pop(key) for key in HEAD)
-        return TapeLine(str(role), str(name), str(kind), float(wall_s), str(cause), event)
+        return Fact(str(role), str(name), str(kind), event, float(wall_s), str(cause))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"a line of tape {path} is not an event ({error!r}): the file was changed") from error
 

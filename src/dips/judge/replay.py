@@ -289,7 +289,7 @@ class _Staged:
         self._digests: dict[tuple[str, str], set[str]] = {}
         for line in records.lines["slave"]:
             if line.kind == "staged":
-                key = (line.name, str(line.fields["push"]))
+                key = (line.who, str(line.fields["push"]))
                 self._digests.setdefault(key, set()).add(str(line.fields.get("digest")))
 
     def compare(

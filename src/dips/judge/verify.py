@@ -9,21 +9,19 @@ cannot see.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ParamSpec, TypedDict
+from typing import Any, TypedDict
 
 from dips.core.errors import DipsError
 from dips.judge.coverage import SPANS, Coverage, drop_lost
 from dips.judge.evidence import NAME, PROMISE, SPEAKS, ended_without_a_word, judge_evidence, put_back
-from dips.judge.facts import REMEMBERED
+from dips.judge.facts import REMEMBERED, Fact, Fields, journaled
 from dips.judge.invariants import INVARIANTS, Checker, Violation
 from dips.judge.judgement import Judging
-from dips.judge.records import RunRecords, TapeLine, read_run
+from dips.judge.records import RunRecords, read_run
 from dips.judge.replay import Replayed, replay_run
-
-P = ParamSpec("P")
 
 OK, VIOLATED, UNPROVEN, NOT_APPLICABLE = "ok", "violated", "unproven", "not applicable"
 
@@ -163,21 +161,35 @@ def check_records(records: RunRecords) -> Checker:
     if lost:
         checker.lost_journal()
         records.notes.append(lost)
-    slaves = records.lines["slave"]
-    _feed(checker, (line for line in slaves if line.kind in BEFORE_THE_JOURNAL), records)
-    for record in records.journal:
-        _try(records, f"the journal's {record['kind']}", checker.feed_journal, record)
-    _feed(checker, (line for line in slaves if line.kind not in BEFORE_THE_JOURNAL), records)
-    for stored in records.manifests:
-        _try(records, f"the record in {stored.path}", checker.feed_manifest, stored.slave, stored.body)
-        for what, count in stored.non_finite.items():
-            checker.feed_file(stored.slave, str(stored.body["file"]), what, count)
-    if records.ledger is not None:
-        _try(records, "the journal's newest state", checker.feed_ledger, records.ledger)
-    _feed(checker, records.lines["master"], records)
-    _feed(checker, records.lines["worker"], records)
+    for about, fact in _facts(records):
+        try:
+            checker.feed(fact if isinstance(fact, Fact) else journaled(fact))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            # It lacks fields, or has others than its kind.
+            records.problems.append(f"{about} cannot be read ({error!r})")
     checker.finish()
     return checker
+
+
+def _facts(records: RunRecords) -> Iterator[tuple[str, Fact | Fields]]:
+    """What is fed in this order, each with what it is in a sentence; a record of the journal before it is parsed."""
+    slaves = records.lines["slave"]
+    yield from _lines(line for line in slaves if line.kind in BEFORE_THE_JOURNAL)
+    yield from ((f"the journal's {record['kind']}", record) for record in records.journal)
+    yield from _lines(line for line in slaves if line.kind not in BEFORE_THE_JOURNAL)
+    for stored in records.manifests:
+        about = f"the record in {stored.path}"
+        yield about, Fact("manifest", stored.slave, "manifest", stored.body)
+        for what, count in stored.non_finite.items():
+            counted = {"file": str(stored.body["file"]), "what": what, "non_finite": count}
+            yield about, Fact("file", stored.slave, "snapshot", counted)
+    if records.ledger is not None:
+        yield "the journal's newest state", Fact("journal", "", "snapshot", {"ledger": records.ledger})
+    yield from _lines([*records.lines["master"], *records.lines["worker"]])
+
+
+def _lines(lines: Iterable[Fact]) -> Iterator[tuple[str, Fact]]:
+    return ((f"a line {line.kind!r} of {line}", line) for line in lines)
 
 
 _USED = REMEMBERED.union(*(item.listens for item in INVARIANTS), SPEAKS, SPANS)
@@ -185,20 +197,6 @@ _USED = REMEMBERED.union(*(item.listens for item in INVARIANTS), SPEAKS, SPANS)
 
 def _wanted(role: str, kind: str) -> bool:
     return (role, kind) in _USED
-
-
-def _feed(checker: Checker, lines: Iterable[TapeLine], records: RunRecords) -> None:
-    for line in lines:
-        about = f"a line {line.kind!r} of {line.role} {line.name}"
-        _try(records, about, checker.feed_tape, line.role, line.name, line.kind, line.fields, line.wall_s)
-
-
-def _try(records: RunRecords, about: str, feed: Callable[P, object], *fact: P.args, **named: P.kwargs) -> None:
-    """Feed a fact; one that lacks fields, or has others than its kind, is a problem."""
-    try:
-        feed(*fact, **named)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        records.problems.append(f"{about} cannot be read ({error!r})")
 
 
 def _lost_journal(records: RunRecords) -> str:
@@ -230,7 +228,7 @@ def _lost_journal(records: RunRecords) -> str:
 def _rows(
     checker: Checker, records: RunRecords, replayed: Replayed | None, without: Collection[str]
 ) -> list[PromiseRow]:
-    counts, broken, gaps = checker.counts(), checker.broken(), checker.history.gaps
+    counts, broken, gaps = checker.counts, checker.broken, checker.history.gaps
     if replayed is not None:
         counts["I14"] += replayed.shards
         broken["I14"] += len(replayed.wrong)

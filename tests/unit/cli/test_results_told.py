@@ -18,7 +18,7 @@ from dips.cli import verify as command_verify
 from dips.cli.demo import own_model
 from dips.cli.up import how_to_join
 from dips.core.errors import KEYS_REFUSED_EXIT, TERMINATED
-from dips.judge.invariants.checker import Violation
+from dips.judge.invariants import Violation
 from dips.judge.replay import Replayed
 from dips.judge.verify import NOT_APPLICABLE, OK, VIOLATED, PromiseRow, VerifyReport
 from dips.local.authority import Authority, ensure_keys

@@ -16,7 +16,8 @@ from support.history import Script, usual_run, write_run
 from support.recorded_run import unpacked
 
 from dips.judge.coverage import ABSENT, COVERED, KILLED, LOST, Coverage, drop_lost
-from dips.judge.records import RunRecords, TapeLine
+from dips.judge.facts import Fact
+from dips.judge.records import RunRecords
 from dips.judge.verify import NOT_APPLICABLE, UNPROVEN, VIOLATED, VerifyReport, verify_run
 from dips.master.archive import JournalRecord
 from dips.master.directory import TAPE_NAME
@@ -247,7 +248,7 @@ def told(*tapes: str) -> RunRecords:
                 continue
             fields = dict(zip(FIELDS.get(kind, ("round",)), values, strict=False))
             numbers = {key: int(value) for key, value in fields.items() if key in ("epoch", "number")}
-            records.lines[ROLES[name]].append(TapeLine(ROLES[name], name, kind, 0.0, "-", fields | numbers))
+            records.lines[ROLES[name]].append(Fact(ROLES[name], name, kind, fields | numbers))
             records.tapes.add((ROLES[name], name))
     return records
 

@@ -12,7 +12,8 @@ import pytest
 from support.history import digest, push_name, usual_run
 
 from dips.judge.evidence import Evidence, ended_without_a_word, judge_evidence
-from dips.judge.records import RunRecords, StoredManifest, TapeLine
+from dips.judge.facts import Fact
+from dips.judge.records import RunRecords, StoredManifest
 from dips.judge.verify import check_records
 from dips.master.archive import JournalRecord
 from dips.slave.disk import IDENTITY, LocalDisk, write_small
@@ -24,7 +25,7 @@ RANGE = ("lease_id", "pass_index", "chunk", "begin_tokens", "end_tokens")
 
 
 def tape(records: RunRecords, role: str, name: str, kind: str, **fields: Any) -> None:
-    records.lines[role].append(TapeLine(role, name, kind, 0.0, "-", fields))
+    records.lines[role].append(Fact(role, name, kind, fields))
     records.tapes.add((role, name))
 
 
@@ -86,7 +87,7 @@ def said_of(found: Evidence) -> list[str]:
     return [*(violation.sentence for violation in found.violations), *found.unproven]
 
 
-def line_of(records: RunRecords, role: str, kind: str, index: int = -1) -> TapeLine:
+def line_of(records: RunRecords, role: str, kind: str, index: int = -1) -> Fact:
     return [line for line in records.lines[role] if line.kind == kind][index]
 
 
@@ -289,7 +290,7 @@ def test_a_slaves_directory_is_its_own_with_the_promise_that_its_tape_says(
         write_small(disk, PROMISE, {"promised_epoch": promised})
     assert [words in said for said in said_of(compared(records))] == [True] * bool(words)
     if promised == 3:
-        records.later.append(TapeLine("master", "test", "epoch", 0.0, "-", {"epoch": 3}))
+        records.later.append(Fact("master", "test", "epoch", {"epoch": 3}))
         assert said_of(compared(records)) == [], "a live master began it meanwhile"
     (tmp_path / IDENTITY).write_text("{")
     compared(records)

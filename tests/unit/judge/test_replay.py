@@ -18,7 +18,8 @@ from dips.core.layout import Layout, Parameter, chunks_of, digest_of_array
 from dips.core.messages import Prepare, SnapshotInfo, StagedPush
 from dips.core.placement import Placement
 from dips.core.wire import WIRE_DTYPES
-from dips.judge.records import RunRecords, TapeLine
+from dips.judge.facts import Fact
+from dips.judge.records import RunRecords
 from dips.judge.replay import replay_run
 from dips.judge.verify import check_records
 from dips.lab.sim.arithmetic import Stepped
@@ -133,7 +134,7 @@ class Recorded:
         self._record("COMMIT", (1, self._n - 1), digests=digests, participants=participants, **of_round)
 
     def _tape(self, role: str, name: str, kind: str, **fields: str) -> None:
-        self.records.lines[role].append(TapeLine(role, name, kind, 0.0, "-", fields))
+        self.records.lines[role].append(Fact(role, name, kind, fields))
 
     def go_back(self, v: int, version: tuple[int, int]) -> None:
         origin = self.records.journal[v]

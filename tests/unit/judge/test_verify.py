@@ -15,7 +15,8 @@ from dips.cli import main
 from dips.core.errors import ConfigError
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
-from dips.judge.records import RunRecords, TapeLine, find_tapes, master_directory, read_run
+from dips.judge.facts import Fact
+from dips.judge.records import RunRecords, find_tapes, master_directory, read_run
 from dips.judge.verify import EXIT_BROKEN, EXIT_UNREADABLE, check_records, verify_or_say, verify_run
 from dips.master.archive import FILE_NAME
 from dips.master.journal import JournalContent, read_content, set_base, set_meta
@@ -142,7 +143,7 @@ def test_what_a_live_run_writes_while_it_is_read_is_not_missing(run: Path, monke
 
     monkeypatch.setattr("dips.judge.records.read_content", goes_on)
     later = read_run(run).later
-    assert [sum(line.name == name for line in later) for name in ("a", "test", "b")] == [3, 12, of_b]
+    assert [sum(line.who == name for line in later) for name in ("a", "test", "b")] == [3, 12, of_b]
     for tape, count in zip(tapes, (3, 12, of_b), strict=True):
         tape.write_bytes(b"".join(whole[tape].splitlines(keepends=True)[:-count]))
     report = verify_run(run)
@@ -219,7 +220,7 @@ def told_by(directory: Path, steps: Sequence[Step], journal: list[Record]) -> Ru
     """The tapes' lines of these facts, with another journal."""
     records = RunRecords(directory, journal=journal)
     for step in (step for step in steps if step.source in records.lines):
-        records.lines[step.source].append(TapeLine(step.source, step.who, step.kind, 0.0, "-", step.fields))
+        records.lines[step.source].append(Fact(step.source, step.who, step.kind, step.fields))
         records.tapes.add((step.source, step.who))
     return records
 
@@ -236,7 +237,7 @@ def test_a_journal_that_was_lost_in_the_epoch_in_which_the_new_one_began_is_told
     """The master began again without slaves that could tell of their promise, and was stopped before it took over."""
     records = told_by(tmp_path, usual_run().steps, [{"kind": "EPOCH", "epoch": 1}])
     assert check_records(records).violations != [], "a journal that says nothing of what was published"
-    records.lines["master"].append(TapeLine("master", "master", "epoch", 0.0, "-", {"epoch": 1}))
+    records.lines["master"].append(Fact("master", "master", "epoch", {"epoch": 1}))
     assert check_records(records).violations == []
     assert records.notes[0].startswith("epoch 1 was begun twice")
 
