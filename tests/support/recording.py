@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dips.judge.facts import Fact, Pair
 from dips.judge.invariants import Checker, Violation
-from dips.judge.records import RunRecords, StoredManifest
+from dips.judge.records import RunRecords, StoredManifest, TapeRead
 
 
 class Recording(Checker):
@@ -26,7 +26,7 @@ class Recording(Checker):
             case "manifest":
                 self.records.manifests.append(StoredManifest(fact.who, Path("manifest"), dict(fact.fields), {}))
             case role if role in self.records.lines:
-                self.records.tapes.add((role, fact.who))
+                self.records.tapes.setdefault((role, fact.who), TapeRead())
                 self.records.lines[role].append(replace(fact, fields=dict(fact.fields)))
         return super().feed(fact)
 

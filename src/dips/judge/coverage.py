@@ -47,7 +47,7 @@ class Coverage:
     """The part of the run that each tape covers."""
 
     def __init__(self, records: RunRecords) -> None:
-        self._tapes, self._lost = frozenset(records.tapes), frozenset(records.gaps)
+        self._tapes = records.tapes
         self.master = _MasterTape(records)
         back = [pair(record.get("round")) for record in records.journal if record["kind"] in ("ROLLBACK", "ADOPT")]
         went_back = tuple(one for one in back if one is not None)
@@ -58,19 +58,17 @@ class Coverage:
 
     def of_slave(self, name: str, round_id: Pair, ended: bool) -> str:
         """Where on the slave's tape its lines about a round belong. ended: those after the round's record."""
-        if ("slave", name) not in self._tapes:
-            return ABSENT
         tape = self._slaves.get(name)
-        place = tape.place(round_id, ended) if tape is not None else "names no round"
-        return place or (LOST if ("slave", name) in self._lost else COVERED)
+        return self._of(("slave", name), tape.place(round_id, ended) if tape is not None else "names no round")
 
     def of_push(self, push: PushKey, version: Pair | None) -> str:
         """Where on its cluster's tape the line about the begin of a push belongs. version: in which it was decided."""
-        if ("worker", push[0]) not in self._tapes:
-            return ABSENT
         tape = self._clusters.get(push[0])
-        place = tape.place(push, version) if tape is not None else "names no push"
-        return place or (LOST if ("worker", push[0]) in self._lost else COVERED)
+        return self._of(("worker", push[0]), tape.place(push, version) if tape is not None else "names no push")
+
+    def _of(self, who: tuple[str, str], place: str) -> str:
+        tape = self._tapes.get(who)
+        return ABSENT if tape is None else place or (LOST if tape.lost else COVERED)
 
     def of_master(self, epoch: int, number: int | None) -> str:
         """Where on the master's tape a line of an epoch about the journal's record of this number belongs (None: it is

@@ -63,8 +63,6 @@ class Evidence:
 
     judged: int = 0  # how many records were compared
     violations: list[Violation] = field(default_factory=list)
-    unproven: list[str] = field(default_factory=list)  # what is missing although other records name it
-    accepted: list[str] = field(default_factory=list)  # what the caller says was never recorded
 
     def differs(self, sentence: str, where: str) -> None:
         """Report that two records do not agree."""
@@ -73,12 +71,13 @@ class Evidence:
 
 
 def judge_evidence(records: RunRecords, history: History, without: Collection[str] = ()) -> Evidence:
-    """Compare each record with all other records of the same fact.
+    """Compare each record with all other records of the same fact; what is missing is added to records.unproven, or to
+    records.notes if the caller knows of it.
 
     history: what the invariants collected from the records; gaps that are found here are added to it. without: names of
     processes (`master` is one) of which no other tape, or no more of it, was ever written, as the caller says.
     """
-    found = Evidence(unproven=list(records.unproven))
+    found = Evidence()
     _missing_manifests(records, history, without, found)
     for compare in (
         _journal_against_tape, _newest_state, _records_of_manifests, _decisions_against_master, _pushes_against_tapes,
@@ -88,14 +87,14 @@ def judge_evidence(records: RunRecords, history: History, without: Collection[st
             compare(records, history, found)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             records.problems.append(f"a record lacks fields that others of its kind have ({error!r}): it was changed")
-    _incomplete_tapes(records, history, without, found)
+    _incomplete_tapes(records, history, without)
     return found
 
 
 # ---- what is missing ----
 
 
-def _incomplete_tapes(records: RunRecords, history: History, without: Collection[str], found: Evidence) -> None:
+def _incomplete_tapes(records: RunRecords, history: History, without: Collection[str]) -> None:
     """Report tapes of processes that the journal names which are missing, or do not cover the whole run: what only
     these could contradict is not proven."""
     commits = history.commits.values()
@@ -113,8 +112,9 @@ def _incomplete_tapes(records: RunRecords, history: History, without: Collection
             gap = history.gaps[who]
             files = [
                 str(path)
-                for path, (role, name) in records.tape_names.items()
-                if (role, name) == who or (role == "master" and who == MASTER)
+                for other, tape in records.tapes.items()
+                for path in tape.files
+                if other == who or (other[0] == "master" and who == MASTER)
             ]
             things = sorted(gap.things, key=lambda thing: (_DIGITS.sub("", thing), [*map(int, _DIGITS.findall(thing))]))
             lines = f"lines about {things[0]}" + (
@@ -124,9 +124,9 @@ def _incomplete_tapes(records: RunRecords, history: History, without: Collection
             said = f"the tape of {_whose(who)} ({', '.join(files)}) {places}, so that {lines} are missing"
             how = "put the file that has them into the directory"
         if name in without:
-            found.accepted.append(f"{said}; what only it could contradict is not judged (--without-tape {name})")
+            records.notes.append(f"{said}; what only it could contradict is not judged (--without-tape {name})")
         else:
-            found.unproven.append(f"{said}: {how}, or give --without-tape {name} if there is none")
+            records.unproven.append(f"{said}: {how}, or give --without-tape {name} if there is none")
 
 
 def _whose(who: tuple[str, str]) -> str:
@@ -162,7 +162,7 @@ def _missing_manifests(records: RunRecords, history: History, without: Collectio
         found.judged += 1
         if wanted is not None and max(here, default=(0, -1)) < wanted:
             have = f"the newest is {say_version(max(here))}" if here else "there is none"
-            found.unproven.append(
+            records.unproven.append(
                 f"version {say_version(wanted)} was on the disk of slave {slave}, but no manifest of it, or of a newer "
                 f"one, was found ({have}): the slave's directory was emptied or moved"
             )
@@ -402,7 +402,7 @@ def _directories(records: RunRecords, history: History, found: Evidence) -> None
         if str(owner.get("run_id")) != records.run_id:
             found.differs(f"{folder} belongs to run {owner.get('run_id')!r}, the journal to {records.run_id!r}", fact)
         others = {item.slave for item in records.manifests if item.path.parent == folder} - {slave}
-        others |= {name for path, (_, name) in records.tape_names.items() if path.parent == folder} - {slave}
+        others |= {n for (_, n), tape in records.tapes.items() if folder in {p.parent for p in tape.files}} - {slave}
         for other in sorted(others):
             found.differs(f"{folder} is the directory of slave {slave}, but holds files of slave {other}", fact)
         said = [line for line in records.lines["slave"] if line.who == slave and line.kind == "promised"]
@@ -430,7 +430,7 @@ def _stray_manifests(records: RunRecords, found: Evidence) -> None:
 
 def ended_without_a_word(records: RunRecords) -> list[str]:
     """Notes about processes whose tape lacks the line of an orderly end, in a run that ended in order."""
-    last: dict[tuple[str, str], str] = records.last_kinds
+    last = {who: tape.last_kind for who, tape in records.tapes.items()}
     if not any(role == "master" and kind == "master-ended" for (role, _), kind in last.items()):
         return []
     ends = {"slave": {"stopped"}, "worker": {"left", "stopped", "heldout"}}
@@ -500,7 +500,7 @@ def _journal_against_tape(records: RunRecords, _: History, found: Evidence) -> N
     lines, wrong = _other_rows(records)
     found.judged += len(lines)
     if not lines and records.rows and records.rows[-1].digest and any(role == "master" for role, _ in records.tapes):
-        found.unproven.append("the master's tape does not say how far the journal goes: an older release wrote it")
+        records.unproven.append("the master's tape does not say how far the journal goes: an older release wrote it")
     if not wrong or not _at_the_end(records, lines, wrong):
         return
     number = int(lines[wrong[0]].fields["number"])

@@ -35,6 +35,15 @@ TRIES = 5
 """How often a record is read again that a live run replaced while it was read."""
 
 
+@dataclass
+class TapeRead:
+    """What was read of one process's tape."""
+
+    files: dict[Path, int] = field(default_factory=dict)  # each with its lines
+    last_kind: str = ""  # of its last line
+    lost: bool = False  # it lost lines to a full disk
+
+
 @dataclass(frozen=True)
 class StoredManifest:
     """A manifest, and how many elements of each tensor in its snapshot are not finite."""
@@ -62,13 +71,9 @@ class RunRecords:
     problems: list[str] = field(default_factory=list)  # what is there and cannot be used
     unproven: list[str] = field(default_factory=list)  # what no digest or other record confirms
     notes: list[str] = field(default_factory=list)  # what is missing
-    tapes: set[tuple[str, str]] = field(default_factory=set)  # role and name of the processes that left one
-    gaps: set[tuple[str, str]] = field(default_factory=set)  # of those that lost lines to a full disk
-    tape_names: dict[Path, tuple[str, str]] = field(default_factory=dict)  # whose tape a file is
-    last_kinds: dict[tuple[str, str], str] = field(default_factory=dict)  # the kind of each tape's last line
+    tapes: dict[tuple[str, str], TapeRead] = field(default_factory=dict)  # by the role and name of its process
     # lines of masters and clusters that were written while the rest was read
     later: list[Fact] = field(default_factory=list)
-    n_lines: dict[Path, int] = field(default_factory=dict)
 
     def all_lines(self, role: str) -> list[Fact]:
         """The lines of a role's tapes, with those that live processes wrote while the journal was read."""
@@ -87,22 +92,10 @@ def read_run(run_dir: Path, keep: Callable[[str, str], bool] | None = None, file
     _read_tapes(records, tapes, ("master", "worker", "launch"), keep)
     _read_journal(records, master_directory(run_dir))
     _read_tapes(records, tapes, ("slave",), keep)
-    _read_later(records, sizes_bytes, keep)
+    grown = {path: role for path, role in find_tapes(run_dir).items() if path.stat().st_size != sizes_bytes.get(path)}
+    _read_tapes(records, grown, ("master", "worker"), keep, later=True)
     _read_manifests(records, files)
     return records
-
-
-def _read_later(records: RunRecords, sizes_bytes: Mapping[Path, int], keep: Callable[[str, str], bool] | None) -> None:
-    """Read what a live run's master and clusters wrote on their tapes since these were read."""
-    for path, role in find_tapes(records.run_dir).items():
-        if role not in ("master", "worker") or path.stat().st_size == sizes_bytes.get(path):
-            continue
-        seen = records.n_lines.get(path, 0)
-        for event, _ in itertools.islice(read_chained(path), seen, None):
-            line = _line(event, path)
-            records.tapes.add((line.source, line.who))
-            if keep is None or keep(line.source, line.kind):
-                records.later.append(line)
 
 
 def _read_manifests(records: RunRecords, files: bool) -> None:
@@ -150,24 +143,29 @@ def _first_line(path: Path) -> dict[str, Any] | None:
 
 
 def _read_tapes(
-    records: RunRecords, tapes: Mapping[Path, str], roles: Iterable[str], keep: Callable[[str, str], bool] | None
+    records: RunRecords,
+    tapes: Mapping[Path, str],
+    roles: Iterable[str],
+    keep: Callable[[str, str], bool] | None,
+    later: bool = False,
 ) -> None:
+    """Read the tapes of these roles. later: only what was written on them since they were read."""
+    seen = {path: n for tape in records.tapes.values() for path, n in tape.files.items()}
     for path in (path for role in roles for path, said in tapes.items() if said == role):
         bare = 0
-        for event, vouched in read_chained(path):
+        for event, vouched in itertools.islice(read_chained(path), seen.get(path, 0), None):
             line = _line(event, path)
             bare += not vouched
-            records.tapes.add((line.source, line.who))
-            records.tape_names[path] = (line.source, line.who)
-            records.n_lines[path] = records.n_lines.get(path, 0) + 1
-            records.last_kinds[line.source, line.who] = line.kind
+            tape = records.tapes.setdefault((line.source, line.who), TapeRead())
+            tape.files[path] = tape.files.get(path, 0) + 1
+            tape.last_kind = line.kind
             if line.kind == "gap":
-                records.gaps.add((line.source, line.who))
+                tape.lost = True
                 lost = line.fields.get("lost")
-                records.notes.append(f"the tape of {line.source} {line.who} lost {lost} events: its disk was full")
+                records.notes.append(f"the tape of {line} lost {lost} events: its disk was full")
             if keep is None or keep(line.source, line.kind):
-                records.lines.setdefault(line.source, []).append(line)
-        if bare:
+                (records.later if later else records.lines.setdefault(line.source, [])).append(line)
+        if bare and not seen.get(path):
             records.unproven.append(f"{bare} lines of tape {path} have no digests: an older release wrote them")
 
 

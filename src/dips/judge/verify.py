@@ -121,29 +121,28 @@ def verify_run(
     replayed = replay_run(run_dir, records) if replay else None
     evidence = judge_evidence(records, checker.history, without)
     if replayed is not None:
-        evidence.unproven += replayed.unproven
+        records.unproven += replayed.unproven
         if replayed.missing and not allow_skipped:
-            evidence.unproven.append(
+            records.unproven.append(
                 f"{len(replayed.missing)} shards were not computed again, the first because: {replayed.missing[0]} "
                 "(--allow-skipped accepts that)"
             )
     violations = [*checker.violations, *evidence.violations, *(_of_replay(replayed) if replayed is not None else ())]
-    notes = [*records.notes, *evidence.accepted, *_not_recomputed(checker.history.judging)]
-    notes += ended_without_a_word(records)
+    records.notes += _not_recomputed(checker.history.judging) + ended_without_a_word(records)
     # The row below the promises: whether the records are complete and agree.
     result, why = OK, ""
     if evidence.violations:
         result, why = VIOLATED, f"{len(evidence.violations)} times"
-    elif evidence.unproven:
-        result, why = UNPROVEN, f"{len(evidence.unproven)} times, see below"
+    elif records.unproven:
+        result, why = UNPROVEN, f"{len(records.unproven)} times, see below"
     return VerifyReport(
         run_dir=run_dir,
         run_id=records.run_id,
         rows=[*_rows(checker, records, replayed, without), PromiseRow(NAME, PROMISE, evidence.judged, result, why)],
         violations=violations,
         problems=records.problems,
-        unproven=evidence.unproven,
-        notes=notes,
+        unproven=records.unproven,
+        notes=records.notes,
         replayed=replayed,
     )
 

@@ -17,7 +17,7 @@ from support.recorded_run import unpacked
 
 from dips.judge.coverage import ABSENT, COVERED, KILLED, LOST, Coverage, drop_lost
 from dips.judge.facts import Fact
-from dips.judge.records import RunRecords
+from dips.judge.records import RunRecords, TapeRead
 from dips.judge.verify import NOT_APPLICABLE, UNPROVEN, VIOLATED, VerifyReport, verify_run
 from dips.master.archive import JournalRecord
 from dips.master.directory import TAPE_NAME
@@ -249,7 +249,7 @@ def told(*tapes: str) -> RunRecords:
             fields = dict(zip(FIELDS.get(kind, ("round",)), values, strict=False))
             numbers = {key: int(value) for key, value in fields.items() if key in ("epoch", "number")}
             records.lines[ROLES[name]].append(Fact(ROLES[name], name, kind, fields | numbers))
-            records.tapes.add((ROLES[name], name))
+            records.tapes.setdefault((ROLES[name], name), TapeRead())
     return records
 
 
@@ -309,7 +309,7 @@ def test_where_a_slaves_tape_has_what_it_says_of_a_round(
 ) -> None:
     assert Coverage(told(*tapes)).of_slave("s0", round_id, ended) == place
     full = told(*tapes)
-    full.gaps.add(("slave", "s0"))
+    full.tapes.get(("slave", "s0"), TapeRead()).lost = True
     assert Coverage(full).of_slave("s0", round_id, ended) == (place or LOST)
 
 
@@ -342,7 +342,7 @@ def test_where_a_clusters_tape_has_the_begin_of_a_push(
 ) -> None:
     assert Coverage(told(*tapes)).of_push(push, version) == place
     full = told(*tapes)
-    full.gaps.add(("worker", push[0]))
+    full.tapes.get(("worker", push[0]), TapeRead()).lost = True
     assert Coverage(full).of_push(push, version) == (place or LOST)
 
 

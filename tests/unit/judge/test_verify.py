@@ -16,7 +16,7 @@ from dips.core.errors import ConfigError
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
 from dips.judge.facts import Fact
-from dips.judge.records import RunRecords, find_tapes, master_directory, read_run
+from dips.judge.records import RunRecords, TapeRead, find_tapes, master_directory, read_run
 from dips.judge.verify import EXIT_BROKEN, EXIT_UNREADABLE, check_records, verify_or_say, verify_run
 from dips.master.archive import FILE_NAME
 from dips.master.journal import JournalContent, read_content, set_base, set_meta
@@ -221,7 +221,7 @@ def told_by(directory: Path, steps: Sequence[Step], journal: list[Record]) -> Ru
     records = RunRecords(directory, journal=journal)
     for step in (step for step in steps if step.source in records.lines):
         records.lines[step.source].append(Fact(step.source, step.who, step.kind, step.fields))
-        records.tapes.add((step.source, step.who))
+        records.tapes.setdefault((step.source, step.who), TapeRead())
     return records
 
 
