@@ -361,25 +361,21 @@ def _one_push(about: str, recorded: Fields, said: list[Fields] | None, fact: str
     if not same:
         return
     found.judged += 1
-    differing = [_push_differs(recorded, fields) for fields in same]
+    differing = [_push_differs(recorded, fields, whose) for fields in same]
     if all(differing):
-        name, ours, theirs = differing[-1][0]
-        found.differs(f"{about} has {name} = {_short(ours)}, but {whose} {_short(theirs)}", fact)
+        found.differs(f"{about} has {differing[-1]}", fact)
 
 
-def _push_differs(recorded: Fields, said: Fields) -> list[tuple[str, object, object]]:
-    wrong: list[tuple[str, object, object]] = []
-    for name in ("tokens", "steps", "fence"):
-        if name in said and recorded[name] is not None and said[name] != recorded[name]:
-            wrong.append((name, recorded[name], said[name]))
+def _push_differs(recorded: Fields, said: Fields, whose: str) -> str:
+    """The first number of a push that differs from the record's; empty when none does."""
+    theirs = {name: said[name] for name in ("tokens", "steps", "fence") if recorded[name] is not None and name in said}
     if "base" in said and pair(said["base"]) != recorded["base"]:
-        wrong.append(("base", recorded["base"], said["base"]))
+        theirs["base"] = said["base"]
     if "ranges" in said:
         names = ("lease_id", "pass_index", "chunk", "begin_tokens", "end_tokens")
-        theirs = [[item[name] for name in names] for item in said["ranges"]]
-        if theirs != recorded["ranges"]:
-            wrong.append(("ranges", recorded["ranges"], theirs))
-    return wrong
+        theirs["ranges"] = [[item[name] for name in names] for item in said["ranges"]]
+    wrong = (name for name, value in theirs.items() if value != recorded[name])
+    return next((f"{name} = {_short(recorded[name])}, but {whose} {_short(theirs[name])}" for name in wrong), "")
 
 
 # ---- whose directory it is ----

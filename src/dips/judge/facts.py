@@ -238,15 +238,6 @@ class Gap:
         self.invariants.add(invariant)
 
 
-@dataclass(frozen=True)
-class RecordedPrepare:
-    """The version that a slave prepared in a round. durable is None when its tape does not say."""
-
-    version: Pair | None
-    digest: str
-    durable: bool | None
-
-
 @dataclass
 class History:
     """What the facts so far say, indexed for the invariants."""
@@ -274,7 +265,7 @@ class History:
     # a slave's tape says that it holds the version, and whether on disk
     held: dict[tuple[str, Pair], bool | None] = field(default_factory=dict)
     on_disk: set[tuple[str, Pair]] = field(default_factory=set)  # it has a manifest
-    prepared: dict[tuple[str, Pair], RecordedPrepare] = field(default_factory=dict)
+    prepared: dict[tuple[str, Pair], Fact] = field(default_factory=dict)  # by slave and round
     staged: dict[tuple[PushKey, str], dict[int, str]] = field(default_factory=dict)
     sent: dict[PushKey, Mapping[str, str]] = field(default_factory=dict)
     promised: Counter[str] = field(default_factory=Counter)  # 0: nothing
@@ -442,8 +433,7 @@ class History:
     def add_prepared(self, fact: Fact) -> None:
         round_id = fact.round()
         if round_id is not None:
-            durable = fact.fields.get("durable")
-            self.prepared[fact.who, round_id] = RecordedPrepare(fact.version(), fact.digest(), durable)
+            self.prepared[fact.who, round_id] = fact
 
     def add_held(self, fact: Fact) -> None:
         """Note that a slave holds a version, by a line of a kind in HELD or by a manifest."""

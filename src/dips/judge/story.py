@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def tell_story(run_dir: Path, name: str) -> Story:
     """Collect all that was recorded of `name`. Raises ConfigError, with similar names, when the run has no such one."""
     records = read_run(run_dir, keep=lambda _, kind: kind not in QUIET, files=False)
     decisions = [decision_of(record) for record in records.journal if record["kind"] in DECISIONS]
-    what = _what(name, records)
+    what = _what(name, records, decisions)
     wanted = _targets(what, name, decisions)
     story = Story(what, name, [entry for entry in _all(records) if _concerns(entry, what, name, wanted)])
     if not story.lines:
@@ -73,7 +73,7 @@ def tell_story(run_dir: Path, name: str) -> Story:
 # ---- what is asked for ----
 
 
-def _what(name: str, records: RunRecords) -> str:
+def _what(name: str, records: RunRecords, decisions: Sequence[Decision]) -> str:
     for pattern, what in ((_ROUND, "round"), (_VERSION, "version"), (_PUSH, "push")):
         if pattern.match(name):
             return what
@@ -81,7 +81,6 @@ def _what(name: str, records: RunRecords) -> str:
         return "slave"
     if name in _clusters(records):
         return "cluster"
-    decisions = [decision_of(record) for record in records.journal if record["kind"] in DECISIONS]
     raise ConfigError(
         f"{records.run_dir} has no {name!r}: give a round (r1.7), a version (1:6), a push (a/1.1#3), a cluster or a "
         f"slave. {_hint(name, records, decisions)}"
@@ -100,10 +99,7 @@ def _clusters(records: RunRecords) -> set[str]:
 
 def _hint(name: str, records: RunRecords, decisions: Iterable[Decision]) -> str:
     known = _clusters(records) | _slaves(records)
-    for made in decisions:
-        known |= {say_push(item.push) for item in made.participants}
-        known |= {say_round(made.round)} if made.round else set()
-        known |= {say_version(made.version)} if made.version else set()
+    known = known.union(*map(_names, decisions))
     close = difflib.get_close_matches(name, sorted(known), cutoff=0.4)
     if close:
         return f"Did you mean {', '.join(close)}?"
@@ -111,34 +107,22 @@ def _hint(name: str, records: RunRecords, decisions: Iterable[Decision]) -> str:
     return f"The run has {', '.join(names[:20]) or 'no cluster and no slave'}."
 
 
-@dataclass(frozen=True)
-class _Targets:
+def _names(made: Decision) -> set[str]:
+    """A decision's round, version and pushes."""
+    names = {say_push(item.push) for item in made.participants}
+    names |= {say_round(made.round)} if made.round else set()
+    return names | ({say_version(made.version)} if made.version else set())
+
+
+def _targets(what: str, name: str, decisions: Iterable[Decision]) -> set[str]:
     """The rounds, versions and pushes whose lines are part of the event history."""
-
-    rounds: frozenset[str] = frozenset()
-    versions: frozenset[str] = frozenset()
-    pushes: frozenset[str] = frozenset()
-
-
-def _targets(what: str, name: str, decisions: Iterable[Decision]) -> _Targets:
-    match what:
-        case "push":
-            return _Targets(pushes=frozenset({name}))
-        case "cluster" | "slave":
-            return _Targets()
-    mine = [made for made in decisions if name in (say_round(made.round), say_version(made.version))]
-    rounds = {say_round(made.round) for made in mine if made.round is not None}
-    versions = {say_version(made.version) for made in mine if made.version is not None}
-    pushes = {say_push(item.push) for made in mine for item in made.participants}
-    own = {name}
-    return _Targets(
-        frozenset(rounds | (own if what == "round" else set())),
-        frozenset(versions | (own if what == "version" else set())),
-        frozenset(pushes),
-    )
+    if what in ("cluster", "slave"):
+        return set()
+    made_it = (_names(made) for made in decisions if what != "push" and name in _names(made))
+    return {name}.union(*made_it)
 
 
-def _concerns(entry: Fact, what: str, name: str, wanted: _Targets) -> bool:
+def _concerns(entry: Fact, what: str, name: str, wanted: Set[str]) -> bool:
     fields = entry.fields
     if what == "slave":
         return str(entry) == f"slave {name}" or fields.get("slave") == name or name in fields.get("digests", {})
@@ -147,11 +131,11 @@ def _concerns(entry: Fact, what: str, name: str, wanted: _Targets) -> bool:
             return True
         pushes = [fields.get("push"), *fields.get("participants", ())]
         return any(isinstance(push, str) and push.startswith(f"{name}/") for push in pushes)
-    if fields.get("round") in wanted.rounds or entry.cause in wanted.rounds:
+    if fields.get("round") in wanted or (entry.cause in wanted and _ROUND.match(entry.cause)):
         return True
-    if fields.get("push") in wanted.pushes or wanted.pushes.intersection(fields.get("participants", ())):
+    if fields.get("push") in wanted or not wanted.isdisjoint(fields.get("participants", ())):
         return True
-    return fields.get("version") in wanted.versions and entry.kind not in ("base", "join", "joined")
+    return fields.get("version") in wanted and entry.kind not in ("base", "join", "joined")
 
 
 # ---- all that was recorded, in time order ----

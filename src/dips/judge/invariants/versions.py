@@ -165,12 +165,12 @@ def same_bits(history: History, fact: Fact) -> Sentences:
     if version is None or round_id is None or not digest:
         return None
     known = history.prepared.get((fact.who, round_id))
-    if known is None or known.version != version:
+    if known is None or known.version() != version:
         return []
-    if known.digest != digest:
+    if known.digest() != digest:
         return [
             f"slave {fact.who} made version {say_version(version)} of round {say_round(round_id)} as "
-            f"{short(known.digest)}, but {fact.kind} it as {short(digest)}"
+            f"{short(known.digest())}, but {fact.kind} it as {short(digest)}"
         ]
     return []
 
@@ -257,12 +257,12 @@ def completable(history: History, fact: Fact) -> Sentences:
             missing = True
             continue
         judged = True
-        if prepared.version != made.version or prepared.digest != digest:
+        if prepared.version() != made.version or prepared.digest() != digest:
             wrong.append(
-                f"{made} names {short(digest)} on slave {slave}, which prepared {short(prepared.digest)} as version "
-                f"{say_version(prepared.version)} in that round"
+                f"{made} names {short(digest)} on slave {slave}, which prepared {short(prepared.digest())} as version "
+                f"{say_version(prepared.version())} in that round"
             )
-        if history.is_sync and prepared.durable is False:
+        if history.is_sync and prepared.fields.get("durable") is False:
             wrong.append(f"{made} was written while slave {slave} had the version only in memory (durability is sync)")
     if missing and history.live:
         names = names_of(s for s in made.digests if (s, made.round) not in history.prepared)
