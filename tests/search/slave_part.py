@@ -36,7 +36,7 @@ from dips.core.messages import (
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec, encoded_bytes
 from dips.slave.state import effects
-from dips.slave.state.moves import cancelled
+from dips.slave.state.checks import cancelled
 from dips.slave.state.slave import SlaveMachine
 from dips.slave.state.staging import ShardMap, Slot, Staging, StagingTable
 from search.bounds import BLOCK_BYTES, LAYOUT, RUN, T0_S
@@ -284,9 +284,8 @@ class SlavePart:
                 self.served = epoch
             case Retain(versions):
                 self.pins = versions
-            case effects.DropShadow(shadow) | effects.DropMoved(shadow):
-                if isinstance(effect, effects.DropShadow):
-                    self.shadow = None
+            case effects.DropShadow(shadow):
+                self.shadow = None
                 self.disk = {key: file for key, file in self.disk.items() if file.info != shadow}
             case StopSlave() | effects.GiveUp():
                 self.stopped = True

@@ -28,7 +28,8 @@ from dips.core.wire import RESIDUAL_CODEC, Codec, encoded_bytes
 from dips.judge.facts import MERGES, Decision, Pair, decision_of, pair, say_push, say_round, say_version, short
 from dips.judge.judgement import near
 from dips.judge.records import RunRecords
-from dips.slave.push_evidence import FORMAT, checksum
+from dips.slave.disk import json_sum
+from dips.slave.push_evidence import FORMAT
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
@@ -425,7 +426,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"recorded round {path} cannot be read: {error}") from error
     if not isinstance(raw, dict) or raw.get("format") not in (FORMAT, WITHOUT_CHECKSUMS):
         raise ConfigError(f"recorded round {path} is not of this release: it should say {FORMAT}")
-    if raw["format"] == FORMAT and raw.get("xxh3_128") != checksum(raw):
+    if raw["format"] == FORMAT and raw.get("xxh3_128") != json_sum(raw, compact=True):
         raise ConfigError(f"recorded round {path} is not what was written: its checksum differs; restore it")
     if str(raw.get("pull_wire", Codec.F32.name)) not in Codec.__members__:
         raise ConfigError(

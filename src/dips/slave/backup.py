@@ -37,7 +37,7 @@ from dips.core.net.object_store import Objects
 from dips.core.observe.logs import ChangeLogger
 from dips.core.units import format_bytes
 from dips.slave.config import BackupConfig
-from dips.slave.disk import begin_writing
+from dips.slave.disk import json_sum, write_all
 from dips.slave.ring import SnapshotStore
 from dips.slave.snapshot_files import (
     HEADER_BYTES,
@@ -173,7 +173,7 @@ class StoredShard:
 def encode_shard(manifest: SnapshotManifest, parts: Sequence[Part]) -> bytes:
     """The object SLAVE.json."""
     body = {"format": FORMAT, "manifest": encode(manifest).decode(), "parts": [list(part) for part in parts]}
-    return json.dumps({"body": body, "xxh3_128": _sum(body)}).encode()
+    return json.dumps({"body": body, "xxh3_128": json_sum(body)}).encode()
 
 
 def read_stored(objects: Objects, of: StoredVersion, slave_id: str) -> StoredShard:
@@ -185,7 +185,7 @@ def read_stored(objects: Objects, of: StoredVersion, slave_id: str) -> StoredSha
     try:
         outer = json.loads(_get(objects, where, of.objects[where]))
         body = outer["body"]
-        if outer["xxh3_128"] != _sum(body) or body["format"] != FORMAT:
+        if outer["xxh3_128"] != json_sum(body) or body["format"] != FORMAT:
             raise SnapshotError(f"{where} was altered, or is of another release")
         manifest = decode(body["manifest"].encode(), where)
         parts = tuple((str(name), int(n_bytes), str(xxh3)) for name, n_bytes, xxh3 in body["parts"])
@@ -210,10 +210,6 @@ def read_stored(objects: Objects, of: StoredVersion, slave_id: str) -> StoredSha
 def _folder(manifest: SnapshotManifest) -> str:
     info = manifest.info
     return f"{manifest.run_id}/{info.version.timeline}.{info.version.v}-{info.commit_hash.hex()[:16]}"
-
-
-def _sum(body: Mapping[str, object]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
 # ---- copying to the store --------------------------------------------------------------------------------------------
@@ -428,9 +424,7 @@ def _copy(source: Path, copy: Path) -> None:
         try:
             at = 0
             while piece := memoryview(file.read(COPY_BYTES)):
-                while piece:
-                    piece = piece[os.write(into, piece) :]
-                begin_writing(into, at, COPY_BYTES)
+                write_all(into, at, piece)
                 for handle, start in ((into, max(0, at - COPY_BYTES)), (file.fileno(), at)):
                     os.posix_fadvise(handle, start, COPY_BYTES, os.POSIX_FADV_DONTNEED)
                 at += COPY_BYTES

@@ -19,8 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Literal, ParamSpec
 
 import zmq
@@ -28,7 +27,6 @@ import zmq
 from dips.core.errors import ConfigError, Refused
 from dips.core.layout import Buffer as Bytes
 from dips.core.layout import checksum as xxh3_64
-from dips.core.messages import SlaveBeat
 from dips.core.net.addresses import format_address, require_loopback
 from dips.core.net.data_header import MAX_HEADER_BYTES, DataOp
 from dips.core.net.newcomers import AcceptFilter, connection_of, cut, received_bytes
@@ -627,8 +625,13 @@ def _through_failpoint(frames: list[bytes | memoryview]) -> list[list[bytes | me
     return {FailpointKind.DROP: [], FailpointKind.DUP: [frames, frames]}.get(action.kind, [frames])
 
 
-def with_resident_bytes(beat: SlaveBeat) -> SlaveBeat:
-    """Fill in this process's resident memory without mapped files, as the kernel counts it."""
-    with open("/proc/self/statm") as file:
-        _, resident, shared, *_ = file.read().split()
-    return replace(beat, resident_bytes=(int(resident) - int(shared)) * PAGE_BYTES)
+@cache
+def _statm() -> int:
+    """The file stays open: the process may have no other left when its memory counts."""
+    return os.open("/proc/self/statm", os.O_RDONLY)
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process without files that are mapped: heap, arrays, frames. From any thread."""
+    _, resident, shared, *_ = os.pread(_statm(), 256, 0).split()
+    return (int(resident) - int(shared)) * PAGE_BYTES

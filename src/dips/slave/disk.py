@@ -89,6 +89,14 @@ def begin_writing(handle: int, at: int, n_bytes: int) -> None:
         _sync_file_range(handle, at, n_bytes, _BEGIN_WRITING)
 
 
+def write_all(handle: int, at: int, data: memoryview) -> None:
+    """Write the data at this place of a file, and have the kernel begin with each piece at once. Raises OSError."""
+    while data:
+        done = os.pwrite(handle, data[:PIECE_BYTES], at)
+        begin_writing(handle, at, done)
+        at, data = at + done, data[done:]
+
+
 class _Overwritten:
     """An open file with its two ways of writing; any thread may write, each its own bytes. `with` closes it."""
 
@@ -365,7 +373,11 @@ def read_small(disk: Disk, name: str, keys: Collection[str]) -> dict[str, object
         with disk.open(name) as file:
             body = json.loads(file.read())
         # A release before this one wrote no checksum.
-        if not isinstance(body, dict) or body.pop(_CHECKSUM, _sum(body)) != _sum(body) or not body.keys() <= {*keys}:
+        if (
+            not isinstance(body, dict)
+            or body.pop(_CHECKSUM, json_sum(body)) != json_sum(body)
+            or not body.keys() <= {*keys}
+        ):
             raise ConfigError(f"{where} was not written by a slave; {_REMEDY}")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where} cannot be read: {error}; {_REMEDY}") from error
@@ -374,12 +386,14 @@ def read_small(disk: Disk, name: str, keys: Collection[str]) -> dict[str, object
 
 def write_small(disk: Disk, name: str, body: Mapping[str, object]) -> None:
     """Replace a small JSON file, with its checksum. Raises OSError."""
-    replace_durably(disk, name, json.dumps({**body, _CHECKSUM: _sum(body)}).encode())
+    replace_durably(disk, name, json.dumps({**body, _CHECKSUM: json_sum(body)}).encode())
 
 
-def _sum(body: Mapping[str, object]) -> str:
+def json_sum(body: Mapping[str, object], compact: bool = False) -> str:
+    """xxh3-128 of a JSON body, without the field that holds it; compact: of its text without blanks."""
     said = {key: value for key, value in body.items() if key != _CHECKSUM}
-    return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True).encode())
+    separators = (",", ":") if compact else None
+    return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True, separators=separators).encode())
 
 
 _CHECKSUM = "xxh3_128"

@@ -27,7 +27,7 @@ from dips.core.observe.tape import Tape
 from dips.slave.config import SlaveConfig
 from dips.slave.connections import ConnectionGuard
 from dips.slave.control import Control
-from dips.slave.data_server import DataServer
+from dips.slave.data_server import DataServer, resident_bytes
 from dips.slave.metrics import families_of
 from dips.slave.push_evidence import DIRECTORY, PushEvidence
 from dips.slave.ring import Ring, SnapshotStore
@@ -54,7 +54,7 @@ async def serve_slave_metrics(
     def collect() -> Families:
         gauges = {
             "memory_limit_bytes": config.memory_bytes,
-            "resident_bytes": guard.memory_bytes(),
+            "resident_bytes": resident_bytes(),
             "budget_bytes": guard.limit_bytes,
             "disk_free_bytes": disk_free_bytes(config.directory),
             "snapshots": sum(info.committed for info in ring.infos()),

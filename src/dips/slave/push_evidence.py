@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -21,7 +20,7 @@ from dips.core.files import closed, make_folder
 from dips.core.messages import Prepare, SnapshotInfo
 from dips.core.observe.failpoints import failpoint
 from dips.core.wire import Codec
-from dips.slave.disk import PIECE_BYTES, LocalDisk, begin_writing, replace_durably
+from dips.slave.disk import LocalDisk, json_sum, replace_durably, write_all
 from dips.slave.memory import F32, bytes_of
 
 FORMAT = "dips-round-3"
@@ -72,14 +71,8 @@ class PushEvidence:
         if pull_wire is not Codec.F32:
             scalars["pull_wire"] = pull_wire.name
         record = self._owner | scalars | {"accepted": accepted}
-        text = json.dumps(record | {"xxh3_128": checksum(record)}, indent=1)
+        text = json.dumps(record | {"xxh3_128": json_sum(record, compact=True)}, indent=1)
         replace_durably(self._disk, f"round-{round_id}.json", text.encode())
-
-
-def checksum(record: Mapping[str, Any]) -> str:
-    """Checksum of a round's file, without the checksum itself."""
-    body = {key: value for key, value in record.items() if key != "xxh3_128"}
-    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _write_push(path: Path, push: F32, metadata: Mapping[str, str]) -> str:
@@ -95,16 +88,9 @@ def _write_push(path: Path, push: F32, metadata: Mapping[str, str]) -> str:
     sum_of_bytes.update(bytes_of(push))
     failpoint("slave.pushes.before_write")
     with open(path, "wb", buffering=0, opener=closed) as file:
-        _write_all(file.fileno(), 0, memoryview(head))
-        _write_all(file.fileno(), 8 + len(text), bytes_of(push))
+        write_all(file.fileno(), 0, memoryview(head))
+        write_all(file.fileno(), 8 + len(text), bytes_of(push))
         failpoint("slave.pushes.before_fsync")
         os.fsync(file.fileno())
         failpoint("slave.pushes.after_fsync")
     return sum_of_bytes.hexdigest()
-
-
-def _write_all(handle: int, at: int, data: memoryview) -> None:
-    while data:
-        done = os.pwrite(handle, data[:PIECE_BYTES], at)
-        begin_writing(handle, at, done)
-        at, data = at + done, data[done:]

@@ -34,8 +34,7 @@ from dips.slave.mover import Mover
 from dips.slave.push_evidence import PushEvidence
 from dips.slave.ring import SnapshotStore, disk_refusal
 from dips.slave.state import effects
-from dips.slave.state.checks import own_blocks
-from dips.slave.state.moves import cancelled
+from dips.slave.state.checks import cancelled, own_blocks
 from dips.slave.state.shard import to_refusal
 from dips.slave.state.slave import SlaveMachine
 
@@ -185,7 +184,8 @@ class SlaveShell:
             case effects.SavePromise(epoch):
                 self._spawn(self._save_promise(epoch))
             case effects.DropShadow(shadow):
-                self._made().drop_shadow()
+                if self._memory is not None:  # a slave without blocks may have moved some to its disk
+                    self._memory.drop_shadow()
                 self._spawn(self._on(self._disk, self._ring.drop_shadow, shadow))
             case messages.Retain(versions):
                 if self._memory is not None:
@@ -203,8 +203,6 @@ class SlaveShell:
                 self._unwanted_move = number
                 if self._mover is not None:
                     self._mover.cancel()
-            case effects.DropMoved(shadow):
-                self._spawn(self._on(self._disk, self._ring.drop_shadow, shadow))
             case _:
                 raise LocalProtocolError(f"no one carries out {type(effect).__name__}")
 

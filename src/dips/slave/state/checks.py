@@ -1,4 +1,5 @@
-"""Checks Configure, Prepare, MoveBlocks and the run's settings before a slave acts on them. Pure; raises Refused."""
+"""Checks Configure, Prepare, MoveBlocks and the run's settings before a slave acts on them, and says how a move of
+blocks ends. Pure; raises Refused."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import SlaveId
 from dips.core.layout import Block
 from dips.core.messages import Configure, MoveBlocks, PlacementSpec, Prepare, Settings, SnapshotInfo
+from dips.core.net.transfer import PullTransfer, TransferSettings
 from dips.core.placement import MEMORY_FILES, Placement, check_rounding, shard_bytes_needed
 from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import WIRE_DTYPES
@@ -43,6 +45,35 @@ def placement_of(spec: PlacementSpec, n_blocks: int) -> Placement:
     return placement
 
 
+# ---- moves of blocks for a RESHARD (docs/decisions/0019-reshard.md) ----
+
+
+WINDOW_CHUNKS = 16
+"""16 MiB on their way with chunks of 1 MiB: 10 Gbit/s at a round trip of 13 ms."""
+
+SILENCE_S = 3.0
+
+STALL_S = 30.0
+"""Without a chunk for so long the move is given up; the master begins it again when it can."""
+
+
+def settings_of_moves(chunk_bytes: int) -> TransferSettings:
+    """The settings of each transfer of a move."""
+    return TransferSettings(chunk_bytes, WINDOW_CHUNKS, SILENCE_S, STALL_S)
+
+
+def given_up(transfer: PullTransfer) -> Refused:
+    """The refusal with which a move ends whose transfer failed. Only what will not come back is not BUSY."""
+    if transfer.refusal in (RefusalCode.VERSION_GONE, RefusalCode.RUN_ID):
+        return Refused(transfer.refusal, transfer.failure)
+    return Refused(RefusalCode.BUSY, transfer.failure, 1.0)
+
+
+def cancelled(move: MoveBlocks) -> Refused:
+    """The refusal with which a move ends that is no longer needed."""
+    return Refused(RefusalCode.BUSY, f"round {move.round} was given up", 1.0)
+
+
 def check_move(slave_id: str, move: MoveBlocks, current: SnapshotInfo | None) -> None:
     """Check that blocks can be moved. Raises Refused when this slave does not hold the version, or a source has no
     address."""
@@ -59,6 +90,9 @@ def check_move(slave_id: str, move: MoveBlocks, current: SnapshotInfo | None) ->
         address = move.sources.slaves[index]
         if address.slave_id != slave_id and not address.data_endpoint:
             raise Refused(RefusalCode.BUSY, f"slave {address.slave_id} has no address: it is away", 1.0)
+
+
+# ---- commands and settings ----
 
 
 def check_memory(

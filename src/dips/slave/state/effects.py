@@ -84,13 +84,6 @@ class CancelMove:
 
 
 @dataclass(frozen=True)
-class DropMoved:
-    """Free the file that a move wrote."""
-
-    shadow: messages.SnapshotInfo
-
-
-@dataclass(frozen=True)
 class SaveVersion:
     """Write this version, the newest in memory, and its manifest to disk; then Saved or SaveFailed."""
 
@@ -116,7 +109,7 @@ class ReadRecord:
 
 @dataclass(frozen=True)
 class DropShadow:
-    """Forget the shadow in memory; its file is free space."""
+    """Forget this shadow, in memory or moved to disk by a RESHARD; its file is free space."""
 
     shadow: messages.SnapshotInfo
 
@@ -145,7 +138,6 @@ Effect = (
     | Serve
     | Run
     | CancelMove
-    | DropMoved
     | SaveVersion
     | SaveLater
     | ReadRecord

@@ -251,7 +251,7 @@ class ShardState:
         """Make memory and load the version asked for; Ready at once when both are there already."""
         out: list[Effect] = []
         if self.moved is not None and not is_load(self.moved[1], body):
-            out = self._drop_moved()
+            out = self._drop_shadow(now_s)
         try:
             check_settings(settings, self._max_chunk_bytes, self._snapshots_kept)
             check_memory(own_blocks(self._slave_id, body), body, settings, self._memory_bytes)
@@ -363,7 +363,7 @@ class ShardState:
         if self.shadow is not None and self.shadow.round == body.round:
             out += self._drop_shadow(now_s)
         if self.moved is not None and self.moved[0].round == body.round:
-            out += self._drop_moved() + self._save(now_s)
+            out += self._drop_shadow(now_s) + self._save(now_s)
         return out
 
     # ---- ends of jobs ----
@@ -522,12 +522,6 @@ class ShardState:
         """The phase after a move, which changes nothing in memory."""
         return ShardPhase.EMPTY if self.made is None else ShardPhase.READY
 
-    def _drop_moved(self) -> list[Effect]:
-        assert self.moved is not None
-        shadow, self.moved = self.moved[1], None
-        self.snapshots = tuple(info for info in self.snapshots if info != shadow)
-        return [effects.DropMoved(shadow)]
-
     def _enter_round(self, round_id: RoundId, now_s: float, made: bool = True) -> list[Effect]:
         """Refuse a round that is over; drop the shadow of an earlier one. made: it needs the shard in memory."""
         if made and self.made is None:
@@ -537,13 +531,16 @@ class ShardState:
         self._newest_round = round_id
         if self._measured is not None and self._measured.round != round_id:
             self._measured = None
-        out = self._drop_moved() if self.moved is not None else []
-        return out + (self._drop_shadow(now_s) if self.shadow is not None else [])
+        return self._drop_shadow(now_s)
 
     def _drop_shadow(self, now_s: float) -> list[Effect]:
-        assert self.shadow is not None
-        self.phase.move("drop", ShardPhase.READY, now_s)
-        shadow, self.shadow = self.shadow, None
+        """Give up the shadow, in memory or moved to disk: a round has one of the two, or none."""
+        if self.shadow is not None:
+            self.phase.move("drop", ShardPhase.READY, now_s)
+        shadow = self.shadow or (self.moved[1] if self.moved is not None else None)
+        if shadow is None:
+            return []
+        self.shadow = self.moved = None
         self.snapshots = tuple(info for info in self.snapshots if info != shadow)
         return [effects.DropShadow(shadow)]
 

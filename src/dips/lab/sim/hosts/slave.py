@@ -52,8 +52,7 @@ from dips.slave.memory import bytes_of
 from dips.slave.ring import Ring
 from dips.slave.state import effects
 from dips.slave.state.admission import Admission
-from dips.slave.state.checks import own_blocks
-from dips.slave.state.moves import cancelled, given_up, settings_of_moves
+from dips.slave.state.checks import cancelled, given_up, own_blocks, settings_of_moves
 from dips.slave.state.shard import to_refusal
 from dips.slave.state.slave import SlaveMachine
 
@@ -412,8 +411,11 @@ class SlaveHost(SlaveProcess):
             case effects.SavePromise(epoch):
                 self._later_on_disk(self._on_disk, self._save_promise, epoch)
             case effects.DropShadow(shadow):
-                self._made().shadow = None
-                self.ring.drop_shadow(shadow)
+                if self.port.memory is not None and self.port.memory.shadow is not None:
+                    self.port.memory.shadow = None
+                    self.ring.drop_shadow(shadow)
+                else:  # moved, which only the disk has
+                    self._later_on_disk(self._on_disk, self.ring.drop_shadow, shadow)
             case Allow(keys):
                 self.admission.set_keys(keys)
             case Retain(versions):
@@ -425,8 +427,6 @@ class SlaveHost(SlaveProcess):
                 self._unwanted = number
                 if self.move is not None:
                     self.move.cancel()
-            case effects.DropMoved(shadow):
-                self._later_on_disk(self._on_disk, self.ring.drop_shadow, shadow)
             case effects.SaveVersion():
                 shard = self._made().current
                 assert shard is not None, "a save is of what memory holds"
