@@ -267,7 +267,7 @@ class Slave:
 
     def _tell(self, body: CommandBody) -> None:
         command = SlaveCommand(RUN, 1, Incarnation(1, 1), "bench", body)
-        self._engine.handle(effects.Commanded(command))
+        self._engine.handle(command)
 
     async def _expect(self, kind: type[SlaveBody]) -> None:
         body = await asyncio.wait_for(self._said.get(), WAIT_S)

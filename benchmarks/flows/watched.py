@@ -18,7 +18,7 @@ from dips.core.observe.metrics import Families, disk_free_bytes
 from dips.core.observe.metrics_server import PATH, LoopSnapshots, MetricsServer
 from dips.slave.data_server import DataServer, resident_bytes
 from dips.slave.memory import ShardMemory
-from dips.slave.metrics import JOBS, Counts, families_of, snapshot
+from dips.slave.metrics import JOBS, Counts, completed, families_at
 from dips.slave.state.slave import SlaveMachine
 
 MEMORY_BYTES = 8 << 30
@@ -36,11 +36,11 @@ class ServedMetrics:
         for kind in JOBS:
             with counts.job(kind):
                 """So that an answer has all histograms."""
-        snapshots = LoopSnapshots(self._loop, lambda: snapshot(state, memory))
+        snapshots = LoopSnapshots(self._loop, lambda: families_at(counts, "s", state, memory))
 
         def collect() -> Families:
             gauges = {"resident_bytes": resident_bytes(), "disk_free_bytes": disk_free_bytes(Path.cwd())}
-            return families_of(counts, "s", snapshots.take(), data.figures, gauges, 1e9)
+            return completed(snapshots.take(), counts, data.figures, gauges, 1e9)
 
         self._server = MetricsServer("127.0.0.1:0", collect, INSECURE)
         self.url = f"http://{self._server.address}{PATH}"

@@ -154,7 +154,7 @@ class SlavePart:
         return [*outs, *self._handle(effects.Unlinked("it broke"))]
 
     def hear(self, command: SlaveCommand) -> list[Out]:
-        return self._handle(effects.Commanded(command))
+        return self._handle(command)
 
     def put(self, headers: Sequence[DataHeader], payload: PieceNames) -> list[Out]:
         """Chunks arrive, one after another; a refused one changes nothing."""

@@ -122,7 +122,7 @@ class Control:
             while isinstance(message, slaves_pb2.SlaveCommand):
                 self._welcomed = True
                 for _ in range(copies(failpoint("slave.link.after_receive"))):
-                    self._shell.handle(effects.Commanded(from_message(message, SlaveCommand)))
+                    self._shell.handle(from_message(message, SlaveCommand))
                 if self._shell.state.link.attached:
                     self._changes.report("link", f"attached to the master at {self._addresses.now}")
                 message = await self._next(call)

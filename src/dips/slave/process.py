@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 from typing import Any
 
 from dips.core.allocator import keep_freed_memory
@@ -28,7 +29,7 @@ from dips.slave.config import SlaveConfig
 from dips.slave.connections import ConnectionGuard
 from dips.slave.control import Control
 from dips.slave.data_server import DataServer, resident_bytes
-from dips.slave.metrics import families_of
+from dips.slave.metrics import completed
 from dips.slave.push_evidence import DIRECTORY, PushEvidence
 from dips.slave.ring import Ring, SnapshotStore
 from dips.slave.shell import SlaveShell
@@ -49,7 +50,7 @@ async def serve_slave_metrics(
     if config.metrics_listen is None:
         return None
     speed = await shell.measure_memory()
-    snapshots = LoopSnapshots(asyncio.get_running_loop(), shell.look)
+    snapshots = LoopSnapshots(asyncio.get_running_loop(), partial(shell.look, security))
 
     def collect() -> Families:
         gauges = {
@@ -59,8 +60,7 @@ async def serve_slave_metrics(
             "disk_free_bytes": disk_free_bytes(config.directory),
             "snapshots": sum(info.committed for info in ring.infos()),
         }
-        now, figures = snapshots.take(), data.figures
-        return families_of(shell.counts, config.slave_id, now, figures, gauges, speed, security)
+        return completed(snapshots.take(), shell.counts, data.figures, gauges, speed)
 
     return serve_metrics(
         config,

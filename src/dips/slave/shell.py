@@ -22,14 +22,16 @@ from dips.core.ids import Incarnation
 from dips.core.layout import shard_digest
 from dips.core.math import landing_numba, outer_numba, wire_numba
 from dips.core.math.compiling import watched, where_kept
+from dips.core.net.security import Security
 from dips.core.net.zmq_sockets import CurvePair
 from dips.core.observe.logs import ChangeLogger
+from dips.core.observe.metrics import Families
 from dips.core.observe.tape import Starting, Tape
 from dips.core.threads import Threads
 from dips.slave import calculation, serve_numba
 from dips.slave.data_server import DataServer
 from dips.slave.memory import F32, U8, MemoryFiles, ShardMemory, residual_bytes_of
-from dips.slave.metrics import Counts, MetricsMoment, kind_of, snapshot
+from dips.slave.metrics import Counts, families_at, kind_of
 from dips.slave.mover import Mover
 from dips.slave.push_evidence import PushEvidence
 from dips.slave.ring import SnapshotStore, disk_refusal
@@ -112,9 +114,9 @@ class SlaveShell:
         """Bytes a second that this machine's memory moves. Call it before the slave serves."""
         return await self._on(self._outer, calculation.memory_bytes_per_s, self._threads)
 
-    def look(self) -> MetricsMoment:
+    def look(self, security: Security) -> Families:
         """The state at this moment, for metrics; on the event loop."""
-        return snapshot(self.state, self._memory)
+        return families_at(self.counts, self._slave_id, self.state, self._memory, security)
 
     def handle(self, event: effects.Event) -> None:
         """Give the state machine an event and carry out its effects, in order. Any error ends the process: a caller on

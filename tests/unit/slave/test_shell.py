@@ -91,7 +91,7 @@ class Slave:
 
     def tell(self, body: messages.CommandBody) -> None:
         incarnation = Incarnation(self.epoch, 1)
-        self.shell.handle(effects.Commanded(messages.SlaveCommand(RUN, self.epoch, incarnation, "cause", body)))
+        self.shell.handle(messages.SlaveCommand(RUN, self.epoch, incarnation, "cause", body))
 
     async def hear(self, kind: type[B]) -> B:
         message = await asyncio.wait_for(asyncio.shield(self._next()), 60)

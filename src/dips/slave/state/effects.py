@@ -176,13 +176,6 @@ class Fenced:
 
 
 @dataclass(frozen=True)
-class Commanded:
-    """A command arrived on the stream."""
-
-    command: messages.SlaveCommand
-
-
-@dataclass(frozen=True)
 class PromiseSaved:
     """The promise of this epoch is on disk."""
 
@@ -249,4 +242,7 @@ class RecordRead:
 
 SaveEvent = Saved | SaveFailed | SaveAgain
 
-Event = Linked | Unlinked | Fenced | Commanded | PromiseSaved | PushStaged | Done | Failed | SaveEvent | RecordRead
+OfMaster = Linked | Unlinked | Fenced | messages.SlaveCommand
+"""A command that arrives on the stream is its own event."""
+
+Event = OfMaster | PromiseSaved | PushStaged | Done | Failed | SaveEvent | RecordRead

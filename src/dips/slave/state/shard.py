@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from dips.core import messages
 from dips.core.errors import LocalProtocolError, RefusalCode, Refused
@@ -387,7 +388,10 @@ class ShardState:
         self, job: Run, result: messages.SnapshotInfo | messages.Measured | messages.ShardList | None, now_s: float
     ) -> list[Effect]:
         """The tape is written before the answer that it proves: a kill between the two must leave the evidence."""
-        to, took_s = ShardPhase.READY, round(now_s - job.began_s, 6)
+        to = ShardPhase.READY
+        about: dict[str, Any] = {"took_s": round(now_s - job.began_s, 6)}
+        if isinstance(result, messages.SnapshotInfo):
+            about |= {"version": result.version, "round": result.round, "digest": result.digest}
         answer: messages.SlaveBody
         records: list[Effect] = []
         match job.command, result:
@@ -396,70 +400,32 @@ class ShardState:
             ):
                 self.current, self.shadow, self._measured = result, None, None
                 self.saving.committed(result, command.commit_record, job.durable)
-                records = [
-                    tape.VersionCommitted(
-                        job.cause,
-                        took_s=took_s,
-                        version=result.version,
-                        round=result.round,
-                        digest=result.digest,
-                        commit_hash=result.commit_hash,
-                        durable=job.durable,
-                    )
-                ]
-                answer = (
-                    messages.Flipped(result.round, result.version)
-                    if isinstance(command, messages.Commit)
-                    else self._ready()
-                )
+                committed_as = result.commit_hash
+                records = [tape.VersionCommitted(job.cause, **about, commit_hash=committed_as, durable=job.durable)]
+                is_commit = isinstance(command, messages.Commit)
+                answer = messages.Flipped(result.round, result.version) if is_commit else self._ready()
             case messages.Configure(origin=origin), messages.SnapshotInfo() | None:
                 self.current = result
                 self.saving.loaded(result)
-                loaded = tape.ShardLoaded(job.cause, took_s=took_s)
-                if result is not None:
-                    version, round_id, digest = result.version, result.round, result.digest
-                    loaded = replace(loaded, version=version, round=round_id, digest=digest)
-                    if origin is not None:
-                        records = [
-                            tape.OriginLoaded(
-                                job.cause, took_s=took_s, version=version, round=round_id, digest=digest, origin=origin
-                            )
-                        ]
-                records.append(loaded)
+                if result is not None and origin is not None:
+                    records = [tape.OriginLoaded(job.cause, **about, origin=origin)]
+                records.append(tape.ShardLoaded(job.cause, **about))
                 answer = self._ready()
             case messages.Measure(version=version) as command, messages.Measured():
                 self._measured = answer = result
                 gram, bad = _sums(result.blocks)
-                records = [
-                    tape.ShardMeasured(
-                        job.cause,
-                        took_s=took_s,
-                        round=command.round,
-                        version=version,
-                        gram=gram,
-                        nonfinite_elems=bad,
-                        all_zero=list(result.all_zero) if any(result.all_zero) else None,
-                    )
-                ]
+                about |= {"round": command.round, "version": version, "gram": gram, "nonfinite_elems": bad}
+                zero = list(result.all_zero) if any(result.all_zero) else None
+                records = [tape.ShardMeasured(job.cause, **about, all_zero=zero)]
             case messages.ListShard(version=version) as command, messages.ShardList():
-                records = [tape.ShardListed(job.cause, took_s=took_s, round=command.round, version=version)]
+                records = [tape.ShardListed(job.cause, **about, round=command.round, version=version)]
                 answer = result
             case (messages.Prepare() | messages.MoveBlocks()) as command, messages.SnapshotInfo():
                 if isinstance(command, messages.Prepare):
                     to, self.shadow, self._prepared = ShardPhase.PREPARED, result, command
                 else:
                     to, self.moved = self._still(), (command, result)
-                records = [
-                    tape.ShadowPrepared(
-                        job.cause,
-                        took_s=took_s,
-                        version=result.version,
-                        round=result.round,
-                        digest=result.digest,
-                        durable=job.durable,
-                        finite=True,
-                    )
-                ]
+                records = [tape.ShadowPrepared(job.cause, **about, durable=job.durable, finite=True)]
                 answer = messages.Prepared(result.round, result.digest)
             case command, _:
                 raise LocalProtocolError(f"{type(command).__name__} ended with {type(result).__name__}")

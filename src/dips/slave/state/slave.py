@@ -214,8 +214,8 @@ class SlaveMachine:
             case effects.Fenced():
                 self.link.incarnation = None
                 return []
-            case effects.Commanded(command):
-                return self._commanded(command, now_s)
+            case SlaveCommand():
+                return self._commanded(event, now_s)
             case effects.PromiseSaved(epoch):
                 attached = self.link.promise_saved(epoch, now_s)
                 out: list[Effect] = [

@@ -320,7 +320,7 @@ class SlaveHost(SlaveProcess):
             self.world.name_taken(self)
             self.end()
             return
-        self.handle(effects.Commanded(command))
+        self.handle(command)
 
     def _hung_up(self, refusal: Refusal | None) -> None:
         self._stream = None
