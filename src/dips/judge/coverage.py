@@ -15,12 +15,15 @@ Pure, and it never judges. Names are the tuples of dips.judge.facts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from dips.judge.facts import Fact, Pair, PushKey, pair, push_of, say_push, say_round
 from dips.judge.records import RunRecords
 from dips.master.archive import EPOCH
+
+T = TypeVar("T")
 
 WORK = frozenset({"measured", "prepared", "committed"})
 """Kinds of a slave's lines about a round that it takes part in."""
@@ -76,22 +79,11 @@ class Coverage:
         return self.master.place(epoch, number)
 
 
-def _pair(line: Fact, name: str) -> Pair | None:
-    """An incarnation, round or version of a line; None also for what is none, which is reported where it is judged."""
+def _said(line: Fact, name: str, parse: Callable[[Any], T | None]) -> T | None:
+    """An incarnation, round or version of a line, or what else is parsed; None also for what is none, which is reported
+    where it is judged."""
     try:
-        return pair(line.fields.get(name))
-    except (TypeError, ValueError):
-        return None
-
-
-def _number(line: Fact, name: str) -> int | None:
-    value = line.fields.get(name)
-    return value if isinstance(value, int) else None
-
-
-def _push(line: Fact) -> PushKey | None:
-    try:
-        return push_of(line.fields["push"])
+        return parse(line.fields[name])
     except (KeyError, TypeError, ValueError):
         return None
 
@@ -123,18 +115,18 @@ class _MasterTape:
         self._whole = {one for one in self.epochs if not self._newest or self._newest.get(one, 0) >= newest.get(one, 0)}
 
     def _add(self, line: Fact) -> None:
-        incarnation = _pair(line, "incarnation")
+        incarnation = _said(line, "incarnation", pair)
         match line.kind:
-            case "epoch" if (epoch := _number(line, "epoch")) is not None:
+            case "epoch" if (epoch := _said(line, "epoch", int)) is not None:
                 self.epochs.add(epoch)
-            case "journaled" if (number := _number(line, "number")) in self._epoch_of and number is not None:
+            case "journaled" if (number := _said(line, "number", int)) in self._epoch_of and number is not None:
                 self._newest[self._epoch_of[number]] = number
             case "slave_attached" if incarnation is not None:
                 self.attached.setdefault(str(line.fields.get("slave")), []).append(incarnation)
             case "join" if incarnation is not None:
                 process = str(line.fields.get("process") or "")
                 self.process_of[str(line.fields.get("cluster")), incarnation] = process
-            case "ticket" if (push := _push(line)) is not None:
+            case "ticket" if (push := _said(line, "push", push_of)) is not None:
                 self.epochs.add(push[1])
 
     def place(self, epoch: int, number: int | None) -> str:
@@ -177,11 +169,11 @@ class _Life:
     ended: bool = False
 
     def add(self, line: Fact) -> None:
-        round_id = _pair(line, "round")
+        round_id = _said(line, "round", pair)
         if line.kind not in STARTS:  # of the next process
             self.ended = line.kind == "stopped"
         match line.kind:
-            case "incarnation" if (incarnation := _pair(line, "incarnation")) is not None:
+            case "incarnation" if (incarnation := _said(line, "incarnation", pair)) is not None:
                 self.first, self.last = self.first or incarnation, incarnation
             case "configured" if not self.configured:
                 self.base, self.configured = round_id, True
@@ -257,7 +249,11 @@ class _ClusterTape:
 
     def _add(self, line: Fact) -> None:
         self._left = line.kind == "left"
-        incarnation, push, version = _pair(line, "incarnation"), _push(line), _pair(line, "version")
+        incarnation, push, version = (
+            _said(line, "incarnation", pair),
+            _said(line, "push", push_of),
+            _said(line, "version", pair),
+        )
         if line.kind == "joined" and incarnation is not None:
             self._known.add(incarnation)
         if push is not None:
@@ -333,18 +329,18 @@ def _lost(role: str, lines: Sequence[Fact], made: Mapping[Pair | None, int]) -> 
     incarnation that goes on from an older one."""
     parts, named, epoch, begin = list[tuple[int, int]](), list[tuple[int, Pair]](), 0, 0
     for at, line in enumerate(lines):
-        if line.kind in ("incarnation", "joined") and (incarnation := _pair(line, "incarnation")) is not None:
+        if line.kind in ("incarnation", "joined") and (incarnation := _said(line, "incarnation", pair)) is not None:
             epoch, begin = incarnation[0], at
         if line.kind == "epoch":
-            epoch, begin = _number(line, "epoch") or epoch, at
+            epoch, begin = _said(line, "epoch", int) or epoch, at
         field = _GOES_ON.get(line.kind)
-        if field is not None and (now := _pair(line, field)) is not None:
+        if field is not None and (now := _said(line, field, pair)) is not None:
             # Versions that the journal has not, or made in this epoch or later, after this process knew of them.
             earlier = [(place, one) for place, one in named if place < begin and one[0] == now[0]]
             lost = [(place, one) for place, one in earlier if made.get(one, epoch) >= epoch]
             if any(one > now for _, one in lost):
                 parts.append((lost[0][0], begin))
                 named = [(place, one) for place, one in named if not lost[0][0] <= place < begin]
-        if line.kind in _NAMES[role] and (version := _pair(line, "version")) is not None:
+        if line.kind in _NAMES[role] and (version := _said(line, "version", pair)) is not None:
             named.append((at, version))
     return parts

@@ -233,10 +233,6 @@ class Gap:
     things: dict[str, None] = field(default_factory=dict)
     invariants: set[str] = field(default_factory=set)
 
-    def add(self, place: str, thing: str, invariant: str) -> None:
-        self.places[place] = self.things[thing] = None
-        self.invariants.add(invariant)
-
 
 @dataclass
 class History:
@@ -303,7 +299,9 @@ class History:
         return bool(place)
 
     def lacks(self, role: str, name: str, place: str, thing: str, invariant: str) -> None:
-        self.gaps.setdefault((role, name), Gap()).add(place, thing, invariant)
+        gap = self.gaps.setdefault((role, name), Gap())
+        gap.places[place] = gap.things[thing] = None
+        gap.invariants.add(invariant)
 
     def lost_journal(self, kept: Collection[Pair] = ()) -> None:
         """Note that the master's disk was lost or restored: what was decided may be decided again, differently.

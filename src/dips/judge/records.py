@@ -26,7 +26,7 @@ from dips.master.archive import FILE_NAME, FOLDER, JournalRecord
 from dips.master.journal import read_content, read_newest
 from dips.slave import snapshot_files as manifests
 from dips.slave.backup import FOLDER as BACKUP
-from dips.slave.snapshot_files import HEADER_BYTES, SnapshotError, read_head, read_tensors
+from dips.slave.snapshot_files import HEADER_BYTES, SnapshotError, read_snapshot
 
 T = TypeVar("T")
 
@@ -293,10 +293,7 @@ def _unchanged(path: Path, data: bytes) -> bool:
 def non_finite(path: Path, manifest: manifests.SnapshotManifest) -> dict[str, int]:
     """Count the elements of theta and momentum that are NaN or infinite. Raises SnapshotError and OSError."""
     with path.open("rb") as file:
-        head = read_head(file, str(path))
-        if head is None or not manifest.fits(head):
-            raise SnapshotError(f"{path} is not the file that {manifest.info.version}'s manifest names")
-        read_tensors(file, str(path), head)
+        head = read_snapshot(file, str(path), named_by=manifest)
     shape = (2, head.n_elems)
     if os.path.getsize(path) < HEADER_BYTES + 8 * head.n_elems:
         raise SnapshotError(f"{path} is shorter than its header says")

@@ -127,7 +127,10 @@ def verify_run(
                 f"{len(replayed.missing)} shards were not computed again, the first because: {replayed.missing[0]} "
                 "(--allow-skipped accepts that)"
             )
-    violations = [*checker.violations, *evidence.violations, *(_of_replay(replayed) if replayed is not None else ())]
+    violations = [*checker.violations, *evidence.violations]
+    if replayed is not None:
+        violations += [Violation("I14", said, "replay") for said in replayed.wrong]
+        violations += [Violation("I18", said, "replay") for said in replayed.misjudged]
     records.notes += _not_recomputed(checker.history.judging) + ended_without_a_word(records)
     # The row below the promises: whether the records are complete and agree.
     result, why = OK, ""
@@ -287,11 +290,6 @@ def _not_recomputed(judging: Judging) -> list[str]:
             "is in none of the records"
         )
     return notes
-
-
-def _of_replay(replayed: Replayed) -> list[Violation]:
-    wrong, misjudged = replayed.wrong, replayed.misjudged
-    return [Violation(name, said, "replay") for name, many in (("I14", wrong), ("I18", misjudged)) for said in many]
 
 
 class Summary(TypedDict):

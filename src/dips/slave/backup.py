@@ -49,8 +49,7 @@ from dips.slave.snapshot_files import (
     encode,
     manifest_name,
     parse_head,
-    read_head,
-    read_tensors,
+    read_snapshot,
 )
 
 FORMAT = "dips-backup-1"
@@ -98,7 +97,7 @@ class StoredVersion:
     run_id: str
     version: Version
     folder: str
-    objects: Mapping[str, int]  # name -> bytes
+    objects: dict[str, int]  # name -> bytes
 
     def manifest_of(self, slave_id: str) -> str:
         return f"{self.folder}/{slave_id}{_MANIFEST}"
@@ -112,13 +111,13 @@ class StoredVersion:
 
 def stored_versions(sizes: Mapping[str, int]) -> list[StoredVersion]:
     """The versions in a listing, oldest first. Objects with other names are not ours, and are left alone."""
-    found: dict[str, tuple[str, Version, dict[str, int]]] = {}
+    found: dict[str, StoredVersion] = {}
     for name, n_bytes in sizes.items():
         if match := _OBJECT.fullmatch(name):
             version = Version(int(match["timeline"]), int(match["v"]))
-            found.setdefault(match["folder"], (match["run"], version, {}))[2][name] = n_bytes
-    versions = (StoredVersion(run, version, folder, objects) for folder, (run, version, objects) in found.items())
-    return sorted(versions, key=lambda one: (one.version, one.folder))
+            one = StoredVersion(match["run"], version, match["folder"], {})
+            found.setdefault(one.folder, one).objects[name] = n_bytes
+    return sorted(found.values(), key=lambda one: (one.version, one.folder))
 
 
 def is_given_up(one: StoredVersion, shards: Mapping[str, StoredShard]) -> bool:
@@ -322,10 +321,7 @@ class Copier:
                 which = (manifest.stamp, status.st_ino, status.st_mtime_ns)
                 if self._checked == which:
                     return
-                head = read_head(file, str(folder / COPY))
-                if head is None or not manifest.fits(head):
-                    raise SnapshotError(trouble)
-                read_tensors(file, str(folder / COPY), head)
+                read_snapshot(file, str(folder / COPY), named_by=manifest)
         except (FileNotFoundError, SnapshotError) as error:
             _empty(folder)
             raise RetryLater(trouble) from error

@@ -324,7 +324,7 @@ class Ring:
         where = self._disk.where(ring_name(slot))
         try:
             with self._disk.open(ring_name(slot)) as file:
-                head = read_snapshot(file, where, theta, momentum, residual)
+                head = read_snapshot(file, where, (theta, momentum, residual))
             if head != self._content(slot).head:
                 raise SnapshotError(f"{where} changed since it was verified")
         except (OSError, SnapshotError) as error:

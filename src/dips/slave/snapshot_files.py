@@ -169,12 +169,17 @@ def read_tensors(file: BinaryIO, where: str, head: FileHead, into: tuple[F32, F3
             raise SnapshotError(f"{where}: the bytes of {name} are not those that were written")
 
 
-def read_snapshot(file: BinaryIO, where: str, theta: F32, momentum: F32, residual: U8 = NO_RESIDUAL) -> FileHead:
-    """Read a whole file into the arrays. Raises SnapshotError when it is not whole; OSError when it cannot be read."""
+def read_snapshot(
+    file: BinaryIO, where: str, into: tuple[F32, F32, U8] | None = None, named_by: SnapshotManifest | None = None
+) -> FileHead:
+    """Read and check a whole file, as read_tensors() does. Raises SnapshotError when it is not whole, or not the file
+    that the manifest names; OSError when it cannot be read."""
     head = read_head(file, where)
+    if named_by is not None and (head is None or not named_by.fits(head)):
+        raise SnapshotError(f"{where} is not the file that {named_by.info.version}'s manifest names")
     if head is None:
         raise SnapshotError(f"{where} was made and never written")
-    read_tensors(file, where, head, (theta, momentum, residual))
+    read_tensors(file, where, head, into)
     return head
 
 
