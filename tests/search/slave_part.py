@@ -27,6 +27,7 @@ from dips.core.messages import (
     Prepare,
     Refusal,
     Retain,
+    SendCommitRecord,
     ShardList,
     SlaveCommand,
     SlaveMessage,
@@ -299,8 +300,8 @@ class SlavePart:
                     return []
                 refused, self.move = cancelled(self.move[1]), None
                 return self._handle(effects.Failed(job, Refusal(refused.code, refused.sentence, 1.0)))
-            case effects.ReadRecord(asked_by, command):
-                return self._read_record(asked_by, command.version, command.round)
+            case SlaveCommand(body=SendCommitRecord() as asked):
+                return self._read_record(effect.incarnation, asked.version, asked.round)
             case _:
                 raise TypeError(f"the search does not execute {type(effect).__name__}")
         return []
@@ -368,10 +369,8 @@ class SlavePart:
 
     def _read_record(self, asked_by: Incarnation | None, version: Version, round_id: RoundId) -> list[Out]:
         file = self.disk.get((version, round_id))
-        if file is None or not file.record:
-            answer = CommitRecord(version, round_id, b"", Refusal(RefusalCode.VERSION_GONE, "it is not here"))
-        else:
-            answer = CommitRecord(version, round_id, file.record)
+        gone = CommitRecord(version, round_id, b"", Refusal(RefusalCode.VERSION_GONE, "it is not here"))
+        answer = CommitRecord(version, round_id, file.record) if file is not None and file.record else gone
         return self._handle(effects.RecordRead(asked_by, answer))
 
     def _measure(self, slots: tuple[Slot, ...]) -> tuple[BlockGram, ...]:

@@ -249,11 +249,8 @@ class _ClusterTape:
 
     def _add(self, line: Fact) -> None:
         self._left = line.kind == "left"
-        incarnation, push, version = (
-            _said(line, "incarnation", pair),
-            _said(line, "push", push_of),
-            _said(line, "version", pair),
-        )
+        incarnation, version = _said(line, "incarnation", pair), _said(line, "version", pair)
+        push = _said(line, "push", push_of)
         if line.kind == "joined" and incarnation is not None:
             self._known.add(incarnation)
         if push is not None:

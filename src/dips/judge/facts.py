@@ -127,10 +127,6 @@ class Decision:
     def accepted(self) -> list[RecordedParticipant]:
         return [item for item in self.participants if item.verdict == "APPLIED"]
 
-    @property
-    def is_seed(self) -> bool:
-        return self.kind == "COMMIT" and self.from_version is None
-
     def __str__(self) -> str:
         what = f"{self.kind} of version {say_version(self.version)}" if self.version else self.kind
         return f"the {what} (round {say_round(self.round)})"

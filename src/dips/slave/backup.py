@@ -99,9 +99,6 @@ class StoredVersion:
     folder: str
     objects: dict[str, int]  # name -> bytes
 
-    def manifest_of(self, slave_id: str) -> str:
-        return f"{self.folder}/{slave_id}{_MANIFEST}"
-
     @property
     def slaves(self) -> frozenset[str]:
         """Those whose part is whole."""
@@ -163,7 +160,7 @@ def encode_shard(manifest: SnapshotManifest, parts: Sequence[Part]) -> bytes:
 def read_stored(objects: Objects, of: StoredVersion, slave_id: str) -> StoredShard:
     """Read an object SLAVE.json of this version. Raises SnapshotError where it is torn, altered or another's, or where
     one of its parts is not there; else as Objects do."""
-    where = of.manifest_of(slave_id)
+    where = f"{of.folder}/{slave_id}{_MANIFEST}"
     if of.objects[where] > MOST_MANIFEST_BYTES:
         raise SnapshotError(f"{where} has {format_bytes(of.objects[where])}: no manifest is that large")
     try:

@@ -79,24 +79,19 @@ class ZapHandler:
 
     def _answer(self, question: Sequence[bytes]) -> list[bytes]:
         version, request = question[0], question[1]
-        user = self._user(question)
-        if user is not None:
-            return [version, request, b"200", b"OK", user.encode(), b""]
-        # Not 300, "try later": libzmq then leaves both ends waiting until the time for the handshake is over.
-        return [version, request, b"400", b"this key is not on the master's list", b"", b""]
-
-    def _user(self, question: Sequence[bytes]) -> str | None:
-        if len(question) != ZAP_FRAMES or question[5] != b"CURVE":
-            self._refused("a peer without a CURVE key")
-            return None
-        address, key = question[3].decode("ascii", "replace"), question[6]
-        user = self._admission.user_of(key)
-        if user is None:
-            self._refused(
+        why = "a peer without a CURVE key"
+        if len(question) == ZAP_FRAMES and question[5] == b"CURVE":
+            address, key = question[3].decode("ascii", "replace"), question[6]
+            user = self._admission.user_of(key)
+            if user is not None:
+                return [version, request, b"200", b"OK", user.encode(), b""]
+            why = (
                 f"a process at {address} with data key {key.hex()[:8]}, which is not on the master's list: it has not "
                 "joined, or it was evicted or revoked"
             )
-        return user
+        self._refused(why)
+        # Not 300, "try later": libzmq then leaves both ends waiting until the time for the handshake is over.
+        return [version, request, b"400", b"this key is not on the master's list", b"", b""]
 
 
 # ---- data server -----------------------------------------------------------------------------------------------------

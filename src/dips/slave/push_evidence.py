@@ -22,6 +22,7 @@ from dips.core.observe.failpoints import failpoint
 from dips.core.wire import Codec
 from dips.slave.disk import LocalDisk, json_sum, replace_durably, write_all
 from dips.slave.memory import F32, bytes_of
+from dips.slave.state.checks import scalars_of
 
 FORMAT = "dips-round-3"
 DIRECTORY = "pushes"
@@ -57,12 +58,7 @@ class PushEvidence:
             "round": str(body.round),
             "from_version": str(body.from_version) if body.from_version is not None else None,
             "to_version": str(body.to_version),
-            "scale": body.scale,
-            "outer_lr": body.outer_lr,
-            "momentum_decay": body.momentum_decay,
-            "momentum_lookahead": body.momentum_lookahead,
-            "gradient_weight": body.gradient_weight,
-            "averaged_share": body.averaged_share,
+            **scalars_of(body),
             "chunk_bytes": chunk_bytes,
             "layout_hash": shadow.layout_hash.hex(),
             "placement_hash": shadow.placement_hash.hex(),

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from dips.core import messages
 from dips.core.clock import Clock
@@ -40,6 +41,7 @@ from dips.slave.state.checks import cancelled, own_blocks
 from dips.slave.state.shard import to_refusal
 from dips.slave.state.slave import SlaveMachine
 
+P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger("dips.slave")
 
@@ -83,8 +85,7 @@ class SlaveShell:
         self._settling: asyncio.Future[None] | None = None
         self._saving: asyncio.Future[None] | None = None
         self._saving_theta: F32 | None = None
-        self._said_refused = 0
-        self._said_away = 0
+        self._said: Counter[str] = Counter()  # refusals that the tape has, by kind
         self.counts = Counts(clock)
         self.starts = ""
         """What the start does that may take minutes, for the beats; empty when it is over."""
@@ -197,8 +198,8 @@ class SlaveShell:
                 self._spawn(self._save(effect, *self._held_for_saving(effect.info)))
             case effects.SaveLater(delay_s):
                 self._spawn(self._later(delay_s, effects.SaveAgain()))
-            case effects.ReadRecord(asked_by, command):
-                self._spawn(self._read_record(asked_by, command))
+            case messages.SlaveCommand(body=messages.SendCommitRecord() as body):
+                self._spawn(self._read_record(effect.incarnation, body))
             case effects.Run():
                 self._spawn(self._job(effect))
             case effects.CancelMove(number):
@@ -263,12 +264,10 @@ class SlaveShell:
     def _settle(self) -> None:
         """Give the data port the readable versions; `_settled` waits until it reads nothing else."""
         memory = self._made()
-        settling = self._settling = self._loop.create_future()
-        settling.add_done_callback(lambda _: memory.left() if settling is self._settling else None)
         info = memory.current.info if memory.current is not None else None
         current = info.version if info is not None else None
-        self._data.do(self._data.port.set_readable, memory.readable(), current)
-        self._data.do(self._resolve_soon, settling)
+        settling = self._settling = self._on_port(self._data.port.set_readable, memory.readable(), current)
+        settling.add_done_callback(lambda _: memory.left() if settling is self._settling else None)
 
     async def _settled(self) -> None:
         if self._settling is not None:
@@ -277,12 +276,12 @@ class SlaveShell:
     def _resolve_soon(self, future: asyncio.Future[None]) -> None:
         self._loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
 
-    async def _serve_memory(self, memory: ShardMemory | None) -> None:
+    def _on_port(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[None]:
+        """Have the data port's thread do this call; done when it was."""
         done: asyncio.Future[None] = self._loop.create_future()
-        shard, staging = (memory.map, memory.staging) if memory is not None else (None, None)
-        self._data.do(self._data.port.set_memory, shard, staging)
+        self._data.do(call, *args, **kwargs)
         self._data.do(self._resolve_soon, done)
-        await done
+        return done
 
     def _made(self) -> ShardMemory:
         if self._memory is None:
@@ -305,21 +304,21 @@ class SlaveShell:
         """Make memory and fill it. Returns the version that it holds then."""
         await self._settled()
         await self._saved_to_file()
-        await self._serve_memory(None)
+        await self._on_port(self._data.port.set_memory, None, None)
         self._memory = self._settling = self._saving_theta = None
         blocks = own_blocks(self._slave_id, body)
         await self._on(self._disk, self._ring.close_round)
-        residual_bytes = residual_bytes_of(blocks, run.chunk_bytes, run.pull_wire)
+        chunk_bytes, pull_wire = run.settings.chunk_bytes, run.settings.pull_wire
+        residual_bytes = residual_bytes_of(blocks, chunk_bytes, pull_wire)
         await self._on(self._disk, self._ring.make, sum(block.n_elems for block in blocks), residual_bytes)
         slots, room = body.staging_slots, self._memory_bytes
         starting = Starting("memory", log, self._tape, self._clock)
-        files = MemoryFiles(self._store.directory, run.memory_files, body.pinned_versions)
-        memory = await self._on(
-            self._outer, ShardMemory, blocks, run.chunk_bytes, slots, room, starting.touched, files, run.pull_wire
-        )
+        files = MemoryFiles(self._store.directory, run.settings.memory_files, body.pinned_versions)
+        arguments = (blocks, chunk_bytes, slots, room, starting.touched, files, pull_wire)
+        memory = await self._on(self._outer, ShardMemory, *arguments)
         starting.end()
         current = None if run.source is None else await self._fill(memory, body, run.source)
-        await self._serve_memory(memory)
+        await self._on_port(self._data.port.set_memory, memory.map, memory.staging)
         self._memory = memory
         self._settle()
         await self._settled()
@@ -435,8 +434,8 @@ class SlaveShell:
             raise cancelled(body)
         link = self.state.link
         mover = self._mover = Mover(
-            self._slave_id, link.run_id, link.promised_epoch, body, run.chunk_bytes, self._memory, self._ring,
-            self._disk, self._clock, self._curve, run.pull_wire,
+            self._slave_id, link.run_id, link.promised_epoch, body, run.settings.chunk_bytes, self._memory, self._ring,
+            self._disk, self._clock, self._curve, run.settings.pull_wire,
         )  # fmt: skip
         try:
             return await self._on(self._moving, mover.run)
@@ -501,16 +500,13 @@ class SlaveShell:
 
     def note_refusals(self) -> None:
         """Record refused messages on the tape, at most one line a beat (I16 of docs/architecture.md)."""
-        beat = self._data.figures.beat
-        if beat.refused_connections != self._said_away:
-            fresh, self._said_away = beat.refused_connections - self._said_away, beat.refused_connections
-            reason = beat.refused_connection
-            self._tape.write("refused_connection", "", count=fresh, total=self._said_away, last_reason=reason)
-            self._changes.report("refused_connection", f"connections are refused, the last: {reason}", "WARNING")
-        total = beat.refused_chunks
-        if total != self._said_refused:
-            fresh, self._said_refused = total - self._said_refused, total
-            reason = self._data.port.last_refusal
-            self._tape.write("refused_chunk", "", count=fresh, total=total, last_reason=reason)
-            if reason:
-                self._changes.report("refused_chunk", f"data messages are refused, the last: {reason}", "WARNING")
+        beat, port = self._data.figures.beat, self._data.port
+        for kind, total, reason, what in (
+            ("refused_connection", beat.refused_connections, beat.refused_connection, "connections"),
+            ("refused_chunk", beat.refused_chunks, port.last_refusal, "data messages"),
+        ):
+            fresh, self._said[kind] = total - self._said[kind], total
+            if fresh:
+                self._tape.write(kind, "", count=fresh, total=total, last_reason=reason)
+            if fresh and reason:
+                self._changes.report(kind, f"{what} are refused, the last: {reason}", "WARNING")

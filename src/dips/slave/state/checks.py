@@ -207,6 +207,12 @@ def is_load(info: SnapshotInfo | None, body: Configure) -> bool:
     )
 
 
+def scalars_of(prepare: Prepare) -> dict[str, float]:
+    """The scalars of the outer step."""
+    names = "scale outer_lr momentum_decay momentum_lookahead gradient_weight averaged_share"
+    return {name: getattr(prepare, name) for name in names.split()}
+
+
 def check_prepare(prepare: Prepare, current: SnapshotInfo | None, snapshots: Sequence[SnapshotInfo]) -> None:
     """Raises Refused when the round does not start from the version in memory, or the command is not consistent.
 
@@ -231,14 +237,5 @@ def check_prepare(prepare: Prepare, current: SnapshotInfo | None, snapshots: Seq
             RefusalCode.MALFORMED,
             f"round {prepare.round} has {n_accepted} pushes and {len(prepare.weights)} weights",
         )
-    scalars = (
-        *prepare.weights,
-        prepare.scale,
-        prepare.outer_lr,
-        prepare.momentum_decay,
-        prepare.momentum_lookahead,
-        prepare.gradient_weight,
-        prepare.averaged_share,
-    )
-    if not all(math.isfinite(value) for value in scalars):
+    if not all(map(math.isfinite, (*prepare.weights, *scalars_of(prepare).values()))):
         raise Refused(RefusalCode.NONFINITE, f"round {prepare.round} has a weight, scale or rate that is not finite")

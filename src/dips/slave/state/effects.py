@@ -61,19 +61,21 @@ class Run:
     command: JobCommand
     cause: str
     began_s: float
+    settings: messages.Settings  # the run's
     slots: tuple[Slot, ...] = ()  # Measure, Prepare: where the pushes are, in the command's order
-    chunk_bytes: int = 0  # Configure, MoveBlocks: of the run's settings
-    memory_files: str = "none"  # Configure: of the run's settings
-    pull_wire: str = "float32"  # Configure, MoveBlocks: of the run's settings
     # Configure: memory is made, and filled from this snapshot (None: left empty); a shadow becomes a committed one. One
     # of another name than configure.load is its origin: it gets that name, and what came after it leaves.
     source: messages.SnapshotInfo | None = None
     shadow: messages.SnapshotInfo | None = (
         None  # Commit, or a Configure that names it: it is in memory and becomes current
     )
-    durable: bool = True  # the shadow's file, or its manifest, must be on disk before the job is done
     delay_s: float = 0.0
     number: int = 0  # given when it begins
+
+    @property
+    def durable(self) -> bool:
+        """Whether the shadow's file, or its manifest, must be on disk before the job is done."""
+        return self.settings.durability != "async"
 
 
 @dataclass(frozen=True)
@@ -97,14 +99,6 @@ class SaveLater:
     """Send the event SaveAgain after this time."""
 
     delay_s: float
-
-
-@dataclass(frozen=True)
-class ReadRecord:
-    """Read the COMMIT record of a snapshot from its manifest, then RecordRead for the incarnation that asked."""
-
-    asked_by: Incarnation | None
-    command: messages.SendCommitRecord
 
 
 @dataclass(frozen=True)
@@ -140,19 +134,20 @@ Effect = (
     | CancelMove
     | SaveVersion
     | SaveLater
-    | ReadRecord
     | DropShadow
     | HoldSlots
     | Record
     | Log
     | GiveUp
+    | messages.SlaveCommand
     | messages.Retain
     | messages.Allow
     | messages.StopSlave
 )
 """A command that needs no more than itself is its own effect: Retain keeps versions readable in addition to the current
 one and the one before, Allow admits these keys to the data port and no others, StopSlave ends the process with exit
-code 0."""
+code 0. SlaveCommand is a SendCommitRecord with the incarnation that asks: read the record from its manifest, then
+RecordRead."""
 
 
 # ---- events ----
@@ -236,7 +231,7 @@ class SaveAgain:
 class RecordRead:
     """The answer to SendCommitRecord."""
 
-    asked_by: Incarnation | None  # as in ReadRecord
+    asked_by: Incarnation | None
     answer: messages.CommitRecord
 
 

@@ -241,7 +241,7 @@ class ShardState:
 
         Either memory must be made again, or a master that came back with durability "sync" relies on Ready for that.
         """
-        disk_first = is_durable(settings) or self.made != _made(body, settings)
+        disk_first = settings.durability != "async" or self.made != _made(body, settings)
         return self.saving.behind and is_load(self.current, body) and disk_first
 
     # ---- commands; only called while not busy ----
@@ -262,7 +262,7 @@ class ShardState:
                 if self.current is None if body.load is None else is_load(self.current, body):
                     return [*out, effects.SendUp(self._ready())]
                 if self.shadow is not None and is_load(self.shadow, body):
-                    job = Run(body, cause, now_s, shadow=self.shadow, durable=is_durable(settings))
+                    job = Run(body, cause, now_s, settings, shadow=self.shadow)
                     return [*out, self._begin("configure", ShardPhase.COMMITTING, job, now_s)]
             source = find_load(body, self.snapshots)
         except Refused as refused:
@@ -272,11 +272,10 @@ class ShardState:
         self.moved = None
         self._slots.clear()
         self.saving.dropped()
-        job = Run(
-            body, cause, now_s, chunk_bytes=settings.chunk_bytes, memory_files=settings.memory_files,
-            pull_wire=settings.pull_wire, source=source,
-        )  # fmt: skip
-        return [*out, self._begin("configure", ShardPhase.LOADING, job, now_s)]
+        return [
+            *out,
+            self._begin("configure", ShardPhase.LOADING, Run(body, cause, now_s, settings, source=source), now_s),
+        ]
 
     def begin(
         self,
@@ -290,7 +289,6 @@ class ShardState:
         if again is not None:
             return [effects.SendUp(again)]
         out: list[Effect] = []
-        durable = is_durable(settings)
         try:
             match body:
                 case messages.Measure():
@@ -299,12 +297,14 @@ class ShardState:
                     if not body.participants:
                         raise Refused(RefusalCode.MALFORMED, f"round {body.round} has no participants to measure")
                     slots = self._slots.complete(body.participants)
-                    begun = self._begin("measure", ShardPhase.MEASURING, Run(body, cause, now_s, slots), now_s)
+                    begun = self._begin(
+                        "measure", ShardPhase.MEASURING, Run(body, cause, now_s, settings, slots), now_s
+                    )
                 case messages.Prepare():
                     out = self._enter_round(body.round, now_s)
                     check_prepare(body, self.current, self.snapshots)
                     slots = self._slots.complete(body.accepted)
-                    job = Run(body, cause, now_s, slots, durable=durable)
+                    job = Run(body, cause, now_s, settings, slots)
                     begun = self._begin("prepare", ShardPhase.PREPARING, job, now_s)
                 case messages.Commit():
                     if self.shadow is None or (self.shadow.round, self.shadow.version) != (body.round, body.version):
@@ -312,19 +312,18 @@ class ShardState:
                             RefusalCode.VERSION_GONE,
                             f"no shadow of round {body.round} is in memory: send Configure with that version to load",
                         )
-                    job = Run(body, cause, now_s, shadow=self.shadow, durable=durable)
+                    job = Run(body, cause, now_s, settings, shadow=self.shadow)
                     begun = self._begin("commit", ShardPhase.COMMITTING, job, now_s)
                 case messages.ListShard():  # a RESHARD begins: send the checksums of all chunks of the version
                     out = self._enter_round(body.round, now_s)
                     self._demand_current(body, "moves")
-                    begun = self._begin("list", ShardPhase.LISTING, Run(body, cause, now_s), now_s)
+                    begun = self._begin("list", ShardPhase.LISTING, Run(body, cause, now_s, settings), now_s)
                 case messages.MoveBlocks():  # the shadow of another placement; a slave without blocks begins with it
                     out = self._enter_round(body.round, now_s, made=False)
                     check_settings(settings, self._max_chunk_bytes, self._snapshots_kept)
                     check_memory(own_blocks(self._slave_id, body), body, settings, self._memory_bytes)
                     check_move(self._slave_id, body, self.current)
-                    job = Run(body, cause, now_s, chunk_bytes=settings.chunk_bytes, pull_wire=settings.pull_wire)
-                    begun = self._begin("move", ShardPhase.MOVING, job, now_s)
+                    begun = self._begin("move", ShardPhase.MOVING, Run(body, cause, now_s, settings), now_s)
         except Refused as refused:
             return [*out, effects.SendUp(_refusal_of(body, to_refusal(refused)))]
         return [*out, begun]
@@ -520,11 +519,6 @@ def _made(body: messages.Configure, settings: messages.Settings) -> Made:
         body.layout_hash, placement_hash, body.staging_slots, body.pinned_versions, settings.chunk_bytes,
         settings.memory_files, settings.pull_wire,
     )  # fmt: skip
-
-
-def is_durable(settings: messages.Settings) -> bool:
-    """Whether versions must be on disk before they are PREPARED."""
-    return settings.durability != "async"
 
 
 def to_refusal(refused: Refused) -> messages.Refusal:

@@ -340,8 +340,8 @@ class SlaveMachine:
             case CloseStaging(push):
                 self.slots.close(push)
                 return [effects.HoldSlots(self.slots.all())]
-            case SendCommitRecord() as body:
-                return [effects.ReadRecord(command.incarnation, body)]
+            case SendCommitRecord():
+                return [command]
             case Retain() as body:
                 return [body]
             case other:

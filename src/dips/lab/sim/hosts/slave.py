@@ -434,8 +434,8 @@ class SlaveHost(SlaveProcess):
                 self._later_on_disk(self._on_disk, self._save_version, effect, shard, snapshot=True)
             case effects.SaveLater(delay_s):
                 self.kernel.after(delay_s, self, self.handle, effects.SaveAgain())
-            case effects.ReadRecord(asked_by, command):
-                self._later_on_disk(self._on_disk, self._read_record, asked_by, command)
+            case SlaveCommand(body=SendCommitRecord() as body):
+                self._later_on_disk(self._on_disk, self._read_record, effect.incarnation, body)
             case _:
                 raise LookupError(f"no one carries out {type(effect).__name__}")
 
@@ -465,8 +465,8 @@ class SlaveHost(SlaveProcess):
                     raise cancelled(command)
                 self.move = SimulatedMove(
                     self, self.ring, lambda: self.state.link.promised_epoch if self.state else 0,
-                    lambda action: self._later_on_disk(self._on_disk, action), command, run.chunk_bytes,
-                    run.pull_wire, lambda result: self._moved(run, result),
+                    lambda action: self._later_on_disk(self._on_disk, action), command, run.settings.chunk_bytes,
+                    run.settings.pull_wire, lambda result: self._moved(run, result),
                 )  # fmt: skip
                 self.move.begin(self.port.memory)
 
@@ -501,9 +501,9 @@ class SlaveHost(SlaveProcess):
     def _load(self, run: effects.Run, body: Configure) -> SnapshotInfo | None:
         self.port.memory = None
         blocks = own_blocks(self.name, body)
-        arithmetic = self.world.plan.arithmetic
+        settings, arithmetic = run.settings, self.world.plan.arithmetic
         memory = SimulatedShardMemory(
-            blocks, run.chunk_bytes, body.staging_slots, 3 + body.pinned_versions, arithmetic, run.pull_wire
+            blocks, settings.chunk_bytes, body.staging_slots, 3 + body.pinned_versions, arithmetic, settings.pull_wire
         )
         self.ring.close_round()
         self.ring.make(memory.parts.empty_array().size, memory.parts.empty_residual().size)
