@@ -73,11 +73,6 @@ class Coverage:
         tape = self._tapes.get(who)
         return ABSENT if tape is None else place or (LOST if tape.lost else COVERED)
 
-    def of_master(self, epoch: int, number: int | None) -> str:
-        """Where on the master's tape a line of an epoch about the journal's record of this number belongs (None: it is
-        not known). KILLED: this process was killed as it wrote the record, perhaps before the line."""
-        return self.master.place(epoch, number)
-
 
 def _said(line: Fact, name: str, parse: Callable[[Any], T | None]) -> T | None:
     """An incarnation, round or version of a line, or what else is parsed; None also for what is none, which is reported
@@ -130,6 +125,8 @@ class _MasterTape:
                 self.epochs.add(push[1])
 
     def place(self, epoch: int, number: int | None) -> str:
+        """Where a line of an epoch about the journal's record of this number belongs (None: it is not known). KILLED:
+        this process was killed as it wrote the record, perhaps before the line."""
         if not self.epochs:
             return COVERED
         first, last = min(self.epochs), max(self.epochs)

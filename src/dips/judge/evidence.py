@@ -245,7 +245,7 @@ def _short(value: object) -> str:
 
 def _decisions_against_master(records: RunRecords, history: History, found: Evidence) -> None:
     """Compare the journal's judgements and staleness bounds (s_max) with those on the master's tape."""
-    coverage = history.coverage or Coverage(records)
+    coverage = _coverage(records, history)
     judged: dict[Pair | None, list[Fields]] = {}
     committed: dict[Pair | None, list[Fields]] = {}
     for line in records.all_lines("master"):
@@ -271,11 +271,15 @@ def _decisions_against_master(records: RunRecords, history: History, found: Evid
                     f"{about} says s_max = {record.get('s_max')}, but the master's tape says {bound}", "master commit"
                 )
         elif record["kind"] == "COMMIT":
-            place = coverage.of_master(int(record["epoch"]), number)
+            place = coverage.master.place(int(record["epoch"]), number)
             if place not in (COVERED, KILLED):
                 history.lacks(*MASTER, place, f"version {say_version(pair(record['version']))}", "I4")
             elif place == COVERED and committed and not history.lossy and _since_commits_are_recorded(records, record):
                 found.differs(f"the master's tape has no line about {about}", "master commit")
+
+
+def _coverage(records: RunRecords, history: History) -> Coverage:
+    return history.coverage if isinstance(history.coverage, Coverage) else Coverage(records)
 
 
 def _numbers(records: RunRecords) -> list[int | None]:
@@ -311,7 +315,7 @@ def _pushes_against_tapes(records: RunRecords, history: History, found: Evidence
         _by_push(records.all_lines("worker"), "push_sent"),
         _by_push(records.all_lines("master"), "ticket"),
     )
-    coverage = history.coverage or Coverage(records)
+    coverage = _coverage(records, history)
     for number, record in zip(_numbers(records), records.journal, strict=True):
         if record["kind"] not in ("COMMIT", "VOID"):
             continue
@@ -331,7 +335,7 @@ def _pushes_against_tapes(records: RunRecords, history: History, found: Evidence
                 whose = f"the tape of cluster {push[0]} has no line about"
                 _unrecorded(history, ("worker", push[0]), place, f"{whose} {about}", push, found)
             if tickets and push not in tickets and not history.lossy:
-                place = coverage.of_master(push[1], number)
+                place = coverage.master.place(push[1], number)
                 whose = "the master's tape has no ticket for"
                 _unrecorded(history, MASTER, COVERED if place == KILLED else place, f"{whose} {about}", push, found)
 

@@ -209,13 +209,9 @@ def journaled(record: Fields) -> Fact:
 
 
 class TapeCoverage(Protocol):
-    """Where on a process's tape a line belongs (dips.judge.coverage); empty where the tape covers that place."""
+    """Where on a slave's tape a line belongs (dips.judge.coverage); empty where the tape covers that place."""
 
     def of_slave(self, name: str, round_id: Pair, ended: bool) -> str: ...
-
-    def of_push(self, push: PushKey, version: Pair | None) -> str: ...
-
-    def of_master(self, epoch: int, number: int | None) -> str: ...
 
 
 @dataclass

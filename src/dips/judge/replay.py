@@ -85,20 +85,23 @@ def replay_run(run_dir: Path, records: RunRecords) -> Replayed:
     """Replay all committed rounds. Raises ConfigError when no pushes were recorded, or they cannot be read."""
     folders = _folders(run_dir)
     places = _Places(records)
-    made = [decision_of(record) for record in records.journal if record["kind"] in MERGES]
+    named = set[str]()
     result = Replayed()
     staged = _staged_digests(records)
     kept: dict[str, dict[Pair, _State]] = {}
     for record in records.journal:
-        decision = decision_of(record) if record["kind"] in MERGES else None
-        if decision is None or decision.version is None:
+        if record["kind"] not in MERGES:
+            continue
+        decision = decision_of(record)
+        named |= decision.digests.keys()
+        if decision.version is None:
             continue
         if decision.kind == "ADOPT":
             result.unknown.add(decision.version)
             continue
         places.take(decision, record)
         if decision.kind == "RESHARD":
-            result.versions += _move_all(decision, places, kept, _chunk_bytes(folders), result)
+            result.versions += _move_all(decision, places, kept, _chunk_bytes(folders[min(folders)]), result)
             result.made.add(decision.version)
             continue
         slaves = sorted(folders.keys() & decision.digests.keys())
@@ -114,8 +117,7 @@ def replay_run(run_dir: Path, records: RunRecords) -> Replayed:
         if decision.judgement is not None and bool(done) and all(done) and len(slaves) == len(decision.digests):
             result.judged += 1
             result.misjudged += measured.compare()
-    missing = sorted({slave for decision in made for slave in decision.digests} - folders.keys())
-    for slave in missing:
+    for slave in sorted(named - folders.keys()):
         result.skip((0, 0), None, f"slave {slave} recorded no pushes")
     if result.shards == 0:
         reasons = "; ".join(result.skipped[:3]) or "the journal committed no version"
@@ -198,8 +200,7 @@ def _move_all(
         theta, momentum = (np.concatenate(arrays) for arrays in zip(*mine, strict=True))
         moved = _State(theta, momentum)
         kept.setdefault(slave, {})[made.version] = moved
-        name = f"version {say_version(made.version)} on slave {slave}"
-        _compare(made, slave, moved, places.blocks(slave), chunk_bytes, name, result)
+        _compare(made, slave, moved, places.blocks(slave), chunk_bytes, result)
     return True
 
 
@@ -222,7 +223,7 @@ def _replay_one(
             result.skip(made.version, made.origin, f"{name}: its origin {say_version(made.origin)} was not computed")
             return False
         kept[made.version] = origin
-        return _compare(made, slave, origin, blocks, _chunk_bytes({slave: folders[slave]}), name, result)
+        return _compare(made, slave, origin, blocks, _chunk_bytes(folders[slave]), result)
     path = folders[slave] / f"round-{say_round(made.round)}.json"
     if not path.is_file():
         result.skip(made.version, made.from_version, f"{name}: {path.name} is missing")
@@ -257,15 +258,14 @@ def _replay_one(
             held = ", ".join(map(short, sorted(known)))
             result.wrong.append(f"{name}: push {push} is recorded as {short(digest)}, but the slave's tape says {held}")
     result.misjudged += _other_numbers(made, recorded, name, n_trained < rows.shape[1])
-    return _compare(made, slave, after, blocks, int(recorded["chunk_bytes"]), name, result)
+    return _compare(made, slave, after, blocks, int(recorded["chunk_bytes"]), result)
 
 
 KEPT = 24
 """Versions of a shard that stay in memory: a ROLLBACK goes back to one that slaves keep on disk, and they are few."""
 
 
-def _chunk_bytes(folders: Mapping[str, Path]) -> int:
-    folder = folders[min(folders)]
+def _chunk_bytes(folder: Path) -> int:
     return int(_read_json(min(folder.glob("round-*.json")))["chunk_bytes"])
 
 
@@ -284,12 +284,12 @@ def _staged_digests(records: RunRecords) -> dict[tuple[str, str], set[str]]:
 
 
 def _compare(
-    made: Decision, slave: str, state: _State, blocks: Sequence[Block], chunk_bytes: int, name: str, result: Replayed
+    made: Decision, slave: str, state: _State, blocks: Sequence[Block], chunk_bytes: int, result: Replayed
 ) -> bool:
     digest = digest_of_array(state.theta, blocks, chunk_bytes).hex()
     result.shards += 1
     if digest != made.digests.get(slave):
-        said = short(made.digests.get(slave, "nothing"))
+        said, name = short(made.digests.get(slave, "nothing")), f"version {say_version(made.version)} on slave {slave}"
         result.wrong.append(f"{name} is {short(digest)} when it is computed again, but {made} says {said}")
     return True
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -38,7 +38,7 @@ _OWN_DATA = "clusters bring their own data, so no token is leased"
 class PromiseRow:
     """The result for one promise."""
 
-    invariant: str
+    name: str  # of the invariant
     promise: str
     records: int  # how many facts were judged
     result: str
@@ -81,12 +81,12 @@ class VerifyReport:
         """ "ok", or what is not."""
         if self.ok:
             return OK
-        broken = [f"{row.invariant} {row.result}" for row in self.rows if not row.holds]
+        broken = [f"{row.name} {row.result}" for row in self.rows if not row.holds]
         return "; ".join([*broken, *self.problems])
 
     def counts(self) -> dict[str, int]:
         """Invariant -> number of records judged, for the invariants that apply."""
-        return {row.invariant: row.records for row in self.rows if row.result != NOT_APPLICABLE}
+        return {row.name: row.records for row in self.rows if row.result != NOT_APPLICABLE}
 
     def to_json(self) -> dict[str, Any]:
         """What --json prints."""
@@ -95,10 +95,7 @@ class VerifyReport:
             "run_id": self.run_id,
             "verdict": self.verdict,
             "exit_code": self.exit_code,
-            "invariants": [
-                {"name": r.invariant, "promise": r.promise, "records": r.records, "result": r.result, "why": r.why}
-                for r in self.rows
-            ],
+            "invariants": [asdict(row) for row in self.rows],
             "violations": [{"invariant": v.invariant, "sentence": v.sentence, "fact": v.fact} for v in self.violations],
             "problems": self.problems,
             "unproven": self.unproven,

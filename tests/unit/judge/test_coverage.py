@@ -55,7 +55,7 @@ def up_to_nth(kind: str, n: int) -> Cut:
 
 
 def results(report: VerifyReport) -> dict[str, str]:
-    return {row.invariant: row.result for row in report.rows if not row.holds}
+    return {row.name: row.result for row in report.rows if not row.holds}
 
 
 def settled(run: Path, name: str, about: str) -> None:
@@ -105,7 +105,7 @@ def test_a_run_in_which_no_slave_wrote_a_tape_can_be_judged_without(recorded: Pa
     assert results(verify_run(recorded, without={"s0"})).keys() >= {"I5", "I9", "records"}
     report = verify_run(recorded, without={"s0", "s1"})
     assert (report.exit_code, report.verdict) == (0, "ok")
-    assert {"I5", "I9"} <= {row.invariant for row in report.rows if row.result == NOT_APPLICABLE}
+    assert {"I5", "I9"} <= {row.name for row in report.rows if row.result == NOT_APPLICABLE}
 
 
 @pytest.mark.parametrize("kind", ["push", "staged", "prepared", "committed"])
@@ -364,7 +364,7 @@ def test_where_a_clusters_tape_has_the_begin_of_a_push(
 def test_where_the_masters_tape_has_what_it_says_of_a_record(
     tapes: list[str], epoch: int, number: int | None, place: str
 ) -> None:
-    assert Coverage(told(*tapes)).of_master(epoch, number) == place
+    assert Coverage(told(*tapes)).master.place(epoch, number) == place
 
 
 @pytest.mark.parametrize(

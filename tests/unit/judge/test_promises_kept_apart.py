@@ -282,10 +282,10 @@ def test_a_replay_counts_for_its_promises_and_what_it_could_not_do_is_unproven(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Replayed(shards=8, judged=3, missing=["1:2 has no push", "1:3 neither"], unproven=["no checksum"])
-    usual = {row.invariant: row for row in verify_run(run).rows}
+    usual = {row.name: row for row in verify_run(run).rows}
     monkeypatch.setattr(verify, "replay_run", lambda run_dir, records: found)
     report = verify_run(run, True)
-    rows = {row.invariant: row for row in report.rows}
+    rows = {row.name: row for row in report.rows}
     added = {name: row.records - usual[name].records for name, row in rows.items()}
     assert added == {**dict.fromkeys(usual, 0), "I14": 8, "I18": 3}
     assert (rows["I14"].result, rows["I18"].result, report.replayed) == (OK, OK, found)
@@ -293,7 +293,7 @@ def test_a_replay_counts_for_its_promises_and_what_it_could_not_do_is_unproven(
     assert verify_run(run, True, allow_skipped=True).unproven == ["no checksum"]
     found.wrong, found.misjudged = ["a shard differs"], ["a norm differs", "another too"]
     report = verify_run(run, True)
-    broken = {row.invariant: row.why.split()[0] for row in report.rows if row.result == VIOLATED}
+    broken = {row.name: row.why.split()[0] for row in report.rows if row.result == VIOLATED}
     assert broken == {"I14": "1", "I18": "2"}
     violations = [(one.invariant, one.sentence) for one in report.violations]
     assert violations == [("I14", "a shard differs"), ("I18", "a norm differs"), ("I18", "another too")]

@@ -48,7 +48,7 @@ def broken_run(directory: Path, change: Change) -> Path:
 def test_a_run_that_went_well_is_proven(run: Path) -> None:
     report = verify_run(run)
     assert (report.exit_code, report.verdict, report.problems) == (0, "ok", [])
-    assert {row.invariant for row in report.rows if row.records} == {
+    assert {row.name for row in report.rows if row.records} == {
         *(f"I{number}" for number in range(1, 15)),
         "I18",
         "records",
@@ -82,7 +82,7 @@ def test_a_run_that_never_published_is_unproven(tmp_path: Path) -> None:
     script.join("a")
     report = verify_run(write_run(tmp_path / "run", script))
     assert report.exit_code == EXIT_BROKEN
-    rows = {row.invariant: row for row in report.rows}
+    rows = {row.name: row for row in report.rows}
     assert (rows["I4"].result, rows["I4"].why) == ("unproven", "no record is about it")
     assert rows["I8"].result == "ok"
 
@@ -93,7 +93,7 @@ def test_own_data_rules_the_lease_table_out(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(Script, "ledger", lambda script: {**leased(script), **own})
     script = usual_run()
     report = verify_run(write_run(tmp_path / "run", script))
-    (row,) = [row for row in report.rows if row.invariant == "I12"]
+    (row,) = [row for row in report.rows if row.name == "I12"]
     assert (row.result, row.records) == ("not applicable", 0)
     assert "own data" in row.why
     assert report.ok

@@ -120,18 +120,12 @@ def check_settings(settings: Settings, max_chunk_bytes: int, snapshots_kept: int
 
     Raises Refused(CONFIG).
     """
-    if settings.memory_files not in MEMORY_FILES:
-        raise Refused(
-            RefusalCode.CONFIG,
-            f"the run's memory_files is {settings.memory_files!r:.80}, this slave's release knows "
-            f"{', '.join(MEMORY_FILES)}: use the master's release",
-        )
-    if settings.pull_wire not in WIRE_DTYPES:
-        raise Refused(
-            RefusalCode.CONFIG,
-            f"the run's pull_wire is {settings.pull_wire!r:.80}, this slave's release knows "
-            f"{', '.join(WIRE_DTYPES)}: use the master's release",
-        )
+    for name, value, known in (
+        ("memory_files", settings.memory_files, MEMORY_FILES), ("pull_wire", settings.pull_wire, WIRE_DTYPES),
+    ):  # fmt: skip
+        if value not in known:
+            sentence = f"the run's {name} is {value!r:.80}, this slave's release knows {', '.join(known)}"
+            raise Refused(RefusalCode.CONFIG, f"{sentence}: use the master's release")
     # Another slave's disk may be `lag` versions behind when a round begins, which makes one more. This slave has a file
     # more than it keeps, so the newest version there is still here, if it keeps one more than `lag`.
     lag = settings.async_lag_versions
