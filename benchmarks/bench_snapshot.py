@@ -210,7 +210,7 @@ class Slave:
         self._said.put_nowait(message.body)
 
     def _crashed(self, error: BaseException) -> None:
-        self._engine.fail_soon(error)
+        self._engine._loop.call_soon_threadsafe(self._engine.fail, error)
 
     async def start(self) -> None:
         """Attached, configured, and once around its ring."""

@@ -82,7 +82,7 @@ class DataPort:
     def __init__(
         self,
         run_id: str,
-        staged: Callable[[PushStaged], None],
+        staged: Callable[[PushStaged], object],
         checksum: Callable[[Bytes], int] = checksum,
         now_s: Callable[[], float] = time.monotonic,
         admission: Admission | None = None,

@@ -115,20 +115,16 @@ class _Overwritten:
 
     def write(self, at: int, data: memoryview) -> None:
         """Write all of the data."""
-        while data:
-            n_direct = 0 if self._refused else _direct_bytes(at, data)
-            if self._direct is not None and n_direct:
-                try:
-                    done = os.pwrite(self._direct, data[:n_direct], at)
-                except OSError as error:
-                    if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                        raise
-                    # This device wants larger sectors, memory of another alignment, or no such writes.
-                    done, self._refused = 0, True
-            else:
-                done = os.pwrite(self._plain, data, at)
-                begin_writing(self._plain, at, done)
+        while self._direct is not None and not self._refused and (n_direct := _direct_bytes(at, data)):
+            try:
+                done = os.pwrite(self._direct, data[:n_direct], at)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+                # This device wants larger sectors, memory of another alignment, or no such writes.
+                done, self._refused = 0, True
             at, data = at + done, data[done:]
+        write_all(self._plain, at, data)
 
 
 def _open_direct(path: Path) -> int | None:
@@ -273,9 +269,7 @@ class LocalDisk:
         self.remove(name)  # someone may have it open
         handle = closed(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            left = memoryview(data)
-            while left:
-                left = left[os.write(handle, left) :]
+            write_all(handle, 0, memoryview(data))
         finally:
             os.close(handle)
 

@@ -147,15 +147,15 @@ async def _serve(
     for problem in await asyncio.to_thread(store.scan):
         log.warning("%s", problem)
         tape.write("snapshot_skipped", "", reason=problem)
-    curve = pair_for(security)
+    curve, loop = pair_for(security), asyncio.get_running_loop()
     shell: SlaveShell  # made after the data port, whose endpoint it needs; the data thread starts after both
     data = DataServer(
         config.data_host,
         config.data_port,
         config.run_id,
         config.max_chunk_bytes,
-        lambda event: shell.handle_soon(event),
-        lambda error: shell.fail_soon(error),
+        lambda event: loop.call_soon_threadsafe(shell.handle, event),
+        lambda error: loop.call_soon_threadsafe(shell.fail, error),
         config.data_threads_used,
         curve=curve,
         cpu=config.data_cpu_used,

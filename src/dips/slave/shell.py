@@ -89,9 +89,9 @@ class SlaveShell:
         self.counts = Counts(clock)
         self.starts = ""
         """What the start does that may take minutes, for the beats; empty when it is over."""
-        self.send: Callable[[messages.SlaveMessage], None] | None = None
-        self.close_link: Callable[[str], None] | None = None
-        self.saved: Callable[[], None] | None = None
+        self.send: Callable[[messages.SlaveMessage], object] = lambda _: None
+        self.close_link: Callable[[str], object] = lambda _: None
+        self.saved: Callable[[], object] = lambda: None
         """Called when a version was written behind the rounds (durability async): the next beat says so."""
         self.ended: asyncio.Future[str] = self._loop.create_future()
 
@@ -130,10 +130,6 @@ class SlaveShell:
         except Exception as error:
             self.fail(error)
 
-    def handle_soon(self, event: effects.Event) -> None:
-        """As handle(), called from any other thread."""
-        self._loop.call_soon_threadsafe(self.handle, event)
-
     def fail(self, error: BaseException) -> None:
         """End the process with this error; one that was not raised on purpose is a bug, and the log has its trace."""
         if self.ended.done():
@@ -142,10 +138,6 @@ class SlaveShell:
             log.critical("a bug in the slave", exc_info=error)
             error = LocalProtocolError(f"a bug in the slave: {type(error).__name__}: {error}")
         self.ended.set_exception(error)
-
-    def fail_soon(self, error: BaseException) -> None:
-        """As fail(), called from any other thread."""
-        self._loop.call_soon_threadsafe(self.fail, error)
 
     async def close(self) -> None:
         """Let the disk finish the write under way, drop the rest. Call after the data server stopped."""
@@ -163,8 +155,7 @@ class SlaveShell:
     def _carry_out(self, effect: effects.Effect) -> None:
         match effect:
             case effects.SendUp(body):
-                if self.send is not None:
-                    self.send(messages.SlaveMessage(self.state.caller(), body))
+                self.send(messages.SlaveMessage(self.state.caller(), body))
             case effects.Record():
                 self.counts.count_kind(effect.kind)
                 self._tape.write(effect.kind, effect.cause, **effect.fields)
@@ -177,8 +168,7 @@ class SlaveShell:
             case messages.Allow(keys):
                 self._data.do(self._data.port.set_allowed, keys)
             case effects.CloseLink(sentence):
-                if self.close_link is not None:
-                    self.close_link(sentence)
+                self.close_link(sentence)
             case messages.StopSlave(reason):
                 if not self.ended.done():
                     self.ended.set_result(reason)
@@ -470,8 +460,7 @@ class SlaveShell:
             if not saving.done():
                 saving.set_result(None)
         self.handle(event)
-        if self.saved is not None:
-            self.saved()
+        self.saved()
 
     async def _later(self, delay_s: float, event: effects.Event) -> None:
         await asyncio.sleep(delay_s)
