@@ -210,7 +210,7 @@ class Slave:
         self._said.put_nowait(message.body)
 
     def _crashed(self, error: BaseException) -> None:
-        self._engine.fail_soon(error)
+        self._engine._loop.call_soon_threadsafe(self._engine.fail, error)
 
     async def start(self) -> None:
         """Attached, configured, and once around its ring."""
@@ -267,7 +267,7 @@ class Slave:
 
     def _tell(self, body: CommandBody) -> None:
         command = SlaveCommand(RUN, 1, Incarnation(1, 1), "bench", body)
-        self._engine.handle(effects.Commanded(command))
+        self._engine.handle(command)
 
     async def _expect(self, kind: type[SlaveBody]) -> None:
         body = await asyncio.wait_for(self._said.get(), WAIT_S)

@@ -16,10 +16,9 @@ from dips.core.clock import SystemClock
 from dips.core.net.security import INSECURE
 from dips.core.observe.metrics import Families, disk_free_bytes
 from dips.core.observe.metrics_server import PATH, LoopSnapshots, MetricsServer
-from dips.slave.connections import ConnectionGuard
-from dips.slave.data_server import DataServer
+from dips.slave.data_server import DataServer, resident_bytes
 from dips.slave.memory import ShardMemory
-from dips.slave.metrics import JOBS, Counts, families_of, snapshot
+from dips.slave.metrics import JOBS, Counts, completed, families_at
 from dips.slave.state.slave import SlaveMachine
 
 MEMORY_BYTES = 8 << 30
@@ -37,12 +36,11 @@ class ServedMetrics:
         for kind in JOBS:
             with counts.job(kind):
                 """So that an answer has all histograms."""
-        snapshots = LoopSnapshots(self._loop, lambda: snapshot(state, memory))
-        guard = ConnectionGuard(data, MEMORY_BYTES)
+        snapshots = LoopSnapshots(self._loop, lambda: families_at(counts, "s", state, memory))
 
         def collect() -> Families:
-            gauges = {"resident_bytes": guard.memory_bytes(), "disk_free_bytes": disk_free_bytes(Path.cwd())}
-            return families_of(counts, "s", snapshots.take(), data.figures, gauges, 1e9)
+            gauges = {"resident_bytes": resident_bytes(), "disk_free_bytes": disk_free_bytes(Path.cwd())}
+            return completed(snapshots.take(), counts, data.figures, gauges, 1e9)
 
         self._server = MetricsServer("127.0.0.1:0", collect, INSECURE)
         self.url = f"http://{self._server.address}{PATH}"

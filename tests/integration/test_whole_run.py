@@ -116,7 +116,7 @@ def test_slave_and_master_that_are_killed_come_back_and_every_token_counts(
     report = verify_run(tmp_path, replay=True)
     assert report.ok, report.violations
     assert report.problems == []
-    assert [row.invariant for row in report.rows if row.records == 0] == []
+    assert [row.name for row in report.rows if row.records == 0] == []
     assert report.replayed is not None
     assert report.replayed.skipped == []
     held = Held()

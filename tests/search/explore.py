@@ -16,7 +16,8 @@ from itertools import pairwise
 import numpy as np
 
 from dips.core.errors import LocalProtocolError
-from dips.judge.invariants.checker import Checker
+from dips.judge.facts import Fact, journaled
+from dips.judge.invariants import Checker
 from dips.lab.sim.counts import Seen
 from search.bounds import Bounds
 from search.copying import Out
@@ -259,9 +260,9 @@ def judge(facts: Sequence[PathFact]) -> Checker:
     checker = Checker(live=True)
     for number, (role, name, out) in enumerate(facts):
         if out[0] == "journal":
-            checker.feed_journal(out[1])
+            checker.feed(journaled(out[1]))
         elif out[0] == "fact" and not out[1].startswith("_"):
-            checker.feed_tape(_ROLE[role], name, out[1], out[3], float(number))
+            checker.feed(Fact(_ROLE[role], name, out[1], out[3], float(number)))
     return checker
 
 

@@ -27,6 +27,7 @@ from dips.core.messages import (
     Prepare,
     Refusal,
     Retain,
+    SendCommitRecord,
     ShardList,
     SlaveCommand,
     SlaveMessage,
@@ -36,7 +37,7 @@ from dips.core.messages import (
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec, encoded_bytes
 from dips.slave.state import effects
-from dips.slave.state.moves import cancelled
+from dips.slave.state.checks import cancelled
 from dips.slave.state.slave import SlaveMachine
 from dips.slave.state.staging import ShardMap, Slot, Staging, StagingTable
 from search.bounds import BLOCK_BYTES, LAYOUT, RUN, T0_S
@@ -154,7 +155,7 @@ class SlavePart:
         return [*outs, *self._handle(effects.Unlinked("it broke"))]
 
     def hear(self, command: SlaveCommand) -> list[Out]:
-        return self._handle(effects.Commanded(command))
+        return self._handle(command)
 
     def put(self, headers: Sequence[DataHeader], payload: PieceNames) -> list[Out]:
         """Chunks arrive, one after another; a refused one changes nothing."""
@@ -284,9 +285,8 @@ class SlavePart:
                 self.served = epoch
             case Retain(versions):
                 self.pins = versions
-            case effects.DropShadow(shadow) | effects.DropMoved(shadow):
-                if isinstance(effect, effects.DropShadow):
-                    self.shadow = None
+            case effects.DropShadow(shadow):
+                self.shadow = None
                 self.disk = {key: file for key, file in self.disk.items() if file.info != shadow}
             case StopSlave() | effects.GiveUp():
                 self.stopped = True
@@ -300,8 +300,8 @@ class SlavePart:
                     return []
                 refused, self.move = cancelled(self.move[1]), None
                 return self._handle(effects.Failed(job, Refusal(refused.code, refused.sentence, 1.0)))
-            case effects.ReadRecord(asked_by, command):
-                return self._read_record(asked_by, command.version, command.round)
+            case SlaveCommand(body=SendCommitRecord() as asked):
+                return self._read_record(effect.incarnation, asked.version, asked.round)
             case _:
                 raise TypeError(f"the search does not execute {type(effect).__name__}")
         return []
@@ -369,10 +369,8 @@ class SlavePart:
 
     def _read_record(self, asked_by: Incarnation | None, version: Version, round_id: RoundId) -> list[Out]:
         file = self.disk.get((version, round_id))
-        if file is None or not file.record:
-            answer = CommitRecord(version, round_id, b"", Refusal(RefusalCode.VERSION_GONE, "it is not here"))
-        else:
-            answer = CommitRecord(version, round_id, file.record)
+        gone = CommitRecord(version, round_id, b"", Refusal(RefusalCode.VERSION_GONE, "it is not here"))
+        answer = CommitRecord(version, round_id, file.record) if file is not None and file.record else gone
         return self._handle(effects.RecordRead(asked_by, answer))
 
     def _measure(self, slots: tuple[Slot, ...]) -> tuple[BlockGram, ...]:

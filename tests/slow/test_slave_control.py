@@ -83,7 +83,7 @@ async def test_a_bug_in_the_beats_ends_the_slave(tmp_path: Path, monkeypatch: py
 
     async def beat(link: SlaveLink) -> None:
         await link.hello()
-        monkeypatch.setattr(control, "with_resident_bytes", odd)
+        monkeypatch.setattr(control, "resident_bytes", odd)
         await link.welcome()
 
     async with MasterForSlaves() as master:

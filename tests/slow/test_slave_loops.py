@@ -196,9 +196,9 @@ def assert_same(python: End, compiled: End) -> None:
     assert compiled.counts() == python.counts()
     np.testing.assert_array_equal(compiled.staging.view(np.uint32), python.staging.view(np.uint32))
     ours, theirs = (end.server.port for end in (python, compiled))
-    assert ours.rows is not None
-    assert theirs.rows is not None
-    for mine, other in zip(ours.rows, theirs.rows, strict=True):
+    assert ours.table is not None
+    assert theirs.table is not None
+    for mine, other in zip(ours.table.rows or (), theirs.table.rows or (), strict=True):
         np.testing.assert_array_equal(other, mine)
     assert ours.receipts is not None
     assert theirs.receipts is not None

@@ -26,10 +26,8 @@ from dips.judge.replay import FOLDER as PUSHES
 from dips.judge.verify import verify_run
 from dips.master.archive import FILE_NAME, FOLDER
 from dips.master.directory import TAPE_NAME
-from dips.slave import snapshot_files as manifests
-from dips.slave.disk import IDENTITY, LocalDisk, write_small
+from dips.slave.disk import IDENTITY, LocalDisk, json_sum, write_small
 from dips.slave.disk import NAME as PROMISE
-from dips.slave.push_evidence import checksum
 
 Apply = Callable[[Path], object]
 
@@ -174,7 +172,7 @@ def in_manifest(change: Callable[[Record], object], *, resum: bool = True) -> Ap
         outer = json.loads(path.read_bytes())
         change(outer["body"])
         if resum:
-            outer["xxh3_128"] = manifests._checksum(outer["body"])
+            outer["xxh3_128"] = json_sum(outer["body"], compact=True)
         path.write_text(json.dumps(outer, indent=1))
 
     return apply
@@ -195,7 +193,7 @@ def in_round(change: Callable[[Record], object], *, resum: bool = True) -> Apply
         path = rounds(run)[-1]
         told = json.loads(path.read_bytes())
         change(told)
-        path.write_text(json.dumps(told | ({"xxh3_128": checksum(told)} if resum else {}), indent=1))
+        path.write_text(json.dumps(told | ({"xxh3_128": json_sum(told, compact=True)} if resum else {}), indent=1))
 
     return apply
 
@@ -217,7 +215,7 @@ def in_push(*, resum: bool) -> Apply:
         save_file({"push": push}, file)
         if resum:
             told["accepted"][0]["xxh3_128"] = _sum(file)
-            path.write_text(json.dumps(told | {"xxh3_128": checksum(told)}, indent=1))
+            path.write_text(json.dumps(told | {"xxh3_128": json_sum(told, compact=True)}, indent=1))
 
     return apply
 

@@ -21,6 +21,7 @@ from dips.core.files import make_folder
 from dips.core.ids import Version, parse_version
 from dips.core.messages import SnapshotInfo
 from dips.core.observe.tape import Tape
+from dips.judge.facts import Fact, journaled
 from dips.judge.invariants import Checker, Violation
 from dips.master.journal import Journal
 from dips.master.state.penalty import judge, round_tokens
@@ -342,12 +343,9 @@ def nth(steps: list[Step], source: str, kind: str, index: int = 0) -> Step:
 
 
 def feed(checker: Checker, step: Step) -> list[Violation]:
-    match step.source:
-        case "journal":
-            return checker.feed_journal({"kind": step.kind, **step.fields})
-        case "manifest":
-            return checker.feed_manifest(step.who, step.fields)
-    return checker.feed_tape(step.source, step.who, step.kind, step.fields)
+    if step.source == "journal":
+        return checker.feed(journaled({"kind": step.kind, **step.fields}))
+    return checker.feed(Fact(step.source, step.who, step.kind, step.fields))
 
 
 def check(steps: list[Step], **options: Any) -> Checker:

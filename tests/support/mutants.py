@@ -76,8 +76,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "PREPARED without a durable shadow",
         "slave.state.shard:ShardState.begin",
-        "Run(body, cause, now_s, slots, durable=durable)",
-        "Run(body, cause, now_s, slots, durable=False)",
+        "job = Run(body, cause, now_s, settings, slots)",
+        'job = Run(body, cause, now_s, messages.Settings(durability="async"), slots)',
         ("I5",),
         _bounds(),
     ),

@@ -107,7 +107,7 @@ def numbers_of(run_dir: Path) -> dict[str, object]:
     assert report.replayed is not None, "it was asked for"
     return {
         "exit_code": report.exit_code,
-        "records": {row.invariant: [row.result, row.records] for row in report.rows},
+        "records": {row.name: [row.result, row.records] for row in report.rows},
         "violations": len(report.violations),
         "problems": len(report.problems),
         "unproven": len(report.unproven),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from dips.judge.facts import Pair
+from dips.judge.facts import Fact, Pair
 from dips.judge.invariants import Checker, Violation
-from dips.judge.records import RunRecords, StoredManifest, TapeLine
+from dips.judge.records import RunRecords, StoredManifest, TapeRead
 
 
 class Recording(Checker):
@@ -19,21 +19,16 @@ class Recording(Checker):
         super().__init__(durability=durability)
         self.records = RunRecords(Path("simulated"))
 
-    def feed_journal(self, record: Mapping[str, Any]) -> list[Violation]:
-        self.records.journal.append(json.loads(json.dumps(record)))
-        return super().feed_journal(record)
-
-    def feed_tape(
-        self, role: str, name: str, kind: str, fields: Mapping[str, Any], at_s: float = 0.0
-    ) -> list[Violation]:
-        self.records.tapes.add((role, name))
-        if role in self.records.lines:
-            self.records.lines[role].append(TapeLine(role, name, kind, at_s, "-", dict(fields)))
-        return super().feed_tape(role, name, kind, fields, at_s)
-
-    def feed_manifest(self, slave: str, manifest: Mapping[str, Any]) -> list[Violation]:
-        self.records.manifests.append(StoredManifest(slave, Path("manifest"), dict(manifest), {}))
-        return super().feed_manifest(slave, manifest)
+    def feed(self, fact: Fact) -> list[Violation]:
+        match fact.source:
+            case "journal":
+                self.records.journal.append(json.loads(json.dumps(fact.fields)))
+            case "manifest":
+                self.records.manifests.append(StoredManifest(fact.who, Path("manifest"), dict(fact.fields), {}))
+            case role if role in self.records.lines:
+                self.records.tapes.setdefault((role, fact.who), TapeRead())
+                self.records.lines[role].append(replace(fact, fields=dict(fact.fields)))
+        return super().feed(fact)
 
     def lost_journal(self, kept: Collection[Pair] = ()) -> None:
         super().lost_journal(kept)

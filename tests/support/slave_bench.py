@@ -69,7 +69,7 @@ class SlaveBench:
 
     def command(self, body: messages.CommandBody, **changes: Any) -> list[Effect]:
         fields: dict[str, Any] = {"run_id": RUN, "epoch": self.epoch, "incarnation": self.incarnation}
-        return self.give(effects.Commanded(messages.SlaveCommand(**(fields | changes), cause_id="cause", body=body)))
+        return self.give(messages.SlaveCommand(**(fields | changes), cause_id="cause", body=body))
 
     def refused(self, body: messages.CommandBody) -> messages.Refusal:
         """Why the only answer to this command is that it cannot be."""

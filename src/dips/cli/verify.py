@@ -127,7 +127,7 @@ def _table(report: VerifyReport) -> Table:
     table.add_column("result")
     for row in report.rows:
         result = f"{row.result}: {row.why}" if row.why else row.result
-        table.add_row(row.invariant, row.promise, str(row.records), Text(result, style=_STYLES.get(row.result, "red")))
+        table.add_row(row.name, row.promise, str(row.records), Text(result, style=_STYLES.get(row.result, "red")))
     return table
 
 

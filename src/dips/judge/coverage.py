@@ -15,12 +15,15 @@ Pure, and it never judges. Names are the tuples of dips.judge.facts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from dips.judge.facts import Pair, PushKey, pair, push_of, say_push, say_round
-from dips.judge.records import RunRecords, TapeLine
+from dips.judge.facts import Fact, Pair, PushKey, pair, push_of, say_push, say_round
+from dips.judge.records import RunRecords
 from dips.master.archive import EPOCH
+
+T = TypeVar("T")
 
 WORK = frozenset({"measured", "prepared", "committed"})
 """Kinds of a slave's lines about a round that it takes part in."""
@@ -47,7 +50,7 @@ class Coverage:
     """The part of the run that each tape covers."""
 
     def __init__(self, records: RunRecords) -> None:
-        self._tapes, self._lost = frozenset(records.tapes), frozenset(records.gaps)
+        self._tapes = records.tapes
         self.master = _MasterTape(records)
         back = [pair(record.get("round")) for record in records.journal if record["kind"] in ("ROLLBACK", "ADOPT")]
         went_back = tuple(one for one in back if one is not None)
@@ -58,50 +61,32 @@ class Coverage:
 
     def of_slave(self, name: str, round_id: Pair, ended: bool) -> str:
         """Where on the slave's tape its lines about a round belong. ended: those after the round's record."""
-        if ("slave", name) not in self._tapes:
-            return ABSENT
         tape = self._slaves.get(name)
-        place = tape.place(round_id, ended) if tape is not None else "names no round"
-        return place or (LOST if ("slave", name) in self._lost else COVERED)
+        return self._of(("slave", name), tape.place(round_id, ended) if tape is not None else "names no round")
 
     def of_push(self, push: PushKey, version: Pair | None) -> str:
         """Where on its cluster's tape the line about the begin of a push belongs. version: in which it was decided."""
-        if ("worker", push[0]) not in self._tapes:
-            return ABSENT
         tape = self._clusters.get(push[0])
-        place = tape.place(push, version) if tape is not None else "names no push"
-        return place or (LOST if ("worker", push[0]) in self._lost else COVERED)
+        return self._of(("worker", push[0]), tape.place(push, version) if tape is not None else "names no push")
 
-    def of_master(self, epoch: int, number: int | None) -> str:
-        """Where on the master's tape a line of an epoch about the journal's record of this number belongs (None: it is
-        not known). KILLED: this process was killed as it wrote the record, perhaps before the line."""
-        return self.master.place(epoch, number)
+    def _of(self, who: tuple[str, str], place: str) -> str:
+        tape = self._tapes.get(who)
+        return ABSENT if tape is None else place or (LOST if tape.lost else COVERED)
 
 
-def _pair(line: TapeLine, name: str) -> Pair | None:
-    """An incarnation, round or version of a line; None also for what is none, which is reported where it is judged."""
+def _said(line: Fact, name: str, parse: Callable[[Any], T | None]) -> T | None:
+    """An incarnation, round or version of a line, or what else is parsed; None also for what is none, which is reported
+    where it is judged."""
     try:
-        return pair(line.fields.get(name))
-    except (TypeError, ValueError):
-        return None
-
-
-def _number(line: TapeLine, name: str) -> int | None:
-    value = line.fields.get(name)
-    return value if isinstance(value, int) else None
-
-
-def _push(line: TapeLine) -> PushKey | None:
-    try:
-        return push_of(line.fields["push"])
+        return parse(line.fields[name])
     except (KeyError, TypeError, ValueError):
         return None
 
 
-def _by_name(lines: Iterable[TapeLine]) -> dict[str, list[TapeLine]]:
-    found: dict[str, list[TapeLine]] = {}
+def _by_name(lines: Iterable[Fact]) -> dict[str, list[Fact]]:
+    found: dict[str, list[Fact]] = {}
     for line in lines:
-        found.setdefault(line.name, []).append(line)
+        found.setdefault(line.who, []).append(line)
     return found
 
 
@@ -124,22 +109,24 @@ class _MasterTape:
         newest = {row.epoch: row.number for row in records.rows}
         self._whole = {one for one in self.epochs if not self._newest or self._newest.get(one, 0) >= newest.get(one, 0)}
 
-    def _add(self, line: TapeLine) -> None:
-        incarnation = _pair(line, "incarnation")
+    def _add(self, line: Fact) -> None:
+        incarnation = _said(line, "incarnation", pair)
         match line.kind:
-            case "epoch" if (epoch := _number(line, "epoch")) is not None:
+            case "epoch" if (epoch := _said(line, "epoch", int)) is not None:
                 self.epochs.add(epoch)
-            case "journaled" if (number := _number(line, "number")) in self._epoch_of and number is not None:
+            case "journaled" if (number := _said(line, "number", int)) in self._epoch_of and number is not None:
                 self._newest[self._epoch_of[number]] = number
             case "slave_attached" if incarnation is not None:
                 self.attached.setdefault(str(line.fields.get("slave")), []).append(incarnation)
             case "join" if incarnation is not None:
                 process = str(line.fields.get("process") or "")
                 self.process_of[str(line.fields.get("cluster")), incarnation] = process
-            case "ticket" if (push := _push(line)) is not None:
+            case "ticket" if (push := _said(line, "push", push_of)) is not None:
                 self.epochs.add(push[1])
 
     def place(self, epoch: int, number: int | None) -> str:
+        """Where a line of an epoch about the journal's record of this number belongs (None: it is not known). KILLED:
+        this process was killed as it wrote the record, perhaps before the line."""
         if not self.epochs:
             return COVERED
         first, last = min(self.epochs), max(self.epochs)
@@ -178,12 +165,12 @@ class _Life:
     configured: bool = False
     ended: bool = False
 
-    def add(self, line: TapeLine) -> None:
-        round_id = _pair(line, "round")
+    def add(self, line: Fact) -> None:
+        round_id = _said(line, "round", pair)
         if line.kind not in STARTS:  # of the next process
             self.ended = line.kind == "stopped"
         match line.kind:
-            case "incarnation" if (incarnation := _pair(line, "incarnation")) is not None:
+            case "incarnation" if (incarnation := _said(line, "incarnation", pair)) is not None:
                 self.first, self.last = self.first or incarnation, incarnation
             case "configured" if not self.configured:
                 self.base, self.configured = round_id, True
@@ -204,7 +191,7 @@ class _Life:
 
 
 class _SlaveTape:
-    def __init__(self, lines: Sequence[TapeLine], master: _MasterTape, name: str, went_back: Sequence[Pair]) -> None:
+    def __init__(self, lines: Sequence[Fact], master: _MasterTape, name: str, went_back: Sequence[Pair]) -> None:
         self._master, self._name, self._went_back = master, name, went_back
         lives: list[_Life] = []
         for line in lines:
@@ -248,7 +235,7 @@ def _say(incarnation: Pair | None) -> str:
 
 
 class _ClusterTape:
-    def __init__(self, lines: Sequence[TapeLine], master: _MasterTape, name: str) -> None:
+    def __init__(self, lines: Sequence[Fact], master: _MasterTape, name: str) -> None:
         self._master, self._name = master, name
         self._known: set[Pair] = set()  # incarnations that joined, or of pushes
         self._newest_push: PushKey | None = None
@@ -257,9 +244,10 @@ class _ClusterTape:
         for line in lines:
             self._add(line)
 
-    def _add(self, line: TapeLine) -> None:
+    def _add(self, line: Fact) -> None:
         self._left = line.kind == "left"
-        incarnation, push, version = _pair(line, "incarnation"), _push(line), _pair(line, "version")
+        incarnation, version = _said(line, "incarnation", pair), _said(line, "version", pair)
+        push = _said(line, "push", push_of)
         if line.kind == "joined" and incarnation is not None:
             self._known.add(incarnation)
         if push is not None:
@@ -330,23 +318,23 @@ def drop_lost(records: RunRecords) -> str:
     return found
 
 
-def _lost(role: str, lines: Sequence[TapeLine], made: Mapping[Pair | None, int]) -> list[tuple[int, int]]:
+def _lost(role: str, lines: Sequence[Fact], made: Mapping[Pair | None, int]) -> list[tuple[int, int]]:
     """The parts of a tape that were lost: from the first line about a lost version to the begin of the epoch or
     incarnation that goes on from an older one."""
     parts, named, epoch, begin = list[tuple[int, int]](), list[tuple[int, Pair]](), 0, 0
     for at, line in enumerate(lines):
-        if line.kind in ("incarnation", "joined") and (incarnation := _pair(line, "incarnation")) is not None:
+        if line.kind in ("incarnation", "joined") and (incarnation := _said(line, "incarnation", pair)) is not None:
             epoch, begin = incarnation[0], at
         if line.kind == "epoch":
-            epoch, begin = _number(line, "epoch") or epoch, at
+            epoch, begin = _said(line, "epoch", int) or epoch, at
         field = _GOES_ON.get(line.kind)
-        if field is not None and (now := _pair(line, field)) is not None:
+        if field is not None and (now := _said(line, field, pair)) is not None:
             # Versions that the journal has not, or made in this epoch or later, after this process knew of them.
             earlier = [(place, one) for place, one in named if place < begin and one[0] == now[0]]
             lost = [(place, one) for place, one in earlier if made.get(one, epoch) >= epoch]
             if any(one > now for _, one in lost):
                 parts.append((lost[0][0], begin))
                 named = [(place, one) for place, one in named if not lost[0][0] <= place < begin]
-        if line.kind in _NAMES[role] and (version := _pair(line, "version")) is not None:
+        if line.kind in _NAMES[role] and (version := _said(line, "version", pair)) is not None:
             named.append((at, version))
     return parts

@@ -18,7 +18,9 @@ from pathlib import Path
 from dips.core.errors import ConfigError
 from dips.judge.coverage import COVERED, KILLED, Coverage
 from dips.judge.facts import (
+    DECISIONS,
     MERGES,
+    Fact,
     Fields,
     History,
     Pair,
@@ -30,8 +32,8 @@ from dips.judge.facts import (
     say_round,
     say_version,
 )
-from dips.judge.invariants import DECISIONS, Violation
-from dips.judge.records import RunRecords, TapeLine
+from dips.judge.invariants import Violation
+from dips.judge.records import RunRecords
 from dips.master.archive import EPOCH
 from dips.slave import disk as promise
 from dips.slave.disk import IDENTITY, KEYS, LocalDisk, read_promise, read_small
@@ -61,8 +63,6 @@ class Evidence:
 
     judged: int = 0  # how many records were compared
     violations: list[Violation] = field(default_factory=list)
-    unproven: list[str] = field(default_factory=list)  # what is missing although other records name it
-    accepted: list[str] = field(default_factory=list)  # what the caller says was never recorded
 
     def differs(self, sentence: str, where: str) -> None:
         """Report that two records do not agree."""
@@ -71,12 +71,13 @@ class Evidence:
 
 
 def judge_evidence(records: RunRecords, history: History, without: Collection[str] = ()) -> Evidence:
-    """Compare each record with all other records of the same fact.
+    """Compare each record with all other records of the same fact; what is missing is added to records.unproven, or to
+    records.notes if the caller knows of it.
 
     history: what the invariants collected from the records; gaps that are found here are added to it. without: names of
     processes (`master` is one) of which no other tape, or no more of it, was ever written, as the caller says.
     """
-    found = Evidence(unproven=list(records.unproven))
+    found = Evidence()
     _missing_manifests(records, history, without, found)
     for compare in (
         _journal_against_tape, _newest_state, _records_of_manifests, _decisions_against_master, _pushes_against_tapes,
@@ -86,14 +87,14 @@ def judge_evidence(records: RunRecords, history: History, without: Collection[st
             compare(records, history, found)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             records.problems.append(f"a record lacks fields that others of its kind have ({error!r}): it was changed")
-    _incomplete_tapes(records, history, without, found)
+    _incomplete_tapes(records, history, without)
     return found
 
 
 # ---- what is missing ----
 
 
-def _incomplete_tapes(records: RunRecords, history: History, without: Collection[str], found: Evidence) -> None:
+def _incomplete_tapes(records: RunRecords, history: History, without: Collection[str]) -> None:
     """Report tapes of processes that the journal names which are missing, or do not cover the whole run: what only
     these could contradict is not proven."""
     commits = history.commits.values()
@@ -111,8 +112,9 @@ def _incomplete_tapes(records: RunRecords, history: History, without: Collection
             gap = history.gaps[who]
             files = [
                 str(path)
-                for path, (role, name) in records.tape_names.items()
-                if (role, name) == who or (role == "master" and who == MASTER)
+                for other, tape in records.tapes.items()
+                for path in tape.files
+                if other == who or (other[0] == "master" and who == MASTER)
             ]
             things = sorted(gap.things, key=lambda thing: (_DIGITS.sub("", thing), [*map(int, _DIGITS.findall(thing))]))
             lines = f"lines about {things[0]}" + (
@@ -122,9 +124,9 @@ def _incomplete_tapes(records: RunRecords, history: History, without: Collection
             said = f"the tape of {_whose(who)} ({', '.join(files)}) {places}, so that {lines} are missing"
             how = "put the file that has them into the directory"
         if name in without:
-            found.accepted.append(f"{said}; what only it could contradict is not judged (--without-tape {name})")
+            records.notes.append(f"{said}; what only it could contradict is not judged (--without-tape {name})")
         else:
-            found.unproven.append(f"{said}: {how}, or give --without-tape {name} if there is none")
+            records.unproven.append(f"{said}: {how}, or give --without-tape {name} if there is none")
 
 
 def _whose(who: tuple[str, str]) -> str:
@@ -152,7 +154,7 @@ def _missing_manifests(records: RunRecords, history: History, without: Collectio
             continue
         wanted: Pair | None = newest
         if not history.is_sync:
-            lines = (line for line in records.lines["slave"] if line.name == slave and line.kind == "persisted")
+            lines = (line for line in records.lines["slave"] if line.who == slave and line.kind == "persisted")
             wanted = max((version for line in lines if (version := pair(line.fields.get("version")))), default=None)
         here = [
             version for item in records.manifests if item.slave == slave and (version := pair(item.body["version"]))
@@ -160,7 +162,7 @@ def _missing_manifests(records: RunRecords, history: History, without: Collectio
         found.judged += 1
         if wanted is not None and max(here, default=(0, -1)) < wanted:
             have = f"the newest is {say_version(max(here))}" if here else "there is none"
-            found.unproven.append(
+            records.unproven.append(
                 f"version {say_version(wanted)} was on the disk of slave {slave}, but no manifest of it, or of a newer "
                 f"one, was found ({have}): the slave's directory was emptied or moved"
             )
@@ -243,7 +245,7 @@ def _short(value: object) -> str:
 
 def _decisions_against_master(records: RunRecords, history: History, found: Evidence) -> None:
     """Compare the journal's judgements and staleness bounds (s_max) with those on the master's tape."""
-    coverage = history.coverage or Coverage(records)
+    coverage = _coverage(records, history)
     judged: dict[Pair | None, list[Fields]] = {}
     committed: dict[Pair | None, list[Fields]] = {}
     for line in records.all_lines("master"):
@@ -269,11 +271,15 @@ def _decisions_against_master(records: RunRecords, history: History, found: Evid
                     f"{about} says s_max = {record.get('s_max')}, but the master's tape says {bound}", "master commit"
                 )
         elif record["kind"] == "COMMIT":
-            place = coverage.of_master(int(record["epoch"]), number)
+            place = coverage.master.place(int(record["epoch"]), number)
             if place not in (COVERED, KILLED):
                 history.lacks(*MASTER, place, f"version {say_version(pair(record['version']))}", "I4")
             elif place == COVERED and committed and not history.lossy and _since_commits_are_recorded(records, record):
                 found.differs(f"the master's tape has no line about {about}", "master commit")
+
+
+def _coverage(records: RunRecords, history: History) -> Coverage:
+    return history.coverage if isinstance(history.coverage, Coverage) else Coverage(records)
 
 
 def _numbers(records: RunRecords) -> list[int | None]:
@@ -309,7 +315,7 @@ def _pushes_against_tapes(records: RunRecords, history: History, found: Evidence
         _by_push(records.all_lines("worker"), "push_sent"),
         _by_push(records.all_lines("master"), "ticket"),
     )
-    coverage = history.coverage or Coverage(records)
+    coverage = _coverage(records, history)
     for number, record in zip(_numbers(records), records.journal, strict=True):
         if record["kind"] not in ("COMMIT", "VOID"):
             continue
@@ -329,7 +335,7 @@ def _pushes_against_tapes(records: RunRecords, history: History, found: Evidence
                 whose = f"the tape of cluster {push[0]} has no line about"
                 _unrecorded(history, ("worker", push[0]), place, f"{whose} {about}", push, found)
             if tickets and push not in tickets and not history.lossy:
-                place = coverage.of_master(push[1], number)
+                place = coverage.master.place(push[1], number)
                 whose = "the master's tape has no ticket for"
                 _unrecorded(history, MASTER, COVERED if place == KILLED else place, f"{whose} {about}", push, found)
 
@@ -343,7 +349,7 @@ def _unrecorded(
         history.lacks(*who, place, f"push {say_push(push)}", NAME)
 
 
-def _by_push(lines: Iterable[TapeLine], kind: str) -> dict[PushKey, list[Fields]]:
+def _by_push(lines: Iterable[Fact], kind: str) -> dict[PushKey, list[Fields]]:
     by_push: dict[PushKey, list[Fields]] = {}
     for line in lines:
         if line.kind == kind:
@@ -359,25 +365,21 @@ def _one_push(about: str, recorded: Fields, said: list[Fields] | None, fact: str
     if not same:
         return
     found.judged += 1
-    differing = [_push_differs(recorded, fields) for fields in same]
+    differing = [_push_differs(recorded, fields, whose) for fields in same]
     if all(differing):
-        name, ours, theirs = differing[-1][0]
-        found.differs(f"{about} has {name} = {_short(ours)}, but {whose} {_short(theirs)}", fact)
+        found.differs(f"{about} has {differing[-1]}", fact)
 
 
-def _push_differs(recorded: Fields, said: Fields) -> list[tuple[str, object, object]]:
-    wrong: list[tuple[str, object, object]] = []
-    for name in ("tokens", "steps", "fence"):
-        if name in said and recorded[name] is not None and said[name] != recorded[name]:
-            wrong.append((name, recorded[name], said[name]))
+def _push_differs(recorded: Fields, said: Fields, whose: str) -> str:
+    """The first number of a push that differs from the record's; empty when none does."""
+    theirs = {name: said[name] for name in ("tokens", "steps", "fence") if recorded[name] is not None and name in said}
     if "base" in said and pair(said["base"]) != recorded["base"]:
-        wrong.append(("base", recorded["base"], said["base"]))
+        theirs["base"] = said["base"]
     if "ranges" in said:
         names = ("lease_id", "pass_index", "chunk", "begin_tokens", "end_tokens")
-        theirs = [[item[name] for name in names] for item in said["ranges"]]
-        if theirs != recorded["ranges"]:
-            wrong.append(("ranges", recorded["ranges"], theirs))
-    return wrong
+        theirs["ranges"] = [[item[name] for name in names] for item in said["ranges"]]
+    wrong = (name for name, value in theirs.items() if value != recorded[name])
+    return next((f"{name} = {_short(recorded[name])}, but {whose} {_short(theirs[name])}" for name in wrong), "")
 
 
 # ---- whose directory it is ----
@@ -386,7 +388,7 @@ def _push_differs(recorded: Fields, said: Fields) -> list[tuple[str, object, obj
 def _directories(records: RunRecords, history: History, found: Evidence) -> None:
     """Check that a slave's directory holds only its own files, and that its promise is the one on its tape."""
     epochs = [int(record["epoch"]) for record in records.journal if "epoch" in record]
-    epochs += [int(line.fields["epoch"]) for line in records.later if (line.role, line.kind) == ("master", "epoch")]
+    epochs += [int(line.fields["epoch"]) for line in records.later if (line.source, line.kind) == ("master", "epoch")]
     for folder in sorted({path.parent for path in records.run_dir.rglob(IDENTITY)}):
         disk = LocalDisk(folder)
         try:
@@ -400,10 +402,10 @@ def _directories(records: RunRecords, history: History, found: Evidence) -> None
         if str(owner.get("run_id")) != records.run_id:
             found.differs(f"{folder} belongs to run {owner.get('run_id')!r}, the journal to {records.run_id!r}", fact)
         others = {item.slave for item in records.manifests if item.path.parent == folder} - {slave}
-        others |= {name for path, (_, name) in records.tape_names.items() if path.parent == folder} - {slave}
+        others |= {n for (_, n), tape in records.tapes.items() if folder in {p.parent for p in tape.files}} - {slave}
         for other in sorted(others):
             found.differs(f"{folder} is the directory of slave {slave}, but holds files of slave {other}", fact)
-        said = [line for line in records.lines["slave"] if line.name == slave and line.kind == "promised"]
+        said = [line for line in records.lines["slave"] if line.who == slave and line.kind == "promised"]
         newest = max((int(line.fields["epoch"]) for line in said), default=0)
         if promised < newest:
             found.differs(
@@ -428,7 +430,7 @@ def _stray_manifests(records: RunRecords, found: Evidence) -> None:
 
 def ended_without_a_word(records: RunRecords) -> list[str]:
     """Notes about processes whose tape lacks the line of an orderly end, in a run that ended in order."""
-    last: dict[tuple[str, str], str] = records.last_kinds
+    last = {who: tape.last_kind for who, tape in records.tapes.items()}
     if not any(role == "master" and kind == "master-ended" for (role, _), kind in last.items()):
         return []
     ends = {"slave": {"stopped"}, "worker": {"left", "stopped", "heldout"}}
@@ -498,7 +500,7 @@ def _journal_against_tape(records: RunRecords, _: History, found: Evidence) -> N
     lines, wrong = _other_rows(records)
     found.judged += len(lines)
     if not lines and records.rows and records.rows[-1].digest and any(role == "master" for role, _ in records.tapes):
-        found.unproven.append("the master's tape does not say how far the journal goes: an older release wrote it")
+        records.unproven.append("the master's tape does not say how far the journal goes: an older release wrote it")
     if not wrong or not _at_the_end(records, lines, wrong):
         return
     number = int(lines[wrong[0]].fields["number"])
@@ -517,7 +519,7 @@ def _journal_against_tape(records: RunRecords, _: History, found: Evidence) -> N
     )
 
 
-def _other_rows(records: RunRecords) -> tuple[list[TapeLine], list[int]]:
+def _other_rows(records: RunRecords) -> tuple[list[Fact], list[int]]:
     """The "journaled" lines of the master's tape, and the indexes of those that the journal contradicts."""
     digests = {row.number: row.digest for row in records.rows}
     oldest = records.rows[0].number if records.rows else 1
@@ -529,7 +531,7 @@ def _other_rows(records: RunRecords) -> tuple[list[TapeLine], list[int]]:
     return lines, wrong
 
 
-def _at_the_end(records: RunRecords, lines: list[TapeLine], wrong: list[int]) -> bool:
+def _at_the_end(records: RunRecords, lines: list[Fact], wrong: list[int]) -> bool:
     """Whether no later master went on from the journal as it is now."""
     after = wrong[-1] + 1
     if after == len(lines):

@@ -28,6 +28,8 @@ Sentences = list[str] | None
 MERGES = frozenset({"COMMIT", "ROLLBACK", "ADOPT", "RESHARD"})
 """Kinds of journal records that make a version."""
 
+DECISIONS = MERGES | {"VOID"}
+
 
 # ---- names ----
 
@@ -125,10 +127,6 @@ class Decision:
     def accepted(self) -> list[RecordedParticipant]:
         return [item for item in self.participants if item.verdict == "APPLIED"]
 
-    @property
-    def is_seed(self) -> bool:
-        return self.kind == "COMMIT" and self.from_version is None
-
     def __str__(self) -> str:
         what = f"{self.kind} of version {say_version(self.version)}" if self.version else self.kind
         return f"the {what} (round {say_round(self.round)})"
@@ -171,11 +169,12 @@ def decision_of(record: Fields) -> Decision:
 class Fact:
     """One thing that was recorded."""
 
-    source: str  # "journal", "master", "slave", "worker", "manifest", "file" or "end"
+    source: str  # "journal", the role whose tape it is a line of, "manifest", "file" or "end"
     who: str
     kind: str
     fields: Fields
-    at_s: float = 0.0
+    at_s: float = 0.0  # seconds since 1970 by its process's clock
+    cause: str = "-"
     decision: Decision | None = None
 
     def version(self, name: str = "version") -> Pair | None:
@@ -199,17 +198,20 @@ class Fact:
         return f"{self.source} {self.who}" if self.who else self.source
 
 
+def journaled(record: Fields) -> Fact:
+    """A durable record of the master's journal. Raises KeyError, ValueError or TypeError if it is none."""
+    kind = str(record["kind"])
+    decision = decision_of(record) if kind in DECISIONS else None
+    return Fact("journal", "", kind, record, float(record.get("wall_s") or 0.0), decision=decision)
+
+
 # ---- the history ----
 
 
 class TapeCoverage(Protocol):
-    """Where on a process's tape a line belongs (dips.judge.coverage); empty where the tape covers that place."""
+    """Where on a slave's tape a line belongs (dips.judge.coverage); empty where the tape covers that place."""
 
     def of_slave(self, name: str, round_id: Pair, ended: bool) -> str: ...
-
-    def of_push(self, push: PushKey, version: Pair | None) -> str: ...
-
-    def of_master(self, epoch: int, number: int | None) -> str: ...
 
 
 @dataclass
@@ -222,19 +224,6 @@ class Gap:
     places: dict[str, None] = field(default_factory=dict)
     things: dict[str, None] = field(default_factory=dict)
     invariants: set[str] = field(default_factory=set)
-
-    def add(self, place: str, thing: str, invariant: str) -> None:
-        self.places[place] = self.things[thing] = None
-        self.invariants.add(invariant)
-
-
-@dataclass(frozen=True)
-class RecordedPrepare:
-    """The version that a slave prepared in a round. durable is None when its tape does not say."""
-
-    version: Pair | None
-    digest: str
-    durable: bool | None
 
 
 @dataclass
@@ -264,7 +253,7 @@ class History:
     # a slave's tape says that it holds the version, and whether on disk
     held: dict[tuple[str, Pair], bool | None] = field(default_factory=dict)
     on_disk: set[tuple[str, Pair]] = field(default_factory=set)  # it has a manifest
-    prepared: dict[tuple[str, Pair], RecordedPrepare] = field(default_factory=dict)
+    prepared: dict[tuple[str, Pair], Fact] = field(default_factory=dict)  # by slave and round
     staged: dict[tuple[PushKey, str], dict[int, str]] = field(default_factory=dict)
     sent: dict[PushKey, Mapping[str, str]] = field(default_factory=dict)
     promised: Counter[str] = field(default_factory=Counter)  # 0: nothing
@@ -302,7 +291,9 @@ class History:
         return bool(place)
 
     def lacks(self, role: str, name: str, place: str, thing: str, invariant: str) -> None:
-        self.gaps.setdefault((role, name), Gap()).add(place, thing, invariant)
+        gap = self.gaps.setdefault((role, name), Gap())
+        gap.places[place] = gap.things[thing] = None
+        gap.invariants.add(invariant)
 
     def lost_journal(self, kept: Collection[Pair] = ()) -> None:
         """Note that the master's disk was lost or restored: what was decided may be decided again, differently.
@@ -432,8 +423,7 @@ class History:
     def add_prepared(self, fact: Fact) -> None:
         round_id = fact.round()
         if round_id is not None:
-            durable = fact.fields.get("durable")
-            self.prepared[fact.who, round_id] = RecordedPrepare(fact.version(), fact.digest(), durable)
+            self.prepared[fact.who, round_id] = fact
 
     def add_held(self, fact: Fact) -> None:
         """Note that a slave holds a version, by a line of a kind in HELD or by a manifest."""
@@ -491,7 +481,7 @@ SENT = ("push_sent", "sent")
 PULLED = ("installed", "pulled")
 
 _ADD = {
-    **{("journal", kind): History.add_decision for kind in ("COMMIT", "VOID", "ROLLBACK", "ADOPT", "RESHARD")},
+    **{("journal", kind): History.add_decision for kind in DECISIONS},
     ("journal", "JOIN"): History.add_join,
     ("master", "slave_attached"): History.add_attached,
     ("slave", "promised"): History.add_promised,

@@ -397,15 +397,6 @@ def _flagged(given: Round, memory: PenaltyMemory, push: JudgedPush, j: int) -> C
 # ---- record by record ----
 
 
-@dataclass(frozen=True)
-class RoundJudged:
-    """A record's judgement and what is computed from it again."""
-
-    given: Round
-    accepted: tuple[int, ...]
-    pushes: tuple[JudgedPush, ...] | None  # None while the memory is not known
-
-
 class Judging:
     """Follows the records of one run and reports what in a judgement does not follow from the rules (section 7).
 
@@ -484,18 +475,27 @@ class Judging:
             return None
         given = round_of(record["participants"], inputs)
         wrong = [*self._anchor(given), *self._as_measured(record, given, slaves)]
-        accepted = tuple(j for j, name in enumerate(given.names) if name in judgement["accepted"])
-        pushes = None if self.memory is None else tuple(pushes_of(given, self.memory))
-        judged = RoundJudged(given, accepted, pushes)
+        accepted = [j for j, name in enumerate(given.names) if name in judgement["accepted"]]
+        known = self.memory is not None
+        # Without a memory, what needs none: numbers that no push can have.
+        bare = (_measured(given, PenaltyMemory({}), j) for j in range(len(given.names)))
+        pushes = [*bare] if self.memory is None else pushes_of(given, self.memory)
         self.recomputed += 1
-        self.blind += pushes is None
+        self.blind += not known
         wrong += self._wrong_threshold(given, judgement)
-        wrong += _wrong_accepted(judged, record)
+        wrong += _wrong_accepted(given, accepted, pushes, known, record)
         if accepted:
-            wrong += self._wrong_numbers(judged, judgement)
-            wrong += _wrong_step(judged, record)
-        wrong += _wrong_norms(judged, judgement)
-        self._after = self._remember(judged, record)
+            wrong += self._wrong_numbers(given, accepted, judgement)
+            wrong += _wrong_step(given, record)
+        wrong += _wrong_norms(given, pushes, known, judgement)
+        # Updated by what the record decided, so that one wrong judgement is reported once.
+        names = {given.names[j] for j in accepted}
+        if self.memory is None:
+            self._after = None
+        elif kind == "VOID":
+            self._after = after_void(given, self.memory, pushes, names)
+        else:
+            self._after = after_commit(given, self.memory, pushes, names, float(judgement["merged_norm"]))
         return wrong[:MAX_SENTENCES]
 
     def _anchor(self, given: Round) -> list[str]:
@@ -536,9 +536,9 @@ class Judging:
         said, tau = judgement["threshold"], threshold(given, self.memory)
         return [] if near(float(said), tau, 1e-6) else [f"its threshold is {said}, but the last scores make it {tau!r}"]
 
-    def _wrong_numbers(self, judged: RoundJudged, judgement: Fields) -> list[str]:
+    def _wrong_numbers(self, given: Round, accepted: Sequence[int], judgement: Fields) -> list[str]:
         """Check weights, merged norm, kappa, T_round and rho, each from the ones before it as the record has them."""
-        given, accepted, wrong = judged.given, judged.accepted, list[str]()
+        wrong = list[str]()
         said, weights = judgement["weights"], weights_of(given, accepted)
         if len(said) != len(weights):
             return [f"it has {len(said)} weights for {len(weights)} accepted pushes"]
@@ -566,20 +566,13 @@ class Judging:
                 wrong.append(f"its rho is {rho}, but live clusters and accepted tokens make it {expected!r}")
         return wrong
 
-    def _remember(self, judged: RoundJudged, record: Fields) -> PenaltyMemory | None:
-        """Update the memory by what the record decided, so that one wrong judgement is reported once."""
-        if self.memory is None or judged.pushes is None:
-            return None
-        names = {judged.given.names[j] for j in judged.accepted}
-        if record["kind"] == "VOID":
-            return after_void(judged.given, self.memory, judged.pushes, names)
-        merged = float(record["judgement"]["merged_norm"])
-        return after_commit(judged.given, self.memory, judged.pushes, names, merged)
 
-
-def _wrong_accepted(judged: RoundJudged, record: Fields) -> list[str]:
-    given, kind, judgement = judged.given, str(record["kind"]), record["judgement"]
-    names = [given.names[j] for j in judged.accepted]
+def _wrong_accepted(
+    given: Round, accepted: Sequence[int], pushes: Sequence[JudgedPush], known: bool, record: Fields
+) -> list[str]:
+    """known: whether the detector's memory was."""
+    kind, judgement = str(record["kind"]), record["judgement"]
+    names = [given.names[j] for j in accepted]
     rejected = [name for name in given.names if name not in names]
     verdicts = [str(item["push"][0]) for item in record["participants"] if item["verdict"] == "APPLIED"]
     wrong = []
@@ -587,11 +580,9 @@ def _wrong_accepted(judged: RoundJudged, record: Fields) -> list[str]:
         wrong.append(f"it judged {judgement['accepted']} and {judgement['rejected']}, but its pushes are {given.names}")
     if verdicts != (names if kind == "COMMIT" else []) or (kind == "COMMIT" and not names):
         wrong.append(f"it applies {', '.join(verdicts) or 'nothing'}, but {', '.join(names) or 'nothing'} was accepted")
-    # Without a memory, what needs none: numbers that no push can have.
-    pushes = judged.pushes or [_measured(given, PenaltyMemory({}), j) for j in range(len(given.names))]
     for j, push in enumerate(pushes):
-        name, taken = given.names[j], j in judged.accepted
-        if taken == (not push.bad) or push.close or (judged.pushes is None and not push.bad):
+        name, taken = given.names[j], j in accepted
+        if taken == (not push.bad) or push.close or not (known or push.bad):
             continue
         said, why = ("accepted", _why_bad(push, given)) if taken else ("excluded", "nothing is wrong with its push")
         wrong.append(f"cluster {name} is {said}, but {why}")
@@ -607,23 +598,20 @@ def _why_bad(push: JudgedPush, given: Round) -> str:
     return f"its score {push.z:.6g} is above the threshold"
 
 
-def _wrong_norms(judged: RoundJudged, judgement: Fields) -> list[str]:
+def _wrong_norms(given: Round, pushes: Sequence[JudgedPush], known: bool, judgement: Fields) -> list[str]:
     """Check the norms in the record by the Gram matrix's diagonal, and the scores by the memory."""
-    given = judged.given
     rows = judgement["norms"]
     if [row[0] for row in rows] != list(given.names):
         return [f"its norms are of {[row[0] for row in rows]}, but its pushes of {list(given.names)}"]
-    pushes = judged.pushes
-    for j, (name, norm, score, *_) in enumerate(rows):
-        push = pushes[j] if pushes is not None else _measured(given, PenaltyMemory({}), j)
+    for (name, norm, score, *_), push in zip(rows, pushes, strict=True):
         if not near(float(norm), push.G):
             return [f"the norm of cluster {name} is {norm}, but the Gram matrix makes it {push.G!r}"]
-        if pushes is not None and not _near_score(push, float(score), push.z):
+        if known and not _near_score(push, float(score), push.z):
             return [f"the score of cluster {name} is {score}, but what the detector remembers makes it {push.z!r}"]
     return []
 
 
-def _wrong_step(judged: RoundJudged, record: Fields) -> list[str]:
+def _wrong_step(given: Round, record: Fields) -> list[str]:
     """Check that scale, rates and coefficients follow from kappa, rho and the settings."""
     judgement, before = record["judgement"], record.get("from_version")
     said = judgement["outer_step"]
@@ -631,7 +619,7 @@ def _wrong_step(judged: RoundJudged, record: Fields) -> list[str]:
         return ["it was committed without a step"] if record["kind"] == "COMMIT" else []
     if before is None:
         return []  # a VOID after PREPARE does not name its version
-    expected = step_of(judged.given, float(judgement["kappa"]), float(judgement["rho"]), int(before[1]))
+    expected = step_of(given, float(judgement["kappa"]), float(judgement["rho"]), int(before[1]))
     return [
         f"its {name} is {said[name]}, but settings, kappa and rho make it {value!r}"
         for name, value in expected.items()

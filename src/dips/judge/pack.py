@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dips.core.errors import ConfigError, of_disk
 from dips.core.files import by_umask, make_folder
-from dips.judge.facts import Pair
+from dips.judge.facts import Pair, pair
 from dips.judge.records import TRIES, find_tapes, master_directory
 from dips.judge.replay import FOLDER as PUSHES
 from dips.judge.verify import VerifyReport, verify_run
@@ -101,10 +101,11 @@ def _copy_snapshots(run_dir: Path, to: Path) -> None:
         for name in (IDENTITY, "promise.json"):
             if (folder / name).is_file():
                 _copy(run_dir, folder / name, to)
-        newest = max(folder.glob("manifest-*.json"), key=_version, default=None)
+        bodies = {path: json.loads(path.read_bytes())["body"] for path in folder.glob("manifest-*.json")}
+        newest = max(bodies, key=lambda path: pair(str(bodies[path]["version"])) or (0, 0), default=None)
         if newest is not None:
             _copy(run_dir, newest, to)
-            _copy(run_dir, _named(newest, json.loads(newest.read_bytes())["body"]["file"]), to)
+            _copy(run_dir, _named(newest, bodies[newest]["file"]), to)
 
 
 def _copy_records(run_dir: Path, to: Path) -> None:
@@ -122,11 +123,6 @@ def _copy_records(run_dir: Path, to: Path) -> None:
         _copy(run_dir, path, to)
     for path in (path for path, role in tapes.items() if role == "slave"):
         _copy(run_dir, path, to)
-
-
-def _version(manifest: Path) -> tuple[int, int]:
-    timeline, _, v = str(json.loads(manifest.read_bytes())["body"]["version"]).partition(":")
-    return int(timeline), int(v)
 
 
 def _copy(run_dir: Path, path: Path, to: Path) -> None:

@@ -21,11 +21,12 @@ import numpy as np
 
 from dips.core.errors import ConfigError, FatalError, RetryLater
 from dips.core.observe.tape import CHAIN, HEAD, read_chained
+from dips.judge.facts import Fact
 from dips.master.archive import FILE_NAME, FOLDER, JournalRecord
 from dips.master.journal import read_content, read_newest
 from dips.slave import snapshot_files as manifests
 from dips.slave.backup import FOLDER as BACKUP
-from dips.slave.snapshot_files import HEADER_BYTES, SnapshotError, read_head, read_tensors
+from dips.slave.snapshot_files import HEADER_BYTES, SnapshotError, read_snapshot
 
 T = TypeVar("T")
 
@@ -34,16 +35,13 @@ TRIES = 5
 """How often a record is read again that a live run replaced while it was read."""
 
 
-@dataclass(frozen=True)
-class TapeLine:
-    """One line of a tape."""
+@dataclass
+class TapeRead:
+    """What was read of one process's tape."""
 
-    role: str
-    name: str
-    kind: str
-    wall_s: float
-    cause: str
-    fields: Mapping[str, Any]
+    files: dict[Path, int] = field(default_factory=dict)  # each with its lines
+    last_kind: str = ""  # of its last line
+    lost: bool = False  # it lost lines to a full disk
 
 
 @dataclass(frozen=True)
@@ -68,22 +66,18 @@ class RunRecords:
     others: dict[Path, list[JournalRecord]] = field(default_factory=dict)
     ledger: Mapping[str, Any] | None = None
     whole: bool = True
-    lines: dict[str, list[TapeLine]] = field(default_factory=lambda: {role: [] for role in ROLES})
+    lines: dict[str, list[Fact]] = field(default_factory=lambda: {role: [] for role in ROLES})
     manifests: list[StoredManifest] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # what is there and cannot be used
     unproven: list[str] = field(default_factory=list)  # what no digest or other record confirms
     notes: list[str] = field(default_factory=list)  # what is missing
-    tapes: set[tuple[str, str]] = field(default_factory=set)  # role and name of the processes that left one
-    gaps: set[tuple[str, str]] = field(default_factory=set)  # of those that lost lines to a full disk
-    tape_names: dict[Path, tuple[str, str]] = field(default_factory=dict)  # whose tape a file is
-    last_kinds: dict[tuple[str, str], str] = field(default_factory=dict)  # the kind of each tape's last line
+    tapes: dict[tuple[str, str], TapeRead] = field(default_factory=dict)  # by the role and name of its process
     # lines of masters and clusters that were written while the rest was read
-    later: list[TapeLine] = field(default_factory=list)
-    n_lines: dict[Path, int] = field(default_factory=dict)
+    later: list[Fact] = field(default_factory=list)
 
-    def all_lines(self, role: str) -> list[TapeLine]:
+    def all_lines(self, role: str) -> list[Fact]:
         """The lines of a role's tapes, with those that live processes wrote while the journal was read."""
-        return [*self.lines[role], *(line for line in self.later if line.role == role)]
+        return [*self.lines[role], *(line for line in self.later if line.source == role)]
 
 
 def read_run(run_dir: Path, keep: Callable[[str, str], bool] | None = None, files: bool = True) -> RunRecords:
@@ -98,22 +92,10 @@ def read_run(run_dir: Path, keep: Callable[[str, str], bool] | None = None, file
     _read_tapes(records, tapes, ("master", "worker", "launch"), keep)
     _read_journal(records, master_directory(run_dir))
     _read_tapes(records, tapes, ("slave",), keep)
-    _read_later(records, sizes_bytes, keep)
+    grown = {path: role for path, role in find_tapes(run_dir).items() if path.stat().st_size != sizes_bytes.get(path)}
+    _read_tapes(records, grown, ("master", "worker"), keep, later=True)
     _read_manifests(records, files)
     return records
-
-
-def _read_later(records: RunRecords, sizes_bytes: Mapping[Path, int], keep: Callable[[str, str], bool] | None) -> None:
-    """Read what a live run's master and clusters wrote on their tapes since these were read."""
-    for path, role in find_tapes(records.run_dir).items():
-        if role not in ("master", "worker") or path.stat().st_size == sizes_bytes.get(path):
-            continue
-        seen = records.n_lines.get(path, 0)
-        for event, _ in itertools.islice(read_chained(path), seen, None):
-            line = _line(event, path)
-            records.tapes.add((line.role, line.name))
-            if keep is None or keep(line.role, line.kind):
-                records.later.append(line)
 
 
 def _read_manifests(records: RunRecords, files: bool) -> None:
@@ -161,31 +143,36 @@ def _first_line(path: Path) -> dict[str, Any] | None:
 
 
 def _read_tapes(
-    records: RunRecords, tapes: Mapping[Path, str], roles: Iterable[str], keep: Callable[[str, str], bool] | None
+    records: RunRecords,
+    tapes: Mapping[Path, str],
+    roles: Iterable[str],
+    keep: Callable[[str, str], bool] | None,
+    later: bool = False,
 ) -> None:
+    """Read the tapes of these roles. later: only what was written on them since they were read."""
+    seen = {path: n for tape in records.tapes.values() for path, n in tape.files.items()}
     for path in (path for role in roles for path, said in tapes.items() if said == role):
         bare = 0
-        for event, vouched in read_chained(path):
+        for event, vouched in itertools.islice(read_chained(path), seen.get(path, 0), None):
             line = _line(event, path)
             bare += not vouched
-            records.tapes.add((line.role, line.name))
-            records.tape_names[path] = (line.role, line.name)
-            records.n_lines[path] = records.n_lines.get(path, 0) + 1
-            records.last_kinds[line.role, line.name] = line.kind
+            tape = records.tapes.setdefault((line.source, line.who), TapeRead())
+            tape.files[path] = tape.files.get(path, 0) + 1
+            tape.last_kind = line.kind
             if line.kind == "gap":
-                records.gaps.add((line.role, line.name))
+                tape.lost = True
                 lost = line.fields.get("lost")
-                records.notes.append(f"the tape of {line.role} {line.name} lost {lost} events: its disk was full")
-            if keep is None or keep(line.role, line.kind):
-                records.lines.setdefault(line.role, []).append(line)
-        if bare:
+                records.notes.append(f"the tape of {line} lost {lost} events: its disk was full")
+            if keep is None or keep(line.source, line.kind):
+                (records.later if later else records.lines.setdefault(line.source, [])).append(line)
+        if bare and not seen.get(path):
             records.unproven.append(f"{bare} lines of tape {path} have no digests: an older release wrote them")
 
 
-def _line(event: dict[str, Any], path: Path) -> TapeLine:
+def _line(event: dict[str, Any], path: Path) -> Fact:
     try:
         wall_s, _, role, name, kind, cause = (event.pop(key) for key in HEAD)
-        return TapeLine(str(role), str(name), str(kind), float(wall_s), str(cause), event)
+        return Fact(str(role), str(name), str(kind), event, float(wall_s), str(cause))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"a line of tape {path} is not an event ({error!r}): the file was changed") from error
 
@@ -306,10 +293,7 @@ def _unchanged(path: Path, data: bytes) -> bool:
 def non_finite(path: Path, manifest: manifests.SnapshotManifest) -> dict[str, int]:
     """Count the elements of theta and momentum that are NaN or infinite. Raises SnapshotError and OSError."""
     with path.open("rb") as file:
-        head = read_head(file, str(path))
-        if head is None or not manifest.fits(head):
-            raise SnapshotError(f"{path} is not the file that {manifest.info.version}'s manifest names")
-        read_tensors(file, str(path), head)
+        head = read_snapshot(file, str(path), named_by=manifest)
     shape = (2, head.n_elems)
     if os.path.getsize(path) < HEADER_BYTES + 8 * head.n_elems:
         raise SnapshotError(f"{path} is shorter than its header says")

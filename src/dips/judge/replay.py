@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from dips.core.layout import FLOAT32_BYTES, Block, digest_of_array, layout_from_
 from dips.core.math import outer_numpy, wire_numpy
 from dips.core.placement import Placement
 from dips.core.wire import RESIDUAL_CODEC, Codec, encoded_bytes
-from dips.judge.facts import MERGES, Decision, Pair, decision_of, pair, say_round, say_version, short
+from dips.judge.facts import MERGES, Decision, Pair, decision_of, pair, say_push, say_round, say_version, short
 from dips.judge.judgement import near
 from dips.judge.records import RunRecords
-from dips.slave.push_evidence import FORMAT, checksum
+from dips.slave.disk import json_sum
+from dips.slave.push_evidence import FORMAT
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
@@ -56,16 +57,7 @@ class Replayed:
     unproven: list[str] = field(default_factory=list)  # what no checksum confirms
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "versions": self.versions,
-            "shards": self.shards,
-            "wrong": self.wrong,
-            "skipped": self.skipped,
-            "missing": self.missing,
-            "judged": self.judged,
-            "misjudged": self.misjudged,
-            "unproven": self.unproven,
-        }
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.repr}
 
     made: set[Pair] = field(default_factory=set, repr=False)
     unknown: set[Pair] = field(default_factory=set, repr=False)
@@ -93,20 +85,23 @@ def replay_run(run_dir: Path, records: RunRecords) -> Replayed:
     """Replay all committed rounds. Raises ConfigError when no pushes were recorded, or they cannot be read."""
     folders = _folders(run_dir)
     places = _Places(records)
-    made = [decision_of(record) for record in records.journal if record["kind"] in MERGES]
+    named = set[str]()
     result = Replayed()
-    staged = _Staged(records)
+    staged = _staged_digests(records)
     kept: dict[str, dict[Pair, _State]] = {}
     for record in records.journal:
-        decision = decision_of(record) if record["kind"] in MERGES else None
-        if decision is None or decision.version is None:
+        if record["kind"] not in MERGES:
+            continue
+        decision = decision_of(record)
+        named |= decision.digests.keys()
+        if decision.version is None:
             continue
         if decision.kind == "ADOPT":
             result.unknown.add(decision.version)
             continue
         places.take(decision, record)
         if decision.kind == "RESHARD":
-            result.versions += _move_all(decision, places, kept, _chunk_bytes(folders), result)
+            result.versions += _move_all(decision, places, kept, _chunk_bytes(folders[min(folders)]), result)
             result.made.add(decision.version)
             continue
         slaves = sorted(folders.keys() & decision.digests.keys())
@@ -122,8 +117,7 @@ def replay_run(run_dir: Path, records: RunRecords) -> Replayed:
         if decision.judgement is not None and bool(done) and all(done) and len(slaves) == len(decision.digests):
             result.judged += 1
             result.misjudged += measured.compare()
-    missing = sorted({slave for decision in made for slave in decision.digests} - folders.keys())
-    for slave in missing:
+    for slave in sorted(named - folders.keys()):
         result.skip((0, 0), None, f"slave {slave} recorded no pushes")
     if result.shards == 0:
         reasons = "; ".join(result.skipped[:3]) or "the journal committed no version"
@@ -206,8 +200,7 @@ def _move_all(
         theta, momentum = (np.concatenate(arrays) for arrays in zip(*mine, strict=True))
         moved = _State(theta, momentum)
         kept.setdefault(slave, {})[made.version] = moved
-        name = f"version {say_version(made.version)} on slave {slave}"
-        _compare(made, slave, moved, places.blocks(slave), chunk_bytes, name, result)
+        _compare(made, slave, moved, places.blocks(slave), chunk_bytes, result)
     return True
 
 
@@ -217,7 +210,7 @@ def _replay_one(
     folders: Mapping[str, Path],
     kept: dict[Pair, _State],
     blocks: Sequence[Block],
-    staged: _Staged,
+    staged: Mapping[tuple[str, str], set[str]],
     result: Replayed,
     measured: _Measured,
 ) -> bool:
@@ -230,7 +223,7 @@ def _replay_one(
             result.skip(made.version, made.origin, f"{name}: its origin {say_version(made.origin)} was not computed")
             return False
         kept[made.version] = origin
-        return _compare(made, slave, origin, blocks, _chunk_bytes({slave: folders[slave]}), name, result)
+        return _compare(made, slave, origin, blocks, _chunk_bytes(folders[slave]), result)
     path = folders[slave] / f"round-{say_round(made.round)}.json"
     if not path.is_file():
         result.skip(made.version, made.from_version, f"{name}: {path.name} is missing")
@@ -249,72 +242,54 @@ def _replay_one(
     kept[made.version] = after
     while len(kept) > KEPT:
         del kept[next(iter(kept))]
-    _same_pushes(made, recorded, name, result)
+    merged, said = [say_push(p.push) for p in made.accepted], [str(item["push"]) for item in recorded["accepted"]]
+    if merged != said:
+        result.wrong.append(f"{name} was made of pushes {', '.join(said)}, but its record says {', '.join(merged)}")
     if recorded["format"] == WITHOUT_CHECKSUMS:
         result.unproven.append(f"{path} and its pushes have no checksums: an older release wrote them")
     if recorded["slave_id"] != slave:
         result.wrong.append(f"{name}: the recorded round is of slave {recorded['slave_id']}")
     if recorded["digest"] != made.digests.get(slave):
         result.wrong.append(f"{name} was recorded as {short(str(recorded['digest']))}, not as {made} says")
-    staged.compare(recorded, slave, rows, blocks, name, result)
+    for push, row in zip(said, rows, strict=True):
+        known = staged.get((slave, push))
+        digest = digest_of_array(row, blocks, int(recorded["chunk_bytes"])).hex() if known else ""
+        if known and digest not in known:
+            held = ", ".join(map(short, sorted(known)))
+            result.wrong.append(f"{name}: push {push} is recorded as {short(digest)}, but the slave's tape says {held}")
     result.misjudged += _other_numbers(made, recorded, name, n_trained < rows.shape[1])
-    return _compare(made, slave, after, blocks, int(recorded["chunk_bytes"]), name, result)
+    return _compare(made, slave, after, blocks, int(recorded["chunk_bytes"]), result)
 
 
 KEPT = 24
 """Versions of a shard that stay in memory: a ROLLBACK goes back to one that slaves keep on disk, and they are few."""
 
 
-def _chunk_bytes(folders: Mapping[str, Path]) -> int:
-    folder = folders[min(folders)]
+def _chunk_bytes(folder: Path) -> int:
     return int(_read_json(min(folder.glob("round-*.json")))["chunk_bytes"])
 
 
-def _same_pushes(made: Decision, recorded: Mapping[str, Any], name: str, result: Replayed) -> None:
-    merged = [f"{p.push[0]}/{p.push[1]}.{p.push[2]}#{p.push[3]}" for p in made.accepted]
-    said = [str(item["push"]) for item in recorded["accepted"]]
-    if merged != said:
-        result.wrong.append(f"{name} was made of pushes {', '.join(said)}, but its record says {', '.join(merged)}")
-
-
-class _Staged:
-    """The digests of staged pushes on slaves' tapes, for pushes that were sent as float32 and are kept unchanged."""
-
-    def __init__(self, records: RunRecords) -> None:
-        self._plain = {
-            str(line.fields["push"])
-            for line in records.lines["master"]
-            if line.kind == "ticket" and line.fields.get("wire") == "F32"
-        }
-        self._digests: dict[tuple[str, str], set[str]] = {}
-        for line in records.lines["slave"]:
-            if line.kind == "staged":
-                key = (line.name, str(line.fields["push"]))
-                self._digests.setdefault(key, set()).add(str(line.fields.get("digest")))
-
-    def compare(
-        self, recorded: Mapping[str, Any], slave: str, rows: F32, blocks: Sequence[Block], name: str, result: Replayed
-    ) -> None:
-        """Check that the recorded pushes are those that were staged."""
-        for item, row in zip(recorded["accepted"], rows, strict=True):
-            said = self._digests.get((slave, str(item["push"])))
-            if said is None or str(item["push"]) not in self._plain:
-                continue
-            digest = digest_of_array(row, blocks, int(recorded["chunk_bytes"])).hex()
-            if digest not in said:
-                held = ", ".join(short(known) for known in sorted(said))
-                result.wrong.append(
-                    f"{name}: push {item['push']} is recorded as {short(digest)}, but the slave's tape says {held}"
-                )
+def _staged_digests(records: RunRecords) -> dict[tuple[str, str], set[str]]:
+    """By slave and push, the digests on slaves' tapes of pushes that were sent as float32 and are kept unchanged."""
+    plain = {
+        str(line.fields["push"])
+        for line in records.lines["master"]
+        if line.kind == "ticket" and line.fields.get("wire") == "F32"
+    }
+    found: dict[tuple[str, str], set[str]] = {}
+    for line in records.lines["slave"]:
+        if line.kind == "staged" and (push := str(line.fields["push"])) in plain:
+            found.setdefault((line.who, push), set()).add(str(line.fields.get("digest")))
+    return found
 
 
 def _compare(
-    made: Decision, slave: str, state: _State, blocks: Sequence[Block], chunk_bytes: int, name: str, result: Replayed
+    made: Decision, slave: str, state: _State, blocks: Sequence[Block], chunk_bytes: int, result: Replayed
 ) -> bool:
     digest = digest_of_array(state.theta, blocks, chunk_bytes).hex()
     result.shards += 1
     if digest != made.digests.get(slave):
-        said = short(made.digests.get(slave, "nothing"))
+        said, name = short(made.digests.get(slave, "nothing")), f"version {say_version(made.version)} on slave {slave}"
         result.wrong.append(f"{name} is {short(digest)} when it is computed again, but {made} says {said}")
     return True
 
@@ -451,7 +426,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"recorded round {path} cannot be read: {error}") from error
     if not isinstance(raw, dict) or raw.get("format") not in (FORMAT, WITHOUT_CHECKSUMS):
         raise ConfigError(f"recorded round {path} is not of this release: it should say {FORMAT}")
-    if raw["format"] == FORMAT and raw.get("xxh3_128") != checksum(raw):
+    if raw["format"] == FORMAT and raw.get("xxh3_128") != json_sum(raw, compact=True):
         raise ConfigError(f"recorded round {path} is not what was written: its checksum differs; restore it")
     if str(raw.get("pull_wire", Codec.F32.name)) not in Codec.__members__:
         raise ConfigError(

@@ -9,16 +9,26 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dips.core.errors import ConfigError
 from dips.core.units import format_seconds
-from dips.judge.facts import Decision, decision_of, pair, push_of, say_push, say_round, say_version, short
-from dips.judge.invariants.checker import DECISIONS
-from dips.judge.records import RunRecords, TapeLine, read_run
+from dips.judge.facts import (
+    DECISIONS,
+    Decision,
+    Fact,
+    decision_of,
+    pair,
+    push_of,
+    say_push,
+    say_round,
+    say_version,
+    short,
+)
+from dips.judge.records import RunRecords, read_run
 
 _ROUND = re.compile(r"r\d+\.\d+\Z")
 _VERSION = re.compile(r"\d+:\d+\Z")
@@ -32,29 +42,18 @@ QUIET = frozenset({"step", "heartbeat", "beat", "journaled"})
 """Kinds of frequent routine events, which are left out: they would hide the others."""
 
 
-@dataclass(frozen=True)
-class StoryLine:
-    """One line of an event history."""
-
-    at_s: float  # seconds since 1970 by its process's clock
-    who: str
-    kind: str
-    cause: str
-    fields: Mapping[str, Any]
-
-
 @dataclass
 class Story:
     """The event history of one thing."""
 
     what: str  # "round", "version", "push", "cluster" or "slave"
     name: str
-    lines: list[StoryLine] = field(default_factory=list)
+    lines: list[Fact] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         lines = []
         for entry in self.lines:
-            heads = {"at_s": entry.at_s, "who": entry.who, "kind": entry.kind, "cause": entry.cause}
+            heads = {"at_s": entry.at_s, "who": str(entry), "kind": entry.kind, "cause": entry.cause}
             lines.append({**heads, **entry.fields, **heads})  # a field of one of these names does not hide them
         return {"what": self.what, "name": self.name, "lines": lines}
 
@@ -63,7 +62,7 @@ def tell_story(run_dir: Path, name: str) -> Story:
     """Collect all that was recorded of `name`. Raises ConfigError, with similar names, when the run has no such one."""
     records = read_run(run_dir, keep=lambda _, kind: kind not in QUIET, files=False)
     decisions = [decision_of(record) for record in records.journal if record["kind"] in DECISIONS]
-    what = _what(name, records)
+    what = _what(name, records, decisions)
     wanted = _targets(what, name, decisions)
     story = Story(what, name, [entry for entry in _all(records) if _concerns(entry, what, name, wanted)])
     if not story.lines:
@@ -74,7 +73,7 @@ def tell_story(run_dir: Path, name: str) -> Story:
 # ---- what is asked for ----
 
 
-def _what(name: str, records: RunRecords) -> str:
+def _what(name: str, records: RunRecords, decisions: Sequence[Decision]) -> str:
     for pattern, what in ((_ROUND, "round"), (_VERSION, "version"), (_PUSH, "push")):
         if pattern.match(name):
             return what
@@ -82,7 +81,6 @@ def _what(name: str, records: RunRecords) -> str:
         return "slave"
     if name in _clusters(records):
         return "cluster"
-    decisions = [decision_of(record) for record in records.journal if record["kind"] in DECISIONS]
     raise ConfigError(
         f"{records.run_dir} has no {name!r}: give a round (r1.7), a version (1:6), a push (a/1.1#3), a cluster or a "
         f"slave. {_hint(name, records, decisions)}"
@@ -90,21 +88,18 @@ def _what(name: str, records: RunRecords) -> str:
 
 
 def _slaves(records: RunRecords) -> set[str]:
-    known = {line.name for line in records.lines["slave"]}
+    known = {line.who for line in records.lines["slave"]}
     return known | {str(slave) for record in records.journal for slave in record.get("digests", {})}
 
 
 def _clusters(records: RunRecords) -> set[str]:
-    known = {line.name for line in records.lines["worker"]}
+    known = {line.who for line in records.lines["worker"]}
     return known | {str(record["cluster"]) for record in records.journal if "cluster" in record}
 
 
 def _hint(name: str, records: RunRecords, decisions: Iterable[Decision]) -> str:
     known = _clusters(records) | _slaves(records)
-    for made in decisions:
-        known |= {say_push(item.push) for item in made.participants}
-        known |= {say_round(made.round)} if made.round else set()
-        known |= {say_version(made.version)} if made.version else set()
+    known = known.union(*map(_names, decisions))
     close = difflib.get_close_matches(name, sorted(known), cutoff=0.4)
     if close:
         return f"Did you mean {', '.join(close)}?"
@@ -112,68 +107,54 @@ def _hint(name: str, records: RunRecords, decisions: Iterable[Decision]) -> str:
     return f"The run has {', '.join(names[:20]) or 'no cluster and no slave'}."
 
 
-@dataclass(frozen=True)
-class _Targets:
+def _names(made: Decision) -> set[str]:
+    """A decision's round, version and pushes."""
+    names = {say_push(item.push) for item in made.participants}
+    names |= {say_round(made.round)} if made.round else set()
+    return names | ({say_version(made.version)} if made.version else set())
+
+
+def _targets(what: str, name: str, decisions: Iterable[Decision]) -> set[str]:
     """The rounds, versions and pushes whose lines are part of the event history."""
-
-    rounds: frozenset[str] = frozenset()
-    versions: frozenset[str] = frozenset()
-    pushes: frozenset[str] = frozenset()
-
-
-def _targets(what: str, name: str, decisions: Iterable[Decision]) -> _Targets:
-    match what:
-        case "push":
-            return _Targets(pushes=frozenset({name}))
-        case "cluster" | "slave":
-            return _Targets()
-    mine = [made for made in decisions if name in (say_round(made.round), say_version(made.version))]
-    rounds = {say_round(made.round) for made in mine if made.round is not None}
-    versions = {say_version(made.version) for made in mine if made.version is not None}
-    pushes = {say_push(item.push) for made in mine for item in made.participants}
-    own = {name}
-    return _Targets(
-        frozenset(rounds | (own if what == "round" else set())),
-        frozenset(versions | (own if what == "version" else set())),
-        frozenset(pushes),
-    )
+    if what in ("cluster", "slave"):
+        return set()
+    made_it = (_names(made) for made in decisions if what != "push" and name in _names(made))
+    return {name}.union(*made_it)
 
 
-def _concerns(entry: StoryLine, what: str, name: str, wanted: _Targets) -> bool:
+def _concerns(entry: Fact, what: str, name: str, wanted: Set[str]) -> bool:
     fields = entry.fields
     if what == "slave":
-        return entry.who == f"slave {name}" or fields.get("slave") == name or name in fields.get("digests", {})
+        return str(entry) == f"slave {name}" or fields.get("slave") == name or name in fields.get("digests", {})
     if what == "cluster":
-        if entry.who == f"worker {name}" or name in (fields.get("cluster"), fields.get("by")):
+        if str(entry) == f"worker {name}" or name in (fields.get("cluster"), fields.get("by")):
             return True
         pushes = [fields.get("push"), *fields.get("participants", ())]
         return any(isinstance(push, str) and push.startswith(f"{name}/") for push in pushes)
-    if fields.get("round") in wanted.rounds or entry.cause in wanted.rounds:
+    if fields.get("round") in wanted or (entry.cause in wanted and _ROUND.match(entry.cause)):
         return True
-    if fields.get("push") in wanted.pushes or wanted.pushes.intersection(fields.get("participants", ())):
+    if fields.get("push") in wanted or not wanted.isdisjoint(fields.get("participants", ())):
         return True
-    return fields.get("version") in wanted.versions and entry.kind not in ("base", "join", "joined")
+    return fields.get("version") in wanted and entry.kind not in ("base", "join", "joined")
 
 
 # ---- all that was recorded, in time order ----
 
 
-def _all(records: RunRecords) -> list[StoryLine]:
-    lines = []
-    for line in itertools.chain.from_iterable(records.lines.values()):
-        who = line.role if line.role == "master" else f"{line.role} {line.name}"
-        lines.append(StoryLine(line.wall_s, who, line.kind, line.cause, line.fields))
-    return sorted([*lines, *_journal(records)], key=lambda entry: entry.at_s)
+def _all(records: RunRecords) -> list[Fact]:
+    for line in records.lines["master"]:
+        line.who = ""  # there is one
+    return sorted([*itertools.chain(*records.lines.values()), *_journal(records)], key=lambda entry: entry.at_s)
 
 
-def _journal(records: RunRecords) -> Iterator[StoryLine]:
+def _journal(records: RunRecords) -> Iterator[Fact]:
     """The journal's records as lines. One without a time gets the previous one's, the first one the tape's first."""
-    began = [line.wall_s for line in records.lines["master"][:1]]
+    began = [line.at_s for line in records.lines["master"][:1]]
     at_s = began[0] if began else 0.0
     for record in records.journal:
         at_s = max(at_s, float(record.get("wall_s") or 0.0))
         named = {key: _named(key, value) for key, value in record.items() if key not in ("kind", "ledger", "wall_s")}
-        yield StoryLine(at_s, "journal", str(record["kind"]), "-", named)
+        yield Fact("journal", "", str(record["kind"]), named, at_s)
 
 
 def _named(key: str, value: Any) -> Any:
@@ -198,12 +179,12 @@ def _named(key: str, value: Any) -> Any:
 def render(story: Story) -> Iterator[str]:
     """Format the event history: seconds since its first line, process, kind and fields."""
     began_s = story.lines[0].at_s if story.lines else 0.0
-    width = max((len(entry.who) for entry in story.lines), default=0)
+    width = max((len(str(entry)) for entry in story.lines), default=0)
     kinds = max((len(entry.kind) for entry in story.lines), default=0)
     for entry in story.lines:
         known = ((name, value) for name, value in entry.fields.items() if value not in _EMPTY)
         said = " ".join(f"{name}={_short(value)}" for name, value in known)
-        yield f"+{entry.at_s - began_s:9.3f} s  {entry.who:<{width}}  {entry.kind:<{kinds}}  {said}".rstrip()
+        yield f"+{entry.at_s - began_s:9.3f} s  {entry!s:<{width}}  {entry.kind:<{kinds}}  {said}".rstrip()
 
 
 def _short(value: Any) -> str:
@@ -254,15 +235,15 @@ class SlowRound:
 class _Course:
     """What the master noted of one round."""
 
-    moves: list[TapeLine]
-    pushes: list[TapeLine]  # that came into its window, the one that opened it first
-    troubles: list[TapeLine] = field(default_factory=list)
+    moves: list[Fact]
+    pushes: list[Fact]  # that came into its window, the one that opened it first
+    troubles: list[Fact] = field(default_factory=list)
 
 
 def slow_rounds(run_dir: Path, most: int) -> list[SlowRound]:
     """Those that took longest, the longest first. Raises ConfigError as read_run does."""
     records = read_run(run_dir, keep=lambda role, kind: role in ("master", "slave") and kind in NOTED, files=False)
-    done: dict[tuple[str, str], list[TapeLine]] = {}
+    done: dict[tuple[str, str], list[Fact]] = {}
     for line in records.lines["slave"]:
         if line.kind in NOTED:
             of = line.fields["push" if line.kind == STAGED else "round"]
@@ -271,10 +252,10 @@ def slow_rounds(run_dir: Path, most: int) -> list[SlowRound]:
     return sorted(found, key=lambda one: one.took_s, reverse=True)[:most]
 
 
-def _courses(lines: Iterable[TapeLine]) -> Iterator[_Course]:
+def _courses(lines: Iterable[Fact]) -> Iterator[_Course]:
     """Each round that the master ended. One that was open when the master was killed has no end, and is left out."""
     course: _Course | None = None
-    waiting: list[TapeLine] = []
+    waiting: list[Fact] = []
     for line in lines:
         if line.kind == "epoch":
             course, waiting = None, []
@@ -292,13 +273,13 @@ def _courses(lines: Iterable[TapeLine]) -> Iterator[_Course]:
                 course = None
 
 
-def _slow_round(course: _Course, done: Mapping[tuple[str, str], Sequence[TapeLine]]) -> SlowRound:
-    begin, end = max(itertools.pairwise(course.moves), key=lambda pair: pair[1].wall_s - pair[0].wall_s)
-    name, step, step_s = str(course.moves[0].fields["round"]), str(begin.fields["phase"]), end.wall_s - begin.wall_s
+def _slow_round(course: _Course, done: Mapping[tuple[str, str], Sequence[Fact]]) -> SlowRound:
+    begin, end = max(itertools.pairwise(course.moves), key=lambda pair: pair[1].at_s - pair[0].at_s)
+    name, step, step_s = str(course.moves[0].fields["round"]), str(begin.fields["phase"]), end.at_s - begin.at_s
     if step == OPENS:
-        cause = _of_pushes(course.pushes, end.wall_s, str(end.fields["why"]), done)
+        cause = _of_pushes(course.pushes, end.at_s, str(end.fields["why"]), done)
     elif step in STEPS:
-        cause = _of_slaves(done.get((STEPS[step], name), ()), begin.wall_s, step_s)
+        cause = _of_slaves(done.get((STEPS[step], name), ()), begin.at_s, step_s)
     else:
         cause = "the master's own work, or its journal's disk"
     for line in course.troubles:
@@ -306,40 +287,40 @@ def _slow_round(course: _Course, done: Mapping[tuple[str, str], Sequence[TapeLin
             cause = f"the master itself stood still for {_said(float(line.fields['gap_s']))}"
         elif line.kind == "slave_lost":
             cause += f"; slave {line.fields['slave']} was lost: {line.fields['reason']}"
-    first, last = course.moves[0].wall_s, course.moves[-1].wall_s
+    first, last = course.moves[0].at_s, course.moves[-1].at_s
     return SlowRound(name, first, last - first, step, step_s, cause)
 
 
 def _of_pushes(
-    pushes: Sequence[TapeLine], closed_s: float, why: str, done: Mapping[tuple[str, str], Sequence[TapeLine]]
+    pushes: Sequence[Fact], closed_s: float, why: str, done: Mapping[tuple[str, str], Sequence[Fact]]
 ) -> str:
     """What a window waited for: a push, and of that the slave that had all of it last, where that made it late."""
     if not pushes:
         return why
-    first, last = pushes[0], max(pushes, key=lambda line: line.wall_s)
-    came_s, rest_s = last.wall_s - first.wall_s, closed_s - last.wall_s
+    first, last = pushes[0], max(pushes, key=lambda line: line.at_s)
+    came_s, rest_s = last.at_s - first.at_s, closed_s - last.at_s
     if came_s < rest_s:
         return f"for {_said(rest_s)} no further push came" + (f": {why}" if why else "")
     push = str(last.fields["push"])
     cause = f"the push of cluster {push.rpartition('/')[0]} came {_said(came_s)} after the first"
-    *others, latest = sorted(done.get((STAGED, push), [last]), key=lambda line: line.wall_s)
-    if others and (late_s := latest.wall_s - others[-1].wall_s) > came_s / 2:
-        cause += f"; slave {latest.name} had all of it {_said(late_s)} after the others"
+    *others, latest = sorted(done.get((STAGED, push), [last]), key=lambda line: line.at_s)
+    if others and (late_s := latest.at_s - others[-1].at_s) > came_s / 2:
+        cause += f"; slave {latest.who} had all of it {_said(late_s)} after the others"
     return cause
 
 
-def _of_slaves(lines: Sequence[TapeLine], began_s: float, step_s: float) -> str:
+def _of_slaves(lines: Sequence[Fact], began_s: float, step_s: float) -> str:
     """Which slave was done last, how long after the others, and how long it worked."""
     if not lines:
         return "a slave; the tapes of the slaves are not here"
-    *others, last = sorted(lines, key=lambda line: line.wall_s)
-    late_s = last.wall_s - (others[-1].wall_s if others else began_s)
+    *others, last = sorted(lines, key=lambda line: line.at_s)
+    late_s = last.at_s - (others[-1].at_s if others else began_s)
     worked_s = float(last.fields["took_s"])
     if others and late_s < step_s / 2:
-        return f"all slaves took as long; the last one, {last.name}, worked {_said(worked_s)}"
+        return f"all slaves took as long; the last one, {last.who}, worked {_said(worked_s)}"
     after = "the others" if others else "the step began"
     stood = ": it stood still, or was not reached" if worked_s < late_s / 2 else ""
-    return f"slave {last.name} was done {_said(late_s)} after {after}, with {_said(worked_s)} of work{stood}"
+    return f"slave {last.who} was done {_said(late_s)} after {after}, with {_said(worked_s)} of work{stood}"
 
 
 def _said(seconds_s: float) -> str:

@@ -9,21 +9,19 @@ cannot see.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ParamSpec, TypedDict
+from typing import Any, TypedDict
 
 from dips.core.errors import DipsError
 from dips.judge.coverage import SPANS, Coverage, drop_lost
 from dips.judge.evidence import NAME, PROMISE, SPEAKS, ended_without_a_word, judge_evidence, put_back
-from dips.judge.facts import REMEMBERED
+from dips.judge.facts import REMEMBERED, Fact, Fields, journaled
 from dips.judge.invariants import INVARIANTS, Checker, Violation
 from dips.judge.judgement import Judging
-from dips.judge.records import RunRecords, TapeLine, read_run
+from dips.judge.records import RunRecords, read_run
 from dips.judge.replay import Replayed, replay_run
-
-P = ParamSpec("P")
 
 OK, VIOLATED, UNPROVEN, NOT_APPLICABLE = "ok", "violated", "unproven", "not applicable"
 
@@ -40,7 +38,7 @@ _OWN_DATA = "clusters bring their own data, so no token is leased"
 class PromiseRow:
     """The result for one promise."""
 
-    invariant: str
+    name: str  # of the invariant
     promise: str
     records: int  # how many facts were judged
     result: str
@@ -83,12 +81,12 @@ class VerifyReport:
         """ "ok", or what is not."""
         if self.ok:
             return OK
-        broken = [f"{row.invariant} {row.result}" for row in self.rows if not row.holds]
+        broken = [f"{row.name} {row.result}" for row in self.rows if not row.holds]
         return "; ".join([*broken, *self.problems])
 
     def counts(self) -> dict[str, int]:
         """Invariant -> number of records judged, for the invariants that apply."""
-        return {row.invariant: row.records for row in self.rows if row.result != NOT_APPLICABLE}
+        return {row.name: row.records for row in self.rows if row.result != NOT_APPLICABLE}
 
     def to_json(self) -> dict[str, Any]:
         """What --json prints."""
@@ -97,10 +95,7 @@ class VerifyReport:
             "run_id": self.run_id,
             "verdict": self.verdict,
             "exit_code": self.exit_code,
-            "invariants": [
-                {"name": r.invariant, "promise": r.promise, "records": r.records, "result": r.result, "why": r.why}
-                for r in self.rows
-            ],
+            "invariants": [asdict(row) for row in self.rows],
             "violations": [{"invariant": v.invariant, "sentence": v.sentence, "fact": v.fact} for v in self.violations],
             "problems": self.problems,
             "unproven": self.unproven,
@@ -123,29 +118,31 @@ def verify_run(
     replayed = replay_run(run_dir, records) if replay else None
     evidence = judge_evidence(records, checker.history, without)
     if replayed is not None:
-        evidence.unproven += replayed.unproven
+        records.unproven += replayed.unproven
         if replayed.missing and not allow_skipped:
-            evidence.unproven.append(
+            records.unproven.append(
                 f"{len(replayed.missing)} shards were not computed again, the first because: {replayed.missing[0]} "
                 "(--allow-skipped accepts that)"
             )
-    violations = [*checker.violations, *evidence.violations, *(_of_replay(replayed) if replayed is not None else ())]
-    notes = [*records.notes, *evidence.accepted, *_not_recomputed(checker.history.judging)]
-    notes += ended_without_a_word(records)
+    violations = [*checker.violations, *evidence.violations]
+    if replayed is not None:
+        violations += [Violation("I14", said, "replay") for said in replayed.wrong]
+        violations += [Violation("I18", said, "replay") for said in replayed.misjudged]
+    records.notes += _not_recomputed(checker.history.judging) + ended_without_a_word(records)
     # The row below the promises: whether the records are complete and agree.
     result, why = OK, ""
     if evidence.violations:
         result, why = VIOLATED, f"{len(evidence.violations)} times"
-    elif evidence.unproven:
-        result, why = UNPROVEN, f"{len(evidence.unproven)} times, see below"
+    elif records.unproven:
+        result, why = UNPROVEN, f"{len(records.unproven)} times, see below"
     return VerifyReport(
         run_dir=run_dir,
         run_id=records.run_id,
         rows=[*_rows(checker, records, replayed, without), PromiseRow(NAME, PROMISE, evidence.judged, result, why)],
         violations=violations,
         problems=records.problems,
-        unproven=evidence.unproven,
-        notes=notes,
+        unproven=records.unproven,
+        notes=records.notes,
         replayed=replayed,
     )
 
@@ -163,21 +160,35 @@ def check_records(records: RunRecords) -> Checker:
     if lost:
         checker.lost_journal()
         records.notes.append(lost)
-    slaves = records.lines["slave"]
-    _feed(checker, (line for line in slaves if line.kind in BEFORE_THE_JOURNAL), records)
-    for record in records.journal:
-        _try(records, f"the journal's {record['kind']}", checker.feed_journal, record)
-    _feed(checker, (line for line in slaves if line.kind not in BEFORE_THE_JOURNAL), records)
-    for stored in records.manifests:
-        _try(records, f"the record in {stored.path}", checker.feed_manifest, stored.slave, stored.body)
-        for what, count in stored.non_finite.items():
-            checker.feed_file(stored.slave, str(stored.body["file"]), what, count)
-    if records.ledger is not None:
-        _try(records, "the journal's newest state", checker.feed_ledger, records.ledger)
-    _feed(checker, records.lines["master"], records)
-    _feed(checker, records.lines["worker"], records)
+    for about, fact in _facts(records):
+        try:
+            checker.feed(fact if isinstance(fact, Fact) else journaled(fact))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            # It lacks fields, or has others than its kind.
+            records.problems.append(f"{about} cannot be read ({error!r})")
     checker.finish()
     return checker
+
+
+def _facts(records: RunRecords) -> Iterator[tuple[str, Fact | Fields]]:
+    """What is fed in this order, each with what it is in a sentence; a record of the journal before it is parsed."""
+    slaves = records.lines["slave"]
+    yield from _lines(line for line in slaves if line.kind in BEFORE_THE_JOURNAL)
+    yield from ((f"the journal's {record['kind']}", record) for record in records.journal)
+    yield from _lines(line for line in slaves if line.kind not in BEFORE_THE_JOURNAL)
+    for stored in records.manifests:
+        about = f"the record in {stored.path}"
+        yield about, Fact("manifest", stored.slave, "manifest", stored.body)
+        for what, count in stored.non_finite.items():
+            counted = {"file": str(stored.body["file"]), "what": what, "non_finite": count}
+            yield about, Fact("file", stored.slave, "snapshot", counted)
+    if records.ledger is not None:
+        yield "the journal's newest state", Fact("journal", "", "snapshot", {"ledger": records.ledger})
+    yield from _lines([*records.lines["master"], *records.lines["worker"]])
+
+
+def _lines(lines: Iterable[Fact]) -> Iterator[tuple[str, Fact]]:
+    return ((f"a line {line.kind!r} of {line}", line) for line in lines)
 
 
 _USED = REMEMBERED.union(*(item.listens for item in INVARIANTS), SPEAKS, SPANS)
@@ -185,20 +196,6 @@ _USED = REMEMBERED.union(*(item.listens for item in INVARIANTS), SPEAKS, SPANS)
 
 def _wanted(role: str, kind: str) -> bool:
     return (role, kind) in _USED
-
-
-def _feed(checker: Checker, lines: Iterable[TapeLine], records: RunRecords) -> None:
-    for line in lines:
-        about = f"a line {line.kind!r} of {line.role} {line.name}"
-        _try(records, about, checker.feed_tape, line.role, line.name, line.kind, line.fields, line.wall_s)
-
-
-def _try(records: RunRecords, about: str, feed: Callable[P, object], *fact: P.args, **named: P.kwargs) -> None:
-    """Feed a fact; one that lacks fields, or has others than its kind, is a problem."""
-    try:
-        feed(*fact, **named)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        records.problems.append(f"{about} cannot be read ({error!r})")
 
 
 def _lost_journal(records: RunRecords) -> str:
@@ -230,7 +227,7 @@ def _lost_journal(records: RunRecords) -> str:
 def _rows(
     checker: Checker, records: RunRecords, replayed: Replayed | None, without: Collection[str]
 ) -> list[PromiseRow]:
-    counts, broken, gaps = checker.counts(), checker.broken(), checker.history.gaps
+    counts, broken, gaps = checker.counts, checker.broken, checker.history.gaps
     if replayed is not None:
         counts["I14"] += replayed.shards
         broken["I14"] += len(replayed.wrong)
@@ -290,11 +287,6 @@ def _not_recomputed(judging: Judging) -> list[str]:
             "is in none of the records"
         )
     return notes
-
-
-def _of_replay(replayed: Replayed) -> list[Violation]:
-    wrong, misjudged = replayed.wrong, replayed.misjudged
-    return [Violation(name, said, "replay") for name, many in (("I14", wrong), ("I18", misjudged)) for said in many]
 
 
 class Summary(TypedDict):

@@ -34,7 +34,7 @@ from dips.core.model_description import WHOLE, Adapter, description_from_json
 from dips.core.net.object_store import open_store
 from dips.core.placement import Placement
 from dips.slave import snapshot_files as manifests
-from dips.slave.snapshot_files import SnapshotError, SnapshotStamp, read_snapshot
+from dips.slave.snapshot_files import NO_RESIDUAL, SnapshotError, SnapshotStamp, read_snapshot
 from dips.trainer.export import ABOUT, about_version, export_model, named_tensors, serialized, write_whole
 from dips.trainer.sizes import ModelConfig, llama_config, llama_name
 from dips.worker.checkpoint_files import RawTensor
@@ -490,7 +490,7 @@ def _place(part: _Committed, slave: SlaveId, layout: Layout, placement: Placemen
     n_elems = sum(block.n_elems for block in blocks)
     theta, momentum = np.empty(n_elems, np.float32), np.empty(n_elems, np.float32)
     with part.file.open("rb") as file:
-        head = read_snapshot(file, str(part.file), theta, momentum)
+        head = read_snapshot(file, str(part.file), (theta, momentum, NO_RESIDUAL))
     if head.stamp != part.stamp:
         raise SnapshotError(f"{part.file} is not the file that its manifest names")
     if part.record["digests"].get(slave) != part.digest:

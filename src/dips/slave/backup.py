@@ -37,7 +37,7 @@ from dips.core.net.object_store import Objects
 from dips.core.observe.logs import ChangeLogger
 from dips.core.units import format_bytes
 from dips.slave.config import BackupConfig
-from dips.slave.disk import begin_writing
+from dips.slave.disk import json_sum, write_all
 from dips.slave.ring import SnapshotStore
 from dips.slave.snapshot_files import (
     HEADER_BYTES,
@@ -49,8 +49,7 @@ from dips.slave.snapshot_files import (
     encode,
     manifest_name,
     parse_head,
-    read_head,
-    read_tensors,
+    read_snapshot,
 )
 
 FORMAT = "dips-backup-1"
@@ -98,10 +97,7 @@ class StoredVersion:
     run_id: str
     version: Version
     folder: str
-    objects: Mapping[str, int]  # name -> bytes
-
-    def manifest_of(self, slave_id: str) -> str:
-        return f"{self.folder}/{slave_id}{_MANIFEST}"
+    objects: dict[str, int]  # name -> bytes
 
     @property
     def slaves(self) -> frozenset[str]:
@@ -112,18 +108,18 @@ class StoredVersion:
 
 def stored_versions(sizes: Mapping[str, int]) -> list[StoredVersion]:
     """The versions in a listing, oldest first. Objects with other names are not ours, and are left alone."""
-    found: dict[str, tuple[str, Version, dict[str, int]]] = {}
+    found: dict[str, StoredVersion] = {}
     for name, n_bytes in sizes.items():
         if match := _OBJECT.fullmatch(name):
             version = Version(int(match["timeline"]), int(match["v"]))
-            found.setdefault(match["folder"], (match["run"], version, {}))[2][name] = n_bytes
-    versions = (StoredVersion(run, version, folder, objects) for folder, (run, version, objects) in found.items())
-    return sorted(versions, key=lambda one: (one.version, one.folder))
+            one = StoredVersion(match["run"], version, match["folder"], {})
+            found.setdefault(one.folder, one).objects[name] = n_bytes
+    return sorted(found.values(), key=lambda one: (one.version, one.folder))
 
 
-def given_up(one: StoredVersion, commits: Mapping[str, Commit]) -> bool:
-    """Whether a ROLLBACK that one of these records knows took the version out of the run's history."""
-    return any(old < one.version < new for commit in commits.values() for old, new in commit.given_up)
+def is_given_up(one: StoredVersion, shards: Mapping[str, StoredShard]) -> bool:
+    """Whether a ROLLBACK that the record of one of these knows took the version out of the run's history."""
+    return any(old < one.version < new for shard in shards.values() for old, new in shard.given_up)
 
 
 def due(versions: Iterable[Version], sent: Version | None, stride: int) -> Version | None:
@@ -146,56 +142,43 @@ def next_stride(every: int, passed: int) -> int:
 
 
 @dataclass(frozen=True)
-class Commit:
-    """What matters here of a COMMIT record."""
-
-    digests: Mapping[str, str]  # slave -> digest
-    given_up: tuple[tuple[Version, Version], ...]
-
-    @staticmethod
-    def read(record: str) -> Commit:
-        """Raises ValueError, KeyError, TypeError, AttributeError or RecursionError."""
-        raw = json.loads(record)
-        digests = {str(slave): str(digest) for slave, digest in raw["digests"].items()}
-        pairs = raw["ledger"].get("given_up", ())
-        return Commit(digests, tuple((Version(*old), Version(*new)) for old, new in pairs))
-
-
-@dataclass(frozen=True)
 class StoredShard:
-    """One slave's part of a version in the store."""
+    """One slave's part of a version in the store, and what matters here of its COMMIT record."""
 
     manifest: SnapshotManifest
-    commit: Commit
     parts: tuple[Part, ...]
+    digests: Mapping[str, str]  # slave -> digest
+    given_up: tuple[tuple[Version, Version], ...]
 
 
 def encode_shard(manifest: SnapshotManifest, parts: Sequence[Part]) -> bytes:
     """The object SLAVE.json."""
     body = {"format": FORMAT, "manifest": encode(manifest).decode(), "parts": [list(part) for part in parts]}
-    return json.dumps({"body": body, "xxh3_128": _sum(body)}).encode()
+    return json.dumps({"body": body, "xxh3_128": json_sum(body)}).encode()
 
 
 def read_stored(objects: Objects, of: StoredVersion, slave_id: str) -> StoredShard:
     """Read an object SLAVE.json of this version. Raises SnapshotError where it is torn, altered or another's, or where
     one of its parts is not there; else as Objects do."""
-    where = of.manifest_of(slave_id)
+    where = f"{of.folder}/{slave_id}{_MANIFEST}"
     if of.objects[where] > MOST_MANIFEST_BYTES:
         raise SnapshotError(f"{where} has {format_bytes(of.objects[where])}: no manifest is that large")
     try:
         outer = json.loads(_get(objects, where, of.objects[where]))
         body = outer["body"]
-        if outer["xxh3_128"] != _sum(body) or body["format"] != FORMAT:
+        if outer["xxh3_128"] != json_sum(body) or body["format"] != FORMAT:
             raise SnapshotError(f"{where} was altered, or is of another release")
         manifest = decode(body["manifest"].encode(), where)
         parts = tuple((str(name), int(n_bytes), str(xxh3)) for name, n_bytes, xxh3 in body["parts"])
-        commit = Commit.read(manifest.record)
+        record = json.loads(manifest.record)
+        digests = {str(slave): str(digest) for slave, digest in record["digests"].items()}
+        given_up = tuple((Version(*old), Version(*new)) for old, new in record["ledger"].get("given_up", ()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise SnapshotError(f"{where} cannot be read: {error!r}") from error
     info, hashed = manifest.info, hashlib.sha256(manifest.record.encode()).digest()
     if (manifest.run_id, manifest.slave_id, _folder(manifest)) != (of.run_id, slave_id, of.folder):
         raise SnapshotError(f"{where} is of version {info.version} of slave {manifest.slave_id!r}: it is not its own")
-    if hashed != info.commit_hash or commit.digests.get(slave_id) != info.digest.hex():
+    if hashed != info.commit_hash or digests.get(slave_id) != info.digest.hex():
         raise SnapshotError(f"{where} is not what its COMMIT record says")
     if not (0 <= info.round.epoch <= MAX_TIMELINE and 0 <= info.round.n <= MAX_V):
         raise SnapshotError(f"{where} is of round {info.round}, which no master began")
@@ -204,16 +187,12 @@ def read_stored(objects: Objects, of: StoredVersion, slave_id: str) -> StoredSha
         raise SnapshotError(f"{lacking[0]} is not there as it was written: the copy is torn")
     if sum(n_bytes for _, n_bytes, _ in parts) != manifest.stamp.n_bytes or not parts or parts[0][1] < HEADER_BYTES:
         raise SnapshotError(f"{where} does not name the whole file")
-    return StoredShard(manifest, commit, parts)
+    return StoredShard(manifest, parts, digests, given_up)
 
 
 def _folder(manifest: SnapshotManifest) -> str:
     info = manifest.info
     return f"{manifest.run_id}/{info.version.timeline}.{info.version.v}-{info.commit_hash.hex()[:16]}"
-
-
-def _sum(body: Mapping[str, object]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
 # ---- copying to the store --------------------------------------------------------------------------------------------
@@ -229,7 +208,7 @@ class Copier:
         self._changes = ChangeLogger(log)
         self._strides: dict[Path, int] = {}
         self._sent: dict[Path, Version | None] = {}
-        self._commits: dict[str, Commit] = {}
+        self._known: dict[str, StoredShard] = {}  # of each folder the part of one slave
         self._checked: tuple[SnapshotStamp, int, int] | None = None  # and which file it was
 
     def look_for_ever(self, paths: Sequence[Path]) -> None:
@@ -339,10 +318,7 @@ class Copier:
                 which = (manifest.stamp, status.st_ino, status.st_mtime_ns)
                 if self._checked == which:
                     return
-                head = read_head(file, str(folder / COPY))
-                if head is None or not manifest.fits(head):
-                    raise SnapshotError(trouble)
-                read_tensors(file, str(folder / COPY), head)
+                read_snapshot(file, str(folder / COPY), named_by=manifest)
         except (FileNotFoundError, SnapshotError) as error:
             _empty(folder)
             raise RetryLater(trouble) from error
@@ -372,21 +348,22 @@ class Copier:
         """Manifests go first, so that what is left of a version is never taken for one."""
         stored = stored_versions(self._objects.sizes(run_id))
         for one in stored:
-            if one.folder not in self._commits and one.slaves:
+            if one.folder not in self._known and one.slaves:
                 with contextlib.suppress(SnapshotError):
-                    self._commits[one.folder] = read_stored(self._objects, one, min(one.slaves)).commit
+                    self._known[one.folder] = read_stored(self._objects, one, min(one.slaves))
         # The newest complete versions stay, and what is newer than these. An older one that is incomplete stays so:
         # each slave sends its versions in their order.
-        commits = self._commits
+        known = self._known
         complete = [
             one
             for one in stored
-            if one.folder in commits and commits[one.folder].digests.keys() <= one.slaves and not given_up(one, commits)
+            if one.folder in known and known[one.folder].digests.keys() <= one.slaves and not is_given_up(one, known)
         ]
         keep = {one.folder for one in complete[-self._config.kept :]}
         for old in stored:
             if not complete or old.version >= complete[-1].version or old.folder in keep:
                 continue
+            self._known.pop(old.folder, None)
             self._objects.delete(sorted(old.objects, key=lambda name: not name.endswith(_MANIFEST)))
             log.info("version %s is removed from %s", old.version, self._objects.url)
 
@@ -428,9 +405,7 @@ def _copy(source: Path, copy: Path) -> None:
         try:
             at = 0
             while piece := memoryview(file.read(COPY_BYTES)):
-                while piece:
-                    piece = piece[os.write(into, piece) :]
-                begin_writing(into, at, COPY_BYTES)
+                write_all(into, at, piece)
                 for handle, start in ((into, max(0, at - COPY_BYTES)), (file.fileno(), at)):
                     os.posix_fadvise(handle, start, COPY_BYTES, os.POSIX_FADV_DONTNEED)
                 at += COPY_BYTES
@@ -476,7 +451,7 @@ def find_restorable(objects: Objects, run_id: str, version: Version | None) -> R
     if len(runs) != 1:
         which = f"holds runs {', '.join(runs)}: name one with --run" if runs else "holds no copy of a run's version"
         raise ConfigError(f"{objects.url} {which}{f' {run_id}' if run_id and not runs else ''}")
-    commits: dict[str, Commit] = {}
+    newer: dict[str, StoredShard] = {}
     problems: list[str] = []
     for one in reversed(stored):
         shards: dict[str, StoredShard] = {}
@@ -485,10 +460,10 @@ def find_restorable(objects: Objects, run_id: str, version: Version | None) -> R
                 shards[slave_id] = read_stored(objects, one, slave_id)
             if not shards:
                 raise SnapshotError("no slave's copy is whole")
-            first = shards[min(shards)].commit
+            first = shards[min(shards)]
             if lacking := first.digests.keys() - shards.keys():
                 raise SnapshotError(f"the copy of slave {', '.join(sorted(lacking))} is not there, or not whole")
-            if version is None and given_up(one, commits):
+            if version is None and is_given_up(one, newer):
                 raise SnapshotError("the run has given it up: a rollback went back to an older one")
         except SnapshotError as error:
             problems.append(f"version {one.version}: {error}")
@@ -497,7 +472,7 @@ def find_restorable(objects: Objects, run_id: str, version: Version | None) -> R
                 newest = max(each.version.timeline for each in stored)
                 mine = {slave_id: shards[slave_id] for slave_id in first.digests}
                 return Restorable(runs[0], one.version, mine, newest, tuple(problems))
-        commits.update((one.folder, shard.commit) for shard in shards.values())
+        newer.update((one.folder, shard) for shard in shards.values())
     said = "; ".join(p for p in problems if version is None or p.startswith(f"version {version}:"))
     here = ", ".join(sorted({str(one.version) for one in stored}))
     raise ConfigError(f"no version to restore is in {objects.url} (it holds parts of {here})" + (said and f": {said}"))

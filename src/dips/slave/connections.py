@@ -18,7 +18,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-import os
 import resource
 import threading
 import time
@@ -37,7 +36,7 @@ from dips.core.net.newcomers import (
     taken_bytes,
 )
 from dips.core.observe.logs import ChangeLogger
-from dips.slave.data_server import PAGE_BYTES, DataServer
+from dips.slave.data_server import DataServer, resident_bytes
 
 # ---- which to close --------------------------------------------------------------------------------------------------
 
@@ -182,9 +181,8 @@ class ConnectionGuard:
 
     def __init__(self, data: DataServer, memory_bytes: int, room_bytes: int = ROOM_BYTES) -> None:
         self._data = data
-        self._statm = os.open("/proc/self/statm", os.O_RDONLY)  # kept open: files may have run out when it counts
         self._port = int(data.endpoint.rsplit(":", 1)[1])
-        self._fixed_bytes = self.memory_bytes() + memory_bytes + room_bytes
+        self._fixed_bytes = resident_bytes() + memory_bytes + room_bytes
         self._headroom_bytes = room_bytes // 2
         self._most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._n_files = 0
@@ -207,7 +205,6 @@ class ConnectionGuard:
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
-        os.close(self._statm)
 
     def _run(self) -> None:
         try:
@@ -264,7 +261,7 @@ class ConnectionGuard:
         return taken is None or taken > self._data.handshake_bytes
 
     def _pressure(self) -> Pressure:
-        return Pressure(self.memory_bytes(), self.limit_bytes, self._headroom_bytes, self._n_files, self._most_files)
+        return Pressure(resident_bytes(), self.limit_bytes, self._headroom_bytes, self._n_files, self._most_files)
 
     def _cut(self, cut: Cut) -> None:
         wanted, n_reset = None if cut.connections is None else set(cut.connections), 0
@@ -280,8 +277,3 @@ class ConnectionGuard:
     def _files(self) -> Sequence[int]:
         found = files_of_process()
         return range(self._most_files) if found is None else found
-
-    def memory_bytes(self) -> int:
-        """Resident memory of this process without files that are mapped: heap, arrays, frames. From any thread."""
-        _, resident, shared, *_ = os.pread(self._statm, 256, 0).split()
-        return (int(resident) - int(shared)) * PAGE_BYTES

@@ -26,7 +26,7 @@ from dips.core.net.tls_probe import check_let_in, why_not_let_in
 from dips.core.observe.failpoints import copies, failpoint
 from dips.core.observe.logs import ChangeLogger
 from dips.protos import slaves_pb2, slaves_pb2_grpc
-from dips.slave.data_server import DataServer, with_resident_bytes
+from dips.slave.data_server import DataServer, resident_bytes
 from dips.slave.shell import SlaveShell
 from dips.slave.state import effects
 
@@ -122,7 +122,7 @@ class Control:
             while isinstance(message, slaves_pb2.SlaveCommand):
                 self._welcomed = True
                 for _ in range(copies(failpoint("slave.link.after_receive"))):
-                    self._shell.handle(effects.Commanded(from_message(message, SlaveCommand)))
+                    self._shell.handle(from_message(message, SlaveCommand))
                 if self._shell.state.link.attached:
                     self._changes.report("link", f"attached to the master at {self._addresses.now}")
                 message = await self._next(call)
@@ -203,8 +203,10 @@ class Control:
             self._saved.clear()
             self._shell.note_refusals()
             if self._shell.state.link.attached:
-                beat = with_resident_bytes(self._data.figures.beat)
-                beat = replace(beat, durable=self._shell.state.shard.saving.durable, note=self._shell.starts)
+                durable, note = self._shell.state.shard.saving.durable, self._shell.starts
+                beat = replace(
+                    self._data.figures.beat, resident_bytes=resident_bytes(), durable=durable, note=note
+                )  # fmt: skip
                 self._reported_refused = beat.refused_connections
                 self._send(SlaveMessage(self._shell.state.caller(), beat))
 

@@ -15,10 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import PushId, Version
@@ -67,23 +65,10 @@ class Figures:
     staged_of: Mapping[str, int] = field(default_factory=dict)  # bytes by cluster
 
 
-class RowsOfArrays(NamedTuple):
-    """The columns of all slots, in arrays, so that the compiled loop works on the same ones. s slots, c chunks."""
-
-    landed: NDArray[np.uint8]  # (s, c)
-    checksums: NDArray[np.uint64]  # (s, c)
-    counts: NDArray[np.int64]  # (s, 2)
-
-    def cleared(self, number: int) -> Landed:
-        """The columns of a slot, for a push that begins."""
-        self.landed[number], self.counts[number] = 0, 0
-        return Landed(self.landed[number], self.checksums[number], self.counts[number])
-
-
-def rows_of_arrays(n_slots: int, n_chunks: int) -> RowsOfArrays:
-    """Of slots in which nothing has landed."""
+def rows_of_arrays(n_slots: int, n_chunks: int) -> Landed:
+    """The columns of slots in which nothing has landed: s slots, c chunks, (s, c), (s, c) and (s, 2)."""
     shape = (n_slots, n_chunks)
-    return RowsOfArrays(np.zeros(shape, np.uint8), np.zeros(shape, np.uint64), np.zeros((n_slots, 2), np.int64))
+    return Landed(np.zeros(shape, np.uint8), np.zeros(shape, np.uint64), np.zeros((n_slots, 2), np.int64))
 
 
 class DataPort:
@@ -97,7 +82,7 @@ class DataPort:
     def __init__(
         self,
         run_id: str,
-        staged: Callable[[PushStaged], None],
+        staged: Callable[[PushStaged], object],
         checksum: Callable[[Bytes], int] = checksum,
         now_s: Callable[[], float] = time.monotonic,
         admission: Admission | None = None,
@@ -109,12 +94,11 @@ class DataPort:
         self._checksum = checksum
         self._now_s = now_s
         self._drop_peers = drop_peers
-        # What is decided with; the compiled loop makes its own tables of these. Without memory the next five are None.
+        # What is decided with; the compiled loop makes its own tables of these. Without memory the next four are None.
         self.epoch = 0
         self.shard: ShardMap | None = None
         self.staging: F32 | None = None
         self.table: StagingTable | None = None
-        self.rows: RowsOfArrays | None = None
         self.receipts: Receipts | None = None
         self.readable: Mapping[Version, ThetaBuffer] = {}
         self.current: Version | None = None
@@ -154,10 +138,9 @@ class DataPort:
         self._push_credits = Credits(MAX_WINDOW_CHUNKS)
         self.set_readable({}, None)
         self.shard, self.staging = shard, staging
-        self.table = self.rows = self.receipts = None
+        self.table = self.receipts = None
         if shard is not None and staging is not None:
-            self.rows = rows_of_arrays(len(staging), shard.n_chunks)
-            self.table = StagingTable(shard, self.rows.cleared)
+            self.table = StagingTable(shard, rows_of_arrays(len(staging), shard.n_chunks))
             self._staged_of.keep(len(staging))
             self.receipts = Receipts(shard, len(staging))
         self._reckon_traffic()

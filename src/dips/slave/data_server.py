@@ -19,8 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Literal, ParamSpec
 
 import zmq
@@ -28,7 +27,6 @@ import zmq
 from dips.core.errors import ConfigError, Refused
 from dips.core.layout import Buffer as Bytes
 from dips.core.layout import checksum as xxh3_64
-from dips.core.messages import SlaveBeat
 from dips.core.net.addresses import format_address, require_loopback
 from dips.core.net.data_header import MAX_HEADER_BYTES, DataOp
 from dips.core.net.newcomers import AcceptFilter, connection_of, cut, received_bytes
@@ -81,24 +79,19 @@ class ZapHandler:
 
     def _answer(self, question: Sequence[bytes]) -> list[bytes]:
         version, request = question[0], question[1]
-        user = self._user(question)
-        if user is not None:
-            return [version, request, b"200", b"OK", user.encode(), b""]
-        # Not 300, "try later": libzmq then leaves both ends waiting until the time for the handshake is over.
-        return [version, request, b"400", b"this key is not on the master's list", b"", b""]
-
-    def _user(self, question: Sequence[bytes]) -> str | None:
-        if len(question) != ZAP_FRAMES or question[5] != b"CURVE":
-            self._refused("a peer without a CURVE key")
-            return None
-        address, key = question[3].decode("ascii", "replace"), question[6]
-        user = self._admission.user_of(key)
-        if user is None:
-            self._refused(
+        why = "a peer without a CURVE key"
+        if len(question) == ZAP_FRAMES and question[5] == b"CURVE":
+            address, key = question[3].decode("ascii", "replace"), question[6]
+            user = self._admission.user_of(key)
+            if user is not None:
+                return [version, request, b"200", b"OK", user.encode(), b""]
+            why = (
                 f"a process at {address} with data key {key.hex()[:8]}, which is not on the master's list: it has not "
                 "joined, or it was evicted or revoked"
             )
-        return user
+        self._refused(why)
+        # Not 300, "try later": libzmq then leaves both ends waiting until the time for the handshake is over.
+        return [version, request, b"400", b"this key is not on the master's list", b"", b""]
 
 
 # ---- data server -----------------------------------------------------------------------------------------------------
@@ -182,8 +175,8 @@ class DataServer:
         port: int,
         run_id: str,
         max_chunk_bytes: int,
-        staged: Callable[[PushStaged], None],
-        crashed: Callable[[BaseException], None],
+        staged: Callable[[PushStaged], object],
+        crashed: Callable[[BaseException], object],
         data_threads: int = 1,
         checksum: Callable[[Bytes], int] = xxh3_64,
         curve: CurvePair | None = None,
@@ -627,8 +620,13 @@ def _through_failpoint(frames: list[bytes | memoryview]) -> list[list[bytes | me
     return {FailpointKind.DROP: [], FailpointKind.DUP: [frames, frames]}.get(action.kind, [frames])
 
 
-def with_resident_bytes(beat: SlaveBeat) -> SlaveBeat:
-    """Fill in this process's resident memory without mapped files, as the kernel counts it."""
-    with open("/proc/self/statm") as file:
-        _, resident, shared, *_ = file.read().split()
-    return replace(beat, resident_bytes=(int(resident) - int(shared)) * PAGE_BYTES)
+@cache
+def _statm() -> int:
+    """The file stays open: the process may have no other left when its memory counts."""
+    return os.open("/proc/self/statm", os.O_RDONLY)
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process without files that are mapped: heap, arrays, frames. From any thread."""
+    _, resident, shared, *_ = os.pread(_statm(), 256, 0).split()
+    return (int(resident) - int(shared)) * PAGE_BYTES

@@ -89,6 +89,14 @@ def begin_writing(handle: int, at: int, n_bytes: int) -> None:
         _sync_file_range(handle, at, n_bytes, _BEGIN_WRITING)
 
 
+def write_all(handle: int, at: int, data: memoryview) -> None:
+    """Write the data at this place of a file, and have the kernel begin with each piece at once. Raises OSError."""
+    while data:
+        done = os.pwrite(handle, data[:PIECE_BYTES], at)
+        begin_writing(handle, at, done)
+        at, data = at + done, data[done:]
+
+
 class _Overwritten:
     """An open file with its two ways of writing; any thread may write, each its own bytes. `with` closes it."""
 
@@ -107,20 +115,16 @@ class _Overwritten:
 
     def write(self, at: int, data: memoryview) -> None:
         """Write all of the data."""
-        while data:
-            n_direct = 0 if self._refused else _direct_bytes(at, data)
-            if self._direct is not None and n_direct:
-                try:
-                    done = os.pwrite(self._direct, data[:n_direct], at)
-                except OSError as error:
-                    if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                        raise
-                    # This device wants larger sectors, memory of another alignment, or no such writes.
-                    done, self._refused = 0, True
-            else:
-                done = os.pwrite(self._plain, data, at)
-                begin_writing(self._plain, at, done)
+        while self._direct is not None and not self._refused and (n_direct := _direct_bytes(at, data)):
+            try:
+                done = os.pwrite(self._direct, data[:n_direct], at)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+                # This device wants larger sectors, memory of another alignment, or no such writes.
+                done, self._refused = 0, True
             at, data = at + done, data[done:]
+        write_all(self._plain, at, data)
 
 
 def _open_direct(path: Path) -> int | None:
@@ -265,9 +269,7 @@ class LocalDisk:
         self.remove(name)  # someone may have it open
         handle = closed(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            left = memoryview(data)
-            while left:
-                left = left[os.write(handle, left) :]
+            write_all(handle, 0, memoryview(data))
         finally:
             os.close(handle)
 
@@ -365,7 +367,11 @@ def read_small(disk: Disk, name: str, keys: Collection[str]) -> dict[str, object
         with disk.open(name) as file:
             body = json.loads(file.read())
         # A release before this one wrote no checksum.
-        if not isinstance(body, dict) or body.pop(_CHECKSUM, _sum(body)) != _sum(body) or not body.keys() <= {*keys}:
+        if (
+            not isinstance(body, dict)
+            or body.pop(_CHECKSUM, json_sum(body)) != json_sum(body)
+            or not body.keys() <= {*keys}
+        ):
             raise ConfigError(f"{where} was not written by a slave; {_REMEDY}")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where} cannot be read: {error}; {_REMEDY}") from error
@@ -374,12 +380,14 @@ def read_small(disk: Disk, name: str, keys: Collection[str]) -> dict[str, object
 
 def write_small(disk: Disk, name: str, body: Mapping[str, object]) -> None:
     """Replace a small JSON file, with its checksum. Raises OSError."""
-    replace_durably(disk, name, json.dumps({**body, _CHECKSUM: _sum(body)}).encode())
+    replace_durably(disk, name, json.dumps({**body, _CHECKSUM: json_sum(body)}).encode())
 
 
-def _sum(body: Mapping[str, object]) -> str:
+def json_sum(body: Mapping[str, object], compact: bool = False) -> str:
+    """xxh3-128 of a JSON body, without the field that holds it; compact: of its text without blanks."""
     said = {key: value for key, value in body.items() if key != _CHECKSUM}
-    return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True).encode())
+    separators = (",", ":") if compact else None
+    return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True, separators=separators).encode())
 
 
 _CHECKSUM = "xxh3_128"

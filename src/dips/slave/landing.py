@@ -130,7 +130,9 @@ def note_products(sums: Sums, slot: int, other: int, chunk: int, theta_number: i
 
 
 class Receipts:
-    """Sums of every slot. theta_number: counts the versions that chunks were measured with; from 1 on."""
+    """Sums of every slot, whose memory is a part of a slave's memory_bytes (core/placement.py).
+
+    theta_number: counts the versions that chunks were measured with; from 1 on."""
 
     def __init__(self, shard: ShardMap, n_slots: int) -> None:
         self.shard = shard
@@ -146,11 +148,6 @@ class Receipts:
         )
         self.chunk_of_piece = _chunk_of_piece(shard)
         self._others, self._claimed = np.zeros(MOST_COMPANIONS, np.int64), np.zeros(MOST_COMPANIONS, np.int64)
-
-    @property
-    def n_bytes(self) -> int:
-        """Memory of all sums; part of a slave's memory_bytes (core/placement.py)."""
-        return sum(array.nbytes for array in self.sums) + self.chunk_of_piece.nbytes
 
     def new_theta(self) -> None:
         """Another version became the current one."""

@@ -174,11 +174,6 @@ class ShardMemory:
             by_use["residual"] = sum(residual.data.nbytes for residual in self._residual)
         return by_use
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all arrays in memory together."""
-        return sum(self.bytes_by_use().values())
-
     def spans(self) -> list[tuple[Block, int, int]]:
         """Each block with its first and last-plus-one element in this memory."""
         out, start = [], 0

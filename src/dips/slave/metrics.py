@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from dips.core.clock import Clock
 from dips.core.errors import Refused
-from dips.core.ids import Version
 from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import Commit, Configure, ListShard, Measure, MoveBlocks, Prepare
 from dips.core.net.security import INSECURE, Security
@@ -160,49 +158,29 @@ class Counts(Instruments):
 PHASES = tuple(phase.value.lower() for phase in ShardPhase)
 
 
-@dataclass(frozen=True)
-class MetricsMoment:
-    """The event loop's state at one moment."""
-
-    run_id: str
-    phase: str
-    version: Version | None
-    durable: Version | None
-    use: Mapping[str, int]  # bytes of memory
-    n_readable: int  # versions
-
-
-def snapshot(state: SlaveMachine, memory: ShardMemory | None) -> MetricsMoment:
-    """Take the snapshot; on the event loop, between two events."""
-    shard = state.shard
-    return MetricsMoment(
-        state.link.run_id,
-        shard.phase.now.value.lower(),
-        shard.current.version if shard.current is not None else None,
-        shard.saving.durable,
-        memory.bytes_by_use() if memory is not None else {},
-        len(memory.readable()) if memory is not None else 0,
-    )
+def families_at(
+    counts: Counts, slave_id: str, state: SlaveMachine, memory: ShardMemory | None, security: Security = INSECURE
+) -> Families:
+    """The metric families of a scrape with the event loop's state; on the loop, between two events."""
+    families, shard = counts.families(security), state.shard
+    families.set("info", 1, state.link.run_id, slave_id, VERSION)
+    families.one_of("shard_phase", shard.phase.now.value.lower(), PHASES)
+    families.set("version", shard.current.version.v if shard.current is not None else None)
+    families.set("durable_version", shard.saving.durable.v if shard.saving.durable is not None else None)
+    families.set("readable_versions", len(memory.readable()) if memory is not None else 0)
+    families.each("memory_bytes", memory.bytes_by_use() if memory is not None else {})
+    return families
 
 
-def families_of(
+def completed(
+    families: Families,
     counts: Counts,
-    slave_id: str,
-    now: MetricsMoment,
     figures: Figures,
     gauges: Mapping[str, float | None],
     memory_bytes_per_s: float,
-    security: Security = INSECURE,
 ) -> Families:
-    """The metric families of a scrape. gauges: those that are read on its thread, by name. memory_bytes_per_s: of this
-    machine, as measured at start."""
-    families = counts.families(security)
-    families.set("info", 1, now.run_id, slave_id, VERSION)
-    families.one_of("shard_phase", now.phase, PHASES)
-    families.set("version", now.version.v if now.version else None)
-    families.set("durable_version", now.durable.v if now.durable else None)
-    families.set("readable_versions", now.n_readable)
-    families.each("memory_bytes", now.use)
+    """The same with all that is not the event loop's. gauges: those that are read on the scrape's thread, by name.
+    memory_bytes_per_s: of this machine, as measured at start."""
     if counts.snapshot_s is not None:
         families.set("snapshot_age_seconds", max(0.0, counts.clock.monotonic_s() - counts.snapshot_s))
     families.set("update_seconds", counts.update_s)

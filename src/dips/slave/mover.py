@@ -28,8 +28,7 @@ from dips.core.net.zmq_sockets import CurvePair
 from dips.slave.calculation import chunk_checksums
 from dips.slave.memory import F32, ShardMemory, bytes_of, residual_bytes_of
 from dips.slave.ring import Ring
-from dips.slave.state.checks import own_blocks
-from dips.slave.state.moves import cancelled, given_up, settings_of_moves
+from dips.slave.state.checks import cancelled, given_up, own_blocks, settings_of_moves
 
 T = TypeVar("T")
 

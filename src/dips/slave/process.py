@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 from typing import Any
 
 from dips.core.allocator import keep_freed_memory
@@ -27,8 +28,8 @@ from dips.core.observe.tape import Tape
 from dips.slave.config import SlaveConfig
 from dips.slave.connections import ConnectionGuard
 from dips.slave.control import Control
-from dips.slave.data_server import DataServer
-from dips.slave.metrics import families_of
+from dips.slave.data_server import DataServer, resident_bytes
+from dips.slave.metrics import completed
 from dips.slave.push_evidence import DIRECTORY, PushEvidence
 from dips.slave.ring import Ring, SnapshotStore
 from dips.slave.shell import SlaveShell
@@ -49,18 +50,17 @@ async def serve_slave_metrics(
     if config.metrics_listen is None:
         return None
     speed = await shell.measure_memory()
-    snapshots = LoopSnapshots(asyncio.get_running_loop(), shell.look)
+    snapshots = LoopSnapshots(asyncio.get_running_loop(), partial(shell.look, security))
 
     def collect() -> Families:
         gauges = {
             "memory_limit_bytes": config.memory_bytes,
-            "resident_bytes": guard.memory_bytes(),
+            "resident_bytes": resident_bytes(),
             "budget_bytes": guard.limit_bytes,
             "disk_free_bytes": disk_free_bytes(config.directory),
             "snapshots": sum(info.committed for info in ring.infos()),
         }
-        now, figures = snapshots.take(), data.figures
-        return families_of(shell.counts, config.slave_id, now, figures, gauges, speed, security)
+        return completed(snapshots.take(), shell.counts, data.figures, gauges, speed)
 
     return serve_metrics(
         config,
@@ -147,15 +147,15 @@ async def _serve(
     for problem in await asyncio.to_thread(store.scan):
         log.warning("%s", problem)
         tape.write("snapshot_skipped", "", reason=problem)
-    curve = pair_for(security)
+    curve, loop = pair_for(security), asyncio.get_running_loop()
     shell: SlaveShell  # made after the data port, whose endpoint it needs; the data thread starts after both
     data = DataServer(
         config.data_host,
         config.data_port,
         config.run_id,
         config.max_chunk_bytes,
-        lambda event: shell.handle_soon(event),
-        lambda error: shell.fail_soon(error),
+        lambda event: loop.call_soon_threadsafe(shell.handle, event),
+        lambda error: loop.call_soon_threadsafe(shell.fail, error),
         config.data_threads_used,
         curve=curve,
         cpu=config.data_cpu_used,

@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -21,8 +20,9 @@ from dips.core.files import closed, make_folder
 from dips.core.messages import Prepare, SnapshotInfo
 from dips.core.observe.failpoints import failpoint
 from dips.core.wire import Codec
-from dips.slave.disk import PIECE_BYTES, LocalDisk, begin_writing, replace_durably
+from dips.slave.disk import LocalDisk, json_sum, replace_durably, write_all
 from dips.slave.memory import F32, bytes_of
+from dips.slave.state.checks import scalars_of
 
 FORMAT = "dips-round-3"
 DIRECTORY = "pushes"
@@ -58,12 +58,7 @@ class PushEvidence:
             "round": str(body.round),
             "from_version": str(body.from_version) if body.from_version is not None else None,
             "to_version": str(body.to_version),
-            "scale": body.scale,
-            "outer_lr": body.outer_lr,
-            "momentum_decay": body.momentum_decay,
-            "momentum_lookahead": body.momentum_lookahead,
-            "gradient_weight": body.gradient_weight,
-            "averaged_share": body.averaged_share,
+            **scalars_of(body),
             "chunk_bytes": chunk_bytes,
             "layout_hash": shadow.layout_hash.hex(),
             "placement_hash": shadow.placement_hash.hex(),
@@ -72,14 +67,8 @@ class PushEvidence:
         if pull_wire is not Codec.F32:
             scalars["pull_wire"] = pull_wire.name
         record = self._owner | scalars | {"accepted": accepted}
-        text = json.dumps(record | {"xxh3_128": checksum(record)}, indent=1)
+        text = json.dumps(record | {"xxh3_128": json_sum(record, compact=True)}, indent=1)
         replace_durably(self._disk, f"round-{round_id}.json", text.encode())
-
-
-def checksum(record: Mapping[str, Any]) -> str:
-    """Checksum of a round's file, without the checksum itself."""
-    body = {key: value for key, value in record.items() if key != "xxh3_128"}
-    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _write_push(path: Path, push: F32, metadata: Mapping[str, str]) -> str:
@@ -95,16 +84,9 @@ def _write_push(path: Path, push: F32, metadata: Mapping[str, str]) -> str:
     sum_of_bytes.update(bytes_of(push))
     failpoint("slave.pushes.before_write")
     with open(path, "wb", buffering=0, opener=closed) as file:
-        _write_all(file.fileno(), 0, memoryview(head))
-        _write_all(file.fileno(), 8 + len(text), bytes_of(push))
+        write_all(file.fileno(), 0, memoryview(head))
+        write_all(file.fileno(), 8 + len(text), bytes_of(push))
         failpoint("slave.pushes.before_fsync")
         os.fsync(file.fileno())
         failpoint("slave.pushes.after_fsync")
     return sum_of_bytes.hexdigest()
-
-
-def _write_all(handle: int, at: int, data: memoryview) -> None:
-    while data:
-        done = os.pwrite(handle, data[:PIECE_BYTES], at)
-        begin_writing(handle, at, done)
-        at, data = at + done, data[done:]

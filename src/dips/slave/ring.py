@@ -58,12 +58,12 @@ class SnapshotWriter:
         self._written_bytes = 0
         self._sums = [xxhash.xxh3_128() for _ in tensors_of(residual_bytes)]
 
-    def write(self, data: memoryview) -> None:
-        """Write the next bytes, of one of the tensors. Raises Refused(DISK)."""
+    def write(self, data: memoryview, straight: bool = False) -> None:
+        """Write the next bytes, of one of the tensors. straight: as Disk.overwrite() has it. Raises Refused(DISK)."""
         which = min(2, self._written_bytes // self._tensor_bytes) if self._tensor_bytes else 0
         at = HEADER_BYTES + self._written_bytes
         try:
-            self._disk.overwrite(self.name, at, data, self._sums[which].update)
+            self._disk.overwrite(self.name, at, data, self._sums[which].update, straight)
         except OSError as error:
             raise disk_refusal(self._disk.where(self.name), error) from error
         self._written_bytes += len(data)
@@ -169,33 +169,30 @@ class Ring:
         if self._open == _key(info):
             self._open = None  # written again: the earlier file is no longer the round's
         slot = self._choose(_key(info))
-        name, sums, at = ring_name(slot), [], HEADER_BYTES
+        writer = SnapshotWriter(self._disk, ring_name(slot), theta.size, residual.size)
         try:
-            self._clear(slot, theta.size, residual.size)
+            self._clear(slot, writer)
             for data in (bytes_of(theta), bytes_of(momentum), *([residual.data] if residual.size else [])):
-                seen = xxhash.xxh3_128()
-                self._disk.overwrite(name, at, data, seen.update, straight)
-                sums.append(seen)
-                at += len(data)
+                writer.write(data, straight)
             written()
-            self._seal(slot, info, theta.size, residual.size, tuple(seen.hexdigest() for seen in sums))
+            self._seal(slot, info, writer)
         except OSError as error:
-            raise disk_refusal(self._disk.where(name), error) from error
+            raise disk_refusal(self._disk.where(writer.name), error) from error
 
-    def _clear(self, slot: int, n_elems: int, residual_bytes: int) -> None:
+    def _clear(self, slot: int, writer: SnapshotWriter) -> None:
         """Make a slot's file writable: no manifest names it, and it has its full size. Raises OSError."""
         self._vacate(slot)
-        size = file_bytes(n_elems, residual_bytes)
+        size = file_bytes(writer.n_elems, writer.residual_bytes)
         if self._disk.missing_bytes(ring_name(slot), size):
             self._disk.allocate(ring_name(slot), size)
             self._disk.sync_names()
 
-    def _seal(self, slot: int, info: SnapshotInfo, n_elems: int, residual_bytes: int, sums: tuple[str, ...]) -> None:
+    def _seal(self, slot: int, info: SnapshotInfo, writer: SnapshotWriter) -> None:
         """All tensors are written: make the file a durable shadow. Raises OSError.
 
         The header with the checksums comes last, so that none fits the mixed bytes of two versions.
         """
-        raw, head = build_header(info, n_elems, sums, *self._owner, residual_bytes)
+        raw, head = build_header(info, writer.n_elems, writer.sums(), *self._owner, writer.residual_bytes)
         self._disk.overwrite(ring_name(slot), 0, memoryview(raw))
         self._disk.sync(ring_name(slot))
         self._put(slot, SlotContent(head.info, head))
@@ -221,18 +218,19 @@ class Ring:
                     DISK_RETRY_S,
                 )
             slot = self._choose(_key(info))
-            self._clear(slot, n_elems, residual_bytes)
+            writer = SnapshotWriter(self._disk, ring_name(slot), n_elems, residual_bytes)
+            self._clear(slot, writer)
         except OSError as error:
             raise disk_refusal(self._disk.where(ring_name(slot)), error) from error
         self._streaming = slot
-        return SnapshotWriter(self._disk, ring_name(slot), n_elems, residual_bytes)
+        return writer
 
     def seal_stream(self, stream: SnapshotWriter, info: SnapshotInfo) -> None:
         """Seal a fully written stream: durable when this returns, and a shadow like any other. Raises Refused(DISK)."""
         slot = self._streaming
         assert slot is not None, "a stream that was begun is sealed once"
         try:
-            self._seal(slot, info, stream.n_elems, stream.residual_bytes, stream.sums())
+            self._seal(slot, info, stream)
         except OSError as error:
             raise disk_refusal(self._disk.where(stream.name), error) from error
         self._streaming = None
@@ -326,7 +324,7 @@ class Ring:
         where = self._disk.where(ring_name(slot))
         try:
             with self._disk.open(ring_name(slot)) as file:
-                head = read_snapshot(file, where, theta, momentum, residual)
+                head = read_snapshot(file, where, (theta, momentum, residual))
             if head != self._content(slot).head:
                 raise SnapshotError(f"{where} changed since it was verified")
         except (OSError, SnapshotError) as error:

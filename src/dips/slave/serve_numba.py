@@ -737,7 +737,7 @@ class ServeLoop:
         shard, staging, receipts = port.shard, port.staging, port.receipts
         served = shard is not None and staging is not None and _is_plain(staging, len(staging) * shard.n_bytes)
         self._arrays, self._stagings = [], []
-        if not served or shard is None or staging is None or receipts is None or port.rows is None:
+        if not served or shard is None or staging is None or receipts is None:
             no_shard = ShardMap((), PIECE_BYTES)
             return Tables(
                 self._run_id, port.epoch, port.admission is not None, PIECE_BYTES, 0, 0, 0, NEVER, _places(no_shard),
@@ -763,7 +763,7 @@ class ServeLoop:
         self._readers = _no_readers(0, len(self._names))
 
     def _rows(self, port: DataPort) -> Rows:
-        arrays = port.rows or rows_of_arrays(0, 0)
+        arrays = (port.table.rows if port.table is not None else None) or rows_of_arrays(0, 0)
         n_slots = len(arrays.landed)
         self._stagings = [None] * n_slots
         is_open, push_bytes, attempt, codec, base_at, owner, credit = np.zeros((7, n_slots), np.int64)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from dips.core import messages
 from dips.core.clock import Clock
@@ -22,23 +23,25 @@ from dips.core.ids import Incarnation
 from dips.core.layout import shard_digest
 from dips.core.math import landing_numba, outer_numba, wire_numba
 from dips.core.math.compiling import watched, where_kept
+from dips.core.net.security import Security
 from dips.core.net.zmq_sockets import CurvePair
 from dips.core.observe.logs import ChangeLogger
+from dips.core.observe.metrics import Families
 from dips.core.observe.tape import Starting, Tape
 from dips.core.threads import Threads
 from dips.slave import calculation, serve_numba
 from dips.slave.data_server import DataServer
 from dips.slave.memory import F32, U8, MemoryFiles, ShardMemory, residual_bytes_of
-from dips.slave.metrics import Counts, MetricsMoment, kind_of, snapshot
+from dips.slave.metrics import Counts, families_at, kind_of
 from dips.slave.mover import Mover
 from dips.slave.push_evidence import PushEvidence
 from dips.slave.ring import SnapshotStore, disk_refusal
 from dips.slave.state import effects
-from dips.slave.state.checks import own_blocks
-from dips.slave.state.moves import cancelled
+from dips.slave.state.checks import cancelled, own_blocks
 from dips.slave.state.shard import to_refusal
 from dips.slave.state.slave import SlaveMachine
 
+P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger("dips.slave")
 
@@ -82,14 +85,13 @@ class SlaveShell:
         self._settling: asyncio.Future[None] | None = None
         self._saving: asyncio.Future[None] | None = None
         self._saving_theta: F32 | None = None
-        self._said_refused = 0
-        self._said_away = 0
+        self._said: Counter[str] = Counter()  # refusals that the tape has, by kind
         self.counts = Counts(clock)
         self.starts = ""
         """What the start does that may take minutes, for the beats; empty when it is over."""
-        self.send: Callable[[messages.SlaveMessage], None] | None = None
-        self.close_link: Callable[[str], None] | None = None
-        self.saved: Callable[[], None] | None = None
+        self.send: Callable[[messages.SlaveMessage], object] = lambda _: None
+        self.close_link: Callable[[str], object] = lambda _: None
+        self.saved: Callable[[], object] = lambda: None
         """Called when a version was written behind the rounds (durability async): the next beat says so."""
         self.ended: asyncio.Future[str] = self._loop.create_future()
 
@@ -113,9 +115,9 @@ class SlaveShell:
         """Bytes a second that this machine's memory moves. Call it before the slave serves."""
         return await self._on(self._outer, calculation.memory_bytes_per_s, self._threads)
 
-    def look(self) -> MetricsMoment:
+    def look(self, security: Security) -> Families:
         """The state at this moment, for metrics; on the event loop."""
-        return snapshot(self.state, self._memory)
+        return families_at(self.counts, self._slave_id, self.state, self._memory, security)
 
     def handle(self, event: effects.Event) -> None:
         """Give the state machine an event and carry out its effects, in order. Any error ends the process: a caller on
@@ -128,10 +130,6 @@ class SlaveShell:
         except Exception as error:
             self.fail(error)
 
-    def handle_soon(self, event: effects.Event) -> None:
-        """As handle(), called from any other thread."""
-        self._loop.call_soon_threadsafe(self.handle, event)
-
     def fail(self, error: BaseException) -> None:
         """End the process with this error; one that was not raised on purpose is a bug, and the log has its trace."""
         if self.ended.done():
@@ -140,10 +138,6 @@ class SlaveShell:
             log.critical("a bug in the slave", exc_info=error)
             error = LocalProtocolError(f"a bug in the slave: {type(error).__name__}: {error}")
         self.ended.set_exception(error)
-
-    def fail_soon(self, error: BaseException) -> None:
-        """As fail(), called from any other thread."""
-        self._loop.call_soon_threadsafe(self.fail, error)
 
     async def close(self) -> None:
         """Let the disk finish the write under way, drop the rest. Call after the data server stopped."""
@@ -161,8 +155,7 @@ class SlaveShell:
     def _carry_out(self, effect: effects.Effect) -> None:
         match effect:
             case effects.SendUp(body):
-                if self.send is not None:
-                    self.send(messages.SlaveMessage(self.state.caller(), body))
+                self.send(messages.SlaveMessage(self.state.caller(), body))
             case effects.Record():
                 self.counts.count_kind(effect.kind)
                 self._tape.write(effect.kind, effect.cause, **effect.fields)
@@ -175,8 +168,7 @@ class SlaveShell:
             case messages.Allow(keys):
                 self._data.do(self._data.port.set_allowed, keys)
             case effects.CloseLink(sentence):
-                if self.close_link is not None:
-                    self.close_link(sentence)
+                self.close_link(sentence)
             case messages.StopSlave(reason):
                 if not self.ended.done():
                     self.ended.set_result(reason)
@@ -185,7 +177,8 @@ class SlaveShell:
             case effects.SavePromise(epoch):
                 self._spawn(self._save_promise(epoch))
             case effects.DropShadow(shadow):
-                self._made().drop_shadow()
+                if self._memory is not None:  # a slave without blocks may have moved some to its disk
+                    self._memory.drop_shadow()
                 self._spawn(self._on(self._disk, self._ring.drop_shadow, shadow))
             case messages.Retain(versions):
                 if self._memory is not None:
@@ -195,16 +188,14 @@ class SlaveShell:
                 self._spawn(self._save(effect, *self._held_for_saving(effect.info)))
             case effects.SaveLater(delay_s):
                 self._spawn(self._later(delay_s, effects.SaveAgain()))
-            case effects.ReadRecord(asked_by, command):
-                self._spawn(self._read_record(asked_by, command))
+            case messages.SlaveCommand(body=messages.SendCommitRecord() as body):
+                self._spawn(self._read_record(effect.incarnation, body))
             case effects.Run():
                 self._spawn(self._job(effect))
             case effects.CancelMove(number):
                 self._unwanted_move = number
                 if self._mover is not None:
                     self._mover.cancel()
-            case effects.DropMoved(shadow):
-                self._spawn(self._on(self._disk, self._ring.drop_shadow, shadow))
             case _:
                 raise LocalProtocolError(f"no one carries out {type(effect).__name__}")
 
@@ -263,12 +254,10 @@ class SlaveShell:
     def _settle(self) -> None:
         """Give the data port the readable versions; `_settled` waits until it reads nothing else."""
         memory = self._made()
-        settling = self._settling = self._loop.create_future()
-        settling.add_done_callback(lambda _: memory.left() if settling is self._settling else None)
         info = memory.current.info if memory.current is not None else None
         current = info.version if info is not None else None
-        self._data.do(self._data.port.set_readable, memory.readable(), current)
-        self._data.do(self._resolve_soon, settling)
+        settling = self._settling = self._on_port(self._data.port.set_readable, memory.readable(), current)
+        settling.add_done_callback(lambda _: memory.left() if settling is self._settling else None)
 
     async def _settled(self) -> None:
         if self._settling is not None:
@@ -277,12 +266,12 @@ class SlaveShell:
     def _resolve_soon(self, future: asyncio.Future[None]) -> None:
         self._loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
 
-    async def _serve_memory(self, memory: ShardMemory | None) -> None:
+    def _on_port(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[None]:
+        """Have the data port's thread do this call; done when it was."""
         done: asyncio.Future[None] = self._loop.create_future()
-        shard, staging = (memory.map, memory.staging) if memory is not None else (None, None)
-        self._data.do(self._data.port.set_memory, shard, staging)
+        self._data.do(call, *args, **kwargs)
         self._data.do(self._resolve_soon, done)
-        await done
+        return done
 
     def _made(self) -> ShardMemory:
         if self._memory is None:
@@ -305,21 +294,21 @@ class SlaveShell:
         """Make memory and fill it. Returns the version that it holds then."""
         await self._settled()
         await self._saved_to_file()
-        await self._serve_memory(None)
+        await self._on_port(self._data.port.set_memory, None, None)
         self._memory = self._settling = self._saving_theta = None
         blocks = own_blocks(self._slave_id, body)
         await self._on(self._disk, self._ring.close_round)
-        residual_bytes = residual_bytes_of(blocks, run.chunk_bytes, run.pull_wire)
+        chunk_bytes, pull_wire = run.settings.chunk_bytes, run.settings.pull_wire
+        residual_bytes = residual_bytes_of(blocks, chunk_bytes, pull_wire)
         await self._on(self._disk, self._ring.make, sum(block.n_elems for block in blocks), residual_bytes)
         slots, room = body.staging_slots, self._memory_bytes
         starting = Starting("memory", log, self._tape, self._clock)
-        files = MemoryFiles(self._store.directory, run.memory_files, body.pinned_versions)
-        memory = await self._on(
-            self._outer, ShardMemory, blocks, run.chunk_bytes, slots, room, starting.touched, files, run.pull_wire
-        )
+        files = MemoryFiles(self._store.directory, run.settings.memory_files, body.pinned_versions)
+        arguments = (blocks, chunk_bytes, slots, room, starting.touched, files, pull_wire)
+        memory = await self._on(self._outer, ShardMemory, *arguments)
         starting.end()
         current = None if run.source is None else await self._fill(memory, body, run.source)
-        await self._serve_memory(memory)
+        await self._on_port(self._data.port.set_memory, memory.map, memory.staging)
         self._memory = memory
         self._settle()
         await self._settled()
@@ -435,8 +424,8 @@ class SlaveShell:
             raise cancelled(body)
         link = self.state.link
         mover = self._mover = Mover(
-            self._slave_id, link.run_id, link.promised_epoch, body, run.chunk_bytes, self._memory, self._ring,
-            self._disk, self._clock, self._curve, run.pull_wire,
+            self._slave_id, link.run_id, link.promised_epoch, body, run.settings.chunk_bytes, self._memory, self._ring,
+            self._disk, self._clock, self._curve, run.settings.pull_wire,
         )  # fmt: skip
         try:
             return await self._on(self._moving, mover.run)
@@ -471,8 +460,7 @@ class SlaveShell:
             if not saving.done():
                 saving.set_result(None)
         self.handle(event)
-        if self.saved is not None:
-            self.saved()
+        self.saved()
 
     async def _later(self, delay_s: float, event: effects.Event) -> None:
         await asyncio.sleep(delay_s)
@@ -501,16 +489,13 @@ class SlaveShell:
 
     def note_refusals(self) -> None:
         """Record refused messages on the tape, at most one line a beat (I16 of docs/architecture.md)."""
-        beat = self._data.figures.beat
-        if beat.refused_connections != self._said_away:
-            fresh, self._said_away = beat.refused_connections - self._said_away, beat.refused_connections
-            reason = beat.refused_connection
-            self._tape.write("refused_connection", "", count=fresh, total=self._said_away, last_reason=reason)
-            self._changes.report("refused_connection", f"connections are refused, the last: {reason}", "WARNING")
-        total = beat.refused_chunks
-        if total != self._said_refused:
-            fresh, self._said_refused = total - self._said_refused, total
-            reason = self._data.port.last_refusal
-            self._tape.write("refused_chunk", "", count=fresh, total=total, last_reason=reason)
-            if reason:
-                self._changes.report("refused_chunk", f"data messages are refused, the last: {reason}", "WARNING")
+        beat, port = self._data.figures.beat, self._data.port
+        for kind, total, reason, what in (
+            ("refused_connection", beat.refused_connections, beat.refused_connection, "connections"),
+            ("refused_chunk", beat.refused_chunks, port.last_refusal, "data messages"),
+        ):
+            fresh, self._said[kind] = total - self._said[kind], total
+            if fresh:
+                self._tape.write(kind, "", count=fresh, total=total, last_reason=reason)
+            if fresh and reason:
+                self._changes.report(kind, f"{what} are refused, the last: {reason}", "WARNING")

@@ -17,7 +17,7 @@ from dips.core.errors import DipsError
 from dips.core.ids import RoundId, Version
 from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import SnapshotInfo
-from dips.slave.disk import IO_BYTES, Disk
+from dips.slave.disk import IO_BYTES, Disk, json_sum
 from dips.slave.memory import F32, U8, bytes_of
 
 # ---- snapshot file ---------------------------------------------------------------------------------------------------
@@ -169,12 +169,17 @@ def read_tensors(file: BinaryIO, where: str, head: FileHead, into: tuple[F32, F3
             raise SnapshotError(f"{where}: the bytes of {name} are not those that were written")
 
 
-def read_snapshot(file: BinaryIO, where: str, theta: F32, momentum: F32, residual: U8 = NO_RESIDUAL) -> FileHead:
-    """Read a whole file into the arrays. Raises SnapshotError when it is not whole; OSError when it cannot be read."""
+def read_snapshot(
+    file: BinaryIO, where: str, into: tuple[F32, F32, U8] | None = None, named_by: SnapshotManifest | None = None
+) -> FileHead:
+    """Read and check a whole file, as read_tensors() does. Raises SnapshotError when it is not whole, or not the file
+    that the manifest names; OSError when it cannot be read."""
     head = read_head(file, where)
+    if named_by is not None and (head is None or not named_by.fits(head)):
+        raise SnapshotError(f"{where} is not the file that {named_by.info.version}'s manifest names")
     if head is None:
         raise SnapshotError(f"{where} was made and never written")
-    read_tensors(file, where, head, (theta, momentum, residual))
+    read_tensors(file, where, head, into)
     return head
 
 
@@ -205,8 +210,7 @@ def _tensor_places(n_elems: int, residual_bytes: int) -> dict[str, Any]:
 def _seal(header: Mapping[str, Any]) -> str:
     """xxh3-128 of the header without the seal itself."""
     metadata = {key: value for key, value in header["__metadata__"].items() if key != _SEAL}
-    said = {**header, "__metadata__": metadata}
-    return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True, separators=(",", ":")).encode())
+    return json_sum({**header, "__metadata__": metadata}, compact=True)
 
 
 def _fill(where: str, file: BinaryIO, piece: memoryview) -> None:
@@ -281,7 +285,7 @@ def encode(manifest: SnapshotManifest) -> bytes:
     }
     if info.restored_timeline:
         body["restored_timeline"] = info.restored_timeline
-    return json.dumps({"body": body, "xxh3_128": _checksum(body)}, indent=1).encode()
+    return json.dumps({"body": body, "xxh3_128": json_sum(body, compact=True)}, indent=1).encode()
 
 
 def decode(data: bytes, where: str) -> SnapshotManifest:
@@ -289,7 +293,7 @@ def decode(data: bytes, where: str) -> SnapshotManifest:
     try:
         outer = json.loads(data)
         body = outer["body"]
-        if outer["xxh3_128"] != _checksum(body) or body["format"] != MANIFEST_FORMAT:
+        if outer["xxh3_128"] != json_sum(body, compact=True) or body["format"] != MANIFEST_FORMAT:
             raise SnapshotError(f"{where} was altered, or is of another release")
         restored_timeline = body.get("restored_timeline", 0)
         if type(restored_timeline) is not int or not 0 <= restored_timeline < 1 << 63:
@@ -316,10 +320,6 @@ def decode(data: bytes, where: str) -> SnapshotManifest:
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"{where} cannot be read: {error}") from error
-
-
-def _checksum(body: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
 # ---- inventory -------------------------------------------------------------------------------------------------------

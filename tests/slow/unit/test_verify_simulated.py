@@ -22,4 +22,4 @@ def test_records_read_source_by_source_prove_what_was_true(seed: int, monkeypatc
     assert recorded.records.problems == []
     # A run that is stopped before it goes on from a lost journal publishes nothing that could be judged.
     nothing_since = any("what only it knew is not judged" in note for note in recorded.records.notes)
-    assert checker.counts()["I4"] > 0 or nothing_since
+    assert checker.counts["I4"] > 0 or nothing_since

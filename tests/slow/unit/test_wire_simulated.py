@@ -67,8 +67,8 @@ BUGS = (
         Mutant(
             "a slave that comes back has lost the residual",
             "slave.ring:Ring.load",
-            "head = read_snapshot(file, where, theta, momentum, residual)",
-            "head = read_snapshot(file, where, theta, momentum)",
+            "head = read_snapshot(file, where, (theta, momentum, residual))",
+            "head = read_snapshot(file, where, (theta, momentum, NO_RESIDUAL))",
         ),
         "than what was merged",
     ),

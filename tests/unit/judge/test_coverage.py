@@ -16,7 +16,8 @@ from support.history import Script, usual_run, write_run
 from support.recorded_run import unpacked
 
 from dips.judge.coverage import ABSENT, COVERED, KILLED, LOST, Coverage, drop_lost
-from dips.judge.records import RunRecords, TapeLine
+from dips.judge.facts import Fact
+from dips.judge.records import RunRecords, TapeRead
 from dips.judge.verify import NOT_APPLICABLE, UNPROVEN, VIOLATED, VerifyReport, verify_run
 from dips.master.archive import JournalRecord
 from dips.master.directory import TAPE_NAME
@@ -54,7 +55,7 @@ def up_to_nth(kind: str, n: int) -> Cut:
 
 
 def results(report: VerifyReport) -> dict[str, str]:
-    return {row.invariant: row.result for row in report.rows if not row.holds}
+    return {row.name: row.result for row in report.rows if not row.holds}
 
 
 def settled(run: Path, name: str, about: str) -> None:
@@ -104,7 +105,7 @@ def test_a_run_in_which_no_slave_wrote_a_tape_can_be_judged_without(recorded: Pa
     assert results(verify_run(recorded, without={"s0"})).keys() >= {"I5", "I9", "records"}
     report = verify_run(recorded, without={"s0", "s1"})
     assert (report.exit_code, report.verdict) == (0, "ok")
-    assert {"I5", "I9"} <= {row.invariant for row in report.rows if row.result == NOT_APPLICABLE}
+    assert {"I5", "I9"} <= {row.name for row in report.rows if row.result == NOT_APPLICABLE}
 
 
 @pytest.mark.parametrize("kind", ["push", "staged", "prepared", "committed"])
@@ -247,8 +248,8 @@ def told(*tapes: str) -> RunRecords:
                 continue
             fields = dict(zip(FIELDS.get(kind, ("round",)), values, strict=False))
             numbers = {key: int(value) for key, value in fields.items() if key in ("epoch", "number")}
-            records.lines[ROLES[name]].append(TapeLine(ROLES[name], name, kind, 0.0, "-", fields | numbers))
-            records.tapes.add((ROLES[name], name))
+            records.lines[ROLES[name]].append(Fact(ROLES[name], name, kind, fields | numbers))
+            records.tapes.setdefault((ROLES[name], name), TapeRead())
     return records
 
 
@@ -308,7 +309,7 @@ def test_where_a_slaves_tape_has_what_it_says_of_a_round(
 ) -> None:
     assert Coverage(told(*tapes)).of_slave("s0", round_id, ended) == place
     full = told(*tapes)
-    full.gaps.add(("slave", "s0"))
+    full.tapes.get(("slave", "s0"), TapeRead()).lost = True
     assert Coverage(full).of_slave("s0", round_id, ended) == (place or LOST)
 
 
@@ -341,7 +342,7 @@ def test_where_a_clusters_tape_has_the_begin_of_a_push(
 ) -> None:
     assert Coverage(told(*tapes)).of_push(push, version) == place
     full = told(*tapes)
-    full.gaps.add(("worker", push[0]))
+    full.tapes.get(("worker", push[0]), TapeRead()).lost = True
     assert Coverage(full).of_push(push, version) == (place or LOST)
 
 
@@ -363,7 +364,7 @@ def test_where_a_clusters_tape_has_the_begin_of_a_push(
 def test_where_the_masters_tape_has_what_it_says_of_a_record(
     tapes: list[str], epoch: int, number: int | None, place: str
 ) -> None:
-    assert Coverage(told(*tapes)).of_master(epoch, number) == place
+    assert Coverage(told(*tapes)).master.place(epoch, number) == place
 
 
 @pytest.mark.parametrize(

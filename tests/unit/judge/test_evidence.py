@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import pytest
 from support.history import digest, push_name, usual_run
 
 from dips.judge.evidence import Evidence, ended_without_a_word, judge_evidence
-from dips.judge.records import RunRecords, StoredManifest, TapeLine
+from dips.judge.facts import Fact, History
+from dips.judge.records import RunRecords, StoredManifest, TapeRead
 from dips.judge.verify import check_records
 from dips.master.archive import JournalRecord
 from dips.slave.disk import IDENTITY, LocalDisk, write_small
@@ -24,8 +25,8 @@ RANGE = ("lease_id", "pass_index", "chunk", "begin_tokens", "end_tokens")
 
 
 def tape(records: RunRecords, role: str, name: str, kind: str, **fields: Any) -> None:
-    records.lines[role].append(TapeLine(role, name, kind, 0.0, "-", fields))
-    records.tapes.add((role, name))
+    records.lines[role].append(Fact(role, name, kind, fields))
+    records.tapes.setdefault((role, name), TapeRead())
 
 
 def recorded(directory: Path, durability: str = "sync") -> RunRecords:
@@ -78,15 +79,13 @@ def tell_commit(records: RunRecords, record: dict[str, Any]) -> None:
         tape(records, "worker", item["push"][0], "push_begun", push=push_name(item), **known, ranges=ranges)
 
 
-def compared(records: RunRecords) -> Evidence:
-    return judge_evidence(records, check_records(records).history)
+def compared(records: RunRecords, history: History | None = None, without: Collection[str] = ()) -> list[str]:
+    records.unproven.clear()
+    found = judge_evidence(records, history or check_records(records).history, without)
+    return [*(violation.sentence for violation in found.violations), *records.unproven]
 
 
-def said_of(found: Evidence) -> list[str]:
-    return [*(violation.sentence for violation in found.violations), *found.unproven]
-
-
-def line_of(records: RunRecords, role: str, kind: str, index: int = -1) -> TapeLine:
+def line_of(records: RunRecords, role: str, kind: str, index: int = -1) -> Fact:
     return [line for line in records.lines[role] if line.kind == kind][index]
 
 
@@ -189,8 +188,9 @@ DIFFERENT: dict[str, tuple[Change, str]] = {
 
 
 def test_records_that_agree_are_all_compared(tmp_path: Path) -> None:
-    found = compared(recorded(tmp_path))
-    assert said_of(found) == []
+    records = recorded(tmp_path)
+    found = judge_evidence(records, check_records(records).history)
+    assert (found.violations, records.unproven) == ([], [])
     journaled = len(recorded(tmp_path).rows)
     slaves, manifests, commits, judged, pushes = 2, 4, 5, 4, 7
     newest_state = 1 + 1 + slaves
@@ -201,7 +201,7 @@ def test_records_that_agree_are_all_compared(tmp_path: Path) -> None:
 def test_what_another_record_contradicts_is_named_once(tmp_path: Path, change: Change, words: str) -> None:
     records = recorded(tmp_path)
     change(records)
-    (said,) = said_of(compared(records))
+    (said,) = compared(records)
     assert words in said
 
 
@@ -210,7 +210,7 @@ def test_the_newest_states_own_record_is_compared(tmp_path: Path) -> None:
     assert records.ledger is not None
     newest = records.ledger["commit"]
     newest["record"] = json.dumps({**json.loads(newest["record"]), "s_max": 9})
-    said = said_of(compared(records))
+    said = compared(records)
     assert "says s_max = 8 in the journal, but 9 in the journal's newest state" in said[0]
     assert ["another COMMIT record" in sentence for sentence in said[1:]] == [True, True]
 
@@ -232,7 +232,7 @@ def test_the_newest_states_own_record_is_compared(tmp_path: Path) -> None:
 def test_what_can_be_explained_is_no_contradiction(tmp_path: Path, change: Change) -> None:
     records = recorded(tmp_path)
     change(records)
-    assert said_of(compared(records)) == []
+    assert compared(records) == []
 
 
 def test_a_journal_that_was_put_back_is_noted_with_the_first_record_that_is_gone(tmp_path: Path) -> None:
@@ -250,14 +250,14 @@ def test_without_durability_a_slave_must_have_what_it_says_is_on_its_disk(tmp_pa
         tape(records, "slave", "s0", "persisted", version=version, digest="", round=f"r1.{index + 3}")
     manifests_of("s0", 0)(records)
     manifests_of("s1")(records)
-    assert said_of(compared(records)) == [], "s1 said nothing, s0 has 1:3"
+    assert compared(records) == [], "s1 said nothing, s0 has 1:3"
     manifests_of("s0")(records)
     history = check_records(records).history
     for without in ((), ("s0",)):
-        (said,) = said_of(judge_evidence(records, history, without))
+        (said,) = compared(records, history, without)
         assert "version 1:3 was on the disk of slave s0" in said
-    records.tapes.remove(("slave", "s0"))
-    assert said_of(judge_evidence(records, history, ("s0",))) == [], "its tape could say more"
+    del records.tapes["slave", "s0"]
+    assert compared(records, history, ("s0",)) == [], "its tape could say more"
 
 
 def test_twenty_sentences_of_one_kind_are_enough() -> None:
@@ -287,10 +287,10 @@ def test_a_slaves_directory_is_its_own_with_the_promise_that_its_tape_says(
     write_small(disk, IDENTITY, {"run_id": "test", "slave_id": slave})
     if promised is not None:
         write_small(disk, PROMISE, {"promised_epoch": promised})
-    assert [words in said for said in said_of(compared(records))] == [True] * bool(words)
+    assert [words in said for said in compared(records)] == [True] * bool(words)
     if promised == 3:
-        records.later.append(TapeLine("master", "test", "epoch", 0.0, "-", {"epoch": 3}))
-        assert said_of(compared(records)) == [], "a live master began it meanwhile"
+        records.later.append(Fact("master", "test", "epoch", {"epoch": 3}))
+        assert compared(records) == [], "a live master began it meanwhile"
     (tmp_path / IDENTITY).write_text("{")
     compared(records)
     assert [str(tmp_path) in problem for problem in records.problems] == [True]
@@ -311,9 +311,9 @@ def test_a_process_that_did_not_end_in_order_is_noted_where_the_run_did(tmp_path
     records = RunRecords(tmp_path)
     ends = {"slave": ("stopped", "prepared"), "worker": ("left", "heldout", "stopped", "verdict")}
     for role, kinds in ends.items():
-        records.last_kinds |= {(role, kind): kind for kind in kinds}
+        records.tapes |= {(role, kind): TapeRead(last_kind=kind) for kind in kinds}
     assert ended_without_a_word(records) == [], "the run goes on"
-    records.last_kinds["master", "test"] = "master-ended"
+    records.tapes["master", "test"] = TapeRead(last_kind="master-ended")
     assert [" ".join(note.split()[:5]) for note in ended_without_a_word(records)] == [
         "the tape of slave prepared",
         "the tape of worker verdict",

@@ -26,6 +26,7 @@ from support.history import (
 )
 
 from dips.judge.coverage import Coverage
+from dips.judge.facts import Fact
 from dips.judge.invariants import Checker
 from dips.judge.records import RunRecords
 
@@ -44,7 +45,7 @@ def broken_by(script: Script, change: Change, **options: Any) -> dict[str, list[
 
 
 def test_every_invariant_judges_some_facts_and_has_a_broken_history() -> None:
-    counts = check(usual_run().steps).counts()
+    counts = check(usual_run().steps).counts
     assert list(counts) == NAMES
     assert [name for name, count in counts.items() if count == 0] == []
     assert {name for name, _, _ in BROKEN} == set(NAMES)
@@ -68,11 +69,11 @@ def test_a_round_that_was_aborted_leaves_shadows_that_mean_nothing() -> None:
 
 def test_a_job_that_ends_after_a_newer_promise_is_well_if_it_began_before() -> None:
     checker = Checker()
-    checker.feed_tape("slave", "s0", "promised", {"epoch": 1}, 1.0)
-    checker.feed_tape("slave", "s0", "promised", {"epoch": 2}, 10.0)
+    checker.feed(Fact("slave", "s0", "promised", {"epoch": 1}, 1.0))
+    checker.feed(Fact("slave", "s0", "promised", {"epoch": 2}, 10.0))
     made = {"version": "1:1", "round": "r1.1", "digest": "00", "finite": True}
-    assert checker.feed_tape("slave", "s0", "prepared", {**made, "took_s": 2.0}, 11.0) == []
-    assert [v.invariant for v in checker.feed_tape("slave", "s0", "prepared", {**made, "took_s": 0.5}, 11.0)] == ["I8"]
+    assert checker.feed(Fact("slave", "s0", "prepared", {**made, "took_s": 2.0}, 11.0)) == []
+    assert [v.invariant for v in checker.feed(Fact("slave", "s0", "prepared", {**made, "took_s": 0.5}, 11.0))] == ["I8"]
 
 
 @pytest.mark.parametrize(("promises", "wrong"), [
@@ -84,8 +85,8 @@ def test_promise_holds_in_the_directory_that_it_was_made_in(promises: str, wrong
     checker, found = Checker(), []
     for at_s, said in enumerate(promises.split()):
         attached = {"slave": "s1", "directory": said[0].strip("-")}
-        checker.feed_tape("master", "test", "slave_attached", attached, at_s)
-        found += checker.feed_tape("slave", "s1", "promised", {"epoch": int(said[1:])}, at_s)
+        checker.feed(Fact("master", "test", "slave_attached", attached, at_s))
+        found += checker.feed(Fact("slave", "s1", "promised", {"epoch": int(said[1:])}, at_s))
     assert [violation.invariant for violation in found] == wrong
 
 
@@ -486,7 +487,7 @@ def test_a_tape_that_is_not_here_is_no_violation_but_proves_nothing() -> None:
     here = [step for step in script.steps if step.source in ("journal", "master")]
     checker = check(here, live=False, coverage=Coverage(RunRecords(Path("nowhere"))))
     assert checker.violations == []
-    assert [name for name, count in checker.counts().items() if count == 0] == [
+    assert [name for name, count in checker.counts.items() if count == 0] == [
         "I3", "I4", "I5", "I9", "I12", "I14",
     ]  # fmt: skip
 
@@ -520,6 +521,5 @@ def test_violations_are_told_once_and_kept_few() -> None:
     checker = Checker()
     for _ in range(50):
         feed(checker, Step("slave", "s0", "prepared", {"finite": False, "version": "1:1", "round": "r1.1"}))
-    assert len(checker.check()) == len(checker.violations) == 20
-    assert checker.check() == []
-    assert checker.broken()["I13"] == 50
+    assert len(checker.violations) == 20
+    assert checker.broken["I13"] == 50

@@ -18,7 +18,8 @@ from dips.core.layout import Layout, Parameter, chunks_of, digest_of_array
 from dips.core.messages import Prepare, SnapshotInfo, StagedPush
 from dips.core.placement import Placement
 from dips.core.wire import WIRE_DTYPES
-from dips.judge.records import RunRecords, TapeLine
+from dips.judge.facts import Fact
+from dips.judge.records import RunRecords
 from dips.judge.replay import replay_run
 from dips.judge.verify import check_records
 from dips.lab.sim.arithmetic import Stepped
@@ -28,7 +29,8 @@ from dips.master.state.penalty import judge
 from dips.master.state.penalty_types import DetectorState, JudgeInputs, Participant, PenaltyConfig
 from dips.master.state.records import OuterStep, outer_step_of, seed_step
 from dips.master.state.rounds import judgement_to_json
-from dips.slave.push_evidence import PushEvidence, checksum
+from dips.slave.disk import json_sum
+from dips.slave.push_evidence import PushEvidence
 
 F32 = NDArray[np.float32]
 
@@ -133,7 +135,7 @@ class Recorded:
         self._record("COMMIT", (1, self._n - 1), digests=digests, participants=participants, **of_round)
 
     def _tape(self, role: str, name: str, kind: str, **fields: str) -> None:
-        self.records.lines[role].append(TapeLine(role, name, kind, 0.0, "-", fields))
+        self.records.lines[role].append(Fact(role, name, kind, fields))
 
     def go_back(self, v: int, version: tuple[int, int]) -> None:
         origin = self.records.journal[v]
@@ -286,7 +288,7 @@ def on_slave(change: Change) -> Callable[[Recorded], None]:
         path = run.directory / "s1" / "pushes" / "round-r1.2.json"
         recorded = json.loads(path.read_text())
         change(recorded)
-        path.write_text(json.dumps(recorded | {"xxh3_128": checksum(recorded)}))
+        path.write_text(json.dumps(recorded | {"xxh3_128": json_sum(recorded, compact=True)}))
 
     return write
 
@@ -324,7 +326,7 @@ def test_pushes_and_journal_changed_alike_are_said_by_the_norms(run: Recorded) -
         recorded = json.loads(path.read_text())
         for item in recorded["accepted"]:
             item["weight"] = 0.5
-        path.write_text(json.dumps(recorded | {"xxh3_128": checksum(recorded)}))
+        path.write_text(json.dumps(recorded | {"xxh3_128": json_sum(recorded, compact=True)}))
     in_journal(numbers("weights", "0.5", "0.5"))(run)
     replayed = replay_run(run.directory, run.records)
     assert "weights and pushes make it" in replayed.misjudged[0]

@@ -15,7 +15,8 @@ from dips.cli import main
 from dips.core.errors import ConfigError
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
-from dips.judge.records import RunRecords, TapeLine, find_tapes, master_directory, read_run
+from dips.judge.facts import Fact
+from dips.judge.records import RunRecords, TapeRead, find_tapes, master_directory, read_run
 from dips.judge.verify import EXIT_BROKEN, EXIT_UNREADABLE, check_records, verify_or_say, verify_run
 from dips.master.archive import FILE_NAME
 from dips.master.journal import JournalContent, read_content, set_base, set_meta
@@ -47,7 +48,7 @@ def broken_run(directory: Path, change: Change) -> Path:
 def test_a_run_that_went_well_is_proven(run: Path) -> None:
     report = verify_run(run)
     assert (report.exit_code, report.verdict, report.problems) == (0, "ok", [])
-    assert {row.invariant for row in report.rows if row.records} == {
+    assert {row.name for row in report.rows if row.records} == {
         *(f"I{number}" for number in range(1, 15)),
         "I18",
         "records",
@@ -81,7 +82,7 @@ def test_a_run_that_never_published_is_unproven(tmp_path: Path) -> None:
     script.join("a")
     report = verify_run(write_run(tmp_path / "run", script))
     assert report.exit_code == EXIT_BROKEN
-    rows = {row.invariant: row for row in report.rows}
+    rows = {row.name: row for row in report.rows}
     assert (rows["I4"].result, rows["I4"].why) == ("unproven", "no record is about it")
     assert rows["I8"].result == "ok"
 
@@ -92,7 +93,7 @@ def test_own_data_rules_the_lease_table_out(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(Script, "ledger", lambda script: {**leased(script), **own})
     script = usual_run()
     report = verify_run(write_run(tmp_path / "run", script))
-    (row,) = [row for row in report.rows if row.invariant == "I12"]
+    (row,) = [row for row in report.rows if row.name == "I12"]
     assert (row.result, row.records) == ("not applicable", 0)
     assert "own data" in row.why
     assert report.ok
@@ -142,7 +143,7 @@ def test_what_a_live_run_writes_while_it_is_read_is_not_missing(run: Path, monke
 
     monkeypatch.setattr("dips.judge.records.read_content", goes_on)
     later = read_run(run).later
-    assert [sum(line.name == name for line in later) for name in ("a", "test", "b")] == [3, 12, of_b]
+    assert [sum(line.who == name for line in later) for name in ("a", "test", "b")] == [3, 12, of_b]
     for tape, count in zip(tapes, (3, 12, of_b), strict=True):
         tape.write_bytes(b"".join(whole[tape].splitlines(keepends=True)[:-count]))
     report = verify_run(run)
@@ -219,8 +220,8 @@ def told_by(directory: Path, steps: Sequence[Step], journal: list[Record]) -> Ru
     """The tapes' lines of these facts, with another journal."""
     records = RunRecords(directory, journal=journal)
     for step in (step for step in steps if step.source in records.lines):
-        records.lines[step.source].append(TapeLine(step.source, step.who, step.kind, 0.0, "-", step.fields))
-        records.tapes.add((step.source, step.who))
+        records.lines[step.source].append(Fact(step.source, step.who, step.kind, step.fields))
+        records.tapes.setdefault((step.source, step.who), TapeRead())
     return records
 
 
@@ -236,7 +237,7 @@ def test_a_journal_that_was_lost_in_the_epoch_in_which_the_new_one_began_is_told
     """The master began again without slaves that could tell of their promise, and was stopped before it took over."""
     records = told_by(tmp_path, usual_run().steps, [{"kind": "EPOCH", "epoch": 1}])
     assert check_records(records).violations != [], "a journal that says nothing of what was published"
-    records.lines["master"].append(TapeLine("master", "master", "epoch", 0.0, "-", {"epoch": 1}))
+    records.lines["master"].append(Fact("master", "master", "epoch", {"epoch": 1}))
     assert check_records(records).violations == []
     assert records.notes[0].startswith("epoch 1 was begun twice")
 

@@ -13,7 +13,8 @@ from support.manual_clock import ManualClock
 from dips.cli import main
 from dips.core.errors import ConfigError
 from dips.core.observe.tape import Tape
-from dips.judge.story import Story, StoryLine, render, slow_rounds, tell_story
+from dips.judge.facts import Fact
+from dips.judge.story import Story, render, slow_rounds, tell_story
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +22,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("story") / "run", usual_run())
 
 
-def kinds(lines: list[StoryLine]) -> set[tuple[str, str]]:
-    return {(told.who, told.kind) for told in lines}
+def kinds(lines: list[Fact]) -> set[tuple[str, str]]:
+    return {(str(told), told.kind) for told in lines}
 
 
 ROUND = {
@@ -49,7 +50,7 @@ def test_a_round_and_its_version_are_told_from_the_tickets_on(run: Path, name: s
 
 def test_a_push_is_told_from_its_ticket_to_its_verdict(run: Path) -> None:
     story = tell_story(run, "b/1.1#1")
-    said = [(told.who, told.kind) for told in story.lines]
+    said = [(str(told), told.kind) for told in story.lines]
     for line in (("master", "ticket"), ("slave s0", "staged"), ("journal", "COMMIT"), ("worker b", "verdict")):
         assert line in said
     assert {told.fields.get("push", "b/1.1#1") for told in story.lines} == {"b/1.1#1"}
@@ -63,7 +64,7 @@ def test_a_slave_and_a_cluster_have_their_own(run: Path) -> None:
     assert cluster.what == "cluster"
     of_cluster = {("journal", "JOIN"), ("worker a", "push_sent"), ("master", "verdict"), ("journal", "COMMIT")}
     assert of_cluster <= kinds(cluster.lines)
-    assert not any(told.who == "worker b" for told in cluster.lines)
+    assert not any(str(told) == "worker b" for told in cluster.lines)
 
 
 def test_who_left_no_tape_is_known_by_the_journal(tmp_path: Path) -> None:
@@ -88,15 +89,13 @@ def test_values_are_shown_in_short() -> None:
         "digest": "ab" * 16, "tokens": 5, "share": 0.123456789, "words": "two words", "word": "one", "none": None,
         "empty": [], "unset": "None", "few": [1, 2.5], "many": [1] * 7, "maps": [{"a": 1}], "map": {"k": "ab" * 16},
     }  # fmt: skip
-    story = Story(
-        "push", "p", [StoryLine(10.0, "master", "ticket", "c1", fields), StoryLine(11.5, "slave s0", "x", "-", {})]
-    )
+    story = Story("push", "p", [Fact("master", "", "ticket", fields, 10.0, "c1"), Fact("slave", "s0", "x", {}, 11.5)])
     assert list(render(story)) == [
         "+    0.000 s  master    ticket  digest=abababababab tokens=5 share=0.123457 words='two words' word=one "
         "few=[1, 2.5] many=(7 items) maps=(1 items) map={k: abababababab}",
         "+    1.500 s  slave s0  x",
     ]
-    told = Story("push", "p", [StoryLine(10.0, "master", "ticket", "c1", {"kind": "other", "tokens": 5})]).to_json()
+    told = Story("push", "p", [Fact("master", "", "ticket", {"kind": "other", "tokens": 5}, 10.0, "c1")]).to_json()
     assert told["lines"] == [{"at_s": 10.0, "who": "master", "kind": "ticket", "cause": "c1", "tokens": 5}]
     assert list(render(Story("push", "p"))) == []
 

@@ -51,12 +51,12 @@ def test_a_pinned_version_stays_and_costs_one_buffer() -> None:
     for v in range(1, 6):
         publish(memory, v)
         assert (memory.readable()[Version(1, 0)].theta == 0).all()
-    assert memory.n_bytes == memory_bytes_needed(N, SLOTS, 1)
+    assert sum(memory.bytes_by_use().values()) == memory_bytes_needed(N, SLOTS, 1)
     memory.pin([])
     assert sorted(memory.readable()) == [Version(1, 4), Version(1, 5)]
     memory.left()
     publish(memory, 6)
-    assert memory.n_bytes == memory_bytes_needed(N, SLOTS, 1)
+    assert sum(memory.bytes_by_use().values()) == memory_bytes_needed(N, SLOTS, 1)
 
 
 def test_a_buffer_that_left_waits_for_the_data_port() -> None:
@@ -96,7 +96,9 @@ def test_what_is_in_files_is_not_in_the_stated_memory(tmp_path: Path, which: str
     assert needed == stated(0) - file_bytes_needed(N, SLOTS, 0, which)
     files = MemoryFiles(tmp_path, which)
     memory = ShardMemory(BLOCKS, 1024, SLOTS, needed, files=files)
-    assert memory.n_bytes == memory_bytes_needed(N, SLOTS, 0) - file_bytes_needed(N, SLOTS, 0, which)
+    assert sum(memory.bytes_by_use().values()) == memory_bytes_needed(N, SLOTS, 0) - file_bytes_needed(
+        N, SLOTS, 0, which
+    )
     assert list(tmp_path.iterdir()) == [], "the files have no names"
     with pytest.raises(Refused, match="raise this slave's memory_bytes") as caught:
         ShardMemory(BLOCKS, 1024, SLOTS, needed - 1, files=files)
@@ -144,7 +146,7 @@ def test_a_slave_without_blocks_works(tmp_path: Path, which: str) -> None:
     memory = ShardMemory([], 1024, SLOTS, 0, files=MemoryFiles(tmp_path, which))
     for v in range(3):
         publish(memory, v)
-    assert memory.n_bytes == 0
+    assert sum(memory.bytes_by_use().values()) == 0
 
 
 @settings(max_examples=100)
@@ -166,7 +168,7 @@ def test_whatever_comes_readable_versions_keep_their_content(steps: list[tuple[s
             memory.pin(Version(1, x) for x in versions)
         else:
             memory.left()
-        assert memory.n_bytes <= memory_bytes_needed(N, SLOTS, 2)
+        assert sum(memory.bytes_by_use().values()) <= memory_bytes_needed(N, SLOTS, 2)
         for version, buffer in memory.readable().items():
             assert (buffer.theta == version.v).all()
             assert buffer.checksums == [version.v]
@@ -177,4 +179,4 @@ def test_progress_while_memory_is_made_ends_with_all_of_it() -> None:
     memory = ShardMemory(BLOCKS, 1024, SLOTS, stated(0), touched=lambda *made: said.append(made))
     made, of = zip(*said, strict=True)
     assert list(made) == sorted(set(made))
-    assert set(of) == {made[-1]} == {memory.n_bytes}
+    assert set(of) == {made[-1]} == {sum(memory.bytes_by_use().values())}

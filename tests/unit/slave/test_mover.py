@@ -23,7 +23,7 @@ from dips.slave.disk import LocalDisk
 from dips.slave.memory import ShardMemory
 from dips.slave.mover import Mover
 from dips.slave.ring import Ring
-from dips.slave.state.moves import given_up, settings_of_moves
+from dips.slave.state.checks import given_up, settings_of_moves
 
 THETA, MOMENTUM = np.random.default_rng(4).standard_normal((2, LAYOUT.n_elems)).astype(np.float32)
 THETA_DIGEST, MOMENTUM_DIGEST = (digest_of_array(of, LAYOUT.blocks, 1024) for of in (THETA, MOMENTUM))

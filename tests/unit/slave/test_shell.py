@@ -54,7 +54,7 @@ class Data:
 
     is_compiled = False
 
-    def __init__(self, staged: Callable[[effects.PushStaged], None]) -> None:
+    def __init__(self, staged: Callable[[effects.PushStaged], object]) -> None:
         self.port = DataPort(RUN, staged)
         self.allowed: Sequence[messages.AllowedKey] = ()
         self.reading: asyncio.Queue[Callable[[], None]] | None = None
@@ -75,7 +75,7 @@ class Slave:
         self.store = SnapshotStore(directory, RUN, "s0", 3)
         self.problems = self.store.scan()
         self.tape_file = directory.parent / "s0.tape.jsonl"
-        self.data = Data(lambda staged: self.shell.handle_soon(staged))
+        self.data = Data(lambda staged: self.shell._loop.call_soon_threadsafe(self.shell.handle, staged))
         state = SlaveMachine(
             RUN, "s0", "tcp://127.0.0.1:1", 1 << 20, 1 << 20, self.store.promise.epoch, self.store.ring.infos(), b"k"
         )
@@ -91,7 +91,7 @@ class Slave:
 
     def tell(self, body: messages.CommandBody) -> None:
         incarnation = Incarnation(self.epoch, 1)
-        self.shell.handle(effects.Commanded(messages.SlaveCommand(RUN, self.epoch, incarnation, "cause", body)))
+        self.shell.handle(messages.SlaveCommand(RUN, self.epoch, incarnation, "cause", body))
 
     async def hear(self, kind: type[B]) -> B:
         message = await asyncio.wait_for(asyncio.shield(self._next()), 60)
@@ -413,8 +413,8 @@ async def test_a_promise_that_cannot_be_kept_and_a_bug_end_the_slave(
             await slave.shell.ended
     for error, kind in ((ConfigError("first"), ConfigError), (ValueError("first"), LocalProtocolError)):
         async with slave_on(tmp_path) as slave:
-            slave.shell.fail_soon(error)
-            slave.shell.fail_soon(DipsError("second"))
+            slave.shell.fail(error)
+            slave.shell.fail(DipsError("second"))
             with pytest.raises(kind, match="first"):
                 await slave.shell.ended
 

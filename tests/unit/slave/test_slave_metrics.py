@@ -13,15 +13,14 @@ from dips.core.layout import Layout, Parameter
 from dips.core.messages import SlaveBeat
 from dips.slave.data_port import Figures
 from dips.slave.memory import ShardMemory
-from dips.slave.metrics import METRICS, PREFIX, Counts, families_of
-from dips.slave.metrics import snapshot as look
+from dips.slave.metrics import METRICS, PREFIX, Counts, completed, families_at
 
 FIGURES = Figures(SlaveBeat(100, 200, 3, 0, 1, refused_connections=4), {"BUSY": 3}, {"a": 60, "b": 40})
 GAUGES = {"memory_limit_bytes": 1 << 20, "resident_bytes": 1000, "budget_bytes": 5000, "disk_free_bytes": None}
 
 
 def scraped(bench: SlaveBench, counts: Counts, memory: ShardMemory | None = None) -> Samples:
-    families = families_of(counts, "s0", look(bench.state, memory), FIGURES, GAUGES, 1e9)
+    families = completed(families_at(counts, "s0", bench.state, memory), counts, FIGURES, GAUGES, 1e9)
     return samples(families, PREFIX, METRICS)
 
 

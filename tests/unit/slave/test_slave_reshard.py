@@ -114,14 +114,14 @@ def test_a_new_master_ends_a_move_under_way(ready: SlaveBench) -> None:
 def test_a_later_round_and_another_configure_free_the_file(ready: SlaveBench) -> None:
     ready.command(move())
     ready.prepared(MOVED)
-    assert only(ready.command(measure(R3)), effects.DropMoved)
+    assert only(ready.command(measure(R3)), effects.DropShadow)
     ready.command(move(round=R3))
     ready.give(effects.Failed(ready.job(), FULL))
     ready.command(move(round=R3))
     again = replace(MOVED, round=R3)
     ready.done(again)
     out = ready.command(configure(BASE))
-    assert only(out, effects.DropMoved) == [effects.DropMoved(again)]
+    assert only(out, effects.DropShadow) == [effects.DropShadow(again)]
     assert said(out) == [messages.Ready(V0, BASE.digest)]
 
 

@@ -207,11 +207,12 @@ def test_a_round_that_comes_again_with_another_content_is_computed_again(prepare
 def test_a_record_is_read_and_sent_for_the_incarnation_that_asked_alone() -> None:
     bench = recovering(BASE)
     asked = messages.SendCommitRecord(V0, BASE.round)
-    assert bench.command(asked) == [effects.ReadRecord(bench.incarnation, asked)]
+    (read,) = only(bench.command(asked), messages.SlaveCommand)
+    assert (read.incarnation, read.body) == (bench.incarnation, asked)
     answer = messages.CommitRecord(V0, BASE.round, b"{}")
     assert said(bench.give(effects.RecordRead(bench.incarnation, answer))) == [answer]
     bench.command(configure(BASE))
-    assert bench.command(asked) == [effects.ReadRecord(bench.incarnation, asked)]
+    assert bench.command(asked) == [read]
     bench = recovering(BASE)
     answer = messages.CommitRecord(V0, BASE.round, refusal=messages.Refusal(RefusalCode.VERSION_GONE, "gone"))
     assert said(bench.give(effects.RecordRead(Incarnation(1, 7), answer))) == []
@@ -278,7 +279,7 @@ def test_commands_behind_a_question_keep_their_order() -> None:
     assert bench.command(open_staging(B, 1)) == []
     assert bench.command(messages.SendCommitRecord(V0, BASE.round)) == []
     out = bench.done(BASE)
-    opened, asked = only(out, effects.HoldSlots), only(out, effects.ReadRecord)
+    opened, asked = only(out, effects.HoldSlots), only(out, messages.SlaveCommand)
     assert out.index(opened[0]) < out.index(asked[0])
 
 

@@ -35,7 +35,7 @@ def put(chunk: Chunk, push: PushId = A, attempt: int = 1) -> DataHeader:
 
 
 def arrays(shard: ShardMap) -> StagingTable:
-    return StagingTable(shard, rows_of_arrays(3, shard.n_chunks).cleared)
+    return StagingTable(shard, rows_of_arrays(3, shard.n_chunks))
 
 
 @pytest.fixture(params=[StagingTable, arrays])

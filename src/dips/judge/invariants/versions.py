@@ -110,14 +110,11 @@ def _follows(made: Decision, head: Decision | None, history: History) -> Sentenc
     if before is not None and version != (before[0], before[1] + 1):
         wrong.append(f"{made} follows version {say_version(before)}: a number is left out, or the timeline changed")
     if head is None:
-        return wrong or ([] if before is None or not history.whole or history.lossy else [_orphan(made)])
+        orphan = before is not None and history.whole and not history.lossy
+        return wrong or [f"{made} follows version {say_version(before)}, which no record made"] * orphan
     if head.version != before:
         wrong.append(f"{made} follows version {say_version(before)}, but the newest was {say_version(head.version)}")
     return wrong
-
-
-def _orphan(made: Decision) -> str:
-    return f"{made} follows version {say_version(made.from_version)}, which no record made"
 
 
 def _new_timeline(made: Decision, head: Decision | None) -> Sentences:
@@ -138,21 +135,12 @@ def _applied_is_in(history: History, fact: Fact) -> Sentences:
         return None
     push = fact.push()
     decided = history.decided.get(push)
+    said = f"{fact} says that push {say_push(push)} is APPLIED in version {say_version(version)}"
     if decided is None:
-        return None if history.lossy or not history.whole else [_told_nothing(fact, version)]
+        return None if history.lossy or not history.whole else [f"{said}, but no record in the journal merged it"]
     if decided != ("APPLIED", version):
-        return [
-            f"{fact} says that push {say_push(push)} is APPLIED in version {say_version(version)}, but its record says "
-            f"{decided[0]} in version {say_version(decided[1])}"
-        ]
+        return [f"{said}, but its record says {decided[0]} in version {say_version(decided[1])}"]
     return []
-
-
-def _told_nothing(fact: Fact, version: Pair) -> str:
-    return (
-        f"{fact} says that push {say_push(fact.push())} is APPLIED in version {say_version(version)}, but no record in "
-        "the journal merged it"
-    )
 
 
 def same_bits(history: History, fact: Fact) -> Sentences:
@@ -165,12 +153,12 @@ def same_bits(history: History, fact: Fact) -> Sentences:
     if version is None or round_id is None or not digest:
         return None
     known = history.prepared.get((fact.who, round_id))
-    if known is None or known.version != version:
+    if known is None or known.version() != version:
         return []
-    if known.digest != digest:
+    if known.digest() != digest:
         return [
             f"slave {fact.who} made version {say_version(version)} of round {say_round(round_id)} as "
-            f"{short(known.digest)}, but {fact.kind} it as {short(digest)}"
+            f"{short(known.digest())}, but {fact.kind} it as {short(digest)}"
         ]
     return []
 
@@ -257,12 +245,12 @@ def completable(history: History, fact: Fact) -> Sentences:
             missing = True
             continue
         judged = True
-        if prepared.version != made.version or prepared.digest != digest:
+        if prepared.version() != made.version or prepared.digest() != digest:
             wrong.append(
-                f"{made} names {short(digest)} on slave {slave}, which prepared {short(prepared.digest)} as version "
-                f"{say_version(prepared.version)} in that round"
+                f"{made} names {short(digest)} on slave {slave}, which prepared {short(prepared.digest())} as version "
+                f"{say_version(prepared.version())} in that round"
             )
-        if history.is_sync and prepared.durable is False:
+        if history.is_sync and prepared.fields.get("durable") is False:
             wrong.append(f"{made} was written while slave {slave} had the version only in memory (durability is sync)")
     if missing and history.live:
         names = names_of(s for s in made.digests if (s, made.round) not in history.prepared)

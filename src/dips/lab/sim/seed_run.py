@@ -17,8 +17,8 @@ from dips.core.ids import PushId, Version, parse_version
 from dips.core.layout import Chunk
 from dips.core.messages import ClusterRequest, OperatorRequest, SnapshotInfo
 from dips.core.wire import Codec
-from dips.judge.facts import decision_of
-from dips.judge.invariants import DECISIONS, Checker, Violation
+from dips.judge.facts import DECISIONS, Fact, decision_of, journaled
+from dips.judge.invariants import Checker, Violation
 from dips.lab.sim.arithmetic import Key, ModelVector, Value
 from dips.lab.sim.checks import Budgets, Checks, ContentChecks, NameChecks, VerdictWaits, residual_fault
 from dips.lab.sim.content import CLEAN
@@ -287,7 +287,7 @@ class SeedRun(FaultWorld):
             self.kernel.now_s,
             self.kernel.handled,
             self.kernel.trace_hash,
-            self.checker.counts(),
+            dict(self.checker.counts),
             tuple(self.kernel.story),
             self.shape.name,
             self.counts,
@@ -340,7 +340,7 @@ class SeedRun(FaultWorld):
 
     def tape(self, role: str, process: SimulatedProcess, kind: str, cause: str, fields: Mapping[str, Any]) -> None:
         super().tape(role, process, kind, cause, fields)
-        judge = partial(self._judge_tape, role, process.name, kind, fields, self.kernel.now_s)
+        judge = partial(self._judge_tape, Fact(role, process.name, kind, fields, self.kernel.now_s))
         if isinstance(process, MasterHost):
             self.names.said(kind, fields)
             if (kind, fields.get("phase")) == ("recovery", RecoveryPhase.NONE.value) and process.disk is self.disk:
@@ -351,16 +351,16 @@ class SeedRun(FaultWorld):
         else:
             judge()
 
-    def _judge_tape(self, role: str, name: str, kind: str, fields: Mapping[str, Any], at_s: float) -> None:
-        if role == "master":
-            if kind == "publish":
-                self.checks.publish(parse_version(fields["version"]))
+    def _judge_tape(self, line: Fact) -> None:
+        if line.source == "master":
+            if line.kind == "publish":
+                self.checks.publish(parse_version(line.fields["version"]))
                 self.budgets.check()
-        elif role == "worker":
-            self.waits.said(name, kind)
-            if kind == "verdict":
-                self.checks.told(name, fields)
-        self._report(self.checker.feed_tape(role, name, kind, fields, at_s))
+        elif line.source == "worker":
+            self.waits.said(line.who, line.kind)
+            if line.kind == "verdict":
+                self.checks.told(line.who, line.fields)
+        self._report(self.checker.feed(line))
 
     def journalled(self, master: MasterProcess, record: Mapping[str, Any]) -> None:
         super().journalled(master, record)
@@ -376,7 +376,7 @@ class SeedRun(FaultWorld):
 
     def _judge_record(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
         self.checks.journalled(record, slave_of_block)
-        self._report(self.checker.feed_journal(record))
+        self._report(self.checker.feed(journaled(record)))
 
     # ---- two journals ----
 
@@ -427,7 +427,7 @@ class SeedRun(FaultWorld):
             "commit_hash": info.commit_hash.hex(),
             "commit_record": record.decode(),
         }
-        self._report(self.checker.feed_manifest(slave.name, said))
+        self._report(self.checker.feed(Fact("manifest", slave.name, "manifest", said)))
 
     def handled(self, master: MasterProcess) -> None:
         self._handled += 1

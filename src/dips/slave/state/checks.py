@@ -1,4 +1,5 @@
-"""Checks Configure, Prepare, MoveBlocks and the run's settings before a slave acts on them. Pure; raises Refused."""
+"""Checks Configure, Prepare, MoveBlocks and the run's settings before a slave acts on them, and says how a move of
+blocks ends. Pure; raises Refused."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import SlaveId
 from dips.core.layout import Block
 from dips.core.messages import Configure, MoveBlocks, PlacementSpec, Prepare, Settings, SnapshotInfo
+from dips.core.net.transfer import PullTransfer, TransferSettings
 from dips.core.placement import MEMORY_FILES, Placement, check_rounding, shard_bytes_needed
 from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import WIRE_DTYPES
@@ -43,6 +45,35 @@ def placement_of(spec: PlacementSpec, n_blocks: int) -> Placement:
     return placement
 
 
+# ---- moves of blocks for a RESHARD (docs/decisions/0019-reshard.md) ----
+
+
+WINDOW_CHUNKS = 16
+"""16 MiB on their way with chunks of 1 MiB: 10 Gbit/s at a round trip of 13 ms."""
+
+SILENCE_S = 3.0
+
+STALL_S = 30.0
+"""Without a chunk for so long the move is given up; the master begins it again when it can."""
+
+
+def settings_of_moves(chunk_bytes: int) -> TransferSettings:
+    """The settings of each transfer of a move."""
+    return TransferSettings(chunk_bytes, WINDOW_CHUNKS, SILENCE_S, STALL_S)
+
+
+def given_up(transfer: PullTransfer) -> Refused:
+    """The refusal with which a move ends whose transfer failed. Only what will not come back is not BUSY."""
+    if transfer.refusal in (RefusalCode.VERSION_GONE, RefusalCode.RUN_ID):
+        return Refused(transfer.refusal, transfer.failure)
+    return Refused(RefusalCode.BUSY, transfer.failure, 1.0)
+
+
+def cancelled(move: MoveBlocks) -> Refused:
+    """The refusal with which a move ends that is no longer needed."""
+    return Refused(RefusalCode.BUSY, f"round {move.round} was given up", 1.0)
+
+
 def check_move(slave_id: str, move: MoveBlocks, current: SnapshotInfo | None) -> None:
     """Check that blocks can be moved. Raises Refused when this slave does not hold the version, or a source has no
     address."""
@@ -59,6 +90,9 @@ def check_move(slave_id: str, move: MoveBlocks, current: SnapshotInfo | None) ->
         address = move.sources.slaves[index]
         if address.slave_id != slave_id and not address.data_endpoint:
             raise Refused(RefusalCode.BUSY, f"slave {address.slave_id} has no address: it is away", 1.0)
+
+
+# ---- commands and settings ----
 
 
 def check_memory(
@@ -86,18 +120,12 @@ def check_settings(settings: Settings, max_chunk_bytes: int, snapshots_kept: int
 
     Raises Refused(CONFIG).
     """
-    if settings.memory_files not in MEMORY_FILES:
-        raise Refused(
-            RefusalCode.CONFIG,
-            f"the run's memory_files is {settings.memory_files!r:.80}, this slave's release knows "
-            f"{', '.join(MEMORY_FILES)}: use the master's release",
-        )
-    if settings.pull_wire not in WIRE_DTYPES:
-        raise Refused(
-            RefusalCode.CONFIG,
-            f"the run's pull_wire is {settings.pull_wire!r:.80}, this slave's release knows "
-            f"{', '.join(WIRE_DTYPES)}: use the master's release",
-        )
+    for name, value, known in (
+        ("memory_files", settings.memory_files, MEMORY_FILES), ("pull_wire", settings.pull_wire, WIRE_DTYPES),
+    ):  # fmt: skip
+        if value not in known:
+            sentence = f"the run's {name} is {value!r:.80}, this slave's release knows {', '.join(known)}"
+            raise Refused(RefusalCode.CONFIG, f"{sentence}: use the master's release")
     # Another slave's disk may be `lag` versions behind when a round begins, which makes one more. This slave has a file
     # more than it keeps, so the newest version there is still here, if it keeps one more than `lag`.
     lag = settings.async_lag_versions
@@ -173,6 +201,12 @@ def is_load(info: SnapshotInfo | None, body: Configure) -> bool:
     )
 
 
+def scalars_of(prepare: Prepare) -> dict[str, float]:
+    """The scalars of the outer step."""
+    names = "scale outer_lr momentum_decay momentum_lookahead gradient_weight averaged_share"
+    return {name: getattr(prepare, name) for name in names.split()}
+
+
 def check_prepare(prepare: Prepare, current: SnapshotInfo | None, snapshots: Sequence[SnapshotInfo]) -> None:
     """Raises Refused when the round does not start from the version in memory, or the command is not consistent.
 
@@ -197,14 +231,5 @@ def check_prepare(prepare: Prepare, current: SnapshotInfo | None, snapshots: Seq
             RefusalCode.MALFORMED,
             f"round {prepare.round} has {n_accepted} pushes and {len(prepare.weights)} weights",
         )
-    scalars = (
-        *prepare.weights,
-        prepare.scale,
-        prepare.outer_lr,
-        prepare.momentum_decay,
-        prepare.momentum_lookahead,
-        prepare.gradient_weight,
-        prepare.averaged_share,
-    )
-    if not all(math.isfinite(value) for value in scalars):
+    if not all(map(math.isfinite, (*prepare.weights, *scalars_of(prepare).values()))):
         raise Refused(RefusalCode.NONFINITE, f"round {prepare.round} has a weight, scale or rate that is not finite")

@@ -61,19 +61,21 @@ class Run:
     command: JobCommand
     cause: str
     began_s: float
+    settings: messages.Settings  # the run's
     slots: tuple[Slot, ...] = ()  # Measure, Prepare: where the pushes are, in the command's order
-    chunk_bytes: int = 0  # Configure, MoveBlocks: of the run's settings
-    memory_files: str = "none"  # Configure: of the run's settings
-    pull_wire: str = "float32"  # Configure, MoveBlocks: of the run's settings
     # Configure: memory is made, and filled from this snapshot (None: left empty); a shadow becomes a committed one. One
     # of another name than configure.load is its origin: it gets that name, and what came after it leaves.
     source: messages.SnapshotInfo | None = None
     shadow: messages.SnapshotInfo | None = (
         None  # Commit, or a Configure that names it: it is in memory and becomes current
     )
-    durable: bool = True  # the shadow's file, or its manifest, must be on disk before the job is done
     delay_s: float = 0.0
     number: int = 0  # given when it begins
+
+    @property
+    def durable(self) -> bool:
+        """Whether the shadow's file, or its manifest, must be on disk before the job is done."""
+        return self.settings.durability != "async"
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,6 @@ class CancelMove:
     """The result of this move is no longer needed: end it soon, as Failed."""
 
     number: int
-
-
-@dataclass(frozen=True)
-class DropMoved:
-    """Free the file that a move wrote."""
-
-    shadow: messages.SnapshotInfo
 
 
 @dataclass(frozen=True)
@@ -107,16 +102,8 @@ class SaveLater:
 
 
 @dataclass(frozen=True)
-class ReadRecord:
-    """Read the COMMIT record of a snapshot from its manifest, then RecordRead for the incarnation that asked."""
-
-    asked_by: Incarnation | None
-    command: messages.SendCommitRecord
-
-
-@dataclass(frozen=True)
 class DropShadow:
-    """Forget the shadow in memory; its file is free space."""
+    """Forget this shadow, in memory or moved to disk by a RESHARD; its file is free space."""
 
     shadow: messages.SnapshotInfo
 
@@ -145,22 +132,22 @@ Effect = (
     | Serve
     | Run
     | CancelMove
-    | DropMoved
     | SaveVersion
     | SaveLater
-    | ReadRecord
     | DropShadow
     | HoldSlots
     | Record
     | Log
     | GiveUp
+    | messages.SlaveCommand
     | messages.Retain
     | messages.Allow
     | messages.StopSlave
 )
 """A command that needs no more than itself is its own effect: Retain keeps versions readable in addition to the current
 one and the one before, Allow admits these keys to the data port and no others, StopSlave ends the process with exit
-code 0."""
+code 0. SlaveCommand is a SendCommitRecord with the incarnation that asks: read the record from its manifest, then
+RecordRead."""
 
 
 # ---- events ----
@@ -181,13 +168,6 @@ class Unlinked:
 @dataclass(frozen=True)
 class Fenced:
     """The master ended the stream because this incarnation is over: the next hello names none."""
-
-
-@dataclass(frozen=True)
-class Commanded:
-    """A command arrived on the stream."""
-
-    command: messages.SlaveCommand
 
 
 @dataclass(frozen=True)
@@ -251,10 +231,13 @@ class SaveAgain:
 class RecordRead:
     """The answer to SendCommitRecord."""
 
-    asked_by: Incarnation | None  # as in ReadRecord
+    asked_by: Incarnation | None
     answer: messages.CommitRecord
 
 
 SaveEvent = Saved | SaveFailed | SaveAgain
 
-Event = Linked | Unlinked | Fenced | Commanded | PromiseSaved | PushStaged | Done | Failed | SaveEvent | RecordRead
+OfMaster = Linked | Unlinked | Fenced | messages.SlaveCommand
+"""A command that arrives on the stream is its own event."""
+
+Event = OfMaster | PromiseSaved | PushStaged | Done | Failed | SaveEvent | RecordRead

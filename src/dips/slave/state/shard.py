@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from dips.core import messages
 from dips.core.errors import LocalProtocolError, RefusalCode, Refused
@@ -240,7 +241,7 @@ class ShardState:
 
         Either memory must be made again, or a master that came back with durability "sync" relies on Ready for that.
         """
-        disk_first = is_durable(settings) or self.made != _made(body, settings)
+        disk_first = settings.durability != "async" or self.made != _made(body, settings)
         return self.saving.behind and is_load(self.current, body) and disk_first
 
     # ---- commands; only called while not busy ----
@@ -251,7 +252,7 @@ class ShardState:
         """Make memory and load the version asked for; Ready at once when both are there already."""
         out: list[Effect] = []
         if self.moved is not None and not is_load(self.moved[1], body):
-            out = self._drop_moved()
+            out = self._drop_shadow(now_s)
         try:
             check_settings(settings, self._max_chunk_bytes, self._snapshots_kept)
             check_memory(own_blocks(self._slave_id, body), body, settings, self._memory_bytes)
@@ -261,7 +262,7 @@ class ShardState:
                 if self.current is None if body.load is None else is_load(self.current, body):
                     return [*out, effects.SendUp(self._ready())]
                 if self.shadow is not None and is_load(self.shadow, body):
-                    job = Run(body, cause, now_s, shadow=self.shadow, durable=is_durable(settings))
+                    job = Run(body, cause, now_s, settings, shadow=self.shadow)
                     return [*out, self._begin("configure", ShardPhase.COMMITTING, job, now_s)]
             source = find_load(body, self.snapshots)
         except Refused as refused:
@@ -271,11 +272,10 @@ class ShardState:
         self.moved = None
         self._slots.clear()
         self.saving.dropped()
-        job = Run(
-            body, cause, now_s, chunk_bytes=settings.chunk_bytes, memory_files=settings.memory_files,
-            pull_wire=settings.pull_wire, source=source,
-        )  # fmt: skip
-        return [*out, self._begin("configure", ShardPhase.LOADING, job, now_s)]
+        return [
+            *out,
+            self._begin("configure", ShardPhase.LOADING, Run(body, cause, now_s, settings, source=source), now_s),
+        ]
 
     def begin(
         self,
@@ -289,7 +289,6 @@ class ShardState:
         if again is not None:
             return [effects.SendUp(again)]
         out: list[Effect] = []
-        durable = is_durable(settings)
         try:
             match body:
                 case messages.Measure():
@@ -298,12 +297,14 @@ class ShardState:
                     if not body.participants:
                         raise Refused(RefusalCode.MALFORMED, f"round {body.round} has no participants to measure")
                     slots = self._slots.complete(body.participants)
-                    begun = self._begin("measure", ShardPhase.MEASURING, Run(body, cause, now_s, slots), now_s)
+                    begun = self._begin(
+                        "measure", ShardPhase.MEASURING, Run(body, cause, now_s, settings, slots), now_s
+                    )
                 case messages.Prepare():
                     out = self._enter_round(body.round, now_s)
                     check_prepare(body, self.current, self.snapshots)
                     slots = self._slots.complete(body.accepted)
-                    job = Run(body, cause, now_s, slots, durable=durable)
+                    job = Run(body, cause, now_s, settings, slots)
                     begun = self._begin("prepare", ShardPhase.PREPARING, job, now_s)
                 case messages.Commit():
                     if self.shadow is None or (self.shadow.round, self.shadow.version) != (body.round, body.version):
@@ -311,19 +312,18 @@ class ShardState:
                             RefusalCode.VERSION_GONE,
                             f"no shadow of round {body.round} is in memory: send Configure with that version to load",
                         )
-                    job = Run(body, cause, now_s, shadow=self.shadow, durable=durable)
+                    job = Run(body, cause, now_s, settings, shadow=self.shadow)
                     begun = self._begin("commit", ShardPhase.COMMITTING, job, now_s)
                 case messages.ListShard():  # a RESHARD begins: send the checksums of all chunks of the version
                     out = self._enter_round(body.round, now_s)
                     self._demand_current(body, "moves")
-                    begun = self._begin("list", ShardPhase.LISTING, Run(body, cause, now_s), now_s)
+                    begun = self._begin("list", ShardPhase.LISTING, Run(body, cause, now_s, settings), now_s)
                 case messages.MoveBlocks():  # the shadow of another placement; a slave without blocks begins with it
                     out = self._enter_round(body.round, now_s, made=False)
                     check_settings(settings, self._max_chunk_bytes, self._snapshots_kept)
                     check_memory(own_blocks(self._slave_id, body), body, settings, self._memory_bytes)
                     check_move(self._slave_id, body, self.current)
-                    job = Run(body, cause, now_s, chunk_bytes=settings.chunk_bytes, pull_wire=settings.pull_wire)
-                    begun = self._begin("move", ShardPhase.MOVING, job, now_s)
+                    begun = self._begin("move", ShardPhase.MOVING, Run(body, cause, now_s, settings), now_s)
         except Refused as refused:
             return [*out, effects.SendUp(_refusal_of(body, to_refusal(refused)))]
         return [*out, begun]
@@ -363,7 +363,7 @@ class ShardState:
         if self.shadow is not None and self.shadow.round == body.round:
             out += self._drop_shadow(now_s)
         if self.moved is not None and self.moved[0].round == body.round:
-            out += self._drop_moved() + self._save(now_s)
+            out += self._drop_shadow(now_s) + self._save(now_s)
         return out
 
     # ---- ends of jobs ----
@@ -387,7 +387,10 @@ class ShardState:
         self, job: Run, result: messages.SnapshotInfo | messages.Measured | messages.ShardList | None, now_s: float
     ) -> list[Effect]:
         """The tape is written before the answer that it proves: a kill between the two must leave the evidence."""
-        to, took_s = ShardPhase.READY, round(now_s - job.began_s, 6)
+        to = ShardPhase.READY
+        about: dict[str, Any] = {"took_s": round(now_s - job.began_s, 6)}
+        if isinstance(result, messages.SnapshotInfo):
+            about |= {"version": result.version, "round": result.round, "digest": result.digest}
         answer: messages.SlaveBody
         records: list[Effect] = []
         match job.command, result:
@@ -396,70 +399,32 @@ class ShardState:
             ):
                 self.current, self.shadow, self._measured = result, None, None
                 self.saving.committed(result, command.commit_record, job.durable)
-                records = [
-                    tape.VersionCommitted(
-                        job.cause,
-                        took_s=took_s,
-                        version=result.version,
-                        round=result.round,
-                        digest=result.digest,
-                        commit_hash=result.commit_hash,
-                        durable=job.durable,
-                    )
-                ]
-                answer = (
-                    messages.Flipped(result.round, result.version)
-                    if isinstance(command, messages.Commit)
-                    else self._ready()
-                )
+                committed_as = result.commit_hash
+                records = [tape.VersionCommitted(job.cause, **about, commit_hash=committed_as, durable=job.durable)]
+                is_commit = isinstance(command, messages.Commit)
+                answer = messages.Flipped(result.round, result.version) if is_commit else self._ready()
             case messages.Configure(origin=origin), messages.SnapshotInfo() | None:
                 self.current = result
                 self.saving.loaded(result)
-                loaded = tape.ShardLoaded(job.cause, took_s=took_s)
-                if result is not None:
-                    version, round_id, digest = result.version, result.round, result.digest
-                    loaded = replace(loaded, version=version, round=round_id, digest=digest)
-                    if origin is not None:
-                        records = [
-                            tape.OriginLoaded(
-                                job.cause, took_s=took_s, version=version, round=round_id, digest=digest, origin=origin
-                            )
-                        ]
-                records.append(loaded)
+                if result is not None and origin is not None:
+                    records = [tape.OriginLoaded(job.cause, **about, origin=origin)]
+                records.append(tape.ShardLoaded(job.cause, **about))
                 answer = self._ready()
             case messages.Measure(version=version) as command, messages.Measured():
                 self._measured = answer = result
                 gram, bad = _sums(result.blocks)
-                records = [
-                    tape.ShardMeasured(
-                        job.cause,
-                        took_s=took_s,
-                        round=command.round,
-                        version=version,
-                        gram=gram,
-                        nonfinite_elems=bad,
-                        all_zero=list(result.all_zero) if any(result.all_zero) else None,
-                    )
-                ]
+                about |= {"round": command.round, "version": version, "gram": gram, "nonfinite_elems": bad}
+                zero = list(result.all_zero) if any(result.all_zero) else None
+                records = [tape.ShardMeasured(job.cause, **about, all_zero=zero)]
             case messages.ListShard(version=version) as command, messages.ShardList():
-                records = [tape.ShardListed(job.cause, took_s=took_s, round=command.round, version=version)]
+                records = [tape.ShardListed(job.cause, **about, round=command.round, version=version)]
                 answer = result
             case (messages.Prepare() | messages.MoveBlocks()) as command, messages.SnapshotInfo():
                 if isinstance(command, messages.Prepare):
                     to, self.shadow, self._prepared = ShardPhase.PREPARED, result, command
                 else:
                     to, self.moved = self._still(), (command, result)
-                records = [
-                    tape.ShadowPrepared(
-                        job.cause,
-                        took_s=took_s,
-                        version=result.version,
-                        round=result.round,
-                        digest=result.digest,
-                        durable=job.durable,
-                        finite=True,
-                    )
-                ]
+                records = [tape.ShadowPrepared(job.cause, **about, durable=job.durable, finite=True)]
                 answer = messages.Prepared(result.round, result.digest)
             case command, _:
                 raise LocalProtocolError(f"{type(command).__name__} ended with {type(result).__name__}")
@@ -522,12 +487,6 @@ class ShardState:
         """The phase after a move, which changes nothing in memory."""
         return ShardPhase.EMPTY if self.made is None else ShardPhase.READY
 
-    def _drop_moved(self) -> list[Effect]:
-        assert self.moved is not None
-        shadow, self.moved = self.moved[1], None
-        self.snapshots = tuple(info for info in self.snapshots if info != shadow)
-        return [effects.DropMoved(shadow)]
-
     def _enter_round(self, round_id: RoundId, now_s: float, made: bool = True) -> list[Effect]:
         """Refuse a round that is over; drop the shadow of an earlier one. made: it needs the shard in memory."""
         if made and self.made is None:
@@ -537,13 +496,16 @@ class ShardState:
         self._newest_round = round_id
         if self._measured is not None and self._measured.round != round_id:
             self._measured = None
-        out = self._drop_moved() if self.moved is not None else []
-        return out + (self._drop_shadow(now_s) if self.shadow is not None else [])
+        return self._drop_shadow(now_s)
 
     def _drop_shadow(self, now_s: float) -> list[Effect]:
-        assert self.shadow is not None
-        self.phase.move("drop", ShardPhase.READY, now_s)
-        shadow, self.shadow = self.shadow, None
+        """Give up the shadow, in memory or moved to disk: a round has one of the two, or none."""
+        if self.shadow is not None:
+            self.phase.move("drop", ShardPhase.READY, now_s)
+        shadow = self.shadow or (self.moved[1] if self.moved is not None else None)
+        if shadow is None:
+            return []
+        self.shadow = self.moved = None
         self.snapshots = tuple(info for info in self.snapshots if info != shadow)
         return [effects.DropShadow(shadow)]
 
@@ -557,11 +519,6 @@ def _made(body: messages.Configure, settings: messages.Settings) -> Made:
         body.layout_hash, placement_hash, body.staging_slots, body.pinned_versions, settings.chunk_bytes,
         settings.memory_files, settings.pull_wire,
     )  # fmt: skip
-
-
-def is_durable(settings: messages.Settings) -> bool:
-    """Whether versions must be on disk before they are PREPARED."""
-    return settings.durability != "async"
 
 
 def to_refusal(refused: Refused) -> messages.Refusal:

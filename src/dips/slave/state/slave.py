@@ -214,8 +214,8 @@ class SlaveMachine:
             case effects.Fenced():
                 self.link.incarnation = None
                 return []
-            case effects.Commanded(command):
-                return self._commanded(command, now_s)
+            case SlaveCommand():
+                return self._commanded(event, now_s)
             case effects.PromiseSaved(epoch):
                 attached = self.link.promise_saved(epoch, now_s)
                 out: list[Effect] = [
@@ -260,10 +260,7 @@ class SlaveMachine:
         name = type(command.body).__name__
         if why_not:
             sentence = f"{name} refused: {why_not}"
-            out: list[Effect] = [
-                effects.Log(logging.WARNING, "command", sentence, command.cause_id),
-                tape.CommandRefused(command.cause_id, command=name, reason=why_not),
-            ]
+            out = _refused(logging.WARNING, "command", sentence, command.cause_id, why_not, name)
             return [*out, effects.CloseLink(sentence)] if isinstance(command.body, Welcome) else out
         if isinstance(command.body, Welcome):
             return self._welcomed(command, command.body, now_s)
@@ -280,10 +277,8 @@ class SlaveMachine:
         """Waits for no job: a key that left the list must not be served while a round is computed."""
         why_not = what_is_wrong(allow) if self._curve_key else "this slave's data port uses no keys"
         if why_not:
-            return [
-                effects.Log(logging.ERROR, "keys", f"the master's list of data keys is refused: {why_not}", cause),
-                tape.CommandRefused(cause, command="Allow", reason=why_not),
-            ]
+            sentence = f"the master's list of data keys is refused: {why_not}"
+            return _refused(logging.ERROR, "keys", sentence, cause, why_not, "Allow")
         owners = dict.fromkeys(owner_of(allowed.role, allowed.owner) for allowed in allow.keys)
         return [allow, tape.KeysAllowed(cause, owners=list(owners))]
 
@@ -340,8 +335,8 @@ class SlaveMachine:
             case CloseStaging(push):
                 self.slots.close(push)
                 return [effects.HoldSlots(self.slots.all())]
-            case SendCommitRecord() as body:
-                return [effects.ReadRecord(command.incarnation, body)]
+            case SendCommitRecord():
+                return [command]
             case Retain() as body:
                 return [body]
             case other:
@@ -351,10 +346,7 @@ class SlaveMachine:
         n_slots = self.shard.made.staging_slots if self.shard.made else 0
         if not 0 <= body.slot < n_slots:
             sentence = f"OpenStaging of push {body.push} names slot {body.slot}, this slave has {n_slots}"
-            return [
-                effects.Log(logging.ERROR, "open", sentence, cause),
-                tape.CommandRefused(cause, reason=sentence),
-            ]
+            return _refused(logging.ERROR, "open", sentence, cause, sentence)
         slot = self.slots.open(body)
         if slot is None:
             sentence = f"push {body.push}: attempt {body.attempt} is older than the open one"
@@ -373,3 +365,8 @@ class SlaveMachine:
         out = [effect for effect in out if not isinstance(effect, effects.SendUp)]
         waited, self._hello_waits = self._hello_waits, False
         return [*out, self._hello()] if waited else out
+
+
+def _refused(level: int, key: str, sentence: str, cause: str, reason: str, command: str = "") -> list[Effect]:
+    """A command is not obeyed: for people, and for the tape."""
+    return [effects.Log(level, key, sentence, cause), tape.CommandRefused(cause, command=command, reason=reason)]

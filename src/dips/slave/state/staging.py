@@ -7,7 +7,7 @@ of this slave's, let a second sender change a landed chunk, or call a push compl
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -171,7 +171,7 @@ class Places(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """What of one push has landed."""
+    """What of one push has landed; or, with one axis more before the others, what has landed in each slot."""
 
     landed: Ints  # of each chunk: 1 once its bytes are in memory and verified, else 0
     checksums: Ints  # of each chunk that has landed, xxh3-64 as it was sent
@@ -306,13 +306,12 @@ class Staging:
 class StagingTable:
     """What has landed in each open slot of one shard. It belongs to the data port; Slots decides which ones are open.
 
-    row: makes or clears the columns of a slot, by its number; None: new lists.
+    rows: the columns of all slots, in arrays, so that the compiled loop works on the same ones; None: lists.
     """
 
-    def __init__(self, shard: ShardMap, row: Callable[[int], Landed] | None = None) -> None:
+    def __init__(self, shard: ShardMap, rows: Landed | None = None) -> None:
         self.shard = shard
-        n_chunks = shard.n_chunks
-        self._row = row or (lambda number: Landed([0] * n_chunks, [0] * n_chunks, [0, 0]))
+        self.rows = rows
         self._open: dict[PushId, Staging] = {}
 
     def hold(self, slots: Iterable[Slot]) -> list[Staging]:
@@ -327,10 +326,18 @@ class StagingTable:
                 if known is not None and replace(known.slot, attempt=slot.attempt) == slot:
                     known.slot = slot
                 else:
-                    known = Staging(slot, self._row(slot.number))
+                    known = Staging(slot, self._cleared(slot.number))
                 changed.append(known)
             self._open[slot.push] = known
         return changed
+
+    def _cleared(self, number: int) -> Landed:
+        """The columns of a slot, for a push that begins."""
+        if self.rows is None:
+            return Landed([0] * self.shard.n_chunks, [0] * self.shard.n_chunks, [0, 0])
+        row = Landed(*(columns[number] for columns in self.rows))
+        row.landed[:], row.counts[:] = 0, 0
+        return row
 
     def admit(self, header: DataHeader, payload_bytes: int) -> tuple[Staging, Landing, bool]:
         """Decide on a PUT_CHUNK: the staging, the chunk's place, and whether it has landed already.

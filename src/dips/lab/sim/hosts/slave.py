@@ -52,8 +52,7 @@ from dips.slave.memory import bytes_of
 from dips.slave.ring import Ring
 from dips.slave.state import effects
 from dips.slave.state.admission import Admission
-from dips.slave.state.checks import own_blocks
-from dips.slave.state.moves import cancelled, given_up, settings_of_moves
+from dips.slave.state.checks import cancelled, given_up, own_blocks, settings_of_moves
 from dips.slave.state.shard import to_refusal
 from dips.slave.state.slave import SlaveMachine
 
@@ -321,7 +320,7 @@ class SlaveHost(SlaveProcess):
             self.world.name_taken(self)
             self.end()
             return
-        self.handle(effects.Commanded(command))
+        self.handle(command)
 
     def _hung_up(self, refusal: Refusal | None) -> None:
         self._stream = None
@@ -412,8 +411,11 @@ class SlaveHost(SlaveProcess):
             case effects.SavePromise(epoch):
                 self._later_on_disk(self._on_disk, self._save_promise, epoch)
             case effects.DropShadow(shadow):
-                self._made().shadow = None
-                self.ring.drop_shadow(shadow)
+                if self.port.memory is not None and self.port.memory.shadow is not None:
+                    self.port.memory.shadow = None
+                    self.ring.drop_shadow(shadow)
+                else:  # moved, which only the disk has
+                    self._later_on_disk(self._on_disk, self.ring.drop_shadow, shadow)
             case Allow(keys):
                 self.admission.set_keys(keys)
             case Retain(versions):
@@ -425,8 +427,6 @@ class SlaveHost(SlaveProcess):
                 self._unwanted = number
                 if self.move is not None:
                     self.move.cancel()
-            case effects.DropMoved(shadow):
-                self._later_on_disk(self._on_disk, self.ring.drop_shadow, shadow)
             case effects.SaveVersion():
                 shard = self._made().current
                 assert shard is not None, "a save is of what memory holds"
@@ -434,8 +434,8 @@ class SlaveHost(SlaveProcess):
                 self._later_on_disk(self._on_disk, self._save_version, effect, shard, snapshot=True)
             case effects.SaveLater(delay_s):
                 self.kernel.after(delay_s, self, self.handle, effects.SaveAgain())
-            case effects.ReadRecord(asked_by, command):
-                self._later_on_disk(self._on_disk, self._read_record, asked_by, command)
+            case SlaveCommand(body=SendCommitRecord() as body):
+                self._later_on_disk(self._on_disk, self._read_record, effect.incarnation, body)
             case _:
                 raise LookupError(f"no one carries out {type(effect).__name__}")
 
@@ -465,8 +465,8 @@ class SlaveHost(SlaveProcess):
                     raise cancelled(command)
                 self.move = SimulatedMove(
                     self, self.ring, lambda: self.state.link.promised_epoch if self.state else 0,
-                    lambda action: self._later_on_disk(self._on_disk, action), command, run.chunk_bytes,
-                    run.pull_wire, lambda result: self._moved(run, result),
+                    lambda action: self._later_on_disk(self._on_disk, action), command, run.settings.chunk_bytes,
+                    run.settings.pull_wire, lambda result: self._moved(run, result),
                 )  # fmt: skip
                 self.move.begin(self.port.memory)
 
@@ -501,9 +501,9 @@ class SlaveHost(SlaveProcess):
     def _load(self, run: effects.Run, body: Configure) -> SnapshotInfo | None:
         self.port.memory = None
         blocks = own_blocks(self.name, body)
-        arithmetic = self.world.plan.arithmetic
+        settings, arithmetic = run.settings, self.world.plan.arithmetic
         memory = SimulatedShardMemory(
-            blocks, run.chunk_bytes, body.staging_slots, 3 + body.pinned_versions, arithmetic, run.pull_wire
+            blocks, settings.chunk_bytes, body.staging_slots, 3 + body.pinned_versions, arithmetic, settings.pull_wire
         )
         self.ring.close_round()
         self.ring.make(memory.parts.empty_array().size, memory.parts.empty_residual().size)
