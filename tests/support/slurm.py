@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from support.ports import own_port
 from support.waiting import until
@@ -145,10 +145,11 @@ class Slurm:
     def ask(self, *command: str, user: int | None = None) -> str:
         """What a command of Slurm prints, of the jobs' user."""
         user = self._user if user is None else user
+        # Python forks for another user, and a fork in a process with calls of gRPC can stand still for ever.
+        other: Any = {"user": user, "group": user, "extra_groups": ()} if user != os.geteuid() else {}
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=self.jobs, user=user, group=user, extra_groups=(),
-            env=self.environment,
-        )  # fmt: skip
+            command, capture_output=True, text=True, check=False, cwd=self.jobs, env=self.environment, **other
+        )
         return done.stdout.strip()
 
     @property
