@@ -147,10 +147,8 @@ class Slurm:
         user = self._user if user is None else user
         # Python forks for another user, and a fork in a process with calls of gRPC can stand still for ever.
         other: Any = {"user": user, "group": user, "extra_groups": ()} if user != os.geteuid() else {}
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=self.jobs, env=self.environment, **other
-        )
-        return done.stdout.strip()
+        done = subprocess.run(command, capture_output=True, check=False, cwd=self.jobs, env=self.environment, **other)
+        return str(done.stdout, "utf-8").strip()
 
     @property
     def environment(self) -> dict[str, str]:
