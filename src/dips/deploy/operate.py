@@ -144,7 +144,7 @@ class LiveDeployment:
         What a namespace that is being terminated still holds is not to be compared with: it is waited for.
         """
         self.check_releases()
-        self._rollout.wait_for_namespaces(self.deployment.run.namespace)
+        self._rollout.wait_for_namespaces(self.deployment.run.namespace, plan.contexts(self.deployment))
         self.check_slaves()
 
     def check_releases(self) -> None:

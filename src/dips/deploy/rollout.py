@@ -361,15 +361,16 @@ class Rollout:
                 kind, name = one["kind"], one["metadata"]["name"]
                 self.until(f"{kind} {name}", functools.partial(self._state, stage.context, kind, name))
 
-    def wait_for_namespaces(self, name: str) -> None:
-        """Wait until no context has a namespace that is being terminated: it takes nothing new, and then is gone."""
+    def wait_for_namespaces(self, name: str, contexts: Iterable[str]) -> None:
+        """Wait until none of these contexts has a namespace that is being terminated: it takes nothing new, and then is
+        gone."""
 
         def look(api: Api) -> ObjectState:
             live = api.get("Namespace", name) or {}
             ends = live.get("status", {}).get("phase") == "Terminating"
             return ObjectState(Health.WAITING, "is being terminated") if ends else ObjectState(Health.READY, "is gone")
 
-        for context, api in self._apis.items():
+        for context, api in ((context, self._apis[context]) for context in contexts):
             if look(api).health is Health.WAITING:
                 self.until(f"namespace {name} of context {context}", functools.partial(look, api))
 
