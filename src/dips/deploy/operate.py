@@ -99,15 +99,23 @@ class LiveDeployment:
         wanted = {place.component: place.directory for place in run.masters}
         if "master" not in have:
             return ""
+
+        def after(serving: str) -> int:
+            """The take-overs after which it serves the run with its directory."""
+            began = int(have[serving].partition("/master-")[2] or 0)
+            return began + (serving == "standby" or began > 0)
+
         try:
             serves = self._serves(there) if "standby" in have else "master"
         except DipsError as error:
-            if all(wanted.get(one) == directory for one, directory in have.items()):
-                return ""
+            kept = [one for one, directory in have.items() if wanted.get(one) == directory]
+            if not kept:
+                either = ", or ".join(f"{after(one)} where {run.name}-{one} serves the run" for one in have)
+                all_empty = f"{run.file} would begin {' and '.join(have)} in empty directories"
+                raise ConfigError(f"{all_empty}: set [deploy] take_overs = {either}") from error
             right = f"see that standby and take_overs = {run.run.take_overs} are right"
-            return f"{right}: which pod serves the run is not known ({error})"
-        began = int(have[serves].partition("/master-")[2] or 0)
-        n = began + (serves == "standby" or began > 0)
+            return "" if len(kept) == len(have) else f"{right}: which pod serves the run is not known ({error})"
+        n = after(serves)
         words, remedy = f"{run.name}-{serves} serves the run", f"set [deploy] take_overs = {n}"
         if wanted.get(serves) != have[serves]:
             remedy += "" if serves in wanted else ", and name the standby's site as standby"
