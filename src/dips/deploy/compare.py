@@ -142,9 +142,6 @@ def _left_alone(wanted: Object, live: Object, least: str) -> Object:
     kind, spec = wanted["kind"], found.get("spec", {})
     if kind in ("Job", "JobSet"):
         spec["suspend"] = live["spec"].get("suspend", False)
-    if kind == "Secret":
-        both = remembered(wanted) | remembered(live)
-        found["metadata"].setdefault("annotations", {})[CONTEXTS] = json.dumps(sorted(both))
     if kind == "StatefulSet":
         spec["replicas"] = replicas_of(live)
         # Volumes that are large enough stay as they are; smaller ones are an error.

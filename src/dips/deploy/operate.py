@@ -144,7 +144,11 @@ class LiveDeployment:
 
         # A volume that is there is not asked to have all the room that a new one gets for its slave's tape.
         least = {f"{self.deployment.name}-slave": quantity(self.deployment.sizes.slave_least_bytes)}
-        return plan.steps(plan.stages(self.deployment), find, least)
+        found, known = plan.stages(self.deployment), plan.remembered_contexts(self.deployment, self._apis)
+        for one in (one for stage in found for one in stage.objects if one["kind"] == "Secret"):
+            # Also of a new one: those that remember may leave with their own context.
+            one["metadata"]["annotations"][CONTEXTS] = json.dumps(sorted(known | remembered(one)))
+        return plan.steps(found, find, least)
 
     def prepare(self) -> None:
         """What must hold before a difference is taken that is to be applied. Raises DipsError.
