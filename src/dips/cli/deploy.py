@@ -371,11 +371,15 @@ def _site_of_all(
 
     apis, said, away = _apis(deployment, known), list[str](), dict[str, list[str]]()
     remembered = plan.former_contexts(deployment, apis)
+    named = [one for api in apis.values() for one in plan.everything(api, deployment.name)] if remembered else []
+    ours = {one["metadata"]["uid"] for one in named}
     for context in remembered or ():
         try:
             check_contexts([context], known)
             api = open_context(context, deployment.run.namespace)
             api.check_release()
+            if any(one["metadata"]["uid"] in ours for one in plan.everything(api, deployment.name)):
+                continue  # an earlier name of a context of the file: what is there is wanted
             volumes = api.list("PersistentVolumeClaim", {plan.INSTANCE: deployment.name})
             if volumes:
                 claims = ", ".join(one["metadata"]["name"] for one in volumes)

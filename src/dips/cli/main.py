@@ -12,6 +12,7 @@ import importlib
 import inspect
 import io
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -52,15 +53,32 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # where it is ASCII, as in some containers
+    printed = None if sys.stdout is None else os.fstat(1)
     try:
         code = run(sys.argv[1:])
     except (BrokenPipeError, SystemExit) as error:
         # A pager or `head` has seen enough. Typer and rich make exit code 1 of it, which of `dips verify` means more.
-        if not isinstance(error.__context__ if isinstance(error, SystemExit) else error, BrokenPipeError):
+        cause = error.__context__ if isinstance(error, SystemExit) else error
+        if not isinstance(cause, BrokenPipeError):
             raise
+        if not _reader_has_ended(printed):
+            raise (
+                cause if getattr(error, "code", 1) == 1 else error
+            ) from None  # another one, of which Typer says no word
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing may be flushed into it at the end
         code = NOT_READ
     sys.exit(code)
+
+
+def _reader_has_ended(printed: os.stat_result | None) -> bool:
+    """Whether what this process prints is read no longer; else it is another pipe or socket that is broken. printed:
+    what standard output was."""
+    if sys.platform == "win32" or (printed is not None and not os.path.samestat(os.fstat(1), printed)):
+        return True  # rich has put another file in its place
+    streams = select.poll()
+    for number in (1, 2):
+        streams.register(number, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in streams.poll(0))
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -142,9 +142,6 @@ def _left_alone(wanted: Object, live: Object, least: str) -> Object:
     kind, spec = wanted["kind"], found.get("spec", {})
     if kind in ("Job", "JobSet"):
         spec["suspend"] = live["spec"].get("suspend", False)
-    if kind == "Secret":
-        both = remembered(wanted) | remembered(live)
-        found["metadata"].setdefault("annotations", {})[CONTEXTS] = json.dumps(sorted(both))
     if kind == "StatefulSet":
         spec["replicas"] = replicas_of(live)
         # Volumes that are large enough stay as they are; smaller ones are an error.
@@ -163,8 +160,12 @@ def _left_alone(wanted: Object, live: Object, least: str) -> Object:
 
 
 def remembered(one: Object) -> set[str]:
-    """The contexts that a Secret names."""
-    return set(json.loads(one["metadata"].get("annotations", {}).get(CONTEXTS, "[]")))
+    """The contexts that a Secret names; none where the annotation was edited by hand and is no list of names."""
+    try:
+        found = json.loads(one["metadata"].get("annotations", {}).get(CONTEXTS, "[]"))
+    except (ValueError, RecursionError):
+        return set()
+    return {name for name in found if isinstance(name, str)} if isinstance(found, list) else set()
 
 
 def replicas_of(live: Object) -> int:

@@ -99,15 +99,23 @@ class LiveDeployment:
         wanted = {place.component: place.directory for place in run.masters}
         if "master" not in have:
             return ""
+
+        def after(serving: str) -> int:
+            """The take-overs after which it serves the run with its directory."""
+            began = int(have[serving].partition("/master-")[2] or 0)
+            return began + (serving == "standby" or began > 0)
+
         try:
             serves = self._serves(there) if "standby" in have else "master"
         except DipsError as error:
-            if all(wanted.get(one) == directory for one, directory in have.items()):
-                return ""
+            kept = [one for one, directory in have.items() if wanted.get(one) == directory]
+            if not kept:
+                either = ", or ".join(f"{after(one)} where {run.name}-{one} serves the run" for one in have)
+                all_empty = f"{run.file} would begin {' and '.join(have)} in empty directories"
+                raise ConfigError(f"{all_empty}: set [deploy] take_overs = {either}") from error
             right = f"see that standby and take_overs = {run.run.take_overs} are right"
-            return f"{right}: which pod serves the run is not known ({error})"
-        began = int(have[serves].partition("/master-")[2] or 0)
-        n = began + (serves == "standby" or began > 0)
+            return "" if len(kept) == len(have) else f"{right}: which pod serves the run is not known ({error})"
+        n = after(serves)
         words, remedy = f"{run.name}-{serves} serves the run", f"set [deploy] take_overs = {n}"
         if wanted.get(serves) != have[serves]:
             remedy += "" if serves in wanted else ", and name the standby's site as standby"
@@ -136,7 +144,11 @@ class LiveDeployment:
 
         # A volume that is there is not asked to have all the room that a new one gets for its slave's tape.
         least = {f"{self.deployment.name}-slave": quantity(self.deployment.sizes.slave_least_bytes)}
-        return plan.steps(plan.stages(self.deployment), find, least)
+        found, known = plan.stages(self.deployment), plan.remembered_contexts(self.deployment, self._apis)
+        for one in (one for stage in found for one in stage.objects if one["kind"] == "Secret"):
+            # Also of a new one: those that remember may leave with their own context.
+            one["metadata"]["annotations"][CONTEXTS] = json.dumps(sorted(known | remembered(one)))
+        return plan.steps(found, find, least)
 
     def prepare(self) -> None:
         """What must hold before a difference is taken that is to be applied. Raises DipsError.
@@ -144,7 +156,7 @@ class LiveDeployment:
         What a namespace that is being terminated still holds is not to be compared with: it is waited for.
         """
         self.check_releases()
-        self._rollout.wait_for_namespaces(self.deployment.run.namespace)
+        self._rollout.wait_for_namespaces(self.deployment.run.namespace, plan.contexts(self.deployment))
         self.check_slaves()
 
     def check_releases(self) -> None:

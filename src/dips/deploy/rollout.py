@@ -107,10 +107,16 @@ def contexts(deployment: Deployment) -> list[str]:
     return list(dict.fromkeys([deployment.server_site.context, *sites]))
 
 
+def remembered_contexts(deployment: Deployment, apis: Mapping[str, Api]) -> set[str]:
+    """Those that the run's Secrets in the contexts of the file name; none where there is no Secret."""
+    here = [apis[context].list("Secret", of_run(deployment.name)) for context in contexts(deployment)]
+    return {context for secrets in here for one in secrets for context in remembered(one)}
+
+
 def former_contexts(deployment: Deployment, apis: Mapping[str, Api]) -> list[str] | None:
     """Those that the file names no longer and the run's Secrets still do; None where there is no Secret to ask."""
-    found = [remembered(one) for api in apis.values() for one in api.list("Secret", of_run(deployment.name))]
-    return sorted(set().union(*found) - {*contexts(deployment)}) if any(found) else None
+    found = remembered_contexts(deployment, apis)
+    return sorted(found - {*contexts(deployment)}) if found else None
 
 
 def check_place(deployment: Deployment, there: Mapping[str, Sequence[Object]]) -> None:
@@ -361,15 +367,16 @@ class Rollout:
                 kind, name = one["kind"], one["metadata"]["name"]
                 self.until(f"{kind} {name}", functools.partial(self._state, stage.context, kind, name))
 
-    def wait_for_namespaces(self, name: str) -> None:
-        """Wait until no context has a namespace that is being terminated: it takes nothing new, and then is gone."""
+    def wait_for_namespaces(self, name: str, contexts: Iterable[str]) -> None:
+        """Wait until none of these contexts has a namespace that is being terminated: it takes nothing new, and then is
+        gone."""
 
         def look(api: Api) -> ObjectState:
             live = api.get("Namespace", name) or {}
             ends = live.get("status", {}).get("phase") == "Terminating"
             return ObjectState(Health.WAITING, "is being terminated") if ends else ObjectState(Health.READY, "is gone")
 
-        for context, api in self._apis.items():
+        for context, api in ((context, self._apis[context]) for context in contexts):
             if look(api).health is Health.WAITING:
                 self.until(f"namespace {name} of context {context}", functools.partial(look, api))
 

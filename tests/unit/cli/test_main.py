@@ -100,6 +100,11 @@ def test_the_process_ends_with_the_code(capsys: pytest.CaptureFixture[str], monk
             main.main()
         assert ended.value.code == code
     assert capsys.readouterr().out.startswith("dips 0.")
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(main, "run", lambda words: os.write(writer, b"to a trainer that has ended"))
+    with pytest.raises(BrokenPipeError):
+        main.main()
     with pytest.raises(SystemExit) as ended:
         handlers[signal.SIGTERM](signal.SIGTERM, None)
     assert ended.value.code == TERMINATED

@@ -262,13 +262,30 @@ def test_what_a_site_leaves_that_is_taken_out_of_the_file_is_said_and_deleted(
         assert "small-master, with its state, is in context 'here'" in refused(capsys, "plan", small)
         small.write_text(kept)
         write_kubeconfig(tmp_path / "kubeconfig", {"here": here.url})
+        del here.objects["dips", "Secret", "small-keys-a"]
         capsys.readouterr()
         for command in (("plan",), ("apply", *APPLY)):
             assert deploy(command[0], small, *command[1:]) == 0
             told = capsys.readouterr().out
             assert "not asked (an earlier file named them: the kubeconfig has no context 'gone'" in told
             assert "`kubectl --context gone --namespace dips get all,secrets,pvc --selector" in told
+        assert "gone" in str(here.one("Secret", "small-keys-a")["metadata"]), "a new one remembers as well"
         write_kubeconfig(tmp_path / "kubeconfig", {"here": here.url, "gone": gone.url})
+        gone.forbidden.add(("GET", "Secret"))
+        assert deploy("apply", small, *APPLY) == 0
+        assert "does not permit it: secrets is forbidden" in capsys.readouterr().out
+        gone.forbidden.clear()
+        renamed = there.replace('context = "gone"', 'context = "new"')
+        small.write_text(f"{kept}{renamed}checkpoint_volume = '1 GiB'\n")
+        write_kubeconfig(tmp_path / "kubeconfig", {"here": here.url, "gone": gone.url, "new": gone.url})
+        assert deploy("apply", small, *APPLY) == 0
+        assert gone.of_kind("Job") == ["small-cluster-b"], "a context that was renamed is not an earlier one"
+        assert "volumes stay" not in capsys.readouterr().out
+        small.write_text(kept)
+        write_kubeconfig(tmp_path / "kubeconfig", {"here": here.url, "gone": gone.url})
+        gone.one("Namespace", "dips")["status"] = {"phase": "Terminating"}
+        here.one("Secret", "small-keys-a")["metadata"]["annotations"]["dips/contexts"] = "['gone'"
+        here.one("Secret", "small-keys-slave")["metadata"]["annotations"]["dips/contexts"] = '["gone", 3]'
         for left in (["small-cluster-b"], []):
             assert gone.of_kind("Job") == left
             assert deploy("plan", small) == 0

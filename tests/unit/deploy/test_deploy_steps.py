@@ -644,6 +644,7 @@ LEASE = "[master]\nlease = 'kubernetes:dips/small-master'\n\n[model]"
         (True, "standby", "take_overs = 1", ""),
         (True, "standby", "take_overs = 2", "set [deploy] take_overs = 1$"),
         (False, "master", "take_overs = 1", "set [deploy] take_overs = 0$"),
+        (False, "", "take_overs = 3", "1 where small-standby serves the run$"),
         (False, "", "take_overs = 1", "see that standby and take_overs = 1 are right: which pod serves the run is not"),
         (False, "", "", ""),
     ],

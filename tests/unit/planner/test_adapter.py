@@ -127,20 +127,21 @@ def test_the_compact_order_by_readiness_takes_what_its_schedule_takes() -> None:
         assert play(pipeline, pipeline.whole).span_ns == simulate(schedule, costs).makespan_ns
 
 
-def test_exchanges_of_replicas_count() -> None:
-    setup = read_setup("crosspipe-m8")
-    sites = tuple(site.model_copy(update={"network_gbps": 100.0}) for site in setup.sites)
-    problem = Problem(replace(setup, sites=sites)).with_training(data=2, tensor=1)
-    schedule = SCHEDULES["1f1b"].make(problem.n_devices, problem.n_microbatches, problem.costs(problem.uniform()), [])
-    costs = problem.costs(problem.uniform())
-    assert costs.exchanges
-    for overlapped in (True, False):
-        timed = replace(costs, overlapped=overlapped)
-        pipeline = Pipeline(schedule, timed, 1)
-        assert play(pipeline, pipeline.whole, begin_ns=99).span_ns == simulate(schedule, timed).makespan_ns
-    late = replace(uniform(2, 1), exchanges=(Exchange(0, NS, NS), Exchange(1, 50 * NS, NS)))
+@pytest.mark.parametrize("overlapped", [True, False])
+def test_exchanges_of_replicas_count(overlapped: bool) -> None:
+    exchanges = (Exchange(0, NS, NS), Exchange(1, 50 * NS, NS, buckets=3))
+    late = replace(uniform(2, 1), exchanges=exchanges, overlapped=overlapped)
     pipeline = Pipeline(SCHEDULES["1f1b"].make(2, 2, late, []), late, 1)
-    assert play(pipeline, pipeline.whole).span_ns == simulate(pipeline.schedule, late).makespan_ns
+    assert play(pipeline, pipeline.whole, begin_ns=99).span_ns == simulate(pipeline.schedule, late).makespan_ns
+
+
+def test_a_short_first_piece_needs_its_weights_sooner_than_a_whole_microbatch() -> None:
+    """Two buckets of weights, half of which are needed in the middle of the first piece; stage 1 gets other sizes."""
+    exchanges = tuple(Exchange(stage, ns, 0, buckets=2) for stage, ns in enumerate((800, 9000)))
+    costs = Costs((StageCost(800, 800, 0, 1, 1),) * 2, {(0, 1): Wire(0, 0, 30)}, exchanges)
+    pipeline, done = Pipeline(SCHEDULES["1f1b"].make(2, 1, costs, []), costs, 8), list[Piece]()
+    play(pipeline, (Sizes(1, 8, 8), Sizes(8, 8, 8)), watch=lambda message: [Sizes(2, 8, 8)] * 2, pieces=done)
+    assert [next(p.start_ns for p in done if p.stage == stage) for stage in (0, 1)] == [800 - 50, 9000 - 100]
 
 
 def test_a_piece_costs_its_overhead_and_its_part_of_the_time() -> None:

@@ -155,12 +155,7 @@ def test_two_stages_and_two_microbatches_by_hand(gather: int, shared: bool, apar
     assert found.lower_bound_ns == validate(found.schedule, costs, [2 << 20] * 2).makespan_ns == best * NS
 
 
-def test_gradients_take_turns_on_each_network_by_hand() -> None:
-    """The last stage ends at 8 at the earliest, and shares its network with the one before: 9 each."""
-    exchanges = (Exchange(7, 0, NS), Exchange(8, 0, 9 * NS), Exchange(8, 0, 9 * NS))
-    costs = replace(uniform(3, 1), exchanges=exchanges)
-    found = optimal("best", straight(3), 2, costs, [3 << 20] * 3)
-    assert found.lower_bound_ns == validate(found.schedule, costs).makespan_ns == 26 * NS
+def test_a_stage_waits_for_its_own_weights_only() -> None:
     # Weights of the second stage arrive at 5, of the first one at 1: it need not wait for both.
     costs = replace(uniform(2, 1), exchanges=(Exchange(7, NS, 0), Exchange(8, 5 * NS, 0)))
     assert optimal("best", straight(2), 2, costs, [2 << 20] * 2).lower_bound_ns == 11 * NS

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from dips.core.errors import ConfigError
 from dips.planner.adapter.traces import WHOLE, Channel
 from dips.planner.costs import Costs, StageCost
-from dips.planner.exchange import reduced
+from dips.planner.exchange import gates, reduced
 from dips.planner.ir import Kind, Schedule, straight
 
 
@@ -183,9 +183,8 @@ class _Run:
         self._split = schedule.split
         self._heap: list[_Event] = []
         self._last_ns = [0] * stages  # the length of each stage's last operation
-        self._gates = [begin_ns + gate for gate in pipeline.costs.gates_ns()] or [begin_ns] * stages
-        for stage, gate in enumerate(self._gates):
-            heappush(self._heap, (gate, _WAKES, schedule.device_of_stage[stage], stage, 0, 0, 0, 0, 0))
+        self._gates = [begin_ns] * stages  # when the first F of each may start, for its weights
+        self._gate()
 
     def follow(self) -> None:
         heap = self._heap
@@ -223,17 +222,31 @@ class _Run:
 
     # ---- what a device runs next ----
 
+    def _gate(self) -> None:
+        """Set the gates of the stages that have not begun: a shorter first piece needs its weights sooner."""
+        costs, begins = self._pipe.costs, [min(size.fill, self._b) for size in self._sizes]
+        first_ns = [self._length(Kind.F, stage, begins[stage]) for stage in range(len(costs.exchanges))]
+        waits = gates(costs.exchanges, first_ns if costs.overlapped else None) or [0] * len(begins)
+        for stage, wait_ns in enumerate(waits):
+            if not self._last_ns[stage]:
+                gate = self._gates[stage] = self._begin_ns + wait_ns
+                device = self._schedule.device_of_stage[stage]
+                heappush(self._heap, (max(gate, self.now), _WAKES, device, stage, 0, 0, 0, 0, 0))
+
+    def _length(self, kind: Kind, stage: int, n: int) -> int:
+        found = self._lasts.get((kind, stage, n))
+        if found is None:
+            found = self._pipe.compute_ns(stage, kind, n) + self._pipe.costs.operation_ns
+            self._lasts[kind, stage, n] = found
+        return found
+
     def _begin(self, device: int) -> None:
         found = self._by_cells(device) if self._pipe.limits is None else self._by_readiness(device)
         if found is None:
             return
         kind, stage, microbatch, n = found
         row = _ROW[kind]
-        key = (kind, stage, n)
-        lasts = self._lasts.get(key)
-        if lasts is None:
-            lasts = self._pipe.compute_ns(stage, kind, n) + self._pipe.costs.operation_ns
-            self._lasts[key] = lasts
+        lasts = self._length(kind, stage, n)
         if row == _F:
             self._held[device] += self._pipe.costs.stages[stage].activation * n
         elif row == _D:
@@ -344,4 +357,5 @@ class _Run:
         changed = self._watch(LinkMessage(sender, stage, n, start, freed, self.now))
         if changed is not None:
             self._sizes = changed
+            self._gate()
             touched.update(range(self._schedule.n_devices))
