@@ -219,7 +219,7 @@ class Problem:
             resource, busy_ns, latency_ns = self._ring(units, device)
             each_bytes = sum(unit.weight_bytes for unit in units) / self.setup.training.devices_of_stage
             bucket_bytes = self.setup.training.bucket_mb * 1e6
-            buckets = max(1, math.ceil(each_bytes / bucket_bytes)) if bucket_bytes else 1
+            buckets = max(1, math.ceil(each_bytes / max(1.0, bucket_bytes))) if bucket_bytes else 1
             if stage == 0:
                 found.append(Exchange(resource, 0, 2 * busy_ns, 0, 2 * latency_ns, buckets))
             elif stage == 1:
