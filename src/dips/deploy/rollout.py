@@ -23,7 +23,7 @@ from dips.deploy.clusters import cluster_objects
 from dips.deploy.compare import ObjectAction, Step, diff_lines, remembered, replicas_of, step_for
 from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment, bytes_of, processors_of
 from dips.deploy.health import Health, ObjectState, state_of
-from dips.deploy.objects import API_VERSIONS, EXTENSIONS, MONITORS, PLURALS, Object
+from dips.deploy.objects import API_VERSIONS, EXTENSIONS, MONITORS, PLURALS, Object, made
 from dips.deploy.servers import server_objects, standby_objects
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
@@ -256,10 +256,7 @@ def need_lines(found: Sequence[PodNeed]) -> Iterator[str]:
 
 
 POLL_S = 2.0
-KINDS = (
-    *("Secret", "ServiceAccount", "ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "Role"),
-    *("RoleBinding", "Lease", "PersistentVolumeClaim", "StatefulSet", "Deployment", "Job", "JobSet", *MONITORS),
-)
+KINDS = tuple(kind for kind in API_VERSIONS if kind not in ("Namespace", "Pod"))
 """What a run may have in a namespace, in the order in which it is made."""
 
 Say = Callable[[str], None]
@@ -448,16 +445,8 @@ def role(deployment: Deployment, move: bool = False) -> Object:
     if move or deployment.standby:
         # The client opens a WebSocket with a GET, for which RBAC wants get; from Kubernetes 1.35 on also create.
         rights.append(("", ["pods/exec"], ["get", "create"]))
-    return {
-        "apiVersion": API_VERSIONS["Role"],
-        "kind": "Role",
-        "metadata": {
-            "name": ROLE,
-            "namespace": deployment.run.namespace,
-            # Of no run: `dips deploy delete` must not delete what permits it.
-            "labels": {"app.kubernetes.io/part-of": "dips"},
-        },
-        "rules": [
-            {"apiGroups": [group], "resources": resources, "verbs": list(verbs)} for group, resources, verbs in rights
-        ],
-    }
+    rules = [{"apiGroups": [group], "resources": names, "verbs": list(verbs)} for group, names, verbs in rights]
+    found = made(deployment, "Role", ROLE, "deploy", rules=rules)
+    # Of no run: `dips deploy delete` must not delete what permits it.
+    found["metadata"]["labels"] = {"app.kubernetes.io/part-of": "dips"}
+    return found
