@@ -84,7 +84,7 @@ def show_plan(
     for line in [
         *filter(None, [difference.serving]),
         *not_asked,
-        *plan.need_lines(plan.needs(plan.stages(deployment))),
+        *plan.need_lines(plan.stages(deployment)),
     ]:
         print(line)
     _say_what_is_left(deployment)
@@ -435,7 +435,7 @@ def _say_what_is_left(deployment: Deployment) -> None:
     if absent := identities.missing(deployment):
         names = ", ".join(one.name for one in absent)
         print(f"keys are missing ({names}): {identities.how_to_make(deployment, absent)}")
-    for cluster in plan.elsewhere(deployment):
+    for cluster in (one for one in deployment.clusters if not one.on_kubernetes):
         name, _ = script(deployment, cluster)
         print(f"cluster {cluster.id} is started by {name}: `dips deploy render {deployment.file} --output DIR`")
 

@@ -48,7 +48,7 @@ def cluster_objects(deployment: Deployment, cluster: DeployedClusterKnobs) -> li
     return [
         objects.namespace(deployment, deployment.site(cluster.site).context),
         objects.service_account(deployment, name, "cluster", cluster.id),
-        objects.settings_map(deployment, name, "cluster", files, cluster.id),
+        made(deployment, "ConfigMap", name, "cluster", cluster.id, data=files),
         _service(deployment, cluster),
         objects.cluster_policy(deployment, cluster),
         *([claim] if cluster.checkpoint_volume else []),

@@ -131,19 +131,8 @@ def namespace(deployment: Deployment, context: str) -> Object:
     return found
 
 
-def permits_all(namespace: Object) -> bool:
-    """Whether pods of any kind may run there."""
-    return bool(namespace["metadata"]["labels"].get(f"{POD_SECURITY}/enforce") == "privileged")
-
-
 def service_account(deployment: Deployment, name: str, component: str, cluster: str = "") -> Object:
     return made(deployment, "ServiceAccount", name, component, cluster, automountServiceAccountToken=False)
-
-
-def settings_map(
-    deployment: Deployment, name: str, component: str, files: Mapping[str, str], cluster: str = ""
-) -> Object:
-    return made(deployment, "ConfigMap", name, component, cluster, data=dict(files))
 
 
 def config_hash(files: Mapping[str, str]) -> str:

@@ -37,8 +37,8 @@ def server_objects(deployment: Deployment) -> list[Object]:
         objects.namespace(deployment, deployment.server_site.context),
         objects.service_account(deployment, f"{name}-server", "server"),
         objects.service_account(deployment, f"{name}-supervisor", "supervisor"),
-        objects.settings_map(deployment, f"{name}-master", "master", master_settings(deployment, master)),
-        objects.settings_map(deployment, f"{name}-slave", "slave", slave_files),
+        made(deployment, "ConfigMap", f"{name}-master", "master", data=master_settings(deployment, master)),
+        made(deployment, "ConfigMap", f"{name}-slave", "slave", data=slave_files),
         *_services(deployment),
         *objects.server_policies(deployment),
         *_lease(deployment),
@@ -67,7 +67,7 @@ def standby_objects(deployment: Deployment, place: MasterPlace) -> list[Object]:
     return [
         objects.namespace(deployment, place.site.context),
         objects.service_account(deployment, name, component),
-        objects.settings_map(deployment, name, component, master_settings(deployment, place)),
+        made(deployment, "ConfigMap", name, component, data=master_settings(deployment, place)),
         _service(deployment, name, component, {"control": deploy_file.CONTROL_PORT, **objects.METRICS}),
         *([] if deployment.run.expose == "inside" else [_endpoint(deployment, component, 0, place.address)]),
         objects.master_policy(deployment, place),
@@ -204,8 +204,8 @@ def _master(deployment: Deployment, place: MasterPlace) -> Object:
     apart = {"affinity": _apart(deployment, "master", "standby")} if others else {}
     pod = _server_pod(deployment, account, one, volumes, terminationGracePeriodSeconds=END_S, **apart)
     # A StatefulSet never has two pods of one name: the journal has one writer, also when a node is lost.
-    files = master_settings(deployment, place)
-    return _stateful_set(deployment, place.component, files, pod, sizes.master_volume_bytes, {"replicas": 1})
+    settings = master_settings(deployment, place)
+    return _stateful_set(deployment, place.component, settings, pod, sizes.master_volume_bytes, {"replicas": 1})
 
 
 def _stateful_set(
