@@ -299,7 +299,7 @@ WITHOUT = f"no status page: aiohttp is not installed ({how_to_install('master')}
 
 def with_page(plan: RunPlan, run_dir: Path) -> RunPlan:
     """The plan with a page that draws the evaluator's losses too; an address that the settings give is kept."""
-    if not page_can_be():
+    if importlib.util.find_spec("aiohttp") is None:  # its server is not installed
         return plan  # what_is_served() says so
     page: dict[str, object] = {"page_listen": plan.master.page_listen or LISTEN}
     if plan.evaluate is not None and plan.master.page_heldout is None:
@@ -310,11 +310,6 @@ def with_page(plan: RunPlan, run_dir: Path) -> RunPlan:
 def without_page(plan: RunPlan) -> RunPlan:
     """The plan without one, whatever the settings say."""
     return dataclasses.replace(plan, master=plan.master.model_copy(update={"page_listen": None}))
-
-
-def page_can_be() -> bool:
-    """Whether its server is installed."""
-    return importlib.util.find_spec("aiohttp") is not None
 
 
 def what_is_served(plan: RunPlan, directory: RunDirectory, page_url: str | None, page: bool) -> list[str]:
