@@ -65,10 +65,6 @@ def cycles(edges: Mapping[str, set[str]]) -> list[list[str]]:
     return sorted((sorted(group) for group in groups if len(group) > 1), key=lambda group: (-len(group), group))
 
 
-def comments_in(text: str) -> int:
-    return sum(token.type == tokenize.COMMENT for token in tokenize.generate_tokens(io.StringIO(text).readline))
-
-
 class Size(NamedTuple):
     """What a package has, or may have."""
 
@@ -141,7 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     total = sum(lines.values())
     alone = sorted(name for name in known if importers[name] == 1 and not name.endswith("__main__"))
     rings = cycles(edges)
-    comments = sum(comments_in(path.read_text()) for path in known.values())
+    texts = (io.StringIO(path.read_text()) for path in known.values())
+    comments = sum(
+        token.type == tokenize.COMMENT for text in texts for token in tokenize.generate_tokens(text.readline)
+    )
     print(f"modules                          {len(known)}")
     print(f"lines                            {total}")
     print(f"modules under 60 lines           {sum(n < 60 for n in lines.values())}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,8 +126,5 @@ def end(run: FaultRun, last: plan.Fault | None) -> None:
         run.arm(last.process, last.spec)
     run.stop()
     if last is not None:
-        assert_fired(run.fired(last.process), last)
-
-
-def assert_fired(lines: Sequence[str], fault: plan.Fault) -> None:
-    assert any(line.startswith(f"{fault.point} {fault.harm} ") for line in lines), f"{fault} never fired"
+        begins = f"{last.point} {last.harm} "
+        assert any(line.startswith(begins) for line in run.fired(last.process)), f"{last} never fired"

@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        chosen = [by_name(name) for name in options.name] or _of_size(options.short, options.long)
+        sizes = {Size.SHORT} if options.short else set(Size) if options.long else {Size.SHORT, Size.MIDDLE}
+        chosen = [by_name(name) for name in options.name] or [named for named in SEARCHES if named.size in sizes]
     except KeyError as error:
         print(error.args[0], file=sys.stderr)
         return 2
@@ -65,11 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--write-counts", action="store_true", help="write them to the file of --counts instead")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="searches at once (default: all cores)")
     return parser
-
-
-def _of_size(short: bool, long: bool) -> list[Named]:
-    sizes = {Size.SHORT} if short else set(Size) if long else {Size.SHORT, Size.MIDDLE}
-    return [named for named in SEARCHES if named.size in sizes]
 
 
 def _print(named: Named, result: Result) -> None:

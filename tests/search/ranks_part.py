@@ -225,7 +225,12 @@ class Ranks:
         assert job is not None, "ends of what was given up are left out"
         ends = self.ends = (*self.ends, end)
         parts = [self._part_end(job, part) for part in ends]
-        _judge_owners(parts)
+        # Each chunk is moved by one rank.
+        owners: dict[Chunk, int] = {}
+        for part in parts:
+            for chunk in part.checksums:
+                if (owner := owners.setdefault(chunk, part.rank)) != part.rank:
+                    raise SearchViolation("OWNERS", f"ranks {owner} and {part.rank} of a cluster both own {chunk}")
         promised = dict(job.grant.digest_of_slave) if isinstance(job, Pull) else None
         how = combined(parts, len(self.carries), self._chunks_of_slave(job), promised)
         if how is None:
@@ -267,12 +272,3 @@ def _one_given_up(orders: tuple[Job | None, ...]) -> tuple[Job | None, ...]:
     for n in reversed(given_up[:-1]):
         orders = orders[:n] + orders[n + 2 :]
     return orders
-
-
-def _judge_owners(parts: Sequence[PartEnd]) -> None:
-    """Of a push or pull, each chunk is moved by one rank."""
-    owners: dict[Chunk, int] = {}
-    for end in parts:
-        for chunk in end.checksums:
-            if (owner := owners.setdefault(chunk, end.rank)) != end.rank:
-                raise SearchViolation("OWNERS", f"ranks {owner} and {end.rank} of a cluster both own {chunk}")

@@ -143,7 +143,9 @@ class ReferenceModel:
         digests = tuple(sorted((slave, bytes.fromhex(digest)) for slave, digest in record["digests"].items()))
         accepted = [item for item in record["participants"] if item["verdict"] == "APPLIED"]
         commit = DurableCommit(version, round_id, digests)
-        _judge_content(self._judge_shadows(commit, accepted, look.slaves), version)
+        content = self._judge_shadows(commit, accepted, look.slaves)
+        if twice := sorted({work for work in content if content.count(work) > 1}):
+            raise SearchViolation("I6", f"{version} counts {', '.join(twice)} twice: {content}")
         self._judge_tokens(snapshot, accepted)
         self._judge_bases(record, version, look.bounds)
         _judge_leases(accepted, snapshot)
@@ -392,13 +394,6 @@ class ReferenceModels:
             found = self._ids[reference] = len(self._all)
             self._all.append(reference)
         return found
-
-
-def _judge_content(content: PieceNames, version: Version) -> None:
-    """I6: no piece of work is counted twice."""
-    twice = sorted({work for work in content if content.count(work) > 1})
-    if twice:
-        raise SearchViolation("I6", f"{version} counts {', '.join(twice)} twice: {content}")
 
 
 def _judge_leases(accepted: Sequence[Mapping[str, Any]], snapshot: Mapping[str, Any]) -> None:

@@ -40,13 +40,9 @@ _ALONE = Bounds(clusters=1)
 _SMALL = Bounds(clusters=1, slaves=1)
 
 
-def _once(*faults: str) -> tuple[tuple[str, int], ...]:
-    return tuple((fault, 1) for fault in faults)
-
-
 def _with(bounds: Bounds, *faults: str, **changes: object) -> Bounds:
     """The same bounds with each of these faults once."""
-    return replace(bounds, faults=_once(*faults), **changes)  # type: ignore[arg-type]
+    return replace(bounds, faults=tuple((fault, 1) for fault in faults), **changes)  # type: ignore[arg-type]
 
 
 def _middle(name: str, words: str, bounds: Bounds, states: int) -> Named:

@@ -40,7 +40,6 @@ Object = dict[str, Any]
 TOKEN = "a-token-of-the-stand-in"
 KIND_OF = {plural: kind for kind, plural in PLURALS.items()}
 WITHOUT_SCHEMA = ("JobSet", *MONITORS)
-SERVED_WITH = {**API_VERSIONS, "Pod": "v1"}
 EXEC = "pods/exec"
 """No kind, but rights have it."""
 
@@ -81,7 +80,7 @@ def rights_of(role: Object) -> Iterator[Right]:
 
 
 def _group(kind: str) -> str:
-    return SERVED_WITH.get(kind, "v1").rpartition("/")[0]
+    return API_VERSIONS.get(kind, "v1").rpartition("/")[0]
 
 
 class StandIn:
@@ -181,7 +180,7 @@ class StandIn:
             kind, namespace, name = KIND_OF[rest[0]], "", (*rest, "")[1]
         else:
             kind, namespace, name = KIND_OF[rest[2]], rest[1], (*rest, "")[3]
-        if SERVED_WITH[kind] != root:
+        if API_VERSIONS[kind] != root:
             raise Refusal(404, "the server could not find the requested resource")
         return kind, namespace, name
 
@@ -234,7 +233,7 @@ class StandIn:
             if (where, of_kind) == (namespace, kind)
             and all(one["metadata"].get("labels", {}).get(key) == value for key, value in wanted)
         ]
-        return {"apiVersion": SERVED_WITH[kind], "kind": f"{kind}List", "metadata": {}, "items": items}
+        return {"apiVersion": API_VERSIONS[kind], "kind": f"{kind}List", "metadata": {}, "items": items}
 
     def _create(self, kind: str, namespace: str, body: Object, dry: bool) -> Object:
         name = body["metadata"]["name"]
@@ -287,7 +286,7 @@ class StandIn:
         return body
 
     def _check(self, kind: str, name: str, body: Object) -> None:
-        if body.get("kind") != kind or body.get("apiVersion") != SERVED_WITH[kind]:
+        if body.get("kind") != kind or body.get("apiVersion") != API_VERSIONS[kind]:
             raise Refusal(400, f"the object provided is unrecognized: {body.get('kind')} {body.get('apiVersion')}")
         if kind in WITHOUT_SCHEMA:
             return

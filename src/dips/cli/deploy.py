@@ -24,14 +24,16 @@ from dips.deploy import identities
 from dips.deploy import rollout as plan
 from dips.deploy.compare import shown
 from dips.deploy.deploy_file import AUTO, Deployment, read_deploy_file
-from dips.deploy.operate import PendingChanges
+from dips.deploy.health import dial
+from dips.deploy.move import Move, volumes
+from dips.deploy.objects import as_yaml
+from dips.deploy.operate import LiveDeployment, PendingChanges
 from dips.deploy.render import script, write_folders
 from dips.local.operator_client import OperatorClient
 from dips.local.view import status_json, status_view
 
 if TYPE_CHECKING:
     from dips.deploy.kubernetes_api import KubernetesApi
-    from dips.deploy.operate import LiveDeployment
 
 app = typer.Typer(no_args_is_help=False)
 
@@ -61,11 +63,11 @@ def show_plan(
     Without a kubeconfig the objects are compared with nothing. Of keys only fingerprints are shown.
     """
     deployment = read_deploy_file(file)
-    known, not_asked = None if offline else _known_contexts(), list[str]()
-    if known is None:
+    alone, not_asked = offline or _known_contexts() is None, list[str]()
+    if alone:
         difference = PendingChanges(plan.steps(plan.stages(deployment), lambda context, document: None), [])
     else:
-        site, not_asked = _site_of_all(deployment, known, WAIT)
+        site, not_asked = _site_of_all(deployment, WAIT)
         site.check_releases()
         difference = site.difference()
     planned, leaving = difference.planned, difference.leaving
@@ -75,7 +77,7 @@ def show_plan(
         print(json.dumps(rows))
         return 0
     _introduce(deployment)
-    print("compared with nothing: no cluster was asked\n" if known is None else "compared with what is there\n")
+    print("compared with nothing: no cluster was asked\n" if alone else "compared with what is there\n")
     for line in plan.lines(planned, summary):
         print(line)
     for step in leaving:
@@ -84,7 +86,7 @@ def show_plan(
     for line in [
         *filter(None, [difference.serving]),
         *not_asked,
-        *plan.need_lines(plan.needs(plan.stages(deployment))),
+        *plan.need_lines(plan.stages(deployment)),
     ]:
         print(line)
     _say_what_is_left(deployment)
@@ -108,9 +110,9 @@ def apply(
     Every object is first checked by the API servers, which keep nothing of it; a refusal changes nothing. The same
     command again goes on where it was, and changes nothing that is as it should be. Volumes are never deleted.
     """
-    deployment, known = read_deploy_file(file), _known_contexts()
+    deployment = read_deploy_file(file)
     identities.check(deployment)
-    site, not_asked = _site_of_all(deployment, known, wait, master, waits)
+    site, not_asked = _site_of_all(deployment, wait, master, waits)
     site.prepare()
     difference = site.difference()
     if only:
@@ -135,7 +137,7 @@ def status(file: File, as_json: AsJson = False, master: Master = "") -> int:
     Exit code 4 while an object waits or has failed.
     """
     deployment = read_deploy_file(file)
-    site = _site(deployment, _known_contexts(), WAIT, master)
+    site = _site(deployment, WAIT, master)
     states = list(site.states())
     waits = any(state.health.value in ("waiting", "failed") for _, _, state in states)
     try:
@@ -173,7 +175,7 @@ def take_over(file: File, yes: Yes = False) -> int:
     deployment = read_deploy_file(file)
     if not _agreed(yes, f"let the standby of run {deployment.name} take over"):
         return 1
-    place = _site(deployment, _known_contexts(), WAIT).take_over()
+    place = _site(deployment).take_over()
     print(f"run {deployment.name}: the {place.component} in context {place.site.context} serves at {place.address}")
     print(f"once the other one's machine is back: take_overs = {deployment.run.take_overs + 1} in {file}, and apply")
     return 0
@@ -187,7 +189,7 @@ def scale(file: File, yes: Yes = False, wait: Wait = WAIT, master: Master = "") 
     away first, and their pods go when they hold nothing; their volumes stay.
     """
     deployment = read_deploy_file(file)
-    site = _site(deployment, _known_contexts(), wait, master)
+    site = _site(deployment, wait, master)
     if not _agreed(yes, f"bring run {deployment.name} to {deployment.run.slaves} slaves"):
         return 1
     before, after = site.scale()
@@ -205,7 +207,7 @@ def drain(
 ) -> int:
     """Let a cluster push its last steps and leave the run, and wait until its job has ended."""
     deployment = read_deploy_file(file)
-    _site(deployment, _known_contexts(), wait, master).drain(cluster, reason)
+    _site(deployment, wait, master).drain(cluster, reason)
     return 0
 
 
@@ -223,7 +225,7 @@ def delete(
 ) -> int:
     """Delete the run's objects in all contexts, clusters first. Namespaces stay; volumes too, unless asked."""
     deployment = read_deploy_file(file)
-    site, not_asked = _site_of_all(deployment, _known_contexts(), wait)
+    site, not_asked = _site_of_all(deployment, wait)
     going, volumes = site.going(cluster), site.volumes(cluster)
     for step in [*going, *(volumes if delete_volumes else [])]:
         print(f"- {step.name} (context {step.context})")
@@ -266,12 +268,10 @@ def move(file: File, yes: Yes = False, wait: Wait = WAIT, reach: Reach = True, m
     and compared file by file; then everything starts at the new site. Old volumes stay. After an error the same command
     goes on. Until the copy is complete, `dips deploy apply` with the old placement starts the old servers again.
     """
-    from dips.deploy.move import Move, volumes
-
     deployment = read_deploy_file(file)
     if deployment.run.placement == AUTO:
         raise ConfigError(f"{file} [deploy]: name the site to which the servers move as placement, instead of {AUTO!r}")
-    apis = _apis(deployment, _known_contexts())
+    apis = _apis(deployment)
     rollout = _rollout(apis, wait)
     site = _live(deployment, apis, rollout, "")
     moving = Move(deployment, apis, rollout, lambda old: _live(old, apis, rollout, master))
@@ -298,13 +298,10 @@ def rights(
 
     An administrator applies it, and binds it to whoever deploys. Only a namespace that is missing needs more.
     """
-    from dips.deploy.objects import as_yaml
-    from dips.deploy.rollout import ROLE, role
-
     deployment = read_deploy_file(file)
     print(f"# in {', '.join(plan.contexts(deployment))}; then")
-    print(f"# kubectl -n {deployment.run.namespace} create rolebinding {ROLE} --role={ROLE} --user=NAME")
-    print(as_yaml(role(deployment, with_move)), end="")
+    print(f"# kubectl -n {deployment.run.namespace} create rolebinding {plan.ROLE} --role={plan.ROLE} --user=NAME")
+    print(as_yaml(plan.role(deployment, with_move)), end="")
     return 0
 
 
@@ -355,21 +352,19 @@ def _known_contexts() -> list[str] | None:
     return known_contexts()
 
 
-def _site(
-    deployment: Deployment, known: list[str] | None, wait: str, master: str = "", waits: bool = True
-) -> LiveDeployment:
-    apis = _apis(deployment, known)
-    return _live(deployment, apis, _rollout(apis, wait, waits), master)
+def _site(deployment: Deployment, wait: str = WAIT, master: str = "") -> LiveDeployment:
+    apis = _apis(deployment)
+    return _live(deployment, apis, _rollout(apis, wait), master)
 
 
 def _site_of_all(
-    deployment: Deployment, known: list[str] | None, wait: str, master: str = "", waits: bool = True
+    deployment: Deployment, wait: str, master: str = "", waits: bool = True
 ) -> tuple[LiveDeployment, list[str]]:
     """Also with contexts that only an earlier file named, as the run's Secrets know; and sentences about those that are
     not asked, and about volumes there."""
     from dips.deploy.kubernetes_api import check_contexts, open_context
 
-    apis, said, away = _apis(deployment, known), list[str](), dict[str, list[str]]()
+    known, apis, said, away = _known_contexts(), _apis(deployment), list[str](), dict[str, list[str]]()
     remembered = plan.former_contexts(deployment, apis)
     named = [one for api in apis.values() for one in plan.everything(api, deployment.name)] if remembered else []
     ours = {one["metadata"]["uid"] for one in named}
@@ -398,11 +393,11 @@ def _site_of_all(
     return _live(deployment, apis, _rollout(apis, wait, waits), master), said
 
 
-def _apis(deployment: Deployment, known: list[str] | None) -> dict[str, KubernetesApi]:
+def _apis(deployment: Deployment) -> dict[str, KubernetesApi]:
     from dips.deploy.kubernetes_api import check_contexts, open_context
 
     names = plan.contexts(deployment)
-    check_contexts(names, known)
+    check_contexts(names, _known_contexts())
     return {name: open_context(name, deployment.run.namespace) for name in names}
 
 
@@ -413,16 +408,11 @@ def _rollout(apis: Mapping[str, KubernetesApi], wait: str, waits: bool = True) -
 def _live(
     deployment: Deployment, apis: Mapping[str, KubernetesApi], rollout: plan.Rollout, master: str
 ) -> LiveDeployment:
-    from dips.deploy.health import dial
-    from dips.deploy.operate import LiveDeployment
+    def operator() -> OperatorClient:
+        security = security_from(deployment.run.keys / identities.OPERATOR, False, "this command")
+        return OperatorClient(master or deployment.master_address, deployment.name, security=security)
 
-    return LiveDeployment(deployment, apis, rollout, lambda: _operator(deployment, master), dial)
-
-
-def _operator(deployment: Deployment, master: str) -> OperatorClient:
-    folder = deployment.run.keys / identities.OPERATOR
-    security = security_from(folder, False, "this command")
-    return OperatorClient(master or deployment.master_address, deployment.name, security=security)
+    return LiveDeployment(deployment, apis, rollout, operator, dial)
 
 
 def _introduce(deployment: Deployment) -> None:
@@ -439,7 +429,7 @@ def _say_what_is_left(deployment: Deployment) -> None:
     if absent := identities.missing(deployment):
         names = ", ".join(one.name for one in absent)
         print(f"keys are missing ({names}): {identities.how_to_make(deployment, absent)}")
-    for cluster in plan.elsewhere(deployment):
+    for cluster in (one for one in deployment.clusters if not one.on_kubernetes):
         name, _ = script(deployment, cluster)
         print(f"cluster {cluster.id} is started by {name}: `dips deploy render {deployment.file} --output DIR`")
 

@@ -86,7 +86,9 @@ def run(arguments: Sequence[str]) -> int:
     if list(arguments[:1]) == ["help"]:
         arguments = [*arguments[1:], "--help"]
     try:
-        typed = arguments if COMPLETE not in os.environ else _line_to_complete()
+        # Where a shell asks what may follow, the words after `dips` on its line.
+        line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""
+        typed = arguments if COMPLETE not in os.environ else line.split()[1:]
         app = build_app(next((word for word in typed if not word.startswith("-")), ""))
         command = typer.main.get_command(app)
         _show_no_types_of_flags(command)
@@ -138,11 +140,6 @@ def _show_no_types_of_flags(command: Any) -> None:
         _show_no_types_of_flags(one)
 
 
-def _line_to_complete() -> list[str]:
-    """The words after `dips` on the line for which a shell asks what may follow."""
-    return (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or "").split()[1:]
-
-
 def build_app(chosen: str) -> typer.Typer:
     """The command with all its sub-commands; only the chosen one is imported, the others are names for
     --help."""
@@ -155,25 +152,17 @@ def build_app(chosen: str) -> typer.Typer:
     )
     app.callback()(_no_command)
     for command in commands_for(chosen):
-        function = _load(command) if command.name == chosen else _named(command)
+        function: Callable[..., int | None] | typer.Typer = _named(command)
+        if command.name == chosen:
+            function = getattr(importlib.import_module(command.module), command.function or command.name)
+        more: Any = {"epilog": escape("\n\n".join(("Examples:", *command.examples))), "rich_help_panel": command.panel}
         if isinstance(function, typer.Typer):
             for one in function.registered_commands:
                 one.help = escape(_paragraphs((one.callback and one.callback.__doc__) or ""))
-            app.add_typer(
-                function,
-                name=command.name,
-                help=command.summary,
-                epilog=escape("\n\n".join(("Examples:", *command.examples))),
-                rich_help_panel=command.panel,
-            )
-            continue
-        app.command(
-            command.name,
-            help=escape(_paragraphs(function.__doc__ or "")),
-            short_help=command.summary,
-            epilog=escape("\n\n".join(("Examples:", *command.examples))),
-            rich_help_panel=command.panel,
-        )(function)
+            app.add_typer(function, name=command.name, help=command.summary, **more)
+        else:
+            text = escape(_paragraphs(function.__doc__ or ""))
+            app.command(command.name, help=text, short_help=command.summary, **more)(function)
     return app
 
 
@@ -202,13 +191,6 @@ def _no_command(
 def _paragraphs(docstring: str) -> str:
     """Each paragraph in one line, so that a terminal of any width wraps it well."""
     return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(docstring).split("\n\n"))
-
-
-def _load(command: Command) -> Callable[..., int | None] | typer.Typer:
-    """The function of a command, or a group of further commands."""
-    module = importlib.import_module(command.module)
-    function: Callable[..., int | None] | typer.Typer = getattr(module, command.function or command.name)
-    return function
 
 
 def _named(command: Command) -> Callable[..., int | None]:

@@ -115,7 +115,8 @@ def how_to_join(plan: RunPlan, address: str, directory: RunDirectory) -> list[st
         return _from_elsewhere(plan, address, directory)
     sentence = "no clusters are in the file: start your own training loops, each in a terminal of its own, such as"
     lines = [
-        f"  DIPS_MASTER={address} DIPS_CLUSTER={name} {_security_words(plan, directory, name)} "
+        f"  DIPS_MASTER={address} DIPS_CLUSTER={name} "
+        f"{f'{INSECURE_VARIABLE}=1' if plan.run.insecure else f'{KEYS_VARIABLE}={directory.keys / name}'} "
         "python examples/own_loop.py"
         for name in plan.run.keys_for or ("a", "b")
     ]
@@ -140,7 +141,3 @@ def _from_elsewhere(plan: RunPlan, address: str, directory: RunDirectory) -> lis
         f"  scp -rp {there} keys-{name}",
         f"  dips doctor --master {format_address(plan.public_host, port)} --keys keys-{name}",
     ]
-
-
-def _security_words(plan: RunPlan, directory: RunDirectory, name: str) -> str:
-    return f"{INSECURE_VARIABLE}=1" if plan.run.insecure else f"{KEYS_VARIABLE}={directory.keys / name}"

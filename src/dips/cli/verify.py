@@ -94,10 +94,16 @@ def pack(
 
 
 def _print(report: VerifyReport) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
-    console.print(_table(report))
+    console = Console(highlight=False, width=None if Console().is_terminal else WIDTH)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("promise")
+    table.add_column("records", justify="right", no_wrap=True)
+    table.add_column("result")
+    for row in report.rows:
+        result = f"{row.result}: {row.why}" if row.why else row.result
+        table.add_row(row.name, row.promise, str(row.records), Text(result, style=_STYLES.get(row.result, "red")))
+    console.print(table)
     for violation in report.violations[:SHOWN]:
         console.print(Text(str(violation), style="red"))
     if len(report.violations) > SHOWN:
@@ -108,27 +114,15 @@ def _print(report: VerifyReport) -> None:
             f"replayed {done.versions} versions, {done.shards} shards, bit for bit; "
             f"measured the norms of {done.judged} rounds again"
         )
-        for sentence in report.replayed.skipped:
-            console.print(Text(f"not replayed: {sentence}", style="yellow"))
-    for sentence in report.problems:
-        console.print(Text(f"cannot be read: {sentence}", style="red"))
-    for sentence in report.unproven:
-        console.print(Text(f"unproven: {sentence}", style="red"))
-    for sentence in report.notes:
-        console.print(Text(f"note: {sentence}", style="yellow"))
+    for what, sentences, style in (
+        ("not replayed", report.replayed.skipped if report.replayed else (), "yellow"),
+        ("cannot be read", report.problems, "red"),
+        ("unproven", report.unproven, "red"),
+        ("note", report.notes, "yellow"),
+    ):
+        for sentence in sentences:
+            console.print(Text(f"{what}: {sentence}", style=style))
     console.print(Text(f"run {report.run_id or '?'}: {report.verdict}"))
-
-
-def _table(report: VerifyReport) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("promise")
-    table.add_column("records", justify="right", no_wrap=True)
-    table.add_column("result")
-    for row in report.rows:
-        result = f"{row.result}: {row.why}" if row.why else row.result
-        table.add_row(row.name, row.promise, str(row.records), Text(result, style=_STYLES.get(row.result, "red")))
-    return table
 
 
 def story(

@@ -149,7 +149,12 @@ def place(
         if not room:
             sizes = (b.n_elems for b in layout.blocks)
             whole = shard_bytes_needed(sizes, chunk_bytes, staging_slots, pins, files, pull_wire)
-            raise Refused(RefusalCode.MEMORY, _too_big(layout, whole, sum(n for _, n in memory_bytes), len(slaves)))
+            raise Refused(
+                RefusalCode.MEMORY,
+                f"the model has {layout.n_elems} elements and needs {whole} bytes on the slaves, and whole blocks find "
+                f"no room on the {len(slaves)} slaves, which state {sum(n for _, n in memory_bytes)} bytes: start more "
+                "slaves, raise their memory_bytes, lower the master's max_clusters, or set its memory_files",
+            )
         best = min(room, key=lambda i: (used[i] / capacity[i], i))
         slave_of_block[block.block_id] = best
         used[best] += block.n_elems
@@ -168,14 +173,6 @@ def check_measured(placement: Placement, clusters: int, max_message_bytes: int) 
             f"bytes, and messages have at most {max_message_bytes}: lower max_clusters, raise max_message_bytes, or "
             "start more slaves",
         )
-
-
-def _too_big(layout: Layout, needed_bytes: int, stated_bytes: int, n_slaves: int) -> str:
-    return (
-        f"the model has {layout.n_elems} elements and needs {needed_bytes} bytes on the slaves, and whole blocks find "
-        f"no room on the {n_slaves} slaves, which state {stated_bytes} bytes: start more slaves, raise their "
-        "memory_bytes, lower the master's max_clusters, or set its memory_files"
-    )
 
 
 # ---- reshard placement -----------------------------------------------------------------------------------------------

@@ -43,13 +43,15 @@ def cluster_objects(deployment: Deployment, cluster: DeployedClusterKnobs) -> li
     """Everything of one cluster but its secret, in the order in which it is made."""
     files = cluster_settings(deployment, cluster)
     name = object_name(deployment, cluster)
+    volume = objects.claim_spec(deployment, cluster.checkpoint_volume, cluster.checkpoint_access)
+    claim = made(deployment, "PersistentVolumeClaim", name, "cluster", cluster.id, spec=volume)
     return [
         objects.namespace(deployment, deployment.site(cluster.site).context),
         objects.service_account(deployment, name, "cluster", cluster.id),
-        objects.settings_map(deployment, name, "cluster", files, cluster.id),
+        made(deployment, "ConfigMap", name, "cluster", cluster.id, data=files),
         _service(deployment, cluster),
         objects.cluster_policy(deployment, cluster),
-        *([_claim(deployment, cluster)] if cluster.checkpoint_volume else []),
+        *([claim] if cluster.checkpoint_volume else []),
         workload(deployment, cluster, objects.config_hash(files)),
         *([_pod_monitor(deployment, cluster)] if deployment.monitored(deployment.site(cluster.site)) else []),
     ]
@@ -160,7 +162,7 @@ def _pod(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
         "cluster",
         cluster.image or deployment.run.image("worker"),
         command(deployment, cluster, f"{CONFIG}/cluster.toml", first, own),
-        objects.resources(deploy_file.processors(cluster.cpus), deploy_file.quantity(cluster.memory), extra),
+        objects.resources(cluster.cpus, cluster.memory, extra),
         mounts,
         objects.METRICS,
         _environment(deployment, cluster),
@@ -233,16 +235,6 @@ def _volumes(deployment: Deployment, cluster: DeployedClusterKnobs) -> tuple[lis
         volumes.append({"name": "shm", "emptyDir": in_memory})
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     return volumes, mounts
-
-
-def _claim(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
-    spec: Object = {
-        "accessModes": [cluster.checkpoint_access],
-        "resources": {"requests": {"storage": deploy_file.quantity(cluster.checkpoint_volume)}},
-    }
-    if deployment.run.storage_class:
-        spec["storageClassName"] = deployment.run.storage_class
-    return made(deployment, "PersistentVolumeClaim", object_name(deployment, cluster), "cluster", cluster.id, spec=spec)
 
 
 def _service(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:

@@ -430,8 +430,13 @@ def sizes_for(
     table = of_ranks(max(cluster.ranks for cluster in clusters))
     of_slave = _rounded(table.whole("slave_volume_bytes"))
     of_master = _rounded(table.whole("master_disk_bytes") + TAPE_ROOM_BYTES)
-    _check_volume(where, "slave_volume", run.slave_volume, of_slave, format_count(model.parameters), run.slaves)
-    _check_volume(where, "master_volume", run.master_volume, of_master, format_count(model.parameters), run.slaves)
+    for of, given, needed in (("slave", run.slave_volume, of_slave), ("master", run.master_volume, of_master)):
+        if given and given < needed:
+            raise ConfigError(
+                f"{where}: {of}_volume = {format_bytes(given)} is too small: {format_count(model.parameters)} "
+                f"parameters on {run.slaves} slaves need {quantity(needed)}: give that, or leave it out; `dips size` "
+                "has the formula"
+            )
     return PodSizes(
         _rounded(table.whole("slave_memory_bytes")),
         _rounded(table.whole("slave_process_bytes")),
@@ -480,14 +485,6 @@ def processors(cpus: float) -> str:
 
 def _rounded(n_bytes: int) -> int:
     return -(-n_bytes // MIB) * MIB
-
-
-def _check_volume(where: str, key: str, given: int, needed: int, parameters: str, slaves: int) -> None:
-    if given and given < needed:
-        raise ConfigError(
-            f"{where}: {key} = {format_bytes(given)} is too small: {parameters} parameters on {slaves} slaves need "
-            f"{quantity(needed)}: give that, or leave it out; `dips size` has the formula"
-        )
 
 
 # ---- deploy file -----------------------------------------------------------------------------------------------------
@@ -633,7 +630,11 @@ def read_deploy_file(file: Path) -> Deployment:
                 "[[clusters]]; leave it out"
             )
     _check_names(file, run, sites, clusters)
-    server_site, why = _server_site(file, run, sites, clusters)
+    if run.placement == AUTO:
+        server_site, why = _best_site(file, sites, clusters)
+    else:
+        server_site = _named(file, "placement", run.placement, sites, (AUTO,))
+        why = f"the file says so (placement = {run.placement!r})"
     server_sites = _server_sites(file, run, sites, server_site)
     for site in server_sites:
         _check_reach(file, run, sites, clusters, site)
@@ -686,15 +687,6 @@ def _check_names(
 
 
 # ---- where the servers are ----
-
-
-def _server_site(
-    file: Path, run: DeployKnobs, sites: tuple[SiteKnobs, ...], clusters: tuple[DeployedClusterKnobs, ...]
-) -> tuple[SiteKnobs, str]:
-    if run.placement != AUTO:
-        site = _named(file, "placement", run.placement, sites, (AUTO,))
-        return site, f"the file says so (placement = {run.placement!r})"
-    return _best_site(file, sites, clusters)
 
 
 def _named(file: Path, key: str, name: str, sites: tuple[SiteKnobs, ...], others: tuple[str, ...] = ()) -> SiteKnobs:

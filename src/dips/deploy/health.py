@@ -34,45 +34,38 @@ def state_of(live: Object | None) -> ObjectState:
     """The state of an object as the API gave it back; None: it is not there."""
     if live is None:
         return ObjectState(Health.WAITING, "not there")
+    status = live.get("status", {})
     match live["kind"]:
+        case "StatefulSet" | "Deployment" if status.get("observedGeneration", 0) < live["metadata"].get(
+            "generation", 0
+        ):
+            return ObjectState(Health.WAITING, "its change has yet to be seen")
         case "StatefulSet":
             return _of_set(live)
         case "Deployment":
-            status, wanted = live.get("status", {}), live["spec"].get("replicas", 1)
             ready = min(status.get("readyReplicas", 0), status.get("updatedReplicas", 0))
-            if _stale(live):
-                return ObjectState(Health.WAITING, "its change has yet to be seen")
+            wanted = live["spec"].get("replicas", 1)
             return ObjectState(Health.READY if ready >= wanted else Health.WAITING, f"{ready} of {wanted} pods ready")
         case "Job":
             return _of_job(live)
         case "JobSet":
             return _of_conditions(live, "Completed", "started")
         case "Service" if live["spec"].get("type") == "LoadBalancer":
-            found = live.get("status", {}).get("loadBalancer", {}).get("ingress") or []
+            found = status.get("loadBalancer", {}).get("ingress") or []
             where = [one.get("hostname") or one.get("ip", "") for one in found]
-            return (
-                ObjectState(Health.READY, f"at {where[0]}")
-                if where
-                else ObjectState(Health.WAITING, "has no address yet")
-            )
+            health = Health.READY if where else Health.WAITING
+            return ObjectState(health, f"at {where[0]}" if where else "has no address yet")
     return ObjectState(Health.READY, "there")
 
 
 def _of_set(live: Object) -> ObjectState:
     status, wanted = live.get("status", {}), live["spec"].get("replicas", 1)
     ready, updated = status.get("readyReplicas", 0), status.get("updatedReplicas", 0)
-    if _stale(live):
-        return ObjectState(Health.WAITING, "its change has yet to be seen")
     if ready < wanted:
         return ObjectState(Health.WAITING, f"{ready} of {wanted} pods ready")
     if status.get("currentRevision") != status.get("updateRevision") and updated < wanted:
         return ObjectState(Health.WAITING, f"{updated} of {wanted} pods are the new ones")
     return ObjectState(Health.READY, f"{ready} of {wanted} pods ready")
-
-
-def _stale(live: Object) -> bool:
-    generation = live["metadata"].get("generation", 0)
-    return bool(live.get("status", {}).get("observedGeneration", 0) < generation)
 
 
 def _of_job(live: Object) -> ObjectState:

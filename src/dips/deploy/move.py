@@ -18,7 +18,7 @@ from dips.deploy import rollout as plan
 from dips.deploy.compare import STOPPED_WITH
 from dips.deploy.deploy_file import STATE, DeployKnobs, Deployment
 from dips.deploy.health import Health, ObjectState
-from dips.deploy.objects import STATE_MOUNT, Object, container, labels, pod_spec, selector, small_resources
+from dips.deploy.objects import STATE_MOUNT, Object, container, made, pod_spec, resources, selector
 from dips.deploy.operate import LiveDeployment
 from dips.deploy.rollout import Api, Rollout
 
@@ -167,7 +167,10 @@ class Move:
     def _copy(self, volume: Volume) -> None:
         """Replace what the new volume holds by what the old one holds."""
         if self._to.get("PersistentVolumeClaim", volume.claim) is None:
-            self._to.create(_claim(self._wanted, volume))
+            # As its StatefulSet would make it.
+            claim = made(self._wanted, "PersistentVolumeClaim", volume.claim, volume.component, spec=volume.spec)
+            claim["metadata"]["labels"] = selector(self._wanted, volume.component)
+            self._to.create(claim)
         carriers = [(self._from, carrier(self.old, volume)), (self._to, carrier(self._wanted, volume))]
         try:
             for api, pod in carriers:
@@ -214,45 +217,12 @@ class Move:
         return ObjectState(Health.READY if phase == "Running" else Health.WAITING, f"is {phase}")
 
 
-def _claim(deployment: Deployment, volume: Volume) -> Object:
-    """As its StatefulSet would make it."""
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {
-            "name": volume.claim,
-            "namespace": deployment.run.namespace,
-            "labels": selector(deployment, volume.component),
-        },
-        "spec": volume.spec,
-    }
-
-
 def carrier(deployment: Deployment, volume: Volume) -> Object:
     """A pod that does nothing but hold a volume."""
-    one = container(
-        "carrier",
-        deployment.run.image(volume.component),
-        ["sleep", "infinity"],
-        small_resources(deployment),
-        [STATE_MOUNT],
-    )
+    small = resources(deployment.run.small_pod_cpus, deployment.run.small_pod_memory)
+    image = deployment.run.image(volume.component)
+    one = container("carrier", image, ["sleep", "infinity"], small, [STATE_MOUNT])
     claim = {"name": "state", "persistentVolumeClaim": {"claimName": volume.claim}}
-    spec = pod_spec(
-        deployment,
-        f"{deployment.name}-server",
-        [one],
-        [claim],
-        restartPolicy="Never",
-        terminationGracePeriodSeconds=1,
-    )
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": volume.carrier,
-            "namespace": deployment.run.namespace,
-            "labels": labels(deployment, "carrier"),
-        },
-        "spec": spec,
-    }
+    ends: Object = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 1}
+    spec = pod_spec(deployment, f"{deployment.name}-server", [one], [claim], **ends)
+    return made(deployment, "Pod", volume.carrier, "carrier", spec=spec)

@@ -84,16 +84,17 @@ def made(deployment: Deployment, kind: str, name: str, component: str, cluster: 
 
 API_VERSIONS = {
     "Namespace": "v1",
-    "ServiceAccount": "v1",
     "Secret": "v1",
+    "ServiceAccount": "v1",
     "ConfigMap": "v1",
     "Service": "v1",
-    "PersistentVolumeClaim": "v1",
+    "NetworkPolicy": "networking.k8s.io/v1",
+    "PodDisruptionBudget": "policy/v1",
     "Role": "rbac.authorization.k8s.io/v1",
     "RoleBinding": "rbac.authorization.k8s.io/v1",
     "Lease": "coordination.k8s.io/v1",
-    "NetworkPolicy": "networking.k8s.io/v1",
-    "PodDisruptionBudget": "policy/v1",
+    "PersistentVolumeClaim": "v1",
+    "Pod": "v1",
     "StatefulSet": "apps/v1",
     "Deployment": "apps/v1",
     "Job": "batch/v1",
@@ -101,6 +102,7 @@ API_VERSIONS = {
     "ServiceMonitor": "monitoring.coreos.com/v1",
     "PodMonitor": "monitoring.coreos.com/v1",
 }
+"""The kinds that are made here, in their order."""
 
 MONITORS = ("ServiceMonitor", "PodMonitor")
 
@@ -114,8 +116,7 @@ EXTENSIONS = {
 }
 """Kinds that not every run has, most of which only an extension knows, and what to do where one is missing."""
 
-PLURALS = {kind: f"{kind.lower()}s" for kind in API_VERSIONS}
-PLURALS |= {"NetworkPolicy": "networkpolicies", "Pod": "pods"}
+PLURALS = {**{kind: f"{kind.lower()}s" for kind in API_VERSIONS}, "NetworkPolicy": "networkpolicies"}
 """The names of kinds in requests and rights."""
 
 
@@ -130,19 +131,8 @@ def namespace(deployment: Deployment, context: str) -> Object:
     return found
 
 
-def permits_all(namespace: Object) -> bool:
-    """Whether pods of any kind may run there."""
-    return bool(namespace["metadata"]["labels"].get(f"{POD_SECURITY}/enforce") == "privileged")
-
-
 def service_account(deployment: Deployment, name: str, component: str, cluster: str = "") -> Object:
     return made(deployment, "ServiceAccount", name, component, cluster, automountServiceAccountToken=False)
-
-
-def settings_map(
-    deployment: Deployment, name: str, component: str, files: Mapping[str, str], cluster: str = ""
-) -> Object:
-    return made(deployment, "ConfigMap", name, component, cluster, data=dict(files))
 
 
 def config_hash(files: Mapping[str, str]) -> str:
@@ -224,34 +214,18 @@ def listening(deployment: Deployment, port: int) -> str:
     return f"{deployment.run.every_address}:{port}"
 
 
-def resources(cpus: str, memory: str, extra: Mapping[str, str] | None = None) -> Object:
+def resources(cpus: float, n_bytes: int, extra: Mapping[str, str] | None = None) -> Object:
     """A container's resources.
 
     Memory is asked for and bounded alike, so that a full node ends others first; processors are never bounded.
     """
-    fixed = {"memory": memory, **(extra or {})}
-    return {"requests": {"cpu": cpus, **fixed}, "limits": fixed}
-
-
-def small_resources(deployment: Deployment) -> Object:
-    return resources(processors(deployment.run.small_pod_cpus), quantity(deployment.run.small_pod_memory))
-
-
-def tcp_probe(port: str, period_s: int, failures: int) -> Object:
-    return {"tcpSocket": {"port": port}, "periodSeconds": period_s, "failureThreshold": failures, "timeoutSeconds": 5}
+    fixed = {"memory": quantity(n_bytes), **(extra or {})}
+    return {"requests": {"cpu": processors(cpus), **fixed}, "limits": fixed}
 
 
 STATE_MOUNT = {"name": "state", "mountPath": STATE}
 KEYS_MOUNT = {"name": "keys", "mountPath": KEYS, "readOnly": True}
 CONFIG_MOUNT = {"name": "config", "mountPath": CONFIG, "readOnly": True}
-
-
-def own_keys_mounts(name: str) -> list[Object]:
-    """Mounts the files of one identity from a secret with many: `name` may hold variables of the container."""
-    return [
-        {"name": "keys", "mountPath": f"{KEYS}/{file}", "subPathExpr": f"{name}.{file}", "readOnly": True}
-        for file in IDENTITY_FILES
-    ]
 
 
 def secret_volume(secret: str) -> Object:
@@ -263,11 +237,10 @@ def config_volume(name: str) -> Object:
     return {"name": "config", "configMap": {"name": name, "defaultMode": 0o444}}
 
 
-def claim_template(deployment: Deployment, storage: str) -> Object:
-    spec: Object = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": storage}}}
-    if deployment.run.storage_class:
-        spec["storageClassName"] = deployment.run.storage_class
-    return {"metadata": {"name": "state"}, "spec": spec}
+def claim_spec(deployment: Deployment, n_bytes: int, access: str) -> Object:
+    """Of a PersistentVolumeClaim for a volume of this size."""
+    spec: Object = {"accessModes": [access], "resources": {"requests": {"storage": quantity(n_bytes)}}}
+    return {**spec, "storageClassName": deployment.run.storage_class} if deployment.run.storage_class else spec
 
 
 def service_ports(ports: Mapping[str, int]) -> list[Object]:

@@ -333,7 +333,7 @@ class LiveDeployment:
         with self._operator() as operator:
             self._rollout.say(operator.drain(cluster, reason))
         self._rollout.until(f"cluster {cluster}", lambda: self._left(cluster))
-        if found in plan.on_kubernetes(self.deployment):
+        if found.on_kubernetes:
             self._rollout.until(f"cluster {cluster}", lambda: self._ended(cluster))
 
     def _left(self, cluster: str) -> ObjectState:

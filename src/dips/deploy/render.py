@@ -11,7 +11,7 @@ from dips.core.release import requirement
 from dips.deploy import rollout
 from dips.deploy.clusters import cluster_settings, command, end_s, environment
 from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment
-from dips.deploy.objects import MONITORS, Object, as_yaml, permits_all
+from dips.deploy.objects import MONITORS, POD_SECURITY, Object, as_yaml
 
 # ---- scripts ---------------------------------------------------------------------------------------------------------
 #
@@ -153,7 +153,7 @@ def write_folders(deployment: Deployment, output: Path) -> Iterator[Path]:
     """
     for folder, objects in folders(deployment).items():
         yield from write_kustomization(output / folder, objects, str(deployment.file))
-    for cluster in rollout.elsewhere(deployment):
+    for cluster in (one for one in deployment.clusters if not one.on_kubernetes):
         name, text = script(deployment, cluster)
         yield _write(output / "scripts" / name, text, 0o755)
 
@@ -172,7 +172,7 @@ def folders(deployment: Deployment) -> dict[str, list[Object]]:
         for one in stage.objects:
             if one["kind"] == "Namespace":
                 # The folder is for all contexts: of them the one whose pods need the most.
-                if NAMESPACE not in found or permits_all(one):
+                if NAMESPACE not in found or one["metadata"]["labels"][f"{POD_SECURITY}/enforce"] == "privileged":
                     found[NAMESPACE] = [one]
             elif one["kind"] != "Secret":
                 folder = f"{name}/{OPERATOR}" if one["kind"] in MONITORS else name

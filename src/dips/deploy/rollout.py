@@ -21,9 +21,9 @@ from dips.core.units import format_bytes
 from dips.deploy import identities
 from dips.deploy.clusters import cluster_objects
 from dips.deploy.compare import ObjectAction, Step, diff_lines, remembered, replicas_of, step_for
-from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment, bytes_of, processors_of
+from dips.deploy.deploy_file import Deployment, bytes_of, processors_of
 from dips.deploy.health import Health, ObjectState, state_of
-from dips.deploy.objects import API_VERSIONS, EXTENSIONS, MONITORS, PLURALS, Object
+from dips.deploy.objects import API_VERSIONS, EXTENSIONS, MONITORS, PLURALS, Object, made
 from dips.deploy.servers import server_objects, standby_objects
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
@@ -85,20 +85,11 @@ def stages(deployment: Deployment) -> list[RolloutStage]:
         RolloutStage(context, RolloutPart.SLAVES, (sets[f"{deployment.name}-slave"],)),
         RolloutStage(context, RolloutPart.SUPERVISOR, tuple(rest)),
     ]
-    for cluster in on_kubernetes(deployment):
+    for cluster in (one for one in deployment.clusters if one.on_kubernetes):
         at, *after = cluster_objects(deployment, cluster)
         objects = (at, identities.cluster_secret(deployment, cluster.id), *after)
         found.append(RolloutStage(deployment.site(cluster.site).context, RolloutPart.CLUSTER, objects, cluster.id))
     return found
-
-
-def on_kubernetes(deployment: Deployment) -> list[DeployedClusterKnobs]:
-    return [cluster for cluster in deployment.clusters if cluster.on_kubernetes]
-
-
-def elsewhere(deployment: Deployment) -> list[DeployedClusterKnobs]:
-    """Clusters that a script starts."""
-    return [cluster for cluster in deployment.clusters if cluster.starts in ("slurm", "command")]
 
 
 def contexts(deployment: Deployment) -> list[str]:
@@ -216,56 +207,30 @@ def counts(found: Iterable[tuple[RolloutStage, list[Step]]], leaving: Sequence[S
     return ", ".join([*parts, f"{len(leaving)} to delete"])
 
 
-@dataclass(frozen=True)
-class PodNeed:
-    """What the pods of one workload ask for, each."""
-
-    context: str
-    name: str
-    pods: int
-    cpus: float
-    memory_bytes: int
-    more: Mapping[str, str]  # accelerators and other resources, by their names
-
-
-def needs(found: Iterable[RolloutStage]) -> list[PodNeed]:
-    """What every pod asks for; a node must have all of it, and a site the sum."""
-    result = []
-    for stage in found:
-        for one in stage.objects:
-            spec = one.get("spec", {})
-            jobs = spec.get("replicatedJobs") or [{"template": one}]
+def need_lines(found: Sequence[RolloutStage]) -> Iterator[str]:
+    """For each context what its nodes must have free: in all, and for each pod, all of which one node must have."""
+    for context in dict.fromkeys(stage.context for stage in found):
+        all_cpus, all_bytes, each = 0.0, 0, list[str]()
+        for one in (one for stage in found if stage.context == context for one in stage.objects):
+            jobs = one.get("spec", {}).get("replicatedJobs") or [{"template": one}]
             for part in (job["template"]["spec"] for job in jobs if one["kind"] in WORKLOADS):
-                asked: dict[str, str] = {}
-                for container in part["template"]["spec"]["containers"]:
-                    asked |= container["resources"]["requests"]
-                cpus, memory = processors_of(asked.pop("cpu")), bytes_of(asked.pop("memory"))
-                pods = part.get("replicas", part.get("parallelism", 1))
-                result.append(PodNeed(stage.context, one["metadata"]["name"], pods, cpus, memory, asked))
-    return result
-
-
-def need_lines(found: Sequence[PodNeed]) -> Iterator[str]:
-    """For each context what its nodes must have free, in all and for each pod."""
-    for context in dict.fromkeys(need.context for need in found):
-        mine = [need for need in found if need.context == context]
-        cpus = sum(need.pods * need.cpus for need in mine)
-        memory = format_bytes(sum(need.pods * need.memory_bytes for need in mine))
-        yield f"context {context} must have {cpus:g} processors and {memory} free:"
-        for need in mine:
-            more = "".join(f", {amount} {name}" for name, amount in need.more.items())
-            each = f"{need.cpus:g} processors, {format_bytes(need.memory_bytes)}{more}"
-            yield f"  {need.pods} x {need.name}: {each}{' each' if need.pods > 1 else ''}"
+                (container,) = part["template"]["spec"]["containers"]
+                asked, n = dict(container["resources"]["requests"]), part.get("replicas", part.get("parallelism", 1))
+                cpus, n_bytes = processors_of(asked.pop("cpu")), bytes_of(asked.pop("memory"))
+                all_cpus, all_bytes = all_cpus + n * cpus, all_bytes + n * n_bytes
+                more = "".join(f", {amount} {name}" for name, amount in asked.items())
+                words = f"{cpus:g} processors, {format_bytes(n_bytes)}{more}{' each' if n > 1 else ''}"
+                each.append(f"  {n} x {one['metadata']['name']}: {words}")
+        if each:
+            yield f"context {context} must have {all_cpus:g} processors and {format_bytes(all_bytes)} free:"
+            yield from each
 
 
 # ---- rollout ---------------------------------------------------------------------------------------------------------
 
 
 POLL_S = 2.0
-KINDS = (
-    *("Secret", "ServiceAccount", "ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "Role"),
-    *("RoleBinding", "Lease", "PersistentVolumeClaim", "StatefulSet", "Deployment", "Job", "JobSet", *MONITORS),
-)
+KINDS = tuple(kind for kind in API_VERSIONS if kind not in ("Namespace", "Pod"))
 """What a run may have in a namespace, in the order in which it is made."""
 
 Say = Callable[[str], None]
@@ -455,16 +420,8 @@ def role(deployment: Deployment, move: bool = False) -> Object:
     if move or deployment.standby:
         # The client opens a WebSocket with a GET, for which RBAC wants get; from Kubernetes 1.35 on also create.
         rights.append(("", ["pods/exec"], ["get", "create"]))
-    return {
-        "apiVersion": API_VERSIONS["Role"],
-        "kind": "Role",
-        "metadata": {
-            "name": ROLE,
-            "namespace": deployment.run.namespace,
-            # Of no run: `dips deploy delete` must not delete what permits it.
-            "labels": {"app.kubernetes.io/part-of": "dips"},
-        },
-        "rules": [
-            {"apiGroups": [group], "resources": resources, "verbs": list(verbs)} for group, resources, verbs in rights
-        ],
-    }
+    rules = [{"apiGroups": [group], "resources": names, "verbs": list(verbs)} for group, names, verbs in rights]
+    found = made(deployment, "Role", ROLE, "deploy", rules=rules)
+    # Of no run: `dips deploy delete` must not delete what permits it.
+    found["metadata"]["labels"] = {"app.kubernetes.io/part-of": "dips"}
+    return found

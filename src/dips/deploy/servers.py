@@ -12,6 +12,11 @@ from dips.deploy.objects import Object, made
 START_PROBES, LIFE_PROBES, PROBE_S = 360, 6, 10
 """A slave reads its snapshots back before it opens its port: an hour is given. Later a minute of silence ends it."""
 
+PROBES = {
+    name: {"tcpSocket": {"port": "metrics"}, "periodSeconds": PROBE_S, "failureThreshold": n, "timeoutSeconds": 5}
+    for name, n in (("startupProbe", START_PROBES), ("readinessProbe", 3), ("livenessProbe", LIFE_PROBES))
+}
+
 ENDPOINT_LABEL = "dips-door"
 """Distinguishes the services that metrics are read from, inside, from those that lead in from outside."""
 
@@ -32,8 +37,8 @@ def server_objects(deployment: Deployment) -> list[Object]:
         objects.namespace(deployment, deployment.server_site.context),
         objects.service_account(deployment, f"{name}-server", "server"),
         objects.service_account(deployment, f"{name}-supervisor", "supervisor"),
-        objects.settings_map(deployment, f"{name}-master", "master", master_settings(deployment, master)),
-        objects.settings_map(deployment, f"{name}-slave", "slave", slave_files),
+        made(deployment, "ConfigMap", f"{name}-master", "master", data=master_settings(deployment, master)),
+        made(deployment, "ConfigMap", f"{name}-slave", "slave", data=slave_files),
         *_services(deployment),
         *objects.server_policies(deployment),
         *_lease(deployment),
@@ -62,7 +67,7 @@ def standby_objects(deployment: Deployment, place: MasterPlace) -> list[Object]:
     return [
         objects.namespace(deployment, place.site.context),
         objects.service_account(deployment, name, component),
-        objects.settings_map(deployment, name, component, master_settings(deployment, place)),
+        made(deployment, "ConfigMap", name, component, data=master_settings(deployment, place)),
         _service(deployment, name, component, {"control": deploy_file.CONTROL_PORT, **objects.METRICS}),
         *([] if deployment.run.expose == "inside" else [_endpoint(deployment, component, 0, place.address)]),
         objects.master_policy(deployment, place),
@@ -189,31 +194,35 @@ def _master(deployment: Deployment, place: MasterPlace) -> Object:
         "master",
         deployment.run.image("master"),
         ["dips", "master", "--config", f"{CONFIG}/master.toml", *(["--standby", follows] if follows else [])],
-        objects.resources(
-            deploy_file.processors(deployment.run.master_cpus), deploy_file.quantity(sizes.master_process_bytes)
-        ),
+        objects.resources(deployment.run.master_cpus, sizes.master_process_bytes),
         mounts,
         {"control": deploy_file.CONTROL_PORT, **objects.METRICS},
         environment,
         # A standby serves its metrics, and nothing else.
-        startupProbe=objects.tcp_probe("metrics", PROBE_S, START_PROBES),
-        readinessProbe=objects.tcp_probe("metrics", PROBE_S, 3),
-        livenessProbe=objects.tcp_probe("metrics", PROBE_S, LIFE_PROBES),
+        **PROBES,
     )
     apart = {"affinity": _apart(deployment, "master", "standby")} if others else {}
     pod = _server_pod(deployment, account, one, volumes, terminationGracePeriodSeconds=END_S, **apart)
     # A StatefulSet never has two pods of one name: the journal has one writer, also when a node is lost.
+    settings = master_settings(deployment, place)
+    return _stateful_set(deployment, place.component, settings, pod, sizes.master_volume_bytes, {"replicas": 1})
+
+
+def _stateful_set(
+    deployment: Deployment, component: str, files: Mapping[str, str], pod: Object, volume_bytes: int, of_set: Object
+) -> Object:
+    """Pods with a volume each, which stays when they go; other files make other pods."""
+    name = f"{deployment.name}-{component}"
+    claim = objects.claim_spec(deployment, volume_bytes, "ReadWriteOnce")
     spec = {
         "serviceName": name,
-        "replicas": 1,
-        "selector": {"matchLabels": objects.selector(deployment, place.component)},
-        "template": _template(
-            deployment, place.component, objects.config_hash(master_settings(deployment, place)), pod
-        ),
-        "volumeClaimTemplates": [objects.claim_template(deployment, deploy_file.quantity(sizes.master_volume_bytes))],
+        **of_set,
+        "selector": {"matchLabels": objects.selector(deployment, component)},
+        "template": _template(deployment, component, objects.config_hash(files), pod),
+        "volumeClaimTemplates": [{"metadata": {"name": "state"}, "spec": claim}],
         "persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Retain", "whenScaled": "Retain"},
     }
-    return made(deployment, "StatefulSet", name, place.component, spec=spec)
+    return made(deployment, "StatefulSet", name, component, spec=spec)
 
 
 def _apart(deployment: Deployment, *components: str) -> Object:
@@ -230,20 +239,21 @@ def _apart(deployment: Deployment, *components: str) -> Object:
 
 def _slaves(deployment: Deployment, files: Mapping[str, str]) -> Object:
     name, sizes = f"{deployment.name}-slave", deployment.sizes
+    # Of a secret with the files of many the slave's own alone.
+    own_keys = (
+        {"name": "keys", "mountPath": f"{KEYS}/{file}", "subPathExpr": f"s$(POD_INDEX).{file}", "readOnly": True}
+        for file in objects.IDENTITY_FILES
+    )
     one = objects.container(
         "slave",
         deployment.run.image("slave"),
         ["dips", "slave", "--config", f"{CONFIG}/s$(POD_INDEX).toml"],
-        objects.resources(
-            deploy_file.processors(deployment.run.slave_cpus), deploy_file.quantity(sizes.slave_process_bytes)
-        ),
-        [objects.STATE_MOUNT, *objects.own_keys_mounts("s$(POD_INDEX)"), objects.CONFIG_MOUNT],
+        objects.resources(deployment.run.slave_cpus, sizes.slave_process_bytes),
+        [objects.STATE_MOUNT, *own_keys, objects.CONFIG_MOUNT],
         {"data": deploy_file.DATA_PORT, **objects.METRICS},
         [POD_INDEX],
         # Metrics open when the data port serves, which is bound long before.
-        startupProbe=objects.tcp_probe("metrics", PROBE_S, START_PROBES),
-        readinessProbe=objects.tcp_probe("metrics", PROBE_S, 3),
-        livenessProbe=objects.tcp_probe("metrics", PROBE_S, LIFE_PROBES),
+        **PROBES,
     )
     # No two slaves on one node, and about as many in one zone as in another: one failure takes one slave.
     across = {
@@ -263,19 +273,9 @@ def _slaves(deployment: Deployment, files: Mapping[str, str]) -> Object:
     )
     # The settings that all slaves share: one slave more must not make the others start again.
     lines = [set(text.splitlines()) for text in files.values()]
-    spec = {
-        "serviceName": name,
-        "replicas": deployment.run.slaves,
-        "podManagementPolicy": "Parallel",
-        "minReadySeconds": PROBE_S,
-        "selector": {"matchLabels": objects.selector(deployment, "slave")},
-        "template": _template(
-            deployment, "slave", objects.config_hash({"common": "\n".join(sorted(set.intersection(*lines)))}), pod
-        ),
-        "volumeClaimTemplates": [objects.claim_template(deployment, deploy_file.quantity(sizes.slave_volume_bytes))],
-        "persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Retain", "whenScaled": "Retain"},
-    }
-    return made(deployment, "StatefulSet", name, "slave", spec=spec)
+    common = {"common": "\n".join(sorted(set.intersection(*lines)))}
+    of_set = {"replicas": deployment.run.slaves, "podManagementPolicy": "Parallel", "minReadySeconds": PROBE_S}
+    return _stateful_set(deployment, "slave", common, pod, sizes.slave_volume_bytes, of_set)
 
 
 def _server_pod(deployment: Deployment, account: str, one: Object, volumes: list[Object], **more: object) -> Object:
@@ -306,7 +306,7 @@ def _supervisor(deployment: Deployment) -> list[Object]:
         "supervisor",
         deployment.run.image("master"),
         command,
-        objects.small_resources(deployment),
+        objects.resources(deployment.run.small_pod_cpus, deployment.run.small_pod_memory),
         [objects.KEYS_MOUNT, TOKEN_MOUNT],
     )
     volumes = [objects.secret_volume(f"{deployment.name}-keys-supervisor"), TOKEN_VOLUME]

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -58,16 +58,12 @@ class WatchLimits:
 class WatchMemory:
     """The state that is kept between two looks. away, blamed: since when, by slave; ended: when last and how often."""
 
-    away_s: Mapping[str, float]
-    blamed_s: Mapping[str, float]
-    ended_s: Mapping[str, float]
-    endings: Mapping[str, int]
+    away_s: Mapping[str, float] = field(default_factory=dict)
+    blamed_s: Mapping[str, float] = field(default_factory=dict)
+    ended_s: Mapping[str, float] = field(default_factory=dict)
+    endings: Mapping[str, int] = field(default_factory=dict)
     committed: int = -1
     epoch: int = -1
-
-    @classmethod
-    def nothing(cls) -> WatchMemory:
-        return cls({}, {}, {}, {})
 
 
 @dataclass(frozen=True)
@@ -159,7 +155,7 @@ class SlaveSupervisor:
         self._pod_of = {f"s{index}": f"{run_id}-slave-{index}" for index in range(slaves)}
         self._status, self._pods, self._patience = status, pods, patience
         self._now_s, self._wall = now_s, wall
-        self._memory = WatchMemory.nothing()
+        self._memory = WatchMemory()
         self._trouble = ""
 
     def tick(self) -> Ending | None:

@@ -155,8 +155,12 @@ def _asked_pods(deployment: Deployment, cluster: DeployedClusterKnobs, api: kube
     pods = api.list("Pod", selector(deployment, "cluster", cluster.id))
     running = {_index(pod): pod["metadata"]["name"] for pod in pods if pod.get("status", {}).get("phase") == "Running"}
     reached = 0
+    # torchrun numbers the ranks by its nodes' names, in the order of texts.
+    by_name = sorted(range(cluster.nodes), key=lambda one: node_name(deployment, cluster, str(one)))
     for index in range(cluster.nodes):
-        who = f"cluster {cluster.id}, {_ranks_of(deployment, cluster, index)}"
+        first, each = by_name.index(index) * cluster.node_ranks, cluster.node_ranks
+        ranks = f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
+        who = f"cluster {cluster.id}, {ranks}"
         if index not in running:
             yield warn("ranks", f"{who}: pod {index} does not run, so it is not asked", "ask again when it does")
             continue
@@ -181,13 +185,6 @@ def _joins(deployment: Deployment, keys: str) -> list[str]:
 def _index(pod: Object) -> int:
     found = pod["metadata"].get("annotations", {}).get("batch.kubernetes.io/job-completion-index", "")
     return int(found) if found.isdecimal() else -1
-
-
-def _ranks_of(deployment: Deployment, cluster: DeployedClusterKnobs, index: int) -> str:
-    """torchrun numbers the ranks by its nodes' names, in the order of texts."""
-    by_name = sorted(range(cluster.nodes), key=lambda one: node_name(deployment, cluster, str(one)))
-    first, each = by_name.index(index) * cluster.node_ranks, cluster.node_ranks
-    return f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
 
 
 def _wrong(output: str) -> Iterator[tuple[str, str]]:

@@ -371,11 +371,8 @@ def judge_processors(facts: HostFacts, processes: int) -> Finding:
     return ok("processors", sentence)
 
 
-def judge_all(facts: HostFacts) -> Findings:
-    """Judge the facts that matter for every process."""
-    yield judge_files(facts)
-    yield judge_huge_pages(facts)
-    yield judge_clock(facts)
+EVERY_PROCESS = (judge_files, judge_huge_pages, judge_clock)
+"""What judges the facts that matter for every process."""
 
 
 # ---- read ----

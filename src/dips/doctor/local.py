@@ -87,7 +87,7 @@ class LocalDoctor:
             Check("disk", self._disk),
             Check("flush", self._disk_speed),
             Check("kernel buffers", self._buffers),
-            Check("host", partial(host.judge_all, self._facts)),
+            Check("host", lambda: [judge(self._facts) for judge in host.EVERY_PROCESS]),
         ]
 
     # ---- what is there ----

@@ -316,17 +316,12 @@ WITHOUT = f"no status page: aiohttp is not installed ({how_to_install('master')}
 def with_page(plan: RunPlan) -> RunPlan:
     """The plan with a page that draws the evaluator's losses too, at the address that the settings give, if there is
     one; without a page where the run is to have none."""
-    if plan.run.page and not page_can_be():
+    if plan.run.page and importlib.util.find_spec("aiohttp") is None:  # its server is not installed
         return plan  # what_is_served() says so
     page: dict[str, object] = {"page_listen": (plan.master.page_listen or LISTEN) if plan.run.page else None}
     if plan.run.page and plan.evaluate is not None and plan.master.page_heldout is None:
         page["page_heldout"] = tape_path(plan.run.directory, HELDOUT_TAPE)
     return dataclasses.replace(plan, master=plan.master.model_copy(update=page))
-
-
-def page_can_be() -> bool:
-    """Whether its server is installed."""
-    return importlib.util.find_spec("aiohttp") is not None
 
 
 def what_is_served(plan: RunPlan, directory: RunDirectory, page_url: str | None) -> list[str]:

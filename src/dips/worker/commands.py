@@ -229,7 +229,10 @@ def _written(value: Any) -> Any:
 
 def _read(value: Any, kind: Any) -> Any:
     if get_origin(kind) is tuple:
-        return tuple(_range(*numbers) for numbers in value)
+        for numbers in value:
+            if any(type(number) is not int for number in numbers):
+                raise ValueError(f"{tuple(numbers)} is no range of the corpus")
+        return tuple(DataRange(*numbers) for numbers in value)
     if kind in CODECS:
         return decode(base64.b64decode(value, validate=True), kind)
     if kind is Times:
@@ -239,9 +242,3 @@ def _read(value: Any, kind: Any) -> Any:
     if type(value) is not kind:
         raise ValueError(f"{value!r} is no {kind.__name__}")
     return value
-
-
-def _range(*numbers: Any) -> DataRange:
-    if any(type(number) is not int for number in numbers):
-        raise ValueError(f"{numbers} is no range of the corpus")
-    return DataRange(*numbers)

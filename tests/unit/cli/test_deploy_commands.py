@@ -15,8 +15,7 @@ from support.run_status import run_status
 from dips.cli import main
 from dips.core.errors import ConfigError, RetryLater
 from dips.core.messages import StatusReply
-from dips.deploy import kubernetes_api, operate
-from dips.deploy import move as of_move
+from dips.deploy import kubernetes_api
 from dips.deploy import rollout as plan
 from dips.deploy.compare import ObjectAction, Step
 from dips.deploy.deploy_file import Deployment
@@ -106,8 +105,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ]
     Live.asked, Live.pending = [], PendingChanges(stages, [step("old", ObjectAction.DELETE)])
     Live.going_, Live.volumes_, Live.state = [step("x", ObjectAction.DELETE)], [], Health.READY
-    monkeypatch.setattr(operate, "LiveDeployment", Live)
-    monkeypatch.setattr(of_move, "Move", Moved)
+    monkeypatch.setattr("dips.cli.deploy.LiveDeployment", Live)
+    monkeypatch.setattr("dips.cli.deploy.Move", Moved)
     monkeypatch.setattr(kubernetes_api, "known_contexts", lambda: ["here", "there"])
     monkeypatch.setattr(kubernetes_api, "open_context", lambda *_: SimpleNamespace(list=lambda *_: []))
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)

@@ -105,12 +105,11 @@ def test_a_change_of_any_source_makes_code_stale(package: Path, name: str, stale
     assert (stamp_of(package / "a.py") != before) == stale
 
 
-def kernel_modules() -> list[ModuleType]:
-    names = [".".join(("dips", *file.relative_to(ROOT).with_suffix("").parts)) for file in ROOT.rglob("*_numba.py")]
-    return [importlib.import_module(name) for name in sorted(names)]
+FILES = sorted(ROOT.rglob("*_numba.py"))
+KERNELS = [importlib.import_module(".".join(("dips", *file.relative_to(ROOT).with_suffix("").parts))) for file in FILES]
 
 
-@pytest.mark.parametrize("module", kernel_modules(), ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", KERNELS, ids=lambda module: module.__name__)
 def test_all_functions_that_are_compiled_in_are_in_a_source(module: ModuleType) -> None:
     """Also the plain functions of rules that compiled loops call."""
     sources = {str(file) for file in sources_of(Path(str(module.__file__)))}

@@ -306,7 +306,7 @@ def test_the_table_of_secrets_is_what_the_pods_mount(tmp_path: Path) -> None:
     told: dict[str, tuple[str, set[str]]] = {}
     for name, keys, _ in table(GUIDE, "GitOps"):
         secret = name.strip("`").replace("RUN", deployment.name)
-        names = {secret.replace("CLUSTER", one.id) for one in rollout.on_kubernetes(deployment)}
+        names = {secret.replace("CLUSTER", one.id) for one in deployment.clusters if one.on_kubernetes}
         of_one = set(re.findall(r"`([\w.]+\.(?:crt|key|json))`", keys))
         of_all = {key.replace("s0", slave) for key in of_one for slave in deployment.slave_ids}
         told |= {each: ("Opaque", of_all) for each in names}

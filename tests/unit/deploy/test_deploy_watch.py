@@ -33,7 +33,7 @@ class Watch:
     """Looks one after the other."""
 
     def __init__(self) -> None:
-        self.memory = WatchMemory.nothing()
+        self.memory = WatchMemory()
 
     def look(self, status: StatusReply, now_s: float, pods: dict[str, Pod | None] | None = None) -> Ending | None:
         self.memory, ending = look(self.memory, status, pods or dict(WELL), now_s, PATIENCE)

@@ -65,15 +65,11 @@ class Details(NamedTuple):
     method: str
 
 
-def token_of(bench: Bench) -> int:
-    return bench.machine.of(effects.ClusterCall)[-1].token
-
-
 async def held(bench: Bench) -> tuple[asyncio.Task[object], int]:
     """A call that the state has seen and not answered."""
     task = bench.leaving()
     await bench.machine.until(effects.ClusterCall)
-    return task, token_of(bench)
+    return task, bench.machine.of(effects.ClusterCall)[-1].token
 
 
 def answer(event: effects.Event) -> list[Effect]:

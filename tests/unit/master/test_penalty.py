@@ -9,12 +9,8 @@ from support.rounds import Master, Push, along, gram_of
 
 from dips.core.errors import ConfigError, LocalProtocolError
 from dips.master.state.penalty import judge, momentum_warning, round_tokens
-from dips.master.state.penalty_types import DetectorState, Judgement, Participant, PenaltyConfig, dynamic_local_steps_of
+from dips.master.state.penalty_types import DetectorState, Participant, PenaltyConfig, dynamic_local_steps_of
 from dips.master.state.reasons import VerdictCode
-
-
-def reason_of(judgement: Judgement, cluster: str) -> str:
-    return judgement.rejected[cluster].sentence
 
 
 @pytest.mark.parametrize(
@@ -36,7 +32,7 @@ def reason_of(judgement: Judgement, cluster: str) -> str:
 def test_every_preset_rejects_impossible_pushes(preset: str, push: Push, complaint: str, code: VerdictCode) -> None:
     judgement = Master(PenaltyConfig.of(preset)).round({"a": Push(along(1.0)), "b": push, "c": Push(along(1.0, 2))})
     assert judgement.accepted == ("a", "c")
-    assert complaint in reason_of(judgement, "b")
+    assert complaint in judgement.rejected["b"].sentence
     assert judgement.rejected["b"].code is code
     assert math.isfinite(judgement.merged_norm)
     assert sum(judgement.weights) == pytest.approx(1.0)

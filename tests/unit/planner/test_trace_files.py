@@ -23,7 +23,7 @@ from dips.planner.ir import Kind, Schedule, straight
 from dips.planner.schedules.fixed import one_f_one_b
 from dips.planner.schedules.greedy import jeeves
 from dips.planner.schedules.optimal import optimal
-from dips.planner.simulate import SimulatedMessage, Timeline, simulate, simulate_fleet
+from dips.planner.simulate import SimulatedMessage, simulate, simulate_fleet
 from dips.planner.sweep import GridPoint
 from dips.planner.trace import (
     COLOURS,
@@ -57,10 +57,6 @@ def made(kind: str) -> tuple[Schedule, Costs]:
         hint = CASE.schedule("cross_ud/1")[0]
         return optimal("optimal", straight(4), 8, costs, limits, hint, time_limit_s=0.5).schedule, costs
     return CASE.schedule(kind)
-
-
-def timeline_of(kind: str) -> Timeline:
-    return simulate(*made(kind))
 
 
 @EACH
@@ -127,7 +123,7 @@ def test_drawings_open_whatever_sites_are_called(tmp_path: Path) -> None:
     """A name with dollar signs is no formula."""
     files = [tmp_path / "timeline.svg", tmp_path / "timeline.png"]
     names = ["$x_$ 0", "[red]b[/] 1", "<c> & 2", "d^$ 3"]
-    draw([timeline_of("cross_ud/1")], files, "a $model_$: 3 s", names)
+    draw([simulate(*made("cross_ud/1"))], files, "a $model_$: 3 s", names)
     assert ElementTree.parse(files[0]).getroot().tag == "{http://www.w3.org/2000/svg}svg"
     height, width, _ = image.imread(files[1]).shape
     assert width > 1000

@@ -6,23 +6,18 @@ from collections import Counter
 
 import pytest
 
-from dips.lab.sim.counts import NO_MOMENT, RunCounts
+from dips.lab.sim.counts import NO_MOMENT
 from dips.lab.sim.seed_run import SeedRun
-
-
-def unaccounted(counts: RunCounts) -> dict[str, int]:
-    """Planned faults of which it is not known whether they struck."""
-    idle: Counter[str] = Counter()
-    for (kind, why), n in counts.idle.items():
-        if why != NO_MOMENT:  # these were begun
-            idle[kind] += n
-    return {kind: n for kind, n in counts.planned.items() if n != counts.begun[kind] + idle[kind]}
 
 
 @pytest.mark.parametrize("seed", range(24, 28))
 def test_every_planned_fault_struck_or_has_a_reason(seed: int) -> None:
     counts = SeedRun(seed).run().counts
-    assert unaccounted(counts) == {}
+    idle: Counter[str] = Counter()
+    for (kind, why), n in counts.idle.items():
+        if why != NO_MOMENT:  # these were begun
+            idle[kind] += n
+    assert all(n == counts.begun[kind] + idle[kind] for kind, n in counts.planned.items()), "some may not have struck"
     struck = {kind for kind in counts.begun if counts.fired[kind]}
     armed = {kind for kind, why in counts.idle if why == NO_MOMENT}
     assert set(counts.begun) - struck == armed

@@ -175,20 +175,15 @@ def roll_back(ring: Ring) -> SnapshotInfo:
     return named
 
 
-def before_rollback() -> Image:
-    disk = CrashDisk()
-    rounds(Life(disk))
-    (image,) = disk.images()
-    return image
-
-
 def rolled_back(life: Life) -> None:
     roll_back(life.ring)
 
 
 def test_a_rollback_is_the_same_after_a_loss_of_power_at_any_step_and_again_at_any_step_of_the_second_try() -> None:
-    n_images = 0
-    for _, images, where in crashed_lives(rolled_back, before_rollback()):
+    n_images, disk = 0, CrashDisk()
+    rounds(Life(disk))
+    (before,) = disk.images()
+    for _, images, where in crashed_lives(rolled_back, before):
         for image in images:
             for _, again, where_again in crashed_lives(rolled_back, image):
                 for last in again:

@@ -113,14 +113,10 @@ class Part:
         return cast(ModelPart, self), Share.whole(self.layout), self.layout.n_elems
 
 
-def saved_in_one_file(state: RankState, folder: Path) -> tuple[dict[str, Any], SavedShards]:
-    told, shards = state.capture()
-    saved = SavedShards(folder, [write_shards(folder, 0, shards)])
-    return merged([json.loads(json.dumps(told))]), saved
-
-
 def gone_on(before: Loop, after: Loop, folder: Path) -> None:
-    after.state().restore(*saved_in_one_file(before.state(), folder))
+    told, shards = before.state().capture()
+    saved = SavedShards(folder, [write_shards(folder, 0, shards)])
+    after.state().restore(merged([json.loads(json.dumps(told))]), saved)
 
 
 def test_options_go_on(tmp_path: Path) -> None:

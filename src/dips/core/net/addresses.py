@@ -86,20 +86,15 @@ def is_loopback(host: str) -> bool:
 
 def require_loopback(address: str, what: str) -> None:
     """Raise ConfigError unless `address` ("host", "host:port" or "tcp://host:port") is on this machine."""
-    host = _host_of(address)
+    host = bare = _SCHEME.sub("", address)
+    if bare.count(":") == 1 or bare.startswith("["):
+        host = parse_address(bare)[0] if not bare.endswith("]") else bare[1:-1]
     if not is_loopback(host):
         raise ConfigError(
             f"{what} is {address!r}, which is not a loopback address: without keys no one is authenticated, "
             f"so dips serves and dials this machine only; give {option('keys')} instead of {option('insecure')}, or "
             "use 127.0.0.1"
         )
-
-
-def _host_of(address: str) -> str:
-    bare = _SCHEME.sub("", address)
-    if bare.count(":") == 1 or bare.startswith("["):
-        return parse_address(bare)[0] if not bare.endswith("]") else bare[1:-1]
-    return bare
 
 
 def _not_an_address(address: str, what: str, remedy: str) -> ConfigError:

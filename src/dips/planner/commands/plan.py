@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -56,7 +56,7 @@ from dips.planner.costs import NS
 from dips.planner.grouping import ALIKE, THRESHOLD_GBPS, group, grouping_json, measured_of
 from dips.planner.plan import PLAN_FILES, plan_json, ready_folder, write_plan, writing
 from dips.planner.profile import write_profile
-from dips.planner.replan import Limits, Running, read_measured, read_running, verdict_json
+from dips.planner.replan import Limits, read_measured, read_running, verdict_json
 from dips.planner.replan import replan as decide_to_replan
 from dips.planner.scaleacross.report import report_of
 from dips.planner.scaleacross.topology import read_topology
@@ -160,8 +160,7 @@ def run(
     status = Console(stderr=True).status
     if links is not None or then_latency is not None or then_bandwidth is not None:
         after = LINKS_AFTER if links_after is None else links_after
-        _check_change(after, check_gradients, [then_latency, then_bandwidth])
-        change = _change(plan, options, links, then_latency, then_bandwidth)
+        change = _change(plan, options, links, [then_latency, then_bandwidth], after, check_gradients)
         _check_ranks(ranks, change.running.schedules[0].n_devices, plan)
         swapped = run_change(change, operation_ms, after, repeats, backend, out, tolerance / 100, status)
         files = write_change(swapped, out) if out is not None else []
@@ -366,7 +365,17 @@ def adapt(
         raise ConfigError("--before goes with --measured, and --out with --trace: leave it out")
     running = read_running(api.read_text(plan, "plan.json", "make one with dips plan FILE --out FOLDER"), str(plan))
     if trace is not None:
-        return _adapt_traced(running, trace, out, as_json)
+        file = read_trace(trace)
+        if out is not None:
+            ready_folder(out)
+        rules, compared = traced(running, file)
+        if out is not None:
+            with writing(out):
+                (out / ADAPT_FILES[0]).write_text(json.dumps(traced_json(compared)) + "\n")
+                draw(running, file, compared, [out / name for name in ADAPT_FILES[1:]])
+        text = traced_text(rules, compared, running.problem.calibration_error)
+        _print(as_json, lambda: traced_json(compared), text, _written(out, ADAPT_FILES))
+        return 0
     assert measured is not None
     last = None
     if before is not None:
@@ -374,24 +383,6 @@ def adapt(
     advice = advise(running, read_measured(measured), last)
     _print(as_json, lambda: advice_json(advice), advice_text(advice))
     return int(advice.advised)
-
-
-def _adapt_traced(running: Running, trace: str, out: Path | None, as_json: bool) -> int:
-    file = read_trace(trace)
-    if out is not None:
-        ready_folder(out)
-    rules, compared = traced(running, file)
-    if out is not None:
-        with writing(out):
-            (out / ADAPT_FILES[0]).write_text(json.dumps(traced_json(compared)) + "\n")
-            draw(running, file, compared, [out / name for name in ADAPT_FILES[1:]])
-    _print(
-        as_json,
-        lambda: traced_json(compared),
-        traced_text(rules, compared, running.problem.calibration_error),
-        _written(out, ADAPT_FILES),
-    )
-    return 0
 
 
 @app.command()
@@ -627,7 +618,15 @@ def _check_ranks(ranks: int | None, n_devices: int, plan: str) -> None:
         )
 
 
-def _check_change(after: int, check_gradients: bool, then: Iterable[float | None]) -> None:
+def _change(
+    plan: str,
+    options: dict[str, float | None],
+    links: Path | None,
+    then: Sequence[float | None],
+    after: int,
+    check_gradients: bool,
+) -> Change:
+    """then: latency and bandwidth of the links between sites, where a schedule is named. Raises ConfigError."""
     if not 1 <= after <= MOST_REPEATS:
         raise ConfigError(f"--links-after {after} is no number of iterations: give 1 to {MOST_REPEATS}")
     if check_gradients:
@@ -635,18 +634,9 @@ def _check_change(after: int, check_gradients: bool, then: Iterable[float | None
     for value in then:
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"{value:g} is no delay of a link: give T_F, at least 0")
-
-
-def _change(
-    plan: str,
-    options: dict[str, float | None],
-    links: Path | None,
-    latency: float | None,
-    bandwidth: float | None,
-) -> Change:
     if links is None:
-        return change_of_name(plan, options, latency, bandwidth)
-    if latency is not None or bandwidth is not None:
+        return change_of_name(plan, options, *then)
+    if any(value is not None for value in then):
         raise ConfigError(
             "--links names the links' numbers, as --then-latency and --then-bandwidth do: give one of both"
         )

@@ -11,13 +11,12 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from dips.core.clock import Clock, SystemClock
@@ -26,6 +25,7 @@ from dips.core.units import format_bytes, format_seconds
 from dips.local.supervisor import POLL_S, ChildSpec, ProcessSupervisor, how_it_ended, last_word, log_tail
 from dips.planner.api import error_of, is_plan, read_text
 from dips.planner.calibration import MEASURED_FILE, interval_json, interval_text, measured_json
+from dips.planner.commands.plan_text import table_of
 from dips.planner.costs import NS, Costs, StageCost, equal_sites, read_costs
 from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.plan import read_plan, ready_folder, writing
@@ -40,7 +40,7 @@ from dips.planner.run.links import (
 )
 from dips.planner.schedules import MANY_CHUNKS, SCHEDULES
 from dips.planner.simulate import SimulatedMessage, Timeline, simulate, validate
-from dips.planner.sweep import cases
+from dips.planner.sweep import GridPoint, cases
 from dips.planner.trace import trace_events
 
 # ---- plan run source -------------------------------------------------------------------------------------------------
@@ -80,7 +80,8 @@ def source_of(plan: str, options: dict[str, float | None]) -> PlanSource:
     """
     names = (*SCHEDULES, *MANY_CHUNKS)
     if plan in names:
-        found = _named(plan, filled(options))
+        case = case_of(filled(options))
+        found = PlanSource(*case.schedule(plan), _site_names(case.n_pp, case.n_sites))
     else:
         if not Path(plan).exists():
             known = ", ".join(names)
@@ -126,16 +127,22 @@ def stretched(costs: Costs, factor: float) -> Costs:
     return Costs(stages, wires)
 
 
+def predicted_of(source: PlanSource, factor: float) -> Timeline:
+    """An iteration with all times multiplied, and overheads as they are."""
+    costs, overheads = stretched(source.costs, factor), (source.costs.operation_ns, source.costs.send_ns)
+    return simulate(source.schedule, costs.with_overheads(*overheads, source.schedule.device_of_stage))
+
+
 # ---- by name ----
 
 
-def _named(name: str, given: dict[str, float]) -> PlanSource:
+def case_of(given: Mapping[str, float]) -> GridPoint:
+    """The case that the options of CASE name."""
     (case,) = cases(
         *([int(given[key])] for key in ("stages", "microbatches", "sites")),
         *([given[key]] for key in ("latency", "bandwidth", "memory")),
     )
-    schedule, costs = case.schedule(name)
-    return PlanSource(schedule, costs, _site_names(case.n_pp, case.n_sites))
+    return case
 
 
 def filled(options: dict[str, float | None]) -> dict[str, float]:
@@ -172,9 +179,8 @@ def _from_csv(text: str, where: str, options: dict[str, float | None]) -> PlanSo
     _refuse(options, _OF_CSV, "a plan.csv, which has its own")
     schedule = Schedule.from_csv(text, where)
     n = schedule.n_devices
-    given = filled({**options, "sites": options["sites"] or 2 - n % 2})
-    delays = ([given["latency"]], [given["bandwidth"]])
-    (case,) = cases([n], [schedule.n_microbatches], [int(given["sites"])], *delays, [1.0])
+    sizes = {"stages": n, "microbatches": schedule.n_microbatches, "sites": options["sites"] or 2 - n % 2}
+    case = case_of(filled({**options, **sizes}))
     last_to_first = any(
         {a, b} == {0, n - 1} for a, b in zip(schedule.device_of_stage, schedule.device_of_stage[1:], strict=False)
     )
@@ -274,7 +280,26 @@ def run_ranks(
             ranks.start(
                 ChildSpec(rank_name(rank), command, log_of(folder, rank), {**os.environ, **_ENVIRONMENT}, restart=False)
             )
-        _watch(ranks, names, folder, clock, deadline_s, meanwhile)
+        end_s = clock.monotonic_s() + deadline_s
+        while not ranks.ended(names):
+            ranks.poll()
+            codes = [ranks.exit_code(name) for name in names]
+            if any(codes):
+                break
+            if clock.monotonic_s() > end_s:
+                raise FatalError(
+                    f"the ranks have not ended within {deadline_s:.0f} s: give this machine less other work, or "
+                    f"look into their logs in {folder}"
+                )
+            meanwhile()
+            time.sleep(POLL_S)
+        else:
+            return
+        end_s = clock.monotonic_s() + GRACE_S
+        while not ranks.ended(names) and clock.monotonic_s() < end_s:
+            ranks.poll()
+            time.sleep(POLL_S)
+        raise failure([ranks.exit_code(name) for name in names], folder)
 
 
 def reports_of(folder: Path, n_ranks: int, number: int = 0) -> list[RankReport]:
@@ -288,37 +313,6 @@ def rank_name(rank: int) -> str:
 
 def log_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.log"
-
-
-def _watch(
-    ranks: ProcessSupervisor,
-    names: list[str],
-    folder: Path,
-    clock: Clock,
-    deadline_s: float,
-    meanwhile: Callable[[], None],
-) -> None:
-    """Until all have ended well. Raises ConfigError or FatalError."""
-    end_s = clock.monotonic_s() + deadline_s
-    while not ranks.ended(names):
-        ranks.poll()
-        codes = [ranks.exit_code(name) for name in names]
-        if any(codes):
-            break
-        if clock.monotonic_s() > end_s:
-            raise FatalError(
-                f"the ranks have not ended within {deadline_s:.0f} s: give this machine less other work, or "
-                f"look into their logs in {folder}"
-            )
-        meanwhile()
-        time.sleep(POLL_S)
-    else:
-        return
-    end_s = clock.monotonic_s() + GRACE_S
-    while not ranks.ended(names) and clock.monotonic_s() < end_s:
-        ranks.poll()
-        time.sleep(POLL_S)
-    raise failure([ranks.exit_code(name) for name in names], folder)
 
 
 def failure(codes: list[int | None], folder: Path) -> ConfigError | FatalError:
@@ -430,11 +424,10 @@ def run_plan(
     repeats: 0: only gradients are compared. out: where the ranks' files go. status: shows what goes on. Raises as
     run_ranks() does.
     """
-    costs, places = scaled(source.costs, source.schedule.n_devices, operation_ms), source.schedule.device_of_stage
-    overheads = source.costs.operation_ns, source.costs.send_ns
-    predicted = simulate(source.schedule, costs.with_overheads(*overheads, places))
+    factor = stretch_of(source.costs, source.schedule.n_devices, operation_ms)
+    predicted = predicted_of(source, factor)
     predicted_s = predicted.makespan_ns / NS
-    job = job_of(replace(source, costs=costs), repeats, backend, predicted_s)
+    job = job_of(replace(source, costs=stretched(source.costs, factor)), repeats, backend, predicted_s)
     what = f"{repeats} iterations of about {predicted_s:.1f} s" if repeats else "one iteration"
     with ranks_folder(out) as folder, status(f"{source.schedule.n_devices} ranks run {what}"):
         run_ranks(folder, [job], START_S + 3 * predicted_s * (repeats + 1), SystemClock())
@@ -504,14 +497,6 @@ def busy_text(longer: float) -> str:
 # ---- for people ----
 
 
-def table_of(columns: Sequence[str], left: Sequence[str] = ()) -> Table:
-    """An empty table; its columns are aligned on the right, but for those in `left`."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in columns:
-        table.add_column(name, justify="left" if name in left else "right")
-    return table
-
-
 def tell(outcome: PlanRunOutcome) -> Iterator[str | Table]:
     source, schedule = outcome.source, outcome.source.schedule
     yield (
@@ -537,7 +522,7 @@ def tell(outcome: PlanRunOutcome) -> Iterator[str | Table]:
     )
     if outcome.slowness > BUSY_MACHINE:
         yield busy_text(outcome.slowness)
-    table = table_of(("rank", "site", "stages", "busy", "predicted", "idle", "predicted"), left=("site",))
+    table = table_of(("site",), ("stages", "busy", "predicted", "idle", "predicted"), first=("rank",))
     table.title, table.title_justify = "median iteration", "left"
     for row in ranks_json(outcome):
         times = (row[key] for key in ("busy_s", "predicted_busy_s", "idle_s", "predicted_idle_s"))
@@ -545,7 +530,7 @@ def tell(outcome: PlanRunOutcome) -> Iterator[str | Table]:
         table.add_row(str(row["rank"]), row["site"], stages, *(format_seconds(s) for s in times))
     yield table
     if outcome.median.messages:
-        table = table_of(("from", "to", "messages", "sent", "occupied", "waited", "predicted"))
+        table = table_of((), ("from", "to", "messages", "sent", "occupied", "waited", "predicted"))
         for row in links_json(outcome):
             times = (format_seconds(row[key]) for key in ("occupied_s", "waited_s", "predicted_waited_s"))
             sent = format_bytes(row["bytes"])

@@ -33,18 +33,20 @@ from dips.planner.commands.plan_run import (
     PlanSource,
     RunPart,
     busy_text,
+    case_of,
     filled,
     job_of,
     part_of,
+    predicted_of,
     ranks_folder,
     reports_of,
     run_ranks,
     source_of,
     stretch_of,
     stretched,
-    table_of,
     with_parts_as_stages,
 )
+from dips.planner.commands.plan_text import table_of
 from dips.planner.costs import NS
 from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.plan import make_plan, pipelines_of, write_plan, writing
@@ -65,8 +67,7 @@ from dips.planner.replan import (
 )
 from dips.planner.run.links import GRADIENT_TOLERANCE, PlanJob, RankReport, Sent, report_file, write_job
 from dips.planner.schedules import SCHEDULES
-from dips.planner.simulate import Timeline, simulate
-from dips.planner.sweep import GridPoint, cases
+from dips.planner.sweep import GridPoint
 from dips.planner.units import Division
 
 SCHEMA = "dips-plan-swap/1"
@@ -143,13 +144,7 @@ def change_of_name(
     if given["sites"] < 2:
         raise ConfigError("--then-latency and --then-bandwidth change links between sites: give --sites 2 or more")
     then = {**given, **{k: v for k, v in (("latency", latency), ("bandwidth", bandwidth)) if v is not None}}
-    before, after = (
-        cases(
-            *([int(one[key])] for key in ("stages", "microbatches", "sites")),
-            *([one[key]] for key in ("latency", "bandwidth", "memory")),
-        )[0]
-        for one in (given, then)
-    )
+    before, after = case_of(given), case_of(then)
     problem = problem_of(before, max(2, SCHEDULES[name].chunks(before.n_pp)))
     places = SCHEDULES[name].places(before.n_pp)
     division = problem.uniform(len(places))
@@ -354,20 +349,14 @@ class SwapRun:
         sites = tuple(problem.setup.sites[site].name for site in problem.site_in_file)
         return with_parts_as_stages(PlanSource(schedule, costs, sites, layers=division), BLOCKS)
 
-    def predicted(self, source: PlanSource) -> Timeline:
-        """With the times of the run."""
-        costs, places = stretched(source.costs, self._stretch), source.schedule.device_of_stage
-        overheads = source.costs.operation_ns, source.costs.send_ns
-        return simulate(source.schedule, costs.with_overheads(*overheads, places))
-
     def _job(self, source: PlanSource, repeats: int, last: bool) -> PlanJob:
         timed = replace(source, costs=stretched(source.costs, self._stretch))
-        return job_of(timed, repeats, self._backend, self.predicted(source).makespan_ns / NS, last)
+        return job_of(timed, repeats, self._backend, predicted_of(source, self._stretch).makespan_ns / NS, last)
 
     @property
     def longest_s(self) -> float:
         """How long all of it may take."""
-        old_s = self.predicted(self.sources[OLD]).makespan_ns / NS
+        old_s = predicted_of(self.sources[OLD], self._stretch).makespan_ns / NS
         iterations = self.jobs[BEFORE].repeats + 3 * self._repeats + 1
         return START_S + PLANNING_S + 3 * old_s * iterations
 
@@ -393,7 +382,9 @@ class SwapRun:
 
     def parts(self) -> tuple[RunPart, ...]:
         return tuple(
-            RunPart(**part_of(source, self.predicted(source), reports_of(self._folder, self.n_ranks, number)))
+            RunPart(
+                **part_of(source, predicted_of(source, self._stretch), reports_of(self._folder, self.n_ranks, number))
+            )
             for number, source in enumerate(self.sources)
         )
 
@@ -434,8 +425,7 @@ def tell_change(outcome: SwapOutcome) -> Iterator[str | Table]:
         f"{outcome.operation_ms:g} ms for a forward pass on a device; the links change after "
         f"{len(outcome.parts[BEFORE].measured)} timed iterations"
     )
-    columns = ("iterations", "schedule", "predicted", "measured", "from", "to", "error")
-    table = table_of(columns, left=columns[:2])
+    table = table_of(("iterations", "schedule"), ("predicted", "measured", "from", "to", "error"))
     for name, part in zip(PARTS, outcome.parts, strict=False):
         spans = part.spans_s
         times = (format_seconds(s) for s in (part.predicted_s, part.median_s, spans[0], spans[-1]))

@@ -90,8 +90,18 @@ def decide(
     both = System.DIPS in systems and len(systems) > 1
     ways = None
     if both and len(problem.setup.sites) > 1:
-        ways = _ways(problem, best, steps, refused, systems, say)
-    whole, use = plan if isinstance(plan, Plan) else None, _chosen(best, apart, ways)
+        # Those of all sites are from the answers of the systems.
+        no_ways = list[RefusedCandidate]()
+        if best is None and (why := next((no.why for no in refused if no.name != System.DIPS), "")):
+            no_ways.append(RefusedCandidate(PIPELINE, why))
+        if why := next((no.why for no in refused if no.name == System.DIPS), ""):
+            no_ways.append(RefusedCandidate(CLUSTERS, why))
+        ways = compare_ways(problem, best, steps, no_ways, systems, say)
+    of_all = [way for way in ways.found if ways.of_all(way)] if ways else []
+    # The fastest synchronous answer, unless asynchronous clusters make up for their tokens.
+    use = apart if best is None or (apart is not None and of_all and not of_all[0].synchronous) else best
+    assert use is not None
+    whole = plan if isinstance(plan, Plan) else None
     return SystemChoice(problem, tuple(answers), tuple(refused), whole, use, tuple(reasons), ways)
 
 
@@ -156,31 +166,6 @@ def _best_together(problem: Problem, answers: Sequence[SystemAnswer]) -> tuple[S
             f"{', '.join(free)} cost nothing{', and are not advised' if advised else ''}: give network_gbps there"
         )
     return best, reasons
-
-
-def _ways(
-    problem: Problem,
-    best: SystemAnswer | None,
-    steps: Mapping[int, SystemAnswer],
-    refused: Sequence[RefusedCandidate],
-    systems: Sequence[System],
-    say: Callable[[str], None],
-) -> SiteWays | None:
-    """The ways to use the sites; those of all of them from the answers of the systems."""
-    no_ways = list[RefusedCandidate]()
-    if best is None and (why := next((no.why for no in refused if no.name != System.DIPS), "")):
-        no_ways.append(RefusedCandidate(PIPELINE, why))
-    if why := next((no.why for no in refused if no.name == System.DIPS), ""):
-        no_ways.append(RefusedCandidate(CLUSTERS, why))
-    return compare_ways(problem, best, steps, no_ways, systems, say)
-
-
-def _chosen(best: SystemAnswer | None, apart: SystemAnswer | None, ways: SiteWays | None) -> SystemAnswer:
-    """The answer to use: the fastest synchronous one, unless asynchronous clusters make up for their tokens."""
-    of_all = [way for way in ways.found if ways.of_all(way)] if ways else []
-    use = apart if best is None or (apart is not None and of_all and not of_all[0].synchronous) else best
-    assert use is not None
-    return use
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------

@@ -11,10 +11,9 @@ from rich.table import Table
 
 from dips.core.units import format_bytes, format_seconds
 from dips.planner.adapter.advise import Advice
-from dips.planner.adapter.decide import AdapterComparison, Border, Rules
+from dips.planner.adapter.decide import AdapterComparison, Rules
 from dips.planner.adapter.pieces import Sizes
 from dips.planner.calibration import calibration_text, interval_text
-from dips.planner.candidates import Candidate
 from dips.planner.commands.plan_clusters import AsynchronousClusters, rounds_text
 from dips.planner.commands.plan_systems import CANNOT_SEE, SystemChoice
 from dips.planner.commands.plan_ways import reasons, take_text, tokens_text
@@ -42,13 +41,13 @@ MOSTLY_WAITS = 0.5
 SHARING = {"fair": "bandwidth shared evenly", "coordinated": "one message at a time", "alone": ""}
 
 
-def table_of(left: Sequence[str], right: Sequence[str] = ()) -> Table:
-    """An empty table with columns that are aligned on the left, and others on the right."""
+def table_of(left: Sequence[str], right: Sequence[str] = (), first: Sequence[str] = ()) -> Table:
+    """An empty table with columns that are aligned on the left, others on the right, and before both such as the
+    latter."""
     table = Table(box=box.SIMPLE_HEAD)
-    for name in left:
-        table.add_column(name)
-    for name in right:
-        table.add_column(name, justify="right")
+    for names in (first, left, right):
+        for name in names:
+            table.add_column(name, justify="left" if names is left else "right")
     return table
 
 
@@ -142,20 +141,9 @@ def plan_text(plan: Plan) -> Iterator[str | Table]:
     yield table
     for (a, b), size in sorted(chosen.link_bytes.items()):
         yield f"{setup.sites[a].name} to {setup.sites[b].name}: {format_bytes(round(size))} an iteration"
-    yield _candidates_table(plan.candidates)
-    for no in plan.refused:
-        yield f"not possible: {no.name}: {no.why}"
-    if plan.effects:
-        yield "what would help, of the time of each microbatch:"
-        for effect in plan.effects:
-            yield f"  {effect.change:<36}{effect.saved:>7.1%} less"
-    yield "assumed: " + "; ".join(assumptions(plan.problem))
-
-
-def _candidates_table(candidates: Sequence[Candidate]) -> Table:
     table = table_of(("schedule", "replicas on a link", "stages"), ("iteration", "slower by", "bubble"))
-    best = candidates[0].iteration_s
-    for one in candidates:
+    best = plan.candidates[0].iteration_s
+    for one in plan.candidates:
         even = max(one.division) - min(one.division) <= 1
         table.add_row(
             one.name,
@@ -165,7 +153,14 @@ def _candidates_table(candidates: Sequence[Candidate]) -> Table:
             f"{one.iteration_s / best - 1:.1%}",
             f"{one.bubble_fraction:.1%}",
         )
-    return table
+    yield table
+    for no in plan.refused:
+        yield f"not possible: {no.name}: {no.why}"
+    if plan.effects:
+        yield "what would help, of the time of each microbatch:"
+        for effect in plan.effects:
+            yield f"  {effect.change:<36}{effect.saved:>7.1%} less"
+    yield "assumed: " + "; ".join(assumptions(plan.problem))
 
 
 def groups_text(found: Grouping) -> Iterator[str | Table]:
@@ -218,12 +213,8 @@ def sweep_text(
 ) -> Iterator[str | Table]:
     """A line for each schedule, and maps of the best. error: of the calibration, where there is one."""
     if not only_map:
-        table = Table(box=box.SIMPLE_HEAD)
-        for name in ("n_pp", "n_mb", "sites", "latency", "bandwidth", "memory"):
-            table.add_column(name, justify="right")
-        table.add_column("schedule")
-        for name in ("makespan", "activations", "bound"):
-            table.add_column(name, justify="right")
+        sizes_of = ("n_pp", "n_mb", "sites", "latency", "bandwidth", "memory")
+        table = table_of(("schedule",), ("makespan", "activations", "bound"), first=sizes_of)
         for row in rows:
             sizes = (row.n_pp, row.n_mb, row.n_sites, row.latency, row.bandwidth, row.memory)
             bound = "" if row.lower_bound is None else f"{row.lower_bound:g}"
@@ -297,13 +288,10 @@ def _borders_table(rules: Rules, transfers_ns: Sequence[float]) -> Table:
     def gbps(value: float) -> str:
         return f"{value:.4g} Gbit/s" if math.isfinite(value) else "any"
 
-    def row(border: Border, time_ns: float) -> None:
+    for border, time_ns in zip(rules.borders, transfers_ns, strict=True):
         times = (format_seconds(ns / NS) for ns in (time_ns, border.hide_ns))
         ends = f"{border.sender} to {border.receiver}", f"{border.link[0]} to {border.link[1]}"
         table.add_row(*ends, *times, gbps(border.late_below_gbps), gbps(border.on_time_from_gbps))
-
-    for border, time_ns in zip(rules.borders, transfers_ns, strict=True):
-        row(border, time_ns)
     return table
 
 
@@ -393,7 +381,7 @@ def spantrain_text(found: SpanTrainReport) -> Iterator[str | Table]:
         f"({interval_text(found.iteration_s, None if setup.profile is None else setup.profile.error)}), "
         f"{found.samples_per_s:.4g} samples/s; Equation 1: {format_seconds(found.equation_s)}"
     )
-    chain, (slowest, _) = found.best.chain, slowest_stage(found)
+    slowest, _ = slowest_stage(found)
     table = table_of(("group",), ("layers", "filling", "running", "waiting", "collectives", "Equation 1"))
     for number, n_layers, terms in zip(chain.candidate.order, chain.candidate.layers, chain.terms, strict=True):
         name = f"{number + 1}{' (slowest)' if number + 1 == slowest else ''}"
@@ -422,28 +410,25 @@ def spantrain_text(found: SpanTrainReport) -> Iterator[str | Table]:
                 f"microbatches are not computed); {stale.mixed:.0%} of microbatches go back with other weights"
             )
     if found.runners_up:
-        yield _spantrain_others(found)
+        left, right = ("runner-up: groups", "layers"), ("batch", "microbatch", "iteration", "slower by", "Equation 1")
+        table = table_of(left, right)
+        for one in found.runners_up:
+            chain = one.chain
+            table.add_row(
+                ",".join(str(number + 1) for number in chain.candidate.order),
+                ",".join(map(str, chain.candidate.layers)),
+                str(chain.batch),
+                str(chain.sequences),
+                format_seconds(one.iteration_s),
+                f"{best.samples_per_s / one.samples_per_s - 1:.1%}",
+                format_seconds(chain.equation_s),
+            )
+        yield table
     for no in found.found.refused:
         yield f"not possible: microbatches of {no.sequences}: {no.why}"
     yield "what SpanTrain does not see or say:"
     for sentence in found.unseen:
         yield f"  {sentence}"
-
-
-def _spantrain_others(found: SpanTrainReport) -> Table:
-    table = table_of(("runner-up: groups", "layers"), ("batch", "microbatch", "iteration", "slower by", "Equation 1"))
-    for one in found.runners_up:
-        chain = one.chain
-        table.add_row(
-            ",".join(str(number + 1) for number in chain.candidate.order),
-            ",".join(map(str, chain.candidate.layers)),
-            str(chain.batch),
-            str(chain.sequences),
-            format_seconds(one.iteration_s),
-            f"{found.best.samples_per_s / one.samples_per_s - 1:.1%}",
-            format_seconds(chain.equation_s),
-        )
-    return table
 
 
 def explored_text(found: ScaleAcrossReport) -> Iterator[str | Table]:
