@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 from dips.core.errors import Refused
 from dips.core.ids import PushId, Version, parse_version
@@ -286,3 +286,46 @@ class FaultWorld(World):
     def manifest(self, slave: SlaveProcess, info: SnapshotInfo, record: bytes) -> None:
         self.kernel.note(slave.name, f"manifest {info.version} {info.round}")
         self.committed_somewhere.add(info.version)
+
+
+# ---- tables of faults ------------------------------------------------------------------------------------------------
+
+
+Begin = Callable[[FaultWorld], bool]
+"""Strikes now; returns False when there is nothing to strike at yet."""
+
+Target = TypeVar("Target")
+
+
+class Faults(dict[str, Begin]):
+    """A table of faults by name, into which its decorators enter functions. armed: those that are only armed when they
+    begin, and counted when they really strike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed: set[str] = set()
+
+    def add(self, *, armed: bool = False) -> Callable[[Begin], Begin]:
+        """Enter a fault that finds itself what to strike at."""
+
+        def enter(begin: Begin) -> Begin:
+            self[begin.__name__] = begin
+            self.armed |= {begin.__name__} if armed else set()
+            return begin
+
+        return enter
+
+    def of(
+        self, target: Callable[[FaultWorld], Target | None], *, armed: bool = False
+    ) -> Callable[[Callable[[FaultWorld, Target], bool | None]], Begin]:
+        """Enter a fault of what `target` chooses; it returns False when it cannot strike at that yet."""
+
+        def enter(strike: Callable[[FaultWorld, Target], bool | None]) -> Begin:
+            @wraps(strike)
+            def begin(world: FaultWorld) -> bool:
+                chosen = target(world)
+                return chosen is not None and strike(world, chosen) is not False
+
+            return self.add(armed=armed)(begin)
+
+        return enter
