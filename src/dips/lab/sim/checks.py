@@ -459,9 +459,9 @@ class Budgets:
 
     def _of_cluster(self, cluster: ClusterHost) -> Used:
         session, plan = cluster.session, self._world.plan
-        if session is None:
+        if session is None or cluster.ranks is None:
             return
-        yield "transfers of a cluster", cluster.n_transfers, 2
+        yield "transfers of a cluster", cluster.ranks.n_jobs, 2
         if plan.data.chunk_tokens:
             ranges = len(session.shared.work.all_ranges())
             yield "ranges that a cluster holds", ranges, MAX_RANGES_IN_A_MESSAGE
