@@ -178,10 +178,7 @@ def finished_behind_its_back(world: FaultWorld) -> bool:
     """A cluster gets no answer from slaves while its last chunks arrive, and another process finishes its push. Counted
     when that happens."""
 
-    def watch(role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
-        if (role, kind) != ("slave", "staged"):
-            return
-        world.watchers.remove(watch)
+    def strike(process: SimulatedProcess, fields: Mapping[str, Any]) -> None:
         name = str(fields["push"]).partition("/")[0]
         pairs = [(slave, name) for slave in world.slaves]
         world.net.cut_off(pairs)
@@ -189,7 +186,7 @@ def finished_behind_its_back(world: FaultWorld) -> bool:
         for tries in range(35):
             world.kernel.after(0.2 * (tries + 1), None, _finish_in_its_name, world, name)
 
-    world.watchers.append(watch)
+    world.once("slave", "staged", "", strike)
     return True
 
 

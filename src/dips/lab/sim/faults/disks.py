@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from dips.lab.sim.faults.processes import a_cluster, a_slave, a_slave_to_lose, the_master
 from dips.lab.sim.faults.world import Faults, FaultWorld
@@ -260,14 +259,8 @@ def lost_checkpoint(world: FaultWorld, cluster: ClusterHost) -> bool:
 
 
 def _when(world: FaultWorld, role: str, kind: str, phase: str, act: Callable[[SimulatedProcess], None]) -> None:
-    """Call once, at the next such line of a tape."""
-
-    def watch(said_by: str, process: SimulatedProcess, what: str, fields: Mapping[str, Any]) -> None:
-        if (said_by, what) == (role, kind) and phase in ("", fields.get("phase")):
-            world.watchers.remove(watch)
-            world.kernel.after(0.0, None, act, process)
-
-    world.watchers.append(watch)
+    """Call once, right after the next such line of a tape."""
+    world.once(role, kind, phase, lambda process, _: world.kernel.after(0.0, None, act, process))
 
 
 @FAULTS.add(armed=True)

@@ -181,7 +181,7 @@ def reshard_add(world: FaultWorld) -> bool:
         return False
     if name == fresh:
         host = world.slaves[name] = SlaveHost(world, name)
-        world.kernel.after(world.kernel.rng.uniform(0.1, 3.0), None, _boot, world, host)
+        world.kernel.after(world.kernel.rng.uniform(0.1, 3.0), None, world.boot_if_dead, host)
     return True
 
 
@@ -205,7 +205,7 @@ def reshard_replace(world: FaultWorld) -> bool:
     if not _ask(world, ReshardRequest("", add=(fresh,), remove=(old,), reason="a new host")):
         return False
     host = world.slaves[fresh] = SlaveHost(world, fresh)
-    world.kernel.after(world.kernel.rng.uniform(0.1, 1.0), None, _boot, world, host)
+    world.kernel.after(world.kernel.rng.uniform(0.1, 1.0), None, world.boot_if_dead, host)
     return True
 
 
@@ -233,11 +233,6 @@ def _placed(world: FaultWorld) -> list[str]:
     master = the_master(world)
     placement = master.state.shared.ledger.placement if master is not None and master.state is not None else None
     return list(placement.slaves) if placement is not None else []
-
-
-def _boot(world: FaultWorld, host: SlaveHost) -> None:
-    if not host.alive and not world.ended:
-        host.boot()
 
 
 CHURNED: tuple[str, ...] = ("churn_joined", "churn_newcomer", "churn_left", "churn_killed")

@@ -187,12 +187,10 @@ def crash_master_in_step(world: FaultWorld) -> bool:
         return True
     aimed_at = rng.choice((*RoundPhase, *WITHOUT_TIME, *WITHOUT_TIME)).value
 
-    def watch(role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
-        if (role, kind) == ("master", "round") and fields["phase"] == aimed_at:
-            world.watchers.remove(watch)
-            process.dies_after = 1
+    def strike(process: SimulatedProcess, fields: Mapping[str, Any]) -> None:
+        process.dies_after = 1
 
-    world.watchers.append(watch)
+    world.once("master", "round", aimed_at, strike)
     return True
 
 

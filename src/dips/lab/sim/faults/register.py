@@ -179,13 +179,11 @@ def _wait_for_moment(world: FaultWorld, name: str, moment: tuple[str, str, str])
             world.watchers.remove(watch)
             _strike(world, name, 0)
 
-    def watch(role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
-        if (role, kind) == moment[:2] and moment[2] in ("", fields.get("phase")):
-            world.watchers.remove(watch)
-            world.struck = process
-            world.kernel.after(world.kernel.rng.choice((0.0, 0.0, 0.01)), None, _strike, world, name, 0)
+    def strike(process: SimulatedProcess, fields: Mapping[str, Any]) -> None:
+        world.struck = process
+        world.kernel.after(world.kernel.rng.choice((0.0, 0.0, 0.01)), None, _strike, world, name, 0)
 
-    world.watchers.append(watch)
+    watch = world.once(*moment, strike)
     world.kernel.at(last_s, None, too_late)
 
 

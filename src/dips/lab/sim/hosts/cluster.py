@@ -246,7 +246,7 @@ class ClusterHost(Host):
         """One of its followers is gone: the cluster ends with it, and torchrun starts all ranks again."""
         self.kernel.note(self.name, "a rank is gone")
         self.kill()
-        self.world.cluster_died(self)
+        self.world.died(self)
 
     def _heartbeat_s(self) -> float:
         return self.world.plan.config.settings.heartbeat_s
@@ -386,9 +386,7 @@ class ClusterHost(Host):
             outputs = self.session.handle(event, self.kernel.now_s)
             for number, effect in enumerate(outputs):
                 if number and self.dies_after and self.dies_here():
-                    self.world.fired("crash_cluster_in_step")
-                    self.kill()
-                    self.world.cluster_died(self)
+                    self.struck_dead("crash_cluster_in_step")
                 if self.alive and self.copying:
                     self.kernel.at(self._busy_until_s, self, self._carry_out, effect)
                 elif self.alive:

@@ -242,7 +242,7 @@ class SlaveHost(SlaveProcess):
                 self.kernel.aside(self.name, problem)
             self.promise = Promise(self.disk)
         except PowerLossError as loss:
-            self.lose_power(str(loss))
+            self.struck_dead(str(loss))
             return
         self.state = SlaveMachine(
             self.world.run_id,
@@ -272,12 +272,6 @@ class SlaveHost(SlaveProcess):
         for what in self.disk.crash(self.kernel.rng):
             self.world.fired(what)
         self._die()
-
-    def lose_power(self, fault: str) -> None:
-        """Lose power within a step of the disk."""
-        self.world.fired(fault)
-        self.kill()
-        self.world.slave_died(self)
 
     def _die(self) -> None:
         self.end_process()
@@ -378,9 +372,7 @@ class SlaveHost(SlaveProcess):
         try:
             for number, effect in enumerate(self.state.handle(event, self.kernel.now_s)):
                 if number and self.dies_after and self.dies_here():
-                    self.world.fired("crash_slave_in_step")
-                    self.kill()
-                    self.world.slave_died(self)
+                    self.struck_dead("crash_slave_in_step")
                 if self.alive:
                     self._carry_out(effect)
         except (DipsError, AssertionError, LookupError, ValueError, TypeError) as error:
@@ -479,11 +471,11 @@ class SlaveHost(SlaveProcess):
         try:
             work(*args)
         except PowerLossError as loss:
-            self.lose_power(str(loss))
+            self.struck_dead(str(loss))
         except OSError as error:
             self.kernel.note(self.name, f"ends: {error}")
             self.end()
-            self.world.slave_died(self)
+            self.world.died(self)
         finally:
             if self.disk.errors_seen != errors:
                 self.world.fired("slave_disk_error")
