@@ -465,21 +465,17 @@ class ServersRun(Course):
 
     def journalled(self, master: MasterProcess, record: Mapping[str, Any]) -> None:
         super().journalled(master, record)
-        self._tally.journal(record, self._now_s)
+        self._tally.journal(record, self.kernel.now_s)
         if record["kind"] == "COMMIT" and self._versions is not None:
             self._commits[Version(*record["version"])] = record
 
-    @property
-    def _now_s(self) -> float:
-        return self.kernel.now_s
-
     def appeared(self, version: Version) -> None:
         if not self._curve:
-            self._tally.began_s = self._now_s
+            self._tally.began_s = self.kernel.now_s
             self._at_begin = self._made()
             for change in self._setup.changes:
                 self.kernel.after(change.at, None, self._change, change)
-        tokens, at_s, done = self._tally.tokens[version], self._now_s - self._tally.began_s, self._done
+        tokens, at_s, done = self._tally.tokens[version], self.kernel.now_s - self._tally.began_s, self._done
         if self._versions is not None:
             self._versions(self._commits.pop(version), self.parameters(version))
         self._add(version, tokens, at_s)
@@ -529,7 +525,7 @@ class ServersRun(Course):
     def _record(self) -> RunRecord:
         setup, tally, hopeless = self._setup, self._tally, self._hopeless()
         if hopeless:
-            self._ends_s, self._at_end = self._now_s - tally.began_s, self._made()
+            self._ends_s, self._at_end = self.kernel.now_s - tally.began_s, self._made()
         loss, virtual_s = (None, self._ends_s) if hopeless else at_tokens(self._curve, setup.run.tokens)
         assert hopeless or self._done, "the master ends a run at its tokens"
         untrained = self._done and self._evaluate is None

@@ -108,14 +108,6 @@ def crash(world: FaultWorld, host: MasterHost | SlaveHost | ClusterHost | None, 
 # ---- stopped for a while ----
 
 
-def _heartbeat_s(world: FaultWorld) -> float:
-    return world.plan.config.settings.heartbeat_s
-
-
-def _evicted_after_s(world: FaultWorld) -> float:
-    return world.plan.config.evict_after_s
-
-
 def pause(world: FaultWorld, host: SimulatedProcess | None, for_s: float) -> bool:
     if host is None or not host.running or world.healed:
         return False
@@ -374,12 +366,16 @@ FAULTS.update(
         "crash_master": lambda world: crash(world, the_master(world)),
         "crash_slave": lambda world: crash(world, a_slave(world)),
         "crash_cluster": lambda world: crash(world, a_cluster(world)),
-        "pause_master_short": lambda world: pause(world, the_master(world), 0.3 * _heartbeat_s(world)),
-        "pause_master_long": lambda world: pause(world, the_master(world), 1.5 * _evicted_after_s(world)),
-        "pause_slave_short": lambda world: pause(world, a_slave(world), 0.8 * _heartbeat_s(world)),
-        "pause_slave_long": lambda world: pause(world, a_slave(world), 1.5 * _evicted_after_s(world)),
-        "pause_cluster_short": lambda world: pause(world, a_cluster(world), 0.8 * _heartbeat_s(world)),
-        "pause_cluster_long": lambda world: pause(world, a_cluster(world), 1.5 * _evicted_after_s(world)),
+        "pause_master_short": lambda world: pause(
+            world, the_master(world), 0.3 * world.plan.config.settings.heartbeat_s
+        ),
+        "pause_master_long": lambda world: pause(world, the_master(world), 1.5 * world.plan.config.evict_after_s),
+        "pause_slave_short": lambda world: pause(world, a_slave(world), 0.8 * world.plan.config.settings.heartbeat_s),
+        "pause_slave_long": lambda world: pause(world, a_slave(world), 1.5 * world.plan.config.evict_after_s),
+        "pause_cluster_short": lambda world: pause(
+            world, a_cluster(world), 0.8 * world.plan.config.settings.heartbeat_s
+        ),
+        "pause_cluster_long": lambda world: pause(world, a_cluster(world), 1.5 * world.plan.config.evict_after_s),
         **{name: _bad_push(kind) for kind, name in KIND_NAMES.items()},
     }
 )

@@ -202,8 +202,3 @@ def _strike(world: FaultWorld, name: str, tries: int) -> None:
         world.kernel.after(RETRY_S, None, _strike, world, name, tries + 1)
     else:
         world.counts.cannot(name, NOTHING)
-
-
-def heal(world: FaultWorld) -> None:
-    """End all faults; none strikes afterwards."""
-    world.watchers.clear()

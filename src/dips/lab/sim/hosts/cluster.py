@@ -217,7 +217,7 @@ class ClusterHost(Host):
         self._stepping, self._waking_s, self._busy_until_s = False, -1.0, 0.0
         self._told, self._fenced = None, None
         self._said_lost = False
-        self.kernel.after(self.kernel.jitter(self._heartbeat_s()), self, self._beat)
+        self.kernel.after(self.kernel.jitter(self.world.plan.config.settings.heartbeat_s), self, self._beat)
         self._checkpoints.resume(self.session)
         self._handle(effects.Started())
         self._settle()
@@ -247,9 +247,6 @@ class ClusterHost(Host):
         self.kernel.note(self.name, "a rank is gone")
         self.kill()
         self.world.died(self)
-
-    def _heartbeat_s(self) -> float:
-        return self.world.plan.config.settings.heartbeat_s
 
     # ---- the training loop ----
 
@@ -516,7 +513,7 @@ class ClusterHost(Host):
             )  # fmt: skip
             wait_s = settings.heartbeat_s * settings.evict_after_beats
             Call(self.world, self, request, wait_s, lambda result: self._beaten(incarnation, result))
-        self.kernel.after(self._heartbeat_s(), self, self._beat)
+        self.kernel.after(self.world.plan.config.settings.heartbeat_s, self, self._beat)
 
     def _told_pace(self) -> tuple[float, float]:
         """(tokens, steps) a second, as its beats say."""

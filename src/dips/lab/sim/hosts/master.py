@@ -137,10 +137,10 @@ class MasterHost(MasterProcess):
         self.state = None
         if self._follower is not None:
             (stream, end), self._follower = self._follower, None
-            stream.died(end)
+            stream.close(end)
         links, self._links = self._links, {}
         for stream, end in links.values():
-            stream.died(end)
+            stream.close(end)
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.server_died()

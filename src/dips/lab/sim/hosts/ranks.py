@@ -139,7 +139,7 @@ class Ranks:
             self.all = [
                 Rank(
                     Follower(world, f"{leader.name}.{rank}", leader.generation) if rank else leader,
-                    CarriedShare(rank, share),
+                    CarriedShare(share, rank),
                     replace(model) if rank and isinstance(model, SimulatedModel) else None,
                 )
                 for rank, share in enumerate(shares_of_replicas(plan.layout, n_ranks, self._chunk_bytes))

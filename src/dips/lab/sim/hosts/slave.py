@@ -278,7 +278,7 @@ class SlaveHost(SlaveProcess):
         self.state = None
         stream, self._stream = self._stream, None
         if stream is not None:
-            stream[0].died(stream[1])
+            stream[0].close(stream[1])
 
     # ---- the stream ----
 
@@ -300,7 +300,7 @@ class SlaveHost(SlaveProcess):
         self._stream, self._got_command = (stream, mine), False
         self.kernel.after(0.0, master, master.attached, number, stream, theirs)
         self.handle(effects.Linked())
-        self.kernel.after(self._beat_s(), self, self._beat, number)
+        self.kernel.after(self.world.plan.config.settings.heartbeat_s, self, self._beat, number)
         self.kernel.after(FIRST_COMMAND_S, self, self._no_command, number)
 
     def _no_command(self, number: int) -> None:
@@ -344,9 +344,6 @@ class SlaveHost(SlaveProcess):
     def linked(self) -> bool:
         return self._stream is not None
 
-    def _beat_s(self) -> float:
-        return self.world.plan.config.settings.heartbeat_s
-
     def _beat(self, number: int) -> None:
         if number != self._link or self._stream is None or self.state is None:
             return
@@ -354,7 +351,7 @@ class SlaveHost(SlaveProcess):
             progress = self.port.memory.table.progress() if self.port.memory else ()
             durable = self.state.shard.saving.durable
             self._send(SlaveBeat(0, 0, self.port.refused_chunks, 0, len(progress), progress, durable))
-        self.kernel.after(self._beat_s(), self, self._beat, number)
+        self.kernel.after(self.world.plan.config.settings.heartbeat_s, self, self._beat, number)
 
     def _send(self, body: Any) -> None:
         if self._stream is None or self.state is None:
@@ -631,8 +628,10 @@ class SlaveHost(SlaveProcess):
         key: bytes = b"",
         away: Away = lambda why: None,
     ) -> None:
-        if not self.world.plan.config.encrypted or self._admits(key, header, answer, away):
-            self.handle_port(lambda: answer(*self.port.answer(self.world.run_id, header, value)))
+        admitted = not self.world.plan.config.encrypted or self._admits(key, header, answer, away)
+        if admitted and self.state is not None:
+            answer(*self.port.answer(self.world.run_id, header, value))
+            self._say_staged()
 
     def _admits(self, key: bytes, header: DataHeader, answer: Callable[[DataHeader, Value], None], away: Away) -> bool:
         """What CURVE and ZAP do at a slave's port, by the real list; a peer that is not admitted is told so here."""
@@ -646,12 +645,6 @@ class SlaveHost(SlaveProcess):
             answer(DataHeader(header.run_id, header.epoch, DataOp.REFUSED, header.request, refusal=refusal), None)
             return False
         return True
-
-    def handle_port(self, act: Callable[[], None]) -> None:
-        if self.state is None:
-            return
-        act()
-        self._say_staged()
 
     def _say_staged(self) -> None:
         complete, self.port.complete = self.port.complete, []
